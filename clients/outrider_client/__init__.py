@@ -1,0 +1,1 @@
+"""The Python client of Outrider, and the `outrider` command."""

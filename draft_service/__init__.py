@@ -1,0 +1,1 @@
+"""The draft service: proposes token trees ahead of the target."""

@@ -1,0 +1,140 @@
+"""Settings: frozen dataclasses filled from flags, environment and a TOML file, each default in one place.
+
+A settings class is a frozen dataclass whose fields are made with `setting(default, help)`. Precedence: flag, then
+environment (`OUTRIDER_<SECTION>_<FIELD>`), then the `[section]` table of the file, then the default.
+
+    @dataclass(frozen=True)
+    class DraftConfig:
+        listen: str = setting("127.0.0.1:50052", "address to serve on")
+
+    parser = argparse.ArgumentParser()
+    add_flags(parser, DraftConfig)
+    config = load(DraftConfig, "draft", parser.parse_args(), os.environ, path)
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import tomllib
+import types
+import typing
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+Config = TypeVar("Config")
+_TRUE = {"1", "true", "yes", "on"}
+_FALSE = {"0", "false", "no", "off"}
+
+
+class SettingsError(ValueError):
+    """A setting that does not exist or does not parse; the message names where it came from."""
+
+
+def setting(default: Any, help: str, *, choices: tuple[str, ...] = ()) -> Any:
+    """A dataclass field with a help text. `choices` restricts a string."""
+    return dataclasses.field(default=default, metadata={"help": help, "choices": choices})
+
+
+def _type_of(config: type[Any], name: str) -> tuple[type[Any], bool]:
+    """The plain type of a field, and whether it may be None."""
+    hint = typing.get_type_hints(config)[name]
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        inner = [arg for arg in typing.get_args(hint) if arg is not type(None)]
+        return inner[0], True
+    return hint, False
+
+
+def _parse(config: type[Any], field: dataclasses.Field[Any], value: object, source: str) -> Any:
+    kind, optional = _type_of(config, field.name)
+    if value is None or (optional and value in ("", "none")):
+        return None
+    try:
+        parsed = _convert(kind, value)
+    except ValueError as error:
+        raise SettingsError(f"{source}: {error}") from None
+    choices = field.metadata.get("choices")
+    if choices and parsed not in choices:
+        raise SettingsError(f"{source}: {parsed!r} is not one of {', '.join(choices)}")
+    return parsed
+
+
+def _convert(kind: type[Any], value: object) -> Any:
+    if kind is bool:
+        if isinstance(value, bool):
+            return value
+        word = str(value).lower()
+        if word not in _TRUE | _FALSE:
+            raise ValueError(f"{value!r} is not true or false")
+        return word in _TRUE
+    if kind in (int, float):
+        if isinstance(value, bool):
+            raise ValueError(f"{value!r} is not a number")
+        try:
+            return kind(value)
+        except (TypeError, ValueError):
+            raise ValueError(f"{value!r} is not {'a whole number' if kind is int else 'a number'}") from None
+    if not isinstance(value, str):
+        raise ValueError(f"{value!r} is not text")
+    return value
+
+
+def add_flags(parser: argparse.ArgumentParser, config: type[Any]) -> None:
+    """Add `--field-name` for every field, with its help and default. A flag not given leaves no trace."""
+    for field in dataclasses.fields(config):
+        flag = "--" + field.name.replace("_", "-")
+        kind, _ = _type_of(config, field.name)
+        shown = "none" if field.default is None else field.default
+        help_text = f"{field.metadata['help']} (default: {shown if shown != '' else 'none'})".replace("%", "%%")
+        if kind is bool:
+            parser.add_argument(
+                flag, dest=field.name, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=help_text
+            )
+        else:
+            metavar = "|".join(field.metadata["choices"]) or kind.__name__.upper()
+            parser.add_argument(
+                flag, dest=field.name, default=argparse.SUPPRESS, help=help_text, metavar=metavar
+            )
+
+
+def load(
+    config: type[Config],
+    section: str,
+    flags: argparse.Namespace | None = None,
+    environment: Mapping[str, str] | None = None,
+    path: Path | None = None,
+) -> Config:
+    """Build `config` from its sources. Raises `SettingsError` for unknown keys and values that do not parse."""
+    fields = {field.name: field for field in dataclasses.fields(config)}  # type: ignore[arg-type]
+    values: dict[str, Any] = {}
+    for name, value in _file_section(path, section).items():
+        key = name.replace("-", "_")
+        if key not in fields:
+            raise SettingsError(f"{path}: [{section}] has no setting {name!r}; it has {', '.join(sorted(fields))}")
+        values[key] = _parse(config, fields[key], value, f"{path}: {section}.{name}")
+    prefix = f"OUTRIDER_{section.upper()}_"
+    for variable, text in (environment or {}).items():
+        if not variable.startswith(prefix):
+            continue
+        key = variable.removeprefix(prefix).lower()
+        if key not in fields:
+            raise SettingsError(f"{variable}: no such setting")
+        values[key] = _parse(config, fields[key], text, variable)
+    for name, value in vars(flags or argparse.Namespace()).items():
+        if name in fields:
+            values[name] = _parse(config, fields[name], value, "--" + name.replace("_", "-"))
+    return config(**values)
+
+
+def _file_section(path: Path | None, section: str) -> Mapping[str, object]:
+    if path is None:
+        return {}
+    try:
+        document = tomllib.loads(path.read_text())
+    except (OSError, tomllib.TOMLDecodeError) as error:
+        raise SettingsError(f"{path}: {error}") from None
+    table = document.get(section, {})
+    if not isinstance(table, dict):
+        raise SettingsError(f"{path}: [{section}] is not a table")
+    return table

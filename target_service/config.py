@@ -1,0 +1,58 @@
+"""Settings of the target service. Each default lives here and nowhere else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from outrider.settings import setting
+
+
+@dataclass(frozen=True)
+class TargetConfig:
+    """Everything `python -m target_service` takes, by flag, environment (`OUTRIDER_TARGET_*`) or `[target]` table."""
+
+    model: str = setting("smollm2-135m-instruct", "model: a name from `outrider model list`, a folder, or a hub id")
+    served_model_name: str = setting("", "name that clients see; the model's own when empty")
+    dtype: str = setting("bfloat16", "dtype of weights and KV cache", choices=("float32", "bfloat16", "float16"))
+    device: str = setting("cpu", "torch device")
+    listen: str = setting("127.0.0.1:50051", "address to serve on: HOST:PORT or unix:PATH")
+    metrics_listen: str = setting("", "HOST:PORT of the Prometheus endpoint; off when empty")
+
+    draft: str = setting("", "draft service: HOST:PORT, unix:PATH, or inprocess:DRAFTER; none when empty")
+    speculation: bool = setting(True, "ask the draft service for trees; off is a one-row tree through the same code")
+    speculative_disable_queue_size: int = setting(
+        8, "stop drafting while more than this many sequences run (on again at three quarters of it)"
+    )
+    max_draft_nodes: int = setting(63, "drafted rows a sequence may have in one step")
+    draft_wait_ms: float = setting(20.0, "longest wait for a draft that is late, per step")
+    draft_failures_to_open: int = setting(3, "late drafts in a row after which a sequence's draft is not waited for")
+    row_budget: str = setting(
+        "adaptive", "rows per tree: what pays by measured step cost and acceptance, or all", choices=("adaptive", "all")
+    )
+
+    page_size: int = setting(16, "tokens per KV page: 1, 16 or 64")
+    kv_tokens: int = setting(0, "tokens the KV cache holds; 0 takes 30 % of free memory, at most 65536")
+    max_context: int = setting(0, "longest sequence, prompt and output; 0 takes the model's own, at most 8192")
+    max_running: int = setting(64, "sequences that run at once")
+    max_waiting: int = setting(256, "sequences that wait; more are refused with RESOURCE_EXHAUSTED")
+    max_step_rows: int = setting(512, "rows of one forward pass, over all sequences")
+    prefill_chunk: int = setting(256, "prompt tokens of one sequence in one step")
+
+    attention: str = setting(
+        "auto", "tree attention backend", choices=("auto", "reference", "torch", "triton", "flashinfer")
+    )
+    threads: int = setting(0, "CPU threads for torch; 0 leaves torch's own choice")
+    max_message_bytes: int = setting(4 * 1024 * 1024, "largest message accepted")
+    max_sequences_per_stream: int = setting(256, "open sequences of one Verify stream")
+    drain_seconds: float = setting(30.0, "time running requests get after SIGTERM")
+    heartbeat_seconds: float = setting(30.0, "a step that takes longer makes health NOT_SERVING")
+    reflection: bool = setting(False, "serve gRPC reflection")
+    admin_listen: str = setting("", "loopback HOST:PORT for channelz; off when empty")
+    auth_tokens: str = setting("", "file of `TOKEN TENANT` lines; callers without a token are refused when set")
+    tls_certificate: str = setting("", "PEM certificate chain; plain text when empty")
+    tls_key: str = setting("", "PEM private key")
+    tls_client_ca: str = setting("", "PEM roots for client certificates; required of clients when set")
+    otlp_endpoint: str = setting("", "OTLP gRPC endpoint for traces; off when empty")
+    trace_ratio: float = setting(1.0, "share of requests without a parent trace that are traced")
+    trace_steps: bool = setting(False, "a child span per step in traced requests")
+    log_level: str = setting("info", "log level", choices=("debug", "info", "warning", "error"))

@@ -1,0 +1,1 @@
+"""The transformers model behind our attention, and where its weights come from."""

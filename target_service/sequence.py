@@ -1,0 +1,179 @@
+"""The nouns of the target service: requests, running sequences, verdicts, totals."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from enum import Enum
+
+from outrider.errors import OutriderError
+from outrider.frames import DEFAULT_TENANT
+from outrider.sampling import SamplingParams, VerificationMode
+from outrider.tree import TokenTree
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceRequest:
+    """What a caller asks of the engine. Checked before it is built; never changed after."""
+
+    token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    mode: VerificationMode
+    seed: int
+    # Output tokens at most: sampling.max_tokens, or what the context leaves.
+    max_tokens: int
+    tenant: str = DEFAULT_TENANT
+    speculate: bool = True
+    max_draft_nodes: int = 63
+    corpus: str = ""
+    # The client drafts: each step waits for `Engine.verify`.
+    external: bool = False
+    traceparent: str = ""
+
+
+class FinishReason(Enum):
+    END_OF_SEQUENCE = "end_of_sequence"
+    STOP = "stop"
+    LENGTH = "length"
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """Why a sequence ended, and on which stop."""
+
+    reason: FinishReason
+    stop_token_id: int | None = None
+    stop_string: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probabilities of one token, before penalties and filters."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The immutable result of one step of one sequence.
+
+    `token_ids` are the accepted rows' tokens, then the target's own next token (*bonus* when the path ended at a
+    leaf, *recovered* otherwise), cut where a stop was met. `drafted_tokens` counts those that came from the draft.
+    """
+
+    sequence_id: int
+    step: int
+    accepted_rows: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    drafted_tokens: int
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    finish: Finish | None = None
+    queue_ns: int = 0
+    compute_ns: int = 0
+
+
+@dataclass(slots=True)
+class SequenceTotals:
+    """Sums over one sequence's life: plain integers, read once at its end. Times are monotonic nanoseconds."""
+
+    arrived_ns: int = field(default_factory=time.monotonic_ns)
+    started_ns: int = 0
+    first_token_ns: int = 0
+    finished_ns: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    steps: int = 0
+    drafted_steps: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    # [d]: steps whose tree reached, or that accepted a node at, depth d + 1.
+    drafted_by_depth: list[int] = field(default_factory=list)
+    accepted_by_depth: list[int] = field(default_factory=list)
+    draft_wait_ns: int = 0
+    fallback_steps: int = 0
+    preemptions: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceFinished:
+    """The last event of a sequence that ended by itself. Its last `Verdict` came just before."""
+
+    sequence_id: int
+    finish: Finish
+    totals: SequenceTotals
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceFailed:
+    """The last event of a sequence that could not go on."""
+
+    sequence_id: int
+    error: OutriderError
+
+
+SequenceEvent = Verdict | SequenceFinished | SequenceFailed
+
+
+@dataclass(frozen=True, slots=True)
+class StepStats:
+    """What one engine step did, for metrics. Durations in nanoseconds."""
+
+    sequences: int
+    decode_rows: int
+    prefill_rows: int
+    drafted_tokens: int
+    accepted_tokens: int
+    committed_tokens: int
+    fallback_sequences: int
+    draft_wait_ns: int
+    plan_ns: int
+    forward_ns: int
+    verify_ns: int
+    commit_ns: int
+    total_ns: int
+
+
+class SequenceState(Enum):
+    """Where a sequence is. WAITING -> PREFILL -> RUNNING -> (gone); a preempted sequence goes back to WAITING."""
+
+    WAITING = "waiting"
+    PREFILL = "prefill"
+    RUNNING = "running"
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """A request under way: prompt plus committed tokens, and the KV pages that hold them.
+
+    Invariants: `0 <= kv_length < len(token_ids)`; the root is the last token, whose KV is not computed;
+    `len(token_ids) == prompt_length + totals.completion_tokens`; pages hold at least `kv_length` tokens.
+    """
+
+    sequence_id: int
+    request: SequenceRequest
+    token_ids: list[int]
+    totals: SequenceTotals
+    state: SequenceState = SequenceState.WAITING
+    step: int = 0
+    kv_length: int = 0
+    pages: list[int] = field(default_factory=list)
+    # The tree to verify next, when the client drafts.
+    external_tree: TokenTree | None = None
+
+    @property
+    def prompt_length(self) -> int:
+        return len(self.request.token_ids)
+
+    @property
+    def root(self) -> int:
+        return self.token_ids[-1]
+
+    @property
+    def output(self) -> list[int]:
+        return self.token_ids[self.prompt_length :]
+
+    def check(self) -> None:
+        """Raise AssertionError unless the invariants hold. For tests and debug builds."""
+        assert 0 <= self.kv_length < len(self.token_ids)
+        assert len(self.token_ids) == self.prompt_length + self.totals.completion_tokens
