@@ -56,9 +56,7 @@ class SamplingParams:
 
     @property
     def has_penalties(self) -> bool:
-        return (
-            self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
-        )
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
     @property
     def shapes_logits(self) -> bool:
@@ -94,9 +92,7 @@ class SamplingParams:
             need(-100 <= bias <= 100, f"logit_bias[{token}]", "must be in [-100, 100]")
         need(self.max_tokens is None or self.max_tokens >= 1, "max_tokens", "must be at least 1")
         need(self.min_tokens >= 0, "min_tokens", "must be >= 0")
-        need(
-            self.max_tokens is None or self.min_tokens <= self.max_tokens, "min_tokens", "must not exceed max_tokens"
-        )
+        need(self.max_tokens is None or self.min_tokens <= self.max_tokens, "min_tokens", "must not exceed max_tokens")
         self._check_stops(need, vocabulary_size)
         need(self.seed is None or 0 <= self.seed <= MAX_SEED, "seed", "must fit 64 bits")
         need(self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS, "logprobs", f"must be 0..{MAX_LOGPROBS}")

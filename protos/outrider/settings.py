@@ -93,9 +93,7 @@ def add_flags(parser: argparse.ArgumentParser, config: type[Any]) -> None:
             )
         else:
             metavar = "|".join(field.metadata["choices"]) or kind.__name__.upper()
-            parser.add_argument(
-                flag, dest=field.name, default=argparse.SUPPRESS, help=help_text, metavar=metavar
-            )
+            parser.add_argument(flag, dest=field.name, default=argparse.SUPPRESS, help=help_text, metavar=metavar)
 
 
 def load(

@@ -103,9 +103,7 @@ class TokenTree:
             law_of_parent = (distributions or {}).get(parents[i])
             if law_of_parent is not None and token_ids[i] not in law_of_parent.token_ids:
                 raise InvalidField(f"{field_path}.token_ids[{i}]", "is outside its parent's distribution")
-        return cls(
-            tuple(token_ids), tuple(parents), tuple(scores) or (1.0,) * rows, dict(distributions or {})
-        )
+        return cls(tuple(token_ids), tuple(parents), tuple(scores) or (1.0,) * rows, dict(distributions or {}))
 
     def __len__(self) -> int:
         return len(self.token_ids)

@@ -1,0 +1,81 @@
+"""Lays a schedule and its trees out as one forward pass: rows, positions, cache slots, masks, rows of logits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+
+from outrider.tree import TokenTree
+from target_service.kv_cache import KVCache
+from target_service.model.runner import ForwardInput
+from target_service.scheduler import Chunk
+from target_service.sequence import Sequence
+from tree_kernels.attention import AttentionBatch
+
+
+@dataclass(frozen=True, slots=True)
+class StepItem:
+    """One sequence's part of a step: its known tokens, and the tree whose root is the last of them.
+
+    `tree` is None while the prompt is being read. `first_logit` is where the tree's rows start among the logits.
+    """
+
+    sequence: Sequence
+    known: int
+    tree: TokenTree | None
+    first_logit: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepBatch:
+    """One forward pass over all scheduled sequences."""
+
+    items: tuple[StepItem, ...]
+    input: ForwardInput
+    decode_rows: int
+    prefill_rows: int
+
+
+def lay_out(chunks: SequenceOf[Chunk], trees: SequenceOf[TokenTree | None], cache: KVCache) -> StepBatch:
+    """Build the step. `trees[i]` belongs to `chunks[i]`; only a chunk of one row may carry drafted rows.
+
+    Row r of a sequence sits in cache slot `kv_length + r`; its position is `kv_length` plus its depth.
+    """
+    token_ids: list[int] = []
+    positions: list[int] = []
+    slots: list[int] = []
+    logit_rows: list[int] = []
+    starts, prefixes = [0], []
+    pages: list[tuple[int, ...]] = []
+    parents: list[tuple[int, ...] | None] = []
+    items: list[StepItem] = []
+    decode_rows = 0
+    for chunk, tree in zip(chunks, trees, strict=True):
+        sequence, start = chunk.sequence, chunk.sequence.kv_length
+        first_row = len(token_ids)
+        token_ids.extend(sequence.token_ids[start : start + chunk.count])
+        positions.extend(range(start, start + chunk.count))
+        drafted = 0
+        if tree is not None:
+            drafted = tree.drafted
+            decode_rows += len(tree)
+            token_ids.extend(tree.token_ids[1:])
+            positions.extend(start + depth for depth in tree.depths[1:])
+        rows = chunk.count + drafted
+        items.append(StepItem(sequence, chunk.count, tree, len(logit_rows)))
+        if tree is not None:
+            logit_rows.extend(range(first_row + chunk.count - 1, first_row + rows))
+        slots.extend(cache.slots(sequence.pages, start, rows))
+        starts.append(first_row + rows)
+        prefixes.append(start)
+        pages.append(tuple(sequence.pages[: cache.pages_for(start + rows)]))
+        parents.append(tree.parents if tree is not None and drafted and not tree.is_chain else None)
+    attention = AttentionBatch(
+        query_starts=tuple(starts),
+        prefix_lengths=tuple(prefixes),
+        pages=tuple(pages),
+        page_size=cache.page_size,
+        parents=tuple(parents),
+    )
+    forward = ForwardInput(tuple(token_ids), tuple(positions), tuple(slots), attention, tuple(logit_rows))
+    return StepBatch(tuple(items), forward, decode_rows, len(token_ids) - decode_rows)

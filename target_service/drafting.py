@@ -1,0 +1,238 @@
+"""The engine's side of its draft: trees by sequence, bounded waiting, and when not to draft at all."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+
+from outrider.errors import InvalidField
+from outrider.frames import (
+    DraftInfo,
+    DraftLink,
+    OpenSequence,
+    SequenceAdvance,
+    SequenceFailure,
+    SequenceGrowth,
+    TreeLimits,
+)
+from target_service.proposals import GrowingTree
+from target_service.sequence import Sequence
+
+log = logging.getLogger(__name__)
+# Drafting comes back at this share of the load that stopped it, so that it does not flap.
+_RESUME_SHARE = 0.75
+
+
+@dataclass(frozen=True, slots=True)
+class DraftingConfig:
+    """When to draft and how long to wait; the defaults live in `TargetConfig`."""
+
+    enabled: bool
+    disable_above: int
+    wait_seconds: float
+    failures_to_open: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Connected:
+    info: DraftInfo
+
+
+@dataclass(frozen=True, slots=True)
+class _Disconnected:
+    reason: str
+
+
+_Event = SequenceGrowth | SequenceFailure | _Connected | _Disconnected
+
+
+class Drafting:
+    """Holds every drafted sequence's growing tree. A late, dead or lying draft costs speed and nothing else.
+
+    The `on_...` methods are `DraftEvents` and may be called from any thread: they queue, and wake the engine.
+    All else belongs to the engine's thread.
+    """
+
+    def __init__(self, config: DraftingConfig, vocabulary_size: int) -> None:
+        self._config = config
+        self._vocabulary_size = vocabulary_size
+        self._link: DraftLink | None = None
+        self._inbox: deque[_Event] = deque()
+        self._wake = threading.Condition()
+        self._trees: dict[int, GrowingTree] = {}
+        self._wanting: dict[int, Sequence] = {}
+        self._late_steps = 0
+        self.info: DraftInfo | None = None
+        self.active = config.enabled
+
+    def attach(self, link: DraftLink) -> None:
+        """Use `link` from now on. Called once, before the first step."""
+        self._link = link
+
+    # DraftEvents, from the link's thread.
+
+    def on_growth(self, growths: SequenceOf[SequenceGrowth]) -> None:
+        self._queue(growths)
+
+    def on_failure(self, failure: SequenceFailure) -> None:
+        self._queue((failure,))
+
+    def on_connected(self, info: DraftInfo) -> None:
+        self._queue((_Connected(info),))
+
+    def on_disconnected(self, reason: str) -> None:
+        self._queue((_Disconnected(reason),))
+
+    def _queue(self, events: Iterable[_Event]) -> None:
+        with self._wake:
+            self._inbox.extend(events)
+            self._wake.notify_all()
+
+    # The engine's thread from here on.
+
+    @property
+    def connected(self) -> bool:
+        return self.info is not None
+
+    @property
+    def waiting_pays(self) -> bool:
+        """Whether the draft has kept its time lately. A single answer in time closes the breaker again."""
+        return self._late_steps < self._config.failures_to_open
+
+    def tree_of(self, sequence: Sequence) -> GrowingTree | None:
+        """The sequence's growing tree; None when it is not drafted for."""
+        return self._trees.get(sequence.sequence_id)
+
+    def wants(self, sequence: Sequence) -> bool:
+        """Whether the sequence is to be drafted for at the present load, by a draft that is there or should be."""
+        return self.active and sequence.sequence_id in self._wanting
+
+    def add(self, sequence: Sequence) -> None:
+        """Ask for drafts for a new sequence, if it wants any."""
+        if self._config.enabled and sequence.request.speculate and not sequence.request.external:
+            self._wanting[sequence.sequence_id] = sequence
+            self._open(sequence)
+
+    def remove(self, sequences: Iterable[Sequence]) -> None:
+        """Forget sequences, and tell the draft so."""
+        ids = [sequence.sequence_id for sequence in sequences]
+        for sequence_id in ids:
+            self._wanting.pop(sequence_id, None)
+        self._close([sequence_id for sequence_id in ids if self._trees.pop(sequence_id, None) is not None])
+
+    def follow_load(self, running: int) -> None:
+        """Stop drafting above the configured load, and begin again well below it."""
+        if not self._config.enabled:
+            return
+        limit = self._config.disable_above
+        if self.active and running > limit:
+            self.active = False
+            self._close(list(self._trees))
+            self._trees.clear()
+        elif not self.active and running <= max(1, int(limit * _RESUME_SHARE)):
+            self.active = True
+            for sequence in self._wanting.values():
+                self._open(sequence)
+
+    def listen(self) -> None:
+        """Take in everything the draft has said, without waiting."""
+        while self._inbox:
+            self._handle(self._inbox.popleft())
+
+    def wait_for(self, sequences: SequenceOf[Sequence]) -> int:
+        """Wait, bounded, until the draft has answered the last commit of each sequence. Nanoseconds waited."""
+        self.listen()
+        if not self.waiting_pays or self._answered(sequences):
+            return 0
+        begin = time.monotonic_ns()
+        deadline = time.monotonic() + self._config.wait_seconds
+        while not self._answered(sequences):
+            with self._wake:
+                on_time = self._wake.wait_for(lambda: self._inbox, timeout=deadline - time.monotonic())
+            if not on_time:
+                self._late_steps += 1
+                break
+            self.listen()
+        else:
+            self._late_steps = 0
+        return time.monotonic_ns() - begin
+
+    def advance(self, commits: SequenceOf[tuple[Sequence, int]]) -> None:
+        """Re-root after a step: (sequence, tokens committed) of all that ran in it. One frame to the draft."""
+        advances: list[SequenceAdvance] = []
+        for sequence, committed in commits:
+            tree = self._trees.get(sequence.sequence_id)
+            if tree is not None:
+                tree.advance(committed)
+                tokens = tuple(sequence.token_ids[-committed:])
+                advances.append(SequenceAdvance(sequence.sequence_id, sequence.step, tokens))
+        if advances and self._link is not None and self.connected:
+            self._link.advance(advances)
+
+    def _answered(self, sequences: SequenceOf[Sequence]) -> bool:
+        trees = (self._trees.get(sequence.sequence_id) for sequence in sequences)
+        return all(tree is None or tree.answered for tree in trees)
+
+    def _open(self, sequence: Sequence) -> None:
+        if self._link is None or not self.connected or not self.active:
+            return
+        request = sequence.request
+        self._trees[sequence.sequence_id] = GrowingTree(sequence.token_ids, sequence.step)
+        self._link.open(
+            OpenSequence(
+                sequence_id=sequence.sequence_id,
+                token_ids=tuple(sequence.token_ids),
+                prompt_length=sequence.prompt_length,
+                step=sequence.step,
+                seed=request.seed,
+                mode=request.mode,
+                sampling=request.sampling,
+                limits=TreeLimits(max_nodes=request.max_draft_nodes),
+                vocabulary_size=self._vocabulary_size,
+                tenant=request.tenant,
+                corpus=request.corpus,
+                traceparent=request.traceparent,
+            )
+        )
+
+    def _close(self, sequence_ids: list[int]) -> None:
+        if sequence_ids and self._link is not None and self.connected:
+            self._link.close(sequence_ids)
+
+    def _handle(self, event: _Event) -> None:
+        match event:
+            case SequenceGrowth():
+                self._graft(event)
+            case SequenceFailure():
+                log.info("the draft gave up on a sequence: %s", event.reason)
+                self._trees.pop(event.sequence_id, None)
+            case _Connected():
+                log.info("draft %s is connected", event.info.drafter)
+                self.info, self._late_steps = event.info, 0
+                self._trees.clear()
+                for sequence in self._wanting.values():
+                    self._open(sequence)
+            case _Disconnected():
+                log.warning("no draft: %s", event.reason)
+                self.info = None
+                self._trees.clear()
+
+    def _graft(self, growth: SequenceGrowth) -> None:
+        tree = self._trees.get(growth.sequence_id)
+        if tree is None:
+            # Closed while the growth was on its way.
+            return
+        try:
+            tree.graft(growth)
+        except InvalidField as error:
+            log.warning("a malformed growth ends drafting for its sequence: %s", error)
+            del self._trees[growth.sequence_id]
+            self._close([growth.sequence_id])
+            return
+        if tree.lag(growth) <= 1:
+            self._late_steps = 0

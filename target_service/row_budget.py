@@ -1,0 +1,162 @@
+"""How many drafted rows pay: the rows that raise expected tokens per second, given what a step of n rows costs.
+
+A node is worth the probability that the walk reaches and keeps it: the product of calibrated scores along its path.
+Rows are taken best first over all sequences of the batch, and the count n is the one that maximises
+(sequences + sum of the n best) / cost(base rows + n). Zero is an answer: then the step is a plain one.
+This is the goodput rule of SmartSpec (arXiv 2406.14066), with the step's cost measured rather than modelled.
+"""
+
+from __future__ import annotations
+
+import bisect
+import heapq
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+
+from outrider.tree import TokenTree
+from target_service.proposals import GrowingTree
+
+_BUCKETS = 16
+# A drafter's own score counts as this many observations of its bucket.
+_PRIOR = 8.0
+# Each observation fades by half over about this many later ones of its bucket.
+_HALF_LIFE = 4000.0
+_KEEP = 0.5 ** (1.0 / _HALF_LIFE)
+# A sequence's own record counts against this many expected acceptances of the common one.
+_SEQUENCE_PRIOR = 4.0
+_SEQUENCE_KEEP = 0.97
+
+
+class Calibration:
+    """What drafters' scores turn out to be worth: accepted / verified, by score, forgetting slowly."""
+
+    def __init__(self) -> None:
+        self._accepted = [(bucket + 0.5) / _BUCKETS * _PRIOR for bucket in range(_BUCKETS)]
+        self._verified = [_PRIOR] * _BUCKETS
+
+    def probability(self, score: float) -> float:
+        """The calibrated probability that a node of this score is accepted when its parent was."""
+        bucket = min(int(score * _BUCKETS), _BUCKETS - 1)
+        return self._accepted[bucket] / self._verified[bucket]
+
+    def observe(self, score: float, accepted: bool) -> None:
+        """Record one verified node whose parent was accepted."""
+        bucket = min(int(score * _BUCKETS), _BUCKETS - 1)
+        self._accepted[bucket] = self._accepted[bucket] * _KEEP + accepted
+        self._verified[bucket] = self._verified[bucket] * _KEEP + 1.0
+
+
+@dataclass(slots=True)
+class SequenceRecord:
+    """How one sequence's drafts do against what their calibrated scores promised."""
+
+    expected: float = _SEQUENCE_PRIOR
+    accepted: float = _SEQUENCE_PRIOR
+
+    @property
+    def factor(self) -> float:
+        """Above 1 where this sequence is easier to draft than most."""
+        return min(1.5, self.accepted / self.expected)
+
+    def observe(self, expected: float, accepted: int) -> None:
+        self.expected = self.expected * _SEQUENCE_KEEP + expected + (1 - _SEQUENCE_KEEP) * _SEQUENCE_PRIOR
+        self.accepted = self.accepted * _SEQUENCE_KEEP + accepted + (1 - _SEQUENCE_KEEP) * _SEQUENCE_PRIOR
+
+
+class StepCost:
+    """Seconds of a step by its rows: measured at a few sizes, straight lines between."""
+
+    def __init__(self, measured: SequenceOf[tuple[int, float]]) -> None:
+        """`measured`: (rows, seconds) with rising rows. Costs are made to rise with rows, which noise may hide."""
+        if not measured:
+            raise ValueError("needs at least one measured size")
+        self._rows = [rows for rows, _ in measured]
+        seconds = [cost for _, cost in measured]
+        for i in range(1, len(seconds)):
+            seconds[i] = max(seconds[i], seconds[i - 1])
+        self._seconds = seconds
+
+    def __call__(self, rows: int) -> float:
+        """Estimated seconds of a step with this many rows."""
+        i = bisect.bisect_left(self._rows, rows)
+        if i == 0:
+            return self._seconds[0]
+        if i == len(self._rows):
+            per_row = self._seconds[-1] / self._rows[-1]
+            return self._seconds[-1] + per_row * (rows - self._rows[-1])
+        share = (rows - self._rows[i - 1]) / (self._rows[i] - self._rows[i - 1])
+        return self._seconds[i - 1] + share * (self._seconds[i] - self._seconds[i - 1])
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """One sequence's tree, and how much of it may be used."""
+
+    tree: GrowingTree
+    record: SequenceRecord
+    max_nodes: int
+    # Nodes are used in order of arrival, since picking by token would skew rejection sampling.
+    in_order: bool = False
+
+
+class RowBudget:
+    """Cuts every sequence's tree to the rows that pay."""
+
+    def __init__(self, cost: StepCost | None) -> None:
+        """`cost` of None takes every node that is allowed."""
+        self._cost = cost
+        self.calibration = Calibration()
+
+    def cut(self, offers: SequenceOf[Offer], base_rows: int, max_nodes: int) -> list[TokenTree]:
+        """One tree per offer, at least the root. `base_rows`: rows of the step without drafts; `max_nodes`: in all."""
+        streams = [self._ranked(index, offer) for index, offer in enumerate(offers)]
+        ranked = list(heapq.merge(*streams, key=lambda node: -node[0]))[:max_nodes]
+        chosen: list[set[int]] = [set() for _ in offers]
+        for _, index, node in ranked[: self._count(ranked, len(offers), base_rows)]:
+            chosen[index].add(node)
+        return [offer.tree.cut(nodes) for offer, nodes in zip(offers, chosen, strict=True)]
+
+    def _ranked(self, index: int, offer: Offer) -> list[tuple[float, int, int]]:
+        """(worth, sequence, node) of the nodes that may be used, in falling order of worth, parents first."""
+        tree = offer.tree
+        factor = 1.0 if offer.in_order else offer.record.factor
+        worth = [1.0]
+        ranked: list[tuple[float, int, int]] = []
+        floor = 1.0
+        for node in range(1, tree.nodes + 1):
+            probability = min(0.995, self.calibration.probability(tree.scores[node]) * factor)
+            value = worth[tree.parents[node]] * probability
+            worth.append(value)
+            if offer.in_order:
+                # Never above an earlier node's worth, so that any cut is a prefix.
+                floor = value = min(floor, probability)
+            ranked.append((value, index, node))
+        if not offer.in_order:
+            # Stable, and a child is worth less than its parent, so parents stay first.
+            ranked.sort(key=lambda item: -item[0])
+        return ranked[: offer.max_nodes]
+
+    def _count(self, ranked: SequenceOf[tuple[float, int, int]], sequences: int, base_rows: int) -> int:
+        """How many of the ranked nodes maximise expected tokens per second."""
+        if self._cost is None:
+            return len(ranked)
+        tokens, best_count = float(sequences), 0
+        best_rate = tokens / self._cost(base_rows)
+        for count, (worth, _, _) in enumerate(ranked, start=1):
+            tokens += worth
+            rate = tokens / self._cost(base_rows + count)
+            if rate > best_rate:
+                best_rate, best_count = rate, count
+        return best_count
+
+    def observe(self, tree: TokenTree, accepted_rows: SequenceOf[int], record: SequenceRecord) -> None:
+        """Learn from a verified tree: only children of accepted rows say anything about their scores."""
+        path = (0, *accepted_rows)
+        expected = 0.0
+        for row in path:
+            for child in tree.children[row]:
+                score = tree.scores[child]
+                expected += self.calibration.probability(score)
+                self.calibration.observe(score, child in accepted_rows)
+        if expected:
+            record.observe(expected, len(accepted_rows))

@@ -1,0 +1,177 @@
+"""Which sequences run in the next step, and how many known tokens each feeds. Pure: no GPU, no gRPC, no clock."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from target_service.kv_cache import KVCache, OutOfPages
+from target_service.sequence import Sequence, SequenceState
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """Bounds of one step; the defaults live in `TargetConfig`."""
+
+    max_running: int
+    max_step_rows: int
+    prefill_chunk: int
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Known tokens that one sequence feeds in one step: `token_ids[kv_length : kv_length + count]`."""
+
+    sequence: Sequence
+    count: int
+
+    @property
+    def reaches_root(self) -> bool:
+        """Whether the last row is the root, so that the step yields a token."""
+        return self.sequence.kv_length + self.count == len(self.sequence.token_ids)
+
+    @property
+    def takes_tree(self) -> bool:
+        """Whether the chunk is the root alone, so that drafted rows may follow."""
+        return self.count == 1 and self.reaches_root
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """One step: decoding sequences first, then prompts. Pages for every known token are held."""
+
+    chunks: tuple[Chunk, ...] = ()
+
+    @property
+    def rows(self) -> int:
+        return sum(chunk.count for chunk in self.chunks)
+
+
+class Scheduler:
+    """Continuous batching: running sequences always go on, waiting ones join as KV pages and rows allow.
+
+    Waiting sequences are taken round robin over tenants, first come first served within one. When pages run out
+    the youngest sequence gives its pages back and waits again; its tokens stay, and are fed anew.
+    """
+
+    def __init__(self, config: SchedulerConfig, cache: KVCache) -> None:
+        self._config = config
+        self._cache = cache
+        self._waiting: dict[str, deque[Sequence]] = {}
+        self.running: list[Sequence] = []
+
+    @property
+    def waiting(self) -> int:
+        return sum(map(len, self._waiting.values()))
+
+    def sequences(self) -> Iterator[Sequence]:
+        """Every sequence, running ones first."""
+        yield from self.running
+        for queue in self._waiting.values():
+            yield from queue
+
+    def add(self, sequence: Sequence) -> None:
+        self._waiting.setdefault(sequence.request.tenant, deque()).append(sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Forget the sequence and give its pages back."""
+        if sequence.state is SequenceState.WAITING:
+            queue = self._waiting[sequence.request.tenant]
+            queue.remove(sequence)
+            if not queue:
+                del self._waiting[sequence.request.tenant]
+        else:
+            self.running.remove(sequence)
+        self._release(sequence)
+
+    def schedule(self) -> Schedule:
+        """The next step. Empty when nothing can run."""
+        rows = self._config.max_step_rows
+        chunks: list[Chunk] = []
+        # Decoding first, so that long prompts cannot starve it.
+        for sequence in sorted(self.running, key=lambda s: s.kv_length + 1 < len(s.token_ids)):
+            if rows == 0 or sequence.state is SequenceState.WAITING:
+                continue
+            count = min(self._due(sequence), rows)
+            if count and self._hold(sequence, sequence.kv_length + count):
+                chunks.append(Chunk(sequence, count))
+                rows -= count
+        # A sequence scheduled early in the loop may have been preempted for a later one.
+        chunks = [chunk for chunk in chunks if chunk.sequence.state is not SequenceState.WAITING]
+        self._admit(chunks, rows)
+        return Schedule(tuple(chunks))
+
+    def _due(self, sequence: Sequence) -> int:
+        """Known tokens to feed next. A client that drafts feeds its root with its tree only."""
+        known = len(sequence.token_ids) - sequence.kv_length
+        if sequence.request.external:
+            if known == 1:
+                return 1 if sequence.external_tree is not None else 0
+            known -= 1
+        return min(known, self._config.prefill_chunk)
+
+    def _admit(self, chunks: list[Chunk], rows: int) -> None:
+        while rows and self._waiting and len(self.running) < self._config.max_running:
+            tenant, queue = next(iter(self._waiting.items()))
+            sequence = queue[0]
+            # A whole prompt and one page beyond it, so that a newcomer does not preempt the others at once.
+            if self._cache.pages_for(len(sequence.token_ids)) + 1 > self._cache.free_pages and self.running:
+                break
+            queue.popleft()
+            del self._waiting[tenant]
+            if queue:
+                # To the end of the round.
+                self._waiting[tenant] = queue
+            sequence.state = SequenceState.PREFILL
+            self.running.append(sequence)
+            count = min(self._due(sequence), rows)
+            if count and self._hold(sequence, count):
+                chunks.append(Chunk(sequence, count))
+                rows -= count
+
+    def _hold(self, sequence: Sequence, tokens: int) -> bool:
+        """Hold pages for `tokens`, preempting younger sequences if need be. False when `sequence` lost its own."""
+        while True:
+            try:
+                self.reserve(sequence, tokens)
+                return True
+            except OutOfPages:
+                youngest = self.running[-1]
+                self._preempt(youngest)
+                if youngest is sequence:
+                    return False
+
+    def reserve(self, sequence: Sequence, tokens: int) -> None:
+        """Hold pages for `tokens` of the sequence, or raise `OutOfPages` and change nothing."""
+        missing = self._cache.pages_for(tokens) - len(sequence.pages)
+        if missing > 0:
+            sequence.pages.extend(self._cache.allocate(missing))
+
+    def spare_rows(self, sequence: Sequence) -> int:
+        """Rows past the known tokens that the sequence's pages and the free ones could take."""
+        pages = len(sequence.pages) + self._cache.free_pages
+        return pages * self._cache.page_size - len(sequence.token_ids)
+
+    def trim(self, sequence: Sequence) -> None:
+        """Give back pages that hold no committed token."""
+        keep = self._cache.pages_for(len(sequence.token_ids))
+        if len(sequence.pages) > keep:
+            self._cache.release(sequence.pages[keep:])
+            del sequence.pages[keep:]
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        self._release(sequence)
+        sequence.state = SequenceState.WAITING
+        sequence.totals.preemptions += 1
+        tenant = sequence.request.tenant
+        queue = self._waiting.pop(tenant, deque())
+        queue.appendleft(sequence)
+        # First in line: it was served before all that wait.
+        self._waiting = {tenant: queue, **self._waiting}
+
+    def _release(self, sequence: Sequence) -> None:
+        self._cache.release(sequence.pages)
+        sequence.pages.clear()
+        sequence.kv_length = 0

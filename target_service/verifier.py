@@ -1,0 +1,114 @@
+"""What the target itself says after each row, and which drafted rows agree with it."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from outrider.sampling import VerificationMode
+from outrider.tree import TokenTree
+from target_service.sampling import LogitShaper, logprobs_of
+from target_service.sequence import SequenceRequest, TokenLogprobs
+from tree_kernels.noise import uniforms
+from tree_kernels.verification import Walk, coupled_token, match_walk, rejection_walk
+
+# Rejection's coins must not be derivable by a draft that knows the request's seed, hence a secret per process.
+_COIN_SECRET = secrets.token_bytes(16)
+# One for each row of the largest tree and one for each token drawn.
+_COINS_PER_STEP = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """The outcome for one tree: the walk, and the log-probabilities of its tokens when asked for."""
+
+    walk: Walk
+    logprobs: tuple[TokenLogprobs, ...]
+
+
+class SequenceVerifier:
+    """Verifies one sequence's trees by its mode and sampling parameters.
+
+    The plain form: rows are looked at one by one, as the walk comes to them, so that only accepted rows and the last
+    are ever sampled. Batched device kernels must choose the same tokens.
+    """
+
+    def __init__(self, request: SequenceRequest, end_token_ids: tuple[int, ...], vocabulary_size: int) -> None:
+        self._mode = request.mode
+        self._seed = request.seed
+        self._logprobs = request.sampling.logprobs
+        self._plain_greedy = request.mode is VerificationMode.GREEDY and not request.sampling.shapes_logits
+        self._shaper = LogitShaper(request.sampling, request.token_ids, end_token_ids, vocabulary_size)
+        self._prompt_length = len(request.token_ids)
+        self._coin_seed = _private_seed(request.seed)
+
+    @property
+    def plain_greedy(self) -> bool:
+        """Whether the row-wise argmax of the logits is all that is needed."""
+        return self._plain_greedy
+
+    def verify(
+        self, tree: TokenTree, logits: Tensor, argmax: list[int] | None, output: list[int], step: int
+    ) -> Verified:
+        """Walk the tree.
+
+        Args:
+            tree: rows to verify, the root first.
+            logits: [rows, vocabulary] of the tree's rows.
+            argmax: the row-wise argmax, where the batch computed it.
+            output: tokens committed so far, without the prompt.
+            step: of the sequence, a fresh stream of coins for each.
+        """
+        if self._mode is VerificationMode.REJECTION:
+            walk = rejection_walk(
+                tree.parents,
+                tree.token_ids,
+                {row: (law.token_ids, law.weights) for row, law in tree.distributions.items()},
+                lambda row, _: self._probs(tree, row, logits, output),
+                self._coins(step),
+            )
+        else:
+            walk = match_walk(tree.parents, tree.token_ids, self._choice(tree, logits, argmax, output))
+        return Verified(walk, self._logprobs_of(tree, walk, logits))
+
+    def _choice(
+        self, tree: TokenTree, logits: Tensor, argmax: list[int] | None, output: list[int]
+    ) -> Callable[[int, int], int]:
+        if self._plain_greedy and argmax is not None:
+            return lambda row, _: argmax[row]
+        if self._mode is VerificationMode.GREEDY:
+            return lambda row, _: int(torch.argmax(self._shaped(tree, row, logits, output)))
+        position = self._prompt_length + len(output)
+        return lambda row, depth: coupled_token(self._probs(tree, row, logits, output), self._seed, position + depth)
+
+    def _shaped(self, tree: TokenTree, row: int, logits: Tensor, output: list[int]) -> Tensor:
+        path: list[int] = []
+        node = row
+        while node:
+            path.append(tree.token_ids[node])
+            node = tree.parents[node]
+        return self._shaper.shaped(logits[row], output + path[::-1])
+
+    def _probs(self, tree: TokenTree, row: int, logits: Tensor, output: list[int]) -> Tensor:
+        return self._shaper.probs(self._shaped(tree, row, logits, output))
+
+    def _coins(self, step: int) -> Callable[[], float]:
+        stream = iter(uniforms(self._coin_seed, step, _COINS_PER_STEP).tolist())
+        return lambda: float(next(stream))
+
+    def _logprobs_of(self, tree: TokenTree, walk: Walk, logits: Tensor) -> tuple[TokenLogprobs, ...]:
+        if self._logprobs is None:
+            return ()
+        rows = (0, *walk.accepted_rows)
+        tokens = (*(tree.token_ids[row] for row in walk.accepted_rows), walk.next_token)
+        return tuple(logprobs_of(logits[row], token, self._logprobs) for row, token in zip(rows, tokens, strict=True))
+
+
+def _private_seed(seed: int) -> int:
+    digest = hashlib.blake2b(seed.to_bytes(8, "little"), key=_COIN_SECRET, digest_size=8).digest()
+    return int.from_bytes(digest, "little")
