@@ -1,0 +1,104 @@
+"""From serving to stopped: a signal drains, a death does not wait."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+from outrider.serving.server import GrpcServer
+
+logger = logging.getLogger(__name__)
+
+HEARTBEAT_INTERVAL = 0.25
+STOP_GRACE = 2.0
+
+
+class Worker(Protocol):
+    """The work behind a server, as far as its lifecycle goes."""
+
+    def alive(self) -> bool:
+        """Whether it makes progress. False makes health NOT_SERVING; it may become true again."""
+
+    def failure(self) -> BaseException | None:
+        """Why it will never go on, if so: the process then ends with a non-zero status."""
+
+    async def drain(self) -> None:
+        """Take nothing new, and return when what runs has ended."""
+
+
+async def serve_until_stopped(
+    server: GrpcServer, worker: Worker, drain_seconds: float, stopping: asyncio.Event | None = None
+) -> int:
+    """Run a started server until SIGTERM, SIGINT or the worker's death; returns the process's exit status.
+
+    On a signal (`stopping` stands in for one): NOT_SERVING, drain for at most `drain_seconds`, stop. A second
+    signal skips the wait.
+    """
+    stopping = stopping or asyncio.Event()
+    impatient = asyncio.Event()
+    with _signals(lambda: impatient.set() if stopping.is_set() else stopping.set()):
+        server.health.set_serving(worker.alive())
+        failure = await _watch(server, worker, stopping)
+        server.health.close()
+        if failure is None:
+            logger.info("draining for at most %g s", drain_seconds)
+            await _first(worker.drain(), _died(worker), impatient.wait(), timeout=drain_seconds)
+            failure = worker.failure()
+        if failure is not None:
+            logger.critical("the engine died: %s", type(failure).__name__, exc_info=failure)
+        await _first(server.stop(0.0 if failure else STOP_GRACE), impatient.wait(), timeout=STOP_GRACE + 1.0)
+    logger.info("stopped")
+    return 0 if failure is None else 1
+
+
+@contextmanager
+def _signals(handle: Callable[[], None]) -> Iterator[None]:
+    """Call `handle` on SIGTERM and SIGINT; only the main thread can have signals."""
+    loop = asyncio.get_running_loop()
+    names = (signal.SIGTERM, signal.SIGINT) if threading.current_thread() is threading.main_thread() else ()
+    for name in names:
+        loop.add_signal_handler(name, handle)
+    try:
+        yield
+    finally:
+        for name in names:
+            loop.remove_signal_handler(name)
+
+
+async def _watch(server: GrpcServer, worker: Worker, stopping: asyncio.Event) -> BaseException | None:
+    """Keep health true to the worker until told to stop (None) or until it died (why)."""
+    while not stopping.is_set():
+        failure = worker.failure()
+        if failure is not None:
+            return failure
+        alive = worker.alive()
+        if alive != server.health.serving:
+            logger.log(
+                logging.INFO if alive else logging.ERROR, "health is %sserving", "" if alive else "not "
+            )
+        server.health.set_serving(alive)
+        await _first(stopping.wait(), timeout=HEARTBEAT_INTERVAL)
+    return worker.failure()
+
+
+async def _died(worker: Worker) -> None:
+    while worker.failure() is None:
+        await asyncio.sleep(HEARTBEAT_INTERVAL)
+
+
+async def _first(*awaitables: Awaitable[object], timeout: float) -> None:
+    """Wait for the first to end, or for `timeout` seconds; the others are cancelled."""
+    tasks = [asyncio.ensure_future(awaitable) for awaitable in awaitables]
+    try:
+        done, _ = await asyncio.wait(tasks, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
