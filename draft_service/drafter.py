@@ -1,0 +1,141 @@
+"""The seam every drafter fits: what it is told about sequences, what it answers, and where drafters are listed.
+
+A new drafter is one module with a settings class and a factory, and one line in `DRAFTERS`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Protocol, runtime_checkable
+
+from outrider.errors import NotSupported
+from outrider.frames import DEFAULT_TENANT, TreeLimits
+from outrider.sampling import SamplingParams, VerificationMode
+from outrider.tree import TokenTree
+
+
+@dataclass(slots=True, eq=False)
+class DraftSequence:
+    """A sequence as the draft knows it. The session owns it and appends to `token_ids`; drafters only read.
+
+    `token_ids` is prompt plus committed tokens, never empty; its last entry is the root.
+    `state` belongs to the drafter, from `Drafter.open` to `Drafter.close`.
+    """
+
+    sequence_id: int
+    token_ids: list[int]
+    prompt_length: int
+    vocabulary_size: int
+    tenant: str = DEFAULT_TENANT
+    corpus: str = ""
+    seed: int = 0
+    mode: VerificationMode = VerificationMode.GREEDY
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    # What the target asked for; zero leaves it to the drafter.
+    limits: TreeLimits = field(default_factory=TreeLimits)
+    state: Any = None
+
+    @property
+    def root(self) -> int:
+        return self.token_ids[-1]
+
+
+class Drafter(Protocol):
+    """Guesses continuations. Calls for sequences come from one thread at a time; each is fast, and none blocks.
+
+    `limits` are the most a tree of this drafter has, the root not counted; `max_context` is the longest sequence
+    it follows, in tokens; a `vocabulary_size` of 0 means any.
+    """
+
+    name: str
+    limits: TreeLimits
+    max_context: int
+    vocabulary_size: int
+
+    def start(self) -> None:
+        """Load, compile and warm up, so that no request pays for it. May take seconds. Called once, first."""
+
+    def stop(self) -> None:
+        """Write what must survive and end threads. Called once, last."""
+
+    def open(self, sequence: DraftSequence) -> None:
+        """Start following a sequence. Raises `UnknownCorpus`, or `NotSupported`, and then holds nothing of it."""
+
+    def advance(self, sequence: DraftSequence, committed: Sequence[int]) -> None:
+        """Take note of `committed`, the tokens that were just appended to `sequence.token_ids`."""
+
+    def propose(self, sequences: Sequence[DraftSequence]) -> list[TokenTree]:
+        """One tree per sequence, in order. Row 0 is the root; rows stand in falling order of worth, parents first,
+        so that a prefix of the rows is the best smaller tree; scores are conditional on the parent."""
+
+    def close(self, sequence: DraftSequence) -> None:
+        """Forget a sequence. Idempotent."""
+
+    def stats(self) -> Mapping[str, float]:
+        """Figures for metrics, by snake_case name with unit, such as `trie_nodes`. Any thread."""
+
+
+@dataclass(frozen=True, slots=True)
+class CorpusGrowth:
+    """What `CorpusDrafter.add_corpus` did: tokens learnt by the call, nodes in that trie after it."""
+
+    tokens: int
+    nodes: int
+
+
+@runtime_checkable
+class CorpusDrafter(Protocol):
+    """A drafter that can be taught documents."""
+
+    def add_corpus(self, tenant: str, corpus: str, token_ids: Sequence[int]) -> CorpusGrowth:
+        """Learn one document, or one piece of it, into shared `corpus`, or into the tenant's own trie when empty.
+
+        Blocks until it is learnt (microseconds per token); any thread. Raises `QuotaExceeded` when not all of it
+        fits, with what fitted kept, and `PermissionDenied` for a corpus that another tenant made.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterSpec:
+    """How a drafter is configured and made. `section` names its table in the configuration file."""
+
+    name: str
+    section: str
+    config: type[Any]
+    create: Callable[[Any], Drafter]
+
+
+# Name -> module that holds SPEC. Imported on use, so that one drafter's dependencies never burden another.
+DRAFTERS: Mapping[str, str] = MappingProxyType(
+    {
+        "trie": "draft_service.ngram_drafter",
+        "prompt_lookup": "draft_service.prompt_lookup",
+        "random": "draft_service.random_drafter",
+    }
+)
+
+
+def drafter_spec(name: str) -> DrafterSpec:
+    """The spec of a listed drafter. Raises `NotSupported` for any other name."""
+    module = DRAFTERS.get(name)
+    if module is None:
+        raise NotSupported(f"no drafter is called {name!r}; there are {', '.join(DRAFTERS)}")
+    spec: DrafterSpec = importlib.import_module(module).SPEC
+    return spec
+
+
+def create(name: str, config: Any = None) -> Drafter:
+    """Make a drafter, not yet started. `config` of None takes its defaults."""
+    spec = drafter_spec(name)
+    return spec.create(spec.config() if config is None else config)
+
+
+def tree_limits(own: TreeLimits, asked: TreeLimits) -> TreeLimits:
+    """The limits in force for one sequence: the smaller of both, where zero asks for the drafter's own."""
+    return TreeLimits(
+        max_nodes=min(own.max_nodes, asked.max_nodes or own.max_nodes),
+        max_depth=min(own.max_depth, asked.max_depth or own.max_depth),
+    )
