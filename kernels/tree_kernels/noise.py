@@ -1,0 +1,89 @@
+"""Philox4x32-10 in PyTorch: the noise of COUPLED verification and the private coins of REJECTION.
+
+Token y at absolute position t of a request with 64-bit seed s has E(s, t, y) = -log1p(-u), u = (x + 0.5) * 2**-32,
+where x is word y % 4 of Philox with key (s mod 2**32, s >> 32) and counter (y // 4, t mod 2**32, t >> 32, 0). Every
+service of Outrider computes the same x, bit for bit. Private coins set the last counter word to 1, so that they never
+meet the shared noise.
+
+Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+PHILOX_M0 = 0xD2511F53
+PHILOX_M1 = 0xCD9E8D57
+PHILOX_W0 = 0x9E3779B9
+PHILOX_W1 = 0xBB67AE85
+PHILOX_ROUNDS = 10
+_LOW = 0xFFFFFFFF
+_RACE = 0
+_COINS = 1
+
+
+def philox(blocks: Tensor, middle: int, domain: int, seed: int) -> Tensor:
+    """Philox4x32-10 of the counters (block, middle mod 2**32, middle >> 32, domain) under key `seed`.
+
+    Args:
+        blocks: [n] int64, below 2**32.
+        middle: 64-bit integer.
+        domain: last counter word.
+        seed: 64-bit integer.
+
+    Returns:
+        [4, n] int64, random words below 2**32.
+    """
+    # Rows hold the two halves side by side, so that each round is a handful of operations on [2, n]. The products
+    # wrap around int64, which keeps their bits; the arithmetic shift's copies of the sign are masked away.
+    even = torch.stack([blocks, torch.full_like(blocks, middle >> 32)])
+    odd = blocks.new_tensor([[middle & _LOW], [domain]])
+    multiplier = blocks.new_tensor([[PHILOX_M0], [PHILOX_M1]])
+    keys = blocks.new_tensor(_round_keys(seed))[..., None]
+    for key in keys:
+        product = (even * multiplier).flip(0)
+        even = (product >> 32).bitwise_and_(_LOW).bitwise_xor_(odd).bitwise_xor_(key)
+        odd = product.bitwise_and_(_LOW)
+    return torch.stack([even[0], odd[0], even[1], odd[1]])
+
+
+def _round_keys(seed: int) -> list[tuple[int, int]]:
+    low, high = seed & _LOW, seed >> 32
+    return [((low + i * PHILOX_W0) & _LOW, (high + i * PHILOX_W1) & _LOW) for i in range(PHILOX_ROUNDS)]
+
+
+def race_words(seed: int, position: int, vocabulary_size: int, device: torch.device | str = "cpu") -> Tensor:
+    """[V] int64: the word x of every token at one position. Costs V / 4 Philox blocks."""
+    blocks = torch.arange((vocabulary_size + 3) // 4, device=device)
+    return philox(blocks, position, _RACE, seed).t().reshape(-1)[:vocabulary_size]
+
+
+def race_words_of(seed: int, position: int, token_ids: Tensor) -> Tensor:
+    """[n] int64: the word x of the given tokens at one position. token_ids: [n] int64."""
+    words = philox(token_ids >> 2, position, _RACE, seed)
+    return words.gather(0, (token_ids & 3)[None])[0]
+
+
+def exponentials(words: Tensor) -> Tensor:
+    """E of each word: strictly positive, since u lies strictly between 0 and 1. [n] int64 -> [n] float64."""
+    return words.double().add_(0.5).mul_(-(2.0**-32)).log1p_().neg_()
+
+
+def race_exponentials(seed: int, position: int, vocabulary_size: int, device: torch.device | str = "cpu") -> Tensor:
+    """[V] float64: E of every token at one position."""
+    return exponentials(race_words(seed, position, vocabulary_size, device))
+
+
+def uniforms(seed: int, stream: int, count: int) -> Tensor:
+    """[count] float64 in [0, 1), multiples of 2**-53: coins of one request that no draft ever sees.
+
+    Args:
+        seed: 64-bit seed of the request.
+        stream: 64-bit number that differs for every use, such as the absolute position of the root.
+        count: how many.
+    """
+    words = philox(torch.arange((count + 1) // 2), stream, _COINS, seed)
+    # 53 bits from each pair of words, as in numpy's Generator.random.
+    high, low = words[0::2], words[1::2]
+    return ((high >> 5 << 26) + (low >> 6)).t().reshape(-1)[:count].double() * 2.0**-53
