@@ -1,0 +1,86 @@
+"""Tree attention over a paged KV cache: `plan` once per step, `run` once per layer."""
+
+from __future__ import annotations
+
+from typing import Literal, Protocol, get_args
+
+import torch
+from torch import Tensor
+
+from tree_kernels.batch import AttentionBatch, AttentionPlan, check_tensors
+
+__all__ = ["AttentionBatch", "AttentionPlan", "Backend", "TreeAttention"]
+
+Backend = Literal["reference", "torch", "triton", "flashinfer"]
+
+
+class _Implementation(Protocol):
+    def plan(self, batch: AttentionBatch) -> AttentionPlan: ...
+
+    def run(
+        self, plan: AttentionPlan, query: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float
+    ) -> Tensor: ...
+
+
+class TreeAttention:
+    """Attention of ragged tree rows over a paged cache.
+
+    Symbols: R rows of all sequences, Hq query heads, Hkv key heads (Hq a multiple of Hkv), D key width, Dv value width.
+
+    Args:
+        backend: "reference" is the fp32 definition; "torch" is the fast path on a CPU; "triton" and "flashinfer" need a
+            GPU and those packages.
+        device: where the caches live.
+
+    Raises:
+        ValueError: an unknown backend.
+        ImportError: the backend's package is not installed.
+    """
+
+    def __init__(self, backend: Backend = "torch", device: torch.device | str = "cpu") -> None:
+        self.backend = backend
+        self.device = torch.device(device)
+        self._implementation = _create(backend, self.device)
+
+    def plan(self, batch: AttentionBatch) -> AttentionPlan:
+        """Do the index work of one step.
+
+        Raises:
+            ValueError: the batch's lengths disagree, or a sequence has too few pages.
+        """
+        batch.check()
+        return self._implementation.plan(batch)
+
+    def run(self, plan: AttentionPlan, query: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float) -> Tensor:
+        """Attend in one layer. The tail's keys and values must be in the cache already (`kv_move.write_kv`).
+
+        Args:
+            plan: of this step, by this object.
+            query: [R, Hq, D].
+            key_cache: [pages, page_size, Hkv, D], contiguous.
+            value_cache: [pages, page_size, Hkv, Dv], contiguous.
+            scale: factor of the scores, usually D ** -0.5.
+
+        Returns:
+            [R, Hq, Dv], in query's dtype; not always contiguous.
+
+        Raises:
+            ValueError: a shape does not fit the plan.
+        """
+        check_tensors(plan.batch, query, key_cache, value_cache)
+        if plan.batch.rows == 0:
+            return query.new_empty(0, query.shape[1], value_cache.shape[-1])
+        return self._implementation.run(plan, query, key_cache, value_cache, scale)
+
+
+def _create(backend: Backend, device: torch.device) -> _Implementation:
+    """Import a backend only when it is asked for: triton and flashinfer may be absent."""
+    if backend == "reference":
+        from tree_kernels.reference import ReferenceAttention
+
+        return ReferenceAttention(device)
+    if backend == "torch":
+        from tree_kernels._torch_attention import TorchAttention
+
+        return TorchAttention(device)
+    raise ValueError(f"expected a backend among {get_args(Backend)}, got {backend!r}")

@@ -1,0 +1,82 @@
+"""What a step asks of attention: ragged rows of several sequences over one paged cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class AttentionBatch:
+    """B sequences, R rows in all. Row r of sequence b sits in cache slot `prefix_lengths[b] + r` of that sequence.
+
+    A row attends to the whole prefix, to itself, and to its ancestors among the rows (the *tail*). A decode step is a
+    tree of one row; a prefill chunk is a causal tail.
+    """
+
+    # [B + 1], rising from 0 to R.
+    query_starts: tuple[int, ...]
+    # [B] keys before the tail, all visible.
+    prefix_lengths: tuple[int, ...]
+    # [B][..] page ids of each sequence, covering prefix and tail.
+    pages: tuple[tuple[int, ...], ...]
+    page_size: int
+    # [B] parents of the tail's rows; None is a causal tail (prefill chunk or chain), which may exceed 256 rows.
+    parents: tuple[tuple[int, ...] | None, ...]
+
+    @property
+    def sequences(self) -> int:
+        return len(self.prefix_lengths)
+
+    @property
+    def rows(self) -> int:
+        return self.query_starts[-1]
+
+    @cached_property
+    def row_counts(self) -> tuple[int, ...]:
+        """[B] rows of each sequence."""
+        return tuple(end - start for start, end in zip(self.query_starts[:-1], self.query_starts[1:], strict=True))
+
+    def check(self) -> None:
+        """Raise `ValueError` unless lengths agree and every sequence has rows >= 0 and pages for all its keys. O(B)."""
+        count = self.sequences
+        if self.page_size < 1:
+            raise ValueError(f"page_size must be positive, got {self.page_size}")
+        if len(self.query_starts) != count + 1 or len(self.pages) != count or len(self.parents) != count:
+            raise ValueError(
+                f"expected {count + 1} query_starts, {count} pages and {count} parents, "
+                f"got {len(self.query_starts)}, {len(self.pages)} and {len(self.parents)}"
+            )
+        if self.query_starts[0] != 0:
+            raise ValueError(f"query_starts must begin with 0, got {self.query_starts[0]}")
+        for b, rows in enumerate(self.row_counts):
+            keys = self.prefix_lengths[b] + rows
+            if rows < 0 or self.prefix_lengths[b] < 0:
+                raise ValueError(f"sequence {b} has {rows} rows after {self.prefix_lengths[b]} keys")
+            if len(self.pages[b]) * self.page_size < keys:
+                raise ValueError(f"sequence {b} has {keys} keys and pages for {len(self.pages[b]) * self.page_size}")
+            tree = self.parents[b]
+            if tree is not None and len(tree) != rows:
+                raise ValueError(f"sequence {b} has {rows} rows and {len(tree)} parents")
+
+
+@dataclass
+class AttentionPlan:
+    """The index work of one step, done once and used by every layer. Each backend adds what it needs."""
+
+    batch: AttentionBatch
+
+
+def check_tensors(batch: AttentionBatch, query: Tensor, key_cache: Tensor, value_cache: Tensor) -> None:
+    """Raise `ValueError` unless shapes fit the batch and each other. Cheap: a few integer comparisons."""
+    _, page_size, kv_heads, key_width = key_cache.shape
+    rows, query_heads, query_width = query.shape
+    if rows != batch.rows or query_width != key_width or query_heads % kv_heads:
+        raise ValueError(f"expected query [{batch.rows}, n * {kv_heads}, {key_width}], got {list(query.shape)}")
+    if page_size != batch.page_size or value_cache.shape[:3] != key_cache.shape[:3]:
+        raise ValueError(
+            f"expected caches [pages, {batch.page_size}, heads, width], "
+            f"got {list(key_cache.shape)} and {list(value_cache.shape)}"
+        )
