@@ -88,9 +88,11 @@ class TokenTree:
                 raise InvalidField(f"{field_path}.token_ids[{i}]", f"is not below {vocabulary_size}")
             if not (0 <= parent < i or i == parent == 0):
                 raise InvalidField(f"{field_path}.parents[{i}]", f"must lie before row {i}")
-            if i and (parent, token) in siblings:
+            if (parent, token) in siblings:
                 raise InvalidField(f"{field_path}.token_ids[{i}]", f"repeats a child of row {parent}")
-            siblings.add((parent, token))
+            if i:
+                # Row 0 is no child, so a child of the root may carry the root's own token.
+                siblings.add((parent, token))
         for i, score in enumerate(scores):
             # Written so that NaN fails.
             if not 0.0 <= score <= 1.0:
