@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -71,6 +72,35 @@ def coupled_token(probs: Tensor, seed: int, position: int) -> int:
     return int(torch.argmin(race_exponentials(seed, position, len(probs), probs.device).div_(probs.double())))
 
 
+class Chance(Protocol):
+    """Every random decision of rejection sampling, so that a test can take all branches and weigh them."""
+
+    def accept(self, probability: float) -> bool:
+        """True with the given probability, which may exceed 1; never true for 0."""
+
+    def draw(self, weights: Tensor) -> int:
+        """An index of weights [V] in proportion to them, which are non-negative and not all zero."""
+
+
+class CoinChance:
+    """Chance from coins, uniforms in [0, 1): one coin for each decision."""
+
+    def __init__(self, coin: Callable[[], float]) -> None:
+        self._coin = coin
+
+    def accept(self, probability: float) -> bool:
+        # Strict, so that a coin of 0 accepts nothing that has probability 0.
+        return self._coin() < probability
+
+    def draw(self, weights: Tensor) -> int:
+        cumulative = weights.cumsum(0)
+        token = int(torch.searchsorted(cumulative, self._coin() * float(cumulative[-1]), right=True))
+        if token < len(cumulative):
+            return token
+        # Rounding carried the coin past the end.
+        return int(weights.nonzero()[-1])
+
+
 def rejection_walk(
     parents: Sequence[int],
     token_ids: Sequence[int],
@@ -89,17 +119,29 @@ def rejection_walk(
         token_ids: [rows]; siblings carry different tokens.
         distributions: by row of the parent, token ids and integer weights >= 1; token i had probability
             weights[i] / sum(weights).
-        probs_of: the target's law [V] after a row, given the row and its depth below the root.
-        coin: a fresh uniform in [0, 1).
+        probs_of: the target's law [V] after a row, given the row and its depth below the root; it need not sum to 1.
+            Called once per row of the path, root first.
+        coin: a fresh uniform in [0, 1); at most one for each row below the root, and one for the next token.
     """
+    return rejection_walk_with(parents, token_ids, distributions, probs_of, CoinChance(coin))
+
+
+def rejection_walk_with(
+    parents: Sequence[int],
+    token_ids: Sequence[int],
+    distributions: Mapping[int, tuple[Sequence[int], Sequence[int]]],
+    probs_of: Callable[[int, int], Tensor],
+    chance: Chance,
+) -> Walk:
+    """`rejection_walk` with its decisions taken by `chance`."""
     children = _children(parents)
     accepted: list[int] = []
     row = 0
     while True:
         residual = _Residual(probs_of(row, len(accepted)), distributions.get(row))
-        match = next((child for child in children[row] if residual.accepts(token_ids[child], coin())), None)
+        match = next((child for child in children[row] if residual.accepts(token_ids[child], chance)), None)
         if match is None:
-            return Walk(tuple(accepted), residual.draw(coin()))
+            return Walk(tuple(accepted), chance.draw(residual.weights))
         accepted.append(match)
         row = match
 
@@ -107,46 +149,34 @@ def rejection_walk(
 class _Residual:
     """What is left of the target's law at one row, after the children that it rejected.
 
-    `_probs` is not normalised: `_mass` is its sum.
+    `weights` [V] is not normalised: `_mass` is its sum.
     """
 
     def __init__(self, probs: Tensor, distribution: tuple[Sequence[int], Sequence[int]] | None) -> None:
-        self._probs = probs.to(device="cpu", dtype=torch.float64, copy=True)
-        self._mass = float(self._probs.sum())
-        self._weights = dict(zip(*distribution, strict=True)) if distribution else {}
+        self.weights = probs.to(device="cpu", dtype=torch.float64, copy=True)
+        self._mass = float(self.weights.sum())
+        self._draft = dict(zip(*distribution, strict=True)) if distribution else {}
 
-    def accepts(self, token_id: int, coin: float) -> bool:
+    def accepts(self, token_id: int, chance: Chance) -> bool:
         """Accept with probability min(1, p / q); else take the draft's law away from the target's."""
-        weight = self._weights.get(token_id)
-        total = sum(self._weights.values())
-        draft_prob = 1.0 if weight is None else weight / total
-        # Strict, so that a coin of 0 accepts nothing that has probability 0.
-        if coin * draft_prob * self._mass < float(self._probs[token_id]):
+        draft = self._draft if token_id in self._draft else {token_id: 1}
+        total = sum(draft.values())
+        draft_mass = self._mass * draft[token_id] / total
+        if chance.accept(float(self.weights[token_id]) / draft_mass):
             return True
-        if weight is None:
-            self._subtract([token_id], [1.0])
-        else:
-            self._subtract(list(self._weights), [w / total for w in self._weights.values()])
-            del self._weights[token_id]
+        self._subtract(list(draft), [weight / total for weight in draft.values()])
+        # Without replacement: the next sibling was drawn from what then was left.
+        self._draft.pop(token_id, None)
         return False
-
-    def draw(self, coin: float) -> int:
-        """A token of the residual law, by inversion; never one of probability zero."""
-        cumulative = self._probs.cumsum(0)
-        token = int(torch.searchsorted(cumulative, coin * float(cumulative[-1]), right=True))
-        if token < len(cumulative):
-            return token
-        # Rounding carried the coin past the end.
-        return int(self._probs.nonzero()[-1])
 
     def _subtract(self, token_ids: list[int], draft_probs: list[float]) -> None:
         index = torch.tensor(token_ids)
-        left = self._probs[index] - self._mass * torch.tensor(draft_probs, dtype=torch.float64)
-        residual = self._probs.index_copy(0, index, left.clamp_(min=0.0))
+        left = self.weights[index] - self._mass * torch.tensor(draft_probs, dtype=torch.float64)
+        residual = self.weights.index_copy(0, index, left.clamp_(min=0.0))
         mass = float(residual.sum())
         # Where the two laws are equal no draft is ever rejected, except by rounding: keep the law then.
         if mass > 0.0:
-            self._probs, self._mass = residual, mass
+            self.weights, self._mass = residual, mass
 
 
 def _children(parents: Sequence[int]) -> list[list[int]]:
