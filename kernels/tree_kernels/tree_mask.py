@@ -57,7 +57,7 @@ def ancestor_mask(parents: Sequence[int] | None, rows: int) -> Tensor:
         return torch.ones(rows, rows, dtype=torch.bool).tril_()
     if len(parents) != rows:
         raise ValueError(f"expected {rows} parents, got {len(parents)}")
-    words = torch.tensor(ancestor_words(parents), dtype=torch.int64)
+    words = torch.tensor(ancestor_words(parents), dtype=torch.int64).view(rows, -(-rows // WORD_BITS))
     columns = torch.arange(rows)
     return (words[:, columns // WORD_BITS] >> columns % WORD_BITS & 1).bool()
 

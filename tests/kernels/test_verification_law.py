@@ -219,13 +219,14 @@ def test_rejection_has_the_targets_law_for_fixed_trees(shape: Shape, target: str
     assert_law(outputs, target_of, length=depth_of(shape) + 1)
 
 
-def test_rejection_has_the_targets_law_where_drawn_and_fixed_rows_mix() -> None:
+@pytest.mark.parametrize("drawn", [(LEAF,), (LEAF, LEAF)], ids=["support left", "support exhausted"])
+def test_rejection_has_the_targets_law_where_drawn_and_fixed_rows_mix(drawn: Shape) -> None:
     target_of = target_laws("any", vocabulary=3)
 
     def trees() -> Iterator[tuple[float, Tree]]:
-        for probability, tree in drawn_trees((LEAF, LEAF), draft_laws("truncated", vocabulary=3)):
+        for probability, tree in drawn_trees(drawn, draft_laws("truncated", vocabulary=3)):
             # A child outside the distribution, and children of a row without one.
-            outside = ({0, 1, 2} - set(tree.tokens[1:])).pop()
+            outside = ({0, 1, 2} - set(tree.distributions[0][0])).pop()
             mixed = Tree([*tree.tokens, outside], [*tree.parents, 0], [*tree.paths, (outside,)], tree.distributions)
             for token in (2, 0):
                 mixed.tokens.append(token)
@@ -274,7 +275,7 @@ def test_matching_the_argmax_is_greedy_decoding(shape: Shape) -> None:
         greedy = (*greedy, int(target_of(greedy).argmax()))
     for _, tree in drawn_trees(shape, draft_laws("full", vocabulary=3)):
         walk = match_walk(tree.parents, tree.tokens, lambda row, _, t=tree: int(target_of(t.paths[row]).argmax()))
-        said = tuple(tree.tokens[row] for row in walk.accepted_rows) + (walk.next_token,)
+        said = (*(tree.tokens[row] for row in walk.accepted_rows), walk.next_token)
         assert said == greedy[: len(said)]
         accepted = tree.paths[walk.accepted_rows[-1]] if walk.accepted_rows else ()
         assert accepted == max((p for p in tree.paths if p == greedy[: len(p)]), key=len)

@@ -1,0 +1,45 @@
+"""The folder `kernels` must not look like PyPI's package of that name, and its package stands on PyTorch alone."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import tree_kernels
+
+REPOSITORY = Path(__file__).parents[2]
+ALLOWED = {"torch", "triton", "numpy", "flashinfer", "tree_kernels"} | set(sys.stdlib_module_names)
+
+
+def test_the_folder_is_no_package() -> None:
+    assert not (REPOSITORY / "kernels" / "__init__.py").exists()
+    assert Path(tree_kernels.__file__).parent == REPOSITORY / "kernels" / "tree_kernels"
+
+
+def test_transformers_loads_models_from_the_repository_root() -> None:
+    subprocess.run(
+        [sys.executable, "-c", "from transformers import LlamaForCausalLM"], cwd=REPOSITORY, check=True, timeout=120
+    )
+
+
+def test_the_package_imports_nothing_else_of_ours() -> None:
+    for path in Path(tree_kernels.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                assert node.level == 0, f"{path.name}: relative import"
+                names = [node.module or ""]
+            else:
+                continue
+            assert {name.split(".")[0] for name in names} <= ALLOWED, path.name
+
+
+def test_importing_the_package_imports_no_backend() -> None:
+    code = (
+        "import sys, tree_kernels.attention, tree_kernels.verification, tree_kernels.kv_move, tree_kernels.noise;"
+        "assert not {'triton', 'flashinfer', 'tree_kernels._triton_attention'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=True, timeout=120)
