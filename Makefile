@@ -24,3 +24,40 @@ proto: .venv-proto/.installed
 	$(PYTHON) -m venv .venv-proto
 	.venv-proto/bin/pip install --quiet $(PROTO_TOOLS)
 	touch $@
+
+# The first command of the README: install, fetch the model, start both services, answer, prove, draw the trace.
+.PHONY: demo
+demo: install
+	$(BIN)/outrider demo
+
+.PHONY: lint
+lint: install lint-proto
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+.PHONY: test
+test: install
+	$(BIN)/python -m pytest -m "not full and not gpu and not compose and not sdk"
+
+.PHONY: test-full
+test-full: install
+	$(BIN)/python -m pytest -m "not gpu and not compose and not sdk"
+
+.PHONY: test-gpu
+test-gpu:
+	python3 -m pytest -m gpu tests/kernels
+
+.PHONY: test-compose
+test-compose: install
+	$(BIN)/python -m pytest -m compose tests/stack
+
+PROMPTS ?= benchmarks/prompts.jsonl
+.PHONY: bench
+bench: install
+	$(BIN)/outrider bench --prompts $(PROMPTS) --modes plain,trie,prompt_lookup --concurrency 1,4 \
+		--json build/bench.json --plot build/bench.png
+
+.PHONY: up
+up:
+	docker compose up --build --detach --wait

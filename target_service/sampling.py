@@ -1,0 +1,118 @@
+"""From a row of logits to the law the next token is drawn from.
+
+Order, as in vLLM: logit bias, end tokens held back until min_tokens, repetition penalty over prompt and output,
+presence and frequency penalties over the output, temperature, min_p, top_k, top_p.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from outrider.sampling import SamplingParams
+from target_service.sequence import TokenLogprobs
+
+# With no top_k, top_p looks at this many of the most probable tokens before it sorts the whole vocabulary.
+_TOP_P_GLANCE = 1024
+
+
+class LogitShaper:
+    """One request's parameters, applied to rows of logits. Symbols: V is the vocabulary size."""
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        prompt_ids: Sequence[int],
+        end_token_ids: Sequence[int],
+        vocabulary_size: int,
+    ) -> None:
+        self._params = params
+        self._vocabulary_size = vocabulary_size
+        self._bias_ids = torch.tensor(list(params.logit_bias), dtype=torch.int64)
+        self._bias = torch.tensor(list(params.logit_bias.values()), dtype=torch.float32)
+        held_back = {*params.stop_token_ids, *(() if params.ignore_eos else end_token_ids)}
+        self._held_back = torch.tensor(sorted(held_back), dtype=torch.int64)
+        self._prompt_ids = torch.tensor(sorted(set(prompt_ids)), dtype=torch.int64)
+
+    def shaped(self, logits_row: Tensor, output_ids: Sequence[int]) -> Tensor:
+        """Logits [V] in fp32 after bias, min_tokens and penalties; `output_ids` includes the row's own path."""
+        params, logits = self._params, logits_row.float()
+        if not params.shapes_logits:
+            return logits
+        logits = logits.clone()
+        if len(self._bias_ids):
+            logits[self._bias_ids] += self._bias.to(logits.device)
+        if len(output_ids) < params.min_tokens:
+            logits[self._held_back] = -torch.inf
+        if params.has_penalties:
+            self._penalise(logits, output_ids)
+        return logits
+
+    def _penalise(self, logits: Tensor, output_ids: Sequence[int]) -> None:
+        params = self._params
+        counts = Counter(output_ids)
+        said = torch.tensor(list(counts), dtype=torch.int64)
+        if params.repetition_penalty != 1.0:
+            seen = torch.unique(torch.cat([self._prompt_ids, said]))
+            values = logits[seen]
+            factor = params.repetition_penalty
+            logits[seen] = torch.where(values > 0, values / factor, values * factor)
+        if len(said):
+            times = torch.tensor(list(counts.values()), dtype=torch.float32)
+            logits[said] -= params.presence_penalty + params.frequency_penalty * times
+
+    def probs(self, shaped: Tensor) -> Tensor:
+        """The law [V] in fp64 after temperature, min_p, top_k and top_p. At temperature 0, all on the argmax.
+
+        Of equally probable tokens a filter keeps the lower ids.
+        """
+        params = self._params
+        if params.greedy:
+            law = torch.zeros_like(shaped, dtype=torch.float64)
+            law[torch.argmax(shaped)] = 1.0
+            return law
+        law = torch.softmax(shaped.double() / params.temperature, dim=-1)
+        if params.min_p > 0:
+            law = torch.where(law >= params.min_p * law.max(), law, 0.0)
+        if 0 < params.top_k < len(law):
+            law = _keep(law, _most_probable(law, params.top_k))
+        if params.top_p < 1:
+            law = _keep(law, _nucleus(law / law.sum(), params.top_p))
+        return law / law.sum()
+
+
+def _keep(law: Tensor, ids: Tensor) -> Tensor:
+    kept = torch.zeros_like(law)
+    kept[ids] = law[ids]
+    return kept
+
+
+def _most_probable(law: Tensor, count: int) -> Tensor:
+    """Ids of the `count` most probable tokens, most probable first, lower ids first among equals. [count]"""
+    threshold = torch.topk(law, count).values[-1]
+    # Every token at the threshold takes part, so that which of them stay is decided by id alone.
+    ids = (law >= threshold).nonzero()[:, 0]
+    order = torch.sort(law[ids], descending=True, stable=True).indices
+    return ids[order[:count]]
+
+
+def _nucleus(law: Tensor, top_p: float) -> Tensor:
+    """Ids of the smallest set of most probable tokens that reaches `top_p`; at least one."""
+    glance = min(_TOP_P_GLANCE, len(law))
+    ids = _most_probable(law, glance)
+    if float(law[ids].sum()) < top_p:
+        ids = _most_probable(law, len(law))
+    before = law[ids].cumsum(0) - law[ids]
+    return ids[before < top_p]
+
+
+def logprobs_of(logits_row: Tensor, token_id: int, top: int) -> TokenLogprobs:
+    """Log-probabilities of the raw logits [V]: the token's own, and the `top` most probable."""
+    law = torch.log_softmax(logits_row.float(), dim=-1)
+    if top == 0:
+        return TokenLogprobs(float(law[token_id]))
+    ids = _most_probable(law, top)
+    return TokenLogprobs(float(law[token_id]), tuple(zip(ids.tolist(), law[ids].tolist(), strict=True)))

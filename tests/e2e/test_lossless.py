@@ -1,0 +1,143 @@
+"""Whatever the draft, the output is plain decoding's, token for token (fp32)."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+from engine_harness import (
+    Propose,
+    engine_config,
+    knowing_tree,
+    make_runner,
+    plain,
+    random_tree,
+    request,
+    run,
+)
+from transformers import PreTrainedModel
+
+from outrider.sampling import SamplingParams
+from target_service.row_budget import StepCost
+from target_service.sequence import SequenceRequest
+
+VOCABULARY = 211
+LENGTHS = (1, 5, 16, 17, 40)
+
+GREEDY = SamplingParams(ignore_eos=True)
+SEEDED = SamplingParams(temperature=0.8, top_p=0.9, seed=99, ignore_eos=True)
+PENALTIES = SamplingParams(
+    temperature=0.7,
+    top_k=40,
+    min_p=0.02,
+    repetition_penalty=1.2,
+    presence_penalty=0.4,
+    frequency_penalty=0.3,
+    logit_bias={3: 2.0, 7: -100.0},
+    seed=5,
+    ignore_eos=True,
+)
+GREEDY_PENALTIES = SamplingParams(repetition_penalty=1.3, frequency_penalty=0.5, min_tokens=8)
+SAMPLINGS = {"greedy": GREEDY, "seeded": SEEDED, "penalties": PENALTIES, "greedy-penalties": GREEDY_PENALTIES}
+
+
+def prompts() -> list[list[int]]:
+    rng = random.Random(7)
+    return [[rng.randrange(3, VOCABULARY) for _ in range(length)] for length in LENGTHS]
+
+
+def requests(sampling: SamplingParams, max_tokens: int = 24) -> list[SequenceRequest]:
+    return [request(prompt, max_tokens, sampling=sampling) for prompt in prompts()]
+
+
+_PLAIN: dict[str, list[tuple[int, ...]]] = {}
+
+
+@pytest.fixture(params=SAMPLINGS.items(), ids=lambda item: item[0])
+def case(request: pytest.FixtureRequest, tiny_model: PreTrainedModel) -> tuple[list[SequenceRequest], list[Sequence[int]]]:
+    name, sampling = request.param
+    wanted = requests(sampling)
+    if name not in _PLAIN:
+        _PLAIN[name] = [plain(tiny_model, one) for one in wanted]
+    return wanted, list(_PLAIN[name])
+
+
+def drafter(name: str, wanted: Sequence[SequenceRequest], said: Sequence[Sequence[int]]) -> Propose | None:
+    if name == "none":
+        return None
+    if name == "random":
+        return random_tree(VOCABULARY, 24)
+    whole = [(*one.token_ids, *output) for one, output in zip(wanted, said, strict=True)]
+    return knowing_tree(whole, VOCABULARY, 40, right=0.8)
+
+
+@pytest.mark.parametrize("draft", ["none", "random", "knowing"])
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+@pytest.mark.parametrize("stagger", [0, 3], ids=["together", "staggered"])
+def test_output_is_plain_decoding(
+    case: tuple[list[SequenceRequest], list[Sequence[int]]],
+    tiny_model: PreTrainedModel,
+    draft: str,
+    page_size: int,
+    stagger: int,
+) -> None:
+    wanted, said = case
+    outcomes = run(
+        make_runner(tiny_model, page_size), wanted, propose=drafter(draft, wanted, said), stagger=stagger
+    )
+    assert [o.token_ids for o in outcomes] == said
+    accepted = sum(o.finished.totals.accepted_tokens for o in outcomes)
+    if draft == "knowing":
+        assert accepted > 20
+
+
+@pytest.mark.parametrize("prefill_chunk", [1, 7, 16, 512])
+def test_prefill_chunks_do_not_matter(
+    case: tuple[list[SequenceRequest], list[Sequence[int]]], tiny_model: PreTrainedModel, prefill_chunk: int
+) -> None:
+    wanted, said = case
+    config = engine_config(prefill_chunk=prefill_chunk, max_step_rows=max(20, prefill_chunk))
+    outcomes = run(make_runner(tiny_model), wanted, propose=drafter("knowing", wanted, said), config=config)
+    assert [o.token_ids for o in outcomes] == said
+
+
+@pytest.mark.parametrize("late", [1, 2, 5])
+def test_late_drafts_do_not_matter(
+    case: tuple[list[SequenceRequest], list[Sequence[int]]], tiny_model: PreTrainedModel, late: int
+) -> None:
+    wanted, said = case
+    outcomes = run(make_runner(tiny_model), wanted, propose=drafter("knowing", wanted, said), late=late)
+    assert [o.token_ids for o in outcomes] == said
+
+
+def test_the_row_budget_does_not_matter(
+    case: tuple[list[SequenceRequest], list[Sequence[int]]], tiny_model: PreTrainedModel
+) -> None:
+    wanted, said = case
+    cost = StepCost([(1, 1.0), (8, 1.2), (64, 2.0)])
+    outcomes = run(make_runner(tiny_model), wanted, propose=drafter("knowing", wanted, said), step_cost=cost)
+    assert [o.token_ids for o in outcomes] == said
+
+
+def test_preemption_does_not_matter(
+    case: tuple[list[SequenceRequest], list[Sequence[int]]], tiny_model: PreTrainedModel
+) -> None:
+    wanted, said = case
+    # 9 pages of 16 tokens for five sequences that need up to 4 each.
+    runner = make_runner(tiny_model, page_size=16, kv_tokens=9 * 16)
+    outcomes = run(runner, wanted, propose=drafter("knowing", wanted, said))
+    assert [o.token_ids for o in outcomes] == said
+    assert sum(o.finished.totals.preemptions for o in outcomes) > 0
+
+
+def test_load_switches_drafting_off_and_on(
+    case: tuple[list[SequenceRequest], list[Sequence[int]]], tiny_model: PreTrainedModel
+) -> None:
+    wanted, said = case
+    config = engine_config(disable_above=3)
+    outcomes = run(
+        make_runner(tiny_model), wanted, propose=drafter("knowing", wanted, said), config=config, stagger=4
+    )
+    assert [o.token_ids for o in outcomes] == said
+    assert any(o.finished.totals.drafted_steps for o in outcomes)

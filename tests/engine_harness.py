@@ -1,0 +1,234 @@
+"""Runs the engine's loop to the end, and the plain decoding that it must equal."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from transformers import PreTrainedModel
+
+from outrider.frames import DraftEvents, DraftInfo, OpenSequence, SequenceAdvance, SequenceGrowth, TreeLimits
+from outrider.sampling import SamplingParams, VerificationMode
+from outrider.tree import TokenTree
+from target_service.drafting import DraftingConfig
+from target_service.loop import EngineConfig, EngineLoop
+from target_service.model.runner import ModelRunner, runner_for
+from target_service.row_budget import StepCost
+from target_service.sampling import LogitShaper
+from target_service.scheduler import SchedulerConfig
+from target_service.sequence import SequenceFinished, SequenceRequest, Verdict
+from tree_kernels.verification import coupled_token
+
+Propose = Callable[[Sequence[int], random.Random], TokenTree]
+
+
+def request(token_ids: Sequence[int], max_tokens: int = 32, **options: object) -> SequenceRequest:
+    """A request with the mode its temperature asks for, and a fixed seed."""
+    sampling = options.pop("sampling", SamplingParams(ignore_eos=True))
+    assert isinstance(sampling, SamplingParams)
+    mode = options.pop("mode", None)
+    assert mode is None or isinstance(mode, VerificationMode)
+    return SequenceRequest(
+        token_ids=tuple(token_ids),
+        sampling=sampling,
+        mode=sampling.mode(mode),
+        seed=sampling.seed if sampling.seed is not None else 1234,
+        max_tokens=max_tokens,
+        **options,  # type: ignore[arg-type]
+    )
+
+
+def engine_config(
+    *, prefill_chunk: int = 64, max_step_rows: int = 256, max_running: int = 16, disable_above: int = 64
+) -> EngineConfig:
+    return EngineConfig(
+        scheduler=SchedulerConfig(max_running=max_running, max_step_rows=max_step_rows, prefill_chunk=prefill_chunk),
+        drafting=DraftingConfig(enabled=True, disable_above=disable_above, wait_seconds=0.05, failures_to_open=3),
+        max_waiting=64,
+        max_draft_nodes=63,
+    )
+
+
+@dataclass
+class ScriptedDraft:
+    """A draft link in the test's own thread. `propose` gets the tokens so far and returns any tree.
+
+    `late` holds each growth back by so many advances, as a slow draft would.
+    """
+
+    events: DraftEvents
+    propose: Propose
+    late: int = 0
+    replaces: bool = True
+    seed: int = 0
+    _tokens: dict[int, list[int]] = field(default_factory=dict)
+    _steps: dict[int, int] = field(default_factory=dict)
+    _next_ids: dict[int, int] = field(default_factory=dict)
+    _held: list[list[SequenceGrowth]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._random = random.Random(self.seed)
+        self.events.on_connected(DraftInfo("scripted", 0, "", TreeLimits(), 1 << 20, "0"))
+
+    def open(self, sequence: OpenSequence) -> None:
+        self._tokens[sequence.sequence_id] = list(sequence.token_ids)
+        self._steps[sequence.sequence_id] = sequence.step
+        self._next_ids[sequence.sequence_id] = 1
+        self._send([self._growth(sequence.sequence_id)])
+
+    def advance(self, advances: Sequence[SequenceAdvance]) -> None:
+        for advance in advances:
+            assert advance.step == self._steps[advance.sequence_id] + 1
+            self._steps[advance.sequence_id] = advance.step
+            self._tokens[advance.sequence_id].extend(advance.token_ids)
+        self._send([self._growth(advance.sequence_id) for advance in advances])
+
+    def close(self, sequence_ids: Sequence[int]) -> None:
+        for sequence_id in sequence_ids:
+            del self._tokens[sequence_id]
+
+    def _send(self, growths: list[SequenceGrowth]) -> None:
+        self._held.append(growths)
+        if len(self._held) > self.late:
+            self.events.on_growth(self._held.pop(0))
+
+    def _growth(self, sequence_id: int) -> SequenceGrowth:
+        tree = self.propose(self._tokens[sequence_id], self._random)
+        first = self._next_ids[sequence_id]
+        self._next_ids[sequence_id] += tree.drafted
+        return SequenceGrowth(
+            sequence_id=sequence_id,
+            base_step=self._steps[sequence_id],
+            first_node_id=first,
+            parent_ids=tuple(0 if parent == 0 else first + parent - 1 for parent in tree.parents[1:]),
+            token_ids=tree.token_ids[1:],
+            scores=tree.scores[1:],
+            distributions={
+                0 if row == 0 else first + row - 1: law for row, law in tree.distributions.items()
+            },
+            replaces=self.replaces,
+        )
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one sequence said, and its last event."""
+
+    token_ids: tuple[int, ...]
+    verdicts: tuple[Verdict, ...]
+    finished: SequenceFinished
+
+
+def run(
+    runner: ModelRunner,
+    requests: Sequence[SequenceRequest],
+    *,
+    propose: Propose | None = None,
+    config: EngineConfig | None = None,
+    step_cost: StepCost | None = None,
+    stagger: int = 0,
+    late: int = 0,
+) -> list[Outcome]:
+    """Run all requests together, each joining `stagger` steps after the one before it. Checks the KV cache on the way."""
+    loop = EngineLoop(runner, config or engine_config(), step_cost=step_cost)
+    if propose is not None:
+        loop.drafting.attach(ScriptedDraft(loop.drafting, propose, late=late))
+        loop.drafting.listen()
+    waiting = list(enumerate(requests, start=1))
+    verdicts: dict[int, list[Verdict]] = {i: [] for i, _ in waiting}
+    finished: dict[int, SequenceFinished] = {}
+    steps = 0
+    while len(finished) < len(requests):
+        while waiting and steps >= stagger * (len(requests) - len(waiting)):
+            sequence_id, wanted = waiting.pop(0)
+            loop.add(loop.make(sequence_id, wanted))
+        for event in loop.step() or ():
+            if isinstance(event, Verdict):
+                verdicts[event.sequence_id].append(event)
+            else:
+                assert isinstance(event, SequenceFinished)
+                finished[event.sequence_id] = event
+        runner.cache.check_integrity(live.sequence.pages for live in loop.live.values())
+        for live in loop.live.values():
+            live.sequence.check()
+        steps += 1
+    assert runner.cache.used_pages == 0
+    return [
+        Outcome(tuple(t for v in verdicts[i] for t in v.token_ids), tuple(verdicts[i]), finished[i])
+        for i in range(1, len(requests) + 1)
+    ]
+
+
+@torch.inference_mode()
+def plain(model: PreTrainedModel, wanted: SequenceRequest) -> tuple[int, ...]:
+    """The oracle: one whole forward pass of transformers' own model per token, no cache, no tree, no batch."""
+    model.set_attn_implementation("eager")
+    tokens = list(wanted.token_ids)
+    ends = tuple(e for e in [model.config.eos_token_id] if e is not None)
+    shaper = LogitShaper(wanted.sampling, wanted.token_ids, ends, model.config.vocab_size)
+    for _ in range(wanted.max_tokens):
+        logits = model(torch.tensor([tokens]), use_cache=False).logits[0, -1]
+        shaped = shaper.shaped(logits, tokens[len(wanted.token_ids) :])
+        if wanted.mode is VerificationMode.GREEDY:
+            token = int(torch.argmax(shaped))
+        else:
+            token = coupled_token(shaper.probs(shaped), wanted.seed, len(tokens))
+        tokens.append(token)
+        if not wanted.sampling.ignore_eos and token in ends:
+            break
+    return tuple(tokens[len(wanted.token_ids) :])
+
+
+def make_runner(model: PreTrainedModel, page_size: int = 16, kv_tokens: int = 2048, **options: object) -> ModelRunner:
+    return runner_for(model, None, num_pages=kv_tokens // page_size, page_size=page_size, **options)  # type: ignore[arg-type]
+
+
+def random_tree(vocabulary_size: int, nodes: int) -> Propose:
+    """Trees of random shape and tokens: an adversary that knows nothing."""
+
+    def propose(tokens: Sequence[int], rng: random.Random) -> TokenTree:
+        return grow(tokens[-1], rng, nodes, lambda _: rng.randrange(vocabulary_size))
+
+    return propose
+
+
+def knowing_tree(outputs: Sequence[Sequence[int]], vocabulary_size: int, nodes: int, right: float) -> Propose:
+    """Trees that hold the true continuation for a random while, among wrong siblings.
+
+    `outputs` are whole sequences (prompt and output); the one that starts with the tokens so far is continued.
+    """
+
+    def propose(tokens: Sequence[int], rng: random.Random) -> TokenTree:
+        truth = next((o for o in outputs if list(o[: len(tokens)]) == list(tokens)), tokens)
+        ahead = list(truth[len(tokens) :])
+
+        def pick(path: Sequence[int]) -> int:
+            on_path = list(path) == ahead[: len(path)] and len(path) < len(ahead)
+            return ahead[len(path)] if on_path and rng.random() < right else rng.randrange(vocabulary_size)
+
+        return grow(tokens[-1], rng, nodes, pick)
+
+    return propose
+
+
+def grow(root: int, rng: random.Random, nodes: int, pick: Callable[[Sequence[int]], int]) -> TokenTree:
+    token_ids, parents, paths = [root], [0], [()]
+    seen: set[tuple[int, int]] = set()
+    for _ in range(rng.randrange(nodes + 1)):
+        # The last rows are favoured, so that deep paths appear.
+        parent = rng.choice([len(token_ids) - 1, rng.randrange(len(token_ids))])
+        token = pick(paths[parent])
+        if (parent, token) not in seen:
+            seen.add((parent, token))
+            token_ids.append(token)
+            parents.append(parent)
+            paths.append((*paths[parent], token))  # type: ignore[arg-type]
+    scores = (1.0, *(rng.random() for _ in token_ids[1:]))
+    return TokenTree(tuple(token_ids), tuple(parents), scores)
+
+
+def with_sampling(wanted: SequenceRequest, **changes: object) -> SequenceRequest:
+    sampling = replace(wanted.sampling, **changes)  # type: ignore[arg-type]
+    return replace(wanted, sampling=sampling, mode=sampling.mode())

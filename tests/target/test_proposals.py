@@ -1,0 +1,153 @@
+"""The growing tree against a model that keeps whole paths."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from outrider.errors import InvalidField
+from outrider.frames import SequenceGrowth
+from outrider.tree import DraftDistribution, TokenTree
+from target_service.proposals import GrowingTree
+
+Path = tuple[int, ...]
+
+
+def growth(step: int, first: int, parents: list[int], tokens: list[int], **options: object) -> SequenceGrowth:
+    scores = tuple(options.pop("scores", (0.5,) * len(tokens)))  # type: ignore[arg-type]
+    return SequenceGrowth(7, step, first, tuple(parents), tuple(tokens), scores, **options)  # type: ignore[arg-type]
+
+
+def paths_of(tree: GrowingTree) -> set[Path]:
+    whole = tree.cut(set(range(1, tree.nodes + 1)))
+    return {path_to(whole, row) for row in range(1, len(whole))}
+
+
+def path_to(tree: TokenTree, row: int) -> Path:
+    return () if row == 0 else (*path_to(tree, tree.parents[row]), tree.token_ids[row])
+
+
+@dataclass
+class PathModel:
+    """The same tree as a set of absolute paths: a node lives while its path extends what is committed."""
+
+    committed: list[int]
+    commits: list[int] = field(default_factory=list)
+    path_of_id: dict[int, Path] = field(default_factory=dict)
+    live: set[Path] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.commits.append(len(self.committed))
+
+    def graft(self, sent: SequenceGrowth) -> None:
+        now = tuple(self.committed)
+        if sent.replaces:
+            self.live.clear()
+            self.path_of_id = {i: p for i, p in self.path_of_id.items() if p == now[: len(p)]}
+        base = now[: self.commits[sent.base_step]]
+        for offset, (parent, token) in enumerate(zip(sent.parent_ids, sent.token_ids, strict=True)):
+            path = (*(base if parent == 0 else self.path_of_id[parent]), token)
+            self.path_of_id[sent.first_node_id + offset] = path
+            if path[: len(now)] == now and len(path) > len(now):
+                self.live.add(path)
+
+    def advance(self, tokens: list[int]) -> None:
+        self.committed.extend(tokens)
+        self.commits.append(len(self.committed))
+        now = tuple(self.committed)
+        self.live = {path for path in self.live if path[: len(now)] == now and len(path) > len(now)}
+
+    def relative(self) -> set[Path]:
+        return {path[len(self.committed) :] for path in self.live}
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_late_and_crossing_growth_lands_where_the_paths_say(data: st.DataObject) -> None:
+    tokens = st.integers(0, 2)
+    model = PathModel([0])
+    committed = [0]
+    tree = GrowingTree(committed, step=0)
+    base_step, next_id = 0, 1
+    for _ in range(data.draw(st.integers(1, 8), "events")):
+        if data.draw(st.booleans(), "commit"):
+            new = data.draw(st.lists(tokens, min_size=1, max_size=3), "committed")
+            committed.extend(new)
+            tree.advance(len(new))
+            model.advance(new)
+        else:
+            # A growth may be late by any number of commits, but growths stay in order.
+            base_step = data.draw(st.integers(base_step, len(model.commits) - 1), "base step")
+            replaces = data.draw(st.booleans(), "replaces")
+            now = tuple(committed)
+            known = [i for i, p in model.path_of_id.items() if not replaces or p == now[: len(p)]]
+            base = now[: model.commits[base_step]]
+            reachable = [i for i in known if model.path_of_id[i][: len(base)] == base]
+            count = data.draw(st.integers(0, 5), "nodes")
+            parents, named = [], []
+            for offset in range(count):
+                options = [0, *reachable, *(next_id + o for o in range(offset))]
+                parents.append(data.draw(st.sampled_from(options), "parent"))
+                named.append(data.draw(tokens, "token"))
+            sent = growth(base_step, next_id, parents, named, replaces=replaces)
+            next_id += count
+            tree.graft(sent)
+            model.graft(sent)
+        assert paths_of(tree) == model.relative()
+
+
+def test_a_proposal_survives_the_commit_that_walks_into_it() -> None:
+    committed = [9]
+    tree = GrowingTree(committed, step=0)
+    tree.graft(growth(0, 1, [0, 1, 2, 1], [5, 6, 7, 8]))
+    committed.extend([5, 6])
+    tree.advance(2)
+    assert paths_of(tree) == {(7,)}
+    assert not tree.answered
+
+
+def test_growth_made_before_a_commit_is_used_below_the_new_root() -> None:
+    committed = [9]
+    tree = GrowingTree(committed, step=0)
+    committed.append(5)
+    tree.advance(1)
+    tree.graft(growth(0, 1, [0, 1, 0], [5, 6, 7]))
+    assert paths_of(tree) == {(6,)}
+    assert tree.lag(growth(0, 4, [], [])) == 1
+
+
+def test_a_node_named_twice_takes_the_newer_score() -> None:
+    tree = GrowingTree([9], step=0)
+    tree.graft(growth(0, 1, [0], [5], scores=(0.2,)))
+    tree.graft(growth(0, 2, [0, 2], [5, 6], scores=(0.7, 0.9)))
+    assert tree.cut({1, 2}).scores == (1.0, 0.7, 0.9)
+
+
+@pytest.mark.parametrize(
+    ("sent", "field_path"),
+    [
+        pytest.param(growth(1, 1, [], []), "growth.base_step", id="from the future"),
+        pytest.param(growth(0, 1, [0, 3], [5, 6]), "growth.parent_ids[1]", id="parent after child"),
+        pytest.param(growth(0, 0, [0], [5]), "growth.first_node_id", id="id of the root"),
+        pytest.param(
+            growth(0, 1, [0], [5], distributions={0: DraftDistribution((6,), (1,))}),
+            "growth.distributions",
+            id="child outside its distribution",
+        ),
+    ],
+)
+def test_malformed_growth_is_named(sent: SequenceGrowth, field_path: str) -> None:
+    tree = GrowingTree([9], step=0)
+    with pytest.raises(InvalidField) as caught:
+        tree.graft(sent)
+    assert caught.value.field == field_path
+
+
+def test_ids_are_never_given_twice() -> None:
+    tree = GrowingTree([9], step=0)
+    tree.graft(growth(0, 1, [0], [5]))
+    with pytest.raises(InvalidField, match="given before"):
+        tree.graft(growth(0, 1, [0], [6]))

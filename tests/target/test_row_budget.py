@@ -1,0 +1,110 @@
+"""Which rows are worth their cost."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from outrider.frames import SequenceGrowth
+from outrider.tree import TokenTree
+from target_service.proposals import GrowingTree
+from target_service.row_budget import Calibration, Offer, RowBudget, SequenceRecord, StepCost
+
+
+def grown(parents: list[int], scores: list[float]) -> GrowingTree:
+    """A tree with distinct tokens; parents are node numbers, 0 the root."""
+    tree = GrowingTree([0], step=0)
+    tree.graft(SequenceGrowth(1, 0, 1, tuple(parents), tuple(range(1, len(parents) + 1)), tuple(scores)))
+    return tree
+
+
+def reach(tree: GrowingTree, nodes: set[int], budget: RowBudget) -> float:
+    total = 0.0
+    for node in nodes:
+        product, walk = 1.0, node
+        while walk:
+            product *= min(0.995, budget.calibration.probability(tree.scores[walk]))
+            walk = tree.parents[walk]
+        total += product
+    return total
+
+
+@st.composite
+def trees(draw: st.DrawFn) -> GrowingTree:
+    count = draw(st.integers(0, 6))
+    parents = [draw(st.integers(0, i)) for i in range(count)]
+    return grown(parents, [draw(st.floats(0, 1)) for _ in range(count)])
+
+
+@settings(max_examples=150, deadline=None)
+@given(trees(), st.floats(0.0, 0.6))
+def test_the_cut_is_the_best_of_all_subtrees(tree: GrowingTree, per_row: float) -> None:
+    budget = RowBudget(StepCost([(1, 1.0), (100, 1.0 + 99 * per_row)]))
+    cost = StepCost([(1, 1.0), (100, 1.0 + 99 * per_row)])
+    best = 0.0
+    for size in range(tree.nodes + 1):
+        for nodes in itertools.combinations(range(1, tree.nodes + 1), size):
+            if all(tree.parents[node] in (0, *nodes) for node in nodes):
+                best = max(best, (1 + reach(tree, set(nodes), budget)) / cost(1 + size))
+    cut = budget.cut([Offer(tree, SequenceRecord(), 63)], base_rows=1, max_nodes=63)[0]
+    gained = (1 + expected(cut, budget)) / cost(len(cut))
+    assert gained == pytest.approx(best)
+
+
+def expected(cut: TokenTree, budget: RowBudget) -> float:
+    worth = [1.0]
+    for row in range(1, len(cut)):
+        probability = min(0.995, budget.calibration.probability(cut.scores[row]))
+        worth.append(worth[cut.parents[row]] * probability)
+    return sum(worth[1:])
+
+
+def test_rows_that_cost_nothing_are_all_taken() -> None:
+    tree = grown([0, 1, 2, 0], [0.9, 0.01, 0.5, 0.3])
+    assert len(RowBudget(None).cut([Offer(tree, SequenceRecord(), 63)], 1, 63)[0]) == 5
+
+
+def test_hopeless_rows_are_left_out() -> None:
+    budget = RowBudget(StepCost([(1, 1.0), (2, 1.5), (64, 40.0)]))
+    tree = grown([0, 0], [0.02, 0.01])
+    assert len(budget.cut([Offer(tree, SequenceRecord(), 63)], 1, 63)[0]) == 1
+
+
+def test_the_batch_shares_its_rows_by_worth() -> None:
+    good, bad = grown([0, 1, 2], [0.95, 0.95, 0.95]), grown([0, 1, 2], [0.1, 0.1, 0.1])
+    cut = RowBudget(None).cut([Offer(bad, SequenceRecord(), 63), Offer(good, SequenceRecord(), 63)], 2, max_nodes=3)
+    assert [len(tree) for tree in cut] == [1, 4]
+
+
+def test_in_order_takes_a_prefix_whatever_the_scores() -> None:
+    tree = grown([0, 0, 0, 1], [0.1, 0.9, 0.5, 0.99])
+    cut = RowBudget(None).cut([Offer(tree, SequenceRecord(), 2, in_order=True)], 1, 63)[0]
+    assert cut.token_ids == (0, 1, 2)
+
+
+def test_calibration_learns_what_scores_are_worth() -> None:
+    calibration = Calibration()
+    for i in range(400):
+        calibration.observe(0.9, accepted=i % 4 == 0)
+    assert calibration.probability(0.9) == pytest.approx(0.25, abs=0.05)
+    assert calibration.probability(0.1) == pytest.approx(0.1, abs=0.05)
+
+
+def test_only_children_of_accepted_rows_teach() -> None:
+    budget = RowBudget(None)
+    before = budget.calibration.probability(0.4)
+    # Row 2 hangs below row 1, which is rejected: its score says nothing.
+    tree = TokenTree((0, 1, 2), (0, 0, 1), (1.0, 0.8, 0.4))
+    budget.observe(tree, (), SequenceRecord())
+    assert budget.calibration.probability(0.4) == before
+    assert budget.calibration.probability(0.8) < 0.8
+
+
+def test_cost_rises_with_rows_even_when_measured_otherwise() -> None:
+    cost = StepCost([(1, 2.0), (2, 1.5), (4, 3.0)])
+    assert cost(2) == 2.0
+    assert cost(3) == pytest.approx(2.5)
+    assert cost(8) == pytest.approx(6.0)
