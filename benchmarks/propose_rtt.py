@@ -1,0 +1,170 @@
+"""Round trip of one engine step through the draft link: advance out, growth back, as the engine sees it.
+
+    python benchmarks/propose_rtt.py [--drafter random] [--sequences 1 8] [--rounds 3000] [--json FILE]
+
+The draft service runs as a process of its own; the link runs in a thread of this one, as in a target. Between two
+steps the caller sleeps for `--step-ms`, as an engine would be busy, so that nothing is measured hot by accident.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+from outrider.runtime import prepare_grpc
+
+# Before anything imports gRPC, as in the services.
+prepare_grpc()
+
+from outrider.frames import (  # noqa: E402
+    DraftInfo,
+    OpenSequence,
+    SequenceAdvance,
+    SequenceFailure,
+    SequenceGrowth,
+    TreeLimits,
+)
+from outrider.sampling import SamplingParams, VerificationMode  # noqa: E402
+from target_service.draft_client import StoppableLink, connect_draft  # noqa: E402
+
+VOCABULARY_SIZE = 49_152
+PROMPT_TOKENS = 256
+WARM_UP = 200
+PORT = 50_952
+
+
+@dataclass(frozen=True)
+class Row:
+    """Microseconds from the engine's call to the delivery of the last growth it waits for."""
+
+    transport: str
+    sequences: int
+    rounds: int
+    nodes: float
+    p50: float
+    p90: float
+    p99: float
+
+
+class Waiter:
+    """Events of a link, counted until a step is answered."""
+
+    def __init__(self) -> None:
+        self.connected = threading.Event()
+        self.drafter = self.reason = ""
+        self.nodes = 0
+        self._answered = threading.Semaphore(0)
+
+    def on_growth(self, growths: Sequence[SequenceGrowth]) -> None:
+        self.nodes += sum(len(growth.token_ids) for growth in growths)
+        self._answered.release(len(growths))
+
+    def on_failure(self, failure: SequenceFailure) -> None:
+        raise SystemExit(f"the draft failed: {failure.message}")
+
+    def on_connected(self, info: DraftInfo) -> None:
+        self.drafter = info.drafter
+        self.connected.set()
+
+    def on_disconnected(self, reason: str) -> None:
+        self.reason = reason
+        self.connected.clear()
+
+    def wait(self, answers: int) -> None:
+        for _ in range(answers):
+            if not self._answered.acquire(timeout=10):
+                raise SystemExit("the draft does not answer")
+
+
+def measure(link: StoppableLink, waiter: Waiter, transport: str, sequences: int, rounds: int, pause: float) -> Row:
+    ids = range(1, sequences + 1)
+    for sequence_id in ids:
+        link.open(
+            OpenSequence(
+                sequence_id=sequence_id,
+                token_ids=tuple(i * 7919 % 997 for i in range(PROMPT_TOKENS)),
+                prompt_length=PROMPT_TOKENS,
+                step=0,
+                seed=sequence_id,
+                mode=VerificationMode.GREEDY,
+                sampling=SamplingParams(),
+                limits=TreeLimits(),
+                vocabulary_size=VOCABULARY_SIZE,
+            )
+        )
+    waiter.wait(sequences)
+    waiter.nodes = 0
+    times: list[float] = []
+    for step in range(1, WARM_UP + rounds + 1):
+        advances = [SequenceAdvance(each, step, (step % 997, step * 7919 % 997)) for each in ids]
+        begin = time.perf_counter()
+        link.advance(advances)
+        waiter.wait(sequences)
+        times.append(time.perf_counter() - begin)
+        time.sleep(pause)
+    link.close(list(ids))
+    times = sorted(times[WARM_UP:])
+    p50, p90, p99 = (round(times[int(share * rounds)] * 1e6, 1) for share in (0.5, 0.9, 0.99))
+    nodes = round(waiter.nodes / (WARM_UP + rounds) / sequences, 1)
+    return Row(transport, sequences, rounds, nodes, p50, p90, p99)
+
+
+@contextmanager
+def service(address: str, drafter: str) -> Iterator[None]:
+    """A draft service in a process of its own."""
+    command = [sys.executable, "-m", "draft_service", "--listen", address, "--drafter", drafter]
+    process = subprocess.Popen([*command, "--log-level", "warning"])
+    try:
+        yield
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--drafter", default="trie")
+    parser.add_argument("--sequences", type=int, nargs="+", default=[1, 8, 64])
+    parser.add_argument("--rounds", type=int, default=3000)
+    parser.add_argument("--step-ms", type=float, default=1.0)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory() as folder:
+        transports = {
+            "unix": f"unix:{folder}/draft.sock",
+            "tcp": f"127.0.0.1:{PORT}",
+            "inprocess": f"inprocess:{options.drafter}",
+        }
+        for transport, address in transports.items():
+            for sequences in options.sequences:
+                rows.append(run_one(transport, address, sequences, options))
+                sys.stdout.write(f"{rows[-1]}\n")
+    if options.json:
+        result = {"grpcio": version("grpcio"), "drafter": options.drafter, "rows": [asdict(row) for row in rows]}
+        options.json.write_text(json.dumps(result, indent=2) + "\n")
+
+
+def run_one(transport: str, address: str, sequences: int, options: argparse.Namespace) -> Row:
+    waiter = Waiter()
+    with nullcontext() if transport == "inprocess" else service(address, options.drafter):
+        link = connect_draft(address, waiter, VOCABULARY_SIZE, "")
+        if not waiter.connected.wait(timeout=60):
+            raise SystemExit(f"no draft service: {waiter.reason}")
+        row = measure(link, waiter, transport, sequences, options.rounds, options.step_ms / 1000)
+        link.stop()
+    return row
+
+
+if __name__ == "__main__":
+    main()

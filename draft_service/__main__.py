@@ -1,0 +1,19 @@
+"""`python -m draft_service`: serve drafts until told to stop."""
+
+from __future__ import annotations
+
+import sys
+
+from outrider.runtime import prepare_grpc
+
+
+def main() -> int:
+    prepare_grpc()
+    # gRPC reads its environment as it is imported, and nearly everything here imports it.
+    from draft_service.service import run_service
+
+    return run_service(sys.argv[1:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,55 @@
+"""Settings of the draft service. Each default lives here and nowhere else; a drafter's own are in its own section."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from draft_service.drafter import drafter_spec
+from outrider.settings import load, setting
+
+# Names the settings file where no flag does.
+CONFIG_VARIABLE = "OUTRIDER_CONFIG"
+
+
+@dataclass(frozen=True)
+class DraftConfig:
+    """Everything `python -m draft_service` takes, by flag, environment (`OUTRIDER_DRAFT_*`) or `[draft]` table."""
+
+    listen: str = setting("127.0.0.1:50052", "address to serve on: HOST:PORT or unix:PATH")
+    metrics_listen: str = setting("", "HOST:PORT of the Prometheus endpoint; off when empty")
+
+    drafter: str = setting("trie", "registered name of the drafter")
+    vocabulary_size: int = setting(0, "vocabulary that targets must have; 0 takes any")
+    tokenizer_fingerprint: str = setting("", "SHA-256 of the tokenizer that targets must have; empty takes any")
+    max_sequences: int = setting(1024, "open sequences, over all streams; more are refused")
+
+    max_message_bytes: int = setting(4 * 1024 * 1024, "largest message accepted")
+    drain_seconds: float = setting(5.0, "time open sequences get after SIGTERM")
+    reflection: bool = setting(False, "serve gRPC reflection")
+    admin_listen: str = setting("", "loopback HOST:PORT for channelz; off when empty")
+    auth_tokens: str = setting("", "file of `TOKEN TENANT` lines; callers without a token are refused when set")
+    trusted_tenant: str = setting("target", "tenant whose token may open sequences of every tenant")
+    tls_certificate: str = setting("", "PEM certificate chain; plain text when empty")
+    tls_key: str = setting("", "PEM private key")
+    tls_client_ca: str = setting("", "PEM roots for client certificates; required of clients when set")
+    otlp_endpoint: str = setting("", "OTLP gRPC endpoint for traces; off when empty")
+    trace_ratio: float = setting(1.0, "share of streams without a parent trace that are traced")
+    log_level: str = setting("info", "log level", choices=("debug", "info", "warning", "error"))
+
+
+def drafter_config(
+    name: str,
+    flags: argparse.Namespace | None = None,
+    environment: Mapping[str, str] | None = None,
+    path: Path | None = None,
+) -> Any:
+    """The settings of a listed drafter, from its own section of the same sources.
+
+    Raises `NotSupported` for a drafter that is not listed, `SettingsError` for settings it does not have.
+    """
+    spec = drafter_spec(name)
+    return load(spec.config, spec.section, flags, environment, path)

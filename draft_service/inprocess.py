@@ -1,0 +1,122 @@
+"""A draft link without a network: the same session and drafters, in the target's own process and thread.
+
+For a machine with no process to spare, and as the yardstick for what a separate draft process costs. Answers are
+delivered inside the call that asks for them.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+from draft_service.config import CONFIG_VARIABLE, DraftConfig, drafter_config
+from draft_service.drafter import Drafter, create
+from draft_service.session import Admission, ProposeSession
+from outrider import __version__
+from outrider.errors import OutriderError, WrongVocabulary
+from outrider.frames import (
+    DEFAULT_TENANT,
+    DraftEvents,
+    DraftInfo,
+    OpenSequence,
+    SequenceAdvance,
+    SequenceFailure,
+)
+
+logger = logging.getLogger(__name__)
+
+
+def connect(argument: str, events: DraftEvents, vocabulary_size: int, _tokenizer_fingerprint: str) -> InprocessLink:
+    """Make the drafter that `argument` names, warm it up, and link it.
+
+    Its settings come from the environment and from the file that `OUTRIDER_CONFIG` names, as for the service.
+    Raises `NotSupported`, `SettingsError` or `WrongVocabulary`: here, unlike for a service that may come back, a
+    mismatch is the operator's mistake.
+    """
+    path = os.environ.get(CONFIG_VARIABLE)
+    config = drafter_config(argument, environment=os.environ, path=Path(path) if path else None)
+    drafter = create(argument, config)
+    if drafter.vocabulary_size not in (0, vocabulary_size):
+        raise WrongVocabulary("draft and target have vocabularies of different sizes")
+    drafter.start()
+    return InprocessLink(drafter, events)
+
+
+class InprocessLink:
+    """A `DraftLink` to a started drafter in this process. One thread at a time may call it."""
+
+    def __init__(self, drafter: Drafter, events: DraftEvents) -> None:
+        self._drafter = drafter
+        self._events = events
+        self._admission = Admission(DraftConfig.max_sequences)
+        self._session: ProposeSession | None = ProposeSession(drafter, self._admission, DEFAULT_TENANT)
+        events.on_connected(
+            DraftInfo(
+                drafter=drafter.name,
+                vocabulary_size=drafter.vocabulary_size,
+                tokenizer_fingerprint="",
+                limits=drafter.limits,
+                max_context=drafter.max_context,
+                version=__version__,
+            )
+        )
+
+    def open(self, sequence: OpenSequence) -> None:
+        def work(session: ProposeSession) -> None:
+            # The engine opens anew what it had stopped drafting for; over the network fresh ids tell them apart.
+            session.close([sequence.sequence_id])
+            self._attempt(session, sequence.sequence_id, lambda: session.open(sequence))
+            self._answer(session)
+
+        self._run(work)
+
+    def advance(self, advances: Sequence[SequenceAdvance]) -> None:
+        def work(session: ProposeSession) -> None:
+            for advance in advances:
+                self._attempt(session, advance.sequence_id, partial(session.advance, advance))
+            self._answer(session)
+
+        self._run(work)
+
+    def close(self, sequence_ids: Sequence[int]) -> None:
+        self._run(lambda session: session.close(sequence_ids))
+
+    def stop(self) -> None:
+        """End every sequence and stop the drafter. Idempotent."""
+
+        def work(session: ProposeSession) -> None:
+            session.end()
+            self._drafter.stop()
+
+        self._run(work)
+        self._session = None
+
+    def _run(self, work: Callable[[ProposeSession], None]) -> None:
+        if self._session is None:
+            return
+        try:
+            work(self._session)
+        # The boundary that a process or a network is elsewhere: a drafter's bug costs its drafts, not the engine.
+        except Exception:
+            logger.exception("the drafter failed; decoding goes on without it")
+            self._session = None
+            self._events.on_disconnected("the drafter failed")
+
+    def _attempt(self, session: ProposeSession, sequence_id: int, step: Callable[[], object]) -> None:
+        try:
+            step()
+        except OutriderError as error:
+            session.close([sequence_id])
+            self._events.on_failure(SequenceFailure(sequence_id, error.reason, error.message))
+
+    def _answer(self, session: ProposeSession) -> None:
+        """Deliver all growth that is owed. Credit bounds a queue, and here there is none."""
+        while True:
+            session.grant(1 - session.credit)
+            growths = session.take_growth()
+            if not growths:
+                return
+            self._events.on_growth(growths)

@@ -1,0 +1,167 @@
+"""The draft service's RPCs: protobuf in, protobuf out. What happens in between is `session` and `drafter`."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+
+from draft_service.drafter import CorpusDrafter, Drafter
+from draft_service.observer import DraftObserver, QuietObserver
+from draft_service.session import Admission, ProposeSession
+from outrider.draft_wire import (
+    advance_from_pb,
+    failure_to_pb,
+    growth_to_pb,
+    info_to_pb,
+    limits_to_pb,
+    open_from_pb,
+)
+from outrider.errors import InvalidField, NotSupported, OutriderError
+from outrider.frames import DraftInfo
+from outrider.serving import current_tenant
+from outrider.v1 import draft_pb2, draft_pb2_grpc
+from outrider.wire import check_token_ids, name_from_pb, timings_to_pb
+
+SERVICE_NAME: str = draft_pb2.DESCRIPTOR.services_by_name["DraftService"].full_name
+MAX_CORPUS_TOKENS = 65536
+# What a token id may be where no vocabulary is known: tries hold them as int32.
+_ANY_VOCABULARY = 2**31 - 1
+
+ProposeContext = grpc.aio.ServicerContext[draft_pb2.ProposeRequest, draft_pb2.ProposeResponse]
+
+
+class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
+    """DraftService over one drafter, which all streams share. Runs on one event loop."""
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        admission: Admission,
+        info: DraftInfo,
+        observer: DraftObserver | None = None,
+    ) -> None:
+        self._drafter = drafter
+        self._admission = admission
+        self._info = info
+        self._observer = observer or QuietObserver()
+
+    async def Propose(  # type: ignore[override]
+        self, _requests: AsyncIterator[draft_pb2.ProposeRequest], context: ProposeContext
+    ) -> None:
+        session = ProposeSession(self._drafter, self._admission, current_tenant())
+        stream = _ProposeStream(session, self._observer)
+        self._observer.on_stream(1)
+        try:
+            while True:
+                frame: Any = await context.read()
+                if frame is grpc.aio.EOF:
+                    break
+                for answer in stream.take(frame):
+                    await context.write(answer)
+                while (growth := stream.growth()) is not None:
+                    await context.write(growth)
+        finally:
+            # A cancelled stream looks like a clean end, so every end aborts what was not closed.
+            self._observer.on_closed(len(session), aborted=True)
+            self._observer.on_stream(-1)
+            session.end()
+
+    async def GetDraftInfo(
+        self, _request: draft_pb2.GetDraftInfoRequest, _context: Any
+    ) -> draft_pb2.GetDraftInfoResponse:
+        return info_to_pb(self._info)
+
+    async def AddCorpus(
+        self, requests: AsyncIterator[draft_pb2.AddCorpusRequest], _context: Any
+    ) -> draft_pb2.AddCorpusResponse:
+        drafter = self._drafter
+        if not isinstance(drafter, CorpusDrafter):
+            raise NotSupported(f"the drafter {self._info.drafter!r} learns no corpora")
+        caller = current_tenant()
+        tenant, corpus, tokens, nodes = "", "", 0, 0
+        async for request in requests:
+            if not tenant:
+                tenant = name_from_pb(request.tenant, "tenant") or caller
+                corpus = name_from_pb(request.corpus, "corpus")
+                self._admission.check_tenant(caller, tenant)
+            if len(request.token_ids) > MAX_CORPUS_TOKENS:
+                raise InvalidField("token_ids", f"has more than {MAX_CORPUS_TOKENS} entries")
+            token_ids = tuple(request.token_ids)
+            check_token_ids(token_ids, self._info.vocabulary_size or _ANY_VOCABULARY, "token_ids")
+            # Off the event loop: streams in flight must not wait for a document.
+            learnt = await asyncio.to_thread(drafter.add_corpus, tenant, corpus, token_ids)
+            self._observer.on_corpus(learnt.tokens)
+            tokens, nodes = tokens + learnt.tokens, learnt.nodes
+        return draft_pb2.AddCorpusResponse(tokens=tokens, nodes=nodes)
+
+
+class _ProposeStream:
+    """Translates the frames of one stream. A bad part of a frame fails its own sequence only."""
+
+    def __init__(self, session: ProposeSession, observer: DraftObserver) -> None:
+        self._session = session
+        self._observer = observer
+
+    def take(self, frame: draft_pb2.ProposeRequest) -> list[draft_pb2.ProposeResponse]:
+        """Handle one frame; returns what is answered at once. Raises `InvalidField` for a frame of no kind."""
+        kind = frame.WhichOneof("frame")
+        if kind == "advance":
+            return self._advance(frame.advance)
+        if kind == "open":
+            return [self._open(frame.open)]
+        if kind == "close":
+            before = len(self._session)
+            self._session.close(frame.close.sequence_ids)
+            self._observer.on_closed(before - len(self._session), aborted=False)
+            return []
+        if kind == "credit":
+            self._session.grant(frame.credit.frames)
+            return []
+        raise InvalidField("frame", "is not set, or of a kind unknown here")
+
+    def growth(self) -> draft_pb2.ProposeResponse | None:
+        """One frame of the growth that is owed, if there is any and credit for it."""
+        owed_since, started = self._session.owed_since_ns, time.monotonic_ns()
+        growths = self._session.take_growth()
+        if not growths:
+            return None
+        queue_ns, compute_ns = max(0, started - owed_since), time.monotonic_ns() - started
+        nodes = sum(len(growth.token_ids) for growth in growths)
+        self._observer.on_growth(len(growths), nodes, queue_ns, compute_ns)
+        return draft_pb2.ProposeResponse(
+            growth=draft_pb2.GrowSequences(sequences=map(growth_to_pb, growths)),
+            timings=timings_to_pb(queue_ns, compute_ns),
+        )
+
+    def _open(self, pb: draft_pb2.OpenSequence) -> draft_pb2.ProposeResponse:
+        try:
+            limits = self._session.open(open_from_pb(pb))
+        except OutriderError as error:
+            return self._failed(pb.sequence_id, error)
+        self._observer.on_opened(len(pb.token_ids))
+        opened = draft_pb2.SequenceOpened(sequence_id=pb.sequence_id, limits=limits_to_pb(limits))
+        return draft_pb2.ProposeResponse(opened=opened)
+
+    def _advance(self, frame: draft_pb2.AdvanceSequences) -> list[draft_pb2.ProposeResponse]:
+        failures: list[draft_pb2.ProposeResponse] = []
+        tokens = 0
+        for i, pb in enumerate(frame.sequences):
+            try:
+                vocabulary_size = self._session.vocabulary_of(pb.sequence_id)
+                advance = advance_from_pb(pb, vocabulary_size, f"advance.sequences[{i}]")
+                self._session.advance(advance)
+                tokens += len(advance.token_ids)
+            except OutriderError as error:
+                failures.append(self._failed(pb.sequence_id, error))
+        self._observer.on_advanced(len(frame.sequences) - len(failures), tokens)
+        return failures
+
+    def _failed(self, sequence_id: int, error: OutriderError) -> draft_pb2.ProposeResponse:
+        """Say so; whatever failed, the sequence is closed then, on both sides."""
+        self._session.close([sequence_id])
+        self._observer.on_failed(error.reason)
+        return draft_pb2.ProposeResponse(status=failure_to_pb(sequence_id, error))

@@ -1,0 +1,120 @@
+"""The draft service as a process: drafter, server, metrics, and an orderly end."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from draft_service.config import CONFIG_VARIABLE, DraftConfig, drafter_config
+from draft_service.drafter import Drafter, create, drafter_spec
+from draft_service.observer import DraftObserver
+from draft_service.server import SERVICE_NAME, DraftServicer
+from draft_service.session import Admission
+from outrider import __version__
+from outrider.errors import OutriderError
+from outrider.frames import DraftInfo
+from outrider.runtime import configure_logging, run
+from outrider.serving import Authenticator, GrpcServer, Service, ServingOptions, TlsFiles, serve_until_stopped
+from outrider.settings import SettingsError, add_flags, load
+from outrider.v1 import draft_pb2_grpc
+
+logger = logging.getLogger(__name__)
+
+_DRAIN_POLL = 0.05
+
+
+class DraftWorker:
+    """The work behind the server, as its lifecycle sees it. Drafting is inline, so it lives as the loop does."""
+
+    def __init__(self, admission: Admission) -> None:
+        self._admission = admission
+
+    def alive(self) -> bool:
+        return True
+
+    def failure(self) -> BaseException | None:
+        return None
+
+    async def drain(self) -> None:
+        """Refuse new sequences and wait for the open ones to end."""
+        self._admission.draining = True
+        while self._admission.sequences:
+            await asyncio.sleep(_DRAIN_POLL)
+
+
+def build_server(
+    config: DraftConfig,
+    drafter: Drafter,
+    observer: DraftObserver | None = None,
+) -> tuple[GrpcServer, DraftWorker]:
+    """A server over a started drafter, not yet listening. Needs a running event loop.
+
+    Raises `SettingsError` for settings that contradict each other or the drafter.
+    """
+    vocabulary_size = config.vocabulary_size or drafter.vocabulary_size
+    if drafter.vocabulary_size not in (0, vocabulary_size):
+        raise SettingsError(
+            f"vocabulary_size is {vocabulary_size}, but the drafter was made for {drafter.vocabulary_size}"
+        )
+    authenticator = Authenticator.from_file(config.auth_tokens)
+    admission = Admission(
+        config.max_sequences,
+        vocabulary_size,
+        trusted_tenant=config.trusted_tenant if authenticator.required else None,
+    )
+    info = DraftInfo(
+        drafter=drafter.name,
+        vocabulary_size=vocabulary_size,
+        tokenizer_fingerprint=config.tokenizer_fingerprint,
+        limits=drafter.limits,
+        max_context=drafter.max_context,
+        version=__version__,
+    )
+    servicer = DraftServicer(drafter, admission, info, observer)
+    options = ServingOptions(
+        listen=config.listen,
+        max_message_bytes=config.max_message_bytes,
+        authenticator=authenticator,
+        tls=TlsFiles(config.tls_certificate, config.tls_key, config.tls_client_ca),
+        reflection=config.reflection,
+        admin_listen=config.admin_listen,
+    )
+    service = Service(SERVICE_NAME, lambda server: draft_pb2_grpc.add_DraftServiceServicer_to_server(servicer, server))
+    return GrpcServer(options, [service]), DraftWorker(admission)
+
+
+async def serve(config: DraftConfig, drafter: Drafter, observer: DraftObserver | None = None) -> int:
+    """Serve until SIGTERM or SIGINT; returns the process's exit status."""
+    # Compiling and loading take seconds; until then nothing listens, so nobody takes the service for ready.
+    await asyncio.to_thread(drafter.start)
+    try:
+        server, worker = build_server(config, drafter, observer)
+        await server.start()
+        logger.info("drafting with %s on %s", drafter.name, server.address)
+        return await serve_until_stopped(server, worker, config.drain_seconds)
+    finally:
+        await asyncio.to_thread(drafter.stop)
+
+
+def run_service(arguments: Sequence[str]) -> int:
+    """Read settings and serve; returns the process's exit status, 2 for settings that cannot work."""
+    parser = argparse.ArgumentParser(prog="python -m draft_service", description=__doc__, allow_abbrev=False)
+    parser.add_argument("--config", type=Path, default=None, help="TOML file with [draft] and the drafter's section")
+    add_flags(parser, DraftConfig)
+    path_name = os.environ.get(CONFIG_VARIABLE)
+    try:
+        # Which flags there are depends on the drafter, so that one is found out first.
+        known, _ = parser.parse_known_args([word for word in arguments if word not in ("-h", "--help")])
+        path = known.config or (Path(path_name) if path_name else None)
+        config = load(DraftConfig, "draft", known, os.environ, path)
+        add_flags(parser, drafter_spec(config.drafter).config)
+        flags = parser.parse_args(arguments)
+        drafter = create(config.drafter, drafter_config(config.drafter, flags, os.environ, path))
+        configure_logging(config.log_level)
+        return run(serve(config, drafter))
+    except (SettingsError, OutriderError) as error:
+        parser.exit(2, f"{parser.prog}: error: {error}\n")

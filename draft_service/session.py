@@ -1,0 +1,245 @@
+"""One target's sequences on one `Propose` stream: what is open, at which step, and what growth is owed.
+
+No gRPC and no protobuf here: the server translates, and a target that drafts in its own process calls the same
+methods (`draft_service.inprocess`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from draft_service.drafter import Drafter, DraftSequence, tree_limits
+from outrider.errors import (
+    Draining,
+    InvalidField,
+    OutriderError,
+    PermissionDenied,
+    PositionOutOfRange,
+    QuotaExceeded,
+    SequenceExists,
+    StepReplayed,
+    StepSkipped,
+    UnknownSequence,
+    WrongVocabulary,
+)
+from outrider.frames import (
+    MAX_OUTSTANDING_CREDIT,
+    ROOT_ID,
+    OpenSequence,
+    SequenceAdvance,
+    SequenceGrowth,
+    TreeLimits,
+)
+from outrider.tree import TokenTree
+
+# Keeps a frame of full trees well under the message size limit: 256 trees of 255 nodes are 0.6 MB.
+MAX_SEQUENCES_PER_FRAME = 256
+
+
+class Admission:
+    """Who may open what, over all streams of the service."""
+
+    def __init__(self, max_sequences: int, vocabulary_size: int = 0, trusted_tenant: str | None = None) -> None:
+        """A `vocabulary_size` of 0 takes any. Without a `trusted_tenant`, callers may act for every tenant."""
+        self._max_sequences = max_sequences
+        self._vocabulary_size = vocabulary_size
+        self._trusted_tenant = trusted_tenant
+        self.sequences = 0
+        self.draining = False
+
+    def check_tenant(self, caller: str, tenant: str) -> None:
+        """Raise `PermissionDenied` unless `caller` may act for `tenant`."""
+        if self._trusted_tenant is not None and caller not in (tenant, self._trusted_tenant):
+            raise PermissionDenied("the caller may not act for this tenant")
+
+    def enter(self, caller: str, sequence: OpenSequence) -> None:
+        """Count a sequence in, or raise why it may not be opened."""
+        if self.draining:
+            raise Draining("the draft service is about to stop")
+        self.check_tenant(caller, sequence.tenant)
+        if self._vocabulary_size not in (0, sequence.vocabulary_size):
+            raise WrongVocabulary(
+                "draft and target have vocabularies of different sizes",
+                draft=self._vocabulary_size,
+                target=sequence.vocabulary_size,
+            )
+        if self.sequences >= self._max_sequences:
+            raise QuotaExceeded("too many open sequences", limit=self._max_sequences)
+        self.sequences += 1
+
+    def leave(self) -> None:
+        self.sequences -= 1
+
+
+@dataclass(slots=True)
+class _Tracked:
+    """One open sequence: the drafter's view of it, and where it stands on the wire.
+
+    Node ids are uint32 there, and never used twice: at 255 a step they outlast any context.
+    """
+
+    draft: DraftSequence
+    step: int
+    next_node_id: int = 1
+
+    def growth(self, tree: TokenTree) -> SequenceGrowth:
+        """The whole tree under fresh ids: it replaces what was sent before."""
+        first, nodes = self.next_node_id, tree.drafted
+        self.next_node_id += nodes
+        shift = first - 1
+        return SequenceGrowth(
+            sequence_id=self.draft.sequence_id,
+            base_step=self.step,
+            first_node_id=first,
+            parent_ids=tuple(parent + shift if parent else ROOT_ID for parent in tree.parents[1:]),
+            token_ids=tree.token_ids[1:],
+            scores=tree.scores[1:],
+            distributions={row + shift if row else ROOT_ID: law for row, law in tree.distributions.items()},
+            replaces=True,
+        )
+
+
+class ProposeSession:
+    """The state of one stream. An error it raises is about one sequence, which is closed by then.
+
+    Every open and every advance is owed one growth. Growth is made when it is taken, so a target that is slow to
+    give credit gets one growth per sequence, of the newest step, and not a queue of stale ones.
+    """
+
+    def __init__(self, drafter: Drafter, admission: Admission, caller: str) -> None:
+        self._drafter = drafter
+        self._admission = admission
+        self._caller = caller
+        self._open: dict[int, _Tracked] = {}
+        # Sequences that are owed a growth, and since when (monotonic nanoseconds); oldest first.
+        self._due: dict[int, int] = {}
+        self.credit = 0
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    @property
+    def owed_since_ns(self) -> int:
+        """When the oldest growth that is owed became so; now, when none is."""
+        return next(iter(self._due.values()), None) or time.monotonic_ns()
+
+    def vocabulary_of(self, sequence_id: int) -> int:
+        """The vocabulary an open sequence declared. Raises `UnknownSequence`."""
+        return self._find(sequence_id).draft.vocabulary_size
+
+    def open(self, sequence: OpenSequence) -> TreeLimits:
+        """Start a sequence; returns the limits that its trees will keep.
+
+        Raises `SequenceExists`, `PositionOutOfRange`, `UnknownCorpus`, and what `Admission.enter` raises.
+        """
+        if sequence.sequence_id in self._open:
+            self.close([sequence.sequence_id])
+            raise SequenceExists("the sequence was open, and is closed now")
+        self._check_length(len(sequence.token_ids))
+        limits = tree_limits(self._drafter.limits, sequence.limits)
+        draft = DraftSequence(
+            sequence_id=sequence.sequence_id,
+            tenant=sequence.tenant,
+            corpus=sequence.corpus,
+            token_ids=list(sequence.token_ids),
+            prompt_length=sequence.prompt_length,
+            vocabulary_size=sequence.vocabulary_size,
+            seed=sequence.seed,
+            mode=sequence.mode,
+            sampling=sequence.sampling,
+            limits=limits,
+        )
+        self._admission.enter(self._caller, sequence)
+        try:
+            self._drafter.open(draft)
+        except OutriderError:
+            self._admission.leave()
+            raise
+        self._open[sequence.sequence_id] = _Tracked(draft, sequence.step)
+        self._due[sequence.sequence_id] = time.monotonic_ns()
+        return limits
+
+    def advance(self, advance: SequenceAdvance) -> None:
+        """Append what one step committed. The step that was last seen is ignored.
+
+        Raises `UnknownSequence`, `StepReplayed`, `StepSkipped`, `PositionOutOfRange`.
+        """
+        tracked = self._find(advance.sequence_id)
+        if advance.step == tracked.step:
+            return
+        try:
+            if advance.step < tracked.step:
+                raise StepReplayed("the step lies behind", step=advance.step, expected=tracked.step + 1)
+            if advance.step > tracked.step + 1:
+                raise StepSkipped("a step is missing", step=advance.step, expected=tracked.step + 1)
+            self._check_length(len(tracked.draft.token_ids) + len(advance.token_ids))
+        except OutriderError:
+            self.close([advance.sequence_id])
+            raise
+        tracked.step = advance.step
+        tracked.draft.token_ids.extend(advance.token_ids)
+        self._drafter.advance(tracked.draft, advance.token_ids)
+        self._due.setdefault(advance.sequence_id, time.monotonic_ns())
+
+    def close(self, sequence_ids: Iterable[int]) -> None:
+        """End sequences; ids that are not open are ignored."""
+        for sequence_id in sequence_ids:
+            tracked = self._open.pop(sequence_id, None)
+            self._due.pop(sequence_id, None)
+            if tracked is not None:
+                self._admission.leave()
+                self._drafter.close(tracked.draft)
+
+    def end(self) -> None:
+        """End every sequence: the stream is over, with close frames or without."""
+        self.close(list(self._open))
+
+    def grant(self, frames: int) -> None:
+        """Allow this many more growth frames. Raises `InvalidField` past the limit."""
+        if self.credit + frames > MAX_OUTSTANDING_CREDIT:
+            raise InvalidField("credit.frames", f"makes more than {MAX_OUTSTANDING_CREDIT} outstanding")
+        self.credit += frames
+
+    def take_growth(self) -> list[SequenceGrowth]:
+        """One frame of owed growth, for one credit; empty when nothing is owed or no credit is left."""
+        if not self._due or not self.credit:
+            return []
+        self.credit -= 1
+        taken = [self._open[sequence_id] for sequence_id in list(self._due)[:MAX_SEQUENCES_PER_FRAME]]
+        for tracked in taken:
+            del self._due[tracked.draft.sequence_id]
+        trees = self._drafter.propose([tracked.draft for tracked in taken])
+        return [
+            tracked.growth(_below(tree, tracked.draft.vocabulary_size))
+            for tracked, tree in zip(taken, trees, strict=True)
+        ]
+
+    def _find(self, sequence_id: int) -> _Tracked:
+        tracked = self._open.get(sequence_id)
+        if tracked is None:
+            raise UnknownSequence("the sequence is not open on this stream")
+        return tracked
+
+    def _check_length(self, length: int) -> None:
+        if length > self._drafter.max_context:
+            raise PositionOutOfRange("the sequence is longer than the drafter follows", limit=self._drafter.max_context)
+
+
+def _below(tree: TokenTree, vocabulary_size: int) -> TokenTree:
+    """The tree without tokens, and what hangs below them, that the target has no id for.
+
+    A drafter for any vocabulary may have learnt from a target with a larger one.
+    """
+    if max(tree.token_ids) < vocabulary_size:
+        return tree
+    rows = {0: 0}
+    for row in range(1, len(tree)):
+        if tree.parents[row] in rows and tree.token_ids[row] < vocabulary_size:
+            rows[row] = len(rows)
+    return TokenTree(
+        token_ids=tuple(tree.token_ids[row] for row in rows),
+        parents=tuple(rows[tree.parents[row]] for row in rows),
+        scores=tuple(tree.scores[row] for row in rows),
+    )

@@ -1,0 +1,154 @@
+"""The target's side of one `Propose` stream, without its transport: ids, credit, and what a draft may say.
+
+Sequences get a fresh id on the wire each time they are opened, so what a draft still sends for an earlier life of a
+sequence is recognised and dropped.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import replace
+
+from outrider.draft_wire import advance_to_pb, failure_from_pb, growth_from_pb, open_to_pb
+from outrider.errors import CreditExceeded, InvalidField
+from outrider.frames import DraftEvents, OpenSequence, SequenceAdvance, SequenceFailure, SequenceGrowth
+from outrider.v1 import draft_pb2
+
+# Growth frames that may be under way at once.
+CREDIT_WINDOW = 32
+# Growth frames that one frame of ours earns the draft. It bounds what can pile up while the engine is in a long
+# step, however fast the draft sends.
+GROWTHS_PER_FRAME = 4
+# Unused earnings that are kept: a draft that rarely speaks may not save up for a flood.
+MAX_ALLOWANCE = 256
+
+
+class DraftConversation:
+    """What was said on one stream, and what is to be said next (`outgoing`).
+
+    A bad growth ends drafting for its sequence only. `CreditExceeded` and `InvalidField` from `hear` mean that the
+    whole stream cannot be trusted.
+    """
+
+    def __init__(self, events: DraftEvents, vocabulary_size: int) -> None:
+        self._events = events
+        self._vocabulary_size = vocabulary_size
+        self._wire_ids: dict[int, int] = {}
+        self._sequence_ids: dict[int, int] = {}
+        self._last_wire_id = 0
+        self._credit = 0
+        self._allowance = CREDIT_WINDOW
+        # Acknowledgements and failures that the draft may still send: at most one per open and per advance.
+        self._answers = 0
+        self._asked_at: float | None = None
+        self.heard = False
+        self.outgoing: deque[draft_pb2.ProposeRequest] = deque()
+        self._grant()
+
+    @property
+    def silence(self) -> float:
+        """Seconds for which the draft has owed an answer and said nothing."""
+        return 0.0 if self._asked_at is None else time.monotonic() - self._asked_at
+
+    def open(self, sequence: OpenSequence) -> None:
+        """Say that a sequence starts, under a fresh id. An earlier life of it that is still open is closed."""
+        self.close([sequence.sequence_id])
+        self._last_wire_id += 1
+        wire_id = self._last_wire_id
+        self._wire_ids[sequence.sequence_id] = wire_id
+        self._sequence_ids[wire_id] = sequence.sequence_id
+        opened = open_to_pb(replace(sequence, sequence_id=wire_id))
+        self._ask(draft_pb2.ProposeRequest(open=opened), answers=1)
+
+    def advance(self, advances: Iterable[SequenceAdvance]) -> None:
+        """Say what one step committed. Sequences that the draft has given up on are left out."""
+        parts = []
+        for advance in advances:
+            wire_id = self._wire_ids.get(advance.sequence_id)
+            if wire_id is not None:
+                part = advance_to_pb(advance)
+                part.sequence_id = wire_id
+                parts.append(part)
+        if parts:
+            frame = draft_pb2.ProposeRequest(advance=draft_pb2.AdvanceSequences(sequences=parts))
+            self._ask(frame, answers=len(parts))
+
+    def close(self, sequence_ids: Iterable[int]) -> None:
+        """Say that sequences end. Ids that are not open are ignored."""
+        wire_ids = [self._wire_ids.pop(each) for each in sequence_ids if each in self._wire_ids]
+        for wire_id in wire_ids:
+            del self._sequence_ids[wire_id]
+        if wire_ids:
+            close = draft_pb2.CloseSequences(sequence_ids=wire_ids)
+            self.outgoing.append(draft_pb2.ProposeRequest(close=close))
+        if not self._wire_ids:
+            self._asked_at = None
+
+    def hear(self, frame: draft_pb2.ProposeResponse) -> None:
+        """Check one frame of the draft and deliver what it says.
+
+        Raises `CreditExceeded` for more frames than were allowed, `InvalidField` for an unreadable failure.
+        """
+        self._asked_at = None
+        kind = frame.WhichOneof("frame")
+        if kind in ("opened", "status"):
+            self._charge_answer()
+            if kind == "status":
+                self._fail(failure_from_pb(frame.status))
+        else:
+            # A frame of a kind unknown here, from a newer draft, is ignored but has its price.
+            self._charge_credit()
+            self._grow(frame.growth.sequences)
+        self.heard = True
+
+    def _grow(self, parts: Iterable[draft_pb2.SequenceGrowth]) -> None:
+        growths: list[SequenceGrowth] = []
+        for i, part in enumerate(parts):
+            sequence_id = self._sequence_ids.get(part.sequence_id)
+            if sequence_id is None:
+                # Closed while the growth was on its way.
+                continue
+            part.sequence_id = sequence_id
+            try:
+                growths.append(growth_from_pb(part, self._vocabulary_size, field_path=f"growth.sequences[{i}]"))
+            except InvalidField as error:
+                self.close([sequence_id])
+                self._events.on_failure(SequenceFailure(sequence_id, error.reason, error.message))
+        if growths:
+            self._events.on_growth(growths)
+
+    def _fail(self, failure: SequenceFailure) -> None:
+        sequence_id = self._sequence_ids.pop(failure.sequence_id, None)
+        if sequence_id is not None:
+            del self._wire_ids[sequence_id]
+            self._events.on_failure(replace(failure, sequence_id=sequence_id))
+
+    def _ask(self, frame: draft_pb2.ProposeRequest, answers: int) -> None:
+        self._answers += answers
+        self._allowance = min(self._allowance + GROWTHS_PER_FRAME, MAX_ALLOWANCE)
+        self._grant()
+        self.outgoing.append(frame)
+        if self._asked_at is None:
+            self._asked_at = time.monotonic()
+
+    def _charge_answer(self) -> None:
+        if not self._answers:
+            raise CreditExceeded("the draft acknowledges what was never asked")
+        self._answers -= 1
+
+    def _charge_credit(self) -> None:
+        if not self._credit:
+            raise CreditExceeded("the draft sends more than it has credit for")
+        self._credit -= 1
+        self._grant()
+
+    def _grant(self) -> None:
+        """Fill the window again once half of it is used, as far as the allowance goes."""
+        if self._credit > CREDIT_WINDOW // 2 or not self._allowance:
+            return
+        frames = min(CREDIT_WINDOW - self._credit, self._allowance)
+        self._credit += frames
+        self._allowance -= frames
+        self.outgoing.append(draft_pb2.ProposeRequest(credit=draft_pb2.Credit(frames=frames)))
