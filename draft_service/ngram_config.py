@@ -1,0 +1,95 @@
+"""Settings of the trie drafter, and the constants they turn into."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from draft_service.tree_growth import SOURCES, Evidence
+from outrider.frames import TreeLimits
+from outrider.settings import SettingsError, setting
+from outrider.tree import MAX_ROWS
+
+OWN, TENANT, SHARED = range(SOURCES)
+
+
+@dataclass(frozen=True)
+class TrieConfig:
+    """Settings of the trie drafter: flags, environment (`OUTRIDER_TRIE_*`) or the `[trie]` table."""
+
+    num_draft_tokens: int = setting(32, "nodes of a tree, the root not counted")
+    branch_length: int = setting(32, "longest path below the root")
+    breadth: int = setting(8, "most children of a node; 1 drafts a single branch")
+    min_match: int = setting(1, "shortest context, in tokens, that may speak")
+    max_match: int = setting(8, "longest context, in tokens; memory per token grows with it")
+    selection: str = setting(
+        "probable", "which continuations come first: most probable, or most recent", choices=("probable", "recent")
+    )
+    min_score: float = setting(0.01, "least probability of the path to a node that is worth sending")
+
+    learn_prompts: bool = setting(True, "teach prompts to the tenant's trie")
+    learn_outputs: bool = setting(True, "teach committed output to the tenant's trie")
+    output_weight: int = setting(2, "occurrences that one in an output counts as, against one in a prompt")
+    half_life_tokens: int = setting(1 << 20, "tokens learnt until an old count is halved; a power of two")
+
+    capacity: int = setting(16_000_000, "nodes over all tenants and corpora, at about 50 bytes")
+    tenant_capacity: int = setting(4_000_000, "nodes of one tenant's trie; the least useful go first")
+    corpus_capacity: int = setting(8_000_000, "nodes of one shared corpus; past it, adding is refused")
+    own_tokens: int = setting(32_768, "latest tokens of a sequence that its own trie holds")
+    max_context: int = setting(131_072, "longest sequence followed, in tokens")
+    max_backlog: int = setting(1_000_000, "tokens that may wait to be learnt; past it, new ones are not learnt")
+
+    snapshot: str = setting("", "folder to keep tries in across restarts; none when empty")
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.num_draft_tokens < MAX_ROWS:
+            raise SettingsError(f"num_draft_tokens must be 1..{MAX_ROWS - 1}")
+        if not 1 <= self.min_match <= self.max_match <= 32:
+            raise SettingsError("1 <= min_match <= max_match <= 32 must hold")
+        if self.branch_length < 1 or self.breadth < 1 or self.output_weight < 1:
+            raise SettingsError("branch_length, breadth and output_weight must be at least 1")
+        if not 0.0 < self.min_score <= 1.0:
+            raise SettingsError("min_score must be in (0, 1]")
+        if self.half_life_tokens < 1 or self.half_life_tokens & (self.half_life_tokens - 1):
+            raise SettingsError("half_life_tokens must be a power of two")
+        if min(self.tenant_capacity, self.corpus_capacity, self.own_tokens) < 128:
+            raise SettingsError("tenant_capacity, corpus_capacity and own_tokens must be at least 128")
+        if self.capacity < max(self.tenant_capacity, self.corpus_capacity):
+            raise SettingsError("capacity must not be below tenant_capacity or corpus_capacity")
+
+    @property
+    def depth(self) -> int:
+        """Tokens of the longest window: the longest context and what follows it."""
+        return self.max_match + 1
+
+    @property
+    def half_life_log2(self) -> int:
+        return self.half_life_tokens.bit_length() - 1
+
+    @property
+    def limits(self) -> TreeLimits:
+        return TreeLimits(self.num_draft_tokens, self.branch_length)
+
+    def evidence(self) -> Evidence:
+        """How the sources are weighed. The numbers were fitted with `benchmarks/draft_quality.py`."""
+        own = np.array([ESCAPE_OWN[min(i, len(ESCAPE_OWN) - 1)] for i in range(self.max_match + 1)])
+        others = np.array([ESCAPE_OTHERS[min(i, len(ESCAPE_OTHERS) - 1)] for i in range(self.max_match + 1)])
+        return Evidence(
+            escape=np.stack([own, others, others]),
+            recency=np.array(RECENCY),
+            precedence=np.array(PRECEDENCE, dtype=np.int32),
+            half_life_log2=np.array([NEVER_LOG2, self.half_life_log2, NEVER_LOG2], dtype=np.int32),
+            min_match=self.min_match,
+            max_match=self.max_match,
+            recent_first=self.selection == "recent",
+        )
+
+
+# By context length in tokens, the last for all longer: how many occurrences the unseen is worth.
+ESCAPE_OWN = (8.0, 4.0, 2.0, 1.0, 0.6, 0.4, 0.3, 0.25, 0.2)
+ESCAPE_OTHERS = (16.0, 8.0, 3.0, 1.5, 1.0, 0.7, 0.5, 0.4, 0.3)
+RECENCY = (0.5, 0.0, 0.0)
+PRECEDENCE = (1, 0, 0)
+# A sequence's own trie and a shared corpus do not forget with age.
+NEVER_LOG2 = 30

@@ -1,0 +1,47 @@
+"""The shared noise of COUPLED verification for numba code, bit-equal to `outrider.noise` (a test holds it)."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from draft_service.compiling import compiled
+from outrider import noise
+
+# Typed constants, since numba turns uint64 mixed with a plain int into a float.
+_M0, _M1 = np.uint64(noise.PHILOX_M0), np.uint64(noise.PHILOX_M1)
+_W0, _W1 = np.uint64(noise.PHILOX_W0), np.uint64(noise.PHILOX_W1)
+_ROUNDS = noise.PHILOX_ROUNDS
+_LOW, _SHIFT = np.uint64(0xFFFFFFFF), np.uint64(32)
+_TWO, _THREE = np.uint64(2), np.uint64(3)
+
+
+@compiled
+def noise_word(seed: np.uint64, position: np.uint64, token: np.uint64) -> np.uint64:
+    """The Philox4x32-10 word of one token at one position, below 2**32. All arguments are uint64."""
+    c0, c1, c2, c3 = token >> _TWO, position & _LOW, position >> _SHIFT, np.uint64(0)
+    k0, k1 = seed & _LOW, seed >> _SHIFT
+    for _ in range(_ROUNDS):
+        product0, product1 = c0 * _M0, c2 * _M1
+        c0, c1, c2, c3 = (
+            (product1 >> _SHIFT) ^ c1 ^ k0,
+            product1 & _LOW,
+            (product0 >> _SHIFT) ^ c3 ^ k1,
+            product0 & _LOW,
+        )
+        k0 = (k0 + _W0) & _LOW
+        k1 = (k1 + _W1) & _LOW
+    lane = token & _THREE
+    if lane == np.uint64(0):
+        return c0
+    if lane == np.uint64(1):
+        return c1
+    return c2 if lane == _TWO else c3
+
+
+@compiled
+def exponential(seed: np.uint64, position: np.uint64, token: np.uint64) -> float:
+    """E of one token at one position: strictly positive."""
+    uniform = (float(noise_word(seed, position, token)) + 0.5) * 2.0**-32
+    return -math.log1p(-uniform)
