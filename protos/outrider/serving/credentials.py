@@ -50,9 +50,7 @@ class _CertificateReader:
         self._configuration: grpc.ServerCertificateConfiguration | None = None
 
     def configuration(self) -> grpc.ServerCertificateConfiguration:
-        paths = [
-            Path(path) for path in (self._files.certificate, self._files.key, self._files.client_ca) if path
-        ]
+        paths = [Path(path) for path in (self._files.certificate, self._files.key, self._files.client_ca) if path]
         try:
             stamp = tuple(path.stat().st_mtime_ns for path in paths)
             if self._configuration is None or stamp != self._stamp:

@@ -9,9 +9,10 @@ from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanage
 from typing import Any, TypeAlias
 
 import grpc
+from google.protobuf.message import DecodeError
 from grpc_status import rpc_status
 
-from outrider.errors import OutriderError
+from outrider.errors import InvalidField, OutriderError
 from outrider.serving.tenancy import Authenticator, set_current_tenant
 from outrider.wire import status_of
 
@@ -44,7 +45,7 @@ def guarded(handler: Handler, guard: Guard) -> Handler:
 def _guarded_coroutine(behaviour: Any, guard: Guard) -> Any:
     async def handle(request: Any, context: Context) -> Any:
         async with guard(context):
-            return await behaviour(request, context)
+            return await behaviour(_parsed(request), context)
 
     return handle
 
@@ -52,11 +53,43 @@ def _guarded_coroutine(behaviour: Any, guard: Guard) -> Any:
 def _guarded_generator(behaviour: Any, guard: Guard) -> Any:
     async def handle(request: Any, context: Context) -> AsyncIterator[Any]:
         # Closed here and not by the garbage collector, so that a cancelled call frees what it holds at once.
-        async with guard(context), aclosing(behaviour(request, context)) as responses:
+        async with guard(context), aclosing(behaviour(_parsed(request), context)) as responses:
             async for response in responses:
                 yield response
 
     return handle
+
+
+def _parsed(request: Any) -> Any:
+    """The request, or the error that parsing it left in its place."""
+    if isinstance(request, InvalidField):
+        raise request
+    return request
+
+
+def _parsing(handler: Handler) -> Handler:
+    """`handler` with malformed bytes turned into `InvalidField`, where gRPC would answer UNKNOWN and log a bug.
+
+    gRPC parses a lone request before any handler runs, so its error travels as a value; a stream's is raised where
+    the handler reads.
+    """
+    parse = handler.request_deserializer
+    if parse is None:
+        return handler
+    streaming = handler.request_streaming
+
+    def tolerant(payload: bytes) -> Any:
+        try:
+            return parse(payload)
+        except DecodeError:
+            error = InvalidField("request", "is not a valid message")
+        if streaming:
+            raise error
+        return error
+
+    kind, make = _KINDS[bool(streaming), bool(handler.response_streaming)]
+    made: Handler = make(getattr(handler, kind), tolerant, handler.response_serializer)
+    return made
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
@@ -82,7 +115,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
                 logger.exception("bug while handling %s", method)
                 await context.abort(grpc.StatusCode.INTERNAL, "internal error")
 
-        return None if handler is None else guarded(handler, guard)
+        return None if handler is None else guarded(_parsing(handler), guard)
 
 
 class AuthInterceptor(grpc.aio.ServerInterceptor):

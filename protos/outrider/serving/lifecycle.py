@@ -78,9 +78,7 @@ async def _watch(server: GrpcServer, worker: Worker, stopping: asyncio.Event) ->
             return failure
         alive = worker.alive()
         if alive != server.health.serving:
-            logger.log(
-                logging.INFO if alive else logging.ERROR, "health is %sserving", "" if alive else "not "
-            )
+            logger.log(logging.INFO if alive else logging.ERROR, "health is %sserving", "" if alive else "not ")
         server.health.set_serving(alive)
         await _first(stopping.wait(), timeout=HEARTBEAT_INTERVAL)
     return worker.failure()

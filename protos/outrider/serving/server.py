@@ -88,9 +88,7 @@ class GrpcServer:
         health_pb2_grpc.add_HealthServicer_to_server(self.health, self._server)
         if options.reflection:
             names = [service.name for service in services]
-            reflection.enable_server_reflection(
-                [*names, health.SERVICE_NAME, reflection.SERVICE_NAME], self._server
-            )
+            reflection.enable_server_reflection([*names, health.SERVICE_NAME, reflection.SERVICE_NAME], self._server)
         self._admin: grpc.aio.Server | None = None
         if options.admin_listen:
             _require_loopback(options.admin_listen)
@@ -112,11 +110,7 @@ class GrpcServer:
             self.admin_address = _bind(self._admin, self.options.admin_listen, credentials)
             await self._admin.start()
         await self._server.start()
-        if (
-            credentials is None
-            and not self.options.authenticator.required
-            and not _is_local(self.options.listen)
-        ):
+        if credentials is None and not self.options.authenticator.required and not _is_local(self.options.listen):
             logger.warning("%s is reachable from elsewhere without TLS and without tokens", self.address)
 
     async def stop(self, grace: float) -> None:

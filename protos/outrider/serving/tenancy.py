@@ -41,9 +41,7 @@ class Authenticator:
 
     def __init__(self, tenants: Mapping[str, str] | None = None) -> None:
         """`tenants` maps a token to its tenant; None takes callers at their word."""
-        self._tenants = (
-            None if tenants is None else {token.encode(): tenant for token, tenant in tenants.items()}
-        )
+        self._tenants = None if tenants is None else {token.encode(): tenant for token, tenant in tenants.items()}
 
     @classmethod
     def from_file(cls, path: str) -> Authenticator:
@@ -64,13 +62,9 @@ class Authenticator:
                 continue
             # The line itself stays out of the message: it may hold a secret.
             if len(words) != 2 or not _TENANT.fullmatch(words[1]):
-                raise SettingsError(
-                    f"{path}:{number}: expected `TOKEN TENANT`, tenant of [A-Za-z0-9._-]{{1,64}}"
-                )
+                raise SettingsError(f"{path}:{number}: expected `TOKEN TENANT`, tenant of [A-Za-z0-9._-]{{1,64}}")
             if len(words[0]) < _MIN_TOKEN_BYTES or words[0] in tenants:
-                raise SettingsError(
-                    f"{path}:{number}: token is repeated or has under {_MIN_TOKEN_BYTES} characters"
-                )
+                raise SettingsError(f"{path}:{number}: token is repeated or has under {_MIN_TOKEN_BYTES} characters")
             tenants[words[0]] = words[1]
         if not tenants:
             raise SettingsError(f"{path}: holds no token")
