@@ -1,0 +1,121 @@
+"""Text in and text out of Generate, with a tokenizer of single bytes: "a" is continued with "bcd"."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+
+import grpc
+import pytest
+from scripted_engine import SERVED
+
+from outrider.errors import InvalidField
+from outrider.v1 import target_pb2 as pb
+from outrider.wire import error_of_rpc
+
+
+@pytest.fixture
+async def target(targets: Any, byte_tokenizer: Any) -> AsyncIterator[Any]:
+    async with targets(served=replace(SERVED, tokenizer=byte_tokenizer)) as running:
+        yield running
+
+
+async def spoken(target: Any, **fields: Any) -> tuple[list[str], pb.GenerateFinished]:
+    """The text of each chunk, and how it ended."""
+    responses = [response async for response in target.stub.Generate(pb.GenerateRequest(**fields))]
+    texts = [response.chunk.text for response in responses if response.HasField("chunk")]
+    return texts, responses[-1].finished
+
+
+def chat(*turns: tuple[str, str]) -> pb.ChatInput:
+    return pb.ChatInput(messages=[pb.ChatMessage(role=role, content=content) for role, content in turns])
+
+
+def prompt_text(target: Any, tokenizer: Any) -> str:
+    return str(tokenizer.decode(target.engine.requests[-1].token_ids))
+
+
+async def test_text_in_and_out(target: Any, byte_tokenizer: Any) -> None:
+    texts, finished = await spoken(target, text="xa", sampling={"max_tokens": 4})
+    assert texts == ["b", "c", "d", "e"]
+    assert prompt_text(target, byte_tokenizer) == "xa"
+    assert (finished.usage.prompt_tokens, finished.usage.completion_tokens) == (2, 4)
+
+
+async def test_text_in_other_alphabets(target: Any, byte_tokenizer: Any) -> None:
+    await spoken(target, text="naïve 漢字 🙂", sampling={"max_tokens": 1})
+    assert prompt_text(target, byte_tokenizer) == "naïve 漢字 🙂"
+
+
+async def test_chat_goes_through_the_template(target: Any, byte_tokenizer: Any) -> None:
+    turns = chat(("system", "be brief"), ("user", "hi"), ("assistant", "yes"), ("user", "go"))
+    texts, _ = await spoken(target, chat=turns, sampling={"max_tokens": 2})
+    assert prompt_text(target, byte_tokenizer) == "[system]be brief[user]hi[assistant]yes[user]go[assistant]"
+    assert texts == ["^", "_"]
+
+
+async def test_stop_string_is_cut_and_its_beginning_held_back(target: Any) -> None:
+    """The scripted engine does not look for stop strings, so the text ends where the string begins and stays so."""
+    texts, _ = await spoken(target, text="a", sampling={"max_tokens": 8, "stop": ["efg"]})
+    assert texts == ["b", "c", "d", "", "", "", "", ""]
+
+
+async def test_held_back_text_comes_when_it_was_no_stop_string(target: Any) -> None:
+    texts, _ = await spoken(target, text="a", sampling={"max_tokens": 6, "stop": ["efx", "g!"]})
+    assert texts == ["b", "c", "d", "", "", "efg"]
+
+
+async def test_stop_token_has_no_text(target: Any, byte_tokenizer: Any) -> None:
+    stop = byte_tokenizer.encode("d")
+    texts, finished = await spoken(target, text="a", sampling={"stop_token_ids": stop})
+    assert texts == ["b", "c", ""]
+    assert finished.stop_token_id == stop[0]
+
+
+async def test_bytes_of_no_character_come_with_the_end(target: Any) -> None:
+    """The counter walks into bytes that make no character; nothing is lost, and nothing breaks."""
+    texts, finished = await spoken(target, text="\x7e", sampling={"max_tokens": 4})
+    assert texts[0] == "\x7f"
+    assert "\ufffd" in "".join(texts[1:])
+    assert finished.usage.completion_tokens == 4
+
+
+async def test_long_text_is_refused_without_holding_up_others(target: Any) -> None:
+    long = asyncio.create_task(spoken(target, text="word " * 100_000))
+    texts, _ = await spoken(target, text="a", sampling={"max_tokens": 2})
+    assert texts == ["b", "c"]
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await long
+    assert caught.value.code() is grpc.StatusCode.OUT_OF_RANGE
+
+
+async def test_template_that_refuses_tells_no_content(target: Any) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await spoken(target, chat=chat(("user", "secret words"), ("system", "late")))
+    error = error_of_rpc(caught.value)
+    assert isinstance(error, InvalidField)
+    assert error.field == "chat.messages"
+    assert "secret" not in str(caught.value.details())
+
+
+async def test_model_without_a_template(targets: Any, byte_tokenizer: Any) -> None:
+    class Plain:
+        """The byte tokenizer of a base model."""
+
+        chat_template = None
+        encode = byte_tokenizer.encode
+
+    async with targets(served=replace(SERVED, tokenizer=Plain())) as target:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await spoken(target, chat=chat(("user", "hi")))
+    assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+
+
+async def test_logs_hold_no_prompt(target: Any, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        await spoken(target, text="opensesame", sampling={"max_tokens": 3})
+        with pytest.raises(grpc.aio.AioRpcError):
+            await spoken(target, text="opensesame", sampling={"temperature": -1})
+    assert "opensesame" not in caplog.text
