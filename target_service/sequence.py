@@ -120,6 +120,9 @@ class StepStats:
     """What one engine step did, for metrics. Durations in nanoseconds."""
 
     sequences: int
+    # Sequences that committed tokens, and those of them whose tree had a drafted row.
+    committed_sequences: int
+    drafted_sequences: int
     decode_rows: int
     prefill_rows: int
     drafted_tokens: int

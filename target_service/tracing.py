@@ -2,8 +2,8 @@
 
     trace = RequestTrace(tracing, context.invocation_metadata(), GENERATE)
     trace.accepted(sequence_id, request, model)     # and pass trace.traceparent on in SequenceRequest
-    trace.step(verdict)                             # per verdict; nothing unless --trace-steps
-    trace.finished(finish, totals)                  # or trace.failed(code, reason), or trace.abandoned(...)
+    trace.step(verdict)                             # per verdict
+    trace.finished(finish, totals)                  # or trace.failed(error), or trace.abandoned(time_remaining)
 
 Every method but the constructor is nearly free for a request that is not traced.
 """
@@ -47,6 +47,8 @@ class RequestTrace:
         self._in_span = trace.set_span_in_context(self._span)
         self._steps_left = MAX_STEP_SPANS if tracing.steps and self.recording else 0
         self._last_step_ns = 0
+        # What the verdicts said so far: all that is known of a request that is cancelled.
+        self._seen = SequenceTotals()
         self._ended = False
 
     def accepted(
@@ -74,10 +76,21 @@ class RequestTrace:
         self._span.set_attributes(attributes)
 
     def step(self, verdict: Verdict) -> None:
-        """A child span for one step, when steps are traced: from the end of the step before to now."""
-        if not self._steps_left:
+        """Take note of one step; a child span for it when steps are traced."""
+        if not self.recording:
             return
-        self._steps_left -= 1
+        seen = self._seen
+        if not seen.steps:
+            seen.started_ns, seen.first_token_ns = seen.arrived_ns + verdict.queue_ns, time.monotonic_ns()
+        seen.steps += 1
+        seen.completion_tokens += len(verdict.token_ids)
+        seen.accepted_tokens += verdict.drafted_tokens
+        if self._steps_left:
+            self._steps_left -= 1
+            self._step_span(verdict)
+
+    def _step_span(self, verdict: Verdict) -> None:
+        """From the end of the step before, or the time the step took, to now."""
         now = time.time_ns()
         span = self._tracer.start_span(
             telemetry.STEP,
@@ -98,21 +111,21 @@ class RequestTrace:
             self._span.set_attribute("gen_ai.response.finish_reasons", (finish.reason.value,))
         self._end("OK", finish.reason.value, "", totals)
 
-    def failed(self, error: OutriderError, totals: SequenceTotals | None = None) -> None:
+    def failed(self, error: OutriderError) -> None:
         """The request ended with an error."""
-        self._end(error.code.name, error.reason, error.reason, totals)
+        self._end(error.code.name, error.reason, error.reason)
 
     def broken(self) -> None:
         """The request ended with a bug."""
-        self._end("INTERNAL", "INTERNAL", "INTERNAL", None)
+        self._end("INTERNAL", "INTERNAL", "INTERNAL")
 
-    def abandoned(self, time_remaining: float | None, totals: SequenceTotals | None = None) -> None:
+    def abandoned(self, time_remaining: float | None) -> None:
         """The caller went away, or its deadline passed; `time_remaining` is gRPC's, None without a deadline."""
         expired = time_remaining is not None and time_remaining <= 0
         code = "DEADLINE_EXCEEDED" if expired else "CANCELLED"
-        self._end(code, "cancelled", "", totals)
+        self._end(code, "cancelled")
 
-    def _end(self, code: str, outcome: str, reason: str, totals: SequenceTotals | None) -> None:
+    def _end(self, code: str, outcome: str, reason: str = "", totals: SequenceTotals | None = None) -> None:
         if self._ended:
             return
         self._ended = True
@@ -122,6 +135,9 @@ class RequestTrace:
         if totals is not None:
             self._span.set_attributes(totals_attributes(totals))
             self._phases(totals)
+        elif self._seen.steps:
+            self._span.set_attributes(_seen_attributes(self._seen))
+            self._phases(self._seen)
         end_rpc(self._span, code, reason)
 
     def _phases(self, totals: SequenceTotals) -> None:
@@ -136,7 +152,8 @@ class RequestTrace:
             if not begin:
                 return
             span = self._tracer.start_span(name, self._in_span, start_time=self._clock.epoch_ns(begin))
-            span.set_attributes(_phase_attributes(name, totals))
+            if totals is not self._seen:
+                span.set_attributes(_phase_attributes(name, totals))
             span.end(end_time=self._clock.epoch_ns(max(begin, end or last)))
 
 
@@ -160,6 +177,15 @@ def totals_attributes(totals: SequenceTotals) -> dict[str, AttributeValue]:
     if totals.first_token_ns:
         attributes["gen_ai.response.time_to_first_chunk"] = (totals.first_token_ns - totals.arrived_ns) / 1e9
     return attributes
+
+
+def _seen_attributes(seen: SequenceTotals) -> dict[str, AttributeValue]:
+    return {
+        "gen_ai.usage.output_tokens": seen.completion_tokens,
+        "gen_ai.response.time_to_first_chunk": (seen.first_token_ns - seen.arrived_ns) / 1e9,
+        "outrider.steps": seen.steps,
+        "outrider.accepted_tokens": seen.accepted_tokens,
+    }
 
 
 def _phase_attributes(name: str, totals: SequenceTotals) -> dict[str, AttributeValue]:

@@ -1,13 +1,17 @@
 """Every span, attribute and metric of Outrider, by name: the one table that code, docs, dashboard and tests read.
 
 Spans and attributes follow OpenTelemetry's conventions where there are any: `rpc.*` (release candidate) and `gen_ai.*`
-(development). Nothing is agreed on for speculative decoding, so the rest is `outrider.*`. Metrics are Prometheus's;
-`vllm` names the counterpart in vLLM where one exists. No value anywhere holds prompt text or token ids.
+(development). Nothing is agreed on for speculative decoding, so the rest is `outrider.*`. Metrics are
+Prometheus's and stand in `outrider.metric_table`. No value anywhere holds prompt text or token ids.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+from outrider.metric_table import METRICS, MetricSpec
+
+__all__ = ["ATTRIBUTES", "METRICS", "SPANS", "Attribute", "MetricSpec", "SpanSpec"]
 
 TARGET_SERVICE = "outrider-target"
 DRAFT_SERVICE = "outrider-draft"
@@ -33,19 +37,6 @@ class SpanSpec:
     service: str
     help: str
     attributes: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class MetricSpec:
-    """One metric. Counters are exposed with `_total`, as their names here do not say."""
-
-    name: str
-    type: str
-    help: str
-    labels: tuple[str, ...] = ()
-    unit: str = ""
-    buckets: tuple[float, ...] = ()
-    vllm: str = ""
 
 
 _ATTRIBUTES = (
