@@ -146,6 +146,8 @@ class EngineLoop:
             self._observer.on_step(
                 StepStats(
                     sequences=len(batch.items),
+                    committed_sequences=len(verdicts),
+                    drafted_sequences=sum(item.tree is not None and item.tree.drafted > 0 for item in batch.items),
                     decode_rows=batch.decode_rows,
                     prefill_rows=batch.prefill_rows,
                     drafted_tokens=sum(item.tree.drafted for item in batch.items if item.tree is not None),
