@@ -136,9 +136,7 @@ def runner_for(
     heads = config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    cache = KVCache(
-        num_pages, page_size, config.num_hidden_layers, kv_heads, width, width, model.dtype, model.device
-    )
+    cache = KVCache(num_pages, page_size, config.num_hidden_layers, kv_heads, width, width, model.dtype, model.device)
     return ModelRunner(
         model.eval(),
         tokenizer,

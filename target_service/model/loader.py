@@ -1,0 +1,73 @@
+"""From a target's settings to a model that runs."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, cast
+
+import psutil
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
+
+from target_service.config import TargetConfig
+from target_service.model.runner import ModelRunner, runner_for
+from target_service.model.store import resolve
+from target_service.model.support import check_supported, tokenizer_fingerprint
+from tree_kernels.attention import Backend
+
+log = logging.getLogger(__name__)
+_CONTEXT_LIMIT = 8192
+_KV_TOKENS_LIMIT = 65536
+_KV_MEMORY_SHARE = 0.3
+
+
+def load_runner(config: TargetConfig) -> ModelRunner:
+    """Load the model that `config` names, with a KV cache sized for this machine.
+
+    Raises:
+        ModelRefused: the model cannot be served; the message says why.
+        OSError: no such model.
+    """
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    source = str(resolve(config.model))
+    settings = AutoConfig.from_pretrained(source)
+    check_supported(settings)
+    dtype = getattr(torch, config.dtype)
+    model = cast(PreTrainedModel, AutoModelForCausalLM.from_pretrained(source, dtype=dtype).to(config.device))
+    check_supported(settings, model)
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    longest = int(settings.max_position_embeddings)
+    max_context = min(config.max_context or min(longest, _CONTEXT_LIMIT), longest)
+    kv_tokens = config.kv_tokens or _tokens_that_fit(settings, dtype, model.device)
+    log.info("serving %s in %s, KV cache of %d tokens", config.model, config.dtype, kv_tokens)
+    return runner_for(
+        model,
+        tokenizer,
+        num_pages=max(1, kv_tokens // config.page_size),
+        page_size=config.page_size,
+        attention=_backend(config.attention, model.device),
+        name=config.served_model_name or config.model,
+        max_context=max_context,
+        tokenizer_fingerprint=tokenizer_fingerprint(tokenizer),
+    )
+
+
+def _backend(asked: str, device: torch.device) -> Backend:
+    if asked != "auto":
+        return cast(Backend, asked)
+    return "torch" if device.type == "cpu" else "triton"
+
+
+def _tokens_that_fit(settings: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> int:
+    """Tokens of KV in a share of the memory that is free now."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+    else:
+        free = psutil.virtual_memory().available
+    any_settings: Any = settings
+    heads = any_settings.num_attention_heads
+    kv_heads = getattr(settings, "num_key_value_heads", None) or heads
+    width = getattr(settings, "head_dim", None) or any_settings.hidden_size // heads
+    per_token = 2 * any_settings.num_hidden_layers * kv_heads * width * dtype.itemsize
+    return int(min(_KV_TOKENS_LIMIT, free * _KV_MEMORY_SHARE / per_token))

@@ -1,0 +1,62 @@
+"""Which models can be served, and what the tokenizer's identity is."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+from transformers import PretrainedConfig, PreTrainedModel
+
+
+class ModelRefused(ValueError):
+    """The model cannot be served losslessly; the message says why."""
+
+
+# Attributes of configurations whose attention is not plain causal attention over every earlier token.
+_FOREIGN = {
+    "kv_lora_rank": "multi-head latent attention",
+    "attn_logit_softcapping": "capped attention scores",
+    "attention_chunk_size": "chunked attention",
+    "layers_block_type": "layers that are not attention",
+    "attn_layer_indices": "layers that are not attention",
+    "linear_num_value_heads": "linear attention",
+    "ssm_state_size": "state-space layers",
+    "mamba_d_state": "state-space layers",
+}
+
+
+def check_supported(config: PretrainedConfig, model: PreTrainedModel | None = None) -> None:
+    """Raise `ModelRefused` with the reason unless the model is a decoder of plain, grouped-query attention."""
+    kind = config.model_type
+    if getattr(config, "is_encoder_decoder", False):
+        raise ModelRefused(f"{kind}: an encoder-decoder; only decoders are served")
+    if getattr(config, "add_cross_attention", False):
+        raise ModelRefused(f"{kind}: it attends to another input")
+    for name, what in _FOREIGN.items():
+        if getattr(config, name, None):
+            raise ModelRefused(f"{kind}: {what} ({name}) is not served")
+    layer_types = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
+    if layer_types:
+        raise ModelRefused(f"{kind}: layers of type {', '.join(sorted(layer_types))} are not served")
+    window = getattr(config, "sliding_window", None)
+    if window and getattr(config, "use_sliding_window", True):
+        longest = getattr(config, "max_position_embeddings", 0)
+        if window < longest:
+            raise ModelRefused(f"{kind}: a sliding window of {window} tokens is not served")
+    if model is not None:
+        _check_model(kind, model)
+
+
+def _check_model(kind: str, model: PreTrainedModel) -> None:
+    if not getattr(model, "_supports_attention_backend", False):
+        raise ModelRefused(f"{kind}: its attention cannot be replaced in this version of transformers")
+    if any("sinks" in name for name, _ in model.named_parameters()):
+        raise ModelRefused(f"{kind}: attention sinks are not served")
+
+
+def tokenizer_fingerprint(tokenizer: Any) -> str:
+    """SHA-256, in hex, over the tokenizer's vocabulary: each token's text and id, by rising id."""
+    digest = hashlib.sha256()
+    for text, token_id in sorted(tokenizer.get_vocab().items(), key=lambda item: (item[1], item[0])):
+        digest.update(f"{token_id}\t{text}\n".encode())
+    return digest.hexdigest()
