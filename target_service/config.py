@@ -19,6 +19,10 @@ class TargetConfig:
     metrics_listen: str = setting("", "HOST:PORT of the Prometheus endpoint; off when empty")
 
     draft: str = setting("", "draft service: HOST:PORT, unix:PATH, or inprocess:DRAFTER; none when empty")
+    draft_token: str = setting("", "file with the token that the draft service asks for; none when empty")
+    draft_tls_ca: str = setting("", "PEM roots for the draft service's certificate; plain text when empty")
+    draft_tls_certificate: str = setting("", "PEM certificate chain shown to the draft service")
+    draft_tls_key: str = setting("", "PEM private key of that certificate")
     speculation: bool = setting(True, "ask the draft service for trees; off is a one-row tree through the same code")
     speculative_disable_queue_size: int = setting(
         8, "stop drafting while more than this many sequences run (on again at three quarters of it)"
@@ -44,6 +48,7 @@ class TargetConfig:
     threads: int = setting(0, "CPU threads for torch; 0 leaves torch's own choice")
     max_message_bytes: int = setting(4 * 1024 * 1024, "largest message accepted")
     max_sequences_per_stream: int = setting(256, "open sequences of one Verify stream")
+    verify_idle_seconds: float = setting(120.0, "time a sequence of a Verify stream may go without a tree")
     drain_seconds: float = setting(30.0, "time running requests get after SIGTERM")
     heartbeat_seconds: float = setting(30.0, "a step that takes longer makes health NOT_SERVING")
     reflection: bool = setting(False, "serve gRPC reflection")

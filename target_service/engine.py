@@ -19,7 +19,7 @@ from outrider.errors import (
     UnknownSequence,
     WrongRoot,
 )
-from outrider.frames import DraftEvents, DraftLink
+from outrider.frames import DraftEvents, DraftInfo, DraftLink
 from outrider.tree import TokenTree
 from target_service.commit import LiveSequence
 from target_service.loop import EngineConfig, EngineLoop, EngineObserver
@@ -77,6 +77,11 @@ class Engine:
     def draft_events(self) -> DraftEvents:
         """Where a draft link delivers what it hears."""
         return self._loop.drafting
+
+    @property
+    def draft_info(self) -> DraftInfo | None:
+        """What the draft service says of itself; None while there is none."""
+        return self._loop.drafting.info
 
     def attach_draft(self, link: DraftLink) -> None:
         """Draft through `link`. Before `start`."""
