@@ -12,6 +12,7 @@ import grpc
 from draft_service.drafter import CorpusDrafter, Drafter
 from draft_service.observer import DraftObserver, QuietObserver
 from draft_service.session import Admission, ProposeSession
+from draft_service.tracing import StreamTrace
 from outrider.draft_wire import (
     advance_from_pb,
     failure_to_pb,
@@ -23,6 +24,7 @@ from outrider.draft_wire import (
 from outrider.errors import InvalidField, NotSupported, OutriderError
 from outrider.frames import DraftInfo
 from outrider.serving import current_tenant
+from outrider.tracing import Tracing
 from outrider.v1 import draft_pb2, draft_pb2_grpc
 from outrider.wire import check_token_ids, name_from_pb, timings_to_pb
 
@@ -43,18 +45,22 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         admission: Admission,
         info: DraftInfo,
         observer: DraftObserver | None = None,
+        tracing: Tracing | None = None,
     ) -> None:
         self._drafter = drafter
         self._admission = admission
         self._info = info
         self._observer = observer or QuietObserver()
+        self._tracing = tracing or Tracing()
 
     async def Propose(  # type: ignore[override]
         self, _requests: AsyncIterator[draft_pb2.ProposeRequest], context: ProposeContext
     ) -> None:
         session = ProposeSession(self._drafter, self._admission, current_tenant())
-        stream = _ProposeStream(session, self._observer)
+        trace = StreamTrace(self._tracing, context.invocation_metadata(), self._info.drafter)
+        stream = _ProposeStream(session, self._observer, trace)
         self._observer.on_stream(1)
+        code, reason = "CANCELLED", ""
         try:
             while True:
                 frame: Any = await context.read()
@@ -64,10 +70,15 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
                     await context.write(answer)
                 while (growth := stream.growth()) is not None:
                     await context.write(growth)
+            code = "OK"
+        except OutriderError as error:
+            code, reason = error.code.name, error.reason
+            raise
         finally:
             # A cancelled stream looks like a clean end, so every end aborts what was not closed.
             self._observer.on_closed(len(session), aborted=True)
             self._observer.on_stream(-1)
+            trace.end(code, reason)
             session.end()
 
     async def GetDraftInfo(
@@ -102,9 +113,10 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
 class _ProposeStream:
     """Translates the frames of one stream. A bad part of a frame fails its own sequence only."""
 
-    def __init__(self, session: ProposeSession, observer: DraftObserver) -> None:
+    def __init__(self, session: ProposeSession, observer: DraftObserver, trace: StreamTrace) -> None:
         self._session = session
         self._observer = observer
+        self._trace = trace
 
     def take(self, frame: draft_pb2.ProposeRequest) -> list[draft_pb2.ProposeResponse]:
         """Handle one frame; returns what is answered at once. Raises `InvalidField` for a frame of no kind."""
@@ -117,6 +129,7 @@ class _ProposeStream:
             before = len(self._session)
             self._session.close(frame.close.sequence_ids)
             self._observer.on_closed(before - len(self._session), aborted=False)
+            self._trace.closed(frame.close.sequence_ids)
             return []
         if kind == "credit":
             self._session.grant(frame.credit.frames)
@@ -130,7 +143,10 @@ class _ProposeStream:
         if not growths:
             return None
         queue_ns, compute_ns = max(0, started - owed_since), time.monotonic_ns() - started
-        nodes = sum(len(growth.token_ids) for growth in growths)
+        nodes = 0
+        for growth in growths:
+            nodes += len(growth.token_ids)
+            self._trace.grown(growth.sequence_id, len(growth.token_ids), compute_ns)
         self._observer.on_growth(len(growths), nodes, queue_ns, compute_ns)
         return draft_pb2.ProposeResponse(
             growth=draft_pb2.GrowSequences(sequences=map(growth_to_pb, growths)),
@@ -139,10 +155,12 @@ class _ProposeStream:
 
     def _open(self, pb: draft_pb2.OpenSequence) -> draft_pb2.ProposeResponse:
         try:
-            limits = self._session.open(open_from_pb(pb))
+            sequence = open_from_pb(pb)
+            limits = self._session.open(sequence)
         except OutriderError as error:
             return self._failed(pb.sequence_id, error)
-        self._observer.on_opened(len(pb.token_ids))
+        self._observer.on_opened(len(sequence.token_ids))
+        self._trace.opened(sequence)
         opened = draft_pb2.SequenceOpened(sequence_id=pb.sequence_id, limits=limits_to_pb(limits))
         return draft_pb2.ProposeResponse(opened=opened)
 
@@ -154,6 +172,7 @@ class _ProposeStream:
                 vocabulary_size = self._session.vocabulary_of(pb.sequence_id)
                 advance = advance_from_pb(pb, vocabulary_size, f"advance.sequences[{i}]")
                 self._session.advance(advance)
+                self._trace.advanced(pb.sequence_id, len(advance.token_ids))
                 tokens += len(advance.token_ids)
             except OutriderError as error:
                 failures.append(self._failed(pb.sequence_id, error))
@@ -162,6 +181,9 @@ class _ProposeStream:
 
     def _failed(self, sequence_id: int, error: OutriderError) -> draft_pb2.ProposeResponse:
         """Say so; whatever failed, the sequence is closed then, on both sides."""
+        before = len(self._session)
         self._session.close([sequence_id])
+        self._observer.on_closed(before - len(self._session), aborted=True)
         self._observer.on_failed(error.reason)
+        self._trace.failed(sequence_id, error.reason)
         return draft_pb2.ProposeResponse(status=failure_to_pb(sequence_id, error))

@@ -7,19 +7,27 @@ import asyncio
 import logging
 import os
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
+
+import grpc
 
 from draft_service.config import CONFIG_VARIABLE, DraftConfig, drafter_config
 from draft_service.drafter import Drafter, create, drafter_spec
+from draft_service.metrics import PrometheusDraftObserver
 from draft_service.observer import DraftObserver
 from draft_service.server import SERVICE_NAME, DraftServicer
 from draft_service.session import Admission
 from outrider import __version__
 from outrider.errors import OutriderError
 from outrider.frames import DraftInfo
+from outrider.metrics import MetricsServer
+from outrider.rpc_metrics import RpcMetricsInterceptor
 from outrider.runtime import configure_logging, run
 from outrider.serving import Authenticator, GrpcServer, Service, ServingOptions, TlsFiles, serve_until_stopped
 from outrider.settings import SettingsError, add_flags, load
+from outrider.telemetry import DRAFT_SERVICE
+from outrider.tracing import Tracing, set_up_tracing
 from outrider.v1 import draft_pb2_grpc
 
 logger = logging.getLogger(__name__)
@@ -50,6 +58,8 @@ def build_server(
     config: DraftConfig,
     drafter: Drafter,
     observer: DraftObserver | None = None,
+    tracing: Tracing | None = None,
+    interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
 ) -> tuple[GrpcServer, DraftWorker]:
     """A server over a started drafter, not yet listening. Needs a running event loop.
 
@@ -74,7 +84,7 @@ def build_server(
         max_context=drafter.max_context,
         version=__version__,
     )
-    servicer = DraftServicer(drafter, admission, info, observer)
+    servicer = DraftServicer(drafter, admission, info, observer, tracing)
     options = ServingOptions(
         listen=config.listen,
         max_message_bytes=config.max_message_bytes,
@@ -84,20 +94,26 @@ def build_server(
         admin_listen=config.admin_listen,
     )
     service = Service(SERVICE_NAME, lambda server: draft_pb2_grpc.add_DraftServiceServicer_to_server(servicer, server))
-    return GrpcServer(options, [service]), DraftWorker(admission)
+    return GrpcServer(options, [service], interceptors), DraftWorker(admission)
 
 
-async def serve(config: DraftConfig, drafter: Drafter, observer: DraftObserver | None = None) -> int:
+async def serve(config: DraftConfig, drafter: Drafter) -> int:
     """Serve until SIGTERM or SIGINT; returns the process's exit status."""
     # Compiling and loading take seconds; until then nothing listens, so nobody takes the service for ready.
     await asyncio.to_thread(drafter.start)
-    try:
-        server, worker = build_server(config, drafter, observer)
+    observer = PrometheusDraftObserver(drafter.name, __version__, drafter.stats)
+    calls = RpcMetricsInterceptor()
+    tracing = set_up_tracing(DRAFT_SERVICE, config.otlp_endpoint, ratio=config.trace_ratio, version=__version__)
+    with ExitStack() as stack:
+        stack.callback(tracing.shutdown)
+        stack.callback(drafter.stop)
+        server, worker = build_server(config, drafter, observer, tracing, [calls])
+        if config.metrics_listen:
+            metrics = MetricsServer(config.metrics_listen, [observer.metrics, calls.metrics])
+            stack.callback(metrics.close)
         await server.start()
         logger.info("drafting with %s on %s", drafter.name, server.address)
         return await serve_until_stopped(server, worker, config.drain_seconds)
-    finally:
-        await asyncio.to_thread(drafter.stop)
 
 
 def run_service(arguments: Sequence[str]) -> int:

@@ -102,7 +102,8 @@ class _Tracked:
 
 
 class ProposeSession:
-    """The state of one stream. An error it raises is about one sequence, which is closed by then.
+    """The state of one stream. An error that `open` or `advance` raises is about one sequence, and whoever tells
+    the target of it closes that sequence, whichever error it was.
 
     Every open and every advance is owed one growth. Growth is made when it is taken, so a target that is slow to
     give credit gets one growth per sequence, of the newest step, and not a queue of stale ones.
@@ -135,8 +136,7 @@ class ProposeSession:
         Raises `SequenceExists`, `PositionOutOfRange`, `UnknownCorpus`, and what `Admission.enter` raises.
         """
         if sequence.sequence_id in self._open:
-            self.close([sequence.sequence_id])
-            raise SequenceExists("the sequence was open, and is closed now")
+            raise SequenceExists("the sequence was open; it is closed now")
         self._check_length(len(sequence.token_ids))
         limits = tree_limits(self._drafter.limits, sequence.limits)
         draft = DraftSequence(
@@ -169,15 +169,11 @@ class ProposeSession:
         tracked = self._find(advance.sequence_id)
         if advance.step == tracked.step:
             return
-        try:
-            if advance.step < tracked.step:
-                raise StepReplayed("the step lies behind", step=advance.step, expected=tracked.step + 1)
-            if advance.step > tracked.step + 1:
-                raise StepSkipped("a step is missing", step=advance.step, expected=tracked.step + 1)
-            self._check_length(len(tracked.draft.token_ids) + len(advance.token_ids))
-        except OutriderError:
-            self.close([advance.sequence_id])
-            raise
+        if advance.step < tracked.step:
+            raise StepReplayed("the step lies behind", step=advance.step, expected=tracked.step + 1)
+        if advance.step > tracked.step + 1:
+            raise StepSkipped("a step is missing", step=advance.step, expected=tracked.step + 1)
+        self._check_length(len(tracked.draft.token_ids) + len(advance.token_ids))
         tracked.step = advance.step
         tracked.draft.token_ids.extend(advance.token_ids)
         self._drafter.advance(tracked.draft, advance.token_ids)
