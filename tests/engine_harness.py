@@ -105,9 +105,7 @@ class ScriptedDraft:
             parent_ids=tuple(0 if parent == 0 else first + parent - 1 for parent in tree.parents[1:]),
             token_ids=tree.token_ids[1:],
             scores=tree.scores[1:],
-            distributions={
-                0 if row == 0 else first + row - 1: law for row, law in tree.distributions.items()
-            },
+            distributions={0 if row == 0 else first + row - 1: law for row, law in tree.distributions.items()},
             replaces=self.replaces,
         )
 

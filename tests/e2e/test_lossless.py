@@ -55,7 +55,9 @@ _PLAIN: dict[str, list[tuple[int, ...]]] = {}
 
 
 @pytest.fixture(params=SAMPLINGS.items(), ids=lambda item: item[0])
-def case(request: pytest.FixtureRequest, tiny_model: PreTrainedModel) -> tuple[list[SequenceRequest], list[Sequence[int]]]:
+def case(
+    request: pytest.FixtureRequest, tiny_model: PreTrainedModel
+) -> tuple[list[SequenceRequest], list[Sequence[int]]]:
     name, sampling = request.param
     wanted = requests(sampling)
     if name not in _PLAIN:
@@ -83,9 +85,7 @@ def test_output_is_plain_decoding(
     stagger: int,
 ) -> None:
     wanted, said = case
-    outcomes = run(
-        make_runner(tiny_model, page_size), wanted, propose=drafter(draft, wanted, said), stagger=stagger
-    )
+    outcomes = run(make_runner(tiny_model, page_size), wanted, propose=drafter(draft, wanted, said), stagger=stagger)
     assert [o.token_ids for o in outcomes] == said
     accepted = sum(o.finished.totals.accepted_tokens for o in outcomes)
     if draft == "knowing":
@@ -136,8 +136,6 @@ def test_load_switches_drafting_off_and_on(
 ) -> None:
     wanted, said = case
     config = engine_config(disable_above=3)
-    outcomes = run(
-        make_runner(tiny_model), wanted, propose=drafter("knowing", wanted, said), config=config, stagger=4
-    )
+    outcomes = run(make_runner(tiny_model), wanted, propose=drafter("knowing", wanted, said), config=config, stagger=4)
     assert [o.token_ids for o in outcomes] == said
     assert any(o.finished.totals.drafted_steps for o in outcomes)

@@ -1,0 +1,198 @@
+"""The engine under any interleaving of requests, cancellations, steps and draft faults, against a simple model.
+
+The model of the service is one line: every sequence says a prefix of what plain decoding says, and all of it when it
+is let run; what a draft does or fails to do appears nowhere in it.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+from conftest import make_tiny
+from engine_harness import engine_config, grow, make_runner, plain, request
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, precondition, rule
+
+from outrider.frames import (
+    DraftInfo,
+    OpenSequence,
+    SequenceAdvance,
+    SequenceFailure,
+    SequenceGrowth,
+    TreeLimits,
+)
+from outrider.sampling import SamplingParams
+from target_service.loop import EngineLoop
+from target_service.sequence import SequenceFinished, Verdict
+
+VOCABULARY = 211
+INFO = DraftInfo("fuzzed", 0, "", TreeLimits(), 1 << 20, "0")
+REQUESTS = (
+    request([5, 6, 7], 14),
+    request([9] * 33, 9),
+    request([40, 41], 12, sampling=SamplingParams(temperature=0.9, seed=3, ignore_eos=True)),
+    request([8, 9, 10, 11], 10, sampling=SamplingParams(repetition_penalty=1.4, ignore_eos=True)),
+    request([3], 1),
+)
+
+
+@functools.cache
+def truth(index: int) -> tuple[int, ...]:
+    return plain(make_tiny(), REQUESTS[index])
+
+
+class FuzzedDraft:
+    """A draft link that keeps what it was told and says nothing by itself: the machine decides what arrives."""
+
+    def __init__(self) -> None:
+        self.tokens: dict[int, list[int]] = {}
+        self.steps: dict[int, int] = {}
+        self.next_ids: dict[int, int] = {}
+
+    def open(self, sequence: OpenSequence) -> None:
+        self.tokens[sequence.sequence_id] = list(sequence.token_ids)
+        self.steps[sequence.sequence_id] = sequence.step
+        self.next_ids[sequence.sequence_id] = 1
+
+    def advance(self, advances: Sequence[SequenceAdvance]) -> None:
+        for advance in advances:
+            assert advance.step == self.steps[advance.sequence_id] + 1
+            self.steps[advance.sequence_id] = advance.step
+            self.tokens[advance.sequence_id].extend(advance.token_ids)
+
+    def close(self, sequence_ids: Sequence[int]) -> None:
+        for sequence_id in sequence_ids:
+            self.tokens.pop(sequence_id, None)
+
+
+class ServiceMachine(RuleBasedStateMachine):
+    """Rules are what clients and drafts may do; invariants are what the service owes."""
+
+    sequences: Bundle[int] = Bundle("sequences")
+
+    @initialize(page_size=st.sampled_from([1, 16]), chunk=st.sampled_from([1, 16, 64]), seed=st.integers(0, 99))
+    def begin(self, page_size: int, chunk: int, seed: int) -> None:
+        self.runner = make_runner(make_tiny(), page_size, kv_tokens=128)
+        config = engine_config(prefill_chunk=chunk, max_step_rows=96, max_running=3, disable_above=2)
+        # Nothing arrives while the machine's own thread waits, so it does not.
+        config = replace(config, drafting=replace(config.drafting, wait_seconds=0.0))
+        self.loop = EngineLoop(self.runner, config)
+        self.draft = FuzzedDraft()
+        self.loop.drafting.attach(self.draft)
+        self.random = random.Random(seed)
+        self.wanted: dict[int, int] = {}
+        self.said: dict[int, list[int]] = {}
+        self.ended: set[int] = set()
+        self.next_id = 1
+
+    @rule(target=sequences, index=st.integers(0, len(REQUESTS) - 1))
+    def submit(self, index: int) -> int:
+        sequence_id, self.next_id = self.next_id, self.next_id + 1
+        self.loop.add(self.loop.make(sequence_id, REQUESTS[index]))
+        self.wanted[sequence_id], self.said[sequence_id] = index, []
+        return sequence_id
+
+    @rule(sequence_id=consumes(sequences))
+    def cancel(self, sequence_id: int) -> None:
+        self.loop.end(sequence_id, "cancelled")
+        self.ended.add(sequence_id)
+
+    @rule(count=st.integers(1, 4))
+    def step(self, count: int) -> None:
+        for _ in range(count):
+            for event in self.loop.step() or ():
+                if isinstance(event, Verdict):
+                    self.said[event.sequence_id].extend(event.token_ids)
+                else:
+                    assert isinstance(event, SequenceFinished)
+                    self.ended.add(event.sequence_id)
+                    assert tuple(self.said[event.sequence_id]) == truth(self.wanted[event.sequence_id])
+
+    @rule()
+    def connect(self) -> None:
+        self.draft.tokens.clear()
+        self.loop.drafting.on_connected(INFO)
+        self.loop.drafting.listen()
+
+    @rule()
+    def disconnect(self) -> None:
+        self.loop.drafting.on_disconnected("fuzzed")
+        self.loop.drafting.listen()
+
+    @precondition(lambda self: self.draft.tokens)
+    @rule(right=st.booleans(), replaces=st.booleans(), late=st.booleans(), data=st.data())
+    def grow(self, right: bool, replaces: bool, late: bool, data: st.DataObject) -> None:
+        """A well-formed growth, right or wrong, for a sequence the draft believes open; maybe after another step."""
+        sequence_id = data.draw(st.sampled_from(sorted(self.draft.tokens)))
+        tokens, step = self.draft.tokens[sequence_id], self.draft.steps[sequence_id]
+        index = self.wanted[sequence_id]
+        ahead = truth(index)[len(tokens) - len(REQUESTS[index].token_ids) :] if right else ()
+        tree = grow(tokens[-1], self.random, 12, lambda path: self._token(path, ahead))
+        first = self.draft.next_ids[sequence_id]
+        self.draft.next_ids[sequence_id] += tree.drafted
+        sent = SequenceGrowth(
+            sequence_id,
+            step,
+            first,
+            tuple(0 if p == 0 else first + p - 1 for p in tree.parents[1:]),
+            tree.token_ids[1:],
+            tree.scores[1:],
+            replaces=replaces,
+        )
+        if late:
+            self.step(1)
+        self.loop.drafting.on_growth([sent])
+
+    def _token(self, path: Sequence[int], ahead: Sequence[int]) -> int:
+        if len(path) < len(ahead) and tuple(path) == tuple(ahead[: len(path)]):
+            return ahead[len(path)]
+        return self.random.randrange(VOCABULARY)
+
+    @rule(
+        sequence_id=st.integers(0, 12),
+        step=st.integers(0, 40),
+        first=st.integers(0, 9),
+        parents=st.lists(st.integers(0, 12), max_size=4),
+        replaces=st.booleans(),
+    )
+    def malformed_growth(self, sequence_id: int, step: int, first: int, parents: list[int], replaces: bool) -> None:
+        """What a link lets pass: ids in range and lengths that agree, all else is up to the draft."""
+        tokens = tuple(self.random.randrange(VOCABULARY) for _ in parents)
+        scores = tuple(self.random.random() for _ in parents)
+        sent = SequenceGrowth(sequence_id, step, first, tuple(parents), tokens, scores, replaces=replaces)
+        self.draft.next_ids[sequence_id] = max(self.draft.next_ids.get(sequence_id, 1), first + len(parents))
+        self.loop.drafting.on_growth([sent])
+
+    @rule(sequence_id=st.integers(0, 12))
+    def draft_gives_up(self, sequence_id: int) -> None:
+        self.loop.drafting.on_failure(SequenceFailure(sequence_id, "FUZZED", "no reason"))
+        self.draft.tokens.pop(sequence_id, None)
+
+    @invariant()
+    def what_is_said_is_plain_decoding(self) -> None:
+        for sequence_id, said in getattr(self, "said", {}).items():
+            assert tuple(said) == truth(self.wanted[sequence_id])[: len(said)]
+
+    @invariant()
+    def pages_add_up(self) -> None:
+        if hasattr(self, "loop"):
+            self.runner.cache.check_integrity(live.sequence.pages for live in self.loop.live.values())
+
+    def teardown(self) -> None:
+        for _ in range(400):
+            if not getattr(self, "said", None) or len(self.ended) == len(self.said):
+                break
+            self.step(1)
+        assert self.ended == set(getattr(self, "said", {}))
+        assert self.runner.cache.used_pages == 0
+
+
+ServiceMachine.TestCase.settings = settings(
+    max_examples=40, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+)
+TestServiceMachine = pytest.mark.timeout(300)(ServiceMachine.TestCase)
