@@ -1,1 +1,70 @@
-"""The Python client of Outrider, and the `outrider` command."""
+"""The Python client of Outrider, and the `outrider` command.
+
+    async with Client.connect("127.0.0.1:50051") as client:
+        async for chunk in client.generate(text="Once upon a time"):
+            sys.stdout.write(chunk.text)
+
+Names are imported when first used: gRPC reads its settings once, on import, and the command line chooses them first.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from outrider.errors import OutriderError
+    from outrider.sampling import SamplingParams, VerificationMode
+    from outrider.tree import TokenTree
+    from outrider_client.client import Client
+    from outrider_client.connection import Tls
+    from outrider_client.draft import DraftClient
+    from outrider_client.failures import ServiceUnreachable
+    from outrider_client.generation import Generation, Speculation
+    from outrider_client.results import Chunk, FinishReason, Result, Started, Verdict
+    from outrider_client.verification import VerifySession
+
+_HOMES = {
+    "Chunk": "outrider_client.results",
+    "Client": "outrider_client.client",
+    "DraftClient": "outrider_client.draft",
+    "FinishReason": "outrider_client.results",
+    "Generation": "outrider_client.generation",
+    "OutriderError": "outrider.errors",
+    "Result": "outrider_client.results",
+    "SamplingParams": "outrider.sampling",
+    "ServiceUnreachable": "outrider_client.failures",
+    "Speculation": "outrider_client.generation",
+    "Started": "outrider_client.results",
+    "Tls": "outrider_client.connection",
+    "TokenTree": "outrider.tree",
+    "Verdict": "outrider_client.results",
+    "VerificationMode": "outrider.sampling",
+    "VerifySession": "outrider_client.verification",
+}
+
+__all__ = [
+    "Chunk",
+    "Client",
+    "DraftClient",
+    "FinishReason",
+    "Generation",
+    "OutriderError",
+    "Result",
+    "SamplingParams",
+    "ServiceUnreachable",
+    "Speculation",
+    "Started",
+    "Tls",
+    "TokenTree",
+    "Verdict",
+    "VerificationMode",
+    "VerifySession",
+]
+
+
+def __getattr__(name: str) -> object:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(home), name)

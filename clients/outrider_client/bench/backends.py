@@ -1,0 +1,118 @@
+"""Where answers come from: targets, started for the purpose or running already, and transformers' own loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from outrider.sampling import SamplingParams
+from outrider.settings import SettingsError
+from outrider_client.bench.samples import Sample
+from outrider_client.client import Client, Message
+from outrider_client.generation import Speculation
+from outrider_client.options import BenchOptions, ClientOptions
+
+_LINE_LIMIT = 16 * 1024 * 1024
+
+
+class Backend(Protocol):
+    """Answers conversations under one mode."""
+
+    async def answer(self, messages: Sequence[Message], max_tokens: int, tenant: str) -> Sample:
+        """One greedy answer. Raises `OutriderError` for a conversation that is refused."""
+
+
+class TargetBackend:
+    """A target service, with drafts or without."""
+
+    def __init__(self, reach: ClientOptions, address: str, speculate: bool) -> None:
+        self._reach = reach
+        self._address = address
+        self._speculation = Speculation(enabled=None if speculate else False)
+        self._clients: dict[str, Client] = {}
+
+    def client(self, tenant: str = "") -> Client:
+        """The client that acts for a tenant. With a token, the token decides the tenant."""
+        name = self._reach.tenant if self._reach.token else tenant or self._reach.tenant
+        if name not in self._clients:
+            self._clients[name] = Client.connect(
+                self._address, tls=self._reach.tls_options(), token=self._reach.token, tenant=name
+            )
+        return self._clients[name]
+
+    async def answer(self, messages: Sequence[Message], max_tokens: int, tenant: str) -> Sample:
+        generation = self.client(tenant).generate(
+            messages=messages,
+            sampling=SamplingParams(max_tokens=max_tokens),
+            speculation=self._speculation,
+            timeout=self._reach.deadline,
+        )
+        return Sample.of(await generation.result())
+
+    async def close(self) -> None:
+        for client in self._clients.values():
+            await client.close()
+
+
+class TransformersBackend:
+    """transformers' `generate` on the same model, in a process of its own."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+
+    @classmethod
+    async def start(cls, options: BenchOptions) -> TransformersBackend:
+        """Load the model. Raises `SettingsError` when that fails."""
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "outrider_client.bench.transformers_loop",
+            *("--model", options.model, "--dtype", options.dtype, "--device", options.device),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            limit=_LINE_LIMIT,
+        )
+        backend = cls(process)
+        await backend._read()
+        return backend
+
+    async def answer(self, messages: Sequence[Message], max_tokens: int, tenant: str) -> Sample:  # noqa: ARG002
+        assert self._process.stdin is not None
+        request = {"messages": [list(message) for message in messages], "max_tokens": max_tokens}
+        self._process.stdin.write(json.dumps(request).encode() + b"\n")
+        await self._process.stdin.drain()
+        row = await self._read()
+        count = len(row["token_ids"])
+        return Sample(
+            token_ids=tuple(row["token_ids"]),
+            text=row["text"],
+            prompt_tokens=row["prompt_tokens"],
+            steps=count,
+            drafted_tokens=0,
+            accepted_tokens=0,
+            drafted_by_depth=(),
+            accepted_by_depth=(),
+            draft_wait=0.0,
+            fallback_steps=0,
+            ttft=row["ttft"],
+            tpot=(row["duration"] - row["ttft"]) / (count - 1) if count > 1 else None,
+            duration=row["duration"],
+        )
+
+    async def _read(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = await self._process.stdout.readline()
+        if not line:
+            raise SettingsError(f"the transformers process exited with status {await self._process.wait()}")
+        row: dict[str, Any] = json.loads(line)
+        return row
+
+    async def close(self) -> None:
+        if self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.terminate()
+            await self._process.wait()

@@ -1,0 +1,67 @@
+"""Prompt files: JSONL, one object a line with `id`, `task` and `turns` (one or two user turns)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from pathlib import Path
+
+from outrider.settings import SettingsError
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A conversation to measure. `turns` are the user's; answers come from the model."""
+
+    prompt_id: str
+    task: str
+    turns: tuple[str, ...]
+
+
+def load_prompts(path: Path, *, limit: int = 0, tasks: Iterable[str] = ()) -> list[Prompt]:
+    """The prompts of a file, grouped by task.
+
+    `tasks` keeps only these. A `limit` takes that many in all, evenly from the tasks, in the file's order. Raises
+    `SettingsError` that names the line.
+    """
+    by_task: dict[str, list[Prompt]] = {}
+    for prompt in _read(path):
+        by_task.setdefault(prompt.task, []).append(prompt)
+    wanted = [task for task in tasks if task]
+    for task in wanted:
+        if task not in by_task:
+            raise SettingsError(f"{path} has no task {task!r}; it has {', '.join(sorted(by_task))}")
+    kept = [by_task[task] for task in (wanted or by_task)]
+    if not kept:
+        raise SettingsError(f"{path} holds no prompts")
+    if limit:
+        dealt = [prompt for row in zip_longest(*kept) for prompt in row if prompt is not None]
+        chosen = set(map(id, dealt[:limit]))
+        kept = [[prompt for prompt in group if id(prompt) in chosen] for group in kept]
+    return [prompt for group in kept for prompt in group]
+
+
+def _read(path: Path) -> Sequence[Prompt]:
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(f"{path}: {error}") from None
+    return [_parse(f"{path}:{number}", line) for number, line in enumerate(lines, start=1) if line.strip()]
+
+
+def _parse(where: str, line: str) -> Prompt:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise SettingsError(f"{where}: {error}") from None
+    if not isinstance(row, dict):
+        raise SettingsError(f"{where}: is not an object")
+    turns = row.get("turns")
+    if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn for turn in turns):
+        raise SettingsError(f"{where}: turns must be a list of texts, at least one")
+    for name in ("id", "task"):
+        if not isinstance(row.get(name), str) or not row[name]:
+            raise SettingsError(f"{where}: {name} must be a text")
+    return Prompt(row["id"], row["task"], tuple(turns))

@@ -1,0 +1,133 @@
+"""The measurement itself: which request runs when, so that noise of the machine hits every mode alike."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from outrider.errors import OutriderError
+from outrider_client.bench.backends import Backend
+from outrider_client.bench.prompts import Prompt
+from outrider_client.bench.samples import TRANSFORMERS, Block, Measured, Mode
+from outrider_client.client import Message
+
+# Requests of one block per place: enough to keep every place busy, few enough to interleave modes often.
+_ROUNDS_PER_BLOCK = 4
+_WARM_UP: tuple[Message, ...] = (("user", "Count from one to ten, then count from one to ten once more."),)
+_WARM_UP_TOKENS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to run. Modes alternate within every block of prompts."""
+
+    prompts: Sequence[Prompt]
+    modes: Sequence[Mode]
+    concurrency: Sequence[int]
+    repeats: int
+    max_tokens: int
+    second_turns: bool
+    isolate: bool
+    # Tells this run's tenants from another's, so that no draft knows the prompts already.
+    run_id: str
+
+    def turns(self, prompt: Prompt) -> int:
+        return min(len(prompt.turns), 2) if self.second_turns else 1
+
+    def requests(self) -> int:
+        """How many requests will run."""
+        per_mode = sum(map(self.turns, self.prompts)) * self.repeats
+        return sum(per_mode * sum(1 for mode in self.modes if runs(mode, level)) for level in self.concurrency)
+
+
+def runs(mode: Mode, concurrency: int) -> bool:
+    """transformers' loop takes one request at a time."""
+    return mode.name != TRANSFORMERS or concurrency == 1
+
+
+class Runner:
+    """Runs a plan on the backends of its modes."""
+
+    def __init__(self, plan: Plan, backends: Mapping[Mode, Backend], on_answer: Callable[[str], None]) -> None:
+        """`on_answer` hears what is being measured after each answer."""
+        self._plan = plan
+        self._backends = backends
+        self._on_answer = on_answer
+        # The first answer given to a prompt, by whichever mode comes first: every mode's second turn builds on it.
+        self._answers: dict[str, str] = {}
+
+    async def warm_up(self) -> None:
+        """Let every backend compile and allocate before anything is measured."""
+        for mode in self._plan.modes:
+            for _ in range(2):
+                await self._backends[mode].answer(_WARM_UP, _WARM_UP_TOKENS, f"bench-{self._plan.run_id}-warm")
+
+    async def run(self) -> list[Block]:
+        """Every block of every repeat. Raises `ServiceUnreachable` when a target is gone."""
+        blocks: list[Block] = []
+        for repeat in range(self._plan.repeats):
+            for concurrency in self._plan.concurrency:
+                for number, prompts in enumerate(self._blocks(concurrency)):
+                    blocks.extend(await self._interleave(prompts, concurrency, repeat, number))
+        return blocks
+
+    def _blocks(self, concurrency: int) -> Iterator[list[Prompt]]:
+        size = 1 if concurrency == 1 else concurrency * _ROUNDS_PER_BLOCK
+        for _, group in groupby(self._plan.prompts, key=lambda prompt: prompt.task):
+            prompts = list(group)
+            for start in range(0, len(prompts), size):
+                yield prompts[start : start + size]
+
+    async def _interleave(self, prompts: Sequence[Prompt], concurrency: int, repeat: int, number: int) -> list[Block]:
+        modes = [mode for mode in self._plan.modes if runs(mode, concurrency)]
+        shift = (number + repeat) % len(modes)
+        blocks = []
+        for turn in range(max(map(self._plan.turns, prompts))):
+            asked = [
+                prompt
+                for prompt in prompts
+                if turn < self._plan.turns(prompt) and (turn == 0 or prompt.prompt_id in self._answers)
+            ]
+            if not asked:
+                continue
+            done = [await self._block(mode, asked, turn, concurrency, repeat) for mode in modes[shift:] + modes[:shift]]
+            self._remember(modes[0], done)
+            blocks.extend(done)
+        return blocks
+
+    def _remember(self, first: Mode, blocks: Sequence[Block]) -> None:
+        for block in blocks:
+            for request in block.requests:
+                if block.mode == first and request.turn == 0 and request.sample is not None:
+                    self._answers.setdefault(request.prompt_id, request.sample.text)
+
+    async def _block(self, mode: Mode, prompts: Sequence[Prompt], turn: int, concurrency: int, repeat: int) -> Block:
+        places = asyncio.Semaphore(concurrency)
+        tenant = f"bench-{self._plan.run_id}-{repeat}-{concurrency}"
+
+        async def one(prompt: Prompt) -> Measured:
+            async with places:
+                measured = await self._request(mode, prompt, turn, tenant)
+            self._on_answer(f"{prompt.task}, {concurrency} at once, {mode.label}")
+            return measured
+
+        begun = time.perf_counter()
+        requests = await asyncio.gather(*map(one, prompts))
+        seconds = time.perf_counter() - begun
+        return Block(mode, prompts[0].task, concurrency, repeat, seconds, tuple(requests))
+
+    async def _request(self, mode: Mode, prompt: Prompt, turn: int, tenant: str) -> Measured:
+        messages: list[Message] = [("user", prompt.turns[0])]
+        if turn:
+            messages += [("assistant", self._answers[prompt.prompt_id]), ("user", prompt.turns[turn])]
+        if self._plan.isolate:
+            tenant = f"{tenant}-{self._plan.prompts.index(prompt)}"
+        try:
+            sample = await self._backends[mode].answer(messages, self._plan.max_tokens, tenant)
+        except OutriderError as error:
+            # A prompt past the model's context, for example: counted and shown, and the rest goes on.
+            return Measured(prompt.prompt_id, prompt.task, turn, None, error.reason)
+        return Measured(prompt.prompt_id, prompt.task, turn, sample)

@@ -1,0 +1,200 @@
+"""One benchmark from options to document: start what is needed, run the plan, gather the figures."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import secrets
+import shlex
+import sys
+from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from outrider.settings import SettingsError
+from outrider_client.bench.backends import Backend, TargetBackend, TransformersBackend
+from outrider_client.bench.machine import describe_commit, describe_machine, describe_versions
+from outrider_client.bench.prompts import load_prompts
+from outrider_client.bench.report import SCHEMA, cells
+from outrider_client.bench.runner import Plan, Runner
+from outrider_client.bench.samples import PLAIN, TRANSFORMERS, Mode
+from outrider_client.options import BenchOptions, ClientOptions
+from outrider_client.results import TargetInfo
+from outrider_client.stack import Stack, private_directory
+
+PLACEMENTS = ("remote", "inprocess")
+Note = Callable[[str], None]
+
+
+def make_plan(options: BenchOptions) -> Plan:
+    """Check the options and read the prompts. Raises `SettingsError`."""
+    if not options.prompts:
+        raise SettingsError("--prompts is needed: a JSONL file with id, task and turns")
+    if options.repeats < 1 or options.limit < 0 or options.max_tokens < 1:
+        raise SettingsError("--repeats and --max-tokens must be at least 1, --limit at least 0")
+    prompts = load_prompts(Path(options.prompts), limit=options.limit, tasks=_words(options.tasks))
+    return Plan(
+        prompts=prompts,
+        modes=_modes(options),
+        concurrency=_levels(options.concurrency),
+        repeats=options.repeats,
+        max_tokens=options.max_tokens,
+        second_turns=options.second_turns,
+        isolate=options.isolate,
+        run_id=secrets.token_hex(4),
+    )
+
+
+def _modes(options: BenchOptions) -> list[Mode]:
+    names = _words(options.modes)
+    placements = _words(options.draft_placement)
+    if not names:
+        raise SettingsError("--modes names no mode")
+    for placement in placements:
+        if placement not in PLACEMENTS:
+            raise SettingsError(f"--draft-placement: {placement!r} is not one of {', '.join(PLACEMENTS)}")
+    if options.target and len([name for name in names if name not in (PLAIN, TRANSFORMERS)]) > 1:
+        raise SettingsError("--target has one drafter; leave --target out to have a target started for every drafter")
+    modes: list[Mode] = []
+    # Plain first: it is what the others are held against, and second turns build on its answers.
+    for name in sorted(dict.fromkeys(names), key=lambda name: name != PLAIN):
+        own = name in (PLAIN, TRANSFORMERS)
+        modes.extend(Mode(name, placement) for placement in ([""] if own or options.target else placements))
+    return modes
+
+
+def _levels(text: str) -> list[int]:
+    try:
+        levels = [int(word) for word in _words(text)]
+    except ValueError:
+        levels = []
+    if not levels or min(levels) < 1:
+        raise SettingsError(f"--concurrency: {text!r} is not a list of whole numbers above 0")
+    return levels
+
+
+def _words(text: str) -> list[str]:
+    return [word.strip() for word in text.split(",") if word.strip()]
+
+
+class Session:
+    """The backends of a plan. Leaving the `async with` block ends what was started for it."""
+
+    def __init__(self, options: BenchOptions, reach: ClientOptions, note: Note) -> None:
+        """`note` hears what is being waited for."""
+        self._options = options
+        self._reach = reach
+        self._note = note
+        self._exit = contextlib.AsyncExitStack()
+        self._targets: dict[Mode, str] = {}
+        self._drafts: dict[str, str] = {}
+        self._stack: Stack | None = None
+        self.backends: dict[Mode, Backend] = {}
+        self.info: TargetInfo | None = None
+
+    async def __aenter__(self) -> Session:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._exit.aclose()
+
+    async def start(self, modes: Sequence[Mode]) -> None:
+        """Start or find a backend for every mode. Plain answers come from the first drafter's own target.
+
+        Raises `SettingsError`, `ServiceFailed`, or what a call raises.
+        """
+        for mode in modes:
+            if mode.drafts:
+                self.backends[mode] = await self._target_backend(await self._target(mode), True)
+        for mode in modes:
+            if mode.name == PLAIN:
+                address = next(iter(self._targets.values()), None) or await self._target(mode)
+                self.backends[mode] = await self._target_backend(address, False)
+            elif mode.name == TRANSFORMERS:
+                self._note("loading the model for transformers")
+                loop = await TransformersBackend.start(self._options)
+                self._exit.push_async_callback(loop.close)
+                self.backends[mode] = loop
+
+    async def _target_backend(self, address: str, speculate: bool) -> TargetBackend:
+        backend = TargetBackend(self._reach, address, speculate)
+        self._exit.push_async_callback(backend.close)
+        if self.info is None:
+            self.info = await backend.client().info()
+        return backend
+
+    async def _target(self, mode: Mode) -> str:
+        if self._options.target:
+            await self._check_drafter(mode)
+            address = self._options.target
+        else:
+            address = await self._start_target(mode)
+        self._targets[mode] = address
+        return address
+
+    async def _check_drafter(self, mode: Mode) -> None:
+        info = await (await self._target_backend(self._options.target, False)).client().info()
+        if mode.drafts and info.drafter != mode.name:
+            raise SettingsError(f"the target's drafter is {info.drafter or 'none'}, not {mode.name}")
+
+    async def _start_target(self, mode: Mode) -> str:
+        stack = await self._own_stack()
+        options = self._options
+        flags = ["--model", options.model, "--dtype", options.dtype, "--device", options.device]
+        if mode.placement == "inprocess":
+            flags += ["--draft", f"inprocess:{mode.name}"]
+        elif mode.drafts:
+            if mode.name not in self._drafts:
+                self._note(f"starting a draft service with {mode.name}")
+                self._drafts[mode.name] = await stack.start(
+                    f"draft-{mode.name}", "draft_service", "--drafter", mode.name, *shlex.split(options.draft_flags)
+                )
+            flags += ["--draft", self._drafts[mode.name]]
+        self._note(f"starting a target for {mode.label}")
+        name = f"target-{mode.name}-{mode.placement or 'alone'}"
+        return await stack.start(name, "target_service", *flags, *shlex.split(options.target_flags))
+
+    async def _own_stack(self) -> Stack:
+        if self._stack is None:
+            directory = self._exit.enter_context(private_directory())
+            self._stack = await self._exit.enter_async_context(Stack(directory))
+        return self._stack
+
+
+@contextlib.asynccontextmanager
+async def open_session(options: BenchOptions, reach: ClientOptions, plan: Plan, note: Note) -> AsyncIterator[Session]:
+    """A session whose backends are up and warm."""
+    async with Session(options, reach, note) as session:
+        await session.start(plan.modes)
+        note("warming up")
+        await Runner(plan, session.backends, lambda _: None).warm_up()
+        yield session
+
+
+async def measure(
+    options: BenchOptions, plan: Plan, session: Session, on_answer: Callable[[str], None]
+) -> dict[str, Any]:
+    """Run the plan and return the document of figures."""
+    begun = datetime.datetime.now(datetime.UTC)
+    blocks = await Runner(plan, session.backends, on_answer).run()
+    assert session.info is not None
+    return {
+        "schema": SCHEMA,
+        "started_at": begun.isoformat(timespec="seconds"),
+        "seconds": (datetime.datetime.now(datetime.UTC) - begun).total_seconds(),
+        "machine": describe_machine(),
+        "versions": describe_versions(),
+        "commit": describe_commit(),
+        "command": shlex.join(["outrider", *sys.argv[1:]]),
+        "arguments": dataclasses.asdict(options),
+        "target": {
+            "model": session.info.model,
+            "dtype": session.info.dtype,
+            "page_size": session.info.page_size,
+            "max_rows": session.info.max_rows,
+            "version": session.info.version,
+        },
+        "prompts": len(plan.prompts),
+        "results": cells(blocks),
+    }

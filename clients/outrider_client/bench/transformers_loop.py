@@ -1,0 +1,86 @@
+"""transformers' own `generate` as a program: JSON requests on the standard input, JSON answers on the output.
+
+For comparison only: the same model folder, dtype, chat template, thread count and greedy choice as the target.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.generation.streamers import BaseStreamer
+from transformers.utils import logging as transformers_logging
+
+from outrider_client.local_models import model_path
+
+
+class _FirstToken(BaseStreamer):  # type: ignore[misc]
+    """Notes when the first token came; the first call holds the prompt."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.at = 0.0
+
+    def put(self, value: Any) -> None:  # noqa: ARG002
+        self.calls += 1
+        if self.calls == 2:
+            self.at = time.perf_counter()
+
+    def end(self) -> None:
+        return None
+
+
+class _Loop:
+    def __init__(self, folder: str, dtype: str, device: str) -> None:
+        self._device = device
+        self._tokenizer = AutoTokenizer.from_pretrained(folder)
+        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).to(device).eval()
+
+    def answer(self, messages: list[dict[str, str]], max_tokens: int) -> dict[str, object]:
+        begun = time.perf_counter()
+        inputs = self._tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_dict=True, return_tensors="pt"
+        ).to(self._device)
+        first = _FirstToken()
+        output = self._model.generate(**inputs, max_new_tokens=max_tokens, do_sample=False, streamer=first)
+        ended = time.perf_counter()
+        prompt_tokens = inputs["input_ids"].shape[1]
+        token_ids = output[0, prompt_tokens:].tolist()
+        return {
+            "token_ids": token_ids,
+            "text": self._tokenizer.decode(token_ids, skip_special_tokens=True),
+            "prompt_tokens": prompt_tokens,
+            "ttft": first.at - begun,
+            "duration": ended - begun,
+        }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser.add_argument("--model", required=True, help="folder, or name that the model store knows")
+    parser.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16", "float16"))
+    parser.add_argument("--device", default="cpu")
+    arguments = parser.parse_args()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    loop = _Loop(str(model_path(arguments.model)), arguments.dtype, arguments.device)
+    _write({"ready": True})
+    for line in sys.stdin:
+        request = json.loads(line)
+        messages = [{"role": role, "content": content} for role, content in request["messages"]]
+        _write(loop.answer(messages, request["max_tokens"]))
+    return 0
+
+
+def _write(row: dict[str, object]) -> None:
+    sys.stdout.write(json.dumps(row) + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,138 @@
+"""The client of a target service."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import TracebackType
+from typing import cast
+
+from outrider.errors import InvalidField
+from outrider.sampling import SamplingParams
+from outrider.tracing import Tracing
+from outrider.v1 import target_pb2, target_pb2_grpc
+from outrider.wire import sampling_to_pb
+from outrider_client.connection import Connection, Tls
+from outrider_client.failures import typed_errors
+from outrider_client.generation import Generation, Speculation
+from outrider_client.results import TargetInfo
+from outrider_client.tracing import RequestSpan
+from outrider_client.verification import VerifySession
+
+TARGET_SERVICE = "outrider.v1.TargetService"
+Message = tuple[str, str]
+
+
+class Client:
+    """Talks to one target service. Make it with `Client.connect`, from a running event loop.
+
+    Example:
+        async with Client.connect("127.0.0.1:50051") as client:
+            messages = [("user", "What is a bridge?")]
+            async for chunk in client.generate(messages=messages, sampling=SamplingParams(max_tokens=64)):
+                sys.stdout.write(chunk.text)
+    """
+
+    def __init__(self, connection: Connection, tracing: Tracing | None = None) -> None:
+        self._connection = connection
+        self._tracing = tracing or Tracing()
+        # The generated stubs give one class two types; on an aio channel it is this one.
+        self._stub = cast(
+            "target_pb2_grpc.TargetServiceAsyncStub", target_pb2_grpc.TargetServiceStub(connection.channel)
+        )
+
+    @classmethod
+    def connect(
+        cls,
+        address: str,
+        *,
+        tls: Tls | None = None,
+        token: str = "",
+        tenant: str = "",
+        tracing: Tracing | None = None,
+    ) -> Client:
+        """A client of the target at `address` (HOST:PORT or unix:PATH).
+
+        The connection is made with the first call. `token` and `tenant` travel with every call. With
+        `tracing`, such as `Tracing(my_provider)`, every generation is a span, whose context travels along.
+        """
+        return cls(Connection(address, tls=tls, token=token, tenant=tenant), tracing)
+
+    @property
+    def address(self) -> str:
+        return self._connection.address
+
+    async def __aenter__(self) -> Client:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Cancel what runs and close the connection."""
+        await self._connection.close()
+
+    def generate(
+        self,
+        *,
+        messages: Sequence[Message] = (),
+        text: str = "",
+        token_ids: Sequence[int] = (),
+        sampling: SamplingParams | None = None,
+        speculation: Speculation | None = None,
+        model: str = "",
+        timeout: float | None = None,
+    ) -> Generation:
+        """Continue a conversation, a text, or token ids: exactly one of them.
+
+        Args:
+            messages: (role, content) pairs, put through the model's chat template. Roles: system, user, assistant.
+            text: tokenised as it stands.
+            token_ids: taken as they are.
+            sampling: how tokens are drawn; greedy by default.
+            speculation: how drafts are used.
+            model: the served model's name; whatever is served by default.
+            timeout: seconds until the request is given up with `DeadlineExceeded`.
+
+        Returns:
+            The running request, which begins with the first read.
+
+        Raises:
+            InvalidField: no input, or more than one.
+        """
+        if (bool(messages) + bool(text) + bool(len(token_ids))) != 1:
+            raise InvalidField("input", "needs exactly one of messages, text and token_ids, and not empty")
+        request = target_pb2.GenerateRequest(
+            model=model,
+            sampling=sampling_to_pb(sampling or SamplingParams()),
+            speculation=(speculation or Speculation()).to_pb(),
+        )
+        if text:
+            request.text = text
+        elif messages:
+            request.chat.messages.extend(
+                target_pb2.ChatMessage(role=role, content=content) for role, content in messages
+            )
+        else:
+            request.tokens.token_ids.extend(token_ids)
+        span = RequestSpan(self._tracing, self.address, chat=bool(messages), model=model)
+        metadata = self._connection.with_metadata(span.metadata())
+        return Generation(lambda: self._stub.Generate(request, metadata=metadata, timeout=timeout), self.address, span)
+
+    def verify(self) -> VerifySession:
+        """A session in which the client drafts and the target verifies. Use it with `async with`."""
+        call = self._stub.Verify(metadata=self._connection.metadata)
+        return VerifySession(call, self.address)
+
+    async def info(self, timeout: float = 10.0) -> TargetInfo:
+        """What the target serves, and within which limits."""
+        with typed_errors(self.address):
+            response = await self._stub.GetTargetInfo(
+                target_pb2.GetTargetInfoRequest(), timeout=timeout, metadata=self._connection.metadata
+            )
+        return TargetInfo.from_pb(response)
+
+    async def serving(self, timeout: float = 5.0) -> bool:
+        """Whether the target answers that it is healthy."""
+        return await self._connection.serving(TARGET_SERVICE, timeout)

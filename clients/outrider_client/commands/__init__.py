@@ -1,0 +1,14 @@
+"""The commands of `outrider`, in the order of its help."""
+
+from outrider_client.commands.base import Command, run_command
+from outrider_client.commands.bench import BENCH
+from outrider_client.commands.chat import CHAT
+from outrider_client.commands.corpus import CORPUS
+from outrider_client.commands.demo import DEMO
+from outrider_client.commands.generate import GENERATE
+from outrider_client.commands.health import HEALTH
+from outrider_client.commands.services import DRAFT, MODEL, TARGET, UP
+
+COMMANDS: tuple[Command, ...] = (DEMO, UP, CHAT, GENERATE, BENCH, HEALTH, MODEL, CORPUS, TARGET, DRAFT)
+
+__all__ = ["COMMANDS", "Command", "run_command"]

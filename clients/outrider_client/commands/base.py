@@ -1,0 +1,90 @@
+"""What every command is made of, and how its failures end."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from rich.console import Console
+from rich.markup import escape
+
+from outrider.errors import OutriderError
+from outrider.settings import SettingsError, load
+from outrider_client.failures import ServiceUnreachable
+
+Options = TypeVar("Options")
+INTERRUPTED = 130
+
+
+class CommandFailed(Exception):
+    """The command cannot go on; the message is for its user."""
+
+
+def _no_flags(_: argparse.ArgumentParser) -> None:
+    return None
+
+
+def _not_run(_: argparse.Namespace) -> int:
+    raise AssertionError("a command with a module is handed on before it is run")
+
+
+@dataclass(frozen=True)
+class Command:
+    """One command. With a `module`, everything after its name is handed to `python -m module`."""
+
+    name: str
+    summary: str
+    description: str = ""
+    add_flags: Callable[[argparse.ArgumentParser], None] = _no_flags
+    run: Callable[[argparse.Namespace], int] = _not_run
+    module: str | None = None
+
+
+def add_config_flag(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--config", metavar="FILE", help="TOML file with settings (default: OUTRIDER_CONFIG)")
+
+
+def config_file(arguments: argparse.Namespace) -> Path | None:
+    """The TOML file asked for, by flag or by environment."""
+    name = arguments.config or os.environ.get("OUTRIDER_CONFIG")
+    return Path(name) if name else None
+
+
+def options(kind: type[Options], section: str, arguments: argparse.Namespace) -> Options:
+    """A settings class from flags, environment and file. Raises `SettingsError`."""
+    return load(kind, section, arguments, os.environ, config_file(arguments))
+
+
+def error_console() -> Console:
+    """Where messages go: what a command is asked for goes to the standard output instead."""
+    return Console(stderr=True, highlight=False)
+
+
+def run_command(command: Command, parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
+    """Run a command; its failures become a message and an exit status."""
+    try:
+        return command.run(arguments)
+    except SettingsError as error:
+        parser.error(str(error))
+    except OutriderError as error:
+        return _fail(f"{error.message} ({error.reason})")
+    except ServiceUnreachable as error:
+        return _fail(f"{error}\nIs it running? `outrider up` starts both services on this machine.")
+    except CommandFailed as error:
+        return _fail(str(error))
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader of our output has gone, as `head` does; Python would complain once more at its exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _fail(message: str) -> int:
+    error_console().print(f"[bold red]error:[/] {escape(message)}", soft_wrap=True)
+    return 1

@@ -1,0 +1,85 @@
+"""A channel to one service, with the caller's credentials."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from outrider_client.failures import typed_errors
+
+logger = logging.getLogger(__name__)
+
+TENANT_KEY = "outrider-tenant"
+TOKEN_KEY = "authorization"
+_LOCAL = ("unix:", "127.", "localhost:", "[::1]:")
+
+_OPTIONS: tuple[tuple[str, Any], ...] = (
+    ("grpc.max_receive_message_length", 16 * 1024 * 1024),
+    ("grpc.max_send_message_length", -1),
+    # The service bears a ping every five seconds; a frozen one is noticed by the ping's timeout.
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.ping_timeout_ms", 5_000),
+    # A service that is being started should be found soon after it listens.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 2_000),
+)
+
+
+@dataclass(frozen=True)
+class Tls:
+    """How to check the service, and who we are. Paths of PEM files; `ca` of None trusts gRPC's own roots."""
+
+    ca: Path | None = None
+    certificate: Path | None = None
+    key: Path | None = None
+
+    def credentials(self) -> grpc.ChannelCredentials:
+        """Raises `OSError` for an unreadable file."""
+        return grpc.ssl_channel_credentials(
+            root_certificates=self.ca.read_bytes() if self.ca else None,
+            private_key=self.key.read_bytes() if self.key else None,
+            certificate_chain=self.certificate.read_bytes() if self.certificate else None,
+        )
+
+
+class Connection:
+    """A channel and the metadata that every call on it carries."""
+
+    def __init__(self, address: str, *, tls: Tls | None = None, token: str = "", tenant: str = "") -> None:
+        """`address` is HOST:PORT or unix:PATH. Must be called from a running event loop."""
+        self.address = address
+        self.metadata: tuple[tuple[str, str], ...] = ()
+        if token:
+            self.metadata += ((TOKEN_KEY, f"Bearer {token}"),)
+            if tls is None and not address.startswith(_LOCAL):
+                logger.warning("the token travels to %s in plain text: use TLS", address)
+        if tenant:
+            self.metadata += ((TENANT_KEY, tenant),)
+        if tls is None:
+            self.channel = grpc.aio.insecure_channel(address, options=_OPTIONS)
+        else:
+            self.channel = grpc.aio.secure_channel(address, tls.credentials(), options=_OPTIONS)
+
+    def with_metadata(self, extra: Sequence[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
+        """The metadata of one call."""
+        return (*self.metadata, *extra)
+
+    async def serving(self, service: str = "", timeout: float = 5.0) -> bool:
+        """Whether `service` ("" for the process) answers SERVING. Raises as every call does."""
+        stub = health_pb2_grpc.HealthStub(self.channel)
+        with typed_errors(self.address):
+            response = await stub.Check(
+                health_pb2.HealthCheckRequest(service=service), timeout=timeout, metadata=self.metadata
+            )
+        return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
+
+    async def close(self) -> None:
+        """Cancel what runs and close the channel."""
+        await self.channel.close()

@@ -1,0 +1,137 @@
+"""The demo's course: two processes, one prompt, two runs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+from rich.console import Console
+from rich.rule import Rule
+
+from outrider import telemetry
+from outrider.sampling import SamplingParams
+from outrider.tracing import set_up_tracing
+from outrider_client.client import Client, Message
+from outrider_client.demo.show import totals_table, trace_table
+from outrider_client.demo.trace_sink import TraceSink
+from outrider_client.generation import Speculation
+from outrider_client.local_models import find_tokenizer
+from outrider_client.options import DemoOptions
+from outrider_client.painting import Painter, legend
+from outrider_client.results import Result
+from outrider_client.stack import Stack, private_directory
+
+# The client, who receives its spans, and what sends the last of them.
+_Running = tuple[Client, TraceSink, Callable[[], Awaitable[None]]]
+_STORE = "target_service.model.store"
+_TRACE_SECONDS = 10.0
+_SERVICES = (telemetry.CLIENT, telemetry.TARGET_SERVICE, telemetry.DRAFT_SERVICE)
+_WARM_UP: tuple[Message, ...] = (("user", "Count from one to ten, then count from one to ten once more."),)
+# An answer that repeats much of its prompt is where an n-gram drafter earns its keep; it knows nothing else.
+_QUESTION = """\
+Add a docstring to every method of this class and return the whole class. Change nothing else.
+
+```python
+class Stack:
+    def __init__(self):
+        self.items = []
+
+    def push(self, item):
+        self.items.append(item)
+
+    def pop(self):
+        if not self.items:
+            raise IndexError("pop from empty stack")
+        return self.items.pop()
+
+    def peek(self):
+        if not self.items:
+            raise IndexError("peek from empty stack")
+        return self.items[-1]
+
+    def size(self):
+        return len(self.items)
+```"""
+
+
+async def pull_model(model: str) -> int:
+    """Fetch a model that the store knows, with the store's own progress. Returns its exit status.
+
+    Folders are taken as they are, and hub ids, which have a slash, are fetched by the target.
+    """
+    if "/" in model or Path(model).is_dir():
+        return 0
+    process = await asyncio.create_subprocess_exec(sys.executable, "-m", _STORE, "pull", model)
+    return await process.wait()
+
+
+async def run_demo(options: DemoOptions, console: Console) -> bool:
+    """Show it. Returns whether both outputs were identical. Raises `ServiceFailed`, or what a call raises."""
+    async with _services(options, console) as (client, sink, finish_tracing):
+        tokenizer = await asyncio.to_thread(find_tokenizer, options.model)
+        console.print(Rule("prompt", align="left"))
+        console.print(_QUESTION, markup=False)
+        console.print(Rule("answer, with drafts", align="left"), legend())
+        drafted = await _answer(client, options, console, Painter(tokenizer), speculate=True)
+        console.print(Rule("the same prompt, without drafts", align="left"))
+        plain = await _answer(client, options, console, Painter(tokenizer), speculate=False)
+        console.print()
+        console.print(totals_table(drafted, plain))
+        with console.status("collecting the trace"):
+            await finish_tracing()
+            spans = await sink.wait(drafted.trace_id, _SERVICES, _TRACE_SECONDS)
+        console.print(trace_table(spans))
+    return drafted.token_ids == plain.token_ids
+
+
+@contextlib.asynccontextmanager
+async def _services(options: DemoOptions, console: Console) -> AsyncIterator[_Running]:
+    """Both services as processes of their own, warm, and a client that traces to our own receiver."""
+    async with contextlib.AsyncExitStack() as leave:
+        sink = TraceSink()
+        await sink.start()
+        leave.push_async_callback(sink.stop)
+        stack = await leave.enter_async_context(Stack(leave.enter_context(private_directory())))
+        traced = ("--otlp-endpoint", sink.endpoint)
+        with console.status("starting the draft service"):
+            draft = await stack.start("draft", "draft_service", "--drafter", "trie", *traced)
+        console.print(f"draft service  [dim]{draft}[/]", soft_wrap=True)
+        with console.status(f"starting the target service: loading {options.model} and timing its steps"):
+            target = await stack.start(
+                "target", "target_service", "--model", options.model, "--dtype", "float32", "--draft", draft, *traced
+            )
+        console.print(f"target service [dim]{target}[/]", soft_wrap=True)
+        # No request of this run may know the prompt from an earlier one.
+        tenant = f"demo-{secrets.token_hex(4)}"
+        with console.status("warming up"):
+            await _warm_up(target)
+        tracing = set_up_tracing(telemetry.CLIENT, sink.endpoint)
+        client = await leave.enter_async_context(Client.connect(target, tenant=tenant, tracing=tracing))
+        # In a thread: it waits for the sink, which runs in this one.
+        yield client, sink, lambda: asyncio.to_thread(tracing.shutdown)
+
+
+async def _warm_up(target: str) -> None:
+    async with Client.connect(target, tenant="warm-up") as client:
+        for enabled in (None, False):
+            await client.generate(
+                messages=_WARM_UP, sampling=SamplingParams(max_tokens=24), speculation=Speculation(enabled=enabled)
+            ).result()
+
+
+async def _answer(
+    client: Client, options: DemoOptions, console: Console, painter: Painter, *, speculate: bool
+) -> Result:
+    generation = client.generate(
+        messages=[("user", _QUESTION)],
+        sampling=SamplingParams(max_tokens=options.max_tokens),
+        speculation=Speculation(enabled=None if speculate else False),
+    )
+    async for chunk in generation:
+        console.print(painter.paint(chunk), end="", soft_wrap=True)
+    console.print()
+    return await generation.result()

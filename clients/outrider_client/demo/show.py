@@ -1,0 +1,114 @@
+"""What the demo shows at its end: the two runs beside each other, and the trace as a tree."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from rich.table import Table
+
+from outrider_client.demo.trace_sink import ReceivedSpan
+from outrider_client.results import Result
+
+_SHOWN_DEPTHS = 6
+# Attributes worth a line in a terminal, by the end of their names.
+_TOLD = (
+    ("input_tokens", "prompt tokens"),
+    ("output_tokens", "tokens"),
+    ("outrider.steps", "steps"),
+    ("accepted_tokens", "accepted"),
+    ("growths", "growths"),
+    ("nodes", "nodes"),
+)
+
+
+def totals_table(drafted: Result, plain: Result) -> Table:
+    """Both runs of the same prompt, and whether their outputs are the same."""
+    table = Table(title="The same prompt with and without drafts", title_justify="left")
+    table.add_column("")
+    table.add_column("with drafts", justify="right")
+    table.add_column("without", justify="right")
+    for name, of in _ROWS:
+        table.add_row(name, of(drafted), of(plain))
+    ratio = drafted.tokens_per_second / plain.tokens_per_second if plain.tokens_per_second else 0.0
+    table.add_row("speed against plain", f"{ratio:.2f} x", "1.00 x")
+    same = drafted.token_ids == plain.token_ids
+    verdict = f"[green]yes, all {len(plain.token_ids)} tokens[/]" if same else "[bold red]NO[/]"
+    table.add_section()
+    table.add_row("outputs identical", verdict, "")
+    return table
+
+
+def _tokens_per_second(result: Result) -> str:
+    return f"{result.tokens_per_second:.1f}"
+
+
+def _decode_rate(result: Result) -> str:
+    per_token = result.time_per_output_token
+    return f"{1 / per_token:.1f}" if per_token else "-"
+
+
+def _acceptance(result: Result) -> str:
+    totals = result.speculation
+    return f"{totals.accepted_tokens}/{totals.drafted_tokens}" if totals.drafted_tokens else "-"
+
+
+def _by_depth(result: Result) -> str:
+    totals = result.speculation
+    pairs = zip(totals.accepted_by_depth, totals.drafted_by_depth, strict=False)
+    shares = [f"{accepted / drafted:.0%}" for accepted, drafted in pairs if drafted]
+    return " ".join(shares[:_SHOWN_DEPTHS]) + (" ..." if len(shares) > _SHOWN_DEPTHS else "") or "-"
+
+
+_ROWS = (
+    ("tokens", lambda r: str(r.completion_tokens)),
+    ("steps (passes of the model)", lambda r: str(r.speculation.steps)),
+    ("mean accepted length, tokens per step", lambda r: f"{r.mean_accepted_length:.2f}"),
+    ("drafted tokens accepted", _acceptance),
+    ("acceptance by depth 1, 2, ...", _by_depth),
+    ("time to first token, ms", lambda r: f"{r.time_to_first_token * 1e3:.0f}"),
+    ("tokens/s, whole request", _tokens_per_second),
+    ("tokens/s after the first token", _decode_rate),
+)
+
+
+def trace_table(spans: Sequence[ReceivedSpan]) -> Table:
+    """The spans of a trace, children indented below their parents, with start and duration in milliseconds."""
+    table = Table(title=f"Trace {spans[0].trace_id if spans else '(empty)'}", title_justify="left")
+    for name in ("span", "service"):
+        table.add_column(name, no_wrap=True)
+    for name in ("starts at ms", "takes ms"):
+        table.add_column(name, justify="right")
+    table.add_column("totals")
+    begin = min((span.start_ns for span in spans), default=0)
+    for depth, span in _tree(spans):
+        table.add_row(
+            "  " * depth + span.name.removeprefix("outrider.v1."),
+            span.service.removeprefix("outrider-"),
+            f"{(span.start_ns - begin) / 1e6:.1f}",
+            f"{(span.end_ns - span.start_ns) / 1e6:.1f}",
+            ", ".join(_told(span)),
+        )
+    return table
+
+
+def _tree(spans: Sequence[ReceivedSpan]) -> Iterator[tuple[int, ReceivedSpan]]:
+    known = {span.span_id for span in spans}
+
+    def below(parent_id: str, depth: int) -> Iterator[tuple[int, ReceivedSpan]]:
+        for span in spans:
+            if span.parent_id == parent_id:
+                yield depth, span
+                yield from below(span.span_id, depth + 1)
+
+    for span in spans:
+        # A span whose parent was not sent is shown as a root of its own.
+        if span.parent_id not in known:
+            yield 0, span
+            yield from below(span.span_id, 1)
+
+
+def _told(span: ReceivedSpan) -> Iterator[str]:
+    for ending, words in _TOLD:
+        for name, value in span.attributes.items():
+            if name.endswith(ending):
+                yield f"{value} {words}"

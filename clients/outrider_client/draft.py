@@ -1,0 +1,98 @@
+"""The client of a draft service: what it drafts with, and teaching it documents."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import cast
+
+from outrider.frames import DraftInfo, TreeLimits
+from outrider.v1 import draft_pb2, draft_pb2_grpc
+from outrider_client.connection import Connection, Tls
+from outrider_client.failures import typed_errors
+
+DRAFT_SERVICE = "outrider.v1.DraftService"
+# As many as one message may carry.
+MAX_PIECE = 65536
+
+
+@dataclass(frozen=True, slots=True)
+class CorpusAdded:
+    """What a draft learnt: tokens added now, and nodes in the trie in all."""
+
+    tokens: int
+    nodes: int
+
+
+class DraftClient:
+    """Talks to one draft service.
+
+    Example:
+        async with DraftClient.connect("127.0.0.1:50052") as draft:
+            await draft.add_corpus([[1, 5, 9, 4]], tenant="docs")
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        # The generated stubs give one class two types; on an aio channel it is this one.
+        self._stub = cast("draft_pb2_grpc.DraftServiceAsyncStub", draft_pb2_grpc.DraftServiceStub(connection.channel))
+
+    @classmethod
+    def connect(cls, address: str, *, tls: Tls | None = None, token: str = "", tenant: str = "") -> DraftClient:
+        """A client of the draft at `address` (HOST:PORT or unix:PATH)."""
+        return cls(Connection(address, tls=tls, token=token, tenant=tenant))
+
+    async def __aenter__(self) -> DraftClient:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._connection.close()
+
+    async def info(self, timeout: float = 10.0) -> DraftInfo:
+        """What the service drafts with."""
+        with typed_errors(self._connection.address):
+            pb = await self._stub.GetDraftInfo(
+                draft_pb2.GetDraftInfoRequest(), timeout=timeout, metadata=self._connection.metadata
+            )
+        return DraftInfo(
+            drafter=pb.drafter,
+            vocabulary_size=pb.vocabulary_size,
+            tokenizer_fingerprint=pb.tokenizer_fingerprint,
+            limits=TreeLimits(pb.limits.max_nodes, pb.limits.max_depth),
+            max_context=pb.max_context,
+            version=pb.version,
+        )
+
+    async def add_corpus(
+        self,
+        documents: Iterable[Sequence[int]],
+        *,
+        tenant: str = "",
+        corpus: str = "",
+        timeout: float | None = None,
+    ) -> CorpusAdded:
+        """Teach documents (token ids) to a tenant's trie, or to the shared corpus named.
+
+        Raises `NotSupported` where the drafter has no trie, and `QuotaExceeded` past the tenant's quota.
+        """
+        with typed_errors(self._connection.address):
+            response = await self._stub.AddCorpus(
+                _pieces(documents, tenant, corpus), timeout=timeout, metadata=self._connection.metadata
+            )
+        return CorpusAdded(response.tokens, response.nodes)
+
+    async def serving(self, timeout: float = 5.0) -> bool:
+        """Whether the draft answers that it is healthy."""
+        return await self._connection.serving(DRAFT_SERVICE, timeout)
+
+
+async def _pieces(
+    documents: Iterable[Sequence[int]], tenant: str, corpus: str
+) -> AsyncIterator[draft_pb2.AddCorpusRequest]:
+    yield draft_pb2.AddCorpusRequest(tenant=tenant, corpus=corpus)
+    for document in documents:
+        for start in range(0, len(document), MAX_PIECE):
+            yield draft_pb2.AddCorpusRequest(token_ids=document[start : start + MAX_PIECE])

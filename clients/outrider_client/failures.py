@@ -1,0 +1,51 @@
+"""What can go wrong on the way to a service, as typed exceptions.
+
+Errors that the service itself reports are the classes of `outrider.errors`. A service that cannot be reached is
+`ServiceUnreachable`, which is a `ConnectionError`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import grpc
+
+from outrider.errors import DeadlineExceeded, OutriderError
+from outrider.wire import error_of_rpc
+
+# What gRPC sets as a stream's status when a write finds the connection gone before its reader does.
+_BROKEN_WRITE = "Internal error from Core"
+
+
+class ServiceUnreachable(ConnectionError):
+    """Nobody answers at this address, or the connection broke. Trying again later makes sense."""
+
+    def __init__(self, address: str, detail: str) -> None:
+        # gRPC repeats itself; what the system said stands last.
+        super().__init__(f"cannot reach {address}: {detail.rpartition(': ')[2]}")
+        self.address = address
+        self.detail = detail
+
+
+def typed_error(error: grpc.RpcError, address: str) -> OutriderError | ServiceUnreachable:
+    """The exception a caller should see for a failed call to `address`."""
+    typed = error_of_rpc(error)
+    if type(typed) is not OutriderError:
+        return typed
+    # Codes without our details come from gRPC itself: the client's own deadline, or the transport.
+    code = typed.metadata.get("code")
+    if code == grpc.StatusCode.DEADLINE_EXCEEDED.name:
+        return DeadlineExceeded("the deadline passed before the answer was complete")
+    if code == grpc.StatusCode.UNAVAILABLE.name or typed.message == _BROKEN_WRITE:
+        return ServiceUnreachable(address, typed.message)
+    return typed
+
+
+@contextmanager
+def typed_errors(address: str) -> Iterator[None]:
+    """Raise what `typed_error` gives for any gRPC error inside the block."""
+    try:
+        yield
+    except grpc.RpcError as error:
+        raise typed_error(error, address) from error

@@ -1,0 +1,165 @@
+"""One generation under way: its events as they arrive, then its result."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+import grpc
+
+from outrider.errors import OutriderError
+from outrider.sampling import VerificationMode
+from outrider.v1 import target_pb2
+from outrider.wire import mode_to_pb
+from outrider_client.failures import ServiceUnreachable, typed_error
+from outrider_client.results import Chunk, RequestTimes, Result, SpeculationTotals, Started, reason_from_pb
+from outrider_client.tracing import RequestSpan
+
+_Call = Any  # grpc.aio.UnaryStreamCall, whose type parameters differ between stub versions.
+
+
+@dataclass(frozen=True, slots=True)
+class Speculation:
+    """How drafts are used for one request; it never changes what is said. None leaves the choice to the target."""
+
+    enabled: bool | None = None
+    mode: VerificationMode | None = None
+    max_nodes: int | None = None
+    corpus: str = ""
+
+    def to_pb(self) -> target_pb2.SpeculationOptions:
+        return target_pb2.SpeculationOptions(
+            enabled=self.enabled, mode=mode_to_pb(self.mode), max_nodes=self.max_nodes, corpus=self.corpus
+        )
+
+
+@dataclass(slots=True)
+class _Received:
+    """What has arrived so far."""
+
+    token_ids: list[int] = field(default_factory=list)
+    text: list[str] = field(default_factory=list)
+    first_token_at: float | None = None
+
+
+class Generation:
+    """A running request. Iterate over it for chunks; `result()` reads the rest and returns the totals.
+
+    Leaving an `async with` block, or `cancel()`, ends the request and frees what it held on the target. Errors are
+    those of `outrider.errors`, or `ServiceUnreachable`.
+
+    Example:
+        async with client.generate(text="Once upon a time") as generation:
+            async for chunk in generation:
+                sys.stdout.write(chunk.text)
+        result = await generation.result()
+    """
+
+    def __init__(self, begin: Callable[[], _Call], address: str, span: RequestSpan) -> None:
+        """`begin` makes the call; it runs with the first read, so that times start when the request does."""
+        self._begin = begin
+        self._address = address
+        self._span = span
+        self._call: _Call | None = None
+        self._begun_at = 0.0
+        self._started: Started | None = None
+        self._received = _Received()
+        self._result: Result | None = None
+
+    @property
+    def started(self) -> Started | None:
+        """What the target accepted; None until the first event has arrived."""
+        return self._started
+
+    async def __aenter__(self) -> Generation:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.cancel()
+
+    def cancel(self) -> None:
+        """End the request. Does nothing once it has finished."""
+        if self._call is not None and self._result is None:
+            self._call.cancel()
+            self._span.end("CANCELLED")
+
+    async def __aiter__(self) -> AsyncIterator[Chunk]:
+        """Chunks as they arrive. A second iteration goes on where the first stopped."""
+        while self._result is None:
+            event = await self._read()
+            kind = event.WhichOneof("event")
+            if kind == "started":
+                self._started = Started.from_pb(event.started)
+                self._span.started(self._started)
+            elif kind == "chunk":
+                yield self._take(Chunk.from_pb(event.chunk, event.timings))
+            elif kind == "finished":
+                self._finish(event.finished)
+                await self._read_end()
+
+    async def result(self) -> Result:
+        """The totals and the whole output, after reading what has not been read yet."""
+        async for _ in self:
+            pass
+        assert self._result is not None
+        return self._result
+
+    async def _read(self) -> target_pb2.GenerateResponse:
+        if self._call is None:
+            self._begun_at = time.perf_counter()
+            self._call = self._begin()
+        try:
+            event = await self._call.read()
+        except grpc.RpcError as error:
+            raise self._failed(typed_error(error, self._address)) from error
+        if not isinstance(event, target_pb2.GenerateResponse):
+            # gRPC's end-of-stream marker, before the event that must come last.
+            raise self._failed(OutriderError("the stream ended without its last event"))
+        return event
+
+    async def _read_end(self) -> None:
+        """Read the call's status, so that the target does not take our going for a cancellation."""
+        assert self._call is not None
+        with contextlib.suppress(grpc.RpcError):
+            await self._call.read()
+
+    def _failed(self, error: OutriderError | ServiceUnreachable) -> OutriderError | ServiceUnreachable:
+        if isinstance(error, OutriderError):
+            self._span.end(error.code.name, error.reason)
+        else:
+            self._span.end(grpc.StatusCode.UNAVAILABLE.name)
+        return error
+
+    def _take(self, chunk: Chunk) -> Chunk:
+        received = self._received
+        if received.first_token_at is None and chunk.token_ids:
+            received.first_token_at = time.perf_counter()
+        received.token_ids.extend(chunk.token_ids)
+        received.text.append(chunk.text)
+        return chunk
+
+    def _finish(self, pb: target_pb2.GenerateFinished) -> None:
+        ended_at = time.perf_counter()
+        received = self._received
+        matched = pb.WhichOneof("matched")
+        self._result = Result(
+            text="".join(received.text),
+            token_ids=tuple(received.token_ids),
+            finish_reason=reason_from_pb(pb.finish_reason),
+            stop_token_id=pb.stop_token_id if matched == "stop_token_id" else None,
+            stop_string=pb.stop_string if matched == "stop_string" else None,
+            prompt_tokens=pb.usage.prompt_tokens,
+            completion_tokens=pb.usage.completion_tokens,
+            speculation=SpeculationTotals.from_pb(pb.speculation),
+            times=RequestTimes.from_pb(pb.times),
+            time_to_first_token=(received.first_token_at or ended_at) - self._begun_at,
+            duration=ended_at - self._begun_at,
+            trace_id=self._span.trace_id,
+        )
+        self._span.finished(self._result)

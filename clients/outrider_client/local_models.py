@@ -1,0 +1,88 @@
+"""Models on this machine, by way of the target's model store, and their tokenizers."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_STORE = "target_service.model.store"
+_TOKENIZER = "tokenizer.json"
+_LOOKUP_SECONDS = 60.0
+
+
+class ModelMissing(Exception):
+    """The model is not on this machine."""
+
+
+class Tokenizer(Protocol):
+    """What we need of a tokenizer."""
+
+    def encode(self, text: str) -> Sequence[int]:
+        """Token ids of a text, without special tokens."""
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of token ids, without special tokens."""
+
+
+class _FastTokenizer:
+    def __init__(self, path: Path) -> None:
+        # Here, so that commands without a tokenizer do not pay for it.
+        from tokenizers import Tokenizer as Fast
+
+        self._fast = Fast.from_file(str(path))
+
+    def encode(self, text: str) -> Sequence[int]:
+        token_ids: list[int] = self._fast.encode(text, add_special_tokens=False).ids
+        return token_ids
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        text: str = self._fast.decode(list(token_ids), skip_special_tokens=True)
+        return text
+
+
+def model_path(model: str) -> Path:
+    """The folder of a model, as the target's store knows it. Raises `ModelMissing`."""
+    folder = Path(model)
+    if folder.is_dir():
+        return folder
+    if "/" in model:
+        return _from_hub_cache(model)
+    # A process of its own: clients import nothing of the services.
+    found = subprocess.run(
+        [sys.executable, "-m", _STORE, "path", model], capture_output=True, text=True, timeout=_LOOKUP_SECONDS
+    )
+    lines = found.stdout.strip().splitlines()
+    if found.returncode != 0 or not lines:
+        reason = found.stderr.strip().splitlines()
+        raise ModelMissing(f"{model} is not on this machine: {reason[-1] if reason else 'not in the model store'}")
+    return Path(lines[-1])
+
+
+def _from_hub_cache(hub_id: str) -> Path:
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(hub_id, _TOKENIZER)
+    if not isinstance(found, str):
+        raise ModelMissing(f"{hub_id} is not in the hub's cache on this machine")
+    return Path(found).parent
+
+
+def load_tokenizer(model: str) -> Tokenizer:
+    """The tokenizer of a model or model folder. Raises `ModelMissing`."""
+    path = model_path(model) / _TOKENIZER
+    if not path.is_file():
+        raise ModelMissing(f"{path.parent} has no {_TOKENIZER}")
+    return _FastTokenizer(path)
+
+
+def find_tokenizer(model: str) -> Tokenizer | None:
+    """As `load_tokenizer`; None where there is none, for uses that can do without."""
+    try:
+        return load_tokenizer(model)
+    except (ModelMissing, OSError, subprocess.SubprocessError):
+        return None

@@ -1,0 +1,146 @@
+"""Settings of the command line's client side. Each default lives here and nowhere else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from outrider.sampling import SamplingParams, VerificationMode
+from outrider.settings import SettingsError, setting
+from outrider_client.connection import Connection, Tls
+from outrider_client.generation import Speculation
+
+
+@dataclass(frozen=True)
+class AccessOptions:
+    """Who we are to a service, by flag, environment (`OUTRIDER_CLIENT_*`) or `[client]` table."""
+
+    token: str = setting("", "bearer token sent with every call")
+    tenant: str = setting("", "tenant to act for; the service's default when empty")
+    tls: bool = setting(False, "use TLS")
+    tls_ca: str = setting("", "PEM roots to check the service with; implies TLS")
+    tls_certificate: str = setting("", "PEM client certificate; implies TLS")
+    tls_key: str = setting("", "PEM key of the client certificate")
+    timeout: float = setting(0.0, "seconds until a request is given up; 0 waits for ever")
+
+    @property
+    def deadline(self) -> float | None:
+        return self.timeout or None
+
+    def tls_options(self) -> Tls | None:
+        """What `Client.connect` takes. Raises `SettingsError` for files that are not there."""
+        if not (self.tls or self.tls_ca or self.tls_certificate):
+            return None
+        if bool(self.tls_certificate) != bool(self.tls_key):
+            raise SettingsError("a client certificate needs its key, and a key its certificate")
+        for path in filter(None, (self.tls_ca, self.tls_certificate, self.tls_key)):
+            if not Path(path).is_file():
+                raise SettingsError(f"{path}: no such file")
+        return Tls(*(Path(path) if path else None for path in (self.tls_ca, self.tls_certificate, self.tls_key)))
+
+    def connection(self, address: str) -> Connection:
+        return Connection(address, tls=self.tls_options(), token=self.token, tenant=self.tenant)
+
+
+@dataclass(frozen=True)
+class ClientOptions(AccessOptions):
+    """`AccessOptions`, and where the target is. The section and the environment are the same."""
+
+    target: str = setting("127.0.0.1:50051", "target service: HOST:PORT or unix:PATH")
+
+
+@dataclass(frozen=True)
+class GenerateOptions:
+    """How to generate, by flag, environment (`OUTRIDER_GENERATE_*`) or `[generate]` table."""
+
+    max_tokens: int = setting(256, "tokens at most")
+    temperature: float = setting(0.0, "0 is greedy")
+    top_k: int = setting(0, "keep the k most probable tokens; 0 keeps all")
+    top_p: float = setting(1.0, "keep the smallest set of tokens with this much probability")
+    min_p: float = setting(0.0, "drop tokens less probable than this times the most probable one")
+    repetition_penalty: float = setting(1.0, "above 1 makes tokens seen in prompt or output less likely")
+    presence_penalty: float = setting(0.0, "subtracted once from tokens seen in the output")
+    frequency_penalty: float = setting(0.0, "subtracted from tokens once per occurrence in the output")
+    min_tokens: int = setting(0, "tokens before the output may end")
+    ignore_eos: bool = setting(False, "go on past the model's end tokens")
+    seed: int | None = setting(None, "seed of sampling; drawn by the target when none")
+    speculation: bool = setting(True, "let the target use drafts; the output is the same either way")
+    mode: str = setting("auto", "how drafts are verified", choices=("auto", *(mode.value for mode in VerificationMode)))
+    max_nodes: int | None = setting(None, "drafted rows per step at most; the target's own limit when none")
+    corpus: str = setting("", "shared corpus the draft may use")
+
+    def sampling(self, stop: tuple[str, ...] = ()) -> SamplingParams:
+        return SamplingParams(
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            min_tokens=self.min_tokens,
+            max_tokens=self.max_tokens,
+            stop=stop,
+            ignore_eos=self.ignore_eos,
+            seed=self.seed,
+        )
+
+    def speculating(self, enabled: bool | None = None) -> Speculation:
+        """The options of one request; `enabled` overrides the setting."""
+        wanted = self.speculation if enabled is None else enabled
+        return Speculation(
+            # Not set where drafts are wanted: a target without a draft then simply has none.
+            enabled=None if wanted else False,
+            mode=None if self.mode == "auto" else VerificationMode(self.mode),
+            max_nodes=self.max_nodes,
+            corpus=self.corpus,
+        )
+
+
+@dataclass(frozen=True)
+class UpOptions:
+    """What `outrider up` runs, by flag, environment (`OUTRIDER_UP_*`) or `[up]` table."""
+
+    host: str = setting("127.0.0.1", "address the target listens on")
+    port: int = setting(50051, "port the target listens on")
+    model: str = setting("", "model to serve; the target's own setting when empty")
+    dtype: str = setting("", "dtype of the model; the target's own setting when empty")
+    drafter: str = setting("", "drafter; the draft's own setting when empty, and no draft service at all for none")
+    draft_listen: str = setting("", "address the draft listens on; a private socket when empty")
+    target_flags: str = setting("", "more flags for the target, quoted as one word")
+    draft_flags: str = setting("", "more flags for the draft, quoted as one word")
+
+
+@dataclass(frozen=True)
+class DemoOptions:
+    """What `outrider demo` shows, by flag, environment (`OUTRIDER_DEMO_*`) or `[demo]` table."""
+
+    model: str = setting("smollm2-135m-instruct", "model: a name from `outrider model list`, a folder, or a hub id")
+    max_tokens: int = setting(160, "tokens of the answer at most")
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    """What `outrider bench` measures, by flag, environment (`OUTRIDER_BENCH_*`) or `[bench]` table."""
+
+    prompts: str = setting("", "JSONL file, one prompt a line: id, task, turns")
+    limit: int = setting(0, "prompts in all, taken evenly from the tasks; 0 takes every one")
+    tasks: str = setting("", "tasks to keep, with commas between; all when empty")
+    modes: str = setting("plain,trie", "plain, transformers, or drafters, with commas between")
+    concurrency: str = setting("1", "requests at once, with commas between")
+    draft_placement: str = setting("remote", "where drafters run: remote, inprocess, or both with a comma between")
+    repeats: int = setting(1, "times the whole is measured")
+    max_tokens: int = setting(200, "tokens of an answer at most")
+    second_turns: bool = setting(True, "send second turns too, with the first answer in the conversation")
+    isolate: bool = setting(
+        False, "forget between prompts what drafts learnt, so that each drafts from its own prompt and output only"
+    )
+    target: str = setting("", "running target to use; one is started for every drafter when empty")
+    model: str = setting("smollm2-135m-instruct", "model to serve, and to compare with transformers")
+    dtype: str = setting("bfloat16", "dtype of the model", choices=("float32", "bfloat16", "float16"))
+    device: str = setting("cpu", "torch device")
+    target_flags: str = setting("", "more flags for the targets, quoted as one word")
+    draft_flags: str = setting("", "more flags for the drafts, quoted as one word")
+    json: str = setting("", "file for the figures")
+    plot: str = setting("", "PNG file for the plot")
+    profile: bool = setting(False, "show where the target's time goes in each step")

@@ -1,0 +1,136 @@
+"""Service processes: started, read line by line, waited for until healthy, and stopped."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import re
+import signal
+import sys
+from collections.abc import Callable, Mapping, Sequence
+
+from outrider.errors import OutriderError
+from outrider_client.connection import Connection
+from outrider_client.failures import ServiceUnreachable
+
+_PR_SET_PDEATHSIG = 1
+_LINE_END = re.compile(rb"[\r\n]+")
+_POLL_SECONDS = 0.1
+
+
+class ServiceDied(Exception):
+    """A service process ended when it should not have."""
+
+    def __init__(self, name: str, status: int) -> None:
+        how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"exited with status {status}"
+        super().__init__(f"the {name} service {how}")
+        self.name = name
+        self.status = status
+
+
+class ServiceSlow(Exception):
+    """A service did not become healthy in time."""
+
+
+class Child:
+    """A child process in a session of its own, so that a Ctrl-C reaches it through us only."""
+
+    def __init__(
+        self,
+        name: str,
+        argv: Sequence[str],
+        on_line: Callable[[str], None],
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        """`on_line` gets every line of its output, without the line end."""
+        self.name = name
+        self._argv = tuple(argv)
+        self._on_line = on_line
+        self._environment = dict(os.environ) | dict(environment or {})
+        self._process: asyncio.subprocess.Process | None = None
+        self._pump: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Start the process. Raises `OSError` when it cannot be."""
+        self._process = await asyncio.create_subprocess_exec(
+            *self._argv,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            env=self._environment,
+            start_new_session=True,
+            preexec_fn=_end_with_parent if sys.platform == "linux" else None,
+        )
+        assert self._process.stdout is not None
+        self._pump = asyncio.create_task(self._read_lines(self._process.stdout))
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    @property
+    def status(self) -> int | None:
+        """The exit status, negative for a signal; None while it runs."""
+        return None if self._process is None else self._process.returncode
+
+    async def wait(self) -> int:
+        """The exit status, once its last line has been read."""
+        assert self._process is not None and self._pump is not None
+        status = await self._process.wait()
+        await self._pump
+        return status
+
+    async def stop(self, grace: float) -> int:
+        """SIGTERM, `grace` seconds, SIGKILL. Returns the exit status."""
+        assert self._process is not None
+        self._signal(signal.SIGTERM)
+        try:
+            return await asyncio.wait_for(self.wait(), grace)
+        except TimeoutError:
+            self._signal(signal.SIGKILL)
+            return await self._process.wait()
+
+    def kill(self) -> None:
+        self._signal(signal.SIGKILL)
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self._process is not None and self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.send_signal(number)
+
+    async def _read_lines(self, stream: asyncio.StreamReader) -> None:
+        # Not readline: a progress bar's line may be longer than the reader's limit.
+        rest = b""
+        while piece := await stream.read(8192):
+            *lines, rest = _LINE_END.split(rest + piece)
+            for line in filter(None, lines):
+                self._on_line(line.decode(errors="replace"))
+        if rest:
+            self._on_line(rest.decode(errors="replace"))
+
+
+def _end_with_parent() -> None:
+    """Runs in the child: the kernel ends it when its parent dies without a word, such as by SIGKILL."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+async def wait_serving(child: Child, address: str, timeout: float, token: str = "") -> None:
+    """Return once `address` answers SERVING. Raises `ServiceDied` or `ServiceSlow`."""
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + timeout
+    connection = Connection(address, token=token)
+    try:
+        while loop.time() < deadline:
+            if child.status is not None:
+                raise ServiceDied(child.name, await child.wait())
+            # Any other answer means that it listens but is not ready, or that it does not know us yet.
+            with contextlib.suppress(ServiceUnreachable, OutriderError):
+                if await connection.serving(timeout=2.0):
+                    return
+            await asyncio.sleep(_POLL_SECONDS)
+        raise ServiceSlow(f"the {child.name} service was not healthy after {timeout:.0f} s")
+    finally:
+        await connection.close()

@@ -1,0 +1,223 @@
+"""What a target answers, as plain values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from outrider.sampling import VerificationMode
+from outrider.v1 import target_pb2, tree_pb2
+from outrider.wire import mode_from_pb
+
+
+class FinishReason(Enum):
+    """Why a sequence ended."""
+
+    END_OF_SEQUENCE = "end_of_sequence"
+    STOP = "stop"
+    LENGTH = "length"
+
+
+_REASONS = {
+    target_pb2.FINISH_REASON_END_OF_SEQUENCE: FinishReason.END_OF_SEQUENCE,
+    target_pb2.FINISH_REASON_STOP: FinishReason.STOP,
+    target_pb2.FINISH_REASON_LENGTH: FinishReason.LENGTH,
+}
+
+
+def reason_from_pb(number: target_pb2.FinishReason.ValueType) -> FinishReason | None:
+    """None while the sequence goes on."""
+    return _REASONS.get(number)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probability of one token, and its alternatives as (token id, log-probability), best first."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+    @classmethod
+    def from_pb(cls, pb: target_pb2.TokenLogprobs) -> TokenLogprobs:
+        return cls(pb.logprob, tuple((top.token_id, top.logprob) for top in pb.top))
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """What the target accepted."""
+
+    sequence_id: int
+    prompt_tokens: int
+    seed: int
+    mode: VerificationMode | None
+    speculating: bool
+    model: str
+
+    @classmethod
+    def from_pb(cls, pb: target_pb2.GenerateStarted) -> Started:
+        return cls(pb.sequence_id, pb.prompt_tokens, pb.seed, mode_from_pb(pb.mode), pb.speculating, pb.model)
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """The tokens of one step. The first `drafted_tokens` of `token_ids` were drafted, the rest are the model's own.
+
+    `text` is what became complete with this step; it may lag behind the tokens by part of a character or of a
+    stop string. `queue_ns` and `compute_ns` are the target's own times.
+    """
+
+    token_ids: tuple[int, ...]
+    text: str
+    drafted_tokens: int
+    step: int
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    queue_ns: int = 0
+    compute_ns: int = 0
+
+    @classmethod
+    def from_pb(cls, pb: target_pb2.GenerateChunk, timings: tree_pb2.Timings) -> Chunk:
+        return cls(
+            token_ids=tuple(pb.token_ids),
+            text=pb.text,
+            drafted_tokens=pb.drafted_tokens,
+            step=pb.step,
+            logprobs=tuple(TokenLogprobs.from_pb(entry) for entry in pb.logprobs),
+            queue_ns=timings.queue_nanoseconds,
+            compute_ns=timings.compute_nanoseconds,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationTotals:
+    """What drafting did for one request; field meanings as in target.proto."""
+
+    steps: int
+    drafted_steps: int
+    drafted_tokens: int
+    accepted_tokens: int
+    drafted_by_depth: tuple[int, ...]
+    accepted_by_depth: tuple[int, ...]
+    draft_wait_ns: int
+    fallback_steps: int
+
+    @classmethod
+    def from_pb(cls, pb: target_pb2.SpeculationTotals) -> SpeculationTotals:
+        return cls(
+            pb.steps,
+            pb.drafted_steps,
+            pb.drafted_tokens,
+            pb.accepted_tokens,
+            tuple(pb.drafted_by_depth),
+            tuple(pb.accepted_by_depth),
+            pb.draft_wait_nanoseconds,
+            pb.fallback_steps,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RequestTimes:
+    """The phases of one request as the target saw them, in seconds."""
+
+    queue: float
+    prefill: float
+    decode: float
+
+    @classmethod
+    def from_pb(cls, pb: target_pb2.RequestTimes) -> RequestTimes:
+        return cls(pb.queue_nanoseconds / 1e9, pb.prefill_nanoseconds / 1e9, pb.decode_nanoseconds / 1e9)
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A finished generation. `time_to_first_token` and `duration` are seconds on the client's clock."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None
+    stop_token_id: int | None
+    stop_string: str | None
+    prompt_tokens: int
+    completion_tokens: int
+    speculation: SpeculationTotals
+    times: RequestTimes
+    time_to_first_token: float
+    duration: float
+    trace_id: str = ""
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Output tokens over the whole request, prefill and network included."""
+        return self.completion_tokens / self.duration if self.duration else 0.0
+
+    @property
+    def time_per_output_token(self) -> float | None:
+        """Seconds per token after the first; None for outputs of one token."""
+        if self.completion_tokens < 2:
+            return None
+        return (self.duration - self.time_to_first_token) / (self.completion_tokens - 1)
+
+    @property
+    def mean_accepted_length(self) -> float:
+        """Tokens per step, the target's own token counted: 1 is plain decoding."""
+        return self.completion_tokens / self.speculation.steps if self.speculation.steps else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The result of one step of a sequence that the client drafts for. `token_ids[-1]` is the next root."""
+
+    sequence_id: int
+    step: int
+    accepted_rows: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    next_step: int
+    finish_reason: FinishReason | None
+    logprobs: tuple[TokenLogprobs, ...] = ()
+
+    @classmethod
+    def from_pb(cls, pb: target_pb2.Verdict) -> Verdict:
+        return cls(
+            pb.sequence_id,
+            pb.step,
+            tuple(pb.accepted_rows),
+            tuple(pb.token_ids),
+            pb.next_step,
+            reason_from_pb(pb.finish_reason),
+            tuple(TokenLogprobs.from_pb(entry) for entry in pb.logprobs),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class TargetInfo:
+    """What a target serves, and within which limits; field meanings as in target.proto."""
+
+    model: str
+    vocabulary_size: int
+    tokenizer_fingerprint: str
+    max_context: int
+    max_rows: int
+    dtype: str
+    page_size: int
+    kv_tokens: int
+    modes: tuple[VerificationMode, ...]
+    drafter: str
+    end_token_ids: tuple[int, ...]
+    version: str
+
+    @classmethod
+    def from_pb(cls, pb: target_pb2.GetTargetInfoResponse) -> TargetInfo:
+        modes = tuple(mode for number in pb.modes if (mode := mode_from_pb(number)) is not None)
+        return cls(
+            pb.model,
+            pb.vocabulary_size,
+            pb.tokenizer_fingerprint,
+            pb.max_context,
+            pb.max_rows,
+            pb.dtype,
+            pb.page_size,
+            pb.kv_tokens,
+            modes,
+            pb.drafter,
+            tuple(pb.end_token_ids),
+            pb.version,
+        )

@@ -1,0 +1,84 @@
+"""Services of one's own, on private sockets, for as long as a demo or a benchmark needs them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import tempfile
+from collections import deque
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from outrider_client.process import Child, ServiceDied, ServiceSlow, wait_serving
+
+_TAIL_LINES = 30
+_START_SECONDS = 600.0
+_STOP_SECONDS = 5.0
+
+
+class ServiceFailed(Exception):
+    """A service did not start; `tail` is the end of its log."""
+
+    def __init__(self, cause: Exception, tail: Sequence[str]) -> None:
+        super().__init__(str(cause))
+        self.tail = tuple(tail)
+
+
+def service_argv(service: str, *flags: str) -> tuple[str, ...]:
+    """The command line of the module `draft_service` or `target_service`, under this interpreter."""
+    return (sys.executable, "-m", service, *flags)
+
+
+@contextlib.contextmanager
+def private_directory() -> Iterator[Path]:
+    """A directory that only this user can enter, for sockets; gone afterwards."""
+    base = os.environ.get("XDG_RUNTIME_DIR")
+    with tempfile.TemporaryDirectory(
+        prefix="outrider-", dir=base if base and os.path.isdir(base) else None, ignore_cleanup_errors=True
+    ) as folder:
+        yield Path(folder)
+
+
+class Stack:
+    """Draft and target processes, by name. Leaving the `async with` block stops them all.
+
+    Example:
+        async with Stack(directory) as stack:
+            draft = await stack.start("draft", "draft_service", "--drafter", "trie")
+            target = await stack.start("target", "target_service", "--draft", draft)
+            async with Client.connect(target) as client: ...
+    """
+
+    def __init__(self, directory: Path) -> None:
+        """`directory` holds the sockets; see `private_directory`."""
+        self._directory = directory
+        self._children: list[Child] = []
+
+    async def __aenter__(self) -> Stack:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        # Targets were started last, and stop first: they would report a lost draft otherwise.
+        for child in reversed(self._children):
+            if child.status is None:
+                await child.stop(_STOP_SECONDS)
+
+    async def start(self, name: str, service: str, *flags: str) -> str:
+        """Start a service and return its address once it is healthy. Raises `ServiceFailed`."""
+        address = f"unix:{self._directory / name}.sock"
+        tail: deque[str] = deque(maxlen=_TAIL_LINES)
+        child = Child(name, service_argv(service, "--listen", address, *flags), tail.append)
+        await child.start()
+        self._children.append(child)
+        try:
+            await wait_serving(child, address, _START_SECONDS)
+        except (ServiceDied, ServiceSlow) as error:
+            raise ServiceFailed(error, tail) from error
+        return address
+
+    def check(self) -> None:
+        """Raise `ServiceDied` for the first service that is gone."""
+        for child in self._children:
+            if child.status is not None:
+                raise ServiceDied(child.name, child.status)

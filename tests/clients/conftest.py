@@ -1,0 +1,223 @@
+"""A target and a draft that answer from a script, on real servers with the services' own plumbing."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from google.rpc import status_pb2
+
+from outrider import errors
+from outrider.serving import Authenticator, GrpcServer, Service, ServingOptions, current_tenant
+from outrider.v1 import draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc, tree_pb2
+from outrider.wire import status_of
+
+TARGET = "outrider.v1.TargetService"
+DRAFT = "outrider.v1.DraftService"
+WORDS = ("one", " two", " three", " four", " five", " six", " seven", " eight")
+DRAFTED_PER_STEP = 2
+
+
+@dataclass
+class ScriptedTarget(target_pb2_grpc.TargetServiceServicer):
+    """Says `WORDS` in turn, token i being word i; with speculation, three tokens a step of which two were drafted."""
+
+    dtype: str = "float32"
+    drafter: str = "trie"
+    # Replaces the tokens that speculative answers hold, for a target that is not lossless.
+    lie: Callable[[list[int]], list[int]] = lambda tokens: tokens
+    step_seconds: float = 0.0
+    requests: list[tuple[target_pb2.GenerateRequest, str, dict[str, str]]] = field(default_factory=list)
+    cancelled: int = 0
+
+    async def Generate(self, request: target_pb2.GenerateRequest, context: Any) -> None:  # type: ignore[override]
+        metadata = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
+        self.requests.append((request, current_tenant(), metadata))
+        if request.model not in ("", "scripted"):
+            raise errors.UnknownModel(f"{request.model} is not served", model=request.model)
+        speculating = not request.speculation.HasField("enabled") or request.speculation.enabled
+        try:
+            await self._write(request, speculating, context)
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+
+    async def _write(self, request: target_pb2.GenerateRequest, speculating: bool, context: Any) -> None:
+        await context.write(
+            target_pb2.GenerateResponse(
+                started=target_pb2.GenerateStarted(
+                    sequence_id=7,
+                    prompt_tokens=3,
+                    seed=11,
+                    mode=tree_pb2.VERIFICATION_MODE_GREEDY,
+                    speculating=speculating,
+                    model="scripted",
+                )
+            )
+        )
+        count = request.sampling.max_tokens if request.sampling.HasField("max_tokens") else len(WORDS)
+        tokens = [index % len(WORDS) for index in range(count)]
+        if speculating:
+            tokens = self.lie(tokens)
+        width = 1 + DRAFTED_PER_STEP if speculating else 1
+        steps = range(0, len(tokens), width)
+        for number, start in enumerate(steps):
+            await asyncio.sleep(self.step_seconds)
+            await context.write(_chunk(tokens[start : start + width], number, width - 1))
+        await context.write(_finished(len(tokens), len(steps), width - 1))
+
+    async def Verify(self, request_iterator: Any, context: Any) -> None:  # type: ignore[override]
+        sequences: dict[int, int] = {}
+        async for frame in request_iterator:
+            response = self._verify(frame, sequences)
+            if response is not None:
+                await context.write(response)
+
+    def _verify(self, frame: target_pb2.VerifyRequest, sequences: dict[int, int]) -> target_pb2.VerifyResponse | None:
+        """Accepts every tree's first chain whole and commits token 5 after it; ends at the third step."""
+        kind = frame.WhichOneof("frame")
+        if kind == "open":
+            if not frame.open.token_ids:
+                return _status(errors.InvalidField("open.token_ids", "is empty"), client_tag=frame.open.client_tag)
+            sequence_id = len(sequences) + 1
+            sequences[sequence_id] = frame.open.token_ids[-1]
+            return target_pb2.VerifyResponse(
+                opened=target_pb2.VerificationOpened(
+                    client_tag=frame.open.client_tag, sequence_id=sequence_id, step=0, seed=3, max_rows=64
+                )
+            )
+        if kind == "close":
+            sequences.pop(frame.close.sequence_id, None)
+            return None
+        asked = frame.tree
+        if asked.tree.token_ids[0] != sequences.get(asked.sequence_id):
+            error = errors.WrongRoot("the tree's root is not the last committed token")
+            return _status(error, sequence_id=asked.sequence_id, step=asked.step)
+        sequences[asked.sequence_id] = 5
+        return target_pb2.VerifyResponse(
+            verdict=target_pb2.Verdict(
+                sequence_id=asked.sequence_id,
+                step=asked.step,
+                accepted_rows=range(1, len(asked.tree.token_ids)),
+                token_ids=[*asked.tree.token_ids[1:], 5],
+                next_step=asked.step + 1,
+                finish_reason=target_pb2.FINISH_REASON_LENGTH if asked.step == 2 else 0,
+            )
+        )
+
+    async def GetTargetInfo(  # type: ignore[override]
+        self,
+        _request: target_pb2.GetTargetInfoRequest,
+        _context: Any,
+    ) -> target_pb2.GetTargetInfoResponse:
+        return target_pb2.GetTargetInfoResponse(
+            model="scripted",
+            vocabulary_size=len(WORDS),
+            max_context=512,
+            max_rows=64,
+            dtype=self.dtype,
+            page_size=16,
+            kv_tokens=4096,
+            modes=[tree_pb2.VERIFICATION_MODE_GREEDY, tree_pb2.VERIFICATION_MODE_COUPLED],
+            drafter=self.drafter,
+            end_token_ids=[2],
+            version="0",
+        )
+
+
+def _chunk(tokens: Sequence[int], step: int, drafted: int) -> target_pb2.GenerateResponse:
+    return target_pb2.GenerateResponse(
+        chunk=target_pb2.GenerateChunk(
+            token_ids=tokens,
+            text="".join(WORDS[token] for token in tokens),
+            drafted_tokens=min(drafted, len(tokens)),
+            step=step,
+        ),
+        timings=tree_pb2.Timings(queue_nanoseconds=1, compute_nanoseconds=2),
+    )
+
+
+def _finished(tokens: int, steps: int, drafted: int) -> target_pb2.GenerateResponse:
+    return target_pb2.GenerateResponse(
+        finished=target_pb2.GenerateFinished(
+            finish_reason=target_pb2.FINISH_REASON_LENGTH,
+            usage=target_pb2.Usage(prompt_tokens=3, completion_tokens=tokens),
+            speculation=target_pb2.SpeculationTotals(
+                steps=steps,
+                drafted_steps=steps if drafted else 0,
+                drafted_tokens=2 * drafted * steps,
+                accepted_tokens=drafted * steps,
+                drafted_by_depth=[2 * steps] * drafted,
+                accepted_by_depth=[steps] * drafted,
+            ),
+            times=target_pb2.RequestTimes(queue_nanoseconds=10**6, prefill_nanoseconds=10**7, decode_nanoseconds=10**8),
+        )
+    )
+
+
+def _status(error: errors.OutriderError, **fields: int) -> target_pb2.VerifyResponse:
+    status: status_pb2.Status = status_of(error)
+    return target_pb2.VerifyResponse(status=target_pb2.VerificationStatus(status=status, **fields))
+
+
+@dataclass
+class ScriptedDraft(draft_pb2_grpc.DraftServiceServicer):
+    """Counts what it is taught; refuses more than `quota` tokens."""
+
+    quota: int = 10**9
+    taught: list[tuple[str, str, int]] = field(default_factory=list)
+
+    async def GetDraftInfo(self, request: Any, context: Any) -> Any:  # noqa: ARG002
+        return draft_pb2.GetDraftInfoResponse(
+            drafter="trie", limits=draft_pb2.TreeLimits(max_nodes=63, max_depth=12), max_context=8192, version="0"
+        )
+
+    async def AddCorpus(self, request_iterator: Any, context: Any) -> Any:  # noqa: ARG002
+        tokens, tenant, corpus = 0, "", ""
+        async for message in request_iterator:
+            tenant, corpus = tenant or message.tenant, corpus or message.corpus
+            tokens += len(message.token_ids)
+            if tokens > self.quota:
+                raise errors.QuotaExceeded("the tenant's corpus quota is used up")
+        self.taught.append((tenant, corpus, tokens))
+        return draft_pb2.AddCorpusResponse(tokens=tokens, nodes=2 * tokens)
+
+
+@dataclass
+class Running:
+    """A server with its scripts, at `address`."""
+
+    address: str
+    target: ScriptedTarget
+    draft: ScriptedDraft
+    server: GrpcServer
+
+
+async def serve(target: ScriptedTarget, draft: ScriptedDraft, authenticator: Authenticator) -> Running:
+    services = [
+        Service(TARGET, lambda server: target_pb2_grpc.add_TargetServiceServicer_to_server(target, server)),
+        Service(DRAFT, lambda server: draft_pb2_grpc.add_DraftServiceServicer_to_server(draft, server)),
+    ]
+    server = GrpcServer(ServingOptions(listen="127.0.0.1:0", authenticator=authenticator), services)
+    await server.start()
+    server.health.set_serving(True)
+    return Running(server.address, target, draft, server)
+
+
+@pytest.fixture
+async def running() -> AsyncIterator[Running]:
+    """Both services on one port, open to everyone."""
+    running = await serve(ScriptedTarget(), ScriptedDraft(), Authenticator())
+    yield running
+    await running.server.stop(0)
+
+
+@pytest.fixture
+async def guarded() -> AsyncIterator[Running]:
+    """As `running`, but with a token that belongs to the tenant "acme"."""
+    running = await serve(ScriptedTarget(), ScriptedDraft(), Authenticator({"sixteen-letters!": "acme"}))
+    yield running
+    await running.server.stop(0)

@@ -1,0 +1,173 @@
+"""The command line: help, wrong usage, settings from three places, and commands against a real server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outrider_client.cli import main
+
+_TIMEOUT = 60.0
+
+
+async def outrider(*words: str, stdin: str = "", environment: dict[str, str] | None = None) -> tuple[int, str, str]:
+    """Run the command as a user does. Returns exit status, standard output and standard error."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "outrider_client.cli",
+        *words,
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env=os.environ | {"COLUMNS": "200"} | (environment or {}),
+    )
+    out, err = await asyncio.wait_for(process.communicate(stdin.encode()), _TIMEOUT)
+    assert process.returncode is not None
+    return process.returncode, out.decode(), err.decode()
+
+
+@pytest.mark.parametrize("words", [["--help"], ["up", "--help"], ["bench", "--help"], ["corpus", "add", "--help"]])
+def test_help(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 0
+    assert "usage: outrider" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "required: COMMAND"),
+        (["fly"], "invalid choice: 'fly'"),
+        (["up", "--prot", "1"], "no such flag or argument: --prot 1"),
+        (["up", "--port", "many"], "--port: 'many' is not a whole number"),
+        (["up", "--port", "0"], "--port must be in 1..65535"),
+        (["up", "--target-flags", "'"], "No closing quotation"),
+        (["generate", ""], "the prompt is empty"),
+        (["generate", "x", "--mode", "guess"], "'guess' is not one of auto, greedy"),
+        (["generate", "x", "--raw", "--system", "y"], "--raw leaves out"),
+        (["generate", "x", "--tls-certificate", "a.pem"], "needs its key"),
+        (["generate", "x", "--tls-ca", "absent.pem"], "absent.pem: no such file"),
+        (["generate", "x", "--config", "absent.toml"], "absent.toml"),
+        (["bench"], "--prompts is needed"),
+        (["bench", "--prompts", "absent.jsonl"], "absent.jsonl"),
+        (["bench", "--prompts", "x", "--json", "absent/x.json"], "its folder does not exist"),
+        (["bench", "--target-flags", "'"], "No closing quotation"),
+        (["corpus"], "required: ACTION"),
+        (["corpus", "add", "a.txt", "--to", "b"], "no such flag or argument: --to b"),
+        (["demo", "--max-tokens", "0"], "--max-tokens must be at least 1"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, list) else None,
+)
+def test_wrong_usage(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_unknown_key_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "outrider.toml"
+    path.write_text("[generate]\nmax_toknes = 3\n")
+    with pytest.raises(SystemExit) as ended:
+        main(["generate", "x", "--config", str(path)])
+    assert ended.value.code == 2
+    assert "has no setting 'max_toknes'" in capsys.readouterr().err
+
+
+async def test_generate_streams_text(running: Any) -> None:
+    status, out, err = await outrider("generate", "count", "--target", running.address, "--max-tokens", "4")
+    assert (status, out) == (0, "one two three four\n")
+    assert "4 tokens in 2 steps" in err
+    assert running.target.requests[0][0].chat.messages[0].content == "count"
+
+
+async def test_settings_from_flag_environment_and_file(running: Any, tmp_path: Path) -> None:
+    path = tmp_path / "outrider.toml"
+    path.write_text(f'[client]\ntarget = "{running.address}"\n[generate]\nmax_tokens = 5\ntop_k = 7\nseed = 3\n')
+    environment = {"OUTRIDER_CONFIG": str(path), "OUTRIDER_GENERATE_MAX_TOKENS": "2", "OUTRIDER_GENERATE_TOP_K": "8"}
+    status, _, err = await outrider("generate", "-", "--max-tokens", "1", stdin="count", environment=environment)
+    assert status == 0, err
+    sampling = running.target.requests[0][0].sampling
+    assert (sampling.max_tokens, sampling.top_k, sampling.seed) == (1, 8, 3)
+
+
+async def test_generate_as_json(running: Any) -> None:
+    words = ["--raw", "--json", "--max-tokens", "8", "--no-speculation", "--stop", "x", "--stop", "y"]
+    status, out, _ = await outrider("generate", "count", "--target", running.address, *words)
+    document = json.loads(out)
+    assert status == 0
+    assert document["token_ids"] == list(range(8))
+    assert (document["finish_reason"], document["mean_accepted_length"]) == ("length", 1.0)
+    request = running.target.requests[0][0]
+    assert (request.text, list(request.sampling.stop), request.speculation.enabled) == ("count", ["x", "y"], False)
+
+
+async def test_errors_are_for_people(running: Any, unused_tcp_port: int) -> None:
+    status, out, err = await outrider("generate", "x", "--target", f"127.0.0.1:{unused_tcp_port}")
+    assert (status, out) == (1, "")
+    assert "cannot reach" in err and "outrider up" in err and "Traceback" not in err
+    status, _, err = await outrider("generate", "x", "--target", running.address, "--tenant", "no spaces")
+    assert status == 1 and "INVALID_FIELD" in err and "Traceback" not in err
+
+
+@pytest.mark.parametrize("serving", [True, False], ids=["serving", "not-serving"])
+async def test_health(running: Any, serving: bool) -> None:
+    running.server.health.set_serving(serving)
+    expected = (0, " SERVING") if serving else (1, " NOT_SERVING")
+    for flag in ("--target", "--draft"):
+        status, out, _ = await outrider("health", flag, running.address)
+        assert status == expected[0] and f"{running.address}{expected[1]}" in out
+
+
+async def test_health_of_nobody(unused_tcp_port: int) -> None:
+    status, out, _ = await outrider("health", "--target", f"127.0.0.1:{unused_tcp_port}")
+    assert status == 1 and "UNREACHABLE" in out
+
+
+async def test_chat(running: Any) -> None:
+    lines = "count\n/plain\nagain\n/reset\nonce more\n/what\n/quit\n"
+    status, out, err = await outrider("chat", "--target", running.address, "--max-tokens", "3", stdin=lines)
+    assert status == 0, err
+    assert out.count("one two three") == 3 and "3 tokens in 1 steps" in out and "drafts are off" in out
+    requests = [request for request, _, _ in running.target.requests]
+    assert [len(request.chat.messages) for request in requests] == [1, 3, 1]
+    assert requests[1].chat.messages[1].content == "one two three"
+    assert not requests[1].speculation.enabled
+
+
+async def test_corpus_of_token_ids(running: Any, tmp_path: Path) -> None:
+    path = tmp_path / "documents.jsonl"
+    path.write_text('[1, 2, 3]\n\n{"token_ids": [4, 5]}\n')
+    words = ["corpus", "add", str(path), "--draft", running.address, "--tenant", "acme", "--corpus", "docs"]
+    status, out, err = await outrider(*words)
+    assert (status, out) == (0, "added 5 tokens; the trie has 10 nodes\n"), err
+    assert running.draft.taught == [("acme", "docs", 5)]
+
+
+@pytest.mark.parametrize("line", ["{", '"text"', "[1.5]", '{"token_ids": [-1]}', "[true]"])
+def test_wrong_corpus_line(line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "documents.jsonl"
+    path.write_text(f"[1]\n{line}\n")
+    with pytest.raises(SystemExit) as ended:
+        main(["corpus", "add", str(path)])
+    assert ended.value.code == 2
+    assert f"{path}:2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [(["target", "--help"], "--max-running"), (["draft", "--help"], "--drafter"), (["model"], "pull")],
+    ids=["target", "draft", "model"],
+)
+async def test_flags_of_services_are_theirs(words: Sequence[str], said: str) -> None:
+    _, out, err = await outrider(*words)
+    assert said in out + err

@@ -1,0 +1,201 @@
+"""The SDK against a real server: chunks, results, typed errors, deadlines, cancellation, traces."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+import outrider_client
+from outrider import errors, telemetry
+from outrider.serving.tenancy import TENANT_KEY, TOKEN_KEY
+from outrider.tracing import Tracing
+from outrider_client import (
+    Client,
+    DraftClient,
+    FinishReason,
+    SamplingParams,
+    ServiceUnreachable,
+    Speculation,
+    TokenTree,
+    VerificationMode,
+    connection,
+)
+
+
+async def test_chunks_then_result(running: Any) -> None:
+    async with Client.connect(running.address) as client:
+        generation = client.generate(messages=[("user", "count")], sampling=SamplingParams(max_tokens=7))
+        chunks = [chunk async for chunk in generation]
+        result = await generation.result()
+    assert [chunk.token_ids for chunk in chunks] == [(0, 1, 2), (3, 4, 5), (6,)]
+    assert [chunk.drafted_tokens for chunk in chunks] == [2, 2, 1]
+    assert generation.started is not None
+    assert (generation.started.sequence_id, generation.started.mode) == (7, VerificationMode.GREEDY)
+    assert result.text == "".join(chunk.text for chunk in chunks)
+    assert result.token_ids == tuple(range(7))
+    assert result.finish_reason is FinishReason.LENGTH
+    assert result.mean_accepted_length == pytest.approx(7 / 3)
+    assert 0 < result.time_to_first_token <= result.duration
+    assert result.tokens_per_second == pytest.approx(7 / result.duration)
+
+
+async def test_result_alone_reads_everything(running: Any) -> None:
+    async with Client.connect(running.address) as client:
+        result = await client.generate(token_ids=[1, 2], speculation=Speculation(enabled=False)).result()
+    assert result.speculation.steps == result.completion_tokens == 8
+    request, _, _ = running.target.requests[0]
+    assert list(request.tokens.token_ids) == [1, 2]
+    assert request.speculation.HasField("enabled") and not request.speculation.enabled
+
+
+@pytest.mark.parametrize(
+    "given", [{}, {"text": "a", "token_ids": [1]}, {"messages": []}], ids=["nothing", "two", "empty"]
+)
+async def test_needs_exactly_one_input(running: Any, given: dict[str, Any]) -> None:
+    async with Client.connect(running.address) as client:
+        with pytest.raises(errors.InvalidField, match="input"):
+            client.generate(**given)
+
+
+async def test_error_is_typed(running: Any) -> None:
+    async with Client.connect(running.address) as client:
+        with pytest.raises(errors.UnknownModel) as raised:
+            await client.generate(text="x", model="other").result()
+    assert raised.value.metadata == {"model": "other"}
+
+
+async def test_deadline_is_typed(running: Any) -> None:
+    running.target.step_seconds = 0.2
+    async with Client.connect(running.address) as client:
+        with pytest.raises(errors.DeadlineExceeded):
+            await client.generate(text="x", timeout=0.3).result()
+
+
+async def test_nobody_there(unused_tcp_port: int) -> None:
+    async with Client.connect(f"127.0.0.1:{unused_tcp_port}") as client:
+        with pytest.raises(ServiceUnreachable, match=str(unused_tcp_port)):
+            await client.info()
+
+
+async def test_leaving_the_block_cancels(running: Any) -> None:
+    running.target.step_seconds = 0.05
+    async with Client.connect(running.address) as client:
+        async with client.generate(text="x", sampling=SamplingParams(max_tokens=1000)) as generation:
+            async for _ in generation:
+                break
+        for _ in range(100):
+            if running.target.cancelled:
+                break
+            await asyncio.sleep(0.02)
+    assert running.target.cancelled == 1
+
+
+async def test_finished_is_not_a_cancellation(running: Any) -> None:
+    async with Client.connect(running.address) as client:
+        async with client.generate(text="x") as generation:
+            await generation.result()
+        await client.info()
+    assert running.target.cancelled == 0
+
+
+async def test_token_and_tenant(guarded: Any) -> None:
+    async with Client.connect(guarded.address, token="sixteen-letters!") as client:
+        await client.generate(text="x").result()
+    assert guarded.target.requests[0][1] == "acme"
+    async with Client.connect(guarded.address) as client:
+        with pytest.raises(errors.Unauthenticated):
+            await client.info()
+    async with Client.connect(guarded.address, token="sixteen-letters!", tenant="other") as client:
+        with pytest.raises(errors.PermissionDenied):
+            await client.generate(text="x").result()
+
+
+def test_metadata_keys_are_the_services() -> None:
+    assert (connection.TENANT_KEY, connection.TOKEN_KEY) == (TENANT_KEY, TOKEN_KEY)
+
+
+async def test_span_and_traceparent(running: Any) -> None:
+    exporter = InMemorySpanExporter()
+    provider = TracerProvider(shutdown_on_exit=False)
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    async with Client.connect(running.address, tracing=Tracing(provider)) as client:
+        result = await client.generate(text="x").result()
+        with pytest.raises(errors.UnknownModel):
+            await client.generate(text="x", model="other").result()
+    done, failed = exporter.get_finished_spans()
+    specification = next(span for span in telemetry.SPANS if span.service == telemetry.CLIENT)
+    assert done.name == specification.name
+    assert set(done.attributes or ()) | set(failed.attributes or ()) <= set(specification.attributes)
+    assert (failed.attributes or {})["error.type"] == "UNKNOWN_MODEL"
+    traceparent = running.target.requests[0][2]["traceparent"]
+    assert result.trace_id in traceparent and f"{done.context.span_id:016x}" in traceparent
+
+
+async def test_info_and_health(running: Any) -> None:
+    async with Client.connect(running.address) as client, DraftClient.connect(running.address) as draft:
+        info = await client.info()
+        assert (info.model, info.max_rows, info.modes) == (
+            "scripted",
+            64,
+            (VerificationMode.GREEDY, VerificationMode.COUPLED),
+        )
+        assert await client.serving() and await draft.serving()
+        assert (await draft.info()).limits.max_nodes == 63
+        running.server.health.set_serving(False)
+        assert not await client.serving()
+
+
+async def test_corpus_is_sent_in_pieces(running: Any) -> None:
+    async with DraftClient.connect(running.address) as draft:
+        added = await draft.add_corpus([[1] * 70_000, [2, 3]], tenant="acme", corpus="docs")
+        assert (added.tokens, added.nodes) == (70_002, 140_004)
+        running.draft.quota = 1
+        with pytest.raises(errors.QuotaExceeded):
+            await draft.add_corpus([[1, 2]])
+    assert running.draft.taught == [("acme", "docs", 70_002)]
+
+
+async def test_verify_session(running: Any) -> None:
+    tree = TokenTree((9, 3, 4), (0, 0, 1), (1.0, 1.0, 1.0))
+    async with Client.connect(running.address) as client, client.verify() as session:
+        sequence = await session.open([1, 9])
+        assert (sequence.root, sequence.max_rows) == (9, 64)
+        verdict = await sequence.verify(tree)
+        assert verdict.token_ids == (3, 4, 5)
+        assert sequence.token_ids == [1, 9, 3, 4, 5]
+        with pytest.raises(errors.WrongRoot):
+            await sequence.verify(tree)
+        while sequence.finish_reason is None:
+            await sequence.verify(TokenTree.root_only(sequence.root))
+        assert (sequence.step, sequence.finish_reason) == (3, FinishReason.LENGTH)
+
+
+async def test_verify_sessions_sequences_do_not_mix(running: Any) -> None:
+    async with Client.connect(running.address) as client, client.verify() as session:
+        first, second = await asyncio.gather(session.open([1]), session.open([2]))
+        await asyncio.gather(*(s.verify(TokenTree.root_only(s.root)) for s in (first, second)))
+        assert (first.token_ids, second.token_ids) == ([1, 5], [2, 5])
+        with pytest.raises(errors.InvalidField, match=r"open\.token_ids"):
+            await session.open([])
+
+
+async def test_verify_after_the_target_is_gone(running: Any) -> None:
+    async with Client.connect(running.address) as client, client.verify() as session:
+        sequence = await session.open([1])
+        await running.server.stop(0)
+        with pytest.raises(ServiceUnreachable):
+            await sequence.verify(TokenTree.root_only(1))
+        with pytest.raises(ServiceUnreachable):
+            await session.open([1])
+
+
+def test_every_public_name_exists() -> None:
+    for name in outrider_client.__all__:
+        assert getattr(outrider_client, name).__name__ == name
+    with pytest.raises(AttributeError, match="nothing"):
+        _ = outrider_client.nothing

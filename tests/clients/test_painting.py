@@ -1,0 +1,71 @@
+"""Colours of drafted and own text: exact with a tokenizer, by words without."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from outrider_client.painting import DRAFTED_STYLE, OWN_STYLE, Painter
+from outrider_client.results import Chunk
+
+
+class Bytes:
+    """A tokenizer whose tokens are bytes, so that characters can be split between tokens."""
+
+    def encode(self, text: str) -> Sequence[int]:
+        return list(text.encode())
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return bytes(token_ids).decode(errors="replace")
+
+
+def chunk(token_ids: Sequence[int], text: str, drafted: int) -> Chunk:
+    return Chunk(tuple(token_ids), text, drafted, step=0)
+
+
+def test_exact_with_a_tokenizer() -> None:
+    painter = Painter(Bytes())
+    assert painter.parts(chunk(b"abc", "abc", 2)) == [("a", True), ("b", True), ("c", False)]
+    assert painter.parts(chunk(b"d", "d", 0)) == [("d", False)]
+
+
+def test_character_that_two_chunks_share() -> None:
+    first, second = "é".encode()
+    painter = Painter(Bytes())
+    assert painter.parts(chunk([97, first], "a", 1)) == [("a", True)]
+    # Whoever completes a character is shown as its author.
+    assert painter.parts(chunk([second, 98], "éb", 1)) == [("é", True), ("b", False)]
+
+
+def test_held_back_text_keeps_its_colour() -> None:
+    painter = Painter(Bytes())
+    assert painter.parts(chunk(b"ab", "", 1)) == []
+    assert painter.parts(chunk(b"c", "abc", 0)) == [("a", True), ("b", False), ("c", False)]
+
+
+def test_wrong_tokenizer_is_given_up() -> None:
+    painter = Painter(Bytes())
+    assert painter.parts(chunk(b"xyz", "one two three", 2)) == [("one two", True), (" three", False)]
+    assert painter.parts(chunk(b"four", " four", 4)) == [(" four", True)]
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "text", "drafted", "parts"),
+    [
+        ([1, 2, 3], "one two three", 2, [("one two", True), (" three", False)]),
+        ([1], "one", 0, [("one", False)]),
+        ([1, 2], "one two", 2, [("one two", True)]),
+        ([1, 2], "", 1, []),
+        ([1, 2], "\n\n", 1, [("\n\n", True)]),
+    ],
+    ids=["mixed", "own", "all-drafted", "held-back", "no-word"],
+)
+def test_by_words(token_ids: list[int], text: str, drafted: int, parts: list[tuple[str, bool]]) -> None:
+    assert Painter(None).parts(chunk(token_ids, text, drafted)) == parts
+
+
+def test_paint_joins_to_the_text() -> None:
+    painted = Painter(Bytes()).paint(chunk(b"abc", "abc", 1))
+    assert painted.plain == "abc"
+    assert {str(span.style) for span in painted.spans} == {DRAFTED_STYLE, OWN_STYLE}
