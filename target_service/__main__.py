@@ -1,0 +1,68 @@
+"""`python -m target_service`: load a model and serve it until told to stop."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from outrider.runtime import configure_logging, prepare_grpc, run
+from outrider.settings import SettingsError, add_flags, load
+from target_service.config import TargetConfig
+
+# Names the settings file where no flag does.
+CONFIG_VARIABLE = "OUTRIDER_CONFIG"
+_DESCRIPTION = """Serve a model over gRPC, with speculative decoding when a draft service is given.
+
+Every setting may also come from the environment (OUTRIDER_TARGET_MAX_RUNNING=8) or from the [target] table of the
+file that --config or OUTRIDER_CONFIG names. Flags win over the environment, the environment over the file.
+"""
+_EPILOG = """exit status: 0 after SIGTERM or SIGINT, 1 when the model cannot be served or the engine died, 2 for
+settings that cannot work."""
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m target_service",
+        usage="%(prog)s [--config FILE] [--model MODEL] [--listen ADDRESS] [--draft ADDRESS] [setting ...]",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file with a [target] table")
+    add_flags(parser, TargetConfig)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parse, load, serve; returns the exit status."""
+    parser = _parser()
+    flags = parser.parse_args(arguments)
+    named = os.environ.get(CONFIG_VARIABLE)
+    prepare_grpc()
+    # Imported here: gRPC reads its environment as it is imported, and --help needs no model library.
+    from outrider.errors import OutriderError
+    from target_service.lifecycle import check_settings, serve
+    from target_service.model.loader import load_runner
+
+    try:
+        config = load(TargetConfig, "target", flags, os.environ, flags.config or (Path(named) if named else None))
+        check_settings(config)
+        configure_logging(config.log_level)
+    except SettingsError as error:
+        parser.exit(2, f"{parser.prog}: error: {error}\n")
+    try:
+        runner = load_runner(config)
+    except (OSError, ValueError) as error:
+        parser.exit(1, f"{parser.prog}: cannot serve {config.model}: {error}\n")
+    try:
+        return run(serve(config, runner))
+    except (SettingsError, OutriderError) as error:
+        parser.exit(2, f"{parser.prog}: error: {error}\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

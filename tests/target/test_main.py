@@ -1,0 +1,176 @@
+"""`python -m target_service` from its flags to its exit status, with a tiny model from disk."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from outrider.v1 import target_pb2 as pb
+from outrider.v1 import target_pb2_grpc
+from target_service.__main__ import main
+
+
+@pytest.fixture(scope="module")
+def model_folder(tiny_model: Any, byte_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    tiny_model.save_pretrained(folder)
+    byte_tokenizer.save_pretrained(folder)
+    return folder
+
+
+class TestSettings:
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (["--no-such-flag"], "--no-such-flag"),
+            (["--max-run", "3"], "--max-run"),
+            (["--max-running", "many"], "--max-running: 'many' is not a whole number"),
+            (["--max-running", "0"], "--max-running: must be at least 1"),
+            (["--dtype", "int8"], "'int8' is not one of float32, bfloat16, float16"),
+            (["--page-size", "7"], "--page-size: must be one of 1, 16, 64"),
+            (["--max-draft-nodes", "256"], "--max-draft-nodes: must be at most 255"),
+            (["--heartbeat-seconds", "0"], "--heartbeat-seconds: must be above 0"),
+            (["--draft-wait-ms", "nan"], "--draft-wait-ms: must be at least 0"),
+            (["--trace-ratio", "2"], "--trace-ratio: must be in [0, 1]"),
+            (["--tls-certificate", "cert.pem"], "needs its key"),
+            (["--auth-tokens", "/absent"], "/absent"),
+            (["--draft-token", "/absent"], "/absent: No such file"),
+            (["--draft-tls-certificate", "c"], "--draft-tls-certificate needs --draft-tls-ca"),
+            (["--config", "/absent"], "/absent"),
+        ],
+        ids=lambda value: "_".join(value) if isinstance(value, list) else None,
+    )
+    def test_wrong_flag(self, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+        with pytest.raises(SystemExit) as caught:
+            main(arguments)
+        assert caught.value.code == 2
+        captured = capsys.readouterr()
+        assert message in captured.err
+        assert captured.out == ""
+
+    def test_wrong_key_in_the_file(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        path = tmp_path / "outrider.toml"
+        path.write_text("[target]\nmax_runing = 3\n")
+        with pytest.raises(SystemExit) as caught:
+            main(["--config", str(path)])
+        assert caught.value.code == 2
+        assert "max_runing" in capsys.readouterr().err
+
+    def test_wrong_variable(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+        monkeypatch.setenv("OUTRIDER_TARGET_PAGESIZE", "16")
+        with pytest.raises(SystemExit) as caught:
+            main([])
+        assert caught.value.code == 2
+        assert "OUTRIDER_TARGET_PAGESIZE" in capsys.readouterr().err
+
+    def test_help_names_every_setting_and_its_default(self, capsys: pytest.CaptureFixture[str]) -> None:
+        with pytest.raises(SystemExit) as caught:
+            main(["--help"])
+        assert caught.value.code == 0
+        text = " ".join(capsys.readouterr().out.split())
+        for expected in ("--config FILE", "--listen", "(default: 127.0.0.1:50051)", "OUTRIDER_CONFIG", "exit status"):
+            assert expected in text
+
+    def test_model_that_is_not_there(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        with pytest.raises(SystemExit) as caught:
+            main(["--model", str(tmp_path)])
+        assert caught.value.code == 1
+        assert f"cannot serve {tmp_path}" in capsys.readouterr().err
+
+
+@dataclass
+class Process:
+    """A target service in its own process, and what it logged so far."""
+
+    process: asyncio.subprocess.Process
+    log: list[str] = field(default_factory=list)
+
+    async def wait_for(self, pattern: str) -> re.Match[str]:
+        """The first log line, old or new, that matches."""
+        seen = 0
+        while True:
+            for line in self.log[seen:]:
+                if (match := re.search(pattern, line)) is not None:
+                    return match
+            seen = len(self.log)
+            assert self.process.stderr is not None
+            line = (await self.process.stderr.readline()).decode()
+            assert line, "".join(self.log)
+            self.log.append(line)
+
+    async def ended(self) -> int:
+        assert self.process.stderr is not None
+        self.log.extend((await self.process.stderr.read()).decode().splitlines())
+        return await self.process.wait()
+
+
+@asynccontextmanager
+async def started(model: Path, *flags: str) -> AsyncIterator[tuple[Process, str]]:
+    """A ready service and its address."""
+    command = [sys.executable, "-m", "target_service", "--model", str(model), "--dtype", "float32"]
+    command += ["--listen", "127.0.0.1:0", "--kv-tokens", "4096", "--threads", "1", *flags]
+    process = await asyncio.create_subprocess_exec(
+        *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+    )
+    running = Process(process)
+    try:
+        async with asyncio.timeout(60):
+            ready = await running.wait_for(r"ready: \S+ on (\S+)")
+        yield running, ready[1]
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+
+
+class TestProcess:
+    async def test_serves_then_drains_on_sigterm(self, model_folder: Path) -> None:
+        flags = ("--served-model-name", "tiny", "--metrics-listen", "127.0.0.1:0")
+        async with started(model_folder, *flags) as (running, address):
+            async with grpc.aio.insecure_channel(address) as channel:
+                stub: Any = target_pb2_grpc.TargetServiceStub(channel)
+                health = health_pb2_grpc.HealthStub(channel)
+                info = await stub.GetTargetInfo(pb.GetTargetInfoRequest())
+                assert (info.model, info.max_context, info.drafter) == ("tiny", 512, "")
+                request = pb.GenerateRequest(text="open sesame", sampling={"max_tokens": 400, "ignore_eos": True})
+                call = stub.Generate(request)
+                for _ in range(3):
+                    await call.read()
+                running.process.send_signal(signal.SIGTERM)
+                await running.wait_for("draining")
+                answer = await health.Check(health_pb2.HealthCheckRequest())
+                assert answer.status == health_pb2.HealthCheckResponse.NOT_SERVING
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    await stub.Generate(request).read()
+                assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+                while (response := await call.read()) is not grpc.aio.EOF:
+                    last = response
+                assert last.finished.usage.completion_tokens == 400
+            assert await asyncio.wait_for(running.ended(), 10) == 0
+        log = "".join(running.log)
+        assert "sesame" not in log
+        assert running.process.stdout is not None
+        assert await running.process.stdout.read() == b""
+
+    async def test_port_in_use(self, model_folder: Path) -> None:
+        async with started(model_folder) as (_, address):
+            second = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "target_service", "--model", str(model_folder), "--listen", address),
+                stderr=asyncio.subprocess.PIPE,
+                env=os.environ | {"OUTRIDER_TARGET_KV_TOKENS": "256", "OUTRIDER_TARGET_THREADS": "1"},
+            )
+            _, error = await asyncio.wait_for(second.communicate(), 60)
+        assert second.returncode == 2
+        assert f"cannot listen on {address}" in error.decode()
