@@ -1,0 +1,156 @@
+"""A drafter whose guesses are known beforehand, and a listener that remembers what a link delivers."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from draft_service.drafter import CorpusGrowth, DraftSequence, tree_limits
+from outrider.errors import OutriderError, QuotaExceeded
+from outrider.frames import (
+    DraftInfo,
+    OpenSequence,
+    SequenceAdvance,
+    SequenceFailure,
+    SequenceGrowth,
+    TreeLimits,
+)
+from outrider.sampling import SamplingParams, VerificationMode
+from outrider.tree import DraftDistribution, TokenTree
+
+VOCABULARY = 1000
+CORPUS_QUOTA = 100
+
+
+class ScriptedDrafter:
+    """Guesses that counting goes on: from root r, a chain r+1, r+2, ... beside one wrong child r+500."""
+
+    name = "scripted"
+    vocabulary_size = 0
+
+    def __init__(self, nodes: int = 4, max_context: int = 64) -> None:
+        self.limits = TreeLimits(nodes, nodes)
+        self.max_context = max_context
+        self.open_sequences: set[int] = set()
+        self.batches: list[int] = []
+        self.refuses: OutriderError | None = None
+        self.fails = False
+        self.learnt: dict[tuple[str, str], list[int]] = {}
+        self.started = self.stopped = 0
+
+    def start(self) -> None:
+        self.started += 1
+
+    def stop(self) -> None:
+        self.stopped += 1
+
+    def open(self, sequence: DraftSequence) -> None:
+        if self.refuses is not None:
+            raise self.refuses
+        self.open_sequences.add(id(sequence))
+
+    def advance(self, sequence: DraftSequence, committed: Sequence[int]) -> None:
+        assert tuple(sequence.token_ids[-len(committed) :]) == tuple(committed)
+
+    def close(self, sequence: DraftSequence) -> None:
+        self.open_sequences.discard(id(sequence))
+
+    def propose(self, sequences: Sequence[DraftSequence]) -> list[TokenTree]:
+        if self.fails:
+            raise IndexError("a bug in the drafter")
+        self.batches.append(len(sequences))
+        return [self._tree(sequence) for sequence in sequences]
+
+    def _tree(self, sequence: DraftSequence) -> TokenTree:
+        nodes = tree_limits(self.limits, sequence.limits).max_nodes
+        if not nodes:
+            return TokenTree.root_only(sequence.root)
+        tokens = [sequence.root, sequence.root + 500, *(sequence.root + i for i in range(1, nodes))]
+        parents = [0, 0, 0, *range(2, nodes)][: nodes + 1]
+        laws = {}
+        if sequence.mode is VerificationMode.REJECTION:
+            laws = {0: DraftDistribution((tokens[1], sequence.root + 1), (1, 3))}
+            if nodes > 2:
+                laws[2] = DraftDistribution((sequence.root + 2,), (1,))
+        scores = (1.0, *(0.5 for _ in range(nodes)))
+        return TokenTree(tuple(tokens[: nodes + 1]), tuple(parents), scores, laws)
+
+    def add_corpus(self, tenant: str, corpus: str, token_ids: Sequence[int]) -> CorpusGrowth:
+        known = self.learnt.setdefault((tenant, corpus), [])
+        fits = token_ids[: CORPUS_QUOTA - len(known)]
+        known.extend(fits)
+        if len(fits) < len(token_ids):
+            raise QuotaExceeded("the corpus is full", limit=CORPUS_QUOTA)
+        return CorpusGrowth(len(fits), len(known))
+
+    def stats(self) -> Mapping[str, float]:
+        return {}
+
+
+def opening(sequence_id: int = 1, token_ids: Iterable[int] = (10, 11, 12), **fields: object) -> OpenSequence:
+    """An open with everything a test does not care about filled in."""
+    token_ids = tuple(token_ids)
+    defaults: dict[str, object] = {
+        "prompt_length": len(token_ids),
+        "step": 0,
+        "seed": 1,
+        "mode": VerificationMode.GREEDY,
+        "sampling": SamplingParams(),
+        "limits": TreeLimits(),
+        "vocabulary_size": VOCABULARY,
+    }
+    return OpenSequence(sequence_id=sequence_id, token_ids=token_ids, **(defaults | fields))  # type: ignore[arg-type]
+
+
+def step(number: int, *token_ids: int, sequence_id: int = 1) -> SequenceAdvance:
+    return SequenceAdvance(sequence_id, number, token_ids)
+
+
+class Listener:
+    """`DraftEvents` that remembers. Threads of links write; a test waits with `until`."""
+
+    def __init__(self) -> None:
+        self.growths: list[SequenceGrowth] = []
+        self.failures: list[SequenceFailure] = []
+        self.infos: list[DraftInfo] = []
+        self.losses: list[str] = []
+        self._changed = threading.Condition()
+
+    def _add(self, kind: list[object], values: Iterable[object]) -> None:
+        with self._changed:
+            kind.extend(values)
+            self._changed.notify_all()
+
+    def on_growth(self, growths: Sequence[SequenceGrowth]) -> None:
+        self._add(self.growths, growths)  # type: ignore[arg-type]
+
+    def on_failure(self, failure: SequenceFailure) -> None:
+        self._add(self.failures, [failure])  # type: ignore[arg-type]
+
+    def on_connected(self, info: DraftInfo) -> None:
+        self._add(self.infos, [info])  # type: ignore[arg-type]
+
+    def on_disconnected(self, reason: str) -> None:
+        self._add(self.losses, [reason])  # type: ignore[arg-type]
+
+    @property
+    def connected(self) -> bool:
+        """Whether more connections came than went. A first failure to connect is a loss of nothing."""
+        return bool(self.infos) and len(self.infos) > self.lost_connections
+
+    @property
+    def lost_connections(self) -> int:
+        return len(self.losses)
+
+    def until(self, condition: Callable[[Listener], object], seconds: float = 10.0) -> None:
+        """Wait until `condition(self)` holds; fails with what was heard."""
+        deadline = time.monotonic() + seconds
+        with self._changed:
+            while not condition(self):
+                if not self._changed.wait(timeout=deadline - time.monotonic()):
+                    heard = (len(self.growths), self.failures, len(self.infos), self.losses)
+                    raise AssertionError(f"not within {seconds} s; heard {heard}")
+
+    def answered(self, sequence_id: int, base_step: int) -> bool:
+        return any((g.sequence_id, g.base_step) == (sequence_id, base_step) for g in self.growths)
