@@ -83,4 +83,8 @@ def _create(backend: Backend, device: torch.device) -> _Implementation:
         from tree_kernels._torch_attention import TorchAttention
 
         return TorchAttention(device)
+    if backend == "triton":
+        from tree_kernels._triton_attention import TritonAttention
+
+        return TritonAttention(device)
     raise ValueError(f"expected a backend among {get_args(Backend)}, got {backend!r}")

@@ -1,0 +1,260 @@
+"""Tree attention in Triton: one launch attends, one merges, one prepares the step; nothing is read back.
+
+Every tensor of a plan keeps its address, so that a captured CUDA graph stays good: `update` writes the next step's
+lengths, pages and parents into the plan that the graph was captured with.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+from itertools import accumulate, chain
+
+import torch
+import triton
+from torch import Tensor
+
+from tree_kernels._triton_kernels import attention_kernel, merge_kernel
+from tree_kernels._triton_schedule import ancestor_kernel, schedule_kernel
+from tree_kernels.batch import AttentionBatch, AttentionPlan
+from tree_kernels.tree_mask import WORD_BITS
+
+MAX_TREE_ROWS = 256
+_RECORD = 8
+_SCHEDULE_BLOCK = 64
+_LOG2_E = 1.4426950408889634
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How a kernel is cut and launched: packed rows and keys of a tile, warps, pipeline stages, programs per SM."""
+
+    block_rows: int
+    block_keys: int
+    warps: int
+    stages: int
+    programs_per_sm: int
+
+
+@dataclass(frozen=True)
+class TritonSettings:
+    """What a user of the backend may choose.
+
+    Attributes:
+        split_keys: cut every sequence's keys into splits of this size, a multiple of the tile's, so that no result
+            depends on what else is in the batch. None balances the work over the device instead.
+        tiling: None chooses by the packed rows of the largest sequence.
+        processors: SMs to fill; None asks the device.
+    """
+
+    split_keys: int | None = None
+    tiling: Tiling | None = None
+    processors: int | None = None
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """Everything about the model's heads that kernels are compiled for."""
+
+    group: int
+    kv_heads: int
+    width: int
+    value_width: int
+    tiling: Tiling
+
+
+@dataclass
+class _Schedule:
+    groups: Tensor
+    chunk_groups: Tensor
+    totals: Tensor
+    partials: Tensor
+    partial_lse: Tensor
+    max_chunks: int
+
+
+@dataclass
+class TritonPlan(AttentionPlan):
+    """Device tensors of one step. All integers lie in `integers`; the others are views of it."""
+
+    integers: Tensor
+    query_starts: Tensor
+    prefix_lengths: Tensor
+    causal: Tensor
+    page_starts: Tensor
+    parents: Tensor
+    page_table: Tensor
+    # [R, 1 or 4] int64.
+    words: Tensor
+    # By layout, made by the first layer that has it.
+    schedules: dict[_Layout, _Schedule] = field(default_factory=dict)
+
+
+def _tiling(packed_rows: int, itemsize: int) -> Tiling:
+    if itemsize > 2:
+        return Tiling(max(16, min(64, triton.next_power_of_2(packed_rows))), 32, 4, 2, 1)
+    block_rows = max(16, min(128, triton.next_power_of_2(packed_rows)))
+    return Tiling(block_rows, 64, 8 if block_rows == 128 else 4, 3, 1 if block_rows == 128 else 2)
+
+
+class TritonAttention:
+    """See `tree_kernels.attention.TreeAttention`."""
+
+    def __init__(self, device: torch.device, settings: TritonSettings | None = None) -> None:
+        self._device = device
+        self._settings = settings or TritonSettings()
+        processors = self._settings.processors
+        if processors is None:
+            processors = torch.cuda.get_device_properties(device).multi_processor_count
+        self._processors = processors
+
+    def plan(self, batch: AttentionBatch) -> TritonPlan:
+        integers = _pack(batch).to(self._device, non_blocking=True)
+        count, rows = batch.sequences, batch.rows
+        sizes = [count + 1, count, count, count, rows, sum(map(len, batch.pages))]
+        query_starts, prefix_lengths, causal, page_starts, parents, page_table = torch.split(integers, sizes)
+        return TritonPlan(
+            batch,
+            integers=integers,
+            query_starts=query_starts,
+            prefix_lengths=prefix_lengths,
+            causal=causal,
+            page_starts=page_starts,
+            parents=parents,
+            page_table=page_table,
+            words=torch.empty(rows, 1 if _tree_rows(batch) <= WORD_BITS else 4, dtype=torch.int64, device=self._device),
+        )
+
+    def update(self, plan: TritonPlan, batch: AttentionBatch) -> None:
+        """Write another step into a plan's tensors. A graph captured with the plan then computes that step.
+
+        The batch has the plan's number of sequences (those that are not there have no rows and no pages) and at most
+        its rows, its pages in all, and its largest tree's words; a fixed split needs no more chunks either.
+
+        Raises:
+            ValueError: it does not fit.
+        """
+        old = plan.batch
+        fits = (
+            batch.sequences == old.sequences
+            and batch.page_size == old.page_size
+            and batch.rows <= old.rows
+            and sum(map(len, batch.pages)) <= plan.page_table.numel()
+            and _tree_rows(batch) <= WORD_BITS * plan.words.shape[1]
+            and all(
+                self._max_chunks(batch, layout) <= schedule.max_chunks for layout, schedule in plan.schedules.items()
+            )
+        )
+        if not fits:
+            raise ValueError(
+                f"a plan of {old.sequences} sequences, {old.rows} rows and {plan.page_table.numel()} pages "
+                f"cannot take {batch.sequences}, {batch.rows} and {sum(map(len, batch.pages))}"
+            )
+        packed = _pack(batch, pad_rows=old.rows)
+        plan.integers[: len(packed)].copy_(packed, non_blocking=True)
+
+    def run(self, plan: AttentionPlan, query: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float) -> Tensor:
+        assert isinstance(plan, TritonPlan)
+        layout = self._layout(plan.batch, query, key_cache, value_cache)
+        output = query.new_empty(query.shape[0], query.shape[1], layout.value_width)
+        schedule = plan.schedules.get(layout)
+        if schedule is None:
+            schedule = plan.schedules[layout] = self._schedule(plan, layout)
+        heads = {"GROUP": layout.group, "KV_HEADS": layout.kv_heads, "DV": layout.value_width}
+        tiling = layout.tiling
+        blocks = {"BLOCK_DV": triton.next_power_of_2(layout.value_width), "BLOCK_M": tiling.block_rows}
+        attention_kernel[(self._programs(tiling),)](
+            query, key_cache, value_cache, output, schedule.partials, schedule.partial_lse, plan.page_table,
+            plan.words, schedule.groups, schedule.chunk_groups, schedule.totals, scale * _LOG2_E,
+            query.stride(0), query.stride(1), D=layout.width, BLOCK_D=triton.next_power_of_2(layout.width),
+            PAGE_SIZE=plan.batch.page_size, BLOCK_N=tiling.block_keys, WORDS=plan.words.shape[1],
+            num_warps=tiling.warps, num_stages=tiling.stages, **heads, **blocks,
+        )  # fmt: skip
+        merge_kernel[(schedule.max_chunks, tiling.block_rows // 4)](
+            output, schedule.partials, schedule.partial_lse, schedule.groups, schedule.chunk_groups,
+            schedule.totals, ROWS=4, PARTS=8, num_warps=4, **heads, **blocks,
+        )  # fmt: skip
+        return output
+
+    def _layout(self, batch: AttentionBatch, query: Tensor, key_cache: Tensor, value_cache: Tensor) -> _Layout:
+        if not (key_cache.is_contiguous() and value_cache.is_contiguous() and query.stride(-1) == 1):
+            raise ValueError("expected contiguous caches and a query whose last dimension is contiguous")
+        if not query.dtype == key_cache.dtype == value_cache.dtype:
+            raise ValueError(f"expected one dtype, got {query.dtype}, {key_cache.dtype} and {value_cache.dtype}")
+        group = query.shape[1] // key_cache.shape[2]
+        tiling = self._settings.tiling or _tiling(max(batch.row_counts) * group, query.element_size())
+        return _Layout(group, key_cache.shape[2], key_cache.shape[3], value_cache.shape[3], tiling)
+
+    def _programs(self, tiling: Tiling) -> int:
+        return self._processors * tiling.programs_per_sm
+
+    def _fixed_tiles(self, tiling: Tiling) -> int:
+        split = self._settings.split_keys or 0
+        if split % tiling.block_keys:
+            raise ValueError(f"expected split_keys to be a multiple of {tiling.block_keys}, got {split}")
+        return split // tiling.block_keys
+
+    def _max_chunks(self, batch: AttentionBatch, layout: _Layout) -> int:
+        if not self._settings.split_keys:
+            return self._programs(layout.tiling)
+        keys = zip(batch.prefix_lengths, batch.row_counts, strict=True)
+        return sum(
+            triton.cdiv(rows * layout.group, layout.tiling.block_rows)
+            * layout.kv_heads
+            * triton.cdiv(prefix + rows, self._settings.split_keys)
+            for prefix, rows in keys
+        )
+
+    def _schedule(self, plan: TritonPlan, layout: _Layout) -> _Schedule:
+        """Allocate and launch what divides the step's work. In a captured graph it runs again at every replay."""
+        batch, tiling = plan.batch, layout.tiling
+        fixed_tiles = self._fixed_tiles(tiling)
+        max_chunks = self._max_chunks(batch, layout)
+        # However the rows are spread over the sequences, each has at most one block that is not full.
+        max_blocks = batch.rows * layout.group // tiling.block_rows + batch.sequences
+        max_groups = max_blocks * layout.kv_heads
+        schedule = _Schedule(
+            groups=self._integers(max_groups, _RECORD),
+            chunk_groups=self._integers(max_chunks, 2),
+            totals=self._integers(2),
+            partials=torch.empty(2 * max_chunks, tiling.block_rows, layout.value_width, device=self._device),
+            partial_lse=torch.empty(2 * max_chunks, tiling.block_rows, device=self._device),
+            max_chunks=max_chunks,
+        )
+        if not plan.schedules and any(parents is not None for parents in batch.parents):
+            ancestor_kernel[(batch.sequences,)](
+                plan.query_starts, plan.causal, plan.parents, plan.words,
+                BLOCK_R=WORD_BITS * plan.words.shape[1], WORDS=plan.words.shape[1],
+            )  # fmt: skip
+        schedule_kernel[(triton.cdiv(max(max_groups, max_chunks), _SCHEDULE_BLOCK),)](
+            plan.query_starts, plan.prefix_lengths, plan.causal, plan.page_starts, schedule.groups,
+            schedule.chunk_groups, schedule.totals, batch.sequences, self._programs(tiling),
+            GROUP=layout.group, KV_HEADS=layout.kv_heads, BLOCK_M=tiling.block_rows, BLOCK_N=tiling.block_keys,
+            FIXED_TILES=fixed_tiles, MIN_TILES=2,
+            BLOCK_B=triton.next_power_of_2(batch.sequences), BLOCK_I=_SCHEDULE_BLOCK,
+        )  # fmt: skip
+        return schedule
+
+    def _integers(self, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.int32, device=self._device)
+
+
+def _tree_rows(batch: AttentionBatch) -> int:
+    """Rows of the largest tree. Raises `ValueError` above 256."""
+    rows = max((len(parents) for parents in batch.parents if parents is not None), default=0)
+    if rows > MAX_TREE_ROWS:
+        raise ValueError(f"expected trees of at most {MAX_TREE_ROWS} rows, got {rows}")
+    return rows
+
+
+def _pack(batch: AttentionBatch, pad_rows: int | None = None) -> Tensor:
+    """One int32 tensor, so that one copy brings the step to the device; the order is that of `TritonPlan`."""
+    packed = array("i", batch.query_starts)
+    packed.extend(batch.prefix_lengths)
+    packed.extend(parents is None for parents in batch.parents)
+    packed.extend(list(accumulate(map(len, batch.pages), initial=0))[:-1])
+    for parents, rows in zip(batch.parents, batch.row_counts, strict=True):
+        packed.extend(parents if parents is not None else (0,) * rows)
+    packed.extend((0,) * ((pad_rows or batch.rows) - batch.rows))
+    packed.extend(chain.from_iterable(batch.pages))
+    return torch.frombuffer(packed, dtype=torch.int32)

@@ -1,0 +1,108 @@
+"""The Triton backend against the reference: interpreted on a CPU here, compiled on a GPU under `make test-gpu`."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from tree_kernels._triton_attention import TritonAttention, TritonSettings
+from tree_kernels.batch import AttentionBatch
+
+WORKER = Path(__file__).with_name("triton_worker.py")
+
+
+def work(**environment: str) -> dict[str, Any]:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(WORKER)],
+        env={**os.environ, **environment},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+        timeout=280,
+    )
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> dict[str, Any]:
+    return work(TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")
+
+
+def check(found: dict[str, Any]) -> None:
+    """fp32 agrees to rounding, half precision to its own."""
+    tolerance = {"half precision": 2e-3}
+    wrong = {
+        name: error
+        for name, error in found["errors"].items()
+        # Written so that NaN fails.
+        if not error <= tolerance.get(name, 1e-2 if name.startswith("bf16") else 2e-6)
+    }
+    assert not wrong
+    assert found["split_invariant"]
+    assert max(found["update_errors"]) < 2e-6
+
+
+def test_every_case_equals_the_reference(interpreted: dict[str, Any]) -> None:
+    assert len(interpreted["errors"]) > 50
+    check(interpreted)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_every_case_equals_the_reference_on_a_gpu() -> None:
+    check(work(TRITON_INTERPRET="0"))
+
+
+def uniform(rows: int, sequences: int = 1, pages: int = 40, tree: bool = True, page_size: int = 16) -> AttentionBatch:
+    return AttentionBatch(
+        query_starts=tuple(rows * b for b in range(sequences + 1)),
+        prefix_lengths=(9,) * sequences,
+        pages=(tuple(range(pages)),) * sequences,
+        page_size=page_size,
+        parents=((0,) * rows if tree else None,) * sequences,
+    )
+
+
+TOO_MUCH = {
+    "rows": uniform(65),
+    "sequences": uniform(32, sequences=2, pages=20),
+    "pages": uniform(64, pages=41),
+    "causal rows": uniform(70, tree=False),
+    "page size": uniform(64, page_size=64),
+}
+
+
+@pytest.mark.parametrize("batch", TOO_MUCH.values(), ids=TOO_MUCH)
+def test_a_plan_refuses_a_step_that_does_not_fit(batch: AttentionBatch) -> None:
+    backend = TritonAttention(torch.device("cpu"), TritonSettings(processors=2))
+    plan = backend.plan(uniform(64))
+    backend.update(plan, uniform(5, pages=3))
+    with pytest.raises(ValueError, match="cannot take"):
+        backend.update(plan, batch)
+
+
+def test_a_tree_of_more_than_four_words_is_refused() -> None:
+    with pytest.raises(ValueError, match="at most 256 rows, got 257"):
+        TritonAttention(torch.device("cpu"), TritonSettings(processors=2)).plan(uniform(257))
+
+
+def test_tensors_that_the_kernel_cannot_read_are_refused() -> None:
+    backend = TritonAttention(torch.device("cpu"), TritonSettings(split_keys=48, processors=2))
+    plan = backend.plan(uniform(64))
+    query, cache = torch.zeros(64, 4, 16), torch.zeros(40, 16, 2, 16)
+    with pytest.raises(ValueError, match="expected one dtype"):
+        backend.run(plan, query.half(), cache, cache, 1.0)
+    with pytest.raises(ValueError, match="expected contiguous caches"):
+        backend.run(plan, query, cache.transpose(0, 1), cache, 1.0)
+    with pytest.raises(ValueError, match="multiple of 32, got 48"):
+        backend.run(plan, query, cache, cache, 1.0)

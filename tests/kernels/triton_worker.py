@@ -1,0 +1,164 @@
+"""Runs the Triton backend over every case and writes what it found as JSON to standard output.
+
+A process of its own, because Triton's interpreter must be chosen before Triton is imported.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from conftest import Case, Spec, make_case
+
+from tree_kernels._triton_attention import Tiling, TritonAttention, TritonSettings
+from tree_kernels.attention import TreeAttention
+from tree_kernels.batch import AttentionBatch
+
+INTERPRETED = not torch.cuda.is_available()
+DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
+# The smallest tile that tensor cores take, so that small inputs have many.
+SMALL = Tiling(block_rows=16, block_keys=16, warps=4, stages=1, programs_per_sm=1)
+WIDE = Tiling(block_rows=32, block_keys=32, warps=4, stages=2, programs_per_sm=1)
+RAGGED: list[Spec] = [
+    (3, 1, "tree"), (47, 16, "tree"), (0, 21, "causal"), (63, 5, "chain"), (0, 0, "causal"), (130, 3, "causal"),
+]  # fmt: skip
+
+
+def cases() -> Iterator[tuple[str, dict[str, Any], TritonSettings]]:
+    """Name, arguments of `make_case`, settings."""
+    balanced = TritonSettings(tiling=SMALL, processors=5)
+    for page_size in (1, 16, 64):
+        yield f"page {page_size}", {"specs": RAGGED, "page_size": page_size, "width": 16}, balanced
+        wide = TritonSettings(tiling=WIDE, processors=5)
+        yield f"page {page_size}, tiles of 32", {"specs": RAGGED, "page_size": page_size, "width": 16}, wide
+    for group in range(1, 9):
+        specs: list[Spec] = [(33, 7, "tree"), (20, 1, "tree")]
+        yield f"group {group}", {"specs": specs, "group": group, "width": 16}, balanced
+    for width, value_width in ((64, 64), (96, 96), (128, 128), (96, 64), (24, 40)):
+        arguments = {"specs": RAGGED[:4], "width": width, "value_width": value_width}
+        yield f"widths {width} and {value_width}", arguments, balanced
+    for rows in (1, 2, 63, 64, 65, 129, 256):
+        arguments = {"specs": [(19, rows, "tree")], "width": 16, "group": 1, "kv_heads": 1}
+        yield f"{rows} rows", arguments, balanced
+    for processors in (1, 2, 7, 64):
+        settings = TritonSettings(tiling=SMALL, processors=processors)
+        yield f"{processors} programs", {"specs": RAGGED, "width": 16}, settings
+    for split_keys in (16, 48, 128):
+        settings = TritonSettings(split_keys, SMALL, 3)
+        yield f"split every {split_keys} keys", {"specs": RAGGED, "width": 16}, settings
+    yield "a prompt", {"specs": [(0, 90, "causal")], "width": 16}, balanced
+    yield "half precision", {"specs": RAGGED, "width": 16, "dtype": torch.float16}, balanced
+    yield "own tiling", {"specs": RAGGED[:3], "width": 32}, TritonSettings(processors=4)
+    if not INTERPRETED:
+        yield from device_cases()
+    rng = random.Random(0)
+    for i in range(20):
+        kinds = ("tree", "chain", "causal", "star")
+        specs = [(rng.randrange(70), rng.randrange(20), rng.choice(kinds)) for _ in range(rng.randrange(1, 5))]
+        settings = TritonSettings(rng.choice((None, 32)), SMALL, rng.randrange(1, 9))
+        arguments = {
+            "specs": [*specs, (rng.randrange(9), 1, "tree")],
+            "page_size": rng.choice((1, 16)),
+            "kv_heads": rng.randrange(1, 3),
+            "group": rng.randrange(1, 5),
+            "width": 16,
+            "seed": i,
+        }
+        yield f"random {i}", arguments, settings
+
+
+def device_cases() -> Iterator[tuple[str, dict[str, Any], TritonSettings]]:
+    """What only a GPU runs: bfloat16, real sizes, the backend's own tilings, more than 2**31 bytes of cache."""
+    for page_size in (1, 16, 64):
+        for group, width in ((4, 128), (8, 128), (3, 64), (7, 96)):
+            for rows in (1, 4, 16, 64, 256):
+                specs: list[Spec] = [(1000, rows, "tree"), (37, 1, "tree"), (5000, rows, "chain")]
+                arguments = {
+                    "specs": specs, "page_size": page_size, "group": group, "width": width, "dtype": torch.bfloat16
+                }  # fmt: skip
+                yield f"bf16 {page_size} {group} {width} {rows}", arguments, TritonSettings()
+                yield f"bf16 split {page_size} {group} {width} {rows}", arguments, TritonSettings(1024)
+    specs = [(100, 700, "causal"), (3000, 33, "tree"), (0, 1, "causal")]
+    yield "bf16 prefill", {"specs": specs, "group": 4, "width": 128, "dtype": torch.bfloat16}, TritonSettings()
+
+
+def run(settings: TritonSettings, case: Case) -> torch.Tensor:
+    backend = TritonAttention(DEVICE, settings)
+    return backend.run(backend.plan(case.batch), case.query, case.key_cache, case.value_cache, case.scale)
+
+
+def reference(case: Case) -> torch.Tensor:
+    backend = TreeAttention("reference", DEVICE)
+    return backend.run(backend.plan(case.batch), case.query, case.key_cache, case.value_cache, case.scale)
+
+
+def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((actual.float() - expected.float()).norm() / expected.float().norm())
+
+
+def error_of(arguments: dict[str, Any], settings: TritonSettings) -> float:
+    case = make_case(**{"device": DEVICE, **arguments})
+    return relative_error(run(settings, case), reference(case))
+
+
+def only(case: Case, b: int) -> Case:
+    """Sequence b of a batch, alone, in the same pages."""
+    batch = case.batch
+    start, end = batch.query_starts[b], batch.query_starts[b + 1]
+    alone = AttentionBatch(
+        (0, end - start), (batch.prefix_lengths[b],), (batch.pages[b],), batch.page_size, (batch.parents[b],)
+    )
+    return Case(alone, case.query[start:end], case.key_cache, case.value_cache, case.scale)
+
+
+def split_results_do_not_depend_on_the_batch() -> bool:
+    settings = TritonSettings(32, SMALL, 3)
+    case = make_case(RAGGED, width=16, device=DEVICE)
+    together = run(settings, case)
+    starts = case.batch.query_starts
+    return all(
+        torch.equal(run(settings, only(case, b)), together[starts[b] : starts[b + 1]])
+        for b in range(case.batch.sequences)
+        if case.batch.row_counts[b]
+    )
+
+
+def a_plan_takes_the_next_step() -> list[float]:
+    """Errors of steps of other shapes, run through the tensors of one plan without planning again."""
+    backend = TritonAttention(DEVICE, TritonSettings(tiling=SMALL, processors=5))
+    first = make_case([(70, 40, "tree"), (40, 20, "tree"), (9, 9, "tree")], width=16, device=DEVICE)
+    plan = backend.plan(first.batch)
+    backend.run(plan, first.query, first.key_cache, first.value_cache, first.scale)
+    errors = []
+    steps: list[list[Spec]] = [
+        [(30, 1, "tree"), (5, 17, "tree"), (8, 50, "causal")],
+        [(100, 1, "tree"), (0, 0, "tree"), (0, 0, "tree")],
+        [(0, 64, "tree"), (60, 3, "chain"), (1, 1, "tree")],
+    ]
+    for step in steps:
+        case = make_case(step, width=16, spare_pages=0, device=DEVICE)
+        backend.update(plan, case.batch)
+        # What a captured graph replays: prepare, attend, merge.
+        plan.schedules.clear()
+        query = torch.zeros(first.query.shape, device=DEVICE)
+        query[: case.batch.rows] = case.query
+        output = backend.run(plan, query, case.key_cache, case.value_cache, case.scale)
+        errors.append(relative_error(output[: case.batch.rows], reference(case)))
+    return errors
+
+
+def main() -> None:
+    found = {
+        "errors": {name: error_of(arguments, settings) for name, arguments, settings in cases()},
+        "split_invariant": split_results_do_not_depend_on_the_batch(),
+        "update_errors": a_plan_takes_the_next_step(),
+    }
+    json.dump(found, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()
