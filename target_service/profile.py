@@ -43,7 +43,7 @@ def _times(runner: ModelRunner, pages: list[int], context: int, rows: int) -> It
 def _step(runner: ModelRunner, pages: list[int], context: int, rows: int) -> ForwardInput:
     parents = (0,) * rows
     return ForwardInput(
-        token_ids=tuple(range(rows)),
+        token_ids=tuple(row % runner.vocabulary_size for row in range(rows)),
         positions=(context, *(context + 1 for _ in range(rows - 1))),
         slots=tuple(runner.cache.slots(pages, context, rows)),
         attention=AttentionBatch(
