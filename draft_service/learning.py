@@ -5,33 +5,24 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from dataclasses import dataclass
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
 
-import numpy as np
-
-from draft_service.ngram_trie import NgramTrie
-from draft_service.trie_arrays import Tokens
-
+Result = TypeVar("Result")
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Lesson:
-    """Tokens that `trie` is to learn. `context` came before them and was taught before."""
-
-    trie: NgramTrie
-    context: Tokens
-    token_ids: Tokens
-    weight: int
-
-
 class Learner:
-    """Inserts lessons in order, on its own thread, so that every trie has a single writer."""
+    """Runs lessons in order on its own thread, so that every trie has a single writer."""
 
-    def __init__(self, max_backlog: int) -> None:
-        """`max_backlog`: tokens that may wait; lessons past it are dropped, and counted."""
+    def __init__(self, max_backlog: int, every_seconds: float = 0.0, chore: Callable[[], None] | None = None) -> None:
+        """`max_backlog`: tokens that may wait. `chore` runs on the thread every so often, and once at the end."""
         self._max_backlog = max_backlog
-        self._lessons: queue.SimpleQueue[Lesson | threading.Event | None] = queue.SimpleQueue()
+        self._every = every_seconds
+        self._chore = chore
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="trie-learner", daemon=True)
         self._count = threading.Lock()
         self.backlog = 0
@@ -39,43 +30,69 @@ class Learner:
         self.dropped_tokens = 0
 
     def start(self) -> None:
+        """Begin to work off the queue. Called once."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Learn what waits, then end. Idempotent."""
+        """Work off what waits, run the chore, end. Idempotent."""
         if self._thread.is_alive():
-            self._lessons.put(None)
+            self._work.put(None)
             self._thread.join()
 
-    def teach(self, lesson: Lesson) -> bool:
-        """Queue a lesson. False when it was dropped because too much waits."""
-        tokens = len(lesson.token_ids)
+    def teach(self, tokens: int, lesson: Callable[[], None]) -> bool:
+        """Queue a lesson of so many tokens. False when it was dropped because too much waits."""
         with self._count:
             if self.backlog + tokens > self._max_backlog:
                 self.dropped_tokens += tokens
                 return False
             self.backlog += tokens
-        self._lessons.put(lesson)
+
+        def learn() -> None:
+            lesson()
+            with self._count:
+                self.backlog -= tokens
+                self.learnt_tokens += tokens
+
+        self._work.put(learn)
         return True
 
+    def run(self, work: Callable[[], Result]) -> Result:
+        """Do `work` on the thread, after all that was queued before, and hand back its result or error."""
+        future: Future[Result] = Future()
+
+        def fulfil() -> None:
+            try:
+                future.set_result(work())
+            except BaseException as error:
+                # Raised again where the result is awaited.
+                future.set_exception(error)
+
+        self._work.put(fulfil)
+        return future.result()
+
     def flush(self) -> None:
-        """Wait until everything taught so far is learnt. Returns at once when not running."""
-        if self._thread.is_alive():
-            done = threading.Event()
-            self._lessons.put(done)
-            done.wait()
+        """Wait until everything taught so far is learnt."""
+        self.run(lambda: None)
 
     def _run(self) -> None:
-        while (item := self._lessons.get()) is not None:
-            if isinstance(item, threading.Event):
-                item.set()
-                continue
-            item.trie.insert(item.token_ids, item.context, item.weight)
-            with self._count:
-                self.backlog -= len(item.token_ids)
-                self.learnt_tokens += len(item.token_ids)
+        due = time.monotonic() + self._every
+        while True:
+            try:
+                work = self._work.get(timeout=max(0.0, due - time.monotonic()) if self._every else None)
+            except queue.Empty:
+                work = _nothing
+            if work is None:
+                break
+            work()
+            if self._every and time.monotonic() >= due:
+                self._do_chore()
+                due = time.monotonic() + self._every
+        self._do_chore()
+
+    def _do_chore(self) -> None:
+        if self._chore is not None:
+            self._chore()
 
 
-def as_tokens(token_ids: list[int]) -> Tokens:
-    """Token ids as the kernels take them."""
-    return np.array(token_ids, dtype=np.int32)
+def _nothing() -> None:
+    """What the thread does when only the chore is due."""

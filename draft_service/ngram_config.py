@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from draft_service.tree_growth import SOURCES, Evidence
+from draft_service.prediction import SOURCES, Evidence
 from outrider.frames import TreeLimits
 from outrider.settings import SettingsError, setting
 from outrider.tree import MAX_ROWS
@@ -41,6 +41,7 @@ class TrieConfig:
     max_backlog: int = setting(1_000_000, "tokens that may wait to be learnt; past it, new ones are not learnt")
 
     snapshot: str = setting("", "folder to keep tries in across restarts; none when empty")
+    snapshot_seconds: float = setting(300.0, "time between snapshots; one is also written at the end")
 
     def __post_init__(self) -> None:
         if not 1 <= self.num_draft_tokens < MAX_ROWS:
@@ -80,6 +81,7 @@ class TrieConfig:
             recency=np.array(RECENCY),
             precedence=np.array(PRECEDENCE, dtype=np.int32),
             half_life_log2=np.array([NEVER_LOG2, self.half_life_log2, NEVER_LOG2], dtype=np.int32),
+            spread=SPREAD,
             min_match=self.min_match,
             max_match=self.max_match,
             recent_first=self.selection == "recent",
@@ -89,6 +91,7 @@ class TrieConfig:
 # By context length in tokens, the last for all longer: how many occurrences the unseen is worth.
 ESCAPE_OWN = (8.0, 4.0, 2.0, 1.0, 0.6, 0.4, 0.3, 0.25, 0.2)
 ESCAPE_OTHERS = (16.0, 8.0, 3.0, 1.5, 1.0, 0.7, 0.5, 0.4, 0.3)
+SPREAD = 0.5
 RECENCY = (0.5, 0.0, 0.0)
 PRECEDENCE = (1, 0, 0)
 # A sequence's own trie and a shared corpus do not forget with age.

@@ -2,38 +2,42 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 
 import numpy as np
 
+from draft_service import snapshot
 from draft_service.corpora import Corpora
 from draft_service.drafter import CorpusGrowth, Drafter, DrafterSpec, DraftSequence, tree_limits
-from draft_service.learning import Learner, Lesson, as_tokens
+from draft_service.learning import Learner
 from draft_service.ngram_config import NEVER_LOG2, TrieConfig
 from draft_service.ngram_trie import NgramTrie
-from draft_service.tree_growth import UNIT, Shape, Trie, grow
+from draft_service.prediction import UNIT
+from draft_service.tree_building import build_tree
+from draft_service.trie_arrays import Tokens
 from outrider.frames import TreeLimits
 from outrider.sampling import VerificationMode
 from outrider.tree import TokenTree
 
+log = logging.getLogger(__name__)
 # Committed tokens are taught to the tenant's trie in pieces of this size, to spare the queue.
 _PIECE = 16
 
 
 @dataclass(slots=True)
 class _Followed:
-    """What the drafter keeps of one sequence. `taught` counts its tokens that were handed to the tenant's trie."""
+    """What the drafter keeps of one sequence. `taught` counts its tokens that the tenant's trie was given."""
 
     own: NgramTrie
-    tenant: NgramTrie
-    shared: NgramTrie | None
     taught: int
 
 
 class NgramDrafter:
-    """See `TrieConfig` for what can be set and `tree_growth` for how candidates are ranked."""
+    """See `TrieConfig` for what can be set, `prediction` and `tree_growth` for how candidates are ranked."""
 
     name = "trie"
     vocabulary_size = 0
@@ -44,14 +48,18 @@ class NgramDrafter:
         self.max_context = config.max_context
         self._evidence = config.evidence()
         self._corpora = Corpora(config)
-        self._learner = Learner(config.max_backlog)
+        chore = self._save if config.snapshot else None
+        self._learner = Learner(config.max_backlog, config.snapshot_seconds if config.snapshot else 0.0, chore)
         self._nothing = NgramTrie(2, 4)
 
     def start(self) -> None:
-        """Compile (about ten seconds once per machine, then cached) and restore the snapshot."""
+        """Compile (seconds once per machine, then cached), restore the snapshot, begin to learn."""
+        self._warm_up()
+        self._restore()
         self._learner.start()
 
     def stop(self) -> None:
+        """Learn what waits and write the snapshot."""
         self._learner.stop()
 
     def flush(self) -> None:
@@ -59,22 +67,22 @@ class NgramDrafter:
         self._learner.flush()
 
     def open(self, sequence: DraftSequence) -> None:
-        shared = self._corpora.shared(sequence.corpus) if sequence.corpus else None
+        if sequence.corpus:
+            self._corpora.shared(sequence.corpus)
         config = self._config
-        recent = as_tokens(sequence.token_ids[-config.own_tokens :])
+        recent = _as_tokens(sequence.token_ids[-config.own_tokens :])
         capacity = 2 * config.own_tokens * config.depth
         own = NgramTrie(config.depth, capacity, NEVER_LOG2, first_rows=(len(recent) + 64) * config.depth)
         own.insert(recent, weight=UNIT)
-        followed = _Followed(own, self._corpora.tenant(sequence.tenant), shared, 0)
+        # Outputs that come with an open were taught when they were first committed.
+        followed = _Followed(own, taught=0 if config.learn_prompts else sequence.prompt_length)
         sequence.state = followed
-        if not config.learn_prompts:
-            followed.taught = sequence.prompt_length
         self._teach(sequence, followed)
 
     def advance(self, sequence: DraftSequence, committed: Sequence[int]) -> None:
         followed: _Followed = sequence.state
-        fresh, depth = len(committed), self._config.depth
-        tail = as_tokens(sequence.token_ids[-(fresh + depth) :])
+        fresh = len(committed)
+        tail = _as_tokens(sequence.token_ids[-(fresh + self._config.depth) :])
         followed.own.insert(tail[-fresh:], tail[:-fresh], UNIT)
         if len(sequence.token_ids) - followed.taught >= _PIECE:
             self._teach(sequence, followed)
@@ -84,55 +92,79 @@ class NgramDrafter:
             self._teach(sequence, sequence.state)
             sequence.state = None
 
+    def propose(self, sequences: Sequence[DraftSequence]) -> list[TokenTree]:
+        return [self._tree(sequence) for sequence in sequences]
+
+    def add_corpus(self, tenant: str, corpus: str, token_ids: Sequence[int]) -> CorpusGrowth:
+        """See `CorpusDrafter.add_corpus`."""
+        return self._learner.run(partial(self._corpora.add, tenant, corpus, _as_tokens(token_ids)))
+
+    def stats(self) -> Mapping[str, float]:
+        learner = self._learner
+        return self._corpora.figures() | {
+            "trie_backlog_tokens": learner.backlog,
+            "trie_learnt_tokens_total": learner.learnt_tokens,
+            "trie_dropped_tokens_total": learner.dropped_tokens,
+        }
+
+    def _tree(self, sequence: DraftSequence) -> TokenTree:
+        followed: _Followed = sequence.state
+        tenant = self._corpora.tenant(sequence.tenant)
+        shared = self._corpora.shared(sequence.corpus) if sequence.corpus else self._nothing
+        # Learning goes on while trees grow, so what is read is held for the microseconds that takes.
+        with tenant.lock, shared.lock:
+            tries = (followed.own.arrays(), tenant.arrays(), shared.arrays())
+            limits = tree_limits(self.limits, sequence.limits)
+            return build_tree(tries, sequence, self._evidence, limits, self._config.breadth, self._config.min_score)
+
     def _teach(self, sequence: DraftSequence, followed: _Followed) -> None:
-        """Hand what is new to the tenant's trie."""
-        config, end = self._config, len(sequence.token_ids)
-        if followed.taught < sequence.prompt_length:
-            self._lesson(sequence, followed, sequence.prompt_length, UNIT)
+        """Hand what is new to the tenant's trie, prompt and output each with its weight."""
+        config, prompt, end = self._config, sequence.prompt_length, len(sequence.token_ids)
+        if followed.taught < prompt:
+            self._lesson(sequence, followed, prompt, UNIT)
         if followed.taught < end and config.learn_outputs:
             self._lesson(sequence, followed, end, UNIT * config.output_weight)
 
     def _lesson(self, sequence: DraftSequence, followed: _Followed, end: int, weight: int) -> None:
         begin = followed.taught
-        context = as_tokens(sequence.token_ids[max(0, begin - self._config.depth) : begin])
-        tokens = as_tokens(sequence.token_ids[begin:end])
-        self._learner.teach(Lesson(followed.tenant, context, tokens, weight))
+        context = _as_tokens(sequence.token_ids[max(0, begin - self._config.depth) : begin])
+        tokens = _as_tokens(sequence.token_ids[begin:end])
+        self._learner.teach(len(tokens), partial(self._corpora.learn, sequence.tenant, context, tokens, weight))
         followed.taught = end
 
-    def propose(self, sequences: Sequence[DraftSequence]) -> list[TokenTree]:
-        return [self._tree(sequence) for sequence in sequences]
+    def _settings(self) -> dict[str, int]:
+        """What a snapshot must agree with to be of use."""
+        return {"depth": self._config.depth, "unit": UNIT, "half_life_log2": self._config.half_life_log2}
 
-    def _tree(self, sequence: DraftSequence) -> TokenTree:
-        followed: _Followed = sequence.state
-        context = as_tokens(sequence.token_ids[-self._config.max_match :])
-        shape = self._shape(sequence)
-        tokens = np.empty(shape.nodes + 1, np.int32)
-        parents = np.empty(shape.nodes + 1, np.int32)
-        scores = np.empty(shape.nodes + 1, np.float64)
-        shared = followed.shared or self._nothing
-        with followed.tenant.lock, shared.lock:
-            tries = (followed.own.arrays(), followed.tenant.arrays(), shared.arrays())
-            rows = grow(tries, context, self._evidence, shape, tokens, parents, scores)
-        tokens[0], parents[0], scores[0] = sequence.root, 0, 1.0
-        return TokenTree(tuple(tokens[:rows].tolist()), tuple(parents[:rows].tolist()), tuple(scores[:rows].tolist()))
+    def _save(self) -> None:
+        try:
+            snapshot.save(Path(self._config.snapshot), self._corpora.contents(), self._settings())
+        except OSError as error:
+            log.error("the trie snapshot was not written: %s", error)
 
-    def _shape(self, sequence: DraftSequence) -> Shape:
-        limits = tree_limits(self.limits, sequence.limits)
-        coupled = sequence.mode is VerificationMode.COUPLED
-        return Shape(
-            nodes=limits.max_nodes,
-            depth=limits.max_depth,
-            breadth=self._config.breadth,
-            floor=self._config.min_score,
-            coupled=coupled,
-            power=1.0 / max(sequence.sampling.temperature, 0.1) if coupled else 1.0,
-            sharpness=1.0,
-            seed=np.uint64(sequence.seed),
-            position=np.uint64(len(sequence.token_ids)),
-        )
+    def _restore(self) -> None:
+        if not self._config.snapshot:
+            return
+        folder = Path(self._config.snapshot)
+        try:
+            self._corpora.restore(snapshot.load(folder, self._settings()))
+        except ValueError as error:
+            aside = snapshot.set_aside(folder)
+            log.error("the trie snapshot was refused, and every trie starts empty: %s (moved to %s)", error, aside)
 
-    def stats(self) -> Mapping[str, float]:
-        return {}
+    def _warm_up(self) -> None:
+        """Run every compiled loop once on a throw-away sequence."""
+        NgramTrie(2, 64).evict(4)
+        for mode in VerificationMode:
+            sequence = DraftSequence(0, [1, 2, 1, 2, 1], 5, 4, mode=mode)
+            own = NgramTrie(self._config.depth, 4096)
+            own.insert(_as_tokens(sequence.token_ids), weight=UNIT)
+            nothing = self._nothing.arrays()
+            build_tree((own.arrays(), nothing, nothing), sequence, self._evidence, TreeLimits(4, 4), 2, 0.01)
+
+
+def _as_tokens(token_ids: Sequence[int]) -> Tokens:
+    return np.array(token_ids, dtype=np.int32)
 
 
 def _create(config: TrieConfig) -> Drafter:

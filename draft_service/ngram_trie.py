@@ -26,7 +26,7 @@ from draft_service.trie_arrays import (
     insert,
     match,
 )
-from draft_service.trie_eviction import copy_survivors, enter_all, slots_for, survivors
+from draft_service.trie_eviction import copy_survivors, enter_all, slots_for, sound, survivors
 
 _FIRST_ROWS = 256
 # A full trie is cut back to this share, so that a cut is paid for by many insertions.
@@ -55,6 +55,8 @@ class NgramTrie:
         self.lock = threading.Lock()
         self.evictions = 0
         self.used = 1
+        # Four pieces at least between two cuts, however small the trie.
+        self._chunk = min(_CHUNK, max(1, (capacity - 1) // (4 * depth)))
         rows = min(max(first_rows, 2 * depth), capacity)
         self.rows: Rows = np.zeros((rows, COLUMNS), dtype=np.int32)
         self.slots: Slots = np.zeros(slots_for(rows), dtype=np.int64)
@@ -86,16 +88,34 @@ class NgramTrie:
             context: [m] int32, inserted before; its last `depth - 1` tokens are used.
             weight: what one occurrence adds to a count.
         """
-        chunk = min(_CHUNK, max(1, (self.capacity - 1) // (4 * self.depth)))
-        for start in range(0, len(token_ids), chunk):
-            piece = token_ids[start : start + chunk]
-            before = np.concatenate([context, token_ids[:start]]) if start < self.depth else token_ids[:start]
-            before = np.ascontiguousarray(before[-(self.depth - 1) :], dtype=np.int32)
-            self._make_room(len(piece) * self.depth)
-            with self.lock:
-                self.used = insert(
-                    self.rows, self.slots, self.used, before, piece, self.depth, weight, self.half_life_log2
-                )
+        for start in range(0, len(token_ids), self._chunk):
+            self._insert_piece(token_ids, context, start, min(self._chunk, len(token_ids) - start), weight)
+
+    def insert_within(self, token_ids: Tokens, budget: int, weight: int = 1) -> tuple[int, int]:
+        """Like `insert`, but stop before more than `budget` nodes are made. Returns tokens inserted, nodes made."""
+        done, made = 0, 0
+        while done < len(token_ids):
+            size = min(self._chunk, len(token_ids) - done, (budget - made) // self.depth)
+            if size <= 0:
+                break
+            made += self._insert_piece(token_ids, _EMPTY, done, size, weight)
+            done += size
+        return done, made
+
+    def _insert_piece(self, token_ids: Tokens, context: Tokens, start: int, size: int, weight: int) -> int:
+        """Insert `size` tokens from `start` on. Returns nodes made."""
+        before = (
+            token_ids[:start]
+            if start >= self.depth or not len(context)
+            else np.concatenate((context, token_ids[:start]))
+        )
+        before = np.ascontiguousarray(before[-(self.depth - 1) :], dtype=np.int32)
+        piece = token_ids[start : start + size]
+        self._make_room(size * self.depth)
+        with self.lock:
+            used = insert(self.rows, self.slots, self.used, before, piece, self.depth, weight, self.half_life_log2)
+            made, self.used = used - self.used, used
+        return made
 
     def _make_room(self, wanted: int) -> None:
         if self.used + wanted <= len(self.rows):
@@ -122,6 +142,19 @@ class NgramTrie:
         with self.lock:
             self.rows, self.slots, self.used = rows, slots, kept
             self.evictions += 1
+
+    @classmethod
+    def restored(cls, rows: Rows, depth: int, capacity: int, half_life_log2: int) -> NgramTrie:
+        """A trie from the used rows of another. Raises `ValueError` unless they are sound."""
+        trie = cls(depth, capacity, half_life_log2, first_rows=len(rows))
+        if rows.dtype != np.int32 or rows.ndim != 2 or rows.shape[1] != COLUMNS or not 1 <= len(rows) <= capacity:
+            raise ValueError(f"rows must be int32 [1..{capacity}, {COLUMNS}], are {rows.dtype} {rows.shape}")
+        if not sound(np.ascontiguousarray(rows)):
+            raise ValueError("rows do not form a trie")
+        trie.used = len(rows)
+        trie.rows[: len(rows)] = rows
+        enter_all(trie.rows, trie.slots, trie.used)
+        return trie
 
     def node_of(self, window: Sequence[int]) -> int | None:
         """The node of a window, or None. For tests and inspection."""

@@ -1,4 +1,4 @@
-"""Growing and shrinking a trie's arrays: both build new arrays, so readers of the old ones are never in the way."""
+"""Building a trie's arrays anew, larger, smaller or restored, so that readers of the old ones are never in the way."""
 
 from __future__ import annotations
 
@@ -92,9 +92,7 @@ def survivors(rows: Rows, used: int, target: int, half_life_log2: int) -> tuple[
 
 
 @compiled
-def copy_survivors(
-    rows: Rows, used: int, numbers: npt.NDArray[np.int32], fresh: Rows, slots: Slots
-) -> None:
+def copy_survivors(rows: Rows, used: int, numbers: npt.NDArray[np.int32], fresh: Rows, slots: Slots) -> None:
     """Copy the rows that stay into `fresh` and `slots`, both zero, keeping siblings in order of recency."""
     for node in range(used):
         number = numbers[node]
@@ -124,3 +122,24 @@ def _link_children(rows: Rows, numbers: npt.NDArray[np.int32], fresh: Rows, node
                 fresh[kept, PREVIOUS] = before
             before = kept
         child = rows[child, NEXT]
+
+
+@compiled
+def sound(rows: Rows) -> bool:
+    """Whether rows from outside can be walked safely: pointers in range, sibling lists whole, every node in one."""
+    used, children = len(rows), 0
+    if rows[ROOT, NEXT] != 0 or rows[ROOT, PREVIOUS] != 0 or rows[ROOT, PARENT] != 0 or rows[ROOT, LINK] != 0:
+        return False
+    for node in range(used):
+        if node != ROOT and not (0 <= rows[node, PARENT] < node and 0 <= rows[node, LINK] < node):
+            return False
+        if rows[node, COUNT] < 0 or not 0 <= rows[node, SEEN] <= rows[ROOT, SEEN] or rows[node, TOKEN] < 0:
+            return False
+        before, child = 0, rows[node, FIRST_CHILD]
+        while child != 0:
+            # A child stands after its parent, and is met once: by the list it names, behind the sibling it names.
+            if not node < child < used or rows[child, PARENT] != node or rows[child, PREVIOUS] != before:
+                return False
+            children += 1
+            before, child = child, rows[child, NEXT]
+    return children == used - 1
