@@ -39,7 +39,7 @@ class DraftWorker:
     """The work behind the server, as its lifecycle sees it. Drafting is inline, so it lives as the loop does."""
 
     def __init__(self, admission: Admission) -> None:
-        self._admission = admission
+        self.admission = admission
 
     def alive(self) -> bool:
         return True
@@ -49,8 +49,8 @@ class DraftWorker:
 
     async def drain(self) -> None:
         """Refuse new sequences and wait for the open ones to end."""
-        self._admission.draining = True
-        while self._admission.sequences:
+        self.admission.draining = True
+        while self.admission.sequences:
             await asyncio.sleep(_DRAIN_POLL)
 
 

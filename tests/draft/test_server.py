@@ -1,0 +1,283 @@
+"""The draft service over a real socket: frames in and out, and bad frames that hurt their own sequence only."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+
+import grpc
+import pytest
+from draft_harness import PROPOSE, Draft, draft_over
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from scripted_drafter import VOCABULARY, ScriptedDrafter, opening
+
+from draft_service.config import DraftConfig
+from draft_service.server import SERVICE_NAME
+from draft_service.service import build_server
+from outrider import __version__
+from outrider.draft_wire import growth_from_pb, open_to_pb
+from outrider.errors import (
+    InvalidField,
+)
+from outrider.frames import MAX_OUTSTANDING_CREDIT
+from outrider.settings import SettingsError
+from outrider.v1 import draft_pb2, tree_pb2
+from outrider.wire import error_of_rpc
+
+
+@pytest.fixture
+async def draft() -> AsyncIterator[Draft]:
+    async with draft_over() as running:
+        yield running
+
+
+async def test_open_and_advance_are_answered(draft: Draft) -> None:
+    async with draft.stream() as stream:
+        await stream.open(opening(7))
+        opened = await stream.opened()
+        assert (opened.sequence_id, opened.limits.max_nodes) == (7, 4)
+        first = (await stream.growth()).sequences[0]
+        assert (first.sequence_id, first.base_step, first.first_node_id, first.replaces) == (7, 0, 1, True)
+        assert list(first.token_ids) == [512, 13, 14, 15]
+        await stream.advance((7, 1, [13, 14]))
+        frame = await stream.hear()
+        second = growth_from_pb(frame.growth.sequences[0], VOCABULARY)
+        assert (second.base_step, second.token_ids) == (1, (514, 15, 16, 17))
+        assert frame.timings.compute_nanoseconds > 0
+
+
+async def test_one_advance_frame_is_answered_by_one_growth_frame(draft: Draft) -> None:
+    async with draft.stream() as stream:
+        for sequence_id in (1, 2, 3):
+            await stream.open(opening(sequence_id))
+            await stream.opened()
+            await stream.growth()
+        await stream.advance(*((sequence_id, 1, [20]) for sequence_id in (3, 1, 2)))
+        assert [part.sequence_id for part in (await stream.growth()).sequences] == [3, 1, 2]
+
+
+async def test_growth_waits_for_credit_and_then_is_the_newest(draft: Draft) -> None:
+    async with draft.stream(credit=0) as stream:
+        await stream.open(opening())
+        await stream.opened()
+        for number in range(1, 6):
+            await stream.advance((1, number, [20 + number]))
+        await stream.credit(1)
+        frame = await stream.hear()
+        assert [part.base_step for part in frame.growth.sequences] == [5]
+        assert frame.timings.queue_nanoseconds > 0
+
+
+@pytest.mark.parametrize(
+    ("part", "reason"),
+    [
+        ((1, 1, []), "INVALID_FIELD"),
+        ((1, 1, [VOCABULARY]), "INVALID_FIELD"),
+        ((1, 1, [2**32 - 1]), "INVALID_FIELD"),
+        ((1, 1, [1] * 257), "INVALID_FIELD"),
+        ((1, 2, [1]), "STEP_SKIPPED"),
+        ((1, 2**63, [1]), "STEP_SKIPPED"),
+        ((99, 1, [1]), "UNKNOWN_SEQUENCE"),
+        ((1, 1, [1] * 62), "POSITION_OUT_OF_RANGE"),
+    ],
+    ids=["empty", "vocabulary", "-1", "oversize", "skipped", "far ahead", "nobody's", "too long"],
+)
+async def test_a_bad_advance_ends_its_own_sequence_only(
+    draft: Draft, part: tuple[int, int, list[int]], reason: str
+) -> None:
+    async with draft.stream() as stream:
+        for sequence_id in (1, 2):
+            await stream.open(opening(sequence_id))
+            await stream.opened()
+            await stream.growth()
+        await stream.advance(part, (2, 1, [20]))
+        assert await stream.reason() == (part[0], reason)
+        growth = await stream.growth()
+        assert [each.sequence_id for each in growth.sequences] == [2]
+        if part[0] == 1:
+            await stream.advance((1, 1, [20]))
+            assert await stream.reason() == (1, "UNKNOWN_SEQUENCE")
+
+
+async def test_a_step_behind_is_aborted(draft: Draft) -> None:
+    async with draft.stream() as stream:
+        await stream.open(opening(step=5))
+        await stream.opened()
+        await stream.growth()
+        await stream.advance((1, 4, [1]))
+        frame = await stream.hear()
+        assert frame.status.status.code == grpc.StatusCode.ABORTED.value[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"token_ids": []}, "open.token_ids"),
+        ({"token_ids": [VOCABULARY]}, "open.token_ids[0]"),
+        ({"prompt_length": 9}, "open.prompt_length"),
+        ({"tenant": "../x"}, "open.tenant"),
+        ({"mode": 99}, "open.mode"),
+        ({"sampling": tree_pb2.SamplingParameters(temperature=float("nan"))}, "open.sampling.temperature"),
+    ],
+    ids=["empty", "out of range", "prompt length", "tenant", "mode", "sampling"],
+)
+async def test_a_bad_open_is_refused_with_its_field(draft: Draft, change: dict[str, Any], field: str) -> None:
+    async with draft.stream() as stream:
+        pb = open_to_pb(opening(3))
+        for name in change:
+            pb.ClearField(name)
+        pb.MergeFrom(draft_pb2.OpenSequence(**change))
+        await stream.send(open=pb)
+        sequence_id, error = await stream.failure()
+        assert sequence_id == 3 and isinstance(error, InvalidField) and error.field == field
+        await stream.open(opening(3))
+        await stream.opened()
+
+
+async def test_an_id_opened_twice_is_closed(draft: Draft) -> None:
+    async with draft.stream() as stream:
+        await stream.open(opening())
+        await stream.opened()
+        await stream.growth()
+        await stream.open(opening())
+        assert await stream.reason() == (1, "SEQUENCE_EXISTS")
+        await draft.empty()
+
+
+async def test_another_vocabulary_is_refused() -> None:
+    async with draft_over(vocabulary_size=VOCABULARY) as draft, draft.stream() as stream:
+        await stream.open(replace(opening(), vocabulary_size=VOCABULARY + 1))
+        assert await stream.reason() == (1, "WRONG_VOCABULARY")
+
+
+@pytest.mark.parametrize(
+    "wire", [b"", b"\x12\xff\x01", b"\xff" * 40, b"\x7a\x00"], ids=["empty", "cut off", "noise", "unknown frame"]
+)
+async def test_bytes_that_are_no_frame_end_their_stream_only(draft: Draft, wire: bytes) -> None:
+    async with draft.stream() as good:
+        await good.open(opening())
+        await good.opened()
+        await good.growth()
+        bad = draft.channel.stream_stream(PROPOSE)()
+        await bad.write(wire)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await bad.read()
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        await good.advance((1, 1, [20]))
+        assert (await good.growth()).sequences[0].base_step == 1
+
+
+async def test_too_much_credit_ends_the_stream(draft: Draft) -> None:
+    async with draft.stream(credit=MAX_OUTSTANDING_CREDIT + 1) as stream:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stream.hear()
+        error = error_of_rpc(caught.value)
+        assert isinstance(error, InvalidField) and error.field == "credit.frames"
+
+
+@pytest.mark.parametrize("how", ["cancelled", "half closed", "closed"])
+async def test_however_a_stream_ends_nothing_stays(draft: Draft, how: str) -> None:
+    async with draft.stream() as stream:
+        for sequence_id in range(5):
+            await stream.open(opening(sequence_id))
+            await stream.opened()
+            await stream.growth()
+        assert len(draft.drafter.open_sequences) == 5
+        if how == "cancelled":
+            stream.call.cancel()
+        elif how == "half closed":
+            await stream.call.done_writing()
+            assert await stream.hear() is grpc.aio.EOF
+        else:
+            await stream.send(close=draft_pb2.CloseSequences(sequence_ids=[0, 1, 2, 3, 4, 99, 0]))
+        await draft.empty()
+
+
+async def test_a_bug_in_the_drafter_ends_the_stream_without_its_text(draft: Draft) -> None:
+    draft.drafter.fails = True
+    async with draft.stream() as stream:
+        await stream.open(opening())
+        await stream.opened()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stream.hear()
+        assert caught.value.code() is grpc.StatusCode.INTERNAL
+        assert "drafter" not in str(caught.value.details())
+    await draft.empty()
+
+
+async def test_sequences_of_one_stream_are_unknown_to_another(draft: Draft) -> None:
+    async with draft.stream() as one, draft.stream() as other:
+        await one.open(opening(5))
+        await one.opened()
+        await other.advance((5, 1, [20]))
+        assert await other.reason() == (5, "UNKNOWN_SEQUENCE")
+        await other.send(close=draft_pb2.CloseSequences(sequence_ids=[5]))
+        await one.growth()
+        await one.advance((5, 1, [20]))
+        assert (await one.growth()).sequences[0].base_step == 1
+
+
+async def test_info_says_what_is_served() -> None:
+    async with draft_over(vocabulary_size=VOCABULARY, tokenizer_fingerprint="ab" * 32) as draft:
+        info = await draft.stub.GetDraftInfo(draft_pb2.GetDraftInfoRequest())
+        assert (info.drafter, info.vocabulary_size, info.tokenizer_fingerprint) == ("scripted", 1000, "ab" * 32)
+        assert (info.limits.max_nodes, info.max_context, info.version) == (4, 64, __version__)
+        assert not info.HasField("features")
+
+
+async def test_health_is_told_per_service(draft: Draft) -> None:
+    health = health_pb2_grpc.HealthStub(draft.channel)
+    for name in ("", SERVICE_NAME):
+        answer = await health.Check(health_pb2.HealthCheckRequest(service=name))
+        assert answer.status == health_pb2.HealthCheckResponse.SERVING
+
+
+async def test_draining_refuses_new_sequences_and_waits_for_open_ones(draft: Draft) -> None:
+    async with draft.stream() as stream:
+        await stream.open(opening(1))
+        await stream.opened()
+        await stream.growth()
+        draining = asyncio.create_task(draft.worker.drain())
+        await asyncio.sleep(0.01)
+        await stream.open(opening(2))
+        assert await stream.reason() == (2, "DRAINING")
+        assert not draining.done()
+        await stream.send(close=draft_pb2.CloseSequences(sequence_ids=[1]))
+        async with asyncio.timeout(5):
+            await draining
+
+
+def figure(draft: Draft, name: str) -> float:
+    """Sum of a metric's samples, counters and gauges alike."""
+    families = {family.name: family for family in draft.observer.metrics.collect()}
+    return sum(sample.value for sample in families[name].samples)
+
+
+async def test_what_is_counted_in_is_counted_out(draft: Draft) -> None:
+    async with draft.stream() as stream:
+        for sequence_id in range(4):
+            await stream.open(opening(sequence_id))
+            await stream.opened()
+            await stream.growth()
+        assert figure(draft, "outrider_draft_sequences") == 4
+        await stream.advance((0, 9, [1]), (1, 1, [13]))
+        assert await stream.reason() == (0, "STEP_SKIPPED")
+        await stream.growth()
+        await stream.open(opening(1))
+        assert await stream.reason() == (1, "SEQUENCE_EXISTS")
+        await stream.send(close=draft_pb2.CloseSequences(sequence_ids=[2]))
+    await draft.empty()
+    assert figure(draft, "outrider_draft_sequences") == figure(draft, "outrider_draft_streams") == 0
+    assert figure(draft, "outrider_draft_sequences_opened") == 4
+    assert figure(draft, "outrider_draft_sequences_closed") == 4
+    assert figure(draft, "outrider_draft_sequences_failed") == 2
+    assert figure(draft, "outrider_draft_committed_tokens") == 1
+
+
+async def test_settings_that_contradict_the_drafter_are_refused() -> None:
+    drafter = ScriptedDrafter()
+    drafter.vocabulary_size = 7
+    with pytest.raises(SettingsError, match="vocabulary_size"):
+        build_server(DraftConfig(vocabulary_size=8), drafter)

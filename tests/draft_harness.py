@@ -1,0 +1,111 @@
+"""A draft service on a free port, and a target's end of a `Propose` stream, for tests of the service."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import grpc
+from scripted_drafter import ScriptedDrafter
+
+from draft_service.config import DraftConfig
+from draft_service.drafter import Drafter
+from draft_service.metrics import PrometheusDraftObserver
+from draft_service.server import SERVICE_NAME
+from draft_service.service import DraftWorker, build_server
+from outrider import __version__
+from outrider.draft_wire import open_to_pb
+from outrider.errors import OutriderError
+from outrider.frames import OpenSequence
+from outrider.serving import GrpcServer
+from outrider.v1 import draft_pb2, draft_pb2_grpc
+from outrider.wire import error_of
+
+PROPOSE = f"/{SERVICE_NAME}/Propose"
+
+
+class Stream:
+    """A target's end of one `Propose` call, frame by frame."""
+
+    def __init__(self, call: Any) -> None:
+        self.call = call
+
+    async def send(self, **frame: Any) -> None:
+        await self.call.write(draft_pb2.ProposeRequest(**frame))
+
+    async def credit(self, frames: int = 100) -> None:
+        await self.send(credit=draft_pb2.Credit(frames=frames))
+
+    async def open(self, sequence: OpenSequence) -> None:
+        await self.send(open=open_to_pb(sequence))
+
+    async def advance(self, *parts: tuple[int, int, list[int]]) -> None:
+        advances = [draft_pb2.SequenceAdvance(sequence_id=i, step=s, token_ids=t) for i, s, t in parts]
+        await self.send(advance=draft_pb2.AdvanceSequences(sequences=advances))
+
+    async def hear(self) -> Any:
+        async with asyncio.timeout(5):
+            return await self.call.read()
+
+    async def growth(self) -> draft_pb2.GrowSequences:
+        frame = await self.hear()
+        assert frame.WhichOneof("frame") == "growth", frame
+        return frame.growth
+
+    async def failure(self) -> tuple[int, OutriderError]:
+        frame = await self.hear()
+        assert frame.WhichOneof("frame") == "status", frame
+        return frame.status.sequence_id, error_of(frame.status.status)
+
+    async def reason(self) -> tuple[int, str]:
+        sequence_id, error = await self.failure()
+        return sequence_id, error.reason
+
+    async def opened(self) -> draft_pb2.SequenceOpened:
+        frame = await self.hear()
+        assert frame.WhichOneof("frame") == "opened", frame
+        return frame.opened
+
+
+@dataclass
+class Draft:
+    drafter: Any
+    server: GrpcServer
+    worker: DraftWorker
+    channel: grpc.aio.Channel
+    observer: PrometheusDraftObserver
+
+    @property
+    def stub(self) -> Any:
+        return draft_pb2_grpc.DraftServiceStub(self.channel)
+
+    @asynccontextmanager
+    async def stream(self, credit: int = 100, **options: Any) -> AsyncIterator[Stream]:
+        call = self.stub.Propose(**options)
+        stream = Stream(call)
+        if credit:
+            await stream.credit(credit)
+        yield stream
+        call.cancel()
+
+    async def empty(self) -> None:
+        """Wait until the drafter follows nothing, or fail."""
+        async with asyncio.timeout(5):
+            while self.drafter.open_sequences or self.worker.admission.sequences:
+                await asyncio.sleep(0.002)
+
+
+@asynccontextmanager
+async def draft_over(drafter: Drafter | None = None, **settings: Any) -> AsyncIterator[Draft]:
+    drafter = drafter or ScriptedDrafter()
+    observer = PrometheusDraftObserver(drafter.name, __version__, drafter.stats)
+    config = replace(DraftConfig(listen="127.0.0.1:0"), **settings)
+    server, worker = build_server(config, drafter, observer)
+    await server.start()
+    server.health.set_serving(True)
+    async with grpc.aio.insecure_channel(server.address) as channel:
+        yield Draft(drafter, server, worker, channel, observer)
+    await server.stop(0)

@@ -1,0 +1,211 @@
+"""The target's side of a `Propose` stream: fresh ids, bounded credit, and nothing unchecked let through."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from scripted_drafter import VOCABULARY, Listener, opening, step
+
+from outrider.draft_wire import failure_to_pb
+from outrider.errors import CreditExceeded, Draining
+from outrider.v1 import draft_pb2
+from target_service.draft_stream import (
+    CREDIT_WINDOW,
+    GROWTHS_PER_FRAME,
+    MAX_ALLOWANCE,
+    DraftConversation,
+)
+
+
+class Talk:
+    """A conversation and what it delivered; `said()` takes what it wants written."""
+
+    def __init__(self) -> None:
+        self.listener = Listener()
+        self.conversation = DraftConversation(self.listener, VOCABULARY)
+
+    def said(self) -> list[draft_pb2.ProposeRequest]:
+        frames = list(self.conversation.outgoing)
+        self.conversation.outgoing.clear()
+        return frames
+
+    def credit(self) -> int:
+        return sum(frame.credit.frames for frame in self.said())
+
+    def hear_growth(self, *parts: draft_pb2.SequenceGrowth) -> None:
+        self.conversation.hear(draft_pb2.ProposeResponse(growth=draft_pb2.GrowSequences(sequences=parts)))
+
+    def hear_opened(self, wire_id: int) -> None:
+        opened = draft_pb2.SequenceOpened(sequence_id=wire_id)
+        self.conversation.hear(draft_pb2.ProposeResponse(opened=opened))
+
+
+def part(wire_id: int, base_step: int = 0, **fields: Any) -> draft_pb2.SequenceGrowth:
+    whole = {"first_node_id": 1, "parent_ids": [0, 1], "token_ids": [5, 6], "scores": [0.5, 0.25]}
+    return draft_pb2.SequenceGrowth(sequence_id=wire_id, base_step=base_step, **(whole | fields))
+
+
+@pytest.fixture
+def talk() -> Talk:
+    return Talk()
+
+
+def test_it_begins_with_credit(talk: Talk) -> None:
+    assert talk.credit() == CREDIT_WINDOW
+
+
+def test_sequences_travel_under_fresh_ids_and_come_back_under_their_own(talk: Talk) -> None:
+    talk.said()
+    talk.conversation.open(opening(900))
+    talk.conversation.open(opening(800))
+    first, second = talk.said()
+    assert (first.open.sequence_id, second.open.sequence_id) == (1, 2)
+    talk.conversation.advance([step(1, 20, sequence_id=800), step(1, 21, sequence_id=900)])
+    (frame,) = talk.said()
+    assert [(each.sequence_id, each.step) for each in frame.advance.sequences] == [(2, 1), (1, 1)]
+    talk.hear_growth(part(2, 1), part(1, 1))
+    assert [growth.sequence_id for growth in talk.listener.growths] == [800, 900]
+
+
+@pytest.mark.parametrize("closed_first", [True, False], ids=["closed", "not closed"])
+def test_growth_of_an_earlier_life_is_dropped(talk: Talk, closed_first: bool) -> None:
+    talk.said()
+    talk.conversation.open(opening(7))
+    if closed_first:
+        talk.conversation.close([7])
+    talk.conversation.open(opening(7))
+    _, close, again = talk.said()
+    assert list(close.close.sequence_ids) == [1] and again.open.sequence_id == 2
+    talk.hear_growth(part(1))
+    assert talk.listener.growths == []
+    talk.hear_growth(part(2))
+    assert [growth.sequence_id for growth in talk.listener.growths] == [7]
+
+
+def test_what_is_not_open_is_not_mentioned(talk: Talk) -> None:
+    talk.said()
+    talk.conversation.advance([step(1, 2, sequence_id=5)])
+    talk.conversation.close([5, 6])
+    assert talk.said() == []
+
+
+def test_a_failure_ends_its_sequence(talk: Talk) -> None:
+    talk.conversation.open(opening(7))
+    talk.conversation.open(opening(8))
+    talk.said()
+    status = failure_to_pb(1, Draining("soon gone"))
+    talk.conversation.hear(draft_pb2.ProposeResponse(status=status))
+    (failure,) = talk.listener.failures
+    assert (failure.sequence_id, failure.reason) == (7, "DRAINING")
+    talk.conversation.advance([step(1, 20, sequence_id=7), step(1, 20, sequence_id=8)])
+    (frame,) = talk.said()
+    assert [each.sequence_id for each in frame.advance.sequences] == [2]
+
+
+def test_a_failure_of_nobody_is_nothing(talk: Talk) -> None:
+    talk.conversation.open(opening(7))
+    talk.conversation.hear(draft_pb2.ProposeResponse(status=failure_to_pb(99, Draining("soon gone"))))
+    assert talk.listener.failures == []
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"token_ids": [5, VOCABULARY]},
+        {"token_ids": [5, 2**32 - 1]},
+        {"token_ids": [5]},
+        {"parent_ids": [0, 2]},
+        {"scores": [0.5, math.nan]},
+        {"scores": [0.5, -1.0]},
+        {"scores": []},
+        {"first_node_id": 0},
+        {"parent_ids": [0] * 256, "token_ids": range(256), "scores": [0.5] * 256},
+    ],
+    ids=["vocabulary", "-1", "lengths", "own parent", "NaN", "negative", "no scores", "id 0", "oversize"],
+)
+def test_a_bad_growth_ends_its_own_sequence_only(talk: Talk, fields: dict[str, Any]) -> None:
+    talk.conversation.open(opening(7))
+    talk.conversation.open(opening(8))
+    talk.said()
+    talk.hear_growth(part(1, **fields), part(2))
+    assert [growth.sequence_id for growth in talk.listener.growths] == [8]
+    assert [(each.sequence_id, each.reason) for each in talk.listener.failures] == [(7, "INVALID_FIELD")]
+    assert [list(frame.close.sequence_ids) for frame in talk.said()] == [[1]]
+    talk.hear_growth(part(1))
+    assert len(talk.listener.growths) == 1
+
+
+class TestCredit:
+    def test_a_flood_is_cut_off_at_the_window(self, talk: Talk) -> None:
+        given = talk.credit()
+        with pytest.raises(CreditExceeded):
+            for _ in range(CREDIT_WINDOW + 1):
+                talk.hear_growth(part(1))
+        # Nothing was asked, so nothing more was given.
+        assert given + talk.credit() == CREDIT_WINDOW
+
+    def test_what_a_draft_may_send_is_bounded_by_what_it_was_asked(self, talk: Talk) -> None:
+        given, asked = talk.credit(), 10
+        for number in range(asked):
+            talk.conversation.open(opening(number))
+        heard = 0
+        with pytest.raises(CreditExceeded):
+            while True:
+                given += talk.credit()
+                talk.hear_growth()
+                heard += 1
+        assert heard == given == CREDIT_WINDOW + asked * GROWTHS_PER_FRAME
+
+    def test_a_quiet_draft_does_not_save_up(self, talk: Talk) -> None:
+        talk.conversation.open(opening(1))
+        for number in range(1, 10_000):
+            talk.conversation.advance([step(number, 20)])
+        given = talk.credit()
+        heard = 0
+        with pytest.raises(CreditExceeded):
+            while True:
+                talk.hear_growth()
+                heard += 1
+                given += talk.credit()
+        assert heard == given <= CREDIT_WINDOW + MAX_ALLOWANCE
+
+    def test_an_honest_draft_never_runs_out(self, talk: Talk) -> None:
+        credit = talk.credit()
+        talk.conversation.open(opening(1))
+        for number in range(1, 2_000):
+            talk.conversation.advance([step(number, 20)])
+            credit += talk.credit()
+            assert credit > 0
+            talk.hear_growth(part(1, number, first_node_id=2 * number))
+            credit += talk.credit() - 1
+
+    def test_frames_of_a_newer_kind_have_their_price(self, talk: Talk) -> None:
+        for _ in range(CREDIT_WINDOW):
+            talk.conversation.hear(draft_pb2.ProposeResponse())
+        with pytest.raises(CreditExceeded):
+            talk.conversation.hear(draft_pb2.ProposeResponse())
+
+    @pytest.mark.parametrize("kind", ["opened", "status"])
+    def test_answers_to_nothing_are_cut_off(self, talk: Talk, kind: str) -> None:
+        talk.conversation.open(opening(1))
+        talk.hear_opened(1)
+        with pytest.raises(CreditExceeded):
+            if kind == "opened":
+                talk.hear_opened(1)
+            else:
+                talk.conversation.hear(draft_pb2.ProposeResponse(status=failure_to_pb(1, Draining("no"))))
+
+
+def test_silence_counts_from_the_first_question_to_any_answer(talk: Talk) -> None:
+    assert talk.conversation.silence == 0
+    talk.conversation.open(opening(1))
+    talk.conversation.advance([step(1, 20)])
+    assert talk.conversation.silence > 0 and not talk.conversation.heard
+    talk.hear_opened(1)
+    assert talk.conversation.silence == 0 and talk.conversation.heard
+    talk.conversation.advance([step(2, 20)])
+    assert talk.conversation.silence > 0
+    talk.conversation.close([1])
+    assert talk.conversation.silence == 0
