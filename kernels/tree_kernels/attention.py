@@ -87,4 +87,8 @@ def _create(backend: Backend, device: torch.device) -> _Implementation:
         from tree_kernels._triton_attention import TritonAttention
 
         return TritonAttention(device)
+    if backend == "flashinfer":
+        from tree_kernels._flashinfer import FlashInferAttention
+
+        return FlashInferAttention(device)
     raise ValueError(f"expected a backend among {get_args(Backend)}, got {backend!r}")

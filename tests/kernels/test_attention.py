@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import replace
 from typing import Any
 
@@ -152,3 +153,20 @@ def test_tensors_that_do_not_fit_are_refused(attention_case: Any) -> None:
 def test_an_unknown_backend_is_refused() -> None:
     with pytest.raises(ValueError, match="expected a backend among"):
         TreeAttention("magic")  # type: ignore[arg-type]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("flashinfer") is not None, reason="FlashInfer is installed")
+def test_a_backend_whose_package_is_absent_says_so() -> None:
+    with pytest.raises(ImportError, match="flashinfer"):
+        TreeAttention("flashinfer")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("specs", BATCHES.values(), ids=BATCHES)
+@pytest.mark.parametrize("backend", ["torch", "triton", "flashinfer"])
+def test_every_backend_equals_the_reference_on_a_gpu(attention_case: Any, backend: str, specs: Any) -> None:
+    if backend != "torch":
+        pytest.importorskip(backend)
+    case = attention_case(specs, dtype=torch.bfloat16, group=4, width=128, device="cuda")
+    assert_close(run(backend, case), run("reference", case), 1e-2)
