@@ -13,6 +13,7 @@ from typing import Any
 
 import grpc
 import pytest
+from conversation import Conversation
 from scripted_engine import SERVED, ScriptedEngine
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -213,3 +214,11 @@ def targets() -> Any:
 async def target() -> AsyncIterator[Target]:
     async with target_over() as running:
         yield running
+
+
+@pytest.fixture
+async def talk(target: Any) -> AsyncIterator[Conversation]:
+    conversation = Conversation(target)
+    yield conversation
+    conversation.call.cancel()
+    await target.idle()

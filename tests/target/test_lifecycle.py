@@ -1,0 +1,293 @@
+"""The whole target in one process: a tiny model, the real engine, the real server, and its ends."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import threading
+import urllib.request
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf import descriptor_pb2
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from outrider.settings import SettingsError
+from outrider.tracing import Tracing
+from outrider.v1 import target_pb2 as pb
+from outrider.v1 import target_pb2_grpc, tree_pb2
+from target_service.config import TargetConfig
+from target_service.lifecycle import serve
+from target_service.model.runner import ForwardInput, ModelRunner, runner_for
+
+SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+class FaultyRunner:
+    """A runner that can be told to hang, or to fail, in its next pass."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+        self.failure: Exception | None = None
+        self.may_go_on = threading.Event()
+        self.may_go_on.set()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runner, name)
+
+    def forward(self, batch: ForwardInput) -> Any:
+        if self.failure is not None:
+            raise self.failure
+        assert self.may_go_on.wait(30)
+        return self._runner.forward(batch)
+
+
+@dataclass
+class Service:
+    """A running target and a channel to it."""
+
+    runner: FaultyRunner
+    channel: grpc.aio.Channel
+    task: asyncio.Task[int]
+    stopping: asyncio.Event
+
+    @property
+    def stub(self) -> Any:
+        return target_pb2_grpc.TargetServiceStub(self.channel)
+
+    async def tokens(self, **fields: Any) -> list[int]:
+        request = pb.GenerateRequest(**fields)
+        return [token async for response in self.stub.Generate(request) for token in response.chunk.token_ids]
+
+    async def pages_free(self) -> None:
+        """Wait until every page is given back, or fail after two seconds."""
+        async with asyncio.timeout(2):
+            while self.runner.cache.used_pages:
+                await asyncio.sleep(0.005)
+
+
+@pytest.fixture
+def running(tiny_model: Any, byte_tokenizer: Any, tmp_path: Any) -> Any:
+    @asynccontextmanager
+    async def start(**settings: Any) -> AsyncIterator[Service]:
+        runner = FaultyRunner(runner_for(tiny_model, byte_tokenizer, num_pages=64, page_size=16, name="tiny"))
+        config = TargetConfig(**({"listen": f"unix:{tmp_path}/target", "drain_seconds": 5.0} | settings))
+        stopping = asyncio.Event()
+        task = asyncio.create_task(serve(config, runner, stopping))  # type: ignore[arg-type]
+        async with grpc.aio.insecure_channel(config.listen) as channel:
+            try:
+                ready = asyncio.create_task(channel.channel_ready())
+                await asyncio.wait((ready, task), timeout=30, return_when=asyncio.FIRST_COMPLETED)
+                ready.cancel()
+                if task.done():
+                    task.result()
+                yield Service(runner, channel, task, stopping)
+            finally:
+                stopping.set()
+                runner.may_go_on.set()
+                if not task.done():
+                    await asyncio.wait_for(task, 20)
+
+    return start
+
+
+PROMPT = {"token_ids": [10, 20, 30]}
+FIFTY = {"max_tokens": 50, "ignore_eos": True}
+
+
+class TestWork:
+    async def test_drafted_output_is_plain_output(self, running: Any) -> None:
+        async with running(draft="inprocess:trie", row_budget="all") as service:
+            assert (await service.stub.GetTargetInfo(pb.GetTargetInfoRequest())).drafter == "trie"
+            plain = await service.tokens(tokens=PROMPT, sampling=FIFTY, speculation={"enabled": False})
+            drafted = [await service.tokens(tokens=PROMPT, sampling=FIFTY) for _ in range(2)]
+            assert len(plain) == 50
+            assert drafted == [plain, plain]
+
+    async def test_client_that_drafts_gets_what_generate_says(self, running: Any) -> None:
+        """Trees of the true continuation, of nonsense, and of the root alone, step by step."""
+        async with running() as service:
+            plain = await service.tokens(tokens=PROMPT, sampling=FIFTY)
+            call = service.stub.Verify()
+            await call.write(pb.VerifyRequest(open=pb.OpenVerification(**PROMPT, sampling=FIFTY)))
+            sequence_id = (await call.read()).opened.sequence_id
+            said: list[int] = []
+            step = accepted = 0
+            while len(said) < 50:
+                drafted = [plain[len(said) : len(said) + 4], [1, 2, 3], []][step % 3]
+                root = said[-1] if said else PROMPT["token_ids"][-1]
+                tree = tree_pb2.TokenTree(token_ids=[root, *drafted], parents=[0, *range(len(drafted))])
+                await call.write(pb.VerifyRequest(tree=pb.VerifyTree(sequence_id=sequence_id, step=step, tree=tree)))
+                verdict = (await call.read()).verdict
+                said += verdict.token_ids
+                accepted += len(verdict.accepted_rows)
+                step = verdict.next_step
+            call.cancel()
+            assert said == plain
+            assert verdict.finish_reason == pb.FINISH_REASON_LENGTH
+            assert accepted >= 20
+            await service.pages_free()
+
+    async def test_cancelled_calls_give_their_pages_back(self, running: Any) -> None:
+        async with running() as service:
+            calls = [
+                service.stub.Generate(
+                    pb.GenerateRequest(tokens=PROMPT, sampling={"max_tokens": 400, "ignore_eos": True})
+                )
+                for _ in range(4)
+            ]
+            for call in calls:
+                for _ in range(3):
+                    await call.read()
+            assert service.runner.cache.used_pages >= 4
+            for call in calls:
+                call.cancel()
+            await service.pages_free()
+            assert await service.tokens(tokens=PROMPT, sampling={"max_tokens": 2, "ignore_eos": True})
+
+    async def test_metrics(self, running: Any, caplog: pytest.LogCaptureFixture) -> None:
+        caplog.set_level("INFO")
+        async with running(metrics_listen="127.0.0.1:0") as service:
+            await service.tokens(tokens=PROMPT, sampling=FIFTY)
+            (url,) = re.findall(r"metrics on (\S+)", caplog.text)
+            page = await asyncio.to_thread(_read, url)
+        assert 'outrider_requests_total{outcome="length"} 1.0' in page
+        assert 'method="outrider.v1.TargetService/Generate"' in page
+
+
+def _read(url: str) -> str:
+    with urllib.request.urlopen(url) as response:
+        return str(response.read().decode())
+
+
+class TestEnds:
+    async def test_stop_drains(self, running: Any) -> None:
+        async with running() as service:
+            call = service.stub.Generate(pb.GenerateRequest(tokens=PROMPT, sampling=FIFTY))
+            await call.read()
+            service.stopping.set()
+            count = 0
+            while (response := await call.read()) is not grpc.aio.EOF:
+                count += len(response.chunk.token_ids)
+            assert count == 50
+            assert await asyncio.wait_for(service.task, 10) == 0
+
+    async def test_dead_engine_ends_the_process(self, running: Any) -> None:
+        async with running() as service:
+            watch = health_pb2_grpc.HealthStub(service.channel).Watch(health_pb2.HealthCheckRequest())
+            while (await watch.read()).status != SERVING:
+                pass
+            service.runner.failure = RuntimeError("a kernel failed")
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await service.tokens(tokens=PROMPT, sampling=FIFTY)
+            assert caught.value.code() is grpc.StatusCode.INTERNAL
+            assert "kernel" not in str(caught.value.details())
+            assert (await watch.read()).status == NOT_SERVING
+            assert await asyncio.wait_for(service.task, 10) == 1
+
+    async def test_hung_step_is_not_serving(self, running: Any) -> None:
+        async with running(heartbeat_seconds=0.5) as service:
+            watch = health_pb2_grpc.HealthStub(service.channel).Watch(health_pb2.HealthCheckRequest())
+            while (await watch.read()).status != SERVING:
+                pass
+            service.runner.may_go_on.clear()
+            request = asyncio.create_task(service.tokens(tokens=PROMPT, sampling=FIFTY))
+            assert (await watch.read()).status == NOT_SERVING
+            service.runner.may_go_on.set()
+            assert len(await request) == 50
+            assert (await watch.read()).status == SERVING
+            watch.cancel()
+
+    @pytest.mark.parametrize(
+        ("settings", "message"),
+        [
+            ({"listen": "nowhere"}, "cannot listen on nowhere"),
+            ({"draft": "inprocess:absent"}, "absent"),
+            ({"metrics_listen": "nowhere:x"}, "cannot serve metrics"),
+            ({"admin_listen": "0.0.0.0:0"}, "loopback"),
+        ],
+        ids=["address", "drafter", "metrics", "admin"],
+    )
+    async def test_settings_that_cannot_work(self, running: Any, settings: Any, message: str) -> None:
+        with pytest.raises(Exception, match=message) as caught:
+            async with running(**settings):
+                pass
+        assert isinstance(caught.value, SettingsError) or type(caught.value).__name__ == "NotSupported"
+
+
+async def test_every_method_that_reflection_finds_wants_a_token(running: Any, tmp_path: Any) -> None:
+    """The list of methods comes from the server itself, so that a new one cannot be forgotten."""
+    token = "a-token-of-some-length"
+    (tmp_path / "tokens").write_text(f"{token} acme\n")
+    async with running(auth_tokens=str(tmp_path / "tokens"), reflection=True) as service:
+        bearer = (("authorization", f"Bearer {token}"),)
+        paths = await _methods(service.channel, bearer)
+        assert {path.split("/")[1] for path in paths} == {
+            "outrider.v1.TargetService",
+            "grpc.health.v1.Health",
+            "grpc.reflection.v1alpha.ServerReflection",
+        }
+        for path in paths:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                async for _ in service.channel.stream_stream(path)(iter([b""]), timeout=5):
+                    pass
+            assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED, path
+        info = await service.stub.GetTargetInfo(pb.GetTargetInfoRequest(), metadata=bearer)
+        assert info.model == "tiny"
+
+
+async def _methods(channel: grpc.aio.Channel, metadata: Any) -> list[str]:
+    """The path of every method that the server's reflection knows."""
+    ask = reflection_pb2.ServerReflectionRequest
+    stream = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(metadata=metadata)
+    await stream.write(ask(list_services=""))
+    names = [service.name for service in (await stream.read()).list_services_response.service]
+    paths = []
+    for name in names:
+        await stream.write(ask(file_containing_symbol=name))
+        for blob in (await stream.read()).file_descriptor_response.file_descriptor_proto:
+            file = descriptor_pb2.FileDescriptorProto.FromString(blob)
+            paths += [
+                f"/{name}/{method.name}"
+                for service in file.service
+                if f"{file.package}.{service.name}" == name
+                for method in service.method
+            ]
+    stream.cancel()
+    return paths
+
+
+class TestTraces:
+    async def test_one_span_per_request_with_its_phases(self, targets: Any) -> None:
+        spans, provider = InMemorySpanExporter(), TracerProvider()
+        provider.add_span_processor(SimpleSpanProcessor(spans))
+        parent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+        async with targets(tracing=Tracing(provider)) as target:
+            request = pb.GenerateRequest(tokens=PROMPT, sampling={"max_tokens": 3})
+            async for _ in target.stub.Generate(request, metadata=(("traceparent", parent),)):
+                pass
+            with pytest.raises(grpc.aio.AioRpcError):
+                await target.stub.Generate(pb.GenerateRequest()).read()
+            target.engine.paused.set()
+            call = target.stub.Generate(request)
+            await call.read()
+            call.cancel()
+            await target.idle()
+        by_status: dict[Any, Any] = {
+            (span.attributes or {}).get("rpc.response.status_code"): span for span in spans.get_finished_spans()
+        }
+        served = by_status["OK"]
+        assert format(served.context.trace_id, "032x") == parent.split("-")[1]
+        children = {span.name for span in spans.get_finished_spans() if span.parent == served.context}
+        assert children == {"outrider.queue", "outrider.prefill", "outrider.decode"}
+        assert target.engine.requests[0].traceparent.split("-")[1] == parent.split("-")[1]
+        assert by_status["INVALID_ARGUMENT"].attributes["error.type"] == "INVALID_FIELD"
+        assert by_status["CANCELLED"].attributes["outrider.outcome"] == "cancelled"
