@@ -27,6 +27,7 @@ from target_service.draft_stream import DraftConversation
 
 INPROCESS_SCHEME = "inprocess:"
 LINK_GROUP = "outrider.draft_links"
+_LAST_EVENTS_SECONDS = 0.05
 
 
 class StoppableLink(DraftLink, Protocol):
@@ -155,6 +156,9 @@ class GrpcDraftLink:
         await self._stopping.wait()
         connecting.cancel()
         await asyncio.gather(connecting, return_exceptions=True)
+        # gRPC hands the last events of a cancelled call to whichever loop of the process polls first; one that finds
+        # this loop closed already would log an error.
+        await asyncio.sleep(_LAST_EVENTS_SECONDS)
 
     async def _connect_for_ever(self) -> None:
         options, backoff = self._options, self._options.min_backoff
