@@ -1,0 +1,177 @@
+"""The flat-array trie against a plain dictionary of windows."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from draft_service.ngram_trie import NgramTrie
+from draft_service.trie_arrays import ROOT, SEEN
+
+DEPTH = 4
+documents = st.lists(st.lists(st.integers(0, 4), max_size=40), min_size=1, max_size=6)
+
+
+def ids(tokens: Sequence[int]) -> np.ndarray:
+    return np.array(tokens, dtype=np.int32)
+
+
+def windows(tokens: Sequence[int], depth: int) -> Counter[tuple[int, ...]]:
+    """The oracle: every window of at most `depth` tokens, counted."""
+    return Counter(
+        tuple(tokens[end - length : end])
+        for end in range(1, len(tokens) + 1)
+        for length in range(1, min(depth, end) + 1)
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(documents)
+def test_counts_are_those_of_a_dictionary(texts: list[list[int]]) -> None:
+    trie, expected = NgramTrie(DEPTH, 100_000), Counter[tuple[int, ...]]()
+    for text in texts:
+        trie.insert(ids(text))
+        expected += windows(text, DEPTH)
+    assert trie.nodes == len(expected)
+    assert {window: trie.count(window) for window in expected} == dict(expected)
+    assert trie.tokens == sum(map(len, texts))
+    trie.check_integrity()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=60), st.data())
+def test_pieces_with_context_count_as_the_whole(text: list[int], data: st.DataObject) -> None:
+    whole, pieces = NgramTrie(DEPTH, 100_000), NgramTrie(DEPTH, 100_000)
+    whole.insert(ids(text))
+    cuts = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=5)) | {0, len(text)})
+    for begin, end in itertools.pairwise(cuts):
+        pieces.insert(ids(text[begin:end]), ids(text[:begin]))
+    assert pieces.nodes == whole.nodes
+    assert all(pieces.count(window) == whole.count(window) for window in windows(text, DEPTH))
+    pieces.check_integrity()
+
+
+@settings(max_examples=60, deadline=None)
+@given(documents, st.lists(st.integers(0, 5), max_size=10), st.integers(1, DEPTH))
+def test_the_longest_match_is_the_longest_known_suffix(
+    texts: list[list[int]], context: list[int], longest: int
+) -> None:
+    trie, known = NgramTrie(DEPTH, 100_000), Counter[tuple[int, ...]]()
+    for text in texts:
+        trie.insert(ids(text))
+        known += windows(text, DEPTH)
+    suffixes = [n for n in range(1, min(longest, len(context)) + 1) if tuple(context[-n:]) in known]
+    assert trie.longest_match(context, longest) == max(suffixes, default=0)
+
+
+@settings(max_examples=60, deadline=None)
+@given(documents, st.integers(10, 200))
+def test_eviction_keeps_the_bound_and_the_structure(texts: list[list[int]], capacity: int) -> None:
+    trie = NgramTrie(DEPTH, capacity)
+    for text in texts:
+        trie.insert(ids(text))
+        assert trie.used <= len(trie.rows) <= capacity
+        trie.check_integrity()
+
+
+def test_eviction_drops_the_least_useful() -> None:
+    rng = np.random.default_rng(0)
+    trie = NgramTrie(DEPTH, 4_000)
+    often, once = list(range(100, 110)), list(range(200, 210))
+    trie.insert(ids(once))
+    for _ in range(200):
+        trie.insert(ids(often))
+        trie.insert(rng.integers(300, 5_000, 40).astype(np.int32))
+    assert trie.evictions > 0
+    assert trie.count(often[:DEPTH]) > 100
+    assert trie.count(once[:DEPTH]) == 0
+    trie.check_integrity()
+
+
+def test_a_weight_counts_as_so_many_occurrences() -> None:
+    trie = NgramTrie(DEPTH, 1_000)
+    trie.insert(ids([1, 2, 3]), weight=5)
+    trie.insert(ids([1, 2]), weight=2)
+    assert (trie.count([1, 2]), trie.count([2, 3])) == (7, 5)
+
+
+@pytest.mark.parametrize("half_lives", [1, 2, 3])
+def test_counts_halve_with_every_half_life(half_lives: int) -> None:
+    trie = NgramTrie(DEPTH, 100_000, half_life_log2=6)
+    trie.insert(ids([1, 2, 3]), weight=64)
+    # The clock stands at 3; this many tokens later it stands in the named half-life.
+    trie.insert(ids([9] * (64 * half_lives)))
+    assert trie.count([1, 2, 3]) == 64 >> half_lives
+    trie.insert(ids([1, 2, 3]), weight=64)
+    assert trie.count([1, 2, 3]) == 64 + (64 >> half_lives)
+
+
+def test_children_stand_in_order_of_recency() -> None:
+    trie = NgramTrie(2, 1_000)
+    for token in (3, 1, 2, 1):
+        trie.insert(ids([token]))
+    order, child = [], int(trie.rows[ROOT, 2])
+    while child:
+        order.append(int(trie.rows[child, 0]))
+        child = int(trie.rows[child, 3])
+    assert order == [1, 2, 3]
+
+
+def test_a_budget_bounds_what_is_made() -> None:
+    trie = NgramTrie(DEPTH, 10_000)
+    learnt, made = trie.insert_within(ids(range(1_000)), 400)
+    assert 0 < learnt < 1_000
+    assert made == trie.nodes <= 400
+    assert trie.insert_within(ids(range(10)), 0) == (0, 0)
+
+
+def test_restored_rows_are_the_same_trie() -> None:
+    trie = NgramTrie(DEPTH, 10_000)
+    trie.insert(np.random.default_rng(1).integers(0, 20, 500).astype(np.int32))
+    copy = NgramTrie.restored(trie.rows[: trie.used], DEPTH, 10_000, trie.half_life_log2)
+    copy.check_integrity()
+    assert np.array_equal(copy.rows[: copy.used], trie.rows[: trie.used])
+    copy.insert(ids([1, 2, 3]))
+    copy.check_integrity()
+
+
+@pytest.mark.parametrize("column", range(1, 8), ids=["parent", "child", "next", "previous", "count", "link", "seen"])
+@pytest.mark.parametrize("value", [-1, 1 << 30], ids=["negative", "huge"])
+def test_unsound_rows_are_refused(column: int, value: int) -> None:
+    trie = NgramTrie(DEPTH, 10_000)
+    trie.insert(ids([1, 2, 1, 3, 1, 2]))
+    rows = trie.rows[: trie.used].copy()
+    rows[trie.used // 2, column] = value
+    if (column, value) == (5, 1 << 30):
+        NgramTrie.restored(rows, DEPTH, 10_000, 20)
+        return
+    with pytest.raises(ValueError, match="do not form a trie"):
+        NgramTrie.restored(rows, DEPTH, 10_000, 20)
+
+
+def test_a_cycle_of_siblings_is_refused() -> None:
+    trie = NgramTrie(2, 1_000)
+    trie.insert(ids([1, 2, 3]))
+    rows = trie.rows[: trie.used].copy()
+    last = int(rows[ROOT, 2])
+    rows[last, 3] = last
+    with pytest.raises(ValueError, match="do not form a trie"):
+        NgramTrie.restored(rows, 2, 1_000, 20)
+
+
+@pytest.mark.parametrize(("depth", "capacity"), [(1, 100), (65, 1_000), (8, 15)])
+def test_senseless_sizes_are_refused(depth: int, capacity: int) -> None:
+    with pytest.raises(ValueError, match="must be"):
+        NgramTrie(depth, capacity)
+
+
+def test_the_clock_lives_in_the_root() -> None:
+    trie = NgramTrie(DEPTH, 1_000)
+    trie.insert(ids([5] * 10))
+    assert int(trie.rows[ROOT, SEEN]) == trie.tokens == 10
