@@ -122,14 +122,20 @@ class ScriptedEngine:
     def open_sequences(self) -> int:
         return len(self._live)
 
+    @property
+    def owes_a_verdict(self) -> bool:
+        """Whether a client's tree was not answered yet."""
+        with self._lock:
+            return any(live.tree is not None for live in self._live.values())
+
     def _run(self) -> None:
         while not self._stopping and self.failure is None:
             if not self.paused.is_set():
                 self.last_beat_ns = time.monotonic_ns()
                 with self._lock:
                     events = [event for sequence_id in list(self._live) for event in self._step(sequence_id)]
-                if events:
-                    self._deliver(events)
+                    if events:
+                        self._deliver(events)
             time.sleep(self.tick)
         error: OutriderError = EngineDead("the engine has failed") if self.failure else Draining("stopped")
         with self._lock:
