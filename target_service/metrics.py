@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from itertools import zip_longest
 
 from outrider.metric_table import MAX_DEPTH, TARGET
-from outrider.metrics import Counter, MetricSet, Reading, VllmNames
+from outrider.metrics import MetricSet, Reading, VllmNames
 from outrider.tracing import sampled_trace_id
 from target_service.engine import EngineSnapshot
 from target_service.sequence import SequenceRequest, SequenceTotals, StepStats
 
 _NS = 1e-9
+_DRAFTED, _ACCEPTED = "outrider_spec_decode_num_drafts_per_depth", "outrider_spec_decode_num_accepted_tokens_per_depth"
+# Series that are there from the start, so that their first increase counts in a rate.
+_EXPECTED_DEPTHS = 16
+_EXPECTED_OUTCOMES = ("end_of_sequence", "stop", "length", "cancelled")
 
 
 class PrometheusObserver:
@@ -39,6 +44,10 @@ class PrometheusObserver:
         self._forward = histogram("outrider_step_phase_seconds", "forward")
         self._verify = histogram("outrider_step_phase_seconds", "verify")
         self._commit = histogram("outrider_step_phase_seconds", "commit")
+        for outcome in _EXPECTED_OUTCOMES:
+            count("outrider_requests", outcome)
+        for place in range(_EXPECTED_DEPTHS):
+            self._add_depth(place, 0, 0)
         self._switches = (
             count("outrider_speculation_switches", "off"),
             count("outrider_speculation_switches", "on"),
@@ -89,8 +98,10 @@ class PrometheusObserver:
         metrics.counter("outrider_requests", outcome).add()
         metrics.counter("outrider_prompt_tokens").add(totals.prompt_tokens)
         metrics.counter("outrider_preemptions").add(totals.preemptions)
-        self._add_depths("outrider_spec_decode_num_drafts_per_depth", totals.drafted_by_depth)
-        self._add_depths("outrider_spec_decode_num_accepted_tokens_per_depth", totals.accepted_by_depth)
+        for place, (drafted, accepted) in enumerate(
+            zip_longest(totals.drafted_by_depth, totals.accepted_by_depth, fillvalue=0)
+        ):
+            self._add_depth(place, drafted, accepted)
 
         def observe(name: str, value: float) -> None:
             metrics.histogram(name).observe(value, trace_id)
@@ -112,8 +123,8 @@ class PrometheusObserver:
     def on_speculation(self, active: bool) -> None:
         self._switches[active].add()
 
-    def _add_depths(self, name: str, by_depth: list[int]) -> None:
+    def _add_depth(self, place: int, drafted: int, accepted: int) -> None:
         """Depths past the last that is counted by itself go under it, so that the number of series is bounded."""
-        for place, times in enumerate(by_depth):
-            depth: Counter = self.metrics.counter(name, str(min(place + 1, MAX_DEPTH)))
-            depth.add(times)
+        depth = str(min(place + 1, MAX_DEPTH))
+        self.metrics.counter(_DRAFTED, depth).add(drafted)
+        self.metrics.counter(_ACCEPTED, depth).add(accepted)

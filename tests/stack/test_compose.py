@@ -1,0 +1,167 @@
+"""The stack on a real Docker engine: what it serves, how it is locked in, and that every query people see has data."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+from compose_stack import ComposeStack, StackFailed, compose_command
+from dashboard import alerts, answerable, queries, rules
+
+from outrider.errors import InvalidField
+from outrider.sampling import SamplingParams
+from outrider_client import Client
+from outrider_client.results import Result
+
+pytestmark = [pytest.mark.compose, pytest.mark.timeout(1800)]
+
+# Repeats itself, so that the trie has something to draft; short enough for two cores.
+PROMPT = "one two three four five six seven eight nine ten, " * 4
+TRACEPARENT = "00-5ca1ab1e5ca1ab1e5ca1ab1e5ca1ab1e-5ca1ab1e5ca1ab1e-01"
+# Rates need a few scrapes on both sides of the traffic.
+TRAFFIC_SECONDS = 40.0
+
+
+@pytest.fixture(scope="module")
+def stack() -> Iterator[ComposeStack]:
+    try:
+        compose_command()
+        running = ComposeStack()
+    except StackFailed as reason:
+        pytest.fail(str(reason), pytrace=False)
+    try:
+        running.up()
+        yield running
+    finally:
+        running.down()
+
+
+async def generate(port: int, max_tokens: int = 24, prompt: str = PROMPT) -> Result:
+    async with Client.connect(f"127.0.0.1:{port}") as client:
+        return await client.generate(text=prompt, sampling=SamplingParams(max_tokens=max_tokens)).result()
+
+
+async def traffic(port: int, until: float) -> None:
+    """Requests that end, one that is cancelled, one that is refused, and one that is traced, over and over."""
+    from outrider.v1 import target_pb2, target_pb2_grpc
+
+    async with Client.connect(f"127.0.0.1:{port}") as client:
+        traced = target_pb2_grpc.TargetServiceStub(client._connection.channel)
+        while time.monotonic() < until:
+            await client.generate(text=PROMPT, sampling=SamplingParams(max_tokens=16)).result()
+            async with client.generate(text=PROMPT, sampling=SamplingParams(max_tokens=64)) as generation:
+                async for _ in generation:
+                    break
+            with pytest.raises(InvalidField):
+                await client.generate(text=PROMPT, sampling=SamplingParams(temperature=math.nan)).result()
+            request = target_pb2.GenerateRequest(text=PROMPT)
+            request.sampling.max_tokens = 4
+            async for _ in traced.Generate(request, metadata=[("traceparent", TRACEPARENT)]):
+                pass
+
+
+@pytest.fixture(scope="module")
+def after_traffic(stack: ComposeStack) -> ComposeStack:
+    """The stack once Prometheus has scraped some traffic, and has evaluated its rules on it."""
+    asyncio.run(traffic(stack.port, time.monotonic() + TRAFFIC_SECONDS))
+    deadline = time.monotonic() + 60
+    while not stack.values("outrider:acceptance_by_depth:rate5m >= 0") and time.monotonic() < deadline:
+        time.sleep(2)
+    return stack
+
+
+def test_a_generation_through_the_published_port_is_drafted_for(stack: ComposeStack) -> None:
+    result = asyncio.run(generate(stack.port))
+    assert result.completion_tokens == 24
+    assert result.text
+    assert result.speculation.accepted_tokens > 0
+
+
+@pytest.mark.parametrize("service", ["draft", "target", "prometheus"])
+def test_containers_are_locked_in(stack: ComposeStack, service: str) -> None:
+    found = stack.inspect(service)
+    host = found["HostConfig"]
+    assert host["ReadonlyRootfs"]
+    assert host["CapDrop"] == ["ALL"]
+    assert "no-new-privileges:true" in host["SecurityOpt"]
+    assert host["RestartPolicy"]["Name"] == "on-failure"
+    assert host["PidsLimit"] == 512
+    assert found["Config"]["User"] not in ("", "0", "root")
+    bindings = [binding for port in (host["PortBindings"] or {}).values() for binding in port]
+    assert {binding["HostIp"] for binding in bindings} <= {"127.0.0.1"}
+
+
+def test_prometheus_scrapes_both_services(after_traffic: ComposeStack) -> None:
+    assert after_traffic.values('up{job=~"outrider-(target|draft)"}') == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("title", queries())
+def test_every_panel_has_data(after_traffic: ComposeStack, title: str) -> None:
+    values = after_traffic.values(queries()[title])
+    assert values, f"{queries()[title]} returns nothing"
+    assert not all(math.isnan(value) for value in values), f"{queries()[title]} returns NaN only"
+
+
+@pytest.mark.parametrize("name", [rule["record"] for rule in rules() if "record" in rule])
+def test_every_recorded_ratio_has_data(after_traffic: ComposeStack, name: str) -> None:
+    values = after_traffic.values(name)
+    assert values
+    # Rates are extrapolated to the window's ends, each by itself, so a share can come out a little above one.
+    limit = 64.0 if "length" in name else 1.1
+    assert all(0.0 <= value <= limit for value in values if not math.isnan(value))
+
+
+@pytest.mark.parametrize("name", alerts())
+def test_every_alert_has_data_to_judge_by(after_traffic: ComposeStack, name: str) -> None:
+    assert after_traffic.values(answerable(alerts()[name])), f"{alerts()[name]} judges nothing"
+
+
+def test_no_alert_fires_on_a_healthy_stack(after_traffic: ComposeStack) -> None:
+    pages = [
+        alert["labels"]["alertname"]
+        for alert in after_traffic.prometheus("alerts")["alerts"]
+        if alert["labels"]["severity"] == "page" and alert["state"] == "firing"
+    ]
+    assert pages == []
+
+
+def test_latency_buckets_carry_trace_ids(after_traffic: ComposeStack) -> None:
+    now = time.time()
+    found = after_traffic.prometheus(
+        "query_exemplars",
+        query="outrider_time_to_first_token_seconds_bucket",
+        start=str(now - 300),
+        end=str(now),
+    )
+    ids = {exemplar["labels"]["trace_id"] for series in found for exemplar in series["exemplars"]}
+    assert TRACEPARENT.split("-")[1] in ids
+
+
+def test_a_stopped_draft_shows_and_harms_nothing(after_traffic: ComposeStack) -> None:
+    stack = after_traffic
+    before = asyncio.run(generate(stack.port))
+    stack.compose("stop", "draft")
+    without = asyncio.run(generate(stack.port))
+    assert without.token_ids == before.token_ids
+    deadline = time.monotonic() + 30
+    while stack.values("outrider_draft_connected") != [0.0] and time.monotonic() < deadline:
+        time.sleep(1)
+    assert stack.values("outrider_draft_connected") == [0.0]
+    stack.compose("start", "draft")
+
+
+def test_a_stopped_target_finishes_what_it_began(after_traffic: ComposeStack) -> None:
+    """Last: nothing answers afterwards."""
+    stack, results = after_traffic, []
+    client = threading.Thread(target=lambda: results.append(asyncio.run(generate(stack.port, max_tokens=64))))
+    client.start()
+    while not stack.values("outrider_requests_running > 0") and client.is_alive():
+        time.sleep(0.5)
+    stack.compose("stop", "target", timeout=90)
+    client.join(timeout=60)
+    assert [result.completion_tokens for result in results] == [64]
+    assert stack.inspect("target")["State"]["ExitCode"] == 0
