@@ -43,10 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     flags = parser.parse_args(arguments)
     named = os.environ.get(CONFIG_VARIABLE)
     prepare_grpc()
-    # Imported here: gRPC reads its environment as it is imported, and --help needs no model library.
-    from outrider.errors import OutriderError
-    from target_service.lifecycle import check_settings, serve
-    from target_service.model.loader import load_runner
+    # Imported late: gRPC reads its environment as it is imported, and a typing error should not wait for torch.
+    from target_service.preflight import check_settings
 
     try:
         config = load(TargetConfig, "target", flags, os.environ, flags.config or (Path(named) if named else None))
@@ -54,6 +52,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         configure_logging(config.log_level)
     except SettingsError as error:
         parser.exit(2, f"{parser.prog}: error: {error}\n")
+    from outrider.errors import OutriderError
+    from target_service.lifecycle import serve
+    from target_service.model.loader import load_runner
+
     try:
         runner = load_runner(config)
     except (OSError, ValueError) as error:

@@ -9,7 +9,6 @@ from outrider.v1 import target_pb2 as pb
 from outrider.v1 import tree_pb2
 from outrider.wire import mode_to_pb, status_of, timings_to_pb
 from target_service.sequence import (
-    Finish,
     FinishReason,
     SequenceFinished,
     SequenceRequest,
@@ -52,17 +51,18 @@ def chunk(verdict: Verdict, text: str) -> pb.GenerateResponse:
 
 
 def finished(event: SequenceFinished) -> pb.GenerateResponse:
-    totals = event.totals
-    return pb.GenerateResponse(
-        finished=pb.GenerateFinished(
-            finish_reason=_REASONS[event.finish.reason],
-            stop_token_id=event.finish.stop_token_id,
-            stop_string=event.finish.stop_string,
-            usage=pb.Usage(prompt_tokens=totals.prompt_tokens, completion_tokens=totals.completion_tokens),
-            speculation=_speculation(totals),
-            times=_times(totals),
-        )
+    finish, totals = event.finish, event.totals
+    reply = pb.GenerateFinished(
+        finish_reason=_REASONS[finish.reason],
+        usage=pb.Usage(prompt_tokens=totals.prompt_tokens, completion_tokens=totals.completion_tokens),
+        speculation=_speculation(totals),
+        times=_times(totals),
     )
+    if finish.stop_token_id is not None:
+        reply.stop_token_id = finish.stop_token_id
+    if finish.stop_string is not None:
+        reply.stop_string = finish.stop_string
+    return pb.GenerateResponse(finished=reply)
 
 
 def opened(client_tag: int, sequence_id: int, request: SequenceRequest, max_rows: int) -> pb.VerifyResponse:
@@ -86,7 +86,7 @@ def verdict(event: Verdict) -> pb.VerifyResponse:
             accepted_rows=event.accepted_rows,
             token_ids=event.token_ids,
             next_step=event.step + 1,
-            finish_reason=_reason(event.finish),
+            finish_reason=pb.FINISH_REASON_UNSPECIFIED if event.finish is None else _REASONS[event.finish.reason],
             logprobs=_logprobs(event.logprobs),
         ),
         timings=_timings(event),
@@ -97,10 +97,6 @@ def failed(error: OutriderError, *, sequence_id: int = 0, client_tag: int = 0, s
     return pb.VerifyResponse(
         status=pb.VerificationStatus(sequence_id=sequence_id, client_tag=client_tag, step=step, status=status_of(error))
     )
-
-
-def _reason(finish: Finish | None) -> pb.FinishReason:
-    return pb.FINISH_REASON_UNSPECIFIED if finish is None else _REASONS[finish.reason]
 
 
 def _logprobs(logprobs: Sequence[TokenLogprobs]) -> list[pb.TokenLogprobs]:

@@ -1,0 +1,74 @@
+"""Refuses settings that no service can run with, before a model is loaded for them. Imports no model library."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import grpc
+
+from outrider.serving import Authenticator, TlsFiles
+from outrider.settings import SettingsError
+from outrider.tree import MAX_ROWS
+from target_service.config import TargetConfig
+from target_service.draft_client import LinkOptions
+
+_PAGE_SIZES = (1, 16, 64)
+
+
+def check_settings(config: TargetConfig) -> None:
+    """Raise `SettingsError` for values that no service can run with, before a model is loaded for them."""
+    least = {
+        "max_running": 1,
+        "max_waiting": 0,
+        "max_step_rows": 1,
+        "prefill_chunk": 1,
+        "max_draft_nodes": 0,
+        "draft_wait_ms": 0,
+        "draft_failures_to_open": 1,
+        "speculative_disable_queue_size": 0,
+        "kv_tokens": 0,
+        "max_context": 0,
+        "threads": 0,
+        "max_message_bytes": 1024,
+        "max_sequences_per_stream": 1,
+        "drain_seconds": 0,
+    }
+    for name, bound in least.items():
+        # Written so that NaN fails.
+        if not getattr(config, name) >= bound:
+            raise SettingsError(f"--{name.replace('_', '-')}: must be at least {bound}")
+    for name in ("heartbeat_seconds", "verify_idle_seconds"):
+        if not getattr(config, name) > 0:
+            raise SettingsError(f"--{name.replace('_', '-')}: must be above 0")
+    if config.max_draft_nodes >= MAX_ROWS:
+        raise SettingsError(f"--max-draft-nodes: must be at most {MAX_ROWS - 1}")
+    if config.page_size not in _PAGE_SIZES:
+        raise SettingsError(f"--page-size: must be one of {', '.join(map(str, _PAGE_SIZES))}")
+    if not 0 <= config.trace_ratio <= 1:
+        raise SettingsError("--trace-ratio: must be in [0, 1]")
+    TlsFiles(config.tls_certificate, config.tls_key, config.tls_client_ca).check()
+    Authenticator.from_file(config.auth_tokens)
+    link_options(config)
+
+
+def link_options(config: TargetConfig) -> LinkOptions:
+    """How the draft service is called. Raises `SettingsError` for files that cannot be used."""
+    metadata: tuple[tuple[str, str], ...] = ()
+    if config.draft_token:
+        metadata = (("authorization", f"Bearer {_read(config.draft_token).decode().strip()}"),)
+    credentials = None
+    if config.draft_tls_ca:
+        if bool(config.draft_tls_certificate) != bool(config.draft_tls_key):
+            raise SettingsError("--draft-tls-certificate and --draft-tls-key go together")
+        pair = (_read(config.draft_tls_key), _read(config.draft_tls_certificate)) if config.draft_tls_key else ()
+        credentials = grpc.ssl_channel_credentials(_read(config.draft_tls_ca), *pair)
+    elif config.draft_tls_certificate or config.draft_tls_key:
+        raise SettingsError("--draft-tls-certificate needs --draft-tls-ca")
+    return LinkOptions(metadata=metadata, credentials=credentials, max_message_bytes=config.max_message_bytes)
+
+
+def _read(path: str) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise SettingsError(f"{path}: {error.strerror}") from None
