@@ -106,7 +106,9 @@ FIFTY = {"max_tokens": 50, "ignore_eos": True}
 class TestWork:
     async def test_drafted_output_is_plain_output(self, running: Any) -> None:
         async with running(draft="inprocess:trie", row_budget="all") as service:
-            assert (await service.stub.GetTargetInfo(pb.GetTargetInfoRequest())).drafter == "trie"
+            async with asyncio.timeout(10):
+                while (await service.stub.GetTargetInfo(pb.GetTargetInfoRequest())).drafter != "trie":
+                    await asyncio.sleep(0.02)
             plain = await service.tokens(tokens=PROMPT, sampling=FIFTY, speculation={"enabled": False})
             drafted = [await service.tokens(tokens=PROMPT, sampling=FIFTY) for _ in range(2)]
             assert len(plain) == 50
