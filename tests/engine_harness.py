@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import torch
 from transformers import PreTrainedModel
 
-from outrider.frames import DraftEvents, DraftInfo, OpenSequence, SequenceAdvance, SequenceGrowth, TreeLimits
+from draft_service import inprocess
+from draft_service.inprocess import InprocessLink
+from outrider.frames import DraftEvents, DraftInfo, DraftLink, OpenSequence, SequenceAdvance, SequenceGrowth, TreeLimits
 from outrider.sampling import SamplingParams, VerificationMode
 from outrider.tree import TokenTree
 from target_service.drafting import DraftingConfig
@@ -22,6 +25,7 @@ from target_service.sequence import SequenceFinished, SequenceRequest, Verdict
 from tree_kernels.verification import coupled_token
 
 Propose = Callable[[Sequence[int], random.Random], TokenTree]
+Connect = Callable[[DraftEvents], DraftLink]
 
 
 def request(token_ids: Sequence[int], max_tokens: int = 32, **options: object) -> SequenceRequest:
@@ -124,16 +128,19 @@ def run(
     requests: Sequence[SequenceRequest],
     *,
     propose: Propose | None = None,
+    connect: Connect | None = None,
     config: EngineConfig | None = None,
     step_cost: StepCost | None = None,
     stagger: int = 0,
     late: int = 0,
 ) -> list[Outcome]:
-    """Run all requests together, each joining `stagger` steps after the one before it. Checks the KV cache on the way."""
+    """Run all requests together, each joining `stagger` steps after the one before. Checks the KV cache."""
     loop = EngineLoop(runner, config or engine_config(), step_cost=step_cost)
     if propose is not None:
         loop.drafting.attach(ScriptedDraft(loop.drafting, propose, late=late))
-        loop.drafting.listen()
+    if connect is not None:
+        loop.drafting.attach(connect(loop.drafting))
+    loop.drafting.listen()
     waiting = list(enumerate(requests, start=1))
     verdicts: dict[int, list[Verdict]] = {i: [] for i, _ in waiting}
     finished: dict[int, SequenceFinished] = {}
@@ -181,6 +188,20 @@ def plain(model: PreTrainedModel, wanted: SequenceRequest) -> tuple[int, ...]:
 
 def make_runner(model: PreTrainedModel, page_size: int = 16, kv_tokens: int = 2048, **options: object) -> ModelRunner:
     return runner_for(model, None, num_pages=kv_tokens // page_size, page_size=page_size, **options)  # type: ignore[arg-type]
+
+
+@contextmanager
+def real_drafter(name: str, vocabulary_size: int) -> Iterator[Connect]:
+    """A registered drafter, in process, with a memory of its own for every engine that connects."""
+    links: list[InprocessLink] = []
+
+    def connect(events: DraftEvents) -> DraftLink:
+        links.append(inprocess.connect(name, events, vocabulary_size, ""))
+        return links[-1]
+
+    yield connect
+    for link in links:
+        link.stop()
 
 
 def random_tree(vocabulary_size: int, nodes: int) -> Propose:

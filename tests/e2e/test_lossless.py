@@ -13,6 +13,7 @@ from engine_harness import (
     make_runner,
     plain,
     random_tree,
+    real_drafter,
     request,
     run,
 )
@@ -90,6 +91,28 @@ def test_output_is_plain_decoding(
     accepted = sum(o.finished.totals.accepted_tokens for o in outcomes)
     if draft == "knowing":
         assert accepted > 20
+
+
+@pytest.mark.parametrize("name", ["trie", "prompt_lookup", "random"])
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("prefill_chunk", [7, 64])
+def test_real_drafters_do_not_matter(
+    case: tuple[list[SequenceRequest], list[Sequence[int]]],
+    tiny_model: PreTrainedModel,
+    name: str,
+    page_size: int,
+    prefill_chunk: int,
+) -> None:
+    wanted, said = case
+    # Twice over: the second time the trie has learnt the outputs, and drafts are accepted in earnest.
+    twice, config = [*wanted, *wanted], engine_config(prefill_chunk=prefill_chunk)
+    with real_drafter(name, VOCABULARY) as connect:
+        runner = make_runner(tiny_model, page_size)
+        outcomes = run(runner, twice, connect=connect, config=config, stagger=2)
+    assert [o.token_ids for o in outcomes] == [*said, *said]
+    # Random text hardly repeats itself, which is all that prompt lookup knows.
+    if name != "prompt_lookup":
+        assert sum(o.finished.totals.drafted_tokens for o in outcomes) > 0
 
 
 @pytest.mark.parametrize("prefill_chunk", [1, 7, 16, 512])

@@ -1,0 +1,141 @@
+"""Sampled output has the target's law, whatever was drafted: counted over many seeds on a model of seven tokens."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from conftest import make_tiny
+from engine_harness import Propose, engine_config, make_runner, request, run
+from scipy import stats
+from transformers import PreTrainedModel
+
+from outrider.sampling import SamplingParams, VerificationMode
+from outrider.tree import DraftDistribution, TokenTree
+from target_service.sampling import LogitShaper
+
+VOCABULARY = 7
+LENGTH = 3
+PROMPT = (1, 4, 2)
+SAMPLES = 1200
+
+
+@pytest.fixture(scope="module")
+def small() -> PreTrainedModel:
+    return make_tiny(vocab_size=VOCABULARY)
+
+
+@torch.inference_mode()
+def law(model: PreTrainedModel, sampling: SamplingParams) -> dict[tuple[int, ...], float]:
+    """The exact probability of every output of LENGTH tokens, by enumeration."""
+    model.set_attn_implementation("eager")
+    shaper = LogitShaper(sampling, PROMPT, (), VOCABULARY)
+    known: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(LENGTH):
+        grown: dict[tuple[int, ...], float] = {}
+        for path, mass in known.items():
+            logits = model(torch.tensor([[*PROMPT, *path]]), use_cache=False).logits[0, -1]
+            for token, probability in enumerate(shaper.probs(shaper.shaped(logits, path)).tolist()):
+                if probability:
+                    grown[(*path, token)] = mass * probability
+        known = grown
+    return known
+
+
+def drawn_tree(children: int) -> Propose:
+    """A tree of depth two, children drawn without replacement from a law that has little to do with the target's."""
+
+    def propose(tokens: Sequence[int], rng: random.Random) -> TokenTree:
+        token_ids, parents, laws = [tokens[-1]], [0], {}
+        for row in range(1 + children):
+            weights = {token: rng.randrange(1, 9) for token in rng.sample(range(VOCABULARY), 5)}
+            laws[row] = DraftDistribution(tuple(weights), tuple(weights.values()))
+            left = dict(weights)
+            for _ in range(children):
+                token = rng.choices(list(left), list(left.values()))[0]
+                del left[token]
+                token_ids.append(token)
+                parents.append(row)
+        return TokenTree(tuple(token_ids), tuple(parents), (1.0,) * len(token_ids), laws)
+
+    return propose
+
+
+def fixed_tree(tokens: Sequence[int], _: random.Random) -> TokenTree:
+    """The same guesses always: point masses, no distribution."""
+    return TokenTree((tokens[-1], 3, 5, 0, 3), (0, 0, 0, 1, 2), (1.0, 0.5, 0.5, 0.5, 0.5))
+
+
+@pytest.mark.parametrize("mode", [VerificationMode.REJECTION, VerificationMode.COUPLED], ids=lambda m: m.value)
+@pytest.mark.parametrize(
+    "propose",
+    [drawn_tree(1), drawn_tree(2), drawn_tree(3), fixed_tree, None],
+    ids=["chain", "two children", "three children", "point masses", "no draft"],
+)
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        SamplingParams(temperature=1.3, ignore_eos=True),
+        SamplingParams(temperature=1.5, top_k=5, top_p=0.95, ignore_eos=True),
+    ],
+    ids=["plain", "filtered"],
+)
+def test_outputs_have_the_targets_law(
+    small: PreTrainedModel, mode: VerificationMode, propose: Propose | None, sampling: SamplingParams
+) -> None:
+    exact = law(small, sampling)
+    config = replace(engine_config(max_running=64, disable_above=64), max_waiting=SAMPLES)
+    # Seeds spread as callers' would: consecutive ones must do as well as random ones.
+    wanted = [replace(request(PROMPT, LENGTH, sampling=sampling, mode=mode), seed=seed) for seed in range(SAMPLES)]
+    outcomes = run(make_runner(small, kv_tokens=4096), wanted, propose=propose, config=config)
+    counts = Counter(outcome.token_ids for outcome in outcomes)
+    assert set(counts) <= set(exact)
+    common = [path for path, mass in exact.items() if mass * SAMPLES >= 5]
+    rare = 1.0 - sum(exact[path] for path in common)
+    observed = np.array([*(counts[path] for path in common), SAMPLES - sum(counts[path] for path in common)], float)
+    expected = np.array([*(exact[path] for path in common), rare]) * SAMPLES
+    if expected[-1] < 5:
+        observed, expected = observed[:-1], expected[:-1] * observed[:-1].sum() / expected[:-1].sum()
+    # 20 cases run; one in a million is no accident.
+    assert stats.chisquare(observed, expected).pvalue > 1e-6
+    if propose is not None:
+        assert sum(outcome.finished.totals.accepted_tokens for outcome in outcomes) > SAMPLES / 20
+
+
+def test_the_law_test_would_notice() -> None:
+    """A drafter that understates its own weights does skew rejection sampling, and the statistic sees it."""
+    model = make_tiny(vocab_size=VOCABULARY)
+    sampling = SamplingParams(temperature=1.3, ignore_eos=True)
+    exact = law(model, sampling)
+    first = Counter({token: 0.0 for token in range(VOCABULARY)})
+    for path, mass in exact.items():
+        first[path[0]] += mass
+    unlikely = min(first, key=first.__getitem__)
+    lie = DraftDistribution(
+        tuple([unlikely, *(t for t in range(VOCABULARY) if t != unlikely)]),
+        (1, *(60000 for _ in range(VOCABULARY - 1))),
+    )
+
+    def propose(tokens: Sequence[int], _: random.Random) -> TokenTree:
+        return TokenTree((tokens[-1], unlikely), (0, 0), (1.0, 1.0), {0: lie})
+
+    wanted = [
+        replace(request((*PROMPT, 1), 2, sampling=sampling, mode=VerificationMode.REJECTION), seed=seed)
+        for seed in range(400)
+    ]
+    config = replace(engine_config(max_running=64, disable_above=64), max_waiting=400)
+    outcomes = run(make_runner(model, kv_tokens=4096), wanted, propose=propose, config=config)
+    accepted = sum(outcome.finished.totals.accepted_tokens for outcome in outcomes)
+    assert accepted > 390
+
+
+def test_enumeration_is_whole(small: PreTrainedModel) -> None:
+    exact = law(small, SamplingParams(temperature=1.3))
+    assert sum(exact.values()) == pytest.approx(1.0)
+    assert len(exact) == len(list(itertools.product(range(VOCABULARY), repeat=LENGTH)))

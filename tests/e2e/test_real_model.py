@@ -1,0 +1,82 @@
+"""SmolLM2-135M-Instruct on real prompts: the same tokens with every drafter as without (fp32)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from engine_harness import engine_config, real_drafter, request, run
+
+from outrider.sampling import SamplingParams
+from target_service.config import TargetConfig
+from target_service.loop import EngineConfig
+from target_service.model.loader import load_runner
+from target_service.model.runner import ModelRunner
+from target_service.row_budget import StepCost
+from target_service.sequence import SequenceRequest
+
+pytestmark = [pytest.mark.model, pytest.mark.timeout(1800)]
+PROMPTS = Path(__file__).parents[2] / "benchmarks" / "prompts.jsonl"
+GREEDY = SamplingParams(ignore_eos=True)
+SEEDED = SamplingParams(temperature=0.8, top_p=0.9, seed=11, ignore_eos=True)
+PENALTIES = SamplingParams(temperature=0.6, repetition_penalty=1.1, frequency_penalty=0.2, seed=12, ignore_eos=True)
+# Longer prompts say no more about equality, and cost their prefill four times.
+LONGEST_PROMPT = 400
+
+
+@pytest.fixture(scope="module")
+def runner() -> Iterator[ModelRunner]:
+    yield load_runner(TargetConfig(dtype="float32", kv_tokens=16384))
+
+
+def wanted(runner: ModelRunner, per_task: int, max_tokens: int, sampling: SamplingParams) -> list[SequenceRequest]:
+    """The first short prompts of each task."""
+    by_task: dict[str, list[SequenceRequest]] = {}
+    for line in PROMPTS.read_text().splitlines():
+        row = json.loads(line)
+        chat = [{"role": "user", "content": row["turns"][0]}]
+        ids = runner.tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+        of_task = by_task.setdefault(row["task"], [])
+        if len(ids) <= LONGEST_PROMPT and len(of_task) < per_task:
+            of_task.append(request(ids, max_tokens, sampling=sampling))
+    assert len(by_task) == 7
+    return [one for of_task in by_task.values() for one in of_task]
+
+
+def check(runner: ModelRunner, requests: list[SequenceRequest], drafters: tuple[str, ...]) -> None:
+    config: EngineConfig = engine_config(max_running=8)
+    cost = StepCost([(1, 1.0), (16, 1.3), (64, 2.0)])
+    plain = [one.token_ids for one in run(runner, requests, config=config)]
+    for name in drafters:
+        with real_drafter(name, runner.vocabulary_size) as connect:
+            outcomes = run(runner, requests, connect=connect, config=config, step_cost=cost)
+        assert [one.token_ids for one in outcomes] == plain, name
+        assert sum(one.finished.totals.drafted_tokens for one in outcomes) > 0, name
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+def test_a_handful_of_prompts(runner: ModelRunner, sampling: SamplingParams) -> None:
+    check(runner, wanted(runner, 1, 16, sampling), ("trie", "random"))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("sampling", [GREEDY, SEEDED, PENALTIES], ids=["greedy", "seeded", "penalties"])
+def test_forty_two_prompts(runner: ModelRunner, sampling: SamplingParams) -> None:
+    check(runner, wanted(runner, 6, 48, sampling), ("trie", "prompt_lookup", "random"))
+
+
+def test_plain_decoding_is_transformers_own(runner: ModelRunner) -> None:
+    one = wanted(runner, 1, 24, GREEDY)[0]
+    (outcome,) = run(runner, [one])
+    runner._model.set_attn_implementation("sdpa")
+    try:
+        ids = torch.tensor([one.token_ids])
+        said = runner._model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, min_new_tokens=24, do_sample=False
+        )
+    finally:
+        runner._model.set_attn_implementation("outrider_tree")
+    assert tuple(said[0, len(one.token_ids) :].tolist()) == outcome.token_ids
