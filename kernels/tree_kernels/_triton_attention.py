@@ -90,11 +90,21 @@ class TritonPlan(AttentionPlan):
     schedules: dict[_Layout, _Schedule] = field(default_factory=dict)
 
 
-def _tiling(packed_rows: int, itemsize: int) -> Tiling:
+def _tiling(packed_rows: int, width: int, itemsize: int) -> Tiling:
+    """Sized so that the stated programs fit an SM of 64k registers and 227 KB.
+
+    Page ids come one pipeline stage before what they point at, so that two stages buy one tile in flight.
+    """
+    packed = max(16, triton.next_power_of_2(packed_rows))
     if itemsize > 2:
-        return Tiling(max(16, min(64, triton.next_power_of_2(packed_rows))), 32, 4, 2, 1)
-    block_rows = max(16, min(128, triton.next_power_of_2(packed_rows)))
-    return Tiling(block_rows, 64, 8 if block_rows == 128 else 4, 3, 1 if block_rows == 128 else 2)
+        return Tiling(min(64, packed), 32, 4, 2, 1)
+    if width > 128:
+        return Tiling(min(64, packed), 32, 4, 3, 1)
+    if packed <= 32:
+        return Tiling(packed, 64, 4, 5, 2)
+    if packed == 64:
+        return Tiling(64, 64, 4, 3, 2)
+    return Tiling(128, 64, 8, 5, 1)
 
 
 class TritonAttention:
@@ -182,7 +192,9 @@ class TritonAttention:
         if not query.dtype == key_cache.dtype == value_cache.dtype:
             raise ValueError(f"expected one dtype, got {query.dtype}, {key_cache.dtype} and {value_cache.dtype}")
         group = query.shape[1] // key_cache.shape[2]
-        tiling = self._settings.tiling or _tiling(max(batch.row_counts) * group, query.element_size())
+        tiling = self._settings.tiling or _tiling(
+            max(batch.row_counts) * group, key_cache.shape[3], query.element_size()
+        )
         return _Layout(group, key_cache.shape[2], key_cache.shape[3], value_cache.shape[3], tiling)
 
     def _programs(self, tiling: Tiling) -> int:
