@@ -10,6 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
 
 from target_service.config import TargetConfig
+from target_service.model.packing import can_pack, pack_linears
 from target_service.model.runner import ModelRunner, runner_for
 from target_service.model.store import resolve
 from target_service.model.support import check_supported, tokenizer_fingerprint
@@ -36,6 +37,8 @@ def load_runner(config: TargetConfig) -> ModelRunner:
     dtype = getattr(torch, config.dtype)
     model = cast(PreTrainedModel, AutoModelForCausalLM.from_pretrained(source, dtype=dtype).to(config.device))
     check_supported(settings, model)
+    if can_pack(dtype, model.device):
+        pack_linears(model)
     tokenizer = AutoTokenizer.from_pretrained(source)
     longest = int(settings.max_position_embeddings)
     max_context = min(config.max_context or min(longest, _CONTEXT_LIMIT), longest)
