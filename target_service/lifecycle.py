@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import time
 from contextlib import AsyncExitStack
 
@@ -31,6 +32,8 @@ from target_service.server import SERVICE_NAME, StreamLimits, TargetServicer
 logger = logging.getLogger(__name__)
 
 _DRAIN_POLL = 0.02
+# Longer than any step takes; a step that takes longer still will not end.
+_STOP_SECONDS = 5.0
 
 
 class EngineWorker:
@@ -106,6 +109,18 @@ def _connect(config: TargetConfig, runner: ModelRunner, engine: Engine) -> Stopp
         raise SettingsError(f"--draft: {error}") from None
 
 
+async def _stop(engine: Engine) -> None:
+    """Stop the engine, or leave it behind when a step hangs: its thread is a daemon and does not hold the process."""
+    stopper = threading.Thread(target=engine.stop, args=(0.0,), name="engine-stop", daemon=True)
+    stopper.start()
+    deadline = time.monotonic() + _STOP_SECONDS
+    while stopper.is_alive():
+        if time.monotonic() > deadline:
+            logger.error("a step of the engine hangs; leaving without it")
+            return
+        await asyncio.sleep(_DRAIN_POLL)
+
+
 def _make_engine(config: TargetConfig, runner: ModelRunner, observer: PrometheusObserver | None) -> Engine:
     cost = None
     if _speculates(config) and config.row_budget == "adaptive":
@@ -172,7 +187,7 @@ async def serve(config: TargetConfig, runner: ModelRunner, stopping: asyncio.Eve
             stack.push_async_callback(asyncio.to_thread, link.stop)
             engine.attach_draft(link)
         engine.start(sequences.deliver)
-        stack.push_async_callback(asyncio.to_thread, engine.stop, 0.0)
+        stack.push_async_callback(_stop, engine)
         await server.start()
         logger.info("ready: %s on %s", served.name, server.address)
         return await serve_until_stopped(

@@ -16,12 +16,8 @@ import pytest
 from google.protobuf import descriptor_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
-from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from outrider.settings import SettingsError
-from outrider.tracing import Tracing
 from outrider.v1 import target_pb2 as pb
 from outrider.v1 import target_pb2_grpc, tree_pb2
 from target_service.config import TargetConfig
@@ -208,6 +204,17 @@ class TestEnds:
             assert (await watch.read()).status == SERVING
             watch.cancel()
 
+    async def test_hung_step_does_not_hold_the_process(self, running: Any, caplog: pytest.LogCaptureFixture) -> None:
+        async with running(drain_seconds=0.1) as service:
+            service.runner.may_go_on.clear()
+            request = asyncio.create_task(service.tokens(tokens=PROMPT, sampling=FIFTY))
+            await asyncio.sleep(0.2)
+            service.stopping.set()
+            assert await asyncio.wait_for(service.task, 20) == 0
+            with pytest.raises(grpc.aio.AioRpcError):
+                await request
+        assert "hangs" in caplog.text
+
     @pytest.mark.parametrize(
         ("settings", "message"),
         [
@@ -265,31 +272,3 @@ async def _methods(channel: grpc.aio.Channel, metadata: Any) -> list[str]:
             ]
     stream.cancel()
     return paths
-
-
-class TestTraces:
-    async def test_one_span_per_request_with_its_phases(self, targets: Any) -> None:
-        spans, provider = InMemorySpanExporter(), TracerProvider()
-        provider.add_span_processor(SimpleSpanProcessor(spans))
-        parent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
-        async with targets(tracing=Tracing(provider)) as target:
-            request = pb.GenerateRequest(tokens=PROMPT, sampling={"max_tokens": 3})
-            async for _ in target.stub.Generate(request, metadata=(("traceparent", parent),)):
-                pass
-            with pytest.raises(grpc.aio.AioRpcError):
-                await target.stub.Generate(pb.GenerateRequest()).read()
-            target.engine.paused.set()
-            call = target.stub.Generate(request)
-            await call.read()
-            call.cancel()
-            await target.idle()
-        by_status: dict[Any, Any] = {
-            (span.attributes or {}).get("rpc.response.status_code"): span for span in spans.get_finished_spans()
-        }
-        served = by_status["OK"]
-        assert format(served.context.trace_id, "032x") == parent.split("-")[1]
-        children = {span.name for span in spans.get_finished_spans() if span.parent == served.context}
-        assert children == {"outrider.queue", "outrider.prefill", "outrider.decode"}
-        assert target.engine.requests[0].traceparent.split("-")[1] == parent.split("-")[1]
-        assert by_status["INVALID_ARGUMENT"].attributes["error.type"] == "INVALID_FIELD"
-        assert by_status["CANCELLED"].attributes["outrider.outcome"] == "cancelled"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
+import signal
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -164,6 +166,15 @@ class TestLifecycle:
             stream.cancel()
             watch.cancel()
             worker.drained.set()
+            assert await asyncio.wait_for(task, 5) == 0
+
+    async def test_first_signal_drains_and_the_second_does_not_wait(self, echo: Any) -> None:
+        async with lifecycle(echo, drain_seconds=60) as (worker, _, watch, task, _channel):
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert (await watch.read()).status == NOT_SERVING
+            await worker.draining.wait()
+            assert not task.done()
+            os.kill(os.getpid(), signal.SIGINT)
             assert await asyncio.wait_for(task, 5) == 0
 
     async def test_drain_is_bounded(self, echo: Any) -> None:
