@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import sys
@@ -10,11 +11,14 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from outrider_client.client import Client
 from outrider_client.process import Child, ServiceDied, ServiceSlow, wait_serving
 
 _TAIL_LINES = 30
 _START_SECONDS = 600.0
 _STOP_SECONDS = 5.0
+_CONNECT_SECONDS = 30.0
+_POLL_SECONDS = 0.1
 
 
 class ServiceFailed(Exception):
@@ -64,9 +68,13 @@ class Stack:
             if child.status is None:
                 await child.stop(_STOP_SECONDS)
 
+    def address(self, name: str) -> str:
+        """Where a service of this name listens, once it is started."""
+        return f"unix:{self._directory / name}.sock"
+
     async def start(self, name: str, service: str, *flags: str) -> str:
         """Start a service and return its address once it is healthy. Raises `ServiceFailed`."""
-        address = f"unix:{self._directory / name}.sock"
+        address = self.address(name)
         tail: deque[str] = deque(maxlen=_TAIL_LINES)
         child = Child(name, service_argv(service, "--listen", address, *flags), tail.append)
         await child.start()
@@ -77,8 +85,14 @@ class Stack:
             raise ServiceFailed(error, tail) from error
         return address
 
-    def check(self) -> None:
-        """Raise `ServiceDied` for the first service that is gone."""
-        for child in self._children:
-            if child.status is not None:
-                raise ServiceDied(child.name, child.status)
+
+async def wait_for_drafter(client: Client) -> str:
+    """The name of the target's drafter, once the target has reached it; empty when it does not within half a minute.
+
+    A target is healthy without its draft, so one that was just started may not have found it yet.
+    """
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + _CONNECT_SECONDS
+    while not (drafter := (await client.info()).drafter) and loop.time() < deadline:
+        await asyncio.sleep(_POLL_SECONDS)
+    return drafter

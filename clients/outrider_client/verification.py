@@ -150,7 +150,10 @@ class VerifySession:
             await self._write(frame)
             return await answer
         finally:
-            self._waiting.pop(key, None)
+            del self._waiting[key]
+            # The reader may have failed it while the write failed too; asyncio wants every exception looked at.
+            if answer.done() and not answer.cancelled():
+                answer.exception()
 
     async def _write(self, frame: target_pb2.VerifyRequest) -> None:
         try:

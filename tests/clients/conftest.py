@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+import os
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +21,7 @@ TARGET = "outrider.v1.TargetService"
 DRAFT = "outrider.v1.DraftService"
 WORDS = ("one", " two", " three", " four", " five", " six", " seven", " eight")
 DRAFTED_PER_STEP = 2
+_COMMAND_SECONDS = 120.0
 
 
 @dataclass
@@ -221,3 +224,26 @@ async def guarded() -> AsyncIterator[Running]:
     running = await serve(ScriptedTarget(), ScriptedDraft(), Authenticator({"sixteen-letters!": "acme"}))
     yield running
     await running.server.stop(0)
+
+
+async def _outrider(*words: str, stdin: str = "", environment: dict[str, str] | None = None) -> tuple[int, str, str]:
+    """Run the command as a user does. Returns exit status, standard output and standard error."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "outrider_client.cli",
+        *words,
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env=os.environ | {"COLUMNS": "200"} | (environment or {}),
+    )
+    out, err = await asyncio.wait_for(process.communicate(stdin.encode()), _COMMAND_SECONDS)
+    assert process.returncode is not None
+    return process.returncode, out.decode(), err.decode()
+
+
+@pytest.fixture
+def outrider() -> Callable[..., Awaitable[tuple[int, str, str]]]:
+    """The command, run as a user runs it."""
+    return _outrider

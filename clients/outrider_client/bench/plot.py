@@ -11,6 +11,7 @@ from outrider_client.bench.report import ALL_TASKS
 
 _WIDTH_PER_TASK = 1.25
 _BAR_SPACE = 0.8
+_LEGEND_COLUMNS = 3
 
 
 def require_matplotlib() -> None:
@@ -42,8 +43,8 @@ def save_plot(document: Mapping[str, Any], path: Path) -> None:
     axes[0][0].set_ylabel("tokens per second")
     axes[1][0].set_ylabel("tokens per step (1 is plain)")
     handles, labels = axes[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper right", ncols=len(modes), frameon=False)
-    figure.suptitle(_title(document), x=0.01, ha="left", fontsize=9)
+    figure.legend(handles, labels, loc="outside upper center", ncols=min(len(modes), _LEGEND_COLUMNS), frameon=False)
+    figure.supxlabel(_caption(document), x=0.01, ha="left", fontsize=7)
     figure.savefig(path, dpi=120)
 
 
@@ -81,7 +82,8 @@ def _bars(
 
 def _error(cell: Mapping[str, Any]) -> tuple[float, float]:
     rate, spread = cell["tokens_per_second"], cell["tokens_per_second_spread"]
-    return rate - spread["min"], spread["max"] - rate
+    # Rounding may put the median a hair outside.
+    return max(0.0, rate - spread["min"]), max(0.0, spread["max"] - rate)
 
 
 def _label(cell: Mapping[str, Any]) -> str:
@@ -89,11 +91,11 @@ def _label(cell: Mapping[str, Any]) -> str:
     return f"{cell['mode']}{placement}"
 
 
-def _title(document: Mapping[str, Any]) -> str:
+def _caption(document: Mapping[str, Any]) -> str:
     machine, target = document["machine"], document["target"]
     repeats = document["arguments"]["repeats"]
     return (
-        f"{target['model']} {target['dtype']}, {machine['cores']} cores {machine['processor']}, "
+        f"{target['model']} {target['dtype']}, {machine['cores']} cores {machine['processor']},\n"
         f"{document['prompts']} prompts, median and range of {repeats} repeat(s), "
         f"commit {document['commit'][:10] or 'unknown'}"
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Sequence
+from itertools import product
 from typing import Any
 
 from outrider_client.bench.samples import PLAIN, TRANSFORMERS, Block, Measured, Mode, Sample
@@ -16,14 +17,16 @@ Cell = dict[str, Any]
 _Place = tuple[int, int, str, int]
 
 
-def cells(blocks: Sequence[Block]) -> list[Cell]:
-    """The figures of every mode, task (and all tasks together) and concurrency, in the order they were run."""
+def cells(blocks: Sequence[Block], modes: Sequence[Mode]) -> list[Cell]:
+    """The figures of every task (and all tasks together), concurrency and mode; modes in the order given."""
     plain = _answers(block for block in blocks if block.mode.name == PLAIN)
-    groups: dict[tuple[Mode, int, str], list[Block]] = {}
-    for block in blocks:
-        for task in (block.task, ALL_TASKS):
-            groups.setdefault((block.mode, block.concurrency, task), []).append(block)
-    found = [_cell(mode, task, level, group, plain) for (mode, level, task), group in groups.items()]
+    tasks = [*dict.fromkeys(block.task for block in blocks), ALL_TASKS]
+    levels = list(dict.fromkeys(block.concurrency for block in blocks))
+    found = []
+    for task, level, mode in product(tasks, levels, modes):
+        group = [b for b in blocks if (b.mode, b.concurrency) == (mode, level) and task in (b.task, ALL_TASKS)]
+        if group:
+            found.append(_cell(mode, task, level, group, plain))
     baseline = {(c["task"], c["concurrency"]): c["tokens_per_second"] for c in found if c["mode"] == PLAIN}
     for cell in found:
         base = baseline.get((cell["task"], cell["concurrency"]))

@@ -19,9 +19,10 @@ from outrider_client.bench.prompts import load_prompts
 from outrider_client.bench.report import SCHEMA, cells
 from outrider_client.bench.runner import Plan, Runner
 from outrider_client.bench.samples import PLAIN, TRANSFORMERS, Mode
+from outrider_client.client import Client
 from outrider_client.options import BenchOptions, ClientOptions
 from outrider_client.results import TargetInfo
-from outrider_client.stack import Stack, private_directory
+from outrider_client.stack import Stack, private_directory, wait_for_drafter
 
 PLACEMENTS = ("remote", "inprocess")
 Note = Callable[[str], None]
@@ -153,7 +154,12 @@ class Session:
             flags += ["--draft", self._drafts[mode.name]]
         self._note(f"starting a target for {mode.label}")
         name = f"target-{mode.name}-{mode.placement or 'alone'}"
-        return await stack.start(name, "target_service", *flags, *shlex.split(options.target_flags))
+        address = await stack.start(name, "target_service", *flags, *shlex.split(options.target_flags))
+        if mode.drafts:
+            async with Client.connect(address) as client:
+                if await wait_for_drafter(client) != mode.name:
+                    raise SettingsError(f"the target did not reach its draft service with {mode.name}")
+        return address
 
     async def _own_stack(self) -> Stack:
         if self._stack is None:
@@ -196,5 +202,5 @@ async def measure(
             "version": session.info.version,
         },
         "prompts": len(plan.prompts),
-        "results": cells(blocks),
+        "results": cells(blocks, plan.modes),
     }

@@ -2,63 +2,76 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from outrider_client.bench.report import ALL_TASKS
+Cell = Mapping[str, Any]
+# Terminals narrower than this get the columns that matter most.
+_WIDE = 112
 
-_COLUMNS = ("n", "tok/s", "spread", "x plain", "per step", "by depth", "TTFT ms", "TPOT ms", "differ")
+
+@dataclass(frozen=True)
+class _Column:
+    name: str
+    show: Callable[[Cell], str | Text]
+    wide_only: bool = False
 
 
-def figures_table(document: Mapping[str, Any]) -> Table:
-    """One row per task, concurrency and mode; x plain is the ratio of tokens per second."""
+def figures_table(document: Mapping[str, Any], width: int) -> Table:
+    """One row per task, concurrency and mode, for a terminal of this width; `x plain` compares tokens per second.
+
+    `spread` is least to most over repeats, or the quartiles over requests where there is one repeat.
+    """
     target = document["target"]
-    table = Table(title=f"{target['model']}, {target['dtype']}, {document['prompts']} prompts", title_justify="left")
+    title = f"{target['model']}, {target['dtype']}, {document['prompts']} prompts"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     for name in ("task", "c", "mode"):
         table.add_column(name, no_wrap=True)
-    for name in _COLUMNS:
-        table.add_column(name, justify="right", no_wrap=True)
-    order = sorted(
-        enumerate(document["results"]),
-        key=lambda pair: (pair[1]["task"] == ALL_TASKS, pair[1]["task"], pair[1]["concurrency"], pair[0]),
-    )
-    last: tuple[str, int] | None = None
-    for _, cell in order:
-        place = (cell["task"], cell["concurrency"])
-        if last is not None and place != last:
-            table.add_section()
-        shown = ("", "") if place == last else (cell["task"], str(cell["concurrency"]))
-        table.add_row(*shown, *_row(cell))
-        last = place
+    columns = [column for column in _COLUMNS if width >= _WIDE or not column.wide_only]
+    for column in columns:
+        table.add_column(column.name, justify="right", no_wrap=True)
+    for rows in _sections(document["results"]):
+        table.add_section()
+        for number, cell in enumerate(rows):
+            shown = ("", "") if number else (cell["task"], str(cell["concurrency"]))
+            table.add_row(*shown, _mode(cell), *(column.show(cell) for column in columns))
     return table
 
 
-def _row(cell: Mapping[str, Any]) -> list[Text | str]:
-    placement = f" ({cell['draft_placement']})" if cell["draft_placement"] else ""
-    spread = cell["tokens_per_second_spread"]
-    repeated = len(spread["by_repeat"]) > 1
-    low, high = (
-        (spread["min"], spread["max"]) if repeated else (spread["by_request"]["p25"], spread["by_request"]["p75"])
-    )
+def _sections(results: Sequence[Cell]) -> list[list[Cell]]:
+    sections: dict[tuple[str, int], list[Cell]] = {}
+    for cell in results:
+        sections.setdefault((cell["task"], cell["concurrency"]), []).append(cell)
+    return list(sections.values())
+
+
+def _mode(cell: Cell) -> str:
+    placement = f" {cell['draft_placement']}" if cell["draft_placement"] else ""
+    return f"{cell['mode']}{placement}"
+
+
+def _count(cell: Cell) -> str:
     refused = sum(cell["refused"].values())
-    return [
-        cell["mode"] + placement,
-        f"{cell['n']}" + (f" (-{refused})" if refused else ""),
-        f"{cell['tokens_per_second']:.1f}",
-        f"{_number(low, 0)} to {_number(high, 0)}",
-        _number(cell["speedup_over_plain"], 2),
-        _number(cell["mean_accepted_length"], 2),
-        " ".join(f"{share:.2f}".lstrip("0") if share else "0" for share in cell["acceptance_by_depth"][:4]) or "-",
-        _pair(cell["ttft_ms"], 0),
-        _pair(cell["tpot_ms"], 1),
-        _differing(cell),
-    ]
+    return f"{cell['n']}" + (f" -{refused}" if refused else "")
 
 
-def _differing(cell: Mapping[str, Any]) -> Text | str:
+def _spread(cell: Cell) -> str:
+    spread = cell["tokens_per_second_spread"]
+    if len(spread["by_repeat"]) > 1:
+        return f"{spread['min']:.0f} to {spread['max']:.0f}"
+    return f"{_number(spread['by_request']['p25'], 0)} to {_number(spread['by_request']['p75'], 0)}"
+
+
+def _by_depth(cell: Cell) -> str:
+    return " ".join(f"{share or 0:.2f}".lstrip("0") for share in cell["acceptance_by_depth"][:3]) or "-"
+
+
+def _differing(cell: Cell) -> str | Text:
     if cell["differing_outputs"] is None:
         return "-"
     text = f"{cell['differing_outputs']}/{cell['compared_outputs']}"
@@ -69,5 +82,14 @@ def _number(value: float | None, digits: int) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
 
-def _pair(values: Mapping[str, float | None], digits: int) -> str:
-    return f"{_number(values['p50'], digits)} / {_number(values['p95'], digits)}"
+_COLUMNS = (
+    _Column("n", _count, wide_only=True),
+    _Column("tok/s", lambda cell: f"{cell['tokens_per_second']:.1f}"),
+    _Column("spread", _spread, wide_only=True),
+    _Column("x plain", lambda cell: _number(cell["speedup_over_plain"], 2)),
+    _Column("tok/step", lambda cell: _number(cell["mean_accepted_length"], 2)),
+    _Column("accepted by depth", _by_depth, wide_only=True),
+    _Column("TTFT ms", lambda cell: _number(cell["ttft_ms"]["p50"], 0)),
+    _Column("TPOT ms", lambda cell: _number(cell["tpot_ms"]["p50"], 1)),
+    _Column("differ", _differing),
+)

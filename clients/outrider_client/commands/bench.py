@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from outrider_client.process import ServiceDied
 from outrider_client.stack import ServiceFailed
 
 EXIT_DIFFERENT = 3
+_PIPE_WIDTH = 140
 _DESCRIPTION = """\
 Measures modes against each other on the prompts of a file. Modes take turns within every block of prompts, so that
 noise of the machine hits all of them. Outputs are held against plain decoding, token by token; the exit status is
@@ -47,12 +49,13 @@ def _run(arguments: argparse.Namespace) -> int:
     for flags in (bench.target_flags, bench.draft_flags):
         _check_split(flags)
     for path in filter(None, (bench.json, bench.plot)):
-        if not Path(path).absolute().parent.is_dir():
-            raise SettingsError(f"{path}: its folder does not exist")
+        _make_folder(Path(path))
     if bench.plot:
         require_matplotlib()
     document = run(_bench(bench, reach))
-    Console().print(figures_table(document))
+    # A file or a pipe is as wide as need be.
+    console = Console() if sys.stdout.isatty() else Console(width=_PIPE_WIDTH)
+    console.print(figures_table(document, console.width))
     if bench.json:
         Path(bench.json).write_text(json.dumps(document, indent=2) + "\n")
     if bench.plot:
@@ -92,6 +95,14 @@ def _verdict(document: dict[str, Any]) -> int:
             "shape rounds differently, and near-ties fall the other way. In float32 they may not."
         )
     return 0
+
+
+def _make_folder(path: Path) -> None:
+    """Now, and not after hours of measuring."""
+    try:
+        path.absolute().parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SettingsError(f"{path}: {error.strerror}") from None
 
 
 def _check_split(flags: str) -> None:

@@ -9,7 +9,7 @@ from rich.console import Console
 from outrider.runtime import run
 from outrider.settings import SettingsError, add_flags
 from outrider_client.commands.base import Command, CommandFailed, add_config_flag, error_console, options
-from outrider_client.demo.run import pull_model, run_demo
+from outrider_client.demo.run import DraftNotFound, pull_model, run_demo
 from outrider_client.options import DemoOptions
 from outrider_client.stack import ServiceFailed
 
@@ -35,6 +35,8 @@ async def _demo(demo: DemoOptions) -> int:
         identical = await run_demo(demo, Console(highlight=False))
     except ServiceFailed as error:
         raise CommandFailed("\n".join([str(error), *error.tail])) from error
+    except DraftNotFound as error:
+        raise CommandFailed(str(error)) from error
     if not identical:
         error_console().print("[bold red]the outputs differ, in fp32, where they must not[/]")
         return EXIT_DIFFERENT

@@ -23,7 +23,8 @@ from outrider_client.local_models import find_tokenizer
 from outrider_client.options import DemoOptions
 from outrider_client.painting import Painter, legend
 from outrider_client.results import Result
-from outrider_client.stack import Stack, private_directory
+from outrider_client.stack import Stack, private_directory, wait_for_drafter
+from outrider_client.waiting import waiting
 
 # The client, who receives its spans, and what sends the last of them.
 _Running = tuple[Client, TraceSink, Callable[[], Awaitable[None]]]
@@ -58,6 +59,10 @@ class Stack:
 ```"""
 
 
+class DraftNotFound(Exception):
+    """The services run, but the target has no draft to show."""
+
+
 async def pull_model(model: str) -> int:
     """Fetch a model that the store knows, with the store's own progress. Returns its exit status.
 
@@ -81,7 +86,7 @@ async def run_demo(options: DemoOptions, console: Console) -> bool:
         plain = await _answer(client, options, console, Painter(tokenizer), speculate=False)
         console.print()
         console.print(totals_table(drafted, plain))
-        with console.status("collecting the trace"):
+        with waiting(console, "collecting the trace"):
             await finish_tracing()
             spans = await sink.wait(drafted.trace_id, _SERVICES, _TRACE_SECONDS)
         console.print(trace_table(spans))
@@ -97,17 +102,17 @@ async def _services(options: DemoOptions, console: Console) -> AsyncIterator[_Ru
         leave.push_async_callback(sink.stop)
         stack = await leave.enter_async_context(Stack(leave.enter_context(private_directory())))
         traced = ("--otlp-endpoint", sink.endpoint)
-        with console.status("starting the draft service"):
-            draft = await stack.start("draft", "draft_service", "--drafter", "trie", *traced)
-        console.print(f"draft service  [dim]{draft}[/]", soft_wrap=True)
-        with console.status(f"starting the target service: loading {options.model} and timing its steps"):
-            target = await stack.start(
-                "target", "target_service", "--model", options.model, "--dtype", "float32", "--draft", draft, *traced
+        address = stack.address("draft")
+        flags = ("--model", options.model, "--dtype", "float32", "--draft", address, *traced)
+        with waiting(console, f"starting both services: loading {options.model} and timing its steps"):
+            draft, target = await asyncio.gather(
+                stack.start("draft", "draft_service", "--drafter", "trie", *traced),
+                stack.start("target", "target_service", *flags),
             )
-        console.print(f"target service [dim]{target}[/]", soft_wrap=True)
+        console.print(f"draft service  [dim]{draft}[/]\ntarget service [dim]{target}[/]", soft_wrap=True)
         # No request of this run may know the prompt from an earlier one.
         tenant = f"demo-{secrets.token_hex(4)}"
-        with console.status("warming up"):
+        with waiting(console, "warming up"):
             await _warm_up(target)
         tracing = set_up_tracing(telemetry.CLIENT, sink.endpoint)
         client = await leave.enter_async_context(Client.connect(target, tenant=tenant, tracing=tracing))
@@ -117,6 +122,8 @@ async def _services(options: DemoOptions, console: Console) -> AsyncIterator[_Ru
 
 async def _warm_up(target: str) -> None:
     async with Client.connect(target, tenant="warm-up") as client:
+        if not await wait_for_drafter(client):
+            raise DraftNotFound("the target did not reach its draft service")
         for enabled in (None, False):
             await client.generate(
                 messages=_WARM_UP, sampling=SamplingParams(max_tokens=24), speculation=Speculation(enabled=enabled)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from rich import box
 from rich.table import Table
 
 from outrider_client.demo.trace_sink import ReceivedSpan
 from outrider_client.results import Result
 
-_SHOWN_DEPTHS = 6
+_SHOWN_DEPTHS = 5
 # Attributes worth a line in a terminal, by the end of their names.
 _TOLD = (
     ("input_tokens", "prompt tokens"),
@@ -23,7 +24,7 @@ _TOLD = (
 
 def totals_table(drafted: Result, plain: Result) -> Table:
     """Both runs of the same prompt, and whether their outputs are the same."""
-    table = Table(title="The same prompt with and without drafts", title_justify="left")
+    table = Table(title="The same prompt with and without drafts", title_justify="left", box=box.SIMPLE_HEAD)
     table.add_column("")
     table.add_column("with drafts", justify="right")
     table.add_column("without", justify="right")
@@ -61,8 +62,8 @@ def _by_depth(result: Result) -> str:
 
 _ROWS = (
     ("tokens", lambda r: str(r.completion_tokens)),
-    ("steps (passes of the model)", lambda r: str(r.speculation.steps)),
-    ("mean accepted length, tokens per step", lambda r: f"{r.mean_accepted_length:.2f}"),
+    ("steps", lambda r: str(r.speculation.steps)),
+    ("mean accepted length", lambda r: f"{r.mean_accepted_length:.2f}"),
     ("drafted tokens accepted", _acceptance),
     ("acceptance by depth 1, 2, ...", _by_depth),
     ("time to first token, ms", lambda r: f"{r.time_to_first_token * 1e3:.0f}"),
@@ -73,12 +74,13 @@ _ROWS = (
 
 def trace_table(spans: Sequence[ReceivedSpan]) -> Table:
     """The spans of a trace, children indented below their parents, with start and duration in milliseconds."""
-    table = Table(title=f"Trace {spans[0].trace_id if spans else '(empty)'}", title_justify="left")
+    title = f"Trace {spans[0].trace_id if spans else '(empty)'}"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
     for name in ("span", "service"):
         table.add_column(name, no_wrap=True)
-    for name in ("starts at ms", "takes ms"):
+    for name in ("at ms", "takes ms"):
         table.add_column(name, justify="right")
-    table.add_column("totals")
+    table.add_column("totals", max_width=44)
     begin = min((span.start_ns for span in spans), default=0)
     for depth, span in _tree(spans):
         table.add_row(

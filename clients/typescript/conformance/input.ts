@@ -1,0 +1,35 @@
+import { fromJson, type JsonValue } from "@bufbuild/protobuf";
+import { type GenerateRequest, GenerateRequestSchema, problemOf } from "outrider-client";
+
+/** What the tests write to standard input; which fields are set depends on the case. */
+export interface Input {
+  target: string;
+  draft: string;
+  /** A GenerateRequest in protobuf's JSON. */
+  request: JsonValue;
+  /** The answer that the client's drafts are made from. */
+  expected: number[];
+  sequences: number;
+  pauseMs: number;
+  timeoutMs: number;
+  words: { seed: string; position: string; token_ids: number[] }[];
+  races: { seed: string; position: string; weights: number[] }[];
+}
+
+export function requestOf(input: Input): GenerateRequest {
+  return fromJson(GenerateRequestSchema, input.request);
+}
+
+export function promptOf(request: GenerateRequest): number[] {
+  return request.input.case === "tokens" ? request.input.value.tokenIds : [];
+}
+
+/** How a call fails, as the tests compare it. */
+export async function failure(call: () => Promise<unknown>): Promise<object> {
+  try {
+    return { unexpected: await call() };
+  } catch (error) {
+    const { code, message, reason, fields } = problemOf(error);
+    return { code: Number(code), message, reason, fields: fields.map(({ path }) => path) };
+  }
+}

@@ -1,0 +1,248 @@
+"""The benchmark on a scripted target: plan, interleaving, figures, exit status, table and plot."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outrider.errors import PositionOutOfRange
+from outrider.settings import SettingsError
+from outrider_client.bench.plot import save_plot
+from outrider_client.bench.prompts import load_prompts
+from outrider_client.bench.report import ALL_TASKS, SCHEMA, cells, differing, percentile
+from outrider_client.bench.runner import Plan, Runner
+from outrider_client.bench.samples import Mode, Sample
+from outrider_client.bench.session import make_plan
+from outrider_client.client import Message
+from outrider_client.commands.bench import EXIT_DIFFERENT
+from outrider_client.options import BenchOptions
+
+PLAIN, TRIE = Mode("plain"), Mode("trie", "remote")
+CELL_KEYS = {
+    "mode",
+    "draft_placement",
+    "task",
+    "concurrency",
+    "n",
+    "tokens_per_second",
+    "tokens_per_second_spread",
+    "speedup_over_plain",
+    "mean_accepted_length",
+    "acceptance_by_depth",
+    "ttft_ms",
+    "tpot_ms",
+    "identical_to_plain",
+    "differing_outputs",
+    "compared_outputs",
+}
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    rows = [
+        {"id": "a", "task": "chat", "turns": ["one", "two"]},
+        {"id": "b", "task": "code", "turns": ["three"]},
+        {"id": "c", "task": "chat", "turns": ["four"]},
+        {"id": "d", "task": "code", "turns": ["five"]},
+        {"id": "e", "task": "code", "turns": ["six"]},
+    ]
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)) + "\n")
+    return path
+
+
+class Scripted:
+    """A backend that notes what it is asked."""
+
+    def __init__(self, name: str, log: list[str], tokens: Sequence[int] = (1, 2, 3, 4)) -> None:
+        self._name = name
+        self._log = log
+        self._tokens = tuple(tokens)
+        self.conversations: list[Sequence[Message]] = []
+        self.tenants: list[str] = []
+
+    async def answer(self, messages: Sequence[Message], max_tokens: int, tenant: str) -> Sample:
+        self._log.append(self._name)
+        self.conversations.append(tuple(messages))
+        self.tenants.append(tenant)
+        if messages[0][1] == "six":
+            raise PositionOutOfRange("too long")
+        drafts = self._name != "plain"
+        return Sample(
+            token_ids=self._tokens[:max_tokens],
+            text=f"answer of {self._name}",
+            prompt_tokens=3,
+            steps=2 if drafts else 4,
+            drafted_tokens=4 if drafts else 0,
+            accepted_tokens=2 if drafts else 0,
+            drafted_by_depth=(2, 2) if drafts else (),
+            accepted_by_depth=(2, 1) if drafts else (),
+            draft_wait=0.0,
+            fallback_steps=0,
+            ttft=0.01,
+            tpot=0.001,
+            duration=0.02,
+        )
+
+
+def plan_of(prompts: Path, **changes: Any) -> Plan:
+    return make_plan(BenchOptions(prompts=str(prompts), **changes))
+
+
+async def measured(
+    plan: Plan, trie_tokens: Sequence[int] = (1, 2, 3, 4)
+) -> tuple[list[dict[str, Any]], Any, list[str]]:
+    log: list[str] = []
+    backends = {PLAIN: Scripted("plain", log), TRIE: Scripted("trie", log, trie_tokens)}
+    return cells(await Runner(plan, backends, lambda _: None).run(), plan.modes), backends, log
+
+
+def test_limit_takes_evenly_from_tasks(prompts: Path) -> None:
+    assert [prompt.prompt_id for prompt in load_prompts(prompts, limit=3)] == ["a", "c", "b"]
+    assert [prompt.prompt_id for prompt in load_prompts(prompts)] == ["a", "c", "b", "d", "e"]
+    assert [prompt.prompt_id for prompt in load_prompts(prompts, tasks=["code"])] == ["b", "d", "e"]
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("{", ":1:"),
+        ("[]", "not an object"),
+        ('{"id": "a", "task": "t"}', "turns"),
+        ('{"id": "a", "task": "t", "turns": []}', "turns"),
+        ('{"id": 1, "task": "t", "turns": ["x"]}', "id must"),
+        ("", "no prompts"),
+    ],
+    ids=["json", "list", "no-turns", "empty-turns", "id", "empty-file"],
+)
+def test_wrong_prompt_files(line: str, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(line + "\n")
+    with pytest.raises(SettingsError, match=said):
+        load_prompts(path)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"modes": ""},
+        {"concurrency": "0"},
+        {"concurrency": "x"},
+        {"draft_placement": "far"},
+        {"repeats": 0},
+        {"tasks": "poetry"},
+        {"target": "x:1", "modes": "trie,prompt_lookup"},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_wrong_plans(prompts: Path, changes: dict[str, Any]) -> None:
+    with pytest.raises(SettingsError):
+        plan_of(prompts, **changes)
+
+
+def test_modes_and_placements(prompts: Path) -> None:
+    plan = plan_of(prompts, modes="trie,plain,transformers", draft_placement="remote,inprocess", concurrency="1,4")
+    labels = ["plain", "trie (remote)", "trie (inprocess)", "transformers"]
+    assert [mode.label for mode in plan.modes] == labels
+    # Six turns in all; transformers' loop runs at one request at a time only.
+    assert plan.requests() == 6 * 4 + 6 * 3
+
+
+async def test_modes_take_turns(prompts: Path) -> None:
+    _, backends, log = await measured(plan_of(prompts, second_turns=False))
+    assert log == ["plain", "trie", "trie", "plain", "plain", "trie", "trie", "plain", "plain", "trie"]
+    assert len(set(backends[TRIE].tenants)) == 1
+
+
+async def test_second_turns_build_on_one_answer(prompts: Path) -> None:
+    _, backends, _ = await measured(plan_of(prompts))
+    expected = (("user", "one"), ("assistant", "answer of plain"), ("user", "two"))
+    for mode in (PLAIN, TRIE):
+        assert [talk for talk in backends[mode].conversations if len(talk) == 3] == [expected]
+
+
+async def test_isolation_gives_every_prompt_a_tenant(prompts: Path) -> None:
+    _, backends, _ = await measured(plan_of(prompts, isolate=True, second_turns=False))
+    assert len(set(backends[TRIE].tenants)) == 5
+
+
+async def test_cells(prompts: Path) -> None:
+    found, _, _ = await measured(plan_of(prompts, repeats=2))
+    assert [(cell["task"], cell["mode"]) for cell in found if cell["task"] == ALL_TASKS] == [
+        ("all", "plain"),
+        ("all", "trie"),
+    ]
+    cell = next(cell for cell in found if (cell["task"], cell["mode"]) == ("code", "trie"))
+    assert set(cell) >= CELL_KEYS
+    assert (cell["n"], cell["refused"]) == (4, {"POSITION_OUT_OF_RANGE": 2})
+    assert (cell["mean_accepted_length"], cell["acceptance_by_depth"]) == (2.0, [1.0, 0.5])
+    assert cell["ttft_ms"] == {"p50": 10.0, "p95": 10.0} and cell["tpot_ms"]["p95"] == 1.0
+    assert (cell["identical_to_plain"], cell["compared_outputs"]) == (True, 4)
+    spread = cell["tokens_per_second_spread"]
+    assert spread["min"] <= cell["tokens_per_second"] <= spread["max"] and len(spread["by_repeat"]) == 2
+    assert differing(found) == 0
+
+
+async def test_differences_are_counted(prompts: Path) -> None:
+    found, _, _ = await measured(plan_of(prompts), trie_tokens=(1, 2, 3, 5))
+    cell = next(cell for cell in found if (cell["task"], cell["mode"]) == (ALL_TASKS, "trie"))
+    assert (cell["identical_to_plain"], cell["differing_outputs"]) == (False, 5)
+    assert differing(found) == 5
+
+
+def test_percentile() -> None:
+    values = [float(value) for value in range(1, 101)]
+    assert (percentile(values, 0.5), percentile(values, 0.95), percentile([], 0.5)) == (50.0, 95.0, None)
+
+
+async def test_the_command_on_a_running_target(running: Any, prompts: Path, tmp_path: Path, outrider: Any) -> None:
+    figures, picture = tmp_path / "figures.json", tmp_path / "figures.png"
+    words = ["bench", "--prompts", str(prompts), "--target", running.address, "--concurrency", "1,2"]
+    status, out, err = await outrider(*words, "--max-tokens", "6", "--json", str(figures), "--plot", str(picture))
+    assert status == 0, err
+    assert "trie" in out and "2.50" not in err
+    document = json.loads(figures.read_text())
+    assert document["schema"] == SCHEMA
+    assert set(document) >= {"machine", "versions", "commit", "arguments", "command", "target", "results"}
+    assert document["arguments"]["max_tokens"] == 6
+    assert {(c["mode"], c["task"], c["concurrency"]) for c in document["results"]} == {
+        (mode, task, level) for mode in ("plain", "trie") for task in ("chat", "code", "all") for level in (1, 2)
+    }
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(("dtype", "status"), [("float32", EXIT_DIFFERENT), ("bfloat16", 0)])
+async def test_exit_status_of_a_lossy_target(
+    running: Any, prompts: Path, outrider: Any, dtype: str, status: int
+) -> None:
+    running.target.dtype = dtype
+    running.target.lie = lambda tokens: [*tokens[:-1], 7]
+    words = ["bench", "--prompts", str(prompts), "--target", running.address, "--max-tokens", "4", "--limit", "2"]
+    ended, _, err = await outrider(*words)
+    assert ended == status
+    assert "outputs differ from plain decoding" in err
+
+
+async def test_a_target_with_another_drafter(running: Any, prompts: Path, outrider: Any) -> None:
+    words = ["bench", "--prompts", str(prompts), "--target", running.address, "--modes", "plain,prompt_lookup"]
+    ended, _, err = await outrider(*words)
+    assert ended == 2 and "the target's drafter is trie, not prompt_lookup" in err
+
+
+async def test_plot_of_one_mode(prompts: Path, tmp_path: Path) -> None:
+    plan = plan_of(prompts, modes="plain", second_turns=False)
+    backends = {PLAIN: Scripted("plain", [])}
+    document = {
+        "results": cells(await Runner(plan, backends, lambda _: None).run(), plan.modes),
+        "machine": {"cores": 2, "processor": "x"},
+        "target": {"model": "m", "dtype": "float32"},
+        "arguments": {"repeats": 1},
+        "prompts": 5,
+        "commit": "",
+    }
+    save_plot(document, tmp_path / "one.png")
+    assert (tmp_path / "one.png").stat().st_size > 1000

@@ -1,0 +1,176 @@
+"""`outrider up`'s supervision with real processes: the restart of a draft, the end of a target, signals."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from outrider_client.process import Child, ServiceDied, ServiceSlow, wait_serving
+from outrider_client.supervisor import Patience, ServiceCommand, Supervisor
+
+# A service as far as supervision goes: health, and an end on SIGTERM. Its arguments: address, and words to print.
+_SERVICE = """
+import asyncio, signal, sys
+from outrider.serving import GrpcServer, ServingOptions
+
+async def serve():
+    server = GrpcServer(ServingOptions(listen=sys.argv[1]), [])
+    await server.start()
+    server.health.set_serving(True)
+    stop = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
+    sys.stdout.write(sys.argv[2] + chr(10))
+    sys.stdout.flush()
+    await stop.wait()
+    await server.stop(0)
+
+asyncio.run(serve())
+"""
+_QUICK = Patience(start=60.0, stop=10.0, first_backoff=0.05, longest_backoff=0.2, healthy_after=30.0)
+_SECONDS = 60.0
+
+
+class Lines:
+    """What the supervisor and its services said."""
+
+    def __init__(self) -> None:
+        self.heard: list[tuple[str, str]] = []
+        self._more = asyncio.Event()
+
+    def emit(self, name: str, line: str) -> None:
+        self.heard.append((name, line))
+        self._more.set()
+
+    def count(self, name: str, words: str) -> int:
+        return sum(1 for who, line in self.heard if who == name and words in line)
+
+    async def wait(self, name: str, words: str, times: int = 1) -> None:
+        async with asyncio.timeout(_SECONDS):
+            while self.count(name, words) < times:
+                self._more.clear()
+                await self._more.wait()
+
+
+def service(name: str, folder: Path) -> ServiceCommand:
+    address = f"unix:{folder / name}.sock"
+    return ServiceCommand(name, (sys.executable, "-c", _SERVICE, address, f"hello from {name}"), address)
+
+
+def failing(name: str, status: int) -> ServiceCommand:
+    return ServiceCommand(name, (sys.executable, "-c", f"raise SystemExit({status})"), "unix:/nowhere")
+
+
+async def test_ready_then_sigterm(tmp_path: Path) -> None:
+    lines, ready = Lines(), asyncio.Event()
+    supervisor = Supervisor(service("target", tmp_path), service("draft", tmp_path), lines.emit, _QUICK)
+    running = asyncio.create_task(supervisor.run(ready.set))
+    async with asyncio.timeout(_SECONDS):
+        await ready.wait()
+    await lines.wait("draft", "hello")
+    children = psutil.Process().children()
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert await asyncio.wait_for(running, _SECONDS) == 0
+    assert lines.count("target", "hello") == lines.count("draft", "hello") == 1
+    assert not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children)
+
+
+async def test_dead_draft_is_started_again(tmp_path: Path) -> None:
+    lines = Lines()
+    supervisor = Supervisor(service("target", tmp_path), service("draft", tmp_path), lines.emit, _QUICK)
+    running = asyncio.create_task(supervisor.run())
+    for life in (1, 2, 3):
+        await lines.wait("draft", "hello", times=life)
+        if life < 3:
+            _process_of("hello from draft").kill()
+    assert lines.count("outrider", "the draft service was killed by SIGKILL") == 2
+    assert lines.count("outrider", "in 0.1 s") == 1
+    os.kill(os.getpid(), signal.SIGINT)
+    assert await asyncio.wait_for(running, _SECONDS) == 0
+
+
+def _process_of(words: str) -> psutil.Process:
+    return next(child for child in psutil.Process().children() if words in child.cmdline())
+
+
+@pytest.mark.parametrize(("status", "expected"), [(3, 3), (0, 1)], ids=["failure", "clean-exit"])
+async def test_dead_target_ends_the_whole(tmp_path: Path, status: int, expected: int) -> None:
+    lines = Lines()
+    supervisor = Supervisor(failing("target", status), service("draft", tmp_path), lines.emit, _QUICK)
+    assert await asyncio.wait_for(supervisor.run(), _SECONDS) == expected
+    assert lines.count("outrider", f"the target service exited with status {status}") == 1
+    assert not [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
+
+
+async def test_killed_target_is_a_failure(tmp_path: Path) -> None:
+    lines = Lines()
+    running = asyncio.create_task(Supervisor(service("target", tmp_path), None, lines.emit, _QUICK).run())
+    await lines.wait("target", "hello")
+    _process_of("hello from target").kill()
+    assert await asyncio.wait_for(running, _SECONDS) == 1
+
+
+async def test_stubborn_child_is_killed() -> None:
+    lines: list[str] = []
+    ignoring = (
+        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(99)"
+    )
+    child = Child("stubborn", (sys.executable, "-c", ignoring), lines.append)
+    await child.start()
+    async with asyncio.timeout(_SECONDS):
+        while not lines:
+            await asyncio.sleep(0.02)
+    assert await child.stop(0.2) == -signal.SIGKILL
+
+
+async def test_lines_of_any_length_and_kind() -> None:
+    lines: list[str] = []
+    program = r"import sys; sys.stdout.buffer.write(b'a' * 200000 + b'\r50%\r100%\nb\xff\n\nend')"
+    child = Child("writer", (sys.executable, "-c", program), lines.append)
+    await child.start()
+    assert await child.wait() == 0
+    assert lines == ["a" * 200_000, "50%", "100%", "b\ufffd", "end"]
+
+
+@pytest.mark.parametrize(
+    ("program", "error"), [("raise SystemExit(4)", ServiceDied), ("import time; time.sleep(99)", ServiceSlow)]
+)
+async def test_waiting_for_what_never_serves(program: str, error: type[Exception], tmp_path: Path) -> None:
+    child = Child("mute", (sys.executable, "-c", program), lambda _: None)
+    await child.start()
+    with pytest.raises(error, match="mute"):
+        await wait_serving(child, f"unix:{tmp_path}/absent.sock", 1.0 if error is ServiceSlow else _SECONDS)
+    child.kill()
+    await child.wait()
+
+
+async def test_children_end_with_a_parent_that_is_killed(tmp_path: Path) -> None:
+    pid_file = tmp_path / "pid"
+    program = f"""
+import asyncio, sys
+from outrider_client.process import Child
+
+async def main():
+    child = Child("sleeper", (sys.executable, "-c", "import time; time.sleep(99)"), print)
+    await child.start()
+    open({str(pid_file)!r}, "w").write(str(child.pid))
+    await asyncio.sleep(99)
+
+asyncio.run(main())
+"""
+    parent = await asyncio.create_subprocess_exec(sys.executable, "-c", program)
+    child: Any = None
+    async with asyncio.timeout(_SECONDS):
+        while not pid_file.exists() or not pid_file.read_text():
+            await asyncio.sleep(0.05)
+        child = psutil.Process(int(pid_file.read_text()))
+        parent.kill()
+        await parent.wait()
+        while child.is_running() and child.status() != psutil.STATUS_ZOMBIE:
+            await asyncio.sleep(0.05)
