@@ -6,6 +6,7 @@ import asyncio
 import os
 import re
 import signal
+import subprocess
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -17,6 +18,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from outrider.runtime import GRPC_EXPERIMENTS, prepare_grpc
 from outrider.v1 import target_pb2 as pb
 from outrider.v1 import target_pb2_grpc
 from target_service.__main__ import main
@@ -88,6 +90,21 @@ class TestSettings:
             main(["--model", str(tmp_path)])
         assert caught.value.code == 1
         assert f"cannot serve {tmp_path}" in capsys.readouterr().err
+
+
+class TestPoller:
+    def test_grpc_is_imported_after_its_environment_is_set(self) -> None:
+        """gRPC reads its switches as it is imported, so the entry point must not pull it in."""
+        check = "import sys, target_service.__main__; sys.exit('grpc' in sys.modules or 'torch' in sys.modules)"
+        assert subprocess.run([sys.executable, "-c", check], check=False).returncode == 0
+
+    def test_operator_wins(self) -> None:
+        unset: dict[str, str] = {}
+        prepare_grpc(unset)
+        assert unset == {"GRPC_EXPERIMENTS": GRPC_EXPERIMENTS}
+        chosen = {"GRPC_EXPERIMENTS": ""}
+        prepare_grpc(chosen)
+        assert chosen == {"GRPC_EXPERIMENTS": ""}
 
 
 @dataclass
