@@ -1,0 +1,58 @@
+"""The container health check against a real server: serving, not serving, unreachable, with a token, over TLS."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outrider.healthcheck import check, main
+from outrider.serving import Authenticator, GrpcServer, ServingOptions
+
+
+@asynccontextmanager
+async def running(serving: bool = True, **options: Any) -> AsyncIterator[str]:
+    server = GrpcServer(ServingOptions(**options), [])
+    await server.start()
+    server.health.set_serving(serving)
+    try:
+        yield server.address
+    finally:
+        await server.stop(0)
+
+
+@pytest.mark.parametrize(("serving", "status"), [(True, "SERVING"), (False, "NOT_SERVING")])
+async def test_status(serving: bool, status: str) -> None:
+    async with running(serving) as address:
+        assert await asyncio.to_thread(check, address) == status
+
+
+async def test_a_service_that_is_not_there() -> None:
+    async with running() as address:
+        assert await asyncio.to_thread(check, address, "no.such.Service") == "NOT_FOUND"
+
+
+async def test_a_token_file_of_the_service_itself(tmp_path: Path) -> None:
+    tokens = tmp_path / "tokens"
+    tokens.write_text("# who may call\nsixteen-characters-or-more acme\n")
+    async with running(authenticator=Authenticator.from_file(str(tokens))) as address:
+        assert await asyncio.to_thread(check, address) == "UNAUTHENTICATED"
+        assert await asyncio.to_thread(lambda: check(address, tokens=str(tokens))) == "SERVING"
+
+
+async def test_exit_status_of_the_command(tmp_path: Path) -> None:
+    async with running(listen=f"unix:{tmp_path}/health") as address:
+        command = (sys.executable, "-m", "outrider.healthcheck", address)
+        done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, f"{address}: SERVING\n")
+
+
+def test_nobody_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["127.0.0.1:1", "--timeout", "0.5"]) == 1
+    assert "DEADLINE_EXCEEDED" in capsys.readouterr().out

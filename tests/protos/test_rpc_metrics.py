@@ -1,0 +1,101 @@
+"""Calls are counted by what the caller sees, whatever way they end. A real server, with its other interceptors."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import pytest
+
+from outrider.errors import QuotaExceeded
+from outrider.rpc_metrics import RpcMetricsInterceptor
+from outrider.serving import GrpcServer, Service, ServingOptions
+
+Behaviour = Callable[[bytes, Any], Awaitable[bytes]]
+
+
+@asynccontextmanager
+async def serving(behaviour: Behaviour) -> AsyncIterator[tuple[RpcMetricsInterceptor, Any]]:
+    """A server with one method, and a way to call it."""
+    calls = RpcMetricsInterceptor()
+    handlers = {"Call": grpc.unary_unary_rpc_method_handler(behaviour)}  # type: ignore[arg-type]
+    generic = grpc.method_handlers_generic_handler("test.Service", handlers)
+    service = Service("test.Service", lambda server: server.add_generic_rpc_handlers((generic,)))
+    server = GrpcServer(ServingOptions(), [service], [calls])
+    await server.start()
+    async with grpc.aio.insecure_channel(server.address) as channel:
+        yield calls, channel.unary_unary("/test.Service/Call")
+    await server.stop(0)
+
+
+def counted(calls: RpcMetricsInterceptor) -> dict[tuple[str, str], float]:
+    return {
+        (sample.labels["method"], sample.labels["code"]): sample.value
+        for family in calls.metrics.collect()
+        for sample in family.samples
+        if sample.name == "outrider_rpc_calls_total"
+    }
+
+
+async def eventually(calls: RpcMetricsInterceptor, code: str) -> None:
+    """Wait until exactly one call is counted, with `code`: the server notices after the caller does."""
+    async with asyncio.timeout(5):
+        while not counted(calls):
+            await asyncio.sleep(0.01)
+    assert counted(calls) == {("test.Service/Call", code): 1}
+
+
+async def answers(_request: bytes, _context: Any) -> bytes:
+    return b"fine"
+
+
+async def refuses(_request: bytes, _context: Any) -> bytes:
+    raise QuotaExceeded("full")
+
+
+async def breaks(_request: bytes, _context: Any) -> bytes:
+    raise ZeroDivisionError
+
+
+async def hangs(_request: bytes, _context: Any) -> bytes:
+    await asyncio.sleep(60)
+    return b""
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "code"), [(answers, "OK"), (refuses, "RESOURCE_EXHAUSTED"), (breaks, "INTERNAL")]
+)
+async def test_calls_that_end(behaviour: Behaviour, code: str) -> None:
+    async with serving(behaviour) as (calls, call):
+        try:
+            await call(b"")
+        except grpc.aio.AioRpcError as error:
+            assert error.code().name == code
+        await eventually(calls, code)
+
+
+async def test_a_call_that_is_cancelled() -> None:
+    async with serving(hangs) as (calls, call):
+        running = call(b"")
+        async with asyncio.timeout(5):
+            while not list(calls._read()):
+                await asyncio.sleep(0.01)
+        assert list(calls._read()) == [("outrider_rpc_in_flight", ("test.Service/Call",), 1)]
+        running.cancel()
+        await eventually(calls, "CANCELLED")
+        assert list(calls._read()) == [("outrider_rpc_in_flight", ("test.Service/Call",), 0)]
+
+
+async def test_a_call_whose_deadline_passes() -> None:
+    async with serving(hangs) as (calls, call):
+        with pytest.raises(grpc.aio.AioRpcError):
+            await call(b"", timeout=0.2)
+        await eventually(calls, "DEADLINE_EXCEEDED")
+
+
+async def test_methods_that_do_not_exist_make_no_series() -> None:
+    async with serving(answers) as (calls, _), grpc.aio.insecure_channel("127.0.0.1:1"):
+        assert counted(calls) == {}
