@@ -81,14 +81,17 @@ def connect_draft(
     """The link for an address: `HOST:PORT`, `unix:PATH`, or `inprocess:DRAFTER`.
 
     The last is looked up among the installed entry points, so that this package does not import drafters.
-    Raises `ValueError` when none is installed.
+    Raises `ValueError` when none is installed, or when that drafter cannot draft for this target.
     """
     if not address.startswith(INPROCESS_SCHEME):
         return GrpcDraftLink(address, events, vocabulary_size, tokenizer_fingerprint, options)
     for entry in entry_points(group=LINK_GROUP, name=INPROCESS_SCHEME.rstrip(":")):
         connect: Callable[[str, DraftEvents, int, str], StoppableLink] = entry.load()
         argument = address.removeprefix(INPROCESS_SCHEME)
-        return connect(argument, events, vocabulary_size, tokenizer_fingerprint)
+        try:
+            return connect(argument, events, vocabulary_size, tokenizer_fingerprint)
+        except OutriderError as error:
+            raise ValueError(f"{address}: {error.message}") from None
     raise ValueError(f"{address}: no draft service is installed in this environment")
 
 

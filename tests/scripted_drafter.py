@@ -115,6 +115,7 @@ class Listener:
         self.failures: list[SequenceFailure] = []
         self.infos: list[DraftInfo] = []
         self.losses: list[str] = []
+        self.connected = False
         self._changed = threading.Condition()
 
     def _add(self, kind: list[object], values: Iterable[object]) -> None:
@@ -129,19 +130,12 @@ class Listener:
         self._add(self.failures, [failure])  # type: ignore[arg-type]
 
     def on_connected(self, info: DraftInfo) -> None:
+        self.connected = True
         self._add(self.infos, [info])  # type: ignore[arg-type]
 
     def on_disconnected(self, reason: str) -> None:
+        self.connected = False
         self._add(self.losses, [reason])  # type: ignore[arg-type]
-
-    @property
-    def connected(self) -> bool:
-        """Whether more connections came than went. A first failure to connect is a loss of nothing."""
-        return bool(self.infos) and len(self.infos) > self.lost_connections
-
-    @property
-    def lost_connections(self) -> int:
-        return len(self.losses)
 
     def until(self, condition: Callable[[Listener], object], seconds: float = 10.0) -> None:
         """Wait until `condition(self)` holds; fails with what was heard."""

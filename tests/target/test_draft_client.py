@@ -17,7 +17,7 @@ from scripted_drafter import VOCABULARY, Listener, opening, step
 
 from draft_service.drafter import create
 from outrider.draft_wire import failure_to_pb, info_to_pb
-from outrider.errors import Draining, NotSupported, Unauthenticated
+from outrider.errors import Draining, Unauthenticated
 from outrider.frames import DraftInfo, TreeLimits
 from outrider.serving import GrpcServer, Service, ServingOptions
 from outrider.v1 import draft_pb2, draft_pb2_grpc
@@ -231,8 +231,13 @@ async def test_a_draft_that_misbehaves_is_cut_off_and_tried_again(fake: FakeDraf
     async with serving(fake) as server, linked(server.address, options) as (link, heard):
         await until(heard, lambda it: it.infos)
         link.open(opening(1))
-        await until(heard, lambda it: it.losses)
-        assert reason in heard.losses[0]
+
+        def told(it: Listener) -> bool:
+            # A write that races with the end of its call may hide the status: then the next loss tells it.
+            link.open(opening(1))
+            return any(reason in loss for loss in it.losses)
+
+        await until(heard, told)
         fake.behave = fake.answer
         await until(heard, lambda it: it.connected)
         link.open(opening(1, step=5))
@@ -365,6 +370,6 @@ def test_a_drafter_in_process_is_found_by_the_scheme_of_the_address() -> None:
     link.open(opening(3))
     assert heard.infos[0].drafter == "random" and heard.answered(3, 0)
     link.stop()
-    with pytest.raises(NotSupported):
+    with pytest.raises(ValueError, match="nothing"):
         connect_draft("inprocess:nothing", heard, VOCABULARY, "")
     assert create("random").name == "random"
