@@ -74,4 +74,4 @@ class KVCache:
         """Raise AssertionError unless every page is free or owned, and exactly once."""
         pages = [*self._free, *(page for sequence in owned for page in sequence)]
         assert len(pages) == self.num_pages, f"{len(pages)} pages accounted for, of {self.num_pages}"
-        assert len(set(pages)) == self.num_pages, "a page is accounted for twice"
+        assert sorted(pages) == list(range(self.num_pages)), "a page is accounted for twice"

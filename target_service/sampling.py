@@ -1,7 +1,8 @@
 """From a row of logits to the law the next token is drawn from.
 
-Order, as in vLLM: logit bias, end tokens held back until min_tokens, repetition penalty over prompt and output,
-presence and frequency penalties over the output, temperature, min_p, top_k, top_p.
+Order, as in vLLM (v1/sample/sampler.py): logit bias, repetition penalty over prompt and output, presence and frequency
+penalties over the output, end tokens held back until min_tokens, temperature, min_p, top_k, top_p. transformers differs
+in one place: it applies min_p last.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from target_service.sequence import TokenLogprobs
 
 # With no top_k, top_p looks at this many of the most probable tokens before it sorts the whole vocabulary.
 _TOP_P_GLANCE = 1024
+_LARGEST = 1e30
 
 
 class LogitShaper:
@@ -45,23 +47,24 @@ class LogitShaper:
         logits = logits.clone()
         if len(self._bias_ids):
             logits[self._bias_ids] += self._bias.to(logits.device)
-        if len(output_ids) < params.min_tokens:
-            logits[self._held_back] = -torch.inf
         if params.has_penalties:
             self._penalise(logits, output_ids)
+        if len(output_ids) < params.min_tokens:
+            logits[self._held_back] = -torch.inf
         return logits
 
     def _penalise(self, logits: Tensor, output_ids: Sequence[int]) -> None:
         params = self._params
-        counts = Counter(output_ids)
-        said = torch.tensor(list(counts), dtype=torch.int64)
+        counts, device = Counter(output_ids), logits.device
+        said = torch.tensor(list(counts), dtype=torch.int64, device=device)
         if params.repetition_penalty != 1.0:
-            seen = torch.unique(torch.cat([self._prompt_ids, said]))
-            values = logits[seen]
-            factor = params.repetition_penalty
-            logits[seen] = torch.where(values > 0, values / factor, values * factor)
+            seen = torch.unique(torch.cat([self._prompt_ids.to(device), said]))
+            values, factor = logits[seen].double(), params.repetition_penalty
+            scaled = torch.where(values > 0, values / factor, values * factor)
+            # Any finite penalty is legal; an infinite logit would make the law undefined.
+            logits[seen] = scaled.clamp(-_LARGEST, _LARGEST).float()
         if len(said):
-            times = torch.tensor(list(counts.values()), dtype=torch.float32)
+            times = torch.tensor(list(counts.values()), dtype=torch.float32, device=device)
             logits[said] -= params.presence_penalty + params.frequency_penalty * times
 
     def probs(self, shaped: Tensor) -> Tensor:
@@ -74,45 +77,55 @@ class LogitShaper:
             law = torch.zeros_like(shaped, dtype=torch.float64)
             law[torch.argmax(shaped)] = 1.0
             return law
-        law = torch.softmax(shaped.double() / params.temperature, dim=-1)
+        # The greatest becomes 0 first, so that no temperature, however small, makes it infinite.
+        law = torch.softmax((shaped.double() - shaped.max()) / params.temperature, dim=-1)
         if params.min_p > 0:
             law = torch.where(law >= params.min_p * law.max(), law, 0.0)
-        if 0 < params.top_k < len(law):
-            law = _keep(law, _most_probable(law, params.top_k))
+        kept = _most_probable(law, params.top_k) if 0 < params.top_k < len(law) else None
         if params.top_p < 1:
-            law = _keep(law, _nucleus(law / law.sum(), params.top_p))
+            kept = _nucleus(law, kept, params.top_p)
+        if kept is not None:
+            values = law[kept]
+            law = torch.zeros_like(law).index_copy_(0, kept, values)
         return law / law.sum()
 
 
-def _keep(law: Tensor, ids: Tensor) -> Tensor:
-    kept = torch.zeros_like(law)
-    kept[ids] = law[ids]
-    return kept
-
-
 def _most_probable(law: Tensor, count: int) -> Tensor:
-    """Ids of the `count` most probable tokens, most probable first, lower ids first among equals. [count]"""
+    """Ids of the `count` most probable tokens, most probable first, lower ids first among equals.
+
+    [at most count]: tokens of no probability are left out, since sorting all of them would cost most of the time.
+    """
     threshold = torch.topk(law, count).values[-1]
     # Every token at the threshold takes part, so that which of them stay is decided by id alone.
-    ids = (law >= threshold).nonzero()[:, 0]
+    candidates = law >= threshold if threshold > 0 else law > 0
+    ids = candidates.nonzero()[:, 0]
     order = torch.sort(law[ids], descending=True, stable=True).indices
     return ids[order[:count]]
 
 
-def _nucleus(law: Tensor, top_p: float) -> Tensor:
-    """Ids of the smallest set of most probable tokens that reaches `top_p`; at least one."""
-    glance = min(_TOP_P_GLANCE, len(law))
-    ids = _most_probable(law, glance)
-    if float(law[ids].sum()) < top_p:
-        ids = _most_probable(law, len(law))
-    before = law[ids].cumsum(0) - law[ids]
-    return ids[before < top_p]
+def _nucleus(law: Tensor, ranked: Tensor | None, top_p: float) -> Tensor:
+    """Ids of the smallest set of most probable tokens that reaches `top_p`; at least one.
+
+    `ranked` are the tokens that are left, most probable first; None when that is the whole vocabulary [V]. `top_p` is
+    a share of what they weigh together.
+    """
+    if ranked is None:
+        share = top_p * law.sum()
+        ranked = _most_probable(law, min(_TOP_P_GLANCE, len(law)))
+        if law[ranked].sum() < share:
+            ranked = _most_probable(law, len(law))
+    else:
+        share = top_p * law[ranked].sum()
+    values = law[ranked]
+    before = values.cumsum(0) - values
+    return ranked[before < share]
 
 
 def logprobs_of(logits_row: Tensor, token_id: int, top: int) -> TokenLogprobs:
     """Log-probabilities of the raw logits [V]: the token's own, and the `top` most probable."""
-    law = torch.log_softmax(logits_row.float(), dim=-1)
+    logprobs = torch.log_softmax(logits_row.float(), dim=-1)
     if top == 0:
-        return TokenLogprobs(float(law[token_id]))
-    ids = _most_probable(law, top)
-    return TokenLogprobs(float(law[token_id]), tuple(zip(ids.tolist(), law[ids].tolist(), strict=True)))
+        return TokenLogprobs(float(logprobs[token_id]))
+    # In fp64, where 20 probabilities do not underflow to zero, which would drop them.
+    ids = _most_probable(logprobs.double().exp(), min(top, len(logprobs)))
+    return TokenLogprobs(float(logprobs[token_id]), tuple(zip(ids.tolist(), logprobs[ids].tolist(), strict=True)))

@@ -1,0 +1,92 @@
+"""Pages are handed out once, come back once, and the cache can prove it."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from target_service.kv_cache import KVCache, OutOfPages
+
+
+def cache_of(num_pages: int = 8, page_size: int = 4) -> KVCache:
+    return KVCache(num_pages, page_size, 2, 3, 5, 7, torch.float32, torch.device("cpu"))
+
+
+def test_pools_have_their_shapes_and_begin_finite() -> None:
+    cache = cache_of()
+    assert [tuple(keys.shape) for keys in cache.keys] == [(8, 4, 3, 5)] * 2
+    assert [tuple(values.shape) for values in cache.values] == [(8, 4, 3, 7)] * 2
+    assert all(bool((pool == 0).all()) for pool in (*cache.keys, *cache.values))
+
+
+@pytest.mark.parametrize(("pages", "size"), [(0, 1), (1, 0)], ids=["no pages", "no size"])
+def test_an_empty_cache_is_refused(pages: int, size: int) -> None:
+    with pytest.raises(ValueError, match="at least one page"):
+        cache_of(pages, size)
+
+
+def test_asking_for_too_many_takes_none() -> None:
+    cache = cache_of()
+    held = cache.allocate(5)
+    with pytest.raises(OutOfPages):
+        cache.allocate(4)
+    assert (cache.free_pages, cache.used_pages) == (3, 5)
+    cache.release(held)
+    assert (cache.free_pages, cache.used_pages) == (8, 0)
+
+
+def test_fresh_pages_are_consecutive_so_that_attention_reads_a_view() -> None:
+    cache = cache_of()
+    assert cache.allocate(3) == [0, 1, 2]
+    assert cache.allocate(0) == []
+    assert cache.allocate(2) == [3, 4]
+
+
+def test_pages_released_come_back_in_their_order() -> None:
+    cache = cache_of()
+    pages = cache.allocate(4)
+    cache.release(pages)
+    assert cache.allocate(4) == pages
+
+
+@pytest.mark.parametrize(
+    ("tokens", "pages"), [(0, 0), (1, 1), (4, 1), (5, 2)], ids=["none", "one", "a full page", "one more"]
+)
+def test_pages_for_rounds_up(tokens: int, pages: int) -> None:
+    assert cache_of().pages_for(tokens) == pages
+
+
+def test_slots_cross_pages_in_the_sequences_own_order() -> None:
+    assert cache_of().slots([6, 2], 2, 4) == [26, 27, 8, 9]
+    assert cache_of().slots([6, 2], 8, 0) == []
+
+
+def test_any_order_of_taking_and_giving_back_keeps_the_books() -> None:
+    chance, cache = random.Random(5), cache_of(num_pages=13)
+    held: list[list[int]] = []
+    for _ in range(300):
+        if held and chance.random() < 0.5:
+            cache.release(held.pop(chance.randrange(len(held))))
+        elif cache.free_pages:
+            held.append(cache.allocate(chance.randint(0, cache.free_pages)))
+        cache.check_integrity(held)
+
+
+def test_a_lost_page_and_a_page_held_twice_are_noticed() -> None:
+    cache = cache_of()
+    pages = cache.allocate(3)
+    with pytest.raises(AssertionError, match="accounted for, of 8"):
+        cache.check_integrity([pages[:2]])
+    with pytest.raises(AssertionError, match="twice"):
+        cache.check_integrity([pages[:2], pages[:1]])
+
+
+def test_a_page_given_back_twice_is_noticed() -> None:
+    cache = cache_of()
+    pages = cache.allocate(2)
+    cache.release(pages)
+    cache.release(pages[:1])
+    with pytest.raises(AssertionError):
+        cache.check_integrity([])
