@@ -1,0 +1,105 @@
+"""The link without a network: the same answers, in the same call, and no drafter's bug in the engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from scripted_drafter import VOCABULARY, Listener, ScriptedDrafter, opening, step
+
+from draft_service.inprocess import InprocessLink, connect
+from outrider.errors import NotSupported, UnknownCorpus
+from outrider.settings import SettingsError
+
+
+@pytest.fixture
+def heard() -> Listener:
+    return Listener()
+
+
+@pytest.fixture
+def drafter() -> ScriptedDrafter:
+    return ScriptedDrafter()
+
+
+@pytest.fixture
+def link(drafter: ScriptedDrafter, heard: Listener) -> InprocessLink:
+    return InprocessLink(drafter, heard)
+
+
+def test_answers_come_inside_the_call(link: InprocessLink, heard: Listener, drafter: ScriptedDrafter) -> None:
+    assert heard.infos[0].drafter == "scripted"
+    link.open(opening(1))
+    link.open(opening(2, [20]))
+    assert heard.answered(1, 0) and heard.answered(2, 0)
+    link.advance([step(1, 13), step(1, 21, 22, sequence_id=2)])
+    assert heard.answered(1, 1) and heard.growths[-1].token_ids == (522, 23, 24, 25)
+    assert drafter.batches == [1, 1, 2]
+
+
+def test_a_sequence_opened_again_starts_anew(link: InprocessLink, heard: Listener) -> None:
+    link.open(opening(1))
+    link.advance([step(1, 13)])
+    link.open(opening(1, [30], step=5))
+    assert heard.failures == [] and heard.growths[-1].first_node_id == 1
+    assert heard.answered(1, 5)
+
+
+def test_a_refused_sequence_is_a_failure_of_its_own(
+    link: InprocessLink, heard: Listener, drafter: ScriptedDrafter
+) -> None:
+    link.open(opening(1))
+    drafter.refuses = UnknownCorpus("no such corpus")
+    link.open(opening(2, corpus="nowhere"))
+    link.advance([step(5, 1), step(1, 1, sequence_id=2)])
+    reasons = [(failure.sequence_id, failure.reason) for failure in heard.failures]
+    assert reasons == [(2, "UNKNOWN_CORPUS"), (1, "STEP_SKIPPED"), (2, "UNKNOWN_SEQUENCE")]
+    assert heard.connected and not drafter.open_sequences
+
+
+def test_a_long_conversation_never_runs_out_of_credit(link: InprocessLink, heard: Listener) -> None:
+    link.open(opening(1))
+    for number in range(1, 40):
+        link.advance([step(number, 20)])
+        link.advance([])
+    assert [growth.base_step for growth in heard.growths] == list(range(40))
+
+
+def test_a_bug_in_the_drafter_costs_the_drafts_only(
+    link: InprocessLink, heard: Listener, drafter: ScriptedDrafter
+) -> None:
+    drafter.fails = True
+    link.open(opening(1))
+    assert heard.losses == ["the drafter failed"]
+    link.open(opening(2))
+    link.advance([step(1, 2)])
+    link.close([1])
+    link.stop()
+    assert len(heard.losses) == 1
+
+
+def test_stop_ends_sequences_and_drafter(link: InprocessLink, heard: Listener, drafter: ScriptedDrafter) -> None:
+    link.open(opening(1))
+    link.stop()
+    link.stop()
+    link.open(opening(2))
+    assert drafter.stopped == 1 and not drafter.open_sequences and heard.connected
+
+
+def test_settings_come_from_environment_and_file(
+    heard: Listener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "outrider.toml"
+    path.write_text("[random]\nrandom_nodes = 3\nrandom_depth = 2\n")
+    monkeypatch.setenv("OUTRIDER_CONFIG", str(path))
+    monkeypatch.setenv("OUTRIDER_RANDOM_RANDOM_DEPTH", "1")
+    connect("random", heard, VOCABULARY, "").stop()
+    assert (heard.infos[0].limits.max_nodes, heard.infos[0].limits.max_depth) == (3, 1)
+
+
+def test_what_cannot_be_is_said_at_start(heard: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(NotSupported):
+        connect("nothing", heard, VOCABULARY, "")
+    monkeypatch.setenv("OUTRIDER_RANDOM_COLOUR", "red")
+    with pytest.raises(SettingsError, match="COLOUR"):
+        connect("random", heard, VOCABULARY, "")
