@@ -1,0 +1,143 @@
+"""The compose file as it stands: settings that exist, containers that are locked in, images that are pinned."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import yaml
+from compose_stack import ROOT
+
+from draft_service.config import DraftConfig
+from draft_service.ngram_config import TrieConfig
+from outrider.settings import load
+from target_service.config import TargetConfig
+
+COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "compose.yaml").read_text())
+SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
+STACK = ROOT / "target_service" / "stack"
+DEFAULT = re.compile(r"\$\{(\w+):?-([^}]*)\}")
+
+
+def filled(value: Any) -> Any:
+    """The value with every variable at its default."""
+    if isinstance(value, str):
+        return DEFAULT.sub(lambda variable: variable[2], value)
+    if isinstance(value, list):
+        return [filled(entry) for entry in value]
+    return {key: filled(entry) for key, entry in value.items()} if isinstance(value, dict) else value
+
+
+def seconds(duration: str) -> float:
+    assert duration.endswith("s")
+    return float(duration[:-1])
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_every_container_is_locked_in(name: str) -> None:
+    service = SERVICES[name]
+    assert service["read_only"] is True
+    assert service["cap_drop"] == ["ALL"]
+    assert service["security_opt"] == ["no-new-privileges:true"]
+    assert service["restart"] == "on-failure"
+    assert service["logging"]["options"]["max-size"]
+    assert "privileged" not in service
+    assert all(filled(port).startswith("127.0.0.1:") for port in service.get("ports", []))
+
+
+@pytest.mark.parametrize("name", ["target", "target-gpu", "draft", "model"])
+def test_our_containers_are_nobody_in_particular(name: str) -> None:
+    user, _, group = SERVICES[name]["user"].partition(":")
+    assert int(user) == int(group) >= 10000
+    assert f"--uid {user}" in (STACK / "Dockerfile").read_text()
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_images_are_pinned_by_a_variable_with_a_default(name: str) -> None:
+    image = SERVICES[name]["image"]
+    assert image.startswith("${")
+    assert re.search(r":(v?\d+\.\d+\.\d+|local)$", filled(image))
+
+
+@pytest.mark.parametrize(
+    ("name", "section", "config"),
+    [
+        ("target", "target", TargetConfig),
+        ("target-gpu", "target", TargetConfig),
+        ("draft", "draft", DraftConfig),
+        ("draft", "trie", TrieConfig),
+    ],
+)
+def test_environments_are_settings(name: str, section: str, config: type[Any]) -> None:
+    environment = filled(SERVICES[name]["environment"])
+    loaded = load(config, section, None, environment)
+    assert loaded != config()
+
+
+@pytest.mark.parametrize(
+    ("name", "section", "config"), [("target", "target", TargetConfig), ("draft", "draft", DraftConfig)]
+)
+def test_containers_outlive_their_draining(name: str, section: str, config: type[Any]) -> None:
+    drain = load(config, section, None, filled(SERVICES[name]["environment"])).drain_seconds
+    assert seconds(SERVICES[name]["stop_grace_period"]) > drain + 5
+
+
+@pytest.mark.parametrize("name", ["target", "target-gpu", "draft"])
+def test_health_checks_call_the_module_with_the_service_port(name: str) -> None:
+    service = SERVICES[name]
+    listen = next(value for key, value in service["environment"].items() if key.endswith("_LISTEN"))
+    command = service["healthcheck"]["test"]
+    assert command[:4] == ["CMD", "python", "-m", "outrider.healthcheck"]
+    assert command[4].rpartition(":")[2] == listen.rpartition(":")[2]
+
+
+def test_the_draft_is_on_the_inner_network_only() -> None:
+    assert COMPOSE["networks"]["inside"] == {"internal": True}
+    assert SERVICES["draft"]["networks"] == ["inside"]
+    assert "ports" not in SERVICES["draft"]
+
+
+def test_extras_come_with_their_profile_only() -> None:
+    profiles = {name: service.get("profiles", []) for name, service in SERVICES.items()}
+    assert {name for name, asked in profiles.items() if not asked} == {"model", "draft", "target", "prometheus"}
+    assert profiles["target-gpu"] == ["gpu"]
+    assert profiles["grafana"] == profiles["jaeger"] == ["observability"]
+    devices = SERVICES["target-gpu"]["deploy"]["resources"]["reservations"]["devices"]
+    assert devices == [{"driver": "nvidia", "count": 1, "capabilities": ["gpu"]}]
+
+
+def test_mounted_files_exist() -> None:
+    for service in SERVICES.values():
+        for volume in service.get("volumes", []):
+            source = volume.split(":")[0]
+            assert source in COMPOSE["volumes"] if not source.startswith(".") else (ROOT / source).exists()
+
+
+def test_the_image_gets_what_the_wheel_needs() -> None:
+    kept = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    copied = re.findall(r"^COPY (?!--)(.+) \S+$", (STACK / "Dockerfile").read_text(), re.MULTILINE)
+    for source in " ".join(copied).split():
+        assert (ROOT / source).exists()
+        assert any(source == path or source.startswith(f"{path}/") for path in kept)
+
+
+def test_requirements_are_the_projects() -> None:
+    done = subprocess.run(
+        [sys.executable, str(STACK / "requirements.py"), "gguf"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert any(line.startswith("torch") for line in done.stdout.splitlines())
+    assert any(line.startswith("gguf") for line in done.stdout.splitlines())
+
+
+@pytest.mark.skipif(shutil.which("docker-compose") is None, reason="docker-compose is not installed")
+def test_compose_itself_accepts_the_file() -> None:
+    command = "/usr/bin/docker-compose" if os.path.exists("/usr/bin/docker-compose") else "docker-compose"
+    done = subprocess.run(
+        [command, "--file", "compose.yaml", "config", "--quiet"], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,136 @@
+"""The target's metrics against what the engine really did, and against its own totals."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from engine_harness import ScriptedDraft, engine_config, make_runner, request
+from spans import PARENT
+
+from outrider.metric_table import MAX_DEPTH
+from outrider.sampling import SamplingParams
+from outrider.tree import TokenTree
+from target_service.engine import EngineSnapshot
+from target_service.loop import EngineLoop
+from target_service.metrics import PrometheusObserver
+from target_service.sequence import SequenceFinished, SequenceTotals, Verdict
+
+Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
+
+
+def samples(observer: PrometheusObserver) -> Samples:
+    return {
+        (sample.name.removeprefix("outrider_"), tuple(sorted(sample.labels.items()))): sample.value
+        for family in observer.metrics.collect()
+        for sample in family.samples
+    }
+
+
+def chain(tokens: Sequence[int], coins: random.Random) -> TokenTree:
+    """A chain of guesses, some of which hit."""
+    length = coins.randint(1, 4)
+    guesses = [tokens[-1], *(coins.choice(tokens) for _ in range(length))]
+    return TokenTree(tuple(guesses), tuple(max(0, row - 1) for row in range(length + 1)), (1.0,) * (length + 1))
+
+
+@pytest.fixture
+def observer() -> PrometheusObserver:
+    return PrometheusObserver("tiny", "float32", "0.0")
+
+
+def test_a_run_is_counted_as_it_was(tiny_model: Any, observer: PrometheusObserver) -> None:
+    loop = EngineLoop(make_runner(tiny_model), engine_config(prefill_chunk=8), observer=observer)
+    loop.drafting.attach(ScriptedDraft(loop.drafting, chain))
+    loop.drafting.listen()
+    coins = random.Random(1)
+    for sequence_id, length in enumerate((5, 19, 30), start=1):
+        wanted = request([coins.randrange(3, 200) for _ in range(length)], 24, traceparent=PARENT)
+        loop.add(loop.make(sequence_id, wanted))
+    loop.add(loop.make(4, request([7] * 9, 64)))
+    totals: list[SequenceTotals] = []
+    verdicts = steps = 0
+    while len(totals) < 3:
+        for event in loop.step() or ():
+            verdicts += isinstance(event, Verdict)
+            if isinstance(event, SequenceFinished):
+                totals.append(event.totals)
+        steps += 1
+    cancelled = loop.end(4, "cancelled")
+    assert cancelled is not None
+    totals.append(cancelled.sequence.totals)
+
+    found = samples(observer)
+    assert found["steps_total", ()] == steps
+    assert found["sequence_steps_total", ()] == verdicts == sum(total.steps for total in totals)
+    assert found["generation_tokens_total", ()] == sum(total.completion_tokens for total in totals)
+    assert found["prompt_tokens_total", ()] == 5 + 19 + 30 + 9
+    assert found["spec_decode_num_drafts_total", ()] == sum(total.drafted_steps for total in totals)
+    assert found["spec_decode_num_draft_tokens_total", ()] == sum(total.drafted_tokens for total in totals)
+    assert found["spec_decode_num_accepted_tokens_total", ()] == sum(total.accepted_tokens for total in totals)
+    accepted = [
+        value for (name, _), value in found.items() if name == "spec_decode_num_accepted_tokens_per_depth_total"
+    ]
+    assert sum(accepted) == sum(total.accepted_tokens for total in totals) > 0
+    assert found["requests_total", (("outcome", "length"),)] == 3
+    assert found["requests_total", (("outcome", "cancelled"),)] == 1
+    assert found["step_seconds_count", ()] == steps
+    for phase in ("wait", "plan", "forward", "verify", "commit"):
+        assert found["step_phase_seconds_count", (("phase", phase),)] == steps
+    phases = sum(value for (name, _), value in found.items() if name == "step_phase_seconds_sum")
+    assert phases == pytest.approx(found["step_seconds_sum", ()], rel=0.05)
+    assert found["time_to_first_token_seconds_count", ()] == 4
+
+
+def test_outcomes_and_depths_that_come_unexpected(observer: PrometheusObserver) -> None:
+    deep = SequenceTotals(drafted_by_depth=[1] * (MAX_DEPTH + 3), accepted_by_depth=[1] * (MAX_DEPTH + 1))
+    observer.on_finished(request([1], 4), deep, "QUOTA_EXCEEDED")
+    found = samples(observer)
+    assert found["requests_total", (("outcome", "QUOTA_EXCEEDED"),)] == 1
+    assert found["spec_decode_num_drafts_per_depth_total", (("depth", str(MAX_DEPTH)),)] == 4
+    assert found["spec_decode_num_accepted_tokens_per_depth_total", (("depth", str(MAX_DEPTH)),)] == 2
+    assert found["time_to_first_token_seconds_count", ()] == 0
+
+
+def test_exemplars_carry_the_trace_and_nothing_else(observer: PrometheusObserver) -> None:
+    now = time.monotonic_ns()
+    totals = SequenceTotals(arrived_ns=now - 10**8, started_ns=now - 10**8, first_token_ns=now - 10**7, finished_ns=now)
+    wanted = request([11, 12], 4, traceparent=PARENT, sampling=SamplingParams(stop=("secret",)))
+    observer.on_finished(wanted, totals, "stop")
+    exemplars = [
+        sample.exemplar for family in observer.metrics.collect() for sample in family.samples if sample.exemplar
+    ]
+    assert exemplars
+    assert all(exemplar.labels == {"trace_id": PARENT.split("-")[1]} for exemplar in exemplars)
+
+
+def test_gauges_are_read_from_the_engine(observer: PrometheusObserver) -> None:
+    failure: list[BaseException] = []
+    snapshot = EngineSnapshot(
+        running=3, waiting=2, sequences=5, pages_used=25, pages_total=100, speculating=True, draft_connected=False
+    )
+    beat = time.monotonic_ns() - 2_000_000_000
+    observer.watch(lambda: snapshot, lambda: beat, lambda: failure[0] if failure else None)
+    found = samples(observer)
+    assert found["requests_running", ()] == 3
+    assert found["requests_waiting", ()] == 2
+    assert found["kv_pages", (("state", "free"),)] == 75
+    assert found["kv_usage_ratio", ()] == 0.25
+    assert found["speculation_active", ()] == 1
+    assert found["draft_connected", ()] == 0
+    assert found["engine_up", ()] == 1
+    assert found["engine_heartbeat_age_seconds", ()] == pytest.approx(2.0, abs=0.5)
+    assert found["target_info", (("dtype", "float32"), ("model", "tiny"), ("version", "0.0"))] == 1
+    failure.append(RuntimeError())
+    assert samples(observer)["engine_up", ()] == 0
+
+
+def test_switches_by_load_are_counted(observer: PrometheusObserver) -> None:
+    for active in (False, True, False):
+        observer.on_speculation(active)
+    found = samples(observer)
+    assert found["speculation_switches_total", (("to", "off"),)] == 2
+    assert found["speculation_switches_total", (("to", "on"),)] == 1
