@@ -10,6 +10,9 @@ from target_service.sequence import Finish, FinishReason
 
 # What a byte-level tokenizer shows for bytes that do not make a character yet.
 _INCOMPLETE = "\ufffd"
+# A character takes at most four bytes. An output of bytes that never make one must not be held back for ever, nor
+# decoded anew from its start with every token.
+_LONGEST_PENDING = 32
 
 
 class Detokenizer:
@@ -41,7 +44,8 @@ class Detokenizer:
             return ""
         self._ids.append(token)
         whole, known = self._decode(self._prefix), self._decoded()
-        if len(whole) <= len(known) or whole.endswith(_INCOMPLETE):
+        uncertain = len(whole) <= len(known) or whole.endswith(_INCOMPLETE)
+        if uncertain and len(self._ids) - self._read < _LONGEST_PENDING:
             return ""
         self._prefix, self._read = self._read, len(self._ids)
         return self._search(self._held + whole[len(known) :], final=False)
