@@ -20,3 +20,11 @@ def compiled(function: Function) -> Function:
         return numba.njit(function, nogil=True, cache=True)  # type: ignore[no-any-return]
     except RuntimeError:
         return numba.njit(function, nogil=True)  # type: ignore[no-any-return]
+
+
+def inlined(function: Function) -> Function:
+    """Like `compiled`, for small helpers of one caller: always inlined, since passing their arrays costs more."""
+    try:
+        return numba.njit(function, nogil=True, cache=True, forceinline=True)  # type: ignore[no-any-return]
+    except RuntimeError:
+        return numba.njit(function, nogil=True, forceinline=True)  # type: ignore[no-any-return]

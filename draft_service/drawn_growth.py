@@ -7,23 +7,27 @@ recursive rejection sampling needs; for the same reason scores say what the i-th
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
-from draft_service.compiling import compiled
+from draft_service.compiling import compiled, inlined
 from draft_service.prediction import (
     MAX_CANDIDATES,
+    MAX_MATCH,
     SOURCES,
+    UNKNOWN,
     Evidence,
     Numbers,
     Reals,
     Scratch,
     Tries,
-    follow,
     make_scratch,
     predict,
+    resolve_states,
     start_states,
 )
-from draft_service.tree_growth import Shape, heap_pop, heap_push
+from draft_service.tree_growth import OPEN_FLOOR, Shape, unpack
 from draft_service.trie_arrays import Tokens
 from outrider.tree import MAX_DISTRIBUTION_WEIGHT
 
@@ -43,6 +47,44 @@ def _coin(state: np.uint64) -> float:
     return float(mixed >> _S11) * 2.0**-53
 
 
+class Laws(NamedTuple):
+    """The law that each row's children were drawn from; room for [1 + nodes] rows of MAX_CANDIDATES."""
+
+    sizes: Numbers  # [..] support
+    tokens: Numbers  # [.., MAX_CANDIDATES]
+    weights: Numbers  # [.., MAX_CANDIDATES] integers
+
+
+@compiled
+def heap_push(worths: Reals, heap: Numbers, place: int) -> None:
+    """Restore the heap (largest worth first) after an item was put at its end, `place`."""
+    while place > 0:
+        above = (place - 1) >> 1
+        if worths[heap[above]] >= worths[heap[place]]:
+            return
+        heap[above], heap[place] = heap[place], heap[above]
+        place = above
+
+
+@compiled
+def heap_pop(worths: Reals, heap: Numbers, size: int) -> int:
+    """Take the most worthy item; `size` counts items before."""
+    top = heap[0]
+    size -= 1
+    heap[0] = heap[size]
+    place = 0
+    while True:
+        child = 2 * place + 1
+        if child >= size:
+            return top
+        if child + 1 < size and worths[heap[child + 1]] > worths[heap[child]]:
+            child += 1
+        if worths[heap[place]] >= worths[heap[child]]:
+            return top
+        heap[place], heap[child] = heap[child], heap[place]
+        place = child
+
+
 @compiled
 def _make_law(scratch: Scratch, known: int, power: float, weights: Numbers) -> float:
     """Integer weights of the candidates, into `weights`. Returns how much of the probability they hold."""
@@ -58,18 +100,51 @@ def _make_law(scratch: Scratch, known: int, power: float, weights: Numbers) -> f
 
 @compiled
 def _draw(left: Numbers, size: int, coin: float) -> int:
-    """The place of a draw by the weights left, or -1 when none is. The caller zeroes its weight."""
+    """The place of a draw by the weights left, at least one of them positive. The caller zeroes its weight."""
     total = 0
     for i in range(size):
         total += left[i]
-    if total == 0:
-        return -1
     point = int(coin * total)
     for i in range(size):
         point -= left[i]
         if point < 0:
             return i
-    return -1
+    return 0
+
+
+class _Rows(NamedTuple):
+    """What is known of the rows drawn so far: [1 + nodes] each, `left` and `states` with a second axis."""
+
+    states: Numbers  # [.., 2 * SOURCES]
+    left: Numbers  # [.., MAX_CANDIDATES] weights not drawn yet
+    depths: Numbers
+    draws: Numbers
+    paths: Reals
+    confidences: Reals
+    worths: Reals  # of drawing once more
+    heap: Numbers
+
+
+@inlined
+def _open_row(
+    tries: Tries, evidence: Evidence, shape: Shape, row: int, tree: Numbers, laws: Laws, rows: _Rows, scratch: Scratch
+) -> bool:
+    """Make the law of a new row. False when nothing is known to follow it."""
+    laws.sizes[row] = 0
+    if rows.depths[row] >= shape.depth:
+        return False
+    if row > 0:
+        resolve_states(tries, rows.states, row, tree[1, row], tree[0, row], evidence.rules[MAX_MATCH])
+    known = predict(tries, rows.states, row, evidence, OPEN_FLOOR, scratch)
+    if known == 0:
+        return False
+    laws.sizes[row] = known
+    rows.confidences[row] = _make_law(scratch, known, shape.power, laws.weights[row])
+    for i in range(known):
+        laws.tokens[row, i] = scratch.tokens[i]
+        rows.left[row, i] = laws.weights[row, i]
+    rows.worths[row] = rows.paths[row] * rows.confidences[row]
+    return rows.worths[row] >= shape.floor
 
 
 @compiled
@@ -77,67 +152,60 @@ def grow_drawn(
     tries: Tries,
     context: Tokens,
     evidence: Evidence,
-    shape: Shape,
+    packed: Reals,
     coins: np.uint64,
-    tokens: Numbers,
-    parents: Numbers,
+    tree: Numbers,
     scores: Reals,
-    law_sizes: Numbers,
-    law_tokens: Numbers,
-    law_weights: Numbers,
+    laws: Laws,
 ) -> int:
     """Draw a tree.
 
     Args:
         context: the sequence's last tokens, the root last.
+        packed: a packed `Shape`.
         coins: seed of the draws; private to the draft, so independent of the target's coins.
-        tokens, parents, scores: [1 + shape.nodes], filled; row 0, the root, is left to the caller.
-        law_sizes: [1 + shape.nodes], support of each row's law. law_tokens, law_weights: [.., MAX_CANDIDATES].
+        tree: [2, 1 + shape.nodes], tokens and parents, filled; row 0, the root, is left to the caller.
+        scores: [1 + shape.nodes], filled likewise.
+        laws: filled, by row.
 
     Returns:
         Rows, the root among them, in draw order.
     """
-    scratch, longest, limit = make_scratch(), evidence.max_match, shape.nodes + 1
-    states, lengths = np.empty((limit, SOURCES), np.int32), np.empty((limit, SOURCES), np.int32)
-    depths, draws = np.zeros(limit, np.int32), np.zeros(limit, np.int32)
-    left = np.empty((limit, MAX_CANDIDATES), np.int32)
-    path, confidence, worth = np.ones(limit), np.zeros(limit), np.zeros(limit)
-    items, size, row = np.empty(limit + 1, np.int32), 0, 0
+    shape, scratch = unpack(packed), make_scratch()
+    limit = shape.nodes + 1
+    rows = _Rows(
+        np.empty((limit, 2 * SOURCES), np.int32),
+        np.empty((limit, MAX_CANDIDATES), np.int32),
+        np.zeros(limit, np.int32),
+        np.zeros(limit, np.int32),
+        np.ones(limit),
+        np.zeros(limit),
+        np.zeros(limit),
+        np.empty(limit + 1, np.int32),
+    )
+    start_states(tries, context, rows.states, evidence.rules[MAX_MATCH])
+    row, size = 0, 0
     while row < limit:
-        law_sizes[row] = 0
-        if depths[row] < shape.depth:
-            if row == 0:
-                start_states(tries, context, states, lengths, longest)
-            else:
-                follow(tries, states, lengths, row, parents[row], tokens[row], longest)
-            law_sizes[row] = predict(tries, states[row], lengths[row], evidence, scratch)
-        if law_sizes[row] > 0:
-            confidence[row] = _make_law(scratch, law_sizes[row], shape.power, law_weights[row])
-            law_tokens[row, : law_sizes[row]] = scratch.candidates[: law_sizes[row]]
-            left[row, : law_sizes[row]] = law_weights[row, : law_sizes[row]]
-            worth[row] = path[row] * confidence[row]
-            items[size] = row
-            heap_push(worth, items, size)
+        if _open_row(tries, evidence, shape, row, tree, laws, rows, scratch):
+            rows.heap[size] = row
+            heap_push(rows.worths, rows.heap, size)
             size += 1
         row += 1
-        parent, place = -1, -1
-        while row < limit and size > 0 and place < 0:
-            parent = heap_pop(worth, items, size)
-            size -= 1
-            if worth[parent] < shape.floor:
-                return row
-            coins += _GOLDEN
-            place = _draw(left[parent], law_sizes[parent], _coin(coins))
-        if place < 0:
+        if size == 0 or row == limit:
             return row
-        left[parent, place] = 0
-        tokens[row], parents[row] = law_tokens[parent, place], parent
-        scores[row] = worth[parent] / path[parent]
-        path[row], depths[row] = worth[parent], depths[parent] + 1
-        draws[parent] += 1
-        worth[parent] *= 1.0 - confidence[parent]
-        if draws[parent] < shape.breadth:
-            items[size] = parent
-            heap_push(worth, items, size)
+        parent = heap_pop(rows.worths, rows.heap, size)
+        size -= 1
+        coins += _GOLDEN
+        place = _draw(rows.left[parent], laws.sizes[parent], _coin(coins))
+        rows.left[parent, place] = 0
+        rows.states[row] = UNKNOWN
+        tree[0, row], tree[1, row] = laws.tokens[parent, place], parent
+        scores[row] = rows.worths[parent] / rows.paths[parent]
+        rows.paths[row], rows.depths[row] = rows.worths[parent], rows.depths[parent] + 1
+        rows.draws[parent] += 1
+        rows.worths[parent] *= 1.0 - rows.confidences[parent]
+        if rows.draws[parent] < min(shape.breadth, laws.sizes[parent]) and rows.worths[parent] >= shape.floor:
+            rows.heap[size] = parent
+            heap_push(rows.worths, rows.heap, size)
             size += 1
     return row

@@ -1,11 +1,11 @@
 """What tries say of the next token: the law blended from every context that matches.
 
 A row's next token is guessed from every known window that ends at it, longest first, over up to three tries (the
-sequence's own, the tenant's, a shared corpus). A window seen C times, with escape weight e, speaks for C / (C + e) of
-the probability that longer windows left open, and shares it out by relative frequency; the rest passes on to
-shorter windows. A window whose total is that of the longer one brings no new evidence and is passed over.
-This is interpolated prediction by partial matching (Cleary and Witten 1984; Witten and Bell 1991), with several
-sources as in SuffixDecoding (arXiv 2411.04975), and it makes scores comparable across depths.
+sequence's own, the tenant's, a shared corpus). A window that brings C occurrences which no longer window counted, with
+escape weight e, speaks for C / (C + e) of the probability that is still open, and shares it out by relative
+frequency; the rest passes on to shorter windows. This is interpolated prediction by partial matching (Cleary and
+Witten 1984; Witten and Bell 1991) with several sources as in SuffixDecoding (arXiv 2411.04975), and it makes scores
+comparable across depths.
 """
 
 from __future__ import annotations
@@ -15,18 +15,35 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from draft_service.compiling import compiled
-from draft_service.trie_arrays import FIRST_CHILD, LINK, NEXT, TOKEN, Rows, Slots, Tokens, decayed, match, step_down
+from draft_service.compiling import compiled, inlined
+from draft_service.trie_arrays import (
+    COUNT,
+    FIRST_CHILD,
+    LINK,
+    NEXT,
+    ROOT,
+    TOKEN,
+    Rows,
+    Slots,
+    Tokens,
+    decayed,
+    match,
+    step_down,
+)
 
 SOURCES = 3
+OWN, TENANT, SHARED = range(SOURCES)
 MAX_CANDIDATES = 64
 # Siblings looked at per window, most recent first, so that a wide node cannot cost more than this.
-MAX_SIBLINGS = 32
+MAX_SIBLINGS = 12
 # Occurrences are counted in this many units, so that halving does not lose rare ones at once.
 UNIT = 16
-# Probability still open below which shorter windows are not asked.
-_OPEN_FLOOR = 0.02
-_CANDIDATE_FLOOR = 1e-3
+# Where a candidate's or row's window in one source was not met on the way.
+UNKNOWN = -1
+# Columns of `Evidence.trust` before the escape weights.
+RECENCY, PRECEDENCE, HALF_LIFE, ESCAPE = range(4)
+# Entries of `Evidence.rules`.
+MIN_MATCH, MAX_MATCH, RECENT_FIRST = range(3)
 
 Numbers = npt.NDArray[np.int32]
 Reals = npt.NDArray[np.float64]
@@ -35,133 +52,181 @@ Tries = tuple[Trie, Trie, Trie]
 
 
 class Evidence(NamedTuple):
-    """How much each source is trusted. First axis: own, tenant's, shared."""
+    """How much each source is trusted.
 
-    escape: Reals  # [SOURCES, longest + 1] by window length, in occurrences
-    recency: Reals  # [SOURCES] occurrences that the most recent continuation gets on top
-    precedence: Numbers  # [SOURCES] tokens by which a source's windows count as longer
-    half_life_log2: Numbers  # [SOURCES]
-    spread: float  # escape grows with this power of the number of different continuations
-    min_match: int
-    max_match: int
-    recent_first: bool
+    `trust` is [SOURCES, ESCAPE + longest + 1]: occurrences that the most recent continuation gets on top, tokens by
+    which the source's windows count as longer, base-2 logarithm of its half-life, and from column ESCAPE on the
+    occurrences that the unseen is worth, by window length. `spread` is [1 + MAX_SIBLINGS]: by how much that grows
+    with the number of different continuations. `rules` is int64 [3]: shortest and longest context, most recent first.
+    Three arrays, since numba takes them from Python in a quarter of the time that scalars in a tuple need.
+    """
+
+    trust: Reals
+    spread: Reals
+    rules: npt.NDArray[np.int64]
 
 
 class Scratch(NamedTuple):
-    """Room for one prediction, made once per tree."""
+    """Room for one prediction, made once per tree. States are window nodes (SOURCES) and their lengths (SOURCES)."""
 
-    node: Numbers  # [SOURCES]
-    length: Numbers  # [SOURCES]
-    seen: Reals  # [SOURCES]
-    siblings: Numbers  # [MAX_SIBLINGS]
-    weights: Reals  # [MAX_SIBLINGS]
-    candidates: Numbers  # [MAX_CANDIDATES], the result
+    state: Numbers  # [2 * SOURCES]
+    count: Numbers  # [SOURCES]
+    places: Numbers  # [MAX_SIBLINGS] of siblings among the candidates
+    fresh: Reals  # [MAX_SIBLINGS] occurrences that no longer window counted
+    tokens: Numbers  # [MAX_CANDIDATES], the result
     probs: Reals  # [MAX_CANDIDATES], the result
+    states: Numbers  # [MAX_CANDIDATES, 2 * SOURCES], the result: windows that end at each candidate
+    counted: Reals  # [MAX_CANDIDATES, SOURCES] occurrences that spoke already
 
 
 @compiled
 def make_scratch() -> Scratch:
     """Scratch of the right sizes."""
     return Scratch(
-        np.zeros(SOURCES, np.int32),
-        np.zeros(SOURCES, np.int32),
-        np.zeros(SOURCES, np.float64),
-        np.zeros(MAX_SIBLINGS, np.int32),
-        np.zeros(MAX_SIBLINGS, np.float64),
-        np.zeros(MAX_CANDIDATES, np.int32),
-        np.zeros(MAX_CANDIDATES, np.float64),
+        np.empty(2 * SOURCES, np.int32),
+        np.empty(SOURCES, np.int32),
+        np.empty(MAX_SIBLINGS, np.int32),
+        np.empty(MAX_SIBLINGS, np.float64),
+        np.empty(MAX_CANDIDATES, np.int32),
+        np.empty(MAX_CANDIDATES, np.float64),
+        np.empty((MAX_CANDIDATES, 2 * SOURCES), np.int32),
+        np.empty((MAX_CANDIDATES, SOURCES), np.float64),
     )
 
 
-@compiled
-def _gather(rows: Rows, node: int, half_life_log2: int, scratch: Scratch) -> tuple[int, float]:
-    """Children of a node with their occurrences, most recent first. Returns how many, and the sum."""
-    tokens, weights = scratch.siblings, scratch.weights
-    count, total = 0, 0.0
-    child = rows[node, FIRST_CHILD]
-    while child != 0 and count < MAX_SIBLINGS:
-        weight = decayed(rows, child, half_life_log2) / UNIT
-        tokens[count] = rows[child, TOKEN]
-        weights[count] = weight
-        total += weight
-        count += 1
-        child = rows[child, NEXT]
-    return count, total
-
-
-@compiled
-def _share_out(
-    mass: float, total: float, found: int, recency: float, recent_first: bool, scratch: Scratch, known: int
-) -> int:
-    """Add `mass` to the candidates in proportion to weights. Returns how many candidates are known then."""
-    weights, candidates, probs = scratch.weights, scratch.candidates, scratch.probs
-    if recent_first:
-        total = 2.0 - 2.0 ** (1 - found)
-        for i in range(found):
-            weights[i] = 2.0**-i
-    else:
-        weights[0] += recency
-        total += recency
-    for i in range(found):
-        part = mass * weights[i] / total
-        if part < _CANDIDATE_FLOOR:
-            continue
-        token, place = scratch.siblings[i], 0
-        while place < known and candidates[place] != token:
-            place += 1
-        if place < known:
-            probs[place] += part
-        elif known < MAX_CANDIDATES:
-            candidates[known] = token
-            probs[known] = part
-            known += 1
+@inlined
+def _place_of(token: int, known: int, scratch: Scratch) -> int:
+    """The candidate's place, entered at the end when new; the caller sees that from the place. -1 when full."""
+    for place in range(known):
+        if scratch.tokens[place] == token:
+            return place
+    if known == MAX_CANDIDATES:
+        return -1
+    scratch.tokens[known], scratch.probs[known] = token, 0.0
+    for i in range(SOURCES):
+        scratch.states[known, i] = UNKNOWN
+        scratch.counted[known, i] = 0.0
     return known
 
 
+@inlined
+def _gather(
+    rows: Rows, node: int, length: int, source: int, half_life_log2: int, scratch: Scratch, known: int
+) -> tuple[int, int, float, float]:
+    """Take in the children of a window, most recent first, each with what it adds to what longer windows counted.
+
+    What a sequence itself said is in its tenant's trie too, so the tenant's word is taken less the sequence's own.
+    Returns siblings found, candidates known then, fresh occurrences found, and those of all children.
+    """
+    found, fresh, seen = 0, 0.0, 0.0
+    child = rows[node, FIRST_CHILD]
+    while child != 0 and found < MAX_SIBLINGS:
+        place = _place_of(rows[child, TOKEN], known, scratch)
+        if place < 0:
+            break
+        known = max(known, place + 1)
+        if scratch.states[place, source] == UNKNOWN:
+            scratch.states[place, source] = child
+            scratch.states[place, SOURCES + source] = length + 1
+        weight = decayed(rows, child, half_life_log2) / UNIT
+        before = scratch.counted[place, source]
+        if source == TENANT:
+            before = max(before, scratch.counted[place, OWN])
+        scratch.counted[place, source] = weight
+        scratch.places[found] = place
+        scratch.fresh[found] = max(0.0, weight - before)
+        fresh += scratch.fresh[found]
+        seen += weight
+        found += 1
+        child = rows[child, NEXT]
+    # Of siblings not looked at, only the sum is known.
+    unseen = 0.0 if child == 0 else max(0.0, decayed(rows, node, half_life_log2) / UNIT - seen)
+    return found, known, fresh, fresh + unseen
+
+
+@inlined
+def _share_out(mass: float, fresh: float, found: int, recency: float, recent_first: bool, scratch: Scratch) -> None:
+    """Add `mass` to the candidates among the siblings, in proportion to their fresh occurrences."""
+    weights, total = scratch.fresh, fresh
+    if recent_first:
+        total, share = 0.0, 1.0
+        for i in range(found):
+            if weights[i] > 0.0:
+                weights[i] = share
+                total += share
+                share *= 0.5
+    elif weights[0] > 0.0:
+        weights[0] += recency
+        total += recency
+    for i in range(found):
+        scratch.probs[scratch.places[i]] += mass * weights[i] / total
+
+
+@inlined
+def _longest(state: Numbers, evidence: Evidence) -> int:
+    """The source whose window is longest, or -1 when none is long enough."""
+    source, longest = -1, -1.0
+    for i in range(SOURCES):
+        length = state[SOURCES + i]
+        if length >= evidence.rules[MIN_MATCH] and length + evidence.trust[i, PRECEDENCE] > longest:
+            source, longest = i, length + evidence.trust[i, PRECEDENCE]
+    return source
+
+
 @compiled
-def predict(tries: Tries, states: Numbers, lengths: Numbers, evidence: Evidence, scratch: Scratch) -> int:
-    """The law of the next token after one row, as far as it is known, into `scratch.candidates` and `.probs`.
+def predict(tries: Tries, states: Numbers, row: int, evidence: Evidence, floor: float, scratch: Scratch) -> int:
+    """The law of the next token after `row`, as far as it is known, into `scratch`: tokens, probs, states.
 
     Args:
-        states, lengths: [SOURCES], the longest known window that ends at the row, and its length.
+        states: [rows, 2 * SOURCES], per source the longest known window that ends at a row, and its length.
+        floor: shorter windows are not asked once less probability than this is open.
 
     Returns:
         How many candidates there are. Their probabilities sum to less than 1.
     """
-    node, length, seen = scratch.node, scratch.length, scratch.seen
-    node[:], length[:], seen[:] = states, lengths, -1.0
+    state, count = scratch.state, scratch.count
+    for i in range(SOURCES):
+        state[i], state[SOURCES + i], count[i] = states[row, i], states[row, SOURCES + i], -1
     open_mass, known = 1.0, 0
-    while open_mass > _OPEN_FLOOR:
-        source, longest = -1, -1
-        for i in range(SOURCES):
-            if length[i] >= evidence.min_match and length[i] + evidence.precedence[i] > longest:
-                source, longest = i, length[i] + evidence.precedence[i]
+    while open_mass > floor:
+        source = _longest(state, evidence)
         if source < 0:
             break
-        rows = tries[source][0]
-        found, total = _gather(rows, node[source], evidence.half_life_log2[source], scratch)
-        if total > 0.0 and total != seen[source]:
-            seen[source] = total
-            escape = evidence.escape[source, length[source]] * found**evidence.spread
-            spoken = open_mass * total / (total + escape)
-            known = _share_out(spoken, total, found, evidence.recency[source], evidence.recent_first, scratch, known)
-            open_mass -= spoken
-        node[source] = rows[node[source], LINK]
-        length[source] -= 1
+        rows, node, length = tries[source][0], state[source], state[SOURCES + source]
+        # As many occurrences as the longer window had are the same ones.
+        if rows[node, COUNT] != count[source]:
+            count[source] = rows[node, COUNT]
+            half_life = int(evidence.trust[source, HALF_LIFE])
+            found, known, fresh, total = _gather(rows, node, length, source, half_life, scratch, known)
+            if total > 0.0:
+                escape = evidence.trust[source, ESCAPE + length] * evidence.spread[found]
+                spoken = open_mass / (total + escape)
+                if fresh > 0.0:
+                    recency = evidence.trust[source, RECENCY]
+                    _share_out(spoken * fresh, fresh, found, recency, evidence.rules[RECENT_FIRST] != 0, scratch)
+                open_mass = spoken * escape
+        state[source] = rows[node, LINK]
+        state[SOURCES + source] = length - 1
     return known
 
 
 @compiled
-def follow(tries: Tries, states: Numbers, lengths: Numbers, row: int, parent: int, token: int, longest: int) -> None:
-    """Find the windows that end at `row`, from those of its parent. states, lengths: [rows, SOURCES]."""
+def start_states(tries: Tries, context: Tokens, states: Numbers, longest: int) -> None:
+    """Find the windows that end at the root, row 0. states: [rows, 2 * SOURCES]."""
     for i in range(SOURCES):
-        states[row, i], lengths[row, i] = step_down(
-            tries[i][0], tries[i][1], states[parent, i], lengths[parent, i], token, longest
-        )
+        states[0, i], states[0, SOURCES + i] = match(tries[i][0], tries[i][1], context, longest)
 
 
 @compiled
-def start_states(tries: Tries, context: Tokens, states: Numbers, lengths: Numbers, longest: int) -> None:
-    """Find the windows that end at the root, row 0."""
+def resolve_states(tries: Tries, states: Numbers, row: int, parent: int, token: int, longest: int) -> None:
+    """Find the windows that end at `row` where its prediction did not meet them, from those of its parent."""
     for i in range(SOURCES):
-        states[0, i], lengths[0, i] = match(tries[i][0], tries[i][1], context, longest)
+        if tries[i][0][ROOT, FIRST_CHILD] == 0:
+            states[row, i], states[row, SOURCES + i] = ROOT, 0
+        elif states[row, i] == UNKNOWN:
+            states[row, i], states[row, SOURCES + i] = step_down(
+                tries[i][0], tries[i][1], states[parent, i], states[parent, SOURCES + i], token, longest
+            )
+        elif states[row, SOURCES + i] > longest:
+            states[row, i] = tries[i][0][states[row, i], LINK]
+            states[row, SOURCES + i] -= 1

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from draft_service.drafter import DraftSequence
-from draft_service.drawn_growth import grow_drawn
-from draft_service.prediction import MAX_CANDIDATES, Evidence, Tries
-from draft_service.tree_growth import Shape, grow
+from draft_service.drawn_growth import Laws, grow_drawn
+from draft_service.prediction import MAX_CANDIDATES, MAX_MATCH, Evidence, Tries
+from draft_service.tree_growth import Shape, grow, pack
 from outrider.frames import TreeLimits
 from outrider.sampling import VerificationMode
 from outrider.tree import DraftDistribution, TokenTree
@@ -25,35 +25,36 @@ def build_tree(
     tries: Tries, sequence: DraftSequence, evidence: Evidence, limits: TreeLimits, breadth: int, floor: float
 ) -> TokenTree:
     """Grow the tree of one sequence from its tries (own, tenant's, shared)."""
-    context = np.array(sequence.token_ids[-evidence.max_match :], dtype=np.int32)
+    context = np.array(sequence.token_ids[-int(evidence.rules[MAX_MATCH]) :], dtype=np.int32)
     sampled = sequence.mode is not VerificationMode.GREEDY
-    shape = Shape(
-        nodes=limits.max_nodes,
-        depth=limits.max_depth,
-        breadth=breadth,
-        floor=floor,
-        coupled=sequence.mode is VerificationMode.COUPLED,
-        power=1.0 / max(sequence.sampling.temperature or 1.0, _COLDEST) if sampled else 1.0,
-        sharpness=_SHARPNESS,
-        seed=np.uint64(sequence.seed),
-        position=np.uint64(len(sequence.token_ids)),
+    shape = pack(
+        Shape(
+            nodes=limits.max_nodes,
+            depth=limits.max_depth,
+            breadth=breadth,
+            floor=floor,
+            coupled=sequence.mode is VerificationMode.COUPLED,
+            power=1.0 / max(sequence.sampling.temperature or 1.0, _COLDEST) if sampled else 1.0,
+            sharpness=_SHARPNESS,
+        )
     )
     rows = limits.max_nodes + 1
-    tokens, parents = np.empty(rows, np.int32), np.empty(rows, np.int32)
-    scores = np.empty(rows, np.float64)
+    tree, scores = np.empty((2, rows), np.int32), np.empty(rows, np.float64)
     laws: dict[int, DraftDistribution] = {}
     if sequence.mode is VerificationMode.REJECTION:
-        sizes, law_tokens = np.empty(rows, np.int32), np.empty((rows, MAX_CANDIDATES), np.int32)
-        weights = np.empty((rows, MAX_CANDIDATES), np.int32)
+        room = (rows, MAX_CANDIDATES)
+        drawn = Laws(np.empty(rows, np.int32), np.empty(room, np.int32), np.empty(room, np.int32))
         coins = np.uint64((sequence.seed ^ _COIN_SALT) * (2 * len(sequence.token_ids) + 1) & _MASK64)
-        rows = grow_drawn(tries, context, evidence, shape, coins, tokens, parents, scores, sizes, law_tokens, weights)
-        laws = {
-            int(row): DraftDistribution(
-                tuple(law_tokens[row, : sizes[row]].tolist()), tuple(weights[row, : sizes[row]].tolist())
-            )
-            for row in np.unique(parents[1:rows])
-        }
+        rows = grow_drawn(tries, context, evidence, shape, coins, tree, scores, drawn)
+        laws = {row: _law(drawn, row) for row in set(tree[1, 1:rows].tolist())}
     else:
-        rows = grow(tries, context, evidence, shape, tokens, parents, scores)
-    tokens[0], parents[0], scores[0] = sequence.root, 0, 1.0
-    return TokenTree(tuple(tokens[:rows].tolist()), tuple(parents[:rows].tolist()), tuple(scores[:rows].tolist()), laws)
+        seed, position = np.uint64(sequence.seed), np.uint64(len(sequence.token_ids))
+        rows = grow(tries, context, evidence, shape, seed, position, tree, scores)
+    tree[0, 0], tree[1, 0], scores[0] = sequence.root, 0, 1.0
+    tokens, parents = tree[:, :rows].tolist()
+    return TokenTree(tuple(tokens), tuple(parents), tuple(scores[:rows].tolist()), laws)
+
+
+def _law(laws: Laws, row: int) -> DraftDistribution:
+    size = laws.sizes[row]
+    return DraftDistribution(tuple(laws.tokens[row, :size].tolist()), tuple(laws.weights[row, :size].tolist()))

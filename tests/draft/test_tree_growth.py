@@ -143,18 +143,10 @@ def test_coupled_candidates_stand_in_the_order_of_the_race(seed: int, temperatur
     rng = np.random.default_rng(3)
     text = rng.integers(0, VOCABULARY, 400).tolist()
     context = text[-3:]
-    known = draft(text, context, breadth=VOCABULARY, nodes=200, floor=1e-12)
+    known = draft(text, context, breadth=VOCABULARY, depth=1, floor=1e-12)
     probs = {known.token_ids[child]: known.scores[child] for child in known.children[0]}
-    coupled = draft(
-        text,
-        context,
-        VerificationMode.COUPLED,
-        seed=seed,
-        temperature=temperature,
-        breadth=VOCABULARY,
-        nodes=200,
-        floor=1e-12,
-    )
+    mode, wide = VerificationMode.COUPLED, VOCABULARY
+    coupled = draft(text, context, mode, seed=seed, temperature=temperature, breadth=wide, depth=1, floor=1e-12)
     tokens = np.array(list(probs))
     race = noise.exponentials(noise.noise_words(seed, len(context), tokens))
     finish = race / np.array(list(probs.values())) ** (1.0 / temperature)
