@@ -90,21 +90,32 @@ class TritonPlan(AttentionPlan):
     schedules: dict[_Layout, _Schedule] = field(default_factory=dict)
 
 
-def _tiling(packed_rows: int, width: int, itemsize: int) -> Tiling:
-    """Sized so that the stated programs fit an SM of 64k registers and 227 KB.
+# Keys of a whole batch past which reading each of them once outweighs what a block of 256 rows spills.
+_MANY_KEYS = 128 * 1024
+
+
+def _tiling(packed_rows: int, width: int, itemsize: int, *, keys: int, busy: bool) -> Tiling:
+    """The fastest of those tried on an H200 (`benchmarks/tree_attention.py --tune`).
 
     Page ids come one pipeline stage before what they point at, so that two stages buy one tile in flight.
+
+    Args:
+        packed_rows: rows times query heads per key head, of the largest sequence.
+        width: of a key.
+        itemsize: bytes of an element.
+        keys: of all sequences.
+        busy: whether there is more work than SMs, so that two programs on one hide each other's waits.
     """
     packed = max(16, triton.next_power_of_2(packed_rows))
     if itemsize > 2:
         return Tiling(min(64, packed), 32, 4, 2, 1)
     if width > 128:
         return Tiling(min(64, packed), 32, 4, 3, 1)
-    if packed <= 32:
-        return Tiling(packed, 64, 4, 5, 2)
-    if packed == 64:
-        return Tiling(64, 64, 4, 3, 2)
-    return Tiling(128, 64, 8, 5, 1)
+    if packed <= 64:
+        return Tiling(packed, 64, 4, 5, 2 if busy or packed <= 32 else 1)
+    if packed >= 256 and keys >= _MANY_KEYS:
+        return Tiling(256, 64, 16, 5, 1)
+    return Tiling(128, 128, 8, 5, 1)
 
 
 class TritonAttention:
@@ -192,10 +203,15 @@ class TritonAttention:
         if not query.dtype == key_cache.dtype == value_cache.dtype:
             raise ValueError(f"expected one dtype, got {query.dtype}, {key_cache.dtype} and {value_cache.dtype}")
         group = query.shape[1] // key_cache.shape[2]
+        kv_heads = key_cache.shape[2]
         tiling = self._settings.tiling or _tiling(
-            max(batch.row_counts) * group, key_cache.shape[3], query.element_size()
+            max(batch.row_counts) * group,
+            key_cache.shape[3],
+            query.element_size(),
+            keys=sum(batch.prefix_lengths),
+            busy=4 * batch.sequences * kv_heads > self._processors,
         )
-        return _Layout(group, key_cache.shape[2], key_cache.shape[3], value_cache.shape[3], tiling)
+        return _Layout(group, kv_heads, key_cache.shape[3], value_cache.shape[3], tiling)
 
     def _programs(self, tiling: Tiling) -> int:
         return self._processors * tiling.programs_per_sm
