@@ -195,6 +195,7 @@ class GrpcDraftLink:
         )
         info = info_from_pb(_readable(response))
         self._check(info)
+        conversation.max_context = info.max_context
         call = stub.Propose(metadata=options.metadata)
         self._outbox.clear()
         self._connected, self._last_reason = True, ""

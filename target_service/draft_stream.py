@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from outrider.draft_wire import advance_to_pb, failure_from_pb, growth_from_pb, open_to_pb
-from outrider.errors import CreditExceeded, InvalidField
+from outrider.errors import CreditExceeded, InvalidField, PositionOutOfRange
 from outrider.frames import DraftEvents, OpenSequence, SequenceAdvance, SequenceFailure, SequenceGrowth
 from outrider.v1 import draft_pb2
 
@@ -43,6 +43,9 @@ class DraftConversation:
         # Acknowledgements and failures that the draft may still send: at most one per open and per advance.
         self._answers = 0
         self._asked_at: float | None = None
+        # Longest sequence the draft follows; 0 when it has not said. A longer one is not even sent: as a message
+        # past the draft's size limit it would cost every sequence its stream.
+        self.max_context = 0
         self.heard = False
         self.outgoing: deque[draft_pb2.ProposeRequest] = deque()
         self._grant()
@@ -55,6 +58,10 @@ class DraftConversation:
     def open(self, sequence: OpenSequence) -> None:
         """Say that a sequence starts, under a fresh id. An earlier life of it that is still open is closed."""
         self.close([sequence.sequence_id])
+        if self.max_context and len(sequence.token_ids) > self.max_context:
+            error = PositionOutOfRange("the sequence is longer than the draft follows")
+            self._events.on_failure(SequenceFailure(sequence.sequence_id, error.reason, error.message))
+            return
         self._last_wire_id += 1
         wire_id = self._last_wire_id
         self._wire_ids[sequence.sequence_id] = wire_id

@@ -91,6 +91,15 @@ def test_what_is_not_open_is_not_mentioned(talk: Talk) -> None:
     assert talk.said() == []
 
 
+def test_a_sequence_longer_than_the_draft_follows_is_not_sent(talk: Talk) -> None:
+    talk.said()
+    talk.conversation.max_context = 3
+    talk.conversation.open(opening(7, range(4)))
+    assert talk.said() == [] and talk.listener.failures[0].reason == "POSITION_OUT_OF_RANGE"
+    talk.conversation.open(opening(7, range(3)))
+    assert len(talk.said()) == 1
+
+
 def test_a_failure_ends_its_sequence(talk: Talk) -> None:
     talk.conversation.open(opening(7))
     talk.conversation.open(opening(8))
