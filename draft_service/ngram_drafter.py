@@ -48,15 +48,13 @@ class NgramDrafter:
         self.max_context = config.max_context
         self._evidence = config.evidence()
         self._corpora = Corpora(config)
-        chore = self._save if config.snapshot else None
-        self._learner = Learner(config.max_backlog, config.snapshot_seconds if config.snapshot else 0.0, chore)
+        self._learner = Learner(config.max_backlog, self._save if config.snapshot else None, config.snapshot_seconds)
         self._nothing = NgramTrie(2, 4)
 
     def start(self) -> None:
-        """Compile (seconds once per machine, then cached), restore the snapshot, begin to learn."""
+        """Compile (seconds once per machine, then cached) and restore the snapshot."""
         self._warm_up()
         self._restore()
-        self._learner.start()
 
     def stop(self) -> None:
         """Learn what waits and write the snapshot."""
@@ -74,7 +72,6 @@ class NgramDrafter:
         capacity = 2 * config.own_tokens * config.depth
         own = NgramTrie(config.depth, capacity, NEVER_LOG2, first_rows=(len(recent) + 64) * config.depth)
         own.insert(recent, weight=UNIT)
-        # Outputs that come with an open were taught when they were first committed.
         followed = _Followed(own, taught=0 if config.learn_prompts else sequence.prompt_length)
         sequence.state = followed
         self._teach(sequence, followed)

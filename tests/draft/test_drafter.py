@@ -1,0 +1,77 @@
+"""The seam: every listed drafter fits it, in every mode, and none needs to be known to be used."""
+
+from __future__ import annotations
+
+import argparse
+import random
+
+import pytest
+
+from draft_service.drafter import DRAFTERS, DraftSequence, create, drafter_spec, tree_limits
+from outrider.errors import NotSupported
+from outrider.frames import TreeLimits
+from outrider.sampling import VerificationMode
+from outrider.settings import add_flags, load
+from outrider.tree import TokenTree
+
+VOCABULARY = 50
+
+
+@pytest.mark.parametrize("mode", list(VerificationMode), ids=lambda mode: mode.value)
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_every_drafter_lives_through_a_session(name: str, mode: VerificationMode) -> None:
+    coins = random.Random(1)
+    drafter = create(name)
+    drafter.start()
+    assert drafter.name == name
+    sequences = [
+        DraftSequence(k, coins.choices(range(VOCABULARY), k=20) * 2, 40, VOCABULARY, seed=k, mode=mode)
+        for k in range(4)
+    ]
+    for sequence in sequences:
+        drafter.open(sequence)
+    for _ in range(10):
+        trees = drafter.propose(sequences)
+        for sequence, tree in zip(sequences, trees, strict=True):
+            assert tree.token_ids[0] == sequence.root
+            assert tree.drafted <= drafter.limits.max_nodes
+            TokenTree.checked(tree.token_ids, tree.parents, tree.scores, tree.distributions, vocabulary_size=VOCABULARY)
+            committed = [*tree.token_ids[1:2], coins.randrange(VOCABULARY)]
+            sequence.token_ids.extend(committed)
+            drafter.advance(sequence, committed)
+    for sequence in sequences:
+        drafter.close(sequence)
+    assert all(isinstance(value, float | int) for value in drafter.stats().values())
+    drafter.stop()
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_every_drafter_is_configured_by_its_own_section(name: str) -> None:
+    spec = drafter_spec(name)
+    parser = argparse.ArgumentParser()
+    add_flags(parser, spec.config)
+    assert load(spec.config, spec.section, parser.parse_args([]), {}) == spec.config()
+    assert spec.name == name
+
+
+def test_an_unlisted_name_is_refused() -> None:
+    with pytest.raises(NotSupported, match="prompt_lookup"):
+        create("oracle")
+
+
+@pytest.mark.parametrize(
+    ("asked", "limits"),
+    [((0, 0), (32, 8)), ((5, 0), (5, 8)), ((0, 3), (32, 3)), ((99, 99), (32, 8))],
+    ids=str,
+)
+def test_limits(asked: tuple[int, int], limits: tuple[int, int]) -> None:
+    assert tree_limits(TreeLimits(32, 8), TreeLimits(*asked)) == TreeLimits(*limits)
+
+
+def test_the_random_drafter_repeats_itself_from_its_seed() -> None:
+    def trees() -> list[TokenTree]:
+        drafter = create("random")
+        return [drafter.propose([DraftSequence(1, [1, 2], 2, VOCABULARY)])[0] for _ in range(20)]
+
+    assert trees() == trees()
+    assert len({len(tree) for tree in trees()}) > 3

@@ -1,0 +1,67 @@
+"""Lessons: in order, off the caller's thread, bounded, and loud when they fail."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+import pytest
+
+from draft_service.learning import Learner
+
+
+def test_lessons_run_in_order_on_one_other_thread() -> None:
+    learner, seen = Learner(1_000), []
+    for number in range(50):
+        assert learner.teach(1, lambda number=number: seen.append((number, threading.get_ident())))
+    learner.flush()
+    assert [number for number, _ in seen] == list(range(50))
+    assert {thread for _, thread in seen}.isdisjoint({threading.get_ident()}) and len({t for _, t in seen}) == 1
+    assert (learner.backlog, learner.learnt_tokens) == (0, 50)
+    learner.stop()
+
+
+def test_the_backlog_is_bounded_without_blocking() -> None:
+    learner, gate = Learner(10), threading.Event()
+
+    def wait() -> None:
+        gate.wait(10)
+
+    assert learner.teach(8, wait)
+    assert not learner.teach(3, lambda: None)
+    assert learner.teach(2, lambda: None)
+    gate.set()
+    learner.stop()
+    assert (learner.backlog, learner.dropped_tokens) == (0, 3)
+
+
+def test_a_failed_lesson_is_reported_and_the_next_one_learnt(caplog: pytest.LogCaptureFixture) -> None:
+    learner, seen = Learner(10), []
+
+    def fail() -> None:
+        raise MemoryError("no room")
+
+    with caplog.at_level(logging.ERROR):
+        learner.teach(1, fail)
+        learner.teach(1, lambda: seen.append(1))
+        learner.stop()
+    assert seen == [1] and learner.backlog == 0
+    assert "failed to learn" in caplog.text
+
+
+def test_errors_of_work_come_back_to_the_caller() -> None:
+    learner = Learner(10)
+    with pytest.raises(ZeroDivisionError):
+        learner.run(lambda: 1 // 0)
+    assert learner.run(lambda: 7) == 7
+    learner.stop()
+
+
+@pytest.mark.parametrize(("seconds", "times"), [(0.0, 4), (1_000.0, 1)], ids=["after every lesson", "only at the end"])
+def test_the_chore_runs_when_due_and_at_the_end(seconds: float, times: int) -> None:
+    done: list[int] = []
+    learner = Learner(10, lambda: done.append(1), seconds)
+    for _ in range(3):
+        learner.teach(1, lambda: None)
+    learner.stop()
+    assert len(done) == times

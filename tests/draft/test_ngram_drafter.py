@@ -1,0 +1,264 @@
+"""The trie drafter: what it learns and from whom, who sees it, what it costs, and what survives a restart."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from draft_service.drafter import CorpusDrafter, DraftSequence, tree_limits
+from draft_service.ngram_config import TrieConfig
+from draft_service.ngram_drafter import NgramDrafter
+from draft_service.snapshot import FILE_NAME
+from outrider.errors import PermissionDenied, QuotaExceeded, UnknownCorpus
+from outrider.frames import TreeLimits
+from outrider.sampling import VerificationMode
+from outrider.settings import SettingsError
+from outrider.tree import TokenTree
+
+VOCABULARY = 1_000
+_ids = itertools.count(1)
+
+
+@contextmanager
+def running(**config: object) -> Iterator[NgramDrafter]:
+    drafter = NgramDrafter(TrieConfig(**config))  # type: ignore[arg-type]
+    drafter.start()
+    try:
+        yield drafter
+    finally:
+        drafter.stop()
+
+
+def sequence(token_ids: Sequence[int], tenant: str = "default", **fields: object) -> DraftSequence:
+    prompt_length = fields.pop("prompt_length", len(token_ids))
+    return DraftSequence(next(_ids), list(token_ids), prompt_length, VOCABULARY, tenant=tenant, **fields)  # type: ignore[arg-type]
+
+
+def commit(drafter: NgramDrafter, followed: DraftSequence, token_ids: Sequence[int]) -> None:
+    followed.token_ids.extend(token_ids)
+    drafter.advance(followed, token_ids)
+
+
+def say(drafter: NgramDrafter, prompt: Sequence[int], output: Sequence[int] = (), tenant: str = "default") -> None:
+    """A whole request: opened, committed, closed, learnt."""
+    followed = sequence(prompt, tenant)
+    drafter.open(followed)
+    if output:
+        commit(drafter, followed, output)
+    drafter.close(followed)
+    drafter.flush()
+
+
+def drafted(drafter: NgramDrafter, prompt: Sequence[int], tenant: str = "default", **fields: object) -> TokenTree:
+    followed = sequence(prompt, tenant, **fields)
+    drafter.open(followed)
+    tree = drafter.propose([followed])[0]
+    drafter.close(followed)
+    return tree
+
+
+def chain(tree: TokenTree) -> list[int]:
+    """Tokens of the path of best children."""
+    tokens, row = [], 0
+    while tree.children[row]:
+        row = tree.children[row][0]
+        tokens.append(tree.token_ids[row])
+    return tokens
+
+
+def test_a_prompt_is_copied_from() -> None:
+    with running() as drafter:
+        assert chain(drafted(drafter, [1, 2, 3, 4, 5, 6, 7, 1, 2, 3]))[:4] == [4, 5, 6, 7]
+
+
+def test_committed_output_is_drafted_from_at_once() -> None:
+    with running() as drafter:
+        followed = sequence([1, 2])
+        drafter.open(followed)
+        commit(drafter, followed, [3, 4, 5, 1, 2])
+        assert chain(drafter.propose([followed])[0])[:3] == [3, 4, 5]
+
+
+def test_what_one_request_said_the_next_one_drafts() -> None:
+    with running() as drafter:
+        say(drafter, [10, 11], list(range(20, 60)))
+        assert chain(drafted(drafter, [99, 20, 21, 22]))[:5] == [23, 24, 25, 26, 27]
+
+
+@pytest.mark.parametrize("learning", ["learn_prompts", "learn_outputs"])
+def test_learning_can_be_turned_off(learning: str) -> None:
+    with running(**{learning: False}) as drafter:
+        say(drafter, [1, 2, 3, 4], [5, 6, 7, 8])
+        knows_prompt = chain(drafted(drafter, [9, 1, 2]))[:1] == [3]
+        knows_output = chain(drafted(drafter, [9, 5, 6]))[:1] == [7]
+        assert (knows_prompt, knows_output) == (learning != "learn_prompts", learning != "learn_outputs")
+
+
+documents = st.lists(st.integers(0, 6), min_size=2, max_size=30)
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.lists(documents, min_size=1, max_size=4), st.lists(documents, min_size=1, max_size=4), documents)
+def test_a_tenants_ngrams_never_reach_another(
+    theirs: list[list[int]], ours: list[list[int]], prompt: list[int]
+) -> None:
+    with running() as drafter:
+        for text in theirs:
+            say(drafter, text, text, tenant="theirs")
+        for text in ours:
+            say(drafter, text, tenant="ours")
+        for mode in VerificationMode:
+            tree = drafted(drafter, prompt, tenant="ours", mode=mode)
+            known = {pair for text in (*ours, prompt) for pair in itertools.pairwise(text)}
+            pairs = {(tree.token_ids[tree.parents[row]], tree.token_ids[row]) for row in range(1, len(tree))}
+            assert pairs <= known
+
+
+def test_a_corpus_is_drafted_from_only_by_name() -> None:
+    text = list(range(100, 200))
+    with running() as drafter:
+        assert isinstance(drafter, CorpusDrafter)
+        growth = drafter.add_corpus("maker", "manual", text)
+        assert growth.tokens == len(text) and growth.nodes > len(text)
+        assert chain(drafted(drafter, [1, 100, 101], "other", corpus="manual"))[:3] == [102, 103, 104]
+        assert drafted(drafter, [1, 100, 101], "other").drafted == 0
+        assert drafted(drafter, [1, 100, 101], "maker").drafted == 0
+        with pytest.raises(PermissionDenied):
+            drafter.add_corpus("other", "manual", text)
+        with pytest.raises(UnknownCorpus):
+            drafter.open(sequence([1], corpus="missing"))
+
+
+def test_a_tenants_own_corpus_is_its_own() -> None:
+    text = list(range(100, 200))
+    with running() as drafter:
+        drafter.add_corpus("maker", "", text)
+        assert chain(drafted(drafter, [1, 100, 101], "maker"))[:2] == [102, 103]
+        assert drafted(drafter, [1, 100, 101], "other").drafted == 0
+
+
+@pytest.mark.parametrize("corpus", ["", "manual"], ids=["own", "shared"])
+def test_what_fits_the_quota_is_kept(corpus: str) -> None:
+    with running(tenant_capacity=2_000, corpus_capacity=1_000, capacity=4_000) as drafter:
+        with pytest.raises(QuotaExceeded) as refused:
+            drafter.add_corpus("maker", corpus, [*range(500), *range(500)])
+        learnt = int(refused.value.metadata["learnt_tokens"])
+        assert 0 < learnt < 1_000
+        assert chain(drafted(drafter, [9, 0, 1], "maker", corpus=corpus))[:2] == [2, 3]
+        with pytest.raises(QuotaExceeded):
+            drafter.add_corpus("maker", corpus, list(range(600, 900)))
+        # One tenant's quota is not another's.
+        drafter.add_corpus("other", corpus and "else", list(range(60)))
+
+
+def test_a_tenant_stays_within_its_capacity() -> None:
+    with running(tenant_capacity=2_000) as drafter:
+        for start in range(0, 900, 30):
+            say(drafter, list(range(start, start + 30)))
+        figures = drafter.stats()
+        assert figures["trie_nodes"] <= 2_000 and figures["trie_evictions"] > 0
+
+
+def test_the_longest_idle_tenants_make_room() -> None:
+    with running(tenant_capacity=1_000, corpus_capacity=1_000, capacity=4_000) as drafter:
+        for number in range(20):
+            say(drafter, list(range(80)), tenant=f"tenant-{number}")
+        figures = drafter.stats()
+        assert 0 < figures["trie_tenants"] < 20
+        assert figures["trie_dropped_tenants"] == 20 - figures["trie_tenants"]
+        assert chain(drafted(drafter, [99, 1, 2], "tenant-19"))[:1] == [3]
+
+
+def test_too_much_to_learn_is_dropped_and_counted() -> None:
+    with running(max_backlog=10) as drafter:
+        say(drafter, list(range(100)))
+        assert drafter.stats()["trie_dropped_tokens_total"] == 100
+
+
+def test_limits_are_the_smaller_of_both() -> None:
+    loop = [1, 2, 3] * 10
+    with running(num_draft_tokens=20, branch_length=10) as drafter:
+        assert drafted(drafter, loop).drafted <= 20
+        assert drafted(drafter, loop, limits=TreeLimits(5, 2)).drafted <= 5
+        assert max(drafted(drafter, loop, limits=TreeLimits(5, 2)).depths) <= 2
+        assert tree_limits(drafter.limits, TreeLimits(255, 0)) == TreeLimits(20, 10)
+
+
+def test_many_sequences_are_drafted_in_one_call() -> None:
+    with running() as drafter:
+        followed = [sequence([k, k + 1, k + 2, k, k + 1]) for k in range(0, 50, 5)]
+        for one in followed:
+            drafter.open(one)
+        trees = drafter.propose(followed)
+        assert [chain(tree)[0] for tree in trees] == [k + 2 for k in range(0, 50, 5)]
+
+
+def test_close_is_idempotent() -> None:
+    with running() as drafter:
+        followed = sequence([1, 2, 3])
+        drafter.open(followed)
+        drafter.close(followed)
+        drafter.close(followed)
+
+
+def test_what_was_learnt_survives_a_restart(tmp_path: Path) -> None:
+    with running(snapshot=str(tmp_path)) as drafter:
+        say(drafter, list(range(40)), tenant="a")
+        drafter.add_corpus("a", "manual", list(range(100, 140)))
+    assert (tmp_path / FILE_NAME).stat().st_mode & 0o077 == 0
+    with running(snapshot=str(tmp_path)) as drafter:
+        assert chain(drafted(drafter, [99, 1, 2], "a"))[:2] == [3, 4]
+        assert drafted(drafter, [99, 1, 2], "b").drafted == 0
+        assert chain(drafted(drafter, [99, 100, 101], "b", corpus="manual"))[:2] == [102, 103]
+        with pytest.raises(PermissionDenied):
+            drafter.add_corpus("b", "manual", [1])
+
+
+def test_a_damaged_snapshot_is_refused_loudly_and_the_service_starts_empty(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with running(snapshot=str(tmp_path)) as drafter:
+        say(drafter, list(range(40)))
+    path = tmp_path / FILE_NAME
+    damaged = bytearray(path.read_bytes())
+    damaged[-5] ^= 1
+    path.write_bytes(damaged)
+    with caplog.at_level(logging.ERROR), running(snapshot=str(tmp_path)) as drafter:
+        assert drafted(drafter, [99, 1, 2]).drafted == 0
+    assert "refused" in caplog.text and "starts empty" in caplog.text
+    assert (tmp_path / (FILE_NAME + ".refused")).read_bytes() == bytes(damaged)
+
+
+def test_a_snapshot_that_cannot_be_written_harms_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("not a folder")
+    with running(snapshot=str(tmp_path / "folder")) as drafter:
+        say(drafter, [1, 2, 3])
+        (tmp_path / "folder").symlink_to(blocked)
+    assert "not written" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"num_draft_tokens": 0},
+        {"num_draft_tokens": 256},
+        {"min_match": 0},
+        {"breadth": 0},
+        {"min_score": 0.0},
+        {"half_life_tokens": 1000},
+        {"tenant_capacity": 1},
+        {"capacity": 1000},
+    ],
+    ids=lambda bad: next(iter(bad)),
+)
+def test_senseless_settings_are_refused(bad: dict[str, int]) -> None:
+    with pytest.raises(SettingsError):
+        TrieConfig(**bad)  # type: ignore[arg-type]
