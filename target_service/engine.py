@@ -31,7 +31,7 @@ __all__ = ["Engine", "EngineConfig", "EngineObserver", "EngineSnapshot"]
 
 log = logging.getLogger(__name__)
 # How often an idle engine beats, in seconds.
-_IDLE_BEAT = 0.2
+_IDLE_BEAT = 0.05
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,10 +9,13 @@ from target_service.model.runner import ForwardInput, ModelRunner
 from target_service.row_budget import StepCost
 from tree_kernels.attention import AttentionBatch
 
-# Sizes between which costs are interpolated, and the context they are measured at.
-_ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 128, 256)
+# Sizes between which costs are interpolated, those first that say most, and the context they are measured at.
+_ROWS = (1, 16, 64, 4, 32, 8, 2, 12, 24, 48, 128, 256)
 _CONTEXT = 256
 _REPEATS = 3
+# A loaded machine measures fewer sizes; three are always measured.
+_SECONDS = 8.0
+_FEWEST_SIZES = 3
 
 
 def measure_step_cost(runner: ModelRunner, max_rows: int) -> StepCost:
@@ -23,13 +26,18 @@ def measure_step_cost(runner: ModelRunner, max_rows: int) -> StepCost:
     cache = runner.cache
     context = min(_CONTEXT, runner.max_context // 2, cache.num_pages * cache.page_size // 2)
     sizes = [rows for rows in _ROWS if rows <= max_rows and cache.pages_for(context + rows) <= cache.free_pages]
-    pages = cache.allocate(cache.pages_for(context + sizes[-1]))
+    pages = cache.allocate(cache.pages_for(context + max(sizes)))
+    deadline = time.monotonic() + _SECONDS
+    measured: dict[int, float] = {}
     try:
         runner.forward(_step(runner, pages, context, sizes[0]))
-        measured = [(rows, min(_times(runner, pages, context, rows))) for rows in sizes]
+        for rows in sizes:
+            if len(measured) >= _FEWEST_SIZES and time.monotonic() > deadline:
+                break
+            measured[rows] = min(_times(runner, pages, context, rows))
     finally:
         cache.release(pages)
-    return StepCost(measured)
+    return StepCost(sorted(measured.items()))
 
 
 def _times(runner: ModelRunner, pages: list[int], context: int, rows: int) -> Iterator[float]:

@@ -131,10 +131,10 @@ class GrowingTree:
         path: dict[int, int] = {}
         node: int | None = _ROOT
         for length in range(self._length, self._length + committed):
-            path[node] = -length
-            node = self._children[node].get(self._committed[length])
             if node is None:
                 break
+            path[node] = -length
+            node = self._children[node].get(self._committed[length])
         self._length += committed
         self._step += 1
         self._lengths[self._step] = self._length

@@ -52,7 +52,8 @@ class Scheduler:
     """Continuous batching: running sequences always go on, waiting ones join as KV pages and rows allow.
 
     Waiting sequences are taken round robin over tenants, first come first served within one. When pages run out
-    the youngest sequence gives its pages back and waits again; its tokens stay, and are fed anew.
+    one sequence gives its pages back and waits again; its tokens stay, and are fed anew. Sequences whose client
+    has sent no tree go first, for they may idle as long as they like, then the youngest.
     """
 
     def __init__(self, config: SchedulerConfig, cache: KVCache) -> None:
@@ -112,7 +113,7 @@ class Scheduler:
         return min(known, self._config.prefill_chunk)
 
     def _admit(self, chunks: list[Chunk], rows: int) -> None:
-        while rows and self._waiting and len(self.running) < self._config.max_running:
+        while rows and self._waiting and self._busy() < self._config.max_running:
             tenant, queue = next(iter(self._waiting.items()))
             sequence = queue[0]
             # A whole prompt and one page beyond it, so that a newcomer does not preempt the others at once.
@@ -137,16 +138,34 @@ class Scheduler:
                 self.reserve(sequence, tokens)
                 return True
             except OutOfPages:
-                youngest = self.running[-1]
-                self._preempt(youngest)
-                if youngest is sequence:
+                victim = self._victim()
+                self._preempt(victim)
+                if victim is sequence:
                     return False
+
+    def _busy(self) -> int:
+        """Running sequences that a step would move on. The others hold pages, and no place."""
+        return sum(not self._idle(sequence) for sequence in self.running)
+
+    def _idle(self, sequence: Sequence) -> bool:
+        """Whether the sequence waits for its client's tree."""
+        return (
+            sequence.request.external
+            and sequence.kv_length + 1 == len(sequence.token_ids)
+            and (sequence.external_tree is None)
+        )
+
+    def _victim(self) -> Sequence:
+        """Who gives way: an idle sequence if there is one, else the youngest."""
+        idle = (sequence for sequence in reversed(self.running) if self._idle(sequence))
+        return next(idle, self.running[-1])
 
     def reserve(self, sequence: Sequence, tokens: int) -> None:
         """Hold pages for `tokens` of the sequence, or raise `OutOfPages` and change nothing."""
         missing = self._cache.pages_for(tokens) - len(sequence.pages)
         if missing > 0:
-            sequence.pages.extend(self._cache.allocate(missing))
+            last = sequence.pages[-1] if sequence.pages else None
+            sequence.pages.extend(self._cache.allocate(missing, after=last))
 
     def spare_rows(self, sequence: Sequence) -> int:
         """Rows past the known tokens that the sequence's pages and the free ones could take."""
@@ -161,15 +180,20 @@ class Scheduler:
             del sequence.pages[keep:]
 
     def _preempt(self, sequence: Sequence) -> None:
+        idle = self._idle(sequence)
         self.running.remove(sequence)
         self._release(sequence)
         sequence.state = SequenceState.WAITING
         sequence.totals.preemptions += 1
         tenant = sequence.request.tenant
         queue = self._waiting.pop(tenant, deque())
-        queue.appendleft(sequence)
-        # First in line: it was served before all that wait.
-        self._waiting = {tenant: queue, **self._waiting}
+        if idle:
+            queue.append(sequence)
+            self._waiting[tenant] = queue
+        else:
+            # First in line: it was served before all that wait.
+            queue.appendleft(sequence)
+            self._waiting = {tenant: queue, **self._waiting}
 
     def _release(self, sequence: Sequence) -> None:
         self._cache.release(sequence.pages)

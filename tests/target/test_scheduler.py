@@ -22,9 +22,7 @@ def scheduler(pages: KVCache, running: int = 8, rows: int = 64, chunk: int = 32)
 
 def sequence(number: int, prompt: int = 8, tenant: str = "default", external: bool = False) -> Sequence:
     tokens = tuple(range(1, prompt + 1))
-    wanted = SequenceRequest(
-        tokens, SamplingParams(), VerificationMode.GREEDY, 0, 16, tenant=tenant, external=external
-    )
+    wanted = SequenceRequest(tokens, SamplingParams(), VerificationMode.GREEDY, 0, 16, tenant=tenant, external=external)
     return Sequence(number, wanted, list(tokens), SequenceTotals(prompt_tokens=prompt))
 
 
@@ -129,6 +127,29 @@ def test_a_client_that_drafts_runs_only_with_a_tree() -> None:
     one.external_tree = TokenTree.root_only(8)
     assert play(scheduled.schedule(), scheduled) == [(1, 1)]
     assert not scheduled.schedule().chunks
+
+
+def test_idle_clients_take_nobodys_place() -> None:
+    scheduled = scheduler(cache(), running=1)
+    idle = sequence(1, external=True)
+    scheduled.add(idle)
+    play(scheduled.schedule(), scheduled)
+    scheduled.add(sequence(2))
+    assert play(scheduled.schedule(), scheduled) == [(2, 8)]
+
+
+def test_idle_clients_give_way_first() -> None:
+    pages = cache(pages=4, page_size=16)
+    scheduled = scheduler(pages)
+    busy, idle = sequence(1, prompt=15), sequence(2, prompt=30, external=True)
+    scheduled.add(busy)
+    scheduled.add(idle)
+    for _ in range(36):
+        play(scheduled.schedule(), scheduled)
+        pages.check_integrity([busy.pages, idle.pages])
+    assert idle.totals.preemptions > 0
+    assert busy.totals.preemptions == 0
+    assert busy.totals.completion_tokens > 30
 
 
 @pytest.mark.parametrize("tokens", [1, 16, 17, 63])
