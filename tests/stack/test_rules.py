@@ -1,4 +1,4 @@
-"""Prometheus's own tool on its configuration, and alerts on made-up data: those that must fire, and those that must not."""
+"""What promtool says of the configuration, and alerts on made-up data: those that must fire and those that must not."""
 
 from __future__ import annotations
 
