@@ -1,63 +1,101 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+PIP_INSTALL := $(BIN)/pip install --disable-pip-version-check --constraint constraints.txt
 # Generated code runs on its own and on newer runtimes only, so it is made with the oldest supported tools.
 PROTO_TOOLS := grpcio-tools==1.75.1 protobuf==6.31.1 mypy-protobuf==3.6.0 setuptools==75.8.0
+PROTOC := PATH=$(CURDIR)/.venv-proto/bin:$$PATH $(CURDIR)/.venv-proto/bin/python -m grpc_tools.protoc -I . -I third_party
+PROTO_FILES := outrider/v1/tree.proto outrider/v1/draft.proto outrider/v1/target.proto
+PROMPTS ?= benchmarks/prompts.jsonl
+# Prompts of the benchmark, spread over the tasks.
+LIMIT ?= 14
 
-.PHONY: install
-install: $(VENV)/.installed
+.PHONY: help
+help:
+	@sed -n 's/^# \(make .*\)/\1/p' Makefile
 
-$(VENV)/.installed: pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --upgrade pip
-	$(BIN)/pip install --quiet --constraint constraints.txt torch==2.13.0
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
-	touch $@
-
-.PHONY: proto
-proto: .venv-proto/.installed
-	cd protos && PATH=$(CURDIR)/.venv-proto/bin:$$PATH $(CURDIR)/.venv-proto/bin/python -m grpc_tools.protoc \
-		-I . -I third_party --python_out=. --grpc_python_out=. --mypy_out=. --mypy_grpc_out=. \
-		outrider/v1/tree.proto outrider/v1/draft.proto outrider/v1/target.proto
-
-.venv-proto/.installed: Makefile
-	$(PYTHON) -m venv .venv-proto
-	.venv-proto/bin/pip install --quiet $(PROTO_TOOLS)
-	touch $@
-
-# The first command of the README: install, fetch the model, start both services, answer, prove, draw the trace.
+# make demo          install, fetch the model, start both services, answer, prove the answer, draw the trace
 .PHONY: demo
 demo: install
 	$(BIN)/outrider demo
 
+# make install       everything into .venv
+.PHONY: install
+install: $(VENV)/.installed
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	@echo 'Installing into $(VENV); torch and its companions take some minutes the first time.'
+	@$(PYTHON) -m venv $(VENV) || { echo 'Debian keeps venv apart: apt-get install python3-venv' >&2; exit 1; }
+	$(PIP_INSTALL) --quiet --upgrade pip
+	$(PIP_INSTALL) torch==2.13.0
+	$(PIP_INSTALL) --editable '.[dev]'
+	@touch $@
+
+# make test          everything that a CPU can prove
+.PHONY: test
+test: install
+	$(BIN)/python -m pytest -m "not full and not gpu and not compose and not sdk"
+
+# make test-full     the same and the long matrix: 42 real prompts, every drafter
+.PHONY: test-full
+test-full: install
+	$(BIN)/python -m pytest -m "not gpu and not compose and not sdk"
+
+# make test-sdk      the TypeScript and Go clients against the real services
+.PHONY: test-sdk
+test-sdk: install
+	tests/sdk/install_toolchains.sh
+	PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/python -m pytest -m sdk tests/sdk
+
+# make test-compose  the compose stack for real; needs a Docker engine
+.PHONY: test-compose
+test-compose: install
+	$(BIN)/python -m pytest -m compose tests/stack
+
+# make test-gpu      the kernels on a CUDA device, with the environment's own torch
+.PHONY: test-gpu
+test-gpu:
+	PYTHONPATH=kernels:protos $(PYTHON) -m pytest -c /dev/null --rootdir . --import-mode=importlib -m gpu tests/kernels
+
+# make lint          ruff, mypy --strict, buf lint and breaking, generated code current
 .PHONY: lint
 lint: install lint-proto
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-.PHONY: test
-test: install
-	$(BIN)/python -m pytest -m "not full and not gpu and not compose and not sdk"
+.PHONY: lint-proto
+lint-proto: install check-proto
+	$(BIN)/buf lint
+	protos/check_breaking.sh $(BIN)/buf
 
-.PHONY: test-full
-test-full: install
-	$(BIN)/python -m pytest -m "not gpu and not compose and not sdk"
+# make proto         generate the Python code of the contract
+.PHONY: proto
+proto: .venv-proto/.installed
+	cd protos && $(PROTOC) --python_out=. --grpc_python_out=. --mypy_out=. --mypy_grpc_out=. $(PROTO_FILES)
 
-.PHONY: test-gpu
-test-gpu:
-	python3 -m pytest -m gpu tests/kernels
+# Generated code is checked in; this fails when it is not what the contract gives.
+.PHONY: check-proto
+check-proto: .venv-proto/.installed
+	rm -rf build/proto && mkdir -p build/proto
+	cd protos && out=$(CURDIR)/build/proto && \
+		$(PROTOC) --python_out=$$out --grpc_python_out=$$out --mypy_out=$$out --mypy_grpc_out=$$out $(PROTO_FILES)
+	diff -r -x '*.proto' -x '__init__.py' -x '__pycache__' build/proto/outrider/v1 protos/outrider/v1 || \
+		{ echo 'protos/outrider/v1: generated code is not current, run `make proto`' >&2; exit 1; }
 
-.PHONY: test-compose
-test-compose: install
-	$(BIN)/python -m pytest -m compose tests/stack
+.venv-proto/.installed:
+	$(PYTHON) -m venv .venv-proto
+	.venv-proto/bin/pip install --disable-pip-version-check --quiet $(PROTO_TOOLS)
+	@touch $@
 
-PROMPTS ?= benchmarks/prompts.jsonl
+# make bench         speed and acceptance by task and concurrency, as a table, JSON and a plot in build/
 .PHONY: bench
 bench: install
-	$(BIN)/outrider bench --prompts $(PROMPTS) --modes plain,trie,prompt_lookup --concurrency 1,4 \
+	@mkdir -p build
+	$(BIN)/outrider bench --prompts $(PROMPTS) --limit $(LIMIT) --modes plain,trie,prompt_lookup --concurrency 1,4 \
 		--json build/bench.json --plot build/bench.png
 
+# make up            the compose stack: target, draft, Prometheus, Grafana, Jaeger
 .PHONY: up
 up:
 	docker compose up --build --detach --wait
