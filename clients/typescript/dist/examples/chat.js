@@ -1,7 +1,6 @@
 import { Outrider } from "outrider-client";
-const [address = "127.0.0.1:50051", question = "Why is the sky blue?"] = process.argv.slice(2);
-const outrider = new Outrider(address);
-for await (const chunk of outrider.chat([{ role: "user", content: question }])) {
+const outrider = new Outrider(process.argv[2] ?? "127.0.0.1:50051");
+const question = { role: "user", content: "Why is the sky blue?" };
+for await (const chunk of outrider.chat([question])) {
     process.stdout.write(chunk.text);
 }
-process.stdout.write("\n");
