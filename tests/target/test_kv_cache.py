@@ -40,8 +40,56 @@ def test_asking_for_too_many_takes_none() -> None:
 def test_fresh_pages_are_consecutive_so_that_attention_reads_a_view() -> None:
     cache = cache_of()
     assert cache.allocate(3) == [0, 1, 2]
-    assert cache.allocate(0) == []
-    assert cache.allocate(2) == [3, 4]
+    assert cache.allocate(0) == cache.allocate(0, after=2) == []
+    assert cache.allocate(4) == [3, 4, 5, 6]
+
+
+def test_a_newcomer_leaves_room_for_itself_and_its_neighbour() -> None:
+    cache = cache_of(num_pages=20)
+    first, second = cache.allocate(2), cache.allocate(2)
+    assert (first, second) == ([0, 1], [10, 11])
+    for _ in range(8):
+        first += cache.allocate(1, after=first[-1])
+        second += cache.allocate(1, after=second[-1])
+    assert (first, second) == (list(range(10)), list(range(10, 20)))
+    cache.check_integrity([first, second])
+
+
+def test_a_sequence_grows_where_it_is_and_goes_on_in_the_longest_run() -> None:
+    cache = cache_of(num_pages=12)
+    held = cache.allocate(12)
+    for free in ([3, 4], [7], [9, 10, 11]):
+        cache.release(free)
+    assert cache.allocate(4, after=2) == [3, 4, 9, 10]
+    assert cache.allocate(2, after=11) == [7, 11]
+    cache.check_integrity([held])
+
+
+def test_pages_given_back_in_any_order_make_one_run_again() -> None:
+    cache = cache_of(num_pages=9)
+    pages = cache.allocate(9)
+    random.Random(3).shuffle(pages)
+    cache.release(pages[:4])
+    cache.release(pages[4:])
+    assert cache.allocate(9) == list(range(9))
+
+
+def test_growing_sequences_stay_consecutive_while_there_is_room() -> None:
+    chance, cache = random.Random(7), cache_of(num_pages=512, page_size=1)
+    held: list[list[int]] = []
+    for _ in range(2000):
+        if len(held) < 8:
+            held.append(cache.allocate(chance.randint(1, 10)))
+        pages = chance.choice(held)
+        pages += cache.allocate(chance.randint(1, 4), after=pages[-1])
+        trimmed = chance.randint(0, 1)
+        cache.release(pages[len(pages) - trimmed :])
+        del pages[len(pages) - trimmed :]
+        cache.check_integrity(held)
+        assert all(pages == list(range(pages[0], pages[0] + len(pages))) for pages in held)
+        if len(pages) > 25:
+            cache.release(pages)
+            held.remove(pages)
 
 
 def test_pages_released_come_back_in_their_order() -> None:
@@ -70,7 +118,8 @@ def test_any_order_of_taking_and_giving_back_keeps_the_books() -> None:
         if held and chance.random() < 0.5:
             cache.release(held.pop(chance.randrange(len(held))))
         elif cache.free_pages:
-            held.append(cache.allocate(chance.randint(0, cache.free_pages)))
+            after = chance.choice(held)[-1:] if held else []
+            held.append(cache.allocate(chance.randint(0, cache.free_pages), *after))
         cache.check_integrity(held)
 
 
@@ -83,10 +132,11 @@ def test_a_lost_page_and_a_page_held_twice_are_noticed() -> None:
         cache.check_integrity([pages[:2], pages[:1]])
 
 
-def test_a_page_given_back_twice_is_noticed() -> None:
+@pytest.mark.parametrize("page", [2, 3, 7], ids=["a run's first", "a run's middle", "a run's last"])
+def test_a_page_given_back_twice_is_noticed(page: int) -> None:
     cache = cache_of()
-    pages = cache.allocate(2)
-    cache.release(pages)
-    cache.release(pages[:1])
+    pages = cache.allocate(3)
+    cache.release(pages[2:])
+    cache.release([page])
     with pytest.raises(AssertionError):
-        cache.check_integrity([])
+        cache.check_integrity([pages[:2]])
