@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Pretra
 from target_service.config import TargetConfig
 from target_service.model.packing import can_pack, pack_linears
 from target_service.model.runner import ModelRunner, runner_for
+from target_service.model.selfcheck import check_runner, own_logits
 from target_service.model.store import resolve
 from target_service.model.support import check_supported, tokenizer_fingerprint
 from tree_kernels.attention import Backend
@@ -39,12 +40,13 @@ def load_runner(config: TargetConfig) -> ModelRunner:
     check_supported(settings, model)
     if can_pack(dtype, model.device):
         pack_linears(model)
+    own = own_logits(model)
     tokenizer = AutoTokenizer.from_pretrained(source)
     longest = int(settings.max_position_embeddings)
     max_context = min(config.max_context or min(longest, _CONTEXT_LIMIT), longest)
     kv_tokens = config.kv_tokens or _tokens_that_fit(settings, dtype, model.device)
     log.info("serving %s in %s, KV cache of %d tokens", config.model, config.dtype, kv_tokens)
-    return runner_for(
+    runner = runner_for(
         model,
         tokenizer,
         num_pages=max(1, kv_tokens // config.page_size),
@@ -54,6 +56,8 @@ def load_runner(config: TargetConfig) -> ModelRunner:
         max_context=max_context,
         tokenizer_fingerprint=tokenizer_fingerprint(tokenizer),
     )
+    check_runner(runner, own)
+    return runner
 
 
 def _backend(asked: str, device: torch.device) -> Backend:

@@ -32,7 +32,9 @@ class PackedLinear(nn.Module):
 
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether packing pays and is there: bf16 on a CPU whose PyTorch has oneDNN with bf16."""
-    if device.type != "cpu" or dtype is not torch.bfloat16 or not torch.backends.mkldnn.is_available():
+    if device.type != "cpu" or dtype is not torch.bfloat16:
+        return False
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
     operators = torch.ops.mkldnn
     names = ("_reorder_linear_weight", "_linear_pointwise", "_is_mkldnn_bf16_supported")

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 
 from target_service.kv_cache import KVCache
+from target_service.model.support import ModelRefused
 from tree_kernels.attention import AttentionBatch, AttentionPlan, Backend, TreeAttention
 from tree_kernels.kv_move import write_kv
 
@@ -45,12 +46,17 @@ def _attend(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    scaling: float,
+    scaling: float | None = None,
+    *,
     outrider_step: _Step,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention interface: query [1, Hq, R, D], key and value [1, Hkv, R, D], rotary applied."""
-    del attention_mask
+    if attention_mask is not None or softcap is not None or s_aux is not None:
+        raise ModelRefused("a mask of its own, capped scores or attention sinks are not served")
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     step, layer = outrider_step, int(module.layer_idx)  # type: ignore[arg-type]
     keys, values = step.cache.keys[layer], step.cache.values[layer]
     write_kv(key[0].transpose(0, 1), value[0].transpose(0, 1), keys, values, step.slots)

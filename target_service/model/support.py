@@ -18,6 +18,7 @@ _FOREIGN = {
     "attn_logit_softcapping": "capped attention scores",
     "attention_chunk_size": "chunked attention",
     "layers_block_type": "layers that are not attention",
+    "conv_L_cache": "convolution layers",
     "attn_layer_indices": "layers that are not attention",
     "linear_num_value_heads": "linear attention",
     "ssm_state_size": "state-space layers",
@@ -32,6 +33,8 @@ def check_supported(config: PretrainedConfig, model: PreTrainedModel | None = No
         raise ModelRefused(f"{kind}: an encoder-decoder; only decoders are served")
     if getattr(config, "add_cross_attention", False):
         raise ModelRefused(f"{kind}: it attends to another input")
+    if config.get_text_config() is not config:
+        raise ModelRefused(f"{kind}: it takes more than text")
     for name, what in _FOREIGN.items():
         if getattr(config, name, None):
             raise ModelRefused(f"{kind}: {what} ({name}) is not served")
@@ -50,6 +53,8 @@ def check_supported(config: PretrainedConfig, model: PreTrainedModel | None = No
 def _check_model(kind: str, model: PreTrainedModel) -> None:
     if not getattr(model, "_supports_attention_backend", False):
         raise ModelRefused(f"{kind}: its attention cannot be replaced in this version of transformers")
+    if any(getattr(module, "is_causal", True) is False for module in model.modules()):
+        raise ModelRefused(f"{kind}: its tokens see later ones")
     if any("sinks" in name for name, _ in model.named_parameters()):
         raise ModelRefused(f"{kind}: attention sinks are not served")
 

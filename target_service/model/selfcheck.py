@@ -1,0 +1,63 @@
+"""Proof at load that a model computes through our attention what it computes by itself.
+
+Configurations cannot tell everything: an encoder, a layer that ignores the attention it is given, a bias that is added
+to scores. A short text through both ways can.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from target_service.model.runner import ForwardInput, ModelRunner
+from target_service.model.support import ModelRefused
+from tree_kernels.attention import AttentionBatch
+
+_TOKENS = 13
+# The text is fed in two parts, so that the second reads the first from the cache.
+_FIRST = 8
+# Relative difference of logits, by the median row of either part. SmolLM2-135M: rounding in bf16 makes 0.04, and 0.1 at
+# the worst row; a mask or positions that are wrong make 1 and more. The median, since rounding may send one row through
+# another expert.
+_TOLERANCE = 0.4
+
+
+def own_logits(model: PreTrainedModel) -> Tensor:
+    """Logits [13, V] of a short text by the model's own eager attention. Before a runner takes the model over."""
+    model.set_attn_implementation("eager")
+    ids = torch.tensor([_text(model.config.vocab_size)], device=model.device)
+    with torch.inference_mode():
+        logits: Tensor = model(input_ids=ids, use_cache=False).logits[0]
+    return logits
+
+
+def check_runner(runner: ModelRunner, own: Tensor) -> None:
+    """Raise `ModelRefused` unless the runner's logits are `own` up to rounding. Leaves the cache as it was."""
+    pages = runner.cache.allocate(runner.cache.pages_for(_TOKENS))
+    try:
+        parts = [runner.forward(_part(runner, pages, *span)) for span in ((0, _FIRST), (_FIRST, _TOKENS))]
+    finally:
+        runner.cache.release(pages)
+    expected, got = own.double(), torch.cat(parts).double()
+    scale = (expected - expected.mean(-1, keepdim=True)).norm(dim=-1)
+    rows = (got - expected).norm(dim=-1) / scale.clamp_min(1e-12)
+    difference = float(torch.stack([rows[:_FIRST].median(), rows[_FIRST:].median()]).max())
+    # Written so that NaN is refused too.
+    if not difference < _TOLERANCE:
+        raise ModelRefused(f"{runner.name}: its logits over paged attention differ from its own by {difference:.2f}")
+
+
+def _text(vocabulary_size: int) -> list[int]:
+    return [(17 + 7919 * i) % vocabulary_size for i in range(_TOKENS)]
+
+
+def _part(runner: ModelRunner, pages: list[int], start: int, end: int) -> ForwardInput:
+    rows = end - start
+    return ForwardInput(
+        token_ids=tuple(_text(runner.vocabulary_size)[start:end]),
+        positions=tuple(range(start, end)),
+        slots=tuple(runner.cache.slots(pages, start, rows)),
+        attention=AttentionBatch((0, rows), (start,), (tuple(pages),), runner.cache.page_size, (None,)),
+        logit_rows=tuple(range(rows)),
+    )

@@ -1,0 +1,185 @@
+"""The runner's logits equal transformers' own eager forward: in chunks, token by token, and over trees."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from conftest import make_tiny
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from target_service.model.packing import PackedLinear, can_pack, pack_linears
+from target_service.model.runner import ForwardInput, ModelRunner, runner_for
+from tree_kernels.attention import AttentionBatch
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "llama-mha": {"num_key_value_heads": 4},
+    "llama-wide-heads": {"head_dim": 20},
+    "qwen2": {"use_sliding_window": False},
+    "qwen3": {"head_dim": 16},
+    "mistral": {"sliding_window": None},
+}
+# Node 3 is a grandchild by way of 1; 2 and 5 are siblings of 1.
+TREE = (0, 0, 0, 1, 3, 0, 2)
+
+
+def family(name: str) -> PreTrainedModel:
+    return make_tiny(name.split("-")[0], **FAMILIES[name])
+
+
+def eager(model: PreTrainedModel, tokens: Sequence[int]) -> Tensor:
+    """Logits [len(tokens), V] of one plain forward over all tokens."""
+    before = model.config._attn_implementation
+    model.set_attn_implementation("eager")
+    with torch.inference_mode():
+        logits: Tensor = model(input_ids=torch.tensor([list(tokens)]), use_cache=False).logits[0]
+    model.set_attn_implementation(before)
+    return logits
+
+
+class Driver:
+    """Feeds one sequence to a runner and knows where its rows lie."""
+
+    def __init__(self, runner: ModelRunner, tokens: int = 200) -> None:
+        self.runner = runner
+        # Not consecutive, as pages of a used cache are.
+        pages = runner.cache.allocate(runner.cache.pages_for(tokens))
+        self.pages, self.length = pages[::2] + pages[1::2], 0
+
+    def step(self, token_ids: Sequence[int], parents: Sequence[int] | None = None) -> ForwardInput:
+        """Rows behind what is committed, and logits of all of them."""
+        depths = list(range(len(token_ids)))
+        if parents is not None:
+            depths = [0]
+            for parent in parents[1:]:
+                depths.append(depths[parent] + 1)
+        runner, start = self.runner, self.length
+        return ForwardInput(
+            token_ids=tuple(token_ids),
+            positions=tuple(start + depth for depth in depths),
+            slots=tuple(runner.cache.slots(self.pages, start, len(token_ids))),
+            attention=AttentionBatch(
+                query_starts=(0, len(token_ids)),
+                prefix_lengths=(start,),
+                pages=(tuple(self.pages),),
+                page_size=runner.cache.page_size,
+                parents=(None if parents is None else tuple(parents),),
+            ),
+            logit_rows=tuple(range(len(token_ids))),
+        )
+
+    def feed(self, token_ids: Sequence[int]) -> Tensor:
+        logits = self.runner.forward(self.step(token_ids))
+        self.length += len(token_ids)
+        return logits
+
+
+def assert_same(got: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+    assert torch.equal(got.argmax(-1), expected.argmax(-1))
+
+
+def tokens_of(count: int, vocabulary: int = 211) -> list[int]:
+    return [(7 * i * i + 3 * i + 11) % vocabulary for i in range(count)]
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_chunks_then_tokens_then_a_tree_equal_the_eager_forward(name: str, page_size: int) -> None:
+    model = family(name)
+    text = tokens_of(75)
+    expected = eager(model, text)
+    runner = runner_for(model, None, num_pages=1024 // page_size, page_size=page_size)
+    driver = Driver(runner)
+    for start, end in ((0, 31), (31, 32), (32, 70), (70, 71), (71, 72)):
+        assert_same(driver.feed(text[start:end]), expected[start:end])
+    tree = tokens_of(len(TREE) + 20)[20:]
+    logits = runner.forward(driver.step(tree, TREE))
+    for row in range(len(TREE)):
+        path, node = [tree[row]], row
+        while node:
+            node = TREE[node]
+            path.append(tree[node])
+        assert_same(logits[row : row + 1], eager(model, [*text[:72], *path[::-1]])[-1:])
+
+
+def test_sequences_of_one_batch_do_not_see_each_other(tiny_model: PreTrainedModel) -> None:
+    runner = runner_for(tiny_model, None, num_pages=64, page_size=16)
+    texts = [tokens_of(40), tokens_of(23)[::-1], tokens_of(9)]
+    drivers = [Driver(runner, 64) for _ in texts]
+    for driver, text in zip(drivers[:2], texts[:2], strict=True):
+        driver.feed(text[:-5])
+    new = [texts[0][-5:], texts[1][-5:], texts[2]]
+    steps = [driver.step(rows) for driver, rows in zip(drivers, new, strict=True)]
+    starts = (0, 5, 10, 19)
+    logits = runner.forward(
+        ForwardInput(
+            token_ids=sum((step.token_ids for step in steps), ()),
+            positions=sum((step.positions for step in steps), ()),
+            slots=sum((step.slots for step in steps), ()),
+            attention=AttentionBatch(
+                query_starts=starts,
+                prefix_lengths=tuple(driver.length for driver in drivers),
+                pages=tuple(tuple(driver.pages) for driver in drivers),
+                page_size=16,
+                parents=(None, None, None),
+            ),
+            logit_rows=(4, 9, 18),
+        )
+    )
+    for row, text in enumerate(texts):
+        assert_same(logits[row : row + 1], eager(tiny_model, text)[-1:])
+
+
+def test_only_the_rows_asked_for_get_logits(tiny_model: PreTrainedModel) -> None:
+    runner = runner_for(tiny_model, None, num_pages=16, page_size=16)
+    step = Driver(runner, 32).step(tokens_of(9))
+    everything = runner.forward(step)
+    for rows in ((), (8,), (2, 5)):
+        some = runner.forward(ForwardInput(step.token_ids, step.positions, step.slots, step.attention, logit_rows=rows))
+        assert some.shape == (len(rows), 211)
+        torch.testing.assert_close(some, everything[list(rows)])
+
+
+@pytest.mark.parametrize(
+    ("generation", "config", "ends"),
+    [(None, 2, (2,)), (5, 2, (5,)), ([5, 6], 2, (5, 6)), (None, [3, 4], (3, 4)), (None, None, ())],
+    ids=["config's", "generation's first", "several", "several in config", "none"],
+)
+def test_end_tokens(generation: Any, config: Any, ends: tuple[int, ...]) -> None:
+    model = make_tiny(eos_token_id=config)
+    assert model.generation_config is not None
+    model.generation_config.eos_token_id = generation
+    assert runner_for(model, None, num_pages=1, page_size=1).end_token_ids == ends
+
+
+@pytest.mark.skipif(
+    not can_pack(torch.bfloat16, torch.device("cpu")),
+    reason="no bf16 matrix product to pack for here",
+)
+class TestPacking:
+    @pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
+    @pytest.mark.parametrize("rows", [0, 1, 5, 17, 64])
+    def test_a_packed_layer_equals_the_plain_one(self, rows: int, bias: bool) -> None:
+        torch.manual_seed(0)
+        linear = torch.nn.Linear(48, 80, bias=bias, dtype=torch.bfloat16)
+        inputs = torch.randn(1, rows, 48, dtype=torch.bfloat16)
+        with torch.inference_mode():
+            torch.testing.assert_close(PackedLinear(linear)(inputs), linear(inputs))
+
+    @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+    def test_a_packed_model_says_the_same(self, tied: bool) -> None:
+        plain, packed = (make_tiny(tie_word_embeddings=tied).to(torch.bfloat16) for _ in range(2))
+        assert pack_linears(packed) == 15
+        texts = tokens_of(20)
+        logits = [Driver(runner_for(m, None, num_pages=16, page_size=16), 32).feed(texts) for m in (plain, packed)]
+        torch.testing.assert_close(logits[0], logits[1], rtol=2e-2, atol=2e-2)
+
+
+def test_packing_is_for_bf16_on_a_cpu() -> None:
+    assert not can_pack(torch.float32, torch.device("cpu"))
+    assert not can_pack(torch.bfloat16, torch.device("cuda"))

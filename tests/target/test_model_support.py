@@ -1,0 +1,137 @@
+"""What cannot be served is refused with the reason; what can be is loaded from a folder."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import make_tiny
+from transformers import AutoConfig, PreTrainedConfig
+
+from target_service.config import TargetConfig
+from target_service.model.loader import load_runner
+from target_service.model.runner import runner_for
+from target_service.model.selfcheck import check_runner, own_logits
+from target_service.model.support import ModelRefused, check_supported, tokenizer_fingerprint
+
+
+def config_of(model_type: str, **settings: Any) -> PreTrainedConfig:
+    return AutoConfig.for_model(model_type, **settings)
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (config_of("mistral", sliding_window=64), "sliding window of 64"),
+        (config_of("qwen2", use_sliding_window=True, sliding_window=64), "sliding"),
+        (config_of("gemma2"), "capped|sliding"),
+        (config_of("deepseek_v3"), "latent attention"),
+        (config_of("jamba"), "not attention"),
+        (config_of("qwen3_next"), "linear attention"),
+        (config_of("mamba"), "linear|state-space"),
+        (config_of("gpt_oss"), "sliding_attention"),
+        (config_of("bart"), "encoder-decoder"),
+        (config_of("bert", add_cross_attention=True), "another input"),
+        (config_of("gemma3"), "more than text"),
+        (config_of("lfm2"), "convolution"),
+    ],
+    ids=lambda value: value.model_type if isinstance(value, PreTrainedConfig) else "",
+)
+def test_models_of_other_kinds_are_refused_with_the_reason(config: PreTrainedConfig, reason: str) -> None:
+    with pytest.raises(ModelRefused, match=reason):
+        check_supported(config)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3", "phi3", "granite", "starcoder2", "gpt_neox"])
+def test_decoders_of_grouped_query_attention_are_taken(model_type: str) -> None:
+    settings = {"sliding_window": None} if model_type in ("phi3", "starcoder2") else {}
+    check_supported(config_of(model_type, **settings))
+
+
+def test_a_window_that_no_sequence_outgrows_is_no_window() -> None:
+    check_supported(config_of("mistral", sliding_window=4096, max_position_embeddings=4096))
+
+
+def test_attention_that_cannot_be_replaced_is_refused() -> None:
+    model = make_tiny()
+    model._supports_attention_backend = False
+    with pytest.raises(ModelRefused, match="cannot be replaced"):
+        check_supported(model.config, model)
+
+
+def test_attention_that_sees_later_tokens_is_refused() -> None:
+    model = make_tiny()
+    model.model.layers[1].self_attn.is_causal = False
+    with pytest.raises(ModelRefused, match="see later"):
+        check_supported(model.config, model)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3", "gpt2", "gpt_neox", "mixtral"])
+def test_a_served_model_says_what_it_says_by_itself(model_type: str) -> None:
+    # The older two have as many key heads as query heads.
+    model = make_tiny(model_type, **({"num_key_value_heads": 4} if model_type.startswith("gpt") else {}))
+    own = own_logits(model)
+    runner = runner_for(model, None, num_pages=4, page_size=16)
+    check_runner(runner, own)
+    assert runner.cache.used_pages == 0
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [lambda own: own.flip(0), lambda own: torch.cat([own[:8], own[:5]]), lambda own: own * torch.nan],
+    ids=["every row", "rows that read the cache", "not a number"],
+)
+def test_a_model_that_says_something_else_is_refused(spoil: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    model = make_tiny()
+    own = spoil(own_logits(model))
+    with pytest.raises(ModelRefused, match="differ from its own"):
+        check_runner(runner_for(model, None, num_pages=4, page_size=16), own)
+
+
+@pytest.fixture
+def model_folder(tmp_path: Path, byte_tokenizer: Any) -> Path:
+    make_tiny(vocab_size=300).save_pretrained(tmp_path)
+    byte_tokenizer.save_pretrained(tmp_path)
+    return tmp_path
+
+
+class TestLoading:
+    def test_a_folder_is_loaded_with_its_tokenizer(self, model_folder: Path, byte_tokenizer: Any) -> None:
+        config = TargetConfig(model=str(model_folder), dtype="float32", kv_tokens=100, page_size=16, max_context=64)
+        runner = load_runner(config)
+        assert (runner.vocabulary_size, runner.max_context, runner.end_token_ids) == (300, 64, (2,))
+        assert (runner.cache.num_pages, runner.cache.page_size, runner.dtype) == (6, 16, torch.float32)
+        assert runner.name == str(model_folder)
+        assert runner.tokenizer_fingerprint == tokenizer_fingerprint(byte_tokenizer)
+        named = load_runner(dataclasses.replace(config, served_model_name="tiny"))
+        assert named.name == "tiny"
+
+    def test_a_context_is_never_longer_than_the_models(self, model_folder: Path) -> None:
+        config = TargetConfig(model=str(model_folder), dtype="bfloat16", kv_tokens=64, max_context=100_000)
+        assert load_runner(config).max_context == 512
+
+    def test_zero_kv_tokens_takes_a_share_of_memory_with_a_cap(self, model_folder: Path) -> None:
+        cache = load_runner(TargetConfig(model=str(model_folder), dtype="float32")).cache
+        assert 0 < cache.num_pages * cache.page_size <= 65536
+
+    def test_no_such_model_is_an_os_error(self, tmp_path: Path) -> None:
+        with pytest.raises(OSError):
+            load_runner(TargetConfig(model=str(tmp_path / "absent")))
+
+
+def test_fingerprints_tell_vocabularies_apart() -> None:
+    class Vocabulary:
+        def __init__(self, **ids: int) -> None:
+            self._ids = ids
+
+        def get_vocab(self) -> dict[str, int]:
+            return self._ids
+
+    one = tokenizer_fingerprint(Vocabulary(a=0, b=1))
+    assert len(one) == 64
+    assert tokenizer_fingerprint(Vocabulary(b=1, a=0)) == one
+    assert tokenizer_fingerprint(Vocabulary(a=1, b=0)) != one
