@@ -80,7 +80,7 @@ check-proto: .venv-proto/.installed
 	rm -rf build/proto && mkdir -p build/proto
 	cd protos && out=$(CURDIR)/build/proto && \
 		$(PROTOC) --python_out=$$out --grpc_python_out=$$out --mypy_out=$$out --mypy_grpc_out=$$out $(PROTO_FILES)
-	diff -r -x '*.proto' -x '__init__.py' -x '__pycache__' build/proto/outrider/v1 protos/outrider/v1 || \
+	diff -rq -x '*.proto' -x '__init__.py' -x '__pycache__' build/proto/outrider/v1 protos/outrider/v1 || \
 		{ echo 'protos/outrider/v1: generated code is not current, run `make proto`' >&2; exit 1; }
 
 .venv-proto/.installed:
