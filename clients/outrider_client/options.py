@@ -116,7 +116,7 @@ class DemoOptions:
     """What `outrider demo` shows, by flag, environment (`OUTRIDER_DEMO_*`) or `[demo]` table."""
 
     model: str = setting("smollm2-135m-instruct", "model: a name from `outrider model list`, a folder, or a hub id")
-    max_tokens: int = setting(160, "tokens of the answer at most")
+    max_tokens: int = setting(200, "tokens of the answer at most")
 
 
 @dataclass(frozen=True)
@@ -143,4 +143,4 @@ class BenchOptions:
     draft_flags: str = setting("", "more flags for the drafts, quoted as one word")
     json: str = setting("", "file for the figures")
     plot: str = setting("", "PNG file for the plot")
-    profile: bool = setting(False, "show where the target's time goes in each step")
+    profile: bool = setting(False, "show where a target's time goes in each step, from its metrics")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from outrider.errors import PositionOutOfRange
 from outrider.settings import SettingsError
 from outrider_client.bench.plot import save_plot
+from outrider_client.bench.profile import StepProfile, profile_table
 from outrider_client.bench.prompts import load_prompts
 from outrider_client.bench.report import ALL_TASKS, SCHEMA, cells, differing, percentile
 from outrider_client.bench.runner import Plan, Runner
@@ -246,3 +248,46 @@ async def test_plot_of_one_mode(prompts: Path, tmp_path: Path) -> None:
     }
     save_plot(document, tmp_path / "one.png")
     assert (tmp_path / "one.png").stat().st_size > 1000
+
+
+_METRICS = """\
+# TYPE outrider_steps counter
+outrider_steps_total {steps}
+# TYPE outrider_step_phase_seconds histogram
+outrider_step_phase_seconds_bucket{{phase="plan",le="+Inf"}} {steps}
+outrider_step_phase_seconds_count{{phase="plan"}} {steps}
+outrider_step_phase_seconds_sum{{phase="plan"}} {plan}
+outrider_step_phase_seconds_sum{{phase="forward"}} {forward}
+"""
+
+
+@pytest.fixture
+async def metrics_page() -> AsyncIterator[tuple[str, list[str]]]:
+    """The URL of a page, and the texts it will show, the last one over and over."""
+    texts: list[str] = []
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        text = texts.pop(0) if len(texts) > 1 else texts[0]
+        writer.write(b"HTTP/1.0 200 OK\r\nContent-Type: text/plain\r\n\r\n" + text.encode())
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/metrics", texts
+    server.close()
+    await server.wait_closed()
+
+
+async def test_profile_adds_up_what_each_block_took(metrics_page: tuple[str, list[str]]) -> None:
+    url, texts = metrics_page
+    texts += [_METRICS.format(steps=n, plan=n * 0.001, forward=n * 0.05) for n in (10, 20, 100, 130)]
+    profile = StepProfile({TRIE: url})
+    for _ in range(2):
+        before = await profile.read(TRIE)
+        await profile.add(TRIE, before)
+    await profile.add(PLAIN, await profile.read(PLAIN))
+    (row,) = profile.per_step()
+    assert (row["mode"], row["steps"]) == ("trie", 40)
+    assert (row["plan"], row["forward"], row["host"]) == pytest.approx((1.0, 50.0, 1.0))
+    assert profile_table([row]).row_count == 1

@@ -10,6 +10,7 @@ from itertools import groupby
 
 from outrider.errors import OutriderError
 from outrider_client.bench.backends import Backend
+from outrider_client.bench.profile import StepProfile
 from outrider_client.bench.prompts import Prompt
 from outrider_client.bench.samples import TRANSFORMERS, Block, Measured, Mode
 from outrider_client.client import Message
@@ -51,11 +52,18 @@ def runs(mode: Mode, concurrency: int) -> bool:
 class Runner:
     """Runs a plan on the backends of its modes."""
 
-    def __init__(self, plan: Plan, backends: Mapping[Mode, Backend], on_answer: Callable[[str], None]) -> None:
-        """`on_answer` hears what is being measured after each answer."""
+    def __init__(
+        self,
+        plan: Plan,
+        backends: Mapping[Mode, Backend],
+        on_answer: Callable[[str], None],
+        profile: StepProfile | None = None,
+    ) -> None:
+        """`on_answer` hears what is being measured after each answer; `profile` reads the targets' own timers."""
         self._plan = plan
         self._backends = backends
         self._on_answer = on_answer
+        self._profile = profile or StepProfile({})
         # The first answer given to a prompt, by whichever mode comes first: every mode's second turn builds on it.
         self._answers: dict[str, str] = {}
 
@@ -114,9 +122,11 @@ class Runner:
             self._on_answer(f"{prompt.task}, {concurrency} at once, {mode.label}")
             return measured
 
+        before = await self._profile.read(mode)
         begun = time.perf_counter()
         requests = await asyncio.gather(*map(one, prompts))
         seconds = time.perf_counter() - begun
+        await self._profile.add(mode, before)
         return Block(mode, prompts[0].task, concurrency, repeat, seconds, tuple(requests))
 
     async def _request(self, mode: Mode, prompt: Prompt, turn: int, tenant: str) -> Measured:

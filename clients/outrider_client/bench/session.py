@@ -7,6 +7,7 @@ import dataclasses
 import datetime
 import secrets
 import shlex
+import socket
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 from outrider.settings import SettingsError
 from outrider_client.bench.backends import Backend, TargetBackend, TransformersBackend
 from outrider_client.bench.machine import describe_commit, describe_machine, describe_versions
+from outrider_client.bench.profile import StepProfile
 from outrider_client.bench.prompts import load_prompts
 from outrider_client.bench.report import SCHEMA, cells
 from outrider_client.bench.runner import Plan, Runner
@@ -32,6 +34,8 @@ def make_plan(options: BenchOptions) -> Plan:
     """Check the options and read the prompts. Raises `SettingsError`."""
     if not options.prompts:
         raise SettingsError("--prompts is needed: a JSONL file with id, task and turns")
+    if options.profile and options.target:
+        raise SettingsError("--profile reads the metrics of targets that are started for it: leave --target out")
     if options.repeats < 1 or options.limit < 0 or options.max_tokens < 1:
         raise SettingsError("--repeats and --max-tokens must be at least 1, --limit at least 0")
     prompts = load_prompts(Path(options.prompts), limit=options.limit, tasks=_words(options.tasks))
@@ -93,6 +97,8 @@ class Session:
         self._stack: Stack | None = None
         self.backends: dict[Mode, Backend] = {}
         self.info: TargetInfo | None = None
+        # Where the metrics of a mode's target are, when profiling.
+        self.pages: dict[Mode, str] = {}
 
     async def __aenter__(self) -> Session:
         return self
@@ -103,14 +109,17 @@ class Session:
     async def start(self, modes: Sequence[Mode]) -> None:
         """Start or find a backend for every mode. Plain answers come from the first drafter's own target.
 
-        Raises `SettingsError`, `ServiceFailed`, or what a call raises.
+        One after another, since a target times its own steps when it starts. Raises `SettingsError`,
+        `ServiceFailed`, or what a call raises.
         """
         for mode in modes:
             if mode.drafts:
                 self.backends[mode] = await self._target_backend(await self._target(mode), True)
         for mode in modes:
             if mode.name == PLAIN:
-                address = next(iter(self._targets.values()), None) or await self._target(mode)
+                first = next(iter(self._targets), mode)
+                address = self._targets.get(first) or await self._target(mode)
+                self.pages |= {mode: self.pages[first]} if first in self.pages else {}
                 self.backends[mode] = await self._target_backend(address, False)
             elif mode.name == TRANSFORMERS:
                 self._note("loading the model for transformers")
@@ -153,6 +162,10 @@ class Session:
                 )
             flags += ["--draft", self._drafts[mode.name]]
         self._note(f"starting a target for {mode.label}")
+        if options.profile:
+            listen = f"127.0.0.1:{_free_port()}"
+            flags += ["--metrics-listen", listen]
+            self.pages[mode] = f"http://{listen}/metrics"
         name = f"target-{mode.name}-{mode.placement or 'alone'}"
         address = await stack.start(name, "target_service", *flags, *shlex.split(options.target_flags))
         if mode.drafts:
@@ -183,7 +196,8 @@ async def measure(
 ) -> dict[str, Any]:
     """Run the plan and return the document of figures."""
     begun = datetime.datetime.now(datetime.UTC)
-    blocks = await Runner(plan, session.backends, on_answer).run()
+    profile = StepProfile(session.pages)
+    blocks = await Runner(plan, session.backends, on_answer, profile).run()
     assert session.info is not None
     return {
         "schema": SCHEMA,
@@ -203,4 +217,12 @@ async def measure(
         },
         "prompts": len(plan.prompts),
         "results": cells(blocks, plan.modes),
+        **({"ms_per_step": profile.per_step()} if options.profile else {}),
     }
+
+
+def _free_port() -> int:
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        port: int = held.getsockname()[1]
+    return port

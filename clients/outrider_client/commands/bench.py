@@ -15,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from outrider.runtime import run
 from outrider.settings import SettingsError, add_flags
 from outrider_client.bench.plot import require_matplotlib, save_plot
+from outrider_client.bench.profile import profile_table
 from outrider_client.bench.report import differing
 from outrider_client.bench.session import make_plan, measure, open_session
 from outrider_client.bench.table import figures_table
@@ -56,6 +57,8 @@ def _run(arguments: argparse.Namespace) -> int:
     # A file or a pipe is as wide as need be.
     console = Console() if sys.stdout.isatty() else Console(width=_PIPE_WIDTH)
     console.print(figures_table(document, console.width))
+    if bench.profile:
+        console.print(profile_table(document["ms_per_step"]))
     if bench.json:
         Path(bench.json).write_text(json.dumps(document, indent=2) + "\n")
     if bench.plot:

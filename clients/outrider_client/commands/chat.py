@@ -122,7 +122,7 @@ class Conversation:
             self.messages.pop()
         else:
             self.messages.append(("assistant", result.text))
-            self.console.print(f"\n[dim]{summary(result)}[/]")
+            self.console.print(f"\n[dim]{summary(result)}[/]", soft_wrap=True)
         finally:
             with contextlib.suppress(NotImplementedError):
                 loop.remove_signal_handler(signal.SIGINT)

@@ -74,7 +74,7 @@ async def _generate(arguments: argparse.Namespace, reach: ClientOptions, wanted:
         json.dump(result_as_json(result), sys.stdout, indent=2)
         sys.stdout.write("\n")
     else:
-        error_console().print(f"[dim]{summary(result)}[/]")
+        error_console().print(f"[dim]{summary(result)}[/]", soft_wrap=True)
     return 0
 
 

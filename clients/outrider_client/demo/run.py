@@ -32,9 +32,9 @@ _STORE = "target_service.model.store"
 _TRACE_SECONDS = 10.0
 _SERVICES = (telemetry.CLIENT, telemetry.TARGET_SERVICE, telemetry.DRAFT_SERVICE)
 _WARM_UP: tuple[Message, ...] = (("user", "Count from one to ten, then count from one to ten once more."),)
-# An answer that repeats much of its prompt is where an n-gram drafter earns its keep; it knows nothing else.
+# Editing repeats much of the prompt, which is where an n-gram drafter earns its keep; it knows nothing else.
 _QUESTION = """\
-Add a docstring to every method of this class and return the whole class. Change nothing else.
+Review this class: print it again with a comment in every method, then list two improvements.
 
 ```python
 class Stack:

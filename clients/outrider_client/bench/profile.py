@@ -1,0 +1,87 @@
+"""Where a target's time goes in each step, by mode: its own phase timers, read from its metrics around every block."""
+
+from __future__ import annotations
+
+import asyncio
+import urllib.request
+from collections.abc import Mapping
+
+from prometheus_client.parser import text_string_to_metric_families
+from rich import box
+from rich.table import Table
+
+from outrider_client.bench.samples import Mode
+
+# In the order of the step; forward is the model, the rest is work of the host around it.
+PHASES = ("wait", "plan", "forward", "verify", "commit")
+_PHASE_SUM = "outrider_step_phase_seconds_sum"
+_STEPS = "outrider_steps_total"
+_READ_SECONDS = 10.0
+STEPS = "steps"
+# Seconds by phase, and how many steps they are of.
+Spent = Mapping[str, float]
+
+
+def parse_phases(text: str) -> Spent:
+    """Seconds by phase, and "steps", from a target's metrics page."""
+    found: dict[str, float] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            if sample.name == _PHASE_SUM:
+                found[sample.labels["phase"]] = sample.value
+            elif sample.name == _STEPS:
+                found[STEPS] = sample.value
+    return found
+
+
+class StepProfile:
+    """Adds up, by mode, what targets spent in each phase."""
+
+    def __init__(self, pages: Mapping[Mode, str]) -> None:
+        """`pages` has the URL of the metrics of each mode's target; other modes are not profiled."""
+        self._pages = pages
+        self.totals: dict[Mode, dict[str, float]] = {}
+
+    async def read(self, mode: Mode) -> Spent:
+        """The counters of the mode's target now."""
+        url = self._pages.get(mode)
+        return parse_phases(await asyncio.to_thread(_fetch, url)) if url else {}
+
+    async def add(self, mode: Mode, before: Spent) -> None:
+        """Count what was spent since `before` as this mode's."""
+        totals = self.totals.setdefault(mode, {})
+        for name, value in (await self.read(mode)).items():
+            totals[name] = totals.get(name, 0.0) + value - before.get(name, 0.0)
+
+    def per_step(self) -> list[dict[str, object]]:
+        """Milliseconds per step by phase, for the document; `host` is all but waiting and the model."""
+        rows: list[dict[str, object]] = []
+        for mode, totals in self.totals.items():
+            steps = totals.get(STEPS, 0.0)
+            if not steps:
+                continue
+            phases = {phase: 1e3 * totals.get(phase, 0.0) / steps for phase in PHASES}
+            host = phases["plan"] + phases["verify"] + phases["commit"]
+            rows.append(
+                {"mode": mode.name, "draft_placement": mode.placement or None, "steps": steps, **phases, "host": host}
+            )
+        return rows
+
+
+def _fetch(url: str) -> str:
+    with urllib.request.urlopen(url, timeout=_READ_SECONDS) as page:
+        text: str = page.read().decode()
+    return text
+
+
+def profile_table(rows: list[dict[str, object]]) -> Table:
+    """Milliseconds per step, one row per mode."""
+    table = Table(title="ms per step in the target", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("mode", no_wrap=True)
+    for name in ("steps", *PHASES, "host"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        label = f"{row['mode']} {row['draft_placement'] or ''}".strip()
+        shown = (f"{row[name]:.2f}" for name in (*PHASES, "host"))
+        table.add_row(label, f"{row['steps']:.0f}", *shown)
+    return table
