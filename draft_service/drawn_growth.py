@@ -76,24 +76,24 @@ def heap_pop(worths: Reals, heap: Numbers, size: int) -> int:
     while True:
         child = 2 * place + 1
         if child >= size:
-            return top
+            return int(top)
         if child + 1 < size and worths[heap[child + 1]] > worths[heap[child]]:
             child += 1
         if worths[heap[place]] >= worths[heap[child]]:
-            return top
+            return int(top)
         heap[place], heap[child] = heap[child], heap[place]
         place = child
 
 
 @compiled
-def _make_law(scratch: Scratch, known: int, power: float, weights: Numbers) -> float:
+def _make_law(probs: Reals, known: int, power: float, weights: Numbers) -> float:
     """Integer weights of the candidates, into `weights`. Returns how much of the probability they hold."""
     largest, mass = 0.0, 0.0
     for i in range(known):
-        largest = max(largest, scratch.probs[i])
-        mass += scratch.probs[i]
+        largest = max(largest, probs[i, 0])
+        mass += probs[i, 0]
     for i in range(known):
-        share = (scratch.probs[i] / largest) ** power
+        share = (probs[i, 0] / largest) ** power
         weights[i] = max(1, int(share * MAX_DISTRIBUTION_WEIGHT + 0.5))
     return min(mass, _MOST_CONFIDENT)
 
@@ -135,16 +135,33 @@ def _open_row(
         return False
     if row > 0:
         resolve_states(tries, rows.states, row, tree[1, row], tree[0, row], evidence.rules[MAX_MATCH])
-    known = predict(tries, rows.states, row, evidence, OPEN_FLOOR, scratch)
+    state, places, fresh, candidates, weights = scratch
+    trust, spread, rules = evidence
+    known = predict(
+        tries[0][0],
+        tries[1][0],
+        tries[2][0],
+        rows.states,
+        row,
+        trust,
+        spread,
+        rules,
+        OPEN_FLOOR,
+        state,
+        places,
+        fresh,
+        candidates,
+        weights,
+    )
     if known == 0:
         return False
     laws.sizes[row] = known
-    rows.confidences[row] = _make_law(scratch, known, shape.power, laws.weights[row])
+    rows.confidences[row] = _make_law(weights, known, shape.power, laws.weights[row])
     for i in range(known):
-        laws.tokens[row, i] = scratch.tokens[i]
+        laws.tokens[row, i] = candidates[i, 0]
         rows.left[row, i] = laws.weights[row, i]
     rows.worths[row] = rows.paths[row] * rows.confidences[row]
-    return rows.worths[row] >= shape.floor
+    return bool(rows.worths[row] >= shape.floor)
 
 
 @compiled
@@ -183,7 +200,7 @@ def grow_drawn(
         np.zeros(limit),
         np.empty(limit + 1, np.int32),
     )
-    start_states(tries, context, rows.states, evidence.rules[MAX_MATCH])
+    start_states(tries, context, rows.states, scratch.state, evidence.rules[MAX_MATCH])
     row, size = 0, 0
     while row < limit:
         if _open_row(tries, evidence, shape, row, tree, laws, rows, scratch):

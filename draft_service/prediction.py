@@ -47,6 +47,7 @@ MIN_MATCH, MAX_MATCH, RECENT_FIRST = range(3)
 
 Numbers = npt.NDArray[np.int32]
 Reals = npt.NDArray[np.float64]
+Rules = npt.NDArray[np.int64]
 Trie = tuple[Rows, Slots]
 Tries = tuple[Trie, Trie, Trie]
 
@@ -63,147 +64,200 @@ class Evidence(NamedTuple):
 
     trust: Reals
     spread: Reals
-    rules: npt.NDArray[np.int64]
+    rules: Rules
 
 
 class Scratch(NamedTuple):
-    """Room for one prediction, made once per tree. States are window nodes (SOURCES) and their lengths (SOURCES)."""
+    """Room for one prediction, made once per tree.
 
-    state: Numbers  # [2 * SOURCES]
-    count: Numbers  # [SOURCES]
+    Taken apart before it is used: numba counts a reference for every array that is read out of a tuple, which in an
+    inner loop costs more than the loop.
+    """
+
+    # [4 * SOURCES]: window nodes, their lengths, the counts of the windows met last, and the node of a window that was
+    # not met: UNKNOWN, or ROOT for a trie that holds nothing.
+    state: Numbers
     places: Numbers  # [MAX_SIBLINGS] of siblings among the candidates
-    fresh: Reals  # [MAX_SIBLINGS] occurrences that no longer window counted
-    tokens: Numbers  # [MAX_CANDIDATES], the result
-    probs: Reals  # [MAX_CANDIDATES], the result
-    states: Numbers  # [MAX_CANDIDATES, 2 * SOURCES], the result: windows that end at each candidate
-    counted: Reals  # [MAX_CANDIDATES, SOURCES] occurrences that spoke already
+    fresh: Reals  # [MAX_SIBLINGS] occurrences of siblings that no longer window counted
+    # [MAX_CANDIDATES, 1 + 2 * SOURCES], the result: token, then nodes and lengths of the windows that end at it.
+    candidates: Numbers
+    # [MAX_CANDIDATES, 1 + SOURCES], the result: probability, then occurrences that spoke already.
+    weights: Reals
 
 
 @compiled
 def make_scratch() -> Scratch:
     """Scratch of the right sizes."""
     return Scratch(
-        np.empty(2 * SOURCES, np.int32),
-        np.empty(SOURCES, np.int32),
+        np.full(4 * SOURCES, UNKNOWN, np.int32),
         np.empty(MAX_SIBLINGS, np.int32),
         np.empty(MAX_SIBLINGS, np.float64),
-        np.empty(MAX_CANDIDATES, np.int32),
-        np.empty(MAX_CANDIDATES, np.float64),
-        np.empty((MAX_CANDIDATES, 2 * SOURCES), np.int32),
-        np.empty((MAX_CANDIDATES, SOURCES), np.float64),
+        np.empty((MAX_CANDIDATES, 1 + 2 * SOURCES), np.int32),
+        np.empty((MAX_CANDIDATES, 1 + SOURCES), np.float64),
     )
 
 
 @inlined
-def _place_of(token: int, known: int, scratch: Scratch) -> int:
+def _place_of(token: int, known: int, state: Numbers, candidates: Numbers, weights: Reals) -> int:
     """The candidate's place, entered at the end when new; the caller sees that from the place. -1 when full."""
     for place in range(known):
-        if scratch.tokens[place] == token:
+        if candidates[place, 0] == token:
             return place
     if known == MAX_CANDIDATES:
         return -1
-    scratch.tokens[known], scratch.probs[known] = token, 0.0
+    candidates[known, 0], weights[known, 0] = token, 0.0
     for i in range(SOURCES):
-        scratch.states[known, i] = UNKNOWN
-        scratch.counted[known, i] = 0.0
+        candidates[known, 1 + i], candidates[known, 1 + SOURCES + i] = state[3 * SOURCES + i], 0
+        weights[known, 1 + i] = 0.0
     return known
 
 
 @inlined
 def _gather(
-    rows: Rows, node: int, length: int, source: int, half_life_log2: int, scratch: Scratch, known: int
+    rows: Rows,
+    node: int,
+    length: int,
+    source: int,
+    half_life_log2: int,
+    max_match: int,
+    state: Numbers,
+    places: Numbers,
+    fresh: Reals,
+    candidates: Numbers,
+    weights: Reals,
+    known: int,
 ) -> tuple[int, int, float, float]:
     """Take in the children of a window, most recent first, each with what it adds to what longer windows counted.
 
     What a sequence itself said is in its tenant's trie too, so the tenant's word is taken less the sequence's own.
     Returns siblings found, candidates known then, fresh occurrences found, and those of all children.
     """
-    found, fresh, seen = 0, 0.0, 0.0
+    found, total, seen = 0, 0.0, 0.0
     child = rows[node, FIRST_CHILD]
     while child != 0 and found < MAX_SIBLINGS:
-        place = _place_of(rows[child, TOKEN], known, scratch)
+        place = _place_of(rows[child, TOKEN], known, state, candidates, weights)
         if place < 0:
             break
         known = max(known, place + 1)
-        if scratch.states[place, source] == UNKNOWN:
-            scratch.states[place, source] = child
-            scratch.states[place, SOURCES + source] = length + 1
+        if candidates[place, 1 + source] == UNKNOWN:
+            # A context has at most max_match tokens; the link of the longer window is the context.
+            candidates[place, 1 + source] = child if length < max_match else rows[child, LINK]
+            candidates[place, 1 + SOURCES + source] = min(length + 1, max_match)
         weight = decayed(rows, child, half_life_log2) / UNIT
-        before = scratch.counted[place, source]
+        before = weights[place, 1 + source]
         if source == TENANT:
-            before = max(before, scratch.counted[place, OWN])
-        scratch.counted[place, source] = weight
-        scratch.places[found] = place
-        scratch.fresh[found] = max(0.0, weight - before)
-        fresh += scratch.fresh[found]
+            before = max(before, weights[place, 1 + OWN])
+        weights[place, 1 + source] = weight
+        places[found], fresh[found] = place, max(0.0, weight - before)
+        total += fresh[found]
         seen += weight
         found += 1
         child = rows[child, NEXT]
     # Of siblings not looked at, only the sum is known.
     unseen = 0.0 if child == 0 else max(0.0, decayed(rows, node, half_life_log2) / UNIT - seen)
-    return found, known, fresh, fresh + unseen
+    return found, known, total, total + unseen
 
 
 @inlined
-def _share_out(mass: float, fresh: float, found: int, recency: float, recent_first: bool, scratch: Scratch) -> None:
+def _share_out(
+    mass: float,
+    total: float,
+    found: int,
+    recency: float,
+    recent_first: bool,
+    places: Numbers,
+    fresh: Reals,
+    weights: Reals,
+) -> None:
     """Add `mass` to the candidates among the siblings, in proportion to their fresh occurrences."""
-    weights, total = scratch.fresh, fresh
     if recent_first:
         total, share = 0.0, 1.0
         for i in range(found):
-            if weights[i] > 0.0:
-                weights[i] = share
+            if fresh[i] > 0.0:
+                fresh[i] = share
                 total += share
                 share *= 0.5
-    elif weights[0] > 0.0:
-        weights[0] += recency
+    elif fresh[0] > 0.0:
+        fresh[0] += recency
         total += recency
+    each = mass / total
     for i in range(found):
-        scratch.probs[scratch.places[i]] += mass * weights[i] / total
+        weights[places[i], 0] += fresh[i] * each
 
 
 @inlined
-def _longest(state: Numbers, evidence: Evidence) -> int:
+def _longest(state: Numbers, trust: Reals, min_match: int) -> int:
     """The source whose window is longest, or -1 when none is long enough."""
     source, longest = -1, -1.0
     for i in range(SOURCES):
         length = state[SOURCES + i]
-        if length >= evidence.rules[MIN_MATCH] and length + evidence.trust[i, PRECEDENCE] > longest:
-            source, longest = i, length + evidence.trust[i, PRECEDENCE]
+        if length >= min_match and length + trust[i, PRECEDENCE] > longest:
+            source, longest = i, length + trust[i, PRECEDENCE]
     return source
 
 
 @compiled
-def predict(tries: Tries, states: Numbers, row: int, evidence: Evidence, floor: float, scratch: Scratch) -> int:
-    """The law of the next token after `row`, as far as it is known, into `scratch`: tokens, probs, states.
+def predict(
+    own: Rows,
+    tenant: Rows,
+    shared: Rows,
+    states: Numbers,
+    row: int,
+    trust: Reals,
+    spread: Reals,
+    rules: Rules,
+    floor: float,
+    state: Numbers,
+    places: Numbers,
+    fresh: Reals,
+    candidates: Numbers,
+    weights: Reals,
+) -> int:
+    """The law of the next token after `row`, as far as it is known, into `candidates` and `weights`.
 
     Args:
+        own, tenant, shared: rows of the three tries.
         states: [rows, 2 * SOURCES], per source the longest known window that ends at a row, and its length.
+        trust, spread, rules: see `Evidence`. state and what follows: see `Scratch`.
         floor: shorter windows are not asked once less probability than this is open.
 
     Returns:
         How many candidates there are. Their probabilities sum to less than 1.
     """
-    state, count = scratch.state, scratch.count
     for i in range(SOURCES):
-        state[i], state[SOURCES + i], count[i] = states[row, i], states[row, SOURCES + i], -1
+        state[i], state[SOURCES + i], state[2 * SOURCES + i] = states[row, i], states[row, SOURCES + i], -1
     open_mass, known = 1.0, 0
     while open_mass > floor:
-        source = _longest(state, evidence)
+        source = _longest(state, trust, rules[MIN_MATCH])
         if source < 0:
             break
-        rows, node, length = tries[source][0], state[source], state[SOURCES + source]
+        rows = own if source == OWN else tenant if source == TENANT else shared
+        node, length = state[source], state[SOURCES + source]
         # As many occurrences as the longer window had are the same ones.
-        if rows[node, COUNT] != count[source]:
-            count[source] = rows[node, COUNT]
-            half_life = int(evidence.trust[source, HALF_LIFE])
-            found, known, fresh, total = _gather(rows, node, length, source, half_life, scratch, known)
+        if rows[node, COUNT] != state[2 * SOURCES + source]:
+            state[2 * SOURCES + source] = rows[node, COUNT]
+            half_life = int(trust[source, HALF_LIFE])
+            found, known, new, total = _gather(
+                rows,
+                node,
+                length,
+                source,
+                half_life,
+                rules[MAX_MATCH],
+                state,
+                places,
+                fresh,
+                candidates,
+                weights,
+                known,
+            )
             if total > 0.0:
-                escape = evidence.trust[source, ESCAPE + length] * evidence.spread[found]
+                escape = trust[source, ESCAPE + length] * spread[found]
                 spoken = open_mass / (total + escape)
-                if fresh > 0.0:
-                    recency = evidence.trust[source, RECENCY]
-                    _share_out(spoken * fresh, fresh, found, recency, evidence.rules[RECENT_FIRST] != 0, scratch)
+                if new > 0.0:
+                    recent_first = rules[RECENT_FIRST] != 0
+                    recency = trust[source, RECENCY]
+                    _share_out(spoken * new, new, found, recency, recent_first, places, fresh, weights)
                 open_mass = spoken * escape
         state[source] = rows[node, LINK]
         state[SOURCES + source] = length - 1
@@ -211,22 +265,21 @@ def predict(tries: Tries, states: Numbers, row: int, evidence: Evidence, floor: 
 
 
 @compiled
-def start_states(tries: Tries, context: Tokens, states: Numbers, longest: int) -> None:
-    """Find the windows that end at the root, row 0. states: [rows, 2 * SOURCES]."""
+def start_states(tries: Tries, context: Tokens, states: Numbers, state: Numbers, longest: int) -> None:
+    """Find the windows that end at the root, row 0. states: [rows, 2 * SOURCES]; state: see `Scratch`."""
     for i in range(SOURCES):
-        states[0, i], states[0, SOURCES + i] = match(tries[i][0], tries[i][1], context, longest)
+        states[0, i], states[0, SOURCES + i] = ROOT, 0
+        if tries[i][0][ROOT, FIRST_CHILD] == 0:
+            state[3 * SOURCES + i] = ROOT
+        else:
+            states[0, i], states[0, SOURCES + i] = match(tries[i][0], tries[i][1], context, longest)
 
 
 @compiled
 def resolve_states(tries: Tries, states: Numbers, row: int, parent: int, token: int, longest: int) -> None:
     """Find the windows that end at `row` where its prediction did not meet them, from those of its parent."""
     for i in range(SOURCES):
-        if tries[i][0][ROOT, FIRST_CHILD] == 0:
-            states[row, i], states[row, SOURCES + i] = ROOT, 0
-        elif states[row, i] == UNKNOWN:
+        if states[row, i] == UNKNOWN:
             states[row, i], states[row, SOURCES + i] = step_down(
                 tries[i][0], tries[i][1], states[parent, i], states[parent, SOURCES + i], token, longest
             )
-        elif states[row, SOURCES + i] > longest:
-            states[row, i] = tries[i][0][states[row, i], LINK]
-            states[row, SOURCES + i] -= 1

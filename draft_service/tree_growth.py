@@ -18,7 +18,6 @@ from draft_service.prediction import (
     Evidence,
     Numbers,
     Reals,
-    Scratch,
     Tries,
     make_scratch,
     predict,
@@ -58,82 +57,65 @@ def unpack(packed: Reals) -> Shape:
     return Shape(int(packed[0]), int(packed[1]), int(packed[2]), packed[3], packed[4] != 0.0, packed[5], packed[6])
 
 
-class _Items(NamedTuple):
-    """Nodes that were thought of: [room] each, states [room, 2 * SOURCES]. `order` ranks the best, by worth."""
-
-    order: Numbers
-    tokens: Numbers
-    parents: Numbers
-    scores: Reals
-    worths: Reals
-    states: Numbers
-
-
 @compiled
-def _race(known: int, shape: Shape, seed: np.uint64, position: np.uint64, scratch: Scratch) -> None:
+def _race(known: int, shape: Shape, seed: np.uint64, position: np.uint64, candidates: Numbers, weights: Reals) -> None:
     """Turn probabilities into chances of winning the shared race, given its noise.
 
     Token x has the weight (p(x)**power / E(x))**sharpness; what is not a candidate races with its expected noise.
     """
-    probs = scratch.probs
     rest = 1.0
     for i in range(known):
-        rest -= probs[i]
+        rest -= weights[i, 0]
     total = max(rest, 1e-3) ** (shape.power * shape.sharpness)
     for i in range(known):
-        noise = exponential(seed, position, np.uint64(scratch.tokens[i]))
-        probs[i] = (probs[i] ** shape.power / noise) ** shape.sharpness
-        total += probs[i]
+        noise = exponential(seed, position, np.uint64(candidates[i, 0]))
+        weights[i, 0] = (weights[i, 0] ** shape.power / noise) ** shape.sharpness
+        total += weights[i, 0]
     for i in range(known):
-        probs[i] /= total
+        weights[i, 0] /= total
 
 
 @inlined
-def _best(scratch: Scratch, known: int) -> int:
-    """The index of the most probable candidate left, or -1."""
-    best, prob = -1, 0.0
-    for i in range(known):
-        if scratch.probs[i] > prob:
-            best, prob = i, scratch.probs[i]
-    return best
-
-
-@inlined
-def _rank(items: _Items, item: int, first: int, ranked: int, limit: int) -> int:
+def _rank(order: Numbers, worths: Reals, item: int, first: int, ranked: int, limit: int) -> int:
     """Put a new item where its worth belongs, from `first` on; the least worthy falls out past `limit`."""
     place = min(ranked, limit - 1)
-    while place > first and items.worths[items.order[place - 1]] < items.worths[item]:
-        items.order[place] = items.order[place - 1]
+    while place > first and worths[order[place - 1], 0] < worths[item, 0]:
+        order[place] = order[place - 1]
         place -= 1
-    items.order[place] = item
+    order[place] = item
     return min(ranked + 1, limit)
 
 
 @inlined
 def _offer(
-    items: _Items,
+    order: Numbers,
+    items: Numbers,
+    worths: Reals,
     made: int,
     ranked: int,
     row: int,
     worth: float,
     known: int,
-    scratch: Scratch,
+    candidates: Numbers,
+    weights: Reals,
     shape: Shape,
 ) -> tuple[int, int]:
     """Rank the best candidates of `row`, up to the breadth. Returns items made and ranked then."""
     for _ in range(shape.breadth):
-        best = _best(scratch, known)
-        if best < 0 or worth * scratch.probs[best] < shape.floor:
+        best, score = -1, 0.0
+        for i in range(known):
+            if weights[i, 0] > score:
+                best, score = i, weights[i, 0]
+        if best < 0 or worth * score < shape.floor:
             break
-        score = min(scratch.probs[best], 1.0)
-        scratch.probs[best] = 0.0
-        if ranked == shape.nodes and worth * score <= items.worths[items.order[ranked - 1]]:
+        if ranked == shape.nodes and worth * score <= worths[order[ranked - 1], 0]:
             break
-        items.tokens[made], items.parents[made] = scratch.tokens[best], row
-        items.scores[made], items.worths[made] = score, worth * score
-        for i in range(2 * SOURCES):
-            items.states[made, i] = scratch.states[best, i]
-        ranked = _rank(items, made, row, ranked, shape.nodes)
+        weights[best, 0] = 0.0
+        worths[made, 0], worths[made, 1] = worth * score, min(score, 1.0)
+        items[made, 0] = row
+        for i in range(1 + 2 * SOURCES):
+            items[made, 1 + i] = candidates[best, i]
+        ranked = _rank(order, worths, made, row, ranked, shape.nodes)
         made += 1
     return made, ranked
 
@@ -155,28 +137,25 @@ def grow(
         context: the sequence's last tokens, the root last.
         packed: a packed `Shape`.
         seed, position: of the request, and of the token after the root, for the race.
-        tree: [2, 1 + shape.nodes], tokens and parents, filled; row 0, the root, is left to the caller.
-        scores: [1 + shape.nodes], filled likewise.
+        tree: [2, 1 + nodes], tokens and parents, filled; row 0, the root, is left to the caller.
+        scores: [1 + nodes], filled likewise.
 
     Returns:
         Rows, the root among them. Parents stand before children, and worth falls from row to row.
     """
-    shape, scratch, longest = unpack(packed), make_scratch(), evidence.rules[MAX_MATCH]
-    limit = shape.nodes
-    room = (limit + 1) * shape.breadth
-    items = _Items(
-        np.empty(limit + 1, np.int32),
-        np.empty(room, np.int32),
-        np.empty(room, np.int32),
-        np.empty(room, np.float64),
-        np.empty(room, np.float64),
-        np.empty((room, 2 * SOURCES), np.int32),
-    )
-    states, depths = np.empty((limit + 1, 2 * SOURCES), np.int32), np.zeros(limit + 1, np.int32)
-    start_states(tries, context, states, longest)
+    shape, longest = unpack(packed), evidence.rules[MAX_MATCH]
+    own, tenant, shared = tries[0][0], tries[1][0], tries[2][0]
+    trust, spread, rules = evidence.trust, evidence.spread, evidence.rules
+    state, places, fresh, candidates, weights = make_scratch()
+    # Nodes that were thought of: parent row and candidate; worth and score. `order` ranks the best of them.
+    room = (shape.nodes + 1) * shape.breadth
+    items, worths = np.empty((room, 2 + 2 * SOURCES), np.int32), np.empty((room, 2), np.float64)
+    order, depths = np.empty(shape.nodes + 1, np.int32), np.zeros(shape.nodes + 1, np.int32)
+    states = np.empty((shape.nodes + 1, 2 * SOURCES), np.int32)
+    start_states(tries, context, states, state, longest)
     made, ranked, row, worth = 0, 0, 0, 1.0
-    while row < limit:
-        floor = items.worths[items.order[limit - 1]] if ranked == limit else shape.floor
+    while row < shape.nodes:
+        floor = worths[order[ranked - 1], 0] if ranked == shape.nodes else shape.floor
         # Rows fall in worth, and children in worth below their row: no later row can change the ranks.
         if worth <= floor and row > 0:
             break
@@ -184,22 +163,35 @@ def grow(
             if row > 0:
                 resolve_states(tries, states, row, tree[1, row], tree[0, row], longest)
             open_floor = OPEN_FLOOR if shape.coupled else max(OPEN_FLOOR, floor / worth)
-            known = predict(tries, states, row, evidence, open_floor, scratch)
+            known = predict(
+                own,
+                tenant,
+                shared,
+                states,
+                row,
+                trust,
+                spread,
+                rules,
+                open_floor,
+                state,
+                places,
+                fresh,
+                candidates,
+                weights,
+            )
             if shape.coupled:
-                _race(known, shape, seed, position + np.uint64(depths[row]), scratch)
-            made, ranked = _offer(items, made, ranked, row, worth, known, scratch, shape)
+                _race(known, shape, seed, position + np.uint64(depths[row]), candidates, weights)
+            made, ranked = _offer(order, items, worths, made, ranked, row, worth, known, candidates, weights, shape)
         if row == ranked:
             break
         row += 1
-        item = items.order[row - 1]
-        worth = items.worths[item]
-        tree[0, row], tree[1, row], depths[row] = (
-            items.tokens[item],
-            items.parents[item],
-            depths[items.parents[item]] + 1,
-        )
-        states[row] = items.states[item]
+        item = order[row - 1]
+        worth = worths[item, 0]
+        tree[1, row], tree[0, row] = items[item, 0], items[item, 1]
+        depths[row] = depths[tree[1, row]] + 1
+        for i in range(2 * SOURCES):
+            states[row, i] = items[item, 2 + i]
     for row in range(1, ranked + 1):
-        item = items.order[row - 1]
-        tree[0, row], tree[1, row], scores[row] = items.tokens[item], items.parents[item], items.scores[item]
+        item = order[row - 1]
+        tree[1, row], tree[0, row], scores[row] = items[item, 0], items[item, 1], worths[item, 1]
     return ranked + 1

@@ -56,7 +56,7 @@ def find(rows: Rows, slots: Slots, parent: int, token: int) -> int:
         if ((entry ^ mark) >> 32) == 0:
             node = entry & 0xFFFFFFFF
             if rows[node, PARENT] == parent and rows[node, TOKEN] == token:
-                return node
+                return int(node)
         place = (place + 1) & mask
     return 0
 
@@ -76,7 +76,7 @@ def place_slot(slots: Slots, parent: int, token: int, node: int) -> None:
 def decayed(rows: Rows, node: int, half_life_log2: int) -> int:
     """The node's count as of the trie's clock."""
     age = (rows[ROOT, SEEN] >> half_life_log2) - (rows[node, SEEN] >> half_life_log2)
-    return rows[node, COUNT] >> min(age, 31)
+    return int(rows[node, COUNT] >> min(age, 31))
 
 
 @compiled

@@ -42,7 +42,7 @@ def enter_all(rows: Rows, slots: Slots, used: int) -> None:
 @compiled
 def _usefulness(rows: Rows, node: int, half_life_log2: int) -> float:
     """Base-2 logarithm of the count, decayed without steps, so that age orders equal counts."""
-    return math.log2(max(rows[node, COUNT], 1)) + rows[node, SEEN] / 2.0**half_life_log2
+    return float(math.log2(max(rows[node, COUNT], 1)) + rows[node, SEEN] / 2.0**half_life_log2)
 
 
 @compiled
