@@ -8,6 +8,7 @@ from outrider.runtime import prepare_grpc
 
 
 def main() -> int:
+    """Serve; returns the process's exit status."""
     prepare_grpc()
     # gRPC reads its environment as it is imported, and nearly everything here imports it.
     from draft_service.service import run_service

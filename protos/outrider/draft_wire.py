@@ -39,12 +39,14 @@ _MAX_DRAFTER_NAME = 64
 
 
 def limits_from_pb(pb: draft_pb2.TreeLimits, field_path: str = "limits") -> TreeLimits:
+    """Checked limits; zero stands for the draft's own."""
     if pb.max_nodes > MAX_NODES:
         raise InvalidField(f"{field_path}.max_nodes", f"is more than {MAX_NODES}")
     return TreeLimits(pb.max_nodes, pb.max_depth)
 
 
 def limits_to_pb(limits: TreeLimits) -> draft_pb2.TreeLimits:
+    """The limits as they are."""
     return draft_pb2.TreeLimits(max_nodes=limits.max_nodes, max_depth=limits.max_depth)
 
 
@@ -80,6 +82,7 @@ def open_from_pb(pb: draft_pb2.OpenSequence) -> OpenSequence:
 
 
 def open_to_pb(sequence: OpenSequence) -> draft_pb2.OpenSequence:
+    """The open as it is."""
     return draft_pb2.OpenSequence(
         sequence_id=sequence.sequence_id,
         tenant=sequence.tenant,
@@ -99,6 +102,7 @@ def open_to_pb(sequence: OpenSequence) -> draft_pb2.OpenSequence:
 def advance_from_pb(
     pb: draft_pb2.SequenceAdvance, vocabulary_size: int, field_path: str = "advance"
 ) -> SequenceAdvance:
+    """A checked advance of one sequence, whose vocabulary the caller knows."""
     token_ids = tuple(pb.token_ids)
     if not 1 <= len(token_ids) <= MAX_ROWS:
         raise InvalidField(f"{field_path}.token_ids", f"needs 1 to {MAX_ROWS} entries, has {len(token_ids)}")
@@ -107,9 +111,8 @@ def advance_from_pb(
 
 
 def advance_to_pb(advance: SequenceAdvance) -> draft_pb2.SequenceAdvance:
-    return draft_pb2.SequenceAdvance(
-        sequence_id=advance.sequence_id, step=advance.step, token_ids=advance.token_ids
-    )
+    """The advance of one sequence."""
+    return draft_pb2.SequenceAdvance(sequence_id=advance.sequence_id, step=advance.step, token_ids=advance.token_ids)
 
 
 def growth_from_pb(
@@ -138,12 +141,11 @@ def growth_from_pb(
         laws = distributions_from_pb(pb.distributions, vocabulary_size, f"{field_path}.distributions")
         if max(laws) >= first + nodes:
             raise InvalidField(f"{field_path}.distributions", "names a node that was never given")
-    return SequenceGrowth(
-        pb.sequence_id, pb.base_step, first, parent_ids, token_ids, scores, laws, pb.replaces
-    )
+    return SequenceGrowth(pb.sequence_id, pb.base_step, first, parent_ids, token_ids, scores, laws, pb.replaces)
 
 
 def growth_to_pb(growth: SequenceGrowth) -> draft_pb2.SequenceGrowth:
+    """The growth of one sequence."""
     return draft_pb2.SequenceGrowth(
         sequence_id=growth.sequence_id,
         base_step=growth.base_step,
@@ -157,15 +159,18 @@ def growth_to_pb(growth: SequenceGrowth) -> draft_pb2.SequenceGrowth:
 
 
 def failure_from_pb(pb: draft_pb2.SequenceStatus) -> SequenceFailure:
+    """What went wrong with one sequence, by reason and message."""
     error = error_of(pb.status)
     return SequenceFailure(pb.sequence_id, error.reason, error.message)
 
 
 def failure_to_pb(sequence_id: int, error: OutriderError) -> draft_pb2.SequenceStatus:
+    """The failure of one sequence, with the details of `error`."""
     return draft_pb2.SequenceStatus(sequence_id=sequence_id, status=status_of(error))
 
 
 def info_from_pb(pb: draft_pb2.GetDraftInfoResponse) -> DraftInfo:
+    """What a draft says of itself, within bounds."""
     if len(pb.drafter) > _MAX_DRAFTER_NAME:
         raise InvalidField("drafter", f"is longer than {_MAX_DRAFTER_NAME} characters")
     return DraftInfo(
@@ -179,6 +184,7 @@ def info_from_pb(pb: draft_pb2.GetDraftInfoResponse) -> DraftInfo:
 
 
 def info_to_pb(info: DraftInfo) -> draft_pb2.GetDraftInfoResponse:
+    """What a draft says of itself."""
     return draft_pb2.GetDraftInfoResponse(
         drafter=info.drafter,
         vocabulary_size=info.vocabulary_size,

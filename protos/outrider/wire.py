@@ -42,6 +42,7 @@ def mode_from_pb(number: int, field_path: str = "mode") -> VerificationMode | No
 
 
 def mode_to_pb(mode: VerificationMode | None) -> tree_pb2.VerificationMode.ValueType:
+    """The enum's number; None is UNSPECIFIED."""
     return tree_pb2.VERIFICATION_MODE_UNSPECIFIED if mode is None else _MODES_TO_PB[mode]
 
 
@@ -90,6 +91,7 @@ def sampling_from_pb(
 
 
 def sampling_to_pb(params: SamplingParams) -> tree_pb2.SamplingParameters:
+    """Every parameter, set or default; None stays absent."""
     return tree_pb2.SamplingParameters(
         temperature=params.temperature,
         top_k=params.top_k,
@@ -124,6 +126,7 @@ def distributions_from_pb(
 
 
 def distributions_to_pb(laws: Mapping[int, DraftDistribution]) -> list[tree_pb2.DraftDistribution]:
+    """The laws by parent: a row of a tree, or a node id of a growth."""
     return [
         tree_pb2.DraftDistribution(parent=parent, token_ids=law.token_ids, weights=law.weights)
         for parent, law in laws.items()
@@ -146,6 +149,7 @@ def tree_from_pb(
 
 
 def tree_to_pb(tree: TokenTree) -> tree_pb2.TokenTree:
+    """The tree, row by row."""
     return tree_pb2.TokenTree(
         token_ids=tree.token_ids,
         parents=tree.parents,
@@ -155,6 +159,7 @@ def tree_to_pb(tree: TokenTree) -> tree_pb2.TokenTree:
 
 
 def timings_to_pb(queue_ns: int, compute_ns: int) -> tree_pb2.Timings:
+    """Nanoseconds spent waiting and computing."""
     return tree_pb2.Timings(queue_nanoseconds=queue_ns, compute_nanoseconds=compute_ns)
 
 
