@@ -95,7 +95,9 @@ bench: install
 	$(BIN)/outrider bench --prompts $(PROMPTS) --limit $(LIMIT) --modes plain,trie,prompt_lookup --concurrency 1,4 \
 		--json build/bench.json --plot build/bench.png
 
-# make up            the compose stack: target, draft, Prometheus, Grafana, Jaeger
+# make up            the compose stack: target, draft, Prometheus; PROFILE=observability adds Grafana and Jaeger
+PROFILE ?=
 .PHONY: up
 up:
-	docker compose up --build --detach --wait
+	OUTRIDER_OTLP_ENDPOINT=$(if $(filter observability,$(PROFILE)),http://jaeger:4317,$(OUTRIDER_OTLP_ENDPOINT)) \
+		docker compose $(PROFILE:%=--profile %) up --build --detach --wait

@@ -143,6 +143,8 @@ class ComposeStack:
             "OUTRIDER_IMAGE": "outrider-test/outrider:local",
             "OUTRIDER_BASE": base,
             "OUTRIDER_BUILD_NETWORK": "host",
+            # Only in fp32 is an answer without drafts the same token for token on a CPU.
+            "OUTRIDER_DTYPE": "float32",
             "OUTRIDER_PORT": str(self.port),
             "PROMETHEUS_PORT": str(self.prometheus_port),
             "PROMETHEUS_IMAGE": prometheus_image(base),
