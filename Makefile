@@ -99,5 +99,5 @@ bench: install
 PROFILE ?=
 .PHONY: up
 up:
-	OUTRIDER_OTLP_ENDPOINT=$(if $(filter observability,$(PROFILE)),http://jaeger:4317,$(OUTRIDER_OTLP_ENDPOINT)) \
+	$(if $(filter observability,$(PROFILE)),OUTRIDER_OTLP_ENDPOINT=http://jaeger:4317) \
 		docker compose $(PROFILE:%=--profile %) up --build --detach --wait
