@@ -25,6 +25,7 @@ _REASONS = {
 
 
 def started(sequence_id: int, request: SequenceRequest, model: str) -> pb.GenerateResponse:
+    """The first event: what was accepted, and under which seed and mode."""
     return pb.GenerateResponse(
         started=pb.GenerateStarted(
             sequence_id=sequence_id,
@@ -38,6 +39,7 @@ def started(sequence_id: int, request: SequenceRequest, model: str) -> pb.Genera
 
 
 def chunk(verdict: Verdict, text: str) -> pb.GenerateResponse:
+    """One step's tokens, with the text that is complete with them."""
     return pb.GenerateResponse(
         chunk=pb.GenerateChunk(
             token_ids=verdict.token_ids,
@@ -51,6 +53,7 @@ def chunk(verdict: Verdict, text: str) -> pb.GenerateResponse:
 
 
 def finished(event: SequenceFinished) -> pb.GenerateResponse:
+    """The last event: why it ended, and what it took."""
     finish, totals = event.finish, event.totals
     reply = pb.GenerateFinished(
         finish_reason=_REASONS[finish.reason],
@@ -66,6 +69,7 @@ def finished(event: SequenceFinished) -> pb.GenerateResponse:
 
 
 def opened(client_tag: int, sequence_id: int, request: SequenceRequest, max_rows: int) -> pb.VerifyResponse:
+    """The answer to an open. The first tree carries step 0."""
     return pb.VerifyResponse(
         opened=pb.VerificationOpened(
             client_tag=client_tag,
@@ -79,6 +83,7 @@ def opened(client_tag: int, sequence_id: int, request: SequenceRequest, max_rows
 
 
 def verdict(event: Verdict) -> pb.VerifyResponse:
+    """The answer to a tree."""
     return pb.VerifyResponse(
         verdict=pb.Verdict(
             sequence_id=event.sequence_id,
@@ -94,6 +99,7 @@ def verdict(event: Verdict) -> pb.VerifyResponse:
 
 
 def failed(error: OutriderError, *, sequence_id: int = 0, client_tag: int = 0, step: int = 0) -> pb.VerifyResponse:
+    """The answer to a frame that failed; `client_tag` names an open, `sequence_id` any other."""
     return pb.VerifyResponse(
         status=pb.VerificationStatus(sequence_id=sequence_id, client_tag=client_tag, step=step, status=status_of(error))
     )

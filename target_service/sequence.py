@@ -32,6 +32,8 @@ class SequenceRequest:
 
 
 class FinishReason(Enum):
+    """Why a sequence ended; the values are those of metrics and spans."""
+
     END_OF_SEQUENCE = "end_of_sequence"
     STOP = "stop"
     LENGTH = "length"

@@ -59,6 +59,7 @@ class Client:
 
     @property
     def address(self) -> str:
+        """Where the target is reached, as given to `connect`."""
         return self._connection.address
 
     async def __aenter__(self) -> Client:
@@ -111,9 +112,7 @@ class Client:
         if text:
             request.text = text
         elif messages:
-            request.chat.messages.extend(
-                target_pb2.ChatMessage(role=role, content=content) for role, content in messages
-            )
+            request.chat.messages.extend(target_pb2.ChatMessage(role=role, content=said) for role, said in messages)
         else:
             request.tokens.token_ids.extend(token_ids)
         span = RequestSpan(self._tracing, self.address, chat=bool(messages), model=model)

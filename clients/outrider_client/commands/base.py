@@ -46,6 +46,7 @@ class Command:
 
 
 def add_config_flag(parser: argparse.ArgumentParser) -> None:
+    """Let a command take --config; `config_file` reads it."""
     parser.add_argument("--config", metavar="FILE", help="TOML file with settings (default: OUTRIDER_CONFIG)")
 
 

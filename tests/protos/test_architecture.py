@@ -1,0 +1,220 @@
+"""Rules of the source tree that no linter knows: who imports whom, what may not be called, sizes, docstrings."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = {
+    "outrider": "protos/outrider",
+    "tree_kernels": "kernels/tree_kernels",
+    "target_service": "target_service",
+    "draft_service": "draft_service",
+    "outrider_client": "clients/outrider_client",
+}
+# Which of our packages each may import, beside itself.
+ALLOWED: dict[str, set[str]] = {
+    "outrider": set(),
+    "tree_kernels": set(),
+    "target_service": {"outrider", "tree_kernels"},
+    "draft_service": {"outrider", "tree_kernels"},
+    "outrider_client": {"outrider"},
+}
+# Where gRPC may be imported: servers and interceptors, links and calls, and what translates errors and credentials.
+GRPC_EDGES = {
+    "draft_service.server",
+    "draft_service.service",
+    "outrider.errors",
+    "outrider.healthcheck",
+    "outrider.rpc_metrics",
+    "outrider.serving.credentials",
+    "outrider.serving.health",
+    "outrider.serving.interceptors",
+    "outrider.serving.server",
+    "outrider.wire",
+    "outrider_client.connection",
+    "outrider_client.demo.trace_sink",
+    "outrider_client.failures",
+    "outrider_client.generation",
+    "outrider_client.verification",
+    "target_service.draft_client",
+    "target_service.preflight",
+    "target_service.server",
+}
+# What turns bytes into running code. Bytes from elsewhere are read by protobuf, JSON, TOML and safetensors.
+FORBIDDEN_MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal", "jsonpickle"}
+FORBIDDEN_CALLS = {"torch.load", "yaml.load", "yaml.unsafe_load", "yaml.full_load", "numpy.load", "np.load"}
+FORBIDDEN_BUILTINS = {"eval", "exec", "compile", "__import__"}
+
+MAX_FILE_LINES = 300
+MAX_FUNCTION_LINES = 45
+# A compiled kernel is one unit: its arguments are arrays that only it names, one to a line.
+MAX_KERNEL_LINES = 80
+KERNEL_DECORATORS = ("compiled", "triton.jit")
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@dataclass(frozen=True)
+class Source:
+    """One Python file. `name` is its module's, and `package` the one it belongs to; both are empty for scripts."""
+
+    path: Path
+    package: str = ""
+    name: str = ""
+
+    @cached_property
+    def text(self) -> str:
+        return self.path.read_text()
+
+    @cached_property
+    def tree(self) -> ast.Module:
+        return ast.parse(self.text, str(self.path))
+
+    def at(self, line: int, what: str) -> str:
+        return f"{self.path.relative_to(ROOT)}:{line}: {what}"
+
+    def imports(self) -> Iterator[tuple[str, int]]:
+        """Every import of the file, also inside functions, and its line. Relative ones begin with a dot."""
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Import):
+                yield from ((alias.name, node.lineno) for alias in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                yield "." * node.level + (node.module or ""), node.lineno
+
+    def uses_grpc(self) -> bool:
+        return any(name.partition(".")[0] == "grpc" for name, _ in self.imports())
+
+
+def _modules() -> list[Source]:
+    found = []
+    for package, folder in PACKAGES.items():
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            if "_pb2" not in path.name:
+                parts = path.relative_to(ROOT / folder).with_suffix("").parts
+                found.append(Source(path, package, ".".join([package, *(p for p in parts if p != "__init__")])))
+    return found
+
+
+MODULES = _modules()
+SCRIPTS = [Source(path) for path in sorted((ROOT / "benchmarks").rglob("*.py"))]
+
+
+def test_every_package_is_found() -> None:
+    assert {module.package for module in MODULES} == set(PACKAGES)
+
+
+def test_imports_follow_the_arrows() -> None:
+    wrong = []
+    for module in MODULES:
+        foreign = set(PACKAGES) - ALLOWED[module.package] - {module.package}
+        for name, line in module.imports():
+            if name.startswith(".") or name.partition(".")[0] in foreign:
+                wrong.append(module.at(line, f"imports {name}"))
+    assert wrong == []
+
+
+def test_grpc_stays_at_the_edges() -> None:
+    assert {module.name for module in MODULES if module.uses_grpc()} == GRPC_EDGES
+
+
+def test_nothing_runs_what_it_reads() -> None:
+    wrong = []
+    for source in MODULES + SCRIPTS:
+        for name, line in source.imports():
+            if name.partition(".")[0] in FORBIDDEN_MODULES:
+                wrong.append(source.at(line, f"imports {name}"))
+        for node in ast.walk(source.tree):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in FORBIDDEN_BUILTINS | FORBIDDEN_CALLS:
+                wrong.append(source.at(node.lineno, f"calls {ast.unparse(node.func)}"))
+    assert wrong == []
+
+
+def test_files_are_short() -> None:
+    lengths = {source.at(1, "lines"): len(source.text.splitlines()) for source in MODULES + SCRIPTS}
+    assert {where: length for where, length in lengths.items() if length > MAX_FILE_LINES} == {}
+
+
+def test_functions_are_short() -> None:
+    wrong = []
+    for source in MODULES + SCRIPTS:
+        for node in ast.walk(source.tree):
+            if not isinstance(node, Function):
+                continue
+            compiled = any(ast.unparse(decorator).startswith(KERNEL_DECORATORS) for decorator in node.decorator_list)
+            length = (node.end_lineno or 0) - node.lineno + 1
+            if length > (MAX_KERNEL_LINES if compiled else MAX_FUNCTION_LINES):
+                wrong.append(source.at(node.lineno, f"{node.name} has {length} lines"))
+    assert wrong == []
+
+
+def test_modules_say_what_they_are() -> None:
+    missing = [
+        source.at(1, "no docstring")
+        for source in MODULES + SCRIPTS
+        if source.text.strip() and not ast.get_docstring(source.tree)
+    ]
+    assert missing == []
+
+
+def test_nothing_swallows_every_error() -> None:
+    """A handler of every exception raises again, or says on its line or the one above why it must not."""
+    wrong = []
+    for source in MODULES + SCRIPTS:
+        lines = ["", *source.text.splitlines()]
+        for node in ast.walk(source.tree):
+            if not isinstance(node, ast.ExceptHandler):
+                continue
+            broad = node.type is None or ast.unparse(node.type) in ("Exception", "BaseException")
+            raises = any(isinstance(inner, ast.Raise) for inner in ast.walk(node))
+            reasoned = any("# " in line for line in lines[node.lineno - 1 : node.lineno + 2])
+            if broad and not raises and not reasoned:
+                wrong.append(source.at(node.lineno, "catches everything"))
+    assert wrong == []
+
+
+def _says_itself(node: Function | ast.ClassDef) -> bool:
+    """Entry points and conversions, whose names are what there is to say."""
+    return node.name in ("main", "to_pb", "from_pb") or node.name.endswith(("_to_pb", "_from_pb"))
+
+
+def _named_in_a_table(source: Source, node: ast.stmt) -> bool:
+    """Errors are described in the table at the head of their file."""
+    head = ast.get_docstring(source.tree) or ""
+    return isinstance(node, ast.ClassDef) and bool(node.bases) and f" {node.name} " in head
+
+
+def test_public_functions_and_classes_are_documented() -> None:
+    missing = []
+    for source in MODULES:
+        for node in source.tree.body:
+            if not isinstance(node, Function | ast.ClassDef) or node.name.startswith("_"):
+                continue
+            if not (ast.get_docstring(node) or _says_itself(node) or _named_in_a_table(source, node)):
+                missing.append(source.at(node.lineno, node.name))
+    assert missing == []
+
+
+def test_methods_of_the_client_are_documented() -> None:
+    """Every public method of what `outrider_client` offers."""
+    door = next(module for module in MODULES if module.name == "outrider_client")
+    offered = next(
+        ast.literal_eval(node.value)
+        for node in door.tree.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+    )
+    missing = [
+        module.at(node.lineno, f"{owner.name}.{node.name}")
+        for module in MODULES
+        if module.package == "outrider_client"
+        for owner in module.tree.body
+        if isinstance(owner, ast.ClassDef) and owner.name in offered
+        for node in owner.body
+        if isinstance(node, Function) and not node.name.startswith("_")
+        if not ast.get_docstring(node) and not _says_itself(node)
+    ]
+    assert missing == []
