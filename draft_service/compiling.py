@@ -2,29 +2,56 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypeVar
 
 import numba
+
+from outrider import noise, tree
 
 Function = TypeVar("Function", bound=Callable[..., object])
 
 
 def compiled(function: Function) -> Function:
-    """numba's nopython mode with the GIL released.
-
-    The result is cached beside the source, or in the user's cache folder (`NUMBA_CACHE_DIR` names another).
-    Where neither can be written, as in a read-only container, each process compiles anew.
-    """
-    try:
-        return numba.njit(function, nogil=True, cache=True)  # type: ignore[no-any-return]
-    except RuntimeError:
-        return numba.njit(function, nogil=True)  # type: ignore[no-any-return]
+    """numba's nopython mode with the GIL released, cached in `cache_folder()` where that can be written."""
+    return _compile(function, forceinline=False)
 
 
 def inlined(function: Function) -> Function:
     """Like `compiled`, for small helpers of one caller: always inlined, since passing their arrays costs more."""
+    return _compile(function, forceinline=True)
+
+
+@functools.cache
+def cache_folder() -> Path:
+    """Where compiled code is kept: a folder of its own for every state of the compiled modules.
+
+    numba tells stale code by the file of the function alone, but what a function calls is compiled into it, and may
+    stand in another file. `NUMBA_CACHE_DIR` names another place than the user's cache.
+    """
+    digest = hashlib.sha256()
+    modules = sorted(Path(__file__).parent.glob("*.py"))
+    sources = [source for path in modules if b"draft_service.compiling" in (source := path.read_bytes())]
+    for source in (*sources, *(Path(str(module.__file__)).read_bytes() for module in (noise, tree))):
+        digest.update(source)
+    user_cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    base = Path(os.environ.get("NUMBA_CACHE_DIR") or Path(user_cache) / "outrider" / "compiled")
+    return base / digest.hexdigest()[:16]
+
+
+def _compile(function: Function, *, forceinline: bool) -> Function:
+    options = {"nogil": True, "forceinline": forceinline}
+    before = numba.config.CACHE_DIR
+    # Read by numba while it decorates, and by nothing else then; there is no argument for it.
+    numba.config.CACHE_DIR = str(cache_folder())
     try:
-        return numba.njit(function, nogil=True, cache=True, forceinline=True)  # type: ignore[no-any-return]
+        return numba.njit(function, cache=True, **options)  # type: ignore[no-any-return]
     except RuntimeError:
-        return numba.njit(function, nogil=True, forceinline=True)  # type: ignore[no-any-return]
+        # No folder can be written, as in a read-only container: each process compiles anew.
+        return numba.njit(function, **options)  # type: ignore[no-any-return]
+    finally:
+        numba.config.CACHE_DIR = before

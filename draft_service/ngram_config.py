@@ -86,9 +86,9 @@ class TrieConfig:
 # Fitted by random search on half of the traces, for tokens per step at 8 and 16 rows and with the rows that pay.
 # Each: the sequence's own words, its tenant's, a shared corpus's.
 # What the unseen is worth after a context of m tokens, in occurrences: scale * m**-power + least.
-UNSEEN = ((2.0, 1.2, 0.05), (6.0, 1.2, 0.2), (6.0, 1.2, 0.2))
-RECENT = (0.5, 0.2, 0.0)
-EARLIER = (0.0, 0.0, 0.0)
-SPREAD = 0.3
+UNSEEN = ((2.8, 0.85, 0.02), (18.0, 1.7, 0.01), (18.0, 1.7, 0.01))
+RECENT = (1.1, 0.45, 0.0)
+EARLIER = (1.0, 0.0, 0.0)
+SPREAD = 1.25
 # A sequence's own trie and a shared corpus do not forget with age.
 NEVER_LOG2 = 30

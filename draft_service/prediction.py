@@ -35,7 +35,7 @@ SOURCES = 3
 OWN, TENANT, SHARED = range(SOURCES)
 MAX_CANDIDATES = 64
 # Siblings looked at per window, most recent first, so that a wide node cannot cost more than this.
-MAX_SIBLINGS = 12
+MAX_SIBLINGS = 8
 # Occurrences are counted in this many units, so that halving does not lose rare ones at once.
 UNIT = 16
 # Where a candidate's or row's window in one source was not met on the way.

@@ -27,7 +27,7 @@ from draft_service.prediction import (
 from draft_service.trie_arrays import Tokens
 
 # Open probability that no longer changes which candidates win a race or a draw.
-OPEN_FLOOR = 0.02
+OPEN_FLOOR = 0.1
 
 
 class Shape(NamedTuple):
