@@ -114,6 +114,8 @@ class PrometheusObserver:
         observe("outrider_request_generation_tokens", totals.completion_tokens)
         if totals.first_token_ns:
             observe("outrider_time_to_first_token_seconds", (totals.first_token_ns - totals.arrived_ns) * _NS)
+            observe("outrider_request_prefill_seconds", (totals.first_token_ns - totals.started_ns) * _NS)
+            observe("outrider_request_decode_seconds", (finished_ns - totals.first_token_ns) * _NS)
         if totals.completion_tokens > 1:
             decode = (finished_ns - totals.first_token_ns) * _NS
             observe("outrider_time_per_output_token_seconds", decode / (totals.completion_tokens - 1))

@@ -147,6 +147,22 @@ _REQUESTS = (
         vllm="vllm:request_queue_time_seconds",
     ),
     MetricSpec(
+        "outrider_request_prefill_seconds",
+        "histogram",
+        "From the first prefill to the first token.",
+        unit="seconds",
+        buckets=LONG_SECONDS,
+        vllm="vllm:request_prefill_time_seconds",
+    ),
+    MetricSpec(
+        "outrider_request_decode_seconds",
+        "histogram",
+        "From the first token to the last.",
+        unit="seconds",
+        buckets=LONG_SECONDS,
+        vllm="vllm:request_decode_time_seconds",
+    ),
+    MetricSpec(
         "outrider_request_draft_wait_seconds",
         "histogram",
         "Time a request spent waiting for its draft, over all its steps.",
