@@ -11,18 +11,14 @@ from draft_service.drafter import DraftSequence, create
 from draft_service.session import MAX_SEQUENCES_PER_FRAME, Admission, ProposeSession
 from outrider.draft_wire import growth_from_pb, growth_to_pb
 from outrider.errors import (
-    Draining,
     InvalidField,
     OutriderError,
-    PermissionDenied,
     PositionOutOfRange,
-    QuotaExceeded,
     SequenceExists,
     StepReplayed,
     StepSkipped,
     UnknownCorpus,
     UnknownSequence,
-    WrongVocabulary,
 )
 from outrider.frames import MAX_OUTSTANDING_CREDIT, ROOT_ID, SequenceGrowth, TreeLimits
 from outrider.sampling import SamplingParams, VerificationMode
@@ -208,46 +204,6 @@ class TestCredit:
         with pytest.raises(InvalidField) as caught:
             session.grant(1)
         assert caught.value.field == "credit.frames" and session.credit == MAX_OUTSTANDING_CREDIT
-
-
-class TestAdmission:
-    def test_sequences_are_counted_over_all_streams(self) -> None:
-        admission, drafter = Admission(2), ScriptedDrafter()
-        one, other = make(drafter, admission), make(drafter, admission)
-        one.open(opening(1))
-        other.open(opening(1))
-        with pytest.raises(QuotaExceeded):
-            other.open(opening(2))
-        one.end()
-        other.open(opening(2))
-        assert admission.sequences == 2
-
-    def test_a_draining_service_takes_nothing_new_and_goes_on_with_what_it_has(self) -> None:
-        admission = Admission(9)
-        session = make(admission=admission)
-        session.open(opening(1))
-        admission.draining = True
-        with pytest.raises(Draining):
-            session.open(opening(2))
-        session.advance(step(1, 13))
-        assert only(session.take_growth()).base_step == 1
-
-    def test_another_vocabulary_is_refused(self) -> None:
-        with pytest.raises(WrongVocabulary):
-            make(admission=Admission(9, VOCABULARY + 1)).open(opening())
-        make(admission=Admission(9, VOCABULARY)).open(opening())
-
-    @pytest.mark.parametrize(
-        ("caller", "allowed"), [("acme", True), ("target", True), ("other", False), ("default", False)]
-    )
-    def test_with_tokens_a_caller_acts_for_itself_unless_it_is_the_target(self, caller: str, allowed: bool) -> None:
-        session = ProposeSession(ScriptedDrafter(), Admission(9, trusted_tenant="target"), caller)
-        if allowed:
-            session.open(opening(tenant="acme"))
-            return
-        with pytest.raises(PermissionDenied):
-            session.open(opening(tenant="acme"))
-        assert len(session) == 0
 
 
 def test_the_end_of_a_stream_frees_everything() -> None:
