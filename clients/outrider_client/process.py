@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 
 from outrider.errors import OutriderError
-from outrider_client.connection import Connection
+from outrider_client.connection import Connection, Tls
 from outrider_client.failures import ServiceUnreachable
 
 _PR_SET_PDEATHSIG = 1
@@ -117,11 +117,11 @@ def _end_with_parent() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-async def wait_serving(child: Child, address: str, timeout: float, token: str = "") -> None:
+async def wait_serving(child: Child, address: str, timeout: float, token: str = "", tls: Tls | None = None) -> None:
     """Return once `address` answers SERVING. Raises `ServiceDied` or `ServiceSlow`."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + timeout
-    connection = Connection(address, token=token)
+    connection = Connection(address, token=token, tls=tls)
     try:
         while loop.time() < deadline:
             if child.status is not None:

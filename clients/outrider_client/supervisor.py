@@ -8,6 +8,7 @@ import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from outrider_client.connection import Tls
 from outrider_client.process import Child, ServiceDied, ServiceSlow, wait_serving
 
 Emit = Callable[[str, str], None]
@@ -15,13 +16,14 @@ Emit = Callable[[str, str], None]
 
 @dataclass(frozen=True)
 class ServiceCommand:
-    """How to start a service, and where it will answer. `token` is for its health, where it asks for one."""
+    """How to start a service, and where it will answer. `token` and `tls` are for asking for its health."""
 
     name: str
     argv: Sequence[str]
     address: str
     environment: Mapping[str, str] = field(default_factory=dict)
     token: str = ""
+    tls: Tls | None = None
 
 
 @dataclass(frozen=True)
@@ -114,7 +116,7 @@ class Supervisor:
 
     async def _when_ready(self, target: Child, on_ready: Callable[[], None]) -> None:
         try:
-            await wait_serving(target, self._target.address, self._patience.start, self._target.token)
+            await wait_serving(target, self._target.address, self._patience.start, self._target.token, self._target.tls)
         except ServiceDied:
             return
         except ServiceSlow as error:

@@ -226,7 +226,12 @@ async def guarded() -> AsyncIterator[Running]:
     await running.server.stop(0)
 
 
-async def _outrider(*words: str, stdin: str = "", environment: dict[str, str] | None = None) -> tuple[int, str, str]:
+async def _outrider(
+    *words: str,
+    stdin: str = "",
+    environment: dict[str, str] | None = None,
+    seconds: float = _COMMAND_SECONDS,
+) -> tuple[int, str, str]:
     """Run the command as a user does. Returns exit status, standard output and standard error."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,
@@ -238,7 +243,7 @@ async def _outrider(*words: str, stdin: str = "", environment: dict[str, str] | 
         stderr=asyncio.subprocess.PIPE,
         env=os.environ | {"COLUMNS": "200"} | (environment or {}),
     )
-    out, err = await asyncio.wait_for(process.communicate(stdin.encode()), _COMMAND_SECONDS)
+    out, err = await asyncio.wait_for(process.communicate(stdin.encode()), seconds)
     assert process.returncode is not None
     return process.returncode, out.decode(), err.decode()
 

@@ -132,6 +132,8 @@ def test_wrong_prompt_files(line: str, said: str, tmp_path: Path) -> None:
     "changes",
     [
         {"modes": ""},
+        {"modes": "transformers"},
+        {"profile": True, "target": "x:1"},
         {"concurrency": "0"},
         {"concurrency": "x"},
         {"draft_placement": "far"},
@@ -139,7 +141,7 @@ def test_wrong_prompt_files(line: str, said: str, tmp_path: Path) -> None:
         {"tasks": "poetry"},
         {"target": "x:1", "modes": "trie,prompt_lookup"},
     ],
-    ids=lambda changes: next(iter(changes)),
+    ids=lambda changes: "-".join(f"{key}={value}" for key, value in changes.items()),
 )
 def test_wrong_plans(prompts: Path, changes: dict[str, Any]) -> None:
     with pytest.raises(SettingsError):

@@ -61,6 +61,8 @@ def _modes(options: BenchOptions) -> list[Mode]:
             raise SettingsError(f"--draft-placement: {placement!r} is not one of {', '.join(PLACEMENTS)}")
     if options.target and len([name for name in names if name not in (PLAIN, TRANSFORMERS)]) > 1:
         raise SettingsError("--target has one drafter; leave --target out to have a target started for every drafter")
+    if set(names) == {TRANSFORMERS}:
+        raise SettingsError("--modes: transformers is for comparison, with plain or a drafter beside it")
     modes: list[Mode] = []
     # Plain first: it is what the others are held against, and second turns build on its answers.
     for name in sorted(dict.fromkeys(names), key=lambda name: name != PLAIN):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import shlex
 import sys
 
@@ -20,7 +19,7 @@ from outrider_client.commands.base import (
     error_console,
     options,
 )
-from outrider_client.options import UpOptions
+from outrider_client.options import ClientOptions, UpOptions
 from outrider_client.stack import private_directory, service_argv
 from outrider_client.supervisor import ServiceCommand, Supervisor
 
@@ -34,6 +33,8 @@ def _add_up_flags(parser: argparse.ArgumentParser) -> None:
 
 def _up(arguments: argparse.Namespace) -> int:
     up = options(UpOptions, "up", arguments)
+    # How to ask a target for its health that wants a token or speaks TLS.
+    reach = options(ClientOptions, "client", arguments)
     if not 0 < up.port < 65536:
         raise SettingsError("--port must be in 1..65535")
     console = error_console()
@@ -55,7 +56,8 @@ def _up(arguments: argparse.Namespace) -> int:
             "target",
             service_argv("target_service", *flags, *shared, *_split(up.target_flags)),
             listen,
-            token=os.environ.get("OUTRIDER_CLIENT_TOKEN", ""),
+            token=reach.token,
+            tls=reach.tls_options(),
         )
         return _supervise(console, target, draft)
 

@@ -13,10 +13,9 @@ from outrider_client.results import Result
 _SHOWN_DEPTHS = 5
 # Attributes worth a line in a terminal, by the end of their names.
 _TOLD = (
-    ("input_tokens", "prompt tokens"),
+    ("input_tokens", "prompt"),
     ("output_tokens", "tokens"),
     ("outrider.steps", "steps"),
-    ("accepted_tokens", "accepted"),
     ("growths", "growths"),
     ("nodes", "nodes"),
 )
