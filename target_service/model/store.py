@@ -23,7 +23,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 log = logging.getLogger(__name__)
 # Bumped when what `pull` writes changes, so that old folders are not used.
-_LAYOUT = "1"
+_LAYOUT = "2"
 
 
 class PullFailed(OSError):
@@ -142,21 +142,31 @@ def _convert(known: KnownModel, gguf: Path, into: Path) -> None:
     """Dequantise to bfloat16 and save as safetensors, with tokenizer and chat template."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging as transformers_logging
 
     source, file = str(gguf.parent), gguf.name
-    loaded = AutoModelForCausalLM.from_pretrained(source, gguf_file=file, dtype=torch.bfloat16)
-    config = loaded.config
-    config.tie_word_embeddings = True
-    tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=file)
-    tokenizer.eos_token, tokenizer.bos_token = known.eos_token, known.bos_token
-    config.eos_token_id, config.bos_token_id = tokenizer.eos_token_id, tokenizer.bos_token_id
-    # A fresh model: the one that was read from GGUF refuses to be saved.
-    fresh = type(loaded)(config).to(torch.bfloat16)
-    fresh.load_state_dict(loaded.state_dict())
-    fresh.generation_config.eos_token_id = tokenizer.eos_token_id
-    fresh.generation_config.bos_token_id = tokenizer.bos_token_id
-    fresh.save_pretrained(into, safe_serialization=True)
-    tokenizer.save_pretrained(into)
+    # Its bars would write over ours.
+    transformers_logging.disable_progress_bar()
+    try:
+        loaded = AutoModelForCausalLM.from_pretrained(source, gguf_file=file, dtype=torch.bfloat16)
+        tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=file)
+        tokenizer.eos_token, tokenizer.bos_token = known.eos_token, known.bos_token
+        # A byte-level vocabulary must not have its spaces tidied: text would depend on where it is cut.
+        tokenizer.clean_up_tokenization_spaces = False
+        config = loaded.config
+        config.tie_word_embeddings = True
+        config.eos_token_id, config.bos_token_id = tokenizer.eos_token_id, tokenizer.bos_token_id
+        # What is written is not GGUF any more; other engines believe this entry.
+        del config.quantization_config
+        # A fresh model: the one that was read from GGUF refuses to be saved.
+        fresh = type(loaded)(config).to(torch.bfloat16)
+        fresh.load_state_dict(loaded.state_dict())
+        fresh.generation_config.eos_token_id = tokenizer.eos_token_id
+        fresh.generation_config.bos_token_id = tokenizer.bos_token_id
+        fresh.save_pretrained(into)
+        tokenizer.save_pretrained(into)
+    finally:
+        transformers_logging.enable_progress_bar()
 
 
 @contextmanager
