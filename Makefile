@@ -50,7 +50,7 @@ test-sdk: install
 # make test-compose  the compose stack for real; needs a Docker engine
 .PHONY: test-compose
 test-compose: install
-	$(BIN)/python -m pytest -m compose tests/stack
+	$(BIN)/python -m pytest --maxfail=3 -m compose tests/stack
 
 # make test-gpu      the kernels on a CUDA device, with the environment's own torch
 .PHONY: test-gpu
