@@ -79,7 +79,7 @@ class SamplingParams:
                 raise InvalidField(f"{field_path}.{name}", limit)
 
         need(math.isfinite(self.temperature) and self.temperature >= 0, "temperature", "must be finite and >= 0")
-        need(0 <= self.top_k, "top_k", "must be >= 0")
+        need(self.top_k >= 0, "top_k", "must be >= 0")
         need(0 < self.top_p <= 1, "top_p", "must be in (0, 1]")
         need(0 <= self.min_p <= 1, "min_p", "must be in [0, 1]")
         penalty = self.repetition_penalty
