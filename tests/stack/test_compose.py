@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from compose_stack import ComposeStack, StackFailed, compose_command
+from compose_stack import ComposeStack, StackFailed
 from dashboard import alerts, answerable, queries, rules
 
 from outrider.errors import InvalidField
@@ -26,13 +26,19 @@ TRACEPARENT = "00-5ca1ab1e5ca1ab1e5ca1ab1e5ca1ab1e-5ca1ab1e5ca1ab1e-01"
 TRAFFIC_SECONDS = 40.0
 
 
+def make_stack() -> ComposeStack | str:
+    """The stack, not yet up, or why there cannot be one."""
+    try:
+        return ComposeStack()
+    except StackFailed as reason:
+        return str(reason)
+
+
 @pytest.fixture(scope="module")
 def stack() -> Iterator[ComposeStack]:
-    try:
-        compose_command()
-        running = ComposeStack()
-    except StackFailed as reason:
-        pytest.fail(str(reason), pytrace=False)
+    running = make_stack()
+    if isinstance(running, str):
+        pytest.fail(running, pytrace=False)
     try:
         running.up()
         yield running
