@@ -2,20 +2,25 @@
 
 A trace is one JSON object a line: `id`, `task`, `prompt` (token ids), `output` (token ids). The drafter sees the
 prompt, proposes, and is told what a greedy target would have committed, step by step, to the output's end.
+
+    python benchmarks/draft_quality.py TRACES [--drafter trie] [--rows 8,16,32,pays] [--set breadth=4]
 """
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from draft_service.drafter import Drafter, DraftSequence
+from draft_service.drafter import DRAFTERS, Drafter, DraftSequence, drafter_spec
 from draft_service.ngram_drafter import NgramDrafter
+from outrider.settings import load as load_settings
 from outrider.tree import TokenTree
 
 
@@ -130,3 +135,52 @@ def score(drafter: Drafter, traces: Iterable[Trace], rows: int | None, slope: fl
     for sequence_id, trace in enumerate(traces, start=1):
         tallies[trace.task].add(replay(drafter, trace, rows, slope, sequence_id))
     return tallies
+
+
+def report(tallies: dict[str, Tally]) -> dict[str, dict[str, float]]:
+    """By task, and over all: tokens per step, rows per step, tokens per cost of a plain step, draft time."""
+    total = Tally()
+    for tally in tallies.values():
+        total.add(tally)
+    return {
+        task: {
+            "tokens_per_step": round(tally.tokens / tally.steps, 3),
+            "rows_per_step": round(tally.rows / tally.steps, 1),
+            "speedup_at_cost": round(tally.tokens / tally.cost, 3),
+            "propose_us": round(tally.propose_seconds / tally.steps * 1e6, 1),
+        }
+        for task, tally in (*tallies.items(), ("all", total))
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("traces", type=Path, help="file of traces; benchmarks/make_traces.py writes one")
+    parser.add_argument("--drafter", default="trie", choices=DRAFTERS)
+    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a setting of the drafter")
+    parser.add_argument("--rows", default="8,16,32,pays", help="rows per step, or pays (default: 8,16,32,pays)")
+    parser.add_argument("--slope", type=float, default=0.024, help="cost of one more row, in plain steps")
+    parser.add_argument("--half", default="all", choices=("even", "odd", "all"), help="which traces of each task")
+    parser.add_argument("--json", type=Path, help="also write the figures here")
+    arguments = parser.parse_args()
+    spec = drafter_spec(arguments.drafter)
+    environment = {}
+    for item in arguments.set:
+        name, _, value = item.partition("=")
+        environment[f"OUTRIDER_{spec.section.upper()}_{name.upper()}"] = value
+    traces = load(arguments.traces, arguments.half)
+    figures = {}
+    for rows in arguments.rows.split(","):
+        drafter = spec.create(load_settings(spec.config, spec.section, environment=environment))
+        drafter.start()
+        figures[rows] = report(score(drafter, traces, None if rows == "pays" else int(rows), arguments.slope))
+        drafter.stop()
+        for task, line in figures[rows].items():
+            numbers = "  ".join(f"{name} {value:g}" for name, value in line.items())
+            sys.stdout.write(f"{rows:>5} rows  {task:<16} {numbers}\n")
+    if arguments.json:
+        arguments.json.write_text(json.dumps(figures, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
