@@ -7,6 +7,7 @@ import (
 	"strings"
 
 	"google.golang.org/grpc"
+	"google.golang.org/grpc/metadata"
 
 	"outrider/clients/go/outriderv1"
 )
@@ -19,7 +20,7 @@ type Client struct {
 }
 
 // Dial prepares a client of HOST:PORT or unix:PATH. It connects at the first call. Without options it speaks plain
-// text; pass grpc.WithTransportCredentials for TLS and grpc.WithPerRPCCredentials for a token.
+// text; pass grpc.WithTransportCredentials for TLS. A token is metadata of the call's context, see WithToken.
 func Dial(address string, options ...grpc.DialOption) (*Client, error) {
 	if len(options) == 0 {
 		options = append(options, grpc.WithInsecure())
@@ -35,6 +36,11 @@ func Dial(address string, options ...grpc.DialOption) (*Client, error) {
 		return nil, err
 	}
 	return &Client{outriderv1.NewTargetServiceClient(conn), outriderv1.NewDraftServiceClient(conn), conn}, nil
+}
+
+// WithToken adds a bearer token to the calls made with the context.
+func WithToken(ctx context.Context, token string) context.Context {
+	return metadata.AppendToOutgoingContext(ctx, "authorization", "Bearer "+token)
 }
 
 // Close cancels what runs and closes the connection.

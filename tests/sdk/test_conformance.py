@@ -8,10 +8,13 @@ from typing import Any
 
 import pytest
 
+from outrider.errors import UnknownModel
+from outrider.serving import Authenticator, GrpcServer, Service, ServingOptions
 from outrider.v1 import target_pb2 as pb
-from outrider.v1 import tree_pb2
+from outrider.v1 import target_pb2_grpc, tree_pb2
 
-pytestmark = [pytest.mark.sdk, pytest.mark.asyncio(loop_scope="session")]
+# The first test of each language waits for its build.
+pytestmark = [pytest.mark.sdk, pytest.mark.timeout(600), pytest.mark.asyncio(loop_scope="session")]
 
 VECTORS = Path(__file__).parents[1] / "protos" / "noise_vectors.json"
 PROMPT = [20, 21, 22, 23, 20, 21, 22, 23, 20, 21]
@@ -22,7 +25,14 @@ SEEDED = {"ignore_eos": True, "max_tokens": 48, "temperature": 0.8, "top_p": 0.9
 ENDLESS = {"ignore_eos": True, "max_tokens": 480}
 SAMPLINGS = pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
 
-CANCELLED, INVALID_ARGUMENT, DEADLINE_EXCEEDED, NOT_FOUND, UNIMPLEMENTED = 1, 3, 4, 5, 12
+CANCELLED, INVALID_ARGUMENT, DEADLINE_EXCEEDED, NOT_FOUND, UNIMPLEMENTED, UNAUTHENTICATED = 1, 3, 4, 5, 12, 16
+
+
+class WithoutModel(target_pb2_grpc.TargetServiceServicer):
+    """A target that has nothing to tell of."""
+
+    async def GetTargetInfo(self, request: Any, context: Any) -> Any:  # noqa: ARG002
+        raise UnknownModel("nothing is served")
 
 
 def asking(sampling: dict[str, Any], token_ids: list[int] = PROMPT, *, draft: bool = True) -> pb.GenerateRequest:
@@ -123,6 +133,21 @@ class TestErrors:
         assert problem["code"] == NOT_FOUND
         assert problem["reason"] == "UNKNOWN_MODEL"
         assert problem["message"] == "another model is served"
+
+    async def test_token(self, sdk: Any) -> None:
+        """A server that knows one token, and past it no model."""
+        service = Service(
+            "outrider.v1.TargetService",
+            lambda to: target_pb2_grpc.add_TargetServiceServicer_to_server(WithoutModel(), to),
+        )
+        server = GrpcServer(ServingOptions(authenticator=Authenticator({"sixteen-letters!": "acme"})), [service])
+        await server.start()
+        try:
+            without, with_token = await sdk.run("token", target=server.address, token="sixteen-letters!")
+        finally:
+            await server.stop(0)
+        assert (without["code"], without["reason"]) == (UNAUTHENTICATED, "UNAUTHENTICATED")
+        assert (with_token["code"], with_token["reason"]) == (NOT_FOUND, "UNKNOWN_MODEL")
 
     async def test_unimplemented_service(self, sdk: Any) -> None:
         assert (await sdk.run("unimplemented"))["code"] == UNIMPLEMENTED

@@ -12,7 +12,7 @@ import pytest
 
 from outrider.v1 import target_pb2 as pb
 
-pytestmark = pytest.mark.sdk
+pytestmark = [pytest.mark.sdk, pytest.mark.timeout(600)]
 
 CLIENTS = Path(__file__).parents[2] / "clients"
 

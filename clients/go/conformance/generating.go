@@ -128,6 +128,15 @@ func info(in *Input) interface{} {
 	}
 }
 
+// How a call fails without a token, and with it.
+func token(in *Input) interface{} {
+	client, ctx := in.client(), context.Background()
+	defer client.Close()
+	_, without := client.Target.GetTargetInfo(ctx, &outriderv1.GetTargetInfoRequest{})
+	_, with := client.Target.GetTargetInfo(outrider.WithToken(ctx, in.Token), &outriderv1.GetTargetInfoRequest{})
+	return []map[string]interface{}{failure(without), failure(with)}
+}
+
 // The target does not serve the draft's methods.
 func unimplemented(in *Input) interface{} {
 	client := in.client()

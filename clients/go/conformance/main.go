@@ -24,6 +24,7 @@ type Input struct {
 	Sequences int
 	PauseMs   int64
 	TimeoutMs int64
+	Token     string
 	Words     []struct {
 		Seed     uint64   `json:",string"`
 		Position uint64   `json:",string"`
@@ -94,6 +95,7 @@ var cases = map[string]func(*Input) interface{}{
 	"cancelAfterBegin":         cancelAfterBegin,
 	"cancelAfterFirstResponse": cancelAfterFirstResponse,
 	"unimplemented":            unimplemented,
+	"token":                    token,
 	"verify":                   verify,
 	"pingPong":                 pingPong,
 	"refusedTree":              refusedTree,

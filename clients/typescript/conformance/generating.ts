@@ -78,5 +78,11 @@ export async function info(input: Input): Promise<object> {
   return { model, vocabularySize, dtype, drafter };
 }
 
+/** How a call fails without a token, and with it. */
+export const token = async ({ target, token }: Input) => [
+  await failure(() => new Outrider(target).target.getTargetInfo({})),
+  await failure(() => new Outrider(target, { token }).target.getTargetInfo({})),
+];
+
 /** The target does not serve the draft's methods. */
 export const unimplemented = (input: Input) => failure(() => new Outrider(input.target).draft.getDraftInfo({}));

@@ -12,6 +12,7 @@ export interface Input {
   sequences: number;
   pauseMs: number;
   timeoutMs: number;
+  token: string;
   words: { seed: string; position: string; token_ids: number[] }[];
   races: { seed: string; position: string; weights: number[] }[];
 }
