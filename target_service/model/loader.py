@@ -14,7 +14,7 @@ from target_service.model.packing import can_pack, pack_linears
 from target_service.model.runner import ModelRunner, runner_for
 from target_service.model.selfcheck import check_runner, own_logits
 from target_service.model.store import resolve
-from target_service.model.support import check_supported, tokenizer_fingerprint
+from target_service.model.support import check_supported, longest_context, tokenizer_fingerprint
 from tree_kernels.attention import Backend
 
 log = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ def load_runner(config: TargetConfig) -> ModelRunner:
         pack_linears(model)
     own = own_logits(model)
     tokenizer = AutoTokenizer.from_pretrained(source)
-    longest = int(settings.max_position_embeddings)
+    longest = longest_context(settings)
     max_context = min(config.max_context or min(longest, _CONTEXT_LIMIT), longest)
     kv_tokens = config.kv_tokens or _tokens_that_fit(settings, dtype, model.device)
     log.info("serving %s in %s, KV cache of %d tokens", config.model, config.dtype, kv_tokens)

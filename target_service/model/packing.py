@@ -6,6 +6,8 @@ time at 1 to 16 rows and its lm_head 0.3, with the same sums in the same order.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -14,20 +16,54 @@ from transformers import PreTrainedModel
 _ROWS = 16
 
 
+# Layers of one parent that read the same input: one product for all of them costs less than one each.
+_SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
+
 class PackedLinear(nn.Module):
     """`nn.Linear` for inference in bf16 on a CPU. Input [..., in], output [..., out]."""
 
-    def __init__(self, linear: nn.Linear) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        """`weight` [out, in] and `bias` [out] as in `nn.Linear`."""
         super().__init__()
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-        self._weight = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), _ROWS)
-        self._bias = None if linear.bias is None else linear.bias.detach()
+        self.out_features, self.in_features = weight.shape
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _ROWS)
+        self._bias = None if bias is None else bias.detach()
 
     def forward(self, rows: Tensor) -> Tensor:
         if rows.numel() == 0:
             return rows.new_empty(*rows.shape[:-1], self.out_features)
         out: Tensor = torch.ops.mkldnn._linear_pointwise(rows, self._weight, self._bias, "none", [], "")
         return out
+
+
+class _Joint:
+    """Several linear layers as one. Remembers its last input, which the siblings ask for one after the other."""
+
+    def __init__(self, linears: Sequence[nn.Linear]) -> None:
+        weight = torch.cat([linear.weight for linear in linears])
+        biases = [linear.bias for linear in linears]
+        self._packed = PackedLinear(weight, None if biases[0] is None else torch.cat(biases))
+        self._widths = [linear.out_features for linear in linears]
+        self._rows: Tensor | None = None
+        self._parts: Sequence[Tensor] = ()
+
+    def part(self, index: int, rows: Tensor) -> Tensor:
+        """What sibling `index` makes of `rows`."""
+        if rows is not self._rows:
+            self._rows, self._parts = rows, self._packed(rows).split(self._widths, dim=-1)
+        return self._parts[index]
+
+
+class JoinedLinear(nn.Module):
+    """One of several linear layers that are computed together. Its output [..., out] is a view into theirs."""
+
+    def __init__(self, joint: _Joint, index: int) -> None:
+        super().__init__()
+        self._joint, self._index = joint, index
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return self._joint.part(self._index, rows)
 
 
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
@@ -41,16 +77,25 @@ def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
     return all(hasattr(operators, name) for name in names) and bool(operators._is_mkldnn_bf16_supported())
 
 
-def pack_linears(model: PreTrainedModel) -> int:
-    """Replace every `nn.Linear` of `model`, in place, and return how many. For inference only, and for good."""
-    found = [
-        (parent, name, child)
-        for parent in model.modules()
-        for name, child in parent.named_children()
-        # Subclasses compute something else.
-        if type(child) is nn.Linear
-    ]
+def pack_linears(model: PreTrainedModel) -> None:
+    """Replace every `nn.Linear` of `model`, in place. For inference only, and for good."""
     with torch.inference_mode():
-        for parent, name, linear in found:
-            setattr(parent, name, PackedLinear(linear))
-    return len(found)
+        for parent in list(model.modules()):
+            for names in _SIBLINGS:
+                _join(parent, names)
+            for name, child in list(parent.named_children()):
+                # Subclasses compute something else.
+                if type(child) is nn.Linear:
+                    setattr(parent, name, PackedLinear(child.weight, child.bias))
+
+
+def _join(parent: nn.Module, names: Sequence[str]) -> None:
+    """Join the children of these names, where all are plain linear layers of one kind."""
+    linears = [getattr(parent, name, None) for name in names]
+    if not all(type(linear) is nn.Linear for linear in linears):
+        return
+    # One of them with a bias and one without would need a bias of zeros; no served family has that.
+    if len({(linear.in_features, linear.bias is None) for linear in linears}) == 1:
+        joint = _Joint(linears)
+        for index, name in enumerate(names):
+            setattr(parent, name, JoinedLinear(joint, index))

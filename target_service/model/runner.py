@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 
 from target_service.kv_cache import KVCache
-from target_service.model.support import ModelRefused
+from target_service.model.support import ModelRefused, longest_context
 from tree_kernels.attention import AttentionBatch, AttentionPlan, Backend, TreeAttention
 from tree_kernels.kv_move import write_kv
 
@@ -48,7 +48,7 @@ def _attend(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     *,
-    outrider_step: _Step,
+    outrider_step: _Step | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     **_: Any,
@@ -56,6 +56,8 @@ def _attend(
     """transformers' attention interface: query [1, Hq, R, D], key and value [1, Hkv, R, D], rotary applied."""
     if attention_mask is not None or softcap is not None or s_aux is not None:
         raise ModelRefused("a mask of its own, capped scores or attention sinks are not served")
+    if outrider_step is None:
+        raise ModelRefused("a model that does not hand arguments on to its attention is not served")
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     step, layer = outrider_step, int(module.layer_idx)  # type: ignore[arg-type]
     keys, values = step.cache.keys[layer], step.cache.values[layer]
@@ -92,6 +94,7 @@ class ModelRunner:
         self.max_context = max_context
         self.end_token_ids = end_token_ids
         self.vocabulary_size = int(model.config.vocab_size)
+        self._last_position = longest_context(model.config) - 1
         self.dtype = model.dtype
         self.device = model.device
 
@@ -107,7 +110,8 @@ class ModelRunner:
         )
         output = self._model(
             input_ids=torch.tensor([batch.token_ids], device=device),
-            position_ids=torch.tensor([batch.positions], device=device),
+            # A tree may reach past the end of position tables. No such row can be committed.
+            position_ids=torch.tensor([batch.positions], device=device).clamp_(max=self._last_position),
             use_cache=False,
             logits_to_keep=torch.tensor(batch.logit_rows, dtype=torch.int64, device=device),
             outrider_step=step,
@@ -149,7 +153,7 @@ def runner_for(
         cache,
         TreeAttention(attention, model.device),
         name=name,
-        max_context=max_context or int(config.max_position_embeddings),
+        max_context=max_context or longest_context(config),
         end_token_ids=end_tokens_of(model),
         tokenizer_fingerprint=tokenizer_fingerprint,
     )

@@ -19,8 +19,9 @@ _TOKENS = 13
 _FIRST = 8
 # Relative difference of logits, by the median row of either part. SmolLM2-135M: rounding in bf16 makes 0.04, and 0.1 at
 # the worst row; a mask or positions that are wrong make 1 and more. The median, since rounding may send one row through
-# another expert.
+# another expert. In fp32, tiny models of 40 families make 2e-6 at most.
 _TOLERANCE = 0.4
+_TOLERANCE_FP32 = 0.01
 
 
 def own_logits(model: PreTrainedModel) -> Tensor:
@@ -37,6 +38,11 @@ def check_runner(runner: ModelRunner, own: Tensor) -> None:
     pages = runner.cache.allocate(runner.cache.pages_for(_TOKENS))
     try:
         parts = [runner.forward(_part(runner, pages, *span)) for span in ((0, _FIRST), (_FIRST, _TOKENS))]
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        # Such as keys of another shape than the configuration tells.
+        raise ModelRefused(f"{runner.name}: it cannot run over paged attention: {error}") from error
     finally:
         runner.cache.release(pages)
     expected, got = own.double(), torch.cat(parts).double()
@@ -44,7 +50,7 @@ def check_runner(runner: ModelRunner, own: Tensor) -> None:
     rows = (got - expected).norm(dim=-1) / scale.clamp_min(1e-12)
     difference = float(torch.stack([rows[:_FIRST].median(), rows[_FIRST:].median()]).max())
     # Written so that NaN is refused too.
-    if not difference < _TOLERANCE:
+    if not difference < (_TOLERANCE_FP32 if runner.dtype == torch.float32 else _TOLERANCE):
         raise ModelRefused(f"{runner.name}: its logits over paged attention differ from its own by {difference:.2f}")
 
 

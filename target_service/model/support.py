@@ -23,6 +23,7 @@ _FOREIGN = {
     "linear_num_value_heads": "linear attention",
     "ssm_state_size": "state-space layers",
     "mamba_d_state": "state-space layers",
+    "H_cycles": "layers that run more than once",
 }
 
 
@@ -41,6 +42,9 @@ def check_supported(config: PretrainedConfig, model: PreTrainedModel | None = No
     layer_types = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
     if layer_types:
         raise ModelRefused(f"{kind}: layers of type {', '.join(sorted(layer_types))} are not served")
+    if any("dynamic" in rope for rope in _rope_types(config)):
+        # Keys in the cache would differ with the longest position of the step that wrote them.
+        raise ModelRefused(f"{kind}: rotary frequencies that change with the length (dynamic) are not served")
     window = getattr(config, "sliding_window", None)
     if window and getattr(config, "use_sliding_window", True):
         longest = getattr(config, "max_position_embeddings", 0)
@@ -48,6 +52,26 @@ def check_supported(config: PretrainedConfig, model: PreTrainedModel | None = No
             raise ModelRefused(f"{kind}: a sliding window of {window} tokens is not served")
     if model is not None:
         _check_model(kind, model)
+
+
+def longest_context(config: PretrainedConfig) -> int:
+    """Tokens of prompt and output that the model can be served for.
+
+    longrope takes other frequencies, and so other keys for all tokens, once a text outgrows the original context.
+    """
+    any_config: Any = config
+    longest = int(any_config.max_position_embeddings)
+    if "longrope" not in _rope_types(config):
+        return longest
+    original = any_config.rope_parameters.get("original_max_position_embeddings", longest)
+    return min(longest, int(original))
+
+
+def _rope_types(config: PretrainedConfig) -> set[str]:
+    parameters = getattr(config, "rope_parameters", None) or {}
+    # One set of parameters, or one per type of layer.
+    every = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]
+    return {str(one["rope_type"]) for one in every if "rope_type" in one}
 
 
 def _check_model(kind: str, model: PreTrainedModel) -> None:

@@ -145,6 +145,29 @@ def test_only_the_rows_asked_for_get_logits(tiny_model: PreTrainedModel) -> None
         torch.testing.assert_close(some, everything[list(rows)])
 
 
+@pytest.mark.parametrize("name", ["gpt2", "opt", "llama", "phi3-longrope"])
+def test_a_tree_that_reaches_past_the_context_changes_no_row_within(name: str) -> None:
+    """Position tables end there, and longrope would turn every row's frequencies."""
+    factors = {"rope_type": "longrope", "short_factor": [1.0] * 6, "long_factor": [4.0] * 6}
+    settings: dict[str, Any] = {"max_position_embeddings": 64}
+    if name == "phi3-longrope":
+        lengths = {"original_max_position_embeddings": 64, "max_position_embeddings": 512}
+        settings = {"rope_scaling": factors, "sliding_window": None} | lengths
+    elif name != "llama":
+        settings |= {"num_key_value_heads": 4, "word_embed_proj_dim": 48}
+    model = make_tiny(name.split("-")[0], **settings)
+    text = tokens_of(70)
+    expected = eager(model, text[:64])
+    runner = runner_for(model, None, num_pages=16, page_size=16)
+    assert runner.max_context == 64
+    driver = Driver(runner, 96)
+    driver.feed(text[:60])
+    tree = [*text[60:], 7]
+    logits = runner.forward(driver.step(tree, [0, *range(len(text) - 61), 0]))
+    assert_same(logits[:4], expected[60:])
+    assert_same(logits[-1:], eager(model, [*text[:61], 7])[-1:])
+
+
 @pytest.mark.parametrize(
     ("generation", "config", "ends"),
     [(None, 2, (2,)), (5, 2, (5,)), ([5, 6], 2, (5, 6)), (None, [3, 4], (3, 4)), (None, None, ())],
@@ -169,15 +192,32 @@ class TestPacking:
         linear = torch.nn.Linear(48, 80, bias=bias, dtype=torch.bfloat16)
         inputs = torch.randn(1, rows, 48, dtype=torch.bfloat16)
         with torch.inference_mode():
-            torch.testing.assert_close(PackedLinear(linear)(inputs), linear(inputs))
+            torch.testing.assert_close(PackedLinear(linear.weight, linear.bias)(inputs), linear(inputs))
 
-    @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-    def test_a_packed_model_says_the_same(self, tied: bool) -> None:
-        plain, packed = (make_tiny(tie_word_embeddings=tied).to(torch.bfloat16) for _ in range(2))
-        assert pack_linears(packed) == 15
-        texts = tokens_of(20)
-        logits = [Driver(runner_for(m, None, num_pages=16, page_size=16), 32).feed(texts) for m in (plain, packed)]
-        torch.testing.assert_close(logits[0], logits[1], rtol=2e-2, atol=2e-2)
+    @pytest.mark.parametrize("model_type", ["llama", "qwen2", "phi3"])
+    def test_a_packed_model_says_the_same_step_after_step(self, model_type: str) -> None:
+        plain, packed = (make_tiny(model_type).to(torch.bfloat16) for _ in range(2))
+        pack_linears(packed)
+        assert not any(type(module) is torch.nn.Linear for module in packed.modules())
+        drivers = [Driver(runner_for(model, None, num_pages=16, page_size=16), 64) for model in (plain, packed)]
+        for rows in (tokens_of(20), tokens_of(1), tokens_of(6)[3:], tokens_of(1)):
+            logits = [driver.feed(rows) for driver in drivers]
+            torch.testing.assert_close(logits[0], logits[1], rtol=5e-2, atol=5e-2)
+
+    def test_tied_embeddings_still_embed(self) -> None:
+        plain, packed = (make_tiny(tie_word_embeddings=True).to(torch.bfloat16) for _ in range(2))
+        pack_linears(packed)
+        logits = [
+            Driver(runner_for(m, None, num_pages=16, page_size=16), 32).feed(tokens_of(9)) for m in (plain, packed)
+        ]
+        torch.testing.assert_close(logits[0], logits[1], rtol=5e-2, atol=5e-2)
+
+    def test_siblings_of_unlike_kinds_are_packed_apart(self) -> None:
+        parent = torch.nn.Module()
+        for name, bias in (("q_proj", True), ("k_proj", False), ("v_proj", True)):
+            setattr(parent, name, torch.nn.Linear(16, 16, bias=bias, dtype=torch.bfloat16))
+        pack_linears(parent)
+        assert all(type(child) is PackedLinear for child in parent.children())
 
 
 def test_packing_is_for_bf16_on_a_cpu() -> None:

@@ -16,7 +16,7 @@ from target_service.config import TargetConfig
 from target_service.model.loader import load_runner
 from target_service.model.runner import runner_for
 from target_service.model.selfcheck import check_runner, own_logits
-from target_service.model.support import ModelRefused, check_supported, tokenizer_fingerprint
+from target_service.model.support import ModelRefused, check_supported, longest_context, tokenizer_fingerprint
 
 
 def config_of(model_type: str, **settings: Any) -> PreTrainedConfig:
@@ -38,6 +38,9 @@ def config_of(model_type: str, **settings: Any) -> PreTrainedConfig:
         (config_of("bert", add_cross_attention=True), "another input"),
         (config_of("gemma3"), "more than text"),
         (config_of("lfm2"), "convolution"),
+        (config_of("t5"), "encoder-decoder"),
+        (config_of("hrm_text"), "more than once"),
+        (config_of("llama", rope_scaling={"rope_type": "dynamic", "factor": 2.0}), "change with the length"),
     ],
     ids=lambda value: value.model_type if isinstance(value, PreTrainedConfig) else "",
 )
@@ -54,6 +57,45 @@ def test_decoders_of_grouped_query_attention_are_taken(model_type: str) -> None:
 
 def test_a_window_that_no_sequence_outgrows_is_no_window() -> None:
     check_supported(config_of("mistral", sliding_window=4096, max_position_embeddings=4096))
+
+
+def longrope(**settings: Any) -> PreTrainedConfig:
+    factors = {"rope_type": "longrope", "short_factor": [1.0] * 6, "long_factor": [4.0] * 6}
+    lengths = {"original_max_position_embeddings": 64, "max_position_embeddings": 512}
+    return make_tiny("phi3", rope_scaling=factors, sliding_window=None, **lengths, **settings).config
+
+
+def test_a_context_ends_where_rotary_frequencies_would_change() -> None:
+    check_supported(longrope())
+    assert longest_context(longrope()) == 64
+    assert longest_context(make_tiny().config) == 512
+
+
+def test_attention_sinks_are_refused() -> None:
+    # All layers full, so that the configuration alone looks plain.
+    model = make_tiny("gpt_oss", layer_types=["full_attention"] * 2, head_dim=16, num_local_experts=4)
+    model.config.sliding_window = None
+    with pytest.raises(ModelRefused, match="sinks"):
+        check_supported(model.config, model)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "settings", "reason"),
+    [
+        ("gpt_bigcode", {"num_key_value_heads": 4, "multi_query": True}, "cannot run over paged attention"),
+        ("nemotron", {}, "does not hand arguments on"),
+        ("diffllama", {}, "differ from its own"),
+    ],
+    ids=["keys of another shape", "arguments dropped", "attention of its own"],
+)
+def test_what_only_running_tells_is_refused_too(model_type: str, settings: dict[str, Any], reason: str) -> None:
+    model = make_tiny(model_type, **settings)
+    check_supported(model.config, model)
+    own = own_logits(model)
+    runner = runner_for(model, None, num_pages=4, page_size=16)
+    with pytest.raises(ModelRefused, match=reason):
+        check_runner(runner, own)
+    assert runner.cache.used_pages == 0
 
 
 def test_attention_that_cannot_be_replaced_is_refused() -> None:
