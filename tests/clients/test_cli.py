@@ -97,6 +97,11 @@ async def test_errors_are_for_people(running: Any, outrider: Any, unused_tcp_por
     assert status == 1 and "INVALID_FIELD" in err and "Traceback" not in err
 
 
+async def test_up_on_a_taken_port(running: Any, outrider: Any) -> None:
+    status, _, err = await outrider("up", "--port", running.address.rpartition(":")[2])
+    assert status == 1 and "cannot listen on" in err and "--port takes another" in err
+
+
 @pytest.mark.parametrize("serving", [True, False], ids=["serving", "not-serving"])
 async def test_health(running: Any, outrider: Any, serving: bool) -> None:
     running.server.health.set_serving(serving)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import shlex
+import socket
 import sys
 
 from rich.console import Console
@@ -37,6 +38,7 @@ def _up(arguments: argparse.Namespace) -> int:
     reach = options(ClientOptions, "client", arguments)
     if not 0 < up.port < 65536:
         raise SettingsError("--port must be in 1..65535")
+    _check_free(up.host, up.port)
     console = error_console()
     with private_directory() as directory:
         shared = ("--config", str(path)) if (path := config_file(arguments)) else ()
@@ -60,6 +62,15 @@ def _up(arguments: argparse.Namespace) -> int:
             tls=reach.tls_options(),
         )
         return _supervise(console, target, draft)
+
+
+def _check_free(host: str, port: int) -> None:
+    """Say so now when the port is taken; the target would load its model first."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        socket.create_server((host, port), family=family).close()
+    except OSError as error:
+        raise CommandFailed(f"cannot listen on {host}:{port}: {error.strerror}; --port takes another") from None
 
 
 def _supervise(console: Console, target: ServiceCommand, draft: ServiceCommand | None) -> int:
