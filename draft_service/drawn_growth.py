@@ -135,30 +135,13 @@ def _open_row(
         return False
     if row > 0:
         resolve_states(tries, rows.states, row, tree[1, row], tree[0, row], evidence.rules[MAX_MATCH])
-    state, places, fresh, candidates, weights = scratch
-    trust, spread, rules = evidence
-    known = predict(
-        tries[0][0],
-        tries[1][0],
-        tries[2][0],
-        rows.states,
-        row,
-        trust,
-        spread,
-        rules,
-        OPEN_FLOOR,
-        state,
-        places,
-        fresh,
-        candidates,
-        weights,
-    )
+    known = predict((tries[0][0], tries[1][0], tries[2][0]), rows.states, row, evidence, OPEN_FLOOR, scratch)
     if known == 0:
         return False
     laws.sizes[row] = known
-    rows.confidences[row] = _make_law(weights, known, shape.power, laws.weights[row])
+    rows.confidences[row] = _make_law(scratch.weights, known, shape.power, laws.weights[row])
     for i in range(known):
-        laws.tokens[row, i] = candidates[i, 0]
+        laws.tokens[row, i] = scratch.candidates[i, 0]
         rows.left[row, i] = laws.weights[row, i]
     rows.worths[row] = rows.paths[row] * rows.confidences[row]
     return bool(rows.worths[row] >= shape.floor)

@@ -198,32 +198,21 @@ def _longest(state: Numbers, trust: Reals, min_match: int) -> int:
 
 @compiled
 def predict(
-    own: Rows,
-    tenant: Rows,
-    shared: Rows,
-    states: Numbers,
-    row: int,
-    trust: Reals,
-    spread: Reals,
-    rules: Rules,
-    floor: float,
-    state: Numbers,
-    places: Numbers,
-    fresh: Reals,
-    candidates: Numbers,
-    weights: Reals,
+    rows_of: tuple[Rows, Rows, Rows], states: Numbers, row: int, evidence: Evidence, floor: float, scratch: Scratch
 ) -> int:
     """The law of the next token after `row`, as far as it is known, into `candidates` and `weights`.
 
     Args:
-        own, tenant, shared: rows of the three tries.
+        rows_of: the three tries.
         states: [rows, 2 * SOURCES], per source the longest known window that ends at a row, and its length.
-        trust, spread, rules: see `Evidence`. state and what follows: see `Scratch`.
         floor: shorter windows are not asked once less probability than this is open.
 
     Returns:
         How many candidates there are. Their probabilities sum to less than 1.
     """
+    own, tenant, shared = rows_of
+    trust, spread, rules = evidence
+    state, places, fresh, candidates, weights = scratch
     for i in range(SOURCES):
         state[i], state[SOURCES + i], state[2 * SOURCES + i] = states[row, i], states[row, SOURCES + i], -1
     open_mass, known = 1.0, 0

@@ -15,7 +15,7 @@ from outrider.tree import DraftDistribution, TokenTree
 # Below this temperature the target's law is a point, and raising frequencies further only overflows.
 _COLDEST = 0.1
 # How far the race over relative frequencies is taken for the target's own (fitted with benchmarks/draft_quality.py).
-_SHARPNESS = 1.0
+_SHARPNESS = 0.5
 _MASK64 = (1 << 64) - 1
 # Keeps the draft's coins apart from everything else that is made from the request's seed.
 _COIN_SALT = 0xD1B54A32D192ED03

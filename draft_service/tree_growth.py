@@ -120,6 +120,26 @@ def _offer(
     return made, ranked
 
 
+@inlined
+def _settle(
+    row: int,
+    order: Numbers,
+    items: Numbers,
+    worths: Reals,
+    tree: Numbers,
+    scores: Reals,
+    depths: Numbers,
+    states: Numbers,
+) -> float:
+    """Write down a row whose rank is final. Returns its worth."""
+    item = order[row - 1]
+    tree[1, row], tree[0, row], scores[row] = items[item, 0], items[item, 1], worths[item, 1]
+    depths[row] = depths[tree[1, row]] + 1
+    for i in range(2 * SOURCES):
+        states[row, i] = items[item, 2 + i]
+    return float(worths[item, 0])
+
+
 @compiled
 def grow(
     tries: Tries,
@@ -144,15 +164,14 @@ def grow(
         Rows, the root among them. Parents stand before children, and worth falls from row to row.
     """
     shape, longest = unpack(packed), evidence.rules[MAX_MATCH]
-    own, tenant, shared = tries[0][0], tries[1][0], tries[2][0]
-    trust, spread, rules = evidence.trust, evidence.spread, evidence.rules
-    state, places, fresh, candidates, weights = make_scratch()
+    rows, scratch = (tries[0][0], tries[1][0], tries[2][0]), make_scratch()
+    candidates, weights = scratch.candidates, scratch.weights
     # Nodes that were thought of: parent row and candidate; worth and score. `order` ranks the best of them.
     room = (shape.nodes + 1) * shape.breadth
     items, worths = np.empty((room, 2 + 2 * SOURCES), np.int32), np.empty((room, 2), np.float64)
     order, depths = np.empty(shape.nodes + 1, np.int32), np.zeros(shape.nodes + 1, np.int32)
     states = np.empty((shape.nodes + 1, 2 * SOURCES), np.int32)
-    start_states(tries, context, states, state, longest)
+    start_states(tries, context, states, scratch.state, longest)
     made, ranked, row, worth = 0, 0, 0, 1.0
     while row < shape.nodes:
         floor = worths[order[ranked - 1], 0] if ranked == shape.nodes else shape.floor
@@ -163,35 +182,14 @@ def grow(
             if row > 0:
                 resolve_states(tries, states, row, tree[1, row], tree[0, row], longest)
             open_floor = OPEN_FLOOR if shape.coupled else max(OPEN_FLOOR, floor / worth)
-            known = predict(
-                own,
-                tenant,
-                shared,
-                states,
-                row,
-                trust,
-                spread,
-                rules,
-                open_floor,
-                state,
-                places,
-                fresh,
-                candidates,
-                weights,
-            )
+            known = predict(rows, states, row, evidence, open_floor, scratch)
             if shape.coupled:
                 _race(known, shape, seed, position + np.uint64(depths[row]), candidates, weights)
             made, ranked = _offer(order, items, worths, made, ranked, row, worth, known, candidates, weights, shape)
         if row == ranked:
             break
         row += 1
-        item = order[row - 1]
-        worth = worths[item, 0]
-        tree[1, row], tree[0, row] = items[item, 0], items[item, 1]
-        depths[row] = depths[tree[1, row]] + 1
-        for i in range(2 * SOURCES):
-            states[row, i] = items[item, 2 + i]
-    for row in range(1, ranked + 1):
-        item = order[row - 1]
-        tree[1, row], tree[0, row], scores[row] = items[item, 0], items[item, 1], worths[item, 1]
+        worth = _settle(row, order, items, worths, tree, scores, depths, states)
+    for last in range(row + 1, ranked + 1):
+        _settle(last, order, items, worths, tree, scores, depths, states)
     return ranked + 1
