@@ -43,7 +43,7 @@ class _Joint:
 
     def __init__(self, linears: Sequence[nn.Linear]) -> None:
         weight = torch.cat([linear.weight for linear in linears])
-        biases = [linear.bias for linear in linears if linear.bias is not None]
+        biases: list[Tensor] = [linear.bias for linear in linears if linear.bias is not None]
         self._packed = PackedLinear(weight, torch.cat(biases) if biases else None)
         self._widths = [linear.out_features for linear in linears]
         self._rows: Tensor | None = None
