@@ -8,10 +8,11 @@ import os
 import sys
 import tempfile
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 
 from outrider_client.client import Client
+from outrider_client.failures import ServiceUnreachable
 from outrider_client.process import Child, ServiceDied, ServiceSlow, wait_serving
 
 _TAIL_LINES = 30
@@ -19,6 +20,7 @@ _START_SECONDS = 600.0
 _STOP_SECONDS = 5.0
 _CONNECT_SECONDS = 30.0
 _POLL_SECONDS = 0.1
+_DEATH_SECONDS = 0.5
 
 
 class ServiceFailed(Exception):
@@ -57,16 +59,30 @@ class Stack:
     def __init__(self, directory: Path) -> None:
         """`directory` holds the sockets; see `private_directory`."""
         self._directory = directory
-        self._children: list[Child] = []
+        # Each with the end of its log.
+        self._children: list[tuple[Child, deque[str]]] = []
 
     async def __aenter__(self) -> Stack:
         return self
 
     async def __aexit__(self, *_: object) -> None:
         # Targets were started last, and stop first: they would report a lost draft otherwise.
-        for child in reversed(self._children):
+        for child, _tail in reversed(self._children):
             if child.status is None:
                 await child.stop(_STOP_SECONDS)
+
+    @contextlib.asynccontextmanager
+    async def explaining(self) -> AsyncIterator[None]:
+        """Make `ServiceFailed`, with its log, of a connection that was lost because a service died."""
+        try:
+            yield
+        except ServiceUnreachable as error:
+            # A socket closes a moment before its process has ended.
+            await asyncio.sleep(_DEATH_SECONDS)
+            for child, tail in self._children:
+                if child.status is not None:
+                    raise ServiceFailed(ServiceDied(child.name, child.status), tail) from error
+            raise
 
     def address(self, name: str) -> str:
         """Where a service of this name listens, once it is started."""
@@ -78,7 +94,7 @@ class Stack:
         tail: deque[str] = deque(maxlen=_TAIL_LINES)
         child = Child(name, service_argv(service, "--listen", address, *flags), tail.append)
         await child.start()
-        self._children.append(child)
+        self._children.append((child, tail))
         try:
             await wait_serving(child, address, _START_SECONDS)
         except (ServiceDied, ServiceSlow) as error:

@@ -55,7 +55,7 @@ def _cell(mode: Mode, task: str, concurrency: int, blocks: Sequence[Block], plai
             "min": min(rates),
             "max": max(rates),
             "by_repeat": rates,
-            "by_request": _quartiles([len(s.token_ids) / s.duration for s in samples]),
+            "by_block": _quartiles([block.tokens / block.seconds for block in blocks]),
         },
         "mean_accepted_length": _ratio(tokens, steps),
         "acceptance_by_depth": [_ratio(a, d) for a, d in zip(accepted, drafted, strict=False)],

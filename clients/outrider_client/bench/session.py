@@ -11,6 +11,7 @@ import socket
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from outrider.settings import SettingsError
@@ -105,8 +106,11 @@ class Session:
     async def __aenter__(self) -> Session:
         return self
 
-    async def __aexit__(self, *_: object) -> None:
-        await self._exit.aclose()
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # With the error, of which the stack may know the cause.
+        await self._exit.__aexit__(kind, error, trace)
 
     async def start(self, modes: Sequence[Mode]) -> None:
         """Start or find a backend for every mode. Plain answers come from the first drafter's own target.
@@ -180,6 +184,7 @@ class Session:
         if self._stack is None:
             directory = self._exit.enter_context(private_directory())
             self._stack = await self._exit.enter_async_context(Stack(directory))
+            await self._exit.enter_async_context(self._stack.explaining())
         return self._stack
 
 

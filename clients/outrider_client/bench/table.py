@@ -25,7 +25,7 @@ class _Column:
 def figures_table(document: Mapping[str, Any], width: int) -> Table:
     """One row per task, concurrency and mode, for a terminal of this width; `x plain` compares tokens per second.
 
-    `spread` is least to most over repeats, or the quartiles over requests where there is one repeat.
+    `spread` is least to most over repeats, or the quartiles over blocks of requests where there is one repeat.
     """
     target = document["target"]
     title = f"{target['model']}, {target['dtype']}, {document['prompts']} prompts"
@@ -64,7 +64,7 @@ def _spread(cell: Cell) -> str:
     spread = cell["tokens_per_second_spread"]
     if len(spread["by_repeat"]) > 1:
         return f"{spread['min']:.0f} to {spread['max']:.0f}"
-    return f"{_number(spread['by_request']['p25'], 0)} to {_number(spread['by_request']['p75'], 0)}"
+    return f"{_number(spread['by_block']['p25'], 0)} to {_number(spread['by_block']['p75'], 0)}"
 
 
 def _by_depth(cell: Cell) -> str:

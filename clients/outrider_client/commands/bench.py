@@ -6,6 +6,7 @@ import argparse
 import json
 import shlex
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,11 @@ from outrider_client.bench.session import make_plan, measure, open_session
 from outrider_client.bench.table import figures_table
 from outrider_client.commands.base import Command, CommandFailed, add_config_flag, error_console, options
 from outrider_client.options import AccessOptions, BenchOptions, ClientOptions
-from outrider_client.process import ServiceDied
 from outrider_client.stack import ServiceFailed
 
 EXIT_DIFFERENT = 3
 _PIPE_WIDTH = 140
+_SAY_SECONDS = 30.0
 _DESCRIPTION = """\
 Measures modes against each other on the prompts of a file. Modes take turns within every block of prompts, so that
 noise of the machine hits all of them. Outputs are held against plain decoding, token by token; the exit status is
@@ -68,21 +69,46 @@ def _run(arguments: argparse.Namespace) -> int:
 
 async def _bench(bench: BenchOptions, reach: ClientOptions) -> dict[str, Any]:
     plan = make_plan(bench)
-    console = error_console()
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("starting", total=plan.requests())
+    with _Watcher(error_console(), plan.requests()) as watcher:
         try:
-            async with open_session(
-                bench, reach, plan, lambda note: progress.update(task, description=note)
-            ) as session:
-                return await measure(
-                    bench, plan, session, lambda note: progress.update(task, description=note, advance=1)
-                )
+            async with open_session(bench, reach, plan, watcher.waits_for) as session:
+                return await measure(bench, plan, session, watcher.answered)
         except ServiceFailed as error:
             raise CommandFailed("\n".join([str(error), *error.tail])) from error
-        except ServiceDied as error:
-            raise CommandFailed(str(error)) from error
+
+
+class _Watcher:
+    """Tells whoever waits how far it is: a bar in a terminal, a line now and then elsewhere."""
+
+    def __init__(self, console: Console, total: int) -> None:
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        self._progress = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+        self._task = self._progress.add_task("starting", total=total)
+        self._total = total
+        self._answers = 0
+        self._said_at = time.monotonic()
+
+    def __enter__(self) -> _Watcher:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def waits_for(self, what: str) -> None:
+        self._progress.update(self._task, description=what)
+        self._say(f"{what} ...")
+
+    def answered(self, where: str) -> None:
+        self._answers += 1
+        self._progress.update(self._task, description=where, advance=1)
+        if time.monotonic() - self._said_at > _SAY_SECONDS:
+            self._say(f"{self._answers} of {self._total} answers: {where}")
+
+    def _say(self, line: str) -> None:
+        self._said_at = time.monotonic()
+        if self._progress.disable:
+            self._progress.console.print(line, markup=False)
 
 
 def _verdict(document: dict[str, Any]) -> int:

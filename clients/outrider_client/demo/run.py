@@ -101,14 +101,14 @@ async def _services(options: DemoOptions, console: Console) -> AsyncIterator[_Ru
         await sink.start()
         leave.push_async_callback(sink.stop)
         stack = await leave.enter_async_context(Stack(leave.enter_context(private_directory())))
+        await leave.enter_async_context(stack.explaining())
         traced = ("--otlp-endpoint", sink.endpoint)
-        address = stack.address("draft")
-        flags = ("--model", options.model, "--dtype", "float32", "--draft", address, *traced)
-        with waiting(console, f"starting both services: loading {options.model} and timing its steps"):
-            draft, target = await asyncio.gather(
-                stack.start("draft", "draft_service", "--drafter", "trie", *traced),
-                stack.start("target", "target_service", *flags),
-            )
+        # One after the other: the target times its own steps, which a compiling draft would disturb.
+        with waiting(console, "starting the draft service"):
+            draft = await stack.start("draft", "draft_service", "--drafter", "trie", *traced)
+        flags = ("--model", options.model, "--dtype", "float32", "--draft", draft, *traced)
+        with waiting(console, f"starting the target service: loading {options.model} and timing its steps"):
+            target = await stack.start("target", "target_service", *flags)
         console.print(f"draft service  [dim]{draft}[/]\ntarget service [dim]{target}[/]", soft_wrap=True)
         # No request of this run may know the prompt from an earlier one.
         tenant = f"demo-{secrets.token_hex(4)}"
