@@ -126,7 +126,7 @@ def test_the_law_test_would_notice() -> None:
         return TokenTree((tokens[-1], unlikely), (0, 0), (1.0, 1.0), {0: lie})
 
     wanted = [
-        replace(request((*PROMPT, 1), 2, sampling=sampling, mode=VerificationMode.REJECTION), seed=seed)
+        replace(request((*PROMPT, 1), 3, sampling=sampling, mode=VerificationMode.REJECTION), seed=seed)
         for seed in range(400)
     ]
     config = replace(engine_config(max_running=64, disable_above=64), max_waiting=400)
