@@ -21,7 +21,7 @@ from target_service.commit import LiveSequence, commit, kv_moves
 from target_service.drafting import Drafting, DraftingConfig
 from target_service.kv_cache import OutOfPages
 from target_service.model.runner import ModelRunner
-from target_service.row_budget import Offer, RowBudget, SequenceRecord, StepCost
+from target_service.row_budget import IN_ORDER_NODES, Offer, RowBudget, SequenceRecord, StepCost
 from target_service.scheduler import Chunk, Schedule, Scheduler, SchedulerConfig
 from target_service.sequence import (
     Sequence,
@@ -182,7 +182,9 @@ class EngineLoop:
                 in_order = sequence.request.mode is VerificationMode.REJECTION
                 offers[sequence.sequence_id] = Offer(tree, live.record, self._max_nodes(sequence), in_order)
         spare = self._config.scheduler.max_step_rows - schedule.rows
-        trees = dict(zip(offers, self._budget.cut(list(offers.values()), schedule.rows, spare), strict=True))
+        others = sum(chunk.takes_tree for chunk in schedule.chunks) - len(offers)
+        cut = self._budget.cut(list(offers.values()), schedule.rows, spare, others)
+        trees = dict(zip(offers, cut, strict=True))
         return Gathered([self._tree(chunk, trees) for chunk in schedule.chunks], wait_ns, fallbacks)
 
     def _follow_load(self) -> None:
@@ -209,8 +211,12 @@ class EngineLoop:
             return None
         tree = sequence.external_tree or trees.get(sequence.sequence_id)
         if tree is not None and chunk.takes_tree:
+            rows = len(tree)
+            if sequence.request.mode is VerificationMode.REJECTION:
+                # Whether there is room must not hang on how many nodes were drawn.
+                rows = max(rows, 1 + IN_ORDER_NODES)
             try:
-                self.scheduler.reserve(sequence, sequence.kv_length + len(tree))
+                self.scheduler.reserve(sequence, sequence.kv_length + rows)
                 return tree
             except OutOfPages:
                 # Others took the free pages; the sequence goes on without its draft.

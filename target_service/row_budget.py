@@ -2,8 +2,10 @@
 
 A node is worth the probability that the walk reaches and keeps it: the product of calibrated scores along its path.
 Rows are taken best first over all sequences of the batch, and the count n is the one that maximises
-(sequences + sum of the n best) / cost(base rows + n). Zero is an answer: then the step is a plain one.
-This is the goodput rule of SmartSpec (arXiv 2406.14066), with the step's cost measured rather than modelled.
+(sum of the n best) - rate * (cost(base rows + n) - cost(base rows)), where `rate` is the tokens per second that the
+batch makes in the long run: a row must earn what its time would earn elsewhere. Maximising each step's own ratio
+instead takes too many rows in poor steps and too few in rich ones. Zero is an answer: then the step is a plain one.
+The goodput rule of SmartSpec (arXiv 2406.14066), as renewal rewards ask for it, with the step's cost measured.
 """
 
 from __future__ import annotations
@@ -25,6 +27,13 @@ _KEEP = 0.5 ** (1.0 / _HALF_LIFE)
 # A sequence's own record counts against this many expected acceptances of the common one.
 _SEQUENCE_PRIOR = 4.0
 _SEQUENCE_KEEP = 0.97
+# A sequence is taken to gain this much from drafts, for this many steps' weight, until it has shown what it gains.
+_GAIN_PRIOR = 1.3
+_GAIN_STEPS = 6.0
+# Nodes of a sequence whose drafts are used in order of arrival: a number that no draw has a part in.
+IN_ORDER_NODES = 15
+# More than any probability, so that nodes used in order go first.
+_CERTAIN = 2.0
 
 
 class Calibration:
@@ -52,6 +61,14 @@ class SequenceRecord:
 
     expected: float = _SEQUENCE_PRIOR
     accepted: float = _SEQUENCE_PRIOR
+    tokens: float = _GAIN_PRIOR * _GAIN_STEPS
+    # Time spent, in plain steps.
+    steps: float = _GAIN_STEPS
+
+    @property
+    def gain(self) -> float:
+        """Tokens for each plain step's time, lately: what drafting makes of this sequence. At least 1."""
+        return max(1.0, self.tokens / self.steps)
 
     @property
     def factor(self) -> float:
@@ -61,6 +78,11 @@ class SequenceRecord:
     def observe(self, expected: float, accepted: int) -> None:
         self.expected = self.expected * _SEQUENCE_KEEP + expected + (1 - _SEQUENCE_KEEP) * _SEQUENCE_PRIOR
         self.accepted = self.accepted * _SEQUENCE_KEEP + accepted + (1 - _SEQUENCE_KEEP) * _SEQUENCE_PRIOR
+
+    def spend(self, tokens: int, cost: float) -> None:
+        """Take note of a step that made `tokens` in the time of `cost` plain steps."""
+        self.tokens = self.tokens * _SEQUENCE_KEEP + tokens
+        self.steps = self.steps * _SEQUENCE_KEEP + cost
 
 
 class StepCost:
@@ -105,48 +127,59 @@ class RowBudget:
     def __init__(self, cost: StepCost | None) -> None:
         """`cost` of None takes every node that is allowed."""
         self._cost = cost
+        self._step_cost = 1.0
         self.calibration = Calibration()
 
-    def cut(self, offers: SequenceOf[Offer], base_rows: int, max_nodes: int) -> list[TokenTree]:
-        """One tree per offer, at least the root. `base_rows`: rows of the step without drafts; `max_nodes`: in all."""
+    def cut(self, offers: SequenceOf[Offer], base_rows: int, max_nodes: int, others: int = 0) -> list[TokenTree]:
+        """One tree per offer, at least the root.
+
+        Args:
+            offers: of the sequences that have drafts.
+            base_rows: rows of the step without drafts.
+            max_nodes: drafted rows of all offers together.
+            others: sequences that decode without drafts in this step.
+        """
         streams = [self._ranked(index, offer) for index, offer in enumerate(offers)]
         ranked = list(heapq.merge(*streams, key=lambda node: -node[0]))[:max_nodes]
+        gain = sum(offer.record.gain for offer in offers) + others
+        count = self._count([worth for worth, _, _ in ranked], base_rows, gain)
         chosen: list[set[int]] = [set() for _ in offers]
-        for _, index, node in ranked[: self._count(ranked, len(offers), base_rows)]:
+        for _, index, node in ranked[:count]:
             chosen[index].add(node)
+        if self._cost is not None and base_rows:
+            self._step_cost = self._cost(base_rows + count) / self._cost(base_rows)
         return [offer.tree.cut(nodes) for offer, nodes in zip(offers, chosen, strict=True)]
 
     def _ranked(self, index: int, offer: Offer) -> list[tuple[float, int, int]]:
         """(worth, sequence, node) of the nodes that may be used, in falling order of worth, parents first."""
         tree = offer.tree
-        factor = 1.0 if offer.in_order else offer.record.factor
+        if offer.in_order:
+            nodes = min(tree.nodes, offer.max_nodes, IN_ORDER_NODES)
+            return [(_CERTAIN, index, node) for node in range(1, nodes + 1)]
         worth = [1.0]
         ranked: list[tuple[float, int, int]] = []
-        floor = 1.0
         for node in range(1, tree.nodes + 1):
-            probability = min(0.995, self.calibration.probability(tree.scores[node]) * factor)
-            value = worth[tree.parents[node]] * probability
-            worth.append(value)
-            if offer.in_order:
-                # Never above an earlier node's worth, so that any cut is a prefix.
-                floor = value = min(floor, probability)
-            ranked.append((value, index, node))
-        if not offer.in_order:
-            # Stable, and a child is worth less than its parent, so parents stay first.
-            ranked.sort(key=lambda item: -item[0])
+            probability = min(0.995, self.calibration.probability(tree.scores[node]) * offer.record.factor)
+            worth.append(worth[tree.parents[node]] * probability)
+            ranked.append((worth[node], index, node))
+        # Stable, and a child is worth less than its parent, so parents stay first.
+        ranked.sort(key=lambda item: -item[0])
         return ranked[: offer.max_nodes]
 
-    def _count(self, ranked: SequenceOf[tuple[float, int, int]], sequences: int, base_rows: int) -> int:
-        """How many of the ranked nodes maximise expected tokens per second."""
+    def _count(self, worths: SequenceOf[float], base_rows: int, gain: float) -> int:
+        """How many of the ranked nodes to take; those used in order always, the others as they pay."""
         if self._cost is None:
-            return len(ranked)
-        tokens, best_count = float(sequences), 0
-        best_rate = tokens / self._cost(base_rows)
-        for count, (worth, _, _) in enumerate(ranked, start=1):
-            tokens += worth
-            rate = tokens / self._cost(base_rows + count)
-            if rate > best_rate:
-                best_rate, best_count = rate, count
+            return len(worths)
+        base = self._cost(base_rows)
+        rate = gain / base
+        count = sum(worth >= _CERTAIN for worth in worths)
+        best_count, best_profit = count, -rate * self._cost(base_rows + count)
+        tokens = 0.0
+        for n in range(count + 1, len(worths) + 1):
+            tokens += worths[n - 1]
+            profit = tokens - rate * self._cost(base_rows + n)
+            if profit > best_profit:
+                best_count, best_profit = n, profit
         return best_count
 
     def observe(self, tree: TokenTree, accepted_rows: SequenceOf[int], record: SequenceRecord) -> None:
@@ -158,5 +191,6 @@ class RowBudget:
                 score = tree.scores[child]
                 expected += self.calibration.probability(score)
                 self.calibration.observe(score, child in accepted_rows)
+        record.spend(len(path), self._step_cost)
         if expected:
             record.observe(expected, len(accepted_rows))

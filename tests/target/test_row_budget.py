@@ -40,18 +40,18 @@ def trees(draw: st.DrawFn) -> GrowingTree:
 
 
 @settings(max_examples=150, deadline=None)
-@given(trees(), st.floats(0.0, 0.6))
-def test_the_cut_is_the_best_of_all_subtrees(tree: GrowingTree, per_row: float) -> None:
-    budget = RowBudget(StepCost([(1, 1.0), (100, 1.0 + 99 * per_row)]))
+@given(trees(), st.floats(0.0, 0.6), st.floats(1.0, 4.0))
+def test_the_cut_is_the_best_of_all_subtrees(tree: GrowingTree, per_row: float, gain: float) -> None:
+    """Against every ancestor-closed set of nodes: expected tokens less what their time earns elsewhere."""
     cost = StepCost([(1, 1.0), (100, 1.0 + 99 * per_row)])
+    budget, record = RowBudget(cost), SequenceRecord(tokens=gain * 6, steps=6)
     best = 0.0
     for size in range(tree.nodes + 1):
         for nodes in itertools.combinations(range(1, tree.nodes + 1), size):
             if all(tree.parents[node] in (0, *nodes) for node in nodes):
-                best = max(best, (1 + reach(tree, set(nodes), budget)) / cost(1 + size))
-    cut = budget.cut([Offer(tree, SequenceRecord(), 63)], base_rows=1, max_nodes=63)[0]
-    gained = (1 + expected(cut, budget)) / cost(len(cut))
-    assert gained == pytest.approx(best)
+                best = max(best, reach(tree, set(nodes), budget) - gain * (cost(1 + size) - cost(1)))
+    cut = budget.cut([Offer(tree, record, 63)], base_rows=1, max_nodes=63)[0]
+    assert expected(cut, budget) - gain * (cost(len(cut)) - cost(1)) == pytest.approx(best)
 
 
 def expected(cut: TokenTree, budget: RowBudget) -> float:
@@ -79,10 +79,31 @@ def test_the_batch_shares_its_rows_by_worth() -> None:
     assert [len(tree) for tree in cut] == [1, 4]
 
 
-def test_in_order_takes_a_prefix_whatever_the_scores() -> None:
-    tree = grown([0, 0, 0, 1], [0.1, 0.9, 0.5, 0.99])
-    cut = RowBudget(None).cut([Offer(tree, SequenceRecord(), 2, in_order=True)], 1, 63)[0]
+@pytest.mark.parametrize("scores", [[0.1, 0.9, 0.5, 0.99], [0.0] * 4, [1.0] * 4], ids=["mixed", "hopeless", "sure"])
+@pytest.mark.parametrize("cost", [None, StepCost([(1, 1.0), (64, 640.0)])], ids=["free", "dear"])
+def test_in_order_takes_a_prefix_whatever_the_scores(scores: list[float], cost: StepCost | None) -> None:
+    tree = grown([0, 0, 0, 1], scores)
+    cut = RowBudget(cost).cut([Offer(tree, SequenceRecord(), 2, in_order=True)], 1, 63)[0]
     assert cut.token_ids == (0, 1, 2)
+
+
+def test_a_row_must_earn_what_its_time_earns_elsewhere() -> None:
+    """The same draft is worth verifying to a sequence that gains little, and not to one that gains much."""
+    cost = StepCost([(1, 1.0), (2, 1.2), (64, 14.0)])
+    tree = grown([0], [0.5])
+    slow, fast = SequenceRecord(tokens=6, steps=6), SequenceRecord(tokens=24, steps=6)
+    assert len(RowBudget(cost).cut([Offer(tree, slow, 63)], 1, 63)[0]) == 2
+    assert len(RowBudget(cost).cut([Offer(tree, fast, 63)], 1, 63)[0]) == 1
+
+
+def test_the_gain_follows_what_steps_make() -> None:
+    record = SequenceRecord()
+    for _ in range(200):
+        record.spend(tokens=3, cost=1.25)
+    assert record.gain == pytest.approx(2.4, rel=0.01)
+    for _ in range(200):
+        record.spend(tokens=1, cost=1.1)
+    assert record.gain == 1.0
 
 
 def test_calibration_learns_what_scores_are_worth() -> None:
