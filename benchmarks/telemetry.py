@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import statistics
 import subprocess
@@ -155,12 +156,15 @@ def microseconds(run: Callable[[], Any], repeats: int) -> list[float]:
     return times
 
 
-def environment() -> dict[str, str]:
+def environment() -> dict[str, Any]:
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
     packages = ("prometheus-client", "opentelemetry-sdk")
     return {
         "python": platform.python_version(),
         "machine": platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        # Other work on the machine: medians are only as quiet as it was.
+        "load": [round(load, 1) for load in os.getloadavg()],
         "commit": commit,
         **{name: version(name) for name in packages},
     }
@@ -175,8 +179,9 @@ def main() -> None:
     sys.stdout.write(f"{'microseconds per call':44s} {'median':>9s} {'min':>9s} {'max':>9s}\n")
     for name, run in cases().items():
         times = microseconds(run, arguments.repeats)
-        results[name] = {"median": statistics.median(times), "min": min(times), "max": max(times), "n": len(times)}
-        sys.stdout.write(f"{name:44s} {results[name]['median']:9.2f} {min(times):9.2f} {max(times):9.2f}\n")
+        spread = {"median": statistics.median(times), "min": min(times), "max": max(times)}
+        results[name] = {**{figure: round(value, 3) for figure, value in spread.items()}, "n": len(times)}
+        sys.stdout.write(f"{name:44s} " + " ".join(f"{value:9.2f}" for value in spread.values()) + "\n")
     if arguments.json:
         arguments.json.write_text(json.dumps({"environment": environment(), "microseconds": results}, indent=2) + "\n")
 

@@ -20,7 +20,7 @@ _EXPECTED_OUTCOMES = ("end_of_sequence", "stop", "length", "cancelled")
 
 
 class PrometheusObserver:
-    """Counts what the engine tells it. A call of `on_step` costs 1.3 µs, 0.1 per value (`benchmarks/telemetry.py`)."""
+    """Counts what the engine tells it. A call of `on_step` costs 1.3 to 2 µs (`benchmarks/telemetry.py`)."""
 
     def __init__(self, model: str, dtype: str, version: str) -> None:
         self.metrics = MetricSet(TARGET)

@@ -7,13 +7,16 @@ import math
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
+import grpc
 import pytest
 from compose_stack import ComposeStack, StackFailed
 from dashboard import alerts, answerable, queries, rules
 
 from outrider.errors import InvalidField
 from outrider.sampling import SamplingParams
+from outrider.v1 import target_pb2, target_pb2_grpc
 from outrider_client import Client
 from outrider_client.results import Result
 
@@ -53,10 +56,9 @@ async def generate(port: int, max_tokens: int = 24, prompt: str = PROMPT) -> Res
 
 async def traffic(port: int, until: float) -> None:
     """Requests that end, one that is cancelled, one that is refused, and one that is traced, over and over."""
-    from outrider.v1 import target_pb2, target_pb2_grpc
-
-    async with Client.connect(f"127.0.0.1:{port}") as client:
-        traced = target_pb2_grpc.TargetServiceStub(client._connection.channel)
+    address = f"127.0.0.1:{port}"
+    async with Client.connect(address) as client, grpc.aio.insecure_channel(address) as channel:
+        traced: Any = target_pb2_grpc.TargetServiceStub(channel)
         while time.monotonic() < until:
             await client.generate(text=PROMPT, sampling=SamplingParams(max_tokens=16)).result()
             async with client.generate(text=PROMPT, sampling=SamplingParams(max_tokens=64)) as generation:
