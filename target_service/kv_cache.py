@@ -6,13 +6,25 @@ pages are handed out in runs that can grow.
 
 from __future__ import annotations
 
+import math
+import mmap
 from collections.abc import Iterable, Sequence
 
 import torch
+from torch import Tensor
 
 
 class OutOfPages(Exception):
     """Fewer pages are free than were asked for. Nothing was allocated."""
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros [shape]. On a CPU they take memory only once written, so that a large cache costs nothing at start."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    count = math.prod(shape)
+    memory = mmap.mmap(-1, count * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=dtype, count=count).view(shape)
 
 
 class KVCache:
@@ -38,8 +50,8 @@ class KVCache:
         self.num_pages = num_pages
         self.page_size = page_size
         shape = (num_pages, page_size, kv_heads)
-        self.keys = [torch.zeros(*shape, key_width, dtype=dtype, device=device) for _ in range(layers)]
-        self.values = [torch.zeros(*shape, value_width, dtype=dtype, device=device) for _ in range(layers)]
+        self.keys = [_zeros((*shape, key_width), dtype, device) for _ in range(layers)]
+        self.values = [_zeros((*shape, value_width), dtype, device) for _ in range(layers)]
         # Free pages as the longest runs start .. end, found by either bound.
         self._end_of = {0: num_pages}
         self._start_of = {num_pages: 0}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import psutil
 import pytest
 import torch
 
@@ -19,6 +20,15 @@ def test_pools_have_their_shapes_and_begin_finite() -> None:
     assert [tuple(keys.shape) for keys in cache.keys] == [(8, 4, 3, 5)] * 2
     assert [tuple(values.shape) for values in cache.values] == [(8, 4, 3, 7)] * 2
     assert all(bool((pool == 0).all()) for pool in (*cache.keys, *cache.values))
+
+
+def test_a_cache_takes_memory_only_where_it_is_written() -> None:
+    before = psutil.Process().memory_info().rss
+    cache = KVCache(1024, 16, 4, 8, 64, 64, torch.bfloat16, torch.device("cpu"))
+    assert sum(pool.nbytes for pool in (*cache.keys, *cache.values)) == 128 << 20
+    assert psutil.Process().memory_info().rss - before < 32 << 20
+    cache.keys[0][3] = 1.5
+    assert float(cache.keys[0].sum()) == 1.5 * 16 * 8 * 64
 
 
 @pytest.mark.parametrize(("pages", "size"), [(0, 1), (1, 0)], ids=["no pages", "no size"])
