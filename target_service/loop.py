@@ -136,6 +136,8 @@ class EngineLoop:
         planned_at = time.monotonic_ns()
         logits = self._runner.forward(batch.input)
         forward_at = time.monotonic_ns()
+        if not batch.prefill_rows:
+            self._budget.observe_step(batch.decode_rows, (forward_at - planned_at) * 1e-9)
         verified = self._verify(batch, logits)
         verified_at = time.monotonic_ns()
         verdicts = self._commit(batch, verified, verified_at - begin)

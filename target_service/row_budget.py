@@ -30,6 +30,9 @@ _SEQUENCE_KEEP = 0.97
 # A sequence is taken to gain this much from drafts, for this many steps' weight, until it has shown what it gains.
 _GAIN_PRIOR = 1.3
 _GAIN_STEPS = 6.0
+# What one live step may move the cost of its size, and how far from the estimate a step is believed.
+_LIVE_SHARE = 0.1
+_LIVE_BOUND = 1.5
 # Nodes of a sequence whose drafts are used in order of arrival: a number that no draw has a part in.
 IN_ORDER_NODES = 15
 # More than any probability, so that nodes used in order go first.
@@ -86,14 +89,23 @@ class SequenceRecord:
 
 
 class StepCost:
-    """Seconds of a step by its rows: measured at a few sizes, straight lines between."""
+    """Seconds of a step by its rows: measured at a few sizes, straight lines between, corrected by what steps take.
+
+    A size that was measured while the machine was busy with something else would otherwise be shunned, or sought,
+    for ever. Only ratios of costs matter, so that a size not seen lately is tried again once the others have risen.
+    """
 
     def __init__(self, measured: SequenceOf[tuple[int, float]]) -> None:
         """`measured`: (rows, seconds) with rising rows. Costs are made to rise with rows, which noise may hide."""
         if not measured:
             raise ValueError("needs at least one measured size")
         self._rows = [rows for rows, _ in measured]
-        seconds = [cost for _, cost in measured]
+        self._measured = [cost for _, cost in measured]
+        self._seconds: list[float] = []
+        self._smooth()
+
+    def _smooth(self) -> None:
+        seconds = list(self._measured)
         for i in range(1, len(seconds)):
             seconds[i] = max(seconds[i], seconds[i - 1])
         self._seconds = seconds
@@ -108,6 +120,18 @@ class StepCost:
             return self._seconds[-1] + per_row * (rows - self._rows[-1])
         share = (rows - self._rows[i - 1]) / (self._rows[i] - self._rows[i - 1])
         return self._seconds[i - 1] + share * (self._seconds[i] - self._seconds[i - 1])
+
+    def observe(self, rows: int, seconds: float) -> None:
+        """Correct the nearest measured size by a step of `rows` that took `seconds`."""
+        if rows > self._rows[-1]:
+            return
+        i = bisect.bisect_left(self._rows, rows)
+        if i and rows - self._rows[i - 1] < self._rows[i] - rows:
+            i -= 1
+        # Bounded, so that one pause of the machine does not count as what rows cost.
+        ratio = min(_LIVE_BOUND, max(1 / _LIVE_BOUND, seconds / self(rows)))
+        self._measured[i] *= 1 + _LIVE_SHARE * (ratio - 1)
+        self._smooth()
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +205,11 @@ class RowBudget:
             if profit > best_profit:
                 best_count, best_profit = n, profit
         return best_count
+
+    def observe_step(self, rows: int, seconds: float) -> None:
+        """Learn from the time of a step that only decoded."""
+        if self._cost is not None:
+            self._cost.observe(rows, seconds)
 
     def observe(self, tree: TokenTree, accepted_rows: SequenceOf[int], record: SequenceRecord) -> None:
         """Learn from a verified tree: only children of accepted rows say anything about their scores."""

@@ -129,3 +129,18 @@ def test_cost_rises_with_rows_even_when_measured_otherwise() -> None:
     assert cost(2) == 2.0
     assert cost(3) == pytest.approx(2.5)
     assert cost(8) == pytest.approx(6.0)
+
+
+def test_a_wrong_measurement_is_lived_down() -> None:
+    cost = StepCost([(1, 1.0), (16, 6.0), (64, 7.0)])
+    for _ in range(200):
+        cost.observe(16, 1.2)
+        cost.observe(1, 1.0)
+    assert cost(16) / cost(1) == pytest.approx(1.2, rel=0.02)
+
+
+def test_one_pause_of_the_machine_costs_no_size_its_place() -> None:
+    cost = StepCost([(1, 1.0), (16, 1.2), (64, 2.0)])
+    cost.observe(16, 60.0)
+    assert cost(16) == pytest.approx(1.26)
+    assert cost(1) == 1.0
