@@ -27,7 +27,8 @@ import triton
 from attention_inputs import DEVICE, Case, Inputs, draw, measure, time_us
 from torch import Tensor
 
-from tree_kernels._triton_attention import Tiling, TritonAttention, TritonSettings
+from tree_kernels._triton_attention import TritonAttention, TritonSettings
+from tree_kernels._triton_tiling import Tiling
 
 
 def cases(grid: str) -> Iterator[Case]:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from tree_kernels._triton_kernels import attention_kernel, merge_kernel
 from tree_kernels._triton_schedule import ancestor_kernel, schedule_kernel
+from tree_kernels._triton_tiling import Tiling, choose_tiling
 from tree_kernels.batch import AttentionBatch, AttentionPlan
 from tree_kernels.tree_mask import WORD_BITS
 
@@ -23,17 +24,6 @@ MAX_TREE_ROWS = 256
 _RECORD = 8
 _SCHEDULE_BLOCK = 64
 _LOG2_E = 1.4426950408889634
-
-
-@dataclass(frozen=True)
-class Tiling:
-    """How a kernel is cut and launched: packed rows and keys of a tile, warps, pipeline stages, programs per SM."""
-
-    block_rows: int
-    block_keys: int
-    warps: int
-    stages: int
-    programs_per_sm: int
 
 
 @dataclass(frozen=True)
@@ -90,34 +80,6 @@ class TritonPlan(AttentionPlan):
     schedules: dict[_Layout, _Schedule] = field(default_factory=dict)
 
 
-# Keys of a whole batch past which reading each of them once outweighs what a block of 256 rows spills.
-_MANY_KEYS = 128 * 1024
-
-
-def _tiling(packed_rows: int, width: int, itemsize: int, *, keys: int, busy: bool) -> Tiling:
-    """The fastest of those tried on an H200 (`benchmarks/tree_attention.py --tune`).
-
-    Page ids come one pipeline stage before what they point at, so that two stages buy one tile in flight.
-
-    Args:
-        packed_rows: rows times query heads per key head, of the largest sequence.
-        width: of a key.
-        itemsize: bytes of an element.
-        keys: of all sequences.
-        busy: whether there is more work than SMs, so that two programs on one hide each other's waits.
-    """
-    packed = max(16, triton.next_power_of_2(packed_rows))
-    if itemsize > 2:
-        return Tiling(min(64, packed), 32, 4, 2, 1)
-    if width > 128:
-        return Tiling(min(64, packed), 32, 4, 3, 1)
-    if packed <= 64:
-        return Tiling(packed, 64, 4, 5, 2 if busy or packed <= 32 else 1)
-    if packed >= 256 and keys >= _MANY_KEYS:
-        return Tiling(256, 64, 16, 5, 1)
-    return Tiling(128, 128, 8, 5, 1)
-
-
 class TritonAttention:
     """See `tree_kernels.attention.TreeAttention`."""
 
@@ -129,8 +91,16 @@ class TritonAttention:
             processors = torch.cuda.get_device_properties(device).multi_processor_count
         self._processors = processors
 
-    def plan(self, batch: AttentionBatch) -> TritonPlan:
-        integers = _pack(batch).to(self._device, non_blocking=True)
+    def plan(self, batch: AttentionBatch, integers: Tensor | None = None) -> TritonPlan:
+        """See `TreeAttention.plan`.
+
+        Args:
+            batch: the step, or with `integers` the largest that the plan is to hold.
+            integers: [plan_integers(batch)] int32 on the device, to lay the plan out in and left as they are: what
+                `pack` returns must be there before the plan is run. None makes and fills them.
+        """
+        if integers is None:
+            integers = _pack(batch).to(self._device, non_blocking=True)
         count, rows = batch.sequences, batch.rows
         sizes = [count + 1, count, count, count, rows, sum(map(len, batch.pages))]
         query_starts, prefix_lengths, causal, page_starts, parents, page_table = torch.split(integers, sizes)
@@ -148,6 +118,15 @@ class TritonAttention:
 
     def update(self, plan: TritonPlan, batch: AttentionBatch) -> None:
         """Write another step into a plan's tensors. A graph captured with the plan then computes that step.
+
+        Raises:
+            ValueError: it does not fit, see `pack`.
+        """
+        packed = self.pack(plan, batch)
+        plan.integers[: len(packed)].copy_(packed, non_blocking=True)
+
+    def pack(self, plan: TritonPlan, batch: AttentionBatch) -> Tensor:
+        """What a step is in a plan: [n] int32 on the host, for the first n of the plan's `integers`.
 
         The batch has the plan's number of sequences (those that are not there have no rows and no pages) and at most
         its rows, its pages in all, and its largest tree's words; a fixed split needs no more chunks either.
@@ -171,8 +150,7 @@ class TritonAttention:
                 f"a plan of {old.sequences} sequences, {old.rows} rows and {plan.page_table.numel()} pages "
                 f"cannot take {batch.sequences}, {batch.rows} and {sum(map(len, batch.pages))}"
             )
-        packed = _pack(batch, pad_rows=old.rows)
-        plan.integers[: len(packed)].copy_(packed, non_blocking=True)
+        return _pack(batch, pad_rows=old.rows)
 
     def run(self, plan: AttentionPlan, query: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float) -> Tensor:
         assert isinstance(plan, TritonPlan)
@@ -187,13 +165,16 @@ class TritonAttention:
         attention_kernel[(self._programs(tiling),)](
             query, key_cache, value_cache, output, schedule.partials, schedule.partial_lse, plan.page_table,
             plan.words, schedule.groups, schedule.chunk_groups, schedule.totals, scale * _LOG2_E,
-            query.stride(0), query.stride(1), D=layout.width, BLOCK_D=triton.next_power_of_2(layout.width),
+            query.stride(0), query.stride(1), schedule.max_chunks,
+            D=layout.width, BLOCK_D=triton.next_power_of_2(layout.width),
             PAGE_SIZE=plan.batch.page_size, BLOCK_N=tiling.block_keys, WORDS=plan.words.shape[1],
             num_warps=tiling.warps, num_stages=tiling.stages, **heads, **blocks,
         )  # fmt: skip
-        merge_kernel[(schedule.max_chunks, tiling.block_rows // 4)](
+        by_group = len(schedule.groups) <= schedule.max_chunks
+        rows, parts = (2, 16) if by_group else (4, 8)
+        merge_kernel[(len(schedule.groups) if by_group else schedule.max_chunks, tiling.block_rows // rows)](
             output, schedule.partials, schedule.partial_lse, schedule.groups, schedule.chunk_groups,
-            schedule.totals, ROWS=4, PARTS=8, num_warps=4, **heads, **blocks,
+            schedule.totals, ROWS=rows, PARTS=parts, BY_GROUP=by_group, num_warps=4, **heads, **blocks,
         )  # fmt: skip
         return output
 
@@ -204,7 +185,7 @@ class TritonAttention:
             raise ValueError(f"expected one dtype, got {query.dtype}, {key_cache.dtype} and {value_cache.dtype}")
         group = query.shape[1] // key_cache.shape[2]
         kv_heads = key_cache.shape[2]
-        tiling = self._settings.tiling or _tiling(
+        tiling = self._settings.tiling or choose_tiling(
             max(batch.row_counts) * group,
             key_cache.shape[3],
             query.element_size(),
@@ -244,7 +225,7 @@ class TritonAttention:
         schedule = _Schedule(
             groups=self._integers(max_groups, _RECORD),
             chunk_groups=self._integers(max_chunks, 2),
-            totals=self._integers(2),
+            totals=self._integers(3),
             partials=torch.empty(2 * max_chunks, tiling.block_rows, layout.value_width, device=self._device),
             partial_lse=torch.empty(2 * max_chunks, tiling.block_rows, device=self._device),
             max_chunks=max_chunks,
@@ -258,13 +239,18 @@ class TritonAttention:
             plan.query_starts, plan.prefix_lengths, plan.causal, plan.page_starts, schedule.groups,
             schedule.chunk_groups, schedule.totals, batch.sequences, self._programs(tiling),
             GROUP=layout.group, KV_HEADS=layout.kv_heads, BLOCK_M=tiling.block_rows, BLOCK_N=tiling.block_keys,
-            FIXED_TILES=fixed_tiles, MIN_TILES=2,
+            FIXED_TILES=fixed_tiles, MIN_TILES=1,
             BLOCK_B=triton.next_power_of_2(batch.sequences), BLOCK_I=_SCHEDULE_BLOCK,
         )  # fmt: skip
         return schedule
 
     def _integers(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.int32, device=self._device)
+
+
+def plan_integers(batch: AttentionBatch) -> int:
+    """Elements of a plan's `integers`."""
+    return 4 * batch.sequences + 1 + batch.rows + sum(map(len, batch.pages))
 
 
 def _tree_rows(batch: AttentionBatch) -> int:

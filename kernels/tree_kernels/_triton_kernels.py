@@ -190,6 +190,7 @@ def attention_kernel(  # type: ignore[no-untyped-def]
     scale_log2,
     query_row_stride,
     query_head_stride,
+    max_chunks,
     GROUP: tl.constexpr,
     KV_HEADS: tl.constexpr,
     D: tl.constexpr,
@@ -204,15 +205,20 @@ def attention_kernel(  # type: ignore[no-untyped-def]
     """Every program takes chunks in turn, and of each chunk the groups that lie in it."""
     per_chunk = tl.load(totals)
     chunks = tl.load(totals + 1)
+    # Asked for before it is known that there is such a chunk, so that the two loads wait together.
+    at = tl.program_id(0)
+    first = tl.load(chunk_groups + at * 2, mask=at < max_chunks, other=0)
+    last = tl.load(chunk_groups + at * 2 + 1, mask=at < max_chunks, other=0)
     for chunk in tl.range(tl.program_id(0), chunks, tl.num_programs(0), num_stages=1):
-        first = tl.load(chunk_groups + chunk * 2)
-        last = tl.load(chunk_groups + chunk * 2 + 1)
         for group in tl.range(first, last + 1, num_stages=1):
             _attend(
                 group, chunk, per_chunk, query, key_cache, value_cache, output, partials, partial_lse, page_table,
                 words, groups, scale_log2, query_row_stride, query_head_stride, GROUP, KV_HEADS, D, DV, BLOCK_D,
                 BLOCK_DV, PAGE_SIZE, BLOCK_M, BLOCK_N, WORDS,
             )  # fmt: skip
+        at = chunk + tl.num_programs(0)
+        first = tl.load(chunk_groups + at * 2, mask=at < max_chunks, other=0)
+        last = tl.load(chunk_groups + at * 2 + 1, mask=at < max_chunks, other=0)
 
 
 @triton.jit
@@ -230,12 +236,23 @@ def merge_kernel(  # type: ignore[no-untyped-def]
     BLOCK_M: tl.constexpr,
     ROWS: tl.constexpr,
     PARTS: tl.constexpr,
+    BY_GROUP: tl.constexpr,
 ):
-    """Merge the partials of the group whose first cut lies at the start of chunk `program_id(0)`, if there is one."""
+    """Merge the partials of group `program_id(0)`, if it was cut; which takes the fewest loads in a row.
+
+    Not BY_GROUP, of the group whose first cut lies at the start of chunk `program_id(0)`: fewer programs if there are
+    many groups.
+    """
     chunk = tl.program_id(0)
     per_chunk = tl.load(totals)
-    if chunk < tl.load(totals + 1):
-        record = groups + tl.load(chunk_groups + chunk * 2) * 8
+    if BY_GROUP:
+        there_is = chunk < tl.load(totals + 2)
+    else:
+        there_is = chunk < tl.load(totals + 1)
+    if there_is:
+        record = groups + chunk * 8
+        if not BY_GROUP:
+            record = groups + tl.load(chunk_groups + chunk * 2) * 8
         first_tile = tl.load(record + 5)
         first = first_tile // per_chunk
         last = (first_tile + tl.load(record + 6) - 1) // per_chunk
@@ -243,7 +260,10 @@ def merge_kernel(  # type: ignore[no-untyped-def]
         m = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
         row = (block * BLOCK_M + m) // GROUP
         live = row < tl.load(record + 1)
-        if (chunk == first + 1) & (chunk <= last):
+        is_cut = last > first
+        if not BY_GROUP:
+            is_cut = (chunk == first + 1) & (chunk <= last)
+        if is_cut:
             dv = tl.arange(0, BLOCK_DV)
             peak = tl.full([ROWS], float("-inf"), tl.float32)
             mass = tl.zeros([ROWS], tl.float32)

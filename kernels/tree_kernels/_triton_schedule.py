@@ -123,3 +123,4 @@ def schedule_kernel(  # type: ignore[no-untyped-def]
     if tl.program_id(0) == 0:
         tl.store(totals, per_chunk)
         tl.store(totals + 1, chunks)
+        tl.store(totals + 2, total_groups)

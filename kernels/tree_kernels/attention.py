@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Literal, Protocol, get_args
 
 import torch
 from torch import Tensor
 
 from tree_kernels.batch import AttentionBatch, AttentionPlan, check_tensors
+
+if TYPE_CHECKING:
+    from tree_kernels._triton_attention import TritonAttention
 
 __all__ = ["AttentionBatch", "AttentionPlan", "Backend", "TreeAttention"]
 
@@ -41,6 +44,19 @@ class TreeAttention:
         self.backend = backend
         self.device = torch.device(device)
         self._implementation = _create(backend, self.device)
+
+    @property
+    def capturable(self) -> TritonAttention:
+        """The backend whose plans keep their tensors, for captured steps.
+
+        Raises:
+            ValueError: this object's backend is another.
+        """
+        from tree_kernels._triton_attention import TritonAttention
+
+        if not isinstance(self._implementation, TritonAttention):
+            raise ValueError(f"only the triton backend runs in captured steps, this is {self.backend}")
+        return self._implementation
 
     def plan(self, batch: AttentionBatch) -> AttentionPlan:
         """Do the index work of one step.

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from conftest import Case, Spec, make_case
 
-from tree_kernels._triton_attention import Tiling, TritonAttention, TritonSettings
+from tree_kernels._triton_attention import TritonAttention, TritonSettings
+from tree_kernels._triton_tiling import Tiling
 from tree_kernels.attention import TreeAttention
 from tree_kernels.batch import AttentionBatch
 

@@ -1,0 +1,89 @@
+"""Sizes that steps are captured for, and how a step fills one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from tree_kernels.attention import AttentionBatch
+
+# Of one mask word per row; a larger tree needs four.
+_ONE_WORD = 64
+_LARGEST_TREE = 256
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Bucket:
+    """A captured step holds up to this many rows, of up to this many sequences."""
+
+    rows: int
+    sequences: int
+
+    @property
+    def rows_each(self) -> tuple[int, ...]:
+        """[sequences] rows of each sequence of the step that it is captured with: as even as can be."""
+        each, more = divmod(self.rows, self.sequences)
+        return tuple(each + (index < more) for index in range(self.sequences))
+
+    @property
+    def largest_tree(self) -> int:
+        """Rows of the largest tree whose mask has room."""
+        return _ONE_WORD if max(self.rows_each) <= _ONE_WORD else _LARGEST_TREE
+
+
+def powers_of_two(largest: int) -> tuple[int, ...]:
+    """1, 2, 4 .. and `largest` itself."""
+    powers = [1 << exponent for exponent in range(largest.bit_length()) if 1 << exponent < largest]
+    return (*powers, largest)
+
+
+def buckets_up_to(max_rows: int, max_sequences: int) -> tuple[Bucket, ...]:
+    """All pairs of powers of two, so that a step is at most twice as large as it has to be. Smallest first."""
+    sizes = [(rows, count) for rows in powers_of_two(max_rows) for count in powers_of_two(max_sequences)]
+    return tuple(sorted(Bucket(rows, count) for rows, count in sizes if count <= rows))
+
+
+def choose_bucket(buckets: Iterable[Bucket], batch: AttentionBatch) -> Bucket | None:
+    """The bucket with the fewest rows, then the fewest sequences, that holds the step; None if none does."""
+    trees = max((len(parents) for parents in batch.parents if parents is not None), default=0)
+    fitting = (
+        bucket
+        for bucket in buckets
+        if batch.rows <= bucket.rows and batch.sequences <= bucket.sequences and trees <= bucket.largest_tree
+    )
+    return min(fitting, default=None)
+
+
+def padded(batch: AttentionBatch, bucket: Bucket) -> AttentionBatch:
+    """The step with the bucket's number of sequences: those that are added have no rows, no keys and no pages."""
+    missing = bucket.sequences - batch.sequences
+    return replace(
+        batch,
+        query_starts=batch.query_starts + (batch.rows,) * missing,
+        prefix_lengths=batch.prefix_lengths + (0,) * missing,
+        pages=batch.pages + ((),) * missing,
+        parents=batch.parents + (None,) * missing,
+    )
+
+
+def capacity(bucket: Bucket, page_size: int, pages_each: int) -> AttentionBatch:
+    """The largest step of a bucket: a chain of rows for every sequence, and as many pages as each can ever have.
+
+    The prefix is as long as one in the middle of its life, since the plan is tuned by it.
+    """
+    rows = bucket.rows_each
+    prefix = max(0, min(1024, pages_each * page_size - max(rows)))
+    starts = [0]
+    for count in rows:
+        starts.append(starts[-1] + count)
+    return AttentionBatch(
+        query_starts=tuple(starts),
+        prefix_lengths=(prefix,) * bucket.sequences,
+        pages=((0,) * pages_each,) * bucket.sequences,
+        page_size=page_size,
+        parents=tuple(_chain(count) for count in rows),
+    )
+
+
+def _chain(rows: int) -> tuple[int, ...] | None:
+    return tuple(max(0, row - 1) for row in range(rows)) if rows <= _LARGEST_TREE else None

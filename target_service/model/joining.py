@@ -1,0 +1,89 @@
+"""Linear layers that read the same input as one matrix product, on a GPU and without forking model files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._inductor.compile_fx import compile_fx
+from transformers import PreTrainedModel
+
+# Children of one parent that the served families give the same input.
+_SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
+
+class JointLinear(nn.Module):
+    """One of several linear layers whose weights lie in one tensor. Input [..., in], output [..., out].
+
+    Compiled by `compile_shared`, each sibling asks for the product with all weights and takes its part, and one product
+    is kept. Run eagerly, it multiplies with its own part only.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, start: int, stop: int) -> None:
+        """`weight` [all outputs, in], `bias` [all outputs]; this layer's are start .. stop."""
+        super().__init__()
+        self.register_buffer("joint_weight", weight, persistent=False)
+        self.register_buffer("joint_bias", bias, persistent=False)
+        self.joint_weight: Tensor
+        self.joint_bias: Tensor | None
+        self.start, self.stop = start, stop
+        self.in_features, self.out_features = weight.shape[1], stop - start
+
+    @property
+    def weight(self) -> Tensor:
+        return self.joint_weight[self.start : self.stop]
+
+    def forward(self, rows: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():
+            return nn.functional.linear(rows, self.joint_weight, self.joint_bias)[..., self.start : self.stop]
+        bias = None if self.joint_bias is None else self.joint_bias[self.start : self.stop]
+        return nn.functional.linear(rows, self.weight, bias)
+
+
+def join_linears(model: PreTrainedModel) -> int:
+    """Join siblings of `model`, in place and for good, and return how many groups there were. For inference only."""
+    joined = 0
+    with torch.no_grad():
+        for parent in list(model.modules()):
+            joined += sum(_join(parent, names) for names in _SIBLINGS)
+    return joined
+
+
+def _join(parent: nn.Module, names: Sequence[str]) -> bool:
+    linears = [getattr(parent, name, None) for name in names]
+    # Subclasses compute something else.
+    plain = [linear for linear in linears if type(linear) is nn.Linear]
+    if len(plain) != len(names) or len({(one.in_features, one.bias is None) for one in plain}) != 1:
+        return False
+    weight = torch.cat([one.weight for one in plain])
+    bias = None if plain[0].bias is None else torch.cat([one.bias for one in plain])
+    start = 0
+    for name, one in zip(names, plain, strict=True):
+        setattr(parent, name, JointLinear(weight, bias, start, start + one.out_features))
+        start += one.out_features
+    return True
+
+
+def compile_shared(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    """A backend for `torch.compile`: its default one, after equal products were made one. It does not do so itself."""
+    share_products(graph)
+    compiled: Callable[..., Any] = compile_fx(graph, inputs)
+    return compiled
+
+
+def share_products(graph: fx.GraphModule) -> int:
+    """Keep one of all linear layers with the same input, weight and bias; returns how many were dropped."""
+    first: dict[tuple[Any, ...], fx.Node] = {}
+    dropped = 0
+    for node in list(graph.graph.nodes):
+        if node.op != "call_function" or node.target is not nn.functional.linear:
+            continue
+        kept = first.setdefault((*node.args, *sorted(node.kwargs.items())), node)
+        if kept is not node:
+            node.replace_all_uses_with(kept)
+            graph.graph.erase_node(node)
+            dropped += 1
+    graph.recompile()
+    return dropped

@@ -1,0 +1,205 @@
+"""Captured steps: which size a step takes, what it becomes on the device, and joined products. No GPU is needed."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+from conftest import make_tiny
+from torch import nn
+
+from target_service.model.buckets import Bucket, buckets_up_to, capacity, choose_bucket, padded, powers_of_two
+from target_service.model.captured import CapturedRunner, StepBuffer, _likeliest
+from target_service.model.joining import JointLinear, join_linears, share_products
+from target_service.model.runner import ForwardInput, runner_for
+from tree_kernels.attention import AttentionBatch, TreeAttention
+
+triton_attention = pytest.importorskip("tree_kernels._triton_attention")
+
+PAGE_SIZE = 4
+BUCKETS = buckets_up_to(256, 64)
+
+
+def step_of(rows: tuple[int, ...], *, seed: int = 0, chunks: tuple[int, ...] = (), last: int = 211) -> ForwardInput:
+    """Random trees behind prefixes of random length; the sequences in `chunks` have a causal tail."""
+    rng = random.Random(seed)
+    starts, prefixes, pages, parents, slots, positions = [0], [], [], [], [], []
+    free = list(range(400))
+    rng.shuffle(free)
+    for index, count in enumerate(rows):
+        prefix = rng.randrange(20)
+        own = tuple(free.pop() for _ in range(-(-(prefix + count) // PAGE_SIZE)))
+        tree = tuple(rng.randrange(max(1, row)) for row in range(count))
+        starts.append(starts[-1] + count)
+        prefixes.append(prefix)
+        pages.append(own)
+        parents.append(None if index in chunks else tree)
+        slots += [own[t // PAGE_SIZE] * PAGE_SIZE + t % PAGE_SIZE for t in range(prefix, prefix + count)]
+        positions += [prefix + row for row in range(count)]
+    attention = AttentionBatch(tuple(starts), tuple(prefixes), tuple(pages), PAGE_SIZE, tuple(parents))
+    tokens = tuple(rng.randrange(last) for _ in slots)
+    return ForwardInput(tokens, tuple(positions), tuple(slots), attention, ())
+
+
+def buffer_of(bucket: Bucket, pages_each: int = 80) -> StepBuffer:
+    settings = triton_attention.TritonSettings(processors=4)
+    attention = triton_attention.TritonAttention(torch.device("cpu"), settings)
+    return StepBuffer(bucket, attention, torch.device("cpu"), PAGE_SIZE, pages_each)
+
+
+def read_back(buffer: StepBuffer) -> AttentionBatch:
+    """The step that a plan's tensors describe, by the rules of the kernels that read them."""
+    plan = buffer.plan
+    starts, page_starts = plan.query_starts.tolist(), plan.page_starts.tolist()
+    causal, parents, table = plan.causal.tolist(), plan.parents.tolist(), plan.page_table.tolist()
+    prefixes = plan.prefix_lengths.tolist()
+    keys = [prefix + end - start for prefix, start, end in zip(prefixes, starts[:-1], starts[1:], strict=True)]
+    return AttentionBatch(
+        tuple(starts),
+        tuple(prefixes),
+        tuple(tuple(table[at : at + -(-count // PAGE_SIZE)]) for at, count in zip(page_starts, keys, strict=True)),
+        PAGE_SIZE,
+        tuple(
+            None if flag else tuple(parents[start:end])
+            for flag, start, end in zip(causal, starts[:-1], starts[1:], strict=True)
+        ),
+    )
+
+
+@pytest.mark.parametrize("largest", [1, 2, 48, 64])
+def test_sizes_grow_to_the_largest(largest: int) -> None:
+    sizes = powers_of_two(largest)
+    assert sizes[0] == 1 and sizes[-1] == largest
+    assert all(low < high <= 2 * low for low, high in pairwise(sizes))
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        pytest.param((1,), Bucket(1, 1), id="decode"),
+        pytest.param((1,) * 5, Bucket(8, 8), id="five-decode"),
+        pytest.param((64,), Bucket(64, 1), id="tree"),
+        pytest.param((60, 2), Bucket(64, 2), id="ragged"),
+        pytest.param((200,), Bucket(256, 1), id="four-words"),
+        pytest.param((100, 100), Bucket(256, 2), id="two-large-trees"),
+        pytest.param((70,) + (1,) * 9, None, id="large-tree-among-many"),
+        pytest.param((1,) * 65, None, id="too-many-sequences"),
+        pytest.param((257,), None, id="too-many-rows"),
+    ],
+)
+def test_a_step_takes_the_smallest_bucket_that_holds_it(rows: tuple[int, ...], expected: Bucket | None) -> None:
+    assert choose_bucket(BUCKETS, step_of(rows, seed=1).attention) == expected
+
+
+def test_every_bucket_holds_what_it_is_captured_with() -> None:
+    for bucket in BUCKETS:
+        batch = capacity(bucket, 16, 600)
+        batch.check()
+        assert (batch.rows, batch.sequences) == (bucket.rows, bucket.sequences)
+        assert any(parents is not None for parents in batch.parents)
+        assert choose_bucket([bucket], batch) == bucket
+
+
+STEPS = [
+    pytest.param((1,), (), id="decode"),
+    pytest.param((3, 1, 9), (), id="ragged"),
+    pytest.param((5, 30, 2), (1,), id="chunk-between"),
+    pytest.param((100,), (), id="four-words"),
+    pytest.param((1,) * 33, (), id="many"),
+]
+
+
+@pytest.mark.parametrize(("rows", "chunks"), STEPS)
+def test_the_buffer_says_the_step_and_nothing_of_the_one_before(rows: tuple[int, ...], chunks: tuple[int, ...]) -> None:
+    batch = step_of(rows, chunks=chunks)
+    bucket = choose_bucket(BUCKETS, batch.attention)
+    assert bucket is not None
+    buffer = buffer_of(bucket)
+    buffer.load(step_of(bucket.rows_each, seed=5), 511)
+    buffer.load(batch, 511)
+    count = len(batch.token_ids)
+    assert read_back(buffer) == padded(batch.attention, bucket)
+    for tensor, values in ((buffer.token_ids, batch.token_ids), (buffer.positions, batch.positions)):
+        assert tuple(tensor[:count].tolist()) == values
+    assert tuple(buffer.slots[:count].tolist()) == batch.slots
+    # Nothing of a row that is not there is written or looked up.
+    assert buffer.slots[count:].eq(-1).all() and not buffer.token_ids[count:].any()
+
+
+@pytest.mark.parametrize(("rows", "chunks"), STEPS)
+def test_the_padded_plan_attends_as_the_step_does(rows: tuple[int, ...], chunks: tuple[int, ...]) -> None:
+    batch = step_of(rows, chunks=chunks, seed=3)
+    bucket = choose_bucket(BUCKETS, batch.attention)
+    assert bucket is not None
+    buffer = buffer_of(bucket)
+    buffer.load(batch, 511)
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(batch.attention.rows, 4, 8, generator=generator)
+    keys, values = (torch.randn(400, PAGE_SIZE, 2, 8, generator=generator) for _ in range(2))
+    attention = TreeAttention("reference")
+    expected = attention.run(attention.plan(batch.attention), query, keys, values, 0.35)
+    assert torch.equal(attention.run(attention.plan(read_back(buffer)), query, keys, values, 0.35), expected)
+
+
+def test_positions_end_where_the_tables_do() -> None:
+    buffer = buffer_of(Bucket(16, 1))
+    batch = step_of((9,), seed=2)
+    buffer.load(batch, 3)
+    assert buffer.positions.max() <= 3
+
+
+@pytest.mark.parametrize("vocabulary", [64, 211, 4 * 53])
+def test_the_likeliest_token_is_the_lowest_among_equals(vocabulary: int) -> None:
+    logits = torch.randint(0, 9, (40, vocabulary), generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
+    expected = [row.index(max(row)) for row in logits.tolist()]
+    assert _likeliest(logits).tolist() == expected
+
+
+def test_a_step_with_more_pages_than_the_bucket_is_refused() -> None:
+    with pytest.raises(ValueError, match="cannot take"):
+        buffer_of(Bucket(16, 1), pages_each=1).load(step_of((16,)), 511)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3"])
+def test_joined_layers_compute_what_they_did_alone(model_type: str) -> None:
+    model = make_tiny(model_type)
+    runner = runner_for(model, None, num_pages=400, page_size=PAGE_SIZE)
+    batch = replace(step_of((5, 3)), logit_rows=tuple(range(8)))
+    expected = runner.forward(batch).clone()
+    assert join_linears(model) == 4
+    assert isinstance(model.model.layers[0].self_attn.q_proj, JointLinear)
+    torch.testing.assert_close(runner.forward(batch), expected)
+
+
+class _Siblings(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        weight, bias = torch.randn(10, 6), torch.randn(10)
+        self.left, self.right = JointLinear(weight, bias, 0, 7), JointLinear(weight, bias, 7, 10)
+
+    def forward(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.left(rows), self.right(rows)
+
+
+def test_a_compiled_group_is_one_product() -> None:
+    module, dropped = _Siblings(), []
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> torch.fx.GraphModule:
+        dropped.append(share_products(graph))
+        return graph
+
+    rows = torch.randn(4, 6)
+    outputs = torch.compile(module, backend=backend)(rows)
+    assert dropped == [1]
+    for output, expected in zip(outputs, module(rows), strict=True):
+        torch.testing.assert_close(output, expected)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
+def test_other_attention_is_refused() -> None:
+    runner = runner_for(make_tiny(), None, num_pages=4, page_size=PAGE_SIZE)
+    with pytest.raises(ValueError, match="only the triton backend"):
+        CapturedRunner(runner)
