@@ -55,9 +55,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from outrider.errors import OutriderError
     from target_service.lifecycle import serve
     from target_service.model.loader import load_runner
+    from target_service.model.threads import in_passing_thread
 
     try:
-        runner = load_runner(config)
+        runner = in_passing_thread(lambda: load_runner(config))
     except (OSError, ValueError) as error:
         parser.exit(1, f"{parser.prog}: cannot serve {config.model}: {error}\n")
     try:

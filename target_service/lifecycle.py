@@ -24,6 +24,7 @@ from target_service.engine import Engine, EngineConfig
 from target_service.events import Sequences
 from target_service.metrics import PrometheusObserver
 from target_service.model.runner import ModelRunner
+from target_service.model.threads import in_passing_thread
 from target_service.preflight import link_options
 from target_service.profile import measure_step_cost
 from target_service.scheduler import SchedulerConfig
@@ -125,7 +126,7 @@ def _make_engine(config: TargetConfig, runner: ModelRunner, observer: Prometheus
     cost = None
     if _speculates(config) and config.row_budget == "adaptive":
         logger.info("measuring what a step costs by its rows")
-        cost = measure_step_cost(runner, config.max_step_rows)
+        cost = in_passing_thread(lambda: measure_step_cost(runner, config.max_step_rows))
     return Engine(runner, engine_config(config), step_cost=cost, observer=observer)
 
 
