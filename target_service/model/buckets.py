@@ -44,14 +44,17 @@ def buckets_up_to(max_rows: int, max_sequences: int) -> tuple[Bucket, ...]:
 
 
 def choose_bucket(buckets: Iterable[Bucket], batch: AttentionBatch) -> Bucket | None:
-    """The bucket with the fewest rows, then the fewest sequences, that holds the step; None if none does."""
+    """The bucket with the fewest rows, then the fewest sequences, that holds the step; None if none does.
+
+    `buckets` are in that order.
+    """
     trees = max((len(parents) for parents in batch.parents if parents is not None), default=0)
     fitting = (
         bucket
         for bucket in buckets
         if batch.rows <= bucket.rows and batch.sequences <= bucket.sequences and trees <= bucket.largest_tree
     )
-    return min(fitting, default=None)
+    return next(fitting, None)
 
 
 def padded(batch: AttentionBatch, bucket: Bucket) -> AttentionBatch:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 from transformers import AttentionInterface
@@ -79,6 +80,8 @@ class StepBuffer:
         on_gpu = device.type == "cuda"
         self._host = torch.zeros(size, dtype=torch.int32, pin_memory=on_gpu)
         self._copied = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
+        # Small writes cost numpy a fifth of what they cost torch.
+        self._head = self._host.numpy()[: 3 * rows].reshape(3, rows)
         self.integers = torch.zeros(size, dtype=torch.int32, device=device)
         self.token_ids, self.positions, self.slots = self.integers[: 3 * rows].view(3, rows)
         self.plan: TritonPlan = attention.plan(largest, self.integers[3 * rows :])
@@ -94,12 +97,11 @@ class StepBuffer:
         if self._copied is not None:
             # The last copy may still read the pinned memory.
             self._copied.synchronize()
-        head = self._host[: 3 * rows].view(3, rows)
-        head[0, :used] = torch.tensor(batch.token_ids, dtype=torch.int32)
-        head[1, :used] = torch.tensor(batch.positions, dtype=torch.int32).clamp_(max=last_position)
-        head[2, :used] = torch.tensor(batch.slots, dtype=torch.int32)
-        head[:2, used:] = 0
-        head[2, used:] = -1
+        token_ids, positions, slots = self._head
+        token_ids[:used], token_ids[used:] = batch.token_ids, 0
+        positions[:used], positions[used:] = batch.positions, 0
+        slots[:used], slots[used:] = batch.slots, -1
+        numpy.minimum(positions, last_position, out=positions)
         end = 3 * rows + len(packed)
         self._host[3 * rows : end] = packed
         self.integers[:end].copy_(self._host[:end], non_blocking=True)
