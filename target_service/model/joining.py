@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
@@ -69,8 +69,7 @@ def _join(parent: nn.Module, names: Sequence[str]) -> bool:
 def compile_shared(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
     """A backend for `torch.compile`: its default one, after equal products were made one. It does not do so itself."""
     share_products(graph)
-    compiled: Callable[..., Any] = compile_fx(graph, inputs)
-    return compiled
+    return cast(Callable[..., Any], compile_fx(graph, inputs))
 
 
 def share_products(graph: fx.GraphModule) -> int:
