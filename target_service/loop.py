@@ -229,7 +229,8 @@ class EngineLoop:
         """What the target says of each tree. None for prompts that are still being read."""
         verifiers = [self.live[item.sequence.sequence_id].verifier for item in batch.items]
         argmax: list[int] | None = None
-        if any(verifier.plain_greedy for verifier in verifiers):
+        # On a CPU the walk asks for the few rows it comes to, which costs less than all of them at once.
+        if logits.is_cuda and any(verifier.plain_greedy for verifier in verifiers):
             argmax = torch.argmax(logits, dim=-1).tolist()
         verified: list[Verified | None] = []
         for item, verifier in zip(batch.items, verifiers, strict=True):
