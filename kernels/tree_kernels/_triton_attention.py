@@ -165,7 +165,7 @@ class TritonAttention:
         attention_kernel[(self._programs(tiling),)](
             query, key_cache, value_cache, output, schedule.partials, schedule.partial_lse, plan.page_table,
             plan.words, schedule.groups, schedule.chunk_groups, schedule.totals, scale * _LOG2_E,
-            query.stride(0), query.stride(1), schedule.max_chunks,
+            query.stride(0), query.stride(1),
             D=layout.width, BLOCK_D=triton.next_power_of_2(layout.width),
             PAGE_SIZE=plan.batch.page_size, BLOCK_N=tiling.block_keys, WORDS=plan.words.shape[1],
             num_warps=tiling.warps, num_stages=tiling.stages, **heads, **blocks,

@@ -190,7 +190,6 @@ def attention_kernel(  # type: ignore[no-untyped-def]
     scale_log2,
     query_row_stride,
     query_head_stride,
-    max_chunks,
     GROUP: tl.constexpr,
     KV_HEADS: tl.constexpr,
     D: tl.constexpr,
@@ -205,20 +204,15 @@ def attention_kernel(  # type: ignore[no-untyped-def]
     """Every program takes chunks in turn, and of each chunk the groups that lie in it."""
     per_chunk = tl.load(totals)
     chunks = tl.load(totals + 1)
-    # Asked for before it is known that there is such a chunk, so that the two loads wait together.
-    at = tl.program_id(0)
-    first = tl.load(chunk_groups + at * 2, mask=at < max_chunks, other=0)
-    last = tl.load(chunk_groups + at * 2 + 1, mask=at < max_chunks, other=0)
     for chunk in tl.range(tl.program_id(0), chunks, tl.num_programs(0), num_stages=1):
+        first = tl.load(chunk_groups + chunk * 2)
+        last = tl.load(chunk_groups + chunk * 2 + 1)
         for group in tl.range(first, last + 1, num_stages=1):
             _attend(
                 group, chunk, per_chunk, query, key_cache, value_cache, output, partials, partial_lse, page_table,
                 words, groups, scale_log2, query_row_stride, query_head_stride, GROUP, KV_HEADS, D, DV, BLOCK_D,
                 BLOCK_DV, PAGE_SIZE, BLOCK_M, BLOCK_N, WORDS,
             )  # fmt: skip
-        at = chunk + tl.num_programs(0)
-        first = tl.load(chunk_groups + at * 2, mask=at < max_chunks, other=0)
-        last = tl.load(chunk_groups + at * 2 + 1, mask=at < max_chunks, other=0)
 
 
 @triton.jit
