@@ -13,7 +13,6 @@ import copy
 import json
 import random
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -22,8 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
-import triton
+from gpu_machine import describe
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -243,19 +241,6 @@ def run_shape(shape: str, modes: list[str], seconds: float, profiled: bool) -> l
     return results
 
 
-def machine() -> dict[str, str]:
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
-    return {
-        "gpu": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "transformers": transformers.__version__,
-        "python": sys.version.split()[0],
-        "commit": commit,
-        "command": " ".join(["benchmarks/gpu.py", *sys.argv[1:]]),
-    }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES))
@@ -270,7 +255,7 @@ def main() -> None:
         torch.cuda.empty_cache()
         if arguments.json is not None:
             loads = [asdict(load) for load in TIMED]
-            arguments.json.write_text(json.dumps({"machine": machine(), "loads": loads, "results": results}, indent=1))
+            arguments.json.write_text(json.dumps({"machine": describe(), "loads": loads, "results": results}, indent=1))
 
 
 if __name__ == "__main__":

@@ -13,8 +13,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import platform
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -25,6 +23,7 @@ from typing import Any
 import torch
 import triton
 from attention_inputs import DEVICE, Case, Inputs, draw, measure, time_us
+from gpu_machine import describe
 from torch import Tensor
 
 from tree_kernels._triton_attention import TritonAttention, TritonSettings
@@ -156,18 +155,6 @@ def run_case(case: Case, seed: int, options: argparse.Namespace, scratch: list[T
     return found
 
 
-def machine() -> dict[str, str]:
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
-    return {
-        "gpu": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "python": platform.python_version(),
-        "commit": commit or "unknown",
-        "command": " ".join(sys.argv),
-    }
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--grid", choices=("small", "full"), default="full")
@@ -199,7 +186,7 @@ def main() -> int:
     sys.stdout.write(f"{len(skipped)} cases not started in time\n")
     if options.json:
         rows = [{**asdict(case), "floor_us": case.floor_us, **found} for case, found in results]
-        document = {"machine": machine(), "bars": summary, "skipped": skipped, "cases": rows}
+        document = {"machine": describe(), "bars": summary, "skipped": skipped, "cases": rows}
         options.json.write_text(json.dumps(document, indent=1) + "\n")
     return int(any("us" not in found["ours"] for _, found in results))
 

@@ -22,8 +22,9 @@ from outrider.errors import (
 from outrider.frames import DraftEvents, DraftInfo, DraftLink
 from outrider.tree import TokenTree
 from target_service.commit import LiveSequence
-from target_service.loop import EngineConfig, EngineLoop, EngineObserver
+from target_service.loop import EngineConfig, EngineLoop
 from target_service.model.runner import ModelRunner
+from target_service.observation import EngineObserver
 from target_service.row_budget import StepCost
 from target_service.sequence import SequenceEvent, SequenceFailed, SequenceRequest, Verdict
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -21,6 +20,7 @@ from target_service.commit import LiveSequence, commit, kv_moves
 from target_service.drafting import Drafting, DraftingConfig
 from target_service.kv_cache import OutOfPages
 from target_service.model.runner import ModelRunner
+from target_service.observation import EngineObserver, Gathered, StepPhases, step_stats
 from target_service.row_budget import IN_ORDER_NODES, Offer, RowBudget, SequenceRecord, StepCost
 from target_service.scheduler import Chunk, Schedule, Scheduler, SchedulerConfig
 from target_service.sequence import (
@@ -45,29 +45,6 @@ class EngineConfig:
     drafting: DraftingConfig
     max_waiting: int
     max_draft_nodes: int
-
-
-class EngineObserver(Protocol):
-    """Hears what the engine did. Called from the engine's thread; must be quick and must not raise."""
-
-    def on_step(self, stats: StepStats) -> None:
-        """One step ran."""
-
-    def on_finished(self, request: SequenceRequest, totals: SequenceTotals, outcome: str) -> None:
-        """A sequence ended: by its finish reason, as "cancelled", or by an error's reason."""
-
-    def on_speculation(self, active: bool) -> None:
-        """Drafting was switched by load."""
-
-
-@dataclass(frozen=True, slots=True)
-class Gathered:
-    """The draft's part of a step: a tree per chunk, and what waiting for it cost."""
-
-    trees: list[TokenTree | None]
-    wait_ns: int
-    # Sequences that wanted a draft and went on without one.
-    fallbacks: int
 
 
 class EngineLoop:
@@ -126,45 +103,30 @@ class EngineLoop:
 
     def step(self) -> list[SequenceEvent] | None:
         """Move every scheduled sequence on. The events of the step, or None when there was nothing to run."""
-        begin = time.monotonic_ns()
+        phases = StepPhases()
         schedule = self.scheduler.schedule()
         if not schedule.chunks:
             return None
         gathered = self._gather(schedule)
-        gathered_at = time.monotonic_ns()
         batch = lay_out(schedule.chunks, gathered.trees, self._runner.cache)
-        planned_at = time.monotonic_ns()
+        phases.end()
         logits = self._runner.forward(batch.input)
-        forward_at = time.monotonic_ns()
-        if not batch.prefill_rows:
-            self._budget.observe_step(batch.decode_rows, (forward_at - planned_at) * 1e-9)
+        phases.end()
         verified = self._verify(batch, logits)
-        verified_at = time.monotonic_ns()
-        verdicts = self._commit(batch, verified, verified_at - begin)
+        phases.end()
+        verdicts = self._commit(batch, verified, phases.total)
         self._advance(verdicts)
         events = self._finish(verdicts)
-        end = time.monotonic_ns()
-        if self._observer is not None:
-            self._observer.on_step(
-                StepStats(
-                    sequences=len(batch.items),
-                    committed_sequences=len(verdicts),
-                    drafted_sequences=sum(item.tree is not None and item.tree.drafted > 0 for item in batch.items),
-                    decode_rows=batch.decode_rows,
-                    prefill_rows=batch.prefill_rows,
-                    drafted_tokens=sum(item.tree.drafted for item in batch.items if item.tree is not None),
-                    accepted_tokens=sum(verdict.drafted_tokens for verdict in verdicts),
-                    committed_tokens=sum(len(verdict.token_ids) for verdict in verdicts),
-                    fallback_sequences=gathered.fallbacks,
-                    draft_wait_ns=gathered.wait_ns,
-                    plan_ns=(gathered_at - begin - gathered.wait_ns) + (planned_at - gathered_at),
-                    forward_ns=forward_at - planned_at,
-                    verify_ns=verified_at - forward_at,
-                    commit_ns=end - verified_at,
-                    total_ns=end - begin,
-                )
-            )
+        phases.end()
+        self._observe(step_stats(batch, gathered, verdicts, phases))
         return events
+
+    def _observe(self, stats: StepStats) -> None:
+        """Let the row budget learn what rows cost, and the observer hear of the step."""
+        if not stats.prefill_rows:
+            self._budget.observe_step(stats.decode_rows, stats.forward_ns * 1e-9)
+        if self._observer is not None:
+            self._observer.on_step(stats)
 
     def _gather(self, schedule: Schedule) -> Gathered:
         """Wait for the draft as long as it pays, then cut every tree to the rows that pay."""

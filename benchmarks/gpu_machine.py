@@ -1,0 +1,25 @@
+"""What a GPU figure must stand beside."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+import sys
+
+import torch
+import transformers
+import triton
+
+
+def describe() -> dict[str, str]:
+    """Device, versions, commit and command line."""
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
+    return {
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+        "commit": commit or "unknown",
+        "command": " ".join(sys.argv),
+    }
