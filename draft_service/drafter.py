@@ -9,12 +9,16 @@ import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from outrider.errors import NotSupported
-from outrider.frames import DEFAULT_TENANT, TreeLimits
+from outrider.frames import DEFAULT_TENANT, FeatureRequest, TreeLimits
 from outrider.sampling import SamplingParams, VerificationMode
 from outrider.tree import TokenTree
+
+if TYPE_CHECKING:
+    # Drafters without features run without PyTorch.
+    from draft_service.features import FeatureWindow
 
 
 @dataclass(slots=True, eq=False)
@@ -22,7 +26,8 @@ class DraftSequence:
     """A sequence as the draft knows it. The session owns it and appends to `token_ids`; drafters only read.
 
     `token_ids` is prompt plus committed tokens, never empty; its last entry is the root.
-    `state` belongs to the drafter, from `Drafter.open` to `Drafter.close`.
+    `state` belongs to the drafter, from `Drafter.open` to `Drafter.close`. `features` is made by a `FeatureDrafter` in
+    its `open` and filled by the session; see there.
     """
 
     sequence_id: int
@@ -37,6 +42,7 @@ class DraftSequence:
     # What the target asked for; zero leaves it to the drafter.
     limits: TreeLimits = field(default_factory=TreeLimits)
     state: Any = None
+    features: FeatureWindow | None = None
 
     @property
     def root(self) -> int:
@@ -96,6 +102,32 @@ class CorpusDrafter(Protocol):
         Blocks until it is learnt (microseconds per token); any thread. Raises `QuotaExceeded` when not all of it
         fits, with what fitted kept, and `PermissionDenied` for a corpus that another tenant made.
         """
+
+
+@runtime_checkable
+class FeatureDrafter(Protocol):
+    """A drafter that reads hidden states of the target, as EAGLE heads do. Others have no `features`, or None.
+
+    `open` gives such a sequence a `FeatureWindow`, empty. Whoever holds the session then appends vectors in the order
+    of tokens: vector i belongs to `token_ids[i]`. The target knows the vector of a token once a pass has read that
+    token, which the root's has not: a sequence of L tokens has L - 1 vectors. So
+
+    - after `open` with L tokens come the vectors of tokens 0 .. L - 2, in as many pieces as the target likes, while it
+      reads the prompt or from what it kept; they may begin late (`FeatureWindow.skip_to`), and those that are missing
+      cost acceptance only;
+    - with an `advance` of n tokens come the n vectors of the old root and of the committed tokens but the last, and
+      they are appended before `Drafter.advance` is called.
+
+    A tree is drafted when the vector before the root is there; until then the tree is the root alone. Vectors of
+    another width or too many of them are refused with `InvalidField`, which closes that sequence and nothing else.
+    """
+
+    features: FeatureRequest | None
+
+
+def features_of(drafter: object) -> FeatureRequest | None:
+    """What the drafter wants of the target's hidden states."""
+    return drafter.features if isinstance(drafter, FeatureDrafter) else None
 
 
 @dataclass(frozen=True, slots=True)

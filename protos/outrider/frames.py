@@ -24,6 +24,25 @@ class TreeLimits:
 
 
 @dataclass(frozen=True, slots=True)
+class FeatureRequest:
+    """The hidden states that a drafter wants of the target: one vector for each token.
+
+    Attributes:
+        layers: decoder layers whose outputs are wanted, counted from 0. The number of layers stands for the state
+            after the last norm, which is what the target's lm_head reads. Vectors of several layers are joined in
+            this order.
+        width: of the vector that travels.
+        dtype: on the wire: "float32", "bfloat16" or "float8_e4m3".
+        projected: the target applies the head's projection to the joined vectors, and sends what comes out.
+    """
+
+    layers: tuple[int, ...]
+    width: int
+    dtype: str = "bfloat16"
+    projected: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class OpenSequence:
     """A sequence as the draft first hears of it, or hears of it again after a reconnect."""
 

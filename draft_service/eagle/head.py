@@ -1,0 +1,125 @@
+"""An EAGLE head: what the target may run of it (`Projection`), and the part that drafts.
+
+Symbols: H is the head's hidden size, W the target's, F the captured states of one token, V' the draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+
+from draft_service.eagle.head_config import HeadConfig, HeadRefused
+from draft_service.eagle.layers import Attend, FusedLayer, Layer, Rotary
+
+
+class Projection(nn.Module):
+    """The fusion of a token's captured hidden states into one feature: norms, then `fc`. Identity for EAGLE-1 and -2.
+
+    It is a part of its own so that the target can run it and send one vector per token. Weights: `fc.weight`
+    [H, F * W], `fc.bias` [H] where there is one, `fc_norm.{i}.weight` [W] or `input_norm.weight` [F * W] where there
+    are such norms.
+    """
+
+    def __init__(self, config: HeadConfig) -> None:
+        super().__init__()
+        self.input_width = config.num_features * config.target_hidden_size
+        self._features = config.num_features
+        joined, eps = self.input_width, config.rms_norm_eps
+        fused = config.kind == "eagle3"
+        self.fc = nn.Linear(joined, config.hidden_size, bias=config.fc_bias) if fused else nn.Identity()
+        self.input_norm = nn.RMSNorm(joined, eps) if config.norm_before_fc else nn.Identity()
+        norms = [nn.RMSNorm(config.target_hidden_size, eps) for _ in range(config.num_features)]
+        self.fc_norm = nn.ModuleList(norms if config.fc_norm else ())
+
+    def forward(self, states: Tensor) -> Tensor:
+        """[.., F * W], the captured states side by side, to features [.., H]."""
+        states = self.input_norm(states)
+        if self.fc_norm:
+            parts = states.chunk(self._features, dim=-1)
+            states = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
+        return cast(Tensor, self.fc(states))
+
+
+class HeadOutput(NamedTuple):
+    """What one pass makes of each row: the feature for the row's children, and what `logits` reads; both [.., H]."""
+
+    features: Tensor
+    spoken: Tensor
+
+
+class EagleHead(nn.Module):
+    """A head in Outrider's neutral form, whichever layout it was loaded from.
+
+    Position i pairs the feature of token i with the embedding of token i + 1, at rotary position i, and guesses token
+    i + 2. Features of committed tokens are the target's; those of drafted tokens are the head's own (`HeadOutput`).
+
+    `embed_tokens.weight` [vocab_size, H] is the target's own embedding unless the head carries one. `token_ids` [V']
+    are the target's ids of the tokens that the head can say, or None when it can say every token.
+    """
+
+    def __init__(self, config: HeadConfig, token_ids: Tensor | None = None) -> None:
+        """Random weights. `token_ids` [draft_vocab_size] int64, rising; needed when that is not the whole vocabulary.
+
+        Raises `HeadRefused` when the two do not fit.
+        """
+        super().__init__()
+        _check_token_ids(config, token_ids)
+        self.config = config
+        self.projection = Projection(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        fused = config.kind == "eagle3"
+        if not fused:
+            # EAGLE-1 and -2 join the embedding and the feature in the drafting part.
+            self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=config.fc_bias)
+        first = FusedLayer(config) if fused else Layer(config, 0)
+        self.layers = nn.ModuleList([first, *(Layer(config, layer) for layer in range(1, config.num_layers))])
+        self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps) if fused else nn.Identity()
+        self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
+        self.rotary = Rotary(config)
+        self.register_buffer("token_ids", token_ids, persistent=False)
+        self.token_ids: Tensor | None
+
+    def project(self, states: Tensor) -> Tensor:
+        """Captured hidden states [.., F * W], layers side by side, to features [.., H]."""
+        return cast(Tensor, self.projection(states))
+
+    def forward(self, token_ids: Tensor, features: Tensor, positions: Tensor, attend: Attend) -> HeadOutput:
+        """One pass over rows that are each a token and the feature of the token before it.
+
+        Args:
+            token_ids: [..] the target's ids.
+            features: [.., H] of the target (after `project`) or of an earlier pass.
+            positions: [..] index of the feature's token.
+            attend: keeps keys and values and attends.
+        """
+        embeddings = self.embed_tokens(token_ids).to(features.dtype)
+        rotation = self.rotary(positions)
+        if self.config.kind == "eagle3":
+            rows = self.layers[0](embeddings, features, rotation, attend)
+        else:
+            rows = self.layers[0](self.fc(torch.cat([embeddings, features], dim=-1)), rotation, attend)
+        for layer in self.layers[1:]:
+            rows = layer(rows, rotation, attend)
+        normed = self.norm(rows)
+        return HeadOutput(normed if self.config.norm_output else rows, normed)
+
+    def logits(self, spoken: Tensor) -> Tensor:
+        """[.., H] to logits [.., V'] over the draft vocabulary."""
+        return cast(Tensor, self.lm_head(spoken))
+
+
+def _check_token_ids(config: HeadConfig, token_ids: Tensor | None) -> None:
+    if token_ids is None:
+        if config.draft_vocab_size != config.vocab_size:
+            raise HeadRefused(
+                f"the head says {config.draft_vocab_size} of {config.vocab_size} tokens, and nothing says which (d2t)"
+            )
+        return
+    if token_ids.shape != (config.draft_vocab_size,):
+        raise HeadRefused(f"{len(token_ids)} token ids are mapped, the head says {config.draft_vocab_size}")
+    if int(token_ids.min()) < 0 or int(token_ids.max()) >= config.vocab_size:
+        raise HeadRefused(f"the token map leaves the vocabulary of {config.vocab_size}")
+    if len(set(token_ids.tolist())) != len(token_ids):
+        raise HeadRefused("the token map names a token twice")

@@ -1,0 +1,139 @@
+"""The layers of a head: Llama's, the first of EAGLE-3 reading the token and the feature side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from draft_service.eagle.head_config import HeadConfig
+
+# (layer, query [.., Hq, D], key [.., Hkv, D], value [.., Hkv, D]) -> [.., Hq, D]; rotary positions are applied.
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+
+
+class Rotary(nn.Module):
+    """Rotary positions as transformers' Llama has them, for every type that a `HeadConfig` allows."""
+
+    def __init__(self, config: HeadConfig) -> None:
+        super().__init__()
+        inverse, self._scaling = _frequencies(dict(config.rope), config.head_dim, config.max_positions)
+        self.register_buffer("inverse", inverse, persistent=False)
+        self.inverse: Tensor
+
+    def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosine and sine [.., 1, D] in fp32 of positions [..]."""
+        angles = positions[..., None].float() * self.inverse
+        angles = torch.cat([angles, angles], dim=-1).unsqueeze(-2)
+        return angles.cos() * self._scaling, angles.sin() * self._scaling
+
+
+def _frequencies(rope: dict[str, Any], head_dim: int, max_positions: int) -> tuple[Tensor, float]:
+    """Inverse frequencies [D / 2] in fp32, and the factor of sine and cosine."""
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    settings = LlamaConfig(
+        hidden_size=head_dim,
+        num_attention_heads=1,
+        head_dim=head_dim,
+        max_position_embeddings=max_positions,
+        rope_parameters=rope,
+    )
+    embedding: Any = LlamaRotaryEmbedding(settings)
+    return embedding.inv_freq.float().clone(), float(embedding.attention_scaling)
+
+
+def rotate(vectors: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    """Rotate [.., heads, D] by cosine and sine [.., 1, D], in fp32; in the type of `vectors`."""
+    wide = vectors.float()
+    first, second = wide.chunk(2, dim=-1)
+    return (wide * cosine + torch.cat([-second, first], dim=-1) * sine).to(vectors.dtype)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention whose keys live elsewhere: `attend` stores and reads them."""
+
+    def __init__(self, config: HeadConfig, layer: int, input_width: int) -> None:
+        super().__init__()
+        self._layer, self._head_dim = layer, config.head_dim
+        query, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        self.q_proj = nn.Linear(input_width, query, bias=config.qkv_bias)
+        self.k_proj = nn.Linear(input_width, keys, bias=config.qkv_bias)
+        self.v_proj = nn.Linear(input_width, keys, bias=config.qkv_bias)
+        self.o_proj = nn.Linear(query, config.hidden_size, bias=config.o_bias)
+        norm = config.qk_norm
+        self.q_norm = nn.RMSNorm(config.head_dim, config.rms_norm_eps) if norm else nn.Identity()
+        self.k_norm = nn.RMSNorm(config.head_dim, config.rms_norm_eps) if norm else nn.Identity()
+
+    def forward(self, rows: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+        """[.., input_width] -> [.., H]."""
+        split = (-1, self._head_dim)
+        query = rotate(self.q_norm(self.q_proj(rows).unflatten(-1, split)), *rotation)
+        key = rotate(self.k_norm(self.k_proj(rows).unflatten(-1, split)), *rotation)
+        value = self.v_proj(rows).unflatten(-1, split)
+        return cast(Tensor, self.o_proj(attend(self._layer, query, key, value).flatten(-2)))
+
+
+class Mlp(nn.Module):
+    """Llama's gated MLP. [.., H] -> [.., H]."""
+
+    def __init__(self, config: HeadConfig) -> None:
+        super().__init__()
+        width, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        self.gate_proj = nn.Linear(width, inner, bias=bias)
+        self.up_proj = nn.Linear(width, inner, bias=bias)
+        self.down_proj = nn.Linear(inner, width, bias=bias)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return cast(Tensor, self.down_proj(functional.silu(self.gate_proj(rows)) * self.up_proj(rows)))
+
+
+class Layer(nn.Module):
+    """A Llama decoder layer. The first one of an EAGLE-1 head has no input_layernorm, as published."""
+
+    def __init__(self, config: HeadConfig, layer: int) -> None:
+        super().__init__()
+        normed = layer > 0 or config.input_norm
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps) if normed else nn.Identity()
+        self.self_attn = Attention(config, layer, config.hidden_size)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = Mlp(config)
+
+    def forward(self, rows: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+        """[.., H] -> [.., H]."""
+        rows = rows + self.self_attn(self.input_layernorm(rows), rotation, attend)
+        return rows + cast(Tensor, self.mlp(self.post_attention_layernorm(rows)))
+
+
+class FusedLayer(nn.Module):
+    """The first layer of EAGLE-3: attention reads the normed token embedding beside the normed feature."""
+
+    def __init__(self, config: HeadConfig) -> None:
+        super().__init__()
+        width, eps = config.hidden_size, config.rms_norm_eps
+        self._norm_before_residual = config.norm_before_residual
+        self.input_layernorm = nn.RMSNorm(width, eps)
+        self.hidden_norm = nn.RMSNorm(width, eps)
+        self.self_attn = Attention(config, 0, 2 * width)
+        self.post_attention_layernorm = nn.RMSNorm(width, eps)
+        self.mlp = Mlp(config)
+
+    def forward(self, embeddings: Tensor, features: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+        """embeddings and features [.., H] each -> [.., H]."""
+        normed = self.hidden_norm(features)
+        residual = normed if self._norm_before_residual else features
+        joined = torch.cat([self.input_layernorm(embeddings), normed], dim=-1)
+        rows = residual + self.self_attn(joined, rotation, attend)
+        return cast(Tensor, rows + self.mlp(self.post_attention_layernorm(rows)))
+
+
+def rope_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """transformers' `rope_parameters` from a config.json of any age: rope_theta, rope_scaling, rope_parameters."""
+    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    rope["rope_type"] = rope.pop("type", None) or rope.get("rope_type") or "default"
+    rope.setdefault("rope_theta", float(config.get("rope_theta") or 10000.0))
+    return rope

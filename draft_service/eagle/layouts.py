@@ -1,0 +1,198 @@
+"""The layouts that heads are published in, read into one `HeadConfig` and one set of names.
+
+- EAGLE (SafeAILab): a Llama config.json; EAGLE-1 and -2 with `fc`, `layers.0.*`; EAGLE-3 with `fc`, `midlayer.*`,
+  `norm`, `lm_head`, `d2t`, `t2d`. The `architectures` entry says LlamaForCausalLM for either.
+- SGLang and SpecForge: `architectures` LlamaForCausalLMEagle or LlamaForCausalLMEagle3, `draft_vocab_size`,
+  `eagle_config.eagle_aux_hidden_state_layer_ids` counting the outputs of layers; `midlayer.` or `layers.0.`, with a
+  prefix `model.` or without.
+- speculators: `speculators_model_type`, the layer's settings in `transformer_layer_config`, and
+  `eagle_aux_hidden_state_layer_ids` counting the inputs of layers, so one more; EAGLE-1 with `fusion_fc` and
+  `transformer.*`.
+
+Which kind it is, and which optional weights it has, is told by the weights and not by the configuration, which
+published heads often leave incomplete.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from draft_service.eagle.head_config import HeadConfig, HeadRefused
+from draft_service.eagle.layers import rope_of
+
+Shapes = Mapping[str, tuple[int, ...]]
+_RENAMED = (
+    (re.compile(r"^model\."), ""),
+    (re.compile(r"^(midlayer|transformer)\."), "layers.0."),
+    (re.compile(r"^midlayers\.(\d+)\."), r"layers.\1."),
+    (re.compile(r"^fusion_fc\."), "fc."),
+)
+# The verifier's own parts, and what is computed anew.
+_IGNORED = re.compile(r"^(t2d|verifier_.*|.*rotary_emb\.inv_freq|(.*\.)?position_ids)$")
+_PROJECTION = ("fc.", "fc_norm.", "input_norm.")
+
+
+def neutral_name(name: str) -> str | None:
+    """The name of a published weight in `EagleHead`'s terms, "d2t" for the token map, None for what is not needed.
+
+    The projection's names still lack their `projection.`; see `module_name`.
+    """
+    for pattern, replacement in _RENAMED:
+        name = pattern.sub(replacement, name)
+    return None if _IGNORED.match(name) else name
+
+
+def module_name(name: str, config: HeadConfig) -> str:
+    """The name of a neutral weight in the state of `EagleHead`."""
+    return f"projection.{name}" if config.kind == "eagle3" and name.startswith(_PROJECTION) else name
+
+
+class _Sources(NamedTuple):
+    """Where a layout keeps things: settings of the layer, of the head, and the captured layers counted by output."""
+
+    layer: Mapping[str, Any]
+    head: Mapping[str, Any]
+    feature_layers: tuple[int, ...] | None
+    target: str
+
+
+def head_config(config: Mapping[str, Any], shapes: Shapes) -> HeadConfig:
+    """Read a head's configuration.
+
+    Args:
+        config: the entries of its config.json.
+        shapes: shape of every weight, by neutral name.
+
+    Raises:
+        HeadRefused: it is no EAGLE head, or of a kind that is not served.
+    """
+    sources = _sources(config)
+    _refuse_foreign(sources, shapes)
+    layer, head = sources.layer, sources.head
+    fused = "layers.0.hidden_norm.weight" in shapes
+    hidden = _number(layer, "hidden_size")
+    heads = _number(layer, "num_attention_heads")
+    vocabulary = _number(layer, "vocab_size")
+    target_hidden = int(head.get("target_hidden_size") or hidden) if fused else hidden
+    return HeadConfig(
+        kind="eagle3" if fused else "eagle",
+        hidden_size=hidden,
+        intermediate_size=_number(layer, "intermediate_size"),
+        num_heads=heads,
+        num_kv_heads=int(layer.get("num_key_value_heads") or heads),
+        head_dim=int(layer.get("head_dim") or hidden // heads),
+        vocab_size=vocabulary,
+        draft_vocab_size=_draft_vocabulary(head, shapes, vocabulary),
+        target_hidden_size=target_hidden,
+        num_layers=_layers(shapes),
+        num_features=shapes["fc.weight"][1] // target_hidden if fused else 1,
+        feature_layers=sources.feature_layers if fused else None,
+        max_positions=int(layer.get("max_position_embeddings") or 2048),
+        rms_norm_eps=float(layer.get("rms_norm_eps", 1e-6)),
+        rope=rope_of(layer),
+        fc_norm="fc_norm.0.weight" in shapes,
+        norm_before_fc="input_norm.weight" in shapes,
+        norm_output=bool(head.get("norm_output", False)),
+        norm_before_residual=bool(head.get("norm_before_residual", False)),
+        input_norm=not fused and "layers.0.input_layernorm.weight" in shapes,
+        fc_bias="fc.bias" in shapes,
+        qkv_bias="layers.0.self_attn.q_proj.bias" in shapes,
+        o_bias="layers.0.self_attn.o_proj.bias" in shapes,
+        mlp_bias="layers.0.mlp.down_proj.bias" in shapes,
+        qk_norm="layers.0.self_attn.q_norm.weight" in shapes,
+        tied_lm_head="lm_head.weight" not in shapes,
+        target=sources.target,
+        tokenizer_fingerprint=str((config.get("outrider") or {}).get("tokenizer_fingerprint", "")),
+    )
+
+
+def _sources(config: Mapping[str, Any]) -> _Sources:
+    kind = config.get("speculators_model_type")
+    if kind is None:
+        own = config.get("outrider") or {}
+        named = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+        layers = None if named is None else tuple(int(layer) for layer in named)
+        return _Sources(config, config, layers, str(own.get("target", "")))
+    if kind not in ("eagle", "eagle3"):
+        raise HeadRefused(f"speculators of type {kind!r} are not served")
+    named = config.get("eagle_aux_hidden_state_layer_ids")
+    layers = None if named is None else tuple(int(layer) - 1 for layer in named)
+    verifier = (config.get("speculators_config") or {}).get("verifier") or {}
+    target = str(verifier.get("name_or_path") or "")
+    return _Sources(config.get("transformer_layer_config") or {}, config, layers, target)
+
+
+def _refuse_foreign(sources: _Sources, shapes: Shapes) -> None:
+    architectures = ", ".join(map(str, sources.head.get("architectures") or ())) or "no architecture"
+    if "fc.weight" not in shapes or "layers.0.self_attn.q_proj.weight" not in shapes:
+        raise HeadRefused(f"no EAGLE head of Llama's layers: {architectures}, and no fc or no layer among its weights")
+    if sources.head.get("layernorms") or "embed_layernorm.weight" in shapes or "embedding_layernorm.weight" in shapes:
+        raise HeadRefused("an EAGLE-1 head with norms around its fusion layer is not served")
+    activation = sources.layer.get("hidden_act", "silu")
+    if activation != "silu":
+        raise HeadRefused(f"an activation of {activation!r} is not served, only silu")
+    for flag, weight in (("fc_norm", "fc_norm.0.weight"), ("norm_before_fc", "input_norm.weight")):
+        if bool(sources.head.get(flag, False)) is not (weight in shapes):
+            raise HeadRefused(f"config.json says {flag} is {sources.head.get(flag, False)}, its weights say otherwise")
+
+
+def _draft_vocabulary(head: Mapping[str, Any], shapes: Shapes, vocabulary: int) -> int:
+    for weight in ("lm_head.weight", "d2t"):
+        if weight in shapes:
+            return shapes[weight][0]
+    return int(head.get("draft_vocab_size") or vocabulary)
+
+
+def _layers(shapes: Shapes) -> int:
+    return 1 + max(int(name.split(".")[1]) for name in shapes if name.startswith("layers."))
+
+
+def _number(config: Mapping[str, Any], name: str) -> int:
+    if config.get(name) is None:
+        raise HeadRefused(f"config.json does not say {name}")
+    return int(config[name])
+
+
+def published_config(config: HeadConfig) -> dict[str, Any]:
+    """config.json in the layout of SGLang and SpecForge, with Outrider's own entries under `outrider`."""
+    fused = config.kind == "eagle3"
+    rope = dict(config.rope)
+    theta = rope.pop("rope_theta", 10000.0)
+    published: dict[str, Any] = {
+        "architectures": ["LlamaForCausalLMEagle3" if fused else "LlamaForCausalLMEagle"],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "vocab_size": config.vocab_size,
+        "draft_vocab_size": config.draft_vocab_size,
+        "max_position_embeddings": config.max_positions,
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope_theta": theta,
+        "rope_scaling": None if rope.get("rope_type", "default") == "default" else rope,
+        "tie_word_embeddings": False,
+        "outrider": {"target": config.target, "tokenizer_fingerprint": config.tokenizer_fingerprint},
+    }
+    if fused:
+        published["target_hidden_size"] = config.target_hidden_size
+        published["num_aux_hidden_states"] = config.num_features
+        for flag in ("fc_norm", "norm_before_fc", "norm_output", "norm_before_residual"):
+            published[flag] = getattr(config, flag)
+    if config.feature_layers is not None:
+        published["eagle_config"] = {
+            "eagle_aux_hidden_state_layer_ids": list(config.feature_layers),
+            "use_aux_hidden_state": True,
+        }
+    return published
+
+
+def published_name(name: str, config: HeadConfig) -> str:
+    """The inverse of `neutral_name` and `module_name` for the layout of SGLang and SpecForge."""
+    name = name.removeprefix("projection.")
+    return re.sub(r"^layers\.0\.", "midlayer.", name) if config.kind == "eagle3" else name

@@ -1,0 +1,56 @@
+"""The few things that a head takes from its target's checkpoint: sizes, token embedding, lm_head, tokenizer."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+from torch import Tensor
+
+from draft_service.eagle.head_config import HeadRefused, TargetFacts
+from draft_service.eagle.weights import Weights
+
+_EMBEDDINGS = ("model.embed_tokens.weight", "embed_tokens.weight", "transformer.wte.weight")
+_LM_HEADS = ("lm_head.weight", "output.weight")
+
+
+class TargetCheckpoint:
+    """A target model's folder or hub id, read lazily: one tensor, not the model."""
+
+    def __init__(self, source: str | Path) -> None:
+        """Raises `HeadRefused` when there is no model in safetensors."""
+        self._source = str(source)
+        self._weights = Weights(source)
+
+    def facts(self, *, fingerprint: bool = False) -> TargetFacts:
+        """Sizes, and the tokenizer's fingerprint when asked for and a tokenizer is there."""
+        return TargetFacts.from_config(self._weights.config, self._fingerprint() if fingerprint else "")
+
+    def embedding(self) -> Tensor:
+        """[vocab_size, hidden_size]."""
+        return self._first(_EMBEDDINGS)
+
+    def lm_head(self) -> Tensor:
+        """[vocab_size, hidden_size]: its own, or the embedding where the two are tied."""
+        if any(name in self._weights.names for name in _LM_HEADS):
+            return self._first(_LM_HEADS)
+        return self.embedding()
+
+    def _first(self, names: tuple[str, ...]) -> Tensor:
+        for name in names:
+            if name in self._weights.names:
+                return self._weights.tensor(name)
+        raise HeadRefused(f"{self._source} has none of {', '.join(names)}")
+
+    def _fingerprint(self) -> str:
+        """As the target computes it: SHA-256 over each token's id and text, by rising id. Empty without a tokenizer."""
+        folder = self._weights.folder
+        if not (folder / "tokenizer.json").is_file():
+            return ""
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(str(folder))
+        digest = hashlib.sha256()
+        for text, token_id in sorted(tokenizer.get_vocab().items(), key=lambda item: (item[1], item[0])):
+            digest.update(f"{token_id}\t{text}\n".encode())
+        return digest.hexdigest()

@@ -1,0 +1,94 @@
+"""Reads one model's config.json and safetensors, from a folder or the hub, a tensor at a time."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from draft_service.eagle.head_config import HeadRefused
+
+_WEIGHTS = "model.safetensors"
+_INDEX = _WEIGHTS + ".index.json"
+
+
+class Weights:
+    """The weights of a published model. Nothing is loaded until it is asked for; of the hub, only files that hold it.
+
+    `config` are the entries of its config.json, `names` those of its weights.
+    """
+
+    def __init__(self, source: str | Path) -> None:
+        """`source` is a folder or a hub id. Raises `HeadRefused` when there is no model in safetensors."""
+        self._source = str(source)
+        self._folder = Path(source) if Path(source).is_dir() else None
+        self.config: dict[str, Any] = json.loads(self._needed("config.json").read_text())
+        self._file_of = self._find()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._file_of)
+
+    @property
+    def folder(self) -> Path:
+        """Where config.json lies, and the tokenizer's files if they were fetched too."""
+        return self._needed("config.json").parent
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of one weight, from the file's header."""
+        with self._open(name) as file:
+            return tuple(file.get_slice(name).get_shape())
+
+    def tensor(self, name: str) -> Tensor:
+        """One weight, on the CPU, in the type it is kept in."""
+        with self._open(name) as file:
+            tensor: Tensor = file.get_tensor(name)
+        return tensor
+
+    def _open(self, name: str) -> Any:
+        from safetensors import safe_open
+
+        return safe_open(self._needed(self._file_of[name]), framework="pt")
+
+    def _find(self) -> dict[str, str]:
+        """File of each weight."""
+        from safetensors import SafetensorError, safe_open
+
+        index = self._file(_INDEX)
+        if index is not None:
+            return dict(json.loads(index.read_text())["weight_map"])
+        file = self._file(_WEIGHTS) or self._only_safetensors()
+        try:
+            with safe_open(file, framework="pt") as weights:
+                return dict.fromkeys(weights.keys(), file.name)
+        except SafetensorError as error:
+            raise HeadRefused(f"{self._source}: {file.name}: {error}") from None
+
+    def _only_safetensors(self) -> Path:
+        """The one file of a folder that names it differently."""
+        files = sorted(self._folder.glob("*.safetensors")) if self._folder else []
+        if len(files) != 1:
+            pickled = self._folder is not None and any(self._folder.glob("*.bin"))
+            reason = "only pickled weights (.bin), which could run code; convert them" if pickled else "no weights"
+            raise HeadRefused(f"{self._source}: {reason}; expected {_WEIGHTS}")
+        return files[0]
+
+    def _needed(self, name: str) -> Path:
+        file = self._file(name)
+        if file is None:
+            raise HeadRefused(f"{self._source}: no {name}, neither as a folder nor on the hub")
+        return file
+
+    def _file(self, name: str) -> Path | None:
+        if self._folder is not None:
+            path = self._folder / name
+            return path if path.is_file() else None
+        from huggingface_hub import hf_hub_download
+        from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+        try:
+            return Path(hf_hub_download(self._source, name))
+        except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError):
+            return None

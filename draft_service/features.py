@@ -1,0 +1,96 @@
+"""The target's hidden states of one sequence, on their way to a drafter: a bounded window over positions."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from outrider.errors import InvalidField
+
+
+class FeatureWindow:
+    """Vectors of consecutive tokens, of which a drafter takes the oldest and a session adds the next.
+
+    Positions are indices into `DraftSequence.token_ids`, and stay true however late a window begins. What was taken is
+    gone: a drafter keeps what it made of it.
+    """
+
+    def __init__(self, width: int, capacity: int) -> None:
+        """`width` numbers in a vector; at most `capacity` vectors wait, and the oldest go first."""
+        self.width = width
+        self.capacity = capacity
+        self._begin = 0
+        self._end = 0
+        # [.., width] each, oldest first.
+        self._pieces: list[Tensor] = []
+
+    def __len__(self) -> int:
+        return self._end - self._begin
+
+    @property
+    def begin(self) -> int:
+        """Position of the oldest vector that waits."""
+        return self._begin
+
+    @property
+    def end(self) -> int:
+        """Position after the newest vector: where the next one goes."""
+        return self._end
+
+    def append(self, vectors: Tensor, field_path: str = "features") -> None:
+        """Add the vectors of the next tokens.
+
+        Args:
+            vectors: [n, width], any floating type. Kept as they are, not copied.
+            field_path: what an error calls them.
+
+        Raises:
+            InvalidField: another shape, or not floating.
+        """
+        if vectors.ndim != 2 or vectors.shape[1] != self.width:
+            raise InvalidField(field_path, f"needs shape [tokens, {self.width}], has {list(vectors.shape)}")
+        if not vectors.is_floating_point():
+            raise InvalidField(field_path, f"needs a floating type, has {vectors.dtype}")
+        if not len(vectors):
+            return
+        self._pieces.append(vectors)
+        self._end += len(vectors)
+        self._drop(self._end - self._begin - self.capacity)
+
+    def skip_to(self, position: int) -> None:
+        """Say that the vectors before `position` never come; those that wait are dropped.
+
+        Raises:
+            InvalidField: `position` lies behind.
+        """
+        if position < self._end:
+            raise InvalidField("features.position", f"is {position}, and {self._end} is the next")
+        self._pieces.clear()
+        self._begin = self._end = position
+
+    def take(self, most: int | None = None) -> tuple[int, Tensor]:
+        """The oldest vectors, at most so many: position of the first, and [n, width] in the type of the oldest."""
+        begin, wanted = self._begin, len(self) if most is None else min(most, len(self))
+        taken: list[Tensor] = []
+        missing = wanted
+        for piece in self._pieces:
+            if not missing:
+                break
+            taken.append(piece[:missing])
+            missing -= len(taken[-1])
+        self._drop(wanted)
+        if not taken:
+            return begin, torch.empty(0, self.width)
+        return begin, torch.cat([one.to(taken[0].dtype) for one in taken]) if len(taken) > 1 else taken[0]
+
+    def _drop(self, count: int) -> None:
+        """Forget the oldest `count` vectors."""
+        if count <= 0:
+            return
+        self._begin += count
+        while count:
+            piece = self._pieces.pop(0)
+            if len(piece) > count:
+                self._pieces.insert(0, piece[count:])
+                return
+            count -= len(piece)
