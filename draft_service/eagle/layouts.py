@@ -92,20 +92,26 @@ def head_config(config: Mapping[str, Any], shapes: Shapes) -> HeadConfig:
         max_positions=int(layer.get("max_position_embeddings") or 2048),
         rms_norm_eps=float(layer.get("rms_norm_eps", 1e-6)),
         rope=rope_of(layer),
-        fc_norm="fc_norm.0.weight" in shapes,
-        norm_before_fc="input_norm.weight" in shapes,
         norm_output=bool(head.get("norm_output", False)),
         norm_before_residual=bool(head.get("norm_before_residual", False)),
-        input_norm=not fused and "layers.0.input_layernorm.weight" in shapes,
-        fc_bias="fc.bias" in shapes,
-        qkv_bias="layers.0.self_attn.q_proj.bias" in shapes,
-        o_bias="layers.0.self_attn.o_proj.bias" in shapes,
-        mlp_bias="layers.0.mlp.down_proj.bias" in shapes,
-        qk_norm="layers.0.self_attn.q_norm.weight" in shapes,
-        tied_lm_head="lm_head.weight" not in shapes,
         target=sources.target,
         tokenizer_fingerprint=str((config.get("outrider") or {}).get("tokenizer_fingerprint", "")),
+        **_optional_weights(shapes, fused),
     )
+
+
+def _optional_weights(shapes: Shapes, fused: bool) -> dict[str, bool]:
+    return {
+        "fc_norm": "fc_norm.0.weight" in shapes,
+        "norm_before_fc": "input_norm.weight" in shapes,
+        "input_norm": not fused and "layers.0.input_layernorm.weight" in shapes,
+        "fc_bias": "fc.bias" in shapes,
+        "qkv_bias": "layers.0.self_attn.q_proj.bias" in shapes,
+        "o_bias": "layers.0.self_attn.o_proj.bias" in shapes,
+        "mlp_bias": "layers.0.mlp.down_proj.bias" in shapes,
+        "qk_norm": "layers.0.self_attn.q_norm.weight" in shapes,
+        "tied_lm_head": "lm_head.weight" not in shapes,
+    }
 
 
 def _sources(config: Mapping[str, Any]) -> _Sources:
