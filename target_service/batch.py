@@ -17,12 +17,15 @@ from tree_kernels.attention import AttentionBatch
 class StepItem:
     """One sequence's part of a step: its known tokens, and the tree whose root is the last of them.
 
-    `tree` is None while the prompt is being read. `first_logit` is where the tree's rows start among the logits.
+    `tree` is None while the prompt is being read. The tree's rows start at `first_row` of the step's rows, and at
+    `first_logit` of those whose logits are wanted. `start` is how many keys the sequence had before the step.
     """
 
     sequence: Sequence
+    start: int
     known: int
     tree: TokenTree | None
+    first_row: int
     first_logit: int
 
 
@@ -39,7 +42,8 @@ class StepBatch:
 def lay_out(chunks: SequenceOf[Chunk], trees: SequenceOf[TokenTree | None], cache: KVCache) -> StepBatch:
     """Build the step. `trees[i]` belongs to `chunks[i]`; only a chunk of one row may carry drafted rows.
 
-    Row r of a sequence sits in cache slot `kv_length + r`; its position is `kv_length` plus its depth.
+    Row r of a sequence sits in cache slot `kv_length + r`; its position is `kv_length` plus its depth. A token that
+    the step under way will say is laid out as `Sequence.feed` gives it.
     """
     token_ids: list[int] = []
     positions: list[int] = []
@@ -53,7 +57,7 @@ def lay_out(chunks: SequenceOf[Chunk], trees: SequenceOf[TokenTree | None], cach
     for chunk, tree in zip(chunks, trees, strict=True):
         sequence, start = chunk.sequence, chunk.sequence.kv_length
         first_row = len(token_ids)
-        token_ids.extend(sequence.token_ids[start : start + chunk.count])
+        token_ids.extend(sequence.feed(start, chunk.count))
         positions.extend(range(start, start + chunk.count))
         drafted = 0
         if tree is not None:
@@ -62,7 +66,7 @@ def lay_out(chunks: SequenceOf[Chunk], trees: SequenceOf[TokenTree | None], cach
             token_ids.extend(tree.token_ids[1:])
             positions.extend(start + depth for depth in tree.depths[1:])
         rows = chunk.count + drafted
-        items.append(StepItem(sequence, chunk.count, tree, len(logit_rows)))
+        items.append(StepItem(sequence, start, chunk.count, tree, first_row + chunk.count - 1, len(logit_rows)))
         if tree is not None:
             logit_rows.extend(range(first_row + chunk.count - 1, first_row + rows))
         slots.extend(cache.slots(sequence.pages, start, rows))

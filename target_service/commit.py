@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
 from outrider.tree import TokenTree
-from target_service.batch import StepItem
-from target_service.kv_cache import KVCache
 from target_service.row_budget import SequenceRecord
 from target_service.sequence import Finish, Sequence, SequenceState, Verdict
 from target_service.stopping import StopChecker
@@ -25,35 +22,15 @@ class LiveSequence:
     record: SequenceRecord
 
 
-def kv_moves(
-    items: SequenceOf[StepItem], verified: SequenceOf[Verified | None], cache: KVCache
-) -> tuple[list[int], list[int]]:
-    """Slots (source, target) that bring every accepted path right behind its root.
-
-    Rows are accepted in rising order and move down only, so that gather-then-scatter in one call is safe.
-    """
-    sources: list[int] = []
-    targets: list[int] = []
-    for item, outcome in zip(items, verified, strict=True):
-        if outcome is None:
-            continue
-        root_slot = item.sequence.kv_length + item.known - 1
-        for place, row in enumerate(outcome.walk.accepted_rows, start=1):
-            if row != place:
-                sources += cache.slots(item.sequence.pages, root_slot + row, 1)
-                targets += cache.slots(item.sequence.pages, root_slot + place, 1)
-    return sources, targets
-
-
-def commit(live: LiveSequence, item: StepItem, tree: TokenTree, outcome: Verified, compute_ns: int) -> Verdict:
-    """Append what the step said, and return its verdict. The KV of accepted rows was moved before."""
+def commit(live: LiveSequence, tree: TokenTree, outcome: Verified, compute_ns: int) -> Verdict:
+    """Append what the step said, and return its verdict. The KV of its known tokens was counted at its launch."""
     sequence, walk, now = live.sequence, outcome.walk, time.monotonic_ns()
     tokens = [*(tree.token_ids[row] for row in walk.accepted_rows), walk.next_token]
     kept, finish = live.stops.cut(sequence.output, tokens)
     del tokens[kept:]
     accepted = walk.accepted_rows[:kept]
     sequence.token_ids.extend(tokens)
-    sequence.kv_length += item.known + min(len(accepted), kept - 1)
+    sequence.kv_length += min(len(accepted), kept - 1)
     sequence.state = SequenceState.RUNNING
     sequence.external_tree = None
     queue_ns = sequence.totals.started_ns - sequence.totals.arrived_ns if sequence.step == 0 else 0

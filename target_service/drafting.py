@@ -26,6 +26,8 @@ from target_service.sequence import Sequence
 log = logging.getLogger(__name__)
 # Drafting comes back at this share of the load that stopped it, so that it does not flap.
 _RESUME_SHARE = 0.75
+# Sequences that a draft follows while its drafts are not used.
+_FOLLOWED_ANYWAY = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,9 +110,13 @@ class Drafting:
         """The sequence's growing tree; None when it is not drafted for."""
         return self._trees.get(sequence.sequence_id)
 
+    def asks(self, sequence: Sequence) -> bool:
+        """Whether the sequence is to be drafted for when the load allows it."""
+        return sequence.sequence_id in self._wanting
+
     def wants(self, sequence: Sequence) -> bool:
         """Whether the sequence is to be drafted for at the present load, by a draft that is there or should be."""
-        return self.active and sequence.sequence_id in self._wanting
+        return self.active and self.asks(sequence)
 
     def add(self, sequence: Sequence) -> None:
         """Ask for drafts for a new sequence, if it wants any."""
@@ -125,16 +131,20 @@ class Drafting:
             self._wanting.pop(sequence_id, None)
         self._close([sequence_id for sequence_id in ids if self._trees.pop(sequence_id, None) is not None])
 
-    def follow_load(self, running: int) -> None:
-        """Stop drafting above the configured load, and begin again well below it."""
+    def follow_load(self, running: int, useful: bool = True) -> None:
+        """Stop drafting above the configured load, and begin again well below it.
+
+        While drafts are not `useful`, a draft of more than a few sequences is stopped too: each frame takes time.
+        """
         if not self._config.enabled:
             return
         limit = self._config.disable_above
-        if self.active and running > limit:
+        useful = useful or running <= _FOLLOWED_ANYWAY
+        if self.active and (running > limit or not useful):
             self.active = False
             self._close(list(self._trees))
             self._trees.clear()
-        elif not self.active and running <= max(1, int(limit * _RESUME_SHARE)):
+        elif not self.active and running <= max(1, int(limit * _RESUME_SHARE)) and useful:
             self.active = True
             for sequence in self._wanting.values():
                 self._open(sequence)

@@ -10,31 +10,26 @@ import time
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
-from outrider.sampling import VerificationMode
-from outrider.tree import TokenTree
 from target_service.batch import StepBatch, lay_out
-from target_service.commit import LiveSequence, commit, kv_moves
+from target_service.commit import LiveSequence, commit
+from target_service.draft_switch import DraftSwitch
 from target_service.drafting import Drafting, DraftingConfig
-from target_service.kv_cache import OutOfPages
+from target_service.gathering import Gathered, Gathering
+from target_service.launch import HostSteps, Launched, Steps
 from target_service.model.runner import ModelRunner
-from target_service.observation import EngineObserver, Gathered, StepPhases, step_stats
-from target_service.row_budget import IN_ORDER_NODES, Offer, RowBudget, SequenceRecord, StepCost
-from target_service.scheduler import Chunk, Schedule, Scheduler, SchedulerConfig
+from target_service.observation import EngineObserver, StepClock, step_stats
+from target_service.row_budget import RowBudget, SequenceRecord, StepCost
+from target_service.scheduler import Schedule, Scheduler, SchedulerConfig
 from target_service.sequence import (
     Sequence,
     SequenceEvent,
     SequenceFinished,
     SequenceRequest,
     SequenceTotals,
-    StepStats,
     Verdict,
 )
 from target_service.stopping import StopChecker
 from target_service.verifier import SequenceVerifier, Verified
-from tree_kernels.kv_move import move_kv
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,25 +42,61 @@ class EngineConfig:
     max_draft_nodes: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """A step under way."""
+
+    batch: StepBatch
+    gathered: Gathered
+    launched: Launched
+    clock: StepClock
+    # Launched while the step before it ran.
+    ahead: bool
+
+    @property
+    def followable(self) -> bool:
+        """Whether it is known what every sequence will have committed, though not which token."""
+        trees = (item.tree for item in self.batch.items)
+        return self.launched.followable and not any(tree is not None and tree.drafted for tree in trees)
+
+
 class EngineLoop:
-    """Every sequence under way, and the step that moves them on."""
+    """Every sequence under way, and the step that moves them on.
+
+    Where the device verifies, and no draft and no client has to see what a step said, the next one is launched while
+    it runs: its tokens are read on the device, and the host's work on either hides behind the other.
+    """
 
     def __init__(
         self,
         runner: ModelRunner,
         config: EngineConfig,
         *,
+        steps: Steps | None = None,
         step_cost: StepCost | None = None,
         observer: EngineObserver | None = None,
     ) -> None:
-        """`step_cost` of None verifies every drafted row that is allowed."""
+        """`steps` of None verifies on the host. `step_cost` of None verifies every drafted row that is allowed, and
+        waits for drafts whether they pay or not."""
         self._runner = runner
-        self._config = config
+        self._steps = steps or HostSteps(runner)
         self._observer = observer
         self._budget = RowBudget(step_cost)
         self.drafting = Drafting(config.drafting, runner.vocabulary_size)
         self.scheduler = Scheduler(config.scheduler, runner.cache)
         self.live: dict[int, LiveSequence] = {}
+        self._gathering = Gathering(
+            self.drafting,
+            self.scheduler,
+            self._budget,
+            self.live,
+            max_step_rows=config.scheduler.max_step_rows,
+            max_draft_nodes=config.max_draft_nodes,
+            switch=None if step_cost is None else DraftSwitch(),
+        )
+        self._ahead: _Step | None = None
+        # When the device had ended the last step, and when its results had been dealt with; 0 after a pause.
+        self._free_ns = self._ended_ns = 0
 
     def make(self, sequence_id: int, request: SequenceRequest) -> LiveSequence:
         """A sequence that has not begun. Touches nothing shared."""
@@ -103,125 +134,95 @@ class EngineLoop:
 
     def step(self) -> list[SequenceEvent] | None:
         """Move every scheduled sequence on. The events of the step, or None when there was nothing to run."""
-        phases = StepPhases()
+        step = self._ahead or self._launch()
+        if step is None:
+            self._ended_ns = 0
+            return None
+        self._ahead = self._launch_after(step)
+        step.launched.wait()
+        step.clock.end_forward()
+        outcomes = step.launched.outcomes()
+        step.clock.end_verify()
+        verdicts = self._commit(step, outcomes)
+        self._advance(verdicts)
+        events = self._finish(verdicts)
+        self._observe(step, verdicts)
+        return events
+
+    def _launch(self) -> _Step | None:
+        """Schedule, gather what is drafted, and launch."""
+        clock = StepClock()
+        self._follow_load()
         schedule = self.scheduler.schedule()
         if not schedule.chunks:
             return None
-        gathered = self._gather(schedule)
-        batch = lay_out(schedule.chunks, gathered.trees, self._runner.cache)
-        phases.end()
-        logits = self._runner.forward(batch.input)
-        phases.end()
-        verified = self._verify(batch, logits)
-        phases.end()
-        verdicts = self._commit(batch, verified, phases.total)
-        self._advance(verdicts)
-        events = self._finish(verdicts)
-        phases.end()
-        self._observe(step_stats(batch, gathered, verdicts, phases))
-        return events
+        return self._begin(schedule, self._gathering.gather(schedule), clock, ahead=False)
 
-    def _observe(self, stats: StepStats) -> None:
-        """Let the row budget learn what rows cost, and the observer hear of the step."""
+    def _launch_after(self, step: _Step) -> _Step | None:
+        """Launch the step after `step` while that runs, if nobody's draft or client must see its tokens first."""
+        clock, running = StepClock(), self.scheduler.running
+        self._follow_load()
+        waits = self._gathering.choose(running)
+        if waits or not step.followable or not all(map(self._goes_on_alone, running)):
+            return None
+        for place, item in enumerate(step.batch.items):
+            if item.tree is not None:
+                item.sequence.awaited = place
+        try:
+            schedule = self.scheduler.schedule()
+            if not schedule.chunks:
+                return None
+            return self._begin(schedule, self._gathering.plain(schedule), clock, ahead=True)
+        finally:
+            for item in step.batch.items:
+                item.sequence.awaited = None
+
+    def _goes_on_alone(self, sequence: Sequence) -> bool:
+        """Whether neither the host nor a client has to see the sequence's tokens before they are fed."""
+        return not sequence.request.external and self.live[sequence.sequence_id].verifier.on_device
+
+    def _begin(self, schedule: Schedule, gathered: Gathered, clock: StepClock, *, ahead: bool) -> _Step:
+        batch = lay_out(schedule.chunks, gathered.trees, self._runner.cache)
+        clock.end_plan()
+        verifiers = [self.live[item.sequence.sequence_id].verifier for item in batch.items]
+        launched = self._steps.launch(batch, verifiers)
+        clock.end_launch()
+        for item in batch.items:
+            # Whatever runs after this step finds their keys and values.
+            item.sequence.kv_length += item.known
+        return _Step(batch, gathered, launched, clock, ahead)
+
+    def _observe(self, step: _Step, verdicts: SequenceOf[Verdict]) -> None:
+        """Let row budget and switch learn what steps cost, and the observer hear of the step."""
+        stats = step_stats(step.batch, step.gathered, verdicts, step.clock, self._free_ns)
+        self._free_ns, ended_ns, self._ended_ns = step.clock.forwarded, self._ended_ns, time.monotonic_ns()
         if not stats.prefill_rows:
             self._budget.observe_step(stats.decode_rows, stats.forward_ns * 1e-9)
+            if ended_ns and (step.ahead or step.gathered.drafted or not step.launched.followable):
+                seconds = (self._ended_ns - ended_ns) * 1e-9
+                self._gathering.observe(stats.sequences, seconds, drafted=bool(step.gathered.drafted))
         if self._observer is not None:
             self._observer.on_step(stats)
 
-    def _gather(self, schedule: Schedule) -> Gathered:
-        """Wait for the draft as long as it pays, then cut every tree to the rows that pay."""
-        self._follow_load()
-        drafted = [chunk.sequence for chunk in schedule.chunks if self._may_draft(chunk)]
-        wait_ns = self.drafting.wait_for(drafted)
-        offers: dict[int, Offer] = {}
-        fallbacks = 0
-        for sequence in drafted:
-            tree = self.drafting.tree_of(sequence)
-            sequence.totals.draft_wait_ns += wait_ns
-            if tree is None or not tree.answered:
-                fallbacks += 1
-                sequence.totals.fallback_steps += 1
-            if tree is not None and tree.nodes:
-                live = self.live[sequence.sequence_id]
-                in_order = sequence.request.mode is VerificationMode.REJECTION
-                offers[sequence.sequence_id] = Offer(tree, live.record, self._max_nodes(sequence), in_order)
-        spare = self._config.scheduler.max_step_rows - schedule.rows
-        others = sum(chunk.takes_tree for chunk in schedule.chunks) - len(offers)
-        cut = self._budget.cut(list(offers.values()), schedule.rows, spare, others)
-        trees = dict(zip(offers, cut, strict=True))
-        return Gathered([self._tree(chunk, trees) for chunk in schedule.chunks], wait_ns, fallbacks)
-
     def _follow_load(self) -> None:
         was = self.drafting.active
-        self.drafting.follow_load(len(self.scheduler.running))
+        self.drafting.listen()
+        self.drafting.follow_load(len(self.scheduler.running), self._gathering.drafts_are_near)
         if self._observer is not None and self.drafting.active != was:
             self._observer.on_speculation(self.drafting.active)
 
-    def _may_draft(self, chunk: Chunk) -> bool:
-        return chunk.takes_tree and self.drafting.wants(chunk.sequence)
-
-    def _max_nodes(self, sequence: Sequence) -> int:
-        """Drafted rows the sequence may have: none past its last token, nor past its pages."""
-        if sequence.request.max_tokens - sequence.totals.completion_tokens <= 1:
-            return 0
-        limit = min(sequence.request.max_draft_nodes, self._config.max_draft_nodes)
-        return max(0, min(limit, self.scheduler.spare_rows(sequence)))
-
-    def _tree(self, chunk: Chunk, trees: dict[int, TokenTree]) -> TokenTree | None:
-        """The tree to verify behind a chunk, with pages held for it. None while the root is not reached."""
-        sequence = chunk.sequence
-        sequence.totals.started_ns = sequence.totals.started_ns or time.monotonic_ns()
-        if not chunk.reaches_root:
-            return None
-        tree = sequence.external_tree or trees.get(sequence.sequence_id)
-        if tree is not None and chunk.takes_tree:
-            rows = len(tree)
-            if sequence.request.mode is VerificationMode.REJECTION:
-                # Whether there is room must not hang on how many nodes were drawn.
-                rows = max(rows, 1 + IN_ORDER_NODES)
-            try:
-                self.scheduler.reserve(sequence, sequence.kv_length + rows)
-                return tree
-            except OutOfPages:
-                # Others took the free pages; the sequence goes on without its draft.
-                pass
-        return TokenTree.root_only(sequence.root)
-
-    def _verify(self, batch: StepBatch, logits: Tensor) -> list[Verified | None]:
-        """What the target says of each tree. None for prompts that are still being read."""
-        verifiers = [self.live[item.sequence.sequence_id].verifier for item in batch.items]
-        argmax: list[int] | None = None
-        # On a CPU the walk asks for the few rows it comes to, which costs less than all of them at once.
-        if logits.is_cuda and any(verifier.plain_greedy for verifier in verifiers):
-            argmax = torch.argmax(logits, dim=-1).tolist()
-        verified: list[Verified | None] = []
-        for item, verifier in zip(batch.items, verifiers, strict=True):
-            if item.tree is None:
-                verified.append(None)
-                continue
-            rows = slice(item.first_logit, item.first_logit + len(item.tree))
-            sequence = item.sequence
-            verified.append(
-                verifier.verify(
-                    item.tree, logits[rows], argmax[rows] if argmax else None, sequence.output, sequence.step
-                )
-            )
-        return verified
-
-    def _commit(self, batch: StepBatch, verified: SequenceOf[Verified | None], compute_ns: int) -> list[Verdict]:
-        """Move accepted keys and values into place, then append what was said."""
-        cache = self._runner.cache
-        sources, targets = kv_moves(batch.items, verified, cache)
-        if sources:
-            move_kv([*cache.keys, *cache.values], sources, targets)
+    def _commit(self, step: _Step, outcomes: SequenceOf[Verified | None]) -> list[Verdict]:
+        """Append what was said. Sequences that ended since the launch are passed over."""
+        compute_ns = step.clock.verified - step.clock.begun
         verdicts: list[Verdict] = []
-        for item, outcome in zip(batch.items, verified, strict=True):
-            if item.tree is None or outcome is None:
-                item.sequence.kv_length += item.known
+        for item, outcome in zip(step.batch.items, outcomes, strict=True):
+            live = self.live.get(item.sequence.sequence_id)
+            if live is None or item.tree is None or outcome is None:
                 continue
-            live = self.live[item.sequence.sequence_id]
             self._budget.observe(item.tree, outcome.walk.accepted_rows, live.record)
-            verdicts.append(commit(live, item, item.tree, outcome, compute_ns))
+            if step.gathered.drafted:
+                live.record.draw(1 + len(outcome.walk.accepted_rows))
+            verdicts.append(commit(live, item.tree, outcome, compute_ns))
             self.scheduler.trim(item.sequence)
         return verdicts
 

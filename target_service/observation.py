@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
 from typing import Protocol
 
-from outrider.tree import TokenTree
 from target_service.batch import StepBatch
+from target_service.gathering import Gathered
 from target_service.sequence import SequenceRequest, SequenceTotals, StepStats, Verdict
 
 
@@ -25,39 +24,39 @@ class EngineObserver(Protocol):
         """Drafting was switched by load."""
 
 
-@dataclass(frozen=True, slots=True)
-class Gathered:
-    """The draft's part of a step: a tree per chunk, and what waiting for it cost."""
-
-    trees: list[TokenTree | None]
-    wait_ns: int
-    # Sequences that wanted a draft and went on without one.
-    fallbacks: int
-
-
-class StepPhases:
-    """Nanoseconds of a step's phases, in order: plan (waiting for the draft included), forward, verify, commit."""
+class StepClock:
+    """When a step's phases ended, in monotonic nanoseconds. Phases end in the order of the methods."""
 
     def __init__(self) -> None:
-        self._marks = [time.monotonic_ns()]
+        self.begun = time.monotonic_ns()
+        self.planned = self.launched = self.forwarded = self.verified = self.begun
 
-    def end(self) -> None:
-        """The phase under way is over, and the next begins."""
-        self._marks.append(time.monotonic_ns())
+    def end_plan(self) -> None:
+        """The step is laid out."""
+        self.planned = time.monotonic_ns()
 
-    def of(self, phase: int) -> int:
-        """Nanoseconds of a phase that is over, counted from 0."""
-        return self._marks[phase + 1] - self._marks[phase]
+    def end_launch(self) -> None:
+        """The host is free again. Where it computes the step itself, the forward pass is over too."""
+        self.launched = self.forwarded = time.monotonic_ns()
 
-    @property
-    def total(self) -> int:
-        """Nanoseconds of all phases that are over."""
-        return self._marks[-1] - self._marks[0]
+    def end_forward(self) -> None:
+        """What the device has to say is there."""
+        self.forwarded = time.monotonic_ns()
+
+    def end_verify(self) -> None:
+        """Every tree's outcome is known."""
+        self.verified = time.monotonic_ns()
 
 
-def step_stats(batch: StepBatch, gathered: Gathered, verdicts: SequenceOf[Verdict], phases: StepPhases) -> StepStats:
-    """The figures of one step whose four phases are over."""
+def step_stats(
+    batch: StepBatch, gathered: Gathered, verdicts: SequenceOf[Verdict], clock: StepClock, free_ns: int
+) -> StepStats:
+    """The figures of a step that has been committed.
+
+    `free_ns` is when the device had ended the step before: one that was launched ahead begins its forward pass then.
+    """
     drafted = [item.tree.drafted for item in batch.items if item.tree is not None]
+    now = time.monotonic_ns()
     return StepStats(
         sequences=len(batch.items),
         committed_sequences=len(verdicts),
@@ -69,9 +68,10 @@ def step_stats(batch: StepBatch, gathered: Gathered, verdicts: SequenceOf[Verdic
         committed_tokens=sum(len(verdict.token_ids) for verdict in verdicts),
         fallback_sequences=gathered.fallbacks,
         draft_wait_ns=gathered.wait_ns,
-        plan_ns=phases.of(0) - gathered.wait_ns,
-        forward_ns=phases.of(1),
-        verify_ns=phases.of(2),
-        commit_ns=phases.of(3),
-        total_ns=phases.total,
+        plan_ns=clock.planned - clock.begun - gathered.wait_ns,
+        launch_ns=clock.launched - clock.planned,
+        forward_ns=clock.forwarded - max(clock.planned, free_ns),
+        verify_ns=clock.verified - clock.forwarded,
+        commit_ns=now - clock.verified,
+        total_ns=now - max(clock.begun, free_ns),
     )

@@ -30,6 +30,9 @@ _SEQUENCE_KEEP = 0.97
 # A sequence is taken to gain this much from drafts, for this many steps' weight, until it has shown what it gains.
 _GAIN_PRIOR = 1.3
 _GAIN_STEPS = 6.0
+# Tokens that a new sequence is taken to make of a step with drafts, and how fast that fades.
+_YIELD_PRIOR = 2.0
+_YIELD_KEEP = 0.85
 # What one live step may move the cost of its size, and how far from the estimate a step is believed.
 _LIVE_SHARE = 0.1
 _LIVE_BOUND = 1.5
@@ -67,6 +70,8 @@ class SequenceRecord:
     tokens: float = _GAIN_PRIOR * _GAIN_STEPS
     # Time spent, in plain steps.
     steps: float = _GAIN_STEPS
+    # Tokens of a step that waited for drafts, lately.
+    yielded: float = _YIELD_PRIOR
 
     @property
     def gain(self) -> float:
@@ -81,6 +86,10 @@ class SequenceRecord:
     def observe(self, expected: float, accepted: int) -> None:
         self.expected = self.expected * _SEQUENCE_KEEP + expected + (1 - _SEQUENCE_KEEP) * _SEQUENCE_PRIOR
         self.accepted = self.accepted * _SEQUENCE_KEEP + accepted + (1 - _SEQUENCE_KEEP) * _SEQUENCE_PRIOR
+
+    def draw(self, tokens: int) -> None:
+        """Take note of a step that waited for drafts and made `tokens`."""
+        self.yielded = self.yielded * _YIELD_KEEP + tokens * (1 - _YIELD_KEEP)
 
     def spend(self, tokens: int, cost: float) -> None:
         """Take note of a step that made `tokens` in the time of `cost` plain steps."""

@@ -29,7 +29,7 @@ class Chunk:
     @property
     def reaches_root(self) -> bool:
         """Whether the last row is the root, so that the step yields a token."""
-        return self.sequence.kv_length + self.count == len(self.sequence.token_ids)
+        return self.sequence.kv_length + self.count == self.sequence.length
 
     @property
     def takes_tree(self) -> bool:
@@ -91,7 +91,7 @@ class Scheduler:
         rows = self._config.max_step_rows
         chunks: list[Chunk] = []
         # Decoding first, so that long prompts cannot starve it.
-        for sequence in sorted(self.running, key=lambda s: s.kv_length + 1 < len(s.token_ids)):
+        for sequence in sorted(self.running, key=lambda s: s.kv_length + 1 < s.length):
             if rows == 0 or sequence.state is SequenceState.WAITING:
                 continue
             count = min(self._due(sequence), rows)
@@ -105,11 +105,18 @@ class Scheduler:
 
     def _due(self, sequence: Sequence) -> int:
         """Known tokens to feed next. A client that drafts feeds its root with its tree only."""
-        known = len(sequence.token_ids) - sequence.kv_length
+        known = sequence.length - sequence.kv_length
         if sequence.request.external:
             if known == 1:
                 return 1 if sequence.external_tree is not None else 0
             known -= 1
+        elif sequence.awaited is not None:
+            if sequence.full:
+                # The step under way says its last token.
+                return 0
+            if known > 1:
+                # An awaited token is fed alone, once the others were.
+                known -= 1
         return min(known, self._config.prefill_chunk)
 
     def _admit(self, chunks: list[Chunk], rows: int) -> None:

@@ -133,6 +133,8 @@ class StepStats:
     fallback_sequences: int
     draft_wait_ns: int
     plan_ns: int
+    # The host's part of the forward pass, which `forward_ns` includes.
+    launch_ns: int
     forward_ns: int
     verify_ns: int
     commit_ns: int
@@ -152,7 +154,8 @@ class Sequence:
     """A request under way: prompt plus committed tokens, and the KV pages that hold them.
 
     Invariants: `0 <= kv_length < len(token_ids)`; the root is the last token, whose KV is not computed;
-    `len(token_ids) == prompt_length + totals.completion_tokens`; pages hold at least `kv_length` tokens.
+    `len(token_ids) == prompt_length + totals.completion_tokens`; pages hold at least `kv_length` tokens. While a step
+    is under way, the KV that it computes for known tokens counts as computed, and `kv_length` may be equal.
     """
 
     sequence_id: int
@@ -165,6 +168,9 @@ class Sequence:
     pages: list[int] = field(default_factory=list)
     # The tree to verify next, when the client drafts.
     external_tree: TokenTree | None = None
+    # While a step is prepared before the one under way has ended: the place of this sequence in that one, which will
+    # say the next token. None when every token is known.
+    awaited: int | None = None
 
     @property
     def prompt_length(self) -> int:
@@ -178,7 +184,24 @@ class Sequence:
     def output(self) -> list[int]:
         return self.token_ids[self.prompt_length :]
 
+    @property
+    def length(self) -> int:
+        """Tokens of prompt and output, the awaited one included."""
+        return len(self.token_ids) + (self.awaited is not None)
+
+    @property
+    def full(self) -> bool:
+        """Whether nothing may follow the tokens that are known or awaited."""
+        return self.length - self.prompt_length >= self.request.max_tokens
+
+    def feed(self, start: int, count: int) -> list[int]:
+        """Tokens `start` .. `start + count` as a step reads them: an awaited one as -1 - `awaited`."""
+        tokens = self.token_ids[start : start + count]
+        if self.awaited is not None and len(tokens) < count:
+            tokens.append(-1 - self.awaited)
+        return tokens
+
     def check(self) -> None:
         """Raise AssertionError unless the invariants hold. For tests and debug builds."""
-        assert 0 <= self.kv_length < len(self.token_ids)
+        assert 0 <= self.kv_length <= len(self.token_ids)
         assert len(self.token_ids) == self.prompt_length + self.totals.completion_tokens

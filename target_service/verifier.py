@@ -42,25 +42,22 @@ class SequenceVerifier:
         self._mode = request.mode
         self._seed = request.seed
         self._logprobs = request.sampling.logprobs
-        self._plain_greedy = request.mode is VerificationMode.GREEDY and not request.sampling.shapes_logits
+        self._on_device = not request.sampling.shapes_logits and request.sampling.logprobs is None
         self._shaper = LogitShaper(request.sampling, request.token_ids, end_token_ids, vocabulary_size)
         self._prompt_length = len(request.token_ids)
         self._coin_seed = _private_seed(request.seed)
 
     @property
-    def plain_greedy(self) -> bool:
-        """Whether the row-wise argmax of the logits is all that is needed."""
-        return self._plain_greedy
+    def on_device(self) -> bool:
+        """Whether `DeviceVerifier` knows everything that this sequence's law depends on."""
+        return self._on_device
 
-    def verify(
-        self, tree: TokenTree, logits: Tensor, argmax: list[int] | None, output: list[int], step: int
-    ) -> Verified:
+    def verify(self, tree: TokenTree, logits: Tensor, output: list[int], step: int) -> Verified:
         """Walk the tree.
 
         Args:
             tree: rows to verify, the root first.
             logits: [rows, vocabulary] of the tree's rows.
-            argmax: the row-wise argmax, where the batch computed it.
             output: tokens committed so far, without the prompt.
             step: of the sequence, a fresh stream of coins for each.
         """
@@ -73,14 +70,10 @@ class SequenceVerifier:
                 self._coins(step),
             )
         else:
-            walk = match_walk(tree.parents, tree.token_ids, self._choice(tree, logits, argmax, output))
+            walk = match_walk(tree.parents, tree.token_ids, self._choice(tree, logits, output))
         return Verified(walk, self._logprobs_of(tree, walk, logits))
 
-    def _choice(
-        self, tree: TokenTree, logits: Tensor, argmax: list[int] | None, output: list[int]
-    ) -> Callable[[int, int], int]:
-        if self._plain_greedy and argmax is not None:
-            return lambda row, _: argmax[row]
+    def _choice(self, tree: TokenTree, logits: Tensor, output: list[int]) -> Callable[[int, int], int]:
         if self._mode is VerificationMode.GREEDY:
             return lambda row, _: int(torch.argmax(self._shaped(tree, row, logits, output)))
         position = self._prompt_length + len(output)

@@ -16,6 +16,7 @@ from outrider.frames import DraftEvents, DraftInfo, DraftLink, OpenSequence, Seq
 from outrider.sampling import SamplingParams, VerificationMode
 from outrider.tree import TokenTree
 from target_service.drafting import DraftingConfig
+from target_service.launch import HostSteps
 from target_service.loop import EngineConfig, EngineLoop
 from target_service.model.runner import ModelRunner, runner_for
 from target_service.row_budget import StepCost
@@ -133,9 +134,14 @@ def run(
     step_cost: StepCost | None = None,
     stagger: int = 0,
     late: int = 0,
+    followable: bool = False,
 ) -> list[Outcome]:
-    """Run all requests together, each joining `stagger` steps after the one before. Checks the KV cache."""
-    loop = EngineLoop(runner, config or engine_config(), step_cost=step_cost)
+    """Run all requests together, each joining `stagger` steps after the one before. Checks the KV cache.
+
+    `followable` prepares each step before the one under way has ended, as on a device that verifies by itself.
+    """
+    steps = HostSteps(runner, followable=followable)
+    loop = EngineLoop(runner, config or engine_config(), steps=steps, step_cost=step_cost)
     if propose is not None:
         loop.drafting.attach(ScriptedDraft(loop.drafting, propose, late=late))
     if connect is not None:

@@ -93,6 +93,34 @@ def test_output_is_plain_decoding(
         assert accepted > 20
 
 
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("stagger", [0, 3], ids=["together", "staggered"])
+@pytest.mark.parametrize("kv_tokens", [2048, 9 * 16], ids=["roomy", "preempting"])
+def test_preparing_the_next_step_early_does_not_matter(
+    case: tuple[list[SequenceRequest], list[Sequence[int]]],
+    tiny_model: PreTrainedModel,
+    page_size: int,
+    stagger: int,
+    kv_tokens: int,
+) -> None:
+    wanted, said = case
+    runner = make_runner(tiny_model, page_size, kv_tokens)
+    outcomes = run(runner, wanted, stagger=stagger, followable=True)
+    assert [o.token_ids for o in outcomes] == said
+
+
+def test_steps_ahead_and_drafted_steps_follow_each_other(
+    case: tuple[list[SequenceRequest], list[Sequence[int]]], tiny_model: PreTrainedModel
+) -> None:
+    """Prompts that end while others are drafted for, by a switch that goes by what steps take."""
+    wanted, said = case
+    cost = StepCost([(1, 1.0), (64, 1.1)])
+    drafts = drafter("knowing", wanted, said)
+    outcomes = run(make_runner(tiny_model), wanted, propose=drafts, step_cost=cost, stagger=9, followable=True)
+    assert [o.token_ids for o in outcomes] == said
+    assert sum(o.finished.totals.accepted_tokens for o in outcomes) > 0
+
+
 @pytest.mark.parametrize("name", ["trie", "prompt_lookup", "random"])
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("prefill_chunk", [7, 64])

@@ -27,6 +27,7 @@ from outrider.frames import (
     TreeLimits,
 )
 from outrider.sampling import SamplingParams
+from target_service.launch import HostSteps
 from target_service.loop import EngineLoop
 from target_service.sequence import SequenceFinished, Verdict
 
@@ -75,13 +76,18 @@ class ServiceMachine(RuleBasedStateMachine):
 
     sequences: Bundle[int] = Bundle("sequences")
 
-    @initialize(page_size=st.sampled_from([1, 16]), chunk=st.sampled_from([1, 16, 64]), seed=st.integers(0, 99))
-    def begin(self, page_size: int, chunk: int, seed: int) -> None:
+    @initialize(
+        page_size=st.sampled_from([1, 16]),
+        chunk=st.sampled_from([1, 16, 64]),
+        seed=st.integers(0, 99),
+        followable=st.booleans(),
+    )
+    def begin(self, page_size: int, chunk: int, seed: int, followable: bool) -> None:
         self.runner = make_runner(make_tiny(), page_size, kv_tokens=128)
         config = engine_config(prefill_chunk=chunk, max_step_rows=96, max_running=3, disable_above=2)
         # Nothing arrives while the machine's own thread waits, so it does not.
         config = replace(config, drafting=replace(config.drafting, wait_seconds=0.0))
-        self.loop = EngineLoop(self.runner, config)
+        self.loop = EngineLoop(self.runner, config, steps=HostSteps(self.runner, followable=followable))
         self.draft = FuzzedDraft()
         self.loop.drafting.attach(self.draft)
         self.random = random.Random(seed)

@@ -1,12 +1,10 @@
-"""One sequence's verification: the batched argmax and the row-by-row walk agree, and parameters follow the path."""
+"""One sequence's verification: the walk follows the target, and parameters follow the path."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from engine_harness import request
-from hypothesis import given
-from hypothesis import strategies as st
 
 from outrider.sampling import SamplingParams, VerificationMode
 from outrider.tree import TokenTree
@@ -16,24 +14,14 @@ VOCABULARY = 5
 TREE = TokenTree((0, 1, 2, 3, 1), (0, 0, 0, 1, 3), (1.0,) * 5)
 
 
-def verify(
-    sampling: SamplingParams, logits: torch.Tensor, *, batched: bool = False, step: int = 0, **options: object
-) -> Verified:
+def verify(sampling: SamplingParams, logits: torch.Tensor, *, step: int = 0, **options: object) -> Verified:
     verifier = SequenceVerifier(request([4, 0], sampling=sampling, **options), (), VOCABULARY)
-    argmax = torch.argmax(logits, dim=-1).tolist() if batched else None
-    return verifier.verify(TREE, logits, argmax, [], step)
+    return verifier.verify(TREE, logits, [], step)
 
 
 def pointing(*tokens: int) -> torch.Tensor:
     """[rows, vocabulary] logits whose rows are sure of these tokens."""
     return torch.nn.functional.one_hot(torch.tensor(tokens), VOCABULARY).float() * 9
-
-
-@given(st.lists(st.integers(0, 4), min_size=5, max_size=5), st.booleans())
-def test_batched_and_lazy_greedy_agree(tokens: list[int], half: bool) -> None:
-    logits = pointing(*tokens).to(torch.bfloat16 if half else torch.float32)
-    sampling = SamplingParams()
-    assert verify(sampling, logits, batched=True) == verify(sampling, logits)
 
 
 def test_the_walk_goes_as_deep_as_the_target_agrees() -> None:
@@ -67,7 +55,7 @@ def test_coupled_says_what_plain_seeded_sampling_says_row_by_row() -> None:
     verifier = SequenceVerifier(request([4, 0], sampling=sampling), (), VOCABULARY)
     row, output = 0, []
     for accepted in (*whole.accepted_rows, None):
-        alone = verifier.verify(TokenTree.root_only(TREE.token_ids[row]), logits[row : row + 1], None, output, 0)
+        alone = verifier.verify(TokenTree.root_only(TREE.token_ids[row]), logits[row : row + 1], output, 0)
         if accepted is None:
             assert alone.walk.next_token == whole.next_token
             break

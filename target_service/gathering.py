@@ -1,0 +1,130 @@
+"""The draft's part of a step: whether to wait for it, how many of its rows to verify, and pages for them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+
+from outrider.sampling import VerificationMode
+from outrider.tree import TokenTree
+from target_service.commit import LiveSequence
+from target_service.draft_switch import DraftSwitch
+from target_service.drafting import Drafting
+from target_service.kv_cache import OutOfPages
+from target_service.row_budget import IN_ORDER_NODES, Offer, RowBudget
+from target_service.scheduler import Chunk, Schedule, Scheduler
+from target_service.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Gathered:
+    """A tree per chunk, and what waiting for drafts cost."""
+
+    trees: list[TokenTree | None]
+    # Sequences that the step waited for.
+    drafted: tuple[Sequence, ...]
+    wait_ns: int
+    # Sequences that wanted a draft and went on without one.
+    fallbacks: int
+
+
+class Gathering:
+    """Cuts every sequence's growing tree to what pays."""
+
+    def __init__(
+        self,
+        drafting: Drafting,
+        scheduler: Scheduler,
+        budget: RowBudget,
+        live: Mapping[int, LiveSequence],
+        *,
+        max_step_rows: int,
+        max_draft_nodes: int,
+        switch: DraftSwitch | None,
+    ) -> None:
+        """`live` stays the engine's own table. A `switch` of None always waits for drafts."""
+        self._drafting = drafting
+        self._scheduler = scheduler
+        self._budget = budget
+        self._live = live
+        self._max_step_rows = max_step_rows
+        self._max_draft_nodes = max_draft_nodes
+        self._switch = switch
+        # Whether the next step is to wait for drafts.
+        self._drafts = True
+
+    @property
+    def drafts_are_near(self) -> bool:
+        """Whether drafts are in use, or may be soon."""
+        return self._switch is None or self._switch.drafts_are_near
+
+    def choose(self, running: SequenceOf[Sequence]) -> bool:
+        """Whether the next step waits for drafts. Called once per step, before it is scheduled."""
+        wanting = [sequence for sequence in running if self._drafting.asks(sequence)]
+        pays = bool(wanting) and self._drafting.connected
+        if pays and self._switch is not None:
+            gains = sum(self._live[sequence.sequence_id].record.yielded for sequence in wanting)
+            pays = self._switch.drafts(len(running), gains + len(running) - len(wanting))
+        self._drafts = pays and self._drafting.active
+        return self._drafts
+
+    def observe(self, load: int, seconds: float, *, drafted: bool) -> None:
+        """Take note of what a step that only decoded took, from the end of the step before it."""
+        if self._switch is not None:
+            self._switch.observe(load, seconds, drafted=drafted)
+
+    def gather(self, schedule: Schedule) -> Gathered:
+        """Wait for the draft, if that was chosen, then cut every tree to the rows that pay."""
+        chunks = [chunk for chunk in schedule.chunks if chunk.takes_tree] if self._drafts else []
+        drafted = [chunk.sequence for chunk in chunks if self._drafting.wants(chunk.sequence)]
+        wait_ns = self._drafting.wait_for(drafted)
+        offers: dict[int, Offer] = {}
+        fallbacks = 0
+        for sequence in drafted:
+            tree = self._drafting.tree_of(sequence)
+            sequence.totals.draft_wait_ns += wait_ns
+            if tree is None or not tree.answered:
+                fallbacks += 1
+                sequence.totals.fallback_steps += 1
+            if tree is not None and tree.nodes:
+                live = self._live[sequence.sequence_id]
+                in_order = sequence.request.mode is VerificationMode.REJECTION
+                offers[sequence.sequence_id] = Offer(tree, live.record, self._max_nodes(sequence), in_order)
+        spare = self._max_step_rows - schedule.rows
+        others = sum(chunk.takes_tree for chunk in schedule.chunks) - len(offers)
+        cut = self._budget.cut(list(offers.values()), schedule.rows, spare, others)
+        trees = dict(zip(offers, cut, strict=True))
+        return Gathered([self._tree(chunk, trees) for chunk in schedule.chunks], tuple(drafted), wait_ns, fallbacks)
+
+    def plain(self, schedule: Schedule) -> Gathered:
+        """No drafts."""
+        return Gathered([self._tree(chunk, {}) for chunk in schedule.chunks], (), 0, 0)
+
+    def _max_nodes(self, sequence: Sequence) -> int:
+        """Drafted rows the sequence may have: none past its last token, nor past its pages."""
+        if sequence.request.max_tokens - sequence.totals.completion_tokens <= 1:
+            return 0
+        limit = min(sequence.request.max_draft_nodes, self._max_draft_nodes)
+        return max(0, min(limit, self._scheduler.spare_rows(sequence)))
+
+    def _tree(self, chunk: Chunk, trees: Mapping[int, TokenTree]) -> TokenTree | None:
+        """The tree to verify behind a chunk, with pages held for it. None while the root is not reached."""
+        sequence = chunk.sequence
+        sequence.totals.started_ns = sequence.totals.started_ns or time.monotonic_ns()
+        if not chunk.reaches_root:
+            return None
+        tree = sequence.external_tree or trees.get(sequence.sequence_id)
+        if tree is not None and chunk.takes_tree:
+            rows = len(tree)
+            if sequence.request.mode is VerificationMode.REJECTION:
+                # Whether there is room must not hang on how many nodes were drawn.
+                rows = max(rows, 1 + IN_ORDER_NODES)
+            try:
+                self._scheduler.reserve(sequence, sequence.kv_length + rows)
+                return tree
+            except OutOfPages:
+                # Others took the free pages; the sequence goes on without its draft.
+                pass
+        return TokenTree.root_only(sequence.root)

@@ -1,0 +1,123 @@
+"""Runs a step that was laid out: forward, verify, and accepted keys and values into place.
+
+`HostSteps` is the plain form, in which the host looks at logits; `device_steps.DeviceSteps` must say the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import replace
+from typing import Protocol
+
+from torch import Tensor
+
+from target_service.batch import StepBatch, StepItem
+from target_service.kv_cache import KVCache
+from target_service.model.runner import ModelRunner
+from target_service.verifier import SequenceVerifier, Verified
+from tree_kernels.kv_move import move_kv
+
+
+class Launched(Protocol):
+    """A step under way."""
+
+    @property
+    def followable(self) -> bool:
+        """Whether a step may be launched after it that reads its tokens, before `outcomes` is called."""
+
+    def wait(self) -> None:
+        """Wait until the device has said what it has to say."""
+
+    def outcomes(self) -> list[Verified | None]:
+        """What the target said of each tree; None for prompts that are still being read. Waits if need be.
+
+        The keys and values of accepted rows are in place then, or will be before any later step reads them.
+        """
+
+
+class Steps(Protocol):
+    """What the engine launches its steps with."""
+
+    def launch(self, batch: StepBatch, verifiers: SequenceOf[SequenceVerifier]) -> Launched:
+        """Begin a step. `verifiers[i]` belongs to `batch.items[i]`. Awaited tokens are those of the step before."""
+
+
+class HostSteps:
+    """One step after the other, verified row by row as the walks come to them."""
+
+    def __init__(self, runner: ModelRunner, *, followable: bool = False) -> None:
+        """`followable` lets the engine prepare each step before the one under way has ended, which gains nothing
+        here: it is for tests of that order."""
+        self._runner = runner
+        self._followable = followable
+        self._last: _OnHost | None = None
+
+    def launch(self, batch: StepBatch, verifiers: SequenceOf[SequenceVerifier]) -> Launched:
+        """See `Steps.launch`."""
+        logits = self._runner.forward(replace(batch.input, token_ids=self._known(batch.input.token_ids)))
+        self._last = _OnHost(self._runner.cache, batch, verifiers, logits, self._followable)
+        return self._last
+
+    def _known(self, token_ids: tuple[int, ...]) -> tuple[int, ...]:
+        """The tokens, those awaited from the last step filled in."""
+        if min(token_ids) >= 0:
+            return token_ids
+        assert self._last is not None, "a token is awaited from no step"
+        said = [outcome.walk.next_token if outcome else -1 for outcome in self._last.outcomes()]
+        return tuple(token if token >= 0 else said[-1 - token] for token in token_ids)
+
+
+class _OnHost:
+    """A step of `HostSteps`: its logits are there, and looked at when the outcome is asked for."""
+
+    def __init__(
+        self,
+        cache: KVCache,
+        batch: StepBatch,
+        verifiers: SequenceOf[SequenceVerifier],
+        logits: Tensor,
+        followable: bool,
+    ) -> None:
+        self._cache = cache
+        self._batch = batch
+        self._verifiers = verifiers
+        self._logits = logits
+        self._outcomes: list[Verified | None] | None = None
+        self.followable = followable
+
+    def wait(self) -> None:
+        """The logits are there since the launch."""
+
+    def outcomes(self) -> list[Verified | None]:
+        if self._outcomes is None:
+            pairs = zip(self._batch.items, self._verifiers, strict=True)
+            self._outcomes = [verify_on_host(item, verifier, self._logits) for item, verifier in pairs]
+            move_accepted(self._batch.items, self._outcomes, self._cache)
+        return self._outcomes
+
+
+def verify_on_host(item: StepItem, verifier: SequenceVerifier, logits: Tensor) -> Verified | None:
+    """Walk one sequence's tree. logits: [wanted rows of the step, vocabulary]."""
+    if item.tree is None:
+        return None
+    rows = logits[item.first_logit : item.first_logit + len(item.tree)]
+    return verifier.verify(item.tree, rows, item.sequence.output, item.sequence.step)
+
+
+def move_accepted(items: SequenceOf[StepItem], outcomes: SequenceOf[Verified | None], cache: KVCache) -> None:
+    """Bring every accepted path right behind its root.
+
+    Rows are accepted in rising order and move down only, so that gather-then-scatter in one call is safe.
+    """
+    sources: list[int] = []
+    targets: list[int] = []
+    for item, outcome in zip(items, outcomes, strict=True):
+        if outcome is None:
+            continue
+        root_slot = item.start + item.known - 1
+        for place, row in enumerate(outcome.walk.accepted_rows, start=1):
+            if row != place:
+                sources += cache.slots(item.sequence.pages, root_slot + row, 1)
+                targets += cache.slots(item.sequence.pages, root_slot + place, 1)
+    if sources:
+        move_kv([*cache.keys, *cache.values], sources, targets)
