@@ -34,7 +34,7 @@ def cache_folder() -> Path:
     stand in another file. `NUMBA_CACHE_DIR` names another place than the user's cache.
     """
     digest = hashlib.sha256()
-    modules = sorted(Path(__file__).parent.glob("*.py"))
+    modules = sorted(Path(__file__).parent.rglob("*.py"))
     sources = [source for path in modules if b"draft_service.compiling" in (source := path.read_bytes())]
     for source in (*sources, *(Path(str(module.__file__)).read_bytes() for module in (noise, tree))):
         digest.update(source)

@@ -108,18 +108,18 @@ class CorpusDrafter(Protocol):
 class FeatureDrafter(Protocol):
     """A drafter that reads hidden states of the target, as EAGLE heads do. Others have no `features`, or None.
 
-    `open` gives such a sequence a `FeatureWindow`, empty. Whoever holds the session then appends vectors in the order
-    of tokens: vector i belongs to `token_ids[i]`. The target knows the vector of a token once a pass has read that
+    `open` gives such a sequence a `FeatureWindow`, empty. Whoever holds the session then appends vectors and says at
+    which position: vector i belongs to `token_ids[i]`. The target knows the vector of a token once a pass has read that
     token, which the root's has not: a sequence of L tokens has L - 1 vectors. So
 
     - after `open` with L tokens come the vectors of tokens 0 .. L - 2, in as many pieces as the target likes, while it
-      reads the prompt or from what it kept; they may begin late (`FeatureWindow.skip_to`), and those that are missing
-      cost acceptance only;
-    - with an `advance` of n tokens come the n vectors of the old root and of the committed tokens but the last, and
-      they are appended before `Drafter.advance` is called.
+      reads the prompt or from what it kept; they may begin late, and those that are missing cost acceptance only;
+    - with an `advance` that takes a sequence from L tokens to L + n come n vectors, of the old root and of the
+      committed tokens but the last: positions L - 1 .. L + n - 2. They are appended before `Drafter.advance` is called.
 
-    A tree is drafted when the vector before the root is there; until then the tree is the root alone. Vectors of
-    another width or too many of them are refused with `InvalidField`, which closes that sequence and nothing else.
+    A tree is drafted when the vector of the token before the root is there, the last that can be; until then the tree
+    is the root alone. Vectors of another width, or for tokens that cannot have one yet, are refused with `InvalidField`,
+    which closes that sequence and nothing else.
     """
 
     features: FeatureRequest | None
@@ -146,6 +146,7 @@ DRAFTERS: Mapping[str, str] = MappingProxyType(
         "trie": "draft_service.ngram_drafter",
         "prompt_lookup": "draft_service.prompt_lookup",
         "random": "draft_service.random_drafter",
+        "eagle": "draft_service.eagle.drafter",
     }
 )
 

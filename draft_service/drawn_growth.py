@@ -33,14 +33,14 @@ from outrider.tree import MAX_DISTRIBUTION_WEIGHT
 
 # No law is trusted beyond this: the target's own is never the drafter's exactly.
 _MOST_CONFIDENT = 0.95
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX1, _MIX2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 _S27, _S30, _S31, _S11 = np.uint64(27), np.uint64(30), np.uint64(31), np.uint64(11)
 
 
 @compiled
-def _coin(state: np.uint64) -> float:
-    """Uniform in [0, 1) from one state of splitmix64 (Steele, Lea, Flood 2014); the caller adds `_GOLDEN` per coin."""
+def coin_of(state: np.uint64) -> float:
+    """Uniform in [0, 1) from one state of splitmix64 (Steele, Lea, Flood 2014); the caller adds `GOLDEN` per coin."""
     mixed = (state ^ (state >> _S30)) * _MIX1
     mixed = (mixed ^ (mixed >> _S27)) * _MIX2
     mixed ^= mixed >> _S31
@@ -99,7 +99,7 @@ def _make_law(probs: Reals, known: int, power: float, weights: Numbers) -> float
 
 
 @compiled
-def _draw(left: Numbers, size: int, coin: float) -> int:
+def draw_place(left: Numbers, size: int, coin: float) -> int:
     """The place of a draw by the weights left, at least one of them positive. The caller zeroes its weight."""
     total = 0
     for i in range(size):
@@ -195,8 +195,8 @@ def grow_drawn(
             return row
         parent = heap_pop(rows.worths, rows.heap, size)
         size -= 1
-        coins += _GOLDEN
-        place = _draw(rows.left[parent], laws.sizes[parent], _coin(coins))
+        coins += GOLDEN
+        place = draw_place(rows.left[parent], laws.sizes[parent], coin_of(coins))
         rows.left[parent, place] = 0
         rows.states[row] = UNKNOWN
         tree[0, row], tree[1, row] = laws.tokens[parent, place], parent

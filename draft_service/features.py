@@ -37,36 +37,35 @@ class FeatureWindow:
         """Position after the newest vector: where the next one goes."""
         return self._end
 
-    def append(self, vectors: Tensor, field_path: str = "features") -> None:
-        """Add the vectors of the next tokens.
+    def append(self, vectors: Tensor, position: int, field_path: str = "features") -> None:
+        """Add the vectors of consecutive tokens.
+
+        What came before is dropped from them, so that a target may send something twice. Where they begin late, the
+        vectors between never come: those that wait are dropped, since nothing could be made of them alone.
 
         Args:
             vectors: [n, width], any floating type. Kept as they are, not copied.
+            position: of the first vector's token in `DraftSequence.token_ids`.
             field_path: what an error calls them.
 
         Raises:
-            InvalidField: another shape, or not floating.
+            InvalidField: another shape, not floating, or a negative position.
         """
         if vectors.ndim != 2 or vectors.shape[1] != self.width:
             raise InvalidField(field_path, f"needs shape [tokens, {self.width}], has {list(vectors.shape)}")
         if not vectors.is_floating_point():
             raise InvalidField(field_path, f"needs a floating type, has {vectors.dtype}")
+        if position < 0:
+            raise InvalidField(field_path, f"begins at position {position}")
+        if position > self._end:
+            self._pieces.clear()
+            self._begin = self._end = position
+        vectors = vectors[self._end - position :]
         if not len(vectors):
             return
         self._pieces.append(vectors)
         self._end += len(vectors)
         self._drop(self._end - self._begin - self.capacity)
-
-    def skip_to(self, position: int) -> None:
-        """Say that the vectors before `position` never come; those that wait are dropped.
-
-        Raises:
-            InvalidField: `position` lies behind.
-        """
-        if position < self._end:
-            raise InvalidField("features.position", f"is {position}, and {self._end} is the next")
-        self._pieces.clear()
-        self._begin = self._end = position
 
     def take(self, most: int | None = None) -> tuple[int, Tensor]:
         """The oldest vectors, at most so many: position of the first, and [n, width] in the type of the oldest."""

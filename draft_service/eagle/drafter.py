@@ -1,0 +1,235 @@
+"""The EAGLE drafter: an EAGLE head over the target's features, with trees that grow as EAGLE-2's do.
+
+Entry i of a sequence's cache pairs the feature of token i with the embedding of token i + 1 at rotary position i, and
+guesses token i + 2. With L tokens there are L - 1 features and as many entries, and the last one speaks of what
+follows the root. Entries are made of the target's own features; those of a tree's nodes, made of the head's, are
+overwritten by the next.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from draft_service.drafter import Drafter, DrafterSpec, DraftSequence
+from draft_service.eagle.checkpoint import load_head, read_config, read_token_map
+from draft_service.eagle.config import EagleConfig
+from draft_service.eagle.head import EagleHead
+from draft_service.eagle.head_config import HeadConfig, HeadRefused
+from draft_service.eagle.target_checkpoint import TargetCheckpoint
+from draft_service.features import FeatureWindow
+from draft_service.neural.tail_attention import TailAttention
+from draft_service.neural.tree_drafting import Extension, Followed, RowOutput, TreeDrafting, Wanted
+from outrider.errors import InvalidField
+from outrider.frames import FeatureRequest
+from outrider.sampling import VerificationMode
+from outrider.settings import SettingsError
+from outrider.tree import TokenTree
+
+log = logging.getLogger(__name__)
+
+
+class HeadNetwork:
+    """A head as `neural.tree_drafting.Network`."""
+
+    def __init__(self, head: EagleHead) -> None:
+        config, weight = head.config, head.embed_tokens.weight
+        self._head = head
+        self.layers, self.kv_heads, self.head_dim = config.num_layers, config.num_kv_heads, config.head_dim
+        self.dtype, self.device = weight.dtype, weight.device
+        ids = head.token_ids
+        self.token_ids = None if ids is None else ids.cpu().numpy().astype(np.int32)
+
+    def read(self, token_ids: Tensor, carried: Tensor | None, positions: Tensor, attend: TailAttention) -> RowOutput:
+        """See `Network.read`; carried are features [R, H]."""
+        assert carried is not None, "an EAGLE head reads features"
+        features, spoken = self._head(token_ids, carried, positions, attend)
+        return RowOutput(features, spoken)
+
+    def logits(self, spoken: Tensor) -> Tensor:
+        """See `Network.logits`."""
+        return self._head.logits(spoken)
+
+
+@dataclass(slots=True, eq=False)
+class _State:
+    """A sequence as the head follows it."""
+
+    followed: Followed
+    window: FeatureWindow
+
+
+class _Ready(NamedTuple):
+    """A sequence whose features reach its root."""
+
+    place: int
+    sequence: DraftSequence
+    state: _State
+
+
+class EagleDrafter:
+    """See `EagleConfig` for what can be set, and `FeatureDrafter` for how features come in."""
+
+    name = "eagle"
+
+    def __init__(self, config: EagleConfig, head: EagleHead | None = None) -> None:
+        """Reads the head's configuration; its weights follow in `start`, unless a `head` is given.
+
+        Raises:
+            SettingsError: no head is named.
+            HeadRefused: it cannot be served.
+        """
+        if head is None and not config.head:
+            raise SettingsError("the eagle drafter needs a head: a folder or a hub id")
+        self._config = config
+        self._head = head
+        shape = read_config(config.head) if head is None else head.config
+        self._target = _target_of(config, shape)
+        self.limits = config.tree.limits
+        self.max_context = config.max_context
+        self.vocabulary_size = shape.vocab_size
+        self.tokenizer_fingerprint = shape.tokenizer_fingerprint
+        self.features: FeatureRequest | None = self._request(shape)
+        self._drafting: TreeDrafting | None = None
+        self._misses = self._full = self._rows = 0
+
+    def start(self) -> None:
+        """Load the weights, and compile and run once what drafting runs."""
+        config = self._config
+        if config.threads:
+            torch.set_num_threads(config.threads)
+        if self._head is None:
+            self._head = load_head(
+                config.head,
+                target=self._target,
+                token_map=read_token_map(config.token_map) if config.token_map else None,
+                dtype=getattr(torch, config.dtype),
+                device=config.device,
+            )
+        self._drafting = TreeDrafting(HeadNetwork(self._head), config.tree, config.cache)
+        self._warm_up()
+
+    def stop(self) -> None:
+        """Nothing to keep."""
+
+    def open(self, sequence: DraftSequence) -> None:
+        assert self.features is not None
+        sequence.features = FeatureWindow(self.features.width, self.max_context)
+        sequence.state = _State(Followed(), sequence.features)
+
+    def advance(self, sequence: DraftSequence, committed: Sequence[int]) -> None:  # noqa: ARG002
+        """Raises `InvalidField` when there are more features than tokens that can have one."""
+        self._check(sequence, sequence.state)
+
+    def close(self, sequence: DraftSequence) -> None:
+        if sequence.state is not None:
+            self._started.forget(sequence.state.followed)
+            sequence.state = sequence.features = None
+
+    def propose(self, sequences: Sequence[DraftSequence]) -> list[TokenTree]:
+        trees = [TokenTree.root_only(sequence.root) for sequence in sequences]
+        ready = [one for place, sequence in enumerate(sequences) if (one := self._ready(place, sequence))]
+        self._started.extend([extension for one in ready if (extension := self._extension(one))])
+        wanted = [Wanted(one.state.followed, one.sequence, len(one.sequence.token_ids) - 1) for one in ready]
+        if wanted:
+            for one, tree in zip(ready, self._started.trees(wanted), strict=True):
+                trees[one.place] = tree
+        return trees
+
+    def stats(self) -> Mapping[str, float]:
+        pages = self._drafting.cache.used_pages if self._drafting is not None else 0
+        return {
+            "eagle_cache_used_tokens": pages * self._config.page_size,
+            "eagle_feature_rows_total": self._rows,
+            "eagle_missing_features_total": self._misses,
+            "eagle_cache_full_total": self._full,
+        }
+
+    @property
+    def head(self) -> EagleHead:
+        """The head, once it is loaded."""
+        assert self._head is not None, "the drafter was not started"
+        return self._head
+
+    @property
+    def _started(self) -> TreeDrafting:
+        assert self._drafting is not None, "the drafter was not started"
+        return self._drafting
+
+    def _request(self, shape: HeadConfig) -> FeatureRequest:
+        config = self._config
+        layers = shape.feature_layers
+        if layers is None:
+            if self._target is None:
+                raise HeadRefused("which layers the head reads depends on its target: name it (embeddings)")
+            layers = shape.layers_of(self._target.facts().num_layers)
+        projected = config.projection == "target" and shape.kind == "eagle3"
+        width = shape.hidden_size if projected else shape.num_features * shape.target_hidden_size
+        return FeatureRequest(layers, width, config.feature_dtype, projected)
+
+    def _check(self, sequence: DraftSequence, state: _State) -> None:
+        known = len(sequence.token_ids) - 1
+        if state.window.end > known:
+            raise InvalidField("features", f"are {state.window.end}, and {known} tokens can have one")
+
+    def _ready(self, place: int, sequence: DraftSequence) -> _Ready | None:
+        """The sequence, if it can be drafted for now, with room in the cache for what it brings."""
+        state: _State = sequence.state
+        known, window = len(sequence.token_ids) - 1, state.window
+        if window.end != known or not (len(window) or state.followed.entries):
+            self._misses += 1
+            return None
+        if not self._started.reserve(state.followed, len(window)):
+            self._full += 1
+            return None
+        return _Ready(place, sequence, state)
+
+    @torch.inference_mode()
+    def _extension(self, one: _Ready) -> Extension | None:
+        """What arrived since the last tree. Features come before the tokens they are paired with."""
+        state = one.state
+        if not len(state.window):
+            return None
+        begin, vectors = state.window.take()
+        self._rows += len(vectors)
+        vectors = vectors.to(device=self._started.network.device, dtype=self._started.network.dtype)
+        assert self.features is not None
+        features = vectors if self.features.projected else self.head.project(vectors)
+        tokens = one.sequence.token_ids[begin + 1 : begin + 1 + len(vectors)]
+        return Extension(state.followed, tokens, features, begin)
+
+    def _warm_up(self) -> None:
+        """Draft once for a throw-away sequence in every mode, so that no request pays for compilation."""
+        assert self.features is not None
+        for mode in VerificationMode:
+            sequence = DraftSequence(0, [0, 0], 1, self.vocabulary_size, mode=mode)
+            self.open(sequence)
+            assert sequence.features is not None
+            sequence.features.append(torch.zeros(1, self.features.width), 0)
+            self.propose([sequence])
+            self.close(sequence)
+
+
+def _target_of(config: EagleConfig, shape: HeadConfig) -> TargetCheckpoint | None:
+    """The target's checkpoint, where one is named; what a head's record names need not be here."""
+    if config.embeddings:
+        return TargetCheckpoint(config.embeddings)
+    try:
+        return TargetCheckpoint(shape.target) if shape.target else None
+    except HeadRefused as refused:
+        log.info("the target that the head was made for is not here: %s", refused)
+        return None
+
+
+def _create(config: EagleConfig) -> Drafter:
+    return EagleDrafter(config)
+
+
+SPEC = DrafterSpec("eagle", "eagle", EagleConfig, _create)
+"""Named in `DRAFTERS`."""

@@ -1,0 +1,1 @@
+"""What neural drafters share: a paged cache, tree attention over it, and trees that grow a level at a time."""

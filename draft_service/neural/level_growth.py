@@ -1,0 +1,295 @@
+"""Trees that grow a level at a time, as in EAGLE-2 (arXiv 2406.16858): expand the best, rank all, keep the best.
+
+A network sees a whole level in one pass. At each level the `width` best new nodes are expanded; in the end the most
+worthy nodes of all levels make the tree, worth being the product of scores along a node's path. Since a child is never
+worth more than its parent, what is kept holds every ancestor.
+
+In GREEDY mode a node's score is its probability; in COUPLED mode its chance of winning the race that the target will
+run, as in `tree_growth`. In REJECTION mode children are drawn one after the other without replacement from a law of
+integer weights, as in `drawn_growth`: whether a row is drawn from once more is decided by its law, by how often it was
+drawn from and by the path above it, never by the token that would come out. A draw's worth is fixed before it is made
+and falls along paths and from draw to draw, so that neither which nodes are expanded nor which are kept at the end
+depends on a node's own token.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from draft_service.compiling import compiled, inlined
+from draft_service.drawn_growth import GOLDEN, coin_of, draw_place
+from draft_service.noise import exponential
+from outrider.tree import MAX_DISTRIBUTION_SUPPORT, MAX_DISTRIBUTION_WEIGHT
+
+Ints = npt.NDArray[np.int32]
+Words = npt.NDArray[np.uint64]
+Reals = npt.NDArray[np.float64]
+Probs = npt.NDArray[np.float32]
+
+GREEDY, COUPLED, REJECTION = 0, 1, 2
+# Columns of `Rules.ints` and `Rules.reals`.
+MODE, NODES, DEPTH, TOP_K = range(4)
+TOP_P, MIN_P = range(2)
+# No law is trusted beyond this: the target's own is never the draft's exactly.
+_MOST_CONFIDENT = 0.95
+# Probability below which a token is as good as impossible.
+_LEAST = 1e-30
+
+
+class Rules(NamedTuple):
+    """What each of B sequences asks for, and the shape of all trees."""
+
+    ints: Ints  # [B, 4]: mode, most nodes, most depth, top_k (0 for none)
+    reals: Reals  # [B, 2]: top_p, min_p
+    seeds: Words  # [B] of the shared noise
+    positions: Words  # [B] of the token after the root
+    coins: Words  # [B] state of the draft's own coins
+    width: int  # nodes expanded at a level
+    breadth: int  # most children of a node
+    floor: float  # least worth of a node
+    sharpness: float  # how far the race over the draft's law is taken for the target's own
+
+
+class Forest(NamedTuple):
+    """The trees of B sequences as they grow. Item 0 is the root; items of a level follow those of the level above."""
+
+    tokens: Ints  # [B, C]
+    parents: Ints  # [B, C] items
+    worths: Reals  # [B, C]
+    scores: Reals  # [B, C]
+    tails: Ints  # [B, C] row in the cache's tail, -1 when not expanded; the root's is 0
+    sizes: Ints  # [B] items
+    rows: Ints  # [B] rows of the tail, the root's among them
+    tail_parents: Ints  # [B, T]
+    frontier: Ints  # [B, W] items of the newest level that are to be expanded
+    widths: Ints  # [B] how many
+    sources: Ints  # [B, W] place of each one's parent in the frontier before
+    law_sizes: Ints  # [B, T] by row of the tail
+    law_tokens: Ints  # [B, T, MAX_DISTRIBUTION_SUPPORT]
+    law_weights: Ints  # [B, T, MAX_DISTRIBUTION_SUPPORT]
+
+
+def make_forest(sequences: int, levels: int, width: int, breadth: int, *, drawn: bool) -> Forest:
+    """Roots alone, each to be expanded. `drawn` makes room for laws."""
+    items, tails = 1 + breadth + (levels - 1) * width * breadth, 1 + (levels - 1) * width
+    forest = Forest(
+        tokens=np.zeros((sequences, items), np.int32),
+        parents=np.zeros((sequences, items), np.int32),
+        worths=np.ones((sequences, items)),
+        scores=np.ones((sequences, items)),
+        tails=np.full((sequences, items), -1, np.int32),
+        sizes=np.ones(sequences, np.int32),
+        rows=np.ones(sequences, np.int32),
+        tail_parents=np.zeros((sequences, tails), np.int32),
+        frontier=np.zeros((sequences, width), np.int32),
+        widths=np.ones(sequences, np.int32),
+        sources=np.zeros((sequences, width), np.int32),
+        law_sizes=np.zeros((sequences, tails), np.int32),
+        law_tokens=np.zeros((sequences, tails if drawn else 1, MAX_DISTRIBUTION_SUPPORT), np.int32),
+        law_weights=np.zeros((sequences, tails if drawn else 1, MAX_DISTRIBUTION_SUPPORT), np.int32),
+    )
+    forest.tails[:, 0] = 0
+    return forest
+
+
+@inlined
+def _filter(probs: Reals, known: int, top_k: int, top_p: float, min_p: float) -> tuple[int, float]:
+    """Apply a request's filters to probabilities in falling order. Returns how many stay, and what the rest holds.
+
+    In the target's order: min_p, top_k, top_p.
+    """
+    kept, total = known, 1.0
+    while min_p > 0.0 and kept > 1 and probs[kept - 1] < min_p * probs[0]:
+        kept -= 1
+    if 0 < top_k < kept:
+        kept = top_k
+    if kept < known:
+        total = 0.0
+        for i in range(kept):
+            total += probs[i]
+    if top_p < 1.0:
+        before = 0.0
+        for i in range(kept):
+            if i > 0 and before >= top_p * total:
+                kept = i
+                break
+            before += probs[i]
+    mass = 0.0
+    for i in range(kept):
+        mass += probs[i]
+    if kept == known:
+        return kept, max(0.0, 1.0 - mass)
+    for i in range(kept):
+        probs[i] /= mass
+    return kept, 0.0
+
+
+@inlined
+def _race(
+    tokens: Ints, probs: Reals, kept: int, rest: float, seed: np.uint64, position: np.uint64, sharpness: float
+) -> None:
+    """Turn probabilities into chances of winning the shared race; what is no candidate races with expected noise."""
+    total = max(rest, _LEAST) ** sharpness
+    for i in range(kept):
+        noise = exponential(seed, position, np.uint64(tokens[i]))
+        probs[i] = (max(probs[i], _LEAST) / noise) ** sharpness
+        total += probs[i]
+    for i in range(kept):
+        probs[i] /= total
+
+
+@inlined
+def _add(forest: Forest, b: int, parent: int, token: int, score: float, worth: float) -> None:
+    item = forest.sizes[b]
+    forest.tokens[b, item] = token
+    forest.parents[b, item] = parent
+    forest.scores[b, item] = score
+    forest.worths[b, item] = worth
+    forest.sizes[b] += 1
+
+
+@inlined
+def _offer(forest: Forest, b: int, parent: int, tokens: Ints, scores: Reals, kept: int, rules: Rules) -> None:
+    """Add the best children of an item, best first, up to the breadth."""
+    worth = forest.worths[b, parent]
+    for _ in range(min(rules.breadth, kept)):
+        best = 0
+        for i in range(kept):
+            if scores[i] > scores[best]:
+                best = i
+        if scores[best] <= 0.0 or worth * scores[best] < rules.floor:
+            return
+        score = min(scores[best], 1.0)
+        _add(forest, b, parent, tokens[best], score, worth * score)
+        scores[best] = 0.0
+
+
+@inlined
+def _make_law(forest: Forest, b: int, tail: int, tokens: Ints, probs: Reals, kept: int, rest: float) -> float:
+    """Write the law of a row in integers. Returns how likely a draw from it is to be accepted, before it is made.
+
+    That is taken to be the root of the chance that two draws agree: 1 for a point, and 1 / sqrt(n) for n equals.
+    """
+    total = 0
+    for i in range(kept):
+        weight = max(1, int(probs[i] / probs[0] * MAX_DISTRIBUTION_WEIGHT + 0.5))
+        forest.law_tokens[b, tail, i], forest.law_weights[b, tail, i] = tokens[i], weight
+        total += weight
+    forest.law_sizes[b, tail] = kept
+    agree = 0.0
+    for i in range(kept):
+        agree += (forest.law_weights[b, tail, i] / total) ** 2
+    return min(math.sqrt(agree) * (1.0 - rest), _MOST_CONFIDENT)
+
+
+@inlined
+def _draw_level(forest: Forest, b: int, confidences: Reals, left: Ints, rules: Rules) -> None:
+    """Draw children of the frontier, always where the next draw is worth most, up to the width of a level."""
+    count = forest.widths[b]
+    next_worths, draws = np.zeros(count), np.zeros(count, np.int32)
+    for i in range(count):
+        next_worths[i] = forest.worths[b, forest.frontier[b, i]] * confidences[i]
+    for _ in range(rules.width):
+        best = 0
+        for i in range(count):
+            if next_worths[i] > next_worths[best]:
+                best = i
+        if next_worths[best] <= 0.0 or next_worths[best] < rules.floor:
+            return
+        parent = forest.frontier[b, best]
+        tail = forest.tails[b, parent]
+        size = forest.law_sizes[b, tail]
+        rules.coins[b] += GOLDEN
+        place = draw_place(left[best], size, coin_of(rules.coins[b]))
+        left[best, place] = 0
+        worth = next_worths[best]
+        _add(forest, b, parent, forest.law_tokens[b, tail, place], worth / forest.worths[b, parent], worth)
+        draws[best] += 1
+        next_worths[best] *= 1.0 - confidences[best]
+        if draws[best] >= min(rules.breadth, size):
+            next_worths[best] = 0.0
+
+
+@inlined
+def _next_frontier(forest: Forest, b: int, begin: int, before: Ints, rules: Rules) -> None:
+    """Choose what the next level expands: the best new items, unless as many better ones as the tree holds exist."""
+    size, nodes = forest.sizes[b], rules.ints[b, NODES]
+    count = 0
+    taken = np.zeros(size - begin, np.bool_)
+    while count < rules.width:
+        best = -1
+        for item in range(begin, size):
+            if not taken[item - begin] and (best < 0 or forest.worths[b, item] > forest.worths[b, best]):
+                best = item
+        if best < 0:
+            break
+        taken[best - begin] = True
+        better = 0
+        for item in range(1, size):
+            if forest.worths[b, item] >= forest.worths[b, best] and item != best:
+                better += 1
+        if better >= nodes:
+            break
+        forest.frontier[b, count] = best
+        forest.tails[b, best] = forest.rows[b] + count
+        forest.tail_parents[b, forest.rows[b] + count] = forest.tails[b, forest.parents[b, best]]
+        forest.sources[b, count] = before[forest.parents[b, best]]
+        count += 1
+    forest.rows[b] += count
+    forest.widths[b] = count
+
+
+@compiled
+def grow_level(forest: Forest, rules: Rules, level: int, last: bool, tokens: Ints, probs: Probs) -> int:
+    """Add the children of every frontier, and choose the next one.
+
+    Args:
+        level: depth of the new nodes, from 1.
+        last: no level follows, so nothing is to be expanded.
+        tokens, probs: [R, M] candidates of the rows of all frontiers, one sequence after the other.
+
+    Returns:
+        Rows of the next pass: the sum of the new widths.
+    """
+    row, following, known = 0, 0, tokens.shape[1]
+    for b in range(len(forest.sizes)):
+        count = forest.widths[b]
+        if count == 0:
+            continue
+        begin, mode = forest.sizes[b], rules.ints[b, MODE]
+        confidences, left = np.zeros(count), np.zeros((count, MAX_DISTRIBUTION_SUPPORT), np.int32)
+        before = np.zeros(begin, np.int32)
+        for i in range(count):
+            item = forest.frontier[b, i]
+            before[item] = i
+            work = probs[row + i].astype(np.float64)
+            usable = known if mode == COUPLED else min(known, MAX_DISTRIBUTION_SUPPORT)
+            kept, rest = _filter(work, usable, rules.ints[b, TOP_K], rules.reals[b, TOP_P], rules.reals[b, MIN_P])
+            if mode == REJECTION:
+                tail = forest.tails[b, item]
+                confidences[i] = _make_law(forest, b, tail, tokens[row + i], work, kept, rest)
+                left[i] = forest.law_weights[b, tail]
+                continue
+            if mode == COUPLED:
+                position = rules.positions[b] + np.uint64(level - 1)
+                _race(tokens[row + i], work, kept, rest, rules.seeds[b], position, rules.sharpness)
+            _offer(forest, b, item, tokens[row + i], work, kept, rules)
+        row += count
+        if mode == REJECTION:
+            _draw_level(forest, b, confidences, left, rules)
+        if last or level >= rules.ints[b, DEPTH]:
+            forest.widths[b] = 0
+        else:
+            _next_frontier(forest, b, begin, before, rules)
+            following += forest.widths[b]
+    return following
+
+
+def kept_items(forest: Forest, b: int, nodes: int) -> npt.NDArray[np.int64]:
+    """The root and the `nodes` most worthy items of a tree, in falling order of worth; parents come first."""
+    size = int(forest.sizes[b])
+    return np.argsort(-forest.worths[b, :size], kind="stable")[: nodes + 1]

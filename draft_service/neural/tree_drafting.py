@@ -1,0 +1,270 @@
+"""Drafts trees with a network that keeps keys and values: it reads what is certain, then grows trees level by level.
+
+Symbols: B sequences, R rows of a pass, C the width of what a network carries from a row to its children (an EAGLE
+head's feature; 0 for a language model).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from draft_service.drafter import DraftSequence, tree_limits
+from draft_service.neural.candidates import candidates_wanted, most_probable, temperature_of
+from draft_service.neural.level_growth import (
+    COUPLED,
+    GREEDY,
+    REJECTION,
+    Forest,
+    Rules,
+    grow_level,
+    kept_items,
+    make_forest,
+)
+from draft_service.neural.paged_cache import PagedCache
+from draft_service.neural.tail_attention import TailAttention, TailPart
+from draft_service.neural.tree_config import CacheShape, TreeShape
+from outrider.sampling import VerificationMode
+from outrider.tree import DraftDistribution, TokenTree
+from tree_kernels.attention import TreeAttention
+
+_MODES = {VerificationMode.GREEDY: GREEDY, VerificationMode.COUPLED: COUPLED, VerificationMode.REJECTION: REJECTION}
+_MASK64 = (1 << 64) - 1
+# Keeps the draft's coins apart from everything else that is made from the request's seed.
+_COIN_SALT = 0xA0761D6478BD642F
+
+
+class RowOutput(NamedTuple):
+    """What a pass makes of each row: what its children are given, [R, C], and what `Network.logits` reads, [R, H]."""
+
+    carried: Tensor
+    spoken: Tensor
+
+
+class Network(Protocol):
+    """What drafts: an EAGLE head, or a language model. `token_ids` [V'] are the target's ids of what it says, None
+    when they are the same; the other attributes are those of its cache."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+    token_ids: npt.NDArray[np.int32] | None
+
+    def read(self, token_ids: Tensor, carried: Tensor | None, positions: Tensor, attend: TailAttention) -> RowOutput:
+        """One pass over R rows: token_ids [R] int64, carried [R, C] or None for a network that needs none, positions
+        [R] int64."""
+
+    def logits(self, spoken: Tensor) -> Tensor:
+        """[R, H] -> [R, V']."""
+
+
+@dataclass(slots=True, eq=False)
+class Followed:
+    """What is kept of one sequence: `entries` rows in the cache, all of them certain, and the output of the last."""
+
+    pages: list[int] = field(default_factory=list)
+    entries: int = 0
+    # [C] and [H]; None before the first entry.
+    carried: Tensor | None = None
+    spoken: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Extension:
+    """Certain rows that a sequence's cache shall be extended by.
+
+    `token_ids` [n], `carried` [n, C] or None, and the position of the first.
+    """
+
+    followed: Followed
+    token_ids: Sequence[int]
+    carried: Tensor | None
+    first_position: int
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A tree that is wanted: of a sequence whose root is the last entry's token, `position` that of the root's
+    children in the network's count."""
+
+    followed: Followed
+    sequence: DraftSequence
+    position: int
+
+
+class TreeDrafting:
+    """A network, its cache, and how trees grow. Calls come from one thread."""
+
+    def __init__(self, network: Network, tree: TreeShape, cache: CacheShape) -> None:
+        self.network = network
+        self.shape = tree
+        self._max_rows = cache.max_rows
+        self.cache = PagedCache(
+            cache.tokens // cache.page_size,
+            cache.page_size,
+            layers=network.layers,
+            kv_heads=network.kv_heads,
+            head_dim=network.head_dim,
+            dtype=network.dtype,
+            device=network.device,
+        )
+        on_cpu = network.device.type == "cpu"
+        self._attention = TreeAttention("torch" if on_cpu else "triton", network.device)
+
+    def reserve(self, followed: Followed, rows: int) -> bool:
+        """Room for so many more certain rows, and a tree below them. False when the cache is full."""
+        return self.cache.extend(followed.pages, followed.entries + rows + self.shape.expanded)
+
+    def forget(self, followed: Followed) -> None:
+        """Free what a sequence holds."""
+        self.cache.release(followed.pages)
+        followed.entries = 0
+        followed.carried = followed.spoken = None
+
+    @torch.inference_mode()
+    def extend(self, extensions: Sequence[Extension]) -> None:
+        """Read certain rows, in passes of at most `max_rows`. `reserve` must have made room.
+
+        They overwrite what trees left behind, so no rejected row is ever seen again.
+        """
+        pieces: list[tuple[Extension, int, int]] = []
+        room = self._max_rows
+        for extension in extensions:
+            start, end = 0, len(extension.token_ids)
+            while start < end:
+                stop = min(end, start + room)
+                pieces.append((extension, start, stop))
+                room -= stop - start
+                start = stop
+                if room == 0:
+                    self._extend(pieces)
+                    pieces, room = [], self._max_rows
+        if pieces:
+            self._extend(pieces)
+
+    @torch.inference_mode()
+    def trees(self, wanted: Sequence[Wanted]) -> list[TokenTree]:
+        """The best trees, one pass per level for all sequences together."""
+        rules, forest = self._rules(wanted), self._forest(wanted)
+        count = max(candidates_wanted(w.sequence.mode, self.shape.topk, self.shape.race_entrants) for w in wanted)
+        temperatures = np.array([temperature_of(w.sequence) for w in wanted], dtype=np.float32)
+        carried = torch.stack([_known(w.followed.carried) for w in wanted])
+        logits = self.network.logits(torch.stack([_known(w.followed.spoken) for w in wanted]))
+        device, levels = self.network.device, int(rules.ints[:, 2].max())
+        for level in range(1, levels + 1):
+            rows = torch.from_numpy(np.repeat(temperatures, forest.widths)).to(device)
+            candidates = most_probable(logits, rows, count, self.network.token_ids)
+            before = forest.widths.copy()
+            if not grow_level(forest, rules, level, level == levels, candidates.token_ids, candidates.probs):
+                break
+            output = self._level(wanted, forest, before, carried, level)
+            carried, logits = output.carried, self.network.logits(output.spoken)
+        return [_tree(forest, b, one.sequence, int(rules.ints[b, 1])) for b, one in enumerate(wanted)]
+
+    def _extend(self, pieces: Sequence[tuple[Extension, int, int]]) -> None:
+        parts: list[TailPart] = []
+        tokens: list[int] = []
+        positions: list[int] = []
+        for extension, start, stop in pieces:
+            followed = extension.followed
+            parts.append(TailPart(followed.pages, followed.entries, stop - start, stop - start))
+            followed.entries += stop - start
+            tokens += extension.token_ids[start:stop]
+            positions += range(extension.first_position + start, extension.first_position + stop)
+        carried = [extension.carried[start:stop] for extension, start, stop in pieces if extension.carried is not None]
+        output = self._read(parts, tokens, torch.cat(carried) if carried else None, positions)
+        end = 0
+        for extension, start, stop in pieces:
+            end += stop - start
+            # A copy, so that a whole pass's output is not kept for one row of it.
+            extension.followed.carried = output.carried[end - 1].clone()
+            extension.followed.spoken = output.spoken[end - 1].clone()
+
+    def _level(
+        self, wanted: Sequence[Wanted], forest: Forest, before: npt.NDArray[np.int32], carried: Tensor, level: int
+    ) -> RowOutput:
+        """One pass over the frontiers of all sequences. `before` [B] counts the rows of the last level, [.., C]."""
+        parts: list[TailPart] = []
+        tokens: list[int] = []
+        positions: list[int] = []
+        sources: list[int] = []
+        offsets = np.cumsum(before) - before
+        for b, one in enumerate(wanted):
+            new = int(forest.widths[b])
+            if not new:
+                continue
+            rows = int(forest.rows[b])
+            # The last certain entry is the root of the tail, and stands in the cache already.
+            prefix, parents = one.followed.entries - 1, tuple(forest.tail_parents[b, :rows].tolist())
+            parts.append(TailPart(one.followed.pages, prefix, rows, new, parents))
+            tokens += forest.tokens[b, forest.frontier[b, :new]].tolist()
+            positions += [one.position + level - 1] * new
+            sources += (forest.sources[b, :new] + offsets[b]).tolist()
+        return self._read(parts, tokens, carried[torch.tensor(sources, device=carried.device)], positions)
+
+    def _read(
+        self, parts: Sequence[TailPart], tokens: list[int], carried: Tensor | None, positions: list[int]
+    ) -> RowOutput:
+        device = self.network.device
+        attend = TailAttention(self._attention, self.cache, parts)
+        rows, places = torch.tensor(tokens, device=device), torch.tensor(positions, device=device)
+        return self.network.read(rows, carried, places, attend)
+
+    def _forest(self, wanted: Sequence[Wanted]) -> Forest:
+        drawn = any(one.sequence.mode is VerificationMode.REJECTION for one in wanted)
+        return make_forest(len(wanted), self.shape.num_steps, self.shape.topk, self.shape.topk, drawn=drawn)
+
+    def _rules(self, wanted: Sequence[Wanted]) -> Rules:
+        shape = self.shape
+        ints, reals = np.zeros((len(wanted), 4), np.int32), np.zeros((len(wanted), 2))
+        for b, one in enumerate(wanted):
+            sequence = one.sequence
+            limits, sampling = tree_limits(shape.limits, sequence.limits), sequence.sampling
+            greedy = sequence.mode is VerificationMode.GREEDY
+            ints[b] = _MODES[sequence.mode], limits.max_nodes, limits.max_depth, 0 if greedy else sampling.top_k
+            reals[b] = (1.0, 0.0) if greedy else (sampling.top_p, sampling.min_p)
+        lengths = [len(one.sequence.token_ids) for one in wanted]
+        seeds = [one.sequence.seed for one in wanted]
+        coins = [(seed ^ _COIN_SALT) * (2 * length + 1) & _MASK64 for seed, length in zip(seeds, lengths, strict=True)]
+        return Rules(
+            ints=ints,
+            reals=reals,
+            seeds=np.array(seeds, dtype=np.uint64),
+            positions=np.array(lengths, dtype=np.uint64),
+            coins=np.array(coins, dtype=np.uint64),
+            width=shape.topk,
+            breadth=shape.topk,
+            floor=shape.min_score,
+            sharpness=shape.race_sharpness,
+        )
+
+
+def _known(output: Tensor | None) -> Tensor:
+    assert output is not None, "a tree is wanted of a sequence that has no entry"
+    return output
+
+
+def _tree(forest: Forest, b: int, sequence: DraftSequence, nodes: int) -> TokenTree:
+    items = kept_items(forest, b, nodes)
+    row_of = np.zeros(int(forest.sizes[b]), np.int32)
+    row_of[items] = np.arange(len(items))
+    tokens, parents = forest.tokens[b, items], row_of[forest.parents[b, items]]
+    tokens[0] = sequence.root
+    laws: dict[int, DraftDistribution] = {}
+    if sequence.mode is VerificationMode.REJECTION:
+        for row in sorted(set(parents[1:].tolist())):
+            tail = forest.tails[b, items[row]]
+            size = forest.law_sizes[b, tail]
+            laws[row] = DraftDistribution(
+                tuple(forest.law_tokens[b, tail, :size].tolist()), tuple(forest.law_weights[b, tail, :size].tolist())
+            )
+    scores = np.clip(forest.scores[b, items], 0.0, 1.0)
+    return TokenTree(tuple(tokens.tolist()), tuple(parents.tolist()), tuple(scores.tolist()), laws)
