@@ -43,7 +43,7 @@ def make_head(**changes: Any) -> EagleHead:
     }
     config = HeadConfig(**(settings | changes))
     torch.manual_seed(3)
-    ids = None if config.draft_vocab_size == VOCABULARY else torch.arange(DRAFT) + torch.arange(DRAFT) // 3
+    ids = None if config.draft_vocab_size == config.vocab_size else torch.arange(DRAFT) + torch.arange(DRAFT) // 3
     head = EagleHead(config, ids)
     with torch.no_grad():
         for name, parameter in head.named_parameters():

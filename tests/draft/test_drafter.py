@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import argparse
 import random
+from pathlib import Path
 
 import pytest
+import torch
+from eagle_heads import make_head
 
-from draft_service.drafter import DRAFTERS, DraftSequence, create, drafter_spec, tree_limits
+from draft_service.drafter import DRAFTERS, Drafter, DraftSequence, create, drafter_spec, features_of, tree_limits
+from draft_service.eagle.checkpoint import save_head
+from draft_service.eagle.config import EagleConfig
 from outrider.errors import NotSupported
 from outrider.frames import TreeLimits
 from outrider.sampling import VerificationMode
@@ -17,11 +22,27 @@ from outrider.tree import TokenTree
 VOCABULARY = 50
 
 
+def made(name: str, folder: Path) -> Drafter:
+    """A drafter as it comes, with a tiny model where it needs one."""
+    if name != "eagle":
+        return create(name)
+    head = save_head(make_head(vocab_size=VOCABULARY, draft_vocab_size=VOCABULARY), folder, embedding=True)
+    return create(name, EagleConfig(head=str(head), dtype="float32", projection="draft"))
+
+
+def tell(drafter: Drafter, sequence: DraftSequence, position: int) -> None:
+    """The hidden states from `position` on that a target knows, where the drafter wants them."""
+    wanted = features_of(drafter)
+    if wanted is not None:
+        assert sequence.features is not None
+        sequence.features.append(torch.randn(len(sequence.token_ids) - 1 - position, wanted.width), position)
+
+
 @pytest.mark.parametrize("mode", list(VerificationMode), ids=lambda mode: mode.value)
 @pytest.mark.parametrize("name", DRAFTERS)
-def test_every_drafter_lives_through_a_session(name: str, mode: VerificationMode) -> None:
+def test_every_drafter_lives_through_a_session(name: str, mode: VerificationMode, tmp_path: Path) -> None:
     coins = random.Random(1)
-    drafter = create(name)
+    drafter = made(name, tmp_path)
     drafter.start()
     assert drafter.name == name
     sequences = [
@@ -30,6 +51,8 @@ def test_every_drafter_lives_through_a_session(name: str, mode: VerificationMode
     ]
     for sequence in sequences:
         drafter.open(sequence)
+        tell(drafter, sequence, 0)
+    drafted = 0
     for _ in range(10):
         trees = drafter.propose(sequences)
         for sequence, tree in zip(sequences, trees, strict=True):
@@ -37,8 +60,12 @@ def test_every_drafter_lives_through_a_session(name: str, mode: VerificationMode
             assert tree.drafted <= drafter.limits.max_nodes
             TokenTree.checked(tree.token_ids, tree.parents, tree.scores, tree.distributions, vocabulary_size=VOCABULARY)
             committed = [*tree.token_ids[1:2], coins.randrange(VOCABULARY)]
+            drafted += tree.drafted
+            before = len(sequence.token_ids)
             sequence.token_ids.extend(committed)
+            tell(drafter, sequence, before - 1)
             drafter.advance(sequence, committed)
+    assert drafted
     for sequence in sequences:
         drafter.close(sequence)
     assert all(isinstance(value, float | int) for value in drafter.stats().values())
