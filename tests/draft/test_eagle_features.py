@@ -1,0 +1,129 @@
+"""How hidden states reach an EAGLE drafter: in pieces, late, never, or wrong."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from eagle_drafting import draft, feed, make_drafter, opened, plain_tree, same_tree, sequence_of, states_of, text
+from eagle_heads import make_head
+
+from draft_service.drafter import features_of
+from draft_service.features import FeatureWindow
+from outrider.errors import InvalidField
+from outrider.frames import FeatureRequest
+from outrider.sampling import VerificationMode
+from outrider.tree import TokenTree
+
+
+@pytest.mark.parametrize("mode", VerificationMode, ids=lambda mode: mode.value)
+def test_features_may_come_in_any_pieces(mode: VerificationMode) -> None:
+    """Trees along the way, rejected every time, leave no trace: what is read step by step is what is read at once."""
+    head = make_head()
+    tokens, states = text(40), states_of(head, 40)
+    drafter = make_drafter(head, max_rows=5)
+    sequence = sequence_of(tokens[:10], mode)
+    drafter.open(sequence)
+    for begin in range(0, 9, 4):
+        feed(sequence, states[begin : min(begin + 4, 9)], begin)
+    length = 10
+    for step in (0, 1, 3, 1, 8, 2):
+        before, length = length, length + step
+        if step:
+            sequence.token_ids.extend(tokens[before:length])
+            feed(sequence, states[before - 1 : length - 1], before - 1)
+            drafter.advance(sequence, tokens[before:length])
+        (tree,) = drafter.propose([sequence])
+        same_tree(tree, draft(make_drafter(head), tokens[:length], states, mode))
+        (again,) = drafter.propose([sequence])
+        same_tree(again, tree)
+
+
+def test_a_window_may_begin_late() -> None:
+    """Positions stay true, and the tree is that of a head that never saw what came before."""
+    head = make_head()
+    tokens, states = text(30), states_of(head, 30)
+    drafter = make_drafter(head)
+    sequence = sequence_of(tokens)
+    drafter.open(sequence)
+    feed(sequence, states[19:29], 19)
+    (tree,) = drafter.propose([sequence])
+    same_tree(tree, plain_tree(head, tokens, states, first=19))
+
+
+def test_without_the_last_feature_nothing_is_drafted_and_later_it_is() -> None:
+    head = make_head()
+    tokens, states = text(20), states_of(head, 20)
+    drafter = make_drafter(head)
+    sequence = sequence_of(tokens[:8])
+    drafter.open(sequence)
+    assert drafter.propose([sequence]) == [TokenTree.root_only(tokens[7])]
+    feed(sequence, states[:4], 0)
+    assert drafter.propose([sequence]) == [TokenTree.root_only(tokens[7])]
+    feed(sequence, states[4:7], 4)
+    assert drafter.propose([sequence])[0].drafted
+    # An advance without its features, and one with: what lies between is never known, and drafting goes on.
+    sequence.token_ids.extend(tokens[8:11])
+    drafter.advance(sequence, tokens[8:11])
+    assert drafter.propose([sequence]) == [TokenTree.root_only(tokens[10])]
+    sequence.token_ids.extend(tokens[11:13])
+    feed(sequence, states[10:12], 10)
+    drafter.advance(sequence, tokens[11:13])
+    assert drafter.propose([sequence])[0].drafted
+    assert drafter.stats()["eagle_missing_features_total"] == 3
+
+
+def test_features_that_cannot_be_are_refused() -> None:
+    drafter = make_drafter()
+    sequence = sequence_of(text(5))
+    drafter.open(sequence)
+    width = 3 * 16
+    with pytest.raises(InvalidField, match="shape"):
+        feed(sequence, torch.zeros(2, width + 1), 0)
+    with pytest.raises(InvalidField, match="floating"):
+        feed(sequence, torch.zeros(2, width, dtype=torch.int32), 0)
+    with pytest.raises(InvalidField, match="position"):
+        feed(sequence, torch.zeros(2, width), -1)
+    feed(sequence, torch.zeros(6, width), 0)
+    # The root's own cannot be known, nor what comes after it.
+    assert drafter.propose([sequence]) == [TokenTree.root_only(sequence.root)]
+    sequence.token_ids.append(3)
+    with pytest.raises(InvalidField, match="5 tokens can have one"):
+        drafter.advance(sequence, [3])
+    drafter.close(sequence)
+    drafter.close(sequence)
+
+
+def test_a_full_cache_costs_drafts_only() -> None:
+    head = make_head()
+    drafter = make_drafter(head, kv_tokens=64)
+    states = states_of(head, 40)
+    first, second = (opened(drafter, sequence_of(text(length, i)), states) for i, length in enumerate((35, 30)))
+    trees = drafter.propose([first, second])
+    assert trees[0].drafted and trees[1] == TokenTree.root_only(second.root)
+    assert drafter.stats()["eagle_cache_full_total"] == 1
+    drafter.close(first)
+    (tree,) = drafter.propose([second])
+    same_tree(tree, plain_tree(head, second.token_ids, states))
+
+
+def test_features_may_be_projected_by_the_target() -> None:
+    head = make_head(fc_norm=True)
+    tokens, states = text(15), states_of(head, 15)
+    drafter = make_drafter(head, projection="target")
+    assert features_of(drafter) == FeatureRequest((1, 5, 8), 16, "float32", projected=True)
+    assert features_of(make_drafter(head)) == FeatureRequest((1, 5, 8), 48, "float32", projected=False)
+    same_tree(draft(drafter, tokens, head.project(states)), draft(make_drafter(head), tokens, states))
+
+
+def test_the_window_keeps_what_is_newest() -> None:
+    window = FeatureWindow(2, 4)
+    values = torch.arange(20.0).view(10, 2)
+    window.append(values[:3], 0)
+    window.append(values[2:6], 2)
+    assert (window.begin, window.end, len(window)) == (2, 6, 4)
+    begin, taken = window.take(3)
+    assert begin == 2 and torch.equal(taken, values[2:5])
+    window.append(values[9:], 9)
+    begin, taken = window.take()
+    assert (begin, window.begin, window.end) == (9, 10, 10) and torch.equal(taken, values[9:])
+    assert window.take()[1].shape == (0, 2)

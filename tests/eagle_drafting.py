@@ -1,0 +1,149 @@
+"""Followed sequences for the EAGLE drafter, and the plain tree that its trees are held to."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from eagle_heads import VOCABULARY, PlainHead, make_head
+from torch import Tensor
+
+from draft_service.drafter import DraftSequence
+from draft_service.eagle.config import EagleConfig
+from draft_service.eagle.drafter import EagleDrafter
+from draft_service.eagle.head import EagleHead
+from outrider.frames import TreeLimits
+from outrider.sampling import SamplingParams, VerificationMode
+from outrider.tree import TokenTree
+
+GREEDY, COUPLED, REJECTION = VerificationMode.GREEDY, VerificationMode.COUPLED, VerificationMode.REJECTION
+SETTINGS: dict[str, Any] = {
+    "num_steps": 4,
+    "topk": 3,
+    "num_draft_tokens": 14,
+    "min_score": 0.0,
+    "race_entrants": VOCABULARY,
+    "projection": "draft",
+    "feature_dtype": "float32",
+    "dtype": "float32",
+    "kv_tokens": 2048,
+    "page_size": 8,
+}
+
+
+def make_drafter(head: EagleHead | None = None, **settings: Any) -> EagleDrafter:
+    drafter = EagleDrafter(EagleConfig(**(SETTINGS | settings)), head or make_head())
+    drafter.start()
+    return drafter
+
+
+def text(length: int, seed: int = 0) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(VOCABULARY, (length,), generator=generator).tolist()
+
+
+def states_of(head: EagleHead, length: int, seed: int = 0) -> Tensor:
+    """[length, F * W] hidden states, as a target might have them."""
+    return torch.randn(length, head.projection.input_width, generator=torch.Generator().manual_seed(seed + 1000))
+
+
+def sequence_of(
+    tokens: Sequence[int],
+    mode: VerificationMode = GREEDY,
+    *,
+    seed: int = 7,
+    limits: TreeLimits | None = None,
+    **sampling: Any,
+) -> DraftSequence:
+    temperature = sampling.pop("temperature", 0.0 if mode is GREEDY else 1.0)
+    return DraftSequence(
+        1,
+        list(tokens),
+        1,
+        VOCABULARY,
+        seed=seed,
+        mode=mode,
+        sampling=SamplingParams(temperature=temperature, **sampling),
+        limits=limits or TreeLimits(),
+    )
+
+
+def feed(sequence: DraftSequence, states: Tensor, position: int) -> None:
+    assert sequence.features is not None
+    sequence.features.append(states, position)
+
+
+def opened(drafter: EagleDrafter, sequence: DraftSequence, states: Tensor) -> DraftSequence:
+    """Followed, with the states of all tokens but the root."""
+    drafter.open(sequence)
+    feed(sequence, states[: len(sequence.token_ids) - 1], 0)
+    return sequence
+
+
+@dataclass
+class Node:
+    """A node of the plain tree."""
+
+    worth: float
+    score: float
+    token: int
+    parent: int
+    path: list[int]
+    row: int | None = None
+
+
+def plain_tree(head: EagleHead, tokens: Sequence[int], states: Tensor, first: int = 0, **options: Any) -> TokenTree:
+    """EAGLE-2's tree, written down one node at a time. `options` as SETTINGS, and `score(law, depth)`."""
+    shape = SETTINGS | options
+    score = options.get("score", lambda law, _: law)
+    plain = PlainHead(head)
+    plain.read(tokens, states[first : len(tokens) - 1], first)
+    root = len(plain.rows) - 1
+    # Node 0 is the root; `row` is the plain head's, once it was expanded, and `path` those of the nodes above it.
+    nodes = [Node(1.0, 1.0, tokens[-1], 0, [], row=root)]
+    frontier = [0]
+    for depth in range(1, shape["num_steps"] + 1):
+        first_new = len(nodes)
+        for number in frontier:
+            node = nodes[number]
+            if node.row is None:
+                above = plain.rows[nodes[node.parent].row or 0]
+                node.row = plain.add(node.token, above.feature, len(tokens) - 3 + depth, [*range(root + 1), *node.path])
+            scores = score(plain.law(node.row), depth)
+            path = [*node.path, node.row] if number else []
+            for token in scores.argsort(descending=True)[: shape["topk"]].tolist():
+                own = float(scores[token])
+                nodes.append(Node(node.worth * own, own, token, number, path))
+        added = range(first_new, len(nodes))
+        frontier = heapq.nlargest(shape["topk"], added, key=lambda number: nodes[number].worth)
+    ranked = sorted(range(1, len(nodes)), key=lambda number: -nodes[number].worth)
+    rows = {number: row for row, number in enumerate([0, *ranked[: shape["num_draft_tokens"]]])}
+    return TokenTree(
+        tuple(nodes[number].token for number in rows),
+        tuple(rows[nodes[number].parent] for number in rows),
+        tuple(nodes[number].score for number in rows),
+    )
+
+
+def same_tree(found: TokenTree, expected: TokenTree) -> None:
+    assert (found.token_ids, found.parents) == (expected.token_ids, expected.parents)
+    assert found.scores == pytest.approx(expected.scores, rel=1e-3)
+    assert found.distributions.keys() == expected.distributions.keys()
+    for row, law in expected.distributions.items():
+        # Rounded to integers, sums in another order may differ by one or two.
+        weights = dict(zip(law.token_ids, law.weights, strict=True))
+        other = found.distributions[row]
+        assert dict(zip(other.token_ids, other.weights, strict=True)) == pytest.approx(weights, abs=2)
+
+
+def draft(drafter: EagleDrafter, tokens: Sequence[int], states: Tensor, *arguments: Any, **options: Any) -> TokenTree:
+    """The tree of a sequence that is followed for this tree alone."""
+    sequence = opened(drafter, sequence_of(tokens, *arguments, **options), states)
+    (tree,) = drafter.propose([sequence])
+    drafter.close(sequence)
+    assert drafter.stats()["eagle_cache_used_tokens"] == 0
+    return tree
