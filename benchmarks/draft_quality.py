@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from draft_service.drafter import DRAFTERS, Drafter, DraftSequence, drafter_spec
+from draft_service.drafter import DRAFTERS, Drafter, DraftSequence, create, drafter_spec
 from draft_service.ngram_drafter import NgramDrafter
 from outrider.settings import load as load_settings
 from outrider.tree import TokenTree
@@ -171,7 +171,7 @@ def main() -> None:
     traces = load(arguments.traces, arguments.half)
     figures = {}
     for rows in arguments.rows.split(","):
-        drafter = spec.create(load_settings(spec.config, spec.section, environment=environment))
+        drafter = create(spec.name, load_settings(spec.config, spec.section, environment=environment))
         drafter.start()
         figures[rows] = report(score(drafter, traces, None if rows == "pays" else int(rows), arguments.slope))
         drafter.stop()

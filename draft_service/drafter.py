@@ -118,8 +118,8 @@ class FeatureDrafter(Protocol):
       committed tokens but the last: positions L - 1 .. L + n - 2. They are appended before `Drafter.advance` is called.
 
     A tree is drafted when the vector of the token before the root is there, the last that can be; until then the tree
-    is the root alone. Vectors of another width, or for tokens that cannot have one yet, are refused with `InvalidField`,
-    which closes that sequence and nothing else.
+    is the root alone. Vectors of another width, or for tokens that cannot have one yet, are refused with
+    `InvalidField`, which closes that sequence and nothing else.
     """
 
     features: FeatureRequest | None
@@ -130,6 +130,10 @@ def features_of(drafter: object) -> FeatureRequest | None:
     return drafter.features if isinstance(drafter, FeatureDrafter) else None
 
 
+# Makes another listed drafter, with its own settings, for one that is made of others.
+MakePart = Callable[[str], Drafter]
+
+
 @dataclass(frozen=True, slots=True)
 class DrafterSpec:
     """How a drafter is configured and made. `section` names its table in the configuration file."""
@@ -137,7 +141,7 @@ class DrafterSpec:
     name: str
     section: str
     config: type[Any]
-    create: Callable[[Any], Drafter]
+    create: Callable[[Any, MakePart], Drafter]
 
 
 # Name -> module that holds SPEC. Imported on use, so that one drafter's dependencies never burden another.
@@ -147,6 +151,7 @@ DRAFTERS: Mapping[str, str] = MappingProxyType(
         "prompt_lookup": "draft_service.prompt_lookup",
         "random": "draft_service.random_drafter",
         "eagle": "draft_service.eagle.drafter",
+        "merged": "draft_service.merged_drafter",
     }
 )
 
@@ -160,10 +165,14 @@ def drafter_spec(name: str) -> DrafterSpec:
     return spec
 
 
-def create(name: str, config: Any = None) -> Drafter:
-    """Make a drafter, not yet started. `config` of None takes its defaults."""
+def create(name: str, config: Any = None, settings_of: Callable[[str], Any] | None = None) -> Drafter:
+    """Make a drafter, not yet started. `config` of None takes its defaults.
+
+    `settings_of` gives the settings of the drafters that this one is made of, by name; their defaults without it.
+    """
     spec = drafter_spec(name)
-    return spec.create(spec.config() if config is None else config)
+    own = spec.config() if config is None else config
+    return spec.create(own, lambda part: create(part, settings_of(part) if settings_of else None, settings_of))
 
 
 def tree_limits(own: TreeLimits, asked: TreeLimits) -> TreeLimits:

@@ -37,8 +37,8 @@ def connect(argument: str, events: DraftEvents, vocabulary_size: int, _tokenizer
     mismatch is the operator's mistake.
     """
     path = os.environ.get(CONFIG_VARIABLE)
-    config = drafter_config(argument, environment=os.environ, path=Path(path) if path else None)
-    drafter = create(argument, config)
+    settings_of = partial(drafter_config, environment=os.environ, path=Path(path) if path else None)
+    drafter = create(argument, settings_of(argument), settings_of)
     if drafter.vocabulary_size not in (0, vocabulary_size):
         raise WrongVocabulary("draft and target have vocabularies of different sizes")
     drafter.start()

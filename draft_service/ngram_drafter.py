@@ -12,7 +12,7 @@ import numpy as np
 
 from draft_service import snapshot
 from draft_service.corpora import Corpora
-from draft_service.drafter import CorpusGrowth, Drafter, DrafterSpec, DraftSequence, tree_limits
+from draft_service.drafter import CorpusGrowth, Drafter, DrafterSpec, DraftSequence, MakePart, tree_limits
 from draft_service.learning import Learner
 from draft_service.ngram_config import NEVER_LOG2, TrieConfig
 from draft_service.ngram_trie import NgramTrie
@@ -164,7 +164,7 @@ def _as_tokens(token_ids: Sequence[int]) -> Tokens:
     return np.array(token_ids, dtype=np.int32)
 
 
-def _create(config: TrieConfig) -> Drafter:
+def _create(config: TrieConfig, _: MakePart) -> Drafter:
     return NgramDrafter(config)
 
 

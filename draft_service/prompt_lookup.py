@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from draft_service.drafter import Drafter, DrafterSpec, DraftSequence, tree_limits
+from draft_service.drafter import Drafter, DrafterSpec, DraftSequence, MakePart, tree_limits
 from outrider.frames import TreeLimits
 from outrider.settings import SettingsError, setting
 from outrider.tree import MAX_ROWS, TokenTree
@@ -94,7 +94,7 @@ class PromptLookupDrafter:
         return TokenTree.root_only(sequence.root)
 
 
-def _create(config: PromptLookupConfig) -> Drafter:
+def _create(config: PromptLookupConfig, _: MakePart) -> Drafter:
     return PromptLookupDrafter(config)
 
 

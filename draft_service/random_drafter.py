@@ -6,7 +6,7 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from draft_service.drafter import Drafter, DrafterSpec, DraftSequence, tree_limits
+from draft_service.drafter import Drafter, DrafterSpec, DraftSequence, MakePart, tree_limits
 from outrider.frames import TreeLimits
 from outrider.sampling import VerificationMode
 from outrider.settings import setting
@@ -91,7 +91,7 @@ class RandomDrafter:
         return drawn
 
 
-def _create(config: RandomConfig) -> Drafter:
+def _create(config: RandomConfig, _: MakePart) -> Drafter:
     return RandomDrafter(config)
 
 

@@ -8,6 +8,7 @@ import logging
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import grpc
@@ -129,7 +130,9 @@ def run_service(arguments: Sequence[str]) -> int:
         config = load(DraftConfig, "draft", known, os.environ, path)
         add_flags(parser, drafter_spec(config.drafter).config)
         flags = parser.parse_args(arguments)
-        drafter = create(config.drafter, drafter_config(config.drafter, flags, os.environ, path))
+        # Flags are the named drafter's; what it is made of has its settings from environment and file.
+        settings_of = partial(drafter_config, environment=os.environ, path=path)
+        drafter = create(config.drafter, settings_of(config.drafter, flags), settings_of)
         configure_logging(config.log_level)
         return run(serve(config, drafter))
     except (SettingsError, OutriderError) as error:

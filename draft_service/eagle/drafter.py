@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from draft_service.drafter import Drafter, DrafterSpec, DraftSequence
+from draft_service.drafter import Drafter, DrafterSpec, DraftSequence, MakePart
 from draft_service.eagle.checkpoint import load_head, read_config, read_token_map
 from draft_service.eagle.config import EagleConfig
 from draft_service.eagle.head import EagleHead
@@ -227,7 +227,7 @@ def _target_of(config: EagleConfig, shape: HeadConfig) -> TargetCheckpoint | Non
         return None
 
 
-def _create(config: EagleConfig) -> Drafter:
+def _create(config: EagleConfig, _: MakePart) -> Drafter:
     return EagleDrafter(config)
 
 

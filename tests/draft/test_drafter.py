@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,10 +25,14 @@ VOCABULARY = 50
 
 def made(name: str, folder: Path) -> Drafter:
     """A drafter as it comes, with a tiny model where it needs one."""
-    if name != "eagle":
-        return create(name)
-    head = save_head(make_head(vocab_size=VOCABULARY, draft_vocab_size=VOCABULARY), folder, embedding=True)
-    return create(name, EagleConfig(head=str(head), dtype="float32", projection="draft"))
+
+    def settings_of(part: str) -> Any:
+        if part != "eagle":
+            return None
+        head = save_head(make_head(vocab_size=VOCABULARY, draft_vocab_size=VOCABULARY), folder, embedding=True)
+        return EagleConfig(head=str(head), dtype="float32", projection="draft")
+
+    return create(name, settings_of(name), settings_of)
 
 
 def tell(drafter: Drafter, sequence: DraftSequence, position: int) -> None:

@@ -1,0 +1,184 @@
+"""Merged trees: what several drafters agree on is one node, the best come first, and drawn trees are never mixed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+from eagle_drafting import make_drafter, states_of, text
+from eagle_heads import VOCABULARY, make_head
+from hypothesis import given
+from hypothesis import strategies as st
+
+from draft_service.drafter import CorpusDrafter, Drafter, DraftSequence, create, features_of
+from draft_service.merged_drafter import MergedConfig, MergedDrafter, merge_trees
+from draft_service.ngram_config import TrieConfig
+from draft_service.ngram_drafter import NgramDrafter
+from draft_service.prompt_lookup import PromptLookupConfig, PromptLookupDrafter
+from outrider.errors import NotSupported, UnknownCorpus
+from outrider.frames import TreeLimits
+from outrider.sampling import SamplingParams, VerificationMode
+from outrider.settings import SettingsError
+from outrider.tree import TokenTree
+
+
+def tree(*nodes: tuple[int, int, float]) -> TokenTree:
+    """Root 9, then (parent, token, score)."""
+    return TokenTree(
+        (9, *(token for _, token, _ in nodes)),
+        (0, *(parent for parent, _, _ in nodes)),
+        (1.0, *(score for _, _, score in nodes)),
+    )
+
+
+def test_duplicates_are_joined_and_the_best_come_first() -> None:
+    first = tree((0, 1, 0.6), (1, 2, 0.5), (0, 3, 0.2))
+    second = tree((0, 4, 0.15), (0, 1, 0.5), (2, 2, 0.9), (2, 5, 0.05))
+    merged = merge_trees([first, second], 10)
+    # 1; 2 below it with the higher score; 3; 4; 5 below 1.
+    assert merged.token_ids == (9, 1, 2, 3, 4, 5)
+    assert merged.parents == (0, 0, 1, 0, 0, 1)
+    assert merged.scores == pytest.approx((1.0, 0.6, 0.9, 0.2, 0.15, 0.05))
+    assert merge_trees([first, second], 3) == TokenTree((9, 1, 2, 3), (0, 0, 1, 0), merged.scores[:4])
+
+
+def test_siblings_share_at_most_all_of_the_chance() -> None:
+    merged = merge_trees([tree((0, 1, 0.9)), tree((0, 2, 0.9), (0, 3, 0.1))], 10)
+    assert merged.token_ids == (9, 1, 2, 3)
+    assert sum(merged.scores[1:]) == pytest.approx(1.0) and merged.scores[1] == merged.scores[2]
+
+
+def test_one_tree_stays_as_it_is() -> None:
+    alone = tree((0, 1, 0.6), (1, 2, 0.9), (0, 3, 0.3), (2, 3, 0.5))
+    assert merge_trees([alone, TokenTree.root_only(9)], 10) == alone
+    assert merge_trees([TokenTree.root_only(9)] * 2, 10) == TokenTree.root_only(9)
+
+
+@st.composite
+def trees(draw: Any) -> TokenTree:
+    nodes: list[tuple[int, int, float]] = []
+    siblings: set[tuple[int, int]] = set()
+    for _ in range(draw(st.integers(0, 12))):
+        parent, token = draw(st.integers(0, len(nodes))), draw(st.integers(0, 4))
+        if (parent, token) not in siblings:
+            siblings.add((parent, token))
+            nodes.append((parent, token, draw(st.floats(0.0, 1.0))))
+    return tree(*nodes)
+
+
+@given(st.lists(trees(), min_size=1, max_size=3), st.integers(1, 20))
+def test_every_merged_tree_is_well_formed(proposed: list[TokenTree], nodes: int) -> None:
+    merged = merge_trees(proposed, nodes)
+    TokenTree.checked(merged.token_ids, merged.parents, merged.scores, vocabulary_size=10, max_rows=nodes + 1)
+    worths = [1.0]
+    for row in range(1, len(merged)):
+        worths.append(worths[merged.parents[row]] * merged.scores[row])
+    assert all(worths[row] >= worths[row + 1] - 1e-12 for row in range(1, len(merged) - 1))
+    assert paths(merged) <= set().union(*(paths(one) for one in proposed))
+    if nodes >= 20 and len(proposed) == 1:
+        assert paths(merged) == paths(proposed[0])
+
+
+def paths(one: TokenTree) -> set[tuple[int, ...]]:
+    found: list[tuple[int, ...]] = [()]
+    for row in range(1, len(one)):
+        found.append((*found[one.parents[row]], one.token_ids[row]))
+    return set(found)
+
+
+def trie_and_head() -> tuple[MergedDrafter, NgramDrafter]:
+    trie = NgramDrafter(TrieConfig(num_draft_tokens=10))
+    merged = MergedDrafter(MergedConfig(), [make_drafter(make_head(draft_vocab_size=VOCABULARY)), trie])
+    trie.start()
+    return merged, trie
+
+
+def followed(drafter: Drafter, mode: VerificationMode, *, fed: bool = True) -> DraftSequence:
+    tokens = text(6) * 3
+    sampling = SamplingParams(temperature=0.0 if mode is VerificationMode.GREEDY else 1.0)
+    sequence = DraftSequence(1, tokens[:-4], 1, VOCABULARY, seed=3, mode=mode, sampling=sampling)
+    drafter.open(sequence)
+    known = states_of(make_head(), len(tokens))
+    sequence.token_ids.extend(tokens[-4:])
+    if fed:
+        assert sequence.features is not None
+        sequence.features.append(known[: len(tokens) - 1], 0)
+    drafter.advance(sequence, tokens[-4:])
+    return sequence
+
+
+def test_trie_and_head_serve_one_sequence() -> None:
+    merged, trie = trie_and_head()
+    assert merged.limits == TreeLimits(14, 32) and merged.vocabulary_size == VOCABULARY
+    assert features_of(merged) is not None
+    sequence = followed(merged, VerificationMode.GREEDY)
+    (both,) = merged.propose([sequence])
+    (of_head,), (of_trie,) = (part.propose([view]) for part, view in zip(merged._parts, sequence.state, strict=True))
+    assert of_trie.drafted and of_head.drafted
+    assert both == merge_trees([of_head, of_trie], 14)
+    assert paths(both) & paths(of_trie) - {()} and paths(both) & paths(of_head) - {()}
+    merged.close(sequence)
+    merged.close(sequence)
+    assert merged.stats()["eagle_cache_used_tokens"] == 0 and "trie_backlog_tokens" in merged.stats()
+    merged.stop()
+    assert trie.stats()["trie_learnt_tokens_total"] > 0
+
+
+@pytest.mark.parametrize("fed", [True, False], ids=["features", "no features"])
+def test_a_drawn_tree_is_that_of_one_drafter(fed: bool) -> None:
+    merged, _ = trie_and_head()
+    sequence = followed(merged, VerificationMode.REJECTION, fed=fed)
+    (drawn,) = merged.propose([sequence])
+    speaking = 0 if fed else 1
+    (alone,) = merged._parts[speaking].propose([sequence.state[speaking]])
+    assert drawn.drafted and drawn == alone
+    assert drawn.distributions.keys() == set(drawn.parents[1:])
+    merged.stop()
+
+
+def test_a_drafter_that_refuses_leaves_nothing_open() -> None:
+    merged, _ = trie_and_head()
+    sequence = DraftSequence(1, [1, 2], 1, VOCABULARY, corpus="nowhere")
+    with pytest.raises(UnknownCorpus):
+        merged.open(sequence)
+    assert sequence.state is None and sequence.features is None
+    merged.stop()
+
+
+def test_what_cannot_be_merged_is_refused() -> None:
+    for names in ("trie", "trie,trie", "trie,merged", ""):
+        with pytest.raises(SettingsError):
+            MergedConfig(merged_drafters=names)
+    with pytest.raises(NotSupported, match="features"):
+        MergedDrafter(MergedConfig(), [make_drafter(), make_drafter()])
+    others = [make_drafter(), _Foreign(PromptLookupConfig())]
+    with pytest.raises(NotSupported, match="vocabularies"):
+        MergedDrafter(MergedConfig(), others)
+
+
+class _Foreign(PromptLookupDrafter):
+    vocabulary_size = 77
+
+
+def test_it_is_made_by_name_from_the_settings_of_its_parts() -> None:
+    asked: list[str] = []
+
+    def settings_of(name: str) -> Any:
+        asked.append(name)
+        return {"trie": TrieConfig(num_draft_tokens=7), "prompt_lookup": PromptLookupConfig(lookup_tokens=5)}[name]
+
+    merged = create("merged", MergedConfig(merged_drafters="trie, prompt_lookup"), settings_of)
+    assert asked == ["trie", "prompt_lookup"]
+    assert merged.limits.max_nodes == 7 and features_of(merged) is None
+    assert isinstance(merged, CorpusDrafter)
+    merged.start()
+    assert merged.add_corpus("tenant", "", [1, 2, 3]).tokens == 3
+    merged.stop()
+    unteachable = create("merged", MergedConfig(merged_drafters="random,prompt_lookup", merged_nodes=3))
+    assert not isinstance(unteachable, CorpusDrafter) and unteachable.limits.max_nodes == 3
+
+
+def test_figures_of_all_parts_are_there() -> None:
+    stats: Sequence[Mapping[str, float]] = [trie_and_head()[0].stats()]
+    assert {"eagle_feature_rows_total", "trie_learnt_tokens_total"} <= stats[0].keys()
