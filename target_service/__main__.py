@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     named = os.environ.get(CONFIG_VARIABLE)
     prepare_grpc()
     # Imported late: gRPC reads its environment as it is imported, and a typing error should not wait for torch.
-    from target_service.preflight import check_settings
+    from target_service.preflight import EngineRefused, check_settings, engine_stands_apart
 
     try:
         config = load(TargetConfig, "target", flags, os.environ, flags.config or (Path(named) if named else None))
@@ -53,18 +53,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SettingsError as error:
         parser.exit(2, f"{parser.prog}: error: {error}\n")
     from outrider.errors import OutriderError
-    from target_service.lifecycle import serve
-    from target_service.model.loader import load_runner
-    from target_service.model.threads import in_passing_thread
 
     try:
-        runner = in_passing_thread(lambda: load_runner(config))
-    except (OSError, ValueError) as error:
-        parser.exit(1, f"{parser.prog}: cannot serve {config.model}: {error}\n")
-    try:
-        return run(serve(config, runner))
+        return _serve_apart(config) if engine_stands_apart(config) else _serve_shared(config)
+    except EngineRefused as refusal:
+        parser.exit(refusal.status, f"{parser.prog}: {refusal.reason}\n")
     except (SettingsError, OutriderError) as error:
         parser.exit(2, f"{parser.prog}: error: {error}\n")
+
+
+def _serve_shared(config: TargetConfig) -> int:
+    from target_service.assembly import load_model
+    from target_service.lifecycle import serve
+
+    return run(serve(config, load_model(config)))
+
+
+def _serve_apart(config: TargetConfig) -> int:
+    from target_service.engine_link import EngineLink
+
+    link = EngineLink(config)
+    # Imported while the other process loads the model.
+    from transformers import AutoTokenizer
+
+    from target_service.lifecycle import serve_engine
+    from target_service.model.store import resolve
+
+    link.wait_until_ready()
+    link.use_tokenizer(AutoTokenizer.from_pretrained(str(resolve(config.model))))
+    return run(serve_engine(config, link))
 
 
 if __name__ == "__main__":

@@ -35,7 +35,11 @@ class TargetConfig:
     )
 
     page_size: int = setting(16, "tokens per KV page: 1, 16 or 64")
-    kv_tokens: int = setting(0, "tokens the KV cache holds; 0 takes 30 % of free memory, at most 65536")
+    kv_tokens: int = setting(
+        0, "tokens the KV cache holds; 0 takes memory-share of a GPU, elsewhere 30 % of free memory, at most 65536"
+    )
+    memory_share: float = setting(0.85, "share of the GPU memory free after capturing steps that the KV cache takes")
+    capture_seconds: float = setting(120.0, "time at start for capturing steps as CUDA graphs; 0 runs them eagerly")
     max_context: int = setting(0, "longest sequence, prompt and output; 0 takes the model's own, at most 8192")
     max_running: int = setting(64, "sequences that run at once")
     max_waiting: int = setting(256, "sequences that wait; more are refused with RESOURCE_EXHAUSTED")
@@ -44,6 +48,11 @@ class TargetConfig:
 
     attention: str = setting(
         "auto", "tree attention backend", choices=("auto", "reference", "torch", "triton", "flashinfer")
+    )
+    engine_process: str = setting(
+        "auto",
+        "where the engine runs: in a process of its own, in the server's, or the first on a GPU",
+        choices=("auto", "own", "shared"),
     )
     threads: int = setting(0, "CPU threads for torch; 0 leaves torch's own choice")
     max_message_bytes: int = setting(4 * 1024 * 1024, "largest message accepted")

@@ -8,7 +8,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from outrider.errors import (
     Draining,
@@ -22,6 +21,7 @@ from outrider.errors import (
 from outrider.frames import DraftEvents, DraftInfo, DraftLink
 from outrider.tree import TokenTree
 from target_service.commit import LiveSequence
+from target_service.events import EngineSnapshot
 from target_service.loop import EngineConfig, EngineLoop
 from target_service.model.runner import ModelRunner
 from target_service.observation import EngineObserver
@@ -33,19 +33,6 @@ __all__ = ["Engine", "EngineConfig", "EngineObserver", "EngineSnapshot"]
 log = logging.getLogger(__name__)
 # How often an idle engine beats, in seconds.
 _IDLE_BEAT = 0.05
-
-
-@dataclass(frozen=True, slots=True)
-class EngineSnapshot:
-    """What the engine holds right now."""
-
-    running: int
-    waiting: int
-    sequences: int
-    pages_used: int
-    pages_total: int
-    speculating: bool
-    draft_connected: bool
 
 
 class Engine:
@@ -93,8 +80,8 @@ class Engine:
         self._deliver = deliver
         self._thread.start()
 
-    def submit(self, request: SequenceRequest) -> int:
-        """Queue a request and return its sequence id.
+    def submit(self, request: SequenceRequest, sequence_id: int | None = None) -> int:
+        """Queue a request and return its sequence id: the one given, which must be new, or the next.
 
         Raises:
             Draining: the engine takes no new requests.
@@ -115,7 +102,7 @@ class Engine:
             waiting = len(self._open) - len(self._loop.scheduler.running)
             if waiting >= self._max_waiting:
                 raise QuotaExceeded("too many requests wait", waiting=waiting)
-            sequence_id = next(self._ids)
+            sequence_id = next(self._ids) if sequence_id is None else sequence_id
             live = self._loop.make(sequence_id, request)
             self._open[sequence_id] = live
             self._commands.append(lambda: self._loop.add(live))

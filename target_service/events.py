@@ -1,10 +1,11 @@
-"""From the engine's thread to the event loop: one hand-over per step, then one sink per sequence."""
+"""From the engine to the event loop: one hand-over per step, then one sink per sequence."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 from outrider.tree import TokenTree
@@ -13,6 +14,19 @@ from target_service.sequence import SequenceEvent, SequenceRequest, Verdict
 logger = logging.getLogger(__name__)
 
 Sink = Callable[[SequenceEvent], None]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSnapshot:
+    """What the engine holds right now."""
+
+    running: int
+    waiting: int
+    sequences: int
+    pages_used: int
+    pages_total: int
+    speculating: bool
+    draft_connected: bool
 
 
 class SequenceEngine(Protocol):
@@ -56,12 +70,13 @@ class Sequences:
     def deliver(self, events: list[SequenceEvent]) -> None:
         """Take one step's events, in the engine's thread."""
         try:
-            self._loop.call_soon_threadsafe(self._dispatch, events)
+            self._loop.call_soon_threadsafe(self.dispatch, events)
         except RuntimeError:
             # The loop closes only once every call has ended, so nobody waits for these.
             logger.debug("events of a last step after the event loop's end")
 
-    def _dispatch(self, events: list[SequenceEvent]) -> None:
+    def dispatch(self, events: list[SequenceEvent]) -> None:
+        """Hand one step's events to their sinks, on the event loop."""
         for event in events:
             last = not isinstance(event, Verdict)
             sink = self._sinks.pop(event.sequence_id, None) if last else self._sinks.get(event.sequence_id)

@@ -9,7 +9,7 @@ from itertools import zip_longest
 from outrider.metric_table import MAX_DEPTH, TARGET
 from outrider.metrics import MetricSet, Reading, VllmNames
 from outrider.tracing import sampled_trace_id
-from target_service.engine import EngineSnapshot
+from target_service.events import EngineSnapshot
 from target_service.sequence import SequenceRequest, SequenceTotals, StepStats
 
 _NS = 1e-9

@@ -15,6 +15,29 @@ from target_service.draft_client import LinkOptions
 _PAGE_SIZES = (1, 16, 64)
 
 
+class EngineRefused(Exception):
+    """No engine can run with these settings; `status` is what the process should exit with."""
+
+    def __init__(self, status: int, reason: str) -> None:
+        super().__init__(reason)
+        self.status = status
+        self.reason = reason
+
+
+def speculates(config: TargetConfig) -> bool:
+    """Whether drafts are asked for at all."""
+    return config.speculation and bool(config.draft)
+
+
+def engine_stands_apart(config: TargetConfig) -> bool:
+    """Whether the engine has a process of its own.
+
+    On a GPU it must: steps take 1 to 2 ms, and the interpreter that launches them cannot also serve thousands of
+    messages a second. On a CPU steps are long, and one process is simpler.
+    """
+    return config.engine_process == "own" or (config.engine_process == "auto" and config.device != "cpu")
+
+
 def check_settings(config: TargetConfig) -> None:
     """Raise `SettingsError` for values that no service can run with, before a model is loaded for them."""
     least = {

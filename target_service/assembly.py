@@ -1,0 +1,116 @@
+"""From settings and a loaded model to an engine with its draft, in whichever process that is to be."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+from outrider.errors import OutriderError
+from outrider.settings import SettingsError
+from target_service.admission import ServedModel
+from target_service.config import TargetConfig
+from target_service.draft_client import StoppableLink, connect_draft
+from target_service.drafting import DraftingConfig
+from target_service.engine import Engine, EngineConfig
+from target_service.model.loader import load_runner
+from target_service.model.runner import ModelRunner
+from target_service.model.threads import in_passing_thread
+from target_service.observation import EngineObserver
+from target_service.preflight import EngineRefused, link_options, speculates
+from target_service.profile import measure_step_cost
+from target_service.scheduler import SchedulerConfig
+
+logger = logging.getLogger(__name__)
+
+
+def load_model(config: TargetConfig) -> ModelRunner:
+    """The model, its KV cache allocated. Raises `EngineRefused` when it cannot be served."""
+    try:
+        return in_passing_thread(lambda: load_runner(config))
+    except (OSError, ValueError) as error:
+        raise EngineRefused(1, f"cannot serve {config.model}: {error}") from None
+
+
+def engine_config(config: TargetConfig) -> EngineConfig:
+    """The engine's part of the settings."""
+    return EngineConfig(
+        scheduler=SchedulerConfig(config.max_running, config.max_step_rows, config.prefill_chunk),
+        drafting=DraftingConfig(
+            enabled=speculates(config),
+            disable_above=config.speculative_disable_queue_size,
+            wait_seconds=config.draft_wait_ms / 1e3,
+            failures_to_open=config.draft_failures_to_open,
+        ),
+        max_waiting=config.max_waiting,
+        max_draft_nodes=config.max_draft_nodes,
+    )
+
+
+def served_model(config: TargetConfig, runner: ModelRunner) -> ServedModel:
+    """What clients are told of the model, and held to."""
+    cache = runner.cache
+    kv_tokens = cache.num_pages * cache.page_size
+    return ServedModel(
+        name=runner.name,
+        vocabulary_size=runner.vocabulary_size,
+        max_context=min(runner.max_context, kv_tokens),
+        max_rows=min(config.max_draft_nodes + 1, config.max_step_rows),
+        dtype=str(runner.dtype).removeprefix("torch."),
+        page_size=cache.page_size,
+        kv_tokens=kv_tokens,
+        end_token_ids=runner.end_token_ids,
+        tokenizer_fingerprint=runner.tokenizer_fingerprint,
+        tokenizer=runner.tokenizer,
+        speculation=speculates(config),
+    )
+
+
+@dataclass(frozen=True)
+class Assembled:
+    """An engine, what it serves, and its link to a draft if it has one."""
+
+    engine: Engine
+    served: ServedModel
+    link: StoppableLink | None = None
+
+    def stop(self) -> None:
+        """Fail what is left, and let go of everything. Waits for the step under way."""
+        self.engine.stop(0.0)
+        if self.link is not None:
+            self.link.stop()
+
+
+def assemble(config: TargetConfig, runner: ModelRunner, observer: EngineObserver | None) -> Assembled:
+    """Measure what steps cost if that matters, make the engine and connect its draft.
+
+    Raises `SettingsError` for a draft that cannot be, and what the drafter of an in-process link raises.
+    """
+    cost = None
+    if speculates(config) and config.row_budget == "adaptive":
+        logger.info("measuring what a step costs by its rows")
+        cost = in_passing_thread(lambda: measure_step_cost(runner, config.max_step_rows))
+    engine = Engine(runner, engine_config(config), step_cost=cost, observer=observer)
+    served = served_model(config, runner)
+    if not speculates(config):
+        return Assembled(engine, served)
+    try:
+        link = connect_draft(
+            config.draft,
+            engine.draft_events,
+            runner.vocabulary_size,
+            runner.tokenizer_fingerprint,
+            link_options(config),
+        )
+    except ValueError as error:
+        raise SettingsError(f"--draft: {error}") from None
+    engine.attach_draft(link)
+    return Assembled(engine, served, link)
+
+
+def load_engine(config: TargetConfig, observer: EngineObserver) -> Assembled:
+    """Load the model and assemble its engine, every refusal being an `EngineRefused`."""
+    runner = load_model(config)
+    try:
+        return assemble(config, runner, observer)
+    except (SettingsError, OutriderError) as error:
+        raise EngineRefused(2, f"error: {error}") from None

@@ -1,0 +1,54 @@
+"""Frames on their way to another process, which the sender never waits for."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections import deque
+
+
+class Outbox:
+    """Writes at once what the socket takes; a thread writes the rest. Any thread may send.
+
+    The usual frame leaves in the sender's own thread, which costs a system call: handing it to another thread of the
+    interpreter would cost both of them the lock.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._waiting: deque[bytes] = deque()
+        self._changed = threading.Condition()
+        threading.Thread(target=self._write, name="outbox", daemon=True).start()
+
+    def send(self, frame: bytes) -> None:
+        """Send after everything sent before. Frames to a process that is gone are dropped."""
+        with self._changed:
+            sent = 0 if self._waiting else self._send_now(frame)
+            if sent < len(frame):
+                self._waiting.append(frame[sent:])
+                self._changed.notify_all()
+
+    def flush(self, seconds: float) -> bool:
+        """Wait for the last frame to be written. Whether it was, in so many seconds."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._waiting, seconds)
+
+    def _send_now(self, frame: bytes) -> int:
+        try:
+            return self._connection.send(frame, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return 0
+        except OSError:
+            return len(frame)
+
+    def _write(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting)
+                frame = self._waiting[0]
+            with contextlib.suppress(OSError):
+                self._connection.sendall(frame)
+            with self._changed:
+                self._waiting.popleft()
+                self._changed.notify_all()

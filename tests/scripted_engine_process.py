@@ -1,0 +1,82 @@
+"""The scripted engine in a process of its own: `python scripted_engine_process.py FD`, for tests of the link.
+
+A prompt that begins with `FATAL` fails the engine's next step, one that begins with `HANGS` is never stepped and holds
+whoever stops the engine. A model named "refused" is refused, and one named "broken" is a bug while loading.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from dataclasses import replace
+
+from scripted_engine import SERVED, ScriptedEngine
+
+from outrider.frames import DraftInfo, TreeLimits
+from outrider.tree import TokenTree
+from target_service.admission import ServedModel
+from target_service.config import TargetConfig
+from target_service.engine_process import Reporter, serve_engine
+from target_service.events import EngineSnapshot
+from target_service.preflight import EngineRefused
+from target_service.sequence import SequenceRequest, SequenceTotals
+
+FATAL, HANGS = 298, 299
+
+
+class ScriptedHost(ScriptedEngine):
+    """The scripted engine with the rest of the engine's interface."""
+
+    def __init__(self, reporter: Reporter) -> None:
+        super().__init__(max_sequences=8)
+        self._reporter = reporter
+        self._by_id: dict[int, SequenceRequest] = {}
+        self._hangs = False
+        self.draft_info = DraftInfo("scripted", 0, "", TreeLimits(), 0, "1")
+        self.engine = self
+
+    @property
+    def served(self) -> ServedModel:
+        return SERVED
+
+    def submit(self, request: SequenceRequest, sequence_id: int | None = None) -> int:
+        if request.token_ids[0] == FATAL:
+            self.die(RuntimeError("a kernel failed on swordfish"))
+        self._hangs = self._hangs or request.token_ids[0] == HANGS
+        if self._hangs:
+            self.paused.set()
+        assert super().submit(request) == sequence_id
+        self._by_id[sequence_id] = request
+        return sequence_id
+
+    def verify(self, sequence_id: int, tree: TokenTree) -> None:
+        super().verify(sequence_id, tree)
+
+    def cancel(self, sequence_id: int) -> None:
+        known = self.open_sequences
+        super().cancel(sequence_id)
+        if self.open_sequences < known:
+            self._reporter.on_finished(self._by_id[sequence_id], SequenceTotals(prompt_tokens=3), "cancelled")
+
+    def snapshot(self) -> EngineSnapshot:
+        held = self.open_sequences
+        return EngineSnapshot(held, 0, held, held, 16, speculating=False, draft_connected=True)
+
+    def stop(self, grace: float = 0.0) -> None:
+        if self._hangs:
+            threading.Event().wait()
+        super().stop(grace)
+
+
+def build(config: TargetConfig, reporter: Reporter) -> ScriptedHost:
+    if config.model == "refused":
+        raise EngineRefused(2, "error: --draft: no such thing")
+    if config.model == "broken":
+        raise RuntimeError("a bug while loading")
+    host = ScriptedHost(reporter)
+    assert replace(host.served, tokenizer=None) == SERVED
+    return host
+
+
+if __name__ == "__main__":
+    sys.exit(serve_engine(int(sys.argv[1]), build))

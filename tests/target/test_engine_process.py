@@ -1,0 +1,246 @@
+"""The engine in a process of its own, behind the real server: what it says, how it ends, and what it leaves behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import psutil
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from scripted_engine_process import FATAL, HANGS
+
+from outrider.v1 import target_pb2 as pb
+from outrider.v1 import target_pb2_grpc, tree_pb2
+from target_service import engine_link
+from target_service.config import TargetConfig
+from target_service.engine_link import EngineLink
+from target_service.lifecycle import serve_engine
+from target_service.preflight import EngineRefused
+
+TESTS = Path(__file__).parents[1]
+SCRIPTED = (sys.executable, str(TESTS / "scripted_engine_process.py"))
+SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
+# The scripted engine counts up: three hundred tokens, of which 2 ends an output.
+LONG = {"max_tokens": 200, "ignore_eos": True}
+
+
+@dataclass
+class Service:
+    """A running target whose engine is elsewhere, and a channel to it."""
+
+    link: EngineLink
+    channel: grpc.aio.Channel
+    task: asyncio.Task[int]
+    stopping: asyncio.Event
+
+    @property
+    def stub(self) -> Any:
+        return target_pb2_grpc.TargetServiceStub(self.channel)
+
+    async def tokens(self, *prompt: int, **sampling: Any) -> list[int]:
+        request = pb.GenerateRequest(tokens={"token_ids": prompt}, sampling=sampling)
+        return [token async for response in self.stub.Generate(request) for token in response.chunk.token_ids]
+
+    async def watch(self) -> Any:
+        """A health watch that has seen SERVING."""
+        watch = health_pb2_grpc.HealthStub(self.channel).Watch(health_pb2.HealthCheckRequest())
+        while (await watch.read()).status != SERVING:
+            pass
+        return watch
+
+    async def empty(self) -> None:
+        """Wait until the engine holds nothing, or fail after two seconds."""
+        async with asyncio.timeout(2):
+            while (held := self.link.snapshot()).sequences or held.pages_used:
+                await asyncio.sleep(0.01)
+
+
+@asynccontextmanager
+async def served_apart(folder: Path, **settings: Any) -> AsyncIterator[Service]:
+    config = TargetConfig(**({"listen": f"unix:{folder}/target", "drain_seconds": 5.0} | settings))
+    link = EngineLink(config, SCRIPTED)
+    await asyncio.to_thread(link.wait_until_ready)
+    stopping = asyncio.Event()
+    task = asyncio.create_task(serve_engine(config, link, stopping))
+    async with grpc.aio.insecure_channel(config.listen) as channel:
+        await asyncio.wait_for(channel.channel_ready(), 10)
+        yield Service(link, channel, task, stopping)
+        stopping.set()
+        await asyncio.wait_for(task, 20)
+
+
+@pytest.fixture(autouse=True)
+def nothing_left() -> Iterator[None]:
+    """No process of ours outlives a test, and no descriptor stays open."""
+    before = {child.pid for child in psutil.Process().children()}
+    yield
+    assert {child.pid for child in psutil.Process().children()} - before == set()
+
+
+@pytest.fixture
+async def service(tmp_path: Path) -> AsyncIterator[Service]:
+    async with served_apart(tmp_path) as running:
+        yield running
+
+
+class TestWork:
+    async def test_generates_and_verifies(self, service: Service) -> None:
+        assert await service.tokens(10, 20, 30, **LONG) == [(31 + i) % 300 for i in range(200)]
+        call = service.stub.Verify()
+        await call.write(pb.VerifyRequest(open={"token_ids": [10, 20, 30], "sampling": LONG}))
+        opened = (await call.read()).opened
+        tree = tree_pb2.TokenTree(token_ids=[30, 31, 32, 9], parents=[0, 0, 1, 2])
+        await call.write(pb.VerifyRequest(tree={"sequence_id": opened.sequence_id, "step": 0, "tree": tree}))
+        verdict = (await call.read()).verdict
+        assert (list(verdict.accepted_rows), list(verdict.token_ids)) == ([1, 2], [31, 32, 33])
+        # The root has moved on.
+        await call.write(pb.VerifyRequest(tree={"sequence_id": opened.sequence_id, "step": 1, "tree": tree}))
+        status = (await call.read()).status.status
+        assert status.code == grpc.StatusCode.FAILED_PRECONDITION.value[0]
+        call.cancel()
+        await service.empty()
+
+    async def test_draft_is_named(self, service: Service) -> None:
+        async with asyncio.timeout(5):
+            while (await service.stub.GetTargetInfo(pb.GetTargetInfoRequest())).drafter != "scripted":
+                await asyncio.sleep(0.02)
+
+    async def test_cancelled_calls_are_forgotten_on_both_sides(self, service: Service) -> None:
+        calls = [service.stub.Generate(pb.GenerateRequest(tokens={"token_ids": [5]}, sampling=LONG)) for _ in range(8)]
+        for call in calls:
+            for _ in range(3):
+                await call.read()
+        assert service.link.snapshot().pages_used == 8
+        for call in calls:
+            call.cancel()
+        await service.empty()
+
+    async def test_waiting_is_bounded(self, tmp_path: Path) -> None:
+        """The scripted engine runs whatever it has, so that only what it has not said yet waits."""
+        async with served_apart(tmp_path, max_waiting=0) as service:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await service.tokens(5, max_tokens=2)
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+    async def test_refusal_of_the_engine_reaches_its_caller(self, service: Service) -> None:
+        """The ninth sequence is more than the scripted engine takes."""
+        outcomes = await asyncio.gather(*(service.tokens(5, **LONG) for _ in range(9)), return_exceptions=True)
+        refused = [outcome for outcome in outcomes if isinstance(outcome, grpc.aio.AioRpcError)]
+        assert [error.code() for error in refused] == [grpc.StatusCode.RESOURCE_EXHAUSTED]
+        assert [len(outcome) for outcome in outcomes if isinstance(outcome, list)] == [200] * 8
+
+
+class TestEnds:
+    async def test_drains(self, service: Service) -> None:
+        call = service.stub.Generate(pb.GenerateRequest(tokens={"token_ids": [5]}, sampling=LONG))
+        await call.read()
+        service.stopping.set()
+        await asyncio.sleep(0.05)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await service.tokens(5, max_tokens=2)
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        while (response := await call.read()) is not grpc.aio.EOF:
+            last = response
+        assert last.finished.usage.completion_tokens == 200
+        assert await asyncio.wait_for(service.task, 10) == 0
+        assert not psutil.pid_exists(service.link.pid)
+
+    @pytest.mark.parametrize("how", ["killed", "step_fails"])
+    async def test_death_of_the_engine(self, service: Service, how: str, caplog: pytest.LogCaptureFixture) -> None:
+        watch = await service.watch()
+        call = service.stub.Generate(pb.GenerateRequest(tokens={"token_ids": [5]}, sampling=LONG))
+        await call.read()
+        if how == "killed":
+            os.kill(service.link.pid, signal.SIGKILL)
+        else:
+            with pytest.raises(grpc.aio.AioRpcError):
+                await service.tokens(FATAL, max_tokens=2)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            while await call.read() is not grpc.aio.EOF:
+                pass
+        assert caught.value.code() is grpc.StatusCode.INTERNAL
+        assert "swordfish" not in str(caught.value.details())
+        assert (await watch.read()).status == NOT_SERVING
+        assert await asyncio.wait_for(service.task, 10) == 1
+        assert f"ended with status {-signal.SIGKILL if how == 'killed' else 1}" in caplog.text
+
+    async def test_signals_of_the_group_are_not_the_engines(self, service: Service) -> None:
+        for name in (signal.SIGINT, signal.SIGTERM):
+            os.kill(service.link.pid, name)
+        assert len(await service.tokens(5, **LONG)) == 200
+
+    async def test_stopped_engine_is_not_serving(self, tmp_path: Path) -> None:
+        async with served_apart(tmp_path, heartbeat_seconds=0.5) as service:
+            watch = await service.watch()
+            os.kill(service.link.pid, signal.SIGSTOP)
+            assert (await watch.read()).status == NOT_SERVING
+            os.kill(service.link.pid, signal.SIGCONT)
+            assert (await watch.read()).status == SERVING
+            assert len(await service.tokens(5, **LONG)) == 200
+            watch.cancel()
+
+    async def test_hung_step_does_not_hold_the_process(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(engine_link, "STOP_SECONDS", 0.5)
+        async with served_apart(tmp_path, drain_seconds=0.1) as service:
+            request = asyncio.create_task(service.tokens(HANGS, max_tokens=2))
+            await asyncio.sleep(0.2)
+            service.stopping.set()
+            assert await asyncio.wait_for(service.task, 20) == 0
+            with pytest.raises(grpc.aio.AioRpcError):
+                await request
+        assert "hangs" in caplog.text
+
+    async def test_descriptors_are_given_back(self, tmp_path: Path) -> None:
+        async with served_apart(tmp_path):
+            pass
+        before = psutil.Process().num_fds()
+        for _ in range(3):
+            async with served_apart(tmp_path) as service:
+                await service.tokens(5, max_tokens=2)
+        assert psutil.Process().num_fds() <= before
+
+
+class TestStart:
+    @pytest.mark.parametrize(
+        ("model", "status", "reason"),
+        [("refused", 2, "no such thing"), ("broken", 1, "ended with status 1")],
+        ids=["refused", "broken"],
+    )
+    def test_engine_that_cannot_run(self, model: str, status: int, reason: str) -> None:
+        before = psutil.Process().num_fds()
+        link = EngineLink(TargetConfig(model=model), SCRIPTED)
+        with pytest.raises(EngineRefused, match=reason) as caught:
+            link.wait_until_ready()
+        assert caught.value.status == status
+        assert not psutil.pid_exists(link.pid)
+        assert psutil.Process().num_fds() == before
+
+    def test_engine_ends_with_the_process_that_serves(self) -> None:
+        """Killed, so that nothing in it can tell its engine."""
+        script = (
+            "import sys, time\n"
+            "from target_service.config import TargetConfig\n"
+            "from target_service.engine_link import EngineLink\n"
+            f"link = EngineLink(TargetConfig(), {SCRIPTED!r})\n"
+            "link.wait_until_ready()\n"
+            "sys.stdout.write(f'{link.pid}\\n'), sys.stdout.flush(), time.sleep(60)\n"
+        )
+        with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as parent:
+            assert parent.stdout is not None
+            engine = psutil.Process(int(parent.stdout.readline()))
+            assert engine.is_running()
+            parent.kill()
+        psutil.wait_procs([engine], timeout=5)
+        assert not engine.is_running() or engine.status() == psutil.STATUS_ZOMBIE

@@ -1,0 +1,145 @@
+"""What goes through the frames between the target's two processes comes out equal, however the bytes are cut."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from outrider.errors import InvalidField, all_errors
+from outrider.frames import DraftInfo, TreeLimits
+from outrider.sampling import SamplingParams, VerificationMode
+from outrider.tree import DraftDistribution, TokenTree
+from target_service.admission import ServedModel
+from target_service.config import TargetConfig
+from target_service.engine_rows import error_from_row, error_to_row
+from target_service.engine_wire import (
+    LENGTH_BYTES,
+    Cancel,
+    Configure,
+    Dead,
+    Drafter,
+    Frames,
+    Message,
+    Ready,
+    Refused,
+    Report,
+    Stop,
+    Submit,
+    Verify,
+    pack,
+    unpack,
+)
+from target_service.events import EngineSnapshot
+from target_service.sequence import (
+    Finish,
+    FinishReason,
+    SequenceEvent,
+    SequenceFinished,
+    SequenceRequest,
+    SequenceTotals,
+    StepStats,
+    TokenLogprobs,
+    Verdict,
+)
+
+SNAPSHOT = EngineSnapshot(3, 2, 5, 100, 200, speculating=True, draft_connected=False)
+TOTALS = SequenceTotals(
+    arrived_ns=2**60, prompt_tokens=3, drafted_by_depth=[4, 3], accepted_by_depth=[2], fallback_steps=1, preemptions=2
+)
+STATS = StepStats(**{name: place for place, name in enumerate(StepStats.__slots__)})
+
+
+def report(*events: SequenceEvent) -> Report:
+    return Report(list(events), [], [], [], SNAPSHOT, 123)
+
+
+MESSAGES: dict[str, Message] = {
+    "configure": Configure(TargetConfig(model="tiny", draft_wait_ms=2.5, reflection=True)),
+    "submit": Submit(
+        2**40,
+        SequenceRequest(
+            token_ids=(1, 2, 3),
+            sampling=SamplingParams(
+                temperature=0.7,
+                logit_bias={5: -2.5, 7: 100.0},
+                stop=("\U0001f600 end", "\n\n"),
+                stop_token_ids=(9, 10),
+                seed=2**64 - 1,
+                logprobs=0,
+            ),
+            mode=VerificationMode.REJECTION,
+            seed=2**64 - 1,
+            max_tokens=77,
+            tenant="acmé",
+            speculate=False,
+            corpus="c",
+            external=True,
+            traceparent="00-" + "a" * 32 + "-" + "b" * 16 + "-01",
+        ),
+    ),
+    "submit_plain": Submit(1, SequenceRequest((1,), SamplingParams(), VerificationMode.GREEDY, 0, 1)),
+    "verify": Verify(4, TokenTree((1, 2, 3), (0, 0, 1), (1.0, 0.1, 1 / 3), {0: DraftDistribution((2, 8), (65535, 1))})),
+    "cancel": Cancel(2**53 + 1),
+    "stop": Stop(),
+    "ready": Ready(ServedModel("m", 300, 256, 16, "float32", 16, 4096, (2, 3), "f" * 64, speculation=True)),
+    "refused": Refused(2, "error: --draft: \u201cno\u201d"),
+    "drafter": Drafter(DraftInfo("trie", 0, "f", TreeLimits(63, 8), 4096, "0.1")),
+    "no_drafter": Drafter(None),
+    "dead": Dead("the engine has failed"),
+    "idle": report(),
+    "plain": report(*(Verdict(i, i + 1, (), (i + 7,), 0, compute_ns=10**6) for i in range(64))),
+    "accepted": report(Verdict(1, 0, (1, 4, 5), (11, 12, 13, 14), 3, queue_ns=5, compute_ns=6)),
+    "logprobs": report(
+        Verdict(
+            *(1, 0, (), (11, 12), 0),
+            logprobs=(TokenLogprobs(-0.1, ((11, -0.1), (3, -1e-30))), TokenLogprobs(-math.inf)),
+            compute_ns=6,
+        )
+    ),
+    "finished": report(
+        Verdict(1, 0, (), (2,), 0, finish=Finish(FinishReason.END_OF_SEQUENCE, stop_token_id=2)),
+        SequenceFinished(1, Finish(FinishReason.END_OF_SEQUENCE, stop_token_id=2), TOTALS),
+    ),
+    "stopped": report(
+        Verdict(1, 0, (), (2,), 0, (TokenLogprobs(-0.5),), Finish(FinishReason.STOP, stop_string="\u2028")),
+        SequenceFinished(1, Finish(FinishReason.STOP, stop_string="\u2028"), TOTALS),
+    ),
+    "figures": Report([], [STATS, STATS], [(4, TOTALS, "cancelled")], [True, False], SNAPSHOT, 2**62),
+}
+
+
+@pytest.mark.parametrize("message", MESSAGES.values(), ids=MESSAGES)
+def test_round_trip(message: Message) -> None:
+    received = unpack(pack(message)[LENGTH_BYTES:])
+    assert received == message
+    assert type(received) is type(message)
+
+
+def test_values_are_as_immutable_as_they_were() -> None:
+    """Equality does not tell a list in a tuple's place inside the values that are compared by field."""
+    for name in ("accepted", "logprobs"):
+        received = unpack(pack(MESSAGES[name])[LENGTH_BYTES:])
+        assert isinstance(received, Report)
+        hash(received.events[0])
+
+
+@pytest.mark.parametrize("kind", all_errors(), ids=lambda kind: kind.__name__)
+def test_every_error_keeps_its_reason_and_facts(kind: Any) -> None:
+    error = InvalidField("tree.parents[3]", "a: b") if kind is InvalidField else kind("no: room", limit=3, name="x")
+    received = error_from_row(error_to_row(error))
+    assert type(received) is kind
+    assert (received.message, received.metadata, str(received)) == (error.message, error.metadata, str(error))
+    if isinstance(error, InvalidField):
+        assert isinstance(received, InvalidField)
+        assert (received.field, received.problem) == (error.field, error.problem)
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000, 1 << 20], ids=str)
+def test_frames_are_found_however_bytes_arrive(size: int) -> None:
+    stream = b"".join(pack(message) for message in MESSAGES.values())
+    frames, received = Frames(), []
+    for begin in range(0, len(stream), size):
+        received += frames.feed(stream[begin : begin + size])
+    assert received == list(MESSAGES.values())
