@@ -6,9 +6,15 @@ A slot is `page * page_size + offset`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
+
+from tree_kernels.verification_records import unpack_parameters
+
+if TYPE_CHECKING:
+    from tree_kernels.device_verification import Verdicts
 
 
 def write_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
@@ -55,3 +61,54 @@ def move_kv(
     for cache in caches:
         slots = cache.view(-1, *cache.shape[2:])
         slots.index_copy_(0, target, slots.index_select(0, source))
+
+
+def move_accepted(
+    keys: Tensor,
+    values: Tensor,
+    slots: Tensor,
+    parameters: Tensor,
+    verdicts: Verdicts,
+    backend: Literal["triton", "torch"] | None = None,
+) -> None:
+    """Move the accepted path of every sequence of a step to the slots behind its root, in place.
+
+    The row accepted in place i, counted from 1, goes to the slot of row i of its tree. On a GPU that is one launch for
+    all layers, which waits for nothing and costs next to nothing where every row is in place already.
+
+    Args:
+        keys: [layers, pages, page_size, Hkv, D], contiguous.
+        values: [layers, pages, page_size, Hkv, Dv], contiguous.
+        slots: [R] int32 of the step's rows, all different; a row whose slot is negative neither moves nor is moved on.
+        parameters: what the step was verified with, see `DeviceVerifier.pack`.
+        verdicts: what `DeviceVerifier` found.
+        backend: "triton" or "torch"; None is "triton" on a GPU and "torch" elsewhere.
+
+    Raises:
+        ValueError: the pools do not belong together or are not contiguous.
+    """
+    if keys.shape[:4] != values.shape[:4] or not (keys.is_contiguous() and values.is_contiguous()):
+        raise ValueError(
+            "expected contiguous keys and values [layers, pages, page_size, heads, width], "
+            f"got {list(keys.shape)} and {list(values.shape)}"
+        )
+    if (backend or ("triton" if keys.is_cuda else "torch")) == "triton":
+        # Only here: Triton may be absent.
+        from tree_kernels._triton_verification_move import move_rows
+
+        move_rows(keys, values, slots, parameters, verdicts.tensor, len(verdicts.accepted_counts))
+        return
+    moves = _accepted_moves(slots.tolist(), parameters, verdicts)
+    for pool in (keys, values):
+        move_kv(list(pool), [source for source, _ in moves], [target for _, target in moves])
+
+
+def _accepted_moves(slots: list[int], parameters: Tensor, verdicts: Verdicts) -> list[tuple[int, int]]:
+    """Slots to read and to write."""
+    counts, accepted = verdicts.accepted_counts.tolist(), verdicts.accepted_rows.tolist()
+    moves = []
+    for asked, count in zip(unpack_parameters(parameters.cpu().numpy(), len(counts)), counts, strict=True):
+        first = asked.first_row
+        own = accepted[first : first + count]
+        moves += [(slots[first + row], slots[first + place]) for place, row in enumerate(own, start=1)]
+    return [(source, target) for source, target in moves if source != target and source >= 0 and target >= 0]

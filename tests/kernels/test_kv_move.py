@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tree_kernels.kv_move import move_kv, write_kv
+from tree_kernels.device_verification import DeviceVerifier, RowsToVerify, Verdicts
+from tree_kernels.kv_move import move_accepted, move_kv, write_kv
 
 
 def caches(page_size: int, count: int = 4, dtype: torch.dtype = torch.float32) -> list[Tensor]:
@@ -76,3 +77,58 @@ def test_no_rows_and_no_caches_are_no_error() -> None:
 def test_as_many_targets_as_sources() -> None:
     with pytest.raises(ValueError, match="expected 2 target slots, got 1"):
         move_kv(caches(16), [1, 2], [3])
+
+
+def accepted(paths: list[list[int]], rows: int) -> tuple[Tensor, Verdicts]:
+    """Parameters and verdicts of sequences of `rows` rows each, which accepted these rows."""
+    count = len(paths)
+    verifier = DeviceVerifier("cpu", 10, count, rows * count)
+    parameters = torch.from_numpy(verifier.pack([RowsToVerify(b * rows, rows) for b in range(count)]))
+    tensor = torch.full((2 * count + rows * count,), 99, dtype=torch.int32)
+    for b, path in enumerate(paths):
+        tensor[b] = len(path)
+        tensor[2 * count + b * rows :][: len(path)] = torch.tensor(path)
+    return parameters, Verdicts.over(tensor, count)
+
+
+PATHS = {
+    "nobody moves": [[], [1, 2, 3]],
+    "one row": [[5], []],
+    "onto rows that moved on": [[2, 3, 5], [1, 3, 4]],
+}
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+@pytest.mark.parametrize("paths", PATHS.values(), ids=PATHS)
+def test_accepted_rows_come_to_lie_behind_their_root(page_size: int, paths: list[list[int]]) -> None:
+    keys, values = torch.stack(caches(page_size)[::2]), torch.stack(caches(page_size)[1::2])
+    slots = torch.randperm(64, generator=torch.Generator().manual_seed(page_size))[:12].int()
+    expected = []
+    for pool in (keys, values):
+        moved = pool.clone()
+        for layer, before in zip(moved, pool, strict=True):
+            for b, path in enumerate(paths):
+                for place, row in enumerate(path, start=1):
+                    layer.flatten(0, 1)[slots[6 * b + place]] = before.flatten(0, 1)[slots[6 * b + row]]
+        expected.append(moved)
+    parameters, verdicts = accepted(paths, 6)
+    move_accepted(keys, values, slots, parameters, verdicts)
+    assert torch.equal(keys, expected[0]) and torch.equal(values, expected[1])
+
+
+def test_a_row_without_a_slot_stays_where_it_is() -> None:
+    keys, values = torch.stack(caches(16)[::2]), torch.stack(caches(16)[1::2])
+    before = keys.clone()
+    parameters, verdicts = accepted([[2, 4]], 6)
+    move_accepted(keys, values, torch.tensor([0, 1, -1, 3, 4, 5], dtype=torch.int32), parameters, verdicts)
+    assert torch.equal(keys, before)
+    move_accepted(keys, values, torch.tensor([0, 1, -1, 2, 4, 5], dtype=torch.int32), *accepted([[3, 4]], 6))
+    before.flatten(1, 2)[:, 1] = before.flatten(1, 2)[:, 2]
+    assert torch.equal(keys, before)
+
+
+def test_pools_that_do_not_belong_together_are_refused() -> None:
+    keys, values = torch.stack(caches(16)[::2]), torch.stack(caches(16)[1::2])
+    parameters, verdicts = accepted([[1]], 2)
+    with pytest.raises(ValueError, match="expected contiguous keys and values"):
+        move_accepted(keys, values[:1], torch.zeros(2, dtype=torch.int32), parameters, verdicts)
