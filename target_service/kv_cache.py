@@ -30,7 +30,8 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 class KVCache:
     """Keys and values of all sequences, in pages of `page_size` tokens.
 
-    `keys[layer]` is [num_pages, page_size, kv_heads, key_width], `values[layer]` likewise with value_width.
+    `keys[layer]` is [num_pages, page_size, kv_heads, key_width], `values[layer]` likewise with value_width; they are
+    parts of `key_pool` [layers, num_pages, ...] and `value_pool`.
     A slot is `page * page_size + offset`.
     """
 
@@ -49,9 +50,11 @@ class KVCache:
             raise ValueError(f"expected at least one page of at least one token, got {num_pages} of {page_size}")
         self.num_pages = num_pages
         self.page_size = page_size
-        shape = (num_pages, page_size, kv_heads)
-        self.keys = [_zeros((*shape, key_width), dtype, device) for _ in range(layers)]
-        self.values = [_zeros((*shape, value_width), dtype, device) for _ in range(layers)]
+        shape = (layers, num_pages, page_size, kv_heads)
+        self.key_pool = _zeros((*shape, key_width), dtype, device)
+        self.value_pool = _zeros((*shape, value_width), dtype, device)
+        self.keys = list(self.key_pool)
+        self.values = list(self.value_pool)
         # Free pages as the longest runs start .. end, found by either bound.
         self._end_of = {0: num_pages}
         self._start_of = {num_pages: 0}

@@ -91,20 +91,20 @@ class _OnHost:
     def outcomes(self) -> list[Verified | None]:
         if self._outcomes is None:
             pairs = zip(self._batch.items, self._verifiers, strict=True)
-            self._outcomes = [verify_on_host(item, verifier, self._logits) for item, verifier in pairs]
-            move_accepted(self._batch.items, self._outcomes, self._cache)
+            self._outcomes = [verify_on_host(item, one, self._logits, item.first_logit) for item, one in pairs]
+            move_on_host(self._batch.items, self._outcomes, self._cache)
         return self._outcomes
 
 
-def verify_on_host(item: StepItem, verifier: SequenceVerifier, logits: Tensor) -> Verified | None:
-    """Walk one sequence's tree. logits: [wanted rows of the step, vocabulary]."""
+def verify_on_host(item: StepItem, verifier: SequenceVerifier, logits: Tensor, first: int) -> Verified | None:
+    """Walk one sequence's tree, whose rows are those of `logits` [rows, vocabulary] from `first` on."""
     if item.tree is None:
         return None
-    rows = logits[item.first_logit : item.first_logit + len(item.tree)]
+    rows = logits[first : first + len(item.tree)]
     return verifier.verify(item.tree, rows, item.sequence.output, item.sequence.step)
 
 
-def move_accepted(items: SequenceOf[StepItem], outcomes: SequenceOf[Verified | None], cache: KVCache) -> None:
+def move_on_host(items: SequenceOf[StepItem], outcomes: SequenceOf[Verified | None], cache: KVCache) -> None:
     """Bring every accepted path right behind its root.
 
     Rows are accepted in rising order and move down only, so that gather-then-scatter in one call is safe.

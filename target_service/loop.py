@@ -6,16 +6,21 @@ that runs ahead of verification needs the same step with a smaller wait. Single-
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
+import torch
+
+from outrider.errors import QuotaExceeded
 from target_service.batch import StepBatch, lay_out
 from target_service.commit import LiveSequence, commit
+from target_service.device_steps import best_steps
 from target_service.draft_switch import DraftSwitch
 from target_service.drafting import Drafting, DraftingConfig
 from target_service.gathering import Gathered, Gathering
-from target_service.launch import HostSteps, Launched, Steps
+from target_service.launch import Launched, Steps
 from target_service.model.runner import ModelRunner
 from target_service.observation import EngineObserver, StepClock, step_stats
 from target_service.row_budget import RowBudget, SequenceRecord, StepCost
@@ -23,6 +28,7 @@ from target_service.scheduler import Schedule, Scheduler, SchedulerConfig
 from target_service.sequence import (
     Sequence,
     SequenceEvent,
+    SequenceFailed,
     SequenceFinished,
     SequenceRequest,
     SequenceTotals,
@@ -30,6 +36,8 @@ from target_service.sequence import (
 )
 from target_service.stopping import StopChecker
 from target_service.verifier import SequenceVerifier, Verified
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,10 +84,11 @@ class EngineLoop:
         step_cost: StepCost | None = None,
         observer: EngineObserver | None = None,
     ) -> None:
-        """`steps` of None verifies on the host. `step_cost` of None verifies every drafted row that is allowed, and
+        """`steps` of None takes the runner's best. `step_cost` of None verifies every drafted row that is allowed, and
         waits for drafts whether they pay or not."""
         self._runner = runner
-        self._steps = steps or HostSteps(runner)
+        bounds = config.scheduler
+        self._steps = steps or best_steps(runner, max_sequences=bounds.max_running, max_rows=bounds.max_step_rows)
         self._observer = observer
         self._budget = RowBudget(step_cost)
         self.drafting = Drafting(config.drafting, runner.vocabulary_size)
@@ -95,6 +104,7 @@ class EngineLoop:
             switch=None if step_cost is None else DraftSwitch(),
         )
         self._ahead: _Step | None = None
+        self._failed: list[SequenceEvent] = []
         # When the device had ended the last step, and when its results had been dealt with; 0 after a pause.
         self._free_ns = self._ended_ns = 0
 
@@ -137,7 +147,7 @@ class EngineLoop:
         step = self._ahead or self._launch()
         if step is None:
             self._ended_ns = 0
-            return None
+            return self._take_failed() or None
         self._ahead = self._launch_after(step)
         step.launched.wait()
         step.clock.end_forward()
@@ -147,16 +157,20 @@ class EngineLoop:
         self._advance(verdicts)
         events = self._finish(verdicts)
         self._observe(step, verdicts)
-        return events
+        return self._take_failed() + events
 
     def _launch(self) -> _Step | None:
-        """Schedule, gather what is drafted, and launch."""
-        clock = StepClock()
-        self._follow_load()
-        schedule = self.scheduler.schedule()
-        if not schedule.chunks:
-            return None
-        return self._begin(schedule, self._gathering.gather(schedule), clock, ahead=False)
+        """Schedule, gather what is drafted, and launch; again and smaller, while the device has no memory for it."""
+        while True:
+            clock = StepClock()
+            self._follow_load()
+            schedule = self.scheduler.schedule()
+            if not schedule.chunks:
+                return None
+            try:
+                return self._begin(schedule, self._gathering.gather(schedule), clock, ahead=False)
+            except torch.OutOfMemoryError:
+                self._make_room(schedule)
 
     def _launch_after(self, step: _Step) -> _Step | None:
         """Launch the step after `step` while that runs, if nobody's draft or client must see its tokens first."""
@@ -173,6 +187,9 @@ class EngineLoop:
             if not schedule.chunks:
                 return None
             return self._begin(schedule, self._gathering.plain(schedule), clock, ahead=True)
+        except torch.OutOfMemoryError:
+            # Once this step has ended there may be room.
+            return None
         finally:
             for item in step.batch.items:
                 item.sequence.awaited = None
@@ -191,6 +208,21 @@ class EngineLoop:
             # Whatever runs after this step finds their keys and values.
             item.sequence.kv_length += item.known
         return _Step(batch, gathered, launched, clock, ahead)
+
+    def _make_room(self, schedule: Schedule) -> None:
+        """Run smaller steps from now on; where the smallest did not fit, refuse the youngest of its sequences."""
+        torch.cuda.empty_cache()
+        if self.scheduler.shrink():
+            log.warning("a step of %d rows did not fit the device's memory; steps are smaller now", schedule.rows)
+            return
+        youngest = max(chunk.sequence.sequence_id for chunk in schedule.chunks)
+        error = QuotaExceeded("the device has no memory for a step", rows=schedule.rows)
+        self.end(youngest, error.reason)
+        self._failed.append(SequenceFailed(youngest, error))
+
+    def _take_failed(self) -> list[SequenceEvent]:
+        failed, self._failed = self._failed, []
+        return failed
 
     def _observe(self, step: _Step, verdicts: SequenceOf[Verdict]) -> None:
         """Let row budget and switch learn what steps cost, and the observer hear of the step."""

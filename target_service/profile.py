@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 
+import torch
+
 from target_service.model.runner import ForwardInput, ModelRunner
 from target_service.row_budget import StepCost
 from tree_kernels.attention import AttentionBatch
@@ -30,7 +32,7 @@ def measure_step_cost(runner: ModelRunner, max_rows: int) -> StepCost:
     deadline = time.monotonic() + _SECONDS
     measured: dict[int, float] = {}
     try:
-        runner.forward(_step(runner, pages, context, sizes[0]))
+        _run(runner, _step(runner, pages, context, sizes[0]))
         for rows in sizes:
             if len(measured) >= _FEWEST_SIZES and time.monotonic() > deadline:
                 break
@@ -44,8 +46,15 @@ def _times(runner: ModelRunner, pages: list[int], context: int, rows: int) -> It
     step = _step(runner, pages, context, rows)
     for _ in range(_REPEATS):
         begin = time.perf_counter()
-        runner.forward(step)
+        _run(runner, step)
         yield time.perf_counter() - begin
+
+
+def _run(runner: ModelRunner, step: ForwardInput) -> None:
+    """The step, to its end on the device."""
+    runner.forward(step)
+    if runner.device.type == "cuda":
+        torch.cuda.synchronize(runner.device)
 
 
 def _step(runner: ModelRunner, pages: list[int], context: int, rows: int) -> ForwardInput:

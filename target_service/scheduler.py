@@ -61,6 +61,13 @@ class Scheduler:
         self._cache = cache
         self._waiting: dict[str, deque[Sequence]] = {}
         self.running: list[Sequence] = []
+        self._max_step_rows = config.max_step_rows
+
+    def shrink(self) -> bool:
+        """Halve the rows of a step, for good: they did not fit the device's memory. False if no less will do."""
+        smallest = self._max_step_rows <= max(1, len(self.running))
+        self._max_step_rows = max(1, self._max_step_rows // 2)
+        return not smallest
 
     @property
     def waiting(self) -> int:
@@ -88,11 +95,12 @@ class Scheduler:
 
     def schedule(self) -> Schedule:
         """The next step. Empty when nothing can run."""
-        rows = self._config.max_step_rows
+        rows = self._max_step_rows
         chunks: list[Chunk] = []
         # Decoding first, so that long prompts cannot starve it.
         for sequence in sorted(self.running, key=lambda s: s.kv_length + 1 < s.length):
-            if rows == 0 or sequence.state is SequenceState.WAITING:
+            if rows == 0 or len(chunks) == self._config.max_running or sequence.state is SequenceState.WAITING:
+                # More than `max_running` have something to do where clients of idle ones sent their trees at once.
                 continue
             count = min(self._due(sequence), rows)
             if count and self._hold(sequence, sequence.kv_length + count):
@@ -120,7 +128,7 @@ class Scheduler:
         return min(known, self._config.prefill_chunk)
 
     def _admit(self, chunks: list[Chunk], rows: int) -> None:
-        while rows and self._waiting and self._busy() < self._config.max_running:
+        while rows and self._waiting and max(len(chunks), self._busy()) < self._config.max_running:
             tenant, queue = next(iter(self._waiting.items()))
             sequence = queue[0]
             # A whole prompt and one page beyond it, so that a newcomer does not preempt the others at once.

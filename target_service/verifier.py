@@ -6,6 +6,7 @@ import hashlib
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from outrider.sampling import VerificationMode
 from outrider.tree import TokenTree
 from target_service.sampling import LogitShaper, logprobs_of
 from target_service.sequence import SequenceRequest, TokenLogprobs
+from tree_kernels.device_verification import Mode, RowsToVerify
 from tree_kernels.noise import uniforms
 from tree_kernels.verification import Walk, coupled_token, match_walk, rejection_walk
 
@@ -21,6 +23,13 @@ from tree_kernels.verification import Walk, coupled_token, match_walk, rejection
 _COIN_SECRET = secrets.token_bytes(16)
 # One for each row of the largest tree and one for each token drawn.
 _COINS_PER_STEP = 1024
+_DEVICE_MODES = MappingProxyType(
+    {
+        VerificationMode.GREEDY: Mode.GREEDY,
+        VerificationMode.COUPLED: Mode.COUPLED,
+        VerificationMode.REJECTION: Mode.REJECTION,
+    }
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +50,7 @@ class SequenceVerifier:
     def __init__(self, request: SequenceRequest, end_token_ids: tuple[int, ...], vocabulary_size: int) -> None:
         self._mode = request.mode
         self._seed = request.seed
+        self._sampling = request.sampling
         self._logprobs = request.sampling.logprobs
         self._on_device = not request.sampling.shapes_logits and request.sampling.logprobs is None
         self._shaper = LogitShaper(request.sampling, request.token_ids, end_token_ids, vocabulary_size)
@@ -51,6 +61,29 @@ class SequenceVerifier:
     def on_device(self) -> bool:
         """Whether `DeviceVerifier` knows everything that this sequence's law depends on."""
         return self._on_device
+
+    def rows_to_verify(self, tree: TokenTree, first_row: int, length: int, step: int) -> RowsToVerify:
+        """What the device has to know to come to the same outcome as `verify`, if it is `on_device`.
+
+        Args:
+            tree: rows to verify.
+            first_row: of the step, which is the tree's root.
+            length: tokens of the sequence, the root included.
+            step: of the sequence.
+        """
+        sampling, coins = self._sampling, self._mode is VerificationMode.REJECTION
+        return RowsToVerify(
+            first_row=first_row,
+            rows=len(tree),
+            mode=_DEVICE_MODES[self._mode],
+            seed=self._coin_seed if coins else self._seed,
+            position=step if coins else length,
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            min_p=sampling.min_p,
+            is_chain=tree.is_chain,
+        )
 
     def verify(self, tree: TokenTree, logits: Tensor, output: list[int], step: int) -> Verified:
         """Walk the tree.

@@ -15,8 +15,9 @@ from draft_service.inprocess import InprocessLink
 from outrider.frames import DraftEvents, DraftInfo, DraftLink, OpenSequence, SequenceAdvance, SequenceGrowth, TreeLimits
 from outrider.sampling import SamplingParams, VerificationMode
 from outrider.tree import TokenTree
+from target_service.device_steps import DeviceSteps
 from target_service.drafting import DraftingConfig
-from target_service.launch import HostSteps
+from target_service.launch import HostSteps, Steps
 from target_service.loop import EngineConfig, EngineLoop
 from target_service.model.runner import ModelRunner, runner_for
 from target_service.row_budget import StepCost
@@ -135,12 +136,16 @@ def run(
     stagger: int = 0,
     late: int = 0,
     followable: bool = False,
+    on_device: bool = False,
 ) -> list[Outcome]:
     """Run all requests together, each joining `stagger` steps after the one before. Checks the KV cache.
 
-    `followable` prepares each step before the one under way has ended, as on a device that verifies by itself.
+    `followable` prepares each step before the one under way has ended, as on a device that verifies by itself;
+    `on_device` does so with what such a device runs, in its plain form.
     """
-    steps = HostSteps(runner, followable=followable)
+    steps: Steps = HostSteps(runner, followable=followable)
+    if on_device:
+        steps = DeviceSteps(runner, max_sequences=32, max_rows=512)
     loop = EngineLoop(runner, config or engine_config(), steps=steps, step_cost=step_cost)
     if propose is not None:
         loop.drafting.attach(ScriptedDraft(loop.drafting, propose, late=late))

@@ -27,20 +27,35 @@ class Bucket:
 
     @property
     def largest_tree(self) -> int:
-        """Rows of the largest tree whose mask has room."""
-        return _ONE_WORD if max(self.rows_each) <= _ONE_WORD else _LARGEST_TREE
+        """Rows of the largest tree whose mask has room. None has where every sequence is a chunk of a prompt."""
+        rows = max(self.rows_each)
+        if rows <= _ONE_WORD:
+            return _ONE_WORD
+        return _LARGEST_TREE if rows <= _LARGEST_TREE else 0
 
 
-def powers_of_two(largest: int) -> tuple[int, ...]:
-    """1, 2, 4 .. and `largest` itself."""
+# Below this, reading the weights outweighs what rows cost, and fewer sizes are compiled and captured in less time.
+_ROWS_AT_NO_COST = 16
+
+
+def row_sizes(largest: int) -> tuple[int, ...]:
+    """1, 4, 16, 32, 64 .. and `largest` itself."""
     powers = [1 << exponent for exponent in range(largest.bit_length()) if 1 << exponent < largest]
-    return (*powers, largest)
+    return (*(power for power in powers if power >= _ROWS_AT_NO_COST or power in (1, 4)), largest)
+
+
+def sequence_sizes(largest: int) -> tuple[int, ...]:
+    """1, 4, 16, 64 .. and `largest` itself: room for a sequence that is not there costs little."""
+    return (*(4**exponent for exponent in range(largest.bit_length()) if 4**exponent < largest), largest)
 
 
 def buckets_up_to(max_rows: int, max_sequences: int) -> tuple[Bucket, ...]:
-    """All pairs of powers of two, so that a step is at most twice as large as it has to be. Smallest first."""
-    sizes = [(rows, count) for rows in powers_of_two(max_rows) for count in powers_of_two(max_sequences)]
-    return tuple(sorted(Bucket(rows, count) for rows, count in sizes if count <= rows))
+    """Every number of rows with every number of sequences, and with as many as rows. Smallest first."""
+    return tuple(
+        sorted(
+            {Bucket(rows, min(rows, count)) for rows in row_sizes(max_rows) for count in sequence_sizes(max_sequences)}
+        )
+    )
 
 
 def choose_bucket(buckets: Iterable[Bucket], batch: AttentionBatch) -> Bucket | None:

@@ -6,7 +6,6 @@ bucket, which one copy from pinned memory fills. Rows that a step leaves free ha
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -14,15 +13,18 @@ from typing import Any
 
 import numpy
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import AttentionInterface
 
+from target_service.kv_cache import KVCache
 from target_service.model.buckets import Bucket, buckets_up_to, capacity, choose_bucket, padded
 from target_service.model.joining import compile_shared, join_linears
-from target_service.model.runner import ForwardInput, ModelRunner, _attend, _Step
+from target_service.model.runner import ForwardInput, ForwardPass, ModelRunner, _attend, _Step
 from tree_kernels._triton_attention import TritonAttention, TritonPlan, plan_integers
+from tree_kernels.feeding import fill_awaited
+from tree_kernels.verification_records import parameter_count
 
-log = logging.getLogger(__name__)
 ATTENTION = "outrider_captured"
 # Versions of a layer that the compiler may make: one per number of rows, and frames that a layer falls into.
 _RECOMPILE_LIMIT = 64
@@ -52,13 +54,13 @@ class CaptureOptions:
 
     Attributes:
         max_rows: of all sequences of a step; larger steps run eagerly.
-        max_sequences: of a step.
+        max_sequences: of a step; at most `runner.MAX_SEQUENCES`.
         compiled: fuse what lies between matrix products with the compiler.
         joined: compute products that share their input as one. Only for compiled layers.
     """
 
-    max_rows: int = 256
-    max_sequences: int = 64
+    max_rows: int = 512
+    max_sequences: int = 256
     compiled: bool = True
     joined: bool = True
 
@@ -66,33 +68,45 @@ class CaptureOptions:
 class StepBuffer:
     """The integers of one step on the device, and the plan that lies in them.
 
-    Layout: token ids, positions, slots [rows] each, and then the plan, whose pages come last, so that a step with few
-    pages copies little.
+    Layout: token ids, positions, slots [rows] each, then the parameters that the step is verified with, and then the
+    plan, whose pages come last, so that a step with few pages copies little.
     """
 
     def __init__(
-        self, bucket: Bucket, attention: TritonAttention, device: torch.device, page_size: int, pages_each: int
+        self,
+        bucket: Bucket,
+        attention: TritonAttention,
+        device: torch.device,
+        page_size: int,
+        pages_each: int,
+        parameters: int,
     ) -> None:
+        """`pages_each` sequence at most; `parameters` is how many integers `load` may bring along."""
         self.bucket = bucket
         largest = capacity(bucket, page_size, pages_each)
-        rows, size = bucket.rows, 3 * bucket.rows + plan_integers(largest)
+        rows = bucket.rows
+        self._plan_at = 3 * rows + parameters
+        size = self._plan_at + plan_integers(largest)
         self._attention = attention
         on_gpu = device.type == "cuda"
         self._host = torch.zeros(size, dtype=torch.int32, pin_memory=on_gpu)
         self._copied = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
         # Small writes cost numpy a fifth of what they cost torch.
         self._head = self._host.numpy()[: 3 * rows].reshape(3, rows)
+        self._host_parameters = self._host.numpy()[3 * rows : self._plan_at]
         self.integers = torch.zeros(size, dtype=torch.int32, device=device)
         self.token_ids, self.positions, self.slots = self.integers[: 3 * rows].view(3, rows)
-        self.plan: TritonPlan = attention.plan(largest, self.integers[3 * rows :])
+        # [parameters] int32
+        self.parameters = self.integers[3 * rows : self._plan_at]
+        self.plan: TritonPlan = attention.plan(largest, self.integers[self._plan_at :])
 
-    def load(self, batch: ForwardInput, last_position: int) -> None:
-        """Send a step to the device. Does not wait for it.
+    def load(self, batch: ForwardInput, last_position: int, parameters: NDArray[numpy.int32] | None = None) -> None:
+        """Send a step to the device, with new parameters if there are any. Does not wait for it.
 
         Raises:
             ValueError: the step does not fit.
         """
-        rows, used = self.bucket.rows, len(batch.token_ids)
+        used = len(batch.token_ids)
         packed = self._attention.pack(self.plan, padded(batch.attention, self.bucket))
         if self._copied is not None:
             # The last copy may still read the pinned memory.
@@ -102,8 +116,10 @@ class StepBuffer:
         positions[:used], positions[used:] = batch.positions, 0
         slots[:used], slots[used:] = batch.slots, -1
         numpy.minimum(positions, last_position, out=positions)
-        end = 3 * rows + len(packed)
-        self._host[3 * rows : end] = packed
+        if parameters is not None:
+            self._host_parameters[:] = parameters
+        end = self._plan_at + len(packed)
+        self._host[self._plan_at : end] = packed
         self.integers[:end].copy_(self._host[:end], non_blocking=True)
         if self._copied is not None:
             self._copied.record()
@@ -113,9 +129,9 @@ class StepBuffer:
 class _Captured:
     graph: torch.cuda.CUDAGraph
     buffer: StepBuffer
-    # [bucket rows, vocabulary] and [bucket rows] int64, overwritten by every replay.
+    # [bucket rows, vocabulary] and [bucket rows] int32, overwritten by every replay.
     logits: Tensor
-    greedy: Tensor
+    token_ids: Tensor
 
 
 class CapturedRunner(ModelRunner):
@@ -143,6 +159,7 @@ class CapturedRunner(ModelRunner):
         self._options = options or CaptureOptions()
         self._triton = runner._attention.capturable
         self._buckets = buckets_up_to(self._options.max_rows, self._options.max_sequences)
+        self._parameters = parameter_count(self._options.max_sequences, self._options.max_rows)
         self._captured: dict[Bucket, _Captured] = {}
         self._pool: Any = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
@@ -164,12 +181,28 @@ class CapturedRunner(ModelRunner):
         return _rows_of(captured.logits, batch.logit_rows)
 
     @torch.inference_mode()
-    def greedy(self, batch: ForwardInput) -> Tensor:
-        """[len(logit_rows)] int64: the likeliest token after each row, the lowest id among equals, on the device."""
-        captured = self._replay(batch)
+    def run(self, batch: ForwardInput, parameters: NDArray[numpy.int32]) -> ForwardPass:
+        """See `ModelRunner.run`. `parameters` are as many as a step of the largest size has."""
+        captured = self._replay(batch, parameters)
         if captured is None:
-            return self._eager(batch).argmax(-1)
-        return _rows_of(captured.greedy, batch.logit_rows)
+            with torch.compiler.set_stance("force_eager"):
+                return super().run(batch, parameters)
+        buffer = captured.buffer
+        return ForwardPass(captured.logits, captured.token_ids, buffer.plan.parents, buffer.slots, buffer.parameters)
+
+    def drop_captures(self) -> None:
+        """Forget every graph, and give its memory back."""
+        torch.cuda.synchronize(self.device)
+        self._captured.clear()
+
+    def use_cache(self, cache: KVCache) -> None:
+        """Serve from another cache. Graphs hold the addresses of the old one's, so they are forgotten."""
+        self.drop_captures()
+        self.cache = cache
+
+    def keep_to_captured(self) -> None:
+        """Capture nothing more: a step of another size runs as the next larger one that is there, or eagerly."""
+        self._buckets = tuple(sorted(self._captured))
 
     def capture(
         self,
@@ -181,14 +214,13 @@ class CapturedRunner(ModelRunner):
         """Capture ahead of the first request, until `seconds` are over. Returns how many are captured.
 
         Args:
-            buckets: in order of importance; those left over are captured when first met.
+            buckets: in order of importance; those left over are captured when first met, unless `keep_to_captured`.
             seconds: no capture begins later than this.
             progress: told after each how many are done, and of how many.
         """
         wanted, start, done = list(buckets), time.monotonic(), 0
         for bucket in wanted:
             if time.monotonic() - start > seconds:
-                log.info("captured %d of %d step sizes in %.0f s; the others follow on use", done, len(wanted), seconds)
                 break
             if bucket not in self._captured:
                 with torch.inference_mode():
@@ -203,20 +235,20 @@ class CapturedRunner(ModelRunner):
         with torch.compiler.set_stance("force_eager"):
             return super().forward(batch)
 
-    def _replay(self, batch: ForwardInput) -> _Captured | None:
+    def _replay(self, batch: ForwardInput, parameters: NDArray[numpy.int32] | None = None) -> _Captured | None:
         bucket = choose_bucket(self._buckets, batch.attention)
         if bucket is None or not batch.token_ids:
             return None
         captured = self._captured.get(bucket)
         if captured is None:
             captured = self._captured[bucket] = self._capture(bucket)
-        captured.buffer.load(batch, self._last_position)
+        captured.buffer.load(batch, self._last_position, parameters)
         captured.graph.replay()
         return captured
 
     def _capture(self, bucket: Bucket) -> _Captured:
         pages_each = self.cache.pages_for(self.max_context + bucket.rows)
-        buffer = StepBuffer(bucket, self._triton, self.device, self.cache.page_size, pages_each)
+        buffer = StepBuffer(bucket, self._triton, self.device, self.cache.page_size, pages_each, self._parameters)
         buffer.load(_rehearsal(buffer), self._last_position)
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream), torch._dynamo.config.patch(recompile_limit=_RECOMPILE_LIMIT):
@@ -228,37 +260,27 @@ class CapturedRunner(ModelRunner):
         buffer.plan.schedules.clear()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
-            logits = self._run(buffer)
-            greedy = _likeliest(logits)
+            logits, token_ids = self._run(buffer)
         torch.cuda.current_stream(self.device).wait_stream(self._stream)
-        return _Captured(graph, buffer, logits, greedy)
+        return _Captured(graph, buffer, logits, token_ids)
 
-    def _run(self, buffer: StepBuffer) -> Tensor:
-        """Logits of all rows of the bucket."""
+    def _run(self, buffer: StepBuffer) -> tuple[Tensor, Tensor]:
+        """Logits and token ids of all rows of the bucket."""
         step = _Step(self._attention, buffer.plan, buffer.slots, self.cache)
+        token_ids = fill_awaited(buffer.token_ids, self.awaited)
         output = self._model(
-            input_ids=buffer.token_ids.unsqueeze(0),
+            input_ids=token_ids.unsqueeze(0),
             position_ids=buffer.positions.unsqueeze(0),
             use_cache=False,
             outrider_held=_Held(step),
         )
-        logits: Tensor = output.logits[0]
-        return logits
+        return output.logits[0], token_ids
 
 
 def _rehearsal(buffer: StepBuffer) -> ForwardInput:
     """A step that fills the bucket and writes no key anywhere."""
     rows = (0,) * buffer.bucket.rows
     return ForwardInput(rows, rows, (-1,) * len(rows), buffer.plan.batch, ())
-
-
-def _likeliest(logits: Tensor) -> Tensor:
-    """[rows, V] -> [rows] int64: argmax, the lowest of equals. One row alone would keep one processor busy for long."""
-    rows, vocabulary = logits.shape
-    parts = next(count for count in (64, 16, 4, 1) if vocabulary % count == 0)
-    values, indices = logits.view(rows, parts, vocabulary // parts).max(-1)
-    best = values.argmax(-1, keepdim=True)
-    return (indices.gather(1, best) + best * (vocabulary // parts)).squeeze(1)
 
 
 def _rows_of(values: Tensor, rows: tuple[int, ...]) -> Tensor:

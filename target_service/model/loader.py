@@ -44,20 +44,43 @@ def load_runner(config: TargetConfig) -> ModelRunner:
     tokenizer = AutoTokenizer.from_pretrained(source)
     longest = longest_context(settings)
     max_context = min(config.max_context or min(longest, _CONTEXT_LIMIT), longest)
+    backend = _backend(config.attention, model.device)
+    captured = model.device.type == "cuda" and backend == "triton" and config.capture_seconds > 0
     kv_tokens = config.kv_tokens or _tokens_that_fit(settings, dtype, model.device)
-    log.info("serving %s in %s, KV cache of %d tokens", config.model, config.dtype, kv_tokens)
+    if captured and not config.kv_tokens:
+        # Until it is known what captured steps leave.
+        kv_tokens = 2 * config.max_step_rows
+    log.info("serving %s in %s", config.model, config.dtype)
     runner = runner_for(
         model,
         tokenizer,
         num_pages=max(1, kv_tokens // config.page_size),
         page_size=config.page_size,
-        attention=_backend(config.attention, model.device),
+        attention=backend,
         name=config.served_model_name or config.model,
         max_context=max_context,
         tokenizer_fingerprint=tokenizer_fingerprint(tokenizer),
     )
     check_runner(runner, own)
+    if not captured:
+        log.info("KV cache of %d tokens", kv_tokens)
+        return runner
+    runner = _captured(runner, config)
+    check_runner(runner, own)
     return runner
+
+
+def _captured(runner: ModelRunner, config: TargetConfig) -> ModelRunner:
+    # Only here: Triton may be absent.
+    from target_service.model.captured import CaptureOptions
+    from target_service.model.capturing import capture_steps
+
+    return capture_steps(
+        runner,
+        CaptureOptions(config.max_step_rows, config.max_running),
+        seconds=config.capture_seconds,
+        memory_share=0.0 if config.kv_tokens else config.memory_share,
+    )
 
 
 def _backend(asked: str, device: torch.device) -> Backend:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 
@@ -15,19 +18,35 @@ from tree_kernels.attention import AttentionBatch, AttentionPlan, Backend, TreeA
 from tree_kernels.kv_move import write_kv
 
 ATTENTION = "outrider_tree"
+# Of one step.
+MAX_SEQUENCES = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardInput:
     """One packed pass: R rows of all sequences, and the rows whose logits are wanted."""
 
-    # [R] each.
+    # [R] each. A token id of -1 - i stands for `ModelRunner.awaited[i]`.
     token_ids: tuple[int, ...]
     positions: tuple[int, ...]
     # Where each row's key and value go: page * page_size + offset.
     slots: tuple[int, ...]
     attention: AttentionBatch
     logit_rows: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardPass:
+    """A pass as the device knows it: at least R rows, of which only the first R mean anything."""
+
+    # [rows, vocabulary], in the model's dtype.
+    logits: Tensor
+    # [rows] int32 each; `parents` are relative to each sequence's first row.
+    token_ids: Tensor
+    parents: Tensor
+    slots: Tensor
+    # [any] int32, as they were handed over.
+    parameters: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,25 +114,52 @@ class ModelRunner:
         self.end_token_ids = end_token_ids
         self.vocabulary_size = int(model.config.vocab_size)
         self._last_position = longest_context(model.config) - 1
+        # [MAX_SEQUENCES] int32: tokens that the host has not seen yet, written and read on the device.
+        self.awaited = torch.zeros(MAX_SEQUENCES, dtype=torch.int32, device=model.device)
         self.dtype = model.dtype
         self.device = model.device
 
     @torch.inference_mode()
     def forward(self, batch: ForwardInput) -> Tensor:
         """Logits [len(logit_rows), vocabulary], in the model's dtype. Writes the rows' keys and values."""
-        device = self.device
+        wanted = torch.tensor(batch.logit_rows, dtype=torch.int64, device=self.device)
+        return self._logits(batch, torch.tensor(batch.token_ids, device=self.device), wanted)
+
+    @torch.inference_mode()
+    def run(self, batch: ForwardInput, parameters: NDArray[numpy.int32]) -> ForwardPass:
+        """The pass with the logits of all its rows, whatever `logit_rows` are, and `parameters` brought along.
+
+        Does not wait for the device. What it returns may be overwritten by the next pass.
+        """
+        token_ids = self._to_device(batch.token_ids)
+        known = torch.where(token_ids < 0, self.awaited[(-1 - token_ids).clamp_(min=0)], token_ids)
+        trees = zip(batch.attention.parents, batch.attention.row_counts, strict=True)
+        parents = [parent for tree, rows in trees for parent in tree or (0,) * rows]
+        return ForwardPass(
+            self._logits(batch, known.long(), 0),
+            known,
+            self._to_device(parents),
+            self._to_device(batch.slots),
+            torch.from_numpy(parameters).to(self.device),
+        )
+
+    def _to_device(self, integers: Sequence[int]) -> Tensor:
+        return torch.tensor(integers, dtype=torch.int32).to(self.device)
+
+    def _logits(self, batch: ForwardInput, token_ids: Tensor, wanted: Tensor | int) -> Tensor:
+        """token_ids [R] int64; `wanted` rows, 0 for all."""
         step = _Step(
             self._attention,
             self._attention.plan(batch.attention),
-            torch.tensor(batch.slots, device=device),
+            torch.tensor(batch.slots, device=self.device),
             self.cache,
         )
         output = self._model(
-            input_ids=torch.tensor([batch.token_ids], device=device),
+            input_ids=token_ids[None],
             # A tree may reach past the end of position tables. No such row can be committed.
-            position_ids=torch.tensor([batch.positions], device=device).clamp_(max=self._last_position),
+            position_ids=torch.tensor([batch.positions], device=self.device).clamp_(max=self._last_position),
             use_cache=False,
-            logits_to_keep=torch.tensor(batch.logit_rows, dtype=torch.int64, device=device),
+            logits_to_keep=wanted,
             outrider_step=step,
         )
         logits: Tensor = output.logits[0]

@@ -37,7 +37,9 @@ def check_runner(runner: ModelRunner, own: Tensor) -> None:
     """Raise `ModelRefused` unless the runner's logits are `own` up to rounding. Leaves the cache as it was."""
     pages = runner.cache.allocate(runner.cache.pages_for(_TOKENS))
     try:
-        parts = [runner.forward(_part(runner, pages, *span)) for span in ((0, _FIRST), (_FIRST, _TOKENS))]
+        spans = ((0, _FIRST), (_FIRST, _TOKENS))
+        # Cloned, since a captured step's logits lie where the next one's will.
+        parts = [runner.forward(_part(runner, pages, *span)).clone() for span in spans]
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:

@@ -96,16 +96,30 @@ def test_output_is_plain_decoding(
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("stagger", [0, 3], ids=["together", "staggered"])
 @pytest.mark.parametrize("kv_tokens", [2048, 9 * 16], ids=["roomy", "preempting"])
+@pytest.mark.parametrize("on_device", [False, True], ids=["host", "device"])
 def test_preparing_the_next_step_early_does_not_matter(
     case: tuple[list[SequenceRequest], list[Sequence[int]]],
     tiny_model: PreTrainedModel,
     page_size: int,
     stagger: int,
     kv_tokens: int,
+    on_device: bool,
 ) -> None:
     wanted, said = case
     runner = make_runner(tiny_model, page_size, kv_tokens)
-    outcomes = run(runner, wanted, stagger=stagger, followable=True)
+    outcomes = run(runner, wanted, stagger=stagger, followable=True, on_device=on_device)
+    assert [o.token_ids for o in outcomes] == said
+
+
+@pytest.mark.parametrize("draft", ["random", "knowing"])
+@pytest.mark.parametrize("prefill_chunk", [7, 64])
+def test_verifying_on_the_device_does_not_matter(
+    case: tuple[list[SequenceRequest], list[Sequence[int]]], tiny_model: PreTrainedModel, draft: str, prefill_chunk: int
+) -> None:
+    wanted, said = case
+    config = engine_config(prefill_chunk=prefill_chunk)
+    drafts = drafter(draft, wanted, said)
+    outcomes = run(make_runner(tiny_model), wanted, propose=drafts, config=config, stagger=2, on_device=True)
     assert [o.token_ids for o in outcomes] == said
 
 

@@ -6,13 +6,22 @@ import random
 from dataclasses import replace
 from itertools import pairwise
 
+import numpy
 import pytest
 import torch
 from conftest import make_tiny
 from torch import nn
 
-from target_service.model.buckets import Bucket, buckets_up_to, capacity, choose_bucket, padded, powers_of_two
-from target_service.model.captured import CapturedRunner, StepBuffer, _likeliest
+from target_service.model.buckets import (
+    Bucket,
+    buckets_up_to,
+    capacity,
+    choose_bucket,
+    padded,
+    row_sizes,
+    sequence_sizes,
+)
+from target_service.model.captured import CapturedRunner, StepBuffer
 from target_service.model.joining import JointLinear, join_linears, share_products
 from target_service.model.runner import ForwardInput, runner_for
 from tree_kernels.attention import AttentionBatch, TreeAttention
@@ -20,7 +29,8 @@ from tree_kernels.attention import AttentionBatch, TreeAttention
 triton_attention = pytest.importorskip("tree_kernels._triton_attention")
 
 PAGE_SIZE = 4
-BUCKETS = buckets_up_to(256, 64)
+PARAMETERS = 24
+BUCKETS = buckets_up_to(512, 64)
 
 
 def step_of(rows: tuple[int, ...], *, seed: int = 0, chunks: tuple[int, ...] = (), last: int = 211) -> ForwardInput:
@@ -47,7 +57,7 @@ def step_of(rows: tuple[int, ...], *, seed: int = 0, chunks: tuple[int, ...] = (
 def buffer_of(bucket: Bucket, pages_each: int = 80) -> StepBuffer:
     settings = triton_attention.TritonSettings(processors=4)
     attention = triton_attention.TritonAttention(torch.device("cpu"), settings)
-    return StepBuffer(bucket, attention, torch.device("cpu"), PAGE_SIZE, pages_each)
+    return StepBuffer(bucket, attention, torch.device("cpu"), PAGE_SIZE, pages_each, PARAMETERS)
 
 
 def read_back(buffer: StepBuffer) -> AttentionBatch:
@@ -69,25 +79,26 @@ def read_back(buffer: StepBuffer) -> AttentionBatch:
     )
 
 
-@pytest.mark.parametrize("largest", [1, 2, 48, 64])
+@pytest.mark.parametrize("largest", [1, 2, 48, 64, 512])
 def test_sizes_grow_to_the_largest(largest: int) -> None:
-    sizes = powers_of_two(largest)
-    assert sizes[0] == 1 and sizes[-1] == largest
-    assert all(low < high <= 2 * low for low, high in pairwise(sizes))
+    rows, sequences = row_sizes(largest), sequence_sizes(largest)
+    assert rows[0] == sequences[0] == 1 and rows[-1] == sequences[-1] == largest
+    assert all(low < high <= max(16, 2 * low) for low, high in pairwise(rows))
+    assert all(low < high <= 4 * low for low, high in pairwise(sequences))
 
 
 @pytest.mark.parametrize(
     ("rows", "expected"),
     [
         pytest.param((1,), Bucket(1, 1), id="decode"),
-        pytest.param((1,) * 5, Bucket(8, 8), id="five-decode"),
+        pytest.param((1,) * 5, Bucket(16, 16), id="five-decode"),
         pytest.param((64,), Bucket(64, 1), id="tree"),
-        pytest.param((60, 2), Bucket(64, 2), id="ragged"),
+        pytest.param((60, 2), Bucket(64, 4), id="ragged"),
         pytest.param((200,), Bucket(256, 1), id="four-words"),
-        pytest.param((100, 100), Bucket(256, 2), id="two-large-trees"),
+        pytest.param((250, 200), Bucket(512, 4), id="two-large-trees"),
         pytest.param((70,) + (1,) * 9, None, id="large-tree-among-many"),
         pytest.param((1,) * 65, None, id="too-many-sequences"),
-        pytest.param((257,), None, id="too-many-rows"),
+        pytest.param((513,), None, id="too-many-rows"),
     ],
 )
 def test_a_step_takes_the_smallest_bucket_that_holds_it(rows: tuple[int, ...], expected: Bucket | None) -> None:
@@ -99,7 +110,7 @@ def test_every_bucket_holds_what_it_is_captured_with() -> None:
         batch = capacity(bucket, 16, 600)
         batch.check()
         assert (batch.rows, batch.sequences) == (bucket.rows, bucket.sequences)
-        assert any(parents is not None for parents in batch.parents)
+        assert any(parents is not None for parents in batch.parents) == (bucket.largest_tree > 0)
         assert choose_bucket([bucket], batch) == bucket
 
 
@@ -151,11 +162,13 @@ def test_positions_end_where_the_tables_do() -> None:
     assert buffer.positions.max() <= 3
 
 
-@pytest.mark.parametrize("vocabulary", [64, 211, 4 * 53])
-def test_the_likeliest_token_is_the_lowest_among_equals(vocabulary: int) -> None:
-    logits = torch.randint(0, 9, (40, vocabulary), generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
-    expected = [row.index(max(row)) for row in logits.tolist()]
-    assert _likeliest(logits).tolist() == expected
+def test_parameters_travel_with_the_step() -> None:
+    buffer = buffer_of(Bucket(16, 1))
+    parameters = numpy.arange(PARAMETERS, dtype=numpy.int32)
+    batch = step_of((9,), seed=2)
+    buffer.load(batch, 511, parameters)
+    assert buffer.parameters.tolist() == parameters.tolist()
+    assert read_back(buffer) == padded(batch.attention, Bucket(16, 1))
 
 
 def test_a_step_with_more_pages_than_the_bucket_is_refused() -> None:

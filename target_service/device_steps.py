@@ -1,0 +1,142 @@
+"""Steps that the device verifies by itself: the host reads back which rows were accepted, and nothing else.
+
+Sequences whose law hangs on more than logits and their parameters (penalties, biases, log-probabilities) are verified
+on the host, from the same logits, while the others are on the device.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence as SequenceOf
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from target_service.batch import StepBatch, StepItem
+from target_service.kv_cache import KVCache
+from target_service.launch import HostSteps, Launched, Steps, move_on_host, verify_on_host
+from target_service.model.runner import ForwardPass, ModelRunner
+from target_service.verifier import SequenceVerifier, Verified
+from tree_kernels.device_verification import DeviceVerifier, Mode, RowsToVerify, Verdicts
+from tree_kernels.kv_move import move_accepted
+from tree_kernels.verification import Walk
+
+# Results under way at most: that of a step, and that of the one launched after it.
+_RESULTS = 2
+
+
+def best_steps(runner: ModelRunner, *, max_sequences: int, max_rows: int) -> Steps:
+    """`DeviceSteps` on a GPU that has Triton, else `HostSteps`."""
+    if runner.device.type == "cuda" and importlib.util.find_spec("triton"):
+        return DeviceSteps(runner, max_sequences=max_sequences, max_rows=max_rows)
+    return HostSteps(runner)
+
+
+class DeviceSteps:
+    """Launches steps one after the other on the device's stream, without waiting for any."""
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        *,
+        max_sequences: int,
+        max_rows: int,
+        backend: Literal["triton", "torch"] | None = None,
+    ) -> None:
+        """`max_sequences` and `max_rows` bound every step; `backend` is that of `DeviceVerifier`."""
+        self._runner = runner
+        self._backend = backend
+        self._verifier = DeviceVerifier(runner.device, runner.vocabulary_size, max_sequences, max_rows, backend=backend)
+        size, on_gpu = 2 * max_sequences + max_rows, runner.device.type == "cuda"
+        pinned = [torch.zeros(size, dtype=torch.int32, pin_memory=on_gpu) for _ in range(_RESULTS)]
+        self._results = [Verdicts.over(tensor, max_sequences) for tensor in pinned]
+        self._count = 0
+
+    def launch(self, batch: StepBatch, verifiers: SequenceOf[SequenceVerifier]) -> Launched:
+        """See `Steps.launch`."""
+        pairs = zip(batch.items, verifiers, strict=True)
+        rows = [_on_device(item, verifier) or RowsToVerify(0, 0) for item, verifier in pairs]
+        done = self._runner.run(batch.input, self._verifier.pack(rows))
+        verdicts = self._verify(batch, rows, done)
+        cache, count = self._runner.cache, len(rows)
+        move_accepted(cache.key_pool, cache.value_pool, done.slots, done.parameters, verdicts, self._backend)
+        self._runner.awaited[:count].copy_(verdicts.next_tokens[:count])
+        self._count += 1
+        result = self._results[self._count % _RESULTS]
+        result.tensor.copy_(verdicts.tensor, non_blocking=True)
+        return _OnDevice(cache, batch, verifiers, done.logits, result)
+
+    def _verify(self, batch: StepBatch, rows: SequenceOf[RowsToVerify], done: ForwardPass) -> Verdicts:
+        device = (done.logits, done.token_ids, done.parents, done.parameters)
+        if all(one.mode is Mode.GREEDY for one in rows):
+            return self._verifier.greedy(*device)
+        laws = {
+            item.first_row + row: (law.token_ids, law.weights)
+            for item in batch.items
+            if item.tree is not None
+            for row, law in item.tree.distributions.items()
+        }
+        distributions = None
+        if laws:
+            distributions = torch.from_numpy(self._verifier.pack_distributions(laws)).to(done.logits.device)
+        return self._verifier.sampled(*device, distributions, filtered=any(one.filtered for one in rows))
+
+
+class _OnDevice:
+    """A step of `DeviceSteps`. Its result and logits are good until the next but one is launched."""
+
+    def __init__(
+        self,
+        cache: KVCache,
+        batch: StepBatch,
+        verifiers: SequenceOf[SequenceVerifier],
+        logits: Tensor,
+        result: Verdicts,
+    ) -> None:
+        self._cache = cache
+        self._batch = batch
+        self._verifiers = verifiers
+        self._logits = logits
+        self._result = result
+        self._done: torch.cuda.Event | None = None
+        if logits.is_cuda:
+            self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._done.record()
+
+    @property
+    def followable(self) -> bool:
+        """Whether the device verifies every sequence."""
+        return all(verifier.on_device for verifier in self._verifiers)
+
+    def wait(self) -> None:
+        """Wait until the verdicts are on the host."""
+        if self._done is not None:
+            self._done.synchronize()
+
+    def outcomes(self) -> list[Verified | None]:
+        """See `Launched.outcomes`."""
+        self.wait()
+        result = self._result
+        counts, tokens = result.accepted_counts.tolist(), result.next_tokens.tolist()
+        accepted = result.accepted_rows.tolist() if any(counts) else []
+        outcomes: list[Verified | None] = []
+        by_host: list[Verified | None] = []
+        for place, (item, verifier) in enumerate(zip(self._batch.items, self._verifiers, strict=True)):
+            alone = None if verifier.on_device else verify_on_host(item, verifier, self._logits, item.first_row)
+            by_host.append(alone)
+            if item.tree is not None and verifier.on_device:
+                rows = tuple(accepted[item.first_row : item.first_row + counts[place]])
+                alone = Verified(Walk(rows, tokens[place]), ())
+            outcomes.append(alone)
+        move_on_host(self._batch.items, by_host, self._cache)
+        return outcomes
+
+
+def _on_device(item: StepItem, verifier: SequenceVerifier) -> RowsToVerify | None:
+    """What the device is to verify of a sequence; None where there is nothing, or the host does it."""
+    if item.tree is None or not verifier.on_device:
+        return None
+    sequence = item.sequence
+    step = sequence.step + (sequence.awaited is not None)
+    return verifier.rows_to_verify(item.tree, item.first_row, sequence.length, step)

@@ -1,0 +1,75 @@
+"""When the engine waits for drafts, by what whole steps took."""
+
+from __future__ import annotations
+
+from itertools import groupby
+
+import pytest
+
+from target_service.draft_switch import DraftSwitch
+
+
+def play(switch: DraftSwitch, steps: int, *, plain: float, drafted: float, gain: float, load: int = 1) -> list[bool]:
+    """Which steps waited for drafts, on a machine where steps of either kind take that long."""
+    chosen = []
+    for _ in range(steps):
+        waits = switch.drafts(load, gain * load)
+        switch.observe(load, drafted if waits else plain, drafted=waits)
+        chosen.append(waits)
+    return chosen
+
+
+def runs(chosen: list[bool]) -> list[tuple[bool, int]]:
+    return [(waits, len(list(group))) for waits, group in groupby(chosen)]
+
+
+def test_plain_steps_are_timed_before_any_draft() -> None:
+    assert runs(play(DraftSwitch(), 100, plain=1.0, drafted=1.2, gain=2.0)) == [(False, 8), (True, 92)]
+
+
+@pytest.mark.parametrize("load", [1, 7, 200])
+def test_drafts_that_do_not_pay_are_tried_ever_more_seldom(load: int) -> None:
+    chosen = play(DraftSwitch(), 8000, plain=1.0, drafted=2.0, gain=1.5, load=load)
+    pauses = [length for waits, length in runs(chosen)[2:-1] if not waits]
+    assert pauses[:6] == sorted(pauses[:6]) and pauses[0] < 20 and min(pauses[6:]) >= 1000
+    assert sum(chosen) < 0.02 * len(chosen)
+
+
+def test_drafts_that_begin_to_pay_are_found_by_a_try() -> None:
+    switch = DraftSwitch()
+    play(switch, 600, plain=1.0, drafted=2.0, gain=1.5)
+    chosen = play(switch, 1200, plain=1.0, drafted=2.0, gain=2.5)
+    assert chosen[-1] and sum(chosen) > 100
+
+
+def test_a_pause_is_short_again_once_drafts_have_paid() -> None:
+    switch = DraftSwitch()
+    play(switch, 3000, plain=1.0, drafted=2.0, gain=1.5)
+    play(switch, 1500, plain=1.0, drafted=2.0, gain=3.0)
+    chosen = play(switch, 60, plain=1.0, drafted=2.0, gain=1.5)
+    pauses = [length for waits, length in runs(chosen) if not waits]
+    assert pauses[0] <= 16
+
+
+def test_loads_are_told_apart() -> None:
+    switch = DraftSwitch()
+    assert play(switch, 50, plain=1.0, drafted=1.1, gain=1.5, load=1)[-1]
+    assert not play(switch, 50, plain=1.0, drafted=3.0, gain=1.5, load=64)[-1]
+    assert play(switch, 2, plain=1.0, drafted=1.1, gain=1.5, load=1)[-1]
+
+
+def test_a_pause_of_the_machine_does_not_count_as_what_drafts_cost() -> None:
+    switch = DraftSwitch()
+    play(switch, 100, plain=1.0, drafted=1.2, gain=1.6)
+    switch.observe(1, 500.0, drafted=True)
+    assert play(switch, 20, plain=1.0, drafted=1.2, gain=1.6) == [True] * 20
+
+
+def test_a_draft_is_left_alone_between_tries() -> None:
+    switch = DraftSwitch()
+    play(switch, 4000, plain=1.0, drafted=2.0, gain=1.5)
+    near = []
+    for _ in range(2200):
+        near.append(switch.drafts_are_near)
+        play(switch, 1, plain=1.0, drafted=2.0, gain=1.5)
+    assert 0 < sum(near) < 0.2 * len(near)

@@ -1,0 +1,60 @@
+"""The engine's step where the device has no memory for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from engine_harness import engine_config, make_runner, plain, request
+from transformers import PreTrainedModel
+
+from outrider.errors import QuotaExceeded
+from target_service.batch import StepBatch
+from target_service.launch import HostSteps, Launched
+from target_service.loop import EngineLoop
+from target_service.model.runner import ModelRunner
+from target_service.sequence import SequenceFailed, SequenceFinished, Verdict
+from target_service.verifier import SequenceVerifier
+
+
+class SmallDevice(HostSteps):
+    """A device with memory for a step of so many rows."""
+
+    def __init__(self, runner: ModelRunner, rows: int) -> None:
+        super().__init__(runner)
+        self._rows = rows
+
+    def launch(self, batch: StepBatch, verifiers: Sequence[SequenceVerifier]) -> Launched:
+        if len(batch.input.token_ids) > self._rows:
+            raise torch.OutOfMemoryError("out of memory")
+        return super().launch(batch, verifiers)
+
+
+@pytest.mark.parametrize("rows", [8, 40])
+def test_steps_shrink_until_they_fit(tiny_model: PreTrainedModel, rows: int) -> None:
+    runner = make_runner(tiny_model)
+    loop = EngineLoop(runner, engine_config(), steps=SmallDevice(runner, rows))
+    wanted = [request([5] * 60, 6), request([7, 8, 9], 6)]
+    for number, one in enumerate(wanted, start=1):
+        loop.add(loop.make(number, one))
+    said: dict[int, list[int]] = {1: [], 2: []}
+    while loop.live:
+        for event in loop.step() or ():
+            if isinstance(event, Verdict):
+                said[event.sequence_id] += event.token_ids
+    assert [tuple(said[1]), tuple(said[2])] == [plain(tiny_model, one) for one in wanted]
+
+
+def test_a_sequence_that_never_fits_is_refused_and_the_others_go_on(tiny_model: PreTrainedModel) -> None:
+    runner = make_runner(tiny_model)
+    loop = EngineLoop(runner, engine_config(), steps=SmallDevice(runner, 1))
+    for number in (1, 2):
+        loop.add(loop.make(number, request([number + 4], 4)))
+    last = {}
+    while loop.live:
+        for event in loop.step() or ():
+            last[event.sequence_id] = event
+    assert isinstance(last[1], SequenceFinished)
+    assert isinstance(last[2], SequenceFailed) and isinstance(last[2].error, QuotaExceeded)
+    assert runner.cache.used_pages == 0
