@@ -151,6 +151,7 @@ DRAFTERS: Mapping[str, str] = MappingProxyType(
         "prompt_lookup": "draft_service.prompt_lookup",
         "random": "draft_service.random_drafter",
         "eagle": "draft_service.eagle.drafter",
+        "model": "draft_service.model_drafter",
         "merged": "draft_service.merged_drafter",
     }
 )

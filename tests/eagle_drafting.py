@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,47 +86,57 @@ def opened(drafter: EagleDrafter, sequence: DraftSequence, states: Tensor) -> Dr
 
 @dataclass
 class Node:
-    """A node of the plain tree."""
+    """A node of the plain tree; `path` are the tokens from the root's child down to it."""
 
     worth: float
     score: float
-    token: int
     parent: int
-    path: list[int]
-    row: int | None = None
+    path: tuple[int, ...]
 
 
-def plain_tree(head: EagleHead, tokens: Sequence[int], states: Tensor, first: int = 0, **options: Any) -> TokenTree:
-    """EAGLE-2's tree, written down one node at a time. `options` as SETTINGS, and `score(law, depth)`."""
+def plain_growth(root: int, law_of: Callable[[tuple[int, ...]], Tensor], **options: Any) -> TokenTree:
+    """EAGLE-2's tree, written down one node at a time.
+
+    `law_of` gives the law [vocabulary] after a path below the root. `options` as SETTINGS, and `score(law, depth)`.
+    """
     shape = SETTINGS | options
     score = options.get("score", lambda law, _: law)
-    plain = PlainHead(head)
-    plain.read(tokens, states[first : len(tokens) - 1], first)
-    root = len(plain.rows) - 1
-    # Node 0 is the root; `row` is the plain head's, once it was expanded, and `path` those of the nodes above it.
-    nodes = [Node(1.0, 1.0, tokens[-1], 0, [], row=root)]
+    nodes = [Node(1.0, 1.0, 0, ())]
     frontier = [0]
     for depth in range(1, shape["num_steps"] + 1):
         first_new = len(nodes)
         for number in frontier:
             node = nodes[number]
-            if node.row is None:
-                above = plain.rows[nodes[node.parent].row or 0]
-                node.row = plain.add(node.token, above.feature, len(tokens) - 3 + depth, [*range(root + 1), *node.path])
-            scores = score(plain.law(node.row), depth)
-            path = [*node.path, node.row] if number else []
+            scores = score(law_of(node.path), depth)
             for token in scores.argsort(descending=True)[: shape["topk"]].tolist():
                 own = float(scores[token])
-                nodes.append(Node(node.worth * own, own, token, number, path))
+                nodes.append(Node(node.worth * own, own, number, (*node.path, token)))
         added = range(first_new, len(nodes))
         frontier = heapq.nlargest(shape["topk"], added, key=lambda number: nodes[number].worth)
     ranked = sorted(range(1, len(nodes)), key=lambda number: -nodes[number].worth)
     rows = {number: row for row, number in enumerate([0, *ranked[: shape["num_draft_tokens"]]])}
     return TokenTree(
-        tuple(nodes[number].token for number in rows),
+        tuple(nodes[number].path[-1] if number else root for number in rows),
         tuple(rows[nodes[number].parent] for number in rows),
         tuple(nodes[number].score for number in rows),
     )
+
+
+def plain_tree(head: EagleHead, tokens: Sequence[int], states: Tensor, first: int = 0, **options: Any) -> TokenTree:
+    """The tree of a plain head that read the states from `first` on."""
+    plain = PlainHead(head)
+    plain.read(tokens, states[first : len(tokens) - 1], first)
+    root = len(plain.rows) - 1
+    rows: dict[tuple[int, ...], int] = {(): root}
+
+    def law_of(path: tuple[int, ...]) -> Tensor:
+        if path not in rows:
+            above = [rows[path[:length]] for length in range(1, len(path))]
+            feature = plain.rows[rows[path[:-1]]].feature
+            rows[path] = plain.add(path[-1], feature, len(tokens) - 2 + len(path), [*range(root + 1), *above])
+        return plain.law(rows[path])
+
+    return plain_growth(tokens[-1], law_of, **options)
 
 
 def same_tree(found: TokenTree, expected: TokenTree) -> None:

@@ -1,15 +1,15 @@
-"""Settings of the EAGLE drafter. Each default lives here and nowhere else."""
+"""Settings of the EAGLE drafter. Each default lives here, or in `NeuralConfig`, and nowhere else."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from draft_service.neural.tree_config import CacheShape, TreeShape
+from draft_service.neural.config import NeuralConfig
 from outrider.settings import setting
 
 
 @dataclass(frozen=True)
-class EagleConfig:
+class EagleConfig(NeuralConfig):
     """Settings of the EAGLE drafter: flags, environment (`OUTRIDER_EAGLE_*`) or the `[eagle]` table."""
 
     head: str = setting("", "folder or hub id of the head, in any published layout; safetensors only")
@@ -17,41 +17,7 @@ class EagleConfig:
         "", "folder or hub id of the target, for what the head does not carry; empty asks the head's record"
     )
     token_map: str = setting("", "JSON or safetensors file of the only token ids to draft (FR-Spec); all when empty")
-
-    num_steps: int = setting(6, "levels of a tree, each of which costs a pass through the head")
-    topk: int = setting(8, "children of a node, and nodes that each level expands; 1 drafts a chain")
-    num_draft_tokens: int = setting(32, "nodes of a tree, the root not counted")
-    min_score: float = setting(0.005, "least probability of the path to a node that is worth drafting")
-    race_entrants: int = setting(128, "tokens of a node that run the shared race of COUPLED requests")
-    race_sharpness: float = setting(1.0, "how far the race over the head's law is taken for the target's own")
-
     projection: str = setting("target", "who fuses the target's hidden states", choices=("target", "draft"))
     feature_dtype: str = setting(
         "bfloat16", "type of features on the wire", choices=("float32", "bfloat16", "float8_e4m3")
     )
-    dtype: str = setting("bfloat16", "type of the head's weights and cache", choices=("float32", "bfloat16"))
-    device: str = setting("cpu", "device that the head runs on")
-    threads: int = setting(0, "threads of PyTorch on a CPU; 0 leaves it to PyTorch")
-    kv_tokens: int = setting(65536, "tokens of all sequences in the head's cache; what does not fit is not drafted for")
-    page_size: int = setting(64, "tokens of a page of the cache")
-    max_rows: int = setting(2048, "rows of one pass over features that arrived together")
-    max_context: int = setting(131_072, "longest sequence followed, in tokens")
-
-    def __post_init__(self) -> None:
-        # They check themselves.
-        _ = self.tree, self.cache
-
-    @property
-    def tree(self) -> TreeShape:
-        return TreeShape(
-            num_steps=self.num_steps,
-            topk=self.topk,
-            num_draft_tokens=self.num_draft_tokens,
-            min_score=self.min_score,
-            race_entrants=self.race_entrants,
-            race_sharpness=self.race_sharpness,
-        )
-
-    @property
-    def cache(self) -> CacheShape:
-        return CacheShape(self.kv_tokens, self.page_size, self.max_rows)

@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import make_tiny
 from eagle_heads import make_head
 
 from draft_service.drafter import DRAFTERS, Drafter, DraftSequence, create, drafter_spec, features_of, tree_limits
 from draft_service.eagle.checkpoint import save_head
 from draft_service.eagle.config import EagleConfig
+from draft_service.model_drafter import ModelConfig
 from outrider.errors import NotSupported
 from outrider.frames import TreeLimits
 from outrider.sampling import VerificationMode
@@ -27,6 +29,9 @@ def made(name: str, folder: Path) -> Drafter:
     """A drafter as it comes, with a tiny model where it needs one."""
 
     def settings_of(part: str) -> Any:
+        if part == "model":
+            make_tiny(vocab_size=VOCABULARY).save_pretrained(folder)
+            return ModelConfig(draft_model=str(folder), dtype="float32")
         if part != "eagle":
             return None
         head = save_head(make_head(vocab_size=VOCABULARY, draft_vocab_size=VOCABULARY), folder, embedding=True)

@@ -1,0 +1,147 @@
+"""A language model as drafter: the trees of its own forward pass, whatever was read and rejected before."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import TINY, make_tiny
+from eagle_drafting import COUPLED, GREEDY, plain_growth, same_tree
+from engine_harness import make_runner, plain, request, run
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from draft_service.drafter import DraftSequence, FeatureDrafter
+from draft_service.inprocess import InprocessLink
+from draft_service.model_drafter import ModelConfig, ModelDrafter
+from outrider.errors import NotSupported
+from outrider.frames import DraftEvents, DraftLink
+from outrider.sampling import SamplingParams, VerificationMode
+from outrider.settings import SettingsError
+
+VOCABULARY = TINY["vocab_size"]
+SETTINGS: dict[str, Any] = {
+    "num_steps": 4,
+    "topk": 3,
+    "num_draft_tokens": 14,
+    "min_score": 0.0,
+    "dtype": "float32",
+    "kv_tokens": 1024,
+    "page_size": 8,
+}
+FAMILIES = {"llama": {}, "qwen3": {"head_dim": 16}, "olmo2": {}, "granite": {"attention_multiplier": 0.2}}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    made = {}
+    for family, changes in FAMILIES.items():
+        made[family] = tmp_path_factory.mktemp(family)
+        make_tiny(family, **changes).save_pretrained(made[family])
+    return made
+
+
+def make_drafter(folder: Path, **settings: Any) -> ModelDrafter:
+    drafter = ModelDrafter(ModelConfig(draft_model=str(folder), **(SETTINGS | settings)))
+    drafter.start()
+    return drafter
+
+
+def text(length: int, seed: int = 0) -> list[int]:
+    return torch.randint(VOCABULARY, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def sequence_of(tokens: Sequence[int], mode: VerificationMode = GREEDY) -> DraftSequence:
+    sampling = SamplingParams(temperature=0.0 if mode is GREEDY else 1.0)
+    return DraftSequence(1, list(tokens), 1, VOCABULARY, seed=5, mode=mode, sampling=sampling)
+
+
+@torch.no_grad()
+def law_after(model: PreTrainedModel, tokens: Sequence[int]) -> Tensor:
+    return model(torch.tensor([tokens]), use_cache=False).logits[0, -1].double().softmax(-1)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_tree_is_that_of_the_models_own_forward(family: str, folders: dict[str, Path]) -> None:
+    model = make_tiny(family, **FAMILIES[family])
+    drafter = make_drafter(folders[family], max_rows=4)
+    tokens = text(30)
+    sequence = sequence_of(tokens[:6])
+    drafter.open(sequence)
+    for length in (6, 7, 7, 12, 30):
+        sequence.token_ids.extend(tokens[len(sequence.token_ids) : length])
+        (tree,) = drafter.propose([sequence])
+        context = tokens[:length]
+        same_tree(tree, plain_growth(context[-1], lambda path, c=context: law_after(model, [*c, *path])))
+    drafter.close(sequence)
+    drafter.close(sequence)
+    assert drafter.stats() == {
+        "model_cache_used_tokens": 0,
+        "model_read_rows_total": 30,
+        "model_cache_full_total": 0,
+    }
+
+
+def test_a_batch_is_drafted_as_one_by_one(folders: dict[str, Path]) -> None:
+    drafter = make_drafter(folders["llama"])
+    sequences = [sequence_of(text(4 + 9 * i, i), mode) for i, mode in enumerate(VerificationMode)]
+    for sequence in sequences:
+        drafter.open(sequence)
+    for sequence, tree in zip(sequences, drafter.propose(sequences), strict=True):
+        alone = make_drafter(folders["llama"])
+        again = sequence_of(sequence.token_ids, sequence.mode)
+        alone.open(again)
+        same_tree(tree, alone.propose([again])[0])
+
+
+def test_a_full_cache_costs_drafts_only(folders: dict[str, Path]) -> None:
+    drafter = make_drafter(folders["llama"], kv_tokens=64)
+    first, second = sequence_of(text(40)), sequence_of(text(30))
+    drafter.open(first)
+    drafter.open(second)
+    trees = drafter.propose([first, second])
+    assert trees[0].drafted and not trees[1].drafted
+    assert drafter.stats()["model_cache_full_total"] == 1
+    drafter.close(first)
+    assert drafter.propose([second])[0].drafted
+
+
+@pytest.mark.parametrize("mode", [GREEDY, COUPLED], ids=lambda mode: mode.value)
+def test_the_targets_own_twin_is_right_all_the_way(
+    mode: VerificationMode, folders: dict[str, Path], tiny_model: PreTrainedModel
+) -> None:
+    sampling = SamplingParams(temperature=0.0 if mode is GREEDY else 0.8, seed=4, ignore_eos=True)
+    wanted = [request(text(length), 20, sampling=sampling) for length in (3, 17)]
+    said = [plain(make_tiny(), one) for one in wanted]
+
+    def connect(events: DraftEvents) -> DraftLink:
+        return InprocessLink(
+            make_drafter(folders["llama"], topk=1, race_sharpness=8.0, race_entrants=VOCABULARY), events
+        )
+
+    outcomes = run(make_runner(tiny_model), wanted, connect=connect)
+    assert [outcome.token_ids for outcome in outcomes] == said
+    # Steps of five tokens: four drafted and the target's own.
+    assert sum(outcome.finished.totals.accepted_tokens for outcome in outcomes) >= 28
+
+
+def test_what_cannot_draft_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="draft_model"):
+        ModelDrafter(ModelConfig())
+    with pytest.raises(NotSupported, match="cannot be loaded"):
+        ModelDrafter(ModelConfig(draft_model=str(tmp_path)))
+    make_tiny("granite", logits_scaling=3.0).save_pretrained(tmp_path / "scaled")
+    with pytest.raises(NotSupported, match="logits_scaling"):
+        ModelDrafter(ModelConfig(draft_model=str(tmp_path / "scaled")))
+    make_tiny("mistral", sliding_window=4).save_pretrained(tmp_path / "sliding")
+    with pytest.raises(NotSupported, match="not plain causal"):
+        make_drafter(tmp_path / "sliding")
+
+
+def test_it_wants_no_features(folders: dict[str, Path]) -> None:
+    drafter = ModelDrafter(ModelConfig(draft_model=str(folders["llama"]), **SETTINGS))
+    assert not isinstance(drafter, FeatureDrafter)
+    assert drafter.vocabulary_size == VOCABULARY and drafter.max_context == TINY["max_position_embeddings"] - 4
