@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 
 from outrider.errors import QuotaExceeded
 from target_service.sequence import SequenceEvent, Verdict
@@ -17,8 +17,8 @@ class Inbox:
         """`cancel` gets the id of a sequence whose reader lags by more than `limit` steps."""
         self._limit = limit
         self._cancel = cancel
-        self._events: deque[SequenceEvent] = deque()
-        self._arrived = asyncio.Event()
+        self._events: list[SequenceEvent] = []
+        self._arrived: asyncio.Future[None] | None = None
         self._overflowed = False
 
     def put(self, event: SequenceEvent) -> None:
@@ -29,13 +29,48 @@ class Inbox:
             self._cancel(event.sequence_id)
         else:
             self._events.append(event)
-        self._arrived.set()
+        if self._arrived is not None and not self._arrived.done():
+            self._arrived.set_result(None)
 
-    async def get(self) -> SequenceEvent:
-        """The next event. Raises `QuotaExceeded` when the reader was too slow."""
+    async def take(self) -> list[SequenceEvent]:
+        """All events that wait, at least one. Raises `QuotaExceeded` when the reader was too slow. For one reader."""
         while not self._events:
             if self._overflowed:
                 raise QuotaExceeded("the client reads too slowly", steps=self._limit)
-            self._arrived.clear()
-            await self._arrived.wait()
-        return self._events.popleft()
+            self._arrived = asyncio.get_running_loop().create_future()
+            await self._arrived
+        events, self._events = self._events, []
+        return events
+
+
+def joined(events: Iterable[SequenceEvent]) -> Iterator[SequenceEvent]:
+    """The events of one sequence, with verdicts put together that one chunk can tell of.
+
+    A chunk's drafted tokens are its first, so a verdict that has some begins a chunk.
+    """
+    run: list[Verdict] = []
+    for event in events:
+        if run and not (isinstance(event, Verdict) and not event.drafted_tokens):
+            yield _join(run)
+            run = []
+        if isinstance(event, Verdict):
+            run.append(event)
+        else:
+            yield event
+    if run:
+        yield _join(run)
+
+
+def _join(run: list[Verdict]) -> Verdict:
+    """One verdict that says what several say, under the last one's step."""
+    if len(run) == 1:
+        return run[0]
+    return replace(
+        run[-1],
+        accepted_rows=run[0].accepted_rows,
+        token_ids=tuple([token for verdict in run for token in verdict.token_ids]),
+        drafted_tokens=run[0].drafted_tokens,
+        logprobs=tuple([entry for verdict in run for entry in verdict.logprobs]),
+        queue_ns=sum(verdict.queue_ns for verdict in run),
+        compute_ns=sum(verdict.compute_ns for verdict in run),
+    )

@@ -20,10 +20,10 @@ from outrider.v1 import target_pb2, target_pb2_grpc
 from outrider.wire import mode_to_pb
 from target_service import replies
 from target_service.admission import Admission
+from target_service.byte_text import Detokenizers
 from target_service.events import Sequences
-from target_service.inbox import Inbox
+from target_service.inbox import Inbox, joined
 from target_service.sequence import SequenceFinished, SequenceRequest, Verdict
-from target_service.stopping import Detokenizer
 from target_service.tracing import RequestTrace
 from target_service.verify_session import VerifySession
 
@@ -62,6 +62,8 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         """`drafter` says what the draft service drafts with; the empty string while there is none."""
         self._sequences = sequences
         self._admission = admission
+        tokenizer = admission.served.tokenizer
+        self._detokenizers = None if tokenizer is None else Detokenizers(tokenizer)
         self._limits = limits
         self._drafter = drafter
         self._tracing = tracing
@@ -85,19 +87,23 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
     async def _stream(
         self, asked: SequenceRequest, inbox: Inbox, context: GenerateContext, trace: RequestTrace
     ) -> None:
-        """Write what the engine says of one sequence, to its end."""
-        text = _Text(self._admission.served.tokenizer, asked.sampling.stop)
+        """Write what the engine says of one sequence, to its end. What waits for a slow reader goes in one chunk."""
+        text = _Text(self._detokenizers, asked.sampling.stop)
         while True:
-            event = await inbox.get()
-            if isinstance(event, Verdict):
-                trace.step(event)
-                await context.write(replies.chunk(event, text.of(event)))
-            elif isinstance(event, SequenceFinished):
-                trace.finished(event.finish, event.totals)
-                await context.write(replies.finished(event))
-                return
-            else:
-                raise event.error
+            events = await inbox.take()
+            if trace.recording:
+                for event in events:
+                    if isinstance(event, Verdict):
+                        trace.step(event)
+            for event in joined(events):
+                if isinstance(event, Verdict):
+                    await context.write(replies.chunk(event, text.of(event)))
+                elif isinstance(event, SequenceFinished):
+                    trace.finished(event.finish, event.totals)
+                    await context.write(replies.finished(event))
+                    return
+                else:
+                    raise event.error
 
     async def Verify(  # type: ignore[override]
         self, request_iterator: AsyncIterator[target_pb2.VerifyRequest], context: VerifyContext
@@ -145,8 +151,8 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
 class _Text:
     """The text of one output, chunk by chunk; always empty for a model without a tokenizer."""
 
-    def __init__(self, tokenizer: Any | None, stop: tuple[str, ...]) -> None:
-        self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer, stop)
+    def __init__(self, detokenizers: Detokenizers | None, stop: tuple[str, ...]) -> None:
+        self._detokenizer = None if detokenizers is None else detokenizers.new(stop)
 
     def of(self, verdict: Verdict) -> str:
         """What is certain with this verdict; all of it with the last one. A stop or end token has no text."""

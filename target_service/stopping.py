@@ -15,52 +15,22 @@ _INCOMPLETE = "\ufffd"
 _LONGEST_PENDING = 32
 
 
-class Detokenizer:
-    """Text from tokens as they come, held back while it ends inside a character or may begin a stop string."""
+class StopStrings:
+    """Holds back the end of a text that may begin a stop string, and cuts the text at the first that comes."""
 
-    def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, stop: Sequence[str] = ()) -> None:
         self._stop = tuple(stop)
-        self._ids: list[int] = []
-        # Tokens before `_prefix` are done with; those up to `_read` have been turned into text.
-        self._prefix = self._read = 0
         self._held = ""
         self.matched: str | None = None
 
-    def push(self, ids: Sequence[int]) -> str:
-        """Text that is now certain. Empty after a stop string was met."""
-        return "".join(self._push(token) for token in ids)
-
-    def finish(self) -> str:
-        """What is still held back, at the end of the output."""
+    def pass_on(self, text: str, *, final: bool = False) -> str:
+        """What is certain with `text`. Empty after a stop string was met."""
         if self.matched is not None:
             return ""
-        text, self._held = self._held + self._decode(self._prefix)[len(self._decoded()) :], ""
-        self._prefix = self._read = len(self._ids)
-        return self._search(text, final=True)
-
-    def _push(self, token: int) -> str:
-        if self.matched is not None:
-            return ""
-        self._ids.append(token)
-        whole, known = self._decode(self._prefix), self._decoded()
-        uncertain = len(whole) <= len(known) or whole.endswith(_INCOMPLETE)
-        if uncertain and len(self._ids) - self._read < _LONGEST_PENDING:
-            return ""
-        self._prefix, self._read = self._read, len(self._ids)
-        return self._search(self._held + whole[len(known) :], final=False)
-
-    def _decode(self, start: int) -> str:
-        return str(self._tokenizer.decode(self._ids[start:], skip_special_tokens=True))
-
-    def _decoded(self) -> str:
-        return str(self._tokenizer.decode(self._ids[self._prefix : self._read], skip_special_tokens=True))
-
-    def _search(self, text: str, *, final: bool) -> str:
-        """Cut `text` at the first stop string, or hold back the end that may begin one."""
+        text, self._held = self._held + text, ""
         found = min(((text.find(stop), stop) for stop in self._stop if stop in text), default=None)
         if found is not None:
-            self.matched, self._held = found[1], ""
+            self.matched = found[1]
             return text[: found[0]]
         keep = 0 if final else self._may_begin(text)
         self._held = text[len(text) - keep :]
@@ -73,6 +43,51 @@ class Detokenizer:
             if any(stop.startswith(text[-length:]) for stop in self._stop):
                 return length
         return 0
+
+
+class Detokenizer:
+    """Text from tokens as they come, held back while it ends inside a character or may begin a stop string."""
+
+    def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._stops = StopStrings(stop)
+        self._ids: list[int] = []
+        # Tokens before `_prefix` are done with; those up to `_read` have been turned into text.
+        self._prefix = self._read = 0
+
+    @property
+    def matched(self) -> str | None:
+        """The stop string that was met."""
+        return self._stops.matched
+
+    def push(self, ids: Sequence[int]) -> str:
+        """Text that is now certain. Empty after a stop string was met."""
+        return "".join([self._push(token) for token in ids])
+
+    def finish(self) -> str:
+        """What is still held back, at the end of the output."""
+        if self.matched is not None:
+            return ""
+        text = self._decode(self._prefix)[len(self._decoded()) :]
+        self._prefix = self._read = len(self._ids)
+        return self._stops.pass_on(text, final=True)
+
+    def _push(self, token: int) -> str:
+        if self.matched is not None:
+            return ""
+        self._ids.append(token)
+        whole, known = self._decode(self._prefix), self._decoded()
+        uncertain = len(whole) <= len(known) or whole.endswith(_INCOMPLETE)
+        if uncertain and len(self._ids) - self._read < _LONGEST_PENDING:
+            return ""
+        self._prefix, self._read = self._read, len(self._ids)
+        return self._stops.pass_on(whole[len(known) :])
+
+    def _decode(self, start: int) -> str:
+        return str(self._tokenizer.decode(self._ids[start:], skip_special_tokens=True))
+
+    def _decoded(self) -> str:
+        return str(self._tokenizer.decode(self._ids[self._prefix : self._read], skip_special_tokens=True))
 
 
 class StopChecker:

@@ -60,9 +60,10 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """The tokens of one step. The first `drafted_tokens` of `token_ids` were drafted, the rest are the model's own.
+    """The tokens of one step, or of several for a reader that lags.
 
-    `text` is what became complete with this step; it may lag behind the tokens by part of a character or of a
+    The first `drafted_tokens` of `token_ids` were drafted, the rest are the model's own. `step` is the last one's.
+    `text` is what became complete with them; it may lag behind the tokens by part of a character or of a
     stop string. `queue_ns` and `compute_ns` are the target's own times.
     """
 

@@ -168,13 +168,14 @@ class TestEnds:
         verdicts = [Verdict(7, step, (), (step,), 0) for step in range(4)]
         for verdict in verdicts[:2]:
             inbox.put(verdict)
-        assert await inbox.get() == verdicts[0]
-        inbox.put(verdicts[2])
+        assert await inbox.take() == verdicts[:2]
+        for verdict in verdicts[1:3]:
+            inbox.put(verdict)
         assert cancelled == []
         inbox.put(verdicts[3])
         assert cancelled == [7]
         with pytest.raises(OutriderError, match="too slowly"):
-            await inbox.get()
+            await inbox.take()
 
 
 async def test_info(target: Any) -> None:

@@ -645,23 +645,23 @@ func (x *GenerateStarted) GetModel() string {
 	return ""
 }
 
-// GenerateChunk carries the tokens of one step.
+// GenerateChunk carries the tokens of one step, or of several steps in a row for a reader that lags.
 type GenerateChunk struct {
 	state         protoimpl.MessageState
 	sizeCache     protoimpl.SizeCache
 	unknownFields protoimpl.UnknownFields
 
-	// token_ids committed by the step.
+	// token_ids committed by the step or steps.
 	TokenIds []uint32 `protobuf:"varint,1,rep,packed,name=token_ids,json=tokenIds,proto3" json:"token_ids,omitempty"`
 	// text that is complete with these tokens. Text of a token can arrive with a later chunk, when it ends inside a
 	// character or might begin a stop string.
 	Text string `protobuf:"bytes,2,opt,name=text,proto3" json:"text,omitempty"`
 	// drafted_tokens says how many of token_ids, from the first, were accepted drafts. The last token of a step is
-	// the model's own.
+	// the model's own. Only the first of several steps has accepted drafts.
 	DraftedTokens uint32 `protobuf:"varint,3,opt,name=drafted_tokens,json=draftedTokens,proto3" json:"drafted_tokens,omitempty"`
 	// logprobs, one per token, when asked for.
 	Logprobs []*TokenLogprobs `protobuf:"bytes,4,rep,name=logprobs,proto3" json:"logprobs,omitempty"`
-	// step that committed the tokens.
+	// step that committed the last of the tokens.
 	Step uint64 `protobuf:"varint,5,opt,name=step,proto3" json:"step,omitempty"`
 }
 

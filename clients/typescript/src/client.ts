@@ -31,7 +31,7 @@ export class Outrider {
   }
 
   /**
-   * Streams the answer to a conversation, one chunk per step of the engine. Leaving the loop early, or aborting
+   * Streams the answer to a conversation, a chunk per step of the engine, or per few. Leaving the loop early, or aborting
    * `options.signal`, cancels the request. Throws `ConnectError`; see `problemOf`.
    */
   async *chat(

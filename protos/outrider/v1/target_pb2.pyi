@@ -274,7 +274,7 @@ global___GenerateStarted = GenerateStarted
 
 @typing.final
 class GenerateChunk(google.protobuf.message.Message):
-    """GenerateChunk carries the tokens of one step."""
+    """GenerateChunk carries the tokens of one step, or of several steps in a row for a reader that lags."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -289,13 +289,13 @@ class GenerateChunk(google.protobuf.message.Message):
     """
     drafted_tokens: builtins.int
     """drafted_tokens says how many of token_ids, from the first, were accepted drafts. The last token of a step is
-    the model's own.
+    the model's own. Only the first of several steps has accepted drafts.
     """
     step: builtins.int
-    """step that committed the tokens."""
+    """step that committed the last of the tokens."""
     @property
     def token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """token_ids committed by the step."""
+        """token_ids committed by the step or steps."""
 
     @property
     def logprobs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___TokenLogprobs]:

@@ -306,13 +306,13 @@ export const GenerateStartedSchema: GenMessage<GenerateStarted> = /*@__PURE__*/
   messageDesc(file_outrider_v1_target, 6);
 
 /**
- * GenerateChunk carries the tokens of one step.
+ * GenerateChunk carries the tokens of one step, or of several steps in a row for a reader that lags.
  *
  * @generated from message outrider.v1.GenerateChunk
  */
 export type GenerateChunk = Message<"outrider.v1.GenerateChunk"> & {
   /**
-   * token_ids committed by the step.
+   * token_ids committed by the step or steps.
    *
    * @generated from field: repeated uint32 token_ids = 1;
    */
@@ -328,7 +328,7 @@ export type GenerateChunk = Message<"outrider.v1.GenerateChunk"> & {
 
   /**
    * drafted_tokens says how many of token_ids, from the first, were accepted drafts. The last token of a step is
-   * the model's own.
+   * the model's own. Only the first of several steps has accepted drafts.
    *
    * @generated from field: uint32 drafted_tokens = 3;
    */
@@ -342,7 +342,7 @@ export type GenerateChunk = Message<"outrider.v1.GenerateChunk"> & {
   logprobs: TokenLogprobs[];
 
   /**
-   * step that committed the tokens.
+   * step that committed the last of the tokens.
    *
    * @generated from field: uint64 step = 5;
    */
