@@ -45,6 +45,7 @@ STEP = StepStats(
     fallback_sequences=0,
     draft_wait_ns=150_000,
     plan_ns=40_000,
+    launch_ns=0,
     forward_ns=3_000_000,
     verify_ns=90_000,
     commit_ns=60_000,

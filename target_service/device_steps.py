@@ -105,6 +105,11 @@ class _OnDevice:
             self._done.record()
 
     @property
+    def on_device(self) -> bool:
+        """Always, as far as the device is one."""
+        return self._done is not None
+
+    @property
     def followable(self) -> bool:
         """Whether the device verifies every sequence."""
         return all(verifier.on_device for verifier in self._verifiers)

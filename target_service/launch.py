@@ -22,6 +22,10 @@ class Launched(Protocol):
     """A step under way."""
 
     @property
+    def on_device(self) -> bool:
+        """Whether the host is free while it runs."""
+
+    @property
     def followable(self) -> bool:
         """Whether a step may be launched after it that reads its tokens, before `outcomes` is called."""
 
@@ -83,6 +87,7 @@ class _OnHost:
         self._verifiers = verifiers
         self._logits = logits
         self._outcomes: list[Verified | None] | None = None
+        self.on_device = False
         self.followable = followable
 
     def wait(self) -> None:

@@ -49,11 +49,18 @@ class StepClock:
 
 
 def step_stats(
-    batch: StepBatch, gathered: Gathered, verdicts: SequenceOf[Verdict], clock: StepClock, free_ns: int
+    batch: StepBatch,
+    gathered: Gathered,
+    verdicts: SequenceOf[Verdict],
+    clock: StepClock,
+    free_ns: int,
+    *,
+    on_device: bool,
 ) -> StepStats:
     """The figures of a step that has been committed.
 
     `free_ns` is when the device had ended the step before: one that was launched ahead begins its forward pass then.
+    Not `on_device`, launching is the forward pass itself, and no work beside it.
     """
     drafted = [item.tree.drafted for item in batch.items if item.tree is not None]
     now = time.monotonic_ns()
@@ -69,7 +76,7 @@ def step_stats(
         fallback_sequences=gathered.fallbacks,
         draft_wait_ns=gathered.wait_ns,
         plan_ns=clock.planned - clock.begun - gathered.wait_ns,
-        launch_ns=clock.launched - clock.planned,
+        launch_ns=clock.launched - clock.planned if on_device else 0,
         forward_ns=clock.forwarded - max(clock.planned, free_ns),
         verify_ns=clock.verified - clock.forwarded,
         commit_ns=now - clock.verified,

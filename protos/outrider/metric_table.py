@@ -76,7 +76,8 @@ _STEPS = (
     MetricSpec(
         "outrider_step_phase_seconds",
         "histogram",
-        "Duration of a step's phases: wait (for the draft), plan, forward, verify, commit.",
+        "Duration of a step's phases: wait (for the draft), plan, forward, verify, commit; launch is the host's part of "
+        "forward on a GPU.",
         ("phase",),
         unit="seconds",
         buckets=MICRO_SECONDS,

@@ -12,8 +12,9 @@ from rich.table import Table
 
 from outrider_client.bench.samples import Mode
 
-# In the order of the step; forward is the model, the rest is work of the host around it.
-PHASES = ("wait", "plan", "forward", "verify", "commit")
+# In the order of the step; forward is the model, of which launch is the host's part, and the rest is work of the host
+# around it.
+PHASES = ("wait", "plan", "launch", "forward", "verify", "commit")
 _PHASE_SUM = "outrider_step_phase_seconds_sum"
 _STEPS = "outrider_steps_total"
 _READ_SECONDS = 10.0
@@ -54,14 +55,14 @@ class StepProfile:
             totals[name] = totals.get(name, 0.0) + value - before.get(name, 0.0)
 
     def per_step(self) -> list[dict[str, object]]:
-        """Milliseconds per step by phase, for the document; `host` is all but waiting and the model."""
+        """Milliseconds per step by phase, for the document; `host` is all but waiting and the device."""
         rows: list[dict[str, object]] = []
         for mode, totals in self.totals.items():
             steps = totals.get(STEPS, 0.0)
             if not steps:
                 continue
             phases = {phase: 1e3 * totals.get(phase, 0.0) / steps for phase in PHASES}
-            host = phases["plan"] + phases["verify"] + phases["commit"]
+            host = phases["plan"] + phases["launch"] + phases["verify"] + phases["commit"]
             rows.append(
                 {"mode": mode.name, "draft_placement": mode.placement or None, "steps": steps, **phases, "host": host}
             )
