@@ -19,6 +19,7 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, P
 from draft_service.drafter import Drafter, DrafterSpec, DraftSequence, MakePart
 from draft_service.neural.config import NeuralConfig
 from draft_service.neural.tail_attention import TailAttention
+from draft_service.neural.threads import in_passing_thread
 from draft_service.neural.tree_drafting import Extension, Followed, RowOutput, TreeDrafting, Wanted
 from outrider.errors import NotSupported
 from outrider.sampling import VerificationMode
@@ -115,22 +116,7 @@ class ModelDrafter:
 
     def start(self) -> None:
         """Load the model, hold it to its own forward pass, and run once what drafting runs."""
-        config = self._config
-        if config.threads:
-            torch.set_num_threads(config.threads)
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            config.draft_model, dtype=getattr(torch, config.dtype), use_safetensors=True
-        )
-        model = model.to(config.device).eval().requires_grad_(False)
-        expected = _own_hidden(model)
-        self._drafting = TreeDrafting(ModelNetwork(model), config.tree, config.cache)
-        self._check(expected)
-        for mode in VerificationMode:
-            sequence = DraftSequence(0, [0], 1, self.vocabulary_size, mode=mode)
-            self.open(sequence)
-            self.propose([sequence])
-            self.close(sequence)
-        self._rows = 0
+        in_passing_thread(self._load)
 
     def stop(self) -> None:
         """Nothing to keep."""
@@ -173,6 +159,24 @@ class ModelDrafter:
     def _started(self) -> TreeDrafting:
         assert self._drafting is not None, "the drafter was not started"
         return self._drafting
+
+    def _load(self) -> None:
+        config = self._config
+        if config.threads:
+            torch.set_num_threads(config.threads)
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            config.draft_model, dtype=getattr(torch, config.dtype), use_safetensors=True
+        )
+        model = model.to(config.device).eval().requires_grad_(False)
+        expected = _own_hidden(model)
+        self._drafting = TreeDrafting(ModelNetwork(model), config.tree, config.cache)
+        self._check(expected)
+        for mode in VerificationMode:
+            sequence = DraftSequence(0, [0], 1, self.vocabulary_size, mode=mode)
+            self.open(sequence)
+            self.propose([sequence])
+            self.close(sequence)
+        self._rows = 0
 
     def _reserve(self, sequence: DraftSequence) -> bool:
         if self._started.reserve(sequence.state, len(sequence.token_ids) - sequence.state.entries):

@@ -25,6 +25,7 @@ from draft_service.eagle.head_config import HeadConfig, HeadRefused
 from draft_service.eagle.target_checkpoint import TargetCheckpoint
 from draft_service.features import FeatureWindow
 from draft_service.neural.tail_attention import TailAttention
+from draft_service.neural.threads import in_passing_thread
 from draft_service.neural.tree_drafting import Extension, Followed, RowOutput, TreeDrafting, Wanted
 from outrider.errors import InvalidField
 from outrider.frames import FeatureRequest
@@ -101,19 +102,7 @@ class EagleDrafter:
 
     def start(self) -> None:
         """Load the weights, and compile and run once what drafting runs."""
-        config = self._config
-        if config.threads:
-            torch.set_num_threads(config.threads)
-        if self._head is None:
-            self._head = load_head(
-                config.head,
-                target=self._target,
-                token_map=read_token_map(config.token_map) if config.token_map else None,
-                dtype=getattr(torch, config.dtype),
-                device=config.device,
-            )
-        self._drafting = TreeDrafting(HeadNetwork(self._head), config.tree, config.cache)
-        self._warm_up()
+        in_passing_thread(self._load)
 
     def stop(self) -> None:
         """Nothing to keep."""
@@ -161,6 +150,21 @@ class EagleDrafter:
     def _started(self) -> TreeDrafting:
         assert self._drafting is not None, "the drafter was not started"
         return self._drafting
+
+    def _load(self) -> None:
+        config = self._config
+        if config.threads:
+            torch.set_num_threads(config.threads)
+        if self._head is None:
+            self._head = load_head(
+                config.head,
+                target=self._target,
+                token_map=read_token_map(config.token_map) if config.token_map else None,
+                dtype=getattr(torch, config.dtype),
+                device=config.device,
+            )
+        self._drafting = TreeDrafting(HeadNetwork(self._head), config.tree, config.cache)
+        self._warm_up()
 
     def _request(self, shape: HeadConfig) -> FeatureRequest:
         config = self._config
