@@ -109,7 +109,7 @@ class EagleDrafter:
 
     def open(self, sequence: DraftSequence) -> None:
         assert self.features is not None
-        sequence.features = FeatureWindow(self.features.width, self.max_context)
+        sequence.features = FeatureWindow(self.features.width, self._config.feature_window)
         sequence.state = _State(Followed(), sequence.features)
 
     def advance(self, sequence: DraftSequence, committed: Sequence[int]) -> None:  # noqa: ARG002

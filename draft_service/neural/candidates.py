@@ -18,7 +18,10 @@ _COLDEST = 0.05
 
 
 class Candidates(NamedTuple):
-    """Per row, the most probable tokens after temperature and before filters, in falling order."""
+    """Per row, the most probable tokens after temperature and before filters, in falling order.
+
+    A row whose logits are no numbers has probabilities of 0, and gets no children.
+    """
 
     token_ids: npt.NDArray[np.int32]  # [R, M] the target's ids
     probs: npt.NDArray[np.float32]  # [R, M] of the whole law
@@ -51,6 +54,6 @@ def most_probable(
     """
     scaled = logits.float() / temperatures[:, None]
     values, places = scaled.topk(min(count, logits.shape[1]), dim=-1)
-    probs = (values - scaled.logsumexp(-1, keepdim=True)).exp()
+    probs = (values - scaled.logsumexp(-1, keepdim=True)).exp().nan_to_num_(0.0)
     ids = places.to(torch.int32).cpu().numpy()
     return Candidates(ids if token_ids is None else token_ids[ids], probs.cpu().numpy())

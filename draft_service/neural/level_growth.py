@@ -103,6 +103,8 @@ def _filter(probs: Reals, known: int, top_k: int, top_p: float, min_p: float) ->
     In the target's order: min_p, top_k, top_p.
     """
     kept, total = known, 1.0
+    if not probs[0] > 0.0:
+        return 0, 1.0
     while min_p > 0.0 and kept > 1 and probs[kept - 1] < min_p * probs[0]:
         kept -= 1
     if 0 < top_k < kept:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from eagle_drafting import draft, feed, make_drafter, opened, plain_tree, same_tree, sequence_of, states_of, text
-from eagle_heads import make_head
+from eagle_heads import VOCABULARY, make_head
 
 from draft_service.drafter import features_of
 from draft_service.features import FeatureWindow
@@ -91,6 +91,29 @@ def test_features_that_cannot_be_are_refused() -> None:
         drafter.advance(sequence, [3])
     drafter.close(sequence)
     drafter.close(sequence)
+
+
+@pytest.mark.parametrize("mode", VerificationMode, ids=lambda mode: mode.value)
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e38], ids=str)
+def test_features_that_are_no_numbers_harm_their_sequence_only(mode: VerificationMode, value: float) -> None:
+    head = make_head()
+    drafter = make_drafter(head)
+    states = states_of(head, 12)
+    broken = states.clone()
+    broken[7] = value
+    harmed, other = (opened(drafter, sequence_of(text(12), mode), given) for given in (broken, states))
+    tree, expected = drafter.propose([harmed, other])
+    same_tree(expected, draft(make_drafter(head), text(12), states, mode))
+    TokenTree.checked(tree.token_ids, tree.parents, tree.scores, tree.distributions, vocabulary_size=VOCABULARY)
+    if value != value:
+        assert tree == TokenTree.root_only(harmed.root)
+
+
+def test_a_window_that_overflows_begins_late() -> None:
+    head = make_head()
+    tokens, states = text(30), states_of(head, 30)
+    tree = draft(make_drafter(head, feature_window=10), tokens, states)
+    same_tree(tree, plain_tree(head, tokens, states, first=19))
 
 
 def test_a_full_cache_costs_drafts_only() -> None:
