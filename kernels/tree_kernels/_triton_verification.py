@@ -14,7 +14,9 @@ from tree_kernels.verification_records import MAX_TREE_ROWS
 
 _CHUNK = 2048
 _BLOCK = 128
-_TILE = 4096
+# Tokens that the filter lists, and searches, at a time. Text leaves short lists; flat laws would like more.
+_TILE = 2048
+_SEARCH = 1024
 # Each program of the filter lists up to V tokens for itself, 12 bytes each.
 _FILTER_PROGRAMS = 128
 
@@ -104,7 +106,7 @@ class TritonVerification:
             torch.empty(programs, row_blocks, dtype=torch.int32, device=device),
             cuts, cut_ids, rows, self._vocabulary_size, self._chunks, row_blocks, length,
             BLOCK_CHUNKS=self._block_chunks, BLOCK=_BLOCK, ALL_BLOCKS=self._block_chunks * _CHUNK // _BLOCK,
-            TILE=_TILE, num_warps=8, num_stages=1,
+            TILE=_TILE, SEARCH=_SEARCH, num_warps=8, num_stages=1,
         )  # fmt: skip
         return cuts, cut_ids
 

@@ -158,6 +158,7 @@ def _search(  # type: ignore[no-untyped-def]
 def _cut(  # type: ignore[no-untyped-def]
     logits, row_stride, record, row, peak, block_peaks, row_blocks, masses, list_weights, list_ids, list_blocks,
     vocabulary, chunks, BLOCK_CHUNKS: tl.constexpr, BLOCK: tl.constexpr, ALL_BLOCKS: tl.constexpr, TILE: tl.constexpr,
+    SEARCH: tl.constexpr,
 ):  # fmt: skip
     """One row's cut by top_k, and then by top_p of what that leaves."""
     top_k = tl.load(record + TOP_K)
@@ -186,10 +187,10 @@ def _cut(  # type: ignore[no-untyped-def]
     cut = least
     cut_id = vocabulary
     if top_k > 0:
-        cut, cut_id = _search(list_weights, list_ids, count, cut, cut_id, above, goal, False, TILE)
-        goal = top_p * _total(list_weights, list_ids, count, cut, cut_id, TILE)
+        cut, cut_id = _search(list_weights, list_ids, count, cut, cut_id, above, goal, False, SEARCH)
+        goal = top_p * _total(list_weights, list_ids, count, cut, cut_id, SEARCH)
     if top_p < 1.0:
-        cut, cut_id = _search(list_weights, list_ids, count, cut, cut_id, above, goal, True, TILE)
+        cut, cut_id = _search(list_weights, list_ids, count, cut, cut_id, above, goal, True, SEARCH)
     # The next row is listed over this one.
     tl.debug_barrier()
     return cut, cut_id
@@ -218,6 +219,7 @@ def filter_kernel(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
     ALL_BLOCKS: tl.constexpr,
     TILE: tl.constexpr,
+    SEARCH: tl.constexpr,
 ):
     """cuts [R] fp64 and cut_ids [R] int32. A program takes every n-th row, and has a list of its own.
 
@@ -240,6 +242,7 @@ def filter_kernel(  # type: ignore[no-untyped-def]
                         logits, row_stride, record, row, peak, block_peaks, row_blocks, masses,
                         list_weights + program * list_length, list_ids + program * list_length,
                         list_blocks + program * row_blocks, vocabulary, chunks, BLOCK_CHUNKS, BLOCK, ALL_BLOCKS, TILE,
+                        SEARCH,
                     )  # fmt: skip
             tl.store(cuts + row, cut)
             tl.store(cut_ids + row, cut_id)
