@@ -124,6 +124,10 @@ class FeatureDrafter(Protocol):
 
     features: FeatureRequest | None
 
+    def absorb(self, sequences: Sequence[DraftSequence]) -> None:
+        """Read the vectors that wait, ahead of the next tree: for a prompt's, which arrive while the target still reads
+        the rest of it. Never needed: `propose` reads what waits."""
+
 
 def features_of(drafter: object) -> FeatureRequest | None:
     """What the drafter wants of the target's hidden states."""

@@ -18,6 +18,7 @@ from draft_service.drafter import (
     Drafter,
     DrafterSpec,
     DraftSequence,
+    FeatureDrafter,
     MakePart,
     features_of,
     tree_limits,
@@ -104,6 +105,12 @@ class MergedDrafter:
             for part, view in zip(self._parts, sequence.state, strict=True):
                 part.close(view)
         sequence.state = sequence.features = None
+
+    def absorb(self, sequences: Sequence[DraftSequence]) -> None:
+        """See `FeatureDrafter.absorb`."""
+        for number, part in enumerate(self._parts):
+            if isinstance(part, FeatureDrafter):
+                part.absorb([sequence.state[number] for sequence in sequences])
 
     def propose(self, sequences: Sequence[DraftSequence]) -> list[TokenTree]:
         found: list[list[TokenTree]] = [[] for _ in sequences]

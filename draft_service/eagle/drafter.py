@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -66,14 +65,6 @@ class _State:
     window: FeatureWindow
 
 
-class _Ready(NamedTuple):
-    """A sequence whose features reach its root."""
-
-    place: int
-    sequence: DraftSequence
-    state: _State
-
-
 class EagleDrafter:
     """See `EagleConfig` for what can be set, and `FeatureDrafter` for how features come in."""
 
@@ -114,21 +105,31 @@ class EagleDrafter:
 
     def advance(self, sequence: DraftSequence, committed: Sequence[int]) -> None:  # noqa: ARG002
         """Raises `InvalidField` when there are more features than tokens that can have one."""
-        self._check(sequence, sequence.state)
+        known, end = len(sequence.token_ids) - 1, sequence.state.window.end
+        if end > known:
+            raise InvalidField("features", f"are {end}, and {known} tokens can have one")
 
     def close(self, sequence: DraftSequence) -> None:
         if sequence.state is not None:
             self._started.forget(sequence.state.followed)
             sequence.state = sequence.features = None
 
+    def absorb(self, sequences: Sequence[DraftSequence]) -> None:
+        """See `FeatureDrafter.absorb`."""
+        # A feature's entry needs the token after its own.
+        paired = [one for one in sequences if one.state.window.end < len(one.token_ids)]
+        self._read([sequence for sequence in paired if self._has_room(sequence)])
+
     def propose(self, sequences: Sequence[DraftSequence]) -> list[TokenTree]:
         trees = [TokenTree.root_only(sequence.root) for sequence in sequences]
-        ready = [one for place, sequence in enumerate(sequences) if (one := self._ready(place, sequence))]
-        self._started.extend([extension for one in ready if (extension := self._extension(one))])
-        wanted = [Wanted(one.state.followed, one.sequence, len(one.sequence.token_ids) - 1) for one in ready]
+        ready = [place for place, sequence in enumerate(sequences) if self._ready(sequence)]
+        self._read([sequences[place] for place in ready])
+        wanted = []
+        for sequence in (sequences[place] for place in ready):
+            wanted.append(Wanted(sequence.state.followed, sequence, len(sequence.token_ids) - 1))
         if wanted:
-            for one, tree in zip(ready, self._started.trees(wanted), strict=True):
-                trees[one.place] = tree
+            for place, tree in zip(ready, self._started.trees(wanted), strict=True):
+                trees[place] = tree
         return trees
 
     def stats(self) -> Mapping[str, float]:
@@ -177,36 +178,38 @@ class EagleDrafter:
         width = shape.hidden_size if projected else shape.num_features * shape.target_hidden_size
         return FeatureRequest(layers, width, config.feature_dtype, projected)
 
-    def _check(self, sequence: DraftSequence, state: _State) -> None:
-        known = len(sequence.token_ids) - 1
-        if state.window.end > known:
-            raise InvalidField("features", f"are {state.window.end}, and {known} tokens can have one")
-
-    def _ready(self, place: int, sequence: DraftSequence) -> _Ready | None:
-        """The sequence, if it can be drafted for now, with room in the cache for what it brings."""
+    def _ready(self, sequence: DraftSequence) -> bool:
+        """Whether features reach the token before the root, and the cache has room."""
         state: _State = sequence.state
         known, window = len(sequence.token_ids) - 1, state.window
         if window.end != known or not (len(window) or state.followed.entries):
             self._misses += 1
-            return None
-        if not self._started.reserve(state.followed, len(window)):
-            self._full += 1
-            return None
-        return _Ready(place, sequence, state)
+            return False
+        return self._has_room(sequence)
+
+    def _has_room(self, sequence: DraftSequence) -> bool:
+        state: _State = sequence.state
+        if self._started.reserve(state.followed, len(state.window)):
+            return True
+        self._full += 1
+        return False
 
     @torch.inference_mode()
-    def _extension(self, one: _Ready) -> Extension | None:
-        """What arrived since the last tree. Features come before the tokens they are paired with."""
-        state = one.state
-        if not len(state.window):
-            return None
-        begin, vectors = state.window.take()
-        self._rows += len(vectors)
-        vectors = vectors.to(device=self._started.network.device, dtype=self._started.network.dtype)
+    def _read(self, sequences: Sequence[DraftSequence]) -> None:
+        """Extend the cache by what arrived."""
         assert self.features is not None
-        features = vectors if self.features.projected else self.head.project(vectors)
-        tokens = one.sequence.token_ids[begin + 1 : begin + 1 + len(vectors)]
-        return Extension(state.followed, tokens, features, begin)
+        network, extensions = self._started.network, []
+        for sequence in sequences:
+            state: _State = sequence.state
+            if not len(state.window):
+                continue
+            begin, vectors = state.window.take()
+            self._rows += len(vectors)
+            vectors = vectors.to(device=network.device, dtype=network.dtype)
+            features = vectors if self.features.projected else self.head.project(vectors)
+            tokens = sequence.token_ids[begin + 1 : begin + 1 + len(vectors)]
+            extensions.append(Extension(state.followed, tokens, features, begin))
+        self._started.extend(extensions)
 
     def _warm_up(self) -> None:
         """Draft once for a throw-away sequence in every mode, so that no request pays for compilation."""
@@ -218,6 +221,7 @@ class EagleDrafter:
             sequence.features.append(torch.zeros(1, self.features.width), 0)
             self.propose([sequence])
             self.close(sequence)
+        self._rows = 0
 
 
 def _target_of(config: EagleConfig, shape: HeadConfig) -> TargetCheckpoint | None:

@@ -71,8 +71,8 @@ class Weights:
         files = sorted(self._folder.glob("*.safetensors")) if self._folder else []
         if len(files) != 1:
             pickled = self._folder is not None and any(self._folder.glob("*.bin"))
-            reason = "only pickled weights (.bin), which could run code; convert them" if pickled else "no weights"
-            raise HeadRefused(f"{self._source}: {reason}; expected {_WEIGHTS}")
+            found = "only pickled weights (.bin)" if pickled else "no weights in safetensors"
+            raise HeadRefused(f"{self._source}: {found}; pickled ones could run code and are never loaded")
         return files[0]
 
     def _needed(self, name: str) -> Path:

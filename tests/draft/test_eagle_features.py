@@ -38,6 +38,22 @@ def test_features_may_come_in_any_pieces(mode: VerificationMode) -> None:
         same_tree(again, tree)
 
 
+def test_a_prompts_features_may_be_read_while_they_arrive() -> None:
+    head = make_head()
+    tokens, states = text(30), states_of(head, 30)
+    drafter = make_drafter(head)
+    sequence = sequence_of(tokens)
+    drafter.open(sequence)
+    for begin in range(0, 29, 8):
+        feed(sequence, states[begin : min(begin + 8, 29)], begin)
+        drafter.absorb([sequence])
+        assert sequence.features is not None and len(sequence.features) == 0
+    drafter.absorb([sequence])
+    (tree,) = drafter.propose([sequence])
+    same_tree(tree, draft(make_drafter(head), tokens, states))
+    assert drafter.stats()["eagle_feature_rows_total"] == 29
+
+
 def test_a_window_may_begin_late() -> None:
     """Positions stay true, and the tree is that of a head that never saw what came before."""
     head = make_head()
