@@ -51,8 +51,8 @@ func User(content string) []*outriderv1.ChatMessage {
 	return []*outriderv1.ChatMessage{{Role: "user", Content: content}}
 }
 
-// Chat streams the answer to a conversation: handle gets a chunk per step of the engine, or per few. It returns when the answer
-// is complete, with the error of the call, or with the first error of handle, which cancels the request.
+// Chat streams the answer to a conversation: handle gets a chunk per step of the engine, or per few. It returns when the
+// answer is complete, with the error of the call, or with the first error of handle, which cancels the request.
 func (c *Client) Chat(
 	ctx context.Context,
 	messages []*outriderv1.ChatMessage,

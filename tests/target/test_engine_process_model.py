@@ -1,0 +1,155 @@
+"""A model behind either arrangement of processes says the same, and the service ends in the same ways."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import psutil
+import pytest
+
+from outrider.v1 import target_pb2 as pb
+from outrider.v1 import target_pb2_grpc, tree_pb2
+
+PROMPT = {"token_ids": [10, 20, 30]}
+REQUESTS: dict[str, dict[str, Any]] = {
+    "greedy": {"tokens": PROMPT, "sampling": {"max_tokens": 60, "ignore_eos": True}},
+    "again_drafted": {"tokens": PROMPT, "sampling": {"max_tokens": 60, "ignore_eos": True}},
+    "sampled": {"tokens": PROMPT, "sampling": {"max_tokens": 60, "temperature": 0.9, "seed": 7}},
+    "logprobs": {"text": "open sesame", "sampling": {"max_tokens": 9, "logprobs": 2, "ignore_eos": True}},
+    "shaped": {
+        "text": "open",
+        "sampling": {"max_tokens": 30, "presence_penalty": 1.0, "logit_bias": {40: 3.5}, "min_tokens": 5},
+    },
+    "stop_tokens": {"tokens": PROMPT, "sampling": {"max_tokens": 200, "stop_token_ids": list(range(100, 160))}},
+    "stop_strings": {"tokens": PROMPT, "sampling": {"max_tokens": 200, "stop": ["a", "e", "\u0000", "1", " "]}},
+    "too_long": {"tokens": {"token_ids": [5] * 600}},
+    "bad_field": {"tokens": PROMPT, "sampling": {"top_p": 3.0}},
+    "bad_token": {"tokens": {"token_ids": [5000]}},
+}
+
+
+@dataclass
+class Service:
+    """A target service as a process, and the address it serves."""
+
+    process: asyncio.subprocess.Process
+    address: str
+
+
+@asynccontextmanager
+async def started(folder: Path, arrangement: str) -> AsyncIterator[Service]:
+    command = [sys.executable, "-m", "target_service", "--model", str(folder), "--dtype", "float32", "--threads", "1"]
+    command += ["--listen", "127.0.0.1:0", "--kv-tokens", "4096", "--engine-process", arrangement]
+    command += ["--draft", "inprocess:trie", "--row-budget", "all", "--served-model-name", "tiny"]
+    process = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE)
+    assert process.stderr is not None
+    try:
+        log, ready = "", None
+        async with asyncio.timeout(60):
+            while ready is None:
+                line = (await process.stderr.readline()).decode()
+                assert line, log
+                log += line
+                ready = re.search(r"ready: \S+ on (\S+)", line)
+        yield Service(process, ready[1])
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+        # Whatever its engine's process writes at its end.
+        await process.stderr.read()
+
+
+@pytest.fixture(scope="module")
+def model_folder(tiny_model: Any, byte_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    tiny_model.save_pretrained(folder)
+    byte_tokenizer.save_pretrained(folder)
+    return folder
+
+
+async def said(stub: Any, fields: dict[str, Any]) -> Any:
+    """All that a client sees of one answer but how it was cut into chunks, and its times."""
+    tokens: list[int] = []
+    logprobs: list[Any] = []
+    text, finish = "", None
+    try:
+        async for response in stub.Generate(pb.GenerateRequest(**fields)):
+            tokens += response.chunk.token_ids
+            text += response.chunk.text
+            logprobs += [
+                (entry.logprob, [(t.token_id, t.logprob) for t in entry.top]) for entry in response.chunk.logprobs
+            ]
+            if response.HasField("finished"):
+                done = response.finished
+                finish = (done.finish_reason, done.stop_token_id, done.stop_string, str(done.usage))
+    except grpc.aio.AioRpcError as error:
+        return error.code(), error.details()
+    return tokens, text, logprobs, finish
+
+
+async def verified(stub: Any) -> list[list[int]]:
+    """What a client that drafts nonsense hears."""
+    call = stub.Verify()
+    await call.write(pb.VerifyRequest(open=pb.OpenVerification(**PROMPT, sampling={"max_tokens": 20})))
+    sequence_id = (await call.read()).opened.sequence_id
+    root, heard = PROMPT["token_ids"][-1], []
+    for step in range(10):
+        tree = tree_pb2.TokenTree(token_ids=[root, *range(40, 50)], parents=[0] * 11)
+        await call.write(pb.VerifyRequest(tree=pb.VerifyTree(sequence_id=sequence_id, step=step, tree=tree)))
+        verdict = (await call.read()).verdict
+        heard.append([*verdict.accepted_rows, -1, *verdict.token_ids])
+        root = verdict.token_ids[-1]
+    call.cancel()
+    return heard
+
+
+async def all_that_is_said(folder: Path, arrangement: str) -> dict[str, Any]:
+    async with started(folder, arrangement) as service:
+        async with grpc.aio.insecure_channel(service.address) as channel:
+            stub: Any = target_pb2_grpc.TargetServiceStub(channel)
+            heard = {name: await said(stub, fields) for name, fields in REQUESTS.items()}
+            heard["verified"] = await verified(stub)
+            together = await asyncio.gather(*(said(stub, REQUESTS["greedy"]) for _ in range(12)))
+        engines = psutil.Process(service.process.pid).children()
+        service.process.send_signal(signal.SIGTERM)
+        assert await asyncio.wait_for(service.process.wait(), 20) == 0
+    assert len(engines) == (arrangement == "own")
+    assert not any(engine.is_running() for engine in engines)
+    assert together == [heard["greedy"]] * 12
+    return heard
+
+
+async def test_both_arrangements_say_the_same(model_folder: Path) -> None:
+    shared, own = await asyncio.gather(*(all_that_is_said(model_folder, kind) for kind in ("shared", "own")))
+    assert own == shared
+    assert own["again_drafted"] == own["greedy"]
+    assert len(own["greedy"][0]) == 60
+    assert own["too_long"][0] is grpc.StatusCode.OUT_OF_RANGE
+    assert own["stop_strings"][3][2]
+
+
+@pytest.mark.parametrize(
+    ("flags", "status", "message"),
+    [
+        (["--model", "/absent/model"], 1, "cannot serve /absent/model"),
+        (["--draft", "inprocess:absent"], 2, "absent"),
+        (["--listen", "nowhere"], 2, "cannot listen on nowhere"),
+    ],
+    ids=["model", "draft", "address"],
+)
+def test_refusals(model_folder: Path, flags: list[str], status: int, message: str) -> None:
+    command = [sys.executable, "-m", "target_service", "--model", str(model_folder), "--kv-tokens", "256"]
+    command += ["--threads", "1", "--engine-process", "own", *flags]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode, message in ended.stderr) == (status, True), ended.stderr
