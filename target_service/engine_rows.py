@@ -41,7 +41,6 @@ def _fields(value: Any, *without: str) -> Fields:
     return {name: getattr(value, name) for name in names}
 
 
-_verdict_fields = _reader(Verdict)
 # Flat dataclasses, whose rows are their fields.
 stats_to_row = _reader(StepStats)
 totals_to_row = _reader(SequenceTotals)
@@ -66,10 +65,10 @@ def snapshot_from_row(row: Row) -> EngineSnapshot:
 def verdict_to_row(verdict: Verdict) -> tuple[Any, ...]:
     """Called for every sequence in every step: most have neither log-probabilities nor an end."""
     if verdict.finish is None and not verdict.logprobs:
-        return _verdict_fields(verdict)
+        return verdict
     logprobs = [(entry.logprob, entry.top) for entry in verdict.logprobs]
     finish = None if verdict.finish is None else finish_to_row(verdict.finish)
-    return (*_verdict_fields(verdict)[:5], logprobs, finish, verdict.queue_ns, verdict.compute_ns)
+    return (*verdict[:5], logprobs, finish, verdict.queue_ns, verdict.compute_ns)
 
 
 def verdict_from_row(row: Row) -> Verdict:

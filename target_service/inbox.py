@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
 
 from outrider.errors import QuotaExceeded
 from target_service.sequence import SequenceEvent, Verdict
@@ -65,8 +64,7 @@ def _join(run: list[Verdict]) -> Verdict:
     """One verdict that says what several say, under the last one's step."""
     if len(run) == 1:
         return run[0]
-    return replace(
-        run[-1],
+    return run[-1]._replace(
         accepted_rows=run[0].accepted_rows,
         token_ids=tuple([token for verdict in run for token in verdict.token_ids]),
         drafted_tokens=run[0].drafted_tokens,
