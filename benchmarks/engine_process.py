@@ -34,7 +34,7 @@ import grpc  # noqa: E402
 from stepping_engine import SERVED, STATS, SteppingEngine  # noqa: E402
 
 from outrider.sampling import SamplingParams, VerificationMode  # noqa: E402
-from outrider.v1 import target_pb2, target_pb2_grpc  # noqa: E402
+from outrider.v1 import target_pb2, target_pb2_grpc, tree_pb2  # noqa: E402
 from target_service.admission import ServedModel  # noqa: E402
 from target_service.config import TargetConfig  # noqa: E402
 from target_service.engine_link import EngineLink  # noqa: E402
@@ -119,7 +119,10 @@ async def read(port: int, shares: list[int], start: float) -> list[list[float]]:
 
 async def follow(stub: Any, counts: list[int], begin: float) -> None:
     """Read one stream until cancelled. Adds tokens and chunks that came after `begin`."""
-    request = target_pb2.GenerateRequest(tokens={"token_ids": [5]}, sampling={"max_tokens": 10**6, "ignore_eos": True})
+    request = target_pb2.GenerateRequest(
+        tokens=target_pb2.TokenInput(token_ids=[5]),
+        sampling=tree_pb2.SamplingParameters(max_tokens=10**6, ignore_eos=True),
+    )
     call = stub.Generate(request)
     try:
         async for response in call:

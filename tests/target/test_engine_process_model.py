@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import urllib.request
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ REQUESTS: dict[str, dict[str, Any]] = {
     },
     "stop_tokens": {"tokens": PROMPT, "sampling": {"max_tokens": 200, "stop_token_ids": list(range(100, 160))}},
     "stop_strings": {"tokens": PROMPT, "sampling": {"max_tokens": 200, "stop": ["a", "e", "\u0000", "1", " "]}},
+    "endless": {"tokens": PROMPT, "sampling": {"max_tokens": 480, "ignore_eos": True}},
     "too_long": {"tokens": {"token_ids": [5] * 600}},
     "bad_field": {"tokens": PROMPT, "sampling": {"top_p": 3.0}},
     "bad_token": {"tokens": {"token_ids": [5000]}},
@@ -44,6 +46,22 @@ class Service:
 
     process: asyncio.subprocess.Process
     address: str
+    metrics: str
+
+    async def page(self) -> str:
+        """What Prometheus would read."""
+
+        def read() -> str:
+            with urllib.request.urlopen(self.metrics) as response:
+                return str(response.read().decode())
+
+        return await asyncio.to_thread(read)
+
+    async def gave_everything_back(self) -> None:
+        """Wait until no page of the KV cache is used, or fail after two seconds."""
+        async with asyncio.timeout(2):
+            while 'outrider_kv_pages{state="used"} 0.0' not in await self.page():
+                await asyncio.sleep(0.02)
 
 
 @asynccontextmanager
@@ -51,6 +69,7 @@ async def started(folder: Path, arrangement: str) -> AsyncIterator[Service]:
     command = [sys.executable, "-m", "target_service", "--model", str(folder), "--dtype", "float32", "--threads", "1"]
     command += ["--listen", "127.0.0.1:0", "--kv-tokens", "4096", "--engine-process", arrangement]
     command += ["--draft", "inprocess:trie", "--row-budget", "all", "--served-model-name", "tiny"]
+    command += ["--metrics-listen", "127.0.0.1:0"]
     process = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE)
     assert process.stderr is not None
     try:
@@ -61,7 +80,9 @@ async def started(folder: Path, arrangement: str) -> AsyncIterator[Service]:
                 assert line, log
                 log += line
                 ready = re.search(r"ready: \S+ on (\S+)", line)
-        yield Service(process, ready[1])
+        metrics = re.search(r"metrics on (\S+)", log)
+        assert metrics is not None
+        yield Service(process, ready[1], metrics[1])
     finally:
         if process.returncode is None:
             process.kill()
@@ -118,8 +139,15 @@ async def all_that_is_said(folder: Path, arrangement: str) -> dict[str, Any]:
     async with started(folder, arrangement) as service:
         async with grpc.aio.insecure_channel(service.address) as channel:
             stub: Any = target_pb2_grpc.TargetServiceStub(channel)
-            heard = {name: await said(stub, fields) for name, fields in REQUESTS.items()}
+            heard = {name: await said(stub, fields) for name, fields in REQUESTS.items() if name != "endless"}
             heard["verified"] = await verified(stub)
+            calls = [stub.Generate(pb.GenerateRequest(**REQUESTS["endless"])) for _ in range(4)]
+            for call in calls:
+                for _ in range(3):
+                    await call.read()
+                call.cancel()
+            await service.gave_everything_back()
+            assert 'outrider_requests_total{outcome="length"} 4.0' in await service.page()
             together = await asyncio.gather(*(said(stub, REQUESTS["greedy"]) for _ in range(12)))
         engines = psutil.Process(service.process.pid).children()
         service.process.send_signal(signal.SIGTERM)
