@@ -84,6 +84,8 @@ class HeadConfig:
         rope_type = self.rope.get("rope_type", "default")
         if rope_type not in ("default", "linear", "llama3", "yarn"):
             raise HeadRefused(f"rotary positions of type {rope_type!r} are not served")
+        if self.rope.get("partial_rotary_factor", 1.0) != 1.0:
+            raise HeadRefused("rotary positions over a part of a head's width are not served")
 
     def layers_of(self, target_layers: int) -> tuple[int, ...]:
         """The layers to capture of a target with so many, counted as in `feature_layers`.

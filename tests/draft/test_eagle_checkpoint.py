@@ -301,6 +301,7 @@ REFUSED: dict[str, tuple[dict[str, Any], Callable[[Tensors], Tensors], str]] = {
     "a flag without its weights": ({"fc_norm": True}, lambda t: t, "fc_norm"),
     "another activation": ({"hidden_act": "gelu"}, lambda t: t, "gelu"),
     "moving positions": ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, lambda t: t, "dynamic"),
+    "partial positions": ({"rope_parameters": {"partial_rotary_factor": 0.5}}, lambda t: t, "a part of"),
     "a config that says little": ({"hidden_size": None}, lambda t: t, "hidden_size"),
     "another tokenizer": ({"outrider": {"tokenizer_fingerprint": "0" * 64}}, lambda t: t, "another tokenizer"),
 }
