@@ -15,7 +15,7 @@ import json
 import statistics
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +76,7 @@ def draw(case: Case) -> tuple[Tensor, Tensor, Tensor, list[RowsToVerify]]:
         own = parents[root:row].count(parent)
         tokens.append(best[root + parent][own % len(best[0])])
     integers = [torch.tensor(values, dtype=torch.int32, device=DEVICE) for values in (tokens, parents)]
-    asked = [replace(LAWS[case.law], first_row=b * case.rows, rows=case.rows) for b in range(case.sequences)]
+    asked = [LAWS[case.law]._replace(first_row=b * case.rows, rows=case.rows) for b in range(case.sequences)]
     return logits, integers[0], integers[1], asked
 
 

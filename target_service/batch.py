@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from outrider.tree import TokenTree
 from target_service.kv_cache import KVCache
@@ -13,8 +14,7 @@ from target_service.sequence import Sequence
 from tree_kernels.attention import AttentionBatch
 
 
-@dataclass(frozen=True, slots=True)
-class StepItem:
+class StepItem(NamedTuple):
     """One sequence's part of a step: its known tokens, and the tree whose root is the last of them.
 
     `tree` is None while the prompt is being read. The tree's rows start at `first_row` of the step's rows, and at
@@ -50,7 +50,7 @@ def lay_out(chunks: SequenceOf[Chunk], trees: SequenceOf[TokenTree | None], cach
     slots: list[int] = []
     logit_rows: list[int] = []
     starts, prefixes = [0], []
-    pages: list[tuple[int, ...]] = []
+    pages: list[SequenceOf[int]] = []
     parents: list[tuple[int, ...] | None] = []
     items: list[StepItem] = []
     decode_rows = 0
@@ -59,21 +59,22 @@ def lay_out(chunks: SequenceOf[Chunk], trees: SequenceOf[TokenTree | None], cach
         first_row = len(token_ids)
         token_ids.extend(sequence.feed(start, chunk.count))
         positions.extend(range(start, start + chunk.count))
-        drafted = 0
+        root_row, rows, shape = first_row + chunk.count - 1, chunk.count, None
+        items.append(StepItem(sequence, start, chunk.count, tree, root_row, len(logit_rows)))
         if tree is not None:
-            drafted = tree.drafted
-            decode_rows += len(tree)
-            token_ids.extend(tree.token_ids[1:])
-            positions.extend(start + depth for depth in tree.depths[1:])
-        rows = chunk.count + drafted
-        items.append(StepItem(sequence, start, chunk.count, tree, first_row + chunk.count - 1, len(logit_rows)))
-        if tree is not None:
-            logit_rows.extend(range(first_row + chunk.count - 1, first_row + rows))
+            decode_rows += len(tree.token_ids)
+            logit_rows.append(root_row)
+            if tree.drafted:
+                rows += tree.drafted
+                token_ids.extend(tree.token_ids[1:])
+                positions.extend(start + depth for depth in tree.depths[1:])
+                logit_rows.extend(range(root_row + 1, first_row + rows))
+                shape = None if tree.is_chain else tree.parents
         slots.extend(cache.slots(sequence.pages, start, rows))
         starts.append(first_row + rows)
         prefixes.append(start)
-        pages.append(tuple(sequence.pages[: cache.pages_for(start + rows)]))
-        parents.append(tree.parents if tree is not None and drafted and not tree.is_chain else None)
+        pages.append(sequence.pages[: cache.pages_for(start + rows)])
+        parents.append(shape)
     attention = AttentionBatch(
         query_starts=tuple(starts),
         prefix_lengths=tuple(prefixes),

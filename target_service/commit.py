@@ -26,7 +26,7 @@ def commit(live: LiveSequence, tree: TokenTree, outcome: Verified, compute_ns: i
     """Append what the step said, and return its verdict. The KV of its known tokens was counted at its launch."""
     sequence, walk, now = live.sequence, outcome.walk, time.monotonic_ns()
     tokens = [*(tree.token_ids[row] for row in walk.accepted_rows), walk.next_token]
-    kept, finish = live.stops.cut(sequence.output, tokens)
+    kept, finish = live.stops.cut(sequence.totals.completion_tokens, tokens)
     del tokens[kept:]
     accepted = walk.accepted_rows[:kept]
     sequence.token_ids.extend(tokens)

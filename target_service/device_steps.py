@@ -28,9 +28,11 @@ _RESULTS = 2
 
 def best_steps(runner: ModelRunner, *, max_sequences: int, max_rows: int) -> Steps:
     """`DeviceSteps` on a GPU that has Triton, else `HostSteps`."""
-    if runner.device.type == "cuda" and importlib.util.find_spec("triton"):
-        return DeviceSteps(runner, max_sequences=max_sequences, max_rows=max_rows)
-    return HostSteps(runner)
+    if runner.device.type != "cuda" or not importlib.util.find_spec("triton"):
+        return HostSteps(runner)
+    steps = DeviceSteps(runner, max_sequences=max_sequences, max_rows=max_rows)
+    steps.warm_up()
+    return steps
 
 
 class DeviceSteps:
@@ -52,6 +54,21 @@ class DeviceSteps:
         pinned = [torch.zeros(size, dtype=torch.int32, pin_memory=on_gpu) for _ in range(_RESULTS)]
         self._results = [Verdicts.over(tensor, max_sequences) for tensor in pinned]
         self._count = 0
+
+    def warm_up(self) -> None:
+        """Have every kernel compiled that a request may ask for, so that none waits for it. Half a minute, once."""
+        device, vocabulary_size = self._runner.device, self._runner.vocabulary_size
+        for rows in (1, 16):
+            logits = torch.zeros(rows, vocabulary_size, dtype=self._runner.dtype, device=device)
+            integers = torch.zeros(rows, dtype=torch.int32, device=device)
+            packed = self._verifier.pack([RowsToVerify(0, rows, Mode.COUPLED, top_k=2, is_chain=True)])
+            parameters = torch.from_numpy(packed).to(device)
+            step = (logits, integers, integers, parameters)
+            self._verifier.greedy(*step)
+            drawn = torch.from_numpy(self._verifier.pack_distributions({0: ((0,), (1,))})).to(device)
+            for distributions in (None, drawn):
+                for filtered in (False, True):
+                    self._verifier.sampled(*step, distributions, filtered=filtered)
 
     def launch(self, batch: StepBatch, verifiers: SequenceOf[SequenceVerifier]) -> Launched:
         """See `Steps.launch`."""

@@ -17,6 +17,9 @@ from target_service.row_budget import IN_ORDER_NODES, Offer, RowBudget
 from target_service.scheduler import Chunk, Schedule, Scheduler
 from target_service.sequence import Sequence
 
+# Of every plain step: what is fed as the root is the sequence's own token, whichever this says.
+_ROOT_ALONE = TokenTree.root_only(0)
+
 
 @dataclass(frozen=True, slots=True)
 class Gathered:
@@ -112,7 +115,8 @@ class Gathering:
     def _tree(self, chunk: Chunk, trees: Mapping[int, TokenTree]) -> TokenTree | None:
         """The tree to verify behind a chunk, with pages held for it. None while the root is not reached."""
         sequence = chunk.sequence
-        sequence.totals.started_ns = sequence.totals.started_ns or time.monotonic_ns()
+        if not sequence.totals.started_ns:
+            sequence.totals.started_ns = time.monotonic_ns()
         if not chunk.reaches_root:
             return None
         tree = sequence.external_tree or trees.get(sequence.sequence_id)
@@ -127,4 +131,4 @@ class Gathering:
             except OutOfPages:
                 # Others took the free pages; the sequence goes on without its draft.
                 pass
-        return TokenTree.root_only(sequence.root)
+        return _ROOT_ALONE

@@ -252,8 +252,8 @@ class EngineLoop:
             live = self.live.get(item.sequence.sequence_id)
             if live is None or item.tree is None or outcome is None:
                 continue
-            self._budget.observe(item.tree, outcome.walk.accepted_rows, live.record)
-            if step.gathered.drafted:
+            if step.gathered.drafted or item.tree.drafted:
+                self._budget.observe(item.tree, outcome.walk.accepted_rows, live.record)
                 live.record.draw(1 + len(outcome.walk.accepted_rows))
             verdicts.append(commit(live, item.tree, outcome, compute_ns))
             self.scheduler.trim(item.sequence)

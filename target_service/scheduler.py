@@ -212,5 +212,5 @@ class Scheduler:
 
     def _release(self, sequence: Sequence) -> None:
         self._cache.release(sequence.pages)
-        sequence.pages.clear()
+        del sequence.pages[:]
         sequence.kv_length = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from array import array
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
@@ -166,7 +167,8 @@ class Sequence:
     state: SequenceState = SequenceState.WAITING
     step: int = 0
     kv_length: int = 0
-    pages: list[int] = field(default_factory=list)
+    # Of type "i", which copies into a step's integers at once.
+    pages: array[int] = field(default_factory=lambda: array("i"))
     # The tree to verify next, when the client drafts.
     external_tree: TokenTree | None = None
     # While a step is prepared before the one under way has ended: the place of this sequence in that one, which will

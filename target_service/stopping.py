@@ -106,9 +106,11 @@ class StopChecker:
         self._max_tokens = max_tokens
         self._text = Detokenizer(tokenizer, params.stop) if params.stop and tokenizer is not None else None
 
-    def cut(self, output_ids_before: Sequence[int], new_ids: Sequence[int]) -> tuple[int, Finish | None]:
-        """How many of `new_ids` stay, and why the output ends there, if it does. Call once per commit."""
-        length = len(output_ids_before)
+    def cut(self, length: int, new_ids: Sequence[int]) -> tuple[int, Finish | None]:
+        """How many of `new_ids`, which follow `length` others, stay, and why the output ends there, if it does.
+
+        Call once per commit.
+        """
         for count, token in enumerate(new_ids, start=1):
             finish = self._after(token, length + count)
             if finish is not None:

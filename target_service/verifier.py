@@ -50,7 +50,9 @@ class SequenceVerifier:
     def __init__(self, request: SequenceRequest, end_token_ids: tuple[int, ...], vocabulary_size: int) -> None:
         self._mode = request.mode
         self._seed = request.seed
-        self._sampling = request.sampling
+        sampling = request.sampling
+        self._device_mode = _DEVICE_MODES[request.mode]
+        self._law = (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
         self._logprobs = request.sampling.logprobs
         self._on_device = not request.sampling.shapes_logits and request.sampling.logprobs is None
         self._shaper = LogitShaper(request.sampling, request.token_ids, end_token_ids, vocabulary_size)
@@ -71,19 +73,11 @@ class SequenceVerifier:
             length: tokens of the sequence, the root included.
             step: of the sequence.
         """
-        sampling, coins = self._sampling, self._mode is VerificationMode.REJECTION
-        return RowsToVerify(
-            first_row=first_row,
-            rows=len(tree),
-            mode=_DEVICE_MODES[self._mode],
-            seed=self._coin_seed if coins else self._seed,
-            position=step if coins else length,
-            temperature=sampling.temperature,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
-            min_p=sampling.min_p,
-            is_chain=tree.is_chain,
-        )
+        if self._mode is VerificationMode.REJECTION:
+            seed, position = self._coin_seed, step
+        else:
+            seed, position = self._seed, length
+        return RowsToVerify(first_row, len(tree), self._device_mode, seed, position, *self._law, tree.is_chain)
 
     def verify(self, tree: TokenTree, logits: Tensor, output: list[int], step: int) -> Verified:
         """Walk the tree.

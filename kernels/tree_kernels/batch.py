@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -20,8 +21,8 @@ class AttentionBatch:
     query_starts: tuple[int, ...]
     # [B] keys before the tail, all visible.
     prefix_lengths: tuple[int, ...]
-    # [B][..] page ids of each sequence, covering prefix and tail.
-    pages: tuple[tuple[int, ...], ...]
+    # [B][..] page ids of each sequence, covering prefix and tail. `array("i")` costs the host least.
+    pages: tuple[Sequence[int], ...]
     page_size: int
     # [B] parents of the tail's rows; None is a causal tail (prefill chunk or chain), which may exceed 256 rows.
     parents: tuple[tuple[int, ...] | None, ...]

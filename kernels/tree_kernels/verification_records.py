@@ -10,8 +10,8 @@ between its start and the next row's.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,9 +38,8 @@ class Mode(IntEnum):
     REJECTION = 2
 
 
-@dataclass(frozen=True, slots=True)
-class RowsToVerify:
-    """One sequence of the step.
+class RowsToVerify(NamedTuple):
+    """One sequence of the step. A named tuple, for a step makes one for every sequence.
 
     Attributes:
         first_row: index of the tree's root among the step's rows.
@@ -92,18 +91,20 @@ def pack_parameters(
     rows = packed[RECORD * max_sequences :]
     rows.fill(-1)
     records = packed[: RECORD * max_sequences].view(_RECORD_TYPE)
-    for b, asked in enumerate(sequences):
-        end = asked.first_row + asked.rows
-        if not (0 <= asked.rows <= MAX_TREE_ROWS and asked.first_row >= 0 and end <= max_rows):
-            raise ValueError(f"sequence {b} has rows {asked.first_row}..{end} of {max_rows}")
-        rows[asked.first_row : end] = b
+    found = []
+    for b, (first_row, count, mode, seed, position, temperature, top_k, top_p, min_p, is_chain) in enumerate(sequences):
+        end = first_row + count
+        if not (0 <= count <= MAX_TREE_ROWS and first_row >= 0 and end <= max_rows):
+            raise ValueError(f"sequence {b} has rows {first_row}..{end} of {max_rows}")
+        rows[first_row:end] = b
         # With all on one token, each mode accepts that token and nothing else.
-        mode = asked.mode if asked.temperature > 0 else Mode.GREEDY
-        top_k = asked.top_k if asked.top_k < vocabulary_size else 0
-        records[b] = (
-            asked.first_row, asked.rows, mode, asked.is_chain, asked.seed & _MASK, asked.position & _MASK,
-            top_k, asked.filtered, asked.temperature, asked.top_p, asked.min_p,
-        )  # fmt: skip
+        drawn = mode if temperature > 0 else Mode.GREEDY
+        top_k = top_k if top_k < vocabulary_size else 0
+        filtered = drawn > 0 and (top_k > 0 or top_p < 1 or min_p > 0)
+        found.append((
+            first_row, count, drawn, is_chain, seed & _MASK, position & _MASK, top_k, filtered, temperature, top_p, min_p,
+        ))  # fmt: skip
+    records[: len(found)] = np.array(found, dtype=_RECORD_TYPE)
     return packed
 
 

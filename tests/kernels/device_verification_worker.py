@@ -9,7 +9,7 @@ import json
 import random
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -113,7 +113,7 @@ def make_step(
     step = Step(vocabulary, logits, [0] * total, [0] * total, [])
     first = 1
     for one in asked:
-        one = replace(one, first_row=first)
+        one = one._replace(first_row=first)
         end = first + one.rows
         own = logits_of(kind, one.rows, vocabulary, generator).to(dtype)
         logits[first:end, :vocabulary] = own
@@ -194,7 +194,7 @@ def steps() -> Iterator[tuple[str, Callable[[], Step], str]]:
     for vocabulary in (2, 50, 2048, 5003):
         for kind in ("usual", "ties", "equal"):
             trees = [drawn(Mode.GREEDY, rows, rows) for rows in (1, 0, 9)]
-            trees.append(replace(trees[2], is_chain=True))
+            trees.append(trees[2]._replace(is_chain=True))
             name = f"greedy {vocabulary} {kind}"
             shape = "chain" if vocabulary == 2 else "tree"
             yield (
@@ -212,7 +212,7 @@ def steps() -> Iterator[tuple[str, Callable[[], Step], str]]:
             # The interpreter takes a second for each: one kind in turn.
             for kind, vocabulary in (kinds[(i + mode) % 4],) if INTERPRETED else kinds:
                 trees = [drawn(mode, 7, 0, **parameters), drawn(mode, 1, 1, **parameters)]
-                trees.append(replace(trees[0], rows=5, is_chain=True))
+                trees.append(trees[0]._replace(rows=5, is_chain=True))
                 yield (
                     f"{mode.name} {name} {kind}",
                     lambda a=trees, v=vocabulary, k=kind: make_step(a, vocabulary=v, kind=k),

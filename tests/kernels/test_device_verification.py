@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -163,5 +162,5 @@ def test_tensors_that_do_not_fit_are_refused() -> None:
 def test_filters_are_noticed_where_they_leave_something_out() -> None:
     plain = RowsToVerify(0, 1, Mode.COUPLED)
     assert not plain.filtered
-    assert all(replace(plain, **one).filtered for one in ({"top_k": 3}, {"top_p": 0.9}, {"min_p": 0.1}))
+    assert all(plain._replace(**one).filtered for one in ({"top_k": 3}, {"top_p": 0.9}, {"min_p": 0.1}))
     assert not RowsToVerify(0, 1, Mode.GREEDY, top_k=3).filtered

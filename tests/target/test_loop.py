@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from outrider.errors import QuotaExceeded
 from target_service.batch import StepBatch
+from target_service.device_steps import DeviceSteps
 from target_service.launch import HostSteps, Launched
 from target_service.loop import EngineLoop
 from target_service.model.runner import ModelRunner
@@ -58,3 +59,16 @@ def test_a_sequence_that_never_fits_is_refused_and_the_others_go_on(tiny_model: 
     assert isinstance(last[1], SequenceFinished)
     assert isinstance(last[2], SequenceFailed) and isinstance(last[2].error, QuotaExceeded)
     assert runner.cache.used_pages == 0
+
+
+def test_kernels_are_warmed_up_without_a_trace(tiny_model: PreTrainedModel) -> None:
+    runner = make_runner(tiny_model)
+    steps = DeviceSteps(runner, max_sequences=4, max_rows=64)
+    steps.warm_up()
+    loop = EngineLoop(runner, engine_config(), steps=steps)
+    wanted = request([5, 6], 5)
+    loop.add(loop.make(1, wanted))
+    said: list[int] = []
+    while loop.live:
+        said += [token for event in loop.step() or () if isinstance(event, Verdict) for token in event.token_ids]
+    assert tuple(said) == plain(tiny_model, wanted)

@@ -39,7 +39,7 @@ def run(checker: StopChecker, groups: Sequence[Sequence[int]]) -> tuple[list[int
     """Commit group after group until the output ends."""
     output: list[int] = []
     for group in groups:
-        kept, finish = checker.cut(output, group)
+        kept, finish = checker.cut(len(output), group)
         output += group[:kept]
         if finish is not None:
             return output, finish
@@ -160,7 +160,7 @@ class TestStopChecker:
     def test_tokens_that_end(
         self, params: SamplingParams, limit: int, ids: list[int], expected: tuple[int, Finish | None]
     ) -> None:
-        assert StopChecker(params, (END,), limit, None).cut([], ids) == expected
+        assert StopChecker(params, (END,), limit, None).cut(0, ids) == expected
 
     def test_a_stop_string_may_span_tokens_and_steps(self, byte_tokenizer: Any) -> None:
         ids = byte_tokenizer.encode("one STOP two", add_special_tokens=False)
@@ -173,5 +173,5 @@ class TestStopChecker:
     def test_tokens_behind_a_stop_string_are_not_kept(self, byte_tokenizer: Any) -> None:
         ids = byte_tokenizer.encode("x.\n\ny", add_special_tokens=False)
         checker = StopChecker(SamplingParams(stop=("\n\n",)), (END,), 99, byte_tokenizer)
-        kept, finish = checker.cut([], ids)
+        kept, finish = checker.cut(0, ids)
         assert (kept, finish) == (4, Finish(FinishReason.STOP, stop_string="\n\n"))

@@ -98,7 +98,7 @@ def test_stops_inside_and_across_merged_tokens_cut_where_the_definition_does(
     output: list[int] = []
     finish: Finish | None = None
     for group in cut_into(ids, cuts):
-        kept, finish = checker.cut(output, group)
+        kept, finish = checker.cut(len(output), group)
         output += group[:kept]
         if finish is not None:
             break
