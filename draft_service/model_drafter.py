@@ -17,8 +17,9 @@ from torch import Tensor
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from draft_service.drafter import Drafter, DrafterSpec, DraftSequence, MakePart
+from draft_service.neural.captured import drafting_on
 from draft_service.neural.config import NeuralConfig
-from draft_service.neural.tail_attention import TailAttention
+from draft_service.neural.tail_attention import Attend
 from draft_service.neural.threads import in_passing_thread
 from draft_service.neural.tree_drafting import Extension, Followed, RowOutput, TreeDrafting, Wanted
 from outrider.errors import NotSupported
@@ -48,7 +49,7 @@ def _attend(
     attention_mask: Tensor | None,  # noqa: ARG001
     scaling: float | None = None,
     *,
-    outrider_attend: TailAttention | None = None,
+    outrider_attend: Attend | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention interface: query [1, Hq, R, D], key and value [1, Hkv, R, D], rotary applied."""
@@ -56,7 +57,7 @@ def _attend(
         raise NotSupported("a model that does not hand arguments on to its attention cannot draft")
     rows = [part[0].transpose(0, 1) for part in (query, key, value)]
     if scaling is not None:
-        # TailAttention scales by the width; what a model scales by otherwise goes into the query.
+        # Our attention scales by the width; what a model scales by otherwise goes into the query.
         rows[0] = rows[0] * (scaling * query.shape[-1] ** 0.5)
     return outrider_attend(int(module.layer_idx), *rows).unsqueeze(0), None  # type: ignore[arg-type]
 
@@ -78,7 +79,7 @@ class ModelNetwork:
         self.kv_heads = int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
         self.head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
-    def read(self, token_ids: Tensor, carried: Tensor | None, positions: Tensor, attend: TailAttention) -> RowOutput:  # noqa: ARG002
+    def read(self, token_ids: Tensor, carried: Tensor | None, positions: Tensor, attend: Attend) -> RowOutput:  # noqa: ARG002
         """See `Network.read`; nothing is carried."""
         output = self._body(
             input_ids=token_ids[None], position_ids=positions[None], use_cache=False, outrider_attend=attend
@@ -169,7 +170,7 @@ class ModelDrafter:
         )
         model = model.to(config.device).eval().requires_grad_(False)
         expected = _own_hidden(model)
-        self._drafting = TreeDrafting(ModelNetwork(model), config.tree, config.cache)
+        self._drafting = drafting_on(ModelNetwork(model), config)
         self._check(expected)
         for mode in VerificationMode:
             sequence = DraftSequence(0, [0], 1, self.vocabulary_size, mode=mode)

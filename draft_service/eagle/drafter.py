@@ -23,7 +23,8 @@ from draft_service.eagle.head import EagleHead
 from draft_service.eagle.head_config import HeadConfig, HeadRefused
 from draft_service.eagle.target_checkpoint import TargetCheckpoint
 from draft_service.features import FeatureWindow
-from draft_service.neural.tail_attention import TailAttention
+from draft_service.neural.captured import drafting_on
+from draft_service.neural.tail_attention import Attend
 from draft_service.neural.threads import in_passing_thread
 from draft_service.neural.tree_drafting import Extension, Followed, RowOutput, TreeDrafting, Wanted
 from outrider.errors import InvalidField
@@ -46,7 +47,7 @@ class HeadNetwork:
         ids = head.token_ids
         self.token_ids = None if ids is None else ids.cpu().numpy().astype(np.int32)
 
-    def read(self, token_ids: Tensor, carried: Tensor | None, positions: Tensor, attend: TailAttention) -> RowOutput:
+    def read(self, token_ids: Tensor, carried: Tensor | None, positions: Tensor, attend: Attend) -> RowOutput:
         """See `Network.read`; carried are features [R, H]."""
         assert carried is not None, "an EAGLE head reads features"
         features, spoken = self._head(token_ids, carried, positions, attend)
@@ -164,7 +165,7 @@ class EagleDrafter:
                 dtype=getattr(torch, config.dtype),
                 device=config.device,
             )
-        self._drafting = TreeDrafting(HeadNetwork(self._head), config.tree, config.cache)
+        self._drafting = drafting_on(HeadNetwork(self._head), config)
         self._warm_up()
 
     def _request(self, shape: HeadConfig) -> FeatureRequest:

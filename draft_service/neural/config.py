@@ -22,6 +22,7 @@ class NeuralConfig:
     dtype: str = setting("bfloat16", "type of weights and cache", choices=("float32", "bfloat16"))
     device: str = setting("cpu", "device to run on")
     threads: int = setting(0, "threads of PyTorch on a CPU; 0 leaves it to PyTorch")
+    cuda_graphs: bool = setting(False, "run passes as captured CUDA graphs, on a GPU")
     kv_tokens: int = setting(65536, "tokens of all sequences in the cache; what does not fit is not drafted for")
     page_size: int = setting(64, "tokens of a page of the cache")
     max_rows: int = setting(2048, "rows of one pass over what arrived together")

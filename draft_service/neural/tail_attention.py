@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +11,9 @@ from torch import Tensor
 from draft_service.neural.paged_cache import PagedCache
 from tree_kernels.attention import AttentionBatch, TreeAttention
 from tree_kernels.kv_move import write_kv
+
+# (layer, query [R, Hq, D], key [R, Hkv, D], value [R, Hkv, D]) -> [R, Hq, D]; stores keys and values, and attends.
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,25 +43,11 @@ class TailAttention:
     """
 
     def __init__(self, attention: TreeAttention, cache: PagedCache, parts: Sequence[TailPart]) -> None:
-        starts: list[int] = [0]
-        slots: list[int] = []
-        fresh: list[int] = []
-        for part in parts:
-            starts.append(starts[-1] + part.rows)
-            slots += cache.slots(part.pages, part.prefix + part.rows - part.new, part.new)
-            fresh += range(starts[-1] - part.new, starts[-1])
-        self._attention, self._cache, self._rows = attention, cache, starts[-1]
-        self._plan = attention.plan(
-            AttentionBatch(
-                query_starts=tuple(starts),
-                prefix_lengths=tuple(part.prefix for part in parts),
-                pages=tuple(tuple(part.pages) for part in parts),
-                page_size=cache.page_size,
-                parents=tuple(part.parents for part in parts),
-            )
-        )
-        self._slots = torch.tensor(slots, device=attention.device)
-        self._fresh = None if len(fresh) == self._rows else torch.tensor(fresh, device=attention.device)
+        batch, fresh = attention_batch(parts, cache.page_size), fresh_rows(parts)
+        self._attention, self._cache, self._rows = attention, cache, batch.rows
+        self._plan = attention.plan(batch)
+        self._slots = torch.tensor(fresh_slots(parts, cache), device=attention.device)
+        self._fresh = None if len(fresh) == batch.rows else torch.tensor(fresh, device=attention.device)
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """query [R, Hq, D], key and value [R, Hkv, D] of the R new rows -> [R, Hq, D]."""
@@ -69,3 +58,36 @@ class TailAttention:
             return self._attention.run(self._plan, query, keys, values, scale)
         queries = query.new_zeros(self._rows, *query.shape[1:]).index_copy_(0, self._fresh, query)
         return self._attention.run(self._plan, queries, keys, values, scale).index_select(0, self._fresh)
+
+
+def attention_batch(parts: Sequence[TailPart], page_size: int, sequences: int | None = None) -> AttentionBatch:
+    """What a pass asks of attention. `sequences` that are not there are added without rows, keys and pages."""
+    starts: list[int] = [0]
+    for part in parts:
+        starts.append(starts[-1] + part.rows)
+    missing = 0 if sequences is None else sequences - len(parts)
+    return AttentionBatch(
+        query_starts=(*starts, *(starts[-1],) * missing),
+        prefix_lengths=(*(part.prefix for part in parts), *(0,) * missing),
+        pages=(*(tuple(part.pages) for part in parts), *((),) * missing),
+        page_size=page_size,
+        parents=(*(part.parents for part in parts), *(None,) * missing),
+    )
+
+
+def fresh_rows(parts: Sequence[TailPart]) -> list[int]:
+    """Places of the new rows among the rows of all tails."""
+    rows: list[int] = []
+    end = 0
+    for part in parts:
+        end += part.rows
+        rows += range(end - part.new, end)
+    return rows
+
+
+def fresh_slots(parts: Sequence[TailPart], cache: PagedCache) -> list[int]:
+    """Cache slots of the new rows."""
+    slots: list[int] = []
+    for part in parts:
+        slots += cache.slots(part.pages, part.prefix + part.rows - part.new, part.new)
+    return slots

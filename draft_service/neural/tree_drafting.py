@@ -28,7 +28,7 @@ from draft_service.neural.level_growth import (
     make_forest,
 )
 from draft_service.neural.paged_cache import PagedCache
-from draft_service.neural.tail_attention import TailAttention, TailPart
+from draft_service.neural.tail_attention import Attend, TailAttention, TailPart
 from draft_service.neural.tree_config import CacheShape, TreeShape
 from outrider.sampling import VerificationMode
 from outrider.tree import DraftDistribution, TokenTree
@@ -58,7 +58,7 @@ class Network(Protocol):
     device: torch.device
     token_ids: npt.NDArray[np.int32] | None
 
-    def read(self, token_ids: Tensor, carried: Tensor | None, positions: Tensor, attend: TailAttention) -> RowOutput:
+    def read(self, token_ids: Tensor, carried: Tensor | None, positions: Tensor, attend: Attend) -> RowOutput:
         """One pass over R rows: token_ids [R] int64, carried [R, C] or None for a network that needs none, positions
         [R] int64."""
 
@@ -101,7 +101,10 @@ class Wanted:
 
 
 class TreeDrafting:
-    """A network, its cache, and how trees grow. Calls come from one thread."""
+    """A network, its cache, and how trees grow. Calls come from one thread.
+
+    Every pass goes through `_read`, which `captured.CapturedDrafting` replaces.
+    """
 
     def __init__(self, network: Network, tree: TreeShape, cache: CacheShape) -> None:
         self.network = network

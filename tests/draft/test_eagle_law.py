@@ -13,7 +13,7 @@ from scipy import stats
 from torch import Tensor
 
 from draft_service.drafter import DraftSequence
-from draft_service.neural.tail_attention import TailAttention
+from draft_service.neural.tail_attention import Attend
 from draft_service.neural.tree_config import CacheShape, TreeShape
 from draft_service.neural.tree_drafting import Extension, Followed, RowOutput, TreeDrafting, Wanted
 from outrider.sampling import SamplingParams, VerificationMode
@@ -41,7 +41,7 @@ class PathNetwork:
     dtype, device = torch.float32, torch.device("cpu")
     token_ids: npt.NDArray[np.int32] | None = None
 
-    def read(self, token_ids: Tensor, carried: Tensor | None, positions: Tensor, attend: TailAttention) -> RowOutput:  # noqa: ARG002
+    def read(self, token_ids: Tensor, carried: Tensor | None, positions: Tensor, attend: Attend) -> RowOutput:  # noqa: ARG002
         assert carried is not None
         codes = torch.where(carried[:, 0] < 0, torch.ones_like(carried[:, 0]), carried[:, 0] * VOCABULARY + token_ids)
         return RowOutput(codes[:, None], codes[:, None])
