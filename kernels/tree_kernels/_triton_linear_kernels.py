@@ -1,0 +1,246 @@
+"""Kernels of a decoder layer's linear parts: each reads its weights once and ends in what the layer does next."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+# Bytes of weights that one instruction asks for.
+_ASKED = tl.constexpr(256)
+
+
+@triton.jit
+def _await_inputs(  # type: ignore[no-untyped-def]
+    weight, column, INNER: tl.constexpr, SPLITS: tl.constexpr, AHEAD: tl.constexpr, DEPENDENT: tl.constexpr
+):
+    """Let the next launch begin, bring the first weights into the L2 cache, and wait for the launch before."""
+    if DEPENDENT:
+        gdc_launch_dependents()
+        if AHEAD > 0:
+            step: tl.constexpr = _ASKED // (weight.dtype.element_ty.primitive_bitwidth // 8)
+            inner = tl.program_id(2) * (INNER // SPLITS) + tl.arange(0, AHEAD) * step
+            inner = tl.minimum(inner, INNER - step)
+            address = weight + column[:, None].to(tl.int64) * INNER + inner[None, :]
+            tl.inline_asm_elementwise(
+                "cp.async.bulk.prefetch.L2.global [$1], 256; mov.b32 $0, 0;", "=r,l", [address],
+                dtype=tl.int32, is_pure=False, pack=1,
+            )  # fmt: skip
+        gdc_wait()
+
+
+@triton.jit
+def _product(  # type: ignore[no-untyped-def]
+    rows, weight, partials, counters, row, column, there, row_stride, INNER: tl.constexpr, SPLITS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """[BLOCK_M, BLOCK_N] fp32, `rows` times the rows `column` of `weight`, and which rows this program is to store.
+
+    Of the programs that share a tile, the last to arrive adds up what all have, always in the same order.
+    """
+    SHARE: tl.constexpr = INNER // SPLITS
+    begin = tl.program_id(2) * SHARE
+    inner = begin + tl.arange(0, BLOCK_K)
+    # The weight is the left factor: matrix units take 8 columns, but no fewer than 16 rows.
+    left_at = weight + column[:, None].to(tl.int64) * INNER + inner[None, :]
+    right_at = rows + row[None, :].to(tl.int64) * row_stride + inner[:, None]
+    total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    for start in range(0, SHARE, BLOCK_K):
+        if SHARE % BLOCK_K == 0:
+            left = tl.load(left_at)
+            right = tl.load(right_at, mask=there[None, :], other=0.0)
+        else:
+            inside = start + tl.arange(0, BLOCK_K) < SHARE
+            left = tl.load(left_at, mask=inside[None, :], other=0.0)
+            right = tl.load(right_at, mask=there[None, :] & inside[:, None], other=0.0)
+        total = tl.dot(left, right, total, input_precision="ieee")
+        left_at += BLOCK_K
+        right_at += BLOCK_K
+    if SPLITS > 1:
+        tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+        at = partials + tile.to(tl.int64) * SPLITS * BLOCK_N * BLOCK_M
+        at += tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
+        tl.store(at + tl.program_id(2) * BLOCK_N * BLOCK_M, total)
+        tl.debug_barrier()
+        arrived = tl.atomic_add(counters + tile, 1, sem="acq_rel")
+        there = there & (row * 0 + arrived == SPLITS - 1)
+        if arrived == SPLITS - 1:
+            tl.store(counters + tile, 0)
+            total = tl.load(at, cache_modifier=".cg")
+            for split in tl.static_range(1, SPLITS):
+                total += tl.load(at + split * BLOCK_N * BLOCK_M, cache_modifier=".cg")
+    return tl.trans(total), there
+
+
+@triton.jit
+def _ask_for(following, PIECES: tl.constexpr, PIECE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Bring weights that a later launch reads into the L2 cache: each program its share, PIECE bytes a thread."""
+    if PIECE > 0:
+        program = (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)) * tl.num_programs(0) + tl.program_id(0)
+        piece = tl.minimum(program * 128 + tl.arange(0, 128), PIECES - 1)
+        address = following.to(tl.pointer_type(tl.int8), bitcast=True) + piece.to(tl.int64) * PIECE
+        tl.inline_asm_elementwise(
+            "cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;", "=r,l,r",
+            [address, tl.full([128], PIECE, tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+
+
+@triton.jit
+def _halves(total, BLOCK_M: tl.constexpr, HALF_N: tl.constexpr):  # type: ignore[no-untyped-def]
+    """[BLOCK_M, 2 * HALF_N] into its left and its right half."""
+    return tl.split(tl.permute(tl.reshape(total, (BLOCK_M, 2, HALF_N)), (0, 2, 1)))
+
+
+@triton.jit
+def _turned(left, right, cosines, sines, at, there, TURN: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Rotary embedding of a head's columns and of those `TURN` further that they turn with."""
+    first_cosine = tl.load(cosines + at, mask=there[:, None], other=0.0).to(tl.float32)
+    first_sine = tl.load(sines + at, mask=there[:, None], other=0.0).to(tl.float32)
+    second_cosine = tl.load(cosines + at + TURN, mask=there[:, None], other=0.0).to(tl.float32)
+    second_sine = tl.load(sines + at + TURN, mask=there[:, None], other=0.0).to(tl.float32)
+    return left * first_cosine - right * first_sine, right * second_cosine + left * second_sine
+
+
+@triton.jit
+def _load_squares(squares, row, there, PARTS: tl.constexpr, BLOCK_PARTS: tl.constexpr):  # type: ignore[no-untyped-def]
+    part = tl.arange(0, BLOCK_PARTS)[None, :]
+    return tl.load(squares + row[:, None] * PARTS + part, mask=there[:, None] & (part < PARTS), other=0.0)
+
+
+@triton.jit
+def add_kernel(  # type: ignore[no-untyped-def]
+    rows, weight, bias, residual, norm_weight, output, scaled, squares, partials, counters, following, count,
+    row_stride,
+    HAS_BIAS: tl.constexpr, ADDS: tl.constexpr, SCALES: tl.constexpr, OUTPUTS: tl.constexpr, INNER: tl.constexpr,
+    SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    AHEAD: tl.constexpr, PIECES: tl.constexpr, PIECE: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """A linear layer; `ADDS` the residual, and `SCALES` the sum for the norm that reads it next."""
+    tile = tl.program_id(1)
+    column = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = column < OUTPUTS
+    if OUTPUTS % BLOCK_N != 0:
+        column = tl.minimum(column, OUTPUTS - 1)
+    _await_inputs(weight, column, INNER, SPLITS, AHEAD, DEPENDENT)
+    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    there = row < count
+    total, there = _product(
+        rows, weight, partials, counters, row, column, there, row_stride, INNER, SPLITS, BLOCK_M, BLOCK_N, BLOCK_K
+    )
+    _ask_for(following, PIECES, PIECE)
+    if HAS_BIAS:
+        total += tl.load(bias + column).to(tl.float32)[None, :]
+    at = row[:, None].to(tl.int64) * OUTPUTS + column[None, :]
+    kept = there[:, None] & inside[None, :]
+    if ADDS:
+        total += tl.load(residual + at, mask=kept, other=0.0).to(tl.float32)
+    result = total.to(output.dtype.element_ty)
+    tl.store(output + at, result, mask=kept)
+    if SCALES:
+        # The norm is that of the numbers as they are stored.
+        result = tl.where(kept, result.to(tl.float32), 0.0)
+        norm = tl.load(norm_weight + column).to(tl.float32)
+        tl.store(scaled + at, (result * norm[None, :]).to(scaled.dtype.element_ty), mask=kept)
+        tl.store(squares + row * tl.cdiv(OUTPUTS, BLOCK_N) + tile, tl.sum(result * result, 1), mask=there)
+
+
+@triton.jit
+def gated_kernel(  # type: ignore[no-untyped-def]
+    rows, squares, weight, output, partials, counters, following, count, epsilon,
+    PARTS: tl.constexpr, BLOCK_PARTS: tl.constexpr, OUTPUTS: tl.constexpr, INNER: tl.constexpr,
+    SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    AHEAD: tl.constexpr, PIECES: tl.constexpr, PIECE: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """Norm, gate_proj and up_proj, SiLU of one times the other. A tile holds as many columns of either."""
+    HALF_N: tl.constexpr = BLOCK_N // 2
+    lane = tl.arange(0, BLOCK_N)
+    first = tl.program_id(1) * HALF_N
+    column = tl.minimum(first + lane % HALF_N, OUTPUTS - 1) + lane // HALF_N * OUTPUTS
+    _await_inputs(weight, column, INNER, SPLITS, AHEAD, DEPENDENT)
+    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    there = row < count
+    # Asked for before the product and used after it.
+    found = _load_squares(squares, row, there, PARTS, BLOCK_PARTS)
+    total, there = _product(
+        rows, weight, partials, counters, row, column, there, INNER, INNER, SPLITS, BLOCK_M, BLOCK_N, BLOCK_K
+    )
+    _ask_for(following, PIECES, PIECE)
+    total *= tl.rsqrt(tl.sum(found, 1) / INNER + epsilon)[:, None]
+    gate, up = _halves(total, BLOCK_M, HALF_N)
+    result = gate / (1.0 + tl.exp(-gate)) * up
+    column = first + tl.arange(0, HALF_N)
+    kept = there[:, None] & (column < OUTPUTS)[None, :]
+    at = row[:, None].to(tl.int64) * OUTPUTS + column[None, :]
+    tl.store(output + at, result.to(output.dtype.element_ty), mask=kept)
+
+
+@triton.jit
+def rotary_kernel(  # type: ignore[no-untyped-def]
+    rows, squares, weight, bias, cosines, sines, slots, query, key_cache, value_cache, partials, counters, following,
+    count, epsilon,
+    PARTS: tl.constexpr, BLOCK_PARTS: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, WIDTH: tl.constexpr, INNER: tl.constexpr,
+    SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    AHEAD: tl.constexpr, PIECES: tl.constexpr, PIECE: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """Norm, q_proj, k_proj and v_proj, rotary embedding, and keys and values into their slots.
+
+    A tile holds columns of a head's first half and those of its second half that they turn with.
+    """
+    HALF_N: tl.constexpr = BLOCK_N // 2
+    TURN: tl.constexpr = WIDTH // 2
+    lane = tl.arange(0, BLOCK_N)
+    head = tl.program_id(1) * HALF_N // TURN
+    first = tl.program_id(1) * HALF_N % TURN
+    column = head * WIDTH + first + lane % HALF_N + lane // HALF_N * TURN
+    _await_inputs(weight, column, INNER, SPLITS, AHEAD, DEPENDENT)
+    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    there = row < count
+    found = _load_squares(squares, row, there, PARTS, BLOCK_PARTS)
+    slot = tl.load(slots + row, mask=there, other=-1).to(tl.int64)
+    total, there = _product(
+        rows, weight, partials, counters, row, column, there, INNER, INNER, SPLITS, BLOCK_M, BLOCK_N, BLOCK_K
+    )
+    _ask_for(following, PIECES, PIECE)
+    total *= tl.rsqrt(tl.sum(found, 1) / INNER + epsilon)[:, None]
+    if HAS_BIAS:
+        total += tl.load(bias + column).to(tl.float32)[None, :]
+    left, right = _halves(total, BLOCK_M, HALF_N)
+    inner = first + tl.arange(0, HALF_N)[None, :]
+    if head < HEADS + KV_HEADS:
+        left, right = _turned(left, right, cosines, sines, row[:, None] * WIDTH + inner, there, TURN)
+    # A row without a slot fills up a captured step.
+    kept = there & (slot >= 0)
+    if head < HEADS:
+        kept = there
+        at = query + (row.to(tl.int64) * HEADS + head) * WIDTH
+    elif head < HEADS + KV_HEADS:
+        at = key_cache + (slot * KV_HEADS + head - HEADS) * WIDTH
+    else:
+        at = value_cache + (slot * KV_HEADS + head - HEADS - KV_HEADS) * WIDTH
+    at = at[:, None] + inner
+    tl.store(at, left.to(query.dtype.element_ty), mask=kept[:, None])
+    tl.store(at + TURN, right.to(query.dtype.element_ty), mask=kept[:, None])
+
+
+@triton.jit
+def norm_kernel(  # type: ignore[no-untyped-def]
+    rows, norm_weight, output, squares, row_stride, epsilon,
+    WHOLE: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """RMSNorm of one row per program, or unless `WHOLE` its row times the norm's weight and its sum of squares."""
+    row = tl.program_id(0)
+    column = tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    if DEPENDENT:
+        gdc_launch_dependents()
+    norm = tl.load(norm_weight + column, mask=inside, other=0.0).to(tl.float32)
+    if DEPENDENT:
+        gdc_wait()
+    read = tl.load(rows + row.to(tl.int64) * row_stride + column, mask=inside, other=0.0).to(tl.float32)
+    total = tl.sum(read * read, 0)
+    if WHOLE:
+        read *= tl.rsqrt(total / WIDTH + epsilon)
+    else:
+        tl.store(squares + row, total)
+    tl.store(output + row.to(tl.int64) * WIDTH + column, (read * norm).to(output.dtype.element_ty), mask=inside)

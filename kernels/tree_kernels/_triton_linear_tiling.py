@@ -1,0 +1,60 @@
+"""How the linear kernels cut their work."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+# Rows of one tile. More rows take more tiles, which read the weights again.
+MAX_BLOCK_ROWS = 64
+_MIN_BLOCK_ROWS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class LinearTiling:
+    """Sizes of one program's tile, and how it is compiled.
+
+    Attributes:
+        block_rows: rows of the input.
+        block_outputs: rows of the weight.
+        block_inner: numbers of either that are multiplied at a time.
+        splits: programs that share a tile, each with its part of the numbers.
+        warps: of a program.
+        stages: blocks of weights on their way at a time.
+        ahead: 256 bytes of each row's weights asked for before the input is there, so many times. A power of two.
+    """
+
+    block_rows: int
+    block_outputs: int
+    block_inner: int
+    splits: int
+    warps: int
+    stages: int
+    ahead: int
+
+
+def choose_linear_tiling(rows: int, outputs: int, inner: int, *, invariant: bool = False) -> LinearTiling:
+    """The tiling for `rows` times a weight [outputs, inner]. `invariant` makes it one for any number of rows."""
+    block_rows = MAX_BLOCK_ROWS
+    while not invariant and block_rows > _MIN_BLOCK_ROWS and block_rows // 2 >= rows:
+        block_rows //= 2
+    # Each line is the fastest of those tried on an H200, see benchmarks/results.
+    full = block_rows == MAX_BLOCK_ROWS
+    if inner < 2048:
+        splits = 3 if inner >= 1024 and not full else 1
+        block_outputs = (64 if full else 32) if outputs >= 768 else 16
+        return LinearTiling(block_rows, block_outputs, 64, splits, 4 if full else 2, 9, 8)
+    return LinearTiling(block_rows, *(_full(outputs, inner) if full else _few(outputs)))
+
+
+def _full(outputs: int, inner: int) -> tuple[int, int, int, int, int, int]:
+    """For 64 rows: wide tiles, because every tile reads all rows, and parts where too few of them would be left."""
+    if outputs >= 8192:
+        return 128, 64, 1, 4, 8, 8
+    return (64, 64, 2, 4, 8, 8) if inner >= 8192 else (64, 128, 1, 4, 6, 8)
+
+
+def _few(outputs: int) -> tuple[int, int, int, int, int, int]:
+    """For up to 32 rows: enough programs and bytes on their way for the whole memory."""
+    if outputs >= 8192:
+        return 64, 128, 1, 4, 6, 8
+    return (32, 256, 1, 4, 5, 16) if outputs >= 5120 else (32, 256, 2, 4, 5, 8)

@@ -1,0 +1,183 @@
+"""Runs the linear kernels over every case and writes what it found as JSON to standard output.
+
+A process of its own, because Triton's interpreter must be chosen before Triton is imported.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from tree_kernels import linear
+from tree_kernels._triton_linear import TritonLinears
+from tree_kernels._triton_linear_tiling import LinearTiling
+
+INTERPRETED = not torch.cuda.is_available()
+DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
+EPSILON = 1e-5
+SMALL = LinearTiling(block_rows=16, block_outputs=16, block_inner=32, splits=1, warps=4, stages=3, ahead=2)
+TORCH = linear.TorchLinears()
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Rows, hidden size, query heads, heads of keys, width of a head, intermediate size."""
+
+    rows: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    width: int
+    inner: int
+    bias: bool = False
+    dtype: torch.dtype = torch.float32
+    tiling: LinearTiling | None = SMALL
+    invariant: bool = False
+
+
+def cases() -> dict[str, Sizes]:
+    tiny = Sizes(3, 48, 3, 1, 16, 80)
+    found = {f"{rows} rows": replace(tiny, rows=rows) for rows in (1, 15, 16, 17, 40)}
+    found["bias"] = replace(tiny, bias=True)
+    found["blocks that end past the edge"] = replace(tiny, hidden=40, inner=72)
+    found["wider tile"] = replace(tiny, width=32, tiling=LinearTiling(16, 32, 64, 1, 4, 2, 0))
+    split = LinearTiling(16, 16, 16, 4, 4, 2, 0)
+    found["parts"] = replace(tiny, rows=33, hidden=64, heads=4, inner=128, tiling=split)
+    found["own tiling"] = replace(tiny, rows=33, width=32, tiling=None)
+    found["half precision"] = replace(tiny, dtype=torch.float16)
+    if not INTERPRETED:
+        small, large = Sizes(1, 576, 9, 3, 64, 1536), Sizes(1, 4096, 32, 8, 128, 14336)
+        for name, sizes in (("smollm2", small), ("llama", large)):
+            for rows in (1, 5, 32, 64, 130):
+                # Compiling takes longer than running.
+                for invariant in (False, True) if rows in (5, 64, 130) else (False,):
+                    one = replace(sizes, rows=rows, bias=rows == 5, dtype=torch.bfloat16, tiling=None)
+                    found[f"bf16 {name} {rows} {invariant}"] = replace(one, invariant=invariant)
+    return found
+
+
+class Inputs:
+    """Random weights and rows of a layer."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        self._generator = torch.Generator().manual_seed(sizes.rows)
+        self._dtype = sizes.dtype
+        self.sizes = sizes
+        total = (sizes.heads + 2 * sizes.kv_heads) * sizes.width
+        self.hidden = self.make(sizes.rows, sizes.hidden)
+        self.attended = self.make(sizes.rows, sizes.heads * sizes.width)
+        self.qkv = self.make(total, sizes.hidden, scale=sizes.hidden**-0.5)
+        self.out = self.make(sizes.hidden, sizes.heads * sizes.width, scale=sizes.hidden**-0.5)
+        self.gate_up = self.make(2 * sizes.inner, sizes.hidden, scale=sizes.hidden**-0.5)
+        self.bias = self.make(total) if sizes.bias else None
+        self.out_bias = self.make(sizes.hidden) if sizes.bias else None
+        self.norm = linear.Norm(self.make(sizes.hidden) + 1, EPSILON)
+        self.angles = self.make(sizes.rows, sizes.width).float()
+        # Slots that nothing is written to hold NaN, so that two caches differ where one was.
+        self.slots = torch.randperm(sizes.rows + 5, generator=self._generator)[: sizes.rows].to(DEVICE)
+
+    def make(self, *shape: int, scale: float = 1.0) -> Tensor:
+        return (torch.randn(shape, generator=self._generator) * scale).to(DEVICE, self._dtype)
+
+    def heads(self, rows: slice = slice(None)) -> linear.HeadRows:
+        shape = (self.sizes.rows + 5, 1, self.sizes.kv_heads, self.sizes.width)
+        keys, values = (torch.full(shape, 7.0, dtype=self._dtype, device=DEVICE) for _ in range(2))
+        cosines, sines = (turn[rows].to(self._dtype) for turn in (self.angles.cos(), self.angles.sin()))
+        return linear.HeadRows(cosines, sines, self.slots[rows], keys, values)
+
+
+def kernels(inputs: Inputs, rows: slice = slice(None)) -> dict[str, Tensor]:
+    """What every kernel makes of a slice of the rows."""
+    sizes = inputs.sizes
+    triton = TritonLinears(DEVICE, invariant=sizes.invariant, tiling=sizes.tiling)
+    hidden, attended, heads = inputs.hidden[rows], inputs.attended[rows], inputs.heads(rows)
+    start = triton.scale_rows(hidden, inputs.norm)
+    added, scaled = triton.add_linear(attended, inputs.out, inputs.out_bias, hidden, inputs.norm, inputs.gate_up)
+    assert scaled is not None
+    plain, none = triton.add_linear(attended, inputs.out)
+    assert none is None
+    return {
+        "norm": triton.norm_rows(hidden, inputs.norm),
+        "query": triton.rotary_linear(start, inputs.qkv, inputs.bias, heads, inputs.out),
+        "keys": heads.key_cache,
+        "values": heads.value_cache,
+        "added": added,
+        "plain": plain,
+        "gated": triton.gated_linear(scaled, inputs.gate_up),
+    }
+
+
+def references(inputs: Inputs) -> dict[str, Tensor]:
+    """The same on a CPU in fp32."""
+    rows, attended, norm = inputs.hidden.cpu().float(), inputs.attended.cpu().float(), inputs.norm
+    norm = linear.Norm(norm.weight.cpu().float(), norm.epsilon)
+    heads = inputs.heads()
+    heads = linear.HeadRows(
+        heads.cosines.cpu().float(), heads.sines.cpu().float(), heads.slots.cpu(),
+        heads.key_cache.cpu().float(), heads.value_cache.cpu().float(),
+    )  # fmt: skip
+    bias, out_bias = (None if one is None else one.cpu().float() for one in (inputs.bias, inputs.out_bias))
+    out = inputs.out.cpu().float()
+    added, scaled = TORCH.add_linear(attended, out, out_bias, rows, norm)
+    assert scaled is not None
+    start = TORCH.scale_rows(rows, norm)
+    return {
+        "norm": TORCH.norm_rows(rows, norm),
+        "query": TORCH.rotary_linear(start, inputs.qkv.cpu().float(), bias, heads),
+        "keys": heads.key_cache,
+        "values": heads.value_cache,
+        "added": added,
+        "plain": TORCH.add_linear(attended, out)[0],
+        "gated": TORCH.gated_linear(scaled, inputs.gate_up.cpu().float()),
+    }
+
+
+def errors_of(sizes: Sizes) -> dict[str, float]:
+    inputs = Inputs(sizes)
+    actual, expected = kernels(inputs), references(inputs)
+    return {
+        name: float((actual[name].cpu().float() - expected[name]).norm() / expected[name].norm()) for name in expected
+    }
+
+
+def rows_that_others_change(sizes: Sizes) -> list[str]:
+    """Outputs of single rows and of parts that differ from those among all rows. The caches are left out."""
+    inputs = Inputs(sizes)
+    together, changed = kernels(inputs), set()
+    for first, last in ((0, 1), (sizes.rows - 1, sizes.rows), (3, 8), (0, sizes.rows // 2 + 1)):
+        for name, alone in kernels(inputs, slice(first, last)).items():
+            if name not in ("keys", "values") and not torch.equal(alone, together[name][first:last]):
+                changed.add(name)
+    return sorted(changed)
+
+
+def rows_without_a_slot_are_not_written() -> bool:
+    inputs = Inputs(cases()["15 rows"])
+    heads = inputs.heads()
+    slots = heads.slots.clone()
+    slots[4:] = -1
+    heads = replace(heads, slots=slots)
+    triton = TritonLinears(DEVICE, tiling=SMALL)
+    triton.rotary_linear(triton.scale_rows(inputs.hidden, inputs.norm), inputs.qkv, None, heads)
+    untouched = [slot for slot in range(inputs.sizes.rows + 5) if slot not in slots[:4].tolist()]
+    return all(bool((cache[untouched] == 7.0).all()) for cache in (heads.key_cache, heads.value_cache))
+
+
+def main() -> None:
+    chosen = cases()
+    invariant = {"own tiling": replace(chosen["own tiling"], invariant=True)}
+    invariant |= {name: sizes for name, sizes in chosen.items() if sizes.invariant and sizes.rows > 5}
+    found = {
+        "errors": {name: errors_of(sizes) for name, sizes in chosen.items()},
+        "changed": {name: rows_that_others_change(sizes) for name, sizes in invariant.items()},
+        "unslotted": rows_without_a_slot_are_not_written(),
+    }
+    json.dump(found, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

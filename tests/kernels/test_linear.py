@@ -1,0 +1,130 @@
+"""The linear kernels against their definition: interpreted on a CPU here, compiled on a GPU under `make test-gpu`."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+
+from tree_kernels.linear import HeadRows, Norm, TorchLinears, row_linears
+
+pytest.importorskip("triton")
+from tree_kernels._triton_linear import TritonLinears
+from tree_kernels._triton_linear_tiling import choose_linear_tiling
+
+WORKER = Path(__file__).with_name("linear_worker.py")
+CPU = torch.device("cpu")
+SHAPES = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096), (960, 576), (576, 1536)]
+
+
+def work(**environment: str) -> dict[str, Any]:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(WORKER)],
+        env={**os.environ, **environment},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+        timeout=280,
+    )
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> dict[str, Any]:
+    return work(TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")
+
+
+def check(found: dict[str, Any]) -> None:
+    """fp32 agrees to rounding, half precision to its own."""
+    tolerance = {"half precision": 2e-3}
+    wrong = {
+        f"{name}: {output}": error
+        for name, errors in found["errors"].items()
+        for output, error in errors.items()
+        # Written so that NaN fails.
+        if not error <= tolerance.get(name, 1e-2 if name.startswith("bf16") else 2e-6)
+    }
+    assert not wrong
+    assert found["unslotted"]
+
+
+def test_every_case_equals_the_definition(interpreted: dict[str, Any]) -> None:
+    assert len(interpreted["errors"]) > 10
+    check(interpreted)
+
+
+def test_no_row_depends_on_how_many_there_are(interpreted: dict[str, Any]) -> None:
+    assert interpreted["changed"] == {"own tiling": []}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_every_case_holds_on_a_gpu() -> None:
+    found = work(TRITON_INTERPRET="0")
+    check(found)
+    assert len(found["changed"]) > 4
+    assert not any(found["changed"].values())
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_an_invariant_tiling_knows_no_rows(shape: tuple[int, int]) -> None:
+    chosen = {choose_linear_tiling(rows, *shape, invariant=True) for rows in (1, 2, 16, 64, 300)}
+    assert len(chosen) == 1
+    # It is the one that full tiles have, so that wide steps are as fast as without.
+    assert chosen == {choose_linear_tiling(64, *shape)}
+
+
+@pytest.mark.parametrize("rows", [1, 5, 16, 17, 64, 65])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_tile_holds_the_rows_and_little_more(rows: int, shape: tuple[int, int]) -> None:
+    tiling = choose_linear_tiling(rows, *shape)
+    assert min(rows, 64) <= tiling.block_rows <= max(8, 2 * rows - 1)
+    # Shared memory of one processor.
+    assert (tiling.block_rows + tiling.block_outputs) * tiling.block_inner * 2 * tiling.stages <= 227_000
+
+
+def test_the_definition_is_that_of_a_decoder_layer() -> None:
+    """In the words of torch: a norm, projections, rotary embedding of halves, SiLU."""
+    torch.manual_seed(0)
+    linears = TorchLinears()
+    hidden, norm = torch.randn(5, 24), Norm(torch.rand(24), 1e-5)
+    normed = functional.rms_norm(hidden, (24,), norm.weight, norm.epsilon)
+    torch.testing.assert_close(linears.norm_rows(hidden, norm), normed)
+    weight, bias = torch.randn(4 * 8, 24), torch.randn(4 * 8)
+    angles = torch.randn(5, 4).repeat(1, 2)
+    keys, values = torch.zeros(7, 1, 1, 8), torch.zeros(7, 1, 1, 8)
+    slots = torch.tensor([6, 2, 0, 1, 4])
+    scaled = linears.scale_rows(hidden, norm)
+    query = linears.rotary_linear(scaled, weight, bias, HeadRows(angles.cos(), angles.sin(), slots, keys, values))
+    heads = functional.linear(normed, weight, bias).view(5, 4, 8)
+    turned = torch.view_as_complex(torch.stack(heads.chunk(2, dim=2), dim=3)) * torch.polar(
+        torch.ones(5, 1, 4), angles[:, None, :4]
+    )
+    expected = torch.cat((turned.real, turned.imag), dim=2)
+    torch.testing.assert_close(query, expected[:, :2])
+    torch.testing.assert_close(keys[slots, 0], expected[:, 2:3])
+    torch.testing.assert_close(values[slots, 0], heads[:, 3:])
+    gate, up = functional.linear(normed, weight).chunk(2, dim=1)
+    torch.testing.assert_close(linears.gated_linear(scaled, weight), functional.silu(gate) * up)
+
+
+def test_rows_that_the_kernels_cannot_read_are_refused() -> None:
+    linears = TritonLinears(CPU)
+    with pytest.raises(ValueError, match="one dtype"):
+        linears.add_linear(torch.zeros(2, 16), torch.zeros(16, 16, dtype=torch.float16))
+    with pytest.raises(ValueError, match="contiguous"):
+        linears.add_linear(torch.zeros(2, 16), torch.zeros(16, 32)[:, ::2])
+    with pytest.raises(ValueError, match="last dimension is contiguous"):
+        linears.norm_rows(torch.zeros(16, 2).T, Norm(torch.ones(16), 1e-5))
+
+
+def test_a_cpu_gets_the_definition() -> None:
+    assert isinstance(row_linears(CPU), TorchLinears)
