@@ -25,6 +25,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from target_service.model.captured import CapturedRunner, CaptureOptions
+from target_service.model.preparing import LayerOptions
 from target_service.model.runner import ForwardInput, ModelRunner, runner_for
 from tree_kernels.attention import AttentionBatch
 
@@ -40,9 +41,11 @@ SHAPES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 MODES: dict[str, CaptureOptions | None] = {
     "eager": None,
-    "captured": CaptureOptions(compiled=False),
-    "compiled": CaptureOptions(joined=False),
-    "joined": CaptureOptions(),
+    "captured": CaptureOptions(layers=LayerOptions(joined=False, compiled=False, fused=False)),
+    "compiled": CaptureOptions(layers=LayerOptions(joined=False, fused=False)),
+    "joined": CaptureOptions(layers=LayerOptions(fused=False)),
+    "fused": CaptureOptions(),
+    "invariant": CaptureOptions(layers=LayerOptions(invariant=True)),
 }
 BYTES_PER_MS = 4.3e9
 PAGE_SIZE = 16
@@ -183,9 +186,7 @@ def kernels_of(runner: ModelRunner, load: Load) -> list[dict[str, Any]]:
             runner.forward(batch)
         torch.cuda.synchronize()
     found = sorted(profile.key_averages(), key=lambda event: -event.self_device_time_total)
-    return [
-        {"kernel": one.key[:90], "us": one.self_device_time_total / 5, "launches": one.count / 5} for one in found[:24]
-    ]
+    return [{"kernel": one.key[:90], "us": one.self_device_time_total / 5, "launches": one.count / 5} for one in found]
 
 
 def floor_ms(model: LlamaForCausalLM, load: Load) -> float:
@@ -239,7 +240,8 @@ def run_shape(shape: str, modes: list[str], seconds: float, profiled: bool) -> l
         if profiled:
             result["kernels"] = {str(load): kernels_of(current, load) for load in (TIMED[0], TIMED[-1])}
             for name, kernels in result["kernels"].items():
-                say(f"  kernels of {name}")
+                total = sum(one["us"] for one in kernels)
+                say(f"  {sum(one['launches'] for one in kernels):.0f} launches of {name}, {total:.0f} us")
                 for one in kernels[:14]:
                     say(f"    {one['us']:9.1f} us {one['launches']:6.1f} x {one['kernel'][:70]}")
         results.append(result)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy
@@ -19,7 +19,7 @@ from transformers import AttentionInterface
 
 from target_service.kv_cache import KVCache
 from target_service.model.buckets import Bucket, buckets_up_to, capacity, choose_bucket, padded
-from target_service.model.joining import compile_shared, join_linears
+from target_service.model.preparing import LayerOptions, prepare_layers
 from target_service.model.runner import ForwardInput, ForwardPass, ModelRunner, _attend, _Step
 from tree_kernels._triton_attention import TritonAttention, TritonPlan, plan_integers
 from tree_kernels.feeding import fill_awaited
@@ -50,19 +50,17 @@ AttentionInterface.register(ATTENTION, _attend_opaque)
 
 @dataclass(frozen=True, slots=True)
 class CaptureOptions:
-    """What is captured, and how layers are prepared.
+    """What is captured.
 
     Attributes:
         max_rows: of all sequences of a step; larger steps run eagerly.
         max_sequences: of a step; at most `runner.MAX_SEQUENCES`.
-        compiled: fuse what lies between matrix products with the compiler.
-        joined: compute products that share their input as one. Only for compiled layers.
+        layers: how layers are prepared.
     """
 
     max_rows: int = 512
     max_sequences: int = 256
-    compiled: bool = True
-    joined: bool = True
+    layers: LayerOptions = field(default_factory=LayerOptions)
 
 
 class StepBuffer:
@@ -164,8 +162,7 @@ class CapturedRunner(ModelRunner):
         self._pool: Any = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         self._model.set_attn_implementation(ATTENTION)
-        if self._options.compiled:
-            _compile_layers(self._model, joined=self._options.joined)
+        prepare_layers(self._model, self._options.layers)
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:
@@ -288,12 +285,3 @@ def _rows_of(values: Tensor, rows: tuple[int, ...]) -> Tensor:
     if rows and rows == tuple(range(rows[0], rows[0] + len(rows))):
         return values[rows[0] : rows[0] + len(rows)]
     return values[torch.tensor(rows, dtype=torch.int64).to(values.device, non_blocking=True)]
-
-
-def _compile_layers(model: Any, *, joined: bool) -> None:
-    """Have every decoder layer and the last norm compiled at their first call."""
-    if joined:
-        join_linears(model)
-    for layer in model.model.layers:
-        layer.compile(backend=compile_shared, dynamic=False)
-    model.model.norm.compile(backend=compile_shared, dynamic=False)
