@@ -14,7 +14,7 @@ from target_service.model.packing import can_pack, pack_linears
 from target_service.model.runner import ModelRunner, runner_for
 from target_service.model.selfcheck import check_runner, own_logits
 from target_service.model.store import resolve
-from target_service.model.support import check_supported, longest_context, tokenizer_fingerprint
+from target_service.model.support import check_supported, kv_shape, longest_context, tokenizer_fingerprint
 from tree_kernels.attention import Backend
 
 log = logging.getLogger(__name__)
@@ -96,8 +96,5 @@ def _tokens_that_fit(settings: PretrainedConfig, dtype: torch.dtype, device: tor
     else:
         free = psutil.virtual_memory().available
     any_settings: Any = settings
-    heads = any_settings.num_attention_heads
-    kv_heads = getattr(settings, "num_key_value_heads", None) or heads
-    width = getattr(settings, "head_dim", None) or any_settings.hidden_size // heads
-    per_token = 2 * any_settings.num_hidden_layers * kv_heads * width * dtype.itemsize
+    per_token = any_settings.num_hidden_layers * kv_shape(settings).elements * dtype.itemsize
     return int(min(_KV_TOKENS_LIMIT, free * _KV_MEMORY_SHARE / per_token))

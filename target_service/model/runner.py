@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 
 from target_service.kv_cache import KVCache
-from target_service.model.support import ModelRefused, longest_context
+from target_service.model.support import ModelRefused, kv_shape, longest_context
 from tree_kernels.attention import AttentionBatch, AttentionPlan, Backend, TreeAttention
 from tree_kernels.kv_move import write_kv
 
@@ -188,11 +188,17 @@ def runner_for(
     tokenizer_fingerprint: str = "",
 ) -> ModelRunner:
     """A runner for a model already loaded, on the device and in the dtype it is in."""
-    config = model.config
-    heads = config.num_attention_heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    cache = KVCache(num_pages, page_size, config.num_hidden_layers, kv_heads, width, width, model.dtype, model.device)
+    config, shape = model.config, kv_shape(model.config)
+    cache = KVCache(
+        num_pages,
+        page_size,
+        config.num_hidden_layers,
+        shape.heads,
+        shape.key_width,
+        shape.value_width,
+        model.dtype,
+        model.device,
+    )
     return ModelRunner(
         model.eval(),
         tokenizer,

@@ -42,8 +42,8 @@ def check_runner(runner: ModelRunner, own: Tensor) -> None:
         parts = [runner.forward(_part(runner, pages, *span)).clone() for span in spans]
     except torch.OutOfMemoryError:
         raise
-    except RuntimeError as error:
-        # Such as keys of another shape than the configuration tells.
+    except (RuntimeError, IndexError) as error:
+        # Such as keys of another shape, or of more layers, than the configuration tells.
         raise ModelRefused(f"{runner.name}: it cannot run over paged attention: {error}") from error
     finally:
         runner.cache.release(pages)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import dataclass
 from typing import Any
 
 from transformers import PretrainedConfig, PreTrainedModel
@@ -14,7 +15,7 @@ class ModelRefused(ValueError):
 
 # Attributes of configurations whose attention is not plain causal attention over every earlier token.
 _FOREIGN = {
-    "kv_lora_rank": "multi-head latent attention",
+    "index_topk": "attention to a choice of tokens",
     "attn_logit_softcapping": "capped attention scores",
     "attention_chunk_size": "chunked attention",
     "layers_block_type": "layers that are not attention",
@@ -28,7 +29,7 @@ _FOREIGN = {
 
 
 def check_supported(config: PretrainedConfig, model: PreTrainedModel | None = None) -> None:
-    """Raise `ModelRefused` with the reason unless the model is a decoder of plain, grouped-query attention."""
+    """Raise `ModelRefused` with the reason unless every token attends to all tokens before it, and to no other."""
     kind = config.model_type
     if getattr(config, "is_encoder_decoder", False):
         raise ModelRefused(f"{kind}: an encoder-decoder; only decoders are served")
@@ -52,6 +53,29 @@ def check_supported(config: PretrainedConfig, model: PreTrainedModel | None = No
             raise ModelRefused(f"{kind}: a sliding window of {window} tokens is not served")
     if model is not None:
         _check_model(kind, model)
+
+
+@dataclass(frozen=True, slots=True)
+class KVShape:
+    """What one layer keeps of one token."""
+
+    heads: int
+    key_width: int
+    value_width: int
+
+    @property
+    def elements(self) -> int:
+        return self.heads * (self.key_width + self.value_width)
+
+
+def kv_shape(config: PretrainedConfig) -> KVShape:
+    """Keys and values as attention gets them. Multi-head latent attention comes expanded: all heads, unequal widths."""
+    any_config: Any = config
+    heads = int(any_config.num_attention_heads)
+    if getattr(config, "kv_lora_rank", None):
+        return KVShape(heads, any_config.qk_nope_head_dim + any_config.qk_rope_head_dim, any_config.v_head_dim)
+    width = getattr(config, "head_dim", None) or any_config.hidden_size // heads
+    return KVShape(getattr(config, "num_key_value_heads", None) or heads, width, width)
 
 
 def longest_context(config: PretrainedConfig) -> int:

@@ -15,6 +15,12 @@ from target_service.model.packing import PackedLinear, can_pack, pack_linears
 from target_service.model.runner import ForwardInput, ModelRunner, runner_for
 from tree_kernels.attention import AttentionBatch
 
+# Keys of 24, values of 12.
+LATENT: dict[str, Any] = {
+    "kv_lora_rank": 16, "q_lora_rank": None, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12,
+    "num_attention_heads": 4, "num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2,
+    "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "moe_intermediate_size": 16, "n_shared_experts": 1,
+}  # fmt: skip
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "llama-mha": {"num_key_value_heads": 4},
@@ -22,6 +28,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {"use_sliding_window": False},
     "qwen3": {"head_dim": 16},
     "mistral": {"sliding_window": None},
+    "deepseek_v2": LATENT,
+    "deepseek_v3": LATENT | {"q_lora_rank": 24},
 }
 # Node 3 is a grandchild by way of 1; 2 and 5 are siblings of 1.
 TREE = (0, 0, 0, 1, 3, 0, 2)

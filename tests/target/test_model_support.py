@@ -29,7 +29,7 @@ def config_of(model_type: str, **settings: Any) -> PreTrainedConfig:
         (config_of("mistral", sliding_window=64), "sliding window of 64"),
         (config_of("qwen2", use_sliding_window=True, sliding_window=64), "sliding"),
         (config_of("gemma2"), "capped|sliding"),
-        (config_of("deepseek_v3"), "latent attention"),
+        (config_of("llama", index_topk=64), "choice of tokens"),
         (config_of("jamba"), "not attention"),
         (config_of("qwen3_next"), "linear attention"),
         (config_of("mamba"), "linear|state-space"),
