@@ -1,11 +1,12 @@
-"""Tree attention on one GPU: microseconds of one layer, against its floors and against FlashInfer.
+"""Tree attention on one GPU: microseconds of one layer, against its floors and against other kernels.
 
-    PYTHONPATH=kernels python benchmarks/tree_attention.py [--grid small|full] [--tune] [--xqa] [--json FILE]
+    PYTHONPATH=kernels python benchmarks/tree_attention.py [--grid small|full] [--tune] [--xqa] [--dense] [--json FILE]
 
 Every case draws fresh inputs, checks each implementation against the fp32 reference, then replays CUDA graphs of
 several launches over different caches, so that no launch finds its keys in L2. Times are medians over replays, divided
 by the launches; the spread is the distance between the quartiles. The floor is the larger of reading keys and values
-once and doing the products once. FlashInfer is measured where it is installed; its first use compiles for a minute.
+once and doing the products once. FlashInfer is measured where it is installed, at width 128; its first use compiles for
+half a minute. `--dense` adds PyTorch's own attention, at 16 and 64 rows of four shapes.
 """
 
 from __future__ import annotations
@@ -33,13 +34,15 @@ from tree_kernels._triton_tiling import Tiling
 def cases(grid: str) -> Iterator[Case]:
     """The shapes people decode at first, so that a run cut short by `--seconds` still says most."""
     shapes = [(1, 1024), (1, 8192), (1, 32768), (1, 131072), (8, 1024), (8, 8192), (8, 32768), (64, 1024), (64, 8192)]
-    rows = (1, 16, 64) if grid == "small" else (1, 8, 16, 32, 64, 256)
-    base = [Case(batch, context, n) for batch, context in shapes for n in rows]
-    yield from base
-    if grid == "small":
-        return
-    for batch, context in ((1, 1024), (1, 32768), (8, 8192), (64, 1024)):
-        for n in (16, 64):
+    few = grid == "small"
+    yield from (Case(batch, context, n) for batch, context in shapes for n in (1, 16, 64))
+    for batch, context in ((1, 1024), (1, 8192), (8, 1024), (64, 1024)):
+        yield from (Case(batch, context, n, query_heads=9, kv_heads=3, width=64) for n in (1, 16, 64))
+    yield from (Case(batch, context, 256) for batch, context in (shapes[::2] if few else shapes))
+    if not few:
+        yield from (Case(batch, context, n) for batch, context in shapes for n in (8, 32))
+    for batch, context in ((1, 1024), (8, 8192)) if few else ((1, 1024), (1, 32768), (8, 8192), (64, 1024)):
+        for n in (64,) if few else (16, 64):
             case = Case(batch, context, n)
             yield replace(case, page_size=1)
             yield replace(case, page_size=64)
@@ -50,15 +53,19 @@ def cases(grid: str) -> Iterator[Case]:
 
 def tilings(case: Case) -> list[Tiling]:
     """What `--tune` tries."""
-    packed = triton.next_power_of_2(case.rows * case.query_heads // case.kv_heads)
-    heights = {min(128, max(16, packed)), min(64, max(16, packed)), 256 if packed >= 256 else max(16, min(128, packed))}
+    packed = max(16, triton.next_power_of_2(case.rows * case.query_heads // case.kv_heads))
+    shapes = [(16, 64, 4, 5, 1), (16, 64, 4, 5, 2), (16, 64, 4, 5, 3), (16, 128, 4, 3, 1), (16, 128, 4, 3, 2)]
+    shapes += [(32, 64, 4, 5, 1), (32, 128, 4, 3, 1), (32, 128, 4, 3, 2)]
+    shapes += [(64, 64, 4, 5, 1), (64, 64, 4, 5, 2), (64, 64, 4, 4, 2), (64, 128, 4, 3, 1)]
+    shapes += [(128, 128, 8, 3, 1), (128, 128, 8, 5, 1), (256, 64, 16, 5, 1)]
+    # Merging in the same launch pays where groups are cut in two at most.
+    merges = (0,) if 2 * case.batch * case.kv_heads * packed < 132 * 16 else (0, 16)
     return [
-        Tiling(height, keys, warps, stages, per_sm)
-        for height in sorted(heights)
-        for keys in (32, 64, 128)
-        for warps in ({16: (4,), 32: (4,), 64: (4,), 128: (4, 8), 256: (8, 16)}[height])
-        for stages in (3, 5)
-        for per_sm in ((1, 2, 3) if height <= 64 else (1, 2) if height == 128 else (1,))
+        Tiling(*shape, merge, apart)
+        for shape in shapes
+        for merge in merges
+        for apart in (False, True)
+        if packed // 4 <= shape[0] <= packed and (shape[0] >= 64 or not apart)
     ]
 
 
@@ -140,17 +147,26 @@ def bars(results: list[tuple[Case, dict[str, Any]]]) -> dict[str, str]:
     }
 
 
+# The shapes that PyTorch's own attention is compiled for.
+_DENSE_CASES = {Case(*shape, rows) for shape in ((1, 1024), (1, 32768), (8, 8192), (64, 1024)) for rows in (16, 64)}
+
+
 def run_case(case: Case, seed: int, options: argparse.Namespace, scratch: list[Tensor]) -> dict[str, Any]:
     inputs = draw(case, seed)
     found: dict[str, Any] = {"ours": tuned(inputs) if options.tune else ours(inputs, TritonSettings())}
     if options.split_keys:
         found["ours_fixed_split"] = ours(inputs, TritonSettings(options.split_keys))
-    if importlib.util.find_spec("flashinfer") and not options.tune:
+    if options.dense and case in _DENSE_CASES:
+        # Only here: FlexAttention's import alone takes seconds.
+        from attention_dense_peers import flex_run, sdpa_run
+
+        found["sdpa"], found["flex"] = sdpa_run(inputs), flex_run(inputs)
+    if importlib.util.find_spec("flashinfer") and not options.tune and case.width == 128:
         # Only here: FlashInfer may be absent.
         from attention_peers import flashinfer_runs, xqa_run
 
         found.update(flashinfer_runs(inputs))
-        if options.xqa and 1 < case.rows <= 64 and case.page_size > 1:
+        if options.xqa and case.rows in (16, 64) and case.page_size == 16 and case.query_heads == 32:
             found["xqa"] = xqa_run(inputs, scratch[0], scratch[1])
     return found
 
@@ -161,6 +177,7 @@ def main() -> int:
     parser.add_argument("--rows", type=int, nargs="*", help="only these numbers of rows")
     parser.add_argument("--tune", action="store_true", help="try many tilings and keep the fastest; no peers")
     parser.add_argument("--xqa", action="store_true", help="measure FlashInfer's XQA too (one build per shape)")
+    parser.add_argument("--dense", action="store_true", help="measure PyTorch's own attention too, in a few cases")
     parser.add_argument("--split-keys", type=int, default=0, help="measure this fixed split size too")
     parser.add_argument("--seconds", type=float, default=420.0, help="start no case after this time")
     parser.add_argument("--json", type=Path)

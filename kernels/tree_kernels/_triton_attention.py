@@ -1,4 +1,4 @@
-"""Tree attention in Triton: one launch attends, one merges, one prepares the step; nothing is read back.
+"""Tree attention in Triton: one launch prepares the step, one attends and mostly merges; nothing is read back.
 
 Every tensor of a plan keeps its address, so that a captured CUDA graph stays good: `update` writes the next step's
 lengths, pages and parents into the plan that the graph was captured with.
@@ -8,20 +8,20 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass, field
-from itertools import accumulate, chain
+from itertools import accumulate
 
 import torch
 import triton
 from torch import Tensor
 
-from tree_kernels._triton_kernels import attention_kernel, merge_kernel
-from tree_kernels._triton_schedule import ancestor_kernel, schedule_kernel
+from tree_kernels._triton_kernels import attention_kernel
+from tree_kernels._triton_merge import merge_kernel
+from tree_kernels._triton_schedule import schedule_kernel
 from tree_kernels._triton_tiling import Tiling, choose_tiling
 from tree_kernels.batch import AttentionBatch, AttentionPlan
 from tree_kernels.tree_mask import WORD_BITS
 
 MAX_TREE_ROWS = 256
-_RECORD = 8
 _SCHEDULE_BLOCK = 64
 _LOG2_E = 1.4426950408889634
 
@@ -55,9 +55,14 @@ class _Layout:
 
 @dataclass
 class _Schedule:
+    """Work space of one layout; see `_triton_schedule` for the integers."""
+
+    # [groups, 8], [chunks, 16], [groups] and [3] int32.
     groups: Tensor
-    chunk_groups: Tensor
+    chunk_table: Tensor
+    arrivals: Tensor
     totals: Tensor
+    # [2 * chunks, packed rows of a block, Dv] and [2 * chunks, packed rows of a block] fp32.
     partials: Tensor
     partial_lse: Tensor
     max_chunks: int
@@ -90,6 +95,9 @@ class TritonAttention:
         if processors is None:
             processors = torch.cuda.get_device_properties(device).multi_processor_count
         self._processors = processors
+        early = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+        # From Hopper on, a launch may be put in place while the one before it ends.
+        self._launch = {"EARLY": True, "launch_pdl": True} if early else {"EARLY": False}
 
     def plan(self, batch: AttentionBatch, integers: Tensor | None = None) -> TritonPlan:
         """See `TreeAttention.plan`.
@@ -154,6 +162,9 @@ class TritonAttention:
 
     def run(self, plan: AttentionPlan, query: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float) -> Tensor:
         assert isinstance(plan, TritonPlan)
+        if scale <= 0:
+            # The largest score is looked for before scaling.
+            raise ValueError(f"expected a positive scale, got {scale}")
         layout = self._layout(plan.batch, query, key_cache, value_cache)
         output = query.new_empty(query.shape[0], query.shape[1], layout.value_width)
         schedule = plan.schedules.get(layout)
@@ -163,19 +174,23 @@ class TritonAttention:
         tiling = layout.tiling
         blocks = {"BLOCK_DV": triton.next_power_of_2(layout.value_width), "BLOCK_M": tiling.block_rows}
         attention_kernel[(self._programs(tiling),)](
-            query, key_cache, value_cache, output, schedule.partials, schedule.partial_lse, plan.page_table,
-            plan.words, schedule.groups, schedule.chunk_groups, schedule.totals, scale * _LOG2_E,
+            query, key_cache, value_cache, output, schedule.partials, schedule.partial_lse, schedule.arrivals,
+            plan.page_table, plan.words, schedule.groups, schedule.chunk_table, schedule.totals, scale * _LOG2_E,
             query.stride(0), query.stride(1),
             D=layout.width, BLOCK_D=triton.next_power_of_2(layout.width),
             PAGE_SIZE=plan.batch.page_size, BLOCK_N=tiling.block_keys, WORDS=plan.words.shape[1],
-            num_warps=tiling.warps, num_stages=tiling.stages, **heads, **blocks,
+            FAR=max(key_cache.numel(), value_cache.numel()) >= 1 << 31, FIXED=bool(self._settings.split_keys),
+            APART=tiling.apart, MERGE_ROWS=tiling.merge_rows, MERGE_PARTS=tiling.merge_parts(blocks["BLOCK_DV"]),
+            num_warps=tiling.warps, num_stages=tiling.stages, **heads, **blocks, **self._launch,
         )  # fmt: skip
-        by_group = len(schedule.groups) <= schedule.max_chunks
-        rows, parts = (2, 16) if by_group else (4, 8)
-        merge_kernel[(len(schedule.groups) if by_group else schedule.max_chunks, tiling.block_rows // rows)](
-            output, schedule.partials, schedule.partial_lse, schedule.groups, schedule.chunk_groups,
-            schedule.totals, ROWS=rows, PARTS=parts, BY_GROUP=by_group, num_warps=4, **heads, **blocks,
-        )  # fmt: skip
+        if not tiling.merge_rows:
+            by_group = len(schedule.groups) <= schedule.max_chunks
+            rows, parts = (2, 16) if by_group else (4, 8)
+            merge_kernel[(len(schedule.groups) if by_group else schedule.max_chunks, tiling.block_rows // rows)](
+                output, schedule.partials, schedule.partial_lse, schedule.groups, schedule.chunk_table,
+                schedule.totals, ROWS=rows, PARTS=parts, BY_GROUP=by_group, num_warps=4,
+                **heads, **blocks, **self._launch,
+            )  # fmt: skip
         return output
 
     def _layout(self, batch: AttentionBatch, query: Tensor, key_cache: Tensor, value_cache: Tensor) -> _Layout:
@@ -190,7 +205,9 @@ class TritonAttention:
             key_cache.shape[3],
             query.element_size(),
             keys=sum(batch.prefix_lengths),
-            busy=4 * batch.sequences * kv_heads > self._processors,
+            sequences=batch.sequences,
+            kv_heads=kv_heads,
+            processors=self._processors,
         )
         return _Layout(group, kv_heads, key_cache.shape[3], value_cache.shape[3], tiling)
 
@@ -223,24 +240,23 @@ class TritonAttention:
         max_blocks = batch.rows * layout.group // tiling.block_rows + batch.sequences
         max_groups = max_blocks * layout.kv_heads
         schedule = _Schedule(
-            groups=self._integers(max_groups, _RECORD),
-            chunk_groups=self._integers(max_chunks, 2),
+            groups=self._integers(max_groups, 8),
+            chunk_table=self._integers(max_chunks, 16),
+            arrivals=self._integers(max_groups),
             totals=self._integers(3),
             partials=torch.empty(2 * max_chunks, tiling.block_rows, layout.value_width, device=self._device),
             partial_lse=torch.empty(2 * max_chunks, tiling.block_rows, device=self._device),
             max_chunks=max_chunks,
         )
-        if not plan.schedules and any(parents is not None for parents in batch.parents):
-            ancestor_kernel[(batch.sequences,)](
-                plan.query_starts, plan.causal, plan.parents, plan.words,
-                BLOCK_R=WORD_BITS * plan.words.shape[1], WORDS=plan.words.shape[1],
-            )  # fmt: skip
-        schedule_kernel[(triton.cdiv(max(max_groups, max_chunks), _SCHEDULE_BLOCK),)](
-            plan.query_starts, plan.prefix_lengths, plan.causal, plan.page_starts, schedule.groups,
-            schedule.chunk_groups, schedule.totals, batch.sequences, self._programs(tiling),
+        walk = not plan.schedules and any(parents is not None for parents in batch.parents)
+        words = plan.words.shape[1]
+        schedule_kernel[(batch.sequences,)](
+            plan.query_starts, plan.prefix_lengths, plan.causal, plan.page_starts, plan.parents, plan.words,
+            schedule.groups, schedule.chunk_table, schedule.arrivals, schedule.totals, batch.sequences,
+            self._programs(tiling), max_chunks,
             GROUP=layout.group, KV_HEADS=layout.kv_heads, BLOCK_M=tiling.block_rows, BLOCK_N=tiling.block_keys,
-            FIXED_TILES=fixed_tiles, MIN_TILES=1,
-            BLOCK_B=triton.next_power_of_2(batch.sequences), BLOCK_I=_SCHEDULE_BLOCK,
+            FIXED_TILES=fixed_tiles, BLOCK_B=triton.next_power_of_2(batch.sequences),
+            BLOCK_R=WORD_BITS * words if walk else 0, WORDS=words, BLOCK_I=_SCHEDULE_BLOCK, num_warps=2,
         )  # fmt: skip
         return schedule
 
@@ -270,5 +286,7 @@ def _pack(batch: AttentionBatch, pad_rows: int | None = None) -> Tensor:
     for parents, rows in zip(batch.parents, batch.row_counts, strict=True):
         packed.extend(parents if parents is not None else (0,) * rows)
     packed.extend((0,) * ((pad_rows or batch.rows) - batch.rows))
-    packed.extend(chain.from_iterable(batch.pages))
+    for pages in batch.pages:
+        # A copy of memory where they come as an array, and most of the host's time where they do not.
+        packed.extend(pages)
     return torch.frombuffer(packed, dtype=torch.int32)

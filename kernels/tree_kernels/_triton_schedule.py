@@ -1,13 +1,15 @@
-"""Triton kernels that prepare a step of tree attention on the device: ancestor words, and who reads which keys.
+"""The Triton kernel that prepares a step of tree attention on the device: ancestor words, and who reads which keys.
 
 Words: a *group* is one key head of one block of BLOCK_M packed rows (packed row = row * GROUP + member, so that all
 query heads of a key head share what is read); a *tile* is BLOCK_N keys; all tiles of all groups stand in one line,
 which is cut into *chunks* of equal length, one program each. A group that a cut falls into leaves one *partial* per
-chunk, merged afterwards. With a fixed chunk length every group starts a chunk of its own, so that where it is cut
-depends on nothing but its sequence.
+chunk, merged afterwards. Where it costs little, and with a fixed chunk length always, every group starts a chunk of
+its own: then no program begins twice, and with a fixed length where a group is cut depends on nothing but its sequence.
 
 A record describes a group in 8 integers: first row, rows, prefix length, start in the page table, block, first tile,
-tiles, 2 * head + causal.
+tiles, 2 * head + causal. A chunk is described in 16, so that a program reads no more before its first page: the record
+of its first group, then first group, last group and the tiles of a chunk. A chunk that is not there ends before it
+begins.
 """
 
 from __future__ import annotations
@@ -17,110 +19,130 @@ import triton.language as tl
 
 
 @triton.jit
-def _pick(hit, values):  # type: ignore[no-untyped-def]
-    """[I, B] one-hot and [B] -> [I]."""
-    return tl.sum(tl.where(hit, values[None, :], 0), 1)
-
-
-@triton.jit
-def ancestor_kernel(  # type: ignore[no-untyped-def]
-    query_starts, causal, parents, words, BLOCK_R: tl.constexpr, WORDS: tl.constexpr
-):
-    """Ancestor words of one sequence per program, by walking from every row to the root. words: [R, WORDS] int64."""
-    start = tl.load(query_starts + tl.program_id(0))
-    rows = tl.load(query_starts + tl.program_id(0) + 1) - start
-    rows = tl.where(tl.load(causal + tl.program_id(0)) > 0, 0, rows)
+def _ancestors(start, rows, parents, words, BLOCK_R: tl.constexpr, WORDS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Ancestor words of one sequence, by walking from every row to the root. words: [R, WORDS] int64."""
     row = tl.arange(0, BLOCK_R)
     live = row < rows
     word = tl.arange(0, WORDS)
     one = tl.full([BLOCK_R, WORDS], 1, tl.int64)
     bits = tl.zeros([BLOCK_R, WORDS], tl.int64)
     at = tl.where(live, row, 0)
-    # Bounded by the number of rows, so that a malformed tree cannot hang the device.
-    for _ in tl.range(0, tl.minimum(rows, BLOCK_R)):
-        bits |= tl.where((at // 64)[:, None] == word[None, :], one << (at % 64).to(tl.int64)[:, None], 0)
-        at = tl.load(parents + start + at, mask=live & (at > 0), other=0)
+    walked = 0
+    deepest = tl.max(at, 0)
+    # Bounded by the number of rows, so that a malformed tree cannot hang the device. Looking for the end costs as much
+    # as a few steps.
+    while (walked < rows) & (deepest > 0):
+        for _ in tl.static_range(4):
+            bits |= tl.where((at // 64)[:, None] == word[None, :], one << (at % 64).to(tl.int64)[:, None], 0)
+            at = tl.load(parents + start + at, mask=live & (at > 0), other=0)
+        walked += 4
+        deepest = tl.max(at, 0)
+    # The root, that every walk ends in.
+    bits |= tl.where(word[None, :] == 0, one, 0)
     tl.store(words + (start + row)[:, None] * WORDS + word[None, :], bits, mask=live[:, None])
 
 
 @triton.jit
-def schedule_kernel(  # type: ignore[no-untyped-def]
-    query_starts,
-    prefix_lengths,
-    causal,
-    page_starts,
-    groups,
-    chunk_groups,
-    totals,
-    sequences,
-    programs,
-    GROUP: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    FIXED_TILES: tl.constexpr,
-    MIN_TILES: tl.constexpr,
-    BLOCK_B: tl.constexpr,
-    BLOCK_I: tl.constexpr,
-):
-    """Lengths of B sequences -> records of groups, first and last group of each chunk, and totals.
+def _divide(tiles, group_counts, programs, FIXED_TILES: tl.constexpr, CANDIDATES: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Tiles of a chunk, and whether every group starts one. tiles, group_counts: [B]."""
+    if FIXED_TILES > 0:
+        return tl.full([], FIXED_TILES, tl.int32), tl.full([], 1, tl.int32)
+    even = tl.maximum((tl.sum(tiles * group_counts, 0) + programs - 1) // programs, 1)
+    # The shortest of some longer chunks for which there are programs enough although every group starts a new one.
+    longer = even + tl.arange(0, CANDIDATES) * ((even + 63) // 64)
+    needed = tl.sum(((tiles[None, :] + longer[:, None] - 1) // longer[:, None]) * group_counts[None, :], 1)
+    shortest = tl.min(tl.where(needed <= programs, longer, 1 << 30), 0)
+    own = (shortest <= even + even // 8 + 1).to(tl.int32)
+    return tl.where(own > 0, shortest, even), own
 
-    Program i writes groups and chunks i * BLOCK_I onwards; each repeats the sums over sequences.
+
+@triton.jit
+def schedule_kernel(  # type: ignore[no-untyped-def]
+    query_starts, prefix_lengths, causal, page_starts, parents, words, groups, chunk_table, arrivals, totals,
+    sequences, programs, max_chunks, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N:
+    tl.constexpr, FIXED_TILES: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_R: tl.constexpr, WORDS: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+):  # fmt: skip
+    """Program b writes the records of sequence b's groups, the chunks that begin or end in it, and its words.
+
+    Each repeats the sums over sequences. BLOCK_R is 0 where the words are there already or nothing is a tree.
     """
     b = tl.arange(0, BLOCK_B)
-    live = b < sequences
-    start = tl.load(query_starts + b, mask=live, other=0)
-    rows = tl.load(query_starts + b + 1, mask=live, other=0) - start
-    prefix = tl.load(prefix_lengths + b, mask=live, other=0)
-    is_causal = tl.load(causal + b, mask=live, other=0)
-    page_start = tl.load(page_starts + b, mask=live, other=0)
-    blocks = (rows * GROUP + BLOCK_M - 1) // BLOCK_M
+    here = b == tl.program_id(0)
+    start = tl.load(query_starts + b, mask=b < sequences, other=0)
+    rows = tl.load(query_starts + b + 1, mask=b < sequences, other=0) - start
+    prefix = tl.load(prefix_lengths + b, mask=b < sequences, other=0)
+    own_start = tl.load(query_starts + tl.program_id(0))
+    own_rows = tl.load(query_starts + tl.program_id(0) + 1) - own_start
+    own_prefix = tl.load(prefix_lengths + tl.program_id(0))
+    own_causal = tl.load(causal + tl.program_id(0))
+    page_start = tl.load(page_starts + tl.program_id(0))
+    group_counts = (rows * GROUP + BLOCK_M - 1) // BLOCK_M * KV_HEADS
     tiles = (prefix + rows + BLOCK_N - 1) // BLOCK_N
-    group_counts = blocks * KV_HEADS
-    if FIXED_TILES > 0:
-        tiles = (tiles + FIXED_TILES - 1) // FIXED_TILES * FIXED_TILES
-        per_chunk = tl.full([], FIXED_TILES, tl.int32)
-    else:
-        per_chunk = tl.maximum((tl.sum(tiles * group_counts, 0) + programs - 1) // programs, MIN_TILES)
+    per_chunk, aligned = _divide(tiles, group_counts, programs, FIXED_TILES, 16)
+    tiles = tl.where(aligned > 0, (tiles + per_chunk - 1) // per_chunk * per_chunk, tiles)
     weights = tiles * group_counts
-    tile_ends = tl.cumsum(weights, 0)
-    group_ends = tl.cumsum(group_counts, 0)
     total_tiles = tl.sum(weights, 0)
-    total_groups = tl.sum(group_counts, 0)
     chunks = (total_tiles + per_chunk - 1) // per_chunk
-    i = tl.program_id(0) * BLOCK_I + tl.arange(0, BLOCK_I)
-
-    owner = tl.sum((group_ends[None, :] <= i[:, None]).to(tl.int32), 1)
-    hit = owner[:, None] == b[None, :]
-    local = i - _pick(hit, group_ends - group_counts)
-    own_blocks = tl.maximum(_pick(hit, blocks), 1)
-    own_rows = _pick(hit, rows)
-    own_prefix = _pick(hit, prefix)
-    own_causal = _pick(hit, is_causal)
-    block = local % own_blocks
-    # A causal block sees no key beyond its last row.
-    last_row = tl.minimum(((block + 1) * BLOCK_M - 1) // GROUP, own_rows - 1)
-    keys = own_prefix + tl.where(own_causal > 0, last_row + 1, own_rows)
-    record = groups + i * 8
-    own = i < total_groups
-    tl.store(record, _pick(hit, start), mask=own)
-    tl.store(record + 1, own_rows, mask=own)
-    tl.store(record + 2, own_prefix, mask=own)
-    tl.store(record + 3, _pick(hit, page_start), mask=own)
-    tl.store(record + 4, block, mask=own)
-    tl.store(record + 5, _pick(hit, tile_ends - weights) + local * _pick(hit, tiles), mask=own)
-    tl.store(record + 6, (keys + BLOCK_N - 1) // BLOCK_N, mask=own)
-    tl.store(record + 7, local // own_blocks * 2 + own_causal, mask=own)
-
-    for end in tl.static_range(2):
-        tile = i * per_chunk
-        if end == 1:
-            tile = tl.minimum(tile + per_chunk, total_tiles) - 1
-        owner = tl.sum((tile_ends[None, :] <= tile[:, None]).to(tl.int32), 1)
-        hit = owner[:, None] == b[None, :]
-        into = (tile - _pick(hit, tile_ends - weights)) // tl.maximum(_pick(hit, tiles), 1)
-        tl.store(chunk_groups + i * 2 + end, _pick(hit, group_ends - group_counts) + into, mask=i < chunks)
+    first_group = tl.sum(tl.where(b < tl.program_id(0), group_counts, 0), 0)
+    first_tile = tl.sum(tl.where(b < tl.program_id(0), weights, 0), 0)
+    own_groups = tl.sum(tl.where(here, group_counts, 0), 0)
+    own_tiles = tl.maximum(tl.sum(tl.where(here, tiles, 0), 0), 1)
+    blocks = tl.maximum(own_groups // KV_HEADS, 1)
     if tl.program_id(0) == 0:
         tl.store(totals, per_chunk)
         tl.store(totals + 1, chunks)
-        tl.store(totals + 2, total_groups)
+        tl.store(totals + 2, tl.sum(group_counts, 0))
+        for at in tl.range(chunks, max_chunks, BLOCK_I):
+            absent = at + tl.arange(0, BLOCK_I)
+            tl.store(chunk_table + absent * 16 + 8, tl.zeros([BLOCK_I], tl.int32), mask=absent < max_chunks)
+            tl.store(chunk_table + absent * 16 + 9, tl.full([BLOCK_I], -1, tl.int32), mask=absent < max_chunks)
+    for at in tl.range(0, own_groups, BLOCK_I):
+        local = at + tl.arange(0, BLOCK_I)
+        group = first_group + local
+        _record(
+            groups + group * 8, local, local < own_groups, own_start, own_rows, own_prefix, page_start, own_causal,
+            blocks, first_tile, own_tiles, GROUP, BLOCK_M, BLOCK_N,
+        )  # fmt: skip
+        tl.store(arrivals + group, tl.zeros([BLOCK_I], tl.int32), mask=local < own_groups)
+    first_chunk = (first_tile + per_chunk - 1) // per_chunk
+    end_tile = first_tile + own_groups * own_tiles
+    for at in tl.range(first_chunk, (end_tile + per_chunk - 1) // per_chunk, BLOCK_I):
+        chunk = at + tl.arange(0, BLOCK_I)
+        begins = chunk * per_chunk < end_tile
+        local = (chunk * per_chunk - first_tile) // own_tiles
+        _record(
+            chunk_table + chunk * 16, local, begins, own_start, own_rows, own_prefix, page_start, own_causal, blocks,
+            first_tile, own_tiles, GROUP, BLOCK_M, BLOCK_N,
+        )  # fmt: skip
+        tl.store(chunk_table + chunk * 16 + 8, first_group + local, mask=begins)
+        tl.store(chunk_table + chunk * 16 + 10, tl.zeros([BLOCK_I], tl.int32) + per_chunk, mask=begins)
+    for at in tl.range(first_tile // per_chunk, (end_tile + per_chunk - 1) // per_chunk, BLOCK_I):
+        chunk = at + tl.arange(0, BLOCK_I)
+        last_tile = tl.minimum((chunk + 1) * per_chunk, total_tiles) - 1
+        ends = (chunk < chunks) & (last_tile >= first_tile) & (last_tile < end_tile)
+        tl.store(chunk_table + chunk * 16 + 9, first_group + (last_tile - first_tile) // own_tiles, mask=ends)
+    if BLOCK_R > 0:  # noqa: SIM102  one is known to the compiler, the other is not
+        if own_causal == 0:
+            _ancestors(own_start, own_rows, parents, words, BLOCK_R, WORDS)
+
+
+@triton.jit
+def _record(  # type: ignore[no-untyped-def]
+    to, local, there, start, rows, prefix, page_start, causal, blocks, first_tile, tiles,
+    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Write the records of groups `local` [I] of one sequence, whose groups have `tiles` tiles each, to `to` [I]."""
+    block = local % blocks
+    # A causal block sees no key beyond its last row.
+    last_row = tl.minimum(((block + 1) * BLOCK_M - 1) // GROUP, rows - 1)
+    keys = prefix + tl.where(causal > 0, last_row + 1, rows)
+    zero = tl.zeros_like(local)
+    tl.store(to, zero + start, mask=there)
+    tl.store(to + 1, zero + rows, mask=there)
+    tl.store(to + 2, zero + prefix, mask=there)
+    tl.store(to + 3, zero + page_start, mask=there)
+    tl.store(to + 4, block, mask=there)
+    tl.store(to + 5, first_tile + local * tiles, mask=there)
+    tl.store(to + 6, (keys + BLOCK_N - 1) // BLOCK_N, mask=there)
+    tl.store(to + 7, local // blocks * 2 + causal, mask=there)

@@ -75,7 +75,7 @@ class TreeAttention:
             query: [R, Hq, D].
             key_cache: [pages, page_size, Hkv, D], contiguous.
             value_cache: [pages, page_size, Hkv, Dv], contiguous.
-            scale: factor of the scores, usually D ** -0.5.
+            scale: factor of the scores, usually D ** -0.5; positive.
 
         Returns:
             [R, Hq, Dv], in query's dtype; not always contiguous.

@@ -104,5 +104,7 @@ def test_tensors_that_the_kernel_cannot_read_are_refused() -> None:
         backend.run(plan, query.half(), cache, cache, 1.0)
     with pytest.raises(ValueError, match="expected contiguous caches"):
         backend.run(plan, query, cache.transpose(0, 1), cache, 1.0)
+    with pytest.raises(ValueError, match="positive scale, got 0"):
+        backend.run(plan, query, cache, cache, 0.0)
     with pytest.raises(ValueError, match="multiple of 32, got 48"):
         backend.run(plan, query, cache, cache, 1.0)

@@ -1,0 +1,131 @@
+"""Triton kernels that merge what the programs of one group left. The words are those of `_triton_schedule`."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def merge_parts(  # type: ignore[no-untyped-def]
+    partials, partial_lse, first, last, first_tile, per_chunk, m, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """[len(m), BLOCK_DV]: the partials of chunks first..last, merged in the order of chunks, for packed rows m."""
+    dv = tl.arange(0, BLOCK_DV)
+    peak = tl.full([m.shape[0]], float("-inf"), tl.float32)
+    mass = tl.zeros([m.shape[0]], tl.float32)
+    acc = tl.zeros([m.shape[0], BLOCK_DV], tl.float32)
+    for at in tl.range(first, last + 1, PARTS):
+        part = at + tl.arange(0, PARTS)
+        slot = part * 2 + (first_tile > part * per_chunk).to(tl.int32)
+        place = slot[:, None].to(tl.int64) * BLOCK_M + m[None, :]
+        there = (part <= last)[:, None] & (m >= 0)[None, :]
+        # Not from L1: another program wrote them in this launch.
+        lse = tl.load(partial_lse + place, mask=there, other=float("-inf"), cache_modifier=".cg")
+        values = tl.load(
+            partials + place[:, :, None] * DV + dv[None, None, :],
+            mask=there[:, :, None] & (dv < DV)[None, None, :],
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        new_peak = tl.maximum(peak, tl.max(lse, 0))
+        base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+        weights = tl.exp2(lse - base[None, :])
+        fade = tl.exp2(peak - base)
+        mass = mass * fade + tl.sum(weights, 0)
+        acc = acc * fade[:, None] + tl.sum(weights[:, :, None] * values, 0)
+        peak = new_peak
+    return acc / tl.where(mass == 0.0, 1.0, mass)[:, None]
+
+
+@triton.jit
+def write_rows(  # type: ignore[no-untyped-def]
+    output, values, row_start, rows, block, head, m, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DV: tl.constexpr,
+    BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """Store the output of packed rows m of a block."""
+    dv = tl.arange(0, BLOCK_DV)
+    row = (block * BLOCK_M + m) // GROUP
+    query_head = head * GROUP + (block * BLOCK_M + m) % GROUP
+    to = ((row_start + row) * (KV_HEADS * GROUP) + query_head)[:, None].to(tl.int64) * DV
+    store = (row < rows)[:, None] & (dv < DV)[None, :]
+    tl.store(output + to + dv[None, :], values.to(output.dtype.element_ty), mask=store)
+
+
+@triton.jit
+def merge_if_last(  # type: ignore[no-untyped-def]
+    output, partials, partial_lse, arrival, first_tile, tiles, per_chunk, row_start, rows, block, head,
+    GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
+    ROWS: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Count this program among those that left their partial of a group; merge the group if it is the last of them."""
+    first = first_tile // per_chunk
+    last = (first_tile + tiles - 1) // per_chunk
+    # The barrier orders every thread's stores before the one thread's release; whoever comes last acquires what all
+    # others released.
+    tl.debug_barrier()
+    arrived = tl.atomic_add(arrival, 1, sem="acq_rel", scope="gpu")
+    if arrived == last - first:
+        tl.debug_barrier()
+        # The next launch counts from nought again.
+        tl.store(arrival, 0)
+        live_rows = tl.minimum(rows * GROUP - block * BLOCK_M, BLOCK_M)
+        for top in tl.range(0, live_rows, ROWS):
+            m = top + tl.arange(0, ROWS)
+            merged = merge_parts(
+                partials, partial_lse, first, last, first_tile, per_chunk, m, DV, BLOCK_DV, BLOCK_M, PARTS
+            )
+            write_rows(output, merged, row_start, rows, block, head, m, GROUP, KV_HEADS, DV, BLOCK_DV, BLOCK_M)
+
+
+@triton.jit
+def merge_kernel(  # type: ignore[no-untyped-def]
+    output,
+    partials,
+    partial_lse,
+    groups,
+    chunk_table,
+    totals,
+    GROUP: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    ROWS: tl.constexpr,
+    PARTS: tl.constexpr,
+    BY_GROUP: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """Merge the partials of group `program_id(0)`, if it was cut; which takes the fewest loads in a row.
+
+    Not BY_GROUP, of the group whose first cut lies at the start of chunk `program_id(0)`: fewer programs if there are
+    many groups.
+    """
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+    chunk = tl.program_id(0)
+    per_chunk = tl.load(totals)
+    if BY_GROUP:
+        there_is = chunk < tl.load(totals + 2)
+    else:
+        there_is = chunk < tl.load(totals + 1)
+    if there_is:
+        record = groups + chunk * 8
+        if not BY_GROUP:
+            record = chunk_table + chunk * 16
+        first_tile = tl.load(record + 5)
+        first = first_tile // per_chunk
+        last = (first_tile + tl.load(record + 6) - 1) // per_chunk
+        block = tl.load(record + 4)
+        rows = tl.load(record + 1)
+        m = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+        is_cut = last > first
+        if not BY_GROUP:
+            is_cut = (chunk == first + 1) & (chunk <= last)
+        if is_cut & ((block * BLOCK_M + tl.program_id(1) * ROWS) // GROUP < rows):
+            merged = merge_parts(
+                partials, partial_lse, first, last, first_tile, per_chunk, m, DV, BLOCK_DV, BLOCK_M, PARTS
+            )
+            head = tl.load(record + 7) // 2
+            write_rows(output, merged, tl.load(record), rows, block, head, m, GROUP, KV_HEADS, DV, BLOCK_DV, BLOCK_M)
