@@ -178,6 +178,20 @@ def time_step(runner: ModelRunner, load: Load, seconds: float) -> dict[str, Any]
     }
 
 
+@torch.inference_mode()
+def replay_ms(runner: CapturedRunner, load: Load, replays: int = 30) -> float:
+    """Milliseconds of a captured step without the host: the mean of replays one behind the other."""
+    captured = runner._replay(step(load, runner.vocabulary_size, 1))
+    assert captured is not None
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    start.record()
+    for _ in range(replays):
+        captured.graph.replay()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) / replays
+
+
 def kernels_of(runner: ModelRunner, load: Load) -> list[dict[str, Any]]:
     """Device time of one step by kernel, the longest first."""
     batch = step(load, runner.vocabulary_size, 1)
@@ -236,6 +250,9 @@ def run_shape(shape: str, modes: list[str], seconds: float, profiled: bool) -> l
             times = time_step(current, load, seconds)
             result["times"][str(load)] = {**times, "floor_ms": floors[str(load)]}
             medians = " ".join(f"{name} {times[name]['median']:.3f}" for name in times)
+            if isinstance(current, CapturedRunner):
+                result["times"][str(load)]["replay_ms"] = replay_ms(current, load)
+                medians += f" replay {result['times'][str(load)]['replay_ms']:.3f}"
             say(f"  {load!s:16s} {medians} floor {floors[str(load)]:.3f}")
         if profiled:
             result["kernels"] = {str(load): kernels_of(current, load) for load in (TIMED[0], TIMED[-1])}

@@ -103,7 +103,7 @@ def _fuse(inner: Any, linears: RowLinears, max_rows: int | None) -> int:
     for layer, after in pairwise(fused):
         layer.next_norm = after.parts.input_norm
     inner.layers = nn.ModuleList(fused)
-    inner.norm = FusedNorm(final, last, linears, max_rows)
+    inner.norm = FusedNorm(cast(nn.Module, final), last, linears, max_rows)
     if not isinstance(inner.rotary_emb, RotaryTable):
         inner.rotary_emb = RotaryTable(inner.rotary_emb, longest_context(inner.config), last.weight)
     return len(fused)
