@@ -11,7 +11,7 @@ from operator import attrgetter
 from typing import Any
 
 from outrider.errors import InvalidField, OutriderError, all_errors
-from outrider.frames import DraftInfo, TreeLimits
+from outrider.frames import DraftInfo, FeatureRequest, TreeLimits
 from outrider.sampling import SamplingParams, VerificationMode
 from outrider.tree import DraftDistribution, TokenTree
 from target_service.admission import ServedModel
@@ -158,9 +158,12 @@ def served_from_fields(fields: Fields) -> ServedModel:
 
 def draft_to_fields(info: DraftInfo) -> Fields:
     """What a draft service says of itself."""
-    return _fields(info) | {"limits": _fields(info.limits)}
+    features = None if info.features is None else _fields(info.features)
+    return _fields(info) | {"limits": _fields(info.limits), "features": features}
 
 
 def draft_from_fields(fields: Fields) -> DraftInfo:
     """See `draft_to_fields`."""
-    return DraftInfo(**fields | {"limits": TreeLimits(**fields["limits"])})
+    wanted = fields["features"]
+    features = None if wanted is None else FeatureRequest(**wanted | {"layers": tuple(wanted["layers"])})
+    return DraftInfo(**fields | {"limits": TreeLimits(**fields["limits"]), "features": features})

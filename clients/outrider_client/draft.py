@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import cast
 
+from outrider.feature_wire import request_from_pb
 from outrider.frames import DraftInfo, TreeLimits
 from outrider.v1 import draft_pb2, draft_pb2_grpc
 from outrider_client.connection import Connection, Tls
@@ -64,6 +65,7 @@ class DraftClient:
             limits=TreeLimits(pb.limits.max_nodes, pb.limits.max_depth),
             max_context=pb.max_context,
             version=pb.version,
+            features=request_from_pb(pb.features) if pb.HasField("features") else None,
         )
 
     async def add_corpus(

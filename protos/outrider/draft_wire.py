@@ -7,6 +7,7 @@ harms its own sequence only.
 from __future__ import annotations
 
 from outrider.errors import InvalidField, OutriderError
+from outrider.feature_wire import request_from_pb, request_to_pb, vectors_from_pb, vectors_to_pb
 from outrider.frames import (
     DraftInfo,
     OpenSequence,
@@ -107,12 +108,18 @@ def advance_from_pb(
     if not 1 <= len(token_ids) <= MAX_ROWS:
         raise InvalidField(f"{field_path}.token_ids", f"needs 1 to {MAX_ROWS} entries, has {len(token_ids)}")
     check_token_ids(token_ids, vocabulary_size, f"{field_path}.token_ids")
-    return SequenceAdvance(pb.sequence_id, pb.step, token_ids)
+    features = vectors_from_pb(pb.features, f"{field_path}.features") if pb.HasField("features") else None
+    return SequenceAdvance(pb.sequence_id, pb.step, token_ids, features)
 
 
 def advance_to_pb(advance: SequenceAdvance) -> draft_pb2.SequenceAdvance:
     """The advance of one sequence."""
-    return draft_pb2.SequenceAdvance(sequence_id=advance.sequence_id, step=advance.step, token_ids=advance.token_ids)
+    return draft_pb2.SequenceAdvance(
+        sequence_id=advance.sequence_id,
+        step=advance.step,
+        token_ids=advance.token_ids,
+        features=None if advance.features is None else vectors_to_pb(advance.features),
+    )
 
 
 def growth_from_pb(
@@ -180,6 +187,7 @@ def info_from_pb(pb: draft_pb2.GetDraftInfoResponse) -> DraftInfo:
         limits=limits_from_pb(pb.limits),
         max_context=pb.max_context,
         version=pb.version,
+        features=request_from_pb(pb.features) if pb.HasField("features") else None,
     )
 
 
@@ -192,4 +200,5 @@ def info_to_pb(info: DraftInfo) -> draft_pb2.GetDraftInfoResponse:
         limits=limits_to_pb(info.limits),
         max_context=info.max_context,
         version=info.version,
+        features=None if info.features is None else request_to_pb(info.features),
     )

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Protocol
 
 from outrider.sampling import SamplingParams, VerificationMode
 from outrider.tree import DraftDistribution
 
 DEFAULT_TENANT = "default"
+# Of one element, by the name of its type.
+ELEMENT_BYTES = MappingProxyType({"float32": 4, "bfloat16": 2, "float8_e4m3": 1})
+# Of the vectors of one sequence in one frame.
+MAX_FEATURE_BYTES = 1 << 20
 # A growth names a sequence's root, whatever it is at base_step, by this id.
 ROOT_ID = 0
 MAX_OUTSTANDING_CREDIT = 1024
@@ -34,12 +39,33 @@ class FeatureRequest:
         width: of the vector that travels.
         dtype: on the wire: "float32", "bfloat16" or "float8_e4m3".
         projected: the target applies the head's projection to the joined vectors, and sends what comes out.
+        required: the drafter drafts nothing without them; one that merely drafts better is asked for drafts anyway.
+        window: tokens before the root that the drafter looks back at; 0 is all.
     """
 
     layers: tuple[int, ...]
     width: int
     dtype: str = "bfloat16"
     projected: bool = False
+    required: bool = True
+    window: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Vectors:
+    """Vectors of consecutive tokens as they travel: `data` holds `count` rows of `width` little-endian elements.
+
+    `scales` has one factor for each row, or is empty, which is a factor of 1.
+    """
+
+    dtype: str
+    width: int
+    data: bytes
+    scales: tuple[float, ...] = ()
+
+    @property
+    def count(self) -> int:
+        return len(self.data) // (self.width * ELEMENT_BYTES[self.dtype])
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +88,24 @@ class OpenSequence:
 
 @dataclass(frozen=True, slots=True)
 class SequenceAdvance:
-    """What one step committed for one sequence. `step` counts the commits, this one included."""
+    """What one step committed for one sequence. `step` counts the commits, this one included.
+
+    `features` belong to the last tokens that can have one, of which the last is the one before the new root.
+    """
 
     sequence_id: int
     step: int
     token_ids: tuple[int, ...]
+    features: Vectors | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceFeatures:
+    """Features of tokens that the draft knows: `vectors` row i belongs to token `position` + i of the sequence."""
+
+    sequence_id: int
+    position: int
+    vectors: Vectors
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +144,7 @@ class DraftInfo:
     limits: TreeLimits
     max_context: int
     version: str
+    features: FeatureRequest | None = None
 
 
 class DraftEvents(Protocol):
@@ -130,7 +170,10 @@ class DraftLink(Protocol):
         """Start or resume a sequence."""
 
     def advance(self, advances: Sequence[SequenceAdvance]) -> None:
-        """Tell what a step committed: one call, and one frame, per engine step."""
+        """Tell what a step committed: one call per engine step, and one frame unless features make it too large."""
+
+    def send_features(self, features: Sequence[SequenceFeatures]) -> None:
+        """Bring features of known tokens, for a drafter that asked. Dropped where the draft does not keep up."""
 
     def close(self, sequence_ids: Sequence[int]) -> None:
         """End sequences."""

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from outrider.errors import InvalidField, all_errors
-from outrider.frames import DraftInfo, TreeLimits
+from outrider.frames import DraftInfo, FeatureRequest, TreeLimits
 from outrider.sampling import SamplingParams, VerificationMode
 from outrider.tree import DraftDistribution, TokenTree
 from target_service.admission import ServedModel
@@ -86,6 +86,11 @@ MESSAGES: dict[str, Message] = {
     "ready": Ready(ServedModel("m", 300, 256, 16, "float32", 16, 4096, (2, 3), "f" * 64, speculation=True)),
     "refused": Refused(2, "error: --draft: \u201cno\u201d"),
     "drafter": Drafter(DraftInfo("trie", 0, "f", TreeLimits(63, 8), 4096, "0.1")),
+    "feature_drafter": Drafter(
+        DraftInfo(
+            "eagle", 300, "", TreeLimits(63, 8), 4096, "0.1", FeatureRequest((1, 5), 64, "float32", True, False, 9)
+        )
+    ),
     "no_drafter": Drafter(None),
     "dead": Dead("the engine has failed"),
     "idle": report(),

@@ -26,7 +26,7 @@ from google.rpc import status_pb2 as google_dot_rpc_dot_status__pb2
 from outrider.v1 import tree_pb2 as outrider_dot_v1_dot_tree__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17outrider/v1/draft.proto\x12\x0boutrider.v1\x1a\x17google/rpc/status.proto\x1a\x16outrider/v1/tree.proto\"\xcb\x01\n\x0eProposeRequest\x12)\n\x04open\x18\x01 \x01(\x0b\x32\x19.outrider.v1.OpenSequenceH\x00\x12\x30\n\x07\x61\x64vance\x18\x02 \x01(\x0b\x32\x1d.outrider.v1.AdvanceSequencesH\x00\x12,\n\x05\x63lose\x18\x03 \x01(\x0b\x32\x1b.outrider.v1.CloseSequencesH\x00\x12%\n\x06\x63redit\x18\x04 \x01(\x0b\x32\x13.outrider.v1.CreditH\x00\x42\x07\n\x05\x66rame\"\xcd\x01\n\x0fProposeResponse\x12-\n\x06opened\x18\x01 \x01(\x0b\x32\x1b.outrider.v1.SequenceOpenedH\x00\x12,\n\x06growth\x18\x02 \x01(\x0b\x32\x1a.outrider.v1.GrowSequencesH\x00\x12-\n\x06status\x18\x03 \x01(\x0b\x32\x1b.outrider.v1.SequenceStatusH\x00\x12%\n\x07timings\x18\x04 \x01(\x0b\x32\x14.outrider.v1.TimingsB\x07\n\x05\x66rame\"\xc0\x02\n\x0cOpenSequence\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x0e\n\x06\x63orpus\x18\x03 \x01(\t\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12\x15\n\rprompt_length\x18\x05 \x01(\r\x12\x0c\n\x04step\x18\x06 \x01(\x04\x12\x0c\n\x04seed\x18\x07 \x01(\x06\x12+\n\x04mode\x18\x08 \x01(\x0e\x32\x1d.outrider.v1.VerificationMode\x12\x31\n\x08sampling\x18\t \x01(\x0b\x32\x1f.outrider.v1.SamplingParameters\x12\'\n\x06limits\x18\n \x01(\x0b\x32\x17.outrider.v1.TreeLimits\x12\x17\n\x0fvocabulary_size\x18\x0b \x01(\r\x12\x13\n\x0btraceparent\x18\x0c \x01(\t\"2\n\nTreeLimits\x12\x11\n\tmax_nodes\x18\x01 \x01(\r\x12\x11\n\tmax_depth\x18\x02 \x01(\r\"N\n\x0eSequenceOpened\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12\'\n\x06limits\x18\x02 \x01(\x0b\x32\x17.outrider.v1.TreeLimits\"C\n\x10\x41\x64vanceSequences\x12/\n\tsequences\x18\x01 \x03(\x0b\x32\x1c.outrider.v1.SequenceAdvance\"n\n\x0fSequenceAdvance\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12%\n\x08\x66\x65\x61tures\x18\x04 \x01(\x0b\x32\x13.outrider.v1.Tensor\"&\n\x0e\x43loseSequences\x12\x14\n\x0csequence_ids\x18\x01 \x03(\x04\"\x18\n\x06\x43redit\x12\x0e\n\x06\x66rames\x18\x01 \x01(\r\"?\n\rGrowSequences\x12.\n\tsequences\x18\x01 \x03(\x0b\x32\x1b.outrider.v1.SequenceGrowth\"\xcf\x01\n\x0eSequenceGrowth\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12\x11\n\tbase_step\x18\x02 \x01(\x04\x12\x15\n\rfirst_node_id\x18\x03 \x01(\r\x12\x12\n\nparent_ids\x18\x04 \x03(\r\x12\x11\n\ttoken_ids\x18\x05 \x03(\r\x12\x0e\n\x06scores\x18\x06 \x03(\x02\x12\x35\n\rdistributions\x18\x07 \x03(\x0b\x32\x1e.outrider.v1.DraftDistribution\x12\x10\n\x08replaces\x18\x08 \x01(\x08\"I\n\x0eSequenceStatus\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12\"\n\x06status\x18\x02 \x01(\x0b\x32\x12.google.rpc.Status\"\x15\n\x13GetDraftInfoRequest\"\xdd\x01\n\x14GetDraftInfoResponse\x12\x0f\n\x07\x64rafter\x18\x01 \x01(\t\x12\x17\n\x0fvocabulary_size\x18\x02 \x01(\r\x12\x1d\n\x15tokenizer_fingerprint\x18\x03 \x01(\t\x12\'\n\x06limits\x18\x04 \x01(\x0b\x32\x17.outrider.v1.TreeLimits\x12\x13\n\x0bmax_context\x18\x05 \x01(\r\x12-\n\x08\x66\x65\x61tures\x18\x06 \x01(\x0b\x32\x1b.outrider.v1.FeatureRequest\x12\x0f\n\x07version\x18\x07 \x01(\t\"l\n\x0e\x46\x65\x61tureRequest\x12\x0e\n\x06layers\x18\x01 \x03(\r\x12\r\n\x05width\x18\x02 \x01(\r\x12(\n\x05\x64type\x18\x03 \x01(\x0e\x32\x19.outrider.v1.Tensor.DType\x12\x11\n\tprojected\x18\x04 \x01(\x08\"E\n\x10\x41\x64\x64\x43orpusRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x0e\n\x06\x63orpus\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\"2\n\x11\x41\x64\x64\x43orpusResponse\x12\x0e\n\x06tokens\x18\x01 \x01(\x04\x12\r\n\x05nodes\x18\x02 \x01(\x04\x32\xfb\x01\n\x0c\x44raftService\x12H\n\x07Propose\x12\x1b.outrider.v1.ProposeRequest\x1a\x1c.outrider.v1.ProposeResponse(\x01\x30\x01\x12S\n\x0cGetDraftInfo\x12 .outrider.v1.GetDraftInfoRequest\x1a!.outrider.v1.GetDraftInfoResponse\x12L\n\tAddCorpus\x12\x1d.outrider.v1.AddCorpusRequest\x1a\x1e.outrider.v1.AddCorpusResponse(\x01\x42+Z)outrider/clients/go/outriderv1;outriderv1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17outrider/v1/draft.proto\x12\x0boutrider.v1\x1a\x17google/rpc/status.proto\x1a\x16outrider/v1/tree.proto\"\xfa\x01\n\x0eProposeRequest\x12)\n\x04open\x18\x01 \x01(\x0b\x32\x19.outrider.v1.OpenSequenceH\x00\x12\x30\n\x07\x61\x64vance\x18\x02 \x01(\x0b\x32\x1d.outrider.v1.AdvanceSequencesH\x00\x12,\n\x05\x63lose\x18\x03 \x01(\x0b\x32\x1b.outrider.v1.CloseSequencesH\x00\x12%\n\x06\x63redit\x18\x04 \x01(\x0b\x32\x13.outrider.v1.CreditH\x00\x12-\n\x08\x66\x65\x61tures\x18\x05 \x01(\x0b\x32\x19.outrider.v1.SendFeaturesH\x00\x42\x07\n\x05\x66rame\"\xcd\x01\n\x0fProposeResponse\x12-\n\x06opened\x18\x01 \x01(\x0b\x32\x1b.outrider.v1.SequenceOpenedH\x00\x12,\n\x06growth\x18\x02 \x01(\x0b\x32\x1a.outrider.v1.GrowSequencesH\x00\x12-\n\x06status\x18\x03 \x01(\x0b\x32\x1b.outrider.v1.SequenceStatusH\x00\x12%\n\x07timings\x18\x04 \x01(\x0b\x32\x14.outrider.v1.TimingsB\x07\n\x05\x66rame\"\xc0\x02\n\x0cOpenSequence\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x0e\n\x06\x63orpus\x18\x03 \x01(\t\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12\x15\n\rprompt_length\x18\x05 \x01(\r\x12\x0c\n\x04step\x18\x06 \x01(\x04\x12\x0c\n\x04seed\x18\x07 \x01(\x06\x12+\n\x04mode\x18\x08 \x01(\x0e\x32\x1d.outrider.v1.VerificationMode\x12\x31\n\x08sampling\x18\t \x01(\x0b\x32\x1f.outrider.v1.SamplingParameters\x12\'\n\x06limits\x18\n \x01(\x0b\x32\x17.outrider.v1.TreeLimits\x12\x17\n\x0fvocabulary_size\x18\x0b \x01(\r\x12\x13\n\x0btraceparent\x18\x0c \x01(\t\"2\n\nTreeLimits\x12\x11\n\tmax_nodes\x18\x01 \x01(\r\x12\x11\n\tmax_depth\x18\x02 \x01(\r\"N\n\x0eSequenceOpened\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12\'\n\x06limits\x18\x02 \x01(\x0b\x32\x17.outrider.v1.TreeLimits\"C\n\x10\x41\x64vanceSequences\x12/\n\tsequences\x18\x01 \x03(\x0b\x32\x1c.outrider.v1.SequenceAdvance\"n\n\x0fSequenceAdvance\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12%\n\x08\x66\x65\x61tures\x18\x04 \x01(\x0b\x32\x13.outrider.v1.Tensor\"@\n\x0cSendFeatures\x12\x30\n\tsequences\x18\x01 \x03(\x0b\x32\x1d.outrider.v1.SequenceFeatures\"`\n\x10SequenceFeatures\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12\x10\n\x08position\x18\x02 \x01(\r\x12%\n\x08\x66\x65\x61tures\x18\x03 \x01(\x0b\x32\x13.outrider.v1.Tensor\"&\n\x0e\x43loseSequences\x12\x14\n\x0csequence_ids\x18\x01 \x03(\x04\"\x18\n\x06\x43redit\x12\x0e\n\x06\x66rames\x18\x01 \x01(\r\"?\n\rGrowSequences\x12.\n\tsequences\x18\x01 \x03(\x0b\x32\x1b.outrider.v1.SequenceGrowth\"\xcf\x01\n\x0eSequenceGrowth\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12\x11\n\tbase_step\x18\x02 \x01(\x04\x12\x15\n\rfirst_node_id\x18\x03 \x01(\r\x12\x12\n\nparent_ids\x18\x04 \x03(\r\x12\x11\n\ttoken_ids\x18\x05 \x03(\r\x12\x0e\n\x06scores\x18\x06 \x03(\x02\x12\x35\n\rdistributions\x18\x07 \x03(\x0b\x32\x1e.outrider.v1.DraftDistribution\x12\x10\n\x08replaces\x18\x08 \x01(\x08\"I\n\x0eSequenceStatus\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12\"\n\x06status\x18\x02 \x01(\x0b\x32\x12.google.rpc.Status\"\x15\n\x13GetDraftInfoRequest\"\xdd\x01\n\x14GetDraftInfoResponse\x12\x0f\n\x07\x64rafter\x18\x01 \x01(\t\x12\x17\n\x0fvocabulary_size\x18\x02 \x01(\r\x12\x1d\n\x15tokenizer_fingerprint\x18\x03 \x01(\t\x12\'\n\x06limits\x18\x04 \x01(\x0b\x32\x17.outrider.v1.TreeLimits\x12\x13\n\x0bmax_context\x18\x05 \x01(\r\x12-\n\x08\x66\x65\x61tures\x18\x06 \x01(\x0b\x32\x1b.outrider.v1.FeatureRequest\x12\x0f\n\x07version\x18\x07 \x01(\t\"\x8e\x01\n\x0e\x46\x65\x61tureRequest\x12\x0e\n\x06layers\x18\x01 \x03(\r\x12\r\n\x05width\x18\x02 \x01(\r\x12(\n\x05\x64type\x18\x03 \x01(\x0e\x32\x19.outrider.v1.Tensor.DType\x12\x11\n\tprojected\x18\x04 \x01(\x08\x12\x10\n\x08required\x18\x05 \x01(\x08\x12\x0e\n\x06window\x18\x06 \x01(\r\"E\n\x10\x41\x64\x64\x43orpusRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x0e\n\x06\x63orpus\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\"2\n\x11\x41\x64\x64\x43orpusResponse\x12\x0e\n\x06tokens\x18\x01 \x01(\x04\x12\r\n\x05nodes\x18\x02 \x01(\x04\x32\xfb\x01\n\x0c\x44raftService\x12H\n\x07Propose\x12\x1b.outrider.v1.ProposeRequest\x1a\x1c.outrider.v1.ProposeResponse(\x01\x30\x01\x12S\n\x0cGetDraftInfo\x12 .outrider.v1.GetDraftInfoRequest\x1a!.outrider.v1.GetDraftInfoResponse\x12L\n\tAddCorpus\x12\x1d.outrider.v1.AddCorpusRequest\x1a\x1e.outrider.v1.AddCorpusResponse(\x01\x42+Z)outrider/clients/go/outriderv1;outriderv1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,39 +35,43 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'Z)outrider/clients/go/outriderv1;outriderv1'
   _globals['_PROPOSEREQUEST']._serialized_start=90
-  _globals['_PROPOSEREQUEST']._serialized_end=293
-  _globals['_PROPOSERESPONSE']._serialized_start=296
-  _globals['_PROPOSERESPONSE']._serialized_end=501
-  _globals['_OPENSEQUENCE']._serialized_start=504
-  _globals['_OPENSEQUENCE']._serialized_end=824
-  _globals['_TREELIMITS']._serialized_start=826
-  _globals['_TREELIMITS']._serialized_end=876
-  _globals['_SEQUENCEOPENED']._serialized_start=878
-  _globals['_SEQUENCEOPENED']._serialized_end=956
-  _globals['_ADVANCESEQUENCES']._serialized_start=958
-  _globals['_ADVANCESEQUENCES']._serialized_end=1025
-  _globals['_SEQUENCEADVANCE']._serialized_start=1027
-  _globals['_SEQUENCEADVANCE']._serialized_end=1137
-  _globals['_CLOSESEQUENCES']._serialized_start=1139
-  _globals['_CLOSESEQUENCES']._serialized_end=1177
-  _globals['_CREDIT']._serialized_start=1179
-  _globals['_CREDIT']._serialized_end=1203
-  _globals['_GROWSEQUENCES']._serialized_start=1205
-  _globals['_GROWSEQUENCES']._serialized_end=1268
-  _globals['_SEQUENCEGROWTH']._serialized_start=1271
-  _globals['_SEQUENCEGROWTH']._serialized_end=1478
-  _globals['_SEQUENCESTATUS']._serialized_start=1480
-  _globals['_SEQUENCESTATUS']._serialized_end=1553
-  _globals['_GETDRAFTINFOREQUEST']._serialized_start=1555
-  _globals['_GETDRAFTINFOREQUEST']._serialized_end=1576
-  _globals['_GETDRAFTINFORESPONSE']._serialized_start=1579
-  _globals['_GETDRAFTINFORESPONSE']._serialized_end=1800
-  _globals['_FEATUREREQUEST']._serialized_start=1802
-  _globals['_FEATUREREQUEST']._serialized_end=1910
-  _globals['_ADDCORPUSREQUEST']._serialized_start=1912
-  _globals['_ADDCORPUSREQUEST']._serialized_end=1981
-  _globals['_ADDCORPUSRESPONSE']._serialized_start=1983
-  _globals['_ADDCORPUSRESPONSE']._serialized_end=2033
-  _globals['_DRAFTSERVICE']._serialized_start=2036
-  _globals['_DRAFTSERVICE']._serialized_end=2287
+  _globals['_PROPOSEREQUEST']._serialized_end=340
+  _globals['_PROPOSERESPONSE']._serialized_start=343
+  _globals['_PROPOSERESPONSE']._serialized_end=548
+  _globals['_OPENSEQUENCE']._serialized_start=551
+  _globals['_OPENSEQUENCE']._serialized_end=871
+  _globals['_TREELIMITS']._serialized_start=873
+  _globals['_TREELIMITS']._serialized_end=923
+  _globals['_SEQUENCEOPENED']._serialized_start=925
+  _globals['_SEQUENCEOPENED']._serialized_end=1003
+  _globals['_ADVANCESEQUENCES']._serialized_start=1005
+  _globals['_ADVANCESEQUENCES']._serialized_end=1072
+  _globals['_SEQUENCEADVANCE']._serialized_start=1074
+  _globals['_SEQUENCEADVANCE']._serialized_end=1184
+  _globals['_SENDFEATURES']._serialized_start=1186
+  _globals['_SENDFEATURES']._serialized_end=1250
+  _globals['_SEQUENCEFEATURES']._serialized_start=1252
+  _globals['_SEQUENCEFEATURES']._serialized_end=1348
+  _globals['_CLOSESEQUENCES']._serialized_start=1350
+  _globals['_CLOSESEQUENCES']._serialized_end=1388
+  _globals['_CREDIT']._serialized_start=1390
+  _globals['_CREDIT']._serialized_end=1414
+  _globals['_GROWSEQUENCES']._serialized_start=1416
+  _globals['_GROWSEQUENCES']._serialized_end=1479
+  _globals['_SEQUENCEGROWTH']._serialized_start=1482
+  _globals['_SEQUENCEGROWTH']._serialized_end=1689
+  _globals['_SEQUENCESTATUS']._serialized_start=1691
+  _globals['_SEQUENCESTATUS']._serialized_end=1764
+  _globals['_GETDRAFTINFOREQUEST']._serialized_start=1766
+  _globals['_GETDRAFTINFOREQUEST']._serialized_end=1787
+  _globals['_GETDRAFTINFORESPONSE']._serialized_start=1790
+  _globals['_GETDRAFTINFORESPONSE']._serialized_end=2011
+  _globals['_FEATUREREQUEST']._serialized_start=2014
+  _globals['_FEATUREREQUEST']._serialized_end=2156
+  _globals['_ADDCORPUSREQUEST']._serialized_start=2158
+  _globals['_ADDCORPUSREQUEST']._serialized_end=2227
+  _globals['_ADDCORPUSRESPONSE']._serialized_start=2229
+  _globals['_ADDCORPUSRESPONSE']._serialized_end=2279
+  _globals['_DRAFTSERVICE']._serialized_start=2282
+  _globals['_DRAFTSERVICE']._serialized_end=2533
 # @@protoc_insertion_point(module_scope)

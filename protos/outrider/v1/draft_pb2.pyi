@@ -24,6 +24,7 @@ class ProposeRequest(google.protobuf.message.Message):
     ADVANCE_FIELD_NUMBER: builtins.int
     CLOSE_FIELD_NUMBER: builtins.int
     CREDIT_FIELD_NUMBER: builtins.int
+    FEATURES_FIELD_NUMBER: builtins.int
     @property
     def open(self) -> global___OpenSequence:
         """open starts a sequence on this stream."""
@@ -40,6 +41,10 @@ class ProposeRequest(google.protobuf.message.Message):
     def credit(self) -> global___Credit:
         """credit lets the draft send more frames."""
 
+    @property
+    def features(self) -> global___SendFeatures:
+        """features brings hidden states of tokens that are known already. Only for drafters that asked for them."""
+
     def __init__(
         self,
         *,
@@ -47,10 +52,11 @@ class ProposeRequest(google.protobuf.message.Message):
         advance: global___AdvanceSequences | None = ...,
         close: global___CloseSequences | None = ...,
         credit: global___Credit | None = ...,
+        features: global___SendFeatures | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["advance", b"advance", "close", b"close", "credit", b"credit", "frame", b"frame", "open", b"open"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["advance", b"advance", "close", b"close", "credit", b"credit", "frame", b"frame", "open", b"open"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["frame", b"frame"]) -> typing.Literal["open", "advance", "close", "credit"] | None: ...
+    def HasField(self, field_name: typing.Literal["advance", b"advance", "close", b"close", "credit", b"credit", "features", b"features", "frame", b"frame", "open", b"open"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["advance", b"advance", "close", b"close", "credit", b"credit", "features", b"features", "frame", b"frame", "open", b"open"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["frame", b"frame"]) -> typing.Literal["open", "advance", "close", "credit", "features"] | None: ...
 
 global___ProposeRequest = ProposeRequest
 
@@ -254,7 +260,12 @@ class SequenceAdvance(google.protobuf.message.Message):
 
     @property
     def features(self) -> outrider.v1.tree_pb2.Tensor:
-        """features is one vector per committed token ([len(token_ids), width]), when the drafter asked for them."""
+        """features are the hidden states of the last m tokens that can have one, as [m, width], when the drafter asked for
+        them. The new root has none before it was fed, so the last row belongs to the token before it: row i belongs to
+        token L - 1 - m + i of the L that the sequence has with this advance. Usually m is len(token_ids): the old root and
+        the committed tokens but the last. It is more where a prompt ends, and m < L always. Empty when the target has
+        none. INVALID_ARGUMENT when m is 0 or too large, for another width or type, and when the drafter asked for none.
+        """
 
     def __init__(
         self,
@@ -268,6 +279,62 @@ class SequenceAdvance(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["features", b"features", "sequence_id", b"sequence_id", "step", b"step", "token_ids", b"token_ids"]) -> None: ...
 
 global___SequenceAdvance = SequenceAdvance
+
+@typing.final
+class SendFeatures(google.protobuf.message.Message):
+    """SendFeatures brings hidden states of tokens that the draft knows already: of a prompt, in pieces while the target
+    reads it, and of the tokens before the root after an open in the middle of a sequence. No growth is owed for it; a
+    draft that only now has what it needs may send one.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SEQUENCES_FIELD_NUMBER: builtins.int
+    @property
+    def sequences(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___SequenceFeatures]:
+        """sequences with features."""
+
+    def __init__(
+        self,
+        *,
+        sequences: collections.abc.Iterable[global___SequenceFeatures] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["sequences", b"sequences"]) -> None: ...
+
+global___SendFeatures = SendFeatures
+
+@typing.final
+class SequenceFeatures(google.protobuf.message.Message):
+    """SequenceFeatures are hidden states of consecutive tokens of one sequence."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SEQUENCE_ID_FIELD_NUMBER: builtins.int
+    POSITION_FIELD_NUMBER: builtins.int
+    FEATURES_FIELD_NUMBER: builtins.int
+    sequence_id: builtins.int
+    """sequence_id of an open sequence; NOT_FOUND otherwise."""
+    position: builtins.int
+    """position of the first row's token, counted from 0 at the prompt's first. Pieces come in rising order. What was
+    sent before is ignored; where a piece begins late, the tokens between never get theirs.
+    """
+    @property
+    def features(self) -> outrider.v1.tree_pb2.Tensor:
+        """features as [rows, width]. At least one row, and none for the root or past it; else INVALID_ARGUMENT. At most 1 MiB
+        of data, or one row, in one piece: RESOURCE_EXHAUSTED.
+        """
+
+    def __init__(
+        self,
+        *,
+        sequence_id: builtins.int = ...,
+        position: builtins.int = ...,
+        features: outrider.v1.tree_pb2.Tensor | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["features", b"features"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["features", b"features", "position", b"position", "sequence_id", b"sequence_id"]) -> None: ...
+
+global___SequenceFeatures = SequenceFeatures
 
 @typing.final
 class CloseSequences(google.protobuf.message.Message):
@@ -473,7 +540,7 @@ global___GetDraftInfoResponse = GetDraftInfoResponse
 
 @typing.final
 class FeatureRequest(google.protobuf.message.Message):
-    """FeatureRequest names the hidden states a drafter wants from the target."""
+    """FeatureRequest names the hidden states a drafter wants from the target: one vector for each token."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -481,15 +548,28 @@ class FeatureRequest(google.protobuf.message.Message):
     WIDTH_FIELD_NUMBER: builtins.int
     DTYPE_FIELD_NUMBER: builtins.int
     PROJECTED_FIELD_NUMBER: builtins.int
+    REQUIRED_FIELD_NUMBER: builtins.int
+    WINDOW_FIELD_NUMBER: builtins.int
     width: builtins.int
-    """width of one vector on the wire."""
+    """width of one vector on the wire. At most 131072."""
     dtype: outrider.v1.tree_pb2.Tensor.DType.ValueType
     """dtype on the wire."""
     projected: builtins.bool
-    """projected says that the target applies the head's projection and sends one vector of this width per token."""
+    """projected says that the target applies the head's projection to the joined vectors, and sends what comes out. The
+    target reads its weights from its own copy of the head.
+    """
+    required: builtins.bool
+    """required says that the drafter drafts nothing without features. A target that has none to give does not ask it then."""
+    window: builtins.int
+    """window is how many tokens before the root the drafter looks back at; features of earlier ones need not be sent.
+    0 is all.
+    """
     @property
     def layers(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """layers are the target's decoder layers whose outputs are wanted, counted from 0."""
+        """layers are the target's decoder layers whose outputs are wanted, counted from 0. The number of layers stands for
+        the state after the last norm, which the target's lm_head reads. At least 1, at most 16. The vectors of several
+        layers are joined in this order.
+        """
 
     def __init__(
         self,
@@ -498,8 +578,10 @@ class FeatureRequest(google.protobuf.message.Message):
         width: builtins.int = ...,
         dtype: outrider.v1.tree_pb2.Tensor.DType.ValueType = ...,
         projected: builtins.bool = ...,
+        required: builtins.bool = ...,
+        window: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["dtype", b"dtype", "layers", b"layers", "projected", b"projected", "width", b"width"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["dtype", b"dtype", "layers", b"layers", "projected", b"projected", "required", b"required", "width", b"width", "window", b"window"]) -> None: ...
 
 global___FeatureRequest = FeatureRequest
 

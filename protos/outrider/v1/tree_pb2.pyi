@@ -177,14 +177,21 @@ class Tensor(google.protobuf.message.Message):
     DTYPE_FIELD_NUMBER: builtins.int
     SHAPE_FIELD_NUMBER: builtins.int
     DATA_FIELD_NUMBER: builtins.int
+    ROW_SCALES_FIELD_NUMBER: builtins.int
     dtype: global___Tensor.DType.ValueType
     """dtype is the element type."""
     data: builtins.bytes
-    """data holds the elements."""
+    """data holds the elements. Elements that are not finite numbers are INVALID_ARGUMENT."""
     @property
     def shape(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """shape is the extent of each axis. The product times the element size is the length of data;
         else INVALID_ARGUMENT.
+        """
+
+    @property
+    def row_scales(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
+        """row_scales[i] multiplies every element of row i, counted along the first axis. Empty, which is 1 for every row, or
+        as many as there are rows, each finite and positive; else INVALID_ARGUMENT. For element types of a narrow range.
         """
 
     def __init__(
@@ -193,8 +200,9 @@ class Tensor(google.protobuf.message.Message):
         dtype: global___Tensor.DType.ValueType = ...,
         shape: collections.abc.Iterable[builtins.int] | None = ...,
         data: builtins.bytes = ...,
+        row_scales: collections.abc.Iterable[builtins.float] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["data", b"data", "dtype", b"dtype", "shape", b"shape"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["data", b"data", "dtype", b"dtype", "row_scales", b"row_scales", "shape", b"shape"]) -> None: ...
 
 global___Tensor = Tensor
 

@@ -16,7 +16,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file outrider/v1/draft.proto.
  */
 export const file_outrider_v1_draft: GenFile = /*@__PURE__*/
-  fileDesc("ChdvdXRyaWRlci92MS9kcmFmdC5wcm90bxILb3V0cmlkZXIudjEiywEKDlByb3Bvc2VSZXF1ZXN0EikKBG9wZW4YASABKAsyGS5vdXRyaWRlci52MS5PcGVuU2VxdWVuY2VIABIwCgdhZHZhbmNlGAIgASgLMh0ub3V0cmlkZXIudjEuQWR2YW5jZVNlcXVlbmNlc0gAEiwKBWNsb3NlGAMgASgLMhsub3V0cmlkZXIudjEuQ2xvc2VTZXF1ZW5jZXNIABIlCgZjcmVkaXQYBCABKAsyEy5vdXRyaWRlci52MS5DcmVkaXRIAEIHCgVmcmFtZSLNAQoPUHJvcG9zZVJlc3BvbnNlEi0KBm9wZW5lZBgBIAEoCzIbLm91dHJpZGVyLnYxLlNlcXVlbmNlT3BlbmVkSAASLAoGZ3Jvd3RoGAIgASgLMhoub3V0cmlkZXIudjEuR3Jvd1NlcXVlbmNlc0gAEi0KBnN0YXR1cxgDIAEoCzIbLm91dHJpZGVyLnYxLlNlcXVlbmNlU3RhdHVzSAASJQoHdGltaW5ncxgEIAEoCzIULm91dHJpZGVyLnYxLlRpbWluZ3NCBwoFZnJhbWUiwAIKDE9wZW5TZXF1ZW5jZRITCgtzZXF1ZW5jZV9pZBgBIAEoBBIOCgZ0ZW5hbnQYAiABKAkSDgoGY29ycHVzGAMgASgJEhEKCXRva2VuX2lkcxgEIAMoDRIVCg1wcm9tcHRfbGVuZ3RoGAUgASgNEgwKBHN0ZXAYBiABKAQSDAoEc2VlZBgHIAEoBhIrCgRtb2RlGAggASgOMh0ub3V0cmlkZXIudjEuVmVyaWZpY2F0aW9uTW9kZRIxCghzYW1wbGluZxgJIAEoCzIfLm91dHJpZGVyLnYxLlNhbXBsaW5nUGFyYW1ldGVycxInCgZsaW1pdHMYCiABKAsyFy5vdXRyaWRlci52MS5UcmVlTGltaXRzEhcKD3ZvY2FidWxhcnlfc2l6ZRgLIAEoDRITCgt0cmFjZXBhcmVudBgMIAEoCSIyCgpUcmVlTGltaXRzEhEKCW1heF9ub2RlcxgBIAEoDRIRCgltYXhfZGVwdGgYAiABKA0iTgoOU2VxdWVuY2VPcGVuZWQSEwoLc2VxdWVuY2VfaWQYASABKAQSJwoGbGltaXRzGAIgASgLMhcub3V0cmlkZXIudjEuVHJlZUxpbWl0cyJDChBBZHZhbmNlU2VxdWVuY2VzEi8KCXNlcXVlbmNlcxgBIAMoCzIcLm91dHJpZGVyLnYxLlNlcXVlbmNlQWR2YW5jZSJuCg9TZXF1ZW5jZUFkdmFuY2USEwoLc2VxdWVuY2VfaWQYASABKAQSDAoEc3RlcBgCIAEoBBIRCgl0b2tlbl9pZHMYAyADKA0SJQoIZmVhdHVyZXMYBCABKAsyEy5vdXRyaWRlci52MS5UZW5zb3IiJgoOQ2xvc2VTZXF1ZW5jZXMSFAoMc2VxdWVuY2VfaWRzGAEgAygEIhgKBkNyZWRpdBIOCgZmcmFtZXMYASABKA0iPwoNR3Jvd1NlcXVlbmNlcxIuCglzZXF1ZW5jZXMYASADKAsyGy5vdXRyaWRlci52MS5TZXF1ZW5jZUdyb3d0aCLPAQoOU2VxdWVuY2VHcm93dGgSEwoLc2VxdWVuY2VfaWQYASABKAQSEQoJYmFzZV9zdGVwGAIgASgEEhUKDWZpcnN0X25vZGVfaWQYAyABKA0SEgoKcGFyZW50X2lkcxgEIAMoDRIRCgl0b2tlbl9pZHMYBSADKA0SDgoGc2NvcmVzGAYgAygCEjUKDWRpc3RyaWJ1dGlvbnMYByADKAsyHi5vdXRyaWRlci52MS5EcmFmdERpc3RyaWJ1dGlvbhIQCghyZXBsYWNlcxgIIAEoCCJJCg5TZXF1ZW5jZVN0YXR1cxITCgtzZXF1ZW5jZV9pZBgBIAEoBBIiCgZzdGF0dXMYAiABKAsyEi5nb29nbGUucnBjLlN0YXR1cyIVChNHZXREcmFmdEluZm9SZXF1ZXN0It0BChRHZXREcmFmdEluZm9SZXNwb25zZRIPCgdkcmFmdGVyGAEgASgJEhcKD3ZvY2FidWxhcnlfc2l6ZRgCIAEoDRIdChV0b2tlbml6ZXJfZmluZ2VycHJpbnQYAyABKAkSJwoGbGltaXRzGAQgASgLMhcub3V0cmlkZXIudjEuVHJlZUxpbWl0cxITCgttYXhfY29udGV4dBgFIAEoDRItCghmZWF0dXJlcxgGIAEoCzIbLm91dHJpZGVyLnYxLkZlYXR1cmVSZXF1ZXN0Eg8KB3ZlcnNpb24YByABKAkibAoORmVhdHVyZVJlcXVlc3QSDgoGbGF5ZXJzGAEgAygNEg0KBXdpZHRoGAIgASgNEigKBWR0eXBlGAMgASgOMhkub3V0cmlkZXIudjEuVGVuc29yLkRUeXBlEhEKCXByb2plY3RlZBgEIAEoCCJFChBBZGRDb3JwdXNSZXF1ZXN0Eg4KBnRlbmFudBgBIAEoCRIOCgZjb3JwdXMYAiABKAkSEQoJdG9rZW5faWRzGAMgAygNIjIKEUFkZENvcnB1c1Jlc3BvbnNlEg4KBnRva2VucxgBIAEoBBINCgVub2RlcxgCIAEoBDL7AQoMRHJhZnRTZXJ2aWNlEkgKB1Byb3Bvc2USGy5vdXRyaWRlci52MS5Qcm9wb3NlUmVxdWVzdBocLm91dHJpZGVyLnYxLlByb3Bvc2VSZXNwb25zZSgBMAESUwoMR2V0RHJhZnRJbmZvEiAub3V0cmlkZXIudjEuR2V0RHJhZnRJbmZvUmVxdWVzdBohLm91dHJpZGVyLnYxLkdldERyYWZ0SW5mb1Jlc3BvbnNlEkwKCUFkZENvcnB1cxIdLm91dHJpZGVyLnYxLkFkZENvcnB1c1JlcXVlc3QaHi5vdXRyaWRlci52MS5BZGRDb3JwdXNSZXNwb25zZSgBQitaKW91dHJpZGVyL2NsaWVudHMvZ28vb3V0cmlkZXJ2MTtvdXRyaWRlcnYxYgZwcm90bzM", [file_google_rpc_status, file_outrider_v1_tree]);
+  fileDesc("ChdvdXRyaWRlci92MS9kcmFmdC5wcm90bxILb3V0cmlkZXIudjEi+gEKDlByb3Bvc2VSZXF1ZXN0EikKBG9wZW4YASABKAsyGS5vdXRyaWRlci52MS5PcGVuU2VxdWVuY2VIABIwCgdhZHZhbmNlGAIgASgLMh0ub3V0cmlkZXIudjEuQWR2YW5jZVNlcXVlbmNlc0gAEiwKBWNsb3NlGAMgASgLMhsub3V0cmlkZXIudjEuQ2xvc2VTZXF1ZW5jZXNIABIlCgZjcmVkaXQYBCABKAsyEy5vdXRyaWRlci52MS5DcmVkaXRIABItCghmZWF0dXJlcxgFIAEoCzIZLm91dHJpZGVyLnYxLlNlbmRGZWF0dXJlc0gAQgcKBWZyYW1lIs0BCg9Qcm9wb3NlUmVzcG9uc2USLQoGb3BlbmVkGAEgASgLMhsub3V0cmlkZXIudjEuU2VxdWVuY2VPcGVuZWRIABIsCgZncm93dGgYAiABKAsyGi5vdXRyaWRlci52MS5Hcm93U2VxdWVuY2VzSAASLQoGc3RhdHVzGAMgASgLMhsub3V0cmlkZXIudjEuU2VxdWVuY2VTdGF0dXNIABIlCgd0aW1pbmdzGAQgASgLMhQub3V0cmlkZXIudjEuVGltaW5nc0IHCgVmcmFtZSLAAgoMT3BlblNlcXVlbmNlEhMKC3NlcXVlbmNlX2lkGAEgASgEEg4KBnRlbmFudBgCIAEoCRIOCgZjb3JwdXMYAyABKAkSEQoJdG9rZW5faWRzGAQgAygNEhUKDXByb21wdF9sZW5ndGgYBSABKA0SDAoEc3RlcBgGIAEoBBIMCgRzZWVkGAcgASgGEisKBG1vZGUYCCABKA4yHS5vdXRyaWRlci52MS5WZXJpZmljYXRpb25Nb2RlEjEKCHNhbXBsaW5nGAkgASgLMh8ub3V0cmlkZXIudjEuU2FtcGxpbmdQYXJhbWV0ZXJzEicKBmxpbWl0cxgKIAEoCzIXLm91dHJpZGVyLnYxLlRyZWVMaW1pdHMSFwoPdm9jYWJ1bGFyeV9zaXplGAsgASgNEhMKC3RyYWNlcGFyZW50GAwgASgJIjIKClRyZWVMaW1pdHMSEQoJbWF4X25vZGVzGAEgASgNEhEKCW1heF9kZXB0aBgCIAEoDSJOCg5TZXF1ZW5jZU9wZW5lZBITCgtzZXF1ZW5jZV9pZBgBIAEoBBInCgZsaW1pdHMYAiABKAsyFy5vdXRyaWRlci52MS5UcmVlTGltaXRzIkMKEEFkdmFuY2VTZXF1ZW5jZXMSLwoJc2VxdWVuY2VzGAEgAygLMhwub3V0cmlkZXIudjEuU2VxdWVuY2VBZHZhbmNlIm4KD1NlcXVlbmNlQWR2YW5jZRITCgtzZXF1ZW5jZV9pZBgBIAEoBBIMCgRzdGVwGAIgASgEEhEKCXRva2VuX2lkcxgDIAMoDRIlCghmZWF0dXJlcxgEIAEoCzITLm91dHJpZGVyLnYxLlRlbnNvciJACgxTZW5kRmVhdHVyZXMSMAoJc2VxdWVuY2VzGAEgAygLMh0ub3V0cmlkZXIudjEuU2VxdWVuY2VGZWF0dXJlcyJgChBTZXF1ZW5jZUZlYXR1cmVzEhMKC3NlcXVlbmNlX2lkGAEgASgEEhAKCHBvc2l0aW9uGAIgASgNEiUKCGZlYXR1cmVzGAMgASgLMhMub3V0cmlkZXIudjEuVGVuc29yIiYKDkNsb3NlU2VxdWVuY2VzEhQKDHNlcXVlbmNlX2lkcxgBIAMoBCIYCgZDcmVkaXQSDgoGZnJhbWVzGAEgASgNIj8KDUdyb3dTZXF1ZW5jZXMSLgoJc2VxdWVuY2VzGAEgAygLMhsub3V0cmlkZXIudjEuU2VxdWVuY2VHcm93dGgizwEKDlNlcXVlbmNlR3Jvd3RoEhMKC3NlcXVlbmNlX2lkGAEgASgEEhEKCWJhc2Vfc3RlcBgCIAEoBBIVCg1maXJzdF9ub2RlX2lkGAMgASgNEhIKCnBhcmVudF9pZHMYBCADKA0SEQoJdG9rZW5faWRzGAUgAygNEg4KBnNjb3JlcxgGIAMoAhI1Cg1kaXN0cmlidXRpb25zGAcgAygLMh4ub3V0cmlkZXIudjEuRHJhZnREaXN0cmlidXRpb24SEAoIcmVwbGFjZXMYCCABKAgiSQoOU2VxdWVuY2VTdGF0dXMSEwoLc2VxdWVuY2VfaWQYASABKAQSIgoGc3RhdHVzGAIgASgLMhIuZ29vZ2xlLnJwYy5TdGF0dXMiFQoTR2V0RHJhZnRJbmZvUmVxdWVzdCLdAQoUR2V0RHJhZnRJbmZvUmVzcG9uc2USDwoHZHJhZnRlchgBIAEoCRIXCg92b2NhYnVsYXJ5X3NpemUYAiABKA0SHQoVdG9rZW5pemVyX2ZpbmdlcnByaW50GAMgASgJEicKBmxpbWl0cxgEIAEoCzIXLm91dHJpZGVyLnYxLlRyZWVMaW1pdHMSEwoLbWF4X2NvbnRleHQYBSABKA0SLQoIZmVhdHVyZXMYBiABKAsyGy5vdXRyaWRlci52MS5GZWF0dXJlUmVxdWVzdBIPCgd2ZXJzaW9uGAcgASgJIo4BCg5GZWF0dXJlUmVxdWVzdBIOCgZsYXllcnMYASADKA0SDQoFd2lkdGgYAiABKA0SKAoFZHR5cGUYAyABKA4yGS5vdXRyaWRlci52MS5UZW5zb3IuRFR5cGUSEQoJcHJvamVjdGVkGAQgASgIEhAKCHJlcXVpcmVkGAUgASgIEg4KBndpbmRvdxgGIAEoDSJFChBBZGRDb3JwdXNSZXF1ZXN0Eg4KBnRlbmFudBgBIAEoCRIOCgZjb3JwdXMYAiABKAkSEQoJdG9rZW5faWRzGAMgAygNIjIKEUFkZENvcnB1c1Jlc3BvbnNlEg4KBnRva2VucxgBIAEoBBINCgVub2RlcxgCIAEoBDL7AQoMRHJhZnRTZXJ2aWNlEkgKB1Byb3Bvc2USGy5vdXRyaWRlci52MS5Qcm9wb3NlUmVxdWVzdBocLm91dHJpZGVyLnYxLlByb3Bvc2VSZXNwb25zZSgBMAESUwoMR2V0RHJhZnRJbmZvEiAub3V0cmlkZXIudjEuR2V0RHJhZnRJbmZvUmVxdWVzdBohLm91dHJpZGVyLnYxLkdldERyYWZ0SW5mb1Jlc3BvbnNlEkwKCUFkZENvcnB1cxIdLm91dHJpZGVyLnYxLkFkZENvcnB1c1JlcXVlc3QaHi5vdXRyaWRlci52MS5BZGRDb3JwdXNSZXNwb25zZSgBQitaKW91dHJpZGVyL2NsaWVudHMvZ28vb3V0cmlkZXJ2MTtvdXRyaWRlcnYxYgZwcm90bzM", [file_google_rpc_status, file_outrider_v1_tree]);
 
 /**
  * ProposeRequest is one frame from the target.
@@ -61,6 +61,14 @@ export type ProposeRequest = Message<"outrider.v1.ProposeRequest"> & {
      */
     value: Credit;
     case: "credit";
+  } | {
+    /**
+     * features brings hidden states of tokens that are known already. Only for drafters that asked for them.
+     *
+     * @generated from field: outrider.v1.SendFeatures features = 5;
+     */
+    value: SendFeatures;
+    case: "features";
   } | { case: undefined; value?: undefined };
 };
 
@@ -328,7 +336,11 @@ export type SequenceAdvance = Message<"outrider.v1.SequenceAdvance"> & {
   tokenIds: number[];
 
   /**
-   * features is one vector per committed token ([len(token_ids), width]), when the drafter asked for them.
+   * features are the hidden states of the last m tokens that can have one, as [m, width], when the drafter asked for
+   * them. The new root has none before it was fed, so the last row belongs to the token before it: row i belongs to
+   * token L - 1 - m + i of the L that the sequence has with this advance. Usually m is len(token_ids): the old root and
+   * the committed tokens but the last. It is more where a prompt ends, and m < L always. Empty when the target has
+   * none. INVALID_ARGUMENT when m is 0 or too large, for another width or type, and when the drafter asked for none.
    *
    * @generated from field: outrider.v1.Tensor features = 4;
    */
@@ -341,6 +353,66 @@ export type SequenceAdvance = Message<"outrider.v1.SequenceAdvance"> & {
  */
 export const SequenceAdvanceSchema: GenMessage<SequenceAdvance> = /*@__PURE__*/
   messageDesc(file_outrider_v1_draft, 6);
+
+/**
+ * SendFeatures brings hidden states of tokens that the draft knows already: of a prompt, in pieces while the target
+ * reads it, and of the tokens before the root after an open in the middle of a sequence. No growth is owed for it; a
+ * draft that only now has what it needs may send one.
+ *
+ * @generated from message outrider.v1.SendFeatures
+ */
+export type SendFeatures = Message<"outrider.v1.SendFeatures"> & {
+  /**
+   * sequences with features.
+   *
+   * @generated from field: repeated outrider.v1.SequenceFeatures sequences = 1;
+   */
+  sequences: SequenceFeatures[];
+};
+
+/**
+ * Describes the message outrider.v1.SendFeatures.
+ * Use `create(SendFeaturesSchema)` to create a new message.
+ */
+export const SendFeaturesSchema: GenMessage<SendFeatures> = /*@__PURE__*/
+  messageDesc(file_outrider_v1_draft, 7);
+
+/**
+ * SequenceFeatures are hidden states of consecutive tokens of one sequence.
+ *
+ * @generated from message outrider.v1.SequenceFeatures
+ */
+export type SequenceFeatures = Message<"outrider.v1.SequenceFeatures"> & {
+  /**
+   * sequence_id of an open sequence; NOT_FOUND otherwise.
+   *
+   * @generated from field: uint64 sequence_id = 1;
+   */
+  sequenceId: bigint;
+
+  /**
+   * position of the first row's token, counted from 0 at the prompt's first. Pieces come in rising order. What was
+   * sent before is ignored; where a piece begins late, the tokens between never get theirs.
+   *
+   * @generated from field: uint32 position = 2;
+   */
+  position: number;
+
+  /**
+   * features as [rows, width]. At least one row, and none for the root or past it; else INVALID_ARGUMENT. At most 1 MiB
+   * of data, or one row, in one piece: RESOURCE_EXHAUSTED.
+   *
+   * @generated from field: outrider.v1.Tensor features = 3;
+   */
+  features?: Tensor;
+};
+
+/**
+ * Describes the message outrider.v1.SequenceFeatures.
+ * Use `create(SequenceFeaturesSchema)` to create a new message.
+ */
+export const SequenceFeaturesSchema: GenMessage<SequenceFeatures> = /*@__PURE__*/
+  messageDesc(file_outrider_v1_draft, 8);
 
 /**
  * CloseSequences ends sequences.
@@ -361,7 +433,7 @@ export type CloseSequences = Message<"outrider.v1.CloseSequences"> & {
  * Use `create(CloseSequencesSchema)` to create a new message.
  */
 export const CloseSequencesSchema: GenMessage<CloseSequences> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_draft, 7);
+  messageDesc(file_outrider_v1_draft, 9);
 
 /**
  * Credit lets the draft send this many more growth frames. A draft that sends more is cut off.
@@ -382,7 +454,7 @@ export type Credit = Message<"outrider.v1.Credit"> & {
  * Use `create(CreditSchema)` to create a new message.
  */
 export const CreditSchema: GenMessage<Credit> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_draft, 8);
+  messageDesc(file_outrider_v1_draft, 10);
 
 /**
  * GrowSequences adds nodes to trees.
@@ -403,7 +475,7 @@ export type GrowSequences = Message<"outrider.v1.GrowSequences"> & {
  * Use `create(GrowSequencesSchema)` to create a new message.
  */
 export const GrowSequencesSchema: GenMessage<GrowSequences> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_draft, 9);
+  messageDesc(file_outrider_v1_draft, 11);
 
 /**
  * SequenceGrowth adds nodes to one tree. Node ids are stable: they keep their meaning across advances, so growth
@@ -476,7 +548,7 @@ export type SequenceGrowth = Message<"outrider.v1.SequenceGrowth"> & {
  * Use `create(SequenceGrowthSchema)` to create a new message.
  */
 export const SequenceGrowthSchema: GenMessage<SequenceGrowth> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_draft, 10);
+  messageDesc(file_outrider_v1_draft, 12);
 
 /**
  * SequenceStatus reports the failure of one sequence.
@@ -504,7 +576,7 @@ export type SequenceStatus = Message<"outrider.v1.SequenceStatus"> & {
  * Use `create(SequenceStatusSchema)` to create a new message.
  */
 export const SequenceStatusSchema: GenMessage<SequenceStatus> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_draft, 11);
+  messageDesc(file_outrider_v1_draft, 13);
 
 /**
  * GetDraftInfoRequest asks what the service drafts with.
@@ -519,7 +591,7 @@ export type GetDraftInfoRequest = Message<"outrider.v1.GetDraftInfoRequest"> & {
  * Use `create(GetDraftInfoRequestSchema)` to create a new message.
  */
 export const GetDraftInfoRequestSchema: GenMessage<GetDraftInfoRequest> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_draft, 12);
+  messageDesc(file_outrider_v1_draft, 14);
 
 /**
  * GetDraftInfoResponse describes the drafter.
@@ -582,23 +654,25 @@ export type GetDraftInfoResponse = Message<"outrider.v1.GetDraftInfoResponse"> &
  * Use `create(GetDraftInfoResponseSchema)` to create a new message.
  */
 export const GetDraftInfoResponseSchema: GenMessage<GetDraftInfoResponse> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_draft, 13);
+  messageDesc(file_outrider_v1_draft, 15);
 
 /**
- * FeatureRequest names the hidden states a drafter wants from the target.
+ * FeatureRequest names the hidden states a drafter wants from the target: one vector for each token.
  *
  * @generated from message outrider.v1.FeatureRequest
  */
 export type FeatureRequest = Message<"outrider.v1.FeatureRequest"> & {
   /**
-   * layers are the target's decoder layers whose outputs are wanted, counted from 0.
+   * layers are the target's decoder layers whose outputs are wanted, counted from 0. The number of layers stands for
+   * the state after the last norm, which the target's lm_head reads. At least 1, at most 16. The vectors of several
+   * layers are joined in this order.
    *
    * @generated from field: repeated uint32 layers = 1;
    */
   layers: number[];
 
   /**
-   * width of one vector on the wire.
+   * width of one vector on the wire. At most 131072.
    *
    * @generated from field: uint32 width = 2;
    */
@@ -612,11 +686,27 @@ export type FeatureRequest = Message<"outrider.v1.FeatureRequest"> & {
   dtype: Tensor_DType;
 
   /**
-   * projected says that the target applies the head's projection and sends one vector of this width per token.
+   * projected says that the target applies the head's projection to the joined vectors, and sends what comes out. The
+   * target reads its weights from its own copy of the head.
    *
    * @generated from field: bool projected = 4;
    */
   projected: boolean;
+
+  /**
+   * required says that the drafter drafts nothing without features. A target that has none to give does not ask it then.
+   *
+   * @generated from field: bool required = 5;
+   */
+  required: boolean;
+
+  /**
+   * window is how many tokens before the root the drafter looks back at; features of earlier ones need not be sent.
+   * 0 is all.
+   *
+   * @generated from field: uint32 window = 6;
+   */
+  window: number;
 };
 
 /**
@@ -624,7 +714,7 @@ export type FeatureRequest = Message<"outrider.v1.FeatureRequest"> & {
  * Use `create(FeatureRequestSchema)` to create a new message.
  */
 export const FeatureRequestSchema: GenMessage<FeatureRequest> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_draft, 14);
+  messageDesc(file_outrider_v1_draft, 16);
 
 /**
  * AddCorpusRequest carries a piece of a corpus. The first message of a stream names the tenant.
@@ -659,7 +749,7 @@ export type AddCorpusRequest = Message<"outrider.v1.AddCorpusRequest"> & {
  * Use `create(AddCorpusRequestSchema)` to create a new message.
  */
 export const AddCorpusRequestSchema: GenMessage<AddCorpusRequest> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_draft, 15);
+  messageDesc(file_outrider_v1_draft, 17);
 
 /**
  * AddCorpusResponse says what was learnt.
@@ -687,7 +777,7 @@ export type AddCorpusResponse = Message<"outrider.v1.AddCorpusResponse"> & {
  * Use `create(AddCorpusResponseSchema)` to create a new message.
  */
 export const AddCorpusResponseSchema: GenMessage<AddCorpusResponse> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_draft, 16);
+  messageDesc(file_outrider_v1_draft, 18);
 
 /**
  * DraftService proposes continuations of sequences that a target service owns.
