@@ -37,7 +37,7 @@ class Tiling:
 # Keys of a sequence up to which a step is short: what it takes to begin and to merge outweighs what is read.
 _SHORT = 2048
 # Keys of a whole batch past which reading each of them once outweighs what a block of 256 rows spills.
-_MANY_KEYS = 128 * 1024
+_MANY_KEYS = 96 * 1024
 
 
 def choose_tiling(
@@ -68,11 +68,12 @@ def choose_tiling(
     # Groups are then cut in two at most, and a launch more would cost as much as it merges.
     merge_rows = 16 if short and width > 64 and heads >= processors else 0
     if packed <= 32:
-        return Tiling(packed, 64, 4, 5, 2 if busy or keys > 16384 else 1, merge_rows)
+        return Tiling(packed, 64, 4, 5, 2 if busy or keys > 16384 or sequences >= 8 else 1, merge_rows)
     if packed == 64 and short and width > 64 and heads <= processors // 2:
         return Tiling(32, 128, 4, 3, 1)
     if packed == 64 or (not busy and (short or width <= 64)):
-        return Tiling(64, 64, 4, 5, 2 if busy else 1, merge_rows if packed == 64 else 0)
+        per_sm = 2 if busy or 2 * heads * packed // 64 > processors else 1
+        return Tiling(64, 64, 4, 5, per_sm, merge_rows if packed == 64 else 0)
     if packed >= 256 and keys >= _MANY_KEYS and not short:
         return Tiling(256, 64, 16, 5, 1, apart=True)
     return Tiling(128, 128, 8, 5, 1, apart=keys > 4096 * sequences)
