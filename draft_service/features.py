@@ -6,6 +6,26 @@ import torch
 from torch import Tensor
 
 from outrider.errors import InvalidField
+from outrider.frames import Vectors
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float8_e4m3": torch.float8_e4m3fn}
+
+
+def read_vectors(vectors: Vectors, field_path: str = "features") -> Tensor:
+    """[count, width] of what travelled: in its own type, or in fp32 where it has scales. Shares no memory with it.
+
+    Raises:
+        InvalidField: an element is not a finite number.
+    """
+    elements = torch.frombuffer(bytearray(vectors.data), dtype=_DTYPES[vectors.dtype])
+    rows = elements.view(vectors.count, vectors.width)
+    if vectors.scales or vectors.dtype == "float8_e4m3":
+        rows = rows.float()
+    if vectors.scales:
+        rows = rows * torch.tensor(vectors.scales)[:, None]
+    if not bool(rows.isfinite().all()):
+        raise InvalidField(f"{field_path}.data", "holds elements that are not finite")
+    return rows
 
 
 class FeatureWindow:

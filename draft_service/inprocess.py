@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from draft_service.config import CONFIG_VARIABLE, DraftConfig, drafter_config
-from draft_service.drafter import Drafter, create
+from draft_service.drafter import Drafter, create, features_of
 from draft_service.session import Admission, ProposeSession
 from outrider import __version__
 from outrider.errors import OutriderError, WrongVocabulary
@@ -24,6 +24,7 @@ from outrider.frames import (
     OpenSequence,
     SequenceAdvance,
     SequenceFailure,
+    SequenceFeatures,
 )
 
 logger = logging.getLogger(__name__)
@@ -61,6 +62,7 @@ class InprocessLink:
                 limits=drafter.limits,
                 max_context=drafter.max_context,
                 version=__version__,
+                features=features_of(drafter),
             )
         )
 
@@ -77,6 +79,15 @@ class InprocessLink:
         def work(session: ProposeSession) -> None:
             for advance in advances:
                 self._attempt(session, advance.sequence_id, partial(session.advance, advance))
+            self._answer(session)
+
+        self._run(work)
+
+    def send_features(self, features: Sequence[SequenceFeatures]) -> None:
+        def work(session: ProposeSession) -> None:
+            for one in features:
+                self._attempt(session, one.sequence_id, partial(session.take_features, one))
+            session.absorb({one.sequence_id for one in features})
             self._answer(session)
 
         self._run(work)

@@ -69,7 +69,8 @@ class MergedDrafter:
         wanted = [request for part in parts if (request := features_of(part)) is not None]
         if len(wanted) > 1:
             raise NotSupported("more than one of the merged drafters wants features")
-        self.features: FeatureRequest | None = wanted[0] if wanted else None
+        # The others draft without.
+        self.features: FeatureRequest | None = replace(wanted[0], required=False) if wanted else None
 
     def start(self) -> None:
         """Start every drafter."""

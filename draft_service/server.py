@@ -22,6 +22,7 @@ from outrider.draft_wire import (
     open_from_pb,
 )
 from outrider.errors import InvalidField, NotSupported, OutriderError
+from outrider.feature_wire import features_from_pb
 from outrider.frames import DraftInfo
 from outrider.serving import current_tenant
 from outrider.tracing import Tracing
@@ -134,6 +135,8 @@ class _ProposeStream:
         if kind == "credit":
             self._session.grant(frame.credit.frames)
             return []
+        if kind == "features":
+            return self._features(frame.features)
         raise InvalidField("frame", "is not set, or of a kind unknown here")
 
     def growth(self) -> draft_pb2.ProposeResponse | None:
@@ -177,6 +180,16 @@ class _ProposeStream:
             except OutriderError as error:
                 failures.append(self._failed(pb.sequence_id, error))
         self._observer.on_advanced(len(frame.sequences) - len(failures), tokens)
+        return failures
+
+    def _features(self, frame: draft_pb2.SendFeatures) -> list[draft_pb2.ProposeResponse]:
+        failures: list[draft_pb2.ProposeResponse] = []
+        for i, pb in enumerate(frame.sequences):
+            try:
+                self._session.take_features(features_from_pb(pb, f"features.sequences[{i}]"))
+            except OutriderError as error:
+                failures.append(self._failed(pb.sequence_id, error))
+        self._session.absorb(pb.sequence_id for pb in frame.sequences)
         return failures
 
     def _failed(self, sequence_id: int, error: OutriderError) -> draft_pb2.ProposeResponse:

@@ -14,7 +14,7 @@ from pathlib import Path
 import grpc
 
 from draft_service.config import CONFIG_VARIABLE, DraftConfig, drafter_config
-from draft_service.drafter import Drafter, create, drafter_spec
+from draft_service.drafter import Drafter, create, drafter_spec, features_of
 from draft_service.metrics import PrometheusDraftObserver
 from draft_service.observer import DraftObserver
 from draft_service.server import SERVICE_NAME, DraftServicer
@@ -84,6 +84,7 @@ def build_server(
         limits=drafter.limits,
         max_context=drafter.max_context,
         version=__version__,
+        features=features_of(drafter),
     )
     servicer = DraftServicer(drafter, admission, info, observer, tracing)
     options = ServingOptions(

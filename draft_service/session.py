@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from draft_service.drafter import Drafter, DraftSequence, tree_limits
+from draft_service.drafter import Drafter, DraftSequence, FeatureDrafter, tree_limits
 from outrider.errors import (
     Draining,
     InvalidField,
@@ -29,8 +29,10 @@ from outrider.frames import (
     ROOT_ID,
     OpenSequence,
     SequenceAdvance,
+    SequenceFeatures,
     SequenceGrowth,
     TreeLimits,
+    Vectors,
 )
 from outrider.tree import TokenTree
 
@@ -164,7 +166,8 @@ class ProposeSession:
     def advance(self, advance: SequenceAdvance) -> None:
         """Append what one step committed. The step that was last seen is ignored.
 
-        Raises `UnknownSequence`, `StepReplayed`, `StepSkipped`, `PositionOutOfRange`.
+        Raises `UnknownSequence`, `StepReplayed`, `StepSkipped`, `PositionOutOfRange`, and `InvalidField` for features
+        that do not fit.
         """
         tracked = self._find(advance.sequence_id)
         if advance.step == tracked.step:
@@ -176,8 +179,27 @@ class ProposeSession:
         self._check_length(len(tracked.draft.token_ids) + len(advance.token_ids))
         tracked.step = advance.step
         tracked.draft.token_ids.extend(advance.token_ids)
+        if advance.features is not None:
+            position = len(tracked.draft.token_ids) - 1 - advance.features.count
+            _append(tracked.draft, advance.features, position)
         self._drafter.advance(tracked.draft, advance.token_ids)
         self._due.setdefault(advance.sequence_id, time.monotonic_ns())
+
+    def take_features(self, features: SequenceFeatures) -> None:
+        """Add features of known tokens. Raises `UnknownSequence`, and `InvalidField` for features that do not fit.
+
+        When they complete what a tree needs, a growth is owed: no advance may be about to come that asks for it.
+        """
+        draft = self._find(features.sequence_id).draft
+        _append(draft, features.vectors, features.position)
+        if draft.features is not None and draft.features.end == len(draft.token_ids) - 1:
+            self._due.setdefault(features.sequence_id, time.monotonic_ns())
+
+    def absorb(self, sequence_ids: Iterable[int]) -> None:
+        """Let the drafter read the features that wait for these sequences; ids that are not open are ignored."""
+        drafts = [self._open[each].draft for each in sequence_ids if each in self._open and each not in self._due]
+        if drafts and isinstance(self._drafter, FeatureDrafter):
+            self._drafter.absorb(drafts)
 
     def close(self, sequence_ids: Iterable[int]) -> None:
         """End sequences; ids that are not open are ignored."""
@@ -221,6 +243,19 @@ class ProposeSession:
     def _check_length(self, length: int) -> None:
         if length > self._drafter.max_context:
             raise PositionOutOfRange("the sequence is longer than the drafter follows", limit=self._drafter.max_context)
+
+
+def _append(draft: DraftSequence, vectors: Vectors, position: int) -> None:
+    """Add features to a sequence's window, if they fit its tokens."""
+    if draft.features is None:
+        raise InvalidField("features", "were not asked for")
+    # Only here: drafters without features run without PyTorch.
+    from draft_service.features import read_vectors
+
+    known = len(draft.token_ids) - 1
+    if position < 0 or position + vectors.count > known:
+        raise InvalidField("features", f"{vectors.count} from token {position} on, and {known} tokens can have one")
+    draft.features.append(read_vectors(vectors), position)
 
 
 def _below(tree: TokenTree, vocabulary_size: int) -> TokenTree:

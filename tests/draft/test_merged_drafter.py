@@ -111,7 +111,8 @@ def followed(drafter: Drafter, mode: VerificationMode, *, fed: bool = True) -> D
 def test_trie_and_head_serve_one_sequence() -> None:
     merged, trie = trie_and_head()
     assert merged.limits == TreeLimits(14, 32) and merged.vocabulary_size == VOCABULARY
-    assert features_of(merged) is not None
+    wanted = features_of(merged)
+    assert wanted is not None and not wanted.required
     sequence = followed(merged, VerificationMode.GREEDY)
     (both,) = merged.propose([sequence])
     (of_head,), (of_trie,) = (part.propose([view]) for part, view in zip(merged._parts, sequence.state, strict=True))
