@@ -177,7 +177,7 @@ class EagleDrafter:
             layers = shape.layers_of(self._target.facts().num_layers)
         projected = config.projection == "target" and shape.kind == "eagle3"
         width = shape.hidden_size if projected else shape.num_features * shape.target_hidden_size
-        return FeatureRequest(layers, width, config.feature_dtype, projected)
+        return FeatureRequest(layers, width, config.feature_dtype, projected, window=config.feature_window)
 
     def _ready(self, sequence: DraftSequence) -> bool:
         """Whether features reach the token before the root, and the cache has room."""

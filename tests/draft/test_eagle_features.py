@@ -149,8 +149,8 @@ def test_features_may_be_projected_by_the_target() -> None:
     head = make_head(fc_norm=True)
     tokens, states = text(15), states_of(head, 15)
     drafter = make_drafter(head, projection="target")
-    assert features_of(drafter) == FeatureRequest((1, 5, 8), 16, "float32", projected=True)
-    assert features_of(make_drafter(head)) == FeatureRequest((1, 5, 8), 48, "float32", projected=False)
+    assert features_of(drafter) == FeatureRequest((1, 5, 8), 16, "float32", projected=True, window=8192)
+    assert features_of(make_drafter(head)) == FeatureRequest((1, 5, 8), 48, "float32", projected=False, window=8192)
     same_tree(draft(drafter, tokens, head.project(states)), draft(make_drafter(head), tokens, states))
 
 
