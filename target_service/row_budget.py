@@ -152,6 +152,8 @@ class Offer:
     max_nodes: int
     # Nodes are used in order of arrival, since picking by token would skew rejection sampling.
     in_order: bool = False
+    # Only one path is used, the likeliest child of each node.
+    chain: bool = False
 
 
 class RowBudget:
@@ -195,6 +197,8 @@ class RowBudget:
             probability = min(0.995, self.calibration.probability(tree.scores[node]) * offer.record.factor)
             worth.append(worth[tree.parents[node]] * probability)
             ranked.append((worth[node], index, node))
+        if offer.chain:
+            ranked = _likeliest_path(tree, ranked)
         # Stable, and a child is worth less than its parent, so parents stay first.
         ranked.sort(key=lambda item: -item[0])
         return ranked[: offer.max_nodes]
@@ -232,3 +236,18 @@ class RowBudget:
         record.spend(len(path), self._step_cost)
         if expected:
             record.observe(expected, len(accepted_rows))
+
+
+def _likeliest_path(tree: GrowingTree, ranked: SequenceOf[tuple[float, int, int]]) -> list[tuple[float, int, int]]:
+    """Of (worth, sequence, node) for every node in order of arrival: those on the path of likeliest children."""
+    best: dict[int, tuple[float, int, int]] = {}
+    for entry in ranked:
+        parent = tree.parents[entry[2]]
+        if parent not in best or entry[0] > best[parent][0]:
+            best[parent] = entry
+    path: list[tuple[float, int, int]] = []
+    node = 0
+    while node in best:
+        path.append(best[node])
+        node = best[node][2]
+    return path

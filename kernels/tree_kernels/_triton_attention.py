@@ -42,6 +42,12 @@ class TritonSettings:
     processors: int | None = None
 
 
+# One tile and one split for every step: a prompt's chunk, a tree and a single row take the same sums in the same order.
+INVARIANT = TritonSettings(
+    split_keys=512, tiling=Tiling(block_rows=64, block_keys=32, warps=4, stages=3, programs_per_sm=1)
+)
+
+
 @dataclass(frozen=True)
 class _Layout:
     """Everything about the model's heads that kernels are compiled for."""

@@ -34,16 +34,22 @@ class TreeAttention:
         backend: "reference" is the fp32 definition; "torch" is the fast path on a CPU; "triton" and "flashinfer" need a
             GPU and those packages.
         device: where the caches live.
+        invariant: cut keys alike whatever the step holds, so that no bit of a row's result depends on the other rows.
+            Rows of a chain then get what they would get one at a time. Only of "triton".
 
     Raises:
-        ValueError: an unknown backend.
+        ValueError: an unknown backend, or one that cannot be `invariant`.
         ImportError: the backend's package is not installed.
     """
 
-    def __init__(self, backend: Backend = "torch", device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self, backend: Backend = "torch", device: torch.device | str = "cpu", *, invariant: bool = False
+    ) -> None:
         self.backend = backend
         self.device = torch.device(device)
-        self._implementation = _create(backend, self.device)
+        if invariant and backend != "triton":
+            raise ValueError(f"only the triton backend is independent of the batch, this is {backend}")
+        self._implementation = _create(backend, self.device, invariant)
 
     @property
     def capturable(self) -> TritonAttention:
@@ -89,7 +95,7 @@ class TreeAttention:
         return self._implementation.run(plan, query, key_cache, value_cache, scale)
 
 
-def _create(backend: Backend, device: torch.device) -> _Implementation:
+def _create(backend: Backend, device: torch.device, invariant: bool) -> _Implementation:
     """Import a backend only when it is asked for: triton and flashinfer may be absent."""
     if backend == "reference":
         from tree_kernels.reference import ReferenceAttention
@@ -100,9 +106,9 @@ def _create(backend: Backend, device: torch.device) -> _Implementation:
 
         return TorchAttention(device)
     if backend == "triton":
-        from tree_kernels._triton_attention import TritonAttention
+        from tree_kernels._triton_attention import INVARIANT, TritonAttention
 
-        return TritonAttention(device)
+        return TritonAttention(device, INVARIANT if invariant else None)
     if backend == "flashinfer":
         from tree_kernels._flashinfer import FlashInferAttention
 

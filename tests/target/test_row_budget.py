@@ -144,3 +144,10 @@ def test_one_pause_of_the_machine_costs_no_size_its_place() -> None:
     cost.observe(16, 60.0)
     assert cost(16) == pytest.approx(1.26)
     assert cost(1) == 1.0
+
+
+def test_a_chain_takes_the_likeliest_child_of_each_node() -> None:
+    tree = grown([0, 0, 2, 2, 4], [0.6, 0.9, 0.3, 0.8, 0.7])
+    cut = RowBudget(None).cut([Offer(tree, SequenceRecord(), 63, chain=True)], 1, 63)[0]
+    assert cut.is_chain
+    assert cut.token_ids == (0, 2, 4, 5)
