@@ -64,18 +64,20 @@ def prepare_layers(model: PreTrainedModel, options: LayerOptions) -> int:
     Raises:
         ValueError: `invariant` was asked for and a layer cannot be.
     """
-    inner: Any = cast(Any, model).model
+    inner: Any = model.base_model
+    # Named so in nearly every family; others run their own code.
+    known = hasattr(inner, "layers") and hasattr(inner, "norm")
     if options.joined or options.invariant:
         join_linears(model)
     fused = 0
     linears = row_linears(model.device, invariant=options.invariant)
-    if options.fused or options.invariant:
+    if known and (options.fused or options.invariant):
         fused = _fuse(inner, linears, None if options.invariant else MAX_ROWS)
     if options.invariant:
-        if fused < len(inner.layers):
+        if not known or fused < len(inner.layers):
             raise ValueError(f"{model.config.model_type}: its layers cannot be made independent of the batch")
         cast(Any, model).lm_head = RowsHead(cast(Any, model).lm_head, linears)
-    if options.compiled and not options.invariant:
+    if known and options.compiled and not options.invariant:
         for layer in (*inner.layers, inner.norm):
             plain = layer.plain if isinstance(layer, (FusedLayer, FusedNorm)) else layer
             plain.compile(backend=compile_shared, dynamic=False)

@@ -126,3 +126,11 @@ def test_a_model_that_cannot_be_made_invariant_is_refused() -> None:
     model = runner_of(make_tiny("qwen3"))._model
     with pytest.raises(ValueError, match="qwen3: its layers cannot be made independent"):
         prepare_layers(model, LayerOptions(invariant=True))
+
+
+@pytest.mark.parametrize("model_type", ["gpt_neox", "opt"])
+def test_a_model_whose_parts_have_other_names_keeps_its_code(model_type: str) -> None:
+    runner = runner_of(make_tiny(model_type))
+    expected = runner.forward(batch_of(5)).clone()
+    assert prepare_layers(runner._model, UNCOMPILED) == 0
+    torch.testing.assert_close(runner.forward(batch_of(5)), expected)
