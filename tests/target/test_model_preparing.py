@@ -130,7 +130,7 @@ def test_a_model_that_cannot_be_made_invariant_is_refused() -> None:
 
 @pytest.mark.parametrize("model_type", ["gpt_neox", "opt"])
 def test_a_model_whose_parts_have_other_names_keeps_its_code(model_type: str) -> None:
-    runner = runner_of(make_tiny(model_type))
+    runner = runner_of(make_tiny(model_type, num_key_value_heads=4))
     expected = runner.forward(batch_of(5)).clone()
     assert prepare_layers(runner._model, UNCOMPILED) == 0
     torch.testing.assert_close(runner.forward(batch_of(5)), expected)
