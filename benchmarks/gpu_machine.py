@@ -1,7 +1,8 @@
-"""What a GPU figure must stand beside."""
+"""What a figure must stand beside."""
 
 from __future__ import annotations
 
+import os
 import platform
 import subprocess
 import sys
@@ -15,7 +16,7 @@ def describe() -> dict[str, str]:
     """Device, versions, commit and command line."""
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
     return {
-        "gpu": torch.cuda.get_device_name(),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else f"{os.cpu_count()} CPU cores",
         "torch": torch.__version__,
         "triton": triton.__version__,
         "transformers": transformers.__version__,
