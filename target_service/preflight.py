@@ -12,6 +12,8 @@ from outrider.tree import MAX_ROWS
 from target_service.config import TargetConfig
 from target_service.draft_client import LinkOptions
 
+# As `model.runner.MAX_SEQUENCES`, which would bring torch along.
+_MOST_SEQUENCES = 1024
 _PAGE_SIZES = (1, 16, 64)
 
 
@@ -55,6 +57,7 @@ def check_settings(config: TargetConfig) -> None:
         "max_message_bytes": 1024,
         "max_sequences_per_stream": 1,
         "drain_seconds": 0,
+        "capture_seconds": 0,
     }
     for name, bound in least.items():
         # Written so that NaN fails.
@@ -67,6 +70,10 @@ def check_settings(config: TargetConfig) -> None:
         raise SettingsError(f"--max-draft-nodes: must be at most {MAX_ROWS - 1}")
     if config.page_size not in _PAGE_SIZES:
         raise SettingsError(f"--page-size: must be one of {', '.join(map(str, _PAGE_SIZES))}")
+    if config.max_running > _MOST_SEQUENCES:
+        raise SettingsError(f"--max-running: must be at most {_MOST_SEQUENCES}")
+    if not 0 < config.memory_share <= 1:
+        raise SettingsError("--memory-share: must be above 0 and at most 1")
     if not 0 <= config.trace_ratio <= 1:
         raise SettingsError("--trace-ratio: must be in [0, 1]")
     TlsFiles(config.tls_certificate, config.tls_key, config.tls_client_ca).check()
