@@ -22,7 +22,8 @@ start here:
   outrider bench --prompts FILE          measure
 
 Every flag can also be set as OUTRIDER_<SECTION>_<FLAG> in the environment, or in a TOML file given with --config
-(or OUTRIDER_CONFIG), in a table named like the section: [client], [generate], [up], [bench], [target], [draft].
+(or OUTRIDER_CONFIG), in a table named like the section: [client], [generate], [up], [bench], [target], [draft],
+[training].
 The flag wins over the environment, and the environment over the file."""
 
 

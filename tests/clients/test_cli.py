@@ -148,8 +148,13 @@ def test_wrong_corpus_line(line: str, tmp_path: Path, capsys: pytest.CaptureFixt
 
 @pytest.mark.parametrize(
     ("words", "said"),
-    [(["target", "--help"], "--max-running"), (["draft", "--help"], "--drafter"), (["model"], "pull")],
-    ids=["target", "draft", "model"],
+    [
+        (["target", "--help"], "--max-running"),
+        (["draft", "--help"], "--drafter"),
+        (["model"], "pull"),
+        (["train-head", "--help"], "--tokens"),
+    ],
+    ids=["target", "draft", "model", "train-head"],
 )
 async def test_flags_of_services_are_theirs(outrider: Any, words: Sequence[str], said: str) -> None:
     _, out, err = await outrider(*words)

@@ -7,8 +7,8 @@ from outrider_client.commands.corpus import CORPUS
 from outrider_client.commands.demo import DEMO
 from outrider_client.commands.generate import GENERATE
 from outrider_client.commands.health import HEALTH
-from outrider_client.commands.services import DRAFT, MODEL, TARGET, UP
+from outrider_client.commands.services import DRAFT, MODEL, TARGET, TRAIN_HEAD, UP
 
-COMMANDS: tuple[Command, ...] = (DEMO, UP, CHAT, GENERATE, BENCH, HEALTH, MODEL, CORPUS, TARGET, DRAFT)
+COMMANDS: tuple[Command, ...] = (DEMO, UP, CHAT, GENERATE, BENCH, HEALTH, MODEL, CORPUS, TARGET, DRAFT, TRAIN_HEAD)
 
 __all__ = ["COMMANDS", "Command", "run_command"]

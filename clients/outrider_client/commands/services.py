@@ -114,4 +114,7 @@ UP = Command(
 )
 TARGET = Command("target", "run the target service alone (its own flags; see --help)", module="target_service")
 DRAFT = Command("draft", "run the draft service alone (its own flags; see --help)", module="draft_service")
+TRAIN_HEAD = Command(
+    "train-head", "train an EAGLE-3 head for a model, without data (see --help)", module="draft_service.training"
+)
 MODEL = Command("model", "pull, list or locate models (see --help)", module="target_service.model.store")

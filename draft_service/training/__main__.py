@@ -1,0 +1,76 @@
+"""`python -m draft_service.training`: train a head for a model; `outrider train-head` hands on to it."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from draft_service.training.config import TrainingConfig
+from outrider.runtime import configure_logging, prepare_grpc
+from outrider.settings import SettingsError, add_flags, load
+
+# Names the settings file where no flag does.
+CONFIG_VARIABLE = "OUTRIDER_CONFIG"
+_PROG = "outrider train-head"
+_DESCRIPTION = """Train an EAGLE-3 head for a model that Outrider serves, without any data set.
+
+The model writes its own prompts and answers, and the head learns to guess them, reading the model's hidden states.
+The result is a folder for `outrider draft --drafter eagle --head FOLDER`.
+
+Every setting may also come from the environment (OUTRIDER_TRAINING_MINUTES=10) or from the [training] table of the
+file that --config or OUTRIDER_CONFIG names. Flags win over the environment, the environment over the file.
+"""
+_EPILOG = """exit status: 0 when the head is saved, 1 when training failed, 2 for settings that cannot work, 130 after
+Ctrl-C, after which --resume goes on from the last validation."""
+INTERRUPTED = 130
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parse and train; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog=_PROG,
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file with a [training] table")
+    add_flags(parser, TrainingConfig)
+    flags = parser.parse_args(arguments)
+    named = os.environ.get(CONFIG_VARIABLE)
+    prepare_grpc()
+    try:
+        config = load(TrainingConfig, "training", flags, os.environ, flags.config or (Path(named) if named else None))
+        configure_logging(config.log_level)
+        return _train(config, [*shlex.split(_PROG), *(sys.argv[1:] if arguments is None else arguments)])
+    except SettingsError as error:
+        parser.exit(2, f"{parser.prog}: error: {error}\n")
+
+
+def _train(config: TrainingConfig, command: Sequence[str]) -> int:
+    # Late: a typing error should not wait for torch.
+    from draft_service.eagle.head_config import HeadRefused
+    from draft_service.training.run import train_head
+    from draft_service.training.trainer import TrainingDiverged
+    from draft_service.training.writing import WriterFailed
+
+    errors = Console(stderr=True, highlight=False)
+    try:
+        folder = train_head(config, command)
+    except (TrainingDiverged, WriterFailed, HeadRefused) as error:
+        errors.print(f"[bold red]error:[/] {error}", soft_wrap=True)
+        return 1
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    Console(highlight=False).print(str(folder), markup=False, soft_wrap=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

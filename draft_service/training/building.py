@@ -1,0 +1,106 @@
+"""A new head for a target: its shape, and the weights that it begins with."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from draft_service.eagle.head import EagleHead
+from draft_service.eagle.head_config import HeadConfig
+from draft_service.training.config import TrainingConfig
+from outrider.settings import SettingsError
+from outrider.teaching import TeacherFacts, TeacherWeights
+
+_DEVIATION = 0.02
+_MLP_GRAIN = 64
+
+
+def head_config(config: TrainingConfig, facts: TeacherFacts, draft_vocab_size: int) -> HeadConfig:
+    """The head's shape: the target's own layer unless the settings say otherwise.
+
+    Raises:
+        SettingsError: attention heads do not divide the width.
+    """
+    hidden = config.hidden or facts.hidden_size
+    heads, kv_heads, head_dim = facts.num_heads, facts.num_kv_heads, facts.head_dim
+    intermediate = config.intermediate or facts.intermediate_size
+    if hidden != facts.hidden_size:
+        if hidden % head_dim:
+            raise SettingsError(f"--hidden must be a multiple of {head_dim}, the width of an attention head")
+        group = heads // kv_heads
+        heads = hidden // head_dim
+        kv_heads = heads // group if heads % group == 0 else heads
+        intermediate = config.intermediate or -(-8 * hidden // 3 // _MLP_GRAIN) * _MLP_GRAIN
+    newer = config.style == "eagle3.1"
+    return HeadConfig(
+        kind="eagle3",
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        vocab_size=facts.vocab_size,
+        draft_vocab_size=draft_vocab_size,
+        target_hidden_size=facts.hidden_size,
+        num_layers=config.layers,
+        num_features=3,
+        max_positions=facts.max_context,
+        rms_norm_eps=facts.rms_norm_eps,
+        rope=dict(facts.rope),
+        fc_norm=newer,
+        norm_output=newer,
+        target=facts.model,
+        tokenizer_fingerprint=facts.tokenizer_fingerprint,
+        feature_layers=_feature_layers(facts.num_layers),
+    )
+
+
+def _feature_layers(target_layers: int) -> tuple[int, int, int]:
+    """EAGLE-3's low, middle and high layer, named so that nobody has to count them again."""
+    low, middle, high = 1, target_layers // 2 - 1, target_layers - 4
+    if low <= middle <= high:
+        return low, middle, high
+    # Of a small target: the first, the middle and the last but one.
+    return 0, max(0, target_layers // 2 - 1), max(0, target_layers - 2)
+
+
+def new_head(shape: HeadConfig, tokens: NDArray[np.int64] | None, weights: TeacherWeights, seed: int) -> EagleHead:
+    """A head in fp32 on the CPU that begins as the target's lm_head over its high layer, and small noise.
+
+    Its token embedding is the target's and stays so. A narrower head begins with everything turned into a random
+    subspace of its width, the same everywhere.
+
+    Args:
+        tokens: [V'] target ids that the head can say; None for all.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    head = EagleHead(shape, None if tokens is None else torch.from_numpy(tokens))
+    lm_head, embedding = weights.lm_head.float().cpu(), weights.embedding.float().cpu()
+    into = _subspace(shape.target_hidden_size, shape.hidden_size, generator)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            if parameter.ndim == 2:
+                parameter.normal_(0.0, _DEVIATION, generator=generator)
+        rows = lm_head if tokens is None else lm_head[torch.from_numpy(tokens)]
+        head.embed_tokens.weight.copy_(embedding if into is None else embedding @ into)
+        head.lm_head.weight.copy_(rows if into is None else rows @ into)
+        if into is None and weights.norm is not None:
+            cast(nn.RMSNorm, head.norm).weight.copy_(weights.norm.float().cpu())
+        # The high layer comes last: what it says goes through unchanged at first.
+        through = torch.eye(shape.hidden_size) if into is None else into.T
+        cast(nn.Linear, head.projection.fc).weight[:, -shape.target_hidden_size :].add_(through)
+    head.embed_tokens.weight.requires_grad_(False)
+    return head
+
+
+def _subspace(wide: int, narrow: int, generator: torch.Generator) -> Tensor | None:
+    """[wide, narrow] with orthonormal columns, or rows where the head is the wider one; None for equal widths."""
+    if wide == narrow:
+        return None
+    large, small = max(wide, narrow), min(wide, narrow)
+    columns: Tensor = torch.linalg.qr(torch.randn(large, small, generator=generator))[0]
+    return columns if wide == large else columns.T

@@ -1,0 +1,106 @@
+"""Settings of `outrider train-head`. Each default lives here and nowhere else."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from outrider.settings import SettingsError, setting
+
+_AMOUNT = re.compile(r"(\d+(?:\.\d+)?)([kM]?)")
+_UNITS = {"": 1, "k": 1_000, "M": 1_000_000}
+_GPU_SEQUENCES, _CPU_SEQUENCES = 256, 16
+
+
+@dataclass(frozen=True)
+class TrainingConfig:
+    """What `python -m draft_service.training` takes: flags, environment (`OUTRIDER_TRAINING_*`) or `[training]`."""
+
+    model: str = setting("smollm2-135m-instruct", "target to learn from: a name the target knows, a folder, a hub id")
+    out: str = setting("", "folder for the head; what a run needs to go on lies beside it, in FOLDER.run")
+    device: str = setting("cpu", "torch device of target and head")
+    dtype: str = setting("bfloat16", "type they compute in; the head's weights are kept in fp32 beside it")
+    teacher: str = setting("local", "an entry point of outrider.teachers, or MODULE:FUNCTION")
+    minutes: float = setting(0.0, "wall time of the whole, to which writing and schedule adapt; 0 is unbounded")
+    seed: int = setting(0, "of everything that is drawn")
+    resume: bool = setting(False, "go on with the run in FOLDER.run")
+
+    tokens: str = setting("20M", "tokens of text to write: a number, with k or M")
+    writing_share: float = setting(0.5, "share of --minutes after which writing ends, however much there is")
+    writers: int = setting(1, "processes that write at once; more than one pays on a GPU")
+    sequences: int = setting(0, "texts that each writes at once; 0 is 256 on a GPU and 16 elsewhere")
+    prompts: str = setting("", "file of prompts to answer first: JSON lines with `turns`, or a prompt a line")
+    sampled_prompts: bool = setting(True, "let the target make up prompts, by itself or after those of the file")
+    temperatures: str = setting("0,0.7,1", "temperatures of answers, in turn; 0 must be one, to validate with")
+    max_length: int = setting(1024, "tokens of a prompt and its answer")
+    max_prompt: int = setting(192, "tokens of a prompt that the target makes up; longer ones are dropped")
+
+    style: str = setting("eagle3.1", "architecture of the head", choices=("eagle3", "eagle3.1"))
+    layers: int = setting(1, "layers of the head")
+    hidden: int = setting(0, "width of the head; 0 takes the target's, another carries its own token embedding")
+    intermediate: int = setting(0, "width of the head's MLP; 0 takes the target's, or 8/3 of --hidden")
+    vocabulary: int = setting(16384, "tokens that the head can say, the most frequent ones; 0 is all of them")
+
+    steps: int = setting(5, "steps of training-time test: how deep a draft the head learns to make")
+    decay: float = setting(0.8, "weight of each step's loss relative to the one before")
+    epochs: float = setting(6.0, "passes over the text at most")
+    batch_tokens: int = setting(16384, "tokens of a batch, with padding")
+    learning_rate: float = setting(5e-4, "AdamW's, at its highest")
+    warmup: float = setting(0.04, "share of training until then")
+    weight_decay: float = setting(0.01, "AdamW's, of matrices")
+    clip: float = setting(1.0, "largest norm of a gradient")
+    compile: bool = setting(False, "compile the training step; costs a minute for every length of texts")
+
+    validation: int = setting(48, "greedy texts that are held back to validate with")
+    validation_seconds: float = setting(30.0, "time between validations, each of which saves the head and the run")
+    log_level: str = setting("info", "log level", choices=("debug", "info", "warning", "error"))
+
+    def __post_init__(self) -> None:
+        if not self.out:
+            raise SettingsError("--out names the folder for the head")
+        for name in ("writers", "layers", "steps", "validation", "batch_tokens", "max_prompt"):
+            if getattr(self, name) < 1:
+                raise SettingsError(f"--{name.replace('_', '-')} must be at least 1")
+        if self.max_length < 16:
+            raise SettingsError("--max-length must be at least 16")
+        if self.batch_tokens < self.max_length:
+            raise SettingsError("--batch-tokens must hold at least one text of --max-length")
+        if self.minutes < 0 or not 0 < self.writing_share < 1:
+            raise SettingsError("--minutes cannot be negative, and --writing-share lies between 0 and 1")
+        if not (self.prompts or self.sampled_prompts):
+            raise SettingsError("without sampled prompts there must be a file of --prompts")
+        if 0.0 not in self.temperature_list or min(self.temperature_list) < 0:
+            raise SettingsError("--temperatures needs 0, which validation takes its texts from, and none below")
+        if self.token_goal < 1:
+            raise SettingsError("--tokens must be at least 1")
+
+    @property
+    def token_goal(self) -> int:
+        """`tokens` as a number."""
+        match = _AMOUNT.fullmatch(self.tokens.strip().replace("_", ""))
+        if match is None:
+            raise SettingsError(f"--tokens: {self.tokens!r} is not an amount such as 500k or 20M")
+        return round(float(match[1]) * _UNITS[match[2]])
+
+    @property
+    def temperature_list(self) -> tuple[float, ...]:
+        """`temperatures` as numbers."""
+        try:
+            return tuple(float(word) for word in self.temperatures.split(","))
+        except ValueError:
+            raise SettingsError(f"--temperatures: {self.temperatures!r} is no list of numbers") from None
+
+    @property
+    def sequences_at_once(self) -> int:
+        """`sequences`, chosen for the device where it is 0."""
+        return self.sequences or (_GPU_SEQUENCES if self.device.startswith("cuda") else _CPU_SEQUENCES)
+
+    @property
+    def out_folder(self) -> Path:
+        return Path(self.out)
+
+    @property
+    def run_folder(self) -> Path:
+        """Text, checkpoint and settings of the run."""
+        return self.out_folder.with_name(self.out_folder.name + ".run")

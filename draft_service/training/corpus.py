@@ -1,0 +1,116 @@
+"""The text that was written, as token ids in safetensors files of a folder: whole files only, so that runs resume."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import safe_open
+from safetensors.numpy import load_file, save_file
+
+from outrider.teaching import WrittenText
+
+
+@dataclass(frozen=True, slots=True)
+class Texts:
+    """Texts by rising number.
+
+    Attributes:
+        token_ids: [N] int32 of all texts, one after the other.
+        starts: [n + 1] int64; text i is `token_ids[starts[i] : starts[i + 1]]`.
+        prompt_lengths: [n] int32.
+        temperatures: [n] float32.
+        numbers: [n] int64, as in `WrittenText`.
+    """
+
+    token_ids: NDArray[np.int32]
+    starts: NDArray[np.int64]
+    prompt_lengths: NDArray[np.int32]
+    temperatures: NDArray[np.float32]
+    numbers: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """[n] tokens of each text."""
+        return np.diff(self.starts)
+
+    def text(self, index: int) -> NDArray[np.int32]:
+        """[length] token ids of one text."""
+        return self.token_ids[self.starts[index] : self.starts[index + 1]]
+
+    def choose(self, indices: NDArray[np.int64]) -> Texts:
+        """The texts at these places, in their order."""
+        pieces = [self.text(int(index)) for index in indices]
+        return Texts(
+            np.concatenate(pieces) if pieces else self.token_ids[:0],
+            np.concatenate([[0], np.cumsum([len(piece) for piece in pieces])]).astype(np.int64),
+            self.prompt_lengths[indices],
+            self.temperatures[indices],
+            self.numbers[indices],
+        )
+
+
+class Corpus:
+    """A folder of texts that several processes may add to, each under its own name."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+        self._sizes: dict[Path, tuple[int, int]] = {}
+
+    def add(self, texts: Sequence[WrittenText], writer: int) -> None:
+        """Write a file of them. No other process may use the same `writer`."""
+        count = len(list(self._folder.glob(f"{writer:03d}-*.safetensors")))
+        path = self._folder / f"{writer:03d}-{count:06d}.safetensors"
+        partial = path.with_suffix(".partial")
+        lengths = [len(text.token_ids) for text in texts]
+        tensors = {
+            "token_ids": np.concatenate([np.asarray(text.token_ids, np.int32) for text in texts]),
+            "lengths": np.asarray(lengths, np.int64),
+            "prompt_lengths": np.asarray([text.prompt_length for text in texts], np.int32),
+            "temperatures": np.asarray([text.temperature for text in texts], np.float32),
+            "numbers": np.asarray([text.number for text in texts], np.int64),
+        }
+        last = max(text.number for text in texts)
+        save_file(tensors, partial, metadata={"tokens": str(sum(lengths)), "last": str(last)})
+        # Seen by others when it is whole.
+        partial.rename(path)
+
+    @property
+    def tokens(self) -> int:
+        """In all files so far."""
+        return sum(tokens for tokens, _ in self._scan().values())
+
+    def next_number(self, writer: int, writers: int) -> int:
+        """The first number after this writer's highest one; writer w of n has w, w + n .. ."""
+        own = [last for path, (_, last) in self._scan().items() if int(path.name[:3]) == writer]
+        return max(own) + writers if own else writer
+
+    def load(self) -> Texts:
+        """All texts. Their order depends on nothing but their numbers."""
+        files = [load_file(path) for path in self._scan()]
+        if not files:
+            empty = np.zeros(0, np.int32)
+            starts = np.zeros(1, np.int64)
+            return Texts(empty, starts, empty, empty.astype(np.float32), empty.astype(np.int64))
+        joined = {name: np.concatenate([file[name] for file in files]) for name in files[0]}
+        starts = np.concatenate([[0], np.cumsum(joined["lengths"])]).astype(np.int64)
+        unsorted = Texts(
+            joined["token_ids"], starts, joined["prompt_lengths"], joined["temperatures"], joined["numbers"]
+        )
+        return unsorted.choose(np.lexsort((starts[:-1], joined["numbers"])).astype(np.int64))
+
+    def _scan(self) -> dict[Path, tuple[int, int]]:
+        """Tokens and last number of every file, each read once."""
+        for path in sorted(self._folder.glob("*.safetensors")):
+            if path not in self._sizes:
+                with safe_open(path, framework="np") as file:
+                    metadata = file.metadata()
+                self._sizes[path] = (int(metadata["tokens"]), int(metadata["last"]))
+        return dict(sorted(self._sizes.items()))

@@ -1,0 +1,73 @@
+"""Soft cross-entropy of the head's law against the target's, without ever holding the logits of a whole batch."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+# Rows whose logits exist at once, in fp32.
+_ROWS = 8192
+
+
+class RowLosses(NamedTuple):
+    """`total` is the weighted sum, to be differentiated; `rows` [R] are the unweighted losses, without gradient."""
+
+    total: Tensor
+    rows: Tensor
+
+
+def soft_cross_entropy(spoken: Tensor, lm_head: Tensor, probs: Tensor, laws: Tensor, weights: Tensor) -> RowLosses:
+    """Sum over rows of weight * -sum_v target(v) * log head(v).
+
+    The target's probabilities are not scaled up to the draft vocabulary: a row whose next token the head cannot say
+    weighs as little as the head can do for it, where EAGLE-3 drops it or keeps it by its most probable token.
+
+    Args:
+        spoken: [R, H] what the lm_head reads.
+        lm_head: [V', H] its weight.
+        probs: [N, V'] the target's probabilities.
+        laws: [R] int64 row of `probs` for each row.
+        weights: [R] fp32.
+    """
+    apply: Any = _SoftCrossEntropy.apply
+    total, rows = apply(spoken, lm_head, probs, laws, weights)
+    return RowLosses(total, rows)
+
+
+class _SoftCrossEntropy(torch.autograd.Function):
+    """Its gradient is computed beside its value, piece by piece, while the logits of a piece are there."""
+
+    @staticmethod
+    def forward(ctx: Any, spoken: Tensor, lm_head: Tensor, probs: Tensor, laws: Tensor, weights: Tensor) -> Any:
+        needed = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
+        spoken_grad = torch.empty_like(spoken) if needed else None
+        head_grad = torch.zeros(lm_head.shape, dtype=torch.float32, device=lm_head.device) if needed else None
+        rows = torch.empty(len(spoken), dtype=torch.float32, device=spoken.device)
+        for start in range(0, len(spoken), _ROWS):
+            piece = slice(start, start + _ROWS)
+            target = probs.index_select(0, laws[piece]).float()
+            logits = (spoken[piece] @ lm_head.T).float()
+            mass, norm = target.sum(-1), logits.logsumexp(-1)
+            rows[piece] = mass * norm - (target * logits).sum(-1)
+            if spoken_grad is not None and head_grad is not None:
+                share = logits.sub_(norm[:, None]).exp_().mul_(mass[:, None]).sub_(target)
+                grad = share.mul_(weights[piece, None]).to(spoken.dtype)
+                spoken_grad[piece] = grad @ lm_head
+                head_grad += (grad.T @ spoken[piece]).float()
+        ctx.save_for_backward(spoken_grad, None if head_grad is None else head_grad.to(lm_head.dtype))
+        ctx.mark_non_differentiable(rows)
+        return (rows * weights).sum(), rows
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Any) -> Any:
+        spoken_grad, head_grad = ctx.saved_tensors
+        scale = upstream[0]
+        return (spoken_grad * scale).to(spoken_grad.dtype), (head_grad * scale).to(head_grad.dtype), None, None, None
+
+
+@torch.no_grad()
+def most_probable(spoken: Tensor, lm_head: Tensor) -> Tensor:
+    """[R] int64 the token that the head would say in each row, counted in the draft vocabulary."""
+    return torch.cat([(piece @ lm_head.T).argmax(-1) for piece in torch.split(spoken, _ROWS)])

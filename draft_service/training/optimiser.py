@@ -1,0 +1,79 @@
+"""AdamW over fp32 weights whose copies in the head compute in another type, and the schedule of its learning rate."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+# Of the highest learning rate, at the end.
+_FLOOR = 0.02
+_BETAS = (0.9, 0.95)
+
+
+def rate_at(fraction: float, highest: float, warmup: float) -> float:
+    """Learning rate when `fraction` of the training is done: a rise in a line, then half a cosine."""
+    if fraction < warmup:
+        return highest * max(fraction / warmup, 1e-3)
+    done = min(1.0, (fraction - warmup) / max(1e-9, 1.0 - warmup))
+    return highest * (_FLOOR + (1 - _FLOOR) * 0.5 * (1 + math.cos(math.pi * done)))
+
+
+class MasterAdamW:
+    """Steps the fp32 masters of a module's trainable weights, and writes them back in the module's type."""
+
+    def __init__(self, module: nn.Module, *, weight_decay: float, clip: float, masters: nn.Module) -> None:
+        """`masters` is the same module in fp32, whose values are taken over."""
+        self._names = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
+        own, wide = dict(module.named_parameters()), dict(masters.named_parameters())
+        self._weights: list[Tensor] = [own[name] for name in self._names]
+        device = self._weights[0].device
+        self._masters = [wide[name].detach().float().to(device, copy=True) for name in self._names]
+        groups = [
+            {"params": [one for one in self._masters if one.ndim > 1], "weight_decay": weight_decay},
+            {"params": [one for one in self._masters if one.ndim <= 1], "weight_decay": 0.0},
+        ]
+        self._adam = torch.optim.AdamW(groups, lr=0.0, betas=_BETAS, fused=device.type == "cuda")
+        self._clip = clip
+        self._publish()
+
+    def step(self, rate: float) -> Tensor:
+        """Apply the module's gradients and forget them. Returns their norm, on the device."""
+        for weight, master in zip(self._weights, self._masters, strict=True):
+            assert weight.grad is not None, "every weight that is trained has a part in the loss"
+            master.grad = weight.grad.float()
+            weight.grad = None
+        norm = torch.nn.utils.clip_grad_norm_(self._masters, self._clip, foreach=True)
+        for group in self._adam.param_groups:
+            group["lr"] = rate
+        self._adam.step()
+        for master in self._masters:
+            master.grad = None
+        self._publish()
+        return norm
+
+    def state(self) -> dict[str, Tensor]:
+        """Masters and moments by name, for a checkpoint."""
+        tensors: dict[str, Tensor] = {}
+        for name, master in zip(self._names, self._masters, strict=True):
+            tensors[f"master.{name}"] = master
+            for key, value in self._adam.state[master].items():
+                tensors[f"{key}.{name}"] = value
+        return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Go on from `state`."""
+        for name, master in zip(self._names, self._masters, strict=True):
+            master.copy_(tensors[f"master.{name}"])
+            moments = {key: tensors[f"{key}.{name}"] for key in ("exp_avg", "exp_avg_sq", "step")}
+            self._adam.state[master] = {
+                key: value.clone() if key == "step" and not master.is_cuda else value.to(master.device, copy=True)
+                for key, value in moments.items()
+            }
+        self._publish()
+
+    @torch.no_grad()
+    def _publish(self) -> None:
+        torch._foreach_copy_(self._weights, self._masters)

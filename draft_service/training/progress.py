@@ -1,0 +1,59 @@
+"""What a run says of itself while it goes on: a bar on a terminal, a line now and then elsewhere."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+log = logging.getLogger(__name__)
+_LINE_SECONDS = 10.0
+
+
+class Phase:
+    """One part of a run, from 0 to 1."""
+
+    def __init__(self, name: str, bars: Progress | None) -> None:
+        self._name = name
+        self._bars = bars
+        self._task = bars.add_task(name, total=1.0, figures="", left="") if bars is not None else None
+        self._began = self._last_line = time.monotonic()
+        self._first: float | None = None
+
+    def update(self, fraction: float, figures: str) -> None:
+        """Say how far it is, and `figures` beside it. May be called as often as one likes."""
+        now = time.monotonic()
+        if self._first is None:
+            # A run that goes on begins in the middle.
+            self._first, self._began = fraction, now
+        gone = fraction - self._first
+        left = timedelta(seconds=round((now - self._began) * max(0.0, 1 - fraction) / gone)) if gone > 0 else None
+        remaining = "" if left is None else f"{left} left"
+        if self._bars is not None and self._task is not None:
+            self._bars.update(self._task, completed=min(1.0, fraction), figures=figures, left=remaining)
+        elif now - self._last_line >= _LINE_SECONDS:
+            self._last_line = now
+            log.info("%s: %3.0f %%, %s, %s", self._name, 100 * min(1.0, fraction), remaining or "beginning", figures)
+
+
+@contextlib.contextmanager
+def phase(name: str) -> Iterator[Phase]:
+    """Report a part of the run while it lasts."""
+    if not sys.stderr.isatty():
+        yield Phase(name, None)
+        return
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[left]}  {task.fields[figures]}"),
+    )
+    with Progress(*columns, console=Console(stderr=True)) as bars:
+        yield Phase(name, bars)

@@ -1,0 +1,122 @@
+"""The course of `outrider train-head`: text, token map, head, record."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from draft_service.eagle.checkpoint import save_head
+from draft_service.training.batches import BatchPlan
+from draft_service.training.budget import Budget
+from draft_service.training.building import head_config, new_head
+from draft_service.training.config import TrainingConfig
+from draft_service.training.corpus import Texts
+from draft_service.training.progress import phase
+from draft_service.training.record import training_record
+from draft_service.training.run_folder import RunFolder
+from draft_service.training.token_map import answer_counts, choose_tokens, coverage
+from draft_service.training.trainer import Trainer
+from draft_service.training.validation import Acceptance, Validator, hold_back
+from draft_service.training.writing import write_texts
+from outrider.settings import SettingsError
+from outrider.teaching import Teacher, TeacherSettings, load_teacher
+
+log = logging.getLogger(__name__)
+# Kept of --minutes for the last validation and for saving: so many times the first validation's time, and seconds.
+_RESERVE_VALIDATIONS, _RESERVE_SECONDS = 2.0, 3.0
+
+
+def train_head(config: TrainingConfig, command: Sequence[str]) -> Path:
+    """Write text, train a head on it, and save it with its record. Returns the head's folder.
+
+    Raises:
+        SettingsError: settings that do not fit the model, the machine or the run that is there.
+        WriterFailed, TrainingDiverged: see there.
+    """
+    budget = Budget(60.0 * config.minutes)
+    folder = RunFolder(config)
+    teacher = load_teacher(config.teacher, TeacherSettings(config.model, config.device, config.dtype))
+    if config.max_length > teacher.facts.max_context:
+        raise SettingsError(f"--max-length is more than the model's context of {teacher.facts.max_context}")
+    if not folder.written:
+        with phase("writing") as shown:
+            write_texts(teacher, config, folder.corpus, budget, shown)
+    texts = folder.corpus.load()
+    if not (texts.temperatures == 0).any() or len(texts) < 2:
+        raise SettingsError("too little text was written to train and to validate: give it more --tokens or --minutes")
+    counts = answer_counts(texts, teacher.facts.vocab_size)
+    tokens = _token_map(config, folder, counts)
+    log.info(
+        "%d texts of %d tokens in %.0f s; the head's tokens cover %.2f %% of the answers",
+        *(len(texts), len(texts.token_ids), budget.elapsed, 100 * coverage(counts, tokens)),
+    )
+    _Course(config, command, budget, folder, texts, counts).train(teacher, tokens)
+    return config.out_folder
+
+
+def _token_map(config: TrainingConfig, folder: RunFolder, counts: NDArray[np.int64]) -> NDArray[np.int64] | None:
+    """That of the run, made of its text the first time."""
+    if not folder.written:
+        folder.save_tokens(choose_tokens(counts, config.vocabulary))
+    return folder.tokens()
+
+
+class _Course:
+    """Training, with what is saved on the way."""
+
+    def __init__(
+        self,
+        config: TrainingConfig,
+        command: Sequence[str],
+        budget: Budget,
+        folder: RunFolder,
+        texts: Texts,
+        counts: NDArray[np.int64],
+    ) -> None:
+        self._config = config
+        self._command = command
+        self._budget = budget
+        self._folder = folder
+        self._texts = texts
+        self._counts = counts
+        self._seconds = {"writing": budget.elapsed}
+
+    def train(self, teacher: Teacher, tokens: NDArray[np.int64] | None) -> None:
+        """From the last checkpoint, or from the beginning, to the end."""
+        config, facts = self._config, teacher.facts
+        shape = head_config(config, facts, facts.vocab_size if tokens is None else len(tokens))
+        reader = teacher.reader(shape.layers_of(facts.num_layers))
+        learnt, held = hold_back(self._texts, config.validation, len(config.temperature_list))
+        if not len(learnt):
+            raise SettingsError("too little text was written to train on: give it more --tokens or --minutes")
+        plans = [BatchPlan(part, config.batch_tokens, config.max_length, config.seed) for part in (learnt, held)]
+        validator = Validator(held, reader, tokens, plans[1])
+        head = new_head(shape, tokens, reader.weights(), config.seed)
+        trainer = Trainer(config, head, reader, plans[0], tokens, validator)
+        found = self._folder.checkpoint()
+        if found is not None:
+            trainer.load(*found)
+        began = time.monotonic()
+        trainer.validate()
+        reserve = _RESERVE_SECONDS + _RESERVE_VALIDATIONS * (time.monotonic() - began)
+        with phase("training") as shown:
+            trainer.run(self._budget.left - reserve, shown, lambda acceptance: self._save(trainer, acceptance))
+        self._seconds["training"] = trainer.progress.seconds
+        self._save(trainer, trainer.validate())
+
+    def _save(self, trainer: Trainer, acceptance: Acceptance) -> None:
+        """The run, so that it can go on, and the head as it is now."""
+        reached = " ".join(f"{share:.3f}" for share in acceptance.reached)
+        log.info("held-out text: accepted length %.3f, reached by depth %s", acceptance.mean_length, reached)
+        self._folder.save_checkpoint(*trainer.state())
+        self._seconds["all"] = self._budget.elapsed
+        record = training_record(
+            self._config, self._command, self._texts, self._counts, trainer.head, trainer.progress, self._seconds
+        )
+        own_embedding = trainer.head.config.hidden_size != trainer.head.config.target_hidden_size
+        save_head(trainer.head, self._config.out_folder, record, embedding=own_embedding)

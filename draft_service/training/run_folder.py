@@ -1,0 +1,90 @@
+"""The folder of a run: its settings, the text that was written, the token map and the last checkpoint."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import safe_open
+from safetensors.numpy import load_file as load_arrays
+from safetensors.numpy import save_file as save_arrays
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from draft_service.training.config import TrainingConfig
+from draft_service.training.corpus import Corpus
+from outrider.settings import SettingsError
+
+# What text and weights depend on, and a run that goes on cannot change.
+_FIXED = (
+    *("model", "dtype", "seed", "prompts", "sampled_prompts", "temperatures", "max_length", "max_prompt", "writers"),
+    *("style", "layers", "hidden", "intermediate", "vocabulary", "steps", "batch_tokens", "validation"),
+)
+
+
+class RunFolder:
+    """Where a run keeps what it needs to go on. Every file is whole: it is written beside its place, and moved."""
+
+    def __init__(self, config: TrainingConfig) -> None:
+        """Make it, or find it again.
+
+        Raises:
+            SettingsError: a run is there and is not to be resumed, or has other settings.
+        """
+        self._folder = config.run_folder
+        settings = self._folder / "settings.json"
+        if settings.exists():
+            if not config.resume:
+                raise SettingsError(f"{self._folder} holds a run: --resume goes on with it, or name another --out")
+            _check_same(json.loads(settings.read_text()), config)
+        elif config.resume:
+            raise SettingsError(f"{self._folder} holds no run to go on with")
+        self._folder.mkdir(parents=True, exist_ok=True)
+        settings.write_text(json.dumps(asdict(config), indent=2) + "\n")
+        self.corpus = Corpus(self._folder / "text")
+
+    @property
+    def written(self) -> bool:
+        """Whether no more text is to come: the token map was made of it."""
+        return (self._folder / "tokens.safetensors").exists()
+
+    def save_tokens(self, tokens: NDArray[np.int64] | None) -> None:
+        """Keep the token map; an empty one stands for the whole vocabulary. No text is written from then on."""
+        kept = np.zeros(0, np.int64) if tokens is None else tokens
+        self._move("tokens.safetensors", lambda path: save_arrays({"token_ids": kept}, path))
+
+    def tokens(self) -> NDArray[np.int64] | None:
+        """The token map that was kept."""
+        kept: NDArray[np.int64] = load_arrays(self._folder / "tokens.safetensors")["token_ids"]
+        return kept if len(kept) else None
+
+    def save_checkpoint(self, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
+        """Tensors and, as JSON, everything else, in one file."""
+        metadata = {"state": json.dumps(state)}
+        self._move("checkpoint.safetensors", lambda path: save_file(dict(tensors), path, metadata=metadata))
+
+    def checkpoint(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+        """The last one, if there is any."""
+        path = self._folder / "checkpoint.safetensors"
+        if not path.exists():
+            return None
+        with safe_open(path, framework="np") as file:
+            state = json.loads(file.metadata()["state"])
+        return load_file(path), state
+
+    def _move(self, name: str, write: Any) -> None:
+        partial = self._folder / f"{name}.partial"
+        write(partial)
+        partial.rename(self._folder / name)
+
+
+def _check_same(before: Mapping[str, Any], config: TrainingConfig) -> None:
+    now = asdict(config)
+    changed = [name for name in _FIXED if name in before and before[name] != now[name]]
+    if changed:
+        wanted = ", ".join(f"--{name.replace('_', '-')} {before[name]}" for name in changed)
+        raise SettingsError(f"the run that is there was begun with {wanted}")

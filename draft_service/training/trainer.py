@@ -1,0 +1,204 @@
+"""The training loop: batches through the teacher and the unrolled head, a step of AdamW, and now and then a look."""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from draft_service.eagle.head import EagleHead
+from draft_service.training.batches import Batch, BatchPlan, make_batch
+from draft_service.training.config import TrainingConfig
+from draft_service.training.loss import soft_cross_entropy
+from draft_service.training.optimiser import MasterAdamW, rate_at
+from draft_service.training.progress import Phase
+from draft_service.training.unrolling import unroll
+from draft_service.training.validation import Acceptance, Validator
+from outrider.teaching import Reader
+
+# Steps between looks at the losses, each of which waits for the device.
+_LOOK_STEPS = 20
+
+
+class TrainingDiverged(Exception):
+    """The loss is no number any more."""
+
+
+@dataclass(slots=True)
+class Progress:
+    """Where training is, as a checkpoint keeps it.
+
+    Attributes:
+        step, epoch, index: steps done; the pass, and the batch of it, that come next.
+        fraction: of the whole training that is done, by steps or by time.
+        tokens: of text that was read, without padding.
+        seconds: spent, over all runs.
+        losses: one entry per look: step, seconds, tokens, mean loss by step of the unrolling.
+        validations: one entry each: step, seconds, tokens, and what `Acceptance` says.
+    """
+
+    step: int = 0
+    epoch: int = 0
+    index: int = 0
+    fraction: float = 0.0
+    tokens: int = 0
+    seconds: float = 0.0
+    losses: list[dict[str, Any]] = field(default_factory=list)
+    validations: list[dict[str, Any]] = field(default_factory=list)
+
+
+def computing_copy(head: EagleHead, device: torch.device, dtype: torch.dtype) -> EagleHead:
+    """The head with its weights in `dtype` on `device`; rotary frequencies stay in fp32."""
+    own = copy.deepcopy(head).to(device)
+    for parameter in own.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return own
+
+
+class Trainer:
+    """Trains one head; `head` is what computes, and always holds the newest weights."""
+
+    def __init__(
+        self,
+        config: TrainingConfig,
+        head: EagleHead,
+        reader: Reader,
+        plan: BatchPlan,
+        tokens: NDArray[np.int64] | None,
+        validator: Validator,
+    ) -> None:
+        """`head` in fp32, whose weights training begins with; `tokens` [V'] as in `new_head`."""
+        self._config = config
+        self._device = reader.weights().lm_head.device
+        self.head = computing_copy(head, self._device, getattr(torch, config.dtype))
+        self._optimiser = MasterAdamW(self.head, weight_decay=config.weight_decay, clip=config.clip, masters=head)
+        self._reader = reader
+        self._plan = plan
+        self._wanted = None if tokens is None else torch.from_numpy(tokens).to(self._device)
+        self._validator = validator
+        self._unroll = torch.compile(unroll, dynamic=False) if config.compile else unroll
+        self._total = max(1, math.ceil(config.epochs * plan.per_epoch()))
+        self._planned: tuple[int, list[tuple[int, NDArray[np.int64]]]] | None = None
+        self.progress = Progress()
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """For a checkpoint."""
+        fields = {name: getattr(self.progress, name) for name in self.progress.__dataclass_fields__}
+        return self._optimiser.state(), fields
+
+    def load(self, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
+        """Go on from `state`."""
+        self._optimiser.load(tensors)
+        self.progress = Progress(**state)
+
+    def validate(self) -> Acceptance:
+        """Measure the head, and note it."""
+        found = self._validator.measure(self.head)
+        progress = self.progress
+        where = {"step": progress.step, "seconds": round(progress.seconds, 1), "tokens": progress.tokens}
+        progress.validations.append(where | found.as_dict())
+        return found
+
+    def run(
+        self, seconds: float, shown: Phase, on_validated: Callable[[Acceptance], None], until: int | None = None
+    ) -> None:
+        """Train to the end of the schedule, for `seconds` at most, or up to step `until`.
+
+        With `seconds`, the schedule ends when they are over, or with the last pass if that comes first.
+        Raises `TrainingDiverged`.
+        """
+        progress, began = self.progress, time.monotonic()
+        first, seconds_before = progress.fraction, progress.seconds
+        validated = began
+        sums = self._no_sums()
+        looked = progress.step
+        while progress.fraction < 1 and progress.step != until:
+            sums += self._step(rate_at(progress.fraction, self._config.learning_rate, self._config.warmup))
+            elapsed = time.monotonic() - began
+            # No time left ends it with this step; no bound never does.
+            by_time = first + (1 - first) * elapsed / max(seconds, 1e-9)
+            progress.fraction = max(progress.step / self._total, by_time)
+            progress.seconds = seconds_before + elapsed
+            if progress.step % _LOOK_STEPS == 0 or progress.fraction >= 1 or progress.step == until:
+                self._look(sums, progress.step - looked, shown)
+                sums, looked = self._no_sums(), progress.step
+                if time.monotonic() - validated > self._config.validation_seconds:
+                    on_validated(self.validate())
+                    validated = time.monotonic()
+
+    def _no_sums(self) -> Tensor:
+        return torch.zeros(self._config.steps, device=self._device)
+
+    def _step(self, rate: float) -> Tensor:
+        """One batch. Returns [steps] mean losses, without waiting for the device."""
+        batch = self._next_batch()
+        with torch.no_grad():
+            lesson = self._reader.read(batch.token_ids, batch.law_rows, self._wanted)
+        losses, total = step_losses(
+            self._unroll(self.head, lesson.states, batch.token_ids, self._config.steps),
+            self.head.lm_head.weight,
+            lesson.probs,
+            batch,
+            self._config.decay,
+        )
+        total.backward()  # type: ignore[no-untyped-call]
+        self._optimiser.step(rate)
+        self.progress.step += 1
+        return losses
+
+    def _next_batch(self) -> Batch:
+        progress = self.progress
+        if self._planned is None or self._planned[0] != progress.epoch:
+            self._planned = (progress.epoch, self._plan.batches(progress.epoch))
+        batches = self._planned[1]
+        padded, chosen = batches[progress.index]
+        progress.tokens += int(self._plan.texts.lengths[chosen].sum())
+        progress.index += 1
+        if progress.index == len(batches):
+            progress.epoch, progress.index = progress.epoch + 1, 0
+        size = self._plan.batch_tokens // padded
+        return make_batch(self._plan.texts, chosen, padded, self._config.steps, size=size).to(self._device)
+
+    def _look(self, sums: Tensor, count: int, shown: Phase) -> None:
+        """Read the losses since the last look."""
+        progress = self.progress
+        means = [round(value / max(1, count), 4) for value in sums.tolist()]
+        if not all(map(math.isfinite, means)):
+            raise TrainingDiverged(f"the loss is {means} after {progress.step} steps: try a lower --learning-rate")
+        seconds = round(progress.seconds, 1)
+        progress.losses.append({"step": progress.step, "seconds": seconds, "tokens": progress.tokens, "loss": means})
+        rate = progress.tokens / max(1e-9, progress.seconds)
+        losses = " ".join(f"{value:.3f}" for value in means)
+        accepted = progress.validations[-1]["mean_length"] if progress.validations else 0.0
+        shown.update(
+            progress.fraction,
+            f"step {progress.step}, {rate:,.0f} tokens/s, loss {losses}, accepted length {accepted:.2f}",
+        )
+
+
+def step_losses(spoken: Tensor, lm_head: Tensor, probs: Tensor, batch: Batch, decay: float) -> tuple[Tensor, Tensor]:
+    """[steps] mean loss of every step, without gradient, and their mean weighted by `decay` ** step.
+
+    Args:
+        spoken: [steps, B, L, H] from `unroll`.
+        lm_head: [V', H].
+        probs: [N, V'] of `Reader.read`, for `batch.law_rows`.
+    """
+    device, steps = spoken.device, len(batch.counts)
+    counts = torch.tensor([max(1, count) for count in batch.counts], dtype=torch.float32)
+    shares = decay ** torch.arange(steps, dtype=torch.float32)
+    each = (shares / shares.sum() / counts).to(device, non_blocking=True)
+    # The number of rows is told, so that nobody waits for the device to count them.
+    step_of = torch.repeat_interleave(torch.arange(steps), torch.tensor(batch.counts)).to(device, non_blocking=True)
+    rows = spoken.flatten(0, 2).index_select(0, batch.rows)
+    losses = soft_cross_entropy(rows, lm_head, probs, batch.laws, each.index_select(0, step_of))
+    means = torch.zeros(steps, device=device).index_add_(0, step_of, losses.rows)
+    return means / counts.to(device, non_blocking=True), losses.total

@@ -1,0 +1,91 @@
+"""EAGLE-3's training-time test (arXiv 2503.01840): the head runs on its own features, as it will when it drafts.
+
+Row i of step 0 pairs the target's feature of token i with token i + 1, at rotary position i. Row i of step s pairs the
+feature that row i of step s - 1 made with token i + 1 + s, at position i + s: it is the s-th node below the root i + 1
+of a draft whose first s guesses were right. It sees what that node would: the target's own rows 0 .. i, and the rows i
+of the steps before it, and itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from draft_service.eagle.head import EagleHead
+
+
+def unroll(head: EagleHead, states: Tensor, token_ids: Tensor, steps: int) -> Tensor:
+    """What `EagleHead.logits` reads in every row of every step: [steps, B, L, H].
+
+    Rows whose token would lie behind the text's end read token 0 and mean nothing.
+
+    Args:
+        states: [B, L, F * W] hidden states of the target.
+        token_ids: [B, L] int64.
+    """
+    length = token_ids.shape[1]
+    positions = torch.arange(length, device=token_ids.device).expand_as(token_ids)
+    attention = UnrolledAttention(length, token_ids.device)
+    features = head.project(states)
+    spoken = []
+    for step in range(steps):
+        shifted = functional.pad(token_ids[:, 1 + step :], (0, min(1 + step, length)))
+        output = head(shifted, features, positions + step, attention)
+        features = output.features
+        spoken.append(output.spoken)
+        attention.next_step()
+    return torch.stack(spoken)
+
+
+class UnrolledAttention:
+    """An `Attend` over the keys of all steps so far: causal over those of step 0, and row by row over the later ones.
+
+    The keys of all steps lie behind each other under one mask, which any fused kernel takes: no scores are kept, and
+    what is computed in vain is small beside the head's products.
+    """
+
+    def __init__(self, length: int, device: torch.device) -> None:
+        self._step = 0
+        self._keys: dict[int, list[Tensor]] = {}
+        self._values: dict[int, list[Tensor]] = {}
+        causal = torch.ones(length, length, dtype=torch.bool, device=device).tril()
+        self._diagonal = torch.eye(length, dtype=torch.bool, device=device)
+        # [L, (step + 1) * L]
+        self._mask = causal
+
+    def next_step(self) -> None:
+        """Every layer has attended."""
+        self._step += 1
+        self._mask = torch.cat([self._mask, self._diagonal], dim=1)
+
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """query [B, L, Hq, D], key and value [B, L, Hkv, D] -> [B, L, Hq, D]."""
+        keys, values = self._keys.setdefault(layer, []), self._values.setdefault(layer, [])
+        group = query.shape[2] // key.shape[2]
+        # Repeated here, since kernels that take a mask take no grouped heads.
+        keys.append(key.repeat_interleave(group, dim=2).transpose(1, 2))
+        values.append(value.repeat_interleave(group, dim=2).transpose(1, 2))
+        rows = query.transpose(1, 2)
+        if self._step == 0:
+            out = functional.scaled_dot_product_attention(rows, keys[0], values[0], is_causal=True)
+        else:
+            with _kernels_that_take_masks(query.device):
+                out = functional.scaled_dot_product_attention(
+                    rows, torch.cat(keys, dim=2), torch.cat(values, dim=2), attn_mask=self._mask
+                )
+        return out.transpose(1, 2)
+
+
+@contextlib.contextmanager
+def _kernels_that_take_masks(device: torch.device) -> Iterator[None]:
+    """On a GPU the memory-efficient kernel before the plain one: the others take no mask, or no gradient with it."""
+    if device.type != "cuda":
+        yield
+        return
+    with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH], set_priority=True):
+        yield

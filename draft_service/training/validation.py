@@ -1,0 +1,110 @@
+"""How far drafts would come on text that was held back: simulated from laws alone, without a target in the loop.
+
+Of a text that the target wrote greedily, every next token is the target's choice. So a chain of greedy guesses from
+any place is accepted as far as the guesses are what the text says, and until then the head reads just what it would
+read when it drafts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from draft_service.eagle.head import EagleHead
+from draft_service.training.batches import Batch, BatchPlan, make_batch
+from draft_service.training.corpus import Texts
+from draft_service.training.loss import most_probable
+from draft_service.training.unrolling import unroll
+from outrider.teaching import Reader
+
+DEPTH = 7
+_SHARE = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Acceptance:
+    """What greedy chains of `DEPTH` guesses came to.
+
+    Attributes:
+        roots: places that a chain was drafted from.
+        reached: [DEPTH] share of the chains that were accepted to each depth and beyond.
+        by_depth: [DEPTH] share of the guesses at each depth that were accepted, given that those before them were.
+        mean_length: tokens of a step, the target's own included.
+        agreement: share of the text's tokens that the teacher, reading it, finds most probable of those that the head
+            can say. Less than one where the text's own is none of them, or reading and writing round differently.
+    """
+
+    roots: int
+    reached: tuple[float, ...]
+    by_depth: tuple[float, ...]
+    mean_length: float
+    agreement: float
+
+    def as_dict(self) -> dict[str, object]:
+        """For JSON."""
+        return asdict(self)
+
+
+def hold_back(texts: Texts, wanted: int, temperatures: int) -> tuple[Texts, Texts]:
+    """Texts to train on, and greedy ones to validate with: the first of them, a quarter at most.
+
+    What was asked in a text that is held back is trained on at no other of its `temperatures` either.
+    """
+    greedy = np.flatnonzero(texts.temperatures == 0)
+    held = greedy[: min(wanted, max(1, len(greedy) // _SHARE))]
+    questions = np.unique(texts.numbers[held] // temperatures)
+    rest = np.flatnonzero(~np.isin(texts.numbers // temperatures, questions))
+    return texts.choose(rest), texts.choose(held)
+
+
+class Validator:
+    """Measures a head again and again on the same texts."""
+
+    def __init__(self, texts: Texts, reader: Reader, tokens: NDArray[np.int64] | None, plan: BatchPlan) -> None:
+        """`tokens` are the target's ids of what the head can say; None for all."""
+        device = reader.weights().lm_head.device
+        self._reader = reader
+        self._wanted = None if tokens is None else torch.from_numpy(tokens).to(device)
+        self._batches = [
+            make_batch(texts, chosen, padded, DEPTH, whole=True).to(device) for padded, chosen in plan.in_order()
+        ]
+
+    @torch.inference_mode()
+    def measure(self, head: EagleHead) -> Acceptance:
+        """Chains from every place of every text."""
+        matches, agreed = [], []
+        for batch in self._batches:
+            found, agreeing = self._matches(head, batch)
+            matches.append(found.cpu())
+            agreed.append(agreeing.cpu())
+        return acceptance_of(torch.cat(matches), torch.cat(agreed))
+
+    def _matches(self, head: EagleHead, batch: Batch) -> tuple[Tensor, Tensor]:
+        """[roots, DEPTH] whether each guess is what the text says, and [roots] whether the target's would be."""
+        lesson = self._reader.read(batch.token_ids, batch.law_rows, self._wanted)
+        spoken = unroll(head, lesson.states, batch.token_ids, DEPTH).flatten(0, 2).index_select(0, batch.rows)
+        said = most_probable(spoken, head.lm_head.weight)
+        target = lesson.probs.argmax(-1).index_select(0, batch.laws[: batch.counts[0]])
+        if self._wanted is not None:
+            said, target = self._wanted[said], self._wanted[target]
+        agreeing = target == batch.next_tokens[: batch.counts[0]]
+        return (said == batch.next_tokens).view(DEPTH, -1).T, agreeing
+
+
+def acceptance_of(matches: Tensor, agreeing: Tensor) -> Acceptance:
+    """From [roots, DEPTH] whether each guess was right, and [roots] whether the teacher agrees with the text."""
+    roots = len(matches)
+    reached = matches.long().cumprod(-1).double().sum(0) / max(1, roots)
+    before = torch.cat([torch.ones(1, dtype=torch.float64), reached[:-1]])
+    by_depth = torch.where(before > 0, reached / before.clamp_min(1e-12), torch.zeros_like(reached))
+    return Acceptance(
+        roots=roots,
+        reached=tuple(round(share, 4) for share in reached.tolist()),
+        by_depth=tuple(round(share, 4) for share in by_depth.tolist()),
+        mean_length=round(1.0 + float(reached.sum()), 4),
+        agreement=round(float(agreeing.double().mean()) if roots else 0.0, 4),
+    )

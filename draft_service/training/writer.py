@@ -1,0 +1,33 @@
+"""One of several processes that write text: `python -m draft_service.training.writer SETTINGS NUMBER SECONDS`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+
+from draft_service.training.config import TrainingConfig
+from draft_service.training.corpus import Corpus
+from draft_service.training.writing import write_here
+from outrider.runtime import configure_logging
+from outrider.settings import SettingsError
+from outrider.teaching import TeacherSettings, load_teacher
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Write until stopped. The exit status is 1 where nothing can be written."""
+    settings, number, seconds = arguments
+    config = TrainingConfig(**json.loads(settings))
+    configure_logging(config.log_level)
+    corpus = Corpus(config.run_folder / "text")
+    try:
+        teacher = load_teacher(config.teacher, TeacherSettings(config.model, config.device, config.dtype))
+        write_here(teacher, config, corpus, float(seconds), lambda: None, int(number))
+    except SettingsError as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

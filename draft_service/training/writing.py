@@ -1,0 +1,152 @@
+"""Lets the teacher write until there is enough text or time is over, in this process or in several."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+from draft_service.training.budget import Budget
+from draft_service.training.config import TrainingConfig
+from draft_service.training.corpus import Corpus
+from draft_service.training.progress import Phase
+from outrider.settings import SettingsError
+from outrider.teaching import Teacher, WritingOrder, WrittenText
+
+log = logging.getLogger(__name__)
+# What a process that is killed has not kept yet.
+_KEEP_SECONDS = 2.0
+_POLL_SECONDS = 0.5
+
+
+class WriterFailed(Exception):
+    """The processes that wrote text have ended, and not all of them well; each has said why. One alone is let go."""
+
+
+def read_prompts(path: str) -> tuple[tuple[str, ...], ...]:
+    """User turns of every conversation of a file: JSON lines with `turns`, or one prompt a line; none without a file.
+
+    Raises:
+        SettingsError: it cannot be read, or a line says something else.
+    """
+    if not path:
+        return ()
+    try:
+        lines = [line.strip() for line in Path(path).read_text().splitlines()]
+    except OSError as error:
+        raise SettingsError(f"--prompts {path}: {error.strerror}") from None
+    if not path.endswith(".jsonl"):
+        return tuple((line,) for line in lines if line)
+    conversations = []
+    for number, line in enumerate(lines, start=1):
+        if not line:
+            continue
+        try:
+            turns = json.loads(line)["turns"]
+        except (ValueError, KeyError, TypeError):
+            raise SettingsError(f"{path}:{number}: needs an object with `turns`") from None
+        if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn for turn in turns):
+            raise SettingsError(f"{path}:{number}: `turns` needs texts")
+        conversations.append(tuple(turns))
+    return tuple(conversations)
+
+
+def order_of(config: TrainingConfig, corpus: Corpus, writer: int) -> WritingOrder:
+    """What this one of the writers is to write, going on behind what it has written."""
+    return WritingOrder(
+        conversations=read_prompts(config.prompts),
+        sampled_prompts=config.sampled_prompts,
+        temperatures=config.temperature_list,
+        max_length=config.max_length,
+        max_prompt=config.max_prompt,
+        sequences=config.sequences_at_once,
+        seed=config.seed,
+        first=corpus.next_number(writer, config.writers),
+        stride=config.writers,
+    )
+
+
+def write_here(
+    teacher: Teacher, config: TrainingConfig, corpus: Corpus, seconds: float, shown: Callable[[], None], writer: int = 0
+) -> None:
+    """Write in this process. What is there when it is interrupted is kept."""
+    deadline, kept = time.monotonic() + seconds, time.monotonic()
+    waiting: list[WrittenText] = []
+    texts = teacher.write(order_of(config, corpus, writer))
+    try:
+        for text in texts:
+            waiting.append(text)
+            if time.monotonic() - kept > _KEEP_SECONDS:
+                corpus.add(waiting, writer)
+                waiting, kept = [], time.monotonic()
+                shown()
+            if time.monotonic() > deadline or _enough(config, corpus, waiting):
+                break
+    finally:
+        if waiting:
+            corpus.add(waiting, writer)
+        # Gives back the engine's memory.
+        close = getattr(texts, "close", None)
+        if close is not None:
+            close()
+
+
+def _enough(config: TrainingConfig, corpus: Corpus, waiting: list[WrittenText]) -> bool:
+    return corpus.tokens + sum(len(text.token_ids) for text in waiting) >= config.token_goal
+
+
+def write_texts(teacher: Teacher, config: TrainingConfig, corpus: Corpus, budget: Budget, shown: Phase) -> None:
+    """Write what is still missing.
+
+    Raises:
+        WriterFailed: all of several writers have ended, and some failed.
+        SettingsError: see `Teacher.write`.
+    """
+    seconds, before, began = budget.part(config.writing_share), corpus.tokens, time.monotonic()
+
+    def show() -> None:
+        written, elapsed = corpus.tokens, time.monotonic() - began
+        by_time = elapsed / seconds if seconds > 0 else 1.0
+        rate = (written - before) / max(1e-9, elapsed)
+        shown.update(max(written / config.token_goal, by_time), f"{written:,} tokens, {rate:,.0f} tokens/s")
+
+    if corpus.tokens >= config.token_goal or seconds <= 0:
+        return
+    if config.writers == 1:
+        write_here(teacher, config, corpus, seconds, show)
+        return
+    deadline = began + seconds
+    states: list[int | None] = [None]
+    with _writers(config, seconds) as processes:
+        while time.monotonic() < deadline and corpus.tokens < config.token_goal:
+            states = [process.poll() for process in processes]
+            if None not in states:
+                break
+            show()
+            time.sleep(_POLL_SECONDS)
+        if any(states) and None not in states:
+            raise WriterFailed(f"the writers ended with status {states}")
+
+
+@contextlib.contextmanager
+def _writers(config: TrainingConfig, seconds: float) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Processes of `writer.main`, ended when the block is left."""
+    settings = json.dumps(asdict(config))
+    module = "draft_service.training.writer"
+    processes = [
+        subprocess.Popen([sys.executable, "-m", module, settings, str(writer), str(seconds)])
+        for writer in range(config.writers)
+    ]
+    try:
+        yield processes
+    finally:
+        for process in processes:
+            process.terminate()
+        for process in processes:
+            process.wait()
