@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
-from outrider.errors import OutriderError
+from outrider.errors import NotSupported, OutriderError
 from outrider.settings import SettingsError
 from target_service.admission import ServedModel
 from target_service.config import TargetConfig
@@ -27,7 +27,7 @@ def load_model(config: TargetConfig) -> ModelRunner:
     """The model, its KV cache allocated. Raises `EngineRefused` when it cannot be served."""
     try:
         return in_passing_thread(lambda: load_runner(config))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, NotSupported) as error:
         raise EngineRefused(1, f"cannot serve {config.model}: {error}") from None
 
 
@@ -40,6 +40,7 @@ def engine_config(config: TargetConfig) -> EngineConfig:
             disable_above=config.speculative_disable_queue_size,
             wait_seconds=config.draft_wait_ms / 1e3,
             failures_to_open=config.draft_failures_to_open,
+            feature_window=config.feature_window,
         ),
         max_waiting=config.max_waiting,
         max_draft_nodes=config.max_draft_nodes,

@@ -30,6 +30,10 @@ class TargetConfig:
     max_draft_nodes: int = setting(63, "drafted rows a sequence may have in one step")
     draft_wait_ms: float = setting(20.0, "longest wait for a draft that is late, per step")
     draft_failures_to_open: int = setting(3, "late drafts in a row after which a sequence's draft is not waited for")
+    draft_head: str = setting(
+        "", "folder or hub id of the EAGLE head that the draft runs, whose projection is applied here; none when empty"
+    )
+    feature_window: int = setting(512, "hidden states of a sequence that are kept for a draft that connects late")
     row_budget: str = setting(
         "adaptive", "rows per tree: what pays by measured step cost and acceptance, or all", choices=("adaptive", "all")
     )

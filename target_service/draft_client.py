@@ -12,7 +12,7 @@ import random
 import threading
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import entry_points
 from typing import Any, Protocol
 
@@ -20,7 +20,7 @@ import grpc
 
 from outrider.draft_wire import info_from_pb
 from outrider.errors import DraftUnavailable, OutriderError, WrongVocabulary
-from outrider.frames import DraftEvents, DraftInfo, DraftLink, OpenSequence, SequenceAdvance
+from outrider.frames import DraftEvents, DraftInfo, DraftLink, OpenSequence, SequenceAdvance, SequenceFeatures
 from outrider.runtime import run
 from outrider.v1 import draft_pb2, draft_pb2_grpc
 from target_service.draft_stream import DraftConversation
@@ -52,6 +52,8 @@ class LinkOptions:
     keepalive: float = 10.0
     ping_timeout: float = 2.0
     max_message_bytes: int = 4 * 1024 * 1024
+    # Features that may wait for a draft that reads slowly; more are dropped.
+    max_waiting_feature_bytes: int = 32 * 1024 * 1024
     channel_options: tuple[tuple[str, Any], ...] = field(default=())
 
     def channel(self, address: str) -> grpc.aio.Channel:
@@ -115,7 +117,10 @@ class GrpcDraftLink:
         self._vocabulary_size = vocabulary_size
         self._fingerprint = tokenizer_fingerprint
         self._options = options or LinkOptions()
-        self._outbox: deque[Callable[[DraftConversation], None]] = deque()
+        # What is to be said, and the bytes of features in it.
+        self._outbox: deque[tuple[Callable[[DraftConversation], None], int]] = deque()
+        # Of features, in all: the first counted by whoever posts, the second by the link's own thread.
+        self._bytes_posted = self._bytes_gone = 0
         self._connected = False
         self._last_reason = ""
         # The loop's thread sets these before anyone else reads them.
@@ -131,7 +136,16 @@ class GrpcDraftLink:
         self._post(lambda conversation: conversation.open(sequence))
 
     def advance(self, advances: Sequence[SequenceAdvance]) -> None:
-        self._post(lambda conversation: conversation.advance(advances))
+        size = sum(len(advance.features.data) for advance in advances if advance.features is not None)
+        if size and not self._has_room(size):
+            advances = [replace(advance, features=None) for advance in advances]
+            size = 0
+        self._post(lambda conversation: conversation.advance(advances), size)
+
+    def send_features(self, features: Sequence[SequenceFeatures]) -> None:
+        size = sum(len(one.vectors.data) for one in features)
+        if self._has_room(size):
+            self._post(lambda conversation: conversation.send_features(features), size)
 
     def close(self, sequence_ids: Sequence[int]) -> None:
         self._post(lambda conversation: conversation.close(sequence_ids))
@@ -142,10 +156,15 @@ class GrpcDraftLink:
             self._loop.call_soon_threadsafe(self._stopping.set)
         self._thread.join()
 
-    def _post(self, command: Callable[[DraftConversation], None]) -> None:
+    def _has_room(self, size: int) -> bool:
+        """Whether features of so many bytes may wait too. Without them a slow draft accepts less, and keeps up."""
+        return self._bytes_posted - self._bytes_gone + size <= self._options.max_waiting_feature_bytes
+
+    def _post(self, command: Callable[[DraftConversation], None], size: int = 0) -> None:
         if not self._connected:
             return
-        self._outbox.append(command)
+        self._bytes_posted += size
+        self._outbox.append((command, size))
         # A closed loop means that the link was stopped meanwhile.
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._wake.set)
@@ -197,7 +216,8 @@ class GrpcDraftLink:
         self._check(info)
         conversation.max_context = info.max_context
         call = stub.Propose(metadata=options.metadata)
-        self._outbox.clear()
+        while self._outbox:
+            self._bytes_gone += self._outbox.popleft()[1]
         self._connected, self._last_reason = True, ""
         self._events.on_connected(info)
         try:
@@ -224,10 +244,16 @@ class GrpcDraftLink:
     async def _write(self, call: Any, conversation: DraftConversation) -> None:
         try:
             while True:
+                size = 0
                 while self._outbox:
-                    self._outbox.popleft()(conversation)
-                while conversation.outgoing:
-                    await call.write(conversation.outgoing.popleft())
+                    command, more = self._outbox.popleft()
+                    command(conversation)
+                    size += more
+                try:
+                    while conversation.outgoing:
+                        await call.write(conversation.outgoing.popleft())
+                finally:
+                    self._bytes_gone += size
                 if not self._outbox:
                     await self._wake.wait()
                     self._wake.clear()

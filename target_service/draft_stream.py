@@ -8,12 +8,22 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from typing import TypeVar
 
 from outrider.draft_wire import advance_to_pb, failure_from_pb, growth_from_pb, open_to_pb
 from outrider.errors import CreditExceeded, InvalidField, PositionOutOfRange
-from outrider.frames import DraftEvents, OpenSequence, SequenceAdvance, SequenceFailure, SequenceGrowth
+from outrider.feature_wire import features_to_pb
+from outrider.frames import (
+    MAX_FEATURE_BYTES,
+    DraftEvents,
+    OpenSequence,
+    SequenceAdvance,
+    SequenceFailure,
+    SequenceFeatures,
+    SequenceGrowth,
+)
 from outrider.v1 import draft_pb2
 
 # Growth frames that may be under way at once.
@@ -23,6 +33,10 @@ CREDIT_WINDOW = 32
 GROWTHS_PER_FRAME = 4
 # Unused earnings that are kept: a draft that rarely speaks may not save up for a flood.
 MAX_ALLOWANCE = 256
+# Features in one frame. With one more piece a frame is still well below a draft's limit of 4 MiB for a message.
+MAX_FRAME_FEATURE_BYTES = 2 * MAX_FEATURE_BYTES
+
+_Part = TypeVar("_Part", draft_pb2.SequenceAdvance, draft_pb2.SequenceFeatures)
 
 
 class DraftConversation:
@@ -40,7 +54,8 @@ class DraftConversation:
         self._last_wire_id = 0
         self._credit = 0
         self._allowance = CREDIT_WINDOW
-        # Acknowledgements and failures that the draft may still send: at most one per open and per advance.
+        # Acknowledgements and failures that the draft may still send: at most one per open, advance and piece of
+        # features.
         self._answers = 0
         self._asked_at: float | None = None
         # Longest sequence the draft follows; 0 when it has not said. A longer one is not even sent: as a message
@@ -78,9 +93,24 @@ class DraftConversation:
                 part = advance_to_pb(advance)
                 part.sequence_id = wire_id
                 parts.append(part)
-        if parts:
-            frame = draft_pb2.ProposeRequest(advance=draft_pb2.AdvanceSequences(sequences=parts))
-            self._ask(frame, answers=len(parts))
+        for some in _in_frames(parts):
+            frame = draft_pb2.ProposeRequest(advance=draft_pb2.AdvanceSequences(sequences=some))
+            self._ask(frame, answers=len(some))
+
+    def send_features(self, features: Iterable[SequenceFeatures]) -> None:
+        """Bring features of known tokens. Sequences that the draft has given up on are left out."""
+        parts = []
+        for one in features:
+            wire_id = self._wire_ids.get(one.sequence_id)
+            if wire_id is not None:
+                part = features_to_pb(one)
+                part.sequence_id = wire_id
+                parts.append(part)
+        for some in _in_frames(parts):
+            # No answer is owed, but a failure may come, and growth once there is enough of them.
+            self._answers += len(some)
+            self._earn()
+            self.outgoing.append(draft_pb2.ProposeRequest(features=draft_pb2.SendFeatures(sequences=some)))
 
     def close(self, sequence_ids: Iterable[int]) -> None:
         """Say that sequences end. Ids that are not open are ignored."""
@@ -134,11 +164,14 @@ class DraftConversation:
 
     def _ask(self, frame: draft_pb2.ProposeRequest, answers: int) -> None:
         self._answers += answers
-        self._allowance = min(self._allowance + GROWTHS_PER_FRAME, MAX_ALLOWANCE)
-        self._grant()
+        self._earn()
         self.outgoing.append(frame)
         if self._asked_at is None:
             self._asked_at = time.monotonic()
+
+    def _earn(self) -> None:
+        self._allowance = min(self._allowance + GROWTHS_PER_FRAME, MAX_ALLOWANCE)
+        self._grant()
 
     def _charge_answer(self) -> None:
         if not self._answers:
@@ -159,3 +192,18 @@ class DraftConversation:
         self._credit += frames
         self._allowance -= frames
         self.outgoing.append(draft_pb2.ProposeRequest(credit=draft_pb2.Credit(frames=frames)))
+
+
+def _in_frames(parts: list[_Part]) -> Iterator[list[_Part]]:
+    """The parts of one frame, or of several where features make them too large for one."""
+    some: list[_Part] = []
+    size = 0
+    for part in parts:
+        more = len(part.features.data)
+        if some and size + more > MAX_FRAME_FEATURE_BYTES:
+            yield some
+            some, size = [], 0
+        some.append(part)
+        size += more
+    if some:
+        yield some

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
-from outrider.errors import InvalidField
+from outrider.errors import InvalidField, NotSupported
 from outrider.frames import (
     DraftInfo,
     DraftLink,
@@ -20,8 +20,12 @@ from outrider.frames import (
     SequenceGrowth,
     TreeLimits,
 )
+from target_service.batch import StepItem
+from target_service.features import Features
+from target_service.model.taps import Tapped
 from target_service.proposals import GrowingTree
 from target_service.sequence import Sequence
+from target_service.verifier import Verified
 
 log = logging.getLogger(__name__)
 # Drafting comes back at this share of the load that stopped it, so that it does not flap.
@@ -38,6 +42,8 @@ class DraftingConfig:
     disable_above: int
     wait_seconds: float
     failures_to_open: int
+    # Vectors of each sequence that are kept for a draft that connects late.
+    feature_window: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +66,10 @@ class Drafting:
     All else belongs to the engine's thread.
     """
 
-    def __init__(self, config: DraftingConfig, vocabulary_size: int) -> None:
+    def __init__(self, config: DraftingConfig, vocabulary_size: int, features: Features) -> None:
         self._config = config
         self._vocabulary_size = vocabulary_size
+        self._features = features
         self._link: DraftLink | None = None
         self._inbox: deque[_Event] = deque()
         self._wake = threading.Condition()
@@ -129,6 +136,7 @@ class Drafting:
         ids = [sequence.sequence_id for sequence in sequences]
         for sequence_id in ids:
             self._wanting.pop(sequence_id, None)
+            self._features.forget(sequence_id)
         self._close([sequence_id for sequence_id in ids if self._trees.pop(sequence_id, None) is not None])
 
     def follow_load(self, running: int, useful: bool = True) -> None:
@@ -172,16 +180,28 @@ class Drafting:
             self._late_steps = 0
         return time.monotonic_ns() - begin
 
+    def collect(
+        self, items: SequenceOf[StepItem], tapped: Tapped | None, outcomes: SequenceOf[Verified | None]
+    ) -> None:
+        """Take in the hidden states of a step that was committed, before `advance` tells of it."""
+        self._features.collect(items, tapped, outcomes, self._wanting)
+
     def advance(self, commits: SequenceOf[tuple[Sequence, int]]) -> None:
         """Re-root after a step: (sequence, tokens committed) of all that ran in it. One frame to the draft."""
         advances: list[SequenceAdvance] = []
+        ahead, along = self._features.due(self._trees, commits)
         for sequence, committed in commits:
             tree = self._trees.get(sequence.sequence_id)
             if tree is not None:
                 tree.advance(committed)
                 tokens = tuple(sequence.token_ids[-committed:])
-                advances.append(SequenceAdvance(sequence.sequence_id, sequence.step, tokens))
-        if advances and self._link is not None and self.connected:
+                features = along.get(sequence.sequence_id)
+                advances.append(SequenceAdvance(sequence.sequence_id, sequence.step, tokens, features))
+        if self._link is None or not self.connected:
+            return
+        if ahead:
+            self._link.send_features(ahead)
+        if advances:
             self._link.advance(advances)
 
     def _answered(self, sequences: SequenceOf[Sequence]) -> bool:
@@ -209,6 +229,8 @@ class Drafting:
                 traceparent=request.traceparent,
             )
         )
+        if features := self._features.opened(sequence):
+            self._link.send_features(features)
 
     def _close(self, sequence_ids: list[int]) -> None:
         if sequence_ids and self._link is not None and self.connected:
@@ -222,15 +244,28 @@ class Drafting:
                 log.info("the draft gave up on a sequence: %s", event.reason)
                 self._trees.pop(event.sequence_id, None)
             case _Connected():
+                self._trees.clear()
+                if not self._can_give(event.info):
+                    return
                 log.info("draft %s is connected", event.info.drafter)
                 self.info, self._late_steps = event.info, 0
-                self._trees.clear()
                 for sequence in self._wanting.values():
                     self._open(sequence)
             case _Disconnected():
                 log.warning("no draft: %s", event.reason)
                 self.info = None
                 self._trees.clear()
+                self._features.lost()
+
+    def _can_give(self, info: DraftInfo) -> bool:
+        """Whether the draft can have what it needs of this target."""
+        try:
+            self._features.ask(info.features)
+        except NotSupported as refused:
+            required = info.features is not None and info.features.required
+            log.warning("draft %s %s: %s", info.drafter, "is not used" if required else "gets no features", refused)
+            return not required
+        return True
 
     def _graft(self, growth: SequenceGrowth) -> None:
         tree = self._trees.get(growth.sequence_id)

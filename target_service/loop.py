@@ -19,9 +19,11 @@ from target_service.commit import LiveSequence, commit
 from target_service.device_steps import best_steps
 from target_service.draft_switch import DraftSwitch
 from target_service.drafting import Drafting, DraftingConfig
+from target_service.features import Features
 from target_service.gathering import Gathered, Gathering
 from target_service.launch import Launched, Steps
 from target_service.model.runner import ModelRunner
+from target_service.model.taps import Tapped
 from target_service.observation import EngineObserver, StepClock, step_stats
 from target_service.row_budget import RowBudget, SequenceRecord, StepCost
 from target_service.scheduler import Schedule, Scheduler, SchedulerConfig
@@ -60,6 +62,8 @@ class _Step:
     clock: StepClock
     # Launched while the step before it ran.
     ahead: bool
+    # Hidden states of its rows, where a drafter reads them.
+    tapped: Tapped | None
 
     @property
     def followable(self) -> bool:
@@ -91,7 +95,8 @@ class EngineLoop:
         self._steps = steps or best_steps(runner, max_sequences=bounds.max_running, max_rows=bounds.max_step_rows)
         self._observer = observer
         self._budget = RowBudget(step_cost)
-        self.drafting = Drafting(config.drafting, runner.vocabulary_size)
+        self.features = Features(runner, config.drafting.feature_window if config.drafting.enabled else 0)
+        self.drafting = Drafting(config.drafting, runner.vocabulary_size, self.features)
         self.scheduler = Scheduler(config.scheduler, runner.cache)
         self.live: dict[int, LiveSequence] = {}
         self._gathering = Gathering(
@@ -154,6 +159,7 @@ class EngineLoop:
         outcomes = step.launched.outcomes()
         step.clock.end_verify()
         verdicts = self._commit(step, outcomes)
+        self.drafting.collect(step.batch.items, step.tapped, outcomes)
         self._advance(verdicts)
         events = self._finish(verdicts)
         self._observe(step, verdicts)
@@ -203,11 +209,12 @@ class EngineLoop:
         clock.end_plan()
         verifiers = [self.live[item.sequence.sequence_id].verifier for item in batch.items]
         launched = self._steps.launch(batch, verifiers)
+        tapped = self.features.after_launch(len(batch.input.token_ids))
         clock.end_launch()
         for item in batch.items:
             # Whatever runs after this step finds their keys and values.
             item.sequence.kv_length += item.known
-        return _Step(batch, gathered, launched, clock, ahead)
+        return _Step(batch, gathered, launched, clock, ahead, tapped)
 
     def _make_room(self, schedule: Schedule) -> None:
         """Run smaller steps from now on; where the smallest did not fit, refuse the youngest of its sequences."""

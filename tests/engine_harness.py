@@ -12,7 +12,16 @@ from transformers import PreTrainedModel
 
 from draft_service import inprocess
 from draft_service.inprocess import InprocessLink
-from outrider.frames import DraftEvents, DraftInfo, DraftLink, OpenSequence, SequenceAdvance, SequenceGrowth, TreeLimits
+from outrider.frames import (
+    DraftEvents,
+    DraftInfo,
+    DraftLink,
+    OpenSequence,
+    SequenceAdvance,
+    SequenceFeatures,
+    SequenceGrowth,
+    TreeLimits,
+)
 from outrider.sampling import SamplingParams, VerificationMode
 from outrider.tree import TokenTree
 from target_service.device_steps import DeviceSteps
@@ -76,6 +85,9 @@ class ScriptedDraft:
 
     def __post_init__(self) -> None:
         self._random = random.Random(self.seed)
+        self.connect()
+
+    def connect(self) -> None:
         self.events.on_connected(DraftInfo("scripted", 0, "", TreeLimits(), 1 << 20, "0"))
 
     def open(self, sequence: OpenSequence) -> None:
@@ -90,6 +102,9 @@ class ScriptedDraft:
             self._steps[advance.sequence_id] = advance.step
             self._tokens[advance.sequence_id].extend(advance.token_ids)
         self._send([self._growth(advance.sequence_id) for advance in advances])
+
+    def send_features(self, features: Sequence[SequenceFeatures]) -> None:
+        raise AssertionError(f"{len(features)} features that nobody asked for")
 
     def close(self, sequence_ids: Sequence[int]) -> None:
         for sequence_id in sequence_ids:

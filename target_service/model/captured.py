@@ -17,10 +17,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import AttentionInterface
 
+from outrider.errors import NotSupported
 from target_service.kv_cache import KVCache
 from target_service.model.buckets import Bucket, buckets_up_to, capacity, choose_bucket, padded
 from target_service.model.preparing import LayerOptions, prepare_layers
 from target_service.model.runner import ForwardInput, ForwardPass, ModelRunner, _attend, _Step
+from target_service.model.taps import LayerTaps
 from tree_kernels._triton_attention import TritonAttention, TritonPlan, plan_integers
 from tree_kernels.feeding import fill_awaited
 from tree_kernels.verification_records import parameter_count
@@ -56,11 +58,13 @@ class CaptureOptions:
         max_rows: of all sequences of a step; larger steps run eagerly.
         max_sequences: of a step; at most `runner.MAX_SEQUENCES`.
         layers: how layers are prepared.
+        tapped: decoder layers whose outputs every step keeps; see `LayerTaps`.
     """
 
     max_rows: int = 512
     max_sequences: int = 256
     layers: LayerOptions = field(default_factory=LayerOptions)
+    tapped: tuple[int, ...] = ()
 
 
 class StepBuffer:
@@ -163,6 +167,15 @@ class CapturedRunner(ModelRunner):
         self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         self._model.set_attn_implementation(ATTENTION)
         prepare_layers(self._model, self._options.layers)
+        self.draft_head = runner.draft_head
+        if self._options.tapped:
+            # On the layers as they are prepared, and before any graph holds them.
+            self.taps = LayerTaps(self._model, self._options.tapped, self._buckets[-1].rows, grows=False)
+
+    def tap(self, layers: tuple[int, ...]) -> None:
+        """See `ModelRunner.tap`. What graphs keep was chosen before they were captured."""
+        if self.taps is None or self.taps.layers != layers:
+            raise NotSupported(f"captured steps keep the states of layers {self._options.tapped}: set --draft-head")
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:

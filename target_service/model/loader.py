@@ -10,6 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
 
 from target_service.config import TargetConfig
+from target_service.model.head_projection import read_draft_head
 from target_service.model.packing import can_pack, pack_linears
 from target_service.model.runner import ModelRunner, runner_for
 from target_service.model.selfcheck import check_runner, own_logits
@@ -28,25 +29,22 @@ def load_runner(config: TargetConfig) -> ModelRunner:
 
     Raises:
         ModelRefused: the model cannot be served; the message says why.
-        OSError: no such model.
+        NotSupported: the draft's head does not fit it.
+        OSError: no such model, or no such head.
     """
     if config.threads:
         torch.set_num_threads(config.threads)
     source = str(resolve(config.model))
     settings = AutoConfig.from_pretrained(source)
     check_supported(settings)
-    dtype = getattr(torch, config.dtype)
-    model = cast(PreTrainedModel, AutoModelForCausalLM.from_pretrained(source, dtype=dtype).to(config.device))
-    check_supported(settings, model)
-    if can_pack(dtype, model.device):
-        pack_linears(model)
+    model = _load_model(source, settings, config)
     own = own_logits(model)
     tokenizer = AutoTokenizer.from_pretrained(source)
     longest = longest_context(settings)
     max_context = min(config.max_context or min(longest, _CONTEXT_LIMIT), longest)
     backend = _backend(config.attention, model.device)
     captured = model.device.type == "cuda" and backend == "triton" and config.capture_seconds > 0
-    kv_tokens = config.kv_tokens or _tokens_that_fit(settings, dtype, model.device)
+    kv_tokens = config.kv_tokens or _tokens_that_fit(settings, model.dtype, model.device)
     if captured and not config.kv_tokens:
         # Until it is known what captured steps leave.
         kv_tokens = 2 * config.max_step_rows
@@ -61,6 +59,8 @@ def load_runner(config: TargetConfig) -> ModelRunner:
         max_context=max_context,
         tokenizer_fingerprint=tokenizer_fingerprint(tokenizer),
     )
+    if config.draft_head:
+        _add_head(runner, config.draft_head, settings)
     check_runner(runner, own)
     if not captured:
         log.info("KV cache of %d tokens", kv_tokens)
@@ -70,14 +70,31 @@ def load_runner(config: TargetConfig) -> ModelRunner:
     return runner
 
 
+def _load_model(source: str, settings: PretrainedConfig, config: TargetConfig) -> PreTrainedModel:
+    dtype = getattr(torch, config.dtype)
+    model = cast(PreTrainedModel, AutoModelForCausalLM.from_pretrained(source, dtype=dtype).to(config.device))
+    check_supported(settings, model)
+    if can_pack(dtype, model.device):
+        pack_linears(model)
+    return model
+
+
+def _add_head(runner: ModelRunner, source: str, settings: PretrainedConfig) -> None:
+    head = read_draft_head(source, settings.num_hidden_layers, settings.hidden_size)
+    if head.projection is not None:
+        head.projection.to(device=runner.device, dtype=runner.dtype)
+    runner.draft_head = head
+
+
 def _captured(runner: ModelRunner, config: TargetConfig) -> ModelRunner:
     # Only here: Triton may be absent.
     from target_service.model.captured import CaptureOptions
     from target_service.model.capturing import capture_steps
 
+    head = runner.draft_head
     return capture_steps(
         runner,
-        CaptureOptions(config.max_step_rows, config.max_running),
+        CaptureOptions(config.max_step_rows, config.max_running, tapped=head.layers if head is not None else ()),
         seconds=config.capture_seconds,
         memory_share=0.0 if config.kv_tokens else config.memory_share,
     )

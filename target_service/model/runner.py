@@ -13,13 +13,17 @@ from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 
 from target_service.kv_cache import KVCache
+from target_service.model.head_projection import DraftHead
 from target_service.model.support import ModelRefused, kv_shape, longest_context
+from target_service.model.taps import LayerTaps
 from tree_kernels.attention import AttentionBatch, AttentionPlan, Backend, TreeAttention
 from tree_kernels.kv_move import write_kv
 
 ATTENTION = "outrider_tree"
 # Of one step.
 MAX_SEQUENCES = 1024
+# Rows that taps have room for until a pass has more.
+_TAPPED_ROWS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +122,25 @@ class ModelRunner:
         self.awaited = torch.zeros(MAX_SEQUENCES, dtype=torch.int32, device=model.device)
         self.dtype = model.dtype
         self.device = model.device
+        # What a drafter reads of the model, and the part of its head that runs here.
+        self.taps: LayerTaps | None = None
+        self.draft_head: DraftHead | None = None
+
+    @property
+    def hidden_size(self) -> int:
+        return int(self._model.config.hidden_size)
+
+    def tap(self, layers: tuple[int, ...]) -> None:
+        """Keep the outputs of these decoder layers from the next pass on, and no others; see `LayerTaps`.
+
+        Raises:
+            NotSupported: the model has no such layers, or they cannot be chosen any more.
+        """
+        if self.taps is None or self.taps.layers != layers:
+            taps = LayerTaps(self._model, layers, _TAPPED_ROWS)
+            if self.taps is not None:
+                self.taps.remove()
+            self.taps = taps
 
     @torch.inference_mode()
     def forward(self, batch: ForwardInput) -> Tensor:

@@ -23,6 +23,7 @@ from outrider.frames import (
     OpenSequence,
     SequenceAdvance,
     SequenceFailure,
+    SequenceFeatures,
     SequenceGrowth,
     TreeLimits,
 )
@@ -65,6 +66,9 @@ class FuzzedDraft:
             assert advance.step == self.steps[advance.sequence_id] + 1
             self.steps[advance.sequence_id] = advance.step
             self.tokens[advance.sequence_id].extend(advance.token_ids)
+
+    def send_features(self, features: Sequence[SequenceFeatures]) -> None:
+        raise AssertionError(f"{len(features)} features that nobody asked for")
 
     def close(self, sequence_ids: Sequence[int]) -> None:
         for sequence_id in sequence_ids:

@@ -1,0 +1,239 @@
+"""The target's hidden states on their way to a drafter that asked for them: of committed tokens, and each one once.
+
+After a pass the states of its committed rows are fused, cast and copied to the host in one piece. There the last ones
+of every sequence are kept for a draft that connects late, and what the draft has not heard goes out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from collections.abc import Sequence as SequenceOf
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+from outrider.errors import NotSupported
+from outrider.frames import MAX_FEATURE_BYTES, FeatureRequest, SequenceFeatures, Vectors
+from target_service.batch import StepItem
+from target_service.kept_vectors import KeptVectors
+from target_service.model.runner import ModelRunner
+from target_service.model.taps import Tapped
+from target_service.sequence import Sequence
+from target_service.verifier import Verified
+
+_LARGEST_E4M3 = 448.0
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class Features:
+    """What the drafter reads of every sequence. Belongs to the engine's thread.
+
+    A token's state is known once a pass has read it, which the root's has not: after a commit that leaves L tokens,
+    those of 0 .. L - 2 are. A sequence that lost its pages is read again, and what it yields again is passed over.
+    """
+
+    def __init__(self, runner: ModelRunner, keep: int) -> None:
+        """`keep` vectors of every sequence stay here, the newest. Where the runner knows the draft's head from the
+        start, they are kept from the start, so that even the first draft to connect finds them."""
+        self._runner = runner
+        self._keep = keep
+        self._wanted: FeatureRequest | None = None
+        # Whether a draft is there that takes them.
+        self._listening = False
+        self._kept: dict[int, KeptVectors] = {}
+        # Sequences that the last step read something of, and whether it said something of them.
+        self._fresh: dict[int, bool] = {}
+        self._stream = torch.cuda.Stream(runner.device) if runner.device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self.sent_vectors = self.sent_bytes = 0
+        if runner.draft_head is not None:
+            layers, projection = runner.draft_head.layers, runner.draft_head.projection
+            width = projection.width if projection is not None else runner.hidden_size * len(layers)
+            self._follow(FeatureRequest(layers, width, projected=projection is not None))
+
+    @property
+    def kept_bytes(self) -> int:
+        """Memory that vectors take, of all sequences."""
+        return sum(kept.nbytes for kept in list(self._kept.values()))
+
+    def ask(self, wanted: FeatureRequest | None) -> None:
+        """A draft has connected, and wants these features, or none.
+
+        Raises:
+            NotSupported: this target cannot give them; the message says why.
+        """
+        self._listening = False
+        if wanted is not None:
+            self._check(wanted)
+        self._follow(wanted)
+        self._listening = wanted is not None
+
+    def lost(self) -> None:
+        """The draft is gone. What is kept waits for the next."""
+        self._listening = False
+
+    def after_launch(self, rows: int) -> Tapped | None:
+        """The states of the pass just launched, of so many rows. None when nobody wants them."""
+        if self._runner.taps is None or self._wanted is None or not (self._listening or self._keep):
+            return None
+        return self._runner.taps.take(rows)
+
+    def collect(
+        self,
+        items: SequenceOf[StepItem],
+        tapped: Tapped | None,
+        outcomes: SequenceOf[Verified | None],
+        followed: Container[int],
+    ) -> None:
+        """Take in the states of a step's committed rows, of the sequences in `followed`.
+
+        They are the rows of known tokens and those of the accepted path, whose tokens were appended already.
+        """
+        self._fresh.clear()
+        if tapped is None or self._wanted is None:
+            return
+        rows: list[int] = []
+        pieces: list[tuple[KeptVectors, int, int]] = []
+        for item, outcome in zip(items, outcomes, strict=True):
+            sequence = item.sequence
+            if sequence.sequence_id not in followed:
+                continue
+            kept = self._kept.setdefault(sequence.sequence_id, KeptVectors())
+            # Those that it had before the step.
+            length = len(sequence.token_ids) if outcome is None else item.start + item.known
+            begin = max(item.start, kept.end, self._oldest(length))
+            # A chunk's first row holds the token at item.start.
+            of_chunk = range(item.first_row - (item.known - 1) + begin - item.start, item.first_row + 1)
+            accepted = () if outcome is None else outcome.walk.accepted_rows
+            if not of_chunk:
+                continue
+            rows += of_chunk
+            rows += [item.first_row + row for row in accepted]
+            pieces.append((kept, begin, len(of_chunk) + len(accepted)))
+            self._fresh[sequence.sequence_id] = outcome is not None
+        if not rows:
+            return
+        encoded = self._encode(tapped, rows)
+        row = 0
+        for kept, begin, count in pieces:
+            kept.append(begin, encoded[row : row + count])
+            row += count
+
+    def opened(self, sequence: Sequence) -> list[SequenceFeatures]:
+        """All that is known of a sequence that a draft has just been told of."""
+        kept = self._kept.get(sequence.sequence_id)
+        if kept is None or not self._listening:
+            return []
+        kept.sent = 0
+        return self._pieces(sequence.sequence_id, kept, kept.end)
+
+    def due(
+        self, followed: Container[int], commits: SequenceOf[tuple[Sequence, int]]
+    ) -> tuple[list[SequenceFeatures], dict[int, Vectors]]:
+        """What the draft has not heard of the sequences in `followed`: what goes ahead, and what with each commit.
+
+        `commits` are (sequence, tokens committed) of the step that was collected last.
+        """
+        ahead: list[SequenceFeatures] = []
+        along: dict[int, Vectors] = {}
+        going_on = {sequence.sequence_id: (len(sequence.token_ids) - 1, committed) for sequence, committed in commits}
+        for sequence_id, committing in self._fresh.items():
+            kept = self._kept.get(sequence_id)
+            if kept is None:
+                continue
+            end, committed = going_on.get(sequence_id, (kept.end, 0))
+            ended = committing and not committed
+            if sequence_id in followed and self._listening and end == kept.end and not ended:
+                most = max(1, MAX_FEATURE_BYTES // kept.row_bytes) if committed else 0
+                # The draft cannot place what the step committed before it hears of it.
+                ahead += self._pieces(sequence_id, kept, end - max(most, committed))
+                if committed:
+                    kept.sent = max(kept.sent, end - most)
+                    along[sequence_id] = self._take(kept, end)
+            kept.trim(self._keep)
+        self._fresh.clear()
+        return ahead, along
+
+    def forget(self, sequence_id: int) -> None:
+        """The sequence has ended."""
+        self._kept.pop(sequence_id, None)
+
+    def _check(self, wanted: FeatureRequest) -> None:
+        """Raise `NotSupported` unless this target can give what is wanted."""
+        head, width = self._runner.draft_head, self._runner.hidden_size * len(wanted.layers)
+        if wanted.projected:
+            if head is None or head.projection is None:
+                raise NotSupported(
+                    "the draft wants its head's projection applied here, and no head is named: set --draft-head, or "
+                    "--projection draft in the draft service"
+                )
+            if head.layers != wanted.layers:
+                raise NotSupported(f"--draft-head reads layers {head.layers}, the draft's head {wanted.layers}")
+            width = head.projection.width
+        if wanted.width != width:
+            raise NotSupported(f"the draft wants features {wanted.width} wide, and here they are {width}")
+
+    def _follow(self, wanted: FeatureRequest | None) -> None:
+        if wanted is not None:
+            self._runner.tap(wanted.layers)
+        if _form(wanted) != _form(self._wanted):
+            self._kept.clear()
+        self._wanted = wanted
+
+    def _oldest(self, length: int) -> int:
+        """The first token of a sequence of so many whose vector is of use to anyone."""
+        assert self._wanted is not None
+        if self._listening and not self._wanted.window:
+            return 0
+        return length - 1 - max(self._keep, self._wanted.window if self._listening else 0)
+
+    def _pieces(self, sequence_id: int, kept: KeptVectors, end: int) -> list[SequenceFeatures]:
+        """Vectors up to `end` that were not sent, in pieces of a size that a frame has room for."""
+        pieces: list[SequenceFeatures] = []
+        while (start := max(kept.sent, kept.begin)) < end:
+            stop = min(end, start + max(1, MAX_FEATURE_BYTES // kept.row_bytes))
+            pieces.append(SequenceFeatures(sequence_id, start, self._take(kept, stop)))
+        return pieces
+
+    def _take(self, kept: KeptVectors, stop: int) -> Vectors:
+        """The vectors that were not sent, up to `stop`."""
+        assert self._wanted is not None
+        start = max(kept.sent, kept.begin)
+        kept.sent = stop
+        vectors = kept.vectors(start, stop, self._wanted)
+        self.sent_vectors += stop - start
+        self.sent_bytes += len(vectors.data) + 4 * len(vectors.scales)
+        return vectors
+
+    @torch.inference_mode()
+    def _encode(self, tapped: Tapped, rows: list[int]) -> Tensor:
+        """[n, bytes of a vector] uint8 on the host: the rows as they travel, a scale behind each where there is one."""
+        assert self._wanted is not None
+        on: AbstractContextManager[object] = nullcontext()
+        if self._stream is not None and tapped.ready is not None:
+            # Beside the step that was launched meanwhile, and not after it.
+            self._stream.wait_event(tapped.ready)
+            on = torch.cuda.stream(self._stream)
+        with on:
+            vectors = tapped.states[torch.tensor(rows).to(tapped.states.device)]
+            if self._wanted.projected and self._runner.draft_head is not None:
+                projection = self._runner.draft_head.projection
+                assert projection is not None, "checked when it was asked for"
+                vectors = projection(vectors)
+            return encode(vectors, self._wanted.dtype).cpu()
+
+
+def encode(vectors: Tensor, dtype: str) -> Tensor:
+    """[n, width] as bytes [n, ..] uint8 of the type that travels; for float8_e4m3 with a float32 scale behind each row,
+    which brings the largest element to the end of the type's range."""
+    if dtype != "float8_e4m3":
+        return vectors.to(_DTYPES[dtype]).contiguous().view(torch.uint8)
+    wide = vectors.float()
+    scales = (wide.abs().amax(dim=1, keepdim=True) / _LARGEST_E4M3).clamp_(min=torch.finfo(torch.float32).tiny)
+    small = (wide / scales).clamp_(-_LARGEST_E4M3, _LARGEST_E4M3).to(torch.float8_e4m3fn)
+    return torch.cat([small.view(torch.uint8), scales.view(torch.uint8)], dim=1)
+
+
+def _form(wanted: FeatureRequest | None) -> tuple[object, ...]:
+    """What vectors that are kept must agree in."""
+    return () if wanted is None else (wanted.layers, wanted.width, wanted.dtype, wanted.projected)

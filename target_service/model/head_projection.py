@@ -1,0 +1,142 @@
+"""The part of an EAGLE head that its target runs: which hidden states it reads, and what fuses them into one vector.
+
+The draft service has the whole head (`draft_service.eagle`), and the two services share no code that needs PyTorch and
+checkpoints: the contract has neither, and the kernels' package reads no files. So the target reads from the same folder
+the few weights that it needs, by the names that published heads give them. `tests/target/test_head_projection.py` holds
+this to the draft's own reading of every layout.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from outrider.errors import NotSupported
+
+_INDEX = "model.safetensors.index.json"
+# Beside `fc`, what may stand before it: norms of each state (EAGLE-3.1), or one of all joined.
+_NEEDED = ("fc.", "fc_norm.", "input_norm.")
+
+
+class HeadProjection(nn.Module):
+    """Fuses a token's captured states into one feature: [.., F * W] to [.., width], norms first, then `fc`."""
+
+    def __init__(self, weights: Mapping[str, Tensor], features: int, eps: float) -> None:
+        """`weights` are fc.weight [width, F * W] and, where the head has them, fc.bias [width], fc_norm.{i}.weight [W]
+        and input_norm.weight [F * W]. Kept in fp32 until moved with `to`."""
+        super().__init__()
+        self._features, self._eps = features, eps
+        for name in ("fc.weight", "fc.bias", "input_norm.weight"):
+            self.register_buffer(name.replace(".", "_"), _wide(weights.get(name)), persistent=False)
+        norms = [weights[f"fc_norm.{i}.weight"].float() for i in range(features) if f"fc_norm.{i}.weight" in weights]
+        self.register_buffer("fc_norm_weight", torch.cat(norms) if norms else None, persistent=False)
+        self.fc_weight: Tensor
+        self.fc_bias: Tensor | None
+        self.input_norm_weight: Tensor | None
+        self.fc_norm_weight: Tensor | None
+
+    @property
+    def width(self) -> int:
+        return self.fc_weight.shape[0]
+
+    def forward(self, states: Tensor) -> Tensor:
+        """[.., F * W] in any floating type to [.., width] in that of the weights. Norms are taken in fp32."""
+        states = states.float()
+        if self.input_norm_weight is not None:
+            states = functional.rms_norm(states, states.shape[-1:], None, self._eps) * self.input_norm_weight
+        if self.fc_norm_weight is not None:
+            parts = states.reshape(*states.shape[:-1], self._features, -1)
+            states = functional.rms_norm(parts, parts.shape[-1:], None, self._eps).flatten(-2) * self.fc_norm_weight
+        return functional.linear(states.to(self.fc_weight.dtype), self.fc_weight, self.fc_bias)
+
+
+def _wide(weight: Tensor | None) -> Tensor | None:
+    return None if weight is None else weight.float()
+
+
+@dataclass(frozen=True, slots=True)
+class DraftHead:
+    """What a target knows of the head that its draft runs. Without a `projection` the head reads states as they are."""
+
+    layers: tuple[int, ...]
+    projection: HeadProjection | None
+
+
+def read_draft_head(source: str, target_layers: int, target_hidden: int) -> DraftHead:
+    """Read a head's layers and projection.
+
+    Args:
+        source: a folder with config.json and safetensors in any published layout, or a hub id, which is fetched.
+        target_layers: decoder layers of the target.
+        target_hidden: width of its hidden states.
+
+    Raises:
+        NotSupported: it is no EAGLE head in safetensors, or does not fit the target.
+        OSError: there is no such folder and no such model on the hub.
+    """
+    folder = _folder(source)
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    names, weights = _weights(folder)
+    if not any(name.endswith(".hidden_norm.weight") for name in names):
+        # EAGLE-1 and EAGLE-2 read what the target's lm_head reads.
+        return DraftHead((target_layers,), None)
+    features, left = divmod(weights["fc.weight"].shape[1], target_hidden)
+    if left or not features:
+        raise NotSupported(
+            f"{source}: its fc reads {weights['fc.weight'].shape[1]} numbers of states {target_hidden} wide"
+        )
+    layers = _layers(config, target_layers)
+    if len(layers) != features or any(not 0 <= layer <= target_layers for layer in layers):
+        raise NotSupported(f"{source}: it reads layers {layers}, fuses {features}, and the target has {target_layers}")
+    layer = config.get("transformer_layer_config") or config
+    return DraftHead(layers, HeadProjection(weights, features, float(layer.get("rms_norm_eps", 1e-6))))
+
+
+def _layers(config: Mapping[str, Any], target_layers: int) -> tuple[int, ...]:
+    """Layers by their outputs. speculators count inputs, which is one more."""
+    speculators = "speculators_model_type" in config
+    holder = config if speculators else config.get("eagle_config") or {}
+    named = holder.get("eagle_aux_hidden_state_layer_ids")
+    if named is None:
+        return (1, target_layers // 2 - 1, target_layers - 4)
+    return tuple(int(layer) - speculators for layer in named)
+
+
+def _folder(source: str) -> Path:
+    if Path(source).is_dir():
+        return Path(source)
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(source, allow_patterns=["*.json", "*.safetensors"]))
+
+
+def _weights(folder: Path) -> tuple[set[str], dict[str, Tensor]]:
+    """Names of all weights, and those of the projection by their names without prefix."""
+    from safetensors import safe_open
+
+    index = folder / _INDEX
+    files = sorted(folder.glob("*.safetensors"))
+    if index.is_file():
+        files = [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+    if not files:
+        raise NotSupported(f"{folder}: no weights in safetensors; pickled ones could run code and are never loaded")
+    names: set[str] = set()
+    weights: dict[str, Tensor] = {}
+    with ExitStack() as stack:
+        for file in [stack.enter_context(safe_open(path, framework="pt")) for path in files]:
+            for published in file.keys():  # noqa: SIM118
+                names.add(published)
+                name = published.removeprefix("model.")
+                if name.startswith(_NEEDED):
+                    weights[name] = file.get_tensor(published)
+    if not any(name.endswith("fc.weight") for name in names):
+        raise NotSupported(f"{folder}: no EAGLE head, for it has no fc")
+    return names, weights

@@ -1,0 +1,85 @@
+"""Keeps the outputs of decoder layers, row by row, while a model runs: what EAGLE heads read of their target.
+
+A hook on each layer copies into memory that stays where it is, so that a captured CUDA graph that held the hooks fills
+it at every replay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from outrider.errors import NotSupported
+
+
+class Tapped(NamedTuple):
+    """The states of one pass: [R, F * W], row by row, layers side by side. `ready` is when the device has them."""
+
+    states: Tensor
+    ready: torch.cuda.Event | None
+
+
+class LayerTaps:
+    """Hooks on decoder layers, and the memory they fill.
+
+    `layers` count outputs from 0; the number of layers stands for the state after the last norm. `width` is that of
+    all of them joined.
+    """
+
+    def __init__(self, model: PreTrainedModel, layers: tuple[int, ...], max_rows: int, *, grows: bool = True) -> None:
+        """Room for `max_rows` of a pass. One with more gets room if it `grows`, which no captured graph would notice.
+
+        Raises:
+            NotSupported: the model has no such layer.
+        """
+        self.layers = layers
+        modules = [_module(model, layer) for layer in layers]
+        self._each = int(model.config.hidden_size)
+        self.width = self._each * len(layers)
+        self._grows = grows
+        self._states = torch.zeros(max_rows, self.width, dtype=model.dtype, device=model.device)
+        self._handles = [module.register_forward_hook(self._hook(place)) for place, module in enumerate(modules)]
+
+    def remove(self) -> None:
+        """Take the hooks off again."""
+        for handle in self._handles:
+            handle.remove()
+
+    def take(self, rows: int) -> Tapped:
+        """A copy of what the pass just launched makes of its first rows. Does not wait for the device."""
+        states = self._states[:rows].clone()
+        if not states.is_cuda:
+            return Tapped(states, None)
+        ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        ready.record()
+        return Tapped(states, ready)
+
+    def _hook(self, place: int) -> Callable[[nn.Module, Any, Any], None]:
+        columns = slice(place * self._each, (place + 1) * self._each)
+
+        # The compiler would make a version of a layer for each layer that is tapped.
+        @torch.compiler.disable  # type: ignore[untyped-decorator]
+        def keep(_module: nn.Module, _inputs: Any, output: Any) -> None:
+            # [1, R, W]
+            hidden: Tensor = output[0] if isinstance(output, tuple) else output
+            rows = hidden.shape[1]
+            if rows > len(self._states) and self._grows:
+                # Inside inference mode, memory would be of a kind that nothing outside may write.
+                with torch.inference_mode(False):
+                    self._states = torch.zeros(2 * rows, self.width, dtype=hidden.dtype, device=hidden.device)
+            self._states[:rows, columns].copy_(hidden[0, : len(self._states)])
+
+        return cast("Callable[[nn.Module, Any, Any], None]", keep)
+
+
+def _module(model: PreTrainedModel, layer: int) -> nn.Module:
+    """What puts out the state that `layer` names."""
+    inner: Any = cast(Any, model).model
+    if not 0 <= layer <= len(inner.layers):
+        raise NotSupported(f"layer {layer} is wanted of a target that has {len(inner.layers)}")
+    module: nn.Module = inner.norm if layer == len(inner.layers) else inner.layers[layer]
+    return module

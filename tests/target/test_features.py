@@ -1,0 +1,350 @@
+"""What a drafter gets are the hidden states of the model's own forward pass, of every committed token, once."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import make_tiny
+from eagle_heads import make_head
+from engine_harness import Propose, engine_config, knowing_tree, make_runner, plain, random_tree, request, run
+from feature_link import FeatureLink
+from fed_drafter import states_of
+from transformers import PreTrainedModel
+
+from draft_service.eagle.checkpoint import load_head, save_head
+from draft_service.features import read_vectors
+from outrider.errors import NotSupported
+from outrider.frames import DraftEvents, DraftLink, FeatureRequest
+from outrider.sampling import SamplingParams
+from outrider.tree import TokenTree
+from target_service.features import Features, encode
+from target_service.kept_vectors import KeptVectors
+from target_service.launch import HostSteps
+from target_service.loop import EngineConfig, EngineLoop
+from target_service.model.head_projection import DraftHead, read_draft_head
+from target_service.model.runner import ModelRunner
+from target_service.sequence import SequenceFinished, SequenceRequest, Verdict
+
+VOCABULARY, HIDDEN, LAYERS = 211, 48, 2
+# The outputs of both layers, and the state after the last norm.
+EVERY = FeatureRequest((0, 1, 2), 3 * HIDDEN, "float32")
+GREEDY = SamplingParams(ignore_eos=True)
+SEEDED = SamplingParams(temperature=0.8, top_p=0.9, seed=99, ignore_eos=True)
+
+
+def requests(sampling: SamplingParams = GREEDY, max_tokens: int = 24) -> list[SequenceRequest]:
+    rng = random.Random(7)
+    prompts = [[rng.randrange(3, VOCABULARY) for _ in range(length)] for length in (1, 5, 16, 17, 40)]
+    return [request(prompt, max_tokens, sampling=sampling) for prompt in prompts]
+
+
+@pytest.fixture(scope="module")
+def teacher() -> PreTrainedModel:
+    model = make_tiny()
+    model.set_attn_implementation("eager")
+    return model
+
+
+def knowing(teacher: PreTrainedModel, wanted: Sequence[SequenceRequest]) -> tuple[Propose, list[tuple[int, ...]]]:
+    said = [plain(teacher, one) for one in wanted]
+    whole = [(*one.token_ids, *output) for one, output in zip(wanted, said, strict=True)]
+    return knowing_tree(whole, VOCABULARY, 40, right=0.8), said
+
+
+def same_as_the_models(link: FeatureLink, teacher: PreTrainedModel) -> None:
+    for sequence_id, got in link.got.items():
+        tokens = link.tokens[sequence_id]
+        if len(tokens) < 2:
+            continue
+        assert max(got) == len(tokens) - 2
+        first, last, normed = link.stacked(sequence_id).chunk(3, dim=-1)
+        expected = states_of(teacher, tokens[:-1], (0, LAYERS))[link.begins(sequence_id) :]
+        torch.testing.assert_close(torch.cat([first, normed], dim=-1), expected, rtol=1e-4, atol=1e-4)
+        # transformers tells of the last layer only after the norm.
+        with torch.no_grad():
+            torch.testing.assert_close(teacher.model.norm(last), normed, rtol=1e-4, atol=1e-4)
+
+
+RUNS: dict[str, dict[str, Any]] = {
+    "together": {},
+    "staggered": {"stagger": 3},
+    "seeded": {"sampling": SEEDED},
+    "small chunks": {"config": engine_config(prefill_chunk=7)},
+    "chunks of one": {"config": engine_config(prefill_chunk=1)},
+    "small steps": {"config": engine_config(prefill_chunk=16, max_step_rows=20)},
+    "preempted": {"kv_tokens": 9 * 16},
+    "steps ahead": {"followable": True, "plain": True},
+    "steps ahead, preempted": {"followable": True, "plain": True, "kv_tokens": 9 * 16, "stagger": 2},
+    "verified on the device": {"on_device": True, "stagger": 2},
+    "kept too": {"keep": 8, "kv_tokens": 9 * 16},
+}
+
+
+@pytest.mark.parametrize("settings", RUNS.values(), ids=RUNS)
+def test_every_committed_token_has_its_state(
+    settings: dict[str, Any], tiny_model: PreTrainedModel, teacher: PreTrainedModel
+) -> None:
+    settings = dict(settings)
+    wanted = requests(settings.pop("sampling", GREEDY))
+    propose, said = knowing(teacher, wanted)
+    links: list[FeatureLink] = []
+    alone = settings.pop("plain", False)
+    config = settings.pop("config", engine_config())
+    config = replace(config, drafting=replace(config.drafting, feature_window=settings.pop("keep", 0)))
+    runner = make_runner(tiny_model, kv_tokens=settings.pop("kv_tokens", 2048))
+
+    def connect(events: DraftEvents) -> DraftLink:
+        links.append(FeatureLink(events, root_only if alone else propose, wanted=EVERY))
+        return links[-1]
+
+    outcomes = run(runner, wanted, connect=connect, config=config, **settings)
+    assert [outcome.token_ids for outcome in outcomes] == said
+    accepted = sum(outcome.finished.totals.accepted_tokens for outcome in outcomes)
+    assert alone or accepted > 20
+    if runner.cache.num_pages == 9:
+        assert sum(outcome.finished.totals.preemptions for outcome in outcomes) > 0
+    (link,) = links
+    assert len(link.got) == len(wanted) and link.steps_without == 0
+    assert {link.begins(sequence_id) for sequence_id in link.got} == {0}
+    same_as_the_models(link, teacher)
+
+
+def root_only(tokens: Sequence[int], _: random.Random) -> TokenTree:
+    return TokenTree.root_only(tokens[-1])
+
+
+@dataclass
+class Drive:
+    """An engine's loop that is stepped by hand, with a link that reads features."""
+
+    runner: ModelRunner
+    propose: Propose
+    wanted: FeatureRequest = EVERY
+    config: EngineConfig = field(default_factory=engine_config)
+    connects: bool = True
+    keep: int = 0
+    said: dict[int, list[int]] = field(default_factory=dict)
+    going: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        config = replace(self.config, drafting=replace(self.config.drafting, feature_window=self.keep))
+        self.loop = EngineLoop(self.runner, config, steps=HostSteps(self.runner))
+        self.link = FeatureLink(self.loop.drafting, self.propose, wanted=self.wanted, connects=self.connects)
+        self.loop.drafting.attach(self.link)
+
+    def add(self, requests: Sequence[SequenceRequest]) -> None:
+        for wanted in requests:
+            number = len(self.said) + 1
+            self.said[number] = []
+            self.going.add(number)
+            self.loop.add(self.loop.make(number, wanted))
+
+    def steps(self, count: int = 1000) -> None:
+        while self.going and count:
+            count -= 1
+            for event in self.loop.step() or ():
+                if isinstance(event, Verdict):
+                    self.said[event.sequence_id] += event.token_ids
+                else:
+                    assert isinstance(event, SequenceFinished)
+                    self.going.discard(event.sequence_id)
+
+    @property
+    def outputs(self) -> list[tuple[int, ...]]:
+        return [tuple(said) for said in self.said.values()]
+
+
+@pytest.mark.parametrize("keep", [0, 4, 100])
+def test_a_draft_that_connects_late_gets_what_is_kept(
+    keep: int, tiny_model: PreTrainedModel, teacher: PreTrainedModel
+) -> None:
+    wanted = requests()
+    propose, said = knowing(teacher, wanted)
+    drive = Drive(make_runner(tiny_model), propose, keep=keep)
+    drive.add(wanted)
+    drive.steps(4)
+    drive.link.disconnect()
+    drive.steps(3)
+    assert drive.loop.features.kept_bytes <= keep * EVERY.width * 4 * len(drive.going)
+    drive.link.connect()
+    going = set(drive.going)
+    drive.steps()
+    assert drive.outputs == said and going
+    for sequence_id in going:
+        # All of a short sequence, the newest of a long one, and without any kept what the next step reads.
+        assert drive.link.begins(sequence_id) == max(0, drive.link.opened_at[sequence_id] - 1 - keep)
+    assert drive.link.steps_without == 0
+    same_as_the_models(drive.link, teacher)
+    assert drive.loop.features.kept_bytes == 0
+
+
+def test_without_a_head_at_start_nothing_is_kept_before_the_first_draft(
+    tiny_model: PreTrainedModel, teacher: PreTrainedModel
+) -> None:
+    """The layers are not known. A sequence that began before has features from the next step on."""
+    wanted = requests()
+    propose, said = knowing(teacher, wanted)
+    drive = Drive(make_runner(tiny_model), propose, keep=100, connects=False)
+    drive.add(wanted)
+    drive.steps(5)
+    assert drive.runner.taps is None and drive.loop.features.kept_bytes == 0
+    drive.link.connect()
+    drive.steps()
+    assert drive.outputs == said
+    assert {drive.link.begins(number) - drive.link.opened_at[number] for number in drive.link.got} == {-1}
+    same_as_the_models(drive.link, teacher)
+
+
+def test_with_a_head_at_start_even_the_first_draft_gets_what_is_kept(
+    tiny_model: PreTrainedModel, teacher: PreTrainedModel
+) -> None:
+    runner, wanted = make_runner(tiny_model), requests()
+    runner.draft_head = DraftHead((0, 1, 2), None)
+    propose, said = knowing(teacher, wanted)
+    drive = Drive(runner, propose, replace(EVERY, dtype="bfloat16"), keep=100, connects=False)
+    drive.add(wanted)
+    drive.steps(5)
+    assert drive.loop.features.kept_bytes > 0
+    drive.link.connect()
+    drive.steps()
+    assert drive.outputs == said
+    assert {drive.link.begins(number) for number in drive.link.got} == {0}
+
+
+def test_a_window_bounds_what_a_prompt_sends(tiny_model: PreTrainedModel, teacher: PreTrainedModel) -> None:
+    wanted = requests()
+    propose, said = knowing(teacher, wanted)
+    drive = Drive(make_runner(tiny_model), propose, replace(EVERY, window=6), engine_config(prefill_chunk=5))
+    drive.add(wanted)
+    drive.steps()
+    assert drive.outputs == said
+    for number, one in enumerate(wanted, start=1):
+        assert drive.link.begins(number) == max(0, len(one.token_ids) - 1 - 6)
+    same_as_the_models(drive.link, teacher)
+
+
+def test_large_pieces_are_cut(tiny_model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`FeatureLink` holds pieces to the limit, and to their order."""
+    for module in ("target_service.features", "feature_link"):
+        monkeypatch.setattr(f"{module}.MAX_FEATURE_BYTES", 5 * EVERY.width * 4)
+    drive = Drive(make_runner(tiny_model), root_only, keep=100)
+    drive.add(requests())
+    drive.steps(3)
+    drive.link.disconnect()
+    drive.link.connect()
+    drive.steps()
+    assert {drive.link.begins(number) for number in drive.link.got} == {0}
+    assert drive.link.steps_without == 0
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", 0.01), ("float8_e4m3", 0.07)])
+def test_a_vector_takes_the_bytes_of_its_type(dtype: str, tolerance: float, tiny_model: PreTrainedModel) -> None:
+    drive = Drive(make_runner(tiny_model), root_only, replace(EVERY, dtype=dtype))
+    drive.add(requests(max_tokens=6))
+    drive.steps()
+    features = drive.loop.features
+    # The last token has none, and the one before it is sent only with a commit that goes on.
+    assert features.sent_vectors == sum(len(one.token_ids) + 6 - 2 for one in requests())
+    each = EVERY.width * 2 if dtype == "bfloat16" else EVERY.width + 4
+    assert features.sent_bytes == each * features.sent_vectors
+    plain_form = Drive(make_runner(tiny_model), root_only)
+    plain_form.add(requests(max_tokens=6))
+    plain_form.steps()
+    for number, got in drive.link.got.items():
+        exact = plain_form.link.stacked(number)
+        # Relative to the vector's largest element, which the scale goes by.
+        error = (drive.link.stacked(number).float() - exact).abs().amax(1) / exact.abs().amax(1)
+        assert len(got) and float(error.max()) < tolerance
+
+
+def test_bytes_of_float8_have_a_scale_for_every_vector() -> None:
+    vectors = torch.tensor([[1000.0, -3.0, 0.5], [0.0, 0.0, 0.0], [1e-20, 2e-20, -1e-20]])
+    kept = KeptVectors()
+    kept.append(0, encode(vectors, "float8_e4m3"))
+    travelled = kept.vectors(0, 3, FeatureRequest((0,), 3, "float8_e4m3"))
+    torch.testing.assert_close(read_vectors(travelled), vectors, rtol=0.07, atol=0.0)
+
+
+def test_kept_vectors_stay_at_their_positions() -> None:
+    kept, form = KeptVectors(), FeatureRequest((0,), 2, "float32")
+    rows = torch.arange(20.0).view(10, 2)
+    kept.append(0, encode(rows[:4], "float32"))
+    kept.append(4, encode(rows[4:9], "float32"))
+    kept.trim(6)
+    assert (kept.begin, kept.end, kept.nbytes) == (3, 9, 48)
+    assert torch.equal(read_vectors(kept.vectors(5, 8, form)), rows[5:8])
+    kept.append(20, encode(rows[9:], "float32"))
+    assert (kept.begin, kept.end, kept.nbytes) == (20, 21, 8)
+
+
+def head_in(folder: Path, **changes: Any) -> Path:
+    shape = {"target_hidden_size": HIDDEN, "num_features": 2, "feature_layers": (0, 2), "vocab_size": VOCABULARY}
+    return save_head(make_head(**(shape | {"draft_vocab_size": VOCABULARY} | changes)), folder, embedding=True)
+
+
+def test_the_target_projects(tiny_model: PreTrainedModel, teacher: PreTrainedModel, tmp_path: Path) -> None:
+    folder = head_in(tmp_path, fc_norm=True)
+    own = load_head(folder)
+    runner, wanted = make_runner(tiny_model), requests()
+    runner.draft_head = read_draft_head(str(folder), LAYERS, HIDDEN)
+    propose, said = knowing(teacher, wanted)
+    form = FeatureRequest((0, 2), own.config.hidden_size, "float32", projected=True)
+    drive = Drive(runner, propose, form)
+    drive.add(wanted)
+    drive.steps()
+    assert drive.outputs == said
+    for number in drive.link.got:
+        states = states_of(teacher, drive.link.tokens[number][:-1], (0, LAYERS))
+        torch.testing.assert_close(drive.link.stacked(number), own.project(states), rtol=1e-3, atol=1e-3)
+
+
+UNFIT = {
+    "no head": (None, FeatureRequest((0, 2), 16, projected=True), "--draft-head"),
+    "another width": (None, FeatureRequest((0, 2), 97), "96"),
+    "no such layer": (None, FeatureRequest((0, 3), 96), "layer 3"),
+    "other layers": ("head", FeatureRequest((0, 1), 16, projected=True), "layers"),
+    "another projection": ("head", FeatureRequest((0, 2), 32, projected=True), "32 wide"),
+}
+
+
+@pytest.mark.parametrize(("head", "form", "reason"), UNFIT.values(), ids=UNFIT)
+def test_what_the_target_cannot_give_is_refused_with_the_reason(
+    head: str | None, form: FeatureRequest, reason: str, tiny_model: PreTrainedModel, tmp_path: Path
+) -> None:
+    runner = make_runner(tiny_model)
+    if head:
+        runner.draft_head = read_draft_head(str(head_in(tmp_path)), LAYERS, HIDDEN)
+    with pytest.raises(NotSupported, match=reason):
+        Features(runner, 0).ask(form)
+
+
+@pytest.mark.parametrize("required", [True, False])
+def test_a_drafter_is_asked_without_features_if_it_can_do_without(
+    required: bool, tiny_model: PreTrainedModel, teacher: PreTrainedModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    wanted = requests()
+    propose, said = knowing(teacher, wanted)
+    form = FeatureRequest((0, 2), 16, projected=True, required=required)
+    drive = Drive(make_runner(tiny_model), propose, form)
+    drive.add(wanted)
+    drive.steps()
+    assert drive.outputs == said and "--draft-head" in caplog.text
+    assert drive.loop.drafting.connected is not required
+    assert bool(drive.link.got) is not required and not any(drive.link.got.values())
+
+
+def test_a_drafter_without_features_costs_nothing(tiny_model: PreTrainedModel) -> None:
+    (outcome,) = run(make_runner(tiny_model), requests()[:1], propose=random_tree(VOCABULARY, 8))
+    assert outcome.token_ids
+    runner = make_runner(tiny_model)
+    runner.draft_head = DraftHead((0, 2), None)
+    features = Features(runner, 8)
+    assert features.after_launch(3) is not None
+    features.ask(None)
+    assert features.after_launch(3) is None

@@ -1,0 +1,94 @@
+"""What the target reads of a head is what the draft service makes of the same folder: layers, norms and projection."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from eagle_heads import HIDDEN, KINDS, make_head
+from safetensors.torch import load_file, save_file
+
+from draft_service.eagle.checkpoint import load_head, save_head
+from outrider.errors import NotSupported
+from target_service.model.head_projection import read_draft_head
+
+TARGET_LAYERS = 12
+
+
+def saved(folder: Path, kind: str, **changes: Any) -> Path:
+    return save_head(make_head(**(KINDS[kind] | changes)), folder, embedding=True)
+
+
+def rewritten(folder: Path, config: dict[str, Any], prefix: str = "") -> Path:
+    """The same weights with another config.json and a prefix before their names."""
+    tensors = load_file(folder / "model.safetensors")
+    save_file({prefix + name: tensor for name, tensor in tensors.items()}, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "eagle-1"])
+def test_the_projection_is_the_heads_own(kind: str, tmp_path: Path) -> None:
+    folder = saved(tmp_path, kind)
+    own, read = load_head(folder), read_draft_head(str(folder), TARGET_LAYERS, HIDDEN)
+    assert read.layers == own.config.layers_of(TARGET_LAYERS) == (1, 5, 8)
+    assert read.projection is not None and read.projection.width == own.config.hidden_size
+    states = torch.randn(3, 5, own.projection.input_width)
+    torch.testing.assert_close(read.projection(states), own.project(states), rtol=1e-5, atol=1e-5)
+    halves = read.projection.to(torch.bfloat16)(states.bfloat16())
+    assert halves.dtype is torch.bfloat16
+    torch.testing.assert_close(halves.float(), own.project(states), rtol=0.05, atol=0.2)
+
+
+def test_an_eagle1_head_reads_what_the_targets_lm_head_reads(tmp_path: Path) -> None:
+    read = read_draft_head(str(saved(tmp_path, "eagle-1")), TARGET_LAYERS, HIDDEN)
+    assert read.layers == (TARGET_LAYERS,) and read.projection is None
+
+
+def test_layers_are_counted_by_their_outputs_in_every_layout(tmp_path: Path) -> None:
+    folder = saved(tmp_path, "eagle-3")
+    config = json.loads((folder / "config.json").read_text())
+    nested = {
+        "speculators_model_type": "eagle3",
+        "transformer_layer_config": config,
+        "eagle_aux_hidden_state_layer_ids": [3, 7, 10],
+        "draft_vocab_size": config["draft_vocab_size"],
+    }
+    layouts = [
+        (nested, "", (2, 6, 9)),
+        (config | {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 4, 12]}}, "model.", (0, 4, 12)),
+        ({name: value for name, value in config.items() if name != "eagle_config"}, "", (1, 5, 8)),
+    ]
+    for number, (written, prefix, layers) in enumerate(layouts):
+        folder = rewritten(saved(tmp_path / str(number), "eagle-3"), written, prefix)
+        assert read_draft_head(str(folder), TARGET_LAYERS, HIDDEN).layers == layers
+        assert load_head(folder).config.layers_of(TARGET_LAYERS) == layers
+
+
+def test_the_norms_take_the_epsilon_of_the_config(tmp_path: Path) -> None:
+    folder = saved(tmp_path, "eagle-3.1", rms_norm_eps=0.3)
+    own, read = load_head(folder), read_draft_head(str(folder), TARGET_LAYERS, HIDDEN)
+    assert read.projection is not None
+    states = torch.randn(4, own.projection.input_width)
+    torch.testing.assert_close(read.projection(states), own.project(states), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("target_layers", "hidden"), [(7, HIDDEN), (TARGET_LAYERS, HIDDEN * 4)], ids=["layers", "width"]
+)
+def test_a_head_of_another_target_is_refused(target_layers: int, hidden: int, tmp_path: Path) -> None:
+    with pytest.raises(NotSupported, match="reads"):
+        read_draft_head(str(saved(tmp_path, "eagle-3")), target_layers, hidden)
+
+
+def test_pickled_weights_and_other_models_are_refused(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "head", "eagle-3")
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(NotSupported, match="pickled"):
+        read_draft_head(str(folder), TARGET_LAYERS, HIDDEN)
+    save_file({"lm_head.weight": torch.zeros(2, 2)}, folder / "model.safetensors")
+    with pytest.raises(NotSupported, match="no EAGLE head"):
+        read_draft_head(str(folder), TARGET_LAYERS, HIDDEN)
