@@ -58,6 +58,9 @@ class TargetConfig:
         "where the engine runs: in a process of its own, in the server's, or the first on a GPU",
         choices=("auto", "own", "shared"),
     )
+    batch_invariant: bool = setting(
+        False, "on a GPU, make no bit of an output depend on what else runs; drafts are then chains, and steps slower"
+    )
     threads: int = setting(0, "CPU threads for torch; 0 leaves torch's own choice")
     max_message_bytes: int = setting(4 * 1024 * 1024, "largest message accepted")
     max_sequences_per_stream: int = setting(256, "open sequences of one Verify stream")

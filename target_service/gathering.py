@@ -45,15 +45,18 @@ class Gathering:
         *,
         max_step_rows: int,
         max_draft_nodes: int,
+        chains: bool,
         switch: DraftSwitch | None,
     ) -> None:
-        """`live` stays the engine's own table. A `switch` of None always waits for drafts."""
+        """`live` stays the engine's own table. `chains` keeps to one path of each tree, but for rejection sampling. A
+        `switch` of None always waits for drafts."""
         self._drafting = drafting
         self._scheduler = scheduler
         self._budget = budget
         self._live = live
         self._max_step_rows = max_step_rows
         self._max_draft_nodes = max_draft_nodes
+        self._chains = chains
         self._switch = switch
         # Whether the next step is to wait for drafts.
         self._drafts = True
@@ -94,7 +97,9 @@ class Gathering:
             if tree is not None and tree.nodes:
                 live = self._live[sequence.sequence_id]
                 in_order = sequence.request.mode is VerificationMode.REJECTION
-                offers[sequence.sequence_id] = Offer(tree, live.record, self._max_nodes(sequence), in_order)
+                offers[sequence.sequence_id] = Offer(
+                    tree, live.record, self._max_nodes(sequence), in_order, self._chains and not in_order
+                )
         spare = self._max_step_rows - schedule.rows
         others = sum(chunk.takes_tree for chunk in schedule.chunks) - len(offers)
         cut = self._budget.cut(list(offers.values()), schedule.rows, spare, others)

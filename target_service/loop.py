@@ -50,6 +50,8 @@ class EngineConfig:
     drafting: DraftingConfig
     max_waiting: int
     max_draft_nodes: int
+    # Verify one path of each tree, whose rows see what they would see one at a time.
+    chains: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +108,7 @@ class EngineLoop:
             self.live,
             max_step_rows=config.scheduler.max_step_rows,
             max_draft_nodes=config.max_draft_nodes,
+            chains=config.chains,
             switch=None if step_cost is None else DraftSwitch(),
         )
         self._ahead: _Step | None = None

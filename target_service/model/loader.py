@@ -15,7 +15,7 @@ from target_service.model.packing import can_pack, pack_linears
 from target_service.model.runner import ModelRunner, runner_for
 from target_service.model.selfcheck import check_runner, own_logits
 from target_service.model.store import resolve
-from target_service.model.support import check_supported, kv_shape, longest_context, tokenizer_fingerprint
+from target_service.model.support import ModelRefused, check_supported, kv_shape, longest_context, tokenizer_fingerprint
 from tree_kernels.attention import Backend
 
 log = logging.getLogger(__name__)
@@ -43,6 +43,8 @@ def load_runner(config: TargetConfig) -> ModelRunner:
     longest = longest_context(settings)
     max_context = min(config.max_context or min(longest, _CONTEXT_LIMIT), longest)
     backend = _backend(config.attention, model.device)
+    if config.batch_invariant and (model.device.type != "cuda" or backend != "triton"):
+        raise ModelRefused("--batch-invariant needs a GPU and --attention triton")
     captured = model.device.type == "cuda" and backend == "triton" and config.capture_seconds > 0
     kv_tokens = config.kv_tokens or _tokens_that_fit(settings, model.dtype, model.device)
     if captured and not config.kv_tokens:
@@ -55,6 +57,7 @@ def load_runner(config: TargetConfig) -> ModelRunner:
         num_pages=max(1, kv_tokens // config.page_size),
         page_size=config.page_size,
         attention=backend,
+        invariant=config.batch_invariant,
         name=config.served_model_name or config.model,
         max_context=max_context,
         tokenizer_fingerprint=tokenizer_fingerprint(tokenizer),
@@ -90,11 +93,18 @@ def _captured(runner: ModelRunner, config: TargetConfig) -> ModelRunner:
     # Only here: Triton may be absent.
     from target_service.model.captured import CaptureOptions
     from target_service.model.capturing import capture_steps
+    from target_service.model.preparing import LayerOptions
 
     head = runner.draft_head
+    options = CaptureOptions(
+        config.max_step_rows,
+        config.max_running,
+        layers=LayerOptions(invariant=config.batch_invariant),
+        tapped=head.layers if head is not None else (),
+    )
     return capture_steps(
         runner,
-        CaptureOptions(config.max_step_rows, config.max_running, tapped=head.layers if head is not None else ()),
+        options,
         seconds=config.capture_seconds,
         memory_share=0.0 if config.kv_tokens else config.memory_share,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from engine_harness import (
@@ -174,6 +175,16 @@ def test_late_drafts_do_not_matter(
     wanted, said = case
     outcomes = run(make_runner(tiny_model), wanted, propose=drafter("knowing", wanted, said), late=late)
     assert [o.token_ids for o in outcomes] == said
+
+
+def test_drafts_cut_to_chains_do_not_matter(
+    case: tuple[list[SequenceRequest], list[Sequence[int]]], tiny_model: PreTrainedModel
+) -> None:
+    wanted, said = case
+    config = replace(engine_config(), chains=True)
+    outcomes = run(make_runner(tiny_model), wanted, propose=drafter("knowing", wanted, said), config=config)
+    assert [o.token_ids for o in outcomes] == said
+    assert sum(o.finished.totals.accepted_tokens for o in outcomes) > 20
 
 
 def test_the_row_budget_does_not_matter(

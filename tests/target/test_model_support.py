@@ -177,3 +177,8 @@ def test_fingerprints_tell_vocabularies_apart() -> None:
     assert len(one) == 64
     assert tokenizer_fingerprint(Vocabulary(b=1, a=0)) == one
     assert tokenizer_fingerprint(Vocabulary(a=1, b=0)) != one
+
+
+def test_independence_of_the_batch_needs_a_gpu(model_folder: Path) -> None:
+    with pytest.raises(ModelRefused, match="--batch-invariant needs a GPU"):
+        load_runner(TargetConfig(model=str(model_folder), batch_invariant=True))
