@@ -21,12 +21,13 @@ class Rotary(nn.Module):
     def __init__(self, config: HeadConfig) -> None:
         super().__init__()
         inverse, self._scaling = _frequencies(dict(config.rope), config.head_dim, config.max_positions)
-        self.register_buffer("inverse", inverse, persistent=False)
-        self.inverse: Tensor
+        # As bits: a head that is put into half precision must not round its frequencies.
+        self.register_buffer("inverse_bits", inverse.view(torch.int32), persistent=False)
+        self.inverse_bits: Tensor
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosine and sine [.., 1, D] in fp32 of positions [..]."""
-        angles = positions[..., None].float() * self.inverse
+        angles = positions[..., None].float() * self.inverse_bits.view(torch.float32)
         angles = torch.cat([angles, angles], dim=-1).unsqueeze(-2)
         return angles.cos() * self._scaling, angles.sin() * self._scaling
 

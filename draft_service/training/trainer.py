@@ -56,11 +56,8 @@ class Progress:
 
 
 def computing_copy(head: EagleHead, device: torch.device, dtype: torch.dtype) -> EagleHead:
-    """The head with its weights in `dtype` on `device`; rotary frequencies stay in fp32."""
-    own = copy.deepcopy(head).to(device)
-    for parameter in own.parameters():
-        parameter.data = parameter.data.to(dtype)
-    return own
+    """A copy that computes in `dtype` on `device`."""
+    return copy.deepcopy(head).to(device=device, dtype=dtype)
 
 
 class Trainer:

@@ -1,0 +1,103 @@
+"""The unrolled head against the head run one row at a time, as it drafts; and the loss against plain autograd."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from eagle_drafting import states_of, text
+from eagle_heads import DRAFT, KINDS, PlainHead, make_head
+from torch import Tensor
+
+from draft_service.eagle.head import EagleHead
+from draft_service.training.loss import most_probable, soft_cross_entropy
+from draft_service.training.unrolling import unroll
+
+STEPS, LENGTH = 4, 9
+FUSED = {name: changes for name, changes in KINDS.items() if changes.get("kind") != "eagle"}
+
+
+def plain_logits(head: EagleHead, tokens: list[int], states: Tensor, root: int, step: int) -> Tensor:
+    """[V'] what the head says `step` nodes below token `root`, had all guesses before been the text's tokens."""
+    plain = PlainHead(head)
+    plain.read(tokens, states[:root])
+    rows = list(range(root))
+    for below in range(1, step + 1):
+        feature = plain.rows[rows[-1]].feature
+        # At the rotary position after its parent's, behind the target's own rows and its ancestors.
+        rows.append(plain.add(tokens[root + below], feature, root - 1 + below, rows))
+    return plain.rows[rows[-1]].logits
+
+
+@pytest.mark.parametrize("changes", FUSED.values(), ids=FUSED.keys())
+def test_every_row_of_every_step_says_what_a_draft_from_there_would(changes: dict[str, Any]) -> None:
+    head = make_head(**changes)
+    texts = torch.tensor([text(LENGTH, seed=1), text(LENGTH, seed=2)])
+    states = torch.stack([states_of(head, LENGTH, seed=1), states_of(head, LENGTH, seed=2)])
+    logits = head.logits(unroll(head, states, texts, STEPS))
+    assert logits.shape == (STEPS, 2, LENGTH, head.config.draft_vocab_size)
+    for place in range(2):
+        for step in range(STEPS):
+            for row in range(LENGTH - 1 - step):
+                expected = plain_logits(head, texts[place].tolist(), states[place], row + 1, step)
+                torch.testing.assert_close(
+                    logits[step, place, row].double(), expected, rtol=1e-4, atol=1e-4, msg=f"{place} {step} {row}"
+                )
+
+
+def test_what_follows_a_text_changes_nothing_in_it() -> None:
+    head = make_head()
+    tokens, states = torch.tensor([text(LENGTH)]), states_of(head, LENGTH)[None]
+    longer = torch.cat([tokens, torch.full((1, 7), 3)], dim=1)
+    more = torch.cat([states, torch.randn(1, 7, states.shape[-1])], dim=1)
+    short, padded = unroll(head, states, tokens, 3), unroll(head, more, longer, 3)
+    for step in range(3):
+        rows = LENGTH - 1 - step
+        torch.testing.assert_close(padded[step, :, :rows], short[step, :, :rows], rtol=1e-4, atol=1e-5)
+
+
+def test_every_step_has_a_gradient_through_the_features_of_the_steps_before() -> None:
+    head = make_head().requires_grad_(True)
+    tokens, states = torch.tensor([text(LENGTH)]), states_of(head, LENGTH)[None]
+    for step in range(3):
+        head.zero_grad()
+        unroll(head, states, tokens, 3)[step].sum().backward()
+        assert head.projection.fc.weight.grad is not None, step
+        assert float(head.projection.fc.weight.grad.abs().sum()) > 0, step
+
+
+# One more row than a piece holds, so that pieces are joined.
+@pytest.mark.parametrize("rows", [5, 8193], ids=["one piece", "two pieces"])
+def test_the_loss_and_its_gradients_are_those_of_plain_autograd(rows: int) -> None:
+    generator = torch.Generator().manual_seed(5)
+    spoken = torch.randn(rows, 6, generator=generator, requires_grad=True)
+    lm_head = torch.randn(DRAFT, 6, generator=generator, requires_grad=True)
+    # Of a larger vocabulary: they sum to less than one.
+    probs = torch.randn(11, DRAFT + 20, generator=generator).softmax(-1)[:, :DRAFT]
+    laws = torch.randint(11, (rows,), generator=generator)
+    weights = torch.rand(rows, generator=generator)
+
+    expected_rows = -(probs[laws] * (spoken @ lm_head.T).log_softmax(-1)).sum(-1)
+    expected = torch.autograd.grad((expected_rows * weights).sum() * 3, (spoken, lm_head))
+    losses = soft_cross_entropy(spoken, lm_head, probs, laws, weights)
+    found = torch.autograd.grad(losses.total * 3, (spoken, lm_head))
+
+    torch.testing.assert_close(losses.rows, expected_rows.detach(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(losses.total, (expected_rows * weights).sum(), rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(found[0], expected[0], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found[1], expected[1], rtol=1e-4, atol=1e-3)
+    assert not losses.rows.requires_grad
+
+
+def test_the_most_probable_token_is_the_largest_logit() -> None:
+    spoken, lm_head = torch.eye(4)[[2, 0, 3]], torch.eye(4)
+    assert most_probable(spoken, lm_head).tolist() == [2, 0, 3]
+
+
+def test_a_head_in_half_precision_keeps_its_rotary_frequencies() -> None:
+    head = make_head()
+    exact = head.rotary(torch.tensor([1000]))
+    rounded = make_head().to(torch.bfloat16).rotary(torch.tensor([1000]))
+    for one, other in zip(exact, rounded, strict=True):
+        torch.testing.assert_close(other, one)
