@@ -52,10 +52,11 @@ test-sdk: install
 test-compose: install
 	$(BIN)/python -m pytest --maxfail=3 -m compose tests/stack
 
-# make test-gpu      the kernels on a CUDA device, with the environment's own torch
+# make test-gpu      kernels and engine on a CUDA device, with the environment's own torch
 .PHONY: test-gpu
 test-gpu:
-	PYTHONPATH=kernels:protos $(PYTHON) -m pytest -c /dev/null --rootdir . --import-mode=importlib -m gpu tests/kernels
+	PYTHONPATH=kernels:protos:tests:. $(PYTHON) -m pytest -c /dev/null --rootdir . --import-mode=importlib -m gpu \
+	  tests/kernels tests/e2e/test_gpu.py
 
 # make lint          ruff, mypy --strict, buf lint and breaking, generated code current
 .PHONY: lint

@@ -152,16 +152,17 @@ def run(
     late: int = 0,
     followable: bool = False,
     on_device: bool = False,
+    launch: Steps | None = None,
 ) -> list[Outcome]:
     """Run all requests together, each joining `stagger` steps after the one before. Checks the KV cache.
 
     `followable` prepares each step before the one under way has ended, as on a device that verifies by itself;
-    `on_device` does so with what such a device runs, in its plain form.
+    `on_device` does so with what such a device runs, in its plain form. `launch` takes the place of either.
     """
-    steps: Steps = HostSteps(runner, followable=followable)
-    if on_device:
-        steps = DeviceSteps(runner, max_sequences=32, max_rows=512)
-    loop = EngineLoop(runner, config or engine_config(), steps=steps, step_cost=step_cost)
+    if launch is None and on_device:
+        launch = DeviceSteps(runner, max_sequences=32, max_rows=512)
+    launch = launch or HostSteps(runner, followable=followable)
+    loop = EngineLoop(runner, config or engine_config(), steps=launch, step_cost=step_cost)
     if propose is not None:
         loop.drafting.attach(ScriptedDraft(loop.drafting, propose, late=late))
     if connect is not None:

@@ -1,0 +1,101 @@
+"""The engine over captured steps that the device verifies, against eager steps that the host verifies, on one GPU."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import make_tiny
+from engine_harness import Outcome, Propose, engine_config, knowing_tree, make_runner, random_tree, request, run
+
+from outrider.sampling import SamplingParams, VerificationMode
+from target_service.device_steps import DeviceSteps
+from target_service.model.runner import ModelRunner, runner_for
+from target_service.sequence import SequenceRequest
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+VOCABULARY = 211
+ROWS, SEQUENCES = 256, 16
+SAMPLINGS = {
+    "greedy": SamplingParams(ignore_eos=True),
+    "seeded": SamplingParams(temperature=0.8, seed=99, ignore_eos=True),
+    "filtered": SamplingParams(temperature=0.8, top_k=20, top_p=0.9, min_p=0.01, seed=7, ignore_eos=True),
+    "penalties": SamplingParams(
+        temperature=0.7, repetition_penalty=1.2, frequency_penalty=0.3, seed=5, ignore_eos=True
+    ),
+}
+
+
+def requests(sampling: SamplingParams, mode: VerificationMode | None = None) -> list[SequenceRequest]:
+    rng = random.Random(3)
+    prompts = [[rng.randrange(3, VOCABULARY) for _ in range(length)] for length in (1, 5, 17, 40, 90)]
+    return [request(prompt, 24, sampling=sampling, mode=mode) for prompt in prompts]
+
+
+def captured(runner: ModelRunner, *, invariant: bool = False) -> tuple[ModelRunner, DeviceSteps]:
+    # Only on a machine that runs these tests: Triton may be absent elsewhere.
+    from target_service.model.captured import CapturedRunner, CaptureOptions
+    from target_service.model.preparing import LayerOptions
+
+    options = CaptureOptions(ROWS, SEQUENCES, layers=LayerOptions(compiled=not invariant, invariant=invariant))
+    taken = CapturedRunner(runner, options)
+    return taken, DeviceSteps(taken, max_sequences=SEQUENCES, max_rows=ROWS)
+
+
+@pytest.fixture(scope="module")
+def exact() -> Iterator[tuple[ModelRunner, ModelRunner, DeviceSteps]]:
+    """In fp32: an eager runner, and a captured one with its steps."""
+    eager = make_runner(make_tiny().cuda(), attention="triton")
+    taken, steps = captured(make_runner(make_tiny().cuda(), attention="triton"))
+    yield eager, taken, steps
+    torch.cuda.empty_cache()
+
+
+def drafter(name: str, wanted: Sequence[SequenceRequest], said: Sequence[Outcome]) -> Propose | None:
+    if name == "none":
+        return None
+    if name == "random":
+        return random_tree(VOCABULARY, 24)
+    whole = [(*one.token_ids, *outcome.token_ids) for one, outcome in zip(wanted, said, strict=True)]
+    return knowing_tree(whole, VOCABULARY, 40, right=0.8)
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
+@pytest.mark.parametrize("draft", ["none", "random", "knowing"])
+@pytest.mark.parametrize("stagger", [0, 3], ids=["together", "staggered"])
+def test_captured_steps_say_what_eager_ones_say(
+    exact: tuple[ModelRunner, ModelRunner, DeviceSteps], sampling: SamplingParams, draft: str, stagger: int
+) -> None:
+    eager, taken, steps = exact
+    wanted = requests(sampling)
+    said = run(eager, wanted)
+    propose = drafter(draft, wanted, said)
+    outcomes = run(taken, wanted, propose=propose, stagger=stagger, launch=steps)
+    assert [one.token_ids for one in outcomes] == [one.token_ids for one in said]
+    if draft == "knowing":
+        assert sum(one.finished.totals.accepted_tokens for one in outcomes) > 20
+
+
+def test_rejection_by_the_device_repeats_itself(exact: tuple[ModelRunner, ModelRunner, DeviceSteps]) -> None:
+    _, taken, steps = exact
+    wanted = requests(SamplingParams(temperature=0.9, seed=3, ignore_eos=True), VerificationMode.REJECTION)
+    first, second = (run(taken, wanted, launch=steps) for _ in range(2))
+    assert [one.token_ids for one in first] == [one.token_ids for one in second]
+
+
+def test_no_bit_depends_on_the_batch_when_that_is_asked_for() -> None:
+    """In bf16, where a pass of another shape would round differently: alone, together, and with chains of drafts."""
+    model = make_tiny("llama", hidden_size=256, head_dim=64, intermediate_size=512).to(torch.bfloat16).cuda()
+    plain = runner_for(model, None, num_pages=128, page_size=16, attention="triton", invariant=True)
+    taken, steps = captured(plain, invariant=True)
+    wanted = [replace(one, max_tokens=64) for one in requests(SAMPLINGS["seeded"])]
+    alone = [outcome for one in wanted for outcome in run(taken, [one], launch=steps)]
+    together = run(taken, wanted, launch=steps, stagger=2)
+    propose = drafter("knowing", wanted, alone)
+    drafted = run(taken, wanted, propose=propose, config=replace(engine_config(), chains=True), launch=steps)
+    assert [one.token_ids for one in together] == [one.token_ids for one in alone]
+    assert [one.token_ids for one in drafted] == [one.token_ids for one in alone]
+    assert sum(one.finished.totals.accepted_tokens for one in drafted) > 40
