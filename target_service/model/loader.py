@@ -42,9 +42,7 @@ def load_runner(config: TargetConfig) -> ModelRunner:
     tokenizer = AutoTokenizer.from_pretrained(source)
     longest = longest_context(settings)
     max_context = min(config.max_context or min(longest, _CONTEXT_LIMIT), longest)
-    backend = _backend(config.attention, model.device)
-    if config.batch_invariant and (model.device.type != "cuda" or backend != "triton"):
-        raise ModelRefused("--batch-invariant needs a GPU and --attention triton")
+    backend = _backend(config, model.device)
     captured = model.device.type == "cuda" and backend == "triton" and config.capture_seconds > 0
     kv_tokens = config.kv_tokens or _tokens_that_fit(settings, model.dtype, model.device)
     if captured and not config.kv_tokens:
@@ -110,10 +108,13 @@ def _captured(runner: ModelRunner, config: TargetConfig) -> ModelRunner:
     )
 
 
-def _backend(asked: str, device: torch.device) -> Backend:
-    if asked != "auto":
-        return cast(Backend, asked)
-    return "torch" if device.type == "cpu" else "triton"
+def _backend(config: TargetConfig, device: torch.device) -> Backend:
+    asked = config.attention
+    if asked == "auto":
+        asked = "torch" if device.type == "cpu" else "triton"
+    if config.batch_invariant and (device.type != "cuda" or asked != "triton"):
+        raise ModelRefused("--batch-invariant needs a GPU and --attention triton")
+    return cast(Backend, asked)
 
 
 def _tokens_that_fit(settings: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> int:
