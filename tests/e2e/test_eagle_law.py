@@ -11,11 +11,11 @@ import torch
 from conftest import make_tiny
 from eagle_heads import make_head
 from engine_harness import engine_config, make_runner, request, run
-from fed_drafter import FedDrafter
 from scipy import stats
 from transformers import PreTrainedModel
 
 from draft_service.eagle.config import EagleConfig
+from draft_service.eagle.drafter import EagleDrafter
 from draft_service.inprocess import InprocessLink
 from outrider.frames import DraftEvents, DraftLink
 from outrider.sampling import SamplingParams, VerificationMode
@@ -56,7 +56,7 @@ def test_outputs_have_the_targets_law(mode: VerificationMode, topk: int) -> None
     )
 
     def connect(events: DraftEvents) -> DraftLink:
-        drafter = FedDrafter(EagleConfig(topk=topk, num_steps=3, dtype="float32", projection="draft"), head, teacher)
+        drafter = EagleDrafter(EagleConfig(topk=topk, num_steps=3, dtype="float32", projection="draft"), head)
         drafter.start()
         return InprocessLink(drafter, events)
 

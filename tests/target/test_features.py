@@ -14,7 +14,7 @@ from conftest import make_tiny
 from eagle_heads import make_head
 from engine_harness import Propose, engine_config, knowing_tree, make_runner, plain, random_tree, request, run
 from feature_link import FeatureLink
-from fed_drafter import states_of
+from hidden_states import states_of
 from transformers import PreTrainedModel
 
 from draft_service.eagle.checkpoint import load_head, save_head

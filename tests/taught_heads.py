@@ -1,0 +1,97 @@
+"""Heads that learnt in a moment what a tiny model says, so that their drafts are right often enough."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from conftest import TINY
+from engine_harness import plain, request
+from hidden_states import states_of
+from torch import Tensor
+from torch.nn import functional
+from transformers import PreTrainedModel
+
+from draft_service.eagle.head import EagleHead
+from draft_service.eagle.head_config import HeadConfig
+from outrider.sampling import SamplingParams
+from target_service.sequence import SequenceRequest
+
+VOCABULARY, HIDDEN, LAYERS = TINY["vocab_size"], TINY["hidden_size"], TINY["num_hidden_layers"]
+SAMPLINGS = {
+    "greedy": SamplingParams(ignore_eos=True),
+    "seeded": SamplingParams(temperature=0.8, top_p=0.9, seed=99, ignore_eos=True),
+}
+KINDS: dict[str, dict[str, Any]] = {
+    "eagle-3.1": {"kind": "eagle3", "num_features": 2, "feature_layers": (0, 2), "fc_norm": True, "norm_output": True},
+    "eagle-1": {"kind": "eagle", "num_features": 1, "feature_layers": (2,), "fc_bias": True},
+}
+MAX_TOKENS = 24
+
+
+def prompts() -> list[list[int]]:
+    rng = random.Random(7)
+    return [[rng.randrange(3, VOCABULARY) for _ in range(length)] for length in (1, 5, 17, 40)]
+
+
+def request_of(prompt: Sequence[int], sampling: SamplingParams, max_tokens: int = MAX_TOKENS) -> SequenceRequest:
+    return request(prompt, max_tokens, sampling=sampling)
+
+
+def new_head(teacher: PreTrainedModel, kind: str) -> EagleHead:
+    """Random weights, beside the teacher's embedding."""
+    config = HeadConfig(
+        **KINDS[kind],
+        hidden_size=HIDDEN,
+        intermediate_size=96,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=12,
+        vocab_size=VOCABULARY,
+        draft_vocab_size=VOCABULARY,
+        target_hidden_size=HIDDEN,
+    )
+    torch.manual_seed(5)
+    made = EagleHead(config)
+    made.embed_tokens.weight.data.copy_(teacher.get_input_embeddings().weight)
+    return made
+
+
+def taught_head(teacher: PreTrainedModel, kind: str, max_tokens: int = MAX_TOKENS, steps: int = 60) -> EagleHead:
+    """A head that has seen what the teacher says to every prompt in every way of sampling."""
+    made = new_head(teacher, kind)
+    texts = []
+    for sampling in SAMPLINGS.values():
+        for prompt in prompts():
+            tokens = [*prompt, *plain(teacher, request_of(prompt, sampling, max_tokens))]
+            texts.append((tokens, states_of(teacher, tokens, made.config.feature_layers or ())))
+    _train(made, texts, steps)
+    return made.requires_grad_(False).eval()
+
+
+def _train(head: EagleHead, texts: Sequence[tuple[Sequence[int], Tensor]], steps: int) -> None:
+    """Teach the head what followed, by plain teacher forcing."""
+    torch.manual_seed(0)
+    optimizer = torch.optim.Adam(head.parameters(), lr=4e-3)
+
+    def attend(_: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        rows = [part.transpose(-3, -2) for part in (query, key, value)]
+        return functional.scaled_dot_product_attention(*rows, is_causal=True, enable_gqa=True).transpose(-3, -2)
+
+    for _ in range(steps):
+        loss = torch.zeros(())
+        for tokens, states in texts:
+            ids = torch.tensor(tokens)
+            features = head.project(states[:-2])
+            for step in range(2):
+                # The second step reads the head's own features, as drafting does.
+                count = len(features)
+                output = head(ids[1 + step : 1 + step + count], features, torch.arange(step, step + count), attend)
+                targets = ids[2 + step : 2 + step + count]
+                loss = loss + functional.cross_entropy(head.logits(output.spoken)[: len(targets)], targets)
+                features = output.features[:-1]
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
