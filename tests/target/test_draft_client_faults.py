@@ -15,7 +15,7 @@ from scripted_drafter import VOCABULARY, Listener, opening, step
 
 from outrider.draft_wire import failure_to_pb, info_to_pb
 from outrider.errors import Draining, Unauthenticated
-from outrider.frames import DraftInfo
+from outrider.frames import DraftInfo, SequenceAdvance, SequenceFeatures, Vectors
 from outrider.serving import GrpcServer, Service, ServingOptions
 from outrider.v1 import draft_pb2
 from target_service.draft_stream import CREDIT_WINDOW
@@ -202,3 +202,37 @@ async def test_a_failed_sequence_is_reported_under_its_own_id(fake: FakeDraft) -
         link.open(opening(77))
         await until(heard, lambda it: it.failures)
         assert [(each.sequence_id, each.reason) for each in heard.failures] == [(77, "DRAINING")]
+
+
+async def test_features_are_dropped_when_the_draft_reads_slowly(fake: FakeDraft) -> None:
+    released = asyncio.Event()
+
+    async def wait(frame: draft_pb2.ProposeRequest, context: Any) -> object:
+        if frame.HasField("features"):
+            await released.wait()
+        return await fake.answer(frame, context)
+
+    fake.behave = wait
+    size, limit = 1 << 18, 1 << 20
+    piece = Vectors("bfloat16", 128, bytes(size))
+    async with (
+        serving(fake) as server,
+        linked(server.address, replace(FAST, max_waiting_feature_bytes=limit, answer_timeout=30.0)) as (link, heard),
+    ):
+        await until(heard, lambda it: it.infos)
+        link.open(opening())
+        for number in range(200):
+            link.send_features([SequenceFeatures(1, number, piece)])
+            await asyncio.sleep(0.001)
+        link.advance([SequenceAdvance(1, 1, (5,), piece)])
+        released.set()
+        await until(heard, lambda it: it.answered(1, 1))
+        frames = [frame.WhichOneof("frame") for frame in fake.streams[0]]
+        # What transport and link hold, and no more; commits are never dropped, only what they bring along.
+        assert 0 < frames.count("features") * size < 100 * size
+        (advance,) = (frame.advance for frame in fake.streams[0] if frame.HasField("advance"))
+        assert not advance.sequences[0].HasField("features")
+        link.send_features([SequenceFeatures(1, 999, piece)])
+        await eventually(
+            lambda: any(part.position == 999 for frame in fake.streams[0] for part in frame.features.sequences)
+        )

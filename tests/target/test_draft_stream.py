@@ -10,6 +10,7 @@ from scripted_drafter import VOCABULARY, Listener, opening, step
 
 from outrider.draft_wire import failure_to_pb
 from outrider.errors import CreditExceeded, Draining
+from outrider.frames import MAX_FEATURE_BYTES, SequenceAdvance, SequenceFeatures, Vectors
 from outrider.v1 import draft_pb2
 from target_service.draft_stream import (
     CREDIT_WINDOW,
@@ -218,3 +219,54 @@ def test_silence_counts_from_the_first_question_to_any_answer(talk: Talk) -> Non
     assert talk.conversation.silence > 0
     talk.conversation.close([1])
     assert talk.conversation.silence == 0
+
+
+def vectors(size: int) -> Vectors:
+    return Vectors("bfloat16", 64, bytes(size))
+
+
+def test_features_travel_under_fresh_ids_and_only_of_open_sequences(talk: Talk) -> None:
+    talk.conversation.open(opening(900))
+    talk.said()
+    one = SequenceFeatures(900, 3, vectors(128))
+    talk.conversation.send_features([one, SequenceFeatures(901, 0, vectors(128))])
+    (frame,) = talk.said()
+    (sent,) = frame.features.sequences
+    assert (sent.sequence_id, sent.position, list(sent.features.shape)) == (1, 3, [1, 64])
+    talk.conversation.close([900])
+    talk.said()
+    talk.conversation.send_features([one])
+    assert talk.said() == []
+
+
+def test_no_answer_is_owed_for_features_but_a_failure_may_come(talk: Talk) -> None:
+    talk.conversation.open(opening(7))
+    talk.hear_opened(1)
+    talk.conversation.send_features([SequenceFeatures(7, 0, vectors(128))])
+    assert talk.conversation.silence == 0.0
+    talk.conversation.hear(draft_pb2.ProposeResponse(status=failure_to_pb(1, Draining("soon gone"))))
+    assert [failure.sequence_id for failure in talk.listener.failures] == [7]
+    with pytest.raises(CreditExceeded):
+        talk.hear_opened(1)
+
+
+def test_growth_that_features_gave_rise_to_is_paid_for(talk: Talk) -> None:
+    talk.conversation.open(opening(7))
+    for _ in range(100):
+        talk.conversation.send_features([SequenceFeatures(7, 0, vectors(128))])
+        talk.hear_growth(part(1))
+    assert len(talk.listener.growths) == 100
+
+
+def test_frames_with_features_stay_below_the_message_limit(talk: Talk) -> None:
+    for number in range(1, 9):
+        talk.conversation.open(opening(number))
+    talk.said()
+    most = vectors(MAX_FEATURE_BYTES)
+    talk.conversation.send_features([SequenceFeatures(number, 0, most) for number in range(1, 9)])
+    talk.conversation.advance([SequenceAdvance(number, 1, (5,), most) for number in range(1, 9)])
+    frames = [frame for frame in talk.said() if frame.WhichOneof("frame") in ("features", "advance")]
+    assert all(frame.ByteSize() < 4 << 20 for frame in frames)
+    kinds = [frame.WhichOneof("frame") for frame in frames]
+    assert kinds == ["features"] * 4 + ["advance"] * 4
+    assert [part.sequence_id for frame in frames[4:] for part in frame.advance.sequences] == list(range(1, 9))
