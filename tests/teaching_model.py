@@ -39,7 +39,7 @@ def chat_tokenizer() -> Any:
 def save_teaching_model(folder: Path, *, layers: int = 6) -> Path:
     """Random weights that make little more than a table of which token follows which: a head can learn that fast.
 
-    A turn ends after some twenty tokens.
+    Turns end after some ten tokens, or not at all where nothing is drawn.
     """
     config = LlamaConfig(**(TINY | {"vocab_size": VOCABULARY, "num_hidden_layers": layers, "eos_token_id": END}))
     torch.manual_seed(0)
@@ -47,6 +47,10 @@ def save_teaching_model(folder: Path, *, layers: int = 6) -> Path:
     with torch.no_grad():
         model.model.embed_tokens.weight.normal_()
         model.lm_head.weight.normal_(std=0.4)
+        # One direction that every token has, and only the end is said for.
+        model.model.embed_tokens.weight[:, 0] = 2.0
+        model.lm_head.weight[:, 0] = 0.0
+        model.lm_head.weight[END, 0] = 0.7
     model.save_pretrained(folder)
     chat_tokenizer().save_pretrained(folder)
     return folder
