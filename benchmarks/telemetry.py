@@ -53,7 +53,7 @@ STEP = StepStats(
 )
 VERDICT = Verdict(1, 3, (1, 2, 3), (5, 6, 7, 8), drafted_tokens=3, compute_ns=3_000_000)
 # Values that `PrometheusObserver.on_step` writes.
-VALUES_PER_STEP = 16
+VALUES_PER_STEP = 18
 
 
 def request(traceparent: str) -> SequenceRequest:

@@ -163,6 +163,7 @@ class Engine:
             pages_total=cache.num_pages,
             speculating=loop.drafting.active and loop.drafting.connected,
             draft_connected=loop.drafting.connected,
+            kept_feature_bytes=loop.features.kept_bytes,
         )
 
     def _command(self, command: Callable[[], None]) -> None:

@@ -27,6 +27,8 @@ class EngineSnapshot:
     pages_total: int
     speculating: bool
     draft_connected: bool
+    # Memory of hidden states that wait for a draft to connect.
+    kept_feature_bytes: int = 0
 
 
 class SequenceEngine(Protocol):

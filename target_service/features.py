@@ -46,6 +46,7 @@ class Features:
         self._fresh: dict[int, bool] = {}
         self._stream = torch.cuda.Stream(runner.device) if runner.device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self.sent_vectors = self.sent_bytes = 0
+        self._told = (0, 0)
         if runner.draft_head is not None:
             layers, projection = runner.draft_head.layers, runner.draft_head.projection
             width = projection.width if projection is not None else runner.hidden_size * len(layers)
@@ -153,6 +154,11 @@ class Features:
             kept.trim(self._keep)
         self._fresh.clear()
         return ahead, along
+
+    def take_sent(self) -> tuple[int, int]:
+        """Vectors and bytes sent since the last call."""
+        told, self._told = self._told, (self.sent_vectors, self.sent_bytes)
+        return self.sent_vectors - told[0], self.sent_bytes - told[1]
 
     def forget(self, sequence_id: int) -> None:
         """The sequence has ended."""

@@ -237,7 +237,10 @@ class EngineLoop:
     def _observe(self, step: _Step, verdicts: SequenceOf[Verdict]) -> None:
         """Let row budget and switch learn what steps cost, and the observer hear of the step."""
         on_device = step.launched.on_device
-        stats = step_stats(step.batch, step.gathered, verdicts, step.clock, self._free_ns, on_device=on_device)
+        sent = self.features.take_sent()
+        stats = step_stats(
+            step.batch, step.gathered, verdicts, step.clock, self._free_ns, on_device=on_device, features=sent
+        )
         self._free_ns, ended_ns, self._ended_ns = step.clock.forwarded, self._ended_ns, time.monotonic_ns()
         if not stats.prefill_rows:
             self._budget.observe_step(stats.decode_rows, stats.forward_ns * 1e-9)

@@ -32,6 +32,8 @@ class PrometheusObserver:
         self._draft_tokens = count("outrider_spec_decode_num_draft_tokens")
         self._accepted_tokens = count("outrider_spec_decode_num_accepted_tokens")
         self._fallback_steps = count("outrider_fallback_steps")
+        self._feature_vectors = count("outrider_feature_vectors")
+        self._feature_bytes = count("outrider_feature_bytes")
         self._steps = count("outrider_steps")
         self._sequence_steps = count("outrider_sequence_steps")
         self._generation_tokens = count("outrider_generation_tokens")
@@ -71,6 +73,7 @@ class PrometheusObserver:
             yield "outrider_kv_usage_ratio", (), now.pages_used / max(1, now.pages_total)
             yield "outrider_speculation_active", (), float(now.speculating)
             yield "outrider_draft_connected", (), float(now.draft_connected)
+            yield "outrider_feature_bytes_kept", (), now.kept_feature_bytes
             yield "outrider_engine_up", (), float(failure() is None)
             yield "outrider_engine_heartbeat_age_seconds", (), (time.monotonic_ns() - last_beat_ns()) * _NS
 
@@ -81,6 +84,8 @@ class PrometheusObserver:
         self._draft_tokens.value += stats.drafted_tokens
         self._accepted_tokens.value += stats.accepted_tokens
         self._fallback_steps.value += stats.fallback_sequences
+        self._feature_vectors.value += stats.feature_vectors
+        self._feature_bytes.value += stats.feature_bytes
         self._steps.value += 1
         self._sequence_steps.value += stats.committed_sequences
         self._generation_tokens.value += stats.committed_tokens

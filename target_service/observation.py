@@ -56,11 +56,13 @@ def step_stats(
     free_ns: int,
     *,
     on_device: bool,
+    features: tuple[int, int] = (0, 0),
 ) -> StepStats:
     """The figures of a step that has been committed.
 
     `free_ns` is when the device had ended the step before: one that was launched ahead begins its forward pass then.
-    Not `on_device`, launching is the forward pass itself, and no work beside it.
+    Not `on_device`, launching is the forward pass itself, and no work beside it. `features` are the vectors sent to the
+    draft since the step before, and their bytes.
     """
     drafted = [item.tree.drafted for item in batch.items if item.tree is not None]
     now = time.monotonic_ns()
@@ -81,4 +83,6 @@ def step_stats(
         verify_ns=clock.verified - clock.forwarded,
         commit_ns=now - clock.verified,
         total_ns=now - max(clock.begun, free_ns),
+        feature_vectors=features[0],
+        feature_bytes=features[1],
     )

@@ -141,6 +141,9 @@ class StepStats:
     verify_ns: int
     commit_ns: int
     total_ns: int
+    # Hidden states sent to the draft, and the bytes that they took.
+    feature_vectors: int = 0
+    feature_bytes: int = 0
 
 
 class SequenceState(Enum):

@@ -67,6 +67,9 @@ _SPECULATION = (
     MetricSpec("outrider_fallback_steps", "counter", "Sequence steps that wanted a draft and went on without one."),
     MetricSpec("outrider_speculation_switches", "counter", "Times that load switched drafting on or off.", ("to",)),
     MetricSpec("outrider_speculation_active", "gauge", "1 while drafts are asked for and a draft service is there."),
+    MetricSpec("outrider_feature_vectors", "counter", "Hidden states of tokens sent to a draft that reads them."),
+    MetricSpec("outrider_feature_bytes", "counter", "Bytes of hidden states sent to the draft."),
+    MetricSpec("outrider_feature_bytes_kept", "gauge", "Memory of hidden states kept for a draft that connects late."),
     MetricSpec("outrider_draft_connected", "gauge", "1 while a draft service is connected."),
 )
 _STEPS = (
@@ -76,8 +79,8 @@ _STEPS = (
     MetricSpec(
         "outrider_step_phase_seconds",
         "histogram",
-        "Duration of a step's phases: wait (for the draft), plan, forward, verify, commit; launch is the host's part of "
-        "forward on a GPU.",
+        "Duration of a step's phases: wait (for the draft), plan, forward, verify, commit; launch is the host's part "
+        "of forward on a GPU.",
         ("phase",),
         unit="seconds",
         buckets=MICRO_SECONDS,

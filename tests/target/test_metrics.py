@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 from engine_harness import ScriptedDraft, engine_config, make_runner, request
+from feature_link import FeatureLink
 from spans import PARENT
 
+from outrider.frames import FeatureRequest
 from outrider.metric_table import MAX_DEPTH
 from outrider.sampling import SamplingParams
 from outrider.tree import TokenTree
@@ -85,6 +87,20 @@ def test_a_run_is_counted_as_it_was(tiny_model: Any, observer: PrometheusObserve
     assert found["time_to_first_token_seconds_count", ()] == 4
 
 
+def test_features_are_counted(tiny_model: Any, observer: PrometheusObserver) -> None:
+    loop = EngineLoop(make_runner(tiny_model), engine_config(prefill_chunk=8), observer=observer)
+    link = FeatureLink(loop.drafting, chain, wanted=FeatureRequest((0, 2), 96))
+    loop.drafting.attach(link)
+    for sequence_id in (1, 2):
+        loop.add(loop.make(sequence_id, request([7 + sequence_id] * 19, 12)))
+    while loop.live:
+        loop.step()
+    found = samples(observer)
+    arrived = sum(map(len, link.got.values()))
+    assert found["feature_vectors_total", ()] == arrived > 2 * 19
+    assert found["feature_bytes_total", ()] == 2 * 96 * arrived
+
+
 def test_outcomes_and_depths_that_come_unexpected(observer: PrometheusObserver) -> None:
     deep = SequenceTotals(drafted_by_depth=[1] * (MAX_DEPTH + 3), accepted_by_depth=[1] * (MAX_DEPTH + 1))
     observer.on_finished(request([1], 4), deep, "QUOTA_EXCEEDED")
@@ -110,7 +126,14 @@ def test_exemplars_carry_the_trace_and_nothing_else(observer: PrometheusObserver
 def test_gauges_are_read_from_the_engine(observer: PrometheusObserver) -> None:
     failure: list[BaseException] = []
     snapshot = EngineSnapshot(
-        running=3, waiting=2, sequences=5, pages_used=25, pages_total=100, speculating=True, draft_connected=False
+        running=3,
+        waiting=2,
+        sequences=5,
+        pages_used=25,
+        pages_total=100,
+        speculating=True,
+        draft_connected=False,
+        kept_feature_bytes=77,
     )
     beat = time.monotonic_ns() - 2_000_000_000
     observer.watch(lambda: snapshot, lambda: beat, lambda: failure[0] if failure else None)
@@ -119,6 +142,7 @@ def test_gauges_are_read_from_the_engine(observer: PrometheusObserver) -> None:
     assert found["requests_waiting", ()] == 2
     assert found["kv_pages", (("state", "free"),)] == 75
     assert found["kv_usage_ratio", ()] == 0.25
+    assert found["feature_bytes_kept", ()] == 77
     assert found["speculation_active", ()] == 1
     assert found["draft_connected", ()] == 0
     assert found["engine_up", ()] == 1
