@@ -20,6 +20,7 @@ from outrider.settings import SettingsError
 from outrider.teaching import WritingOrder, WrittenText
 from target_service.commit import LiveSequence
 from target_service.config import TargetConfig
+from target_service.device_steps import DeviceSteps
 from target_service.drafting import DraftingConfig
 from target_service.loop import EngineConfig, EngineLoop
 from target_service.model.loader import load_runner
@@ -138,7 +139,11 @@ class TextWriter:
         rows = max(2 * order.sequences, _LEAST_STEP_ROWS)
         plain = DraftingConfig(enabled=False, disable_above=0, wait_seconds=0.0, failures_to_open=1)
         config = EngineConfig(SchedulerConfig(order.sequences, rows, rows), plain, order.sequences, 0)
-        self._loop = EngineLoop(runner, config)
+        # Without compiling ahead what no text here needs: there is nobody whose first request would wait.
+        steps = (
+            DeviceSteps(runner, max_sequences=order.sequences, max_rows=rows) if runner.device.type == "cuda" else None
+        )
+        self._loop = EngineLoop(runner, config, steps=steps)
         self._order = order
         self._chat = chat
         self._numbers = itertools.count(order.first, order.stride)
