@@ -49,8 +49,13 @@ class LayerTaps:
         for handle in self._handles:
             handle.remove()
 
-    def take(self, rows: int) -> Tapped:
-        """A copy of what the pass just launched makes of its first rows. Does not wait for the device."""
+    def take(self, rows: int) -> Tapped | None:
+        """A copy of what the pass just launched makes of its rows. None where it has more than there is room for.
+
+        Does not wait for the device.
+        """
+        if rows > len(self._states):
+            return None
         states = self._states[:rows].clone()
         if not states.is_cuda:
             return Tapped(states, None)
@@ -78,8 +83,10 @@ class LayerTaps:
 
 def _module(model: PreTrainedModel, layer: int) -> nn.Module:
     """What puts out the state that `layer` names."""
-    inner: Any = cast(Any, model).model
-    if not 0 <= layer <= len(inner.layers):
-        raise NotSupported(f"layer {layer} is wanted of a target that has {len(inner.layers)}")
-    module: nn.Module = inner.norm if layer == len(inner.layers) else inner.layers[layer]
-    return module
+    inner = getattr(model, "model", None)
+    layers, norm = getattr(inner, "layers", None), getattr(inner, "norm", None)
+    if not isinstance(layers, nn.ModuleList) or not isinstance(norm, nn.Module):
+        raise NotSupported(f"the layers of a {model.config.model_type} cannot be found, and so not be read")
+    if not 0 <= layer <= len(layers):
+        raise NotSupported(f"layer {layer} is wanted of a target that has {len(layers)}")
+    return norm if layer == len(layers) else layers[layer]

@@ -1,0 +1,114 @@
+"""Taps keep what layers put out, of every served family whose layers can be found, and stop when they are taken off."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import make_tiny
+from eagle_heads import make_head
+from hidden_states import states_of
+from transformers import PreTrainedModel
+
+from draft_service.eagle.checkpoint import save_head
+from outrider.errors import NotSupported
+from target_service.assembly import load_model
+from target_service.config import TargetConfig
+from target_service.features import Features
+from target_service.model.taps import LayerTaps
+from target_service.preflight import EngineRefused
+
+
+def taken(taps: LayerTaps, rows: int) -> torch.Tensor:
+    tapped = taps.take(rows)
+    assert tapped is not None and tapped.ready is None
+    return tapped.states
+
+
+def forward(model: PreTrainedModel, tokens: Sequence[int]) -> None:
+    with torch.inference_mode():
+        model(torch.tensor([tokens]), use_cache=False)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3", "mistral"])
+def test_states_are_those_that_transformers_tells_of(model_type: str) -> None:
+    model = make_tiny(model_type, num_hidden_layers=4)
+    taps = LayerTaps(model, (2, 0, 4), max_rows=16)
+    assert taps.width == 3 * 48
+    for length in (9, 3):
+        tokens = list(range(3, 3 + length))
+        forward(model, tokens)
+        torch.testing.assert_close(taken(taps, length), states_of(model, tokens, (2, 0, 4)))
+
+
+def test_what_was_taken_is_not_overwritten_by_the_next_pass() -> None:
+    model = make_tiny()
+    taps = LayerTaps(model, (0,), max_rows=8)
+    forward(model, [3, 4, 5])
+    first = taken(taps, 3)
+    kept = first.clone()
+    forward(model, [9, 8, 7])
+    assert torch.equal(first, kept) and not torch.equal(taken(taps, 3), kept)
+
+
+def test_longer_passes_get_room_where_memory_may_move() -> None:
+    model, tokens = make_tiny(), list(range(3, 43))
+    growing, fixed = LayerTaps(model, (0,), max_rows=8), LayerTaps(model, (1,), max_rows=8, grows=False)
+    forward(model, tokens)
+    torch.testing.assert_close(taken(growing, 40), states_of(model, tokens, (0,)))
+    assert fixed.take(40) is None
+    forward(model, tokens[:8])
+    assert len(taken(fixed, 8)) == 8
+
+
+def test_taken_off_they_keep_nothing() -> None:
+    model = make_tiny()
+    taps = LayerTaps(model, (0, 2), max_rows=8)
+    taps.remove()
+    forward(model, [3, 4])
+    assert not taken(taps, 2).any()
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize(
+    ("model_type", "layer", "reason"),
+    [("llama", 3, "layer 3"), ("llama", -1, "layer -1"), ("gpt2", 0, "cannot be found")],
+    ids=["past the last", "negative", "another kind of model"],
+)
+def test_layers_that_are_not_there_are_refused(model_type: str, layer: int, reason: str) -> None:
+    changes: dict[str, Any] = {"num_key_value_heads": 4} if model_type == "gpt2" else {}
+    with pytest.raises(NotSupported, match=reason):
+        LayerTaps(make_tiny(model_type, **changes), (layer,), max_rows=8)
+
+
+class TestHeadSetting:
+    @pytest.fixture
+    def model_folder(self, tmp_path: Path, byte_tokenizer: Any) -> Path:
+        make_tiny(vocab_size=300).save_pretrained(tmp_path / "model")
+        byte_tokenizer.save_pretrained(tmp_path / "model")
+        return tmp_path / "model"
+
+    def load(self, model: Path, tmp_path: Path, **changes: Any) -> Any:
+        shape: dict[str, Any] = {"target_hidden_size": 48, "num_features": 2, "feature_layers": (0, 2)}
+        head = save_head(make_head(**(shape | changes)), tmp_path / "head", embedding=True)
+        return load_model(TargetConfig(model=str(model), dtype="bfloat16", kv_tokens=64, draft_head=str(head)))
+
+    def test_a_runner_knows_the_head_from_the_start(self, model_folder: Path, tmp_path: Path) -> None:
+        runner = self.load(model_folder, tmp_path)
+        assert runner.draft_head.layers == (0, 2)
+        projection = runner.draft_head.projection
+        assert projection.width == 16 and projection.fc_weight.dtype is torch.bfloat16
+        features = Features(runner, keep=4)
+        assert runner.taps.layers == (0, 2) and features.after_launch(5) is not None
+
+    def test_a_head_that_does_not_fit_is_said_at_start(self, model_folder: Path, tmp_path: Path) -> None:
+        with pytest.raises(EngineRefused, match="layers"):
+            self.load(model_folder, tmp_path, feature_layers=(0, 7))
+
+    def test_a_folder_without_a_head_is_said_at_start(self, model_folder: Path) -> None:
+        config = TargetConfig(model=str(model_folder), kv_tokens=64, draft_head=str(model_folder))
+        with pytest.raises(EngineRefused, match="no EAGLE head"):
+            load_model(config)
