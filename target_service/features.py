@@ -37,7 +37,7 @@ class Features:
         """`keep` vectors of every sequence stay here, the newest. Where the runner knows the draft's head from the
         start, they are kept from the start, so that even the first draft to connect finds them."""
         self._runner = runner
-        self._keep = keep
+        self._asked_keep = self._keep = keep
         self._wanted: FeatureRequest | None = None
         # Whether a draft is there that takes them.
         self._listening = False
@@ -185,6 +185,8 @@ class Features:
         if _form(wanted) != _form(self._wanted):
             self._kept.clear()
         self._wanted = wanted
+        # More than the drafter looks back at would be of use to nobody.
+        self._keep = min(self._asked_keep, wanted.window) if wanted and wanted.window else self._asked_keep
 
     def _oldest(self, length: int) -> int:
         """The first token of a sequence of so many whose vector is of use to anyone."""

@@ -77,8 +77,9 @@ def _train(head: EagleHead, texts: Sequence[tuple[Sequence[int], Tensor]], steps
     optimizer = torch.optim.Adam(head.parameters(), lr=4e-3)
 
     def attend(_: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        rows = [part.transpose(-3, -2) for part in (query, key, value)]
-        return functional.scaled_dot_product_attention(*rows, is_causal=True, enable_gqa=True).transpose(-3, -2)
+        queries, keys, values = (part.transpose(-3, -2) for part in (query, key, value))
+        attended = functional.scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=True)
+        return attended.transpose(-3, -2)
 
     for _ in range(steps):
         loss = torch.zeros(())

@@ -229,6 +229,13 @@ def test_a_window_bounds_what_a_prompt_sends(tiny_model: PreTrainedModel, teache
     same_as_the_models(drive.link, teacher)
 
 
+def test_no_more_is_kept_than_the_drafter_looks_back_at(tiny_model: PreTrainedModel) -> None:
+    drive = Drive(make_runner(tiny_model), root_only, replace(EVERY, window=6), keep=100)
+    drive.add(requests())
+    drive.steps(12)
+    assert drive.loop.features.kept_bytes == len(drive.going) * 6 * EVERY.width * 4
+
+
 def test_large_pieces_are_cut(tiny_model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """`FeatureLink` holds pieces to the limit, and to their order."""
     for module in ("target_service.features", "feature_link"):
