@@ -37,9 +37,9 @@ from outrider.sampling import SamplingParams, VerificationMode  # noqa: E402
 from outrider.v1 import target_pb2, target_pb2_grpc, tree_pb2  # noqa: E402
 from target_service.admission import ServedModel  # noqa: E402
 from target_service.config import TargetConfig  # noqa: E402
-from target_service.engine_link import EngineLink  # noqa: E402
-from target_service.engine_process import serve_engine  # noqa: E402
-from target_service.engine_wire import LENGTH_BYTES, Report, pack, unpack  # noqa: E402
+from target_service.engine_process.host import serve_engine  # noqa: E402
+from target_service.engine_process.link import EngineLink  # noqa: E402
+from target_service.engine_process.wire import LENGTH_BYTES, Report, pack, unpack  # noqa: E402
 from target_service.events import EngineSnapshot, Sequences  # noqa: E402
 from target_service.sequence import SequenceEvent, SequenceRequest, Verdict  # noqa: E402
 

@@ -129,10 +129,10 @@ def service(options: argparse.Namespace, arrangement: str, drafter: str | None) 
                 wait_for(address, running)
                 yield address
             return
-        with process("draft_service", "--listen", draft, "--drafter", drafter):
-            with process(*target, "--draft", draft) as running:
-                wait_for(address, running)
-                yield address
+        drafting = process("draft_service", "--listen", draft, "--drafter", drafter)
+        with drafting, process(*target, "--draft", draft) as running:
+            wait_for(address, running)
+            yield address
 
 
 def wait_for(address: str, running: subprocess.Popen[bytes]) -> None:
@@ -207,9 +207,9 @@ def main() -> None:
             results += measure(alone, waves, options, ["plain"], arrangement)
             alone.close()
             continue
-        with service(options, arrangement, drafters[0] if drafters else None) as address:
-            with Clients(address, options.clients) as clients:
-                results += measure(clients, waves, options, options.modes, arrangement)
+        served = service(options, arrangement, drafters[0] if drafters else None)
+        with served as address, Clients(address, options.clients) as clients:
+            results += measure(clients, waves, options, options.modes, arrangement)
     if options.json is not None:
         from gpu_machine import describe
 

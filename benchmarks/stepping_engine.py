@@ -10,7 +10,7 @@ from typing import Any
 from outrider.frames import DraftInfo
 from outrider.tree import TokenTree
 from target_service.admission import ServedModel
-from target_service.engine_process import Reporter
+from target_service.engine_process.host import Reporter
 from target_service.events import EngineSnapshot
 from target_service.sequence import SequenceEvent, SequenceRequest, SequenceTotals, StepStats, Verdict
 

@@ -70,7 +70,7 @@ def _serve_shared(config: TargetConfig) -> int:
 
 
 def _serve_apart(config: TargetConfig) -> int:
-    from target_service.engine_link import EngineLink
+    from target_service.engine_process.link import EngineLink
 
     link = EngineLink(config)
     # Imported while the other process loads the model.

@@ -21,7 +21,7 @@ from target_service.admission import Admission, ServedModel
 from target_service.assembly import Assembled, assemble, served_model
 from target_service.config import TargetConfig
 from target_service.engine import Engine
-from target_service.engine_link import STOP_SECONDS
+from target_service.engine_process.link import STOP_SECONDS
 from target_service.events import EngineSnapshot, SequenceEngine, Sequences
 from target_service.metrics import PrometheusObserver
 from target_service.model.runner import ModelRunner
@@ -47,7 +47,7 @@ class ServingEngine(SequenceEngine, Protocol):
 
 
 class EngineHost(Protocol):
-    """Whoever runs an engine: `SharedEngine` here, or `engine_link.EngineLink` for one in another process."""
+    """Whoever runs an engine: `SharedEngine` here, or `engine_process.link.EngineLink` for one in another process."""
 
     @property
     def served(self) -> ServedModel: ...

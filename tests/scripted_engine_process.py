@@ -16,7 +16,7 @@ from outrider.frames import DraftInfo, TreeLimits
 from outrider.tree import TokenTree
 from target_service.admission import ServedModel
 from target_service.config import TargetConfig
-from target_service.engine_process import Reporter, serve_engine
+from target_service.engine_process.host import Reporter, serve_engine
 from target_service.events import EngineSnapshot
 from target_service.preflight import EngineRefused
 from target_service.sequence import SequenceRequest, SequenceTotals

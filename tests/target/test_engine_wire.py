@@ -13,8 +13,8 @@ from outrider.sampling import SamplingParams, VerificationMode
 from outrider.tree import DraftDistribution, TokenTree
 from target_service.admission import ServedModel
 from target_service.config import TargetConfig
-from target_service.engine_rows import error_from_row, error_to_row
-from target_service.engine_wire import (
+from target_service.engine_process.rows import error_from_row, error_to_row
+from target_service.engine_process.wire import (
     LENGTH_BYTES,
     Cancel,
     Configure,

@@ -1,4 +1,4 @@
-"""The engine's values as plain rows and back: what `engine_wire` sends between the target's two processes.
+"""The engine's values as plain rows and back: what `wire` sends between the target's two processes.
 
 Values that go in come out equal. Rows hold nothing but what JSON knows, and are trusted: both ends are this program.
 """

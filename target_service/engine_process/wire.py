@@ -15,9 +15,9 @@ from typing import Any
 
 from outrider.frames import DraftInfo
 from outrider.tree import TokenTree
-from target_service import engine_rows as rows
 from target_service.admission import ServedModel
 from target_service.config import TargetConfig
+from target_service.engine_process import rows
 from target_service.events import EngineSnapshot
 from target_service.sequence import (
     SequenceEvent,

@@ -1,4 +1,4 @@
-"""The engine's own process: `python -m target_service.engine_process FD`, started by `engine_link.EngineLink`.
+"""The engine's own process: `python -m target_service.engine_process FD`, started by `link.EngineLink`.
 
 It loads the model, measures, connects the draft, and runs the engine; what to run comes in over one socket, and what
 happened goes out, in one report per step. It ends when it is told to, when a step fails, and when the socket closes,
@@ -11,9 +11,8 @@ import logging
 import os
 import signal
 import socket
-import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Protocol
 
 from outrider.errors import OutriderError
@@ -22,8 +21,8 @@ from outrider.runtime import configure_logging
 from outrider.tree import TokenTree
 from target_service.admission import ServedModel
 from target_service.config import TargetConfig
-from target_service.engine_outbox import Outbox
-from target_service.engine_wire import (
+from target_service.engine_process.outbox import Outbox
+from target_service.engine_process.wire import (
     Cancel,
     Configure,
     Dead,
@@ -220,14 +219,3 @@ def serve_engine(descriptor: int, build: Callable[[TargetConfig, Reporter], Host
                     configure_logging(message.config.log_level)
                     return EngineHost(connection).run(message.config, frames, build)
     return 1
-
-
-def main(arguments: Sequence[str]) -> int:
-    # Imported late: what hosts another engine with `serve_engine` needs no model library.
-    from target_service.assembly import load_engine
-
-    return serve_engine(int(arguments[0]), load_engine)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

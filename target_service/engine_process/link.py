@@ -29,7 +29,7 @@ from outrider.frames import DraftInfo
 from outrider.tree import TokenTree
 from target_service.admission import ServedModel
 from target_service.config import TargetConfig
-from target_service.engine_wire import (
+from target_service.engine_process.wire import (
     Cancel,
     Configure,
     Dead,

@@ -1,0 +1,11 @@
+"""`python -m target_service.engine_process FD`: the engine of a service that runs in another process."""
+
+from __future__ import annotations
+
+import sys
+
+from target_service.assembly import load_engine
+from target_service.engine_process.host import serve_engine
+
+if __name__ == "__main__":
+    sys.exit(serve_engine(int(sys.argv[1]), load_engine))
