@@ -8,24 +8,30 @@ from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import pytest
+import torch
 from conftest import make_tiny
 from engine_harness import engine_config, grow, make_runner, plain, request
+from hidden_states import states_of
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, precondition, rule
+from torch import Tensor
 
+from draft_service.features import read_vectors
 from outrider.frames import (
     DraftInfo,
+    FeatureRequest,
     OpenSequence,
     SequenceAdvance,
     SequenceFailure,
     SequenceFeatures,
     SequenceGrowth,
     TreeLimits,
+    Vectors,
 )
 from outrider.sampling import SamplingParams
 from target_service.launch import HostSteps
@@ -34,6 +40,7 @@ from target_service.sequence import SequenceFinished, Verdict
 
 VOCABULARY = 211
 INFO = DraftInfo("fuzzed", 0, "", TreeLimits(), 1 << 20, "0")
+FEATURES = FeatureRequest((0, 2), 96, "float32")
 REQUESTS = (
     request([5, 6, 7], 14),
     request([9] * 33, 9),
@@ -48,10 +55,20 @@ def truth(index: int) -> tuple[int, ...]:
     return plain(make_tiny(), REQUESTS[index])
 
 
+@functools.cache
+def states(index: int) -> Tensor:
+    """[tokens, width] of the whole sequence, by transformers' own forward pass."""
+    return states_of(make_tiny(), [*REQUESTS[index].token_ids, *truth(index)], FEATURES.layers)
+
+
 class FuzzedDraft:
     """A draft link that keeps what it was told and says nothing by itself: the machine decides what arrives."""
 
-    def __init__(self) -> None:
+    def __init__(self, wanted: Mapping[int, int]) -> None:
+        """`wanted` stays the machine's own table: which request a sequence is."""
+        self._wanted = wanted
+        # The first token of each sequence whose vector did not come yet.
+        self.next_vectors: dict[int, int] = {}
         self.tokens: dict[int, list[int]] = {}
         self.steps: dict[int, int] = {}
         self.next_ids: dict[int, int] = {}
@@ -60,15 +77,28 @@ class FuzzedDraft:
         self.tokens[sequence.sequence_id] = list(sequence.token_ids)
         self.steps[sequence.sequence_id] = sequence.step
         self.next_ids[sequence.sequence_id] = 1
+        self.next_vectors[sequence.sequence_id] = 0
 
     def advance(self, advances: Sequence[SequenceAdvance]) -> None:
         for advance in advances:
             assert advance.step == self.steps[advance.sequence_id] + 1
             self.steps[advance.sequence_id] = advance.step
-            self.tokens[advance.sequence_id].extend(advance.token_ids)
+            tokens = self.tokens[advance.sequence_id]
+            tokens.extend(advance.token_ids)
+            if advance.features is not None:
+                self._take(advance.sequence_id, len(tokens) - 1 - advance.features.count, advance.features)
 
     def send_features(self, features: Sequence[SequenceFeatures]) -> None:
-        raise AssertionError(f"{len(features)} features that nobody asked for")
+        for one in features:
+            self._take(one.sequence_id, one.position, one.vectors)
+
+    def _take(self, sequence_id: int, position: int, vectors: Vectors) -> None:
+        """Whatever happened before: no vector comes twice, none too early, and each is its token's."""
+        end = position + vectors.count
+        assert self.next_vectors[sequence_id] <= position < end <= len(self.tokens[sequence_id]) - 1
+        self.next_vectors[sequence_id] = end
+        expected = states(self._wanted[sequence_id])[position:end]
+        torch.testing.assert_close(read_vectors(vectors), expected, rtol=1e-3, atol=1e-3)
 
     def close(self, sequence_ids: Sequence[int]) -> None:
         for sequence_id in sequence_ids:
@@ -85,17 +115,18 @@ class ServiceMachine(RuleBasedStateMachine):
         chunk=st.sampled_from([1, 16, 64]),
         seed=st.integers(0, 99),
         followable=st.booleans(),
+        kept=st.sampled_from([0, 3, 100]),
     )
-    def begin(self, page_size: int, chunk: int, seed: int, followable: bool) -> None:
+    def begin(self, page_size: int, chunk: int, seed: int, followable: bool, kept: int) -> None:
         self.runner = make_runner(make_tiny(), page_size, kv_tokens=128)
         config = engine_config(prefill_chunk=chunk, max_step_rows=96, max_running=3, disable_above=2)
         # Nothing arrives while the machine's own thread waits, so it does not.
-        config = replace(config, drafting=replace(config.drafting, wait_seconds=0.0))
+        config = replace(config, drafting=replace(config.drafting, wait_seconds=0.0, feature_window=kept))
         self.loop = EngineLoop(self.runner, config, steps=HostSteps(self.runner, followable=followable))
-        self.draft = FuzzedDraft()
+        self.wanted: dict[int, int] = {}
+        self.draft = FuzzedDraft(self.wanted)
         self.loop.drafting.attach(self.draft)
         self.random = random.Random(seed)
-        self.wanted: dict[int, int] = {}
         self.said: dict[int, list[int]] = {}
         self.ended: set[int] = set()
         self.next_id = 1
@@ -123,10 +154,10 @@ class ServiceMachine(RuleBasedStateMachine):
                     self.ended.add(event.sequence_id)
                     assert tuple(self.said[event.sequence_id]) == truth(self.wanted[event.sequence_id])
 
-    @rule()
-    def connect(self) -> None:
+    @rule(reads=st.booleans())
+    def connect(self, reads: bool) -> None:
         self.draft.tokens.clear()
-        self.loop.drafting.on_connected(INFO)
+        self.loop.drafting.on_connected(replace(INFO, features=FEATURES if reads else None))
         self.loop.drafting.listen()
 
     @rule()
