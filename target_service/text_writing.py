@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -57,6 +57,10 @@ class ChatTexts:
         if not self.opening or not closing:
             raise SettingsError("the model's chat template does not enclose what a user says: name a file of prompts")
         self.user_ends = closing[:1]
+
+    def next_opening(self, turns: Sequence[Turn]) -> tuple[int, ...]:
+        """Token ids of a conversation up to where the user speaks again."""
+        return self._encode(self._render([*turns, ("user", _MARK)]).partition(_MARK)[0])
 
     def prompt(self, turns: Sequence[Turn]) -> tuple[int, ...]:
         """Token ids up to where the assistant begins to speak."""
@@ -121,14 +125,16 @@ def _captured(runner: ModelRunner, sequences: int) -> ModelRunner:
 
 @dataclass(slots=True)
 class _Task:
-    """A text under way: first its prompt, unless that is given, then the answers to its turns."""
+    """A text under way: user turns, unless they are given, and the answers to them."""
 
     number: int
     temperature: float
-    # User turns that are not answered yet, and the conversation so far.
+    # User turns that are not answered yet, how many are yet to be sampled, and the conversation so far.
     asked: list[str]
-    said: list[Turn]
+    unasked: int = 0
+    said: list[Turn] = field(default_factory=list)
     prompt_length: int = 0
+    sampling: bool = False
     live: LiveSequence | None = None
 
 
@@ -173,19 +179,21 @@ class TextWriter:
         temperature = temperatures[number % len(temperatures)]
         given = number // len(temperatures)
         if given < len(self._order.conversations):
-            self._ask(_Task(number, temperature, list(self._order.conversations[given]), []))
+            self._ask(_Task(number, temperature, list(self._order.conversations[given])))
         elif self._order.sampled_prompts:
-            self._sample_prompt(_Task(number, temperature, [], []))
+            self._sample_prompt(_Task(number, temperature, [], 1 + given % self._order.turns), self._chat.opening)
         else:
             self._exhausted = True
 
-    def _sample_prompt(self, task: _Task) -> None:
-        opening, ends = self._chat.opening, self._chat.user_ends
-        sampling = SamplingParams(temperature=1.0, stop_token_ids=ends)
+    def _sample_prompt(self, task: _Task, opening: tuple[int, ...]) -> None:
+        """Let the model say what the user says next; without room for that the conversation is at its end."""
+        sampling = SamplingParams(temperature=1.0, stop_token_ids=self._chat.user_ends)
         room = self._order.max_length - len(opening) - _LEAST_ANSWER
         if room > 0:
+            task.unasked -= 1
+            task.sampling = True
             self._submit(task, opening, sampling, min(self._order.max_prompt, room))
-        else:
+        elif not task.said:
             raise SettingsError(f"texts of {self._order.max_length} tokens have no room for the chat template")
 
     def _ask(self, task: _Task) -> None:
@@ -195,7 +203,8 @@ class TextWriter:
         room = self._order.max_length - len(prompt)
         if prompt and room >= _LEAST_ANSWER:
             task.prompt_length = len(prompt)
-            self._submit(task, prompt, SamplingParams(temperature=task.temperature), room)
+            sampling = SamplingParams(temperature=task.temperature)
+            self._submit(task, prompt, sampling, min(self._order.max_answer, room))
 
     def _submit(self, task: _Task, prompt: tuple[int, ...], sampling: SamplingParams, max_tokens: int) -> None:
         seed = _seed_of(self._order.seed, task.number, len(task.said))
@@ -210,7 +219,8 @@ class TextWriter:
         assert task.live is not None
         sequence = task.live.sequence
         whole = reason is not FinishReason.LENGTH
-        if not task.said:
+        if task.sampling:
+            task.sampling = False
             words = self._chat.text(sequence.output[:-1])
             known = hash(words)
             if whole and words and known not in self._prompts_seen:
@@ -219,10 +229,12 @@ class TextWriter:
                 self._ask(task)
             return None
         text = WrittenText(task.number, tuple(sequence.token_ids), task.prompt_length, task.temperature)
+        # A later answer is a text of its own, whose prompt is all that came before.
+        task.said.append(("assistant", self._chat.text(sequence.output)))
         if whole and task.asked:
-            task.said.append(("assistant", self._chat.text(sequence.output)))
             self._ask(task)
-            # A later answer's prompt holds this one, but its loss would not.
+        elif whole and task.unasked:
+            self._sample_prompt(task, self._chat.next_opening(task.said))
         return text
 
 

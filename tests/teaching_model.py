@@ -50,7 +50,7 @@ def save_teaching_model(folder: Path, *, layers: int = 6) -> Path:
         # One direction that every token has, and only the end is said for.
         model.model.embed_tokens.weight[:, 0] = 2.0
         model.lm_head.weight[:, 0] = 0.0
-        model.lm_head.weight[END, 0] = 0.7
+        model.lm_head.weight[END, 0] = 1.0
     model.save_pretrained(folder)
     chat_tokenizer().save_pretrained(folder)
     return folder

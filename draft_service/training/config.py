@@ -35,6 +35,8 @@ class TrainingConfig:
     temperatures: str = setting("0,0.7,1", "temperatures of answers, in turn; 0 must be one, to validate with")
     max_length: int = setting(1024, "tokens of a prompt and its answer")
     max_prompt: int = setting(192, "tokens of a prompt that the target makes up; longer ones are dropped")
+    max_answer: int = setting(512, "tokens of an answer; small models repeat themselves without end")
+    turns: int = setting(2, "questions of a conversation that the target makes up, at most")
 
     style: str = setting("eagle3.1", "architecture of the head", choices=("eagle3", "eagle3.1"))
     layers: int = setting(1, "layers of the head")
@@ -59,7 +61,7 @@ class TrainingConfig:
     def __post_init__(self) -> None:
         if not self.out:
             raise SettingsError("--out names the folder for the head")
-        for name in ("writers", "layers", "steps", "validation", "batch_tokens", "max_prompt"):
+        for name in ("writers", "layers", "steps", "validation", "batch_tokens", "max_prompt", "max_answer", "turns"):
             if getattr(self, name) < 1:
                 raise SettingsError(f"--{name.replace('_', '-')} must be at least 1")
         if self.max_length < 16:

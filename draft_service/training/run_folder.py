@@ -21,7 +21,8 @@ from outrider.settings import SettingsError
 
 # What text and weights depend on, and a run that goes on cannot change.
 _FIXED = (
-    *("model", "dtype", "seed", "prompts", "sampled_prompts", "temperatures", "max_length", "max_prompt", "writers"),
+    *("model", "dtype", "seed", "prompts", "sampled_prompts", "temperatures", "max_length", "max_prompt"),
+    *("max_answer", "turns", "writers"),
     *("style", "layers", "hidden", "intermediate", "vocabulary", "steps", "batch_tokens", "validation"),
 )
 

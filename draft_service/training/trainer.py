@@ -127,7 +127,8 @@ class Trainer:
             if progress.step % _LOOK_STEPS == 0 or progress.fraction >= 1 or progress.step == until:
                 self._look(sums, progress.step - looked, shown)
                 sums, looked = self._no_sums(), progress.step
-                if time.monotonic() - validated > self._config.validation_seconds:
+                # The last one is not ours.
+                if progress.fraction < 1 and time.monotonic() - validated > self._config.validation_seconds:
                     on_validated(self.validate())
                     validated = time.monotonic()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import subprocess
 import sys
 import time
@@ -65,6 +66,8 @@ def order_of(config: TrainingConfig, corpus: Corpus, writer: int) -> WritingOrde
         temperatures=config.temperature_list,
         max_length=config.max_length,
         max_prompt=config.max_prompt,
+        max_answer=config.max_answer,
+        turns=config.turns,
         sequences=config.sequences_at_once,
         seed=config.seed,
         first=corpus.next_number(writer, config.writers),
@@ -137,11 +140,12 @@ def write_texts(teacher: Teacher, config: TrainingConfig, corpus: Corpus, budget
 @contextlib.contextmanager
 def _writers(config: TrainingConfig, seconds: float) -> Iterator[list[subprocess.Popen[bytes]]]:
     """Processes of `writer.main`, ended when the block is left."""
-    settings = json.dumps(asdict(config))
-    module = "draft_service.training.writer"
+    command = [sys.executable, "-m", "draft_service.training.writer", json.dumps(asdict(config))]
+    # Each starts a pool of compilers and of threads for all cores otherwise.
+    threads = str(max(1, (os.cpu_count() or 1) // config.writers))
+    environment = {"OMP_NUM_THREADS": threads, "TORCHINDUCTOR_COMPILE_THREADS": threads} | dict(os.environ)
     processes = [
-        subprocess.Popen([sys.executable, "-m", module, settings, str(writer), str(seconds)])
-        for writer in range(config.writers)
+        subprocess.Popen([*command, str(writer), str(seconds)], env=environment) for writer in range(config.writers)
     ]
     try:
         yield processes

@@ -66,6 +66,8 @@ class WritingOrder:
         temperatures: of answers; prompts are sampled at 1.
         max_length: tokens of prompt and answer together.
         max_prompt: tokens of a sampled user turn; longer ones are dropped.
+        max_answer: tokens of an answer, which ends there.
+        turns: user turns of a sampled conversation at most; they have 1, 2 .. of them by their numbers.
         sequences: how many are written at once.
         seed: of everything that is sampled.
         first, stride: the numbers to write are first, first + stride ..
@@ -76,6 +78,8 @@ class WritingOrder:
     temperatures: tuple[float, ...]
     max_length: int
     max_prompt: int
+    max_answer: int
+    turns: int
     sequences: int
     seed: int
     first: int = 0

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from outrider.settings import SettingsError
 from outrider.teaching import Teacher, TeacherSettings, WritingOrder, WrittenText, load_teacher
 
-ORDER = WritingOrder((), True, (0.0, 1.0), max_length=48, max_prompt=24, sequences=8, seed=3)
+ORDER = WritingOrder((), True, (0.0, 1.0), max_length=48, max_prompt=24, max_answer=48, turns=1, sequences=8, seed=3)
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +98,7 @@ def test_writers_take_turns_with_numbers(teacher: Teacher) -> None:
 
 
 def test_given_conversations_are_answered_once_per_temperature_turn_by_turn(teacher: Teacher, tokenizer: Any) -> None:
-    order = replace(ORDER, conversations=(("ab", "cd"), ("ef",)), sampled_prompts=False, max_length=200)
+    order = replace(ORDER, conversations=(("ab", "cd"), ("ef",)), sampled_prompts=False, max_length=200, max_answer=200)
     texts = sorted(teacher.write(order), key=lambda text: (text.number, len(text.token_ids)))
     first_turns = [text for text in texts if text.prompt_length == 7]
     assert [text.number for text in first_turns] == [0, 1, 2, 3]
@@ -186,3 +186,22 @@ def test_a_model_that_scales_its_logits_is_refused(folder: Path, tmp_path: Path)
 def test_a_model_that_is_not_there_is_named() -> None:
     with pytest.raises(SettingsError, match="no/such-model"):
         load_teacher("local", TeacherSettings("/no/such-model", "cpu", "float32"))
+
+
+def test_sampled_conversations_go_on_for_as_many_turns(teacher: Teacher, tokenizer: Any) -> None:
+    order = replace(ORDER, turns=2, max_length=400, max_prompt=80, max_answer=80, temperatures=(1.0,))
+    texts = some(teacher.write(order), 24)
+    later = [text for text in texts if _asked(text, tokenizer) == 2]
+    assert later
+    assert {text.number % 2 for text in later} == {1}
+    assert {_asked(text, tokenizer) for text in texts if text.number % 2 == 0} == {1}
+    for text in later:
+        before = next(one for one in texts if one.number == text.number and one.prompt_length < text.prompt_length)
+        # The end that a turn was told by is the template's own.
+        assert before.token_ids[-1] == END
+        assert len(text.token_ids) - text.prompt_length <= order.max_answer
+
+
+def _asked(text: WrittenText, tokenizer: Any) -> int:
+    """User turns before the answer."""
+    return str(tokenizer.decode(text.token_ids[: text.prompt_length])).count("<s>u")
