@@ -34,7 +34,7 @@ def load_model(config: TargetConfig) -> ModelRunner:
 def engine_config(config: TargetConfig) -> EngineConfig:
     """The engine's part of the settings."""
     return EngineConfig(
-        scheduler=SchedulerConfig(config.max_running, config.max_step_rows, config.prefill_chunk),
+        scheduler=SchedulerConfig(config.max_running, config.step_rows, config.chunk_rows),
         drafting=DraftingConfig(
             enabled=speculates(config),
             disable_above=config.speculative_disable_queue_size,
@@ -56,7 +56,7 @@ def served_model(config: TargetConfig, runner: ModelRunner) -> ServedModel:
         name=runner.name,
         vocabulary_size=runner.vocabulary_size,
         max_context=min(runner.max_context, kv_tokens),
-        max_rows=min(config.max_draft_nodes + 1, config.max_step_rows),
+        max_rows=min(config.max_draft_nodes + 1, config.step_rows),
         dtype=str(runner.dtype).removeprefix("torch."),
         page_size=cache.page_size,
         kv_tokens=kv_tokens,
@@ -90,7 +90,7 @@ def assemble(config: TargetConfig, runner: ModelRunner, observer: EngineObserver
     cost = None
     if speculates(config) and config.row_budget == "adaptive":
         logger.info("measuring what a step costs by its rows")
-        cost = in_passing_thread(lambda: measure_step_cost(runner, config.max_step_rows))
+        cost = in_passing_thread(lambda: measure_step_cost(runner, config.step_rows))
     engine = Engine(runner, engine_config(config), step_cost=cost, observer=observer)
     served = served_model(config, runner)
     if not speculates(config):

@@ -47,8 +47,8 @@ class TargetConfig:
     max_context: int = setting(0, "longest sequence, prompt and output; 0 takes the model's own, at most 8192")
     max_running: int = setting(64, "sequences that run at once")
     max_waiting: int = setting(256, "sequences that wait; more are refused with RESOURCE_EXHAUSTED")
-    max_step_rows: int = setting(512, "rows of one forward pass, over all sequences")
-    prefill_chunk: int = setting(256, "prompt tokens of one sequence in one step")
+    max_step_rows: int = setting(0, "rows of one forward pass, over all sequences; 0 takes 512, and 2048 on a GPU")
+    prefill_chunk: int = setting(0, "prompt tokens of one sequence in one step; 0 takes half of a pass")
 
     attention: str = setting(
         "auto", "tree attention backend", choices=("auto", "reference", "torch", "triton", "flashinfer")
@@ -77,3 +77,13 @@ class TargetConfig:
     trace_ratio: float = setting(1.0, "share of requests without a parent trace that are traced")
     trace_steps: bool = setting(False, "a child span per step in traced requests")
     log_level: str = setting("info", "log level", choices=("debug", "info", "warning", "error"))
+
+    @property
+    def step_rows(self) -> int:
+        """`max_step_rows`, 0 resolved: a GPU reads a prompt's weights for few rows as fast as for many."""
+        return self.max_step_rows or (512 if self.device == "cpu" else 2048)
+
+    @property
+    def chunk_rows(self) -> int:
+        """`prefill_chunk`, 0 resolved."""
+        return self.prefill_chunk or max(1, self.step_rows // 2)

@@ -43,7 +43,6 @@ class Gathering:
         budget: RowBudget,
         live: Mapping[int, LiveSequence],
         *,
-        max_step_rows: int,
         max_draft_nodes: int,
         chains: bool,
         switch: DraftSwitch | None,
@@ -54,7 +53,6 @@ class Gathering:
         self._scheduler = scheduler
         self._budget = budget
         self._live = live
-        self._max_step_rows = max_step_rows
         self._max_draft_nodes = max_draft_nodes
         self._chains = chains
         self._switch = switch
@@ -100,7 +98,7 @@ class Gathering:
                 offers[sequence.sequence_id] = Offer(
                     tree, live.record, self._max_nodes(sequence), in_order, self._chains and not in_order
                 )
-        spare = self._max_step_rows - schedule.rows
+        spare = self._scheduler.max_step_rows - schedule.rows
         others = sum(chunk.takes_tree for chunk in schedule.chunks) - len(offers)
         cut = self._budget.cut(list(offers.values()), schedule.rows, spare, others)
         trees = dict(zip(offers, cut, strict=True))

@@ -106,7 +106,6 @@ class EngineLoop:
             self.scheduler,
             self._budget,
             self.live,
-            max_step_rows=config.scheduler.max_step_rows,
             max_draft_nodes=config.max_draft_nodes,
             chains=config.chains,
             switch=None if step_cost is None else DraftSwitch(),

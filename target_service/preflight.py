@@ -45,8 +45,8 @@ def check_settings(config: TargetConfig) -> None:
     least = {
         "max_running": 1,
         "max_waiting": 0,
-        "max_step_rows": 1,
-        "prefill_chunk": 1,
+        "max_step_rows": 0,
+        "prefill_chunk": 0,
         "max_draft_nodes": 0,
         "draft_wait_ms": 0,
         "draft_failures_to_open": 1,

@@ -61,12 +61,13 @@ class Scheduler:
         self._cache = cache
         self._waiting: dict[str, deque[Sequence]] = {}
         self.running: list[Sequence] = []
-        self._max_step_rows = config.max_step_rows
+        # Rows of a step at most: what is configured, or less where that did not fit the device's memory.
+        self.max_step_rows = config.max_step_rows
 
     def shrink(self) -> bool:
         """Halve the rows of a step, for good: they did not fit the device's memory. False if no less will do."""
-        smallest = self._max_step_rows <= max(1, len(self.running))
-        self._max_step_rows = max(1, self._max_step_rows // 2)
+        smallest = self.max_step_rows <= max(1, len(self.running))
+        self.max_step_rows = max(1, self.max_step_rows // 2)
         return not smallest
 
     @property
@@ -95,7 +96,7 @@ class Scheduler:
 
     def schedule(self) -> Schedule:
         """The next step. Empty when nothing can run."""
-        rows = self._max_step_rows
+        rows = self.max_step_rows
         chunks: list[Chunk] = []
         # Decoding first, so that long prompts cannot starve it.
         for sequence in sorted(self.running, key=lambda s: s.kv_length + 1 < s.length):

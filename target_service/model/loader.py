@@ -47,7 +47,7 @@ def load_runner(config: TargetConfig) -> ModelRunner:
     kv_tokens = config.kv_tokens or _tokens_that_fit(settings, model.dtype, model.device)
     if captured and not config.kv_tokens:
         # Until it is known what captured steps leave.
-        kv_tokens = 2 * config.max_step_rows
+        kv_tokens = 2 * config.step_rows
     log.info("serving %s in %s", config.model, config.dtype)
     runner = runner_for(
         model,
@@ -95,7 +95,7 @@ def _captured(runner: ModelRunner, config: TargetConfig) -> ModelRunner:
 
     head = runner.draft_head
     options = CaptureOptions(
-        config.max_step_rows,
+        config.step_rows,
         config.max_running,
         layers=LayerOptions(invariant=config.batch_invariant),
         tapped=head.layers if head is not None else (),
