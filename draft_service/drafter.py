@@ -115,7 +115,8 @@ class FeatureDrafter(Protocol):
     - after `open` with L tokens come the vectors of tokens 0 .. L - 2, in as many pieces as the target likes, while it
       reads the prompt or from what it kept; they may begin late, and those that are missing cost acceptance only;
     - with an `advance` that takes a sequence from L tokens to L + n come n vectors, of the old root and of the
-      committed tokens but the last: positions L - 1 .. L + n - 2. They are appended before `Drafter.advance` is called.
+      committed tokens but the last: positions L - 1 .. L + n - 2; where it ends a prompt, also those of the prompt that
+      had not come yet. They are appended before `Drafter.advance` is called.
 
     A tree is drafted when the vector of the token before the root is there, the last that can be; until then the tree
     is the root alone. Vectors of another width, or for tokens that cannot have one yet, are refused with

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,16 +11,21 @@ import pytest
 import torch
 from conftest import make_tiny
 from eagle_heads import make_head
+from engine_harness import plain, request
 from hidden_states import states_of
 from transformers import PreTrainedModel
 
 from draft_service.eagle.checkpoint import save_head
 from outrider.errors import NotSupported
-from target_service.assembly import load_model
+from target_service.assembly import assemble, load_model
 from target_service.config import TargetConfig
 from target_service.features import Features
+from target_service.model.preparing import MAX_ROWS, LayerOptions, prepare_layers
+from target_service.model.runner import ForwardInput, runner_for
 from target_service.model.taps import LayerTaps
 from target_service.preflight import EngineRefused
+from target_service.sequence import SequenceEvent, Verdict
+from tree_kernels.attention import AttentionBatch
 
 
 def taken(taps: LayerTaps, rows: int) -> torch.Tensor:
@@ -52,6 +58,26 @@ def test_what_was_taken_is_not_overwritten_by_the_next_pass() -> None:
     kept = first.clone()
     forward(model, [9, 8, 7])
     assert torch.equal(first, kept) and not torch.equal(taken(taps, 3), kept)
+
+
+@pytest.mark.parametrize("rows", [6, MAX_ROWS + 3])
+def test_layers_that_were_fused_are_read_too(rows: int) -> None:
+    """As captured steps have them: few rows through kernels, more through the layer's own code."""
+    plain, fused = (runner_for(make_tiny(), None, num_pages=40, page_size=4) for _ in range(2))
+    assert prepare_layers(fused._model, LayerOptions(compiled=False)) == 2
+    tokens = tuple(range(3, 3 + rows))
+    pages = tuple(range(-(-rows // 4)))
+    attention = AttentionBatch((0, rows), (0,), (pages,), 4, (None,))
+    batch = ForwardInput(tokens, tuple(range(rows)), tuple(range(rows)), attention, (rows - 1,))
+    found = []
+    for runner in (plain, fused):
+        runner.tap((0, 1, 2))
+        assert runner.taps is not None
+        logits = runner.forward(batch)
+        found.append((taken(runner.taps, rows), logits))
+    for own, other in zip(*found, strict=True):
+        torch.testing.assert_close(other, own, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found[0][0][:, :48], states_of(make_tiny(), tokens, (0,)), rtol=1e-4, atol=1e-4)
 
 
 def test_longer_passes_get_room_where_memory_may_move() -> None:
@@ -91,10 +117,13 @@ class TestHeadSetting:
         byte_tokenizer.save_pretrained(tmp_path / "model")
         return tmp_path / "model"
 
-    def load(self, model: Path, tmp_path: Path, **changes: Any) -> Any:
+    def head_folder(self, tmp_path: Path, **changes: Any) -> str:
         shape: dict[str, Any] = {"target_hidden_size": 48, "num_features": 2, "feature_layers": (0, 2)}
-        head = save_head(make_head(**(shape | changes)), tmp_path / "head", embedding=True)
-        return load_model(TargetConfig(model=str(model), dtype="bfloat16", kv_tokens=64, draft_head=str(head)))
+        return str(save_head(make_head(**(shape | changes)), tmp_path / "head", embedding=True))
+
+    def load(self, model: Path, tmp_path: Path, **changes: Any) -> Any:
+        head = self.head_folder(tmp_path, **changes)
+        return load_model(TargetConfig(model=str(model), dtype="bfloat16", kv_tokens=64, draft_head=head))
 
     def test_a_runner_knows_the_head_from_the_start(self, model_folder: Path, tmp_path: Path) -> None:
         runner = self.load(model_folder, tmp_path)
@@ -112,3 +141,38 @@ class TestHeadSetting:
         config = TargetConfig(model=str(model_folder), kv_tokens=64, draft_head=str(model_folder))
         with pytest.raises(EngineRefused, match="no EAGLE head"):
             load_model(config)
+
+    def test_an_engine_feeds_the_head_that_drafts_in_its_process(
+        self, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        head = self.head_folder(tmp_path, vocab_size=300, draft_vocab_size=300)
+        monkeypatch.setenv("OUTRIDER_EAGLE_HEAD", head)
+        config = TargetConfig(
+            model=str(model_folder),
+            dtype="float32",
+            kv_tokens=256,
+            draft="inprocess:eagle",
+            draft_head=head,
+            row_budget="all",
+        )
+        assembled = assemble(config, load_model(config), None)
+        assert assembled.engine.draft_info is None
+        said: list[int] = []
+        ended = threading.Event()
+
+        def deliver(events: list[SequenceEvent]) -> None:
+            for event in events:
+                if isinstance(event, Verdict):
+                    said.extend(event.token_ids)
+                else:
+                    ended.set()
+
+        assembled.engine.start(deliver)
+        wanted = request([5, 9, 40, 7], 20)
+        assembled.engine.submit(wanted)
+        assert ended.wait(60)
+        features = assembled.engine._loop.features
+        assembled.stop()
+        assert tuple(said) == plain(make_tiny(vocab_size=300), wanted)
+        # One for each token but the last, which nothing was said after, and the one before it.
+        assert features.sent_vectors == 4 + 20 - 2 and features.sent_bytes == 2 * 16 * features.sent_vectors
