@@ -45,9 +45,8 @@ class TextReader:
 
     def weights(self) -> TeacherWeights:
         """See `Reader.weights`."""
-        norm = getattr(getattr(self._inner, "norm", None), "weight", None)
         embedding: Any = self._model.get_input_embeddings()
-        return TeacherWeights(embedding.weight, self._head.weight, norm)
+        return TeacherWeights(embedding.weight, self._head.weight)
 
     # Not inference_mode, whose tensors nothing may be differentiated over.
     @torch.no_grad()

@@ -80,16 +80,20 @@ def write_here(
 ) -> None:
     """Write in this process. What is there when it is interrupted is kept."""
     deadline, kept = time.monotonic() + seconds, time.monotonic()
+    # What others write meanwhile is counted when this is kept.
+    missing = config.token_goal - corpus.tokens
     waiting: list[WrittenText] = []
     texts = teacher.write(order_of(config, corpus, writer))
     try:
         for text in texts:
             waiting.append(text)
+            missing -= len(text.token_ids)
             if time.monotonic() - kept > _KEEP_SECONDS:
                 corpus.add(waiting, writer)
                 waiting, kept = [], time.monotonic()
+                missing = config.token_goal - corpus.tokens
                 shown()
-            if time.monotonic() > deadline or _enough(config, corpus, waiting):
+            if time.monotonic() > deadline or missing <= 0:
                 break
     finally:
         if waiting:
@@ -98,10 +102,6 @@ def write_here(
         close = getattr(texts, "close", None)
         if close is not None:
             close()
-
-
-def _enough(config: TrainingConfig, corpus: Corpus, waiting: list[WrittenText]) -> bool:
-    return corpus.tokens + sum(len(text.token_ids) for text in waiting) >= config.token_goal
 
 
 def write_texts(teacher: Teacher, config: TrainingConfig, corpus: Corpus, budget: Budget, shown: Phase) -> None:

@@ -111,11 +111,10 @@ class Lesson(NamedTuple):
 
 
 class TeacherWeights(NamedTuple):
-    """The target's token embedding and lm_head [vocab_size, W], and the weight of its last norm [W] if it has one."""
+    """The target's token embedding and lm_head, [vocab_size, W] each."""
 
     embedding: Tensor
     lm_head: Tensor
-    norm: Tensor | None
 
 
 class Reader(Protocol):

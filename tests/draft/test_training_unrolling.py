@@ -101,3 +101,31 @@ def test_a_head_in_half_precision_keeps_its_rotary_frequencies() -> None:
     rounded = make_head().to(torch.bfloat16).rotary(torch.tensor([1000]))
     for one, other in zip(exact, rounded, strict=True):
         torch.testing.assert_close(other, one)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_a_gpu_unrolls_and_learns_as_a_cpu_does(dtype: torch.dtype) -> None:
+    """Heads as wide as fused kernels take them; in half precision, losses to its rounding."""
+    head = make_head(head_dim=16, num_heads=4, num_kv_heads=2).requires_grad_(True)
+    length, steps = 128, 3
+    tokens, states = torch.tensor([text(length)]), states_of(head, length)[None]
+    probs = torch.randn(length, DRAFT, generator=torch.Generator().manual_seed(1)).softmax(-1)
+    laws, weights = torch.arange(100).repeat(steps), torch.full((100 * steps,), 0.01)
+    rows = torch.cat([step * length + torch.arange(100) for step in range(steps)])
+    found = []
+    for device, kind in (("cpu", torch.float32), ("cuda", dtype)):
+        head.zero_grad()
+        own = head.to(device=device, dtype=kind)
+        spoken = unroll(own, states.to(device, kind), tokens.to(device), steps).flatten(0, 2)[rows.to(device)]
+        law = probs.to(device, kind)
+        losses = soft_cross_entropy(spoken, own.lm_head.weight, law, laws.to(device), weights.to(device))
+        losses.total.backward()
+        gradient = own.projection.fc.weight.grad
+        assert gradient is not None
+        found.append((losses.rows.cpu(), gradient.float().cpu()))
+    tolerance = 1e-3 if dtype == torch.float32 else 0.1
+    (rows_there, grad_there), (rows_here, grad_here) = found
+    assert (rows_here - rows_there).norm() <= tolerance * rows_there.norm()
+    assert (grad_here - grad_there).norm() <= 3 * tolerance * grad_there.norm()
