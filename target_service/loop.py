@@ -211,7 +211,8 @@ class EngineLoop:
         clock.end_plan()
         verifiers = [self.live[item.sequence.sequence_id].verifier for item in batch.items]
         launched = self._steps.launch(batch, verifiers)
-        tapped = self.features.after_launch(len(batch.input.token_ids))
+        # Under a load that is not drafted for, nothing is taken; when it falls, heads begin with what follows.
+        tapped = self.features.after_launch(len(batch.input.token_ids)) if self.drafting.active else None
         clock.end_launch()
         for item in batch.items:
             # Whatever runs after this step finds their keys and values.

@@ -32,6 +32,8 @@ class FeatureLink(ScriptedDraft):
     opened_at: dict[int, int] = field(default_factory=dict, kw_only=True)
     tokens: dict[int, list[int]] = field(default_factory=dict, kw_only=True)
     steps_without: int = field(default=0, kw_only=True)
+    # Whether vectors may be missing between others.
+    gaps: bool = field(default=False, kw_only=True)
 
     def connect(self) -> None:
         if self.connects:
@@ -66,7 +68,8 @@ class FeatureLink(ScriptedDraft):
         assert vectors.count and len(vectors.data) <= MAX_FEATURE_BYTES
         assert vectors.width == self.wanted.width and vectors.dtype == self.wanted.dtype
         # Nothing twice, nothing left out, nothing for the root or past it.
-        assert position == max(got, default=position - 1) + 1
+        following = max(got, default=position - 1) + 1
+        assert position == following or (self.gaps and position > following)
         assert position >= 0 and position + vectors.count <= len(self.tokens[sequence_id]) - 1
         for place, vector in enumerate(read_vectors(vectors), start=position):
             got[place] = vector

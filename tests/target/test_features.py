@@ -229,6 +229,31 @@ def test_a_window_bounds_what_a_prompt_sends(tiny_model: PreTrainedModel, teache
     same_as_the_models(drive.link, teacher)
 
 
+def test_under_load_nothing_is_taken_and_drafting_comes_back(
+    tiny_model: PreTrainedModel, teacher: PreTrainedModel
+) -> None:
+    wanted = [request([7 + number] * 5, 12 if number else 60) for number in range(4)]
+    propose, said = knowing(teacher, wanted)
+    # Features of the tokens that were said under load never come: their link is told of a gap, not of anything wrong.
+    drive = Drive(make_runner(tiny_model), propose, config=engine_config(disable_above=2), keep=100)
+    drive.add(wanted[:1])
+    drive.steps(3)
+    sent = drive.loop.features.sent_vectors
+    drive.add(wanted[1:])
+    drive.steps(2)
+    assert not drive.loop.drafting.active and drive.loop.features.sent_vectors == sent > 0
+    kept = drive.loop.features.kept_bytes
+    drive.steps(2)
+    assert drive.loop.features.kept_bytes == kept
+    drive.link.gaps = True
+    drive.steps()
+    assert drive.outputs == said and drive.loop.features.sent_vectors > sent
+    states = states_of(teacher, drive.link.tokens[1][:-1], (0, LAYERS))
+    for position, vector in drive.link.got[1].items():
+        first, _, normed = vector.chunk(3)
+        torch.testing.assert_close(torch.cat([first, normed]), states[position], rtol=1e-4, atol=1e-4)
+
+
 def test_no_more_is_kept_than_the_drafter_looks_back_at(tiny_model: PreTrainedModel) -> None:
     drive = Drive(make_runner(tiny_model), root_only, replace(EVERY, window=6), keep=100)
     drive.add(requests())
