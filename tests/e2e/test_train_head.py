@@ -87,7 +87,7 @@ def texts(trained: Path) -> Texts:
 def test_the_loss_falls_at_every_step_of_the_unrolling(record: dict[str, Any]) -> None:
     first, last = record["losses"][0]["loss"], record["losses"][-1]["loss"]
     assert len(first) == SMALL["steps"]
-    assert all(late < 0.7 * early for early, late in zip(first, last, strict=True))
+    assert all(late < 0.8 * early for early, late in zip(first, last, strict=True))
 
 
 def test_acceptance_on_held_out_text_rises_far_above_an_untrained_heads(record: dict[str, Any]) -> None:
