@@ -96,6 +96,18 @@ bench: install
 	$(BIN)/outrider bench --prompts $(PROMPTS) --limit $(LIMIT) --modes plain,trie,prompt_lookup --concurrency 1,4 \
 		--json build/bench.json --plot build/bench.png
 
+# make bench-gpu     kernels, steps, engine and service on a CUDA device, with the environment's own torch: JSON in build/
+.PHONY: bench-gpu
+bench-gpu: export PYTHONPATH := kernels:protos:clients:tests:benchmarks:.:$(PYTHONPATH)
+bench-gpu:
+	@mkdir -p build
+	$(PYTHON) benchmarks/tree_attention.py --grid small --xqa --dense --json build/tree-attention.json
+	$(PYTHON) benchmarks/verification.py --json build/verification.json
+	$(PYTHON) benchmarks/gpu.py --modes fused invariant --json build/steps.json
+	$(PYTHON) benchmarks/serving.py --modes plain,trie --concurrency 1,8,32,64,128,256 --arrangements engine,own,shared \
+		--target '{"max_running": 256}' --json build/serving.json
+	$(PYTHON) benchmarks/parity.py --device cuda --json build/parity.json
+
 # make up            the compose stack: target, draft, Prometheus; PROFILE=observability adds Grafana and Jaeger
 PROFILE ?=
 .PHONY: up
