@@ -1,0 +1,79 @@
+"""Hidden states that captured steps keep on a GPU, against those of transformers' own forward pass on the CPU."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+import torch
+from conftest import make_tiny
+from engine_harness import engine_config, knowing_tree, make_runner, plain, request, run
+from feature_link import FeatureLink
+from hidden_states import states_of
+
+from outrider.errors import NotSupported
+from outrider.frames import DraftEvents, DraftLink, FeatureRequest
+from outrider.tree import TokenTree
+from target_service.device_steps import DeviceSteps
+from target_service.features import Features
+from target_service.model.head_projection import DraftHead
+from target_service.row_budget import StepCost
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+VOCABULARY = 211
+ROWS, SEQUENCES = 256, 16
+# The output of the first layer, and the state after the last norm.
+STATES = FeatureRequest((0, 2), 96, "float32")
+
+
+def root_only(tokens: Sequence[int], _: random.Random) -> TokenTree:
+    return TokenTree.root_only(tokens[-1])
+
+
+@pytest.mark.parametrize("drafted", [True, False], ids=["trees", "steps ahead"])
+@pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "as they are"])
+def test_captured_steps_keep_every_committed_tokens_state(drafted: bool, compiled: bool) -> None:
+    from target_service.model.captured import CapturedRunner, CaptureOptions
+    from target_service.model.preparing import LayerOptions
+
+    rng = random.Random(3)
+    prompts = [[rng.randrange(3, VOCABULARY) for _ in range(length)] for length in (1, 5, 17, 40, 90)]
+    wanted = [request(prompt, 24) for prompt in prompts]
+    teacher = make_tiny()
+    said = [plain(teacher, one) for one in wanted]
+    propose = knowing_tree([[*one.token_ids, *out] for one, out in zip(wanted, said, strict=True)], VOCABULARY, 40, 0.8)
+    options = CaptureOptions(ROWS, SEQUENCES, layers=LayerOptions(compiled=compiled), tapped=STATES.layers)
+    plain_runner = make_runner(make_tiny().cuda(), attention="triton")
+    plain_runner.draft_head = DraftHead(STATES.layers, None)
+    taken = CapturedRunner(plain_runner, options)
+    links: list[FeatureLink] = []
+
+    def connect(events: DraftEvents) -> DraftLink:
+        links.append(FeatureLink(events, propose if drafted else root_only, wanted=STATES))
+        return links[-1]
+
+    outcomes = run(
+        taken,
+        wanted,
+        connect=connect,
+        config=engine_config(prefill_chunk=16),
+        step_cost=None if drafted else StepCost([(1, 1.0), (64, 1.1)]),
+        launch=DeviceSteps(taken, max_sequences=SEQUENCES, max_rows=ROWS),
+        stagger=2,
+    )
+    assert not drafted or sum(one.finished.totals.accepted_tokens for one in outcomes) > 20
+    (link,) = links
+    assert link.steps_without == 0 and len(link.got) == len(wanted)
+    for sequence_id in link.got:
+        tokens = link.tokens[sequence_id]
+        expected = states_of(teacher, tokens[:-1], STATES.layers)
+        torch.testing.assert_close(link.stacked(sequence_id), expected, rtol=2e-3, atol=2e-3)
+
+
+def test_what_graphs_keep_is_chosen_before_they_are_captured() -> None:
+    from target_service.model.captured import CapturedRunner, CaptureOptions
+
+    taken = CapturedRunner(make_runner(make_tiny().cuda(), attention="triton"), CaptureOptions(ROWS, SEQUENCES))
+    with pytest.raises(NotSupported, match="--draft-head"):
+        Features(taken, 0).ask(STATES)
