@@ -24,8 +24,8 @@ from draft_service.training.unrolling import unroll
 from draft_service.training.validation import Acceptance, Validator
 from outrider.teaching import Reader
 
-# Steps between looks at the losses, each of which waits for the device.
-_LOOK_STEPS = 20
+# Between looks at the losses, each of which waits for the device: steps, or seconds where steps are slow.
+_LOOK_STEPS, _LOOK_SECONDS = 20, 10.0
 
 
 class TrainingDiverged(Exception):
@@ -114,7 +114,7 @@ class Trainer:
         """
         progress, began = self.progress, time.monotonic()
         first, seconds_before = progress.fraction, progress.seconds
-        validated = began
+        validated = seen = began
         sums = self._no_sums()
         looked = progress.step
         while progress.fraction < 1 and progress.step != until:
@@ -124,9 +124,10 @@ class Trainer:
             by_time = first + (1 - first) * elapsed / max(seconds, 1e-9)
             progress.fraction = max(progress.step / self._total, by_time)
             progress.seconds = seconds_before + elapsed
-            if progress.step % _LOOK_STEPS == 0 or progress.fraction >= 1 or progress.step == until:
+            due = progress.step % _LOOK_STEPS == 0 or time.monotonic() - seen > _LOOK_SECONDS
+            if due or progress.fraction >= 1 or progress.step == until:
                 self._look(sums, progress.step - looked, shown)
-                sums, looked = self._no_sums(), progress.step
+                sums, looked, seen = self._no_sums(), progress.step, time.monotonic()
                 # The last one is not ours.
                 if progress.fraction < 1 and time.monotonic() - validated > self._config.validation_seconds:
                     on_validated(self.validate())

@@ -67,6 +67,17 @@ def test_every_step_has_a_gradient_through_the_features_of_the_steps_before() ->
         assert float(head.projection.fc.weight.grad.abs().sum()) > 0, step
 
 
+def test_the_unrolled_head_compiles_as_one_graph() -> None:
+    head = make_head(fc_norm=True, norm_output=True).requires_grad_(True)
+    tokens, states = torch.tensor([text(LENGTH)]), states_of(head, LENGTH)[None]
+    compiled = torch.compile(unroll, dynamic=False, backend="aot_eager", fullgraph=True)
+    found = compiled(head, states, tokens, 3)
+    torch.testing.assert_close(found, unroll(head, states, tokens, 3))
+    found.sum().backward()
+    assert head.lm_head.weight.grad is None
+    assert head.projection.fc.weight.grad is not None
+
+
 # One more row than a piece holds, so that pieces are joined.
 @pytest.mark.parametrize("rows", [5, 8193], ids=["one piece", "two pieces"])
 def test_the_loss_and_its_gradients_are_those_of_plain_autograd(rows: int) -> None:
