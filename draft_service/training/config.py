@@ -48,7 +48,7 @@ class TrainingConfig:
     decay: float = setting(0.8, "weight of each step's loss relative to the one before")
     epochs: float = setting(6.0, "passes over the text at most")
     batch_tokens: int = setting(16384, "tokens of a batch, with padding")
-    learning_rate: float = setting(5e-4, "AdamW's, at its highest")
+    learning_rate: float = setting(1e-3, "AdamW's, at its highest")
     warmup: float = setting(0.04, "share of training until then")
     weight_decay: float = setting(0.01, "AdamW's, of matrices")
     clip: float = setting(1.0, "largest norm of a gradient")
