@@ -175,6 +175,8 @@ class Features:
                 )
             if head.layers != wanted.layers:
                 raise NotSupported(f"--draft-head reads layers {head.layers}, the draft's head {wanted.layers}")
+            if wanted.projection_fingerprint not in ("", head.fingerprint):
+                raise NotSupported("--draft-head has other weights than the draft's head")
             width = head.projection.width
         if wanted.width != width:
             raise NotSupported(f"the draft wants features {wanted.width} wide, and here they are {width}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -96,6 +97,17 @@ def save_head(
     if record is not None:
         (folder / RECORD).write_text(json.dumps(record, indent=2) + "\n")
     return folder
+
+
+def projection_fingerprint(source: str | Path) -> str:
+    """SHA-256, in hex, of the weight that fuses hidden states, as bfloat16: by it a target knows its copy of the head.
+
+    Raises:
+        HeadRefused: see `read_config`.
+    """
+    weights = Weights(source)
+    fused = weights.tensor(_names(weights)["fc.weight"])
+    return hashlib.sha256(fused.to(torch.bfloat16).contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
 def read_token_map(path: str | Path) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from draft_service.drafter import Drafter, DrafterSpec, DraftSequence, MakePart
-from draft_service.eagle.checkpoint import load_head, read_config, read_token_map
+from draft_service.eagle.checkpoint import load_head, projection_fingerprint, read_config, read_token_map
 from draft_service.eagle.config import EagleConfig
 from draft_service.eagle.head import EagleHead
 from draft_service.eagle.head_config import HeadConfig, HeadRefused
@@ -177,7 +177,14 @@ class EagleDrafter:
             layers = shape.layers_of(self._target.facts().num_layers)
         projected = config.projection == "target" and shape.kind == "eagle3"
         width = shape.hidden_size if projected else shape.num_features * shape.target_hidden_size
-        return FeatureRequest(layers, width, config.feature_dtype, projected, window=config.feature_window)
+        return FeatureRequest(
+            layers,
+            width,
+            config.feature_dtype,
+            projected,
+            window=config.feature_window,
+            projection_fingerprint=projection_fingerprint(config.head) if projected and config.head else "",
+        )
 
     def _ready(self, sequence: DraftSequence) -> bool:
         """Whether features reach the token before the root, and the cache has room."""

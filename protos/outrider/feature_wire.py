@@ -13,6 +13,7 @@ from outrider.v1 import draft_pb2, tree_pb2
 
 MAX_LAYERS = 16
 MAX_WIDTH = 131072
+_MAX_FINGERPRINT = 64
 _DTYPES = {
     tree_pb2.Tensor.D_TYPE_FLOAT32: "float32",
     tree_pb2.Tensor.D_TYPE_BFLOAT16: "bfloat16",
@@ -76,6 +77,8 @@ def request_from_pb(pb: draft_pb2.FeatureRequest, field_path: str = "features") 
         raise InvalidField(f"{field_path}.layers", f"needs 1 to {MAX_LAYERS} entries, has {len(pb.layers)}")
     if not 1 <= pb.width <= MAX_WIDTH:
         raise InvalidField(f"{field_path}.width", f"is not in 1..{MAX_WIDTH}")
+    if len(pb.projection_fingerprint) > _MAX_FINGERPRINT:
+        raise InvalidField(f"{field_path}.projection_fingerprint", f"is longer than {_MAX_FINGERPRINT} characters")
     return FeatureRequest(
         layers=tuple(pb.layers),
         width=pb.width,
@@ -83,6 +86,7 @@ def request_from_pb(pb: draft_pb2.FeatureRequest, field_path: str = "features") 
         projected=pb.projected,
         required=pb.required,
         window=pb.window,
+        projection_fingerprint=pb.projection_fingerprint,
     )
 
 
@@ -95,4 +99,5 @@ def request_to_pb(request: FeatureRequest) -> draft_pb2.FeatureRequest:
         projected=request.projected,
         required=request.required,
         window=request.window,
+        projection_fingerprint=request.projection_fingerprint,
     )

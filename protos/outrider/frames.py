@@ -41,6 +41,7 @@ class FeatureRequest:
         projected: the target applies the head's projection to the joined vectors, and sends what comes out.
         required: the drafter drafts nothing without them; one that merely drafts better is asked for drafts anyway.
         window: tokens before the root that the drafter looks back at; 0 is all.
+        projection_fingerprint: SHA-256, in hex, of the projection's weight as bfloat16; empty when unknown.
     """
 
     layers: tuple[int, ...]
@@ -49,6 +50,7 @@ class FeatureRequest:
     projected: bool = False
     required: bool = True
     window: int = 0
+    projection_fingerprint: str = ""
 
 
 @dataclass(frozen=True, slots=True)

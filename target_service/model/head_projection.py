@@ -8,6 +8,7 @@ this to the draft's own reading of every layout.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -68,6 +69,8 @@ class DraftHead:
 
     layers: tuple[int, ...]
     projection: HeadProjection | None
+    # As `FeatureRequest.projection_fingerprint`; empty without a projection.
+    fingerprint: str = ""
 
 
 def read_draft_head(source: str, target_layers: int, target_hidden: int) -> DraftHead:
@@ -97,7 +100,13 @@ def read_draft_head(source: str, target_layers: int, target_hidden: int) -> Draf
     if len(layers) != features or any(not 0 <= layer <= target_layers for layer in layers):
         raise NotSupported(f"{source}: it reads layers {layers}, fuses {features}, and the target has {target_layers}")
     layer = config.get("transformer_layer_config") or config
-    return DraftHead(layers, HeadProjection(weights, features, float(layer.get("rms_norm_eps", 1e-6))))
+    projection = HeadProjection(weights, features, float(layer.get("rms_norm_eps", 1e-6)))
+    return DraftHead(layers, projection, fingerprint_of(weights["fc.weight"]))
+
+
+def fingerprint_of(weight: Tensor) -> str:
+    """SHA-256, in hex, of a weight's elements as bfloat16."""
+    return hashlib.sha256(weight.to(torch.bfloat16).contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
 def _layers(config: Mapping[str, Any], target_layers: int) -> tuple[int, ...]:

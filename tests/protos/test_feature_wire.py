@@ -54,7 +54,9 @@ def test_a_count_follows_from_the_bytes() -> None:
 def test_what_a_drafter_wants_comes_back_equal() -> None:
     for wanted in (
         FeatureRequest((1, 5, 8), 64),
-        FeatureRequest((30,), 2, "float8_e4m3", projected=True, required=False, window=512),
+        FeatureRequest(
+            (30,), 2, "float8_e4m3", projected=True, required=False, window=512, projection_fingerprint="ab" * 32
+        ),
     ):
         info = DraftInfo("eagle", 49152, "ab" * 32, TreeLimits(63, 16), 8192, "0.1.0", wanted)
         assert info_from_pb(info_to_pb(info)) == info
@@ -111,6 +113,10 @@ WRONG_REQUESTS: dict[str, tuple[Callable[[draft_pb2.FeatureRequest], object], st
     "no width": (lambda pb: pb.ClearField("width"), "features.width"),
     "enormous width": (lambda pb: setattr(pb, "width", 1 << 30), "features.width"),
     "no type": (lambda pb: pb.ClearField("dtype"), "features.dtype"),
+    "long fingerprint": (
+        lambda pb: setattr(pb, "projection_fingerprint", "a" * 65),
+        "features.projection_fingerprint",
+    ),
 }
 
 

@@ -352,6 +352,11 @@ UNFIT = {
     "another width": (None, FeatureRequest((0, 2), 97), "96"),
     "no such layer": (None, FeatureRequest((0, 3), 96), "layer 3"),
     "other layers": ("head", FeatureRequest((0, 1), 16, projected=True), "layers"),
+    "other weights": (
+        "head",
+        FeatureRequest((0, 2), 16, projected=True, projection_fingerprint="ab" * 32),
+        "other weights",
+    ),
     "another projection": ("head", FeatureRequest((0, 2), 32, projected=True), "32 wide"),
 }
 

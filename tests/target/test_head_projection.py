@@ -11,7 +11,7 @@ import torch
 from eagle_heads import HIDDEN, KINDS, make_head
 from safetensors.torch import load_file, save_file
 
-from draft_service.eagle.checkpoint import load_head, save_head
+from draft_service.eagle.checkpoint import load_head, projection_fingerprint, save_head
 from outrider.errors import NotSupported
 from target_service.model.head_projection import read_draft_head
 
@@ -36,6 +36,7 @@ def test_the_projection_is_the_heads_own(kind: str, tmp_path: Path) -> None:
     own, read = load_head(folder), read_draft_head(str(folder), TARGET_LAYERS, HIDDEN)
     assert read.layers == own.config.layers_of(TARGET_LAYERS) == (1, 5, 8)
     assert read.projection is not None and read.projection.width == own.config.hidden_size
+    assert read.fingerprint == projection_fingerprint(folder)
     states = torch.randn(3, 5, own.projection.input_width)
     torch.testing.assert_close(read.projection(states), own.project(states), rtol=1e-5, atol=1e-5)
     halves = read.projection.to(torch.bfloat16)(states.bfloat16())
@@ -74,6 +75,17 @@ def test_the_norms_take_the_epsilon_of_the_config(tmp_path: Path) -> None:
     assert read.projection is not None
     states = torch.randn(4, own.projection.input_width)
     torch.testing.assert_close(read.projection(states), own.project(states), rtol=1e-5, atol=1e-5)
+
+
+def test_heads_are_told_apart_by_their_weights_and_not_by_their_type(tmp_path: Path) -> None:
+    folder, half, other = (saved(tmp_path / name, "eagle-3") for name in ("whole", "half", "other"))
+    for place, change in ((half, torch.Tensor.bfloat16), (other, lambda weight: weight + 0.1)):
+        tensors = load_file(place / "model.safetensors")
+        tensors["fc.weight"] = change(tensors["fc.weight"])
+        save_file(tensors, place / "model.safetensors")
+    prints = [read_draft_head(str(one), TARGET_LAYERS, HIDDEN).fingerprint for one in (folder, half, other)]
+    assert prints[0] == prints[1] != prints[2]
+    assert [projection_fingerprint(one) for one in (folder, half, other)] == prints
 
 
 @pytest.mark.parametrize(

@@ -550,6 +550,7 @@ class FeatureRequest(google.protobuf.message.Message):
     PROJECTED_FIELD_NUMBER: builtins.int
     REQUIRED_FIELD_NUMBER: builtins.int
     WINDOW_FIELD_NUMBER: builtins.int
+    PROJECTION_FINGERPRINT_FIELD_NUMBER: builtins.int
     width: builtins.int
     """width of one vector on the wire. At most 131072."""
     dtype: outrider.v1.tree_pb2.Tensor.DType.ValueType
@@ -563,6 +564,10 @@ class FeatureRequest(google.protobuf.message.Message):
     window: builtins.int
     """window is how many tokens before the root the drafter looks back at; features of earlier ones need not be sent.
     0 is all.
+    """
+    projection_fingerprint: builtins.str
+    """projection_fingerprint is the SHA-256 of the projection's weight, [width, joined], as bfloat16, in hex: a target
+    that has another head does not apply it. Empty when unknown, or when not projected.
     """
     @property
     def layers(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
@@ -580,8 +585,9 @@ class FeatureRequest(google.protobuf.message.Message):
         projected: builtins.bool = ...,
         required: builtins.bool = ...,
         window: builtins.int = ...,
+        projection_fingerprint: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["dtype", b"dtype", "layers", b"layers", "projected", b"projected", "required", b"required", "width", b"width", "window", b"window"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["dtype", b"dtype", "layers", b"layers", "projected", b"projected", "projection_fingerprint", b"projection_fingerprint", "required", b"required", "width", b"width", "window", b"window"]) -> None: ...
 
 global___FeatureRequest = FeatureRequest
 
