@@ -2,34 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from kernel_worker import INTERPRETED, work
 
 pytest.importorskip("triton")
 
 from tree_kernels.device_verification import DeviceVerifier, Mode, RowsToVerify
 
-WORKER = Path(__file__).with_name("device_verification_worker.py")
-
-
-def work(**environment: str) -> dict[str, Any]:
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(WORKER)],
-        env={**os.environ, **environment},
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-        timeout=280,
-    )
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+WORKER = "device_verification_worker.py"
 
 
 def check(found: dict[str, Any]) -> None:
@@ -40,7 +23,7 @@ def check(found: dict[str, Any]) -> None:
 
 
 def test_every_step_is_verified_as_the_loop_does() -> None:
-    check(work(TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1"))
+    check(work(WORKER, **INTERPRETED))
 
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -49,7 +32,7 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CU
 @pytest.mark.gpu
 @needs_gpu
 def test_every_step_is_verified_as_the_loop_does_on_a_gpu() -> None:
-    check(work(TRITON_INTERPRET="0"))
+    check(work(WORKER, TRITON_INTERPRET="0"))
 
 
 LAWS: dict[str, dict[str, Any]] = {

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from kernel_worker import INTERPRETED, work
 from torch.nn import functional
 
 from tree_kernels.linear import HeadRows, Norm, TorchLinears, row_linears
@@ -19,27 +15,14 @@ pytest.importorskip("triton")
 from tree_kernels._triton_linear import TritonLinears
 from tree_kernels._triton_linear_tiling import choose_linear_tiling
 
-WORKER = Path(__file__).with_name("linear_worker.py")
+WORKER = "linear_worker.py"
 CPU = torch.device("cpu")
 SHAPES = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096), (960, 576), (576, 1536)]
 
 
-def work(**environment: str) -> dict[str, Any]:
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(WORKER)],
-        env={**os.environ, **environment},
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-        timeout=280,
-    )
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
-
-
 @pytest.fixture(scope="module")
 def interpreted() -> dict[str, Any]:
-    return work(TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")
+    return work(WORKER, **INTERPRETED)
 
 
 def check(found: dict[str, Any]) -> None:
@@ -68,7 +51,7 @@ def test_no_row_depends_on_how_many_there_are(interpreted: dict[str, Any]) -> No
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_every_case_holds_on_a_gpu() -> None:
-    found = work(TRITON_INTERPRET="0")
+    found = work(WORKER, TRITON_INTERPRET="0")
     check(found)
     assert len(found["changed"]) > 4
     assert not any(found["changed"].values())

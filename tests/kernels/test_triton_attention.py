@@ -2,40 +2,23 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from kernel_worker import INTERPRETED, work
 
 pytest.importorskip("triton")
 
 from tree_kernels._triton_attention import TritonAttention, TritonSettings
 from tree_kernels.batch import AttentionBatch
 
-WORKER = Path(__file__).with_name("triton_worker.py")
-
-
-def work(**environment: str) -> dict[str, Any]:
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(WORKER)],
-        env={**os.environ, **environment},
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-        timeout=280,
-    )
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+WORKER = "triton_worker.py"
 
 
 @pytest.fixture(scope="module")
 def interpreted() -> dict[str, Any]:
-    return work(TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")
+    return work(WORKER, **INTERPRETED)
 
 
 def check(found: dict[str, Any]) -> None:
@@ -60,7 +43,7 @@ def test_every_case_equals_the_reference(interpreted: dict[str, Any]) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_every_case_equals_the_reference_on_a_gpu() -> None:
-    check(work(TRITON_INTERPRET="0"))
+    check(work(WORKER, TRITON_INTERPRET="0"))
 
 
 def uniform(rows: int, sequences: int = 1, pages: int = 40, tree: bool = True, page_size: int = 16) -> AttentionBatch:
