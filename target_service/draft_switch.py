@@ -1,8 +1,8 @@
-"""Whether to wait for drafts in the next step: by what drafted and plain steps take and yield at the present load.
+"""Whether to wait for drafts in the next step: by what drafting costs beside the rows, and what it made lately.
 
 The row budget knows what rows cost. What it cannot know is what drafting itself costs: waiting for the answer, and
-that a step with drafts cannot be prepared before the one under way has ended. Both are measured here, as the time of
-whole steps of either kind, and set against the tokens that sequences made of their drafts lately.
+that a step with drafts cannot be prepared before the one under way has ended. That overhead is measured here, as what
+whole steps with drafts take longer than plain ones of as many rows.
 """
 
 from __future__ import annotations
@@ -15,41 +15,49 @@ _ENOUGH = 8
 _SHARE = 0.1
 _BOUND = 2.0
 # Steps without drafts before the next try, from the first to the longest pause, and steps of a try.
-_FIRST_PAUSE = 16
-_LONGEST_PAUSE = 1024
+_FIRST_PAUSE = 8
+_LONGEST_PAUSE = 2048
 _TRY = 4
+# Share of the time that tries may cost in the long run.
+_TRYING_SHARE = 0.02
 # Steps for which drafts have to pay before a pause is short again.
 _RECOVERED = 16
-# Drafting has to promise this much, so that noise does not switch it.
-_MARGIN = 1.02
 # Plain steps that a draft follows along, after a drafted one and before the next.
 _FOLLOWED = 32
+# Drafting has to promise this much, so that noise does not switch it.
+_MARGIN = 1.02
 # Every so often plain steps are timed anew, a few of them.
 _REFRESH = 2048
 
 
 @dataclass(slots=True)
-class _Kind:
-    """Time of one kind of step at one load."""
+class _Load:
+    """Seconds of a plain step at one load, and what a step with drafts takes beyond its rows."""
 
-    seconds: float = 0.0
-    steps: int = 0
+    plain: float = 0.0
+    plain_steps: int = 0
+    overhead: float = 0.0
+    drafted_steps: int = 0
 
-    def observe(self, seconds: float) -> None:
-        self.steps += 1
-        if self.steps == 1:
-            self.seconds = seconds
+    def observe_plain(self, seconds: float) -> None:
+        self.plain_steps += 1
+        if self.plain_steps == 1:
+            self.plain = seconds
             return
-        ratio = min(_BOUND, max(1 / _BOUND, seconds / self.seconds))
-        self.seconds *= 1 + max(_SHARE, 1 / self.steps) * (ratio - 1)
+        ratio = min(_BOUND, max(1 / _BOUND, seconds / self.plain))
+        self.plain *= 1 + max(_SHARE, 1 / self.plain_steps) * (ratio - 1)
+
+    def observe_drafted(self, seconds: float, row_cost: float) -> None:
+        self.drafted_steps += 1
+        overhead = min(_BOUND * self.plain, max(0.0, seconds - self.plain * row_cost))
+        self.overhead += max(_SHARE, 1 / self.drafted_steps) * (overhead - self.overhead)
 
 
 class DraftSwitch:
     """Turns drafting down step by step. Loads are told apart by powers of two."""
 
     def __init__(self) -> None:
-        self._plain: dict[int, _Kind] = {}
-        self._drafted: dict[int, _Kind] = {}
+        self._loads: dict[int, _Load] = {}
         self._left = 0
         self._pause = _FIRST_PAUSE
         self._trying = False
@@ -68,29 +76,29 @@ class DraftSwitch:
 
         Args:
             load: sequences that run.
-            promised: tokens that a step with drafts makes of all of them, by what it made lately.
+            promised: tokens that drafts make of them, in the time that a plain step and the drafted rows take.
         """
-        chosen = self._choose(load, promised)
+        chosen = self._choose(self._at(load), load, promised)
         self._plain_steps = 0 if chosen else self._plain_steps + 1
         return chosen
 
-    def _choose(self, load: int, promised: float) -> bool:
-        plain, drafted = self._kinds(load)
-        if plain.steps < _ENOUGH:
+    def _choose(self, seen: _Load, load: int, promised: float) -> bool:
+        if seen.plain_steps < _ENOUGH:
             return False
         self._since_refresh += 1
         if self._since_refresh > _REFRESH:
             # Contexts grow, and with them what a plain step takes.
-            self._since_refresh, plain.steps = 0, 1
-        if drafted.steps < _ENOUGH or promised > _MARGIN * load * drafted.seconds / plain.seconds:
+            self._since_refresh, seen.plain_steps = 0, 1
+        overhead = seen.overhead / seen.plain
+        if seen.drafted_steps < _ENOUGH or promised > _MARGIN * load * (1 + overhead):
             self._trying, self._left, self._paid = False, 0, self._paid + 1
             if self._paid > _RECOVERED:
                 self._pause = _FIRST_PAUSE
             return True
         self._paid = 0
-        return self._try()
+        return self._try(overhead)
 
-    def _try(self) -> bool:
+    def _try(self, overhead: float) -> bool:
         """Whether a drafted step is due although drafts do not pay: else nobody would know that they pay again."""
         self._left -= 1
         if self._left <= 0:
@@ -98,13 +106,21 @@ class DraftSwitch:
             if self._trying:
                 self._left = _TRY
             else:
-                self._left, self._pause = self._pause, min(_LONGEST_PAUSE, 2 * self._pause)
+                longest = min(_LONGEST_PAUSE, int(_TRY * overhead / _TRYING_SHARE))
+                self._left = min(self._pause, max(1, longest))
+                self._pause = 2 * self._left
         return self._trying
 
-    def observe(self, load: int, seconds: float, *, drafted: bool) -> None:
-        """Take note of a step that only decoded."""
-        self._kinds(load)[drafted].observe(seconds)
+    def observe_plain(self, load: int, seconds: float) -> None:
+        """Take note of a step that only decoded, without drafts."""
+        self._at(load).observe_plain(seconds)
 
-    def _kinds(self, load: int) -> tuple[_Kind, _Kind]:
-        size = load.bit_length()
-        return self._plain.setdefault(size, _Kind()), self._drafted.setdefault(size, _Kind())
+    def observe_drafted(self, load: int, seconds: float, row_cost: float) -> None:
+        """Take note of a step that only decoded, and waited for drafts.
+
+        `row_cost` is what its rows take, as a multiple of what a plain step's take.
+        """
+        self._at(load).observe_drafted(seconds, row_cost)
+
+    def _at(self, load: int) -> _Load:
+        return self._loads.setdefault(load.bit_length(), _Load())

@@ -69,15 +69,19 @@ class Gathering:
         wanting = [sequence for sequence in running if self._drafting.asks(sequence)]
         pays = bool(wanting) and self._drafting.connected
         if pays and self._switch is not None:
-            gains = sum(self._live[sequence.sequence_id].record.yielded for sequence in wanting)
+            gains = sum(self._budget.promise(self._live[sequence.sequence_id].record) for sequence in wanting)
             pays = self._switch.drafts(len(running), gains + len(running) - len(wanting))
         self._drafts = pays and self._drafting.active
         return self._drafts
 
     def observe(self, load: int, seconds: float, *, drafted: bool) -> None:
         """Take note of what a step that only decoded took, from the end of the step before it."""
-        if self._switch is not None:
-            self._switch.observe(load, seconds, drafted=drafted)
+        if self._switch is None:
+            return
+        if drafted:
+            self._switch.observe_drafted(load, seconds, self._budget.step_cost)
+        else:
+            self._switch.observe_plain(load, seconds)
 
     def gather(self, schedule: Schedule) -> Gathered:
         """Wait for the draft, if that was chosen, then cut every tree to the rows that pay."""

@@ -267,7 +267,8 @@ class EngineLoop:
                 continue
             if step.gathered.drafted or item.tree.drafted:
                 self._budget.observe(item.tree, outcome.walk.accepted_rows, live.record)
-                live.record.draw(1 + len(outcome.walk.accepted_rows))
+            if step.gathered.drafted:
+                self._budget.observe_drafted(live.record, 1 + len(outcome.walk.accepted_rows))
             verdicts.append(commit(live, item.tree, outcome, compute_ns))
             self.scheduler.trim(item.sequence)
         return verdicts

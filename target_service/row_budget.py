@@ -30,9 +30,11 @@ _SEQUENCE_KEEP = 0.97
 # A sequence is taken to gain this much from drafts, for this many steps' weight, until it has shown what it gains.
 _GAIN_PRIOR = 1.3
 _GAIN_STEPS = 6.0
-# Tokens that a new sequence is taken to make of a step with drafts, and how fast that fades.
-_YIELD_PRIOR = 2.0
-_YIELD_KEEP = 0.85
+# What sequences make of drafted steps lately, seen from near and from far, and over all of them.
+_NEAR_KEEP = 0.8
+_FAR_KEEP = 0.95
+_USUAL_KEEP = 0.98
+_USUAL_PRIOR = 2.0
 # What one live step may move the cost of its size, and how far from the estimate a step is believed.
 _LIVE_SHARE = 0.1
 _LIVE_BOUND = 1.5
@@ -70,8 +72,9 @@ class SequenceRecord:
     tokens: float = _GAIN_PRIOR * _GAIN_STEPS
     # Time spent, in plain steps.
     steps: float = _GAIN_STEPS
-    # Tokens of a step that waited for drafts, lately.
-    yielded: float = _YIELD_PRIOR
+    # The same of steps that waited for drafts, over the last few and over the last dozens; 0 before the first.
+    near: float = 0.0
+    far: float = 0.0
 
     @property
     def gain(self) -> float:
@@ -87,9 +90,10 @@ class SequenceRecord:
         self.expected = self.expected * _SEQUENCE_KEEP + expected + (1 - _SEQUENCE_KEEP) * _SEQUENCE_PRIOR
         self.accepted = self.accepted * _SEQUENCE_KEEP + accepted + (1 - _SEQUENCE_KEEP) * _SEQUENCE_PRIOR
 
-    def draw(self, tokens: int) -> None:
-        """Take note of a step that waited for drafts and made `tokens`."""
-        self.yielded = self.yielded * _YIELD_KEEP + tokens * (1 - _YIELD_KEEP)
+    def draw(self, gain: float, usual: float) -> None:
+        """Take note of what a step that waited for drafts made; a new sequence is taken to make what is `usual`."""
+        self.near = (self.near or usual) * _NEAR_KEEP + gain * (1 - _NEAR_KEEP)
+        self.far = (self.far or usual) * _FAR_KEEP + gain * (1 - _FAR_KEEP)
 
     def spend(self, tokens: int, cost: float) -> None:
         """Take note of a step that made `tokens` in the time of `cost` plain steps."""
@@ -162,7 +166,9 @@ class RowBudget:
     def __init__(self, cost: StepCost | None) -> None:
         """`cost` of None takes every node that is allowed."""
         self._cost = cost
-        self._step_cost = 1.0
+        self._usual = _USUAL_PRIOR
+        # What the rows of the last step cut take, as a multiple of what a plain step's take.
+        self.step_cost = 1.0
         self.calibration = Calibration()
 
     def cut(self, offers: SequenceOf[Offer], base_rows: int, max_nodes: int, others: int = 0) -> list[TokenTree]:
@@ -182,7 +188,7 @@ class RowBudget:
         for _, index, node in ranked[:count]:
             chosen[index].add(node)
         if self._cost is not None and base_rows:
-            self._step_cost = self._cost(base_rows + count) / self._cost(base_rows)
+            self.step_cost = self._cost(base_rows + count) / self._cost(base_rows)
         return [offer.tree.cut(nodes) for offer, nodes in zip(offers, chosen, strict=True)]
 
     def _ranked(self, index: int, offer: Offer) -> list[tuple[float, int, int]]:
@@ -219,6 +225,19 @@ class RowBudget:
                 best_count, best_profit = n, profit
         return best_count
 
+    def promise(self, record: SequenceRecord) -> float:
+        """Tokens that drafts make of a sequence in the time that a plain step and its share of the rows take.
+
+        The better of two views: a run of bad luck must not end drafting, nor the past keep it from beginning again.
+        """
+        return max(record.near, record.far) or self._usual
+
+    def observe_drafted(self, record: SequenceRecord, tokens: int) -> None:
+        """Learn from a step that waited for drafts."""
+        gain = tokens / self.step_cost
+        record.draw(gain, self._usual)
+        self._usual = self._usual * _USUAL_KEEP + gain * (1 - _USUAL_KEEP)
+
     def observe_step(self, rows: int, seconds: float) -> None:
         """Learn from the time of a step that only decoded."""
         if self._cost is not None:
@@ -233,7 +252,7 @@ class RowBudget:
                 score = tree.scores[child]
                 expected += self.calibration.probability(score)
                 self.calibration.observe(score, child in accepted_rows)
-        record.spend(len(path), self._step_cost)
+        record.spend(len(path), self.step_cost)
         if expected:
             record.observe(expected, len(accepted_rows))
 
