@@ -102,7 +102,8 @@ def pack_parameters(
         top_k = top_k if top_k < vocabulary_size else 0
         filtered = drawn > 0 and (top_k > 0 or top_p < 1 or min_p > 0)
         found.append((
-            first_row, count, drawn, is_chain, seed & _MASK, position & _MASK, top_k, filtered, temperature, top_p, min_p,
+            first_row, count, drawn, is_chain, seed & _MASK, position & _MASK,
+            top_k, filtered, temperature, top_p, min_p,
         ))  # fmt: skip
     records[: len(found)] = np.array(found, dtype=_RECORD_TYPE)
     return packed
