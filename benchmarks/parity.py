@@ -151,11 +151,7 @@ def main() -> None:
         drafted = exact.answer(prompts, options.max_tokens, together=True, drafts=True)
     runs = {"float32, at once, with drafts": drafted}
     with loaded(options, options.dtype) as rounded:
-        for name, together, drafts in (
-            ("one at a time", False, False),
-            ("at once", True, False),
-            ("drafts", False, True),
-        ):
+        for name, (together, drafts) in WAYS.items():
             said = rounded.answer(prompts, options.max_tokens, together=together, drafts=drafts)
             runs[f"{options.dtype}, {name}"] = said
     results = {}

@@ -25,7 +25,7 @@ class TargetConfig:
     draft_tls_key: str = setting("", "PEM private key of that certificate")
     speculation: bool = setting(True, "ask the draft service for trees; off is a one-row tree through the same code")
     speculative_disable_queue_size: int = setting(
-        8, "stop drafting while more than this many sequences run (on again at three quarters of it)"
+        64, "stop drafting while more than this many sequences run (on again at three quarters of it)"
     )
     max_draft_nodes: int = setting(63, "drafted rows a sequence may have in one step")
     draft_wait_ms: float = setting(20.0, "longest wait for a draft that is late, per step")
