@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tree_kernels._triton_linear_kernels import add_kernel, gated_kernel, norm_kernel, rotary_kernel
 from tree_kernels._triton_linear_tiling import LinearTiling, choose_linear_tiling
-from tree_kernels.linear import HeadRows, Norm, ScaledRows
+from tree_kernels.linear_rows import HeadRows, Norm, ScaledRows
 
 # Weights are asked for 256 bytes at a time.
 _MIN_ASKED = 128

@@ -11,7 +11,6 @@ is four launches and its attention:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -19,53 +18,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from tree_kernels.kv_move import write_kv
+from tree_kernels.linear_rows import HeadRows, Norm, ScaledRows
 
-
-@dataclass(frozen=True, slots=True)
-class Norm:
-    """An RMSNorm: x * weight / sqrt(mean(x²) + epsilon). `weight` [H]."""
-
-    weight: Tensor
-    epsilon: float
-
-
-@dataclass(frozen=True, slots=True)
-class ScaledRows:
-    """Hidden rows whose norm is half done.
-
-    Attributes:
-        rows: [R, H] the hidden rows times the norm's weight.
-        squares: [R, parts] fp32; their sum over the parts is that of the hidden row's squares.
-        epsilon: of the norm.
-    """
-
-    rows: Tensor
-    squares: Tensor
-    epsilon: float
-
-    @property
-    def scale(self) -> Tensor:
-        """[R, 1] fp32: what is left to multiply with."""
-        return torch.rsqrt(self.squares.sum(1, keepdim=True) / self.rows.shape[1] + self.epsilon)
-
-
-@dataclass(frozen=True, slots=True)
-class HeadRows:
-    """Where the heads of R rows stand and go.
-
-    Attributes:
-        cosines: [R, D], of the angles that each number of a head is turned by; the halves of a head turn together.
-        sines: [R, D].
-        slots: [R] integers as in `kv_move.write_kv`: where keys and values go. On a GPU a negative one is left out.
-        key_cache: [pages, page_size, Hkv, D], contiguous.
-        value_cache: [pages, page_size, Hkv, D], contiguous.
-    """
-
-    cosines: Tensor
-    sines: Tensor
-    slots: Tensor
-    key_cache: Tensor
-    value_cache: Tensor
+__all__ = ["HeadRows", "Norm", "RowLinears", "ScaledRows", "TorchLinears", "row_linears"]
 
 
 class RowLinears(Protocol):

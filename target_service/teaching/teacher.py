@@ -12,8 +12,8 @@ from outrider.teaching import Reader, TeacherFacts, TeacherSettings, WritingOrde
 from target_service.config import TargetConfig
 from target_service.model.store import resolve
 from target_service.model.support import ModelRefused, check_supported, longest_context, tokenizer_fingerprint
-from target_service.text_reading import TextReader
-from target_service.text_writing import ChatTexts, TextWriter, writing_runner
+from target_service.teaching.reading import TextReader
+from target_service.teaching.writing import ChatTexts, TextWriter, writing_runner
 
 
 def load(settings: TeacherSettings) -> LocalTeacher:
