@@ -56,7 +56,7 @@ class DeviceSteps:
         self._count = 0
 
     def warm_up(self) -> None:
-        """Have every kernel compiled that a request may ask for, so that none waits for it. Half a minute, once."""
+        """Have every kernel compiled that a request may ask for, so that none waits for it. Seconds for each, once."""
         device, vocabulary_size = self._runner.device, self._runner.vocabulary_size
         for rows in (1, 16):
             logits = torch.zeros(rows, vocabulary_size, dtype=self._runner.dtype, device=device)
@@ -101,7 +101,8 @@ class DeviceSteps:
 
 
 class _OnDevice:
-    """A step of `DeviceSteps`. Its result and logits are good until the next but one is launched."""
+    """A step of `DeviceSteps`. Its result is good until the next but one is launched, its logits until the next: where
+    the host still has to look at them, `followable` is False and none is launched before it has."""
 
     def __init__(
         self,
@@ -123,7 +124,7 @@ class _OnDevice:
 
     @property
     def on_device(self) -> bool:
-        """Always, as far as the device is one."""
+        """Whether it runs on a GPU, while the host goes on."""
         return self._done is not None
 
     @property
