@@ -79,11 +79,14 @@ def test_captured_steps_say_what_eager_ones_say(
         assert sum(one.finished.totals.accepted_tokens for one in outcomes) > 20
 
 
-def test_rejection_by_the_device_repeats_itself(exact: tuple[ModelRunner, ModelRunner, DeviceSteps]) -> None:
-    _, taken, steps = exact
+def test_rejection_on_the_device_decides_as_on_the_host(exact: tuple[ModelRunner, ModelRunner, DeviceSteps]) -> None:
+    eager, taken, steps = exact
     wanted = requests(SamplingParams(temperature=0.9, seed=3, ignore_eos=True), VerificationMode.REJECTION)
-    first, second = (run(taken, wanted, launch=steps) for _ in range(2))
-    assert [one.token_ids for one in first] == [one.token_ids for one in second]
+    draft = drafter("knowing", wanted, run(eager, wanted))
+    host, device = run(eager, wanted, propose=draft), run(taken, wanted, propose=draft, launch=steps)
+    for one, other in zip(host, device, strict=True):
+        assert one.token_ids == other.token_ids
+        assert [v.accepted_rows for v in one.verdicts] == [v.accepted_rows for v in other.verdicts]
 
 
 def test_no_bit_depends_on_the_batch_when_that_is_asked_for() -> None:

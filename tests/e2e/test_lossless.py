@@ -20,7 +20,7 @@ from engine_harness import (
 )
 from transformers import PreTrainedModel
 
-from outrider.sampling import SamplingParams
+from outrider.sampling import SamplingParams, VerificationMode
 from target_service.row_budget import StepCost
 from target_service.sequence import SequenceRequest
 
@@ -122,6 +122,23 @@ def test_verifying_on_the_device_does_not_matter(
     drafts = drafter(draft, wanted, said)
     outcomes = run(make_runner(tiny_model), wanted, propose=drafts, config=config, stagger=2, on_device=True)
     assert [o.token_ids for o in outcomes] == said
+
+
+@pytest.mark.parametrize("temperature", [0.05, 0.9], ids=["accepting", "drawing"])
+def test_rejection_on_the_device_decides_as_on_the_host(tiny_model: PreTrainedModel, temperature: float) -> None:
+    """The same coins, the same trees: what differs would show as another token or another row."""
+    sampling = SamplingParams(temperature=temperature, top_p=0.95, seed=11, ignore_eos=True)
+    wanted = [request(prompt, 24, sampling=sampling, mode=VerificationMode.REJECTION) for prompt in prompts()]
+    said = run(make_runner(tiny_model), wanted)
+    whole = [(*one.token_ids, *outcome.token_ids) for one, outcome in zip(wanted, said, strict=True)]
+    draft = knowing_tree(whole, VOCABULARY, 16, right=0.9)
+    host, device = (run(make_runner(tiny_model), wanted, propose=draft, on_device=where) for where in (False, True))
+    for one, other in zip(host, device, strict=True):
+        assert one.token_ids == other.token_ids
+        assert [v.accepted_rows for v in one.verdicts] == [v.accepted_rows for v in other.verdicts]
+    if temperature < 0.1:
+        # Nearly greedy, so that what was said before is said again, whatever the coins.
+        assert sum(outcome.finished.totals.accepted_tokens for outcome in host) > 5
 
 
 def test_steps_ahead_and_drafted_steps_follow_each_other(
