@@ -39,8 +39,12 @@ class StepBatch:
     prefill_rows: int
 
 
-def lay_out(chunks: SequenceOf[Chunk], trees: SequenceOf[TokenTree | None], cache: KVCache) -> StepBatch:
+def lay_out(
+    chunks: SequenceOf[Chunk], trees: SequenceOf[TokenTree | None], cache: KVCache, stride: int = 1
+) -> StepBatch:
     """Build the step. `trees[i]` belongs to `chunks[i]`; only a chunk of one row may carry drafted rows.
+
+    Of the passes of a `stride`, this is the first; the pages hold the keys of all.
 
     Row r of a sequence sits in cache slot `kv_length + r`; its position is `kv_length` plus its depth. A token that
     the step under way will say is laid out as `Sequence.feed` gives it.
@@ -73,7 +77,7 @@ def lay_out(chunks: SequenceOf[Chunk], trees: SequenceOf[TokenTree | None], cach
         slots.extend(cache.slots(sequence.pages, start, rows))
         starts.append(first_row + rows)
         prefixes.append(start)
-        pages.append(sequence.pages[: cache.pages_for(start + rows)])
+        pages.append(sequence.pages[: cache.pages_for(start + rows + stride - 1)])
         parents.append(shape)
     attention = AttentionBatch(
         query_starts=tuple(starts),

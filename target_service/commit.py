@@ -25,7 +25,7 @@ class LiveSequence:
 def commit(live: LiveSequence, tree: TokenTree, outcome: Verified, compute_ns: int) -> Verdict:
     """Append what the step said, and return its verdict. The KV of its known tokens was counted at its launch."""
     sequence, walk, now = live.sequence, outcome.walk, time.monotonic_ns()
-    tokens = [*(tree.token_ids[row] for row in walk.accepted_rows), walk.next_token]
+    tokens = [*(tree.token_ids[row] for row in walk.accepted_rows), walk.next_token, *outcome.following]
     kept, finish = live.stops.cut(sequence.totals.completion_tokens, tokens)
     del tokens[kept:]
     accepted = walk.accepted_rows[:kept]
@@ -45,7 +45,7 @@ def commit(live: LiveSequence, tree: TokenTree, outcome: Verified, compute_ns: i
         queue_ns=queue_ns,
         compute_ns=compute_ns,
     )
-    sequence.step += 1
+    sequence.step += 1 + len(outcome.following)
     _count(sequence, tree, verdict, finish, now)
     return verdict
 
@@ -54,7 +54,8 @@ def _count(sequence: Sequence, tree: TokenTree, verdict: Verdict, finish: Finish
     totals = sequence.totals
     totals.first_token_ns = totals.first_token_ns or now
     totals.completion_tokens += len(verdict.token_ids)
-    totals.steps += 1
+    # Behind the accepted path and the target's own token, each token took a pass of its own.
+    totals.steps += max(1, len(verdict.token_ids) - verdict.drafted_tokens)
     totals.accepted_tokens += verdict.drafted_tokens
     if tree.drafted:
         totals.drafted_steps += 1

@@ -17,6 +17,7 @@ from target_service.batch import StepBatch, StepItem
 from target_service.kv_cache import KVCache
 from target_service.launch import HostSteps, Launched, Steps, move_on_host, verify_on_host
 from target_service.model.runner import ForwardPass, ModelRunner
+from target_service.sequence import MAX_STRIDE
 from target_service.verifier import SequenceVerifier, Verified
 from tree_kernels.device_verification import DeviceVerifier, Mode, RowsToVerify, Verdicts
 from tree_kernels.kv_move import move_accepted
@@ -51,8 +52,10 @@ class DeviceSteps:
         self._backend = backend
         self._verifier = DeviceVerifier(runner.device, runner.vocabulary_size, max_sequences, max_rows, backend=backend)
         size, on_gpu = 2 * max_sequences + max_rows, runner.device.type == "cuda"
-        pinned = [torch.zeros(size, dtype=torch.int32, pin_memory=on_gpu) for _ in range(_RESULTS)]
+        pinned = torch.zeros(_RESULTS, size, dtype=torch.int32, pin_memory=on_gpu)
         self._results = [Verdicts.over(tensor, max_sequences) for tensor in pinned]
+        # [_RESULTS, MAX_STRIDE - 1, max_sequences] int32
+        self._following = torch.zeros(_RESULTS, MAX_STRIDE - 1, max_sequences, dtype=torch.int32, pin_memory=on_gpu)
         self._count = 0
 
     def warm_up(self) -> None:
@@ -70,19 +73,27 @@ class DeviceSteps:
                 for filtered in (False, True):
                     self._verifier.sampled(*step, distributions, filtered=filtered)
 
-    def launch(self, batch: StepBatch, verifiers: SequenceOf[SequenceVerifier]) -> Launched:
+    def launch(self, batch: StepBatch, verifiers: SequenceOf[SequenceVerifier], stride: int = 1) -> Launched:
         """See `Steps.launch`."""
         pairs = zip(batch.items, verifiers, strict=True)
         rows = [_on_device(item, verifier) or RowsToVerify(0, 0) for item, verifier in pairs]
-        done = self._runner.run(batch.input, self._verifier.pack(rows))
+        parameters = self._verifier.pack(rows)
+        done = self._runner.run(batch.input, parameters)
         verdicts = self._verify(batch, rows, done)
         cache, count = self._runner.cache, len(rows)
-        move_accepted(cache.key_pool, cache.value_pool, done.slots, done.parameters, verdicts, self._backend)
-        self._runner.awaited[:count].copy_(verdicts.next_tokens[:count])
+        if any(item.tree is not None and item.tree.drafted for item in batch.items):
+            move_accepted(cache.key_pool, cache.value_pool, done.slots, done.parameters, verdicts, self._backend)
         self._count += 1
-        result = self._results[self._count % _RESULTS]
+        place = self._count % _RESULTS
+        result, following = self._results[place], self._following[place, : stride - 1, :count]
         result.tensor.copy_(verdicts.tensor, non_blocking=True)
-        return _OnDevice(cache, batch, verifiers, done.logits, result)
+        self._runner.awaited[:count].copy_(verdicts.next_tokens[:count])
+        for passes in range(1, stride):
+            done = self._runner.run_later(batch.input, passes, parameters)
+            verdicts = self._verify(batch, rows, done)
+            self._runner.awaited[:count].copy_(verdicts.next_tokens[:count])
+            following[passes - 1].copy_(verdicts.next_tokens[:count], non_blocking=True)
+        return _OnDevice(cache, batch, verifiers, done.logits, result, following)
 
     def _verify(self, batch: StepBatch, rows: SequenceOf[RowsToVerify], done: ForwardPass) -> Verdicts:
         device = (done.logits, done.token_ids, done.parents, done.parameters)
@@ -111,12 +122,15 @@ class _OnDevice:
         verifiers: SequenceOf[SequenceVerifier],
         logits: Tensor,
         result: Verdicts,
+        following: Tensor,
     ) -> None:
+        """`following` [passes after the first, sequences] are the tokens that those passes said."""
         self._cache = cache
         self._batch = batch
         self._verifiers = verifiers
         self._logits = logits
         self._result = result
+        self._following = following
         self._done: torch.cuda.Event | None = None
         if logits.is_cuda:
             self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -143,6 +157,7 @@ class _OnDevice:
         result = self._result
         counts, tokens = result.accepted_counts.tolist(), result.next_tokens.tolist()
         accepted = result.accepted_rows.tolist() if any(counts) else []
+        following = self._following.T.tolist()
         outcomes: list[Verified | None] = []
         by_host: list[Verified | None] = []
         for place, (item, verifier) in enumerate(zip(self._batch.items, self._verifiers, strict=True)):
@@ -150,7 +165,7 @@ class _OnDevice:
             by_host.append(alone)
             if item.tree is not None and verifier.on_device:
                 rows = tuple(accepted[item.first_row : item.first_row + counts[place]])
-                alone = Verified(Walk(rows, tokens[place]), ())
+                alone = Verified(Walk(rows, tokens[place]), (), tuple(following[place]))
             outcomes.append(alone)
         move_on_host(self._batch.items, by_host, self._cache)
         return outcomes
@@ -161,5 +176,6 @@ def _on_device(item: StepItem, verifier: SequenceVerifier) -> RowsToVerify | Non
     if item.tree is None or not verifier.on_device:
         return None
     sequence = item.sequence
-    step = sequence.step + (sequence.awaited is not None)
+    # Each awaited token is a step's.
+    step = sequence.step + sequence.awaited_tokens
     return verifier.rows_to_verify(item.tree, item.first_row, sequence.length, step)

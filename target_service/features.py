@@ -17,6 +17,7 @@ from outrider.errors import NotSupported
 from outrider.frames import MAX_FEATURE_BYTES, FeatureRequest, SequenceFeatures, Vectors
 from target_service.batch import StepItem
 from target_service.kept_vectors import KeptVectors
+from target_service.model.head_projection import shipped_draft_head
 from target_service.model.runner import ModelRunner
 from target_service.model.taps import Tapped
 from target_service.sequence import Sequence
@@ -47,6 +48,7 @@ class Features:
         self._stream = torch.cuda.Stream(runner.device) if runner.device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self.sent_vectors = self.sent_bytes = 0
         self._told = (0, 0)
+        self._head_is_named = runner.draft_head is not None
         if runner.draft_head is not None:
             layers, projection = runner.draft_head.layers, runner.draft_head.projection
             width = projection.width if projection is not None else runner.hidden_size * len(layers)
@@ -65,6 +67,7 @@ class Features:
         """
         self._listening = False
         if wanted is not None:
+            self._find_head(wanted)
             self._check(wanted)
         self._follow(wanted)
         self._listening = wanted is not None
@@ -73,11 +76,14 @@ class Features:
         """The draft is gone. What is kept waits for the next."""
         self._listening = False
 
+    @property
+    def taken(self) -> bool:
+        """Whether the states of every pass are taken."""
+        return self._runner.taps is not None and self._wanted is not None and (self._listening or bool(self._keep))
+
     def after_launch(self, rows: int) -> Tapped | None:
         """The states of the pass just launched, of so many rows. None when nobody wants them."""
-        if self._runner.taps is None or self._wanted is None or not (self._listening or self._keep):
-            return None
-        return self._runner.taps.take(rows)
+        return self._runner.taps.take(rows) if self._runner.taps is not None and self.taken else None
 
     def collect(
         self,
@@ -164,14 +170,25 @@ class Features:
         """The sequence has ended."""
         self._kept.pop(sequence_id, None)
 
+    def _find_head(self, wanted: FeatureRequest) -> None:
+        """Take the projection of a head that comes with Outrider, unless the operator has named one."""
+        runner = self._runner
+        if self._head_is_named or not wanted.projected:
+            return
+        runner.draft_head = shipped_draft_head(
+            wanted.projection_fingerprint, len(runner.cache.keys), runner.hidden_size
+        )
+        if runner.draft_head is not None and runner.draft_head.projection is not None:
+            runner.draft_head.projection.to(device=runner.device, dtype=runner.dtype)
+
     def _check(self, wanted: FeatureRequest) -> None:
         """Raise `NotSupported` unless this target can give what is wanted."""
         head, width = self._runner.draft_head, self._runner.hidden_size * len(wanted.layers)
         if wanted.projected:
             if head is None or head.projection is None:
                 raise NotSupported(
-                    "the draft wants its head's projection applied here, and no head is named: set --draft-head, or "
-                    "--projection draft in the draft service"
+                    "the draft wants its head's projection applied here, and no head is named: set --draft-head to the "
+                    "draft's --head, or --projection draft in the draft service"
                 )
             if head.layers != wanted.layers:
                 raise NotSupported(f"--draft-head reads layers {head.layers}, the draft's head {wanted.layers}")

@@ -42,8 +42,11 @@ class Launched(Protocol):
 class Steps(Protocol):
     """What the engine launches its steps with."""
 
-    def launch(self, batch: StepBatch, verifiers: SequenceOf[SequenceVerifier]) -> Launched:
-        """Begin a step. `verifiers[i]` belongs to `batch.items[i]`. Awaited tokens are those of the step before."""
+    def launch(self, batch: StepBatch, verifiers: SequenceOf[SequenceVerifier], stride: int = 1) -> Launched:
+        """Begin a step. `verifiers[i]` belongs to `batch.items[i]`. Awaited tokens are those of the step before.
+
+        `stride` passes are run, each feeding what the one before said; all trees are then roots alone.
+        """
 
 
 class HostSteps:
@@ -56,10 +59,10 @@ class HostSteps:
         self._followable = followable
         self._last: _OnHost | None = None
 
-    def launch(self, batch: StepBatch, verifiers: SequenceOf[SequenceVerifier]) -> Launched:
+    def launch(self, batch: StepBatch, verifiers: SequenceOf[SequenceVerifier], stride: int = 1) -> Launched:
         """See `Steps.launch`."""
         logits = self._runner.forward(replace(batch.input, token_ids=self._known(batch.input.token_ids)))
-        self._last = _OnHost(self._runner.cache, batch, verifiers, logits, self._followable)
+        self._last = _OnHost(self._runner, batch, verifiers, logits, self._followable, stride)
         return self._last
 
     def _known(self, token_ids: tuple[int, ...]) -> tuple[int, ...]:
@@ -67,7 +70,7 @@ class HostSteps:
         if min(token_ids) >= 0:
             return token_ids
         assert self._last is not None, "a token is awaited from no step"
-        said = [outcome.walk.next_token if outcome else -1 for outcome in self._last.outcomes()]
+        said = [_last_token(outcome) if outcome else -1 for outcome in self._last.outcomes()]
         return tuple(token if token >= 0 else said[-1 - token] for token in token_ids)
 
 
@@ -76,13 +79,15 @@ class _OnHost:
 
     def __init__(
         self,
-        cache: KVCache,
+        runner: ModelRunner,
         batch: StepBatch,
         verifiers: SequenceOf[SequenceVerifier],
         logits: Tensor,
         followable: bool,
+        stride: int,
     ) -> None:
-        self._cache = cache
+        self._runner = runner
+        self._stride = stride
         self._batch = batch
         self._verifiers = verifiers
         self._logits = logits
@@ -97,8 +102,28 @@ class _OnHost:
         if self._outcomes is None:
             pairs = zip(self._batch.items, self._verifiers, strict=True)
             self._outcomes = [verify_on_host(item, one, self._logits, item.first_logit) for item, one in pairs]
-            move_on_host(self._batch.items, self._outcomes, self._cache)
+            move_on_host(self._batch.items, self._outcomes, self._runner.cache)
+            for passes in range(1, self._stride):
+                self._outcomes = self._follow(self._outcomes, passes)
         return self._outcomes
+
+    def _follow(self, outcomes: SequenceOf[Verified | None], passes: int) -> list[Verified | None]:
+        """One more pass, with the token that each sequence said in it."""
+        said = [-1 if one is None else _last_token(one) for one in outcomes]
+        logits = self._runner.forward(replace(self._batch.input.later(passes), token_ids=tuple(said)))
+        followed: list[Verified | None] = []
+        for item, verifier, outcome in zip(self._batch.items, self._verifiers, outcomes, strict=True):
+            assert item.tree is not None and outcome is not None, "every sequence of a stride says a token in each pass"
+            before = [outcome.walk.next_token, *outcome.following]
+            rows = logits[item.first_logit : item.first_logit + 1]
+            sequence = item.sequence
+            said_now = verifier.verify(item.tree, rows, sequence.output + before, sequence.step + passes)
+            followed.append(replace(outcome, following=(*outcome.following, said_now.walk.next_token)))
+        return followed
+
+
+def _last_token(outcome: Verified) -> int:
+    return outcome.following[-1] if outcome.following else outcome.walk.next_token
 
 
 def verify_on_host(item: StepItem, verifier: SequenceVerifier, logits: Tensor, first: int) -> Verified | None:

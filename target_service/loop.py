@@ -14,17 +14,16 @@ from dataclasses import dataclass
 import torch
 
 from outrider.errors import QuotaExceeded
-from target_service.batch import StepBatch, lay_out
+from target_service.batch import lay_out
 from target_service.commit import LiveSequence, commit
 from target_service.device_steps import best_steps
 from target_service.draft_switch import DraftSwitch
 from target_service.drafting import Drafting, DraftingConfig
 from target_service.features import Features
 from target_service.gathering import Gathered, Gathering
-from target_service.launch import Launched, Steps
+from target_service.launch import Steps
 from target_service.model.runner import ModelRunner
-from target_service.model.taps import Tapped
-from target_service.observation import EngineObserver, StepClock, step_stats
+from target_service.observation import EngineObserver, StepClock
 from target_service.row_budget import RowBudget, SequenceRecord, StepCost
 from target_service.scheduler import Schedule, Scheduler, SchedulerConfig
 from target_service.sequence import (
@@ -36,7 +35,9 @@ from target_service.sequence import (
     SequenceTotals,
     Verdict,
 )
+from target_service.step import Step
 from target_service.stopping import StopChecker
+from target_service.stride import Stride
 from target_service.verifier import SequenceVerifier, Verified
 
 log = logging.getLogger(__name__)
@@ -54,26 +55,6 @@ class EngineConfig:
     chains: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class _Step:
-    """A step under way."""
-
-    batch: StepBatch
-    gathered: Gathered
-    launched: Launched
-    clock: StepClock
-    # Launched while the step before it ran.
-    ahead: bool
-    # Hidden states of its rows, where a drafter reads them.
-    tapped: Tapped | None
-
-    @property
-    def followable(self) -> bool:
-        """Whether it is known what every sequence will have committed, though not which token."""
-        trees = (item.tree for item in self.batch.items)
-        return self.launched.followable and not any(tree is not None and tree.drafted for tree in trees)
-
-
 class EngineLoop:
     """Every sequence under way, and the step that moves them on.
 
@@ -89,6 +70,7 @@ class EngineLoop:
         steps: Steps | None = None,
         step_cost: StepCost | None = None,
         observer: EngineObserver | None = None,
+        stride: Stride | None = None,
     ) -> None:
         """`steps` of None takes the runner's best. `step_cost` of None verifies every drafted row that is allowed, and
         waits for drafts whether they pay or not."""
@@ -110,7 +92,8 @@ class EngineLoop:
             chains=config.chains,
             switch=None if step_cost is None else DraftSwitch(),
         )
-        self._ahead: _Step | None = None
+        self._stride = stride or Stride()
+        self._ahead: Step | None = None
         self._failed: list[SequenceEvent] = []
         # When the device had ended the last step, and when its results had been dealt with; 0 after a pause.
         self._free_ns = self._ended_ns = 0
@@ -156,6 +139,7 @@ class EngineLoop:
             self._ended_ns = 0
             return self._take_failed() or None
         self._ahead = self._launch_after(step)
+        step.clock.begin_wait()
         step.launched.wait()
         step.clock.end_forward()
         outcomes = step.launched.outcomes()
@@ -167,7 +151,7 @@ class EngineLoop:
         self._observe(step, verdicts)
         return self._take_failed() + events
 
-    def _launch(self) -> _Step | None:
+    def _launch(self) -> Step | None:
         """Schedule, gather what is drafted, and launch; again and smaller, while the device has no memory for it."""
         while True:
             clock = StepClock()
@@ -180,44 +164,44 @@ class EngineLoop:
             except torch.OutOfMemoryError:
                 self._make_room(schedule)
 
-    def _launch_after(self, step: _Step) -> _Step | None:
+    def _launch_after(self, step: Step) -> Step | None:
         """Launch the step after `step` while that runs, if nobody's draft or client must see its tokens first."""
         clock, running = StepClock(), self.scheduler.running
         self._follow_load()
         waits = self._gathering.choose(running)
         if waits or not step.followable or not all(map(self._goes_on_alone, running)):
             return None
-        for place, item in enumerate(step.batch.items):
-            if item.tree is not None:
-                item.sequence.awaited = place
+        step.await_tokens()
         try:
             schedule = self.scheduler.schedule()
             if not schedule.chunks:
                 return None
-            return self._begin(schedule, self._gathering.plain(schedule), clock, ahead=True)
+            # States are taken pass by pass.
+            alone = self.features.taken
+            stride = 1 if alone else self._stride.choose(schedule, self.scheduler, self._runner.max_context)
+            return self._begin(schedule, self._gathering.plain(schedule), clock, ahead=True, stride=stride)
         except torch.OutOfMemoryError:
             # Once this step has ended there may be room.
             return None
         finally:
-            for item in step.batch.items:
-                item.sequence.awaited = None
+            step.forget_tokens()
 
     def _goes_on_alone(self, sequence: Sequence) -> bool:
         """Whether neither the host nor a client has to see the sequence's tokens before they are fed."""
         return not sequence.request.external and self.live[sequence.sequence_id].verifier.on_device
 
-    def _begin(self, schedule: Schedule, gathered: Gathered, clock: StepClock, *, ahead: bool) -> _Step:
-        batch = lay_out(schedule.chunks, gathered.trees, self._runner.cache)
+    def _begin(self, schedule: Schedule, gathered: Gathered, clock: StepClock, *, ahead: bool, stride: int = 1) -> Step:
+        batch = lay_out(schedule.chunks, gathered.trees, self._runner.cache, stride)
         clock.end_plan()
         verifiers = [self.live[item.sequence.sequence_id].verifier for item in batch.items]
-        launched = self._steps.launch(batch, verifiers)
+        launched = self._steps.launch(batch, verifiers, stride)
         # Under a load that is not drafted for, nothing is taken; when it falls, heads begin with what follows.
         tapped = self.features.after_launch(len(batch.input.token_ids)) if self.drafting.active else None
         clock.end_launch()
         for item in batch.items:
             # Whatever runs after this step finds their keys and values.
-            item.sequence.kv_length += item.known
-        return _Step(batch, gathered, launched, clock, ahead, tapped)
+            item.sequence.kv_length += item.known + stride - 1
+        return Step(batch, gathered, launched, clock, ahead, stride, tapped)
 
     def _make_room(self, schedule: Schedule) -> None:
         """Run smaller steps from now on; where the smallest did not fit, refuse the youngest of its sequences."""
@@ -234,19 +218,17 @@ class EngineLoop:
         failed, self._failed = self._failed, []
         return failed
 
-    def _observe(self, step: _Step, verdicts: SequenceOf[Verdict]) -> None:
+    def _observe(self, step: Step, verdicts: SequenceOf[Verdict]) -> None:
         """Let row budget and switch learn what steps cost, and the observer hear of the step."""
-        on_device = step.launched.on_device
-        sent = self.features.take_sent()
-        stats = step_stats(
-            step.batch, step.gathered, verdicts, step.clock, self._free_ns, on_device=on_device, features=sent
-        )
+        stats = step.stats(verdicts, self._free_ns, self.features.take_sent())
         self._free_ns, ended_ns, self._ended_ns = step.clock.forwarded, self._ended_ns, time.monotonic_ns()
         if not stats.prefill_rows:
-            self._budget.observe_step(stats.decode_rows, stats.forward_ns * 1e-9)
+            self._budget.observe_step(stats.decode_rows, stats.forward_ns * 1e-9 / step.stride)
+            seconds = (self._ended_ns - ended_ns) * 1e-9
             if ended_ns and (step.ahead or step.gathered.drafted or not step.launched.followable):
-                seconds = (self._ended_ns - ended_ns) * 1e-9
-                self._gathering.observe(stats.sequences, seconds, drafted=bool(step.gathered.drafted))
+                self._gathering.observe(stats.sequences, seconds / step.stride, drafted=bool(step.gathered.drafted))
+            if ended_ns and step.ahead:
+                self._stride.observe(step.stride, seconds, step.clock.waited_ns * 1e-9)
         if self._observer is not None:
             self._observer.on_step(stats)
 
@@ -257,7 +239,7 @@ class EngineLoop:
         if self._observer is not None and self.drafting.active != was:
             self._observer.on_speculation(self.drafting.active)
 
-    def _commit(self, step: _Step, outcomes: SequenceOf[Verified | None]) -> list[Verdict]:
+    def _commit(self, step: Step, outcomes: SequenceOf[Verified | None]) -> list[Verdict]:
         """Append what was said. Sequences that ended since the launch are passed over."""
         compute_ns = step.clock.verified - step.clock.begun
         verdicts: list[Verdict] = []
@@ -270,7 +252,8 @@ class EngineLoop:
             if step.gathered.drafted:
                 self._budget.observe_drafted(live.record, 1 + len(outcome.walk.accepted_rows))
             verdicts.append(commit(live, item.tree, outcome, compute_ns))
-            self.scheduler.trim(item.sequence)
+            if item.tree.drafted:
+                self.scheduler.trim(item.sequence)
         return verdicts
 
     def _advance(self, verdicts: SequenceOf[Verdict]) -> None:

@@ -86,19 +86,21 @@ class PrometheusObserver:
         self._fallback_steps.value += stats.fallback_sequences
         self._feature_vectors.value += stats.feature_vectors
         self._feature_bytes.value += stats.feature_bytes
-        self._steps.value += 1
+        self._steps.value += stats.passes
         self._sequence_steps.value += stats.committed_sequences
         self._generation_tokens.value += stats.committed_tokens
-        self._decode_rows.value += stats.decode_rows
-        self._prefill_rows.value += stats.prefill_rows
-        self._step_seconds.observe(stats.total_ns * _NS)
+        self._decode_rows.value += stats.decode_rows * stats.passes
+        self._prefill_rows.value += stats.prefill_rows * stats.passes
+        # Of several passes that were launched at once, the mean.
+        each = _NS / stats.passes
+        self._step_seconds.observe(stats.total_ns * each)
         self._step_rows.observe(stats.decode_rows + stats.prefill_rows)
-        self._wait.observe(stats.draft_wait_ns * _NS)
-        self._plan.observe(stats.plan_ns * _NS)
-        self._launch.observe(stats.launch_ns * _NS)
-        self._forward.observe(stats.forward_ns * _NS)
-        self._verify.observe(stats.verify_ns * _NS)
-        self._commit.observe(stats.commit_ns * _NS)
+        self._wait.observe(stats.draft_wait_ns * each)
+        self._plan.observe(stats.plan_ns * each)
+        self._launch.observe(stats.launch_ns * each)
+        self._forward.observe(stats.forward_ns * each)
+        self._verify.observe(stats.verify_ns * each)
+        self._commit.observe(stats.commit_ns * each)
 
     def on_finished(self, request: SequenceRequest, totals: SequenceTotals, outcome: str) -> None:
         metrics, trace_id = self.metrics, sampled_trace_id(request.traceparent)

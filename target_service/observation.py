@@ -30,6 +30,7 @@ class StepClock:
     def __init__(self) -> None:
         self.begun = time.monotonic_ns()
         self.planned = self.launched = self.forwarded = self.verified = self.begun
+        self._waits_since = self.begun
 
     def end_plan(self) -> None:
         """The step is laid out."""
@@ -38,6 +39,15 @@ class StepClock:
     def end_launch(self) -> None:
         """The host is free again. Where it computes the step itself, the forward pass is over too."""
         self.launched = self.forwarded = time.monotonic_ns()
+
+    def begin_wait(self) -> None:
+        """The host has nothing to do but wait for the device."""
+        self._waits_since = time.monotonic_ns()
+
+    @property
+    def waited_ns(self) -> int:
+        """How long it waited, once the forward pass has ended."""
+        return self.forwarded - self._waits_since
 
     def end_forward(self) -> None:
         """What the device has to say is there."""
@@ -56,19 +66,21 @@ def step_stats(
     free_ns: int,
     *,
     on_device: bool,
+    passes: int = 1,
     features: tuple[int, int] = (0, 0),
 ) -> StepStats:
     """The figures of a step that has been committed.
 
     `free_ns` is when the device had ended the step before: one that was launched ahead begins its forward pass then.
-    Not `on_device`, launching is the forward pass itself, and no work beside it. `features` are the vectors sent to the
+    Not `on_device`, launching is the forward pass itself, and no work beside it. `passes` were launched at once.
+    `features` are the vectors sent to the
     draft since the step before, and their bytes.
     """
     drafted = [item.tree.drafted for item in batch.items if item.tree is not None]
     now = time.monotonic_ns()
     return StepStats(
         sequences=len(batch.items),
-        committed_sequences=len(verdicts),
+        committed_sequences=sum(max(1, len(one.token_ids) - one.drafted_tokens) for one in verdicts),
         drafted_sequences=sum(count > 0 for count in drafted),
         decode_rows=batch.decode_rows,
         prefill_rows=batch.prefill_rows,
@@ -85,4 +97,5 @@ def step_stats(
         total_ns=now - max(clock.begun, free_ns),
         feature_vectors=features[0],
         feature_bytes=features[1],
+        passes=passes,
     )

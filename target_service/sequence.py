@@ -13,6 +13,9 @@ from outrider.frames import DEFAULT_TENANT
 from outrider.sampling import SamplingParams, VerificationMode
 from outrider.tree import TokenTree
 
+# Passes that are launched at once at most.
+MAX_STRIDE = 4
+
 
 @dataclass(frozen=True, slots=True)
 class SequenceRequest:
@@ -124,7 +127,7 @@ class StepStats:
     """What one engine step did, for metrics. Durations in nanoseconds."""
 
     sequences: int
-    # Sequences that committed tokens, and those of them whose tree had a drafted row.
+    # Sequences that committed tokens, once for each pass that said one, and those whose tree had a drafted row.
     committed_sequences: int
     drafted_sequences: int
     decode_rows: int
@@ -144,6 +147,8 @@ class StepStats:
     # Hidden states sent to the draft, and the bytes that they took.
     feature_vectors: int = 0
     feature_bytes: int = 0
+    # Passes launched at once, each of which is a step to whoever counts: times are those of all, rows those of one.
+    passes: int = 1
 
 
 class SequenceState(Enum):
@@ -160,7 +165,8 @@ class Sequence:
 
     Invariants: `0 <= kv_length < len(token_ids)`; the root is the last token, whose KV is not computed;
     `len(token_ids) == prompt_length + totals.completion_tokens`; pages hold at least `kv_length` tokens. While a step
-    is under way, the KV that it computes for known tokens counts as computed, and `kv_length` may be equal.
+    is under way, the KV that it computes counts as computed, also that of tokens which it will say itself: `kv_length`
+    may be equal, and with a stride of passes as much larger as passes follow the first.
     """
 
     sequence_id: int
@@ -177,6 +183,8 @@ class Sequence:
     # While a step is prepared before the one under way has ended: the place of this sequence in that one, which will
     # say the next token. None when every token is known.
     awaited: int | None = None
+    # How many tokens that step will say.
+    awaited_tokens: int = 0
 
     @property
     def prompt_length(self) -> int:
@@ -192,8 +200,8 @@ class Sequence:
 
     @property
     def length(self) -> int:
-        """Tokens of prompt and output, the awaited one included."""
-        return len(self.token_ids) + (self.awaited is not None)
+        """Tokens of prompt and output, awaited ones included."""
+        return len(self.token_ids) + self.awaited_tokens
 
     @property
     def full(self) -> bool:
@@ -201,7 +209,7 @@ class Sequence:
         return self.length - self.prompt_length >= self.request.max_tokens
 
     def feed(self, start: int, count: int) -> list[int]:
-        """Tokens `start` .. `start + count` as a step reads them: an awaited one as -1 - `awaited`."""
+        """Tokens `start` .. `start + count` as a step reads them: the last awaited one as -1 - `awaited`."""
         tokens = self.token_ids[start : start + count]
         if self.awaited is not None and len(tokens) < count:
             tokens.append(-1 - self.awaited)
@@ -209,5 +217,5 @@ class Sequence:
 
     def check(self) -> None:
         """Raise AssertionError unless the invariants hold. For tests and debug builds."""
-        assert 0 <= self.kv_length <= len(self.token_ids)
+        assert 0 <= self.kv_length < len(self.token_ids) + MAX_STRIDE
         assert len(self.token_ids) == self.prompt_length + self.totals.completion_tokens

@@ -34,10 +34,15 @@ _DEVICE_MODES = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """The outcome for one tree: the walk, and the log-probabilities of its tokens when asked for."""
+    """The outcome for one tree: the walk, and the log-probabilities of its tokens when asked for.
+
+    `following` are the tokens that further passes of the same launch said after it, of sequences that were not drafted
+    for.
+    """
 
     walk: Walk
     logprobs: tuple[TokenLogprobs, ...]
+    following: tuple[int, ...] = ()
 
 
 class SequenceVerifier:

@@ -33,6 +33,7 @@ from target_service.row_budget import StepCost
 from target_service.sampling import LogitShaper
 from target_service.scheduler import SchedulerConfig
 from target_service.sequence import SequenceFinished, SequenceRequest, Verdict
+from target_service.stride import Stride
 from tree_kernels.verification import coupled_token
 
 Propose = Callable[[Sequence[int], random.Random], TokenTree]
@@ -153,16 +154,18 @@ def run(
     followable: bool = False,
     on_device: bool = False,
     launch: Steps | None = None,
+    stride: int = 1,
 ) -> list[Outcome]:
     """Run all requests together, each joining `stagger` steps after the one before. Checks the KV cache.
 
     `followable` prepares each step before the one under way has ended, as on a device that verifies by itself;
     `on_device` does so with what such a device runs, in its plain form. `launch` takes the place of either.
+    `stride` is how many passes such steps begin with, which the engine may change.
     """
     if launch is None and on_device:
         launch = DeviceSteps(runner, max_sequences=32, max_rows=512)
     launch = launch or HostSteps(runner, followable=followable)
-    loop = EngineLoop(runner, config or engine_config(), steps=launch, step_cost=step_cost)
+    loop = EngineLoop(runner, config or engine_config(), steps=launch, step_cost=step_cost, stride=Stride(stride))
     if propose is not None:
         loop.drafting.attach(ScriptedDraft(loop.drafting, propose, late=late))
     if connect is not None:

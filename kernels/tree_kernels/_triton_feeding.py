@@ -7,6 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tree_kernels.feeding import StepIntegers
+from tree_kernels.verification_records import POSITION, RECORD
+
 _BLOCK = 256
 
 
@@ -24,3 +27,36 @@ def fill(token_ids: Tensor, awaited: Tensor) -> Tensor:
     filled = torch.empty_like(token_ids)
     _fill_kernel[(triton.cdiv(len(token_ids), _BLOCK),)](token_ids, awaited, filled, len(token_ids), BLOCK=_BLOCK)
     return filled
+
+
+@triton.jit
+def _advance_kernel(  # type: ignore[no-untyped-def]
+    token_ids, positions, slots, positions_to_verify, query_starts, prefix_lengths, page_starts, page_table,
+    sequences, last_position, PAGE_SIZE: tl.constexpr, RECORD: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One sequence a lane; see `feeding.advance`. `positions_to_verify` [B, RECORD], each record's 64 bit first."""
+    b = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    there = b < sequences
+    row = tl.load(query_starts + b, mask=there, other=0)
+    fed = there & (tl.load(query_starts + b + 1, mask=there, other=0) == row + 1)
+    key = tl.load(prefix_lengths + b, mask=fed, other=0) + 1
+    tl.store(prefix_lengths + b, key, mask=fed)
+    tl.store(token_ids + row, -1 - b, mask=fed)
+    position = tl.load(positions + row, mask=fed, other=0) + 1
+    tl.store(positions + row, tl.minimum(position, last_position), mask=fed)
+    page = tl.load(page_table + tl.load(page_starts + b, mask=fed, other=0) + key // PAGE_SIZE, mask=fed, other=0)
+    tl.store(slots + row, page * PAGE_SIZE + key % PAGE_SIZE, mask=fed)
+    low = tl.load(positions_to_verify + b * RECORD, mask=fed, other=0) + 1
+    high = tl.load(positions_to_verify + b * RECORD + 1, mask=fed, other=0)
+    tl.store(positions_to_verify + b * RECORD, low, mask=fed)
+    tl.store(positions_to_verify + b * RECORD + 1, high + tl.where(low == 0, 1, 0), mask=fed)
+
+
+def advance(step: StepIntegers, page_size: int, last_position: int) -> None:
+    """See `feeding.advance`."""
+    sequences = len(step.prefix_lengths)
+    _advance_kernel[(triton.cdiv(sequences, _BLOCK),)](
+        step.token_ids, step.positions, step.slots, step.parameters[POSITION:], step.query_starts,
+        step.prefix_lengths, step.page_starts, step.page_table, sequences, last_position,
+        PAGE_SIZE=page_size, RECORD=RECORD, BLOCK=_BLOCK,
+    )  # fmt: skip

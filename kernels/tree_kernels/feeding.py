@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
+
+from tree_kernels.verification_records import POSITION, RECORD
 
 
 def fill_awaited(token_ids: Tensor, awaited: Tensor) -> Tensor:
@@ -22,3 +26,54 @@ def fill_awaited(token_ids: Tensor, awaited: Tensor) -> Tensor:
 
         return fill(token_ids, awaited)
     return torch.where(token_ids < 0, awaited[(-1 - token_ids).clamp(min=0)], token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class StepIntegers:
+    """The integers of a step where the device reads them, each a view that stays where it is, int32.
+
+    Symbols: R rows, B sequences.
+    """
+
+    # [R] each.
+    token_ids: Tensor
+    positions: Tensor
+    slots: Tensor
+    # [any], as `verification_records.pack_parameters` lays them out, for at least B sequences.
+    parameters: Tensor
+    # [B + 1], [B] and [B].
+    query_starts: Tensor
+    prefix_lengths: Tensor
+    page_starts: Tensor
+    # [pages of all sequences]
+    page_table: Tensor
+
+
+def advance(step: StepIntegers, page_size: int, last_position: int) -> None:
+    """Make of a step in which every sequence has one row, or none, the step after it. In place.
+
+    Sequence b then feeds what it was said to say (-1 - b), one key further on in the pages that it already has.
+
+    Args:
+        step: see `StepIntegers`; the pages hold one key more than the step leaves.
+        page_size: tokens of a page.
+        last_position: largest that the model knows.
+    """
+    if step.token_ids.is_cuda:
+        # Only here: Triton may be absent.
+        from tree_kernels._triton_feeding import advance as advance_on_gpu
+
+        return advance_on_gpu(step, page_size, last_position)
+    fed = torch.nonzero(step.query_starts.diff() == 1).flatten()
+    rows = step.query_starts[fed].long()
+    step.prefix_lengths[fed] += 1
+    keys = step.prefix_lengths[fed]
+    step.token_ids[rows] = (-1 - fed).int()
+    step.positions[rows] = (step.positions[rows] + 1).clamp(max=last_position)
+    page = step.page_table[(step.page_starts[fed] + keys // page_size).long()]
+    step.slots[rows] = page * page_size + keys % page_size
+    low = step.parameters[: RECORD * len(step.prefix_lengths)].view(-1, RECORD)[:, POSITION : POSITION + 2]
+    low[fed, 0] += 1
+    # The upper half of a 64 bit position, where the lower one has come round.
+    low[fed, 1] += (low[fed, 0] == 0).int()
+    return None

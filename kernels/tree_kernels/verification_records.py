@@ -20,6 +20,8 @@ MAX_TREE_ROWS = 256
 # Pairs of one distribution: a kernel holds them all.
 MAX_SUPPORT = 64
 RECORD = 16
+# Where in a record its position begins.
+POSITION = 6
 _MASK = 2**64 - 1
 _RECORD_TYPE = np.dtype(
     [
@@ -90,7 +92,7 @@ def pack_parameters(
     packed = np.zeros(parameter_count(max_sequences, max_rows), dtype=np.int32)
     rows = packed[RECORD * max_sequences :]
     rows.fill(-1)
-    records = packed[: RECORD * max_sequences].view(_RECORD_TYPE)
+    records = records_of(packed, max_sequences)
     found = []
     for b, (first_row, count, mode, seed, position, temperature, top_k, top_p, min_p, is_chain) in enumerate(sequences):
         end = first_row + count
@@ -109,9 +111,14 @@ def pack_parameters(
     return packed
 
 
+def records_of(packed: NDArray[np.int32], sequences: int) -> NDArray[np.void]:
+    """[sequences] views of the records in packed parameters."""
+    return packed[: RECORD * sequences].view(_RECORD_TYPE)
+
+
 def unpack_parameters(packed: NDArray[np.int32], max_sequences: int) -> list[RowsToVerify]:
     """The `max_sequences` records of packed parameters."""
-    records = packed[: RECORD * max_sequences].copy().view(_RECORD_TYPE)
+    records = records_of(packed.copy(), max_sequences)
     return [
         RowsToVerify(
             first_row=int(record["first_row"]),

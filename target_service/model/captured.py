@@ -19,11 +19,11 @@ from transformers import AttentionInterface
 
 from outrider.errors import NotSupported
 from target_service.kv_cache import KVCache
-from target_service.model.buckets import Bucket, buckets_up_to, capacity, choose_bucket, padded
+from target_service.model.buckets import Bucket, buckets_up_to, choose_bucket
 from target_service.model.preparing import LayerOptions, prepare_layers
 from target_service.model.runner import ForwardInput, ForwardPass, ModelRunner, _attend, _Step
+from target_service.model.step_buffer import StepBuffer
 from target_service.model.taps import LayerTaps
-from tree_kernels._triton_attention import TritonAttention, TritonPlan, plan_integers
 from tree_kernels.feeding import fill_awaited
 from tree_kernels.verification_records import parameter_count
 
@@ -65,66 +65,6 @@ class CaptureOptions:
     max_sequences: int = 256
     layers: LayerOptions = field(default_factory=LayerOptions)
     tapped: tuple[int, ...] = ()
-
-
-class StepBuffer:
-    """The integers of one step on the device, and the plan that lies in them.
-
-    Layout: token ids, positions, slots [rows] each, then the parameters that the step is verified with, and then the
-    plan, whose pages come last, so that a step with few pages copies little.
-    """
-
-    def __init__(
-        self,
-        bucket: Bucket,
-        attention: TritonAttention,
-        device: torch.device,
-        page_size: int,
-        pages_each: int,
-        parameters: int,
-    ) -> None:
-        """`pages_each` sequence at most; `parameters` is how many integers `load` may bring along."""
-        self.bucket = bucket
-        largest = capacity(bucket, page_size, pages_each)
-        rows = bucket.rows
-        self._plan_at = 3 * rows + parameters
-        size = self._plan_at + plan_integers(largest)
-        self._attention = attention
-        on_gpu = device.type == "cuda"
-        self._host = torch.zeros(size, dtype=torch.int32, pin_memory=on_gpu)
-        self._copied = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
-        # Small writes cost numpy a fifth of what they cost torch.
-        self._head = self._host.numpy()[: 3 * rows].reshape(3, rows)
-        self._host_parameters = self._host.numpy()[3 * rows : self._plan_at]
-        self.integers = torch.zeros(size, dtype=torch.int32, device=device)
-        self.token_ids, self.positions, self.slots = self.integers[: 3 * rows].view(3, rows)
-        # [parameters] int32
-        self.parameters = self.integers[3 * rows : self._plan_at]
-        self.plan: TritonPlan = attention.plan(largest, self.integers[self._plan_at :])
-
-    def load(self, batch: ForwardInput, last_position: int, parameters: NDArray[numpy.int32] | None = None) -> None:
-        """Send a step to the device, with new parameters if there are any. Does not wait for it.
-
-        Raises:
-            ValueError: the step does not fit.
-        """
-        used = len(batch.token_ids)
-        packed = self._attention.pack(self.plan, padded(batch.attention, self.bucket))
-        if self._copied is not None:
-            # The last copy may still read the pinned memory.
-            self._copied.synchronize()
-        token_ids, positions, slots = self._head
-        token_ids[:used], token_ids[used:] = batch.token_ids, 0
-        positions[:used], positions[used:] = batch.positions, 0
-        slots[:used], slots[used:] = batch.slots, -1
-        numpy.minimum(positions, last_position, out=positions)
-        if parameters is not None:
-            self._host_parameters[:] = parameters
-        end = self._plan_at + len(packed)
-        self._host[self._plan_at : end] = packed
-        self.integers[:end].copy_(self._host[:end], non_blocking=True)
-        if self._copied is not None:
-            self._copied.record()
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,8 +137,18 @@ class CapturedRunner(ModelRunner):
         if captured is None:
             with torch.compiler.set_stance("force_eager"):
                 return super().run(batch, parameters)
-        buffer = captured.buffer
-        return ForwardPass(captured.logits, captured.token_ids, buffer.plan.parents, buffer.slots, buffer.parameters)
+        return _pass_of(captured)
+
+    @torch.inference_mode()
+    def run_later(self, first: ForwardInput, passes: int, parameters: NDArray[numpy.int32]) -> ForwardPass:
+        """See `ModelRunner.run_later`. The step moves on where it lies, and the host lays nothing out."""
+        bucket = choose_bucket(self._buckets, first.attention)
+        captured = None if bucket is None else self._captured.get(bucket)
+        if captured is None:
+            return super().run_later(first, passes, parameters)
+        captured.buffer.advance(self._last_position)
+        captured.graph.replay()
+        return _pass_of(captured)
 
     def drop_captures(self) -> None:
         """Forget every graph, and give its memory back."""
@@ -260,6 +210,8 @@ class CapturedRunner(ModelRunner):
         pages_each = self.cache.pages_for(self.max_context + bucket.rows)
         buffer = StepBuffer(bucket, self._triton, self.device, self.cache.page_size, pages_each, self._parameters)
         buffer.load(_rehearsal(buffer), self._last_position)
+        # Compiled for where this buffer's parts lie; what it changes is loaded anew by every step.
+        buffer.advance(self._last_position)
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream), torch._dynamo.config.patch(recompile_limit=_RECOMPILE_LIMIT):
             # Compiles what is to be compiled, and lets libraries allocate what they keep.
@@ -285,6 +237,11 @@ class CapturedRunner(ModelRunner):
             outrider_held=_Held(step),
         )
         return output.logits[0], token_ids
+
+
+def _pass_of(captured: _Captured) -> ForwardPass:
+    buffer = captured.buffer
+    return ForwardPass(captured.logits, captured.token_ids, buffer.plan.parents, buffer.slots, buffer.parameters)
 
 
 def _rehearsal(buffer: StepBuffer) -> ForwardInput:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy
@@ -18,6 +18,7 @@ from target_service.model.support import ModelRefused, kv_shape, longest_context
 from target_service.model.taps import LayerTaps
 from tree_kernels.attention import AttentionBatch, AttentionPlan, Backend, TreeAttention
 from tree_kernels.kv_move import write_kv
+from tree_kernels.verification_records import records_of
 
 ATTENTION = "outrider_tree"
 # Of one step.
@@ -37,6 +38,22 @@ class ForwardInput:
     slots: tuple[int, ...]
     attention: AttentionBatch
     logit_rows: tuple[int, ...]
+
+    def later(self, passes: int) -> ForwardInput:
+        """The pass so many passes after this one, if every sequence has one row here and feeds what it says.
+
+        The pages must hold the keys of all passes.
+        """
+        attention, starts = self.attention, [prefix + passes for prefix in self.attention.prefix_lengths]
+        size = attention.page_size
+        pages = zip(attention.pages, starts, strict=True)
+        return ForwardInput(
+            tuple(-1 - place for place in range(len(starts))),
+            tuple(position + passes for position in self.positions),
+            tuple(held[start // size] * size + start % size for held, start in pages),
+            replace(attention, prefix_lengths=tuple(starts)),
+            self.logit_rows,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +182,15 @@ class ModelRunner:
             self._to_device(batch.slots),
             torch.from_numpy(parameters).to(self.device),
         )
+
+    def run_later(self, first: ForwardInput, passes: int, parameters: NDArray[numpy.int32]) -> ForwardPass:
+        """Run `first.later(passes)`, whose awaited tokens are there, right after the pass before that one.
+
+        `parameters` are those of `first`; their positions move on with the passes.
+        """
+        moved = parameters.copy()
+        records_of(moved, first.attention.sequences)["position"] += numpy.uint64(passes)
+        return self.run(first.later(passes), moved)
 
     def _to_device(self, integers: Sequence[int]) -> Tensor:
         return torch.tensor(integers, dtype=torch.int32).to(self.device)

@@ -98,6 +98,7 @@ def test_output_is_plain_decoding(
 @pytest.mark.parametrize("stagger", [0, 3], ids=["together", "staggered"])
 @pytest.mark.parametrize("kv_tokens", [2048, 9 * 16], ids=["roomy", "preempting"])
 @pytest.mark.parametrize("on_device", [False, True], ids=["host", "device"])
+@pytest.mark.parametrize("stride", [1, 3])
 def test_preparing_the_next_step_early_does_not_matter(
     case: tuple[list[SequenceRequest], list[Sequence[int]]],
     tiny_model: PreTrainedModel,
@@ -105,11 +106,14 @@ def test_preparing_the_next_step_early_does_not_matter(
     stagger: int,
     kv_tokens: int,
     on_device: bool,
+    stride: int,
 ) -> None:
     wanted, said = case
     runner = make_runner(tiny_model, page_size, kv_tokens)
-    outcomes = run(runner, wanted, stagger=stagger, followable=True, on_device=on_device)
+    outcomes = run(runner, wanted, stagger=stagger, followable=True, on_device=on_device, stride=stride)
     assert [o.token_ids for o in outcomes] == said
+    # Each pass is a step to whoever counts, however many were launched at once.
+    assert all(o.finished.totals.steps == len(o.token_ids) for o in outcomes)
 
 
 @pytest.mark.parametrize("draft", ["random", "knowing"])
@@ -139,6 +143,17 @@ def test_rejection_on_the_device_decides_as_on_the_host(tiny_model: PreTrainedMo
     if temperature < 0.1:
         # Nearly greedy, so that what was said before is said again, whatever the coins.
         assert sum(outcome.finished.totals.accepted_tokens for outcome in host) > 5
+
+
+def test_rejection_with_several_passes_at_once_draws_the_same(tiny_model: PreTrainedModel) -> None:
+    sampling = SamplingParams(temperature=0.9, top_p=0.95, seed=11, ignore_eos=True)
+    wanted = [request(prompt, 24, sampling=sampling, mode=VerificationMode.REJECTION) for prompt in prompts()]
+    said = run(make_runner(tiny_model), wanted)
+    for on_device in (False, True):
+        outcomes = run(make_runner(tiny_model), wanted, followable=True, on_device=on_device, stride=4)
+        assert [o.token_ids for o in outcomes] == [o.token_ids for o in said]
+        # The first step of a stride says several tokens.
+        assert any(len(verdict.token_ids) > 1 for o in outcomes for verdict in o.verdicts)
 
 
 def test_steps_ahead_and_drafted_steps_follow_each_other(

@@ -7,8 +7,11 @@ import sys
 
 import torch
 
-from tree_kernels._triton_feeding import fill
+from tree_kernels._triton_feeding import advance, fill
+from tree_kernels.feeding import StepIntegers
+from tree_kernels.verification_records import POSITION, RECORD
 
+LAST_POSITION = 40
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -23,7 +26,43 @@ def main() -> None:
         token_ids[0] = -1 if rows % 2 else -64
         filled = fill(token_ids.to(DEVICE), awaited.to(DEVICE))
         found.append({"token_ids": token_ids.tolist(), "filled": filled.tolist()})
-    json.dump({"awaited": awaited.tolist(), "found": found}, sys.stdout)
+    json.dump({"awaited": awaited.tolist(), "found": found, "advanced": advanced()}, sys.stdout)
+
+
+def advanced() -> list[dict[str, list[list[int]]]]:
+    """Steps before and after they were moved on three times, each as the tensors of `StepIntegers` in order."""
+    generator = torch.Generator().manual_seed(1)
+    found = []
+    for page_size, rows in ((1, [1]), (4, [1, 0, 1, 1]), (16, [1] * 300)):
+        step = random_step(rows, page_size, generator)
+        before = [getattr(step, name).tolist() for name in step.__slots__]
+        moved = StepIntegers(*(getattr(step, name).to(DEVICE) for name in step.__slots__))
+        for _ in range(3):
+            advance(moved, page_size, LAST_POSITION)
+        found.append({"before": before, "after": [getattr(moved, name).tolist() for name in moved.__slots__]})
+        found[-1]["page_size"] = [[page_size]]
+    return found
+
+
+def random_step(rows: list[int], page_size: int, generator: torch.Generator) -> StepIntegers:
+    """A step of sequences of one row or none, with rows of padding behind them."""
+
+    def integers(low: int, high: int, *shape: int) -> torch.Tensor:
+        return torch.randint(low, high, shape, generator=generator, dtype=torch.int32)
+
+    count, room = len(rows), sum(rows) + 3
+    parameters = integers(0, 1000, RECORD * count)
+    # One position is about to come round.
+    parameters[POSITION] = -2
+    starts = torch.tensor([0, *rows], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    prefixes = integers(0, LAST_POSITION, count)
+    pages = (prefixes + 4) // page_size + 1
+    page_starts = (pages.cumsum(0) - pages).int()
+    table = torch.randperm(int(pages.sum()), generator=generator).int()
+    return StepIntegers(
+        integers(0, 99, room), integers(0, LAST_POSITION, room), integers(0, 99, room), parameters,
+        starts, prefixes, page_starts, table,
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

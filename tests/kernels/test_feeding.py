@@ -8,9 +8,11 @@ import pytest
 import torch
 from kernel_worker import INTERPRETED, work
 
-from tree_kernels.feeding import fill_awaited
+from tree_kernels.feeding import StepIntegers, advance, fill_awaited
 
 WORKER = "feeding_worker.py"
+# As in the worker.
+LAST_POSITION = 40
 
 
 def test_awaited_tokens_are_filled_in() -> None:
@@ -25,6 +27,24 @@ def check(said: dict[str, Any]) -> None:
     for one in said["found"]:
         token_ids = torch.tensor(one["token_ids"], dtype=torch.int32)
         assert one["filled"] == fill_awaited(token_ids, awaited).tolist()
+
+    for one in said["advanced"]:
+        step = StepIntegers(*(torch.tensor(values, dtype=torch.int32) for values in one["before"]))
+        for _ in range(3):
+            advance(step, one["page_size"][0][0], LAST_POSITION)
+        assert one["after"] == [getattr(step, name).tolist() for name in step.__slots__]
+
+
+def test_a_step_becomes_the_one_after_it() -> None:
+    """Two sequences of one row, and one of none between them; the first leaves its page."""
+    integers = [[7, 9, 0], [3, 8, 0], [13, 6, -1], [*range(16)] * 3, [0, 1, 1, 2], [3, 5, 6], [0, 2, 2], [3, 5, 1, 9]]
+    step = StepIntegers(*(torch.tensor(values, dtype=torch.int32) for values in integers))
+    advance(step, page_size=4, last_position=8)
+    assert step.token_ids.tolist() == [-1, -3, 0]
+    assert step.positions.tolist() == [4, 8, 0]
+    assert step.prefix_lengths.tolist() == [4, 5, 7]
+    assert step.slots.tolist() == [5 * 4, 9 * 4 + 3, -1]
+    assert [step.parameters[16 * b + 6].item() for b in range(3)] == [7, 6, 7]
 
 
 def test_the_kernel_fills_in_the_same() -> None:

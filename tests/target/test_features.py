@@ -97,9 +97,9 @@ def test_every_committed_token_has_its_state(
     settings, launched = dict(settings), [0, 0]
     begin = EngineLoop._begin
 
-    def counted(*arguments: Any, ahead: bool) -> Any:
+    def counted(*arguments: Any, ahead: bool, **options: Any) -> Any:
         launched[ahead] += 1
-        return begin(*arguments, ahead=ahead)
+        return begin(*arguments, ahead=ahead, **options)
 
     monkeypatch.setattr(EngineLoop, "_begin", counted)
     wanted = requests(settings.pop("sampling", GREEDY))

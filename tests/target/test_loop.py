@@ -26,10 +26,10 @@ class SmallDevice(HostSteps):
         super().__init__(runner)
         self._rows = rows
 
-    def launch(self, batch: StepBatch, verifiers: Sequence[SequenceVerifier]) -> Launched:
+    def launch(self, batch: StepBatch, verifiers: Sequence[SequenceVerifier], stride: int = 1) -> Launched:
         if len(batch.input.token_ids) > self._rows:
             raise torch.OutOfMemoryError("out of memory")
-        return super().launch(batch, verifiers)
+        return super().launch(batch, verifiers, stride)
 
 
 @pytest.mark.parametrize("rows", [8, 40])

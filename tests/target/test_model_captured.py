@@ -21,10 +21,18 @@ from target_service.model.buckets import (
     row_sizes,
     sequence_sizes,
 )
-from target_service.model.captured import CapturedRunner, StepBuffer
+from target_service.model.captured import CapturedRunner
 from target_service.model.joining import JointLinear, join_linears, share_products
 from target_service.model.runner import ForwardInput, runner_for
+from target_service.model.step_buffer import StepBuffer
 from tree_kernels.attention import AttentionBatch, TreeAttention
+from tree_kernels.verification_records import (
+    Mode,
+    RowsToVerify,
+    pack_parameters,
+    parameter_count,
+    unpack_parameters,
+)
 
 triton_attention = pytest.importorskip("tree_kernels._triton_attention")
 
@@ -54,10 +62,10 @@ def step_of(rows: tuple[int, ...], *, seed: int = 0, chunks: tuple[int, ...] = (
     return ForwardInput(tokens, tuple(positions), tuple(slots), attention, ())
 
 
-def buffer_of(bucket: Bucket, pages_each: int = 80) -> StepBuffer:
+def buffer_of(bucket: Bucket, pages_each: int = 80, parameters: int = PARAMETERS) -> StepBuffer:
     settings = triton_attention.TritonSettings(processors=4)
     attention = triton_attention.TritonAttention(torch.device("cpu"), settings)
-    return StepBuffer(bucket, attention, torch.device("cpu"), PAGE_SIZE, pages_each, PARAMETERS)
+    return StepBuffer(bucket, attention, torch.device("cpu"), PAGE_SIZE, pages_each, parameters)
 
 
 def read_back(buffer: StepBuffer) -> AttentionBatch:
@@ -138,6 +146,32 @@ def test_the_buffer_says_the_step_and_nothing_of_the_one_before(rows: tuple[int,
     assert tuple(buffer.slots[:count].tolist()) == batch.slots
     # Nothing of a row that is not there is written or looked up.
     assert buffer.slots[count:].eq(-1).all() and not buffer.token_ids[count:].any()
+
+
+@pytest.mark.parametrize("sequences", [1, 4, 33])
+def test_a_step_moves_on_where_it_lies(sequences: int) -> None:
+    """As if the step some passes later had been laid out and loaded."""
+    first, passes = step_of((1,) * sequences), 6
+    # Pages for all passes, in an order of their own.
+    attention = first.attention
+    more = [tuple(range(500 + 9 * place, 502 + 9 * place)) for place in range(sequences)]
+    pages = tuple(held + extra for held, extra in zip(attention.pages, more, strict=True))
+    first = replace(first, attention=replace(attention, pages=pages))
+    bucket = choose_bucket(BUCKETS, attention)
+    assert bucket is not None
+    buffer = buffer_of(bucket, parameters=parameter_count(64, 512))
+    wanted = [RowsToVerify(place, 1, Mode.COUPLED, 7, 2**32 - 3 + place) for place in range(sequences)]
+    buffer.load(first, 21, pack_parameters(wanted, 64, 512, 211))
+    for _ in range(passes):
+        buffer.advance(21)
+    later = first.later(passes)
+    assert read_back(buffer).prefix_lengths == padded(later.attention, bucket).prefix_lengths
+    assert buffer.token_ids[:sequences].tolist() == list(later.token_ids)
+    assert buffer.slots[:sequences].tolist() == list(later.slots) and buffer.slots[sequences:].eq(-1).all()
+    assert buffer.positions[:sequences].tolist() == [min(position, 21) for position in later.positions]
+    found = unpack_parameters(buffer.parameters.numpy(), 64)
+    assert found[:sequences] == [one._replace(position=one.position + passes) for one in wanted]
+    assert all(one.position == 0 for one in found[sequences:])
 
 
 @pytest.mark.parametrize(("rows", "chunks"), STEPS)
