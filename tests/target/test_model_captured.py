@@ -155,7 +155,7 @@ def test_a_step_moves_on_where_it_lies(sequences: int) -> None:
     # Pages for all passes, in an order of their own.
     attention = first.attention
     more = [tuple(range(500 + 9 * place, 502 + 9 * place)) for place in range(sequences)]
-    pages = tuple(held + extra for held, extra in zip(attention.pages, more, strict=True))
+    pages = tuple((*held, *extra) for held, extra in zip(attention.pages, more, strict=True))
     first = replace(first, attention=replace(attention, pages=pages))
     bucket = choose_bucket(BUCKETS, attention)
     assert bucket is not None
