@@ -79,6 +79,18 @@ def test_captured_steps_say_what_eager_ones_say(
         assert sum(one.finished.totals.accepted_tokens for one in outcomes) > 20
 
 
+@pytest.mark.parametrize("sampling", [SAMPLINGS["greedy"], SAMPLINGS["seeded"]], ids=["greedy", "seeded"])
+@pytest.mark.parametrize("stagger", [0, 3], ids=["together", "staggered"])
+def test_several_passes_at_once_say_what_single_ones_say(
+    exact: tuple[ModelRunner, ModelRunner, DeviceSteps], sampling: SamplingParams, stagger: int
+) -> None:
+    eager, taken, steps = exact
+    wanted = requests(sampling)
+    outcomes = run(taken, wanted, stagger=stagger, launch=steps, stride=4)
+    assert [one.token_ids for one in outcomes] == [one.token_ids for one in run(eager, wanted)]
+    assert any(len(verdict.token_ids) > 1 for one in outcomes for verdict in one.verdicts)
+
+
 def test_rejection_on_the_device_decides_as_on_the_host(exact: tuple[ModelRunner, ModelRunner, DeviceSteps]) -> None:
     eager, taken, steps = exact
     wanted = requests(SamplingParams(temperature=0.9, seed=3, ignore_eos=True), VerificationMode.REJECTION)
