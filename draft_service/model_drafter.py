@@ -23,6 +23,7 @@ from draft_service.neural.tail_attention import Attend
 from draft_service.neural.threads import in_passing_thread
 from draft_service.neural.tree_drafting import Extension, Followed, RowOutput, TreeDrafting, Wanted
 from outrider.errors import NotSupported
+from outrider.model_store import model_source
 from outrider.sampling import VerificationMode
 from outrider.settings import SettingsError, setting
 from outrider.tree import TokenTree
@@ -38,7 +39,10 @@ _TOLERANCE = 0.1
 class ModelConfig(NeuralConfig):
     """Settings of the model drafter: flags, environment (`OUTRIDER_MODEL_*`) or the `[model]` table."""
 
-    draft_model: str = setting("", "folder or hub id of a causal language model with the target's vocabulary")
+    draft_model: str = setting(
+        "",
+        "causal language model with the target's vocabulary: a name from `outrider model list`, a folder, or a hub id",
+    )
 
 
 def _attend(
@@ -101,12 +105,16 @@ class ModelDrafter:
     def __init__(self, config: ModelConfig) -> None:
         """Reads the model's configuration; its weights follow in `start`.
 
-        Raises `SettingsError` when no model is named, and `NotSupported` for one that cannot draft.
+        Raises `SettingsError` when no model is named, `UnknownModel` when there is none of that name, and
+        `NotSupported` for one that cannot draft.
         """
         if not config.draft_model:
-            raise SettingsError("the model drafter needs a draft_model: a folder or a hub id")
+            raise SettingsError(
+                "the model drafter needs a draft_model: a name from `outrider model list`, a folder or a hub id"
+            )
         self._config = config
-        settings = _settings_of(config.draft_model)
+        self._source = model_source(config.draft_model)
+        settings = _settings_of(self._source)
         self.limits = config.tree.limits
         # Trees must not reach past the end of position tables.
         longest = int(getattr(settings, "max_position_embeddings", config.max_context + config.num_steps))
@@ -166,7 +174,7 @@ class ModelDrafter:
         if config.threads:
             torch.set_num_threads(config.threads)
         model: Any = AutoModelForCausalLM.from_pretrained(
-            config.draft_model, dtype=getattr(torch, config.dtype), use_safetensors=True
+            self._source, dtype=getattr(torch, config.dtype), use_safetensors=True
         )
         model = model.to(config.device).eval().requires_grad_(False)
         expected = _own_hidden(model)

@@ -31,7 +31,9 @@ class TargetConfig:
     draft_wait_ms: float = setting(20.0, "longest wait for a draft that is late, per step")
     draft_failures_to_open: int = setting(3, "late drafts in a row after which a sequence's draft is not waited for")
     draft_head: str = setting(
-        "", "folder or hub id of the EAGLE head that the draft runs, whose projection is applied here; none when empty"
+        "",
+        "EAGLE head that the draft runs, whose projection is applied here: a name from `outrider head list`, a folder, "
+        "or a hub id; when empty, one that comes with Outrider is found once a draft asks for it, if steps run eagerly",
     )
     feature_window: int = setting(512, "hidden states of a sequence that are kept for a draft that connects late")
     row_budget: str = setting(

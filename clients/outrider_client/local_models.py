@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
+
+from outrider.errors import UnknownModel
+from outrider.model_store import stored_folder
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-_STORE = "target_service.model.store"
 _TOKENIZER = "tokenizer.json"
-_LOOKUP_SECONDS = 60.0
 
 
 class ModelMissing(Exception):
@@ -52,15 +52,10 @@ def model_path(model: str) -> Path:
         return folder
     if "/" in model:
         return _from_hub_cache(model)
-    # A process of its own: clients import nothing of the services.
-    found = subprocess.run(
-        [sys.executable, "-m", _STORE, "path", model], capture_output=True, text=True, timeout=_LOOKUP_SECONDS
-    )
-    lines = found.stdout.strip().splitlines()
-    if found.returncode != 0 or not lines:
-        reason = found.stderr.strip().splitlines()
-        raise ModelMissing(f"{model} is not on this machine: {reason[-1] if reason else 'not in the model store'}")
-    return Path(lines[-1])
+    try:
+        return stored_folder(model)
+    except UnknownModel as error:
+        raise ModelMissing(f"{model} is not on this machine: {error.message}") from None
 
 
 def _from_hub_cache(hub_id: str) -> Path:

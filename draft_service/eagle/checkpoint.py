@@ -94,6 +94,8 @@ def save_head(
         tensors["t2d"] = torch.zeros(config.vocab_size, dtype=torch.bool).index_fill_(0, ids, True)
     (folder / "config.json").write_text(json.dumps(published_config(config), indent=2) + "\n")
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    # safetensors lets nobody else read it, and the service that will may run as another user.
+    (folder / "model.safetensors").chmod((folder / "config.json").stat().st_mode)
     if record is not None:
         (folder / RECORD).write_text(json.dumps(record, indent=2) + "\n")
     return folder
@@ -162,7 +164,9 @@ def _borrow(
     """Take from the target what the head does not carry."""
     missing = [name for name in (_EMBEDDING, _LM_HEAD) if name not in tensors]
     if missing and target is None:
-        raise HeadRefused(f"the head has no {' and no '.join(missing)}: name its target to take them from")
+        raise HeadRefused(
+            f"the head has no {' and no '.join(missing)}: name its target to take them from (--embeddings)"
+        )
     if missing and target is not None and config.hidden_size != config.target_hidden_size:
         raise HeadRefused(f"the head has no {missing[0]}, and the target's has another width")
     if target is not None and _EMBEDDING in missing:

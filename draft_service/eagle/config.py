@@ -12,9 +12,14 @@ from outrider.settings import SettingsError, setting
 class EagleConfig(NeuralConfig):
     """Settings of the EAGLE drafter: flags, environment (`OUTRIDER_EAGLE_*`) or the `[eagle]` table."""
 
-    head: str = setting("", "folder or hub id of the head, in any published layout; safetensors only")
+    head: str = setting(
+        "smollm2-135m-instruct",
+        "head: a name from `outrider head list`, a folder, or a hub id, in any published layout; safetensors only",
+    )
     embeddings: str = setting(
-        "", "folder or hub id of the target, for what the head does not carry; empty asks the head's record"
+        "",
+        "target, for what the head does not carry: a name from `outrider model list`, a folder, or a hub id; "
+        "empty asks the head's record",
     )
     token_map: str = setting("", "JSON or safetensors file of the only token ids to draft (FR-Spec); all when empty")
     projection: str = setting("target", "who fuses the target's hidden states", choices=("target", "draft"))

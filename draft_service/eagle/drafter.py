@@ -8,7 +8,6 @@ overwritten by the next.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -27,13 +26,13 @@ from draft_service.neural.captured import drafting_on
 from draft_service.neural.tail_attention import Attend
 from draft_service.neural.threads import in_passing_thread
 from draft_service.neural.tree_drafting import Extension, Followed, RowOutput, TreeDrafting, Wanted
-from outrider.errors import InvalidField
+from outrider.errors import InvalidField, UnknownModel
 from outrider.frames import FeatureRequest
+from outrider.heads import head_source
+from outrider.model_store import model_source
 from outrider.sampling import VerificationMode
 from outrider.settings import SettingsError
 from outrider.tree import TokenTree
-
-log = logging.getLogger(__name__)
 
 
 class HeadNetwork:
@@ -76,14 +75,19 @@ class EagleDrafter:
 
         Raises:
             SettingsError: no head is named.
-            HeadRefused: it cannot be served.
+            NotSupported: there is no such head, or it cannot be served.
+            UnknownModel: there is no such target.
         """
         if head is None and not config.head:
-            raise SettingsError("the eagle drafter needs a head: a folder or a hub id")
+            raise SettingsError(
+                "the eagle drafter needs a head: a name from `outrider head list`, a folder or a hub id"
+            )
         self._config = config
         self._head = head
-        shape = read_config(config.head) if head is None else head.config
-        self._target = _target_of(config, shape)
+        # Empty where the head was given.
+        self._source = head_source(config.head) if head is None else ""
+        shape = read_config(self._source) if head is None else head.config
+        self._target, self._no_target = _target_of(config, shape)
         self.limits = config.tree.limits
         self.max_context = config.max_context
         self.vocabulary_size = shape.vocab_size
@@ -158,15 +162,20 @@ class EagleDrafter:
         if config.threads:
             torch.set_num_threads(config.threads)
         if self._head is None:
-            self._head = load_head(
-                config.head,
-                target=self._target,
-                token_map=read_token_map(config.token_map) if config.token_map else None,
-                dtype=getattr(torch, config.dtype),
-                device=config.device,
-            )
+            self._head = self._loaded()
         self._drafting = drafting_on(HeadNetwork(self._head), config)
         self._warm_up()
+
+    def _loaded(self) -> EagleHead:
+        config = self._config
+        token_map = read_token_map(config.token_map) if config.token_map else None
+        dtype = getattr(torch, config.dtype)
+        try:
+            return load_head(self._source, target=self._target, token_map=token_map, dtype=dtype, device=config.device)
+        except HeadRefused as refused:
+            if not self._no_target:
+                raise
+            raise HeadRefused(f"{refused}; the one that its record names is not here: {self._no_target}") from None
 
     def _request(self, shape: HeadConfig) -> FeatureRequest:
         config = self._config
@@ -183,7 +192,7 @@ class EagleDrafter:
             config.feature_dtype,
             projected,
             window=config.feature_window,
-            projection_fingerprint=projection_fingerprint(config.head) if projected and config.head else "",
+            projection_fingerprint=projection_fingerprint(self._source) if projected and self._source else "",
         )
 
     def _ready(self, sequence: DraftSequence) -> bool:
@@ -232,15 +241,16 @@ class EagleDrafter:
         self._rows = 0
 
 
-def _target_of(config: EagleConfig, shape: HeadConfig) -> TargetCheckpoint | None:
-    """The target's checkpoint, where one is named; what a head's record names need not be here."""
+def _target_of(config: EagleConfig, shape: HeadConfig) -> tuple[TargetCheckpoint | None, str]:
+    """The target's checkpoint, where one is named. What a head's record names need not be here: then why it is not."""
     if config.embeddings:
-        return TargetCheckpoint(config.embeddings)
+        return TargetCheckpoint(model_source(config.embeddings)), ""
+    if not shape.target:
+        return None, ""
     try:
-        return TargetCheckpoint(shape.target) if shape.target else None
-    except HeadRefused as refused:
-        log.info("the target that the head was made for is not here: %s", refused)
-        return None
+        return TargetCheckpoint(model_source(shape.target)), ""
+    except (HeadRefused, UnknownModel) as refused:
+        return None, refused.message
 
 
 def _create(config: EagleConfig, _: MakePart) -> Drafter:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from outrider.errors import NotSupported
+from outrider.heads import head_source, shipped_heads
 
 _INDEX = "model.safetensors.index.json"
 # Beside `fc`, what may stand before it: norms of each state (EAGLE-3.1), or one of all joined.
@@ -77,15 +78,16 @@ def read_draft_head(source: str, target_layers: int, target_hidden: int) -> Draf
     """Read a head's layers and projection.
 
     Args:
-        source: a folder with config.json and safetensors in any published layout, or a hub id, which is fetched.
+        source: the name of a head that comes with Outrider, a folder with config.json and safetensors in any published
+            layout, or a hub id, which is fetched.
         target_layers: decoder layers of the target.
         target_hidden: width of its hidden states.
 
     Raises:
-        NotSupported: it is no EAGLE head in safetensors, or does not fit the target.
-        OSError: there is no such folder and no such model on the hub.
+        NotSupported: it is no EAGLE head in safetensors, or does not fit the target; or there is no such name.
+        OSError: there is no such model on the hub.
     """
-    folder = _folder(source)
+    folder = _folder(head_source(source))
     config: dict[str, Any] = json.loads((folder / "config.json").read_text())
     names, weights = _weights(folder)
     if not any(name.endswith(".hidden_norm.weight") for name in names):
@@ -102,6 +104,20 @@ def read_draft_head(source: str, target_layers: int, target_hidden: int) -> Draf
     layer = config.get("transformer_layer_config") or config
     projection = HeadProjection(weights, features, float(layer.get("rms_norm_eps", 1e-6)))
     return DraftHead(layers, projection, fingerprint_of(weights["fc.weight"]))
+
+
+def shipped_draft_head(fingerprint: str, target_layers: int, target_hidden: int) -> DraftHead | None:
+    """The head that comes with Outrider and whose projection has this fingerprint, if there is one. None for an empty
+    fingerprint. Sizes as in `read_draft_head`."""
+    for shipped in shipped_heads() if fingerprint else ():
+        try:
+            head = read_draft_head(str(shipped.folder), target_layers, target_hidden)
+        except NotSupported:
+            # Made for another target.
+            continue
+        if head.fingerprint == fingerprint:
+            return head
+    return None
 
 
 def fingerprint_of(weight: Tensor) -> str:

@@ -195,7 +195,7 @@ def main(arguments: list[str] | None = None) -> int:
         verbs.add_parser(verb, help=help_text).add_argument("name")
     verbs.add_parser("list", help="known models, and which are here")
     asked = parser.parse_args(arguments)
-    out, errors = Console(soft_wrap=True, highlight=False), Console(stderr=True)
+    out, errors = Console(soft_wrap=True, highlight=False), Console(stderr=True, soft_wrap=True)
     if asked.verb == "list":
         for known in KNOWN_MODELS.values():
             here = "here" if (local_folder(known.name) / "config.json").exists() else "not pulled"
@@ -210,7 +210,7 @@ def main(arguments: list[str] | None = None) -> int:
         errors.print(str(error), markup=False)
         return 1
     if not folder.is_dir():
-        errors.print(f"{asked.name} is not pulled", markup=False)
+        errors.print(f"{asked.name} is not pulled; `outrider model pull {asked.name}` fetches it", markup=False)
         return 1
     out.print(str(folder), markup=False)
     return 0

@@ -207,4 +207,4 @@ def test_settings_that_cannot_be_are_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(SettingsError):
         EagleConfig(**(SETTINGS | settings))
     with pytest.raises(SettingsError, match="needs a head"):
-        EagleDrafter(EagleConfig())
+        EagleDrafter(EagleConfig(head=""))

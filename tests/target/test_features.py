@@ -21,6 +21,7 @@ from draft_service.eagle.checkpoint import load_head, save_head
 from draft_service.features import read_vectors
 from outrider.errors import NotSupported
 from outrider.frames import DraftEvents, DraftLink, FeatureRequest
+from outrider.heads import ShippedHead
 from outrider.sampling import SamplingParams
 from outrider.tree import TokenTree
 from target_service.features import Features, encode
@@ -370,6 +371,22 @@ def test_what_the_target_cannot_give_is_refused_with_the_reason(
         runner.draft_head = read_draft_head(str(head_in(tmp_path)), LAYERS, HIDDEN)
     with pytest.raises(NotSupported, match=reason):
         Features(runner, 0).ask(form)
+
+
+def test_a_head_that_comes_with_outrider_needs_no_flag(
+    tiny_model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = head_in(tmp_path)
+    shipped = ShippedHead("tiny", folder, "")
+    monkeypatch.setattr("target_service.model.head_projection.shipped_heads", lambda: (shipped,))
+    own = read_draft_head(str(folder), LAYERS, HIDDEN)
+    runner = make_runner(tiny_model)
+    features = Features(runner, 0)
+    features.ask(FeatureRequest((0, 2), 16, projected=True, projection_fingerprint=own.fingerprint))
+    assert runner.draft_head is not None and runner.draft_head.fingerprint == own.fingerprint
+    # Another draft's head is not mistaken for it.
+    with pytest.raises(NotSupported, match="--draft-head"):
+        features.ask(FeatureRequest((0, 2), 16, projected=True, projection_fingerprint="ab" * 32))
 
 
 @pytest.mark.parametrize("required", [True, False])
