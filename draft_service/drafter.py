@@ -141,12 +141,17 @@ MakePart = Callable[[str], Drafter]
 
 @dataclass(frozen=True, slots=True)
 class DrafterSpec:
-    """How a drafter is configured and made. `section` names its table in the configuration file."""
+    """How a drafter is configured and made.
+
+    `section` names its table in the configuration file; `parts` tells from its settings which listed drafters it is
+    made of.
+    """
 
     name: str
     section: str
     config: type[Any]
     create: Callable[[Any, MakePart], Drafter]
+    parts: Callable[[Any], Sequence[str]] = lambda _: ()
 
 
 # Name -> module that holds SPEC. Imported on use, so that one drafter's dependencies never burden another.

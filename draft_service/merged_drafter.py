@@ -34,7 +34,7 @@ from outrider.tree import MAX_ROWS, TokenTree
 class MergedConfig:
     """Settings of the merged drafter: flags, environment (`OUTRIDER_MERGED_*`) or the `[merged]` table.
 
-    The drafters that are merged have theirs from the environment and from their own tables.
+    The drafters that are merged have theirs from the same sources; a flag that several have is for each of them.
     """
 
     merged_drafters: str = setting("eagle,trie", "drafters to merge, comma-separated; the first goes first where one")
@@ -191,4 +191,4 @@ def _create(config: MergedConfig, make: MakePart) -> Drafter:
     return (MergedCorpusDrafter if learns else MergedDrafter)(config, parts)
 
 
-SPEC = DrafterSpec("merged", "merged", MergedConfig, _create)
+SPEC = DrafterSpec("merged", "merged", MergedConfig, _create, parts=lambda config: config.names)

@@ -8,6 +8,7 @@ import logging
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 
@@ -126,15 +127,27 @@ def run_service(arguments: Sequence[str]) -> int:
     path_name = os.environ.get(CONFIG_VARIABLE)
     try:
         # Which flags there are depends on the drafter, so that one is found out first.
-        known, _ = parser.parse_known_args([word for word in arguments if word not in ("-h", "--help")])
+        words = [word for word in arguments if word not in ("-h", "--help")]
+        known, _ = parser.parse_known_args(words)
         path = known.config or (Path(path_name) if path_name else None)
         config = load(DraftConfig, "draft", known, os.environ, path)
-        add_flags(parser, drafter_spec(config.drafter).config)
+        _add_drafter_flags(parser, words, config.drafter, path)
         flags = parser.parse_args(arguments)
-        # Flags are the named drafter's; what it is made of has its settings from environment and file.
-        settings_of = partial(drafter_config, environment=os.environ, path=path)
-        drafter = create(config.drafter, settings_of(config.drafter, flags), settings_of)
+        settings_of = partial(drafter_config, flags=flags, environment=os.environ, path=path)
+        drafter = create(config.drafter, settings_of(config.drafter), settings_of)
         configure_logging(config.log_level)
         return run(serve(config, drafter))
     except (SettingsError, OutriderError) as error:
         parser.exit(2, f"{parser.prog}: error: {error}\n")
+
+
+def _add_drafter_flags(parser: argparse.ArgumentParser, words: Sequence[str], drafter: str, path: Path | None) -> None:
+    """The flags of a drafter and of those that it is made of. One that several have is for each of them."""
+    spec = drafter_spec(drafter)
+    add_flags(parser, spec.config)
+    known, _ = parser.parse_known_args(words)
+    added = {field.name for field in fields(spec.config)}
+    for part in spec.parts(drafter_config(drafter, known, os.environ, path)):
+        config = drafter_spec(part).config
+        add_flags(parser, config, added)
+        added |= {field.name for field in fields(config)}

@@ -19,7 +19,7 @@ import dataclasses
 import tomllib
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -80,9 +80,10 @@ def _convert(kind: type[Any], value: object) -> Any:
     return value
 
 
-def add_flags(parser: argparse.ArgumentParser, config: type[Any]) -> None:
-    """Add `--field-name` for every field, with its help and default. A flag not given leaves no trace."""
-    for field in dataclasses.fields(config):
+def add_flags(parser: argparse.ArgumentParser, config: type[Any], but: Collection[str] = ()) -> None:
+    """Add `--field-name` for every field, with its help and default, `but` for those named so. A flag not given leaves
+    no trace."""
+    for field in (field for field in dataclasses.fields(config) if field.name not in but):
         flag = "--" + field.name.replace("_", "-")
         kind, _ = _type_of(config, field.name)
         shown = "none" if field.default is None else field.default

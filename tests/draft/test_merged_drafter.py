@@ -16,6 +16,7 @@ from draft_service.merged_drafter import MergedConfig, MergedDrafter, merge_tree
 from draft_service.ngram_config import TrieConfig
 from draft_service.ngram_drafter import NgramDrafter
 from draft_service.prompt_lookup import PromptLookupConfig, PromptLookupDrafter
+from draft_service.service import run_service
 from outrider.errors import NotSupported, UnknownCorpus
 from outrider.frames import TreeLimits
 from outrider.sampling import SamplingParams, VerificationMode
@@ -183,3 +184,21 @@ def test_it_is_made_by_name_from_the_settings_of_its_parts() -> None:
 def test_figures_of_all_parts_are_there() -> None:
     stats: Sequence[Mapping[str, float]] = [trie_and_head()[0].stats()]
     assert {"eagle_feature_rows_total", "trie_learnt_tokens_total"} <= stats[0].keys()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--head", "absent"), "absent: no such folder"),
+        (("--merged-drafters", "prompt_lookup,random", "--lookup-min", "0"), "lookup"),
+        (("--merged-drafters", "prompt_lookup,random", "--head", "absent"), "unrecognized arguments: --head"),
+        # Which both have.
+        (("--num-draft-tokens", "0"), "num_draft_tokens"),
+    ],
+    ids=["of-the-first", "of-the-second", "of-neither", "of-both"],
+)
+def test_flags_reach_the_parts(words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        run_service(["--drafter", "merged", *words])
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
