@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 from gpu_machine import describe
-from serving import read_prompts
+from workload import read_prompts
 
 from outrider.sampling import SamplingParams, VerificationMode
 from target_service.assembly import assemble, load_model

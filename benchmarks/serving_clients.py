@@ -8,14 +8,23 @@ import time
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
-# Prompts of one wave and their number of tokens, whether drafts are wanted, and the tenant.
-_Order = tuple[list[tuple[int, ...]], int, bool, str]
+from serving_figures import Answer, Share
+from workload import Prompt
+
+
+class _Order(NamedTuple):
+    """Requests for one process: (prompt, tokens) each, so many in flight; drafts wanted or not, and the tenant."""
+
+    requests: list[tuple[Prompt, int]]
+    slots: int
+    speculate: bool
+    tenant: str
 
 
 class Clients:
-    """Sends waves of requests and counts what comes back."""
+    """Sends requests and notes what comes back, and when."""
 
     def __init__(self, address: str, processes: int) -> None:
         self._address = address
@@ -38,17 +47,28 @@ class Clients:
             worker.join(10)
 
     def wave(
-        self, prompts: Sequence[tuple[int, ...]], max_tokens: int, *, speculate: bool, tenant: str
-    ) -> tuple[float, int]:
-        """Seconds until the last answer has ended, and tokens said."""
-        count = len(self._workers)
-        shares = [list(prompts[index::count]) for index in range(count)]
+        self, prompts: Sequence[Prompt], max_tokens: int, *, speculate: bool, tenant: str
+    ) -> tuple[float, list[Answer]]:
+        """All at once. Seconds until the last answer has ended, and the answers."""
         begin = time.perf_counter()
-        for (_, pipe), share in zip(self._workers, shares, strict=True):
-            if share:
-                pipe.send((share, max_tokens, speculate, tenant))
-        answers = [pipe.recv() for (_, pipe), share in zip(self._workers, shares, strict=True) if share]
-        return time.perf_counter() - begin, sum(answers)
+        shares = self._run([(ids, max_tokens) for ids in prompts], len(prompts), speculate, tenant)
+        return time.perf_counter() - begin, [answer for share in shares for answer in share.answers]
+
+    def closed(
+        self, requests: Sequence[tuple[Prompt, int]], concurrency: int, *, speculate: bool, tenant: str
+    ) -> list[Share]:
+        """`concurrency` in flight: where an answer ends, the same process begins its next request."""
+        return self._run(requests, concurrency, speculate, tenant)
+
+    def _run(self, requests: Sequence[tuple[Prompt, int]], slots: int, speculate: bool, tenant: str) -> list[Share]:
+        used = min(len(self._workers), slots)
+        orders = [
+            _Order(list(requests[index::used]), slots // used + (index < slots % used), speculate, tenant)
+            for index in range(used)
+        ]
+        for (_, pipe), order in zip(self._workers, orders, strict=False):
+            pipe.send(order)
+        return [Share(order.slots, pipe.recv()) for (_, pipe), order in zip(self._workers, orders, strict=False)]
 
 
 def _serve(address: str, pipe: Connection) -> None:
@@ -70,20 +90,29 @@ async def _answer_orders(address: str, pipe: Connection) -> None:
             order: _Order | None = await asyncio.to_thread(pipe.recv)
             if order is None:
                 return
-            prompts, *how = order
-            pipe.send(sum(await asyncio.gather(*(_ask(stub, ids, *how) for ids in prompts))))
+            waiting, answers = iter(order.requests), list[Answer]()
+            slots = (_slot(stub, waiting, order, answers) for _ in range(order.slots))
+            await asyncio.gather(*slots)
+            pipe.send(answers)
 
 
-async def _ask(stub: Any, ids: tuple[int, ...], max_tokens: int, speculate: bool, tenant: str) -> int:
-    """One request; the tokens of its answer."""
+async def _slot(stub: Any, waiting: Any, order: _Order, answers: list[Answer]) -> None:
+    """One request after the other, of those that wait."""
+    for ids, max_tokens in waiting:
+        answers.append(await _ask(stub, ids, max_tokens, order))
+
+
+async def _ask(stub: Any, ids: Prompt, max_tokens: int, order: _Order) -> Answer:
     from outrider.v1 import target_pb2, tree_pb2
 
     request = target_pb2.GenerateRequest(
         tokens=target_pb2.TokenInput(token_ids=ids),
         sampling=tree_pb2.SamplingParameters(max_tokens=max_tokens, ignore_eos=True),
-        speculation=target_pb2.SpeculationOptions(enabled=speculate),
+        speculation=target_pb2.SpeculationOptions(enabled=order.speculate),
     )
-    tokens = 0
-    async for response in stub.Generate(request, metadata=(("outrider-tenant", tenant),)):
-        tokens += len(response.chunk.token_ids)
-    return tokens
+    answer = Answer(time.monotonic(), [], [])
+    async for response in stub.Generate(request, metadata=(("outrider-tenant", order.tenant),)):
+        if response.chunk.token_ids:
+            answer.times.append(time.monotonic())
+            answer.counts.append(len(response.chunk.token_ids))
+    return answer
