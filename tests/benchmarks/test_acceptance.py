@@ -1,0 +1,108 @@
+"""Conversations held with a tiny model: what is counted, and that every drafter leaves the text as it is."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+from acceptance import agreement, by_task, parse, tables, target_config
+from acceptance_drafters import NAMES, DrafterSet
+from acceptance_run import Law, Talk
+from random_model import SHAPES, read_shape, tensors_of, write_head, write_model
+from teaching_model import save_teaching_model
+from workload import Conversation
+
+from outrider.sampling import VerificationMode
+from target_service.assembly import engine_config
+from target_service.model.loader import load_runner
+from target_service.model.runner import ModelRunner
+from target_service.model.store import resolve
+
+GREEDY = Law(0.0, VerificationMode.GREEDY)
+COUPLED = Law(1.0, VerificationMode.COUPLED)
+CONVERSATIONS = [Conversation("chat", ("ab", "cd")), Conversation("code", ("ab",)), Conversation("code", ("xyz",))]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A model of few layers with the tokenizer of bytes, whose ids are fewer than the model's, and its head."""
+    folder = tmp_path_factory.mktemp("models")
+    tokenizer = save_teaching_model(folder / "teacher")
+    config = read_shape("tiny")
+    config.vocab_size = 9001
+    write_model(folder / "model", config, str(tokenizer), "cpu")
+    write_head(folder / "head", config, "cpu")
+    return folder / "model", folder / "head"
+
+
+@pytest.fixture(scope="module")
+def options(folders: tuple[Path, Path]):  # type: ignore[no-untyped-def]
+    model, head = map(str, folders)
+    words = ["--model", model, "--head", head, "--concurrency", "2", "--max-tokens", "12", "--dtype", "float32"]
+    return parse([*words, "--target", '{"kv_tokens": 2048}'])
+
+
+@pytest.fixture(scope="module")
+def runner(options) -> ModelRunner:  # type: ignore[no-untyped-def]
+    return load_runner(target_config(options))
+
+
+def talk_of(runner: ModelRunner, options, name: str, law: Law) -> Talk:  # type: ignore[no-untyped-def]
+    drafters = DrafterSet(options.head, options.model, "cpu", "float32", tree_steps=3, topk=3)
+    talk = Talk(runner, engine_config(target_config(options)), drafters.make(name), CONVERSATIONS)
+    talk.run(law, options.max_tokens, options.concurrency)
+    return talk
+
+
+@pytest.mark.parametrize("law", [GREEDY, COUPLED], ids=["greedy", "coupled"])
+def test_every_drafter_holds_the_same_conversations(runner: ModelRunner, options, law: Law) -> None:  # type: ignore[no-untyped-def]
+    talks = [talk_of(runner, options, name, law) for name in NAMES]
+    assert [agreement(talk, talks[0]) for talk in talks] == [1.0] * len(NAMES)
+    for talk in talks:
+        assert talk.outputs.keys() == {(0, 0), (0, 1), (1, 0), (2, 0)}
+        figures = by_task(talk)["all"]
+        assert figures["answers"] == 4
+        # The token that ends a prompt's reading is not of a verified step.
+        assert figures["tokens"] == sum(len(said) - 1 for said in talk.outputs.values())
+        assert figures["tokens"] == figures["steps"] + round(sum(figures["reached_by_depth"]) * figures["steps"])
+
+
+def test_a_trie_learns_from_prompt_to_prompt(runner: ModelRunner, options) -> None:  # type: ignore[no-untyped-def]
+    """Two conversations begin alike and are said one after the other."""
+    talk = Talk(
+        runner,
+        engine_config(target_config(options)),
+        DrafterSet("", options.model, "cpu", "float32").make("trie"),
+        [Conversation("a", ("ab",)), Conversation("b", ("ab",))],
+    )
+    talk.run(GREEDY, 40, 1)
+    assert talk.tallies["a"].figures()["tokens_per_step"] == 1.0
+    assert talk.tallies["b"].figures()["tokens_per_step"] > 2.0
+
+
+def test_tables_have_a_row_for_each_task(runner: ModelRunner, options) -> None:  # type: ignore[no-untyped-def]
+    talk = talk_of(runner, options, "trie", GREEDY)
+    written = tables([{"drafter": "trie", "temperature": 0.0, "mode": "greedy", "tasks": by_task(talk)}])
+    assert [line.split("|")[1].strip() for line in written.splitlines() if line.startswith("| ")] == [
+        "task",
+        "chat",
+        "code",
+        "all",
+    ]
+
+
+def test_random_weights_say_what_their_shift_says(runner: ModelRunner, options) -> None:  # type: ignore[no-untyped-def]
+    said = talk_of(runner, options, "trie", GREEDY).outputs[1, 0]
+    assert all((after - token) % 9001 == 7919 for token, after in itertools.pairwise(said))
+    assert max(said) > 259, "ids that the tokenizer does not have"
+
+
+def test_shapes_are_whole(folders: tuple[Path, Path]) -> None:
+    """What is written is what transformers makes of the configuration."""
+    assert resolve(str(folders[0])) == str(folders[0])
+    config = read_shape("tiny")
+    total = sum(weight.numel() for _, weight in tensors_of(config, "cpu"))
+    hidden, shape = config.hidden_size, SHAPES["tiny"]
+    layer = 2 * hidden * hidden + 2 * hidden * hidden // 2 + 3 * hidden * config.intermediate_size + 2 * hidden
+    assert total == shape["num_hidden_layers"] * layer + 2 * config.vocab_size * hidden + hidden
