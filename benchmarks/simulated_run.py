@@ -1,0 +1,119 @@
+"""An engine in this process with a draft service or without one, and what its steps cost under a load."""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from step_recorder import StepRecorder, summarise
+from workload import Prompt
+
+from outrider.sampling import SamplingParams, VerificationMode
+from target_service.assembly import engine_config
+from target_service.config import TargetConfig
+from target_service.draft_client import LinkOptions, StoppableLink, connect_draft
+from target_service.engine import Engine
+from target_service.model.runner import ModelRunner
+from target_service.profile import measure_step_cost
+from target_service.sequence import SequenceEvent, SequenceFinished, SequenceRequest, SequenceTotals, Verdict
+
+# What was said to each prompt.
+Outputs = dict[Prompt, tuple[int, ...]]
+
+_PATIENCE = 600.0
+# Tokens of the answers that warm a load up.
+_WARM_UP = 16
+
+
+class SimulatedRun:
+    """One engine. Each load is run twice, first briefly, so that what is made when first met is there."""
+
+    def __init__(self, runner: ModelRunner, config: TargetConfig, draft: tuple[str, LinkOptions] | None) -> None:
+        """`draft` is the address of a draft service that takes calls. Waits until it is connected."""
+        self._events: queue.Queue[SequenceFinished | Exception] = queue.Queue()
+        self._said: dict[int, list[int]] = {}
+        self._recorder = StepRecorder()
+        adaptive = draft is not None and config.row_budget == "adaptive"
+        cost = measure_step_cost(runner, config.step_rows) if adaptive else None
+        self._engine = Engine(runner, engine_config(config), step_cost=cost, observer=self._recorder)
+        self._link: StoppableLink | None = None
+        if draft is not None:
+            address, options = draft
+            # Of a head that was made for no tokenizer.
+            self._link = connect_draft(address, self._engine.draft_events, runner.vocabulary_size, "", options)
+            self._engine.attach_draft(self._link)
+        self._drafted = draft is not None
+        self._engine.start(self._note)
+        self._wait_for_draft()
+
+    def measure(self, prompts: Sequence[Prompt], max_tokens: int) -> tuple[dict[str, Any], Outputs]:
+        """All prompts at once: figures, and what was said to each."""
+        self._answer(prompts, min(_WARM_UP, max_tokens))
+        self._recorder.take()
+        begin = time.perf_counter()
+        outputs, totals = self._answer(prompts, max_tokens)
+        seconds = time.perf_counter() - begin
+        steps = summarise(self._recorder.take())
+        # The step that ends a prompt is no verified step.
+        verified = sum(one.steps - 1 for one in totals)
+        after = sum(one.completion_tokens - 1 for one in totals)
+        decode = steps["decode"]
+        figures: dict[str, Any] = {
+            "tokens_per_second": round(decode["tokens"] / decode["seconds"], 2),
+            "tokens_per_second_with_prompts": round(sum(map(len, outputs.values())) / seconds, 2),
+            "seconds": round(seconds, 3),
+            "tokens_per_step": round(after / max(1, verified), 3),
+            "reached_by_depth": _reached(totals, verified),
+            "fallback_steps": sum(one.fallback_steps for one in totals),
+            "steps": steps,
+        }
+        return figures, outputs
+
+    def close(self) -> None:
+        self._engine.stop(grace=0)
+        if self._link is not None:
+            self._link.stop()
+
+    def _answer(self, prompts: Sequence[Prompt], max_tokens: int) -> tuple[Outputs, list[SequenceTotals]]:
+        sampling = SamplingParams(ignore_eos=True, max_tokens=max_tokens)
+        begun: dict[int, Prompt] = {}
+        first = max(self._said, default=0) + 1
+        self._said = {first + place: [] for place in range(len(prompts))}
+        for number, prompt in enumerate(prompts, first):
+            begun[number] = prompt
+            mode, drafts = VerificationMode.GREEDY, self._drafted
+            request = SequenceRequest(prompt, sampling, mode, 0, max_tokens, speculate=drafts)
+            self._engine.submit(request, number)
+        totals = []
+        for _ in prompts:
+            ended = self._events.get(timeout=_PATIENCE)
+            if isinstance(ended, Exception):
+                raise ended
+            totals.append(ended.totals)
+        return {prompt: tuple(self._said[number]) for number, prompt in begun.items()}, totals
+
+    def _note(self, events: list[SequenceEvent]) -> None:
+        """Called by the engine's thread, between its steps."""
+        for event in events:
+            if isinstance(event, Verdict):
+                self._said[event.sequence_id].extend(event.token_ids)
+            elif isinstance(event, SequenceFinished):
+                self._events.put(event)
+            else:
+                self._events.put(RuntimeError(f"a sequence failed: {event}"))
+
+    def _wait_for_draft(self) -> None:
+        deadline = time.monotonic() + _PATIENCE
+        while self._drafted and not self._engine.snapshot().draft_connected:
+            if time.monotonic() > deadline:
+                raise RuntimeError("the draft service was not connected in time")
+            time.sleep(0.05)
+
+
+def _reached(totals: Sequence[SequenceTotals], steps: int) -> list[float]:
+    """[d]: share of verified steps that accepted a node at depth d + 1."""
+    depth = max((len(one.accepted_by_depth) for one in totals), default=0)
+    counts = [sum(one.accepted_by_depth[d] for one in totals if d < len(one.accepted_by_depth)) for d in range(depth)]
+    return [round(count / max(1, steps), 4) for count in counts]
