@@ -88,6 +88,12 @@ class Stack:
         """Where a service of this name listens, once it is started."""
         return f"unix:{self._directory / name}.sock"
 
+    async def stop(self, name: str) -> None:
+        """Stop the service of this name; another may then be started under it."""
+        for started in [started for started in self._children if started[0].name == name]:
+            self._children.remove(started)
+            await started[0].stop(_STOP_SECONDS)
+
     async def start(self, name: str, service: str, *flags: str) -> str:
         """Start a service and return its address once it is healthy. Raises `ServiceFailed`."""
         address = self.address(name)
@@ -102,13 +108,17 @@ class Stack:
         return address
 
 
-async def wait_for_drafter(client: Client) -> str:
-    """The name of the target's drafter, once the target has reached it; empty when it does not within half a minute.
+async def wait_for_drafter(client: Client, wanted: str = "") -> str:
+    """The name of the target's drafter, once the target has reached it: any, or the one that is `wanted`. Empty when it
+    does not within half a minute.
 
     A target is healthy without its draft, so one that was just started may not have found it yet.
     """
     loop = asyncio.get_running_loop()
     deadline = loop.time() + _CONNECT_SECONDS
-    while not (drafter := (await client.info()).drafter) and loop.time() < deadline:
+    while loop.time() < deadline:
+        drafter = (await client.info()).drafter
+        if drafter and wanted in ("", drafter):
+            return drafter
         await asyncio.sleep(_POLL_SECONDS)
-    return drafter
+    return ""

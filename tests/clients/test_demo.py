@@ -35,9 +35,10 @@ async def test_totals(running: Any) -> None:
         plain = await client.generate(text="x", sampling=sampling, speculation=Speculation(enabled=False)).result()
         running.target.lie = lambda tokens: [*tokens[:-1], 7]
         wrong = await client.generate(text="x", sampling=sampling).result()
-    text = shown(totals_table(drafted, plain))
+    text = shown(totals_table({"trie": drafted}, plain))
     assert "yes, all 6 tokens" in text and "3.00" in text and "50% 50%" in text
-    assert "NO" in shown(totals_table(wrong, plain))
+    both = shown(totals_table({"trie": drafted, "trie and EAGLE head": wrong}, plain))
+    assert "trie and EAGLE head" in both and "yes, all 6 tokens" in both and "NO" in both
 
 
 def test_trace_is_indented_below_parents() -> None:

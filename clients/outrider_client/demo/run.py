@@ -7,12 +7,15 @@ import contextlib
 import secrets
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
 from rich.rule import Rule
 
 from outrider import telemetry
+from outrider.heads import head_made_for
+from outrider.model_store import MODEL_STORE
 from outrider.sampling import SamplingParams
 from outrider.tracing import set_up_tracing
 from outrider_client.client import Client, Message
@@ -26,12 +29,12 @@ from outrider_client.results import Result
 from outrider_client.stack import Stack, private_directory, wait_for_drafter
 from outrider_client.waiting import waiting
 
-# The client, who receives its spans, and what sends the last of them.
-_Running = tuple[Client, TraceSink, Callable[[], Awaitable[None]]]
-_STORE = "target_service.model.store"
 _TRACE_SECONDS = 10.0
 _SERVICES = (telemetry.CLIENT, telemetry.TARGET_SERVICE, telemetry.DRAFT_SERVICE)
 _WARM_UP: tuple[Message, ...] = (("user", "Count from one to ten, then count from one to ten once more."),)
+_TRIE = ("--drafter", "trie")
+# A thread more would take the target's core for hardly any time of the head's.
+_WITH_HEAD = ("--drafter", "merged", "--merged-drafters", "eagle,trie", "--threads", "1")
 # Editing repeats much of the prompt, which is where an n-gram drafter earns its keep; it knows nothing else.
 _QUESTION = """\
 Review this class: print it again with a comment in every method, then list two improvements.
@@ -70,27 +73,57 @@ async def pull_model(model: str) -> int:
     """
     if "/" in model or Path(model).is_dir():
         return 0
-    process = await asyncio.create_subprocess_exec(sys.executable, "-m", _STORE, "pull", model)
+    process = await asyncio.create_subprocess_exec(sys.executable, "-m", MODEL_STORE, "pull", model)
     return await process.wait()
 
 
 async def run_demo(options: DemoOptions, console: Console) -> bool:
-    """Show it. Returns whether both outputs were identical. Raises `ServiceFailed`, or what a call raises."""
-    async with _services(options, console) as (client, sink, finish_tracing):
+    """Show it. Returns whether all outputs were identical. Raises `ServiceFailed`, or what a call raises.
+
+    The trie answers first, since on a CPU it costs nearly nothing; a head that comes with Outrider for the model then
+    shows what it adds and what it takes, in a line of its own.
+    """
+    head = head_made_for(options.model)
+    async with _services(options, console) as running:
         tokenizer = await asyncio.to_thread(find_tokenizer, options.model)
+
+        async def answer(title: str, speculate: bool = True) -> Result:
+            console.print(Rule(title, align="left"))
+            return await _answer(running.client, options, console, Painter(tokenizer), speculate=speculate)
+
         console.print(Rule("prompt", align="left"))
         console.print(_QUESTION, markup=False)
-        console.print(Rule("answer, with drafts", align="left"), legend())
-        drafted = await _answer(client, options, console, Painter(tokenizer), speculate=True)
-        console.print(Rule("the same prompt, without drafts", align="left"))
-        plain = await _answer(client, options, console, Painter(tokenizer), speculate=False)
+        console.print(legend())
+        drafted = {"trie": await answer("answer, drafted by a trie of what was said so far")}
+        plain = await answer("the same prompt, without drafts", speculate=False)
+        if head is not None:
+            await running.change_draft(console, head.name)
+            drafted["trie and EAGLE head"] = await answer("the same prompt, drafted by trie and EAGLE head together")
         console.print()
         console.print(totals_table(drafted, plain))
         with waiting(console, "collecting the trace"):
-            await finish_tracing()
-            spans = await sink.wait(drafted.trace_id, _SERVICES, _TRACE_SECONDS)
+            await running.finish_tracing()
+            spans = await running.sink.wait(drafted["trie"].trace_id, _SERVICES, _TRACE_SECONDS)
         console.print(trace_table(spans))
-    return drafted.token_ids == plain.token_ids
+    return all(run.token_ids == plain.token_ids for run in drafted.values())
+
+
+@dataclass(frozen=True)
+class _Running:
+    """The services, the client, who receives its spans, and what sends the last of them."""
+
+    stack: Stack
+    target: str
+    client: Client
+    sink: TraceSink
+    finish_tracing: Callable[[], Awaitable[None]]
+
+    async def change_draft(self, console: Console, head: str) -> None:
+        """Start another draft in the place of the one that runs. The target stays, and finds it."""
+        with waiting(console, f"starting another draft service, with the EAGLE head {head} beside a fresh trie"):
+            await self.stack.stop("draft")
+            await self.stack.start("draft", "draft_service", *_WITH_HEAD, "--head", head)
+            await _warm_up(self.target, "merged")
 
 
 @contextlib.asynccontextmanager
@@ -105,7 +138,7 @@ async def _services(options: DemoOptions, console: Console) -> AsyncIterator[_Ru
         traced = ("--otlp-endpoint", sink.endpoint)
         # One after the other: the target times its own steps, which a compiling draft would disturb.
         with waiting(console, "starting the draft service"):
-            draft = await stack.start("draft", "draft_service", "--drafter", "trie", *traced)
+            draft = await stack.start("draft", "draft_service", *_TRIE, *traced)
         flags = ("--model", options.model, "--dtype", "float32", "--draft", draft, *traced)
         with waiting(console, f"starting the target service: loading {options.model} and timing its steps"):
             target = await stack.start("target", "target_service", *flags)
@@ -113,17 +146,17 @@ async def _services(options: DemoOptions, console: Console) -> AsyncIterator[_Ru
         # No request of this run may know the prompt from an earlier one.
         tenant = f"demo-{secrets.token_hex(4)}"
         with waiting(console, "warming up"):
-            await _warm_up(target)
+            await _warm_up(target, "trie")
         tracing = set_up_tracing(telemetry.CLIENT, sink.endpoint)
         client = await leave.enter_async_context(Client.connect(target, tenant=tenant, tracing=tracing))
         # In a thread: it waits for the sink, which runs in this one.
-        yield client, sink, lambda: asyncio.to_thread(tracing.shutdown)
+        yield _Running(stack, target, client, sink, lambda: asyncio.to_thread(tracing.shutdown))
 
 
-async def _warm_up(target: str) -> None:
+async def _warm_up(target: str, drafter: str) -> None:
     async with Client.connect(target, tenant="warm-up") as client:
-        if not await wait_for_drafter(client):
-            raise DraftNotFound("the target did not reach its draft service")
+        if not await wait_for_drafter(client, drafter):
+            raise DraftNotFound(f"the target did not reach its draft service, or cannot use its drafter ({drafter})")
         for enabled in (None, False):
             await client.generate(
                 messages=_WARM_UP, sampling=SamplingParams(max_tokens=24), speculation=Speculation(enabled=enabled)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from rich import box
 from rich.table import Table
@@ -21,21 +21,26 @@ _TOLD = (
 )
 
 
-def totals_table(drafted: Result, plain: Result) -> Table:
-    """Both runs of the same prompt, and whether their outputs are the same."""
+def totals_table(drafted: Mapping[str, Result], plain: Result) -> Table:
+    """Runs of the same prompt, by what drafted in them, and whether their outputs are those of the one without."""
     table = Table(title="The same prompt with and without drafts", title_justify="left", box=box.SIMPLE_HEAD)
     table.add_column("")
-    table.add_column("with drafts", justify="right")
-    table.add_column("without", justify="right")
-    for name, of in _ROWS:
-        table.add_row(name, of(drafted), of(plain))
-    ratio = drafted.tokens_per_second / plain.tokens_per_second if plain.tokens_per_second else 0.0
-    table.add_row("speed against plain", f"{ratio:.2f} x", "1.00 x")
-    same = drafted.token_ids == plain.token_ids
-    verdict = f"[green]yes, all {len(plain.token_ids)} tokens[/]" if same else "[bold red]NO[/]"
+    for name in (*drafted, "without"):
+        table.add_column(name, justify="right")
+    runs = (*drafted.values(), plain)
+    for row, of in _ROWS:
+        table.add_row(row, *map(of, runs))
+    per_second = plain.tokens_per_second
+    ratios = [run.tokens_per_second / per_second if per_second else 0.0 for run in drafted.values()]
+    table.add_row("speed against plain", *(f"{ratio:.2f} x" for ratio in ratios), "1.00 x")
     table.add_section()
-    table.add_row("outputs identical", verdict, "")
+    table.add_row("outputs identical", *(_verdict(run, plain) for run in drafted.values()), "")
     return table
+
+
+def _verdict(run: Result, plain: Result) -> str:
+    same = run.token_ids == plain.token_ids
+    return f"[green]yes, all {len(plain.token_ids)} tokens[/]" if same else "[bold red]NO[/]"
 
 
 def _tokens_per_second(result: Result) -> str:
