@@ -106,7 +106,7 @@ bench-gpu:
 	$(PYTHON) benchmarks/verification.py --json build/verification.json
 	$(PYTHON) benchmarks/gpu.py --modes fused invariant --json build/steps.json
 	$(PYTHON) benchmarks/serving.py --modes plain,trie --concurrency 1,8,32,64,128,256 --arrangements engine,own,shared \
-		--target '{"max_running": 256}' --json build/serving.json
+		--together --target '{"max_running": 256}' --json build/serving.json
 	$(PYTHON) benchmarks/parity.py --device cuda --json build/parity.json
 
 # make up            the compose stack: target, draft, Prometheus; PROFILE=observability adds Grafana and Jaeger

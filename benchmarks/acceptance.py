@@ -103,6 +103,7 @@ def measure(options: argparse.Namespace, conversations: Sequence[Conversation]) 
             seconds = time.perf_counter() - begin
             first = first or talk
             result = {"drafter": name, "temperature": law.temperature, "mode": law.mode.value, "tasks": by_task(talk)}
+            result |= {"drafter_stats": talk.drafter_stats}
             result |= {"seconds": round(seconds, 2), "same_outputs_as_first": agreement(talk, first)}
             results.append(result)
             whole = result["tasks"][_ALL]

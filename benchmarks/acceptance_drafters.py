@@ -16,10 +16,13 @@ from draft_service.eagle.target_checkpoint import TargetCheckpoint
 from draft_service.merged_drafter import MergedConfig, MergedDrafter
 from draft_service.ngram_config import TrieConfig
 from draft_service.ngram_drafter import NgramDrafter
+from outrider.heads import head_source
 
 NAMES = ("trie", "eagle_chain", "eagle_tree", "merged")
 # With the root, one word of a tree's mask.
 TREE_NODES = 63
+# Room for every sequence whole: what does not fit is not drafted for.
+_CACHE_TOKENS = 1 << 18
 
 
 @dataclass
@@ -27,7 +30,7 @@ class DrafterSet:
     """Makes drafters that are started. A trie is new each time; a head learns nothing, so that its drafters are kept.
 
     Attributes:
-        head: folder of the EAGLE head; empty when only tries are made.
+        head: folder or name of the EAGLE head; empty when only tries are made.
         embeddings: folder of the target.
         chain_steps: nodes of a chain.
         tree_steps, topk: levels of a tree, and nodes that each expands.
@@ -74,6 +77,7 @@ class DrafterSet:
                 topk=topk,
                 num_draft_tokens=nodes,
                 min_score=0.0,
+                kv_tokens=_CACHE_TOKENS,
                 dtype=self.dtype,
                 device=self.device,
                 cuda_graphs=self.cuda_graphs,
@@ -85,5 +89,5 @@ class DrafterSet:
     def _head(self) -> EagleHead:
         if self._loaded is None:
             target, dtype = TargetCheckpoint(self.embeddings), getattr(torch, self.dtype)
-            self._loaded = load_head(self.head, target=target, dtype=dtype, device=self.device)
+            self._loaded = load_head(head_source(self.head), target=target, dtype=dtype, device=self.device)
         return self._loaded

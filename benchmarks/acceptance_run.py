@@ -102,11 +102,13 @@ class Talk:
         self._said: dict[int, list[int]] = {}
         self._turns: dict[int, _Turn] = {}
         self._numbers = itertools.count(1)
+        self._drafter = drafter
         # Without a step cost: every drafted row is verified, and drafts are always waited for.
         self._engine = Engine(runner, config)
         self._link = InprocessLink(drafter, self._engine.draft_events)
         self._engine.attach_draft(self._link)
-        self.tallies: dict[str, Tally] = {}
+        self.tallies = {one.task: Tally() for one in conversations}
+        self.drafter_stats: dict[str, float] = {}
         # (conversation, turn) -> tokens, to be compared with another run's.
         self.outputs: dict[tuple[int, int], list[int]] = {}
 
@@ -123,6 +125,8 @@ class Talk:
                     self._ask(waiting.popleft(), law, max_tokens)
                 if self._turns:
                     waiting.extendleft(self._answered())
+            # Trees that were not drafted, for want of features or of room, would count as bad ones.
+            self.drafter_stats = dict(self._drafter.stats())
         finally:
             self._engine.stop(grace=0)
             self._link.stop()
@@ -154,7 +158,7 @@ class Talk:
             raise ended
         turn, said = self._turns.pop(ended.sequence_id), self._said.pop(ended.sequence_id)
         conversation = self._conversations[turn.index]
-        self.tallies.setdefault(conversation.task, Tally()).add(ended.totals)
+        self.tallies[conversation.task].add(ended.totals)
         self.outputs[turn.index, turn.number] = said
         following = turn.number + 1
         if following < len(conversation.turns):

@@ -26,10 +26,12 @@ import torch
 from gpu_machine import describe
 from workload import read_prompts
 
+from draft_service.inprocess import connect
 from outrider.sampling import SamplingParams, VerificationMode
-from target_service.assembly import assemble, load_model
+from target_service.assembly import engine_config, load_model
 from target_service.config import TargetConfig
 from target_service.engine import Engine
+from target_service.profile import measure_step_cost
 from target_service.sequence import SequenceEvent, SequenceRequest, TokenLogprobs, Verdict
 
 # Of log-probability: what rounding to bf16 moves a logit of magnitude 16 to 32 by, at most twice over.
@@ -99,13 +101,16 @@ def loaded(options: argparse.Namespace, dtype: str) -> Iterator[Model]:
     config = TargetConfig(
         model=options.model, device=options.device, dtype=dtype, draft="inprocess:trie", kv_tokens=options.kv_tokens
     )
-    answers, made = Answers(), assemble(config, load_model(config), None)
-    made.engine.start(answers.take)
-    yield Model(made.engine, answers)
-    made.engine.stop(grace=0)
-    if made.link is not None:
-        made.link.stop()
-    del made
+    answers, runner = Answers(), load_model(config)
+    engine = Engine(runner, engine_config(config), step_cost=measure_step_cost(runner, config.step_rows))
+    # Not by its address, which asks for an installed draft service.
+    link = connect("trie", engine.draft_events, runner.vocabulary_size, "")
+    engine.attach_draft(link)
+    engine.start(answers.take)
+    yield Model(engine, answers)
+    engine.stop(grace=0)
+    link.stop()
+    del engine, runner, link
     gc.collect()
     if options.device != "cpu":
         torch.cuda.empty_cache()

@@ -7,8 +7,8 @@ real size where no weights are to be had.
 whose vocabulary may be smaller than the model's. What such a model says means nothing, what it costs is real.
 
 Weights are drawn as Llama's are before training (standard deviation 0.02), those that write to the residual stream
-smaller by the square root of how many do. The output embedding is the input embedding shifted by 7,919 ids, so that
-after token t the model says token t + 7919, by a wide margin. With weights that are random there too, near-ties would
+smaller by the square root of how many do. The output embedding is the input embedding shifted by 7,907 ids, so that
+after token t the model says token t + 7907, by a wide margin. With weights that are random there too, near-ties would
 be so common that passes of other shapes, which round differently, would soon say other tokens.
 A model with tied embeddings has no such shift, and repeats its last token.
 """
@@ -38,7 +38,7 @@ from target_service.model.store import resolve
 STANDARD_DEVIATION = 0.02
 # Of the output embedding: large enough for a margin of dozens, small enough for bfloat16 to be finite by far.
 _OUTPUT_SCALE = 0.02
-_SHIFT = 7919
+_SHIFT = 7907
 # Written at once; half of it lies in memory twice.
 _SHARD_BYTES = 2 << 30
 _DRAFT_VOCABULARY = 32000

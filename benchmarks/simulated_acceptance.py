@@ -2,7 +2,7 @@
 
     python benchmarks/random_model.py FOLDER --shape llama-8b --head HEAD
     PYTHONPATH=kernels:protos:benchmarks:. python benchmarks/simulated_acceptance.py --model FOLDER --head HEAD
-        [--device cuda:0] [--draft-device cuda:1] [--concurrency 1,4,16,64] [--rates 0.775] [--json FILE]
+        [--device cuda] [--draft-device cuda:1] [--concurrency 1,4,16,64] [--rates 0.775] [--json FILE]
 
 Nothing here says how good a drafter is. Target and head have random weights of the real shapes, so that forward passes,
 hidden states on the wire, drafting and verification cost what they cost. The draft is a real draft service in a process
@@ -127,7 +127,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="folder that random_model.py wrote")
     parser.add_argument("--head", required=True, help="folder of the head that it wrote")
-    parser.add_argument("--device", default="cuda:0")
+    parser.add_argument("--device", default="cuda")
     parser.add_argument("--draft-device", default="cuda:0", help="cpu, cuda:0, cuda:1")
     parser.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16"))
     parser.add_argument("--concurrency", default="1,4,16,64", type=lambda text: [int(c) for c in text.split(",")])
@@ -138,7 +138,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--tree", default="7,1,7", type=lambda text: tuple(map(int, text.split(","))), help="levels, topk, nodes"
     )
     parser.add_argument("--row-budget", default="all", choices=("all", "adaptive"))
-    parser.add_argument("--draft-wait-ms", type=float, default=500.0, help="long, so that no step goes on undrafted")
+    parser.add_argument("--draft-wait-ms", type=float, default=2000.0, help="long, so that no step goes on undrafted")
     parser.add_argument("--eagle", default="{}", type=json.loads, help="more settings of the drafter, as JSON")
     parser.add_argument("--target", default="{}", type=json.loads, help="more settings of the target, as JSON")
     parser.add_argument("--json", type=Path)

@@ -87,8 +87,10 @@ class Peer:
             for output in self._llm.llm_engine.step():
                 now, tokens = time.monotonic(), len(output.outputs[0].token_ids)
                 if tokens:
-                    answers[output.request_id].times.append(now)
-                    answers[output.request_id].counts.append(tokens)
+                    # Some versions add a suffix of their own to a request's name.
+                    answer = answers[output.request_id.partition("-")[0]]
+                    answer.times.append(now)
+                    answer.counts.append(tokens)
                 if output.finished:
                     left -= 1
                     following = next(waiting, None)

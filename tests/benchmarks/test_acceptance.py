@@ -94,7 +94,7 @@ def test_tables_have_a_row_for_each_task(runner: ModelRunner, options) -> None: 
 
 def test_random_weights_say_what_their_shift_says(runner: ModelRunner, options) -> None:  # type: ignore[no-untyped-def]
     said = talk_of(runner, options, "trie", GREEDY).outputs[1, 0]
-    assert all((after - token) % 9001 == 7919 for token, after in itertools.pairwise(said))
+    assert all((after - token) % 9001 == 7907 for token, after in itertools.pairwise(said))
     assert max(said) > 259, "ids that the tokenizer does not have"
 
 

@@ -1,0 +1,36 @@
+"""The engine under both loads, with what its steps cost."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from serving import Session, parse
+from serving_engine import EngineAlone
+from teaching_model import save_teaching_model
+from workload import random_prompts
+
+from target_service.config import TargetConfig
+
+
+@pytest.mark.parametrize("concurrency", [1, 3])
+def test_both_loops(tmp_path: Path, concurrency: int, capsys: pytest.CaptureFixture[str]) -> None:
+    model = str(save_teaching_model(tmp_path / "model", layers=2))
+    words = ["--model", model, "--concurrency", str(concurrency), "--loops", "waves,closed"]
+    options = parse([*words, "--waves", "2", "--max-tokens", "6"])
+    session = Session(options, random_prompts(7, 20, 259))
+    alone = EngineAlone(TargetConfig(model=model, dtype="float32", kv_tokens=2048))
+    try:
+        session.measure({"plain": alone}, "engine")
+    finally:
+        alone.close()
+    waves, closed = session.rows
+    assert (waves["loop"], closed["loop"]) == ("waves", "closed")
+    assert waves["tokens"] == 2 * 6 * concurrency
+    # The first token of an answer comes with the step that reads its prompt; the warm-up's steps are not counted.
+    steps = waves["steps"]
+    assert steps["decode"]["tokens"] + steps["prompt"]["tokens"] == waves["tokens"]
+    assert steps["decode"]["steps"] >= 2 * 5 and steps["decode"]["ms"]["forward"] > 0
+    assert 0 < closed["tokens"] <= 6 * (concurrency + max(4 * concurrency, 24))
+    assert closed["token_ms"]["n"] > 0
+    assert "decode steps of" in capsys.readouterr().out
