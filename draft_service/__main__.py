@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 from outrider.runtime import prepare_grpc
@@ -10,6 +11,9 @@ from outrider.runtime import prepare_grpc
 def main() -> int:
     """Serve; returns the process's exit status."""
     prepare_grpc()
+    # Beside a target on the same cores, threads that wait for each other make a pass many times slower, and alone a
+    # second one hardly helps a head. `--threads` asks for more. OpenMP reads this as torch is imported.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     # gRPC reads its environment as it is imported, and nearly everything here imports it.
     from draft_service.service import run_service
 

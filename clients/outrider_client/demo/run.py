@@ -33,8 +33,7 @@ _TRACE_SECONDS = 10.0
 _SERVICES = (telemetry.CLIENT, telemetry.TARGET_SERVICE, telemetry.DRAFT_SERVICE)
 _WARM_UP: tuple[Message, ...] = (("user", "Count from one to ten, then count from one to ten once more."),)
 _TRIE = ("--drafter", "trie")
-# A thread more would take the target's core for hardly any time of the head's.
-_WITH_HEAD = ("--drafter", "merged", "--merged-drafters", "eagle,trie", "--threads", "1")
+_WITH_HEAD = ("--drafter", "merged", "--merged-drafters", "eagle,trie")
 # Editing repeats much of the prompt, which is where an n-gram drafter earns its keep; it knows nothing else.
 _QUESTION = """\
 Review this class: print it again with a comment in every method, then list two improvements.
