@@ -1,0 +1,157 @@
+"""The head that comes with Outrider, on the real SmolLM2: it is what its record says, helps, and loses nothing."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from engine_harness import Outcome, engine_config, real_drafter, request, run
+from scipy import stats
+
+from draft_service.eagle.config import EagleConfig
+from draft_service.eagle.drafter import EagleDrafter
+from outrider.heads import ShippedHead, head_made_for
+from outrider.sampling import SamplingParams, VerificationMode
+from target_service.config import TargetConfig
+from target_service.model.loader import load_runner
+from target_service.model.runner import ModelRunner
+from target_service.row_budget import StepCost
+from target_service.sampling import LogitShaper
+from target_service.sequence import SequenceRequest
+
+MODEL = "smollm2-135m-instruct"
+# Tokens a step over `QUESTIONS`, greedy, the target's own token included.
+LEAST_ACCEPTED_LENGTH = 1.5
+MOST_MEGABYTES = 32.0
+
+FOUND = head_made_for(MODEL)
+pytestmark = [
+    pytest.mark.model,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(FOUND is None, reason=f"no head for {MODEL} lies in draft_service/heads"),
+]
+QUESTIONS = (
+    "What is the capital of France, and what is it known for?",
+    "Write a Python function that adds two numbers.",
+    "Explain in two sentences why the sky is blue.",
+    "Give me a short recipe for pancakes.",
+)
+SAMPLINGS = {
+    "greedy": SamplingParams(ignore_eos=True),
+    "coupled": SamplingParams(temperature=0.8, top_p=0.9, seed=11, ignore_eos=True),
+}
+
+
+@pytest.fixture(scope="module")
+def head() -> ShippedHead:
+    assert FOUND is not None
+    return FOUND
+
+
+@pytest.fixture(scope="module")
+def runner() -> Iterator[ModelRunner]:
+    yield load_runner(TargetConfig(model=MODEL, dtype="float32", kv_tokens=8192))
+
+
+@pytest.fixture(autouse=True)
+def exact_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that acceptance is the same on every machine, up to near-ties."""
+    monkeypatch.setenv("OUTRIDER_EAGLE_DTYPE", "float32")
+
+
+def asked(runner: ModelRunner, sampling: SamplingParams, max_tokens: int) -> list[SequenceRequest]:
+    turns = [[{"role": "user", "content": question}] for question in QUESTIONS]
+    prompts = [runner.tokenizer.apply_chat_template(t, add_generation_prompt=True, return_dict=False) for t in turns]
+    return [request(prompt, max_tokens, sampling=sampling) for prompt in prompts]
+
+
+def drafted(runner: ModelRunner, requests: list[SequenceRequest], drafter: str) -> list[Outcome]:
+    cost = StepCost([(1, 1.0), (16, 1.3), (64, 2.0)])
+    with real_drafter(drafter, runner.vocabulary_size) as connect:
+        return run(runner, requests, connect=connect, config=engine_config(), step_cost=cost)
+
+
+def test_its_record_is_of_these_files(head: ShippedHead, runner: ModelRunner) -> None:
+    assert head.megabytes < MOST_MEGABYTES
+    drafter = EagleDrafter(EagleConfig(dtype="float32"))
+    # Refuses a head that does not fit the model.
+    drafter.start()
+    loaded, shape = drafter.head, drafter.head.config
+    record = json.loads((head.folder / "training.json").read_text())
+    assert record["finished"] and record["model"] == shape.target == head.target == MODEL
+    assert shape.tokenizer_fingerprint == runner.tokenizer_fingerprint
+    assert (shape.vocab_size, shape.target_hidden_size) == (runner.vocabulary_size, runner.hidden_size)
+    learnt = [weights for name, weights in loaded.named_parameters() if not name.startswith("embed_tokens")]
+    assert record["parameters"] == sum(weights.numel() for weights in learnt)
+    assert all(bool(weights.isfinite().all()) for weights in learnt)
+    settings = record["settings"]
+    assert settings["layers"] == shape.num_layers
+    assert shape.draft_vocab_size == (settings["vocabulary"] or shape.vocab_size)
+    assert record["acceptance"]["mean_length"] == head.accepted_length
+
+
+@pytest.mark.parametrize("drafter", ["eagle", "merged"])
+@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
+def test_output_is_plain_decoding(runner: ModelRunner, sampling: SamplingParams, drafter: str) -> None:
+    wanted = asked(runner, sampling, 20)
+    plain = run(runner, wanted, config=engine_config())
+    outcomes = drafted(runner, wanted, drafter)
+    assert [one.token_ids for one in outcomes] == [one.token_ids for one in plain]
+    assert sum(one.finished.totals.accepted_tokens for one in outcomes) > 0
+
+
+def test_drafts_are_accepted(runner: ModelRunner) -> None:
+    outcomes = drafted(runner, asked(runner, SAMPLINGS["greedy"], 48), "eagle")
+    tokens = sum(len(one.token_ids) for one in outcomes)
+    steps = sum(len(one.verdicts) for one in outcomes)
+    assert tokens / steps >= LEAST_ACCEPTED_LENGTH
+
+
+def test_rejection_keeps_the_targets_law(runner: ModelRunner) -> None:
+    samples, length = 200, 3
+    sampling = SamplingParams(temperature=1.0, top_k=3, ignore_eos=True)
+    prompt = tuple(runner.tokenizer("Once upon a time, there was a little")["input_ids"])
+    wanted = [
+        replace(request(prompt, length, sampling=sampling, mode=VerificationMode.REJECTION), seed=seed)
+        for seed in range(samples)
+    ]
+    config = replace(engine_config(max_running=64), max_waiting=samples)
+    with real_drafter("eagle", runner.vocabulary_size) as connect:
+        outcomes = run(runner, wanted, connect=connect, config=config)
+    exact = law(runner, prompt, sampling, length)
+    counts = Counter(one.token_ids for one in outcomes)
+    assert set(counts) <= set(exact)
+    common = [path for path, mass in exact.items() if mass * samples >= 5]
+    observed = np.array([*(counts[path] for path in common), samples - sum(counts[path] for path in common)], float)
+    expected = np.array([*(exact[path] for path in common), 1.0 - sum(exact[path] for path in common)]) * samples
+    # One in a million is no accident.
+    assert stats.chisquare(observed, expected).pvalue > 1e-6
+    assert sum(one.finished.totals.accepted_tokens for one in outcomes) > 0
+
+
+@torch.inference_mode()
+def law(
+    runner: ModelRunner, prompt: tuple[int, ...], sampling: SamplingParams, length: int
+) -> dict[tuple[int, ...], float]:
+    """The exact probability of every output of `length` tokens, by transformers' own attention."""
+    shaper = LogitShaper(sampling, prompt, (), runner.vocabulary_size)
+    known: dict[tuple[int, ...], float] = {(): 1.0}
+    runner._model.set_attn_implementation("sdpa")
+    try:
+        for _ in range(length):
+            paths = list(known)
+            logits = runner._model(torch.tensor([[*prompt, *path] for path in paths]), use_cache=False).logits[:, -1]
+            grown = {}
+            for path, of_path in zip(paths, logits, strict=True):
+                for token, probability in enumerate(shaper.probs(shaper.shaped(of_path, path)).tolist()):
+                    if probability:
+                        grown[(*path, token)] = known[path] * probability
+            known = grown
+    finally:
+        runner._model.set_attn_implementation("outrider_tree")
+    return known
