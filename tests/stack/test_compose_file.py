@@ -14,6 +14,7 @@ import yaml
 from compose_stack import ROOT
 
 from draft_service.config import DraftConfig
+from draft_service.eagle.config import EagleConfig
 from draft_service.ngram_config import TrieConfig
 from outrider.settings import load
 from target_service.config import TargetConfig
@@ -71,6 +72,7 @@ def test_images_are_pinned_by_a_variable_with_a_default(name: str) -> None:
         ("target-gpu", "target", TargetConfig),
         ("draft", "draft", DraftConfig),
         ("draft", "trie", TrieConfig),
+        ("draft", "eagle", EagleConfig),
     ],
 )
 def test_environments_are_settings(name: str, section: str, config: type[Any]) -> None:
