@@ -21,9 +21,7 @@ class NeuralConfig:
 
     dtype: str = setting("bfloat16", "type of weights and cache", choices=("float32", "bfloat16"))
     device: str = setting("cpu", "device to run on")
-    threads: int = setting(
-        0, "threads of PyTorch on a CPU; 0 takes OMP_NUM_THREADS, 1 in a draft service"
-    )
+    threads: int = setting(0, "threads of PyTorch on a CPU; 0 takes OMP_NUM_THREADS, 1 in a draft service")
     cuda_graphs: bool = setting(False, "run passes as captured CUDA graphs, on a GPU")
     kv_tokens: int = setting(65536, "tokens of all sequences in the cache; what does not fit is not drafted for")
     page_size: int = setting(64, "tokens of a page of the cache")
