@@ -1,6 +1,6 @@
 """Tokens per second of a served model under load: the engine alone, and through gRPC, plain and with drafts.
 
-    python benchmarks/serving.py --model MODEL [--device cuda] [--concurrency 1,8,32,64] [--loops waves,closed]
+    python benchmarks/serving.py --model MODEL [--device cuda] [--concurrency 1,8,32,64] [--loops waves,closed,steps]
         [--arrangements engine,own,shared] [--modes plain,trie,eagle,merged --head FOLDER --draft-device cuda:1]
         [--draft-flags '{"eagle": {"cuda_graphs": true}}'] [--together] [--json FILE]
 
@@ -12,7 +12,10 @@ Loops: in `waves`, `concurrency` prompts are asked at once and the next wave beg
 i has prompts i * c .. i * c + c of the shared file, after one wave of other prompts, and a wave's time includes reading
 its prompts. In `closed`, `concurrency` requests are in flight all the time, and what is measured is the part of the
 run in which all of them are. Every answer has exactly `--max-tokens` tokens, except the first ones of a closed loop.
-Every wave, and every closed loop, drafts with a memory of its own. Clients run in processes of their own.
+In `steps`, waves of 8 and of 136 tokens are timed: their difference is what steps take without reading prompts. Every
+wave, and every closed loop, drafts with a memory of its own. Clients run in processes of their own.
+
+With `--address` a target that runs already is measured, and each request of the plain mode asks for no drafts.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from serving_clients import Clients
-from serving_figures import closed_figures, line, wave_figures
+from serving_figures import LONG, SHORT, closed_figures, line, step_figures, wave_figures
 from serving_services import DraftSettings, TargetSettings, service
 from workload import Prompt, closed_requests, folder_of, random_prompts, read_prompts, wave
 
@@ -54,7 +57,8 @@ class Session:
         """Every loop at every concurrency; the subjects, by mode, take turns."""
         for concurrency in self.options.concurrency:
             for loop in self.options.loops:
-                figures = (self._waves if loop == "waves" else self._closed)(subjects, concurrency)
+                measured = {"waves": self._waves, "closed": self._closed, "steps": self._step_times}[loop]
+                figures = measured(subjects, concurrency)
                 for mode, row in figures.items():
                     self.rows.append({"arrangement": arrangement, "mode": mode, "concurrency": concurrency, **row})
                     say(line(self.rows[-1]))
@@ -76,6 +80,17 @@ class Session:
                 elif hasattr(subjects[mode], "steps"):
                     subjects[mode].steps.take()
         return {mode: wave_figures(waves) for mode, waves in measured.items()}
+
+    def _step_times(self, subjects: dict[str, Any], concurrency: int) -> dict[str, dict[str, Any]]:
+        seconds: dict[str, list[tuple[float, float]]] = {mode: [] for mode in subjects}
+        for number in range(-1, self.options.waves):
+            prompts = wave(self.prompts, number, concurrency)
+            for mode, subject in subjects.items():
+                how = {"speculate": mode != "plain", "tenant": f"steps-{concurrency}-{number}"}
+                shorter, longer = (subject.wave(prompts, count, **how)[0] for count in (SHORT, LONG))
+                if number >= 0:
+                    seconds[mode].append((shorter, longer))
+        return {mode: step_figures(concurrency, pairs) for mode, pairs in seconds.items()}
 
     def _closed(self, subjects: dict[str, Any], concurrency: int) -> dict[str, dict[str, Any]]:
         requests = closed_requests(self.prompts, concurrency, self.options.max_tokens)
@@ -121,6 +136,10 @@ def served(options: argparse.Namespace, modes: Sequence[str], arrangement: str) 
 def run(session: Session) -> None:
     """Every arrangement."""
     options = session.options
+    if options.address:
+        with Clients(options.address, options.clients) as clients:
+            session.measure({mode: clients for mode in options.modes}, options.arrangements[0])
+        return
     for arrangement in options.arrangements:
         if arrangement == "engine":
             from serving_engine import EngineAlone
@@ -144,9 +163,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--concurrency", default="1,8,32,64", type=lambda text: [int(c) for c in text.split(",")])
     parser.add_argument("--modes", default="plain", type=lambda text: text.split(","), help="plain and drafters' names")
-    parser.add_argument("--loops", default="waves", type=lambda text: text.split(","), help="waves, closed")
+    parser.add_argument("--loops", default="waves", type=lambda text: text.split(","), help="waves, closed, steps")
     parser.add_argument("--arrangements", default="engine,own", type=lambda text: text.split(","))
     parser.add_argument("--together", action="store_true", help="services of all modes up at once, taking turns")
+    parser.add_argument("--address", default="", help="a running target, of the first arrangement, to measure")
     parser.add_argument("--waves", type=int, default=3)
     parser.add_argument("--max-tokens", type=int, default=200)
     parser.add_argument("--prompts", type=int, default=0, help="use only the first so many")
@@ -158,10 +178,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--target", default="{}", type=json.loads, help="more settings of the target, as JSON")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
-    if {"eagle", "merged"} & set(options.modes) and not options.head:
+    if {"eagle", "merged"} & set(options.modes) and not (options.head or options.address):
         parser.error("the modes eagle and merged need --head")
-    if set(options.loops) - {"waves", "closed"}:
-        parser.error("loops are waves and closed")
+    if set(options.loops) - {"waves", "closed", "steps"}:
+        parser.error("loops are waves, closed and steps")
     return options
 
 

@@ -123,10 +123,35 @@ def closed_figures(shares: Sequence[Share]) -> dict[str, Any]:
     }
 
 
+# Tokens of the shorter and of the longer answers by which steps are timed.
+SHORT, LONG = 8, 136
+
+
+def step_figures(concurrency: int, seconds: Sequence[tuple[float, float]]) -> dict[str, Any]:
+    """Of waves timed with answers of `SHORT` and of `LONG` tokens: what one more token of every sequence takes.
+
+    Reading prompts is in both, and cancels out.
+    """
+    each = [(longer - shorter) / (LONG - SHORT) for shorter, longer in seconds]
+    median = statistics.median(each)
+    return {
+        "loop": "steps",
+        "n": len(each),
+        "step_ms": round(median * 1e3, 4),
+        "least_step_ms": round(min(each) * 1e3, 4),
+        "most_step_ms": round(max(each) * 1e3, 4),
+        "tokens_per_second": round(concurrency / median, 2),
+        "first_token_ms": None,
+        "token_ms": None,
+    }
+
+
 def line(row: dict[str, Any]) -> str:
     """One measurement in words."""
     firsts, each = row["first_token_ms"], row["token_ms"]
     first = f"first token {firsts['median']:8.1f} ms (p99 {firsts['p99']:8.1f})" if firsts else ""
+    if "step_ms" in row:
+        first = f"step {row['step_ms']:8.3f} ms ({row['least_step_ms']:.3f} to {row['most_step_ms']:.3f})"
     token = f"token {each['median']:6.2f} ms (p99 {each['p99']:6.2f})" if each else ""
     name = f"{row['arrangement']:8s} {row['loop']:6s} c={row['concurrency']:<4d} {row['mode']:12s}"
     return f"{name} {row['tokens_per_second']:10.1f} tok/s  {first}  {token}".rstrip()

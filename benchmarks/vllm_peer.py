@@ -1,7 +1,7 @@
 """vLLM on the same GPU, the same prompts and the same loops as `serving.py`: plain decoding and n-gram speculation.
 
     PYTHONPATH=benchmarks:protos:. python benchmarks/vllm_peer.py --model FOLDER [--mode plain|ngram]
-        [--concurrency 1,8,32,64] [--loops waves,closed] [--json FILE]
+        [--concurrency 1,8,32,64] [--loops waves,closed,steps] [--json FILE]
     ... --shape CONFIG_FOLDER --prompt-tokens 1024     random weights of a config.json's shape
 
 Written for vLLM 0.24.0, which runs beside torch 2.11.0; nothing else here needs it. In-process and without prefix
@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from serving_figures import Answer, Share, closed_figures, line, wave_figures
+from serving_figures import LONG, SHORT, Answer, Share, closed_figures, line, step_figures, wave_figures
 from workload import Prompt, closed_requests, random_prompts, read_prompts, wave
 
 # Before vLLM is imported: one process, no network, and no FlashInfer for sampling.
@@ -122,6 +122,10 @@ def measure(peer: Peer, prompts: Sequence[Prompt], options: argparse.Namespace, 
                 ]
                 # The first of each size finds caches cold. Times within an answer are not known.
                 figures = wave_figures(done[1:]) | {"first_token_ms": None, "token_ms": None}
+            elif loop == "steps":
+                waves = [wave(prompts, number, concurrency) for number in range(-1, options.waves)]
+                timed = [[peer.wave(asked, count)[0] for count in (SHORT, LONG)] for asked in waves]
+                figures = step_figures(concurrency, [(shorter, longer) for shorter, longer in timed[1:]])
             else:
                 requests = closed_requests(prompts, concurrency, options.max_tokens)
                 figures = closed_figures(peer.closed(requests, concurrency))
@@ -160,7 +164,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--shape", default="", help="folder with a config.json, for random weights")
     parser.add_argument("--mode", default="plain", choices=("plain", "ngram"))
     parser.add_argument("--concurrency", default="1,8,32,64", type=lambda text: [int(c) for c in text.split(",")])
-    parser.add_argument("--loops", default="waves,closed", type=lambda text: text.split(","), help="waves, closed")
+    parser.add_argument(
+        "--loops", default="waves,closed", type=lambda text: text.split(","), help="waves, closed, steps"
+    )
     parser.add_argument("--waves", type=int, default=3)
     parser.add_argument("--max-tokens", type=int, default=200)
     parser.add_argument("--prompt-tokens", type=int, default=0, help="random prompts of so many tokens")

@@ -3,7 +3,19 @@
 from __future__ import annotations
 
 import pytest
-from serving_figures import Answer, Share, closed_figures, full_window, latencies, line, percentile, wave_figures
+from serving_figures import (
+    LONG,
+    SHORT,
+    Answer,
+    Share,
+    closed_figures,
+    full_window,
+    latencies,
+    line,
+    percentile,
+    step_figures,
+    wave_figures,
+)
 
 
 def steady(begin: float, count: int, each: int = 1) -> Answer:
@@ -52,3 +64,13 @@ def test_a_line_says_what_is_known() -> None:
     row = {"arrangement": "own", "mode": "trie", "concurrency": 8} | wave_figures([(1.0, [steady(0, 4)])])
     assert "own" in line(row) and "4.0 tok/s" in line(row) and "1000.00" in line(row)
     assert "token" not in line(row | {"first_token_ms": None, "token_ms": None})
+
+
+def test_reading_prompts_cancels_out_of_what_a_step_takes() -> None:
+    reading, step = 0.5, 2e-3
+    seconds = [(reading + slow * SHORT * step, reading + slow * LONG * step) for slow in (1.0, 1.5, 1.25)]
+    figures = step_figures(4, seconds)
+    assert figures["step_ms"] == pytest.approx(2.5) and figures["n"] == 3
+    assert (figures["least_step_ms"], figures["most_step_ms"]) == pytest.approx((2.0, 3.0))
+    assert figures["tokens_per_second"] == pytest.approx(1600)
+    assert "2.500 ms (2.000 to 3.000)" in line({"arrangement": "own", "mode": "plain", "concurrency": 4, **figures})
