@@ -42,6 +42,8 @@ from target_service.draft_client import LinkOptions
 
 LABEL = "acceptance SIMULATED, weights random"
 _DRAFT = Path(__file__).with_name("simulated_drafter.py")
+# Kernels are compiled and passes captured when a size is first met, which must not count as a draft that is stuck.
+_PATIENCE = 60.0
 # Tokens that a sequence's pages and tree need beyond its text.
 _SLACK = 320
 # Tokens that the head's cache holds of a sequence beyond its text: the nodes that a tree expands, and pages.
@@ -105,7 +107,8 @@ def measure(options: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
             plain.close()
             write_answers(answers, said.items())
             wait_for(address, draft)
-            drafted = SimulatedRun(runner, config, (address, LinkOptions()))
+            patient = LinkOptions(answer_timeout=_PATIENCE, ping_timeout=_PATIENCE)
+            drafted = SimulatedRun(runner, config, (address, patient))
             for concurrency in options.concurrency:
                 figures, outputs = drafted.measure(prompts[:concurrency], options.max_tokens)
                 same = sum(said[prompt] == output for prompt, output in outputs.items())
