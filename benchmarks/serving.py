@@ -90,6 +90,8 @@ class Session:
                 shorter, longer = (subject.wave(prompts, count, **how)[0] for count in (SHORT, LONG))
                 if number >= 0:
                     seconds[mode].append((shorter, longer))
+                elif hasattr(subject, "steps"):
+                    subject.steps.take()
         return {mode: step_figures(concurrency, pairs) for mode, pairs in seconds.items()}
 
     def _closed(self, subjects: dict[str, Any], concurrency: int) -> dict[str, dict[str, Any]]:

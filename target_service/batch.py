@@ -44,9 +44,7 @@ def lay_out(
 ) -> StepBatch:
     """Build the step. `trees[i]` belongs to `chunks[i]`; only a chunk of one row may carry drafted rows.
 
-    Of the passes of a `stride`, this is the first; the pages hold the keys of all.
-
-    Row r of a sequence sits in cache slot `kv_length + r`; its position is `kv_length` plus its depth. A token that
+    Of the passes of a `stride`, this is the first; the pages hold the keys of all. Row r of a sequence sits in cache slot `kv_length + r`; its position is `kv_length` plus its depth. A token that
     the step under way will say is laid out as `Sequence.feed` gives it.
     """
     token_ids: list[int] = []
@@ -79,12 +77,6 @@ def lay_out(
         prefixes.append(start)
         pages.append(sequence.pages[: cache.pages_for(start + rows + stride - 1)])
         parents.append(shape)
-    attention = AttentionBatch(
-        query_starts=tuple(starts),
-        prefix_lengths=tuple(prefixes),
-        pages=tuple(pages),
-        page_size=cache.page_size,
-        parents=tuple(parents),
-    )
+    attention = AttentionBatch(tuple(starts), tuple(prefixes), tuple(pages), cache.page_size, tuple(parents))
     forward = ForwardInput(tuple(token_ids), tuple(positions), tuple(slots), attention, tuple(logit_rows))
     return StepBatch(tuple(items), forward, decode_rows, len(token_ids) - decode_rows)
