@@ -44,8 +44,9 @@ def lay_out(
 ) -> StepBatch:
     """Build the step. `trees[i]` belongs to `chunks[i]`; only a chunk of one row may carry drafted rows.
 
-    Of the passes of a `stride`, this is the first; the pages hold the keys of all. Row r of a sequence sits in cache slot `kv_length + r`; its position is `kv_length` plus its depth. A token that
-    the step under way will say is laid out as `Sequence.feed` gives it.
+    Of the passes of a `stride`, this is the first; the pages hold the keys of all. Row r of a sequence sits in cache
+    slot `kv_length + r`; its position is `kv_length` plus its depth. A token that the step under way will say is laid
+    out as `Sequence.feed` gives it.
     """
     token_ids: list[int] = []
     positions: list[int] = []
