@@ -209,9 +209,9 @@ class CapturedRunner(ModelRunner):
     def _capture(self, bucket: Bucket) -> _Captured:
         pages_each = self.cache.pages_for(self.max_context + bucket.rows)
         buffer = StepBuffer(bucket, self._triton, self.device, self.cache.page_size, pages_each, self._parameters)
-        buffer.load(_rehearsal(buffer), self._last_position)
-        # Compiled for where this buffer's parts lie; what it changes is loaded anew by every step.
+        # Compiled for where this buffer's parts lie. No sequence has a row yet, so nothing moves on.
         buffer.advance(self._last_position)
+        buffer.load(_rehearsal(buffer), self._last_position)
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream), torch._dynamo.config.patch(recompile_limit=_RECOMPILE_LIMIT):
             # Compiles what is to be compiled, and lets libraries allocate what they keep.

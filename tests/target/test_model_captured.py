@@ -148,6 +148,13 @@ def test_the_buffer_says_the_step_and_nothing_of_the_one_before(rows: tuple[int,
     assert buffer.slots[count:].eq(-1).all() and not buffer.token_ids[count:].any()
 
 
+def test_where_no_sequence_has_a_row_nothing_moves_on() -> None:
+    """As when a size is captured, ahead of any step."""
+    buffer = buffer_of(Bucket(4, 4), parameters=parameter_count(64, 512))
+    buffer.advance(21)
+    assert not buffer.integers.any()
+
+
 @pytest.mark.parametrize("sequences", [1, 4, 33])
 def test_a_step_moves_on_where_it_lies(sequences: int) -> None:
     """As if the step some passes later had been laid out and loaded."""
