@@ -19,9 +19,8 @@ from tree_kernels._triton_merge import merge_kernel
 from tree_kernels._triton_schedule import schedule_kernel
 from tree_kernels._triton_tiling import Tiling, choose_tiling
 from tree_kernels.batch import AttentionBatch, AttentionPlan
-from tree_kernels.tree_mask import WORD_BITS
+from tree_kernels.tree_mask import WORD_BITS, mask_words, tree_rows
 
-MAX_TREE_ROWS = 256
 _SCHEDULE_BLOCK = 64
 _LOG2_E = 1.4426950408889634
 
@@ -127,7 +126,7 @@ class TritonAttention:
             page_starts=page_starts,
             parents=parents,
             page_table=page_table,
-            words=torch.empty(rows, 1 if _tree_rows(batch) <= WORD_BITS else 4, dtype=torch.int64, device=self._device),
+            words=torch.empty(rows, mask_words(batch), dtype=torch.int64, device=self._device),
         )
 
     def update(self, plan: TritonPlan, batch: AttentionBatch) -> None:
@@ -154,7 +153,7 @@ class TritonAttention:
             and batch.page_size == old.page_size
             and batch.rows <= old.rows
             and sum(map(len, batch.pages)) <= plan.page_table.numel()
-            and _tree_rows(batch) <= WORD_BITS * plan.words.shape[1]
+            and tree_rows(batch) <= WORD_BITS * plan.words.shape[1]
             and all(
                 self._max_chunks(batch, layout) <= schedule.max_chunks for layout, schedule in plan.schedules.items()
             )
@@ -214,6 +213,7 @@ class TritonAttention:
             sequences=batch.sequences,
             kv_heads=kv_heads,
             processors=self._processors,
+            words=mask_words(batch),
         )
         return _Layout(group, kv_heads, key_cache.shape[3], value_cache.shape[3], tiling)
 
@@ -273,14 +273,6 @@ class TritonAttention:
 def plan_integers(batch: AttentionBatch) -> int:
     """Elements of a plan's `integers`."""
     return 4 * batch.sequences + 1 + batch.rows + sum(map(len, batch.pages))
-
-
-def _tree_rows(batch: AttentionBatch) -> int:
-    """Rows of the largest tree. Raises `ValueError` above 256."""
-    rows = max((len(parents) for parents in batch.parents if parents is not None), default=0)
-    if rows > MAX_TREE_ROWS:
-        raise ValueError(f"expected trees of at most {MAX_TREE_ROWS} rows, got {rows}")
-    return rows
 
 
 def _pack(batch: AttentionBatch, pad_rows: int | None = None) -> Tensor:

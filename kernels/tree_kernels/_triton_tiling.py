@@ -41,7 +41,15 @@ _MANY_KEYS = 96 * 1024
 
 
 def choose_tiling(
-    packed_rows: int, width: int, itemsize: int, *, keys: int, sequences: int, kv_heads: int, processors: int
+    packed_rows: int,
+    width: int,
+    itemsize: int,
+    *,
+    keys: int,
+    sequences: int,
+    kv_heads: int,
+    processors: int,
+    words: int = 1,
 ) -> Tiling:
     """The fastest of those tried on an H200 (`benchmarks/tree_attention.py --tune`).
 
@@ -55,6 +63,7 @@ def choose_tiling(
         sequences: of the step.
         kv_heads: of a sequence.
         processors: SMs of the device.
+        words: of a row's mask.
     """
     heads = sequences * kv_heads
     # More work than SMs: two programs on one hide each other's waits.
@@ -76,4 +85,5 @@ def choose_tiling(
         return Tiling(64, 64, 4, 5, per_sm, merge_rows if packed == 64 else 0)
     if packed >= 256 and keys >= _MANY_KEYS and not short:
         return Tiling(256, 64, 16, 5, 1, apart=True)
-    return Tiling(128, 128, 8, 5, 1, apart=keys > 4096 * sequences)
+    # Masks of four words leave no room for a second loop: its tiles would be six kilobytes more than an SM has.
+    return Tiling(128, 128, 8, 5, 1, apart=keys > 4096 * sequences and words == 1)

@@ -10,7 +10,7 @@ from tree_kernels._triton_verification_filter import filter_kernel
 from tree_kernels._triton_verification_rows import RUNGS, mass_kernel, peak_kernel
 from tree_kernels._triton_verification_scores import score_kernel
 from tree_kernels._triton_verification_walk import walk_kernel
-from tree_kernels.verification_records import MAX_TREE_ROWS
+from tree_kernels.tree_mask import MAX_TREE_ROWS
 
 _CHUNK = 2048
 _BLOCK = 128

@@ -11,7 +11,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from tree_kernels.batch import AttentionBatch
+
 WORD_BITS = 64
+MAX_TREE_ROWS = 256
 _WORD = (1 << WORD_BITS) - 1
 _SIGN = 1 << (WORD_BITS - 1)
 
@@ -45,6 +48,23 @@ def ancestor_words(parents: Sequence[int]) -> list[list[int]]:
     """
     shifts = range(0, len(parents), WORD_BITS)
     return [[_signed(row >> shift & _WORD) for shift in shifts] for row in ancestor_bits(parents)]
+
+
+def tree_rows(batch: AttentionBatch) -> int:
+    """Rows of the largest tree; 0 where there is none.
+
+    Raises:
+        ValueError: it has more than `MAX_TREE_ROWS`.
+    """
+    rows = max((len(parents) for parents in batch.parents if parents is not None), default=0)
+    if rows > MAX_TREE_ROWS:
+        raise ValueError(f"expected trees of at most {MAX_TREE_ROWS} rows, got {rows}")
+    return rows
+
+
+def mask_words(batch: AttentionBatch) -> int:
+    """Words of every row's mask: one, or as many as the largest tree may need."""
+    return 1 if tree_rows(batch) <= WORD_BITS else MAX_TREE_ROWS // WORD_BITS
 
 
 def ancestor_mask(parents: Sequence[int] | None, rows: int) -> Tensor:

@@ -16,7 +16,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-MAX_TREE_ROWS = 256
+from tree_kernels.tree_mask import MAX_TREE_ROWS
+
 # Pairs of one distribution: a kernel holds them all.
 MAX_SUPPORT = 64
 RECORD = 16

@@ -1,0 +1,63 @@
+"""Compiles the attention kernel for an H100 or H200, which takes no GPU, in the tilings that need most of an SM's
+memory, and writes what each needs as JSON to standard output."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+
+from tree_kernels._triton_kernels import attention_kernel
+from tree_kernels._triton_tiling import Tiling, choose_tiling
+
+GROUP, KV_HEADS, WIDTH = 4, 8, 128
+POINTERS = {
+    **dict.fromkeys(("query", "key_cache", "value_cache", "output"), "*bf16"),
+    **dict.fromkeys(("partials", "partial_lse"), "*fp32"),
+    **dict.fromkeys(("arrivals", "page_table", "groups", "chunk_table", "totals"), "*i32"),
+    "words": "*i64",
+}
+NUMBERS = {"scale_log2": "fp32", "query_row_stride": "i32", "query_head_stride": "i32"}
+
+
+def chosen() -> Iterator[tuple[Tiling, int]]:
+    """Every tiling of 128 rows and more, with the words of its masks."""
+    found = set()
+    for rows in (32, 64, 128, 256, 2048):
+        for sequences in (1, 8, 64):
+            for keys in (1024, 8192, 32768, 131072):
+                for words in (1, 4):
+                    sizes = {"keys": keys * sequences, "sequences": sequences, "words": words}
+                    tiling = choose_tiling(rows * GROUP, WIDTH, 2, kv_heads=KV_HEADS, processors=132, **sizes)
+                    if tiling.block_rows >= 128 and (rows > 64 or words == 1):
+                        found.add((tiling, words))
+    yield from sorted(found, key=repr)
+
+
+def shared_bytes(tiling: Tiling, words: int) -> int:
+    """Of one program."""
+    constants: dict[str, Any] = {
+        "GROUP": GROUP, "KV_HEADS": KV_HEADS, "D": WIDTH, "DV": WIDTH, "BLOCK_D": WIDTH, "BLOCK_DV": WIDTH,
+        "PAGE_SIZE": 16, "BLOCK_M": tiling.block_rows, "BLOCK_N": tiling.block_keys, "WORDS": words, "FAR": False,
+        "APART": tiling.apart, "FIXED": False, "MERGE_ROWS": tiling.merge_rows,
+        "MERGE_PARTS": tiling.merge_parts(WIDTH), "EARLY": True,
+    }  # fmt: skip
+    names = attention_kernel.arg_names
+    signature = {name: (POINTERS | NUMBERS).get(name, "constexpr") for name in names}
+    aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in (*POINTERS, *list(NUMBERS)[1:])}
+    source = ASTSource(attention_kernel, signature, {(names.index(k),): v for k, v in constants.items()}, aligned)
+    options = {"num_warps": tiling.warps, "num_stages": tiling.stages, "launch_pdl": True}
+    return int(compile(source, target=GPUTarget("cuda", 90, 32), options=options).metadata.shared)
+
+
+def main() -> None:
+    found = {f"{tiling}, {words} words": shared_bytes(tiling, words) for tiling, words in chosen()}
+    json.dump(found, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()
