@@ -14,9 +14,11 @@ _ENOUGH = 8
 # What one step moves the time of its kind, and how far from it a step is believed.
 _SHARE = 0.1
 _BOUND = 2.0
+# Plain steps that waiting for a draft may last: more tokens than that a step hardly ever makes.
+_WORTH = 8.0
 # Steps without drafts before the next try, from the first to the longest pause, and steps of a try.
 _FIRST_PAUSE = 8
-_LONGEST_PAUSE = 2048
+_LONGEST_PAUSE = 16384
 _TRY = 4
 # Share of the time that tries may cost in the long run.
 _TRYING_SHARE = 0.02
@@ -49,7 +51,9 @@ class _Load:
 
     def observe_drafted(self, seconds: float, row_cost: float) -> None:
         self.drafted_steps += 1
-        overhead = min(_BOUND * self.plain, max(0.0, seconds - self.plain * row_cost))
+        # A pause of the machine counts for little, what always takes long is known after a few steps.
+        bound = _BOUND * (self.plain + self.overhead)
+        overhead = min(bound, max(0.0, seconds - self.plain * row_cost))
         self.overhead += max(_SHARE, 1 / self.drafted_steps) * (overhead - self.overhead)
 
 
@@ -82,6 +86,19 @@ class DraftSwitch:
         self._plain_steps = 0 if chosen else self._plain_steps + 1
         return chosen
 
+    def pays(self, load: int, promised: float) -> bool:
+        """Whether drafts pay by what is known, for steps that must not be tries since nobody would learn from them."""
+        seen = self._at(load)
+        return min(seen.plain_steps, seen.drafted_steps) >= _ENOUGH and self._gains(seen, load, promised)
+
+    def patience(self, load: int) -> float:
+        """Seconds for which to wait for a draft at most."""
+        seen = self._at(load)
+        return _WORTH * seen.plain if seen.plain_steps >= _ENOUGH else float("inf")
+
+    def _gains(self, seen: _Load, load: int, promised: float) -> bool:
+        return promised > _MARGIN * load * (1 + seen.overhead / seen.plain)
+
     def _choose(self, seen: _Load, load: int, promised: float) -> bool:
         if seen.plain_steps < _ENOUGH:
             return False
@@ -89,14 +106,13 @@ class DraftSwitch:
         if self._since_refresh > _REFRESH:
             # Contexts grow, and with them what a plain step takes.
             self._since_refresh, seen.plain_steps = 0, 1
-        overhead = seen.overhead / seen.plain
-        if seen.drafted_steps < _ENOUGH or promised > _MARGIN * load * (1 + overhead):
+        if seen.drafted_steps < _ENOUGH or self._gains(seen, load, promised):
             self._trying, self._left, self._paid = False, 0, self._paid + 1
             if self._paid > _RECOVERED:
                 self._pause = _FIRST_PAUSE
             return True
         self._paid = 0
-        return self._try(overhead)
+        return self._try(seen.overhead / seen.plain)
 
     def _try(self, overhead: float) -> bool:
         """Whether a drafted step is due although drafts do not pay: else nobody would know that they pay again."""

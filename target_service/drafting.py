@@ -142,12 +142,13 @@ class Drafting:
     def follow_load(self, running: int, useful: bool = True) -> None:
         """Stop drafting above the configured load, and begin again well below it.
 
-        While drafts are not `useful`, a draft of more than a few sequences is stopped too: each frame takes time.
+        While drafts are not `useful`, a draft of more than a few sequences is stopped too, and one that reads features
+        at any load: each frame takes time, and features keep steps from being launched several at once.
         """
         if not self._config.enabled:
             return
         limit = self._config.disable_above
-        useful = useful or running <= _FOLLOWED_ANYWAY
+        useful = useful or (running <= _FOLLOWED_ANYWAY and not self._features.taken)
         if self.active and (running > limit or not useful):
             self.active = False
             self._close(list(self._trees))
@@ -162,13 +163,16 @@ class Drafting:
         while self._inbox:
             self._handle(self._inbox.popleft())
 
-    def wait_for(self, sequences: SequenceOf[Sequence]) -> int:
-        """Wait, bounded, until the draft has answered the last commit of each sequence. Nanoseconds waited."""
+    def wait_for(self, sequences: SequenceOf[Sequence], patience: float = float("inf")) -> int:
+        """Wait until the draft has answered the last commit of each sequence. Nanoseconds waited.
+
+        No longer than is configured, and than `patience` in seconds.
+        """
         self.listen()
         if not self.waiting_pays or self._answered(sequences):
             return 0
         begin = time.monotonic_ns()
-        deadline = time.monotonic() + self._config.wait_seconds
+        deadline = time.monotonic() + min(self._config.wait_seconds, patience)
         while not self._answered(sequences):
             with self._wake:
                 on_time = self._wake.wait_for(lambda: self._inbox, timeout=deadline - time.monotonic())

@@ -70,9 +70,16 @@ class Gathering:
         pays = bool(wanting) and self._drafting.connected
         if pays and self._switch is not None:
             gains = sum(self._budget.promise(self._live[sequence.sequence_id].record) for sequence in wanting)
-            pays = self._switch.drafts(len(running), gains + len(running) - len(wanting))
+            # The time of a step that reads prompts says nothing of drafts.
+            ask = self._switch.pays if self._reads_prompts(running) else self._switch.drafts
+            pays = ask(len(running), gains + len(running) - len(wanting))
         self._drafts = pays and self._drafting.active
         return self._drafts
+
+    def _reads_prompts(self, running: SequenceOf[Sequence]) -> bool:
+        """Whether the next step has rows of prompts."""
+        reading = (sequence.kv_length + 1 < len(sequence.token_ids) for sequence in running)
+        return self._scheduler.waiting > 0 or any(reading)
 
     def observe(self, load: int, seconds: float, *, drafted: bool) -> None:
         """Take note of what a step that only decoded took, from the end of the step before it."""
@@ -87,7 +94,8 @@ class Gathering:
         """Wait for the draft, if that was chosen, then cut every tree to the rows that pay."""
         chunks = [chunk for chunk in schedule.chunks if chunk.takes_tree] if self._drafts else []
         drafted = [chunk.sequence for chunk in chunks if self._drafting.wants(chunk.sequence)]
-        wait_ns = self._drafting.wait_for(drafted)
+        patience = float("inf") if self._switch is None else self._switch.patience(len(self._scheduler.running))
+        wait_ns = self._drafting.wait_for(drafted, patience)
         offers: dict[int, Offer] = {}
         fallbacks = 0
         for sequence in drafted:

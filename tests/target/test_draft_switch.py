@@ -90,3 +90,26 @@ def test_a_draft_is_left_alone_between_tries() -> None:
         near.append(switch.drafts_are_near)
         play(switch, 1, plain=1.0, drafted=4.0, gain=1.5)
     assert 0 < sum(near) < 0.3 * len(near)
+
+
+def test_a_draft_that_takes_many_steps_is_known_for_that() -> None:
+    """Tries stay rare even where waiting takes twenty times as long as a step, and promises cannot hide it."""
+    switch = DraftSwitch()
+    chosen = play(switch, 60_000, plain=1.0, drafted=21.0, gain=5.0)
+    tries = sum(chosen[1000:])
+    assert 0 < 20 * tries < 0.05 * 59_000
+    assert not switch.pays(1, 5.0)
+
+
+def test_a_step_that_reads_prompts_is_no_try() -> None:
+    switch = DraftSwitch()
+    assert not switch.pays(1, 9.0)
+    play(switch, 40, plain=1.0, drafted=1.2, gain=2.0)
+    assert switch.pays(1, 2.0) and not switch.pays(1, 1.1)
+
+
+def test_patience_is_worth_a_few_plain_steps() -> None:
+    switch = DraftSwitch()
+    assert switch.patience(1) == float("inf")
+    play(switch, 40, plain=0.5, drafted=0.6, gain=2.0)
+    assert switch.patience(1) == pytest.approx(8 * 0.5)
