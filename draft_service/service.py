@@ -95,6 +95,8 @@ def build_server(
         tls=TlsFiles(config.tls_certificate, config.tls_key, config.tls_client_ca),
         reflection=config.reflection,
         admin_listen=config.admin_listen,
+        # A drafter that compiles or computes for seconds lets its target's pings pile up, which looks like abuse.
+        ping_strikes=0,
     )
     service = Service(SERVICE_NAME, lambda server: draft_pb2_grpc.add_DraftServiceServicer_to_server(servicer, server))
     return GrpcServer(options, [service], interceptors), DraftWorker(admission)

@@ -9,6 +9,7 @@ from typing import Any
 import grpc
 import pytest
 from grpc_channelz.v1 import channelz_pb2, channelz_pb2_grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from outrider.errors import OutriderError, StepSkipped, all_errors
@@ -210,6 +211,22 @@ class TestServer:
         await server.start()
         async with grpc.aio.insecure_channel(server.address) as channel:
             assert await echo.call(channel, "Unary") == b"default"
+        await server.stop(0)
+
+    @pytest.mark.parametrize("strikes", [2, 0], ids=["bounded", "boundless"])
+    async def test_a_client_that_pings_too_often_is_borne_as_far_as_is_wanted(self, strikes: int) -> None:
+        server = GrpcServer(ServingOptions(ping_strikes=strikes), [])
+        await server.start()
+        often = [("grpc.keepalive_time_ms", 100), ("grpc.http2.max_pings_without_data", 0)]
+        async with grpc.aio.insecure_channel(server.address, options=often) as channel:
+            watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
+            await watch.read()
+            try:
+                await asyncio.wait_for(watch.read(), 3.0)
+            except (TimeoutError, asyncio.CancelledError):
+                assert strikes == 0
+            except grpc.aio.AioRpcError as refused:
+                assert strikes and refused.code() is grpc.StatusCode.UNAVAILABLE
         await server.stop(0)
 
     async def test_large_message_is_refused_and_the_server_lives(self, echo: Any) -> None:

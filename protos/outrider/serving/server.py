@@ -45,6 +45,8 @@ class ServingOptions:
     tls: TlsFiles = field(default_factory=TlsFiles)
     reflection: bool = False
     admin_listen: str = ""
+    # Pings that come too soon after each other before a client is sent away; 0 bears any number.
+    ping_strikes: int = 2
 
     def channel_options(self) -> list[tuple[str, Any]]:
         """C-core arguments. Keepalive alone does not notice a frozen peer; the ping timeout does."""
@@ -59,6 +61,7 @@ class ServingOptions:
             ("grpc.http2.ping_timeout_ms", 5_000),
             ("grpc.keepalive_permit_without_calls", 1),
             ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+            ("grpc.http2.max_ping_strikes", self.ping_strikes),
             # A second server on the same port must fail, not share its traffic.
             ("grpc.so_reuseport", 0),
         ]
