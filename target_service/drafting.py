@@ -197,10 +197,12 @@ class Drafting:
         for sequence, committed in commits:
             tree = self._trees.get(sequence.sequence_id)
             if tree is not None:
-                tree.advance(committed)
-                tokens = tuple(sequence.token_ids[-committed:])
                 features = along.get(sequence.sequence_id)
-                advances.append(SequenceAdvance(sequence.sequence_id, sequence.step, tokens, features))
+                tokens = tuple(sequence.token_ids[-committed:])
+                # Passes that were launched at once are steps of a token each, and the draft hears of every one.
+                for said in [tokens] if sequence.step == tree.step + 1 else [(token,) for token in tokens]:
+                    tree.advance(len(said))
+                    advances.append(SequenceAdvance(sequence.sequence_id, tree.step, said, features))
         if self._link is None or not self.connected:
             return
         if ahead:

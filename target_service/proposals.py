@@ -47,6 +47,11 @@ class GrowingTree:
         self._where = {node_id: place for node_id, place in self._where.items() if place <= _ROOT}
 
     @property
+    def step(self) -> int:
+        """The sequence's step as of the last commit."""
+        return self._step
+
+    @property
     def answered(self) -> bool:
         """Whether the draft has spoken since the last commit."""
         return self.answered_step == self._step

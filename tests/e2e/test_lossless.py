@@ -156,14 +156,16 @@ def test_rejection_with_several_passes_at_once_draws_the_same(tiny_model: PreTra
         assert any(len(verdict.token_ids) > 1 for o in outcomes for verdict in o.verdicts)
 
 
+@pytest.mark.parametrize("stride", [1, 4])
 def test_steps_ahead_and_drafted_steps_follow_each_other(
-    case: tuple[list[SequenceRequest], list[Sequence[int]]], tiny_model: PreTrainedModel
+    case: tuple[list[SequenceRequest], list[Sequence[int]]], tiny_model: PreTrainedModel, stride: int
 ) -> None:
     """Prompts that end while others are drafted for, by a switch that goes by what steps take."""
     wanted, said = case
     cost = StepCost([(1, 1.0), (64, 1.1)])
     drafts = drafter("knowing", wanted, said)
-    outcomes = run(make_runner(tiny_model), wanted, propose=drafts, step_cost=cost, stagger=9, followable=True)
+    runner = make_runner(tiny_model)
+    outcomes = run(runner, wanted, propose=drafts, step_cost=cost, stagger=9, followable=True, stride=stride)
     assert [o.token_ids for o in outcomes] == said
     assert sum(o.finished.totals.accepted_tokens for o in outcomes) > 0
 
