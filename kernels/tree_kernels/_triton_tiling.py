@@ -49,7 +49,7 @@ def choose_tiling(
     sequences: int,
     kv_heads: int,
     processors: int,
-    words: int = 1,
+    words: int,
 ) -> Tiling:
     """The fastest of those tried on an H200 (`benchmarks/tree_attention.py --tune`).
 
@@ -70,10 +70,8 @@ def choose_tiling(
     busy = 4 * heads > processors
     short = keys <= _SHORT * sequences
     packed = max(16, triton.next_power_of_2(packed_rows))
-    if itemsize > 2:
-        return Tiling(min(64, packed), 32, 4, 2, 1)
-    if width > 128:
-        return Tiling(min(64, packed), 32, 4, 3, 1)
+    if itemsize > 2 or width > 128:
+        return Tiling(min(64, packed), 32, 4, 2 if itemsize > 2 else 3, 1)
     # Groups are then cut in two at most, and a launch more would cost as much as it merges.
     merge_rows = 16 if short and width > 64 and heads >= processors else 0
     if packed <= 32:
