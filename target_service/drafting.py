@@ -115,7 +115,15 @@ class Drafting:
 
     def tree_of(self, sequence: Sequence) -> GrowingTree | None:
         """The sequence's growing tree; None when it is not drafted for."""
-        return self._trees.get(sequence.sequence_id)
+        tree = self._trees.get(sequence.sequence_id)
+        if tree is None:
+            return None
+        try:
+            tree.settle()
+        except InvalidField as error:
+            self._refuse(sequence.sequence_id, error)
+            return None
+        return tree
 
     def asks(self, sequence: Sequence) -> bool:
         """Whether the sequence is to be drafted for when the load allows it."""
@@ -279,11 +287,14 @@ class Drafting:
             # Closed while the growth was on its way.
             return
         try:
-            tree.graft(growth)
+            tree.hold(growth)
         except InvalidField as error:
-            log.warning("a malformed growth ends drafting for its sequence: %s", error)
-            del self._trees[growth.sequence_id]
-            self._close([growth.sequence_id])
+            self._refuse(growth.sequence_id, error)
             return
         if tree.lag(growth) <= 1:
             self._late_steps = 0
+
+    def _refuse(self, sequence_id: int, error: InvalidField) -> None:
+        log.warning("a malformed growth ends drafting for its sequence: %s", error)
+        del self._trees[sequence_id]
+        self._close([sequence_id])

@@ -36,6 +36,7 @@ class GrowingTree:
         self._next_id = 1
         self._where: dict[int, int] = {}
         self.answered_step = -1
+        self._held: SequenceGrowth | None = None
         self._clear()
 
     def _clear(self) -> None:
@@ -77,14 +78,37 @@ class GrowingTree:
 
     def graft(self, growth: SequenceGrowth) -> None:
         """Add the growth's nodes. Raises `InvalidField` for ids that were never given or steps that never were."""
+        self.hold(growth)
+        self.settle()
+
+    def hold(self, growth: SequenceGrowth) -> None:
+        """Take the growth in, and add its nodes when they are looked at: `settle` must come before that.
+
+        What replaces the tree may be replaced itself before anyone looks, as when drafts are followed and not used.
+        Raises `InvalidField` as `graft`, or leaves that to `settle`.
+        """
         if growth.base_step > self._step:
             raise InvalidField("growth.base_step", "lies ahead of the sequence")
         if growth.first_node_id < self._next_id:
             raise InvalidField("growth.first_node_id", "was given before")
         self.answered_step = max(self.answered_step, growth.base_step)
         self._next_id = growth.first_node_id + len(growth.token_ids)
+        if not growth.replaces or any(ROOT_ID < parent < growth.first_node_id for parent in growth.parent_ids):
+            # It stands on what came before.
+            self.settle()
         if growth.replaces:
             self._clear()
+            self._held = growth
+        else:
+            self._add(growth)
+
+    def settle(self) -> None:
+        """Add the nodes of a growth that is held. Raises `InvalidField` when it is malformed."""
+        held, self._held = self._held, None
+        if held is not None:
+            self._add(held)
+
+    def _add(self, growth: SequenceGrowth) -> None:
         base = self._lengths.get(growth.base_step)
         if base is None:
             return

@@ -72,6 +72,7 @@ def test_late_and_crossing_growth_lands_where_the_paths_say(data: st.DataObject)
     committed = [0]
     tree = GrowingTree(committed, step=0)
     base_step, next_id = 0, 1
+    lazily = data.draw(st.booleans(), "held until looked at")
     for _ in range(data.draw(st.integers(1, 8), "events")):
         if data.draw(st.booleans(), "commit"):
             new = data.draw(st.lists(tokens, min_size=1, max_size=3), "committed")
@@ -94,9 +95,11 @@ def test_late_and_crossing_growth_lands_where_the_paths_say(data: st.DataObject)
                 named.append(data.draw(tokens, "token"))
             sent = growth(base_step, next_id, parents, named, replaces=replaces)
             next_id += count
-            tree.graft(sent)
+            (tree.hold if lazily else tree.graft)(sent)
             model.graft(sent)
-        assert paths_of(tree) == model.relative()
+        if not lazily or data.draw(st.booleans(), "looked at"):
+            tree.settle()
+            assert paths_of(tree) == model.relative()
 
 
 def test_a_proposal_survives_the_commit_that_walks_into_it() -> None:
