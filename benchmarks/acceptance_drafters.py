@@ -34,6 +34,7 @@ class DrafterSet:
         embeddings: folder of the target.
         chain_steps: nodes of a chain.
         tree_steps, topk: levels of a tree, and nodes that each expands.
+        race_sharpness: how far COUPLED's race over the head's law is taken for the target's own.
     """
 
     head: str
@@ -44,6 +45,7 @@ class DrafterSet:
     tree_steps: int = 7
     topk: int = 10
     cuda_graphs: bool = False
+    race_sharpness: float = EagleConfig.race_sharpness
     _loaded: EagleHead | None = None
     _eagles: dict[str, EagleDrafter] = field(default_factory=dict)
 
@@ -77,6 +79,7 @@ class DrafterSet:
                 topk=topk,
                 num_draft_tokens=nodes,
                 min_score=0.0,
+                race_sharpness=self.race_sharpness,
                 kv_tokens=_CACHE_TOKENS,
                 dtype=self.dtype,
                 device=self.device,
