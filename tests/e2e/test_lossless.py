@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -168,6 +169,23 @@ def test_steps_ahead_and_drafted_steps_follow_each_other(
     outcomes = run(runner, wanted, propose=drafts, step_cost=cost, stagger=9, followable=True, stride=stride)
     assert [o.token_ids for o in outcomes] == said
     assert sum(o.finished.totals.accepted_tokens for o in outcomes) > 0
+
+
+@pytest.mark.parametrize("on_device", [False, True], ids=["host", "device"])
+def test_a_real_drafter_follows_passes_launched_at_once(
+    case: tuple[list[SequenceRequest], list[Sequence[int]]],
+    tiny_model: PreTrainedModel,
+    on_device: bool,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It checks the steps that it is told of, and gives a sequence up where one is missing."""
+    wanted, said = case
+    with real_drafter("trie", VOCABULARY) as connect, caplog.at_level(logging.INFO):
+        runner, cost = make_runner(tiny_model), StepCost([(1, 1.0), (64, 1.1)])
+        how = {"step_cost": cost, "stagger": 3, "followable": True, "on_device": on_device, "stride": 4}
+        outcomes = run(runner, [*wanted, *wanted], connect=connect, **how)
+    assert [o.token_ids for o in outcomes] == [*said, *said]
+    assert "gave up" not in caplog.text
 
 
 @pytest.mark.parametrize("name", ["trie", "prompt_lookup", "random"])
