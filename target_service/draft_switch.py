@@ -24,8 +24,6 @@ _TRY = 4
 _TRYING_SHARE = 0.02
 # Steps for which drafts have to pay before a pause is short again.
 _RECOVERED = 16
-# Plain steps that a draft follows along, after a drafted one and before the next.
-_FOLLOWED = 32
 # Drafting has to promise this much, so that noise does not switch it.
 _MARGIN = 1.02
 # Every so often plain steps are timed anew, a few of them.
@@ -70,10 +68,10 @@ class DraftSwitch:
         # In a row.
         self._plain_steps = 0
 
-    @property
-    def drafts_are_near(self) -> bool:
-        """Whether a drafted step was lately, or may come soon, so that the draft had better follow along."""
-        return self._plain_steps < _FOLLOWED or self._left < _FOLLOWED
+    def drafts_are_near(self, steps: int) -> bool:
+        """Whether a drafted step was less than so many steps ago, or may come in as many, so that the draft had better
+        follow along."""
+        return self._plain_steps < steps or self._left < steps
 
     def drafts(self, load: int, promised: float) -> bool:
         """Whether the next step waits for drafts. Called once per step.

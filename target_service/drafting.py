@@ -147,16 +147,19 @@ class Drafting:
             self._features.forget(sequence_id)
         self._close([sequence_id for sequence_id in ids if self._trees.pop(sequence_id, None) is not None])
 
+    @property
+    def reads_features(self) -> bool:
+        return self._features.taken
+
     def follow_load(self, running: int, useful: bool = True) -> None:
         """Stop drafting above the configured load, and begin again well below it.
 
-        While drafts are not `useful`, a draft of more than a few sequences is stopped too, and one that reads features
-        at any load: each frame takes time, and features keep steps from being launched several at once.
-        """
+        While drafts are not `useful`, a draft of more than a few sequences is stopped too, for each frame takes time,
+        and one that reads features at any load."""
         if not self._config.enabled:
             return
         limit = self._config.disable_above
-        useful = useful or (running <= _FOLLOWED_ANYWAY and not self._features.taken)
+        useful = useful or (running <= _FOLLOWED_ANYWAY and not self.reads_features)
         if self.active and (running > limit or not useful):
             self.active = False
             self._close(list(self._trees))
@@ -172,10 +175,8 @@ class Drafting:
             self._handle(self._inbox.popleft())
 
     def wait_for(self, sequences: SequenceOf[Sequence], patience: float = float("inf")) -> int:
-        """Wait until the draft has answered the last commit of each sequence. Nanoseconds waited.
-
-        No longer than is configured, and than `patience` in seconds.
-        """
+        """Wait until the draft has answered the last commit of each sequence, for `patience` seconds at most and no
+        longer than is configured. Nanoseconds waited."""
         self.listen()
         if not self.waiting_pays or self._answered(sequences):
             return 0
@@ -288,11 +289,10 @@ class Drafting:
             return
         try:
             tree.hold(growth)
+            if tree.lag(growth) <= 1:
+                self._late_steps = 0
         except InvalidField as error:
             self._refuse(growth.sequence_id, error)
-            return
-        if tree.lag(growth) <= 1:
-            self._late_steps = 0
 
     def _refuse(self, sequence_id: int, error: InvalidField) -> None:
         log.warning("a malformed growth ends drafting for its sequence: %s", error)

@@ -19,6 +19,9 @@ from target_service.sequence import Sequence
 
 # Of every plain step: what is fed as the root is the sequence's own token, whichever this says.
 _ROOT_ALONE = TokenTree.root_only(0)
+# Plain steps that a draft follows along, after a drafted one and before the next. A head works more for that than it
+# loses by beginning anew, and the target works for it.
+_FOLLOWED, _FOLLOWED_BY_HEADS = 32, 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +64,9 @@ class Gathering:
 
     @property
     def drafts_are_near(self) -> bool:
-        """Whether drafts are in use, or may be soon."""
-        return self._switch is None or self._switch.drafts_are_near
+        """Whether drafts are in use, or were lately, or may be soon."""
+        followed = _FOLLOWED_BY_HEADS if self._drafting.reads_features else _FOLLOWED
+        return self._switch is None or self._switch.drafts_are_near(followed)
 
     def choose(self, running: SequenceOf[Sequence]) -> bool:
         """Whether the next step waits for drafts. Called once per step, before it is scheduled."""

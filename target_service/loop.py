@@ -177,7 +177,7 @@ class EngineLoop:
             if not schedule.chunks:
                 return None
             # States are taken pass by pass.
-            alone = self.drafting.active and self.features.taken
+            alone = self.drafting.active and self.drafting.reads_features
             stride = 1 if alone else self._stride.choose(schedule, self.scheduler, self._runner.max_context)
             return self._begin(schedule, self._gathering.plain(schedule), clock, ahead=True, stride=stride)
         except torch.OutOfMemoryError:

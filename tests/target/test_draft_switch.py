@@ -87,7 +87,7 @@ def test_a_draft_is_left_alone_between_tries() -> None:
     play(switch, 4000, plain=1.0, drafted=4.0, gain=1.5)
     near = []
     for _ in range(2200):
-        near.append(switch.drafts_are_near)
+        near.append(switch.drafts_are_near(32))
         play(switch, 1, plain=1.0, drafted=4.0, gain=1.5)
     assert 0 < sum(near) < 0.3 * len(near)
 
