@@ -36,7 +36,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _line(head: ShippedHead) -> str:
     length = head.accepted_length
-    recorded = f", {length:.2f} tokens a step on its target's own text, by its training record" if length is not None else ""
+    recorded = f", {length:.2f} tokens a step on its target's own text" if length is not None else ""
     return f"{head.name}  for {head.target or 'a model that it does not name'}, {head.megabytes:.0f} MB{recorded}"
 
 
