@@ -12,9 +12,9 @@ from outrider.settings import setting
 class NeuralConfig:
     """How trees grow, and what the network runs on."""
 
-    num_steps: int = setting(6, "levels of a tree, each of which costs a pass")
-    topk: int = setting(8, "children of a node, and nodes that each level expands; 1 drafts a chain")
-    num_draft_tokens: int = setting(32, "nodes of a tree, the root not counted")
+    num_steps: int = setting(3, "levels of a tree, each of which costs a pass")
+    topk: int = setting(4, "children of a node, and nodes that each level expands; 1 drafts a chain")
+    num_draft_tokens: int = setting(12, "nodes of a tree, the root not counted")
     min_score: float = setting(0.005, "least probability of the path to a node that is worth drafting")
     race_entrants: int = setting(128, "tokens of a node that run the shared race of COUPLED requests")
     race_sharpness: float = setting(1.0, "how far the race over the draft's law is taken for the target's own")

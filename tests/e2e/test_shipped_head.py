@@ -25,7 +25,7 @@ from target_service.sequence import SequenceRequest
 
 MODEL = "smollm2-135m-instruct"
 # Tokens a step over `QUESTIONS`, greedy, the target's own token included.
-LEAST_ACCEPTED_LENGTH = 2.4
+LEAST_ACCEPTED_LENGTH = 2.0
 MOST_MEGABYTES = 32.0
 
 FOUND = head_made_for(MODEL)
