@@ -97,6 +97,8 @@ class GrowingTree:
             # It stands on what came before.
             self.settle()
         if growth.replaces:
+            if self._held is not None:
+                self._keep_committed(self._held)
             self._clear()
             self._held = growth
         else:
@@ -108,11 +110,27 @@ class GrowingTree:
         if held is not None:
             self._add(held)
 
+    def _keep_committed(self, growth: SequenceGrowth) -> None:
+        """Of a growth that is replaced unseen, remember the ids of tokens that were committed since it was made."""
+        lengths = {ROOT_ID: self._lengths.get(growth.base_step, self._length)}
+        for node_id, (parent_id, token) in enumerate(
+            zip(growth.parent_ids, growth.token_ids, strict=True), growth.first_node_id
+        ):
+            known = self._where.get(parent_id, _ROOT)
+            length = lengths.get(parent_id, -known if known < _ROOT else self._length)
+            if length < self._length and self._committed[length] == token:
+                lengths[node_id] = length + 1
+                self._where[node_id] = self._place_of(length + 1)
+
+    def _place_of(self, length: int) -> int:
+        """Where the committed token that ends the sequence at this length stands."""
+        return _ROOT if length == self._length else -length
+
     def _add(self, growth: SequenceGrowth) -> None:
         base = self._lengths.get(growth.base_step)
         if base is None:
             return
-        base_place = _ROOT if base == self._length else -base
+        base_place = self._place_of(base)
         for offset, (parent_id, token) in enumerate(zip(growth.parent_ids, growth.token_ids, strict=True)):
             node_id = growth.first_node_id + offset
             if parent_id >= node_id:
@@ -139,7 +157,7 @@ class GrowingTree:
             length = -parent
             if self._committed[length] != token:
                 return None
-            return _ROOT if length + 1 == self._length else -(length + 1)
+            return self._place_of(length + 1)
         known = self._children[parent].get(token)
         if known is not None:
             self._scores[known] = score

@@ -64,7 +64,7 @@ class PathModel:
         return {path[len(self.committed) :] for path in self.live}
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=600, deadline=None)
 @given(st.data())
 def test_late_and_crossing_growth_lands_where_the_paths_say(data: st.DataObject) -> None:
     tokens = st.integers(0, 2)
@@ -154,3 +154,16 @@ def test_ids_are_never_given_twice() -> None:
     tree.graft(growth(0, 1, [0], [5]))
     with pytest.raises(InvalidField, match="given before"):
         tree.graft(growth(0, 1, [0], [6]))
+
+
+def test_what_is_replaced_unseen_is_remembered_where_it_was_committed() -> None:
+    committed = [0]
+    tree = GrowingTree(committed, step=0)
+    committed.extend([5])
+    tree.advance(1)
+    tree.hold(growth(0, 1, [0, 1], [5, 6], replaces=True))
+    tree.hold(growth(1, 3, [0], [9], replaces=True))
+    # Node 1 is the token that was committed, node 2 went with its tree.
+    tree.hold(growth(1, 4, [1, 2], [7, 8]))
+    tree.settle()
+    assert paths_of(tree) == {(9,), (7,)}
