@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import queue
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from engine_events import EngineEvents
 from workload import LONGEST_PROMPT, Conversation, Prompt, chat_tokens
 
 from draft_service.drafter import Drafter
@@ -16,9 +16,8 @@ from draft_service.inprocess import InprocessLink
 from outrider.sampling import SamplingParams, VerificationMode
 from target_service.engine import Engine, EngineConfig
 from target_service.model.runner import ModelRunner
-from target_service.sequence import SequenceEvent, SequenceFinished, SequenceRequest, SequenceTotals, Verdict
+from target_service.sequence import SequenceRequest, SequenceTotals, Verdict
 
-_PATIENCE = 600.0
 # Seeds of sampled requests, the same for every drafter.
 _FIRST_SEED = 1000
 
@@ -98,7 +97,7 @@ class Talk:
     ) -> None:
         self._tokenizer: Any = runner.tokenizer
         self._conversations = conversations
-        self._events: queue.Queue[SequenceFinished | Exception] = queue.Queue()
+        self._events = EngineEvents(self._say)
         self._said: dict[int, list[int]] = {}
         self._turns: dict[int, _Turn] = {}
         self._numbers = itertools.count(1)
@@ -118,7 +117,7 @@ class Talk:
             _Turn(index, 0, ({"role": "user", "content": one.turns[0]},))
             for index, one in enumerate(self._conversations)
         )
-        self._engine.start(self._note)
+        self._engine.start(self._events.note)
         try:
             while waiting or self._turns:
                 while waiting and len(self._turns) < concurrency:
@@ -131,15 +130,8 @@ class Talk:
             self._engine.stop(grace=0)
             self._link.stop()
 
-    def _note(self, events: list[SequenceEvent]) -> None:
-        """Called by the engine's thread, between its steps."""
-        for event in events:
-            if isinstance(event, Verdict):
-                self._said[event.sequence_id].extend(event.token_ids)
-            elif isinstance(event, SequenceFinished):
-                self._events.put(event)
-            else:
-                self._events.put(RuntimeError(f"a sequence failed: {event}"))
+    def _say(self, verdict: Verdict) -> None:
+        self._said[verdict.sequence_id].extend(verdict.token_ids)
 
     def _ask(self, turn: _Turn, law: Law, max_tokens: int) -> None:
         ids: Prompt = chat_tokens(self._tokenizer, turn.messages)
@@ -153,9 +145,7 @@ class Talk:
 
     def _answered(self) -> Iterable[_Turn]:
         """Wait for an answer, count it, and say what its conversation asks next."""
-        ended = self._events.get(timeout=_PATIENCE)
-        if isinstance(ended, Exception):
-            raise ended
+        ended = self._events.wait()
         turn, said = self._turns.pop(ended.sequence_id), self._said.pop(ended.sequence_id)
         conversation = self._conversations[turn.index]
         self.tallies[conversation.task].add(ended.totals)

@@ -15,14 +15,13 @@ import gc
 import json
 import statistics
 import sys
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from engine_events import EngineEvents
 from gpu_machine import describe
 from workload import read_prompts
 
@@ -32,7 +31,7 @@ from target_service.assembly import engine_config, load_model
 from target_service.config import TargetConfig
 from target_service.engine import Engine
 from target_service.profile import measure_step_cost
-from target_service.sequence import SequenceEvent, SequenceRequest, TokenLogprobs, Verdict
+from target_service.sequence import SequenceRequest, TokenLogprobs, Verdict
 
 # Of log-probability: what rounding to bf16 moves a logit of magnitude 16 to 32 by, at most twice over.
 NEAR_TIE = 0.25
@@ -41,28 +40,22 @@ CANDIDATES = 20
 WAYS = {"one at a time": (False, False), "at once": (True, False), "one at a time, with drafts": (False, True)}
 
 
-@dataclass
 class Answers:
-    """Collects what sequences say, in the engine's thread."""
+    """Collects what sequences say."""
 
-    tokens: dict[int, list[int]] = field(default_factory=dict)
-    logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
-    ended: set[int] = field(default_factory=set)
-    changed: threading.Condition = field(default_factory=threading.Condition)
+    def __init__(self) -> None:
+        self.tokens: dict[int, list[int]] = {}
+        self.logprobs: dict[int, list[TokenLogprobs]] = {}
+        self.events = EngineEvents(self._say)
+        self._ended: set[int] = set()
 
-    def take(self, events: list[SequenceEvent]) -> None:
-        with self.changed:
-            for event in events:
-                if isinstance(event, Verdict):
-                    self.tokens.setdefault(event.sequence_id, []).extend(event.token_ids)
-                    self.logprobs.setdefault(event.sequence_id, []).extend(event.logprobs)
-                else:
-                    self.ended.add(event.sequence_id)
-            self.changed.notify_all()
+    def _say(self, verdict: Verdict) -> None:
+        self.tokens.setdefault(verdict.sequence_id, []).extend(verdict.token_ids)
+        self.logprobs.setdefault(verdict.sequence_id, []).extend(verdict.logprobs)
 
     def wait(self, sequence_ids: Sequence[int]) -> None:
-        with self.changed:
-            self.changed.wait_for(lambda: self.ended.issuperset(sequence_ids))
+        while not self._ended.issuperset(sequence_ids):
+            self._ended.add(self.events.wait().sequence_id)
 
 
 class Model:
@@ -106,7 +99,7 @@ def loaded(options: argparse.Namespace, dtype: str) -> Iterator[Model]:
     # Not by its address, which asks for an installed draft service.
     link = connect("trie", engine.draft_events, runner.vocabulary_size, "")
     engine.attach_draft(link)
-    engine.start(answers.take)
+    engine.start(answers.events.note)
     yield Model(engine, answers)
     engine.stop(grace=0)
     link.stop()

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import queue
 import time
 from collections.abc import Sequence
 
+from engine_events import EngineEvents
 from serving_figures import Answer, Share
 from step_recorder import StepRecorder
 from workload import Prompt
@@ -15,9 +15,7 @@ from outrider.sampling import SamplingParams, VerificationMode
 from target_service.assembly import engine_config, load_model
 from target_service.config import TargetConfig
 from target_service.engine import Engine
-from target_service.sequence import SequenceEvent, SequenceFinished, SequenceRequest, Verdict
-
-_PATIENCE = 600.0
+from target_service.sequence import SequenceRequest, Verdict
 
 
 class EngineAlone:
@@ -27,29 +25,21 @@ class EngineAlone:
         self.steps = StepRecorder()
         self._numbers = itertools.count(1)
         self._answers: dict[int, Answer] = {}
-        self._ended: queue.Queue[int | Exception] = queue.Queue()
+        self._events = EngineEvents(self._say)
         self._engine = Engine(load_model(config), engine_config(config), observer=self.steps)
-        self._engine.start(self._note)
+        self._engine.start(self._events.note)
 
-    def _note(self, events: list[SequenceEvent]) -> None:
-        """Called by the engine's thread, between its steps."""
-        now = time.monotonic()
-        for event in events:
-            if isinstance(event, Verdict):
-                answer = self._answers[event.sequence_id]
-                answer.times.append(now)
-                answer.counts.append(len(event.token_ids))
-            elif isinstance(event, SequenceFinished):
-                self._ended.put(event.sequence_id)
-            else:
-                self._ended.put(RuntimeError(f"a sequence failed: {event}"))
+    def _say(self, verdict: Verdict) -> None:
+        answer = self._answers[verdict.sequence_id]
+        answer.times.append(time.monotonic())
+        answer.counts.append(len(verdict.token_ids))
 
     def wave(self, prompts: Sequence[Prompt], max_tokens: int, **_how: object) -> tuple[float, list[Answer]]:
         """All at once. Seconds until the last answer has ended, and the answers."""
         begin = time.perf_counter()
         begun = [self._begin(ids, max_tokens) for ids in prompts]
         for _ in prompts:
-            self._wait()
+            self._events.wait()
         return time.perf_counter() - begin, [self._answers.pop(number) for number in begun]
 
     def closed(self, requests: Sequence[tuple[Prompt, int]], concurrency: int, **_how: object) -> list[Share]:
@@ -57,7 +47,7 @@ class EngineAlone:
         waiting = iter(requests)
         begun = [self._begin(*next(waiting)) for _ in range(concurrency)]
         for _ in requests:
-            self._wait()
+            self._events.wait()
             following = next(waiting, None)
             if following is not None:
                 begun.append(self._begin(*following))
@@ -72,8 +62,3 @@ class EngineAlone:
         number = next(self._numbers)
         self._answers[number] = Answer(time.monotonic(), [], [])
         return self._engine.submit(request, number)
-
-    def _wait(self) -> None:
-        ended = self._ended.get(timeout=_PATIENCE)
-        if isinstance(ended, Exception):
-            raise ended

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import queue
 import time
 from collections.abc import Sequence
 from typing import Any
 
+from engine_events import EngineEvents
 from step_recorder import StepRecorder, summarise
 from workload import Prompt
 
@@ -17,7 +17,7 @@ from target_service.draft_client import LinkOptions, StoppableLink, connect_draf
 from target_service.engine import Engine
 from target_service.model.runner import ModelRunner
 from target_service.profile import measure_step_cost
-from target_service.sequence import SequenceEvent, SequenceFinished, SequenceRequest, SequenceTotals, Verdict
+from target_service.sequence import SequenceRequest, SequenceTotals, Verdict
 
 # What was said to each prompt.
 Outputs = dict[Prompt, tuple[int, ...]]
@@ -32,7 +32,7 @@ class SimulatedRun:
 
     def __init__(self, runner: ModelRunner, config: TargetConfig, draft: tuple[str, LinkOptions] | None) -> None:
         """`draft` is the address of a draft service that takes calls. Waits until it is connected."""
-        self._events: queue.Queue[SequenceFinished | Exception] = queue.Queue()
+        self._events = EngineEvents(self._say)
         self._said: dict[int, list[int]] = {}
         self._recorder = StepRecorder()
         adaptive = draft is not None and config.row_budget == "adaptive"
@@ -45,7 +45,7 @@ class SimulatedRun:
             self._link = connect_draft(address, self._engine.draft_events, runner.vocabulary_size, "", options)
             self._engine.attach_draft(self._link)
         self._drafted = draft is not None
-        self._engine.start(self._note)
+        self._engine.start(self._events.note)
         self._wait_for_draft()
 
     def measure(self, prompts: Sequence[Prompt], max_tokens: int) -> tuple[dict[str, Any], Outputs]:
@@ -86,23 +86,11 @@ class SimulatedRun:
             mode, drafts = VerificationMode.GREEDY, self._drafted
             request = SequenceRequest(prompt, sampling, mode, 0, max_tokens, speculate=drafts)
             self._engine.submit(request, number)
-        totals = []
-        for _ in prompts:
-            ended = self._events.get(timeout=_PATIENCE)
-            if isinstance(ended, Exception):
-                raise ended
-            totals.append(ended.totals)
+        totals = [self._events.wait().totals for _ in prompts]
         return {prompt: tuple(self._said[number]) for number, prompt in begun.items()}, totals
 
-    def _note(self, events: list[SequenceEvent]) -> None:
-        """Called by the engine's thread, between its steps."""
-        for event in events:
-            if isinstance(event, Verdict):
-                self._said[event.sequence_id].extend(event.token_ids)
-            elif isinstance(event, SequenceFinished):
-                self._events.put(event)
-            else:
-                self._events.put(RuntimeError(f"a sequence failed: {event}"))
+    def _say(self, verdict: Verdict) -> None:
+        self._said[verdict.sequence_id].extend(verdict.token_ids)
 
     def _wait_for_draft(self) -> None:
         deadline = time.monotonic() + _PATIENCE
