@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -17,6 +16,7 @@ from draft_service.eagle.head_config import HeadConfig, HeadRefused, check_fits
 from draft_service.eagle.layouts import head_config, module_name, neutral_name, published_config, published_name
 from draft_service.eagle.target_checkpoint import TargetCheckpoint
 from draft_service.eagle.weights import Weights
+from outrider.heads import weight_fingerprint
 
 RECORD = "training.json"
 _EMBEDDING = "embed_tokens.weight"
@@ -102,14 +102,13 @@ def save_head(
 
 
 def projection_fingerprint(source: str | Path) -> str:
-    """SHA-256, in hex, of the weight that fuses hidden states, as bfloat16: by it a target knows its copy of the head.
+    """The fingerprint of the weight that fuses hidden states, by which a target knows its copy of the head.
 
     Raises:
         HeadRefused: see `read_config`.
     """
     weights = Weights(source)
-    fused = weights.tensor(_names(weights)["fc.weight"])
-    return hashlib.sha256(fused.to(torch.bfloat16).contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+    return weight_fingerprint(weights.tensor(_names(weights)["fc.weight"]))
 
 
 def read_token_map(path: str | Path) -> tuple[int, ...]:

@@ -5,12 +5,17 @@ They lie in the draft service's package, which is looked up here and not importe
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from outrider.errors import NotSupported
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _HOLDER, _FOLDER = "draft_service", "heads"
 _CONFIG, _RECORD = "config.json", "training.json"
@@ -51,6 +56,14 @@ def shipped_heads() -> tuple[ShippedHead, ...]:
 def head_made_for(model: str) -> ShippedHead | None:
     """The head that comes with Outrider for a model of the model store."""
     return next((head for head in shipped_heads() if model and head.target == model), None)
+
+
+def weight_fingerprint(weight: Tensor) -> str:
+    """SHA-256, in hex, of a weight's elements as bfloat16: by that of its projection both services know a head."""
+    # Only here: clients look for heads too, and do without torch.
+    import torch
+
+    return hashlib.sha256(weight.to(torch.bfloat16).contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
 def head_source(head: str) -> str:

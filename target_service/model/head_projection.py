@@ -8,7 +8,6 @@ this to the draft's own reading of every layout.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -21,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from outrider.errors import NotSupported
-from outrider.heads import head_source, shipped_heads
+from outrider.heads import head_source, shipped_heads, weight_fingerprint
 
 _INDEX = "model.safetensors.index.json"
 # Beside `fc`, what may stand before it: norms of each state (EAGLE-3.1), or one of all joined.
@@ -103,7 +102,7 @@ def read_draft_head(source: str, target_layers: int, target_hidden: int) -> Draf
         raise NotSupported(f"{source}: it reads layers {layers}, fuses {features}, and the target has {target_layers}")
     layer = config.get("transformer_layer_config") or config
     projection = HeadProjection(weights, features, float(layer.get("rms_norm_eps", 1e-6)))
-    return DraftHead(layers, projection, fingerprint_of(weights["fc.weight"]))
+    return DraftHead(layers, projection, weight_fingerprint(weights["fc.weight"]))
 
 
 def shipped_draft_head(fingerprint: str, target_layers: int, target_hidden: int) -> DraftHead | None:
@@ -118,11 +117,6 @@ def shipped_draft_head(fingerprint: str, target_layers: int, target_hidden: int)
         if head.fingerprint == fingerprint:
             return head
     return None
-
-
-def fingerprint_of(weight: Tensor) -> str:
-    """SHA-256, in hex, of a weight's elements as bfloat16."""
-    return hashlib.sha256(weight.to(torch.bfloat16).contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
 def _layers(config: Mapping[str, Any], target_layers: int) -> tuple[int, ...]:
