@@ -54,8 +54,7 @@ def _count(sequence: Sequence, tree: TokenTree, verdict: Verdict, finish: Finish
     totals = sequence.totals
     totals.first_token_ns = totals.first_token_ns or now
     totals.completion_tokens += len(verdict.token_ids)
-    # Behind the accepted path and the target's own token, each token took a pass of its own.
-    totals.steps += max(1, len(verdict.token_ids) - verdict.drafted_tokens)
+    totals.steps += verdict.passes
     totals.accepted_tokens += verdict.drafted_tokens
     if tree.drafted:
         totals.drafted_steps += 1

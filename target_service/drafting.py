@@ -116,10 +116,9 @@ class Drafting:
     def tree_of(self, sequence: Sequence) -> GrowingTree | None:
         """The sequence's growing tree; None when it is not drafted for."""
         tree = self._trees.get(sequence.sequence_id)
-        if tree is None:
-            return None
         try:
-            tree.settle()
+            if tree is not None:
+                tree.settle()
         except InvalidField as error:
             self._refuse(sequence.sequence_id, error)
             return None
@@ -149,6 +148,7 @@ class Drafting:
 
     @property
     def reads_features(self) -> bool:
+        """Whether the draft wants the hidden states of every pass."""
         return self._features.taken
 
     def follow_load(self, running: int, useful: bool = True) -> None:
@@ -208,7 +208,7 @@ class Drafting:
             if tree is not None:
                 features = along.get(sequence.sequence_id)
                 tokens = tuple(sequence.token_ids[-committed:])
-                # Passes that were launched at once are steps of a token each, and the draft hears of every one.
+                # Passes that were launched at once are a step and a token each.
                 for said in [tokens] if sequence.step == tree.step + 1 else [(token,) for token in tokens]:
                     tree.advance(len(said))
                     advances.append(SequenceAdvance(sequence.sequence_id, tree.step, said, features))

@@ -83,7 +83,7 @@ class Gathering:
     def _reads_prompts(self, running: SequenceOf[Sequence]) -> bool:
         """Whether the next step has rows of prompts."""
         reading = (sequence.kv_length + 1 < len(sequence.token_ids) for sequence in running)
-        return self._scheduler.waiting > 0 or any(reading)
+        return self._scheduler.admits or any(reading)
 
     def observe(self, load: int, seconds: float, *, drafted: bool) -> None:
         """Take note of what a step that only decoded took, from the end of the step before it."""

@@ -252,6 +252,7 @@ class EngineLoop:
             if step.gathered.drafted:
                 self._budget.observe_drafted(live.record, 1 + len(outcome.walk.accepted_rows))
             verdicts.append(commit(live, item.tree, outcome, compute_ns))
+            # Not otherwise: what lies past the committed tokens may belong to passes that are under way.
             if item.tree.drafted:
                 self.scheduler.trim(item.sequence)
         return verdicts

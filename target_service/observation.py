@@ -80,7 +80,7 @@ def step_stats(
     now = time.monotonic_ns()
     return StepStats(
         sequences=len(batch.items),
-        committed_sequences=sum(max(1, len(one.token_ids) - one.drafted_tokens) for one in verdicts),
+        committed_sequences=sum(verdict.passes for verdict in verdicts),
         drafted_sequences=sum(count > 0 for count in drafted),
         decode_rows=batch.decode_rows,
         prefill_rows=batch.prefill_rows,

@@ -74,6 +74,11 @@ class Scheduler:
     def waiting(self) -> int:
         return sum(map(len, self._waiting.values()))
 
+    @property
+    def admits(self) -> bool:
+        """Whether somebody waits, and a place is free."""
+        return bool(self._waiting) and self._busy() < self._config.max_running
+
     def sequences(self) -> Iterator[Sequence]:
         """Every sequence, running ones first."""
         yield from self.running

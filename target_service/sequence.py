@@ -79,6 +79,11 @@ class Verdict(NamedTuple):
     queue_ns: int = 0
     compute_ns: int = 0
 
+    @property
+    def passes(self) -> int:
+        """Passes that said its tokens: one for the accepted path and what follows it, and one for each token more."""
+        return max(1, len(self.token_ids) - self.drafted_tokens)
+
 
 @dataclass(slots=True)
 class SequenceTotals:

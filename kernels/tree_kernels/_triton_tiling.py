@@ -83,5 +83,5 @@ def choose_tiling(
         return Tiling(64, 64, 4, 5, per_sm, merge_rows if packed == 64 else 0)
     if packed >= 256 and keys >= _MANY_KEYS and not short:
         return Tiling(256, 64, 16, 5, 1, apart=True)
-    # Masks of four words leave no room for a second loop: its tiles would be six kilobytes more than an SM has.
+    # With masks of four words a second loop would take 4 KB more than an SM has (`tests/kernels/test_tiling.py`).
     return Tiling(128, 128, 8, 5, 1, apart=keys > 4096 * sequences and words == 1)

@@ -63,7 +63,8 @@ def advance(step: StepIntegers, page_size: int, last_position: int) -> None:
         # Only here: Triton may be absent.
         from tree_kernels._triton_feeding import advance as advance_on_gpu
 
-        return advance_on_gpu(step, page_size, last_position)
+        advance_on_gpu(step, page_size, last_position)
+        return
     fed = torch.nonzero(step.query_starts.diff() == 1).flatten()
     rows = step.query_starts[fed].long()
     step.prefix_lengths[fed] += 1
@@ -72,8 +73,7 @@ def advance(step: StepIntegers, page_size: int, last_position: int) -> None:
     step.positions[rows] = (step.positions[rows] + 1).clamp(max=last_position)
     page = step.page_table[(step.page_starts[fed] + keys // page_size).long()]
     step.slots[rows] = page * page_size + keys % page_size
-    low = step.parameters[: RECORD * len(step.prefix_lengths)].view(-1, RECORD)[:, POSITION : POSITION + 2]
-    low[fed, 0] += 1
-    # The upper half of a 64 bit position, where the lower one has come round.
-    low[fed, 1] += (low[fed, 0] == 0).int()
-    return None
+    # [B, 2], the lower and the upper half of each 64 bit position.
+    halves = step.parameters[: RECORD * len(step.prefix_lengths)].view(-1, RECORD)[:, POSITION : POSITION + 2]
+    halves[fed, 0] += 1
+    halves[fed, 1] += (halves[fed, 0] == 0).int()
