@@ -159,3 +159,13 @@ def test_spare_rows_counts_own_and_free_pages(tokens: int) -> None:
     scheduled.add(one)
     scheduled.schedule()
     assert scheduled.spare_rows(one) == 64 - tokens
+
+
+def test_only_a_free_place_admits() -> None:
+    scheduled = scheduler(cache(), running=1)
+    assert not scheduled.admits
+    scheduled.add(sequence(1))
+    assert scheduled.admits
+    play(scheduled.schedule(), scheduled)
+    scheduled.add(sequence(2))
+    assert scheduled.waiting and not scheduled.admits
