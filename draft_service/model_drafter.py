@@ -19,9 +19,10 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, P
 from draft_service.drafter import Drafter, DrafterSpec, DraftSequence, MakePart
 from draft_service.neural.captured import drafting_on
 from draft_service.neural.config import NeuralConfig
+from draft_service.neural.network import RowOutput
 from draft_service.neural.tail_attention import Attend
 from draft_service.neural.threads import in_passing_thread
-from draft_service.neural.tree_drafting import Extension, Followed, RowOutput, TreeDrafting, Wanted
+from draft_service.neural.tree_drafting import Extension, Followed, TreeDrafting, Wanted
 from outrider.errors import NotSupported
 from outrider.model_store import model_source
 from outrider.sampling import VerificationMode
@@ -200,8 +201,8 @@ class ModelDrafter:
         self._started.reserve(followed, len(tokens))
         self._started.extend([Extension(followed, tokens[:5], None, 0)])
         self._started.extend([Extension(followed, tokens[5:], None, 5)])
-        assert followed.spoken is not None
-        found = followed.spoken.float()
+        states = self._started.states
+        found = states.read(states.places([followed.pages])).spoken[0].float()
         self._started.forget(followed)
         if (found - expected).norm() > _TOLERANCE * expected.norm():
             raise NotSupported("this model's attention is not plain causal attention; it cannot draft")

@@ -23,9 +23,10 @@ from draft_service.eagle.head_config import HeadConfig, HeadRefused
 from draft_service.eagle.target_checkpoint import TargetCheckpoint
 from draft_service.features import FeatureWindow
 from draft_service.neural.captured import drafting_on
+from draft_service.neural.network import RowOutput
 from draft_service.neural.tail_attention import Attend
 from draft_service.neural.threads import in_passing_thread
-from draft_service.neural.tree_drafting import Extension, Followed, RowOutput, TreeDrafting, Wanted
+from draft_service.neural.tree_drafting import Extension, Followed, TreeDrafting, Wanted
 from outrider.errors import InvalidField, UnknownModel
 from outrider.frames import FeatureRequest
 from outrider.heads import head_source

@@ -1,31 +1,35 @@
-"""Passes of a neural drafter as captured CUDA graphs: a pass costs the host two small copies and one launch.
+"""A neural drafter's work as captured CUDA graphs: what a step commits costs the host one launch, and so do its trees.
 
-A graph reads its pass from tensors that stay where they are. There is one size for the passes of a tree and one for
-what a step commits, per power of two of sequences; a prompt's features, which fit neither, are read eagerly. Rows that
-a pass leaves free have no sequence, no slot and no effect. What a pass returns is overwritten by the next of its size.
+A graph reads from tensors that stay where they are, and there is one per kind of work and power of two of sequences.
+Trees grow on the device as a whole (`tree_pass`); only those of REJECTION requests, which carry laws in integers, grow
+a level at a time, as all do without graphs, in captured passes. A prompt's rows, which are many, are read eagerly.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from draft_service.neural.config import NeuralConfig
-from draft_service.neural.paged_cache import PagedCache
-from draft_service.neural.tail_attention import TailPart, attention_batch, fresh_rows, fresh_slots
+from draft_service.neural.network import Network, RowOutput
+from draft_service.neural.static_attention import StaticAttention, StaticIntegers, TreePlan, capacity
+from draft_service.neural.tail_attention import TailPart, fresh_rows, fresh_slots
 from draft_service.neural.tree_config import CacheShape, TreeShape
-from draft_service.neural.tree_drafting import Network, RowOutput, TreeDrafting
-from tree_kernels.attention import AttentionBatch, AttentionPlan
+from draft_service.neural.tree_drafting import TreeDrafting, Wanted
+from draft_service.neural.tree_pass import TreePass
+from outrider.sampling import VerificationMode
+from outrider.tree import TokenTree
 from tree_kernels.kv_move import write_kv
 
 # Rows of one sequence that a captured pass over committed tokens has room for, on average.
 _COMMITTED = 8
-# What the plan's tiles are chosen for.
-_USUAL_CONTEXT = 512
+
+Output = TypeVar("Output")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,88 +40,80 @@ class PassSize:
     tail: int
     new: int
 
-    def capacity(self, cache: PagedCache) -> AttentionBatch:
-        """The batch that a plan of this size is laid out for: even tails, and every page of the cache."""
-        each = self.tail // self.sequences
-        return AttentionBatch(
-            query_starts=tuple(range(0, self.tail + 1, each)),
-            prefix_lengths=(_USUAL_CONTEXT,) * self.sequences,
-            pages=((0,) * (cache.used_pages + cache.free_pages), *((),) * (self.sequences - 1)),
-            page_size=cache.page_size,
-            parents=(tuple(max(0, row - 1) for row in range(each)),) * self.sequences,
-        )
-
-
-class StaticAttention(Protocol):
-    """Attention whose plans lie in tensors that stay: `tree_kernels`' Triton backend."""
-
-    def plan(self, batch: AttentionBatch, integers: Tensor | None = None) -> AttentionPlan:
-        """A plan for batches up to this one, in `integers`."""
-
-    def pack(self, plan: Any, batch: AttentionBatch) -> Tensor:
-        """[n] int32 on the host: the first n of the plan's integers for this batch."""
-
-    def run(self, plan: AttentionPlan, query: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float) -> Tensor:
-        """See `TreeAttention.run`."""
+    @property
+    def certain(self) -> bool:
+        """Whether it is a pass over what was committed, and not over a level of trees."""
+        return self.new == self.tail
 
 
 class StaticPass:
-    """One size's tensors on the device, and the pass over what they hold.
+    """One size's tensors on the device, and the pass over what they hold. Rows that a pass leaves free have no
+    sequence, no slot and no effect. What `run` returns is overwritten by the next pass of the size."""
 
-    Layout of the integers: token ids, positions, slots, places among the tails' rows [new] each, and then the plan.
-    """
-
-    def __init__(
-        self, size: PassSize, network: Network, attention: StaticAttention, cache: PagedCache, integers: int
-    ) -> None:
-        """`integers` is what the plan of `size.capacity` takes."""
-        self.size, self._network, self._attention, self._cache = size, network, attention, cache
-        on_gpu = network.device.type == "cuda"
-        count = 4 * size.new + integers
-        self._host = torch.zeros(count, dtype=torch.int32, pin_memory=on_gpu)
-        self._copied = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
-        self._integers = torch.zeros(count, dtype=torch.int32, device=network.device)
-        self._token_ids, self._positions, self._slots, self._places = self._integers[: 4 * size.new].view(4, size.new)
-        self.plan = attention.plan(size.capacity(cache), self._integers[4 * size.new :])
+    def __init__(self, size: PassSize, drafting: TreeDrafting, attention: StaticAttention) -> None:
+        self.size, self._network, self._attention = size, drafting.network, attention
+        self._cache, self._states = drafting.cache, drafting.states
+        fields = dict.fromkeys(("token_ids", "positions", "slots"), (size.new, np.int32))
+        # Of certain rows the last of each sequence, and where its output is kept; of a level where in the tails it is.
+        own = {"ends": size.sequences, "states": size.sequences} if size.certain else {"places": size.new}
+        fields |= {name: (count, np.int32) for name, count in own.items()}
+        batch = capacity(size.sequences, size.tail // size.sequences, drafting.cache, tree=not size.certain)
+        self._integers = StaticIntegers(fields, batch, attention, drafting.network.device)
+        self.plan: TreePlan = self._integers.plan
         self._carried: Tensor | None = None
 
     def load(
         self, parts: Sequence[TailPart], token_ids: Sequence[int], carried: Tensor | None, positions: Sequence[int]
     ) -> None:
-        """Send a pass to the device. Does not wait for it. Raises `ValueError` when it does not fit."""
-        new, missing = self.size.new, self.size.new - len(token_ids)
-        packed = self._attention.pack(self.plan, attention_batch(parts, self._cache.page_size, self.size.sequences))
-        if self._copied is not None:
-            # The last copy may still read the pinned memory.
-            self._copied.synchronize()
-        head = self._host[: 4 * new].view(4, new)
-        head[0] = torch.tensor([*token_ids, *(0,) * missing], dtype=torch.int32)
-        head[1] = torch.tensor([*positions, *(0,) * missing], dtype=torch.int32)
-        head[2] = torch.tensor([*fresh_slots(parts, self._cache), *(-1,) * missing], dtype=torch.int32)
-        # Behind the last row, where a free row's query harms nobody.
-        head[3] = torch.tensor([*fresh_rows(parts), *(self.size.tail,) * missing], dtype=torch.int32)
-        end = 4 * new + len(packed)
-        self._host[4 * new : end] = packed
-        self._integers[:end].copy_(self._host[:end], non_blocking=True)
-        if self._copied is not None:
-            self._copied.record()
+        """Send a pass to the device. Does not wait for it."""
+        used, host = len(token_ids), self._integers.host
+        self._integers.wait()
+        host["token_ids"][:used], host["token_ids"][used:] = token_ids, 0
+        host["positions"][:used], host["positions"][used:] = positions, 0
+        host["slots"][:used], host["slots"][used:] = fresh_slots(parts, self._cache), -1
+        tails = np.array([part.rows for part in parts], np.int32)
+        if self.size.certain:
+            count = len(parts)
+            host["ends"][:count], host["ends"][count:] = tails.cumsum() - 1, 0
+            host["states"][:count], host["states"][count:] = [part.pages[0] for part in parts], self._states.nobody
+        else:
+            # Behind the last row, where a free row's query harms nobody.
+            host["places"][:used], host["places"][used:] = fresh_rows(parts), self.size.tail
+        parents = [parent for part in parts for parent in part.parents or (0,) * part.rows]
+        prefixes = np.array([part.prefix for part in parts], np.int32)
+        self._integers.write_plan([part.pages for part in parts], prefixes, tails, parents, causal=self.size.certain)
+        self._integers.send()
         if carried is not None:
             if self._carried is None:
-                self._carried = carried.new_zeros(new, carried.shape[1])
-            self._carried[: len(carried)].copy_(carried)
+                self._carried = carried.new_zeros(self.size.new, carried.shape[1])
+            self._carried[:used].copy_(carried)
 
     def run(self) -> RowOutput:
         """The pass over all rows of the size, [new, ..] each."""
-        return self._network.read(self._token_ids, self._carried, self._positions, self._attend)
+        parts = self._integers.device
+        output = self._network.read(parts["token_ids"], self._carried, parts["positions"], self._attend)
+        if self.size.certain:
+            self._states.write(parts["states"].long(), output, parts["ends"].long())
+        return output
 
     def _attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """See `TailAttention`."""
-        keys, values = self._cache.keys[layer], self._cache.values[layer]
-        write_kv(key, value, keys, values, self._slots)
-        tail, places = self.size.tail, self._places.long()
+        keys, values, parts = self._cache.keys[layer], self._cache.values[layer], self._integers.device
+        write_kv(key, value, keys, values, parts["slots"])
+        if self.size.certain:
+            # All rows of the tails are new, and free ones stand behind them.
+            return self._attention.run(self.plan, query, keys, values, query.shape[-1] ** -0.5)
+        tail, places = self.size.tail, parts["places"].long()
         queries = query.new_zeros(tail + 1, *query.shape[1:]).index_copy_(0, places, query)
         output = self._attention.run(self.plan, queries[:tail], keys, values, query.shape[-1] ** -0.5)
         return output.index_select(0, places.clamp(max=tail - 1))
+
+
+class Captured(NamedTuple):
+    """A pass over all levels of trees, and what to call between its `load` and its `fetch`."""
+
+    work: TreePass
+    replay: Callable[[], None]
 
 
 class CapturedDrafting(TreeDrafting):
@@ -125,57 +121,101 @@ class CapturedDrafting(TreeDrafting):
 
     def __init__(self, network: Network, tree: TreeShape, cache: CacheShape) -> None:
         super().__init__(network, tree, cache)
-        self._static: StaticAttention = self._attention.capturable
-        self._replays: dict[PassSize, tuple[StaticPass, Callable[[], RowOutput]]] = {}
+        self._static: StaticAttention = self._capturable()
+        self._passes: dict[PassSize, tuple[StaticPass, Callable[[], RowOutput]]] = {}
+        self._trees: dict[tuple[int, bool], Captured] = {}
         self._pool: Any = None
+
+    @torch.inference_mode()
+    def trees(self, wanted: Sequence[Wanted]) -> list[TokenTree]:
+        """The best trees: at once for all whose modes need no laws, level by level for the others."""
+        found: dict[int, TokenTree] = {}
+        drawn = [i for i, one in enumerate(wanted) if one.sequence.mode is VerificationMode.REJECTION]
+        at_once = [i for i, one in enumerate(wanted) if one.sequence.mode is not VerificationMode.REJECTION]
+        if at_once:
+            asked = [wanted[i] for i in at_once]
+            work, replay = self.tree_pass(asked)
+            work.load(asked)
+            replay()
+            found.update(zip(at_once, work.fetch(), strict=True))
+        if drawn:
+            found.update(zip(drawn, super().trees([wanted[i] for i in drawn]), strict=True))
+        return [found[i] for i in range(len(wanted))]
+
+    @torch.inference_mode()
+    def tree_pass(self, wanted: Sequence[Wanted]) -> Captured:
+        """What drafts these trees, captured now if it was not yet. None of them is of a REJECTION request."""
+        coupled = any(one.sequence.mode is VerificationMode.COUPLED for one in wanted)
+        size = 1 << (len(wanted) - 1).bit_length(), coupled
+        if size not in self._trees:
+            work = TreePass(*size, self, self._static)
+            work.load(wanted)
+            self._trees[size] = Captured(work, self._capture(work.run, work.plan))
+        return self._trees[size]
+
+    def _capturable(self) -> StaticAttention:
+        return self._attention.capturable
+
+    def _commit(
+        self, parts: Sequence[TailPart], tokens: list[int], carried: Tensor | None, positions: list[int]
+    ) -> None:
+        sequences = _power_of_two(len(parts))
+        if len(tokens) > sequences * _COMMITTED:
+            # Eagerly: passes without parents are never captured by `_read`.
+            return super()._commit(parts, tokens, carried, positions)
+        size = PassSize(sequences, sequences * _COMMITTED, sequences * _COMMITTED)
+        self._replay(size, parts, tokens, carried, positions)
+        return None
 
     def _read(
         self, parts: Sequence[TailPart], tokens: list[int], carried: Tensor | None, positions: list[int]
     ) -> RowOutput:
-        size = pass_size(parts, self.shape)
-        if size is None:
+        if any(part.parents is None for part in parts):
             return super()._read(parts, tokens, carried, positions)
-        if size not in self._replays:
-            self._replays[size] = self._capture(size, parts, tokens, carried, positions)
-        static, replay = self._replays[size]
-        static.load(parts, tokens, carried, positions)
-        output = replay()
+        sequences = _power_of_two(len(parts))
+        size = PassSize(sequences, sequences * (1 + self.shape.expanded), sequences * self.shape.topk)
+        output = self._replay(size, parts, tokens, carried, positions)
         return RowOutput(output.carried[: len(tokens)], output.spoken[: len(tokens)])
 
-    def _capture(
+    def _replay(
         self,
         size: PassSize,
         parts: Sequence[TailPart],
         tokens: list[int],
         carried: Tensor | None,
         positions: list[int],
-    ) -> tuple[StaticPass, Callable[[], RowOutput]]:
-        """Capture a size with the first pass that needs it, which then is run again."""
-        from tree_kernels._triton_attention import TritonPlan, plan_integers
+    ) -> RowOutput:
+        """Run a pass, whose size is captured with the first pass that needs it."""
+        known = self._passes.get(size)
+        work = StaticPass(size, self, self._static) if known is None else known[0]
+        work.load(parts, tokens, carried, positions)
+        if known is None:
+            known = self._passes[size] = work, self._capture(work.run, work.plan)
+        return known[1]()
 
-        static = StaticPass(size, self.network, self._static, self.cache, plan_integers(size.capacity(self.cache)))
-        static.load(parts, tokens, carried, positions)
-        stream = torch.cuda.Stream(self.network.device)  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream(self.network.device))
+    def _capture(self, run: Callable[[], Output], plan: TreePlan) -> Callable[[], Output]:
+        """`run` as a graph. What it does, it may do any number of times with what is loaded."""
+        device = self.network.device
+        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             # Lets libraries allocate what they keep.
             for _ in range(2):
-                static.run()
+                run()
         stream.synchronize()
-        assert isinstance(static.plan, TritonPlan)
         # The first layer to run makes the schedule, which has to become part of the graph.
-        static.plan.schedules.clear()
+        plan.schedules.clear()
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, stream=stream):
-            output = static.run()
-        torch.cuda.current_stream(self.network.device).wait_stream(stream)
+            output = run()
+        torch.cuda.current_stream(device).wait_stream(stream)
 
-        def replay() -> RowOutput:
+        def replay() -> Output:
             graph.replay()
             return output
 
-        return static, replay
+        return replay
 
 
 def drafting_on(network: Network, config: NeuralConfig) -> TreeDrafting:
@@ -184,10 +224,6 @@ def drafting_on(network: Network, config: NeuralConfig) -> TreeDrafting:
     return (CapturedDrafting if captured else TreeDrafting)(network, config.tree, config.cache)
 
 
-def pass_size(parts: Sequence[TailPart], tree: TreeShape) -> PassSize | None:
-    """The size that a pass runs in, None for one that is too large to be captured."""
-    sequences = 1 << (len(parts) - 1).bit_length()
-    if any(part.parents is not None for part in parts):
-        return PassSize(sequences, sequences * (1 + tree.expanded), sequences * tree.topk)
-    rows = sequences * _COMMITTED
-    return PassSize(sequences, rows, rows) if sum(part.rows for part in parts) <= rows else None
+def _power_of_two(count: int) -> int:
+    """The smallest that is not below."""
+    return 1 << (count - 1).bit_length()

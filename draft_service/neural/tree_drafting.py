@@ -1,14 +1,13 @@
 """Drafts trees with a network that keeps keys and values: it reads what is certain, then grows trees level by level.
 
-Symbols: B sequences, R rows of a pass, C the width of what a network carries from a row to its children (an EAGLE
-head's feature; 0 for a language model).
+Symbols: B sequences, R rows of a pass, C the width of what a network carries from a row to its children, H that of
+what its logits are made of.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -27,8 +26,9 @@ from draft_service.neural.level_growth import (
     kept_items,
     make_forest,
 )
+from draft_service.neural.network import Network, RootStates, RowOutput
 from draft_service.neural.paged_cache import PagedCache
-from draft_service.neural.tail_attention import Attend, TailAttention, TailPart
+from draft_service.neural.tail_attention import TailAttention, TailPart
 from draft_service.neural.tree_config import CacheShape, TreeShape
 from outrider.sampling import VerificationMode
 from outrider.tree import DraftDistribution, TokenTree
@@ -40,41 +40,13 @@ _MASK64 = (1 << 64) - 1
 _COIN_SALT = 0xA0761D6478BD642F
 
 
-class RowOutput(NamedTuple):
-    """What a pass makes of each row: what its children are given, [R, C], and what `Network.logits` reads, [R, H]."""
-
-    carried: Tensor
-    spoken: Tensor
-
-
-class Network(Protocol):
-    """What drafts: an EAGLE head, or a language model. `token_ids` [V'] are the target's ids of what it says, None
-    when they are the same; the other attributes are those of its cache."""
-
-    layers: int
-    kv_heads: int
-    head_dim: int
-    dtype: torch.dtype
-    device: torch.device
-    token_ids: npt.NDArray[np.int32] | None
-
-    def read(self, token_ids: Tensor, carried: Tensor | None, positions: Tensor, attend: Attend) -> RowOutput:
-        """One pass over R rows: token_ids [R] int64, carried [R, C] or None for a network that needs none, positions
-        [R] int64."""
-
-    def logits(self, spoken: Tensor) -> Tensor:
-        """[R, H] -> [R, V']."""
-
-
 @dataclass(slots=True, eq=False)
 class Followed:
-    """What is kept of one sequence: `entries` rows in the cache, all of them certain, and the output of the last."""
+    """What is kept of one sequence: `entries` rows in the cache, all of them certain. The output of the last one is in
+    the drafting's `RootStates`."""
 
     pages: list[int] = field(default_factory=list)
     entries: int = 0
-    # [C] and [H]; None before the first entry.
-    carried: Tensor | None = None
-    spoken: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +75,8 @@ class Wanted:
 class TreeDrafting:
     """A network, its cache, and how trees grow. Calls come from one thread.
 
-    Every pass goes through `_read`, which `captured.CapturedDrafting` replaces.
+    Every pass over certain rows goes through `_commit`, and every level of a tree through `_read`;
+    `captured.CapturedDrafting` replaces both, and most trees as a whole.
     """
 
     def __init__(self, network: Network, tree: TreeShape, cache: CacheShape) -> None:
@@ -119,6 +92,7 @@ class TreeDrafting:
             dtype=network.dtype,
             device=network.device,
         )
+        self.states = RootStates(cache.tokens // cache.page_size, network.device)
         on_cpu = network.device.type == "cpu"
         self._attention = TreeAttention("torch" if on_cpu else "triton", network.device)
 
@@ -130,7 +104,6 @@ class TreeDrafting:
         """Free what a sequence holds."""
         self.cache.release(followed.pages)
         followed.entries = 0
-        followed.carried = followed.spoken = None
 
     @torch.inference_mode()
     def extend(self, extensions: Sequence[Extension]) -> None:
@@ -159,8 +132,8 @@ class TreeDrafting:
         rules, forest = self._rules(wanted), self._forest(wanted)
         count = max(candidates_wanted(w.sequence.mode, self.shape.topk, self.shape.race_entrants) for w in wanted)
         temperatures = np.array([temperature_of(w.sequence) for w in wanted], dtype=np.float32)
-        carried = torch.stack([_known(w.followed.carried) for w in wanted])
-        logits = self.network.logits(torch.stack([_known(w.followed.spoken) for w in wanted]))
+        carried, spoken = self.states.read(self.states.places([w.followed.pages for w in wanted]))
+        logits = self.network.logits(spoken)
         device, levels = self.network.device, int(rules.ints[:, 2].max())
         for level in range(1, levels + 1):
             rows = torch.from_numpy(np.repeat(temperatures, forest.widths)).to(device)
@@ -183,13 +156,18 @@ class TreeDrafting:
             tokens += extension.token_ids[start:stop]
             positions += range(extension.first_position + start, extension.first_position + stop)
         carried = [extension.carried[start:stop] for extension, start, stop in pieces if extension.carried is not None]
-        output = self._read(parts, tokens, torch.cat(carried) if carried else None, positions)
-        end = 0
-        for extension, start, stop in pieces:
-            end += stop - start
-            # A copy, so that a whole pass's output is not kept for one row of it.
-            extension.followed.carried = output.carried[end - 1].clone()
-            extension.followed.spoken = output.spoken[end - 1].clone()
+        # One sequence's own are not copied.
+        joined = None if not carried else carried[0] if len(carried) == 1 else torch.cat(carried)
+        self._commit(parts, tokens, joined, positions)
+
+    def _commit(
+        self, parts: Sequence[TailPart], tokens: list[int], carried: Tensor | None, positions: list[int]
+    ) -> None:
+        """One pass over certain rows, and what is kept of each sequence's last."""
+        output = self._read(parts, tokens, carried, positions)
+        ends = np.cumsum([part.rows for part in parts]) - 1
+        rows = torch.from_numpy(ends).to(self.network.device)
+        self.states.write(self.states.places([part.pages for part in parts]), output, rows)
 
     def _level(
         self, wanted: Sequence[Wanted], forest: Forest, before: npt.NDArray[np.int32], carried: Tensor, level: int
@@ -248,11 +226,6 @@ class TreeDrafting:
             floor=shape.min_score,
             sharpness=shape.race_sharpness,
         )
-
-
-def _known(output: Tensor | None) -> Tensor:
-    assert output is not None, "a tree is wanted of a sequence that has no entry"
-    return output
 
 
 def _tree(forest: Forest, b: int, sequence: DraftSequence, nodes: int) -> TokenTree:

@@ -2,104 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
-from eagle_drafting import SETTINGS, feed, make_drafter, opened, same_tree, sequence_of, states_of, text
+from eagle_drafting import (
+    COUPLED,
+    GREEDY,
+    SETTINGS,
+    draft,
+    feed,
+    make_drafter,
+    opened,
+    same_tree,
+    sequence_of,
+    states_of,
+    text,
+)
 from eagle_heads import KINDS, make_head
-from torch import Tensor
+from static_drafting import StaticDrafting, static_kv  # noqa: F401
 
 from draft_service.eagle.config import EagleConfig
 from draft_service.eagle.drafter import EagleDrafter, HeadNetwork
 from draft_service.eagle.head import EagleHead
-from draft_service.neural import captured
-from draft_service.neural.captured import CapturedDrafting, PassSize, StaticPass, pass_size
-from draft_service.neural.tail_attention import TailPart
-from draft_service.neural.tree_drafting import RowOutput, TreeDrafting
 from outrider.sampling import VerificationMode
-from tree_kernels.attention import AttentionBatch, AttentionPlan, TreeAttention
-from tree_kernels.kv_move import write_kv
+
+pytestmark = pytest.mark.usefixtures("static_kv")
 
 
-@dataclass
-class _Plan(AttentionPlan):
-    """Room for batches up to `batch`, and the plan of the one that was packed last."""
-
-    live: AttentionPlan
-
-
-class StaticTorch:
-    """PyTorch's attention behind plans that stay, as the Triton backend has them; free rows come out as NaN."""
-
-    def __init__(self) -> None:
-        self._attention = TreeAttention("torch")
-
-    def plan(self, batch: AttentionBatch, integers: Tensor | None = None) -> _Plan:
-        assert integers is not None
-        return _Plan(batch, AttentionPlan(batch))
-
-    def pack(self, plan: _Plan, batch: AttentionBatch) -> Tensor:
-        assert batch.sequences == plan.batch.sequences and batch.rows <= plan.batch.rows
-        plan.live = self._attention.plan(batch)
-        return torch.arange(3, dtype=torch.int32)
-
-    def run(self, plan: AttentionPlan, query: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float) -> Tensor:
-        assert isinstance(plan, _Plan) and len(query) == plan.batch.rows
-        rows = plan.live.batch.rows
-        output = torch.full_like(query, float("nan"))
-        output[:rows] = self._attention.run(plan.live, query[:rows], key_cache, value_cache, scale)
-        return output
-
-
-class StaticDrafting(CapturedDrafting):
-    """Runs what a graph would replay."""
-
-    def __init__(self, head: EagleHead, config: EagleConfig) -> None:
-        TreeDrafting.__init__(self, HeadNetwork(head), config.tree, config.cache)
-        self._static = StaticTorch()
-        self._replays = {}
-        self.eager = 0
-
-    def _capture(
-        self,
-        size: PassSize,
-        parts: Sequence[TailPart],
-        tokens: list[int],
-        carried: Tensor | None,
-        positions: list[int],
-    ) -> tuple[StaticPass, Callable[[], RowOutput]]:
-        static = StaticPass(size, self.network, self._static, self.cache, 3)
-        # What the first pass leaves behind must not reach the next.
-        static.load(parts, tokens, carried, positions)
-        return static, static.run
-
-
-def write_taken(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
-    """`write_kv` as a GPU has it: rows without a slot are left out."""
-    taken = slots >= 0
-    write_kv(key[taken], value[taken], keys, values, slots[taken].long())
-
-
-@pytest.fixture
-def static_drafter(monkeypatch: pytest.MonkeyPatch) -> Callable[[EagleHead], EagleDrafter]:
-    monkeypatch.setattr(captured, "write_kv", write_taken)
-
-    def make(head: EagleHead) -> EagleDrafter:
-        config = EagleConfig(**SETTINGS)
-        drafter = make_drafter(head)
-        drafter._drafting = StaticDrafting(head, config)
-        return drafter
-
-    return make
+def static_drafter(head: EagleHead, **settings: Any) -> EagleDrafter:
+    config = EagleConfig(**(SETTINGS | settings))
+    drafter = make_drafter(head, **settings)
+    drafter._drafting = StaticDrafting(HeadNetwork(head), config.tree, config.cache)
+    return drafter
 
 
 @pytest.mark.parametrize("kind", [KINDS["eagle-3"], KINDS["two layers"]], ids=["one layer", "two layers"])
 @pytest.mark.parametrize("count", [1, 3, 5])
-def test_static_passes_draft_the_same_trees(
-    count: int, kind: dict[str, object], static_drafter: Callable[[EagleHead], EagleDrafter]
-) -> None:
+def test_static_passes_draft_the_same_trees(count: int, kind: dict[str, object]) -> None:
     head = make_head(**kind)
     modes = list(VerificationMode)
     drafters = [make_drafter(head), static_drafter(head)]
@@ -125,20 +65,61 @@ def test_static_passes_draft_the_same_trees(
                 feed(sequences[i], known[i][length - 1 : length + step], length - 1)
     drafting = drafters[1]._drafting
     assert isinstance(drafting, StaticDrafting)
-    assert {size.new == size.tail for size in drafting._replays} == {True, False}
+    assert any(size.certain for size in drafting._passes) and drafting._trees
+    # Only REJECTION's trees grow a level at a time.
+    assert any(not size.certain for size in drafting._passes) == (count > 2)
 
 
-def test_sizes_are_few_and_hold_their_passes() -> None:
-    tree = EagleConfig(topk=8, num_steps=6).tree
+@pytest.mark.parametrize("mode", [GREEDY, COUPLED], ids=lambda mode: mode.value)
+@pytest.mark.parametrize("page_size", [4, 16])
+@pytest.mark.parametrize("steps", [1, 2, 3, 6])
+@pytest.mark.parametrize("topk", [1, 4])
+def test_every_shape_of_a_whole_tree(topk: int, steps: int, page_size: int, mode: VerificationMode) -> None:
+    """Contexts of all lengths about the pages' ends; sequences that close, and others that take their pages."""
+    head = make_head()
+    settings = {"topk": topk, "num_steps": steps, "num_draft_tokens": 9, "page_size": page_size, "kv_tokens": 1024}
+    drafters = [make_drafter(head, **settings), static_drafter(head, **settings)]
+    for turn in range(4):
+        lengths = range(2 + turn, 26, 5)
+        followed = [
+            [
+                opened(drafter, sequence_of(text(length, length), mode), states_of(head, 40, length))
+                for length in lengths
+            ]
+            for drafter in drafters
+        ]
+        trees = [drafter.propose(own) for drafter, own in zip(drafters, followed, strict=True)]
+        for expected, found in zip(*trees, strict=True):
+            assert expected.drafted
+            same_tree(found, expected)
+        for drafter, own in zip(drafters, followed, strict=True):
+            # In another order, so that pages are not taken as they were left.
+            for sequence in own[::2] + own[1::2]:
+                drafter.close(sequence)
 
-    def part(rows: int, new: int, *, causal: bool) -> TailPart:
-        return TailPart([0], 0, rows, new, None if causal else (0,) * rows)
 
-    level = [part(41, 8, causal=False), part(9, 3, causal=False), part(1, 1, causal=False)]
-    assert pass_size(level, tree) == PassSize(4, 4 * 41, 32)
-    committed = [part(20, 20, causal=True), part(4, 4, causal=True), part(8, 8, causal=True)]
-    assert pass_size(committed, tree) == PassSize(4, 32, 32)
-    assert pass_size([part(20, 20, causal=True)], tree) is None
-    capacity = PassSize(4, 4 * 41, 32).capacity(make_drafter()._started.cache)
-    assert capacity.rows == 164 and capacity.row_counts == (41,) * 4
-    assert sum(map(len, capacity.pages)) == SETTINGS["kv_tokens"] // SETTINGS["page_size"]
+def test_a_full_cache_costs_drafts_only() -> None:
+    head = make_head()
+    drafter = static_drafter(head, kv_tokens=64)
+    first, second = (opened(drafter, sequence_of(text(30, i)), states_of(head, 30, i)) for i in range(2))
+    trees = drafter.propose([first, second])
+    assert trees[0].drafted and not trees[1].drafted
+    same_tree(trees[0], draft(make_drafter(head), text(30, 0), states_of(head, 30, 0)))
+    drafter.close(first)
+    assert drafter.propose([second])[0].drafted
+
+
+def test_free_rows_and_sequences_that_are_not_there_change_nothing() -> None:
+    """What a larger batch left in the tensors does not reach a smaller one."""
+    head = make_head()
+    drafter = static_drafter(head)
+    many = [opened(drafter, sequence_of(text(9, i), COUPLED, seed=i), states_of(head, 9, i)) for i in range(4)]
+    drafter.propose(many)
+    for sequence in many:
+        length = len(sequence.token_ids)
+        sequence.token_ids.extend(text(2, 50))
+        feed(sequence, states_of(head, 20, 5)[length - 1 : length + 1], length - 1)
+    three = drafter.propose(many[1:])
+    for tree, sequence, i in zip(three, many[1:], range(1, 4), strict=True):
+        known = torch.cat([states_of(head, 9, i)[:8], states_of(head, 20, 5)[8:10]])
+        same_tree(tree, draft(make_drafter(head), sequence.token_ids, known, COUPLED, seed=i))

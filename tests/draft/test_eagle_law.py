@@ -13,9 +13,10 @@ from scipy import stats
 from torch import Tensor
 
 from draft_service.drafter import DraftSequence
+from draft_service.neural.network import RowOutput
 from draft_service.neural.tail_attention import Attend
 from draft_service.neural.tree_config import CacheShape, TreeShape
-from draft_service.neural.tree_drafting import Extension, Followed, RowOutput, TreeDrafting, Wanted
+from draft_service.neural.tree_drafting import Extension, Followed, TreeDrafting, Wanted
 from outrider.sampling import SamplingParams, VerificationMode
 from outrider.tree import TokenTree
 from tree_kernels.verification import rejection_walk

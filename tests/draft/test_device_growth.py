@@ -1,0 +1,160 @@
+"""Trees that grow on the device are those that grow on the host, in every shape, whatever requests ask for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from static_drafting import StaticDrafting, static_kv  # noqa: F401
+from torch import Tensor
+
+from draft_service.drafter import DraftSequence
+from draft_service.neural.network import RowOutput
+from draft_service.neural.tail_attention import Attend
+from draft_service.neural.tree_config import CacheShape, TreeShape
+from draft_service.neural.tree_drafting import Extension, Followed, TreeDrafting, Wanted
+from outrider.frames import TreeLimits
+from outrider.sampling import SamplingParams, VerificationMode
+from outrider.tree import TokenTree
+from tree_kernels.growth import _race_words
+from tree_kernels.noise import race_words_of
+
+GREEDY, COUPLED, REJECTION = VerificationMode.GREEDY, VerificationMode.COUPLED, VerificationMode.REJECTION
+TABLE = 4099
+
+
+class PathNetwork:
+    """A network whose law is looked up by the path: what it carries is the path's code."""
+
+    layers, kv_heads, head_dim = 1, 1, 2
+    dtype, device = torch.float32, torch.device("cpu")
+
+    def __init__(self, vocabulary: int, *, mapped: bool = False, flat: float = 1.5) -> None:
+        generator = torch.Generator().manual_seed(vocabulary)
+        self._logits = torch.randn(TABLE, vocabulary, generator=generator) * flat
+        self.token_ids: npt.NDArray[np.int32] | None = None
+        if mapped:
+            self.token_ids = (np.arange(vocabulary, dtype=np.int32) * 3 + 1).astype(np.int32)
+
+    def read(self, token_ids: Tensor, carried: Tensor | None, positions: Tensor, attend: Attend) -> RowOutput:  # noqa: ARG002
+        assert carried is not None
+        codes = (carried[:, 0] * 31 + token_ids + positions) % TABLE
+        return RowOutput(codes[:, None], codes[:, None])
+
+    def logits(self, spoken: Tensor) -> Tensor:
+        return self._logits[spoken[:, 0].long()]
+
+
+def drawn(both: list[TreeDrafting], sequences: list[DraftSequence]) -> list[list[TokenTree]]:
+    """What each drafting makes of the same sequences, twice in a row with another start."""
+    trees: list[list[TokenTree]] = []
+    for drafting in both:
+        followed = [Followed() for _ in sequences]
+        assert all(drafting.reserve(one, 2) for one in followed)
+        own: list[TokenTree] = []
+        for turn in range(2):
+            starts = [torch.full((1, 1), float(7 * i + turn)) for i in range(len(sequences))]
+            drafting.extend([Extension(f, [turn], c, turn) for f, c in zip(followed, starts, strict=True)])
+            own += drafting.trees([Wanted(f, s, turn + 1) for f, s in zip(followed, sequences, strict=True)])
+        for one in followed:
+            drafting.forget(one)
+        trees.append(own)
+    return trees
+
+
+def same(found: TokenTree, expected: TokenTree) -> None:
+    assert (found.token_ids, found.parents) == (expected.token_ids, expected.parents)
+    assert found.scores == pytest.approx(expected.scores, rel=1e-5)
+    assert found.distributions == expected.distributions
+
+
+def make_both(shape: TreeShape, network: PathNetwork) -> list[TreeDrafting]:
+    cache = CacheShape(4096, 8, 512)
+    return [TreeDrafting(network, shape, cache), StaticDrafting(network, shape, cache)]
+
+
+def sequence_of(number: int, mode: VerificationMode, limits: TreeLimits, **sampling: Any) -> DraftSequence:
+    sampling.setdefault("temperature", 0.0 if mode is GREEDY else 1.0)
+    seed = (0x9E3779B97F4A7C15 * (number + 1)) % 2**64
+    return DraftSequence(
+        number, [5] * (3 + number), 1, 9999, seed=seed, mode=mode, sampling=SamplingParams(**sampling), limits=limits
+    )
+
+
+pytestmark = pytest.mark.usefixtures("static_kv")
+
+
+@pytest.mark.parametrize("mode", [GREEDY, COUPLED], ids=lambda mode: mode.value)
+@pytest.mark.parametrize("nodes", [1, 6, 200])
+@pytest.mark.parametrize("topk", [1, 2, 4, 9])
+@pytest.mark.parametrize("steps", [1, 2, 3, 6])
+def test_every_shape_grows_the_same(steps: int, topk: int, nodes: int, mode: VerificationMode) -> None:
+    both = make_both(TreeShape(steps, topk, nodes, 0.0, 20, 1.0), PathNetwork(40))
+    found = drawn(both, [sequence_of(i, mode, TreeLimits()) for i in range(3)])
+    for expected, other in zip(*found, strict=True):
+        assert expected.drafted
+        same(other, expected)
+
+
+@pytest.mark.parametrize("mode", [GREEDY, COUPLED], ids=lambda mode: mode.value)
+@pytest.mark.parametrize("vocabulary", [2, 5, 300])
+@pytest.mark.parametrize("floor", [0.0, 0.02, 0.3])
+def test_small_vocabularies_maps_and_floors(floor: float, vocabulary: int, mode: VerificationMode) -> None:
+    network = PathNetwork(vocabulary, mapped=True)
+    both = make_both(TreeShape(4, 6, 30, floor, 64, 0.7), network)
+    found = drawn(both, [sequence_of(i, mode, TreeLimits()) for i in range(4)])
+    for expected, other in zip(*found, strict=True):
+        same(other, expected)
+        assert network.token_ids is not None and set(other.token_ids[1:]) <= set(network.token_ids.tolist())
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, 8])
+def test_limits_modes_and_temperatures_are_each_sequences_own(count: int) -> None:
+    limits = [TreeLimits(), TreeLimits(max_nodes=3), TreeLimits(max_depth=1), TreeLimits(2, 2), TreeLimits(max_depth=3)]
+    modes = [COUPLED, GREEDY, REJECTION]
+    sequences = [
+        sequence_of(i, modes[i % 3], limits[i % 5], temperature=0.0 if modes[i % 3] is GREEDY else 0.4 + 0.3 * i)
+        for i in range(count)
+    ]
+    # All tokens race: how many do depends on who else is in a batch of the level-by-level path.
+    both = make_both(TreeShape(4, 3, 14, 0.0, 40, 1.0), PathNetwork(40))
+    for turn, (expected, other) in enumerate(zip(*drawn(both, sequences), strict=True)):
+        same(other, expected)
+        wanted = sequences[turn % count].limits
+        assert 1 <= other.drafted <= (wanted.max_nodes or 14) and max(other.depths) <= (wanted.max_depth or 4)
+
+
+@pytest.mark.parametrize(
+    "filters",
+    [{"top_k": 2}, {"top_p": 0.5}, {"min_p": 0.4}, {"top_k": 9, "top_p": 0.8, "min_p": 0.05}, {"top_k": 60}],
+    ids=["top_k", "top_p", "min_p", "all", "none"],
+)
+@pytest.mark.parametrize("sharpness", [0.5, 1.0, 3.0])
+def test_races_are_filtered_alike(sharpness: float, filters: dict[str, Any]) -> None:
+    both = make_both(TreeShape(3, 4, 12, 0.005, 32, sharpness), PathNetwork(50, flat=0.8))
+    for expected, other in zip(
+        *drawn(both, [sequence_of(i, COUPLED, TreeLimits(), **filters) for i in range(6)]), strict=True
+    ):
+        same(other, expected)
+
+
+@pytest.mark.parametrize("mode", [GREEDY, COUPLED], ids=lambda mode: mode.value)
+def test_logits_that_are_no_numbers_have_no_children(mode: VerificationMode) -> None:
+    network = PathNetwork(40)
+    network._logits[::2] = float("nan")
+    both = make_both(TreeShape(4, 3, 14, 0.0, 20, 1.0), network)
+    trees = drawn(both, [sequence_of(i, mode, TreeLimits()) for i in range(8)])
+    for expected, other in zip(*trees, strict=True):
+        same(other, expected)
+    assert {tree.drafted == 0 for tree in trees[1]} == {True, False}
+
+
+def test_the_noise_is_the_shared_one() -> None:
+    seeds, positions = [0, 7, 2**64 - 1], [1, 2**33 + 5, 4]
+    tokens = torch.tensor([[0, 1, 2, 3, 4, 151_935]] * 3)
+    found = _race_words(torch.tensor(np.array(seeds, np.uint64).view(np.int64)), torch.tensor(positions), tokens)
+    for b in range(3):
+        assert torch.equal(found[b], race_words_of(seeds[b], positions[b], tokens[b]))

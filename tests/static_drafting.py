@@ -1,0 +1,85 @@
+"""Captured drafting without a GPU: plans as the Triton backend lays them out, PyTorch's attention, no capture."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import TypeVar
+
+import pytest
+import torch
+from torch import Tensor
+
+from draft_service.neural import captured, tree_pass
+from draft_service.neural.captured import CapturedDrafting
+from draft_service.neural.network import Network
+from draft_service.neural.static_attention import StaticAttention, TreePlan
+from draft_service.neural.tree_config import CacheShape, TreeShape
+from tree_kernels._triton_attention import TritonAttention, TritonPlan, TritonSettings
+from tree_kernels.attention import AttentionBatch, AttentionPlan, TreeAttention
+
+Output = TypeVar("Output")
+
+
+class StaticTorch(TritonAttention):
+    """Reads the step from the plan's integers, once per schedule; rows of no sequence come out as NaN."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"), TritonSettings(processors=4))
+        self._torch = TreeAttention("torch")
+
+    def run(self, plan: AttentionPlan, query: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float) -> Tensor:
+        assert isinstance(plan, TritonPlan) and len(query) == plan.batch.rows
+        live: AttentionPlan | None = plan.schedules.get("live")  # type: ignore[call-overload]
+        if live is None:
+            live = plan.schedules["live"] = self._torch.plan(_read(plan))  # type: ignore[index,assignment]
+        rows = live.batch.rows
+        output = torch.full_like(query, float("nan"))
+        output[:rows] = self._torch.run(live, query[:rows], key_cache, value_cache, scale)
+        return output
+
+
+def _read(plan: TritonPlan) -> AttentionBatch:
+    """The step that lies in a plan."""
+    starts, first_pages = plan.query_starts.tolist(), plan.page_starts.tolist()
+    prefixes, table = plan.prefix_lengths.tolist(), plan.page_table.tolist()
+    pages, parents = [], []
+    for b, (start, end) in enumerate(pairwise(starts)):
+        keys = prefixes[b] + end - start
+        pages.append(tuple(table[first_pages[b] : first_pages[b] + -(-keys // plan.batch.page_size)]))
+        parents.append(None if plan.causal[b] else tuple(plan.parents[start:end].tolist()))
+    return AttentionBatch(tuple(starts), tuple(prefixes), tuple(pages), plan.batch.page_size, tuple(parents))
+
+
+class StaticDrafting(CapturedDrafting):
+    """Runs what a graph would replay, every time from what was loaded alone."""
+
+    def __init__(self, network: Network, tree: TreeShape, cache: CacheShape) -> None:
+        super().__init__(network, tree, cache)
+        # As on a GPU, where masked slots are read.
+        for pool in (*self.cache.keys, *self.cache.values):
+            pool.zero_()
+
+    def _capturable(self) -> StaticAttention:
+        return StaticTorch()
+
+    def _capture(self, run: Callable[[], Output], plan: TreePlan) -> Callable[[], Output]:
+        def replay() -> Output:
+            plan.schedules.clear()
+            return run()
+
+        return replay
+
+
+def write_taken(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+    """`write_kv` as a GPU has it: rows without a slot are left out."""
+    taken = slots >= 0
+    keys.view(-1, *keys.shape[2:]).index_copy_(0, slots[taken].long(), key[taken])
+    values.view(-1, *values.shape[2:]).index_copy_(0, slots[taken].long(), value[taken])
+
+
+@pytest.fixture
+def static_kv(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Free rows have no slot, which PyTorch's way of writing keys does not know."""
+    monkeypatch.setattr(captured, "write_kv", write_taken)
+    monkeypatch.setattr(tree_pass, "write_kv", write_taken)
