@@ -23,7 +23,7 @@ from draft_service.eagle.head_config import HeadConfig, HeadRefused
 from draft_service.eagle.target_checkpoint import TargetCheckpoint
 from draft_service.features import FeatureWindow
 from draft_service.neural.captured import drafting_on
-from draft_service.neural.network import RowOutput
+from draft_service.neural.network import Network, RowOutput
 from draft_service.neural.tail_attention import Attend
 from draft_service.neural.threads import in_passing_thread
 from draft_service.neural.tree_drafting import Extension, Followed, TreeDrafting, Wanted
@@ -117,7 +117,7 @@ class EagleDrafter:
 
     def close(self, sequence: DraftSequence) -> None:
         if sequence.state is not None:
-            self._started.forget(sequence.state.followed)
+            self.drafting.forget(sequence.state.followed)
             sequence.state = sequence.features = None
 
     def absorb(self, sequences: Sequence[DraftSequence]) -> None:
@@ -134,7 +134,7 @@ class EagleDrafter:
         for sequence in (sequences[place] for place in ready):
             wanted.append(Wanted(sequence.state.followed, sequence, len(sequence.token_ids) - 1))
         if wanted:
-            for place, tree in zip(ready, self._started.trees(wanted), strict=True):
+            for place, tree in zip(ready, self.drafting.trees(wanted), strict=True):
                 trees[place] = tree
         return trees
 
@@ -154,7 +154,8 @@ class EagleDrafter:
         return self._head
 
     @property
-    def _started(self) -> TreeDrafting:
+    def drafting(self) -> TreeDrafting:
+        """What drafts with the head, once it is loaded."""
         assert self._drafting is not None, "the drafter was not started"
         return self._drafting
 
@@ -207,7 +208,7 @@ class EagleDrafter:
 
     def _has_room(self, sequence: DraftSequence) -> bool:
         state: _State = sequence.state
-        if self._started.reserve(state.followed, len(state.window)):
+        if self.drafting.reserve(state.followed, len(state.window)):
             return True
         self._full += 1
         return False
@@ -216,18 +217,20 @@ class EagleDrafter:
     def _read(self, sequences: Sequence[DraftSequence]) -> None:
         """Extend the cache by what arrived."""
         assert self.features is not None
-        network, extensions = self._started.network, []
-        for sequence in sequences:
-            state: _State = sequence.state
-            if not len(state.window):
-                continue
-            begin, vectors = state.window.take()
-            self._rows += len(vectors)
-            vectors = vectors.to(device=network.device, dtype=network.dtype)
-            features = vectors if self.features.projected else self.head.project(vectors)
-            tokens = sequence.token_ids[begin + 1 : begin + 1 + len(vectors)]
-            extensions.append(Extension(state.followed, tokens, features, begin))
-        self._started.extend(extensions)
+        waiting = [sequence for sequence in sequences if len(sequence.state.window)]
+        taken = [sequence.state.window.take() for sequence in waiting]
+        if not taken:
+            return
+        # In one copy to the device, and one pass of the projection.
+        vectors = _on_device([vectors for _, vectors in taken], self.drafting.network)
+        features = vectors if self.features.projected else self.head.project(vectors)
+        extensions, end = [], 0
+        for sequence, (begin, own) in zip(waiting, taken, strict=True):
+            tokens = sequence.token_ids[begin + 1 : begin + 1 + len(own)]
+            extensions.append(Extension(sequence.state.followed, tokens, features[end : end + len(own)], begin))
+            end += len(own)
+        self._rows += end
+        self.drafting.extend(extensions)
 
     def _warm_up(self) -> None:
         """Draft once for a throw-away sequence in every mode, so that no request pays for compilation."""
@@ -240,6 +243,14 @@ class EagleDrafter:
             self.propose([sequence])
             self.close(sequence)
         self._rows = 0
+
+
+def _on_device(pieces: Sequence[Tensor], network: Network) -> Tensor:
+    """[rows of all pieces, width] in a network's type and on its device; does not wait for the copy."""
+    joined = torch.cat([piece.to(network.dtype) for piece in pieces])
+    if network.device.type == "cuda" and not joined.is_cuda:
+        joined = joined.pin_memory()
+    return joined.to(network.device, non_blocking=True)
 
 
 def _target_of(config: EagleConfig, shape: HeadConfig) -> tuple[TargetCheckpoint | None, str]:

@@ -4,23 +4,35 @@ from __future__ import annotations
 
 import pytest
 import torch
-from eagle_drafting import feed, make_drafter, opened, same_tree, sequence_of, states_of, text
+from eagle_drafting import (
+    COUPLED,
+    GREEDY,
+    alike,
+    feed,
+    make_drafter,
+    opened,
+    same_tree,
+    sequence_of,
+    states_of,
+    text,
+)
 from eagle_heads import make_head
 
+from draft_service.neural.captured import CapturedDrafting
 from outrider.sampling import VerificationMode
 
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+# As narrow as Triton's products allow.
+SHAPE = {"head_dim": 16, "num_layers": 2}
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "captured"])
 @pytest.mark.parametrize("topk", [1, 3], ids=["chain", "tree"])
 def test_trees_are_those_of_a_cpu(graphs: bool, topk: int) -> None:
-    # As narrow as Triton's products allow.
-    shape = {"head_dim": 16, "num_layers": 2}
     settings = {"topk": topk, "page_size": 16}
     drafters = [
-        make_drafter(make_head(**shape), **settings),
-        make_drafter(make_head(**shape).cuda(), device="cuda", cuda_graphs=graphs, **settings),
+        make_drafter(make_head(**SHAPE), **settings),
+        make_drafter(make_head(**SHAPE).cuda(), device="cuda", cuda_graphs=graphs, **settings),
     ]
     known = [states_of(make_head(), 60, i) for i in range(3)]
     followed = [
@@ -41,3 +53,24 @@ def test_trees_are_those_of_a_cpu(graphs: bool, topk: int) -> None:
                 length = len(sequences[i].token_ids)
                 sequences[i].token_ids.extend(text(1 + step % 3, step))
                 feed(sequences[i], known[i][length - 1 : length + step % 3], length - 1)
+
+
+@pytest.mark.parametrize("mode", [GREEDY, COUPLED], ids=lambda mode: mode.value)
+@pytest.mark.parametrize("steps", [1, 2, 6])
+@pytest.mark.parametrize("topk", [1, 4, 16])
+def test_captured_trees_of_every_shape(topk: int, steps: int, mode: VerificationMode) -> None:
+    """The device's noise is that of the host, tails fill more than a word of a mask, and pages end anywhere."""
+    settings = {"topk": topk, "num_steps": steps, "num_draft_tokens": 60, "page_size": 16, "race_entrants": 40}
+    drafters = [
+        make_drafter(make_head(**SHAPE).cuda(), device="cuda", cuda_graphs=graphs, **settings)
+        for graphs in (False, True)
+    ]
+    assert isinstance(drafters[1].drafting, CapturedDrafting)
+    for count in (1, 3, 8):
+        texts = [(text(5 + 6 * i + count, i), states_of(make_head(), 60, i)) for i in range(count)]
+        of_eager, of_graphs = (
+            drafter.propose([opened(drafter, sequence_of(tokens, mode), states) for tokens, states in texts])
+            for drafter in drafters
+        )
+        for found, expected in zip(of_graphs, of_eager, strict=True):
+            alike(found, expected)
