@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from outrider.tree import TokenTree
@@ -18,7 +18,8 @@ class StepItem(NamedTuple):
     """One sequence's part of a step: its known tokens, and the tree whose root is the last of them.
 
     `tree` is None while the prompt is being read. The tree's rows start at `first_row` of the step's rows, and at
-    `first_logit` of those whose logits are wanted. `start` is how many keys the sequence had before the step.
+    `first_logit` of those whose logits are wanted. `start` is how many keys the sequence had before the step, and
+    `preemptions` how often its pages had been taken.
     """
 
     sequence: Sequence
@@ -27,6 +28,12 @@ class StepItem(NamedTuple):
     tree: TokenTree | None
     first_row: int
     first_logit: int
+    preemptions: int
+
+    @property
+    def kept(self) -> bool:
+        """Whether the sequence still has the pages that the step writes to."""
+        return self.preemptions == self.sequence.totals.preemptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +45,18 @@ class StepBatch:
     decode_rows: int
     prefill_rows: int
 
+    @property
+    def drafted(self) -> bool:
+        """Whether any tree has more rows than its root."""
+        return any(item.tree is not None and item.tree.drafted for item in self.items)
+
+    def moved_on(self, accepted_counts: SequenceOf[int]) -> StepBatch:
+        """The batch, laid out as if the step before had accepted no drafted row, now that it is known what it accepted
+        by place in it."""
+        moves = dict(self.input.moves(accepted_counts))
+        items = (item._replace(start=item.start + moves.get(place, 0)) for place, item in enumerate(self.items))
+        return replace(self, items=tuple(items), input=self.input.moved_on(accepted_counts))
+
 
 def lay_out(
     chunks: SequenceOf[Chunk], trees: SequenceOf[TokenTree | None], cache: KVCache, stride: int = 1
@@ -46,7 +65,7 @@ def lay_out(
 
     Of the passes of a `stride`, this is the first; the pages hold the keys of all. Row r of a sequence sits in cache
     slot `kv_length + r`; its position is `kv_length` plus its depth. A token that the step under way will say is laid
-    out as `Sequence.feed` gives it.
+    out as `Sequence.feed` gives it, and as if that step accepted no drafted row.
     """
     token_ids: list[int] = []
     positions: list[int] = []
@@ -63,7 +82,8 @@ def lay_out(
         token_ids.extend(sequence.feed(start, chunk.count))
         positions.extend(range(start, start + chunk.count))
         root_row, rows, shape = first_row + chunk.count - 1, chunk.count, None
-        items.append(StepItem(sequence, start, chunk.count, tree, root_row, len(logit_rows)))
+        preempted = sequence.totals.preemptions
+        items.append(StepItem(sequence, start, chunk.count, tree, root_row, len(logit_rows), preempted))
         if tree is not None:
             decode_rows += len(tree.token_ids)
             logit_rows.append(root_row)
@@ -76,7 +96,7 @@ def lay_out(
         slots.extend(cache.slots(sequence.pages, start, rows))
         starts.append(first_row + rows)
         prefixes.append(start)
-        pages.append(sequence.pages[: cache.pages_for(start + rows + stride - 1)])
+        pages.append(sequence.pages[: cache.pages_for(start + rows + stride - 1 + sequence.awaited_drafts)])
         parents.append(shape)
     attention = AttentionBatch(tuple(starts), tuple(prefixes), tuple(pages), cache.page_size, tuple(parents))
     forward = ForwardInput(tuple(token_ids), tuple(positions), tuple(slots), attention, tuple(logit_rows))

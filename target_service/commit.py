@@ -22,16 +22,18 @@ class LiveSequence:
     record: SequenceRecord
 
 
-def commit(live: LiveSequence, tree: TokenTree, outcome: Verified, compute_ns: int) -> Verdict:
-    """Append what the step said, and return its verdict. The KV of its known tokens was counted at its launch."""
+def commit(live: LiveSequence, tree: TokenTree, outcome: Verified, compute_ns: int, *, kept: bool = True) -> Verdict:
+    """Append what the step said, and return its verdict. The KV of its known tokens was counted at its launch, and
+    that of accepted ones counts if the sequence has `kept` its pages since."""
     sequence, walk, now = live.sequence, outcome.walk, time.monotonic_ns()
     tokens = [*(tree.token_ids[row] for row in walk.accepted_rows), walk.next_token, *outcome.following]
-    kept, finish = live.stops.cut(sequence.totals.completion_tokens, tokens)
-    del tokens[kept:]
-    accepted = walk.accepted_rows[:kept]
+    kept_tokens, finish = live.stops.cut(sequence.totals.completion_tokens, tokens)
+    del tokens[kept_tokens:]
+    accepted = walk.accepted_rows[:kept_tokens]
     sequence.token_ids.extend(tokens)
-    sequence.kv_length += min(len(accepted), kept - 1)
-    sequence.state = SequenceState.RUNNING
+    if kept:
+        sequence.kv_length += min(len(accepted), kept_tokens - 1)
+        sequence.state = SequenceState.RUNNING
     sequence.external_tree = None
     queue_ns = sequence.totals.started_ns - sequence.totals.arrived_ns if sequence.step == 0 else 0
     verdict = Verdict(
@@ -40,7 +42,7 @@ def commit(live: LiveSequence, tree: TokenTree, outcome: Verified, compute_ns: i
         accepted_rows=accepted,
         token_ids=tuple(tokens),
         drafted_tokens=len(accepted),
-        logprobs=outcome.logprobs[:kept],
+        logprobs=outcome.logprobs[:kept_tokens],
         finish=finish,
         queue_ns=queue_ns,
         compute_ns=compute_ns,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Sequence as SequenceOf
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -57,6 +57,13 @@ class DeviceSteps:
         # [_RESULTS, MAX_STRIDE - 1, max_sequences] int32
         self._following = torch.zeros(_RESULTS, MAX_STRIDE - 1, max_sequences, dtype=torch.int32, pin_memory=on_gpu)
         self._count = 0
+        # Of the step under way.
+        self._verdicts = self._verifier.verdicts
+        # Whether that has trees of more than their roots.
+        self._after_tree = False
+        if on_gpu:
+            self._follow_up_stream = torch.cuda.Stream(runner.device)  # type: ignore[no-untyped-call]
+            self._pool: Any = torch.cuda.graph_pool_handle()
 
     def warm_up(self) -> None:
         """Have every kernel compiled that a request may ask for, so that none waits for it. Seconds for each, once."""
@@ -78,37 +85,84 @@ class DeviceSteps:
         pairs = zip(batch.items, verifiers, strict=True)
         rows = [_on_device(item, verifier) or RowsToVerify(0, 0) for item, verifier in pairs]
         parameters = self._verifier.pack(rows)
-        done = self._runner.run(batch.input, parameters)
-        verdicts = self._verify(batch, rows, done)
-        cache, count = self._runner.cache, len(rows)
-        if any(item.tree is not None and item.tree.drafted for item in batch.items):
-            move_accepted(cache.key_pool, cache.value_pool, done.slots, done.parameters, verdicts, self._backend)
+        if self._after_tree and min(batch.input.token_ids) < 0:
+            assert stride == 1, "only the device knows where later passes would begin"
+            done = self._runner.run_after(batch.input, self._verdicts.accepted_counts, parameters)
+        else:
+            done = self._runner.run(batch.input, parameters)
+        self._after_tree = batch.drafted
+        self._conclude(batch, rows, done)
+        verdicts, count = self._verdicts, len(rows)
         self._count += 1
         place = self._count % _RESULTS
         result, following = self._results[place], self._following[place, : stride - 1, :count]
         result.tensor.copy_(verdicts.tensor, non_blocking=True)
-        self._runner.awaited[:count].copy_(verdicts.next_tokens[:count])
         for passes in range(1, stride):
             done = self._runner.run_later(batch.input, passes, parameters)
-            verdicts = self._verify(batch, rows, done)
-            self._runner.awaited[:count].copy_(verdicts.next_tokens[:count])
+            self._conclude(batch, rows, done)
             following[passes - 1].copy_(verdicts.next_tokens[:count], non_blocking=True)
-        return _OnDevice(cache, batch, verifiers, done.logits, result, following)
+        return _OnDevice(self._runner.cache, batch, verifiers, done.logits, result, following)
 
-    def _verify(self, batch: StepBatch, rows: SequenceOf[RowsToVerify], done: ForwardPass) -> Verdicts:
-        device = (done.logits, done.token_ids, done.parents, done.parameters)
-        if all(one.mode is Mode.GREEDY for one in rows):
-            return self._verifier.greedy(*device)
-        laws = {
-            item.first_row + row: (law.token_ids, law.weights)
-            for item in batch.items
-            if item.tree is not None
-            for row, law in item.tree.distributions.items()
-        }
-        distributions = None
+    def _conclude(self, batch: StepBatch, rows: SequenceOf[RowsToVerify], done: ForwardPass) -> None:
+        """Verify a pass, bring accepted keys and values into place, and leave what was said for the next pass."""
+        drafted = batch.drafted
+        greedy = all(one.mode is Mode.GREEDY for one in rows)
+        laws = _laws_of(batch)
         if laws:
-            distributions = torch.from_numpy(self._verifier.pack_distributions(laws)).to(done.logits.device)
-        return self._verifier.sampled(*device, distributions, filtered=any(one.filtered for one in rows))
+            packed = torch.from_numpy(self._verifier.pack_distributions(laws))
+            self._follow_up(_FollowUp(drafted), done, packed.to(done.logits.device))
+            return
+        kind = _FollowUp(drafted, greedy, filtered=not greedy and any(one.filtered for one in rows))
+        if done.graphs is not None and kind in done.graphs:
+            done.graphs[kind].replay()
+            return
+        self._follow_up(kind, done, None)
+        if done.graphs is not None:
+            # Now that every kernel is compiled. Capturing runs nothing.
+            done.graphs[kind] = self._capture(kind, done)
+
+    def _follow_up(self, kind: _FollowUp, done: ForwardPass, distributions: Tensor | None) -> None:
+        step = (done.logits, done.token_ids, done.parents, done.parameters)
+        if kind.greedy:
+            self._verifier.greedy(*step)
+        else:
+            self._verifier.sampled(*step, distributions, filtered=kind.filtered)
+        cache, verdicts = self._runner.cache, self._verdicts
+        if kind.drafted:
+            move_accepted(cache.key_pool, cache.value_pool, done.slots, done.parameters, verdicts, self._backend)
+        self._runner.awaited[: len(verdicts.next_tokens)].copy_(verdicts.next_tokens)
+
+    def _capture(self, kind: _FollowUp, done: ForwardPass) -> torch.cuda.CUDAGraph:
+        """Launching one by one costs the host more than the kernels cost the device."""
+        self._follow_up_stream.wait_stream(torch.cuda.current_stream(self._runner.device))
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self._follow_up_stream):
+            # Not `torch.cuda.graph`, which collects garbage first: this may happen while requests wait.
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                self._follow_up(kind, done, None)
+            finally:
+                graph.capture_end()
+        torch.cuda.current_stream(self._runner.device).wait_stream(self._follow_up_stream)
+        return graph
+
+
+class _FollowUp(NamedTuple):
+    """What is done after a pass: accepted rows are moved where any tree was `drafted`, and how trees are verified."""
+
+    drafted: bool
+    greedy: bool = False
+    filtered: bool = True
+
+
+def _laws_of(batch: StepBatch) -> dict[int, tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Draft distributions by row of the step."""
+    return {
+        item.first_row + row: (law.token_ids, law.weights)
+        for item in batch.items
+        if item.tree is not None
+        for row, law in item.tree.distributions.items()
+    }
 
 
 class _OnDevice:

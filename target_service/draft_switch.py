@@ -1,13 +1,19 @@
-"""Whether to wait for drafts in the next step: by what drafting costs beside the rows, and what it made lately.
+"""How the next step uses drafts, if at all: by what either way takes, and what drafts made lately.
 
 The row budget knows what rows cost. What it cannot know is what drafting itself costs: waiting for the answer, and
 that a step with drafts cannot be prepared before the one under way has ended. That overhead is measured here, as what
 whole steps with drafts take longer than plain ones of as many rows.
+
+Where drafts come late beside what a step takes, there is another way: a plain pass runs while the draft answers, and
+what is verified behind it is guessed past the token that the pass will say. The device is never idle then, and two
+tokens are sure in the time of two steps.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple
 
 # Steps of a kind at one load before its time is believed.
 _ENOUGH = 8
@@ -16,6 +22,8 @@ _SHARE = 0.1
 _BOUND = 2.0
 # Plain steps that waiting for a draft may last: more tokens than that a step hardly ever makes.
 _WORTH = 8.0
+# The same, where a plain pass runs meanwhile, once it has ended: another one then is as good.
+_WORTH_AHEAD = 0.5
 # Steps without drafts before the next try, from the first to the longest pause, and steps of a try.
 _FIRST_PAUSE = 8
 _LONGEST_PAUSE = 16384
@@ -30,33 +38,75 @@ _MARGIN = 1.02
 _REFRESH = 2048
 
 
+class Use(Enum):
+    """How a step uses drafts."""
+
+    # Not.
+    PLAIN = "plain"
+    # It waits for those of the tokens that are known, and nothing runs meanwhile.
+    AFTER = "after"
+    # It is launched behind a plain pass, with those guessed past the token that the pass will say.
+    AHEAD = "ahead"
+
+
+class Promise(NamedTuple):
+    """Tokens that drafts make of the sequences that run, by the way they are used."""
+
+    # In the time that a plain step and the drafted rows take.
+    after: float
+    # In a drafted step and the plain pass before it.
+    ahead: float
+
+
 @dataclass(slots=True)
 class _Load:
-    """Seconds of a plain step at one load, and what a step with drafts takes beyond its rows."""
+    """What steps take at one load, in seconds."""
 
+    # A plain step.
     plain: float = 0.0
     plain_steps: int = 0
+    # What a step that waited for drafts takes beyond its rows.
     overhead: float = 0.0
     drafted_steps: int = 0
+    # A drafted step and the plain pass before it.
+    pair: float = 0.0
+    pairs: int = 0
 
     def observe_plain(self, seconds: float) -> None:
         self.plain_steps += 1
-        if self.plain_steps == 1:
-            self.plain = seconds
-            return
-        ratio = min(_BOUND, max(1 / _BOUND, seconds / self.plain))
-        self.plain *= 1 + max(_SHARE, 1 / self.plain_steps) * (ratio - 1)
+        self.plain = _moved(self.plain, seconds, self.plain_steps)
 
-    def observe_drafted(self, seconds: float, row_cost: float) -> None:
+    def observe_after(self, seconds: float, row_cost: float) -> None:
         self.drafted_steps += 1
         # A pause of the machine counts for little, what always takes long is known after a few steps.
         bound = _BOUND * (self.plain + self.overhead)
         overhead = min(bound, max(0.0, seconds - self.plain * row_cost))
         self.overhead += max(_SHARE, 1 / self.drafted_steps) * (overhead - self.overhead)
 
+    def observe_ahead(self, seconds: float) -> None:
+        self.pairs += 1
+        self.pair = _moved(self.pair, seconds, self.pairs)
+
+    def gain(self, use: Use, load: int, promise: Promise) -> float:
+        """Tokens for each that plain steps would make in the same time."""
+        if use is Use.AFTER:
+            return promise.after / load / (1 + self.overhead / self.plain)
+        return promise.ahead / load * self.plain / self.pair
+
+    def known(self, use: Use) -> bool:
+        """Whether enough was seen of drafts that are used so."""
+        return (self.drafted_steps if use is Use.AFTER else self.pairs) >= _ENOUGH
+
+
+def _moved(mean: float, seconds: float, count: int) -> float:
+    if count == 1:
+        return seconds
+    ratio = min(_BOUND, max(1 / _BOUND, seconds / mean))
+    return mean * (1 + max(_SHARE, 1 / count) * (ratio - 1))
+
 
 class DraftSwitch:
-    """Turns drafting down step by step. Loads are told apart by powers of two."""
+    """Chooses step by step. Loads are told apart by powers of two."""
 
     def __init__(self) -> None:
         self._loads: dict[int, _Load] = {}
@@ -73,54 +123,66 @@ class DraftSwitch:
         follow along."""
         return self._plain_steps < steps or self._left < steps
 
-    def drafts(self, load: int, promised: float) -> bool:
-        """Whether the next step waits for drafts. Called once per step.
+    def choose(self, load: int, promise: Promise, *, ahead: bool) -> Use:
+        """How the next step uses drafts. Called once per step.
 
         Args:
             load: sequences that run.
-            promised: tokens that drafts make of them, in the time that a plain step and the drafted rows take.
+            promise: of drafts.
+            ahead: a step may be launched behind the one under way.
         """
-        chosen = self._choose(self._at(load), load, promised)
-        self._plain_steps = 0 if chosen else self._plain_steps + 1
-        return chosen
-
-    def pays(self, load: int, promised: float) -> bool:
-        """Whether drafts pay by what is known, for steps that must not be tries since nobody would learn from them."""
         seen = self._at(load)
-        return min(seen.plain_steps, seen.drafted_steps) >= _ENOUGH and self._gains(seen, load, promised)
+        ways = (Use.AFTER, Use.AHEAD) if ahead else (Use.AFTER,)
+        # One way after the other, until all are known.
+        way = next((way for way in ways if not seen.known(way)), None)
+        use = self._decide(seen, way or max(ways, key=lambda way: seen.gain(way, load, promise)), load, promise)
+        self._plain_steps = 0 if use is not Use.PLAIN else self._plain_steps + 1
+        return use
+
+    def best(self, load: int, promise: Promise, *, ahead: bool) -> Use:
+        """What pays by what is known, for steps that must not be tries since nobody would learn from them."""
+        seen = self._at(load)
+        ways = [way for way in (Use.AFTER, Use.AHEAD) if seen.known(way) and (ahead or way is Use.AFTER)]
+        if seen.plain_steps < _ENOUGH or not ways:
+            return Use.PLAIN
+        way = max(ways, key=lambda way: seen.gain(way, load, promise))
+        return way if seen.gain(way, load, promise) > _MARGIN else Use.PLAIN
 
     def patience(self, load: int) -> float:
         """Seconds for which to wait for a draft at most."""
         seen = self._at(load)
         return _WORTH * seen.plain if seen.plain_steps >= _ENOUGH else float("inf")
 
-    def _gains(self, seen: _Load, load: int, promised: float) -> bool:
-        return promised > _MARGIN * load * (1 + seen.overhead / seen.plain)
+    def patience_ahead(self, load: int, running: float) -> float:
+        """Seconds for which to wait for a draft at most behind a plain pass that has been `running` for so long."""
+        return max(0.0, (1 + _WORTH_AHEAD) * self._at(load).plain - running)
 
-    def _choose(self, seen: _Load, load: int, promised: float) -> bool:
+    def _decide(self, seen: _Load, way: Use, load: int, promise: Promise) -> Use:
         if seen.plain_steps < _ENOUGH:
-            return False
+            return Use.PLAIN
         self._since_refresh += 1
         if self._since_refresh > _REFRESH:
             # Contexts grow, and with them what a plain step takes.
             self._since_refresh, seen.plain_steps = 0, 1
-        if seen.drafted_steps < _ENOUGH or self._gains(seen, load, promised):
+        if not seen.known(way) or seen.gain(way, load, promise) > _MARGIN:
             self._trying, self._left, self._paid = False, 0, self._paid + 1
             if self._paid > _RECOVERED:
                 self._pause = _FIRST_PAUSE
-            return True
+            return way
         self._paid = 0
-        return self._try(seen.overhead / seen.plain)
+        cost = seen.overhead / seen.plain if way is Use.AFTER else max(0.0, seen.pair / seen.plain / 2 - 1)
+        return way if self._try(cost) else Use.PLAIN
 
-    def _try(self, overhead: float) -> bool:
-        """Whether a drafted step is due although drafts do not pay: else nobody would know that they pay again."""
+    def _try(self, cost: float) -> bool:
+        """Whether a drafted step is due although drafts do not pay: else nobody would know that they pay again. One
+        costs this many plain steps."""
         self._left -= 1
         if self._left <= 0:
             self._trying = not self._trying
             if self._trying:
                 self._left = _TRY
             else:
-                longest = min(_LONGEST_PAUSE, int(_TRY * overhead / _TRYING_SHARE))
+                longest = min(_LONGEST_PAUSE, int(_TRY * cost / _TRYING_SHARE))
                 self._left = min(self._pause, max(1, longest))
                 self._pause = 2 * self._left
         return self._trying
@@ -129,12 +191,17 @@ class DraftSwitch:
         """Take note of a step that only decoded, without drafts."""
         self._at(load).observe_plain(seconds)
 
-    def observe_drafted(self, load: int, seconds: float, row_cost: float) -> None:
+    def observe_after(self, load: int, seconds: float, row_cost: float) -> None:
         """Take note of a step that only decoded, and waited for drafts.
 
         `row_cost` is what its rows take, as a multiple of what a plain step's take.
         """
-        self._at(load).observe_drafted(seconds, row_cost)
+        self._at(load).observe_after(seconds, row_cost)
+
+    def observe_ahead(self, load: int, seconds: float, passes: int) -> None:
+        """Take note of a drafted step and the plain passes that ran before it, of which one is enough."""
+        seen = self._at(load)
+        seen.observe_ahead(max(seen.plain, seconds - (passes - 1) * seen.plain))
 
     def _at(self, load: int) -> _Load:
         return self._loads.setdefault(load.bit_length(), _Load())

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
-from collections import deque
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
@@ -21,6 +19,7 @@ from outrider.frames import (
     TreeLimits,
 )
 from target_service.batch import StepItem
+from target_service.draft_inbox import Connected, Disconnected, DraftEvent, DraftInbox
 from target_service.features import Features
 from target_service.model.taps import Tapped
 from target_service.proposals import GrowingTree
@@ -46,63 +45,29 @@ class DraftingConfig:
     feature_window: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class _Connected:
-    info: DraftInfo
-
-
-@dataclass(frozen=True, slots=True)
-class _Disconnected:
-    reason: str
-
-
-_Event = SequenceGrowth | SequenceFailure | _Connected | _Disconnected
-
-
-class Drafting:
+class Drafting(DraftInbox):
     """Holds every drafted sequence's growing tree. A late, dead or lying draft costs speed and nothing else.
 
-    The `on_...` methods are `DraftEvents` and may be called from any thread: they queue, and wake the engine.
-    All else belongs to the engine's thread.
+    All but the inbox belongs to the engine's thread.
     """
 
     def __init__(self, config: DraftingConfig, vocabulary_size: int, features: Features) -> None:
+        super().__init__()
         self._config = config
         self._vocabulary_size = vocabulary_size
         self._features = features
         self._link: DraftLink | None = None
-        self._inbox: deque[_Event] = deque()
-        self._wake = threading.Condition()
         self._trees: dict[int, GrowingTree] = {}
         self._wanting: dict[int, Sequence] = {}
         self._late_steps = 0
+        # Commits that the draft was not told of yet, by sequence.
+        self._unsent: dict[int, list[SequenceAdvance]] = {}
         self.info: DraftInfo | None = None
         self.active = config.enabled
 
     def attach(self, link: DraftLink) -> None:
         """Use `link` from now on. Called once, before the first step."""
         self._link = link
-
-    # DraftEvents, from the link's thread.
-
-    def on_growth(self, growths: SequenceOf[SequenceGrowth]) -> None:
-        self._queue(growths)
-
-    def on_failure(self, failure: SequenceFailure) -> None:
-        self._queue((failure,))
-
-    def on_connected(self, info: DraftInfo) -> None:
-        self._queue((_Connected(info),))
-
-    def on_disconnected(self, reason: str) -> None:
-        self._queue((_Disconnected(reason),))
-
-    def _queue(self, events: Iterable[_Event]) -> None:
-        with self._wake:
-            self._inbox.extend(events)
-            self._wake.notify_all()
-
-    # The engine's thread from here on.
 
     @property
     def connected(self) -> bool:
@@ -143,6 +108,7 @@ class Drafting:
         ids = [sequence.sequence_id for sequence in sequences]
         for sequence_id in ids:
             self._wanting.pop(sequence_id, None)
+            self._unsent.pop(sequence_id, None)
             self._features.forget(sequence_id)
         self._close([sequence_id for sequence_id in ids if self._trees.pop(sequence_id, None) is not None])
 
@@ -171,22 +137,20 @@ class Drafting:
 
     def listen(self) -> None:
         """Take in everything the draft has said, without waiting."""
-        while self._inbox:
-            self._handle(self._inbox.popleft())
+        for event in self._heard():
+            self._handle(event)
 
-    def wait_for(self, sequences: SequenceOf[Sequence], patience: float = float("inf")) -> int:
+    def wait_for(self, sequences: SequenceOf[Sequence], patience: float = float("inf"), *, late: bool = True) -> int:
         """Wait until the draft has answered the last commit of each sequence, for `patience` seconds at most and no
-        longer than is configured. Nanoseconds waited."""
+        longer than is configured. Nanoseconds waited. A draft that took longer is `late`, or was hardly given time."""
         self.listen()
         if not self.waiting_pays or self._answered(sequences):
             return 0
         begin = time.monotonic_ns()
         deadline = time.monotonic() + min(self._config.wait_seconds, patience)
         while not self._answered(sequences):
-            with self._wake:
-                on_time = self._wake.wait_for(lambda: self._inbox, timeout=deadline - time.monotonic())
-            if not on_time:
-                self._late_steps += 1
+            if not self._wait_until(deadline):
+                self._late_steps += late
                 break
             self.listen()
         else:
@@ -199,25 +163,43 @@ class Drafting:
         """Take in the hidden states of a step that was committed, before `advance` tells of it."""
         self._features.collect(items, tapped, outcomes, self._wanting)
 
-    def advance(self, commits: SequenceOf[tuple[Sequence, int]]) -> None:
-        """Re-root after a step: (sequence, tokens committed) of all that ran in it. One frame to the draft."""
-        advances: list[SequenceAdvance] = []
+    def advance(self, commits: SequenceOf[tuple[Sequence, int]], holding: Container[int] = ()) -> None:
+        """Re-root after a step: (sequence, tokens committed) of all that ran in it. One frame to the draft, without the
+        sequences that are `holding`, whose commits go with their next ones."""
+        unsent = self._unsent
         ahead, along = self._features.due(self._trees, commits)
+        if ahead:
+            # The draft has to know the tokens that they are of.
+            self._tell()
         for sequence, committed in commits:
             tree = self._trees.get(sequence.sequence_id)
             if tree is not None:
                 features = along.get(sequence.sequence_id)
                 tokens = tuple(sequence.token_ids[-committed:])
+                told = unsent.setdefault(sequence.sequence_id, [])
                 # Passes that were launched at once are a step and a token each.
                 for said in [tokens] if sequence.step == tree.step + 1 else [(token,) for token in tokens]:
-                    tree.advance(len(said))
-                    advances.append(SequenceAdvance(sequence.sequence_id, tree.step, said, features))
-        if self._link is None or not self.connected:
-            return
-        if ahead:
+                    tree.advance(len(said), asked=False)
+                    told.append(SequenceAdvance(sequence.sequence_id, tree.step, said, features))
+        if ahead and self._link is not None and self.connected:
             self._link.send_features(ahead)
-        if advances:
+        self._tell(holding)
+
+    def _tell(self, holding: Container[int] = ()) -> None:
+        """Send what the draft was not told of, but for the sequences that are `holding`."""
+        advances: list[SequenceAdvance] = []
+        for sequence_id in [sequence_id for sequence_id in self._unsent if sequence_id not in holding]:
+            unsent, tree = self._unsent.pop(sequence_id), self._trees.get(sequence_id)
+            if tree is not None:
+                tree.ask()
+                advances += unsent
+        if advances and self._link is not None and self.connected:
             self._link.advance(advances)
+
+    def waits_for(self, sequence_id: int) -> bool:
+        """Whether the draft owes an answer for the sequence."""
+        tree = self._trees.get(sequence_id)
+        return tree is not None and not tree.answered
 
     def _answered(self, sequences: SequenceOf[Sequence]) -> bool:
         trees = (self._trees.get(sequence.sequence_id) for sequence in sequences)
@@ -227,6 +209,7 @@ class Drafting:
         if self._link is None or not self.connected or not self.active:
             return
         request = sequence.request
+        self._unsent.pop(sequence.sequence_id, None)
         self._trees[sequence.sequence_id] = GrowingTree(sequence.token_ids, sequence.step)
         self._link.open(
             OpenSequence(
@@ -251,14 +234,14 @@ class Drafting:
         if sequence_ids and self._link is not None and self.connected:
             self._link.close(sequence_ids)
 
-    def _handle(self, event: _Event) -> None:
+    def _handle(self, event: DraftEvent) -> None:
         match event:
             case SequenceGrowth():
                 self._graft(event)
             case SequenceFailure():
                 log.info("the draft gave up on a sequence: %s", event.reason)
                 self._trees.pop(event.sequence_id, None)
-            case _Connected():
+            case Connected():
                 self._trees.clear()
                 if not self._can_give(event.info):
                     return
@@ -266,7 +249,7 @@ class Drafting:
                 self.info, self._late_steps = event.info, 0
                 for sequence in self._wanting.values():
                     self._open(sequence)
-            case _Disconnected():
+            case Disconnected():
                 log.warning("no draft: %s", event.reason)
                 self.info = None
                 self._trees.clear()

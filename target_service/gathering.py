@@ -9,8 +9,9 @@ from dataclasses import dataclass
 
 from outrider.sampling import VerificationMode
 from outrider.tree import TokenTree
+from target_service.batch import StepBatch
 from target_service.commit import LiveSequence
-from target_service.draft_switch import DraftSwitch
+from target_service.draft_switch import DraftSwitch, Promise, Use
 from target_service.drafting import Drafting
 from target_service.kv_cache import OutOfPages
 from target_service.row_budget import IN_ORDER_NODES, Offer, RowBudget
@@ -34,6 +35,7 @@ class Gathered:
     wait_ns: int
     # Sequences that wanted a draft and went on without one.
     fallbacks: int
+    use: Use
 
 
 class Gathering:
@@ -59,8 +61,10 @@ class Gathering:
         self._max_draft_nodes = max_draft_nodes
         self._chains = chains
         self._switch = switch
-        # Whether the next step is to wait for drafts.
-        self._drafts = True
+        # How the next step uses drafts.
+        self._use = Use.AFTER
+        # Of the plain passes since the last drafted step that one is launched ahead behind; 0 passes where none is.
+        self._pair_seconds, self._pair_passes = 0.0, 0
 
     @property
     def drafts_are_near(self) -> bool:
@@ -68,38 +72,63 @@ class Gathering:
         followed = _FOLLOWED_BY_HEADS if self._drafting.reads_features else _FOLLOWED
         return self._switch is None or self._switch.drafts_are_near(followed)
 
-    def choose(self, running: SequenceOf[Sequence]) -> bool:
-        """Whether the next step waits for drafts. Called once per step, before it is scheduled."""
+    def choose(self, running: SequenceOf[Sequence], *, ahead: bool) -> Use:
+        """How the next step uses drafts; `ahead`, it may be launched behind the one under way. Called once per step,
+        before it is scheduled."""
         wanting = [sequence for sequence in running if self._drafting.asks(sequence)]
-        pays = bool(wanting) and self._drafting.connected
-        if pays and self._switch is not None:
-            gains = sum(self._budget.promise(self._live[sequence.sequence_id].record) for sequence in wanting)
+        self._use = Use.PLAIN
+        if not wanting or not self._drafting.connected:
+            return self._use
+        if self._switch is None:
+            use = Use.AHEAD if ahead else Use.AFTER
+        else:
+            records = [self._live[sequence.sequence_id].record for sequence in wanting]
+            after, both = sum(map(self._budget.promise, records)), sum(map(self._budget.promise_ahead, records))
+            others = len(running) - len(wanting)
+            promise = Promise(after + others, both + 2 * others)
             # The time of a step that reads prompts says nothing of drafts.
-            ask = self._switch.pays if self._reads_prompts(running) else self._switch.drafts
-            pays = ask(len(running), gains + len(running) - len(wanting))
-        self._drafts = pays and self._drafting.active
-        return self._drafts
+            ask = self._switch.best if self._reads_prompts(running) else self._switch.choose
+            use = ask(len(running), promise, ahead=ahead)
+        if self._drafting.active:
+            self._use = use
+        return self._use
 
     def _reads_prompts(self, running: SequenceOf[Sequence]) -> bool:
         """Whether the next step has rows of prompts."""
         reading = (sequence.kv_length + 1 < len(sequence.token_ids) for sequence in running)
         return self._scheduler.admits or any(reading)
 
-    def observe(self, load: int, seconds: float, *, drafted: bool) -> None:
-        """Take note of what a step that only decoded took, from the end of the step before it."""
+    def observe(self, load: int, seconds: float, gathered: Gathered, *, behind_tree: bool) -> None:
+        """Take note of what a step that only decoded took, from the end of the step before it. `behind_tree`, that one
+        was drafted and this was launched while it ran."""
         if self._switch is None:
             return
-        if drafted:
-            self._switch.observe_drafted(load, seconds, self._budget.step_cost)
-        else:
+        if gathered.use is Use.AFTER and gathered.drafted:
+            self._switch.observe_after(load, seconds, self._budget.step_cost)
+        elif behind_tree:
+            self._pair_seconds, self._pair_passes = seconds, 1
+        elif gathered.use is Use.AHEAD and self._pair_passes:
+            self._pair_seconds += seconds
+            if gathered.drafted:
+                self._switch.observe_ahead(load, self._pair_seconds, self._pair_passes)
+                self._pair_passes = 0
+            else:
+                self._pair_passes += 1
+        elif gathered.use is Use.PLAIN:
             self._switch.observe_plain(load, seconds)
+            self._pair_passes = 0
 
-    def gather(self, schedule: Schedule) -> Gathered:
-        """Wait for the draft, if that was chosen, then cut every tree to the rows that pay."""
-        chunks = [chunk for chunk in schedule.chunks if chunk.takes_tree] if self._drafts else []
+    def forget_pair(self) -> None:
+        """A step that reads prompts came between those that are timed together."""
+        self._pair_passes = 0
+
+    def gather(self, schedule: Schedule, running_ns: int = 0) -> Gathered:
+        """Wait for the draft, if that was chosen, then cut every tree to the rows that pay. Where tokens are awaited
+        the step under way has been `running_ns`, and trees begin at a guess of what it will say."""
+        use, ahead = self._use, self._use is Use.AHEAD
+        chunks = [chunk for chunk in schedule.chunks if chunk.takes_tree] if use is not Use.PLAIN else []
         drafted = [chunk.sequence for chunk in chunks if self._drafting.wants(chunk.sequence)]
-        patience = float("inf") if self._switch is None else self._switch.patience(len(self._scheduler.running))
-        wait_ns = self._drafting.wait_for(drafted, patience)
+        wait_ns = self._drafting.wait_for(drafted, self._patience(running_ns), late=not ahead)
         offers: dict[int, Offer] = {}
         fallbacks = 0
         for sequence in drafted:
@@ -108,6 +137,8 @@ class Gathering:
             if tree is None or not tree.answered:
                 fallbacks += 1
                 sequence.totals.fallback_steps += 1
+            if tree is not None and sequence.awaited_tokens:
+                tree = tree.guess(sequence.awaited_tokens)
             if tree is not None and tree.nodes:
                 live = self._live[sequence.sequence_id]
                 in_order = sequence.request.mode is VerificationMode.REJECTION
@@ -118,15 +149,48 @@ class Gathering:
         others = sum(chunk.takes_tree for chunk in schedule.chunks) - len(offers)
         cut = self._budget.cut(list(offers.values()), schedule.rows, spare, others)
         trees = dict(zip(offers, cut, strict=True))
-        return Gathered([self._tree(chunk, trees) for chunk in schedule.chunks], tuple(drafted), wait_ns, fallbacks)
+        if ahead and fallbacks == len(drafted):
+            # A plain pass more, while the draft goes on.
+            drafted = []
+        cut_trees = [self._tree(chunk, trees) for chunk in schedule.chunks]
+        return Gathered(cut_trees, tuple(drafted), wait_ns, fallbacks, use)
+
+    def learn(self, live: LiveSequence, tree: TokenTree, accepted_rows: SequenceOf[int]) -> None:
+        """Learn what a draft was worth, before its step is committed."""
+        guessed, right = tree.scores[0] < 1.0, not tree.drafted or tree.token_ids[0] == live.sequence.root
+        if guessed:
+            self._budget.observe_guess(tree, right)
+        if right:
+            self._budget.observe(tree, accepted_rows, live.record)
+        # From the token on that was guessed.
+        self._budget.observe_drafted(live.record, 1 + guessed + len(accepted_rows) if right else 1)
+
+    def holding(self, ahead: StepBatch) -> set[int]:
+        """Sequences whose draft hears of a plain pass together with the step `ahead` behind it: its answer would come
+        too late for that, or one is on its way that will do."""
+        if self._use is not Use.AHEAD:
+            return set()
+        return {
+            item.sequence.sequence_id
+            for item in ahead.items
+            if (item.tree is not None and item.tree.drafted) or self._drafting.waits_for(item.sequence.sequence_id)
+        }
+
+    def _patience(self, running_ns: int) -> float:
+        if self._switch is None:
+            return float("inf")
+        load = len(self._scheduler.running)
+        if self._use is Use.AHEAD:
+            return self._switch.patience_ahead(load, running_ns * 1e-9)
+        return self._switch.patience(load)
 
     def plain(self, schedule: Schedule) -> Gathered:
         """No drafts."""
-        return Gathered([self._tree(chunk, {}) for chunk in schedule.chunks], (), 0, 0)
+        return Gathered([self._tree(chunk, {}) for chunk in schedule.chunks], (), 0, 0, Use.PLAIN)
 
     def _max_nodes(self, sequence: Sequence) -> int:
         """Drafted rows the sequence may have: none past its last token, nor past its pages."""
-        if sequence.request.max_tokens - sequence.totals.completion_tokens <= 1:
+        if sequence.request.max_tokens - sequence.totals.completion_tokens - sequence.awaited_tokens <= 1:
             return 0
         limit = min(sequence.request.max_draft_nodes, self._max_draft_nodes)
         return max(0, min(limit, self._scheduler.spare_rows(sequence)))

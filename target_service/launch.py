@@ -43,7 +43,8 @@ class Steps(Protocol):
     """What the engine launches its steps with."""
 
     def launch(self, batch: StepBatch, verifiers: SequenceOf[SequenceVerifier], stride: int = 1) -> Launched:
-        """Begin a step. `verifiers[i]` belongs to `batch.items[i]`. Awaited tokens are those of the step before.
+        """Begin a step. `verifiers[i]` belongs to `batch.items[i]`. Awaited tokens are those of the step before, and
+        begin as much later than they are laid out as that step accepts drafted rows.
 
         `stride` passes are run, each feeding what the one before said; all trees are then roots alone.
         """
@@ -61,6 +62,8 @@ class HostSteps:
 
     def launch(self, batch: StepBatch, verifiers: SequenceOf[SequenceVerifier], stride: int = 1) -> Launched:
         """See `Steps.launch`."""
+        if self._last is not None and min(batch.input.token_ids) < 0:
+            batch = batch.moved_on(self._last.accepted_counts())
         logits = self._runner.forward(replace(batch.input, token_ids=self._known(batch.input.token_ids)))
         self._last = _OnHost(self._runner, batch, verifiers, logits, self._followable, stride)
         return self._last
@@ -106,6 +109,10 @@ class _OnHost:
             for passes in range(1, self._stride):
                 self._outcomes = self._follow(self._outcomes, passes)
         return self._outcomes
+
+    def accepted_counts(self) -> list[int]:
+        """Drafted rows accepted, by place in the batch."""
+        return [0 if outcome is None else len(outcome.walk.accepted_rows) for outcome in self.outcomes()]
 
     def _follow(self, outcomes: SequenceOf[Verified | None], passes: int) -> list[Verified | None]:
         """One more pass, with the token that each sequence said in it."""

@@ -17,7 +17,7 @@ from outrider.errors import QuotaExceeded
 from target_service.batch import lay_out
 from target_service.commit import LiveSequence, commit
 from target_service.device_steps import best_steps
-from target_service.draft_switch import DraftSwitch
+from target_service.draft_switch import DraftSwitch, Use
 from target_service.drafting import Drafting, DraftingConfig
 from target_service.features import Features
 from target_service.gathering import Gathered, Gathering
@@ -145,8 +145,10 @@ class EngineLoop:
         outcomes = step.launched.outcomes()
         step.clock.end_verify()
         verdicts = self._commit(step, outcomes)
+        if self._ahead is not None and step.batch.drafted:
+            self._ahead = self._ahead.moved_on(outcomes)
         self.drafting.collect(step.batch.items, step.tapped, outcomes)
-        self._advance(verdicts)
+        self._advance(step, verdicts)
         events = self._finish(verdicts)
         self._observe(step, verdicts)
         return self._take_failed() + events
@@ -160,7 +162,7 @@ class EngineLoop:
             if not schedule.chunks:
                 return None
             try:
-                return self._begin(schedule, self._gathering.gather(schedule), clock, ahead=False)
+                return self._begin(schedule, self._gathering.gather(schedule), clock)
             except torch.OutOfMemoryError:
                 self._make_room(schedule)
 
@@ -168,29 +170,38 @@ class EngineLoop:
         """Launch the step after `step` while that runs, if nobody's draft or client must see its tokens first."""
         clock, running = StepClock(), self.scheduler.running
         self._follow_load()
-        waits = self._gathering.choose(running)
-        if waits or not step.followable or not all(map(self._goes_on_alone, running)):
+        alone = step.launched.followable and all(map(self._goes_on_alone, running))
+        use = self._gathering.choose(running, ahead=alone)
+        if use is Use.AFTER or not alone:
             return None
         step.await_tokens()
         try:
             schedule = self.scheduler.schedule()
-            if not schedule.chunks:
+            if not schedule.chunks or not self.scheduler.reserve_behind_trees(schedule, self._runner.max_context):
                 return None
-            # States are taken pass by pass.
-            alone = self.drafting.active and self.drafting.reads_features
-            stride = 1 if alone else self._stride.choose(schedule, self.scheduler, self._runner.max_context)
-            return self._begin(schedule, self._gathering.plain(schedule), clock, ahead=True, stride=stride)
+            if use is Use.AHEAD and not step.batch.drafted:
+                gathered = self._gathering.gather(schedule, clock.begun - self._free_ns)
+                return self._begin(schedule, gathered, clock, behind=step)
+            stride = 1 if step.batch.drafted else self._passes(schedule)
+            return self._begin(schedule, self._gathering.plain(schedule), clock, behind=step, stride=stride)
         except torch.OutOfMemoryError:
             # Once this step has ended there may be room.
             return None
         finally:
             step.forget_tokens()
 
+    def _passes(self, schedule: Schedule) -> int:
+        # States are taken pass by pass.
+        alone = self.drafting.active and self.drafting.reads_features
+        return 1 if alone else self._stride.choose(schedule, self.scheduler, self._runner.max_context)
+
     def _goes_on_alone(self, sequence: Sequence) -> bool:
         """Whether neither the host nor a client has to see the sequence's tokens before they are fed."""
         return not sequence.request.external and self.live[sequence.sequence_id].verifier.on_device
 
-    def _begin(self, schedule: Schedule, gathered: Gathered, clock: StepClock, *, ahead: bool, stride: int = 1) -> Step:
+    def _begin(
+        self, schedule: Schedule, gathered: Gathered, clock: StepClock, *, behind: Step | None = None, stride: int = 1
+    ) -> Step:
         batch = lay_out(schedule.chunks, gathered.trees, self._runner.cache, stride)
         clock.end_plan()
         verifiers = [self.live[item.sequence.sequence_id].verifier for item in batch.items]
@@ -201,7 +212,8 @@ class EngineLoop:
         for item in batch.items:
             # Whatever runs after this step finds their keys and values.
             item.sequence.kv_length += item.known + stride - 1
-        return Step(batch, gathered, launched, clock, ahead, stride, tapped)
+        behind_tree = behind is not None and behind.batch.drafted
+        return Step(batch, gathered, launched, clock, behind is not None, behind_tree, stride, tapped)
 
     def _make_room(self, schedule: Schedule) -> None:
         """Run smaller steps from now on; where the smallest did not fit, refuse the youngest of its sequences."""
@@ -224,11 +236,13 @@ class EngineLoop:
         self._free_ns, ended_ns, self._ended_ns = step.clock.forwarded, self._ended_ns, time.monotonic_ns()
         if not stats.prefill_rows:
             self._budget.observe_step(stats.decode_rows, stats.forward_ns * 1e-9 / step.stride)
-            seconds = (self._ended_ns - ended_ns) * 1e-9
-            if ended_ns and (step.ahead or step.gathered.drafted or not step.launched.followable):
-                self._gathering.observe(stats.sequences, seconds / step.stride, drafted=bool(step.gathered.drafted))
-            if ended_ns and step.ahead:
+            seconds, gathered = (self._ended_ns - ended_ns) * 1e-9, step.gathered
+            if ended_ns and (step.ahead or gathered.drafted or not step.launched.followable):
+                self._gathering.observe(stats.sequences, seconds / step.stride, gathered, behind_tree=step.behind_tree)
+            if ended_ns and step.ahead and gathered.use is Use.PLAIN and not step.behind_tree:
                 self._stride.observe(step.stride, seconds, step.clock.waited_ns * 1e-9)
+        else:
+            self._gathering.forget_pair()
         if self._observer is not None:
             self._observer.on_step(stats)
 
@@ -248,20 +262,19 @@ class EngineLoop:
             if live is None or item.tree is None or outcome is None:
                 continue
             if step.gathered.drafted or item.tree.drafted:
-                self._budget.observe(item.tree, outcome.walk.accepted_rows, live.record)
-            if step.gathered.drafted:
-                self._budget.observe_drafted(live.record, 1 + len(outcome.walk.accepted_rows))
-            verdicts.append(commit(live, item.tree, outcome, compute_ns))
+                self._gathering.learn(live, item.tree, outcome.walk.accepted_rows)
+            verdicts.append(commit(live, item.tree, outcome, compute_ns, kept=item.kept))
             # Not otherwise: what lies past the committed tokens may belong to passes that are under way.
             if item.tree.drafted:
                 self.scheduler.trim(item.sequence)
         return verdicts
 
-    def _advance(self, verdicts: SequenceOf[Verdict]) -> None:
+    def _advance(self, step: Step, verdicts: SequenceOf[Verdict]) -> None:
         """Tell the draft what was committed, so that it works while the events go out."""
         going_on = [verdict for verdict in verdicts if verdict.finish is None]
         self.drafting.advance(
-            [(self.live[verdict.sequence_id].sequence, len(verdict.token_ids)) for verdict in going_on]
+            [(self.live[verdict.sequence_id].sequence, len(verdict.token_ids)) for verdict in going_on],
+            self._gathering.holding(self._ahead.batch) if self._ahead and not step.batch.drafted else (),
         )
 
     def _finish(self, verdicts: SequenceOf[Verdict]) -> list[SequenceEvent]:

@@ -18,6 +18,8 @@ from outrider.tree import MAX_ROWS, DraftDistribution, TokenTree
 MEMORY_STEPS = 64
 MEMORY_TOKENS = 256
 _ROOT = 0
+# No guess is certain, whatever its drafter says.
+_SUREST = 0.999
 
 
 class GrowingTree:
@@ -35,7 +37,8 @@ class GrowingTree:
         self._lengths = {step: self._length}
         self._next_id = 1
         self._where: dict[int, int] = {}
-        self.answered_step = -1
+        # The step that the draft has answered, and the one that it was asked about last.
+        self.answered_step, self._asked_step = -1, step
         self._held: SequenceGrowth | None = None
         self._clear()
 
@@ -54,8 +57,12 @@ class GrowingTree:
 
     @property
     def answered(self) -> bool:
-        """Whether the draft has spoken since the last commit."""
-        return self.answered_step == self._step
+        """Whether the draft has spoken since it was last asked."""
+        return self.answered_step >= self._asked_step
+
+    def ask(self) -> None:
+        """The draft was told of the last commit."""
+        self._asked_step = self._step
 
     @property
     def nodes(self) -> int:
@@ -64,7 +71,8 @@ class GrowingTree:
 
     @property
     def scores(self) -> SequenceOf[float]:
-        """Per live node, the root first: the probability of acceptance given that the parent is accepted."""
+        """Per live node, the root first: the probability of acceptance given that the parent is accepted. The root's is
+        1 unless it is a guess."""
         return self._scores
 
     @property
@@ -173,8 +181,9 @@ class GrowingTree:
         self._children[parent][token] = node
         return node
 
-    def advance(self, committed: int) -> None:
-        """Re-root after `committed` tokens were appended to the sequence: keep the subtree they lead to."""
+    def advance(self, committed: int, *, asked: bool = True) -> None:
+        """Re-root after `committed` tokens were appended to the sequence: keep the subtree they lead to. Unless the
+        draft is `asked` about them now, the answer to what it was asked before will do until `ask`."""
         path: dict[int, int] = {}
         node: int | None = _ROOT
         for length in range(self._length, self._length + committed):
@@ -186,6 +195,8 @@ class GrowingTree:
         self._step += 1
         self._lengths[self._step] = self._length
         self._lengths.pop(self._step - MEMORY_STEPS, None)
+        if asked:
+            self.ask()
         self._reroot(node, path)
 
     def _reroot(self, root: int | None, path: dict[int, int]) -> None:
@@ -211,6 +222,26 @@ class GrowingTree:
         placed = self._place(parent, token, score)
         assert placed is not None
         return placed
+
+    def guess(self, tokens: int) -> GrowingTree | None:
+        """What is known below the likeliest path of so many tokens, and how likely that is as its root's score. None
+        where no path is as long."""
+        root, certainty = _ROOT, 1.0
+        for _ in range(tokens):
+            # The first of equals, so that the choice never hangs on what was drawn below.
+            following = max(self._children[root].values(), key=lambda node: self._scores[node], default=None)
+            if following is None:
+                return None
+            root, certainty = following, certainty * self._scores[following]
+        guessed = GrowingTree([self._tokens[root]], self._step)
+        guessed.answered_step, guessed._scores[_ROOT] = self.answered_step, min(certainty, _SUREST)
+        renumbered = {root: _ROOT}
+        for node in range(root + 1, len(self._tokens)):
+            parent = renumbered.get(self._parents[node])
+            if parent is not None:
+                renumbered[node] = guessed._append(self._tokens[node], parent, self._scores[node])
+        guessed._laws = {renumbered[node]: law for node, law in self._laws.items() if node in renumbered}
+        return guessed
 
     def cut(self, nodes: Set[int]) -> TokenTree:
         """The tree of the root and `nodes`, which must hold every node's ancestors. Rows keep order of arrival."""

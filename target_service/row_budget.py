@@ -75,6 +75,8 @@ class SequenceRecord:
     # The same of steps that waited for drafts, over the last few and over the last dozens; 0 before the first.
     near: float = 0.0
     far: float = 0.0
+    # Share of them lately in which nothing was accepted.
+    missed: float = 0.0
 
     @property
     def gain(self) -> float:
@@ -90,8 +92,9 @@ class SequenceRecord:
         self.expected = self.expected * _SEQUENCE_KEEP + expected + (1 - _SEQUENCE_KEEP) * _SEQUENCE_PRIOR
         self.accepted = self.accepted * _SEQUENCE_KEEP + accepted + (1 - _SEQUENCE_KEEP) * _SEQUENCE_PRIOR
 
-    def draw(self, gain: float, usual: float) -> None:
+    def draw(self, gain: float, usual: float, missed: bool) -> None:
         """Take note of what a step that waited for drafts made; a new sequence is taken to make what is `usual`."""
+        self.missed = self.missed * _FAR_KEEP + missed * (1 - _FAR_KEEP)
         self.near = (self.near or usual) * _NEAR_KEEP + gain * (1 - _NEAR_KEEP)
         self.far = (self.far or usual) * _FAR_KEEP + gain * (1 - _FAR_KEEP)
 
@@ -197,7 +200,7 @@ class RowBudget:
         if offer.in_order:
             nodes = min(tree.nodes, offer.max_nodes, IN_ORDER_NODES)
             return [(_CERTAIN, index, node) for node in range(1, nodes + 1)]
-        worth = [1.0]
+        worth = [1.0 if tree.scores[0] == 1.0 else self.calibration.probability(tree.scores[0])]
         ranked: list[tuple[float, int, int]] = []
         for node in range(1, tree.nodes + 1):
             probability = min(0.995, self.calibration.probability(tree.scores[node]) * offer.record.factor)
@@ -233,10 +236,19 @@ class RowBudget:
         return max(record.near, record.far) or self._usual
 
     def observe_drafted(self, record: SequenceRecord, tokens: int) -> None:
-        """Learn from a step that waited for drafts."""
+        """Learn what a draft was worth: the `tokens` that a step makes which verifies it from its root on."""
         gain = tokens / self.step_cost
-        record.draw(gain, self._usual)
+        record.draw(gain, self._usual, tokens == 1)
         self._usual = self._usual * _USUAL_KEEP + gain * (1 - _USUAL_KEEP)
+
+    def promise_ahead(self, record: SequenceRecord) -> float:
+        """Tokens that a plain pass makes and a step behind it, which verifies what is drafted past the pass's token:
+        as many as if nothing had been guessed, but never less than two."""
+        return self.promise(record) * self.step_cost + record.missed
+
+    def observe_guess(self, tree: TokenTree, right: bool) -> None:
+        """Learn from a tree whose root was guessed."""
+        self.calibration.observe(tree.scores[0], right)
 
     def observe_step(self, rows: int, seconds: float) -> None:
         """Learn from the time of a step that only decoded."""

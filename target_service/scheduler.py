@@ -188,10 +188,23 @@ class Scheduler:
             last = sequence.pages[-1] if sequence.pages else None
             sequence.pages.extend(self._cache.allocate(missing, after=last))
 
+    def reserve_behind_trees(self, schedule: Schedule, max_context: int) -> bool:
+        """Hold pages for what the step under way may accept besides the tokens that are laid out. False where some
+        sequence has no room for it."""
+        for chunk in schedule.chunks:
+            sequence = chunk.sequence
+            if sequence.length + sequence.awaited_drafts > max_context:
+                return False
+            try:
+                self.reserve(sequence, sequence.kv_length + chunk.count + sequence.awaited_drafts)
+            except OutOfPages:
+                return False
+        return True
+
     def spare_rows(self, sequence: Sequence) -> int:
         """Rows past the known tokens that the sequence's pages and the free ones could take."""
         pages = len(sequence.pages) + self._cache.free_pages
-        return pages * self._cache.page_size - len(sequence.token_ids)
+        return pages * self._cache.page_size - sequence.length
 
     def trim(self, sequence: Sequence) -> None:
         """Give back pages that hold no committed token."""

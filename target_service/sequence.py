@@ -188,8 +188,9 @@ class Sequence:
     # While a step is prepared before the one under way has ended: the place of this sequence in that one, which will
     # say the next token. None when every token is known.
     awaited: int | None = None
-    # How many tokens that step will say.
+    # How many tokens that step will say, and how many drafted ones it may accept besides.
     awaited_tokens: int = 0
+    awaited_drafts: int = 0
 
     @property
     def prompt_length(self) -> int:

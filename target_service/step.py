@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from target_service.batch import StepBatch
 from target_service.gathering import Gathered
@@ -11,6 +11,7 @@ from target_service.launch import Launched
 from target_service.model.taps import Tapped
 from target_service.observation import StepClock, step_stats
 from target_service.sequence import StepStats, Verdict
+from target_service.verifier import Verified
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,29 +22,31 @@ class Step:
     gathered: Gathered
     launched: Launched
     clock: StepClock
-    # Launched while the step before it ran.
+    # Launched while the step before it ran, and that one had trees of more than their roots.
     ahead: bool
+    behind_tree: bool
     # Passes launched at once.
     stride: int
     # Hidden states of its rows, where a drafter reads them.
     tapped: Tapped | None
 
-    @property
-    def followable(self) -> bool:
-        """Whether it is known what every sequence will have committed, though not which token."""
-        trees = (item.tree for item in self.batch.items)
-        return self.launched.followable and not any(tree is not None and tree.drafted for tree in trees)
-
     def await_tokens(self) -> None:
-        """Let its sequences be scheduled and laid out as if it had said its tokens, until `forget_tokens`."""
+        """Let its sequences be scheduled and laid out as if it had said its tokens, and accepted no drafted one, until
+        `forget_tokens`."""
         for place, item in enumerate(self.batch.items):
             if item.tree is not None:
                 item.sequence.awaited, item.sequence.awaited_tokens = place, self.stride
+                item.sequence.awaited_drafts = max(item.tree.depths)
 
     def forget_tokens(self) -> None:
         """See `await_tokens`."""
         for item in self.batch.items:
-            item.sequence.awaited, item.sequence.awaited_tokens = None, 0
+            item.sequence.awaited, item.sequence.awaited_tokens, item.sequence.awaited_drafts = None, 0, 0
+
+    def moved_on(self, before: SequenceOf[Verified | None]) -> Step:
+        """The step, launched while another ran, now that it is known what that one accepted."""
+        counts = [0 if outcome is None else len(outcome.walk.accepted_rows) for outcome in before]
+        return replace(self, batch=self.batch.moved_on(counts)) if any(counts) else self
 
     def stats(self, verdicts: SequenceOf[Verdict], free_ns: int, features: tuple[int, int]) -> StepStats:
         """Its figures; see `step_stats`."""

@@ -57,11 +57,18 @@ def request(token_ids: Sequence[int], max_tokens: int = 32, **options: object) -
 
 
 def engine_config(
-    *, prefill_chunk: int = 64, max_step_rows: int = 256, max_running: int = 16, disable_above: int = 64
+    *,
+    prefill_chunk: int = 64,
+    max_step_rows: int = 256,
+    max_running: int = 16,
+    disable_above: int = 64,
+    wait_seconds: float = 0.05,
 ) -> EngineConfig:
     return EngineConfig(
         scheduler=SchedulerConfig(max_running=max_running, max_step_rows=max_step_rows, prefill_chunk=prefill_chunk),
-        drafting=DraftingConfig(enabled=True, disable_above=disable_above, wait_seconds=0.05, failures_to_open=3),
+        drafting=DraftingConfig(
+            enabled=True, disable_above=disable_above, wait_seconds=wait_seconds, failures_to_open=3
+        ),
         max_waiting=64,
         max_draft_nodes=63,
     )

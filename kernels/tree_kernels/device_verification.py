@@ -63,6 +63,9 @@ class DeviceVerifier:
     read back and no shape depends on data, so that the calls can be captured; verdicts are overwritten by the next
     call.
 
+    Attributes:
+        verdicts: those of the last call, overwritten by the next.
+
     Args:
         device: where the logits are.
         vocabulary_size: V; logits may be wider, the rest is not looked at.
@@ -86,8 +89,9 @@ class DeviceVerifier:
         self._max_sequences = max_sequences
         self._max_rows = max_rows
         device = torch.device(device)
-        # [2 B + max_rows] int32, at one address for good.
-        self._verdicts = torch.zeros(2 * max_sequences + max_rows, dtype=torch.int32, device=device)
+        # At one address for good.
+        tensor = torch.zeros(2 * max_sequences + max_rows, dtype=torch.int32, device=device)
+        self.verdicts = Verdicts.over(tensor, max_sequences)
         self._backend: TorchVerification | TritonVerification
         if (backend or ("triton" if device.type == "cuda" else "torch")) == "triton":
             # Only here: Triton may be absent.
@@ -127,10 +131,10 @@ class DeviceVerifier:
         self._check(logits, token_ids, parents, parameters)
         if isinstance(self._backend, TorchVerification):
             own = logits[:, : self._vocabulary_size]
-            self._backend.verify(own, token_ids, parents, parameters, None, self._verdicts)
+            self._backend.verify(own, token_ids, parents, parameters, None, self.verdicts.tensor)
         else:
-            self._backend.greedy(logits, token_ids, parents, parameters, self._verdicts)
-        return Verdicts.over(self._verdicts, self._max_sequences)
+            self._backend.greedy(logits, token_ids, parents, parameters, self.verdicts.tensor)
+        return self.verdicts
 
     def sampled(
         self,
@@ -158,12 +162,12 @@ class DeviceVerifier:
         self._check(logits, token_ids, parents, parameters)
         if isinstance(self._backend, TorchVerification):
             own = logits[:, : self._vocabulary_size]
-            self._backend.verify(own, token_ids, parents, parameters, distributions, self._verdicts)
+            self._backend.verify(own, token_ids, parents, parameters, distributions, self.verdicts.tensor)
         else:
             self._backend.sampled(
-                logits, token_ids, parents, parameters, distributions, self._verdicts, filtered=filtered
+                logits, token_ids, parents, parameters, distributions, self.verdicts.tensor, filtered=filtered
             )
-        return Verdicts.over(self._verdicts, self._max_sequences)
+        return self.verdicts
 
     def _check(self, logits: Tensor, token_ids: Tensor, parents: Tensor, parameters: Tensor) -> None:
         rows = logits.shape[0]

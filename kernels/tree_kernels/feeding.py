@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tree_kernels.verification_records import POSITION, RECORD
+from tree_kernels.verification_records import MODE, POSITION, RECORD, Mode
 
 
 def fill_awaited(token_ids: Tensor, awaited: Tensor) -> Tensor:
@@ -77,3 +77,38 @@ def advance(step: StepIntegers, page_size: int, last_position: int) -> None:
     halves = step.parameters[: RECORD * len(step.prefix_lengths)].view(-1, RECORD)[:, POSITION : POSITION + 2]
     halves[fed, 0] += 1
     halves[fed, 1] += (halves[fed, 0] == 0).int()
+
+
+def move_on(step: StepIntegers, accepted_counts: Tensor, page_size: int, last_position: int) -> None:
+    """Move every row that feeds an awaited token as far on as the step before accepted drafted rows. In place.
+
+    The step is laid out as if nothing had been accepted. A sequence that awaits no token, or has more than one row,
+    stays where it is.
+
+    Args:
+        step: see `StepIntegers`; the pages hold the keys that may come.
+        accepted_counts: [any] int32 by the sequences' places in the step before, see `Verdicts`.
+        page_size: tokens of a page.
+        last_position: largest that the model knows.
+    """
+    if step.token_ids.is_cuda:
+        # Only here: Triton may be absent.
+        from tree_kernels._triton_feeding import move_on as move_on_on_gpu
+
+        move_on_on_gpu(step, accepted_counts, page_size, last_position)
+        return
+    alone = torch.nonzero(step.query_starts.diff() == 1).flatten()
+    fed = alone[step.token_ids[step.query_starts[alone].long()] < 0]
+    rows = step.query_starts[fed].long()
+    moves = accepted_counts[(-1 - step.token_ids[rows]).long()]
+    step.prefix_lengths[fed] += moves
+    keys = step.prefix_lengths[fed]
+    step.positions[rows] = (step.positions[rows] + moves).clamp(max=last_position)
+    page = step.page_table[(step.page_starts[fed] + keys // page_size).long()]
+    step.slots[rows] = page * page_size + keys % page_size
+    records = step.parameters[: RECORD * len(step.prefix_lengths)].view(-1, RECORD)
+    # The stream of a rejection's coins counts steps, not tokens.
+    raced = records[fed, MODE] == Mode.COUPLED
+    low = records[fed, POSITION].long() % 2**32 + torch.where(raced, moves, 0)
+    records[fed, POSITION] = (low % 2**32).int()
+    records[fed, POSITION + 1] += (low // 2**32).int()

@@ -21,8 +21,8 @@ from tree_kernels.tree_mask import MAX_TREE_ROWS
 # Pairs of one distribution: a kernel holds them all.
 MAX_SUPPORT = 64
 RECORD = 16
-# Where in a record its position begins.
-POSITION = 6
+# Where in a record its mode stands, and where its position begins.
+MODE, POSITION = 2, 6
 _MASK = 2**64 - 1
 _RECORD_TYPE = np.dtype(
     [

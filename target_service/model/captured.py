@@ -7,7 +7,7 @@ bucket, which one copy from pinned memory fills. Rows that a step leaves free ha
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -74,6 +74,8 @@ class _Captured:
     # [bucket rows, vocabulary] and [bucket rows] int32, overwritten by every replay.
     logits: Tensor
     token_ids: Tensor
+    # See `ForwardPass.graphs`.
+    graphs: dict[Hashable, torch.cuda.CUDAGraph] = field(default_factory=dict)
 
 
 class CapturedRunner(ModelRunner):
@@ -150,6 +152,12 @@ class CapturedRunner(ModelRunner):
         captured.graph.replay()
         return _pass_of(captured)
 
+    @torch.inference_mode()
+    def run_after(self, batch: ForwardInput, accepted_counts: Tensor, parameters: NDArray[numpy.int32]) -> ForwardPass:
+        """See `ModelRunner.run_after`. The step moves on where it lies, and nobody waits."""
+        captured = self._replay(batch, parameters, accepted_counts)
+        return super().run_after(batch, accepted_counts, parameters) if captured is None else _pass_of(captured)
+
     def drop_captures(self) -> None:
         """Forget every graph, and give its memory back."""
         torch.cuda.synchronize(self.device)
@@ -195,7 +203,12 @@ class CapturedRunner(ModelRunner):
         with torch.compiler.set_stance("force_eager"):
             return super().forward(batch)
 
-    def _replay(self, batch: ForwardInput, parameters: NDArray[numpy.int32] | None = None) -> _Captured | None:
+    def _replay(
+        self,
+        batch: ForwardInput,
+        parameters: NDArray[numpy.int32] | None = None,
+        accepted_counts: Tensor | None = None,
+    ) -> _Captured | None:
         bucket = choose_bucket(self._buckets, batch.attention)
         if bucket is None or not batch.token_ids:
             return None
@@ -203,6 +216,8 @@ class CapturedRunner(ModelRunner):
         if captured is None:
             captured = self._captured[bucket] = self._capture(bucket)
         captured.buffer.load(batch, self._last_position, parameters)
+        if accepted_counts is not None:
+            captured.buffer.move_on(accepted_counts, self._last_position)
         captured.graph.replay()
         return captured
 
@@ -211,6 +226,7 @@ class CapturedRunner(ModelRunner):
         buffer = StepBuffer(bucket, self._triton, self.device, self.cache.page_size, pages_each, self._parameters)
         # Compiled for where this buffer's parts lie. No sequence has a row yet, so nothing moves on.
         buffer.advance(self._last_position)
+        buffer.move_on(self.awaited, self._last_position)
         buffer.load(_rehearsal(buffer), self._last_position)
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream), torch._dynamo.config.patch(recompile_limit=_RECOMPILE_LIMIT):
@@ -241,7 +257,8 @@ class CapturedRunner(ModelRunner):
 
 def _pass_of(captured: _Captured) -> ForwardPass:
     buffer = captured.buffer
-    return ForwardPass(captured.logits, captured.token_ids, buffer.plan.parents, buffer.slots, buffer.parameters)
+    parents, slots, parameters = buffer.plan.parents, buffer.slots, buffer.parameters
+    return ForwardPass(captured.logits, captured.token_ids, parents, slots, parameters, captured.graphs)
 
 
 def _rehearsal(buffer: StepBuffer) -> ForwardInput:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Hashable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,7 +19,7 @@ from target_service.model.support import ModelRefused, kv_shape, longest_context
 from target_service.model.taps import LayerTaps
 from tree_kernels.attention import AttentionBatch, AttentionPlan, Backend, TreeAttention
 from tree_kernels.kv_move import write_kv
-from tree_kernels.verification_records import records_of
+from tree_kernels.verification_records import Mode, records_of
 
 ATTENTION = "outrider_tree"
 # Of one step.
@@ -55,6 +56,25 @@ class ForwardInput:
             self.logit_rows,
         )
 
+    def moved_on(self, accepted_counts: Sequence[int]) -> ForwardInput:
+        """The pass, laid out as if the one before had accepted no drafted row, now that it is known what it accepted;
+        see `feeding.move_on`. The pages must hold the keys."""
+        attention, size = self.attention, self.attention.page_size
+        positions, slots, prefixes = list(self.positions), list(self.slots), list(attention.prefix_lengths)
+        for b, moves in self.moves(accepted_counts):
+            row = attention.query_starts[b]
+            prefixes[b] += moves
+            positions[row] += moves
+            slots[row] = attention.pages[b][prefixes[b] // size] * size + prefixes[b] % size
+        attention = replace(attention, prefix_lengths=tuple(prefixes))
+        return replace(self, positions=tuple(positions), slots=tuple(slots), attention=attention)
+
+    def moves(self, accepted_counts: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """(sequence, keys to move on by) of every sequence that awaits a token."""
+        for b, (row, end) in enumerate(itertools.pairwise(self.attention.query_starts)):
+            if end == row + 1 and self.token_ids[row] < 0:
+                yield b, accepted_counts[-1 - self.token_ids[row]]
+
 
 @dataclass(frozen=True, slots=True)
 class ForwardPass:
@@ -68,6 +88,8 @@ class ForwardPass:
     slots: Tensor
     # [any] int32, as they were handed over.
     parameters: Tensor
+    # Where these tensors stay what they are: graphs of what follows a pass over them, by what they do.
+    graphs: MutableMapping[Hashable, torch.cuda.CUDAGraph] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +213,19 @@ class ModelRunner:
         moved = parameters.copy()
         records_of(moved, first.attention.sequences)["position"] += numpy.uint64(passes)
         return self.run(first.later(passes), moved)
+
+    def run_after(self, batch: ForwardInput, accepted_counts: Tensor, parameters: NDArray[numpy.int32]) -> ForwardPass:
+        """Run `batch.moved_on(accepted_counts)`, [any] int32 as the step before said on the device.
+
+        `parameters` are those of `batch`; their positions move on too. Here the host waits for the counts.
+        """
+        counts, moved = accepted_counts.tolist(), parameters.copy()
+        records = records_of(moved, batch.attention.sequences)
+        for b, moves in batch.moves(counts):
+            # The stream of a rejection's coins counts steps, not tokens.
+            if records["mode"][b] == Mode.COUPLED:
+                records["position"][b] += numpy.uint64(moves)
+        return self.run(batch.moved_on(counts), moved)
 
     def _to_device(self, integers: Sequence[int]) -> Tensor:
         return torch.tensor(integers, dtype=torch.int32).to(self.device)

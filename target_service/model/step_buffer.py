@@ -5,11 +5,12 @@ from __future__ import annotations
 import numpy
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from target_service.model.buckets import Bucket, capacity, padded
 from target_service.model.runner import ForwardInput
 from tree_kernels._triton_attention import TritonAttention, TritonPlan, plan_integers
-from tree_kernels.feeding import StepIntegers, advance
+from tree_kernels.feeding import StepIntegers, advance, move_on
 
 
 class StepBuffer:
@@ -85,3 +86,7 @@ class StepBuffer:
     def advance(self, last_position: int) -> None:
         """Make the step that is there, of one row a sequence, the one after it; see `feeding.advance`."""
         advance(self._step, self._page_size, last_position)
+
+    def move_on(self, accepted_counts: Tensor, last_position: int) -> None:
+        """Move the step that is there on by what the one before accepted; see `feeding.move_on`."""
+        move_on(self._step, accepted_counts, self._page_size, last_position)

@@ -86,14 +86,15 @@ def fixed_tree(tokens: Sequence[int], _: random.Random) -> TokenTree:
     ],
     ids=["plain", "filtered"],
 )
+@pytest.mark.parametrize("ahead", [False, True], ids=["drafts of what is known", "drafts behind a guess"])
 def test_outputs_have_the_targets_law(
-    small: PreTrainedModel, mode: VerificationMode, propose: Propose | None, sampling: SamplingParams
+    small: PreTrainedModel, mode: VerificationMode, propose: Propose | None, sampling: SamplingParams, ahead: bool
 ) -> None:
     exact = law(small, sampling)
     config = replace(engine_config(max_running=64, disable_above=64), max_waiting=SAMPLES)
     # Seeds spread as callers' would: consecutive ones must do as well as random ones.
     wanted = [replace(request(PROMPT, LENGTH, sampling=sampling, mode=mode), seed=seed) for seed in range(SAMPLES)]
-    outcomes = run(make_runner(small, kv_tokens=4096), wanted, propose=propose, config=config)
+    outcomes = run(make_runner(small, kv_tokens=4096), wanted, propose=propose, config=config, followable=ahead)
     counts = Counter(outcome.token_ids for outcome in outcomes)
     assert set(counts) <= set(exact)
     common = [path for path, mass in exact.items() if mass * SAMPLES >= 5]
@@ -102,7 +103,7 @@ def test_outputs_have_the_targets_law(
     expected = np.array([*(exact[path] for path in common), rare]) * SAMPLES
     if expected[-1] < 5:
         observed, expected = observed[:-1], expected[:-1] * observed[:-1].sum() / expected[:-1].sum()
-    # 20 cases run; one in a million is no accident.
+    # 40 cases run; one in a million is no accident.
     assert stats.chisquare(observed, expected).pvalue > 1e-6
     if propose is not None:
         assert sum(outcome.finished.totals.accepted_tokens for outcome in outcomes) > SAMPLES / 20

@@ -137,7 +137,9 @@ def test_rejection_on_the_device_decides_as_on_the_host(tiny_model: PreTrainedMo
     said = run(make_runner(tiny_model), wanted)
     whole = [(*one.token_ids, *outcome.token_ids) for one, outcome in zip(wanted, said, strict=True)]
     draft = knowing_tree(whole, VOCABULARY, 16, right=0.9)
-    host, device = (run(make_runner(tiny_model), wanted, propose=draft, on_device=where) for where in (False, True))
+    # Steps follow each other in the same order on either.
+    how = {"propose": draft, "followable": True}
+    host, device = (run(make_runner(tiny_model), wanted, on_device=where, **how) for where in (False, True))
     for one, other in zip(host, device, strict=True):
         assert one.token_ids == other.token_ids
         assert [v.accepted_rows for v in one.verdicts] == [v.accepted_rows for v in other.verdicts]
@@ -169,6 +171,28 @@ def test_steps_ahead_and_drafted_steps_follow_each_other(
     outcomes = run(runner, wanted, propose=drafts, step_cost=cost, stagger=9, followable=True, stride=stride)
     assert [o.token_ids for o in outcomes] == said
     assert sum(o.finished.totals.accepted_tokens for o in outcomes) > 0
+
+
+@pytest.mark.parametrize("on_device", [False, True], ids=["host", "device"])
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("kv_tokens", [2048, 9 * 16], ids=["roomy", "preempting"])
+@pytest.mark.parametrize("late", [0, 2], ids=["on time", "late"])
+def test_drafts_behind_a_guess_do_not_matter(
+    case: tuple[list[SequenceRequest], list[Sequence[int]]],
+    tiny_model: PreTrainedModel,
+    on_device: bool,
+    page_size: int,
+    kv_tokens: int,
+    late: int,
+) -> None:
+    """Every drafted step is launched behind a plain pass, whose place hangs on what the drafted step before it said."""
+    wanted, said = case
+    drafts, runner = drafter("knowing", wanted, said), make_runner(tiny_model, page_size, kv_tokens)
+    how = {"stagger": 2, "late": late, "followable": True, "on_device": on_device}
+    outcomes = run(runner, wanted, propose=drafts, config=engine_config(wait_seconds=0.001), **how)
+    assert [o.token_ids for o in outcomes] == said
+    if not late and all(one.sampling.repetition_penalty == 1 for one in wanted):
+        assert sum(o.finished.totals.accepted_tokens for o in outcomes) > 20
 
 
 @pytest.mark.parametrize("on_device", [False, True], ids=["host", "device"])

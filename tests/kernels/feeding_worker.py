@@ -7,9 +7,9 @@ import sys
 
 import torch
 
-from tree_kernels._triton_feeding import advance, fill
+from tree_kernels._triton_feeding import advance, fill, move_on
 from tree_kernels.feeding import StepIntegers
-from tree_kernels.verification_records import POSITION, RECORD
+from tree_kernels.verification_records import MODE, POSITION, RECORD, Mode
 
 LAST_POSITION = 40
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -26,7 +26,8 @@ def main() -> None:
         token_ids[0] = -1 if rows % 2 else -64
         filled = fill(token_ids.to(DEVICE), awaited.to(DEVICE))
         found.append({"token_ids": token_ids.tolist(), "filled": filled.tolist()})
-    json.dump({"awaited": awaited.tolist(), "found": found, "advanced": advanced()}, sys.stdout)
+    said = {"awaited": awaited.tolist(), "found": found, "advanced": advanced(), "moved_on": moved_on()}
+    json.dump(said, sys.stdout)
 
 
 def advanced() -> list[dict[str, list[list[int]]]]:
@@ -41,6 +42,24 @@ def advanced() -> list[dict[str, list[list[int]]]]:
             advance(moved, page_size, LAST_POSITION)
         found.append({"before": before, "after": [getattr(moved, name).tolist() for name in moved.__slots__]})
         found[-1]["page_size"] = [[page_size]]
+    return found
+
+
+def moved_on() -> list[dict[str, list[list[int]]]]:
+    """Steps before and after they were moved on by what was accepted, each as the tensors of `StepIntegers` in order:
+    sequences of one row that await a token or know it, of none, and of several rows."""
+    generator = torch.Generator().manual_seed(2)
+    found = []
+    for page_size, rows in ((1, [1]), (4, [1, 0, 1, 3, 1, 1]), (16, [1] * 300)):
+        step, counts = random_step(rows, page_size, generator), torch.randint(0, 4, (300,), generator=generator)
+        step.token_ids[::2] = -1 - torch.randperm(300, generator=generator)[: len(step.token_ids[::2])].int()
+        step.parameters.view(-1, RECORD)[:, MODE] = torch.arange(len(rows)).int() % 3
+        step.parameters[MODE] = Mode.COUPLED
+        before = [getattr(step, name).tolist() for name in step.__slots__]
+        moved = StepIntegers(*(getattr(step, name).to(DEVICE) for name in step.__slots__))
+        move_on(moved, counts.int().to(DEVICE), page_size, LAST_POSITION)
+        found.append({"before": before, "after": [getattr(moved, name).tolist() for name in moved.__slots__]})
+        found[-1] |= {"page_size": [[page_size]], "counts": [counts.tolist()]}
     return found
 
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 from kernel_worker import INTERPRETED, work
 
-from tree_kernels.feeding import StepIntegers, advance, fill_awaited
+from tree_kernels.feeding import StepIntegers, advance, fill_awaited, move_on
+from tree_kernels.verification_records import Mode
 
 WORKER = "feeding_worker.py"
 # As in the worker.
@@ -33,6 +34,30 @@ def check(said: dict[str, Any]) -> None:
         for _ in range(3):
             advance(step, one["page_size"][0][0], LAST_POSITION)
         assert one["after"] == [getattr(step, name).tolist() for name in step.__slots__]
+
+    for one in said["moved_on"]:
+        step = StepIntegers(*(torch.tensor(values, dtype=torch.int32) for values in one["before"]))
+        counts = torch.tensor(one["counts"][0], dtype=torch.int32)
+        move_on(step, counts, one["page_size"][0][0], LAST_POSITION)
+        assert one["after"] == [getattr(step, name).tolist() for name in step.__slots__]
+        assert one["after"] != one["before"]
+
+
+def test_a_step_moves_on_by_what_was_accepted() -> None:
+    """A sequence that races, one that throws coins, one that knows its token, and a chunk of two rows."""
+    integers = [[-2, -1, 7, 5, -3], [3, 7, 9, 4, 5], [3, 7, 9, 4, 5], [0] * 64, [0, 1, 2, 3, 5], [3, 7, 9, 4]]
+    pages = [[0, 2, 5, 7], [3, 5, 1, 9, 0, 2, 4, 6, 8]]
+    step = StepIntegers(*(torch.tensor(values, dtype=torch.int32) for values in [*integers, *pages]))
+    records = step.parameters.view(-1, 16)
+    records[:, 2] = torch.tensor([Mode.COUPLED, Mode.REJECTION, Mode.COUPLED, Mode.COUPLED])
+    records[:, 6] = -1
+    move_on(step, torch.tensor([1, 3, 2], dtype=torch.int32), page_size=4, last_position=9)
+    assert step.token_ids.tolist() == integers[0]
+    assert step.prefix_lengths.tolist() == [6, 8, 9, 4]
+    assert step.positions.tolist() == [6, 8, 9, 4, 5]
+    # The first has come to its second page, the second to its third.
+    assert step.slots.tolist() == [5 * 4 + 2, 0 * 4, 9, 4, 5]
+    assert records[:, 6].tolist() == [2, -1, -1, -1] and records[:, 7].tolist() == [1, 0, 0, 0]
 
 
 def test_a_step_becomes_the_one_after_it() -> None:

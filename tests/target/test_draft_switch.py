@@ -6,20 +6,77 @@ from itertools import groupby
 
 import pytest
 
-from target_service.draft_switch import DraftSwitch
+from target_service.draft_switch import DraftSwitch, Promise, Use
 
 
 def play(switch: DraftSwitch, steps: int, *, plain: float, drafted: float, gain: float, load: int = 1) -> list[bool]:
     """Which steps waited for drafts, on a machine where steps of either kind take that long."""
     chosen = []
     for _ in range(steps):
-        waits = switch.drafts(load, gain * load)
-        if waits:
-            switch.observe_drafted(load, drafted, row_cost=1.0)
+        use = switch.choose(load, promise(gain * load), ahead=False)
+        if use is Use.AFTER:
+            switch.observe_after(load, drafted, row_cost=1.0)
         else:
             switch.observe_plain(load, plain)
-        chosen.append(waits)
+        chosen.append(use is Use.AFTER)
     return chosen
+
+
+def promise(after: float, ahead: float = 0.0) -> Promise:
+    return Promise(after, ahead)
+
+
+def play_ahead(
+    switch: DraftSwitch, steps: int, *, plain: float, drafted: float, pair: float, gains: Promise
+) -> list[Use]:
+    """The same where steps may be launched behind the one under way; each pair counts as one step."""
+    chosen = []
+    for _ in range(steps):
+        use = switch.choose(1, gains, ahead=True)
+        if use is Use.AFTER:
+            switch.observe_after(1, drafted, row_cost=1.0)
+        elif use is Use.AHEAD:
+            switch.observe_ahead(1, pair, 1)
+        else:
+            switch.observe_plain(1, plain)
+        chosen.append(use)
+    return chosen
+
+
+@pytest.mark.parametrize(
+    ("drafted", "pair", "gains", "use"),
+    [
+        pytest.param(2.2, 2.05, Promise(2.6, 3.0), Use.AHEAD, id="the draft takes longer than a step"),
+        pytest.param(1.2, 2.05, Promise(2.6, 3.0), Use.AFTER, id="the draft is quick"),
+        pytest.param(3.0, 2.05, Promise(1.2, 2.05), Use.PLAIN, id="nothing is accepted"),
+        pytest.param(3.0, 3.2, Promise(2.6, 3.0), Use.PLAIN, id="the host is in the way"),
+    ],
+)
+def test_drafts_are_used_in_the_way_that_makes_most(drafted: float, pair: float, gains: Promise, use: Use) -> None:
+    chosen = play_ahead(DraftSwitch(), 400, plain=1.0, drafted=drafted, pair=pair, gains=gains)
+    assert max(Use, key=chosen[100:].count) is use
+    # Each was tried.
+    assert {Use.AFTER, Use.AHEAD} <= set(chosen)
+
+
+def test_another_pass_before_a_drafted_step_costs_nothing() -> None:
+    one, three = DraftSwitch(), DraftSwitch()
+    for switch, seconds, passes in ((one, 2.0, 1), (three, 4.0, 3)):
+        play_ahead(switch, 40, plain=1.0, drafted=9.0, pair=2.0, gains=Promise(1.0, 3.0))
+        for _ in range(50):
+            switch.observe_ahead(1, seconds, passes)
+    assert one.best(1, Promise(1.0, 2.1), ahead=True) is three.best(1, Promise(1.0, 2.1), ahead=True) is Use.AHEAD
+
+
+def test_behind_a_pass_a_draft_is_waited_for_until_another_would_be_as_good() -> None:
+    switch = DraftSwitch()
+    play(switch, 20, plain=1.0, drafted=1.2, gain=2.0)
+    assert switch.patience_ahead(1, running=0.2) == pytest.approx(1.3)
+    assert switch.patience_ahead(1, running=3.0) == 0.0
+
+
+def pays(switch: DraftSwitch, after: float) -> bool:
+    return switch.best(1, promise(after), ahead=False) is not Use.PLAIN
 
 
 def runs(chosen: list[bool]) -> list[tuple[bool, int]]:
@@ -45,11 +102,11 @@ def test_rows_are_not_what_drafting_costs() -> None:
     """Steps whose rows take twice a plain step's time, and nothing beyond."""
     switch = DraftSwitch()
     for _ in range(60):
-        if switch.drafts(1, 1.1):
-            switch.observe_drafted(1, 2.0, row_cost=2.0)
+        if switch.choose(1, promise(1.1), ahead=False) is Use.AFTER:
+            switch.observe_after(1, 2.0, row_cost=2.0)
         else:
             switch.observe_plain(1, 1.0)
-    assert switch.drafts(1, 1.1)
+    assert switch.choose(1, promise(1.1), ahead=False) is Use.AFTER
 
 
 def test_drafts_that_begin_to_pay_are_found_by_a_try() -> None:
@@ -78,7 +135,7 @@ def test_loads_are_told_apart() -> None:
 def test_a_pause_of_the_machine_does_not_count_as_what_drafts_cost() -> None:
     switch = DraftSwitch()
     play(switch, 100, plain=1.0, drafted=1.2, gain=1.6)
-    switch.observe_drafted(1, 500.0, row_cost=1.0)
+    switch.observe_after(1, 500.0, row_cost=1.0)
     assert play(switch, 20, plain=1.0, drafted=1.2, gain=1.6) == [True] * 20
 
 
@@ -98,14 +155,14 @@ def test_a_draft_that_takes_many_steps_is_known_for_that() -> None:
     chosen = play(switch, 60_000, plain=1.0, drafted=21.0, gain=5.0)
     tries = sum(chosen[1000:])
     assert 0 < 20 * tries < 0.05 * 59_000
-    assert not switch.pays(1, 5.0)
+    assert not pays(switch, 5.0)
 
 
 def test_a_step_that_reads_prompts_is_no_try() -> None:
     switch = DraftSwitch()
-    assert not switch.pays(1, 9.0)
+    assert not pays(switch, 9.0)
     play(switch, 40, plain=1.0, drafted=1.2, gain=2.0)
-    assert switch.pays(1, 2.0) and not switch.pays(1, 1.1)
+    assert pays(switch, 2.0) and not pays(switch, 1.1)
 
 
 def test_patience_is_worth_a_few_plain_steps() -> None:

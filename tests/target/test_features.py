@@ -32,6 +32,7 @@ from target_service.model.head_projection import DraftHead, read_draft_head
 from target_service.model.runner import ModelRunner
 from target_service.row_budget import StepCost
 from target_service.sequence import SequenceFinished, SequenceRequest, Verdict
+from target_service.step import Step
 
 VOCABULARY, HIDDEN, LAYERS = 211, 48, 2
 # The outputs of both layers, and the state after the last norm.
@@ -98,9 +99,9 @@ def test_every_committed_token_has_its_state(
     settings, launched = dict(settings), [0, 0]
     begin = EngineLoop._begin
 
-    def counted(*arguments: Any, ahead: bool, **options: Any) -> Any:
-        launched[ahead] += 1
-        return begin(*arguments, ahead=ahead, **options)
+    def counted(*arguments: Any, behind: Step | None = None, **options: Any) -> Any:
+        launched[behind is not None] += 1
+        return begin(*arguments, behind=behind, **options)
 
     monkeypatch.setattr(EngineLoop, "_begin", counted)
     wanted = requests(settings.pop("sampling", GREEDY))
