@@ -7,9 +7,11 @@ import hashlib
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numba
+from numba.core import cgutils, types
+from numba.extending import intrinsic
 
 from outrider import noise, tree
 
@@ -24,6 +26,16 @@ def compiled(function: Function) -> Function:
 def inlined(function: Function) -> Function:
     """Like `compiled`, for small helpers of one caller: always inlined, since passing their arrays costs more."""
     return _compile(function, forceinline=True)
+
+
+@intrinsic
+def pointer(_typing: Any, address: Any) -> Any:
+    """In compiled code, an integer as an untyped pointer, which numba has no expression for."""
+
+    def convert(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[0], cgutils.voidptr_t)
+
+    return types.voidptr(address), convert
 
 
 @functools.cache

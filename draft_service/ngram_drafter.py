@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from draft_service import snapshot
+from draft_service import snapshot, tree_building
 from draft_service.corpora import Corpora
 from draft_service.drafter import CorpusGrowth, Drafter, DrafterSpec, DraftSequence, MakePart, tree_limits
 from draft_service.learning import Learner
 from draft_service.ngram_config import NEVER_LOG2, TrieConfig
 from draft_service.ngram_trie import NgramTrie
-from draft_service.prediction import UNIT
-from draft_service.tree_building import build_tree
+from draft_service.prediction import UNIT, Reals
+from draft_service.tree_building import build_tree, race_power
 from draft_service.trie_arrays import Tokens
+from draft_service.trie_batch import BREADTH, FLOOR, HALF_LIFE, SHARPNESS, TRIE_DEPTH, TrieBatch
 from outrider.frames import TreeLimits
 from outrider.sampling import VerificationMode
 from outrider.tree import TokenTree
@@ -30,9 +31,12 @@ _PIECE = 16
 
 @dataclass(slots=True)
 class _Followed:
-    """What the drafter keeps of one sequence. `taught` counts its tokens that the tenant's trie was given."""
+    """What the drafter keeps of one sequence: its own trie, where it stands in the tables, its limits, and how many
+    of its tokens the tenant's trie was given."""
 
     own: NgramTrie
+    place: int
+    limits: TreeLimits
     taught: int
 
 
@@ -50,6 +54,7 @@ class NgramDrafter:
         self._corpora = Corpora(config)
         self._learner = Learner(config.max_backlog, self._save if config.snapshot else None, config.snapshot_seconds)
         self._nothing = NgramTrie(2, 4)
+        self._batch = TrieBatch(self._evidence, self._rules(), self.limits.max_nodes)
 
     def start(self) -> None:
         """Compile (seconds once per machine, then cached) and restore the snapshot."""
@@ -72,25 +77,63 @@ class NgramDrafter:
         capacity = 2 * config.own_tokens * config.depth
         own = NgramTrie(config.depth, capacity, NEVER_LOG2, first_rows=(len(recent) + 64) * config.depth)
         own.insert(recent, weight=UNIT)
-        followed = _Followed(own, taught=0 if config.learn_prompts else sequence.prompt_length)
+        limits = tree_limits(self.limits, sequence.limits)
+        # A law goes with every drawn row, which takes another loop.
+        nodes = 0 if sequence.mode is VerificationMode.REJECTION else limits.max_nodes
+        power = race_power(sequence) if sequence.mode is VerificationMode.COUPLED else None
+        place = self._batch.enter(own, sequence.token_ids, replace(limits, max_nodes=nodes), power, sequence.seed)
+        followed = _Followed(own, place, limits, taught=0 if config.learn_prompts else sequence.prompt_length)
         sequence.state = followed
         self._teach(sequence, followed)
 
     def advance(self, sequence: DraftSequence, committed: Sequence[int]) -> None:
         followed: _Followed = sequence.state
-        fresh = len(committed)
-        tail = _as_tokens(sequence.token_ids[-(fresh + self._config.depth) :])
-        followed.own.insert(tail[-fresh:], tail[:-fresh], UNIT)
-        if len(sequence.token_ids) - followed.taught >= _PIECE:
-            self._teach(sequence, followed)
+        own, place, depth = followed.own, followed.place, self._config.depth
+        waiting = self._batch.append(place, committed)
+        # The tree is about to be asked for, and the tokens are inserted in the same call.
+        if not waiting:
+            fresh = self._batch.take_waiting(place, own, sequence.token_ids) + len(committed)
+            tail = _as_tokens(sequence.token_ids[-(fresh + depth) :])
+            own.insert(tail[-fresh:], tail[:-fresh], UNIT)
+            self._batch.moved(place, own)
+        elif own.used + waiting * depth > len(own.rows):
+            own.make_room(waiting * depth)
+            self._batch.moved(place, own)
 
     def close(self, sequence: DraftSequence) -> None:
         if sequence.state is not None:
             self._teach(sequence, sequence.state)
+            self._batch.leave(sequence.state.place)
             sequence.state = None
 
     def propose(self, sequences: Sequence[DraftSequence]) -> list[TokenTree]:
-        return [self._tree(sequence) for sequence in sequences]
+        if not sequences:
+            return []
+        tries, asked = self._asked(sequences)
+        # Learning goes on while trees grow, so what is read is held for the microseconds that takes. Only this thread
+        # ever holds more than one.
+        for trie in tries:
+            trie.lock.acquire()
+        try:
+            counts, grown, scores = self._batch.grow(tries, asked)
+            trees = [
+                self._drawn(sequence, tries[tenant], tries[shared])
+                if sequence.mode is VerificationMode.REJECTION
+                else TokenTree(tuple(rows[0][:size]), tuple(rows[1][:size]), tuple(scored[:size]))
+                for sequence, (_, tenant, shared), (size, _), rows, scored in zip(
+                    sequences, asked, counts, grown, scores, strict=True
+                )
+            ]
+        finally:
+            for trie in tries:
+                trie.lock.release()
+        # Afterwards, since the learner's thread would take the interpreter from a tree that is being made.
+        for sequence, (_, used) in zip(sequences, counts, strict=True):
+            followed: _Followed = sequence.state
+            followed.own.used = used
+            if len(sequence.token_ids) - followed.taught >= _PIECE:
+                self._teach(sequence, followed)
+        return trees
 
     def add_corpus(self, tenant: str, corpus: str, token_ids: Sequence[int]) -> CorpusGrowth:
         """See `CorpusDrafter.add_corpus`."""
@@ -104,15 +147,36 @@ class NgramDrafter:
             "trie_dropped_tokens_total": learner.dropped_tokens,
         }
 
-    def _tree(self, sequence: DraftSequence) -> TokenTree:
+    def _asked(self, sequences: Sequence[DraftSequence]) -> tuple[list[NgramTrie], list[tuple[int, int, int]]]:
+        """The tries that are read for these sequences, each once, and what `TrieBatch.grow` wants to know."""
+        numbers: dict[tuple[str, str], tuple[int, int]] = {}
+        places: dict[int, int] = {}
+        tries: list[NgramTrie] = []
+        asked: list[tuple[int, int, int]] = []
+        for sequence in sequences:
+            names = sequence.tenant, sequence.corpus
+            pair = numbers.get(names)
+            if pair is None:
+                shared = self._corpora.shared(sequence.corpus) if sequence.corpus else self._nothing
+                for trie in (tenant := self._corpora.tenant(sequence.tenant), shared):
+                    if places.setdefault(id(trie), len(tries)) == len(tries):
+                        tries.append(trie)
+                pair = numbers[names] = places[id(tenant)], places[id(shared)]
+            asked.append((sequence.state.place, *pair))
+        return tries, asked
+
+    def _drawn(self, sequence: DraftSequence, tenant: NgramTrie, shared: NgramTrie) -> TokenTree:
+        """A tree whose nodes are drawn; what waited for the own trie is in it."""
         followed: _Followed = sequence.state
-        tenant = self._corpora.tenant(sequence.tenant)
-        shared = self._corpora.shared(sequence.corpus) if sequence.corpus else self._nothing
-        # Learning goes on while trees grow, so what is read is held for the microseconds that takes.
-        with tenant.lock, shared.lock:
-            tries = (followed.own.arrays(), tenant.arrays(), shared.arrays())
-            limits = tree_limits(self.limits, sequence.limits)
-            return build_tree(tries, sequence, self._evidence, limits, self._config.breadth, self._config.min_score)
+        tries, config = (followed.own.arrays(), tenant.arrays(), shared.arrays()), self._config
+        return build_tree(tries, sequence, self._evidence, followed.limits, config.breadth, config.min_score)
+
+    def _rules(self) -> Reals:
+        rules = np.zeros(5)
+        config = self._config
+        rules[[FLOOR, BREADTH, TRIE_DEPTH]] = config.min_score, config.breadth, config.depth
+        rules[[HALF_LIFE, SHARPNESS]] = NEVER_LOG2, tree_building.SHARPNESS
+        return rules
 
     def _teach(self, sequence: DraftSequence, followed: _Followed) -> None:
         """Hand what is new to the tenant's trie, prompt and output each with its weight."""
@@ -152,12 +216,16 @@ class NgramDrafter:
     def _warm_up(self) -> None:
         """Run every compiled loop once on a throw-away sequence."""
         NgramTrie(2, 64).evict(4)
+        own = NgramTrie(self._config.depth, 4096)
         for mode in VerificationMode:
             sequence = DraftSequence(0, [1, 2, 1, 2, 1], 5, 4, mode=mode)
-            own = NgramTrie(self._config.depth, 4096)
             own.insert(_as_tokens(sequence.token_ids), weight=UNIT)
             nothing = self._nothing.arrays()
             build_tree((own.arrays(), nothing, nothing), sequence, self._evidence, TreeLimits(4, 4), 2, 0.01)
+        place = self._batch.enter(own, [1, 2, 1], self.limits, None, 0)
+        self._batch.append(place, [2, 1])
+        self._batch.grow([self._nothing], [(place, 0, 0)])
+        self._batch.leave(place)
 
 
 def _as_tokens(token_ids: Sequence[int]) -> Tokens:

@@ -39,6 +39,7 @@ _EMPTY = np.zeros(0, dtype=np.int32)
 class NgramTrie:
     """Every window of at most `depth` tokens of what was inserted, with counts that halve every half-life.
 
+    `address` says where `rows` and `slots` are, and their lengths, for loops over many tries; it holds as `arrays()`.
     One thread inserts; any thread reads `arrays()` while it holds `lock`. Growing and cutting happen on fresh arrays
     outside the lock, so a reader waits for one chunk of insertion at most.
     """
@@ -58,8 +59,11 @@ class NgramTrie:
         # Four pieces at least between two cuts, however small the trie.
         self._chunk = min(_CHUNK, max(1, (capacity - 1) // (4 * depth)))
         rows = min(max(first_rows, 2 * depth), capacity)
-        self.rows: Rows = np.zeros((rows, COLUMNS), dtype=np.int32)
-        self.slots: Slots = np.zeros(slots_for(rows), dtype=np.int64)
+        self._use(np.zeros((rows, COLUMNS), dtype=np.int32), np.zeros(slots_for(rows), dtype=np.int64))
+
+    def _use(self, rows: Rows, slots: Slots) -> None:
+        self.rows, self.slots = rows, slots
+        self.address = (_address(rows), len(rows), _address(slots), len(slots))
 
     @property
     def nodes(self) -> int:
@@ -111,13 +115,14 @@ class NgramTrie:
         )
         before = np.ascontiguousarray(before[-(self.depth - 1) :], dtype=np.int32)
         piece = token_ids[start : start + size]
-        self._make_room(size * self.depth)
+        self.make_room(size * self.depth)
         with self.lock:
             used = insert(self.rows, self.slots, self.used, before, piece, self.depth, weight, self.half_life_log2)
             made, self.used = used - self.used, used
         return made
 
-    def _make_room(self, wanted: int) -> None:
+    def make_room(self, wanted: int) -> None:
+        """Have so many rows free, by growing or by forgetting. Only for the thread that inserts."""
         if self.used + wanted <= len(self.rows):
             return
         if self.used + wanted > self.capacity:
@@ -131,7 +136,7 @@ class NgramTrie:
         slots: Slots = np.zeros(slots_for(capacity), dtype=np.int64)
         enter_all(rows, slots, self.used)
         with self.lock:
-            self.rows, self.slots = rows, slots
+            self._use(rows, slots)
 
     def evict(self, target: int) -> None:
         """Keep at most `target` rows, the most useful: seen most, counted with decay, and most recently."""
@@ -140,7 +145,8 @@ class NgramTrie:
         slots: Slots = np.zeros_like(self.slots)
         copy_survivors(self.rows, self.used, numbers, rows, slots)
         with self.lock:
-            self.rows, self.slots, self.used = rows, slots, kept
+            self._use(rows, slots)
+            self.used = kept
             self.evictions += 1
 
     @classmethod
@@ -201,3 +207,8 @@ class NgramTrie:
         parent, token = int(self.rows[node, PARENT]), int(self.rows[node, TOKEN])
         expected = ROOT if parent == ROOT else find(self.rows, self.slots, int(self.rows[parent, LINK]), token)
         assert int(self.rows[node, LINK]) == expected
+
+
+def _address(array: Rows | Slots) -> int:
+    address: int = array.__array_interface__["data"][0]
+    return address

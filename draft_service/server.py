@@ -23,7 +23,7 @@ from outrider.draft_wire import (
 )
 from outrider.errors import InvalidField, NotSupported, OutriderError
 from outrider.feature_wire import features_from_pb
-from outrider.frames import DraftInfo
+from outrider.frames import DraftInfo, SequenceGrowth
 from outrider.serving import current_tenant
 from outrider.tracing import Tracing
 from outrider.v1 import draft_pb2, draft_pb2_grpc
@@ -71,11 +71,14 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
                     await context.write(answer)
                 while (growth := stream.growth()) is not None:
                     await context.write(growth)
+                # The target waits for the growth, and nobody for what is told of it.
+                stream.tell()
             code = "OK"
         except OutriderError as error:
             code, reason = error.code.name, error.reason
             raise
         finally:
+            stream.tell()
             # A cancelled stream looks like a clean end, so every end aborts what was not closed.
             self._observer.on_closed(len(session), aborted=True)
             self._observer.on_stream(-1)
@@ -112,12 +115,19 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
 
 
 class _ProposeStream:
-    """Translates the frames of one stream. A bad part of a frame fails its own sequence only."""
+    """Translates the frames of one stream. A bad part of a frame fails its own sequence only.
+
+    Metrics and traces hear of advances and growth when `tell` is called, once nobody waits.
+    """
 
     def __init__(self, session: ProposeSession, observer: DraftObserver, trace: StreamTrace) -> None:
         self._session = session
         self._observer = observer
         self._trace = trace
+        # Advance frames that were taken in: sequences, tokens. Growth frames that were made: growths, and nanoseconds
+        # of waiting and computing.
+        self._advanced: list[tuple[int, int]] = []
+        self._grown: list[tuple[list[SequenceGrowth], int, int]] = []
 
     def take(self, frame: draft_pb2.ProposeRequest) -> list[draft_pb2.ProposeResponse]:
         """Handle one frame; returns what is answered at once. Raises `InvalidField` for a frame of no kind."""
@@ -146,15 +156,24 @@ class _ProposeStream:
         if not growths:
             return None
         queue_ns, compute_ns = max(0, started - owed_since), time.monotonic_ns() - started
-        nodes = 0
-        for growth in growths:
-            nodes += len(growth.token_ids)
-            self._trace.grown(growth.sequence_id, len(growth.token_ids), compute_ns)
-        self._observer.on_growth(len(growths), nodes, queue_ns, compute_ns)
+        self._grown.append((growths, queue_ns, compute_ns))
         return draft_pb2.ProposeResponse(
             growth=draft_pb2.GrowSequences(sequences=map(growth_to_pb, growths)),
             timings=timings_to_pb(queue_ns, compute_ns),
         )
+
+    def tell(self) -> None:
+        """Tell metrics and traces what happened since the last call."""
+        for sequences, tokens in self._advanced:
+            self._observer.on_advanced(sequences, tokens)
+        for growths, queue_ns, compute_ns in self._grown:
+            nodes = 0
+            for growth in growths:
+                nodes += len(growth.token_ids)
+                self._trace.grown(growth.sequence_id, len(growth.token_ids), compute_ns)
+            self._observer.on_growth(len(growths), nodes, queue_ns, compute_ns)
+        self._advanced.clear()
+        self._grown.clear()
 
     def _open(self, pb: draft_pb2.OpenSequence) -> draft_pb2.ProposeResponse:
         try:
@@ -169,17 +188,19 @@ class _ProposeStream:
 
     def _advance(self, frame: draft_pb2.AdvanceSequences) -> list[draft_pb2.ProposeResponse]:
         failures: list[draft_pb2.ProposeResponse] = []
-        tokens = 0
+        session, trace, tokens = self._session, self._trace, 0
         for i, pb in enumerate(frame.sequences):
             try:
-                vocabulary_size = self._session.vocabulary_of(pb.sequence_id)
+                vocabulary_size = session.vocabulary_of(pb.sequence_id)
                 advance = advance_from_pb(pb, vocabulary_size, f"advance.sequences[{i}]")
-                self._session.advance(advance)
-                self._trace.advanced(pb.sequence_id, len(advance.token_ids))
-                tokens += len(advance.token_ids)
+                session.advance(advance)
             except OutriderError as error:
                 failures.append(self._failed(pb.sequence_id, error))
-        self._observer.on_advanced(len(frame.sequences) - len(failures), tokens)
+                continue
+            tokens += len(advance.token_ids)
+            if trace.follows:
+                trace.advanced(advance.sequence_id, len(advance.token_ids))
+        self._advanced.append((len(frame.sequences) - len(failures), tokens))
         return failures
 
     def _features(self, frame: draft_pb2.SendFeatures) -> list[draft_pb2.ProposeResponse]:

@@ -88,17 +88,17 @@ class _Tracked:
 
     def growth(self, tree: TokenTree) -> SequenceGrowth:
         """The whole tree under fresh ids: it replaces what was sent before."""
-        first, nodes = self.next_node_id, tree.drafted
-        self.next_node_id += nodes
-        shift = first - 1
+        first = self.next_node_id
+        self.next_node_id += tree.drafted
+        shift, laws = first - 1, tree.distributions
         return SequenceGrowth(
             sequence_id=self.draft.sequence_id,
             base_step=self.step,
             first_node_id=first,
-            parent_ids=tuple(parent + shift if parent else ROOT_ID for parent in tree.parents[1:]),
+            parent_ids=tuple([parent + shift if parent else ROOT_ID for parent in tree.parents[1:]]),
             token_ids=tree.token_ids[1:],
             scores=tree.scores[1:],
-            distributions={row + shift if row else ROOT_ID: law for row, law in tree.distributions.items()},
+            distributions={row + shift if row else ROOT_ID: law for row, law in laws.items()} if laws else {},
             replaces=True,
         )
 

@@ -64,6 +64,11 @@ class StreamTrace:
         if span.is_recording():
             self._followed[sequence.sequence_id] = _Followed(span)
 
+    @property
+    def follows(self) -> bool:
+        """Whether any open sequence is traced."""
+        return bool(self._followed)
+
     def advanced(self, sequence_id: int, tokens: int) -> None:
         """The target committed tokens."""
         followed = self._followed.get(sequence_id)

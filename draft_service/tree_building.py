@@ -15,10 +15,15 @@ from outrider.tree import DraftDistribution, TokenTree
 # Below this temperature the target's law is a point, and raising frequencies further only overflows.
 _COLDEST = 0.1
 # How far the race over relative frequencies is taken for the target's own (fitted with benchmarks/draft_quality.py).
-_SHARPNESS = 0.5
+SHARPNESS = 0.5
 _MASK64 = (1 << 64) - 1
 # Keeps the draft's coins apart from everything else that is made from the request's seed.
 _COIN_SALT = 0xD1B54A32D192ED03
+
+
+def race_power(sequence: DraftSequence) -> float:
+    """The exponent on probabilities in the race of a sampled sequence."""
+    return 1.0 / max(sequence.sampling.temperature or 1.0, _COLDEST)
 
 
 def build_tree(
@@ -34,8 +39,8 @@ def build_tree(
             breadth=breadth,
             floor=floor,
             coupled=sequence.mode is VerificationMode.COUPLED,
-            power=1.0 / max(sequence.sampling.temperature or 1.0, _COLDEST) if sampled else 1.0,
-            sharpness=_SHARPNESS,
+            power=race_power(sequence) if sampled else 1.0,
+            sharpness=SHARPNESS,
         )
     )
     rows = limits.max_nodes + 1

@@ -141,11 +141,11 @@ def _settle(
 
 
 @compiled
-def grow(
+def grow_shape(
     tries: Tries,
     context: Tokens,
     evidence: Evidence,
-    packed: Reals,
+    shape: Shape,
     seed: np.uint64,
     position: np.uint64,
     tree: Numbers,
@@ -155,7 +155,6 @@ def grow(
 
     Args:
         context: the sequence's last tokens, the root last.
-        packed: a packed `Shape`.
         seed, position: of the request, and of the token after the root, for the race.
         tree: [2, 1 + nodes], tokens and parents, filled; row 0, the root, is left to the caller.
         scores: [1 + nodes], filled likewise.
@@ -163,7 +162,7 @@ def grow(
     Returns:
         Rows, the root among them. Parents stand before children, and worth falls from row to row.
     """
-    shape, longest = unpack(packed), evidence.rules[MAX_MATCH]
+    longest = evidence.rules[MAX_MATCH]
     rows, scratch = (tries[0][0], tries[1][0], tries[2][0]), make_scratch()
     candidates, weights = scratch.candidates, scratch.weights
     # Nodes that were thought of: parent row and candidate; worth and score. `order` ranks the best of them.
@@ -193,3 +192,18 @@ def grow(
     for last in range(row + 1, ranked + 1):
         _settle(last, order, items, worths, tree, scores, depths, states)
     return ranked + 1
+
+
+@compiled
+def grow(
+    tries: Tries,
+    context: Tokens,
+    evidence: Evidence,
+    packed: Reals,
+    seed: np.uint64,
+    position: np.uint64,
+    tree: Numbers,
+    scores: Reals,
+) -> int:
+    """`grow_shape` for callers in Python; `packed` is a packed `Shape`."""
+    return grow_shape(tries, context, evidence, unpack(packed), seed, position, tree, scores)

@@ -6,6 +6,9 @@ harms its own sequence only.
 
 from __future__ import annotations
 
+from math import isfinite
+from operator import gt
+
 from outrider.errors import InvalidField, OutriderError
 from outrider.feature_wire import request_from_pb, request_to_pb, vectors_from_pb, vectors_to_pb
 from outrider.frames import (
@@ -107,7 +110,9 @@ def advance_from_pb(
     token_ids = tuple(pb.token_ids)
     if not 1 <= len(token_ids) <= MAX_ROWS:
         raise InvalidField(f"{field_path}.token_ids", f"needs 1 to {MAX_ROWS} entries, has {len(token_ids)}")
-    check_token_ids(token_ids, vocabulary_size, f"{field_path}.token_ids")
+    # Field paths are made once something is wrong: most frames are sound, and every step has one.
+    if max(token_ids) >= vocabulary_size:
+        check_token_ids(token_ids, vocabulary_size, f"{field_path}.token_ids")
     features = vectors_from_pb(pb.features, f"{field_path}.features") if pb.HasField("features") else None
     return SequenceAdvance(pb.sequence_id, pb.step, token_ids, features)
 
@@ -126,7 +131,8 @@ def growth_from_pb(
     pb: draft_pb2.SequenceGrowth, vocabulary_size: int, max_nodes: int = MAX_NODES, field_path: str = "growth"
 ) -> SequenceGrowth:
     """A growth whose shape, ids and numbers are sound. Whether its ids fit the tree is not known here."""
-    token_ids, parent_ids, scores = tuple(pb.token_ids), tuple(pb.parent_ids), tuple(pb.scores)
+    # A slice copies a field at once, where iterating over it makes a call for each entry.
+    token_ids, parent_ids, scores = tuple(pb.token_ids[:]), tuple(pb.parent_ids[:]), tuple(pb.scores[:])
     nodes, first = len(token_ids), pb.first_node_id
     if nodes > max_nodes:
         raise InvalidField(f"{field_path}.token_ids", f"has more than {max_nodes} entries")
@@ -136,6 +142,42 @@ def growth_from_pb(
         raise InvalidField(f"{field_path}.scores", f"needs {nodes} entries, has {len(scores)}")
     if not 1 <= first <= MAX_NODE_ID - nodes:
         raise InvalidField(f"{field_path}.first_node_id", f"is not in 1..{MAX_NODE_ID - nodes}")
+    if nodes and not _sound(token_ids, parent_ids, scores, first, vocabulary_size):
+        _name_fault(token_ids, parent_ids, scores, first, vocabulary_size, field_path)
+    laws: dict[int, DraftDistribution] = {}
+    if pb.distributions:
+        laws = distributions_from_pb(pb.distributions, vocabulary_size, f"{field_path}.distributions")
+        if max(laws) >= first + nodes:
+            raise InvalidField(f"{field_path}.distributions", "names a node that was never given")
+    return SequenceGrowth(pb.sequence_id, pb.base_step, first, parent_ids, token_ids, scores, laws, pb.replaces)
+
+
+def _sound(
+    token_ids: tuple[int, ...],
+    parent_ids: tuple[int, ...],
+    scores: tuple[float, ...],
+    first: int,
+    vocabulary_size: int,
+) -> bool:
+    """Whether `_name_fault` would find nothing, in passes that run in C; a sum that holds a NaN is NaN."""
+    return (
+        max(token_ids) < vocabulary_size
+        and all(map(gt, range(first, first + len(parent_ids)), parent_ids))
+        and min(scores) >= 0.0
+        and max(scores) <= 1.0
+        and isfinite(sum(scores))
+    )
+
+
+def _name_fault(
+    token_ids: tuple[int, ...],
+    parent_ids: tuple[int, ...],
+    scores: tuple[float, ...],
+    first: int,
+    vocabulary_size: int,
+    field_path: str,
+) -> None:
+    """Raise `InvalidField` for the first entry that may not be."""
     check_token_ids(token_ids, vocabulary_size, f"{field_path}.token_ids")
     for i, (parent, score) in enumerate(zip(parent_ids, scores, strict=True)):
         if parent >= first + i:
@@ -143,12 +185,6 @@ def growth_from_pb(
         # Written so that NaN fails.
         if not 0.0 <= score <= 1.0:
             raise InvalidField(f"{field_path}.scores[{i}]", "is not in [0, 1]")
-    laws: dict[int, DraftDistribution] = {}
-    if pb.distributions:
-        laws = distributions_from_pb(pb.distributions, vocabulary_size, f"{field_path}.distributions")
-        if max(laws) >= first + nodes:
-            raise InvalidField(f"{field_path}.distributions", "names a node that was never given")
-    return SequenceGrowth(pb.sequence_id, pb.base_step, first, parent_ids, token_ids, scores, laws, pb.replaces)
 
 
 def growth_to_pb(growth: SequenceGrowth) -> draft_pb2.SequenceGrowth:

@@ -1,0 +1,207 @@
+"""All sequences of a frame in one compiled call: each own trie takes what was committed, and each tree is grown.
+
+A call from Python costs more than a small tree does: arrays are taken apart one by one. So what the loops need of a
+sequence stands in tables that stay, one row a sequence, and tries are named there by the addresses of their arrays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+import numba
+import numpy as np
+import numpy.typing as npt
+
+from draft_service.compiling import compiled, inlined, pointer
+from draft_service.ngram_trie import NgramTrie
+from draft_service.prediction import UNIT, Evidence, Numbers, Reals, Trie
+from draft_service.tree_growth import Shape, grow_shape
+from draft_service.trie_arrays import COLUMNS, Tokens, insert
+from outrider.frames import TreeLimits
+
+Table = npt.NDArray[np.int64]
+
+# Committed tokens that may wait for their tree. More are inserted as they come.
+ROOM = 64
+# Columns of a trie's row: addresses and lengths of its arrays.
+ROWS, ROWS_LENGTH, SLOTS, SLOTS_LENGTH = range(4)
+# Columns of a sequence's row: first its own trie, as above; that trie's rows used; tokens in its window, and waiting
+# after it; tokens in all; bounds of its tree (0 nodes: none is grown here); whether candidates race, with which seed.
+USED, KNOWN, WAITING, LENGTH, NODES, DEPTH, COUPLED, SEED = range(4, 12)
+COLUMNS_OF_SEQUENCE = 12
+# Entries of `rules`: least worth and breadth, depth of the own tries and their half-life, sharpness of races.
+FLOOR, BREADTH, TRIE_DEPTH, HALF_LIFE, SHARPNESS = range(5)
+_FIRST_PLACES = 16
+
+Array = TypeVar("Array", Table, Tokens, Reals)
+
+
+@inlined
+def _trie_at(tries: Table, number: int) -> Trie:
+    """The arrays of a trie. They keep nothing alive."""
+    at = tries[number]
+    rows = numba.carray(pointer(at[ROWS]), (at[ROWS_LENGTH], COLUMNS), np.int32)
+    return rows, numba.carray(pointer(at[SLOTS]), at[SLOTS_LENGTH], np.int64)
+
+
+@compiled
+def learn_and_grow(
+    tries: Table,
+    asked: Table,
+    table: Table,
+    windows: Tokens,
+    powers: Reals,
+    evidence: Evidence,
+    rules: Reals,
+    trees: Numbers,
+    scores: Reals,
+    rows: Table,
+) -> None:
+    """Insert what waits, then grow.
+
+    Args:
+        tries: [t, 4] addresses; whoever calls keeps the arrays alive and holds the locks.
+        asked: [n, 3], for each tree its sequence's place, and where the tenant's and the shared trie stand in `tries`.
+        table: [places, 12], `USED`, `KNOWN` and `WAITING` are brought up to date.
+        windows: [places, longest + ROOM], tokens up to column `longest`, those that wait from there.
+        powers: [places], exponents of races.
+        rules: [5] float64.
+        trees: [n, 2, 1 + nodes] tokens and parents, filled.
+        scores: [n, 1 + nodes], filled likewise.
+        rows: [n, 2], filled: rows of the tree, and of the own trie.
+    """
+    depth = int(rules[TRIE_DEPTH])
+    longest = depth - 1
+    for i in range(len(asked)):
+        place = asked[i, 0]
+        row, window = table[place], windows[place]
+        own = _trie_at(table, place)
+        waiting, known = row[WAITING], row[KNOWN]
+        if waiting > 0:
+            before, fresh = window[longest - known : longest], window[longest : longest + waiting]
+            row[USED] = insert(own[0], own[1], row[USED], before, fresh, depth, UNIT, int(rules[HALF_LIFE]))
+            for k in range(longest):
+                window[k] = window[k + waiting]
+            row[KNOWN], row[WAITING] = min(longest, known + waiting), 0
+        rows[i, 0], rows[i, 1] = 1, row[USED]
+        trees[i, 0, 0], trees[i, 1, 0], scores[i, 0] = window[longest - 1], 0, 1.0
+        if row[NODES] > 0:
+            breadth, coupled = int(rules[BREADTH]), row[COUPLED] != 0
+            shape = Shape(row[NODES], row[DEPTH], breadth, rules[FLOOR], coupled, powers[place], rules[SHARPNESS])
+            three = own, _trie_at(tries, asked[i, 1]), _trie_at(tries, asked[i, 2])
+            context = window[longest - row[KNOWN] : longest]
+            seed, position = np.uint64(row[SEED]), np.uint64(row[LENGTH])
+            rows[i, 0] = grow_shape(three, context, evidence, shape, seed, position, trees[i], scores[i])
+
+
+class TrieBatch:
+    """The tables of every sequence that is followed. One thread at a time."""
+
+    def __init__(self, evidence: Evidence, rules: Reals, nodes: int) -> None:
+        """`rules`: see `learn_and_grow`; `nodes`: the most that a tree has."""
+        self._evidence = evidence
+        self._rules = rules
+        self._longest = int(rules[TRIE_DEPTH]) - 1
+        self._free: list[int] = []
+        self._table: Table = np.zeros((0, COLUMNS_OF_SEQUENCE), np.int64)
+        self._windows: Tokens = np.zeros((0, self._longest + ROOM), np.int32)
+        self._powers: Reals = np.zeros(0)
+        self._rows = nodes + 1
+        self._trees: Numbers = np.empty((0, 2, self._rows), np.int32)
+        self._scores: Reals = np.empty((0, self._rows), np.float64)
+
+    def enter(
+        self, own: NgramTrie, token_ids: Sequence[int], limits: TreeLimits, power: float | None, seed: int
+    ) -> int:
+        """Give a sequence a place; returns it. A `power` of None runs no race; no nodes, no trees from here."""
+        if not self._free:
+            self._widen()
+        place = self._free.pop()
+        nodes, coupled, signed = min(limits.max_nodes, self._rows - 1), power is not None, seed - (seed >> 63 << 64)
+        self._table[place, NODES:] = nodes, limits.max_depth, coupled, signed
+        self._powers[place] = 1.0 if power is None else power
+        self._begin(place, own, token_ids)
+        return place
+
+    def leave(self, place: int) -> None:
+        """The sequence has ended."""
+        self._free.append(place)
+
+    def append(self, place: int, committed: Sequence[int]) -> int:
+        """Let tokens wait to be inserted. Returns how many wait then; 0 where they do not fit, and nothing changed."""
+        row = self._table[place]
+        begin = self._longest + int(row[WAITING])
+        end = begin + len(committed)
+        if end > self._windows.shape[1]:
+            return 0
+        self._windows[place, begin:end] = committed
+        row[WAITING] = end - self._longest
+        row[LENGTH] += len(committed)
+        return end - self._longest
+
+    def moved(self, place: int, own: NgramTrie) -> None:
+        """The own trie has other arrays now."""
+        self._table[place, : USED + 1] = *own.address, own.used
+
+    def take_waiting(self, place: int, own: NgramTrie, token_ids: Sequence[int]) -> int:
+        """Leave it to the caller to insert what waits. Returns how many of `token_ids` waited."""
+        waited = int(self._table[place, WAITING])
+        self._begin(place, own, token_ids)
+        return waited
+
+    def grow(
+        self, tries: Sequence[NgramTrie], asked: Sequence[tuple[int, int, int]]
+    ) -> tuple[list[list[int]], list[list[list[int]]], list[list[float]]]:
+        """Insert what waits for these sequences, and grow their trees.
+
+        The caller holds the locks of `tries`, which another thread teaches, and has made room in the own ones.
+
+        Args:
+            asked: for each tree its sequence's place, and where the tenant's and the shared trie stand in `tries`.
+
+        Returns:
+            For each tree its rows and the rows that the own trie uses now; tokens and parents; scores. The last two
+            are as long as the largest tree.
+        """
+        count = len(asked)
+        if count > len(self._trees):
+            self._trees = np.empty((count, 2, self._rows), np.int32)
+            self._scores = np.empty((count, self._rows), np.float64)
+        rows: Table = np.empty((count, 2), np.int64)
+        learn_and_grow(
+            np.array([trie.address for trie in tries], np.int64),
+            np.array(asked, np.int64),
+            self._table,
+            self._windows,
+            self._powers,
+            self._evidence,
+            self._rules,
+            self._trees,
+            self._scores,
+            rows,
+        )
+        counts = rows.tolist()
+        most = max(counts)[0]
+        return counts, self._trees[:count, :, :most].tolist(), self._scores[:count, :most].tolist()
+
+    def _begin(self, place: int, own: NgramTrie, token_ids: Sequence[int]) -> None:
+        """All of `token_ids` is in the own trie, or about to be."""
+        recent = token_ids[-self._longest :]
+        self._windows[place, self._longest - len(recent) : self._longest] = recent
+        self._table[place, KNOWN : LENGTH + 1] = len(recent), 0, len(token_ids)
+        self.moved(place, own)
+
+    def _widen(self) -> None:
+        """Twice as many places."""
+        before = len(self._table)
+        places = max(_FIRST_PLACES, 2 * before)
+        self._free.extend(range(places - 1, before - 1, -1))
+        self._table, self._windows = _longer(self._table, places), _longer(self._windows, places)
+        self._powers = _longer(self._powers, places)
+
+
+def _longer(array: Array, length: int) -> Array:
+    longer = np.zeros((length, *array.shape[1:]), array.dtype)
+    longer[: len(array)] = array
+    return longer
