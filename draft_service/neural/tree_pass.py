@@ -25,7 +25,7 @@ from draft_service.neural.tree_config import TreeShape
 from draft_service.neural.tree_drafting import Wanted
 from outrider.sampling import VerificationMode
 from outrider.tree import TokenTree
-from tree_kernels.growth import Children, Race, grow, kept, likeliest, make_growth, race_winners
+from tree_kernels.growth import Children, Race, grow, keep, likeliest, make_growth, make_kept, race_winners
 from tree_kernels.kv_move import write_kv
 
 
@@ -74,8 +74,7 @@ class TreePass:
         self._growth = make_growth(sequences, levels, width, device)
         said = drafting.network.token_ids
         self._token_ids = None if said is None else torch.from_numpy(said).to(device)
-        rows = 1 + min(drafting.shape.num_draft_tokens, self._growth.tokens.shape[1] - 1)
-        self._result = torch.zeros(sequences, 1 + 3 * rows, dtype=torch.int32, device=device)
+        self._result = make_kept(self._growth, drafting.shape.num_draft_tokens)
         self._fetched = torch.zeros(self._result.shape, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._done = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._wanted: Sequence[Wanted] = ()
@@ -122,7 +121,7 @@ class TreePass:
                 self.plan.schedules.clear()
                 tokens = self._growth.next_tokens.flatten()
                 carried, spoken = self._network.read(tokens, rows, positions, self._attend(level))
-        self._result.copy_(kept(self._growth, shape.num_draft_tokens))
+        keep(self._growth, self._result)
 
     def fetch(self) -> list[TokenTree]:
         """Wait for the trees, in the order in which they were wanted."""
@@ -190,7 +189,7 @@ def _tail_slots(
 
 
 def _tree(found: npt.NDArray[np.int32], nodes: int, root: int) -> TokenTree:
-    """The best `nodes` of what `growth.kept` says of a tree."""
+    """The best `nodes` of what `growth.keep` wrote of a tree."""
     room = (len(found) - 1) // 3
     rows = min(int(found[0]), 1 + nodes)
     tokens, parents, scores = found[1:].reshape(3, room)[:, :rows]

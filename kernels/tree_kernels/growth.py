@@ -21,6 +21,9 @@ from tree_kernels.noise import PHILOX_M0, PHILOX_M1, PHILOX_ROUNDS, PHILOX_W0, P
 _LOW = 0xFFFFFFFF
 # Probability below which a token is as good as impossible.
 _LEAST = 1e-30
+# Children of a row, and entrants of a race, that one program of a kernel holds; more are found by PyTorch.
+MAX_KERNEL_WIDTH = 32
+MAX_KERNEL_ENTRANTS = 2048
 
 
 class Children(NamedTuple):
@@ -48,30 +51,32 @@ class Growth(NamedTuple):
     parents: Tensor  # [B, C] int32 items
     worths: Tensor  # [B, C] float64
     scores: Tensor  # [B, C] float32 given the parent
-    frontier: Tensor  # [B, W] int32 items that are expanded
-    frontier_worths: Tensor  # [B, W] float64
+    # Of odd levels' frontiers and of even ones', since a level reads one and writes the other.
+    frontier: Tensor  # [2, B, W] int32 items that are expanded
+    frontier_worths: Tensor  # [2, B, W] float64
     next_tokens: Tensor  # [B, W] int32 of the frontier
     sources: Tensor  # [B, W] int64 row of each one's parent in the pass before, in which each sequence has F
 
-    @property
-    def width(self) -> int:
-        return self.frontier.shape[1]
+    def first_item(self, level: int) -> int:
+        """The first of a level's items."""
+        width = self.frontier.shape[2]
+        return 1 if level == 1 else 1 + width + (level - 2) * width * width
 
 
 def make_growth(sequences: int, levels: int, width: int, device: torch.device) -> Growth:
     """Roots alone."""
     items = 1 + width + (levels - 1) * width * width
 
-    def zeros(count: int, dtype: torch.dtype) -> Tensor:
-        return torch.zeros(sequences, count, dtype=dtype, device=device)
+    def zeros(count: int, dtype: torch.dtype, *copies: int) -> Tensor:
+        return torch.zeros(*copies, sequences, count, dtype=dtype, device=device)
 
     growth = Growth(
         tokens=zeros(items, torch.int32),
         parents=zeros(items, torch.int32),
         worths=zeros(items, torch.float64),
         scores=zeros(items, torch.float32),
-        frontier=zeros(width, torch.int32),
-        frontier_worths=zeros(width, torch.float64),
+        frontier=zeros(width, torch.int32, 2),
+        frontier_worths=zeros(width, torch.float64, 2),
         next_tokens=zeros(width, torch.int32),
         sources=zeros(width, torch.int64),
     )
@@ -89,6 +94,10 @@ def likeliest(logits: Tensor, temperatures: Tensor, width: int, token_ids: Tenso
         width: W.
         token_ids: [V'] int32 the target's ids of the network's, None when they are the same.
     """
+    if logits.is_cuda and width <= MAX_KERNEL_WIDTH:
+        from tree_kernels import _triton_children
+
+        return _triton_children.likeliest(logits, temperatures, width, token_ids)
     tokens, probs = _most_probable(logits, temperatures, width, token_ids)
     missing = width - probs.shape[1]
     return Children(
@@ -120,6 +129,10 @@ def race_winners(
         entrants: tokens of a row that race.
         sharpness: how far the race over the network's law is taken for the target's own.
     """
+    if logits.is_cuda and min(entrants, logits.shape[1]) <= MAX_KERNEL_ENTRANTS:
+        from tree_kernels import _triton_children
+
+        return _triton_children.race_winners(logits, temperatures, width, token_ids, race, level, entrants, sharpness)
     tokens, rows = _most_probable(logits, temperatures, entrants, token_ids)
     sequences, known = len(temperatures), rows.shape[1]
     probs, rest, kept = _filtered(rows.double().view(sequences, -1, known), race)
@@ -148,52 +161,78 @@ def grow(growth: Growth, children: Children, limits: Tensor, level: int, floor: 
         floor: least worth of a node.
         tail_parents: [B, T] int32, rows of the tail; those of the new frontier are written, if there is another level.
     """
-    sequences, width = growth.frontier.shape
+    if growth.tokens.is_cuda:
+        # Only here: Triton may be absent. One launch, where PyTorch takes dozens.
+        from tree_kernels import _triton_growth
+
+        _triton_growth.grow(growth, children, limits, level, floor, tail_parents)
+        return
+    _, sequences, width = growth.frontier.shape
+    now = level % 2
     places = 1 if level == 1 else width
-    begin = 1 if level == 1 else 1 + width + (level - 2) * width * width
+    begin = growth.first_item(level)
     end = begin + places * width
-    worth = growth.frontier_worths[:, :places, None] if level > 1 else growth.worths[:, :1, None]
+    worth = growth.frontier_worths[now, :, :, None] if level > 1 else growth.worths[:, :1, None]
     scores = children.scores.view(sequences, places, width)
     # Written so that NaN is no child.
     there = (scores > 0.0) & (worth * scores >= floor) & (worth > 0.0)
     scores = scores.clamp(max=1.0)
     worths = torch.where(there, worth * scores, 0.0).flatten(1)
-    tokens = children.tokens.view(sequences, -1)
-    growth.tokens[:, begin:end] = tokens
+    growth.tokens[:, begin:end] = children.tokens.view(sequences, -1)
     growth.worths[:, begin:end] = worths
     growth.scores[:, begin:end] = scores.flatten(1)
     if level > 1:
-        growth.parents[:, begin:end] = growth.frontier[..., None].expand(-1, -1, width).flatten(1)
-    row = 1 + (level - 1) * width
-    if row >= tail_parents.shape[1]:
-        return
+        growth.parents[:, begin:end] = growth.frontier[now, ..., None].expand(-1, -1, width).flatten(1)
+    if 1 + (level - 1) * width < tail_parents.shape[1]:
+        _choose(growth, worths, limits, level, tail_parents)
+
+
+def _choose(growth: Growth, worths: Tensor, limits: Tensor, level: int, tail_parents: Tensor) -> None:
+    """Choose the next frontier among a level's items, whose worths are [B, F * W]; see `grow`."""
+    _, sequences, width = growth.frontier.shape
+    following, begin = (level + 1) % 2, growth.first_item(level)
+    end, places = begin + worths.shape[1], worths.shape[1] // width
     best, chosen = (part[:, :width] for part in worths.sort(dim=1, descending=True, stable=True))
     better = (growth.worths[:, None, 1:end] >= best[..., None]).sum(-1) - 1
     expanded = (best > 0.0) & (better < limits[0, :, None]) & (limits[1, :, None] > level)
-    growth.frontier.copy_(chosen + begin)
-    growth.frontier_worths.copy_(torch.where(expanded, best, 0.0))
-    growth.next_tokens.copy_(tokens.gather(1, chosen))
+    growth.frontier[following] = (chosen + begin).int()
+    growth.frontier_worths[following] = torch.where(expanded, best, 0.0)
+    growth.next_tokens.copy_(growth.tokens[:, begin:end].gather(1, chosen))
     above = chosen // width
     growth.sources.copy_(above + places * torch.arange(sequences, device=above.device)[:, None])
+    row = 1 + (level - 1) * width
     tail_parents[:, row : row + width] = above + (row - width) if level > 1 else 0
 
 
-def kept(growth: Growth, nodes: int) -> Tensor:
-    """The root and the `nodes` most worthy items of each tree, in falling order of worth; parents come first.
+def make_kept(growth: Growth, nodes: int) -> Tensor:
+    """Where `keep` puts the root and the `nodes` most worthy items of each tree.
 
     Returns:
         [B, 1 + 3 * N] int32, N = min(1 + nodes, C): how many rows there are, then tokens, parents (rows), and the bits
         of the scores (float32).
     """
     sequences, items = growth.worths.shape
-    rows = min(1 + nodes, items)
+    columns = 1 + 3 * min(1 + nodes, items)
+    return torch.zeros(sequences, columns, dtype=torch.int32, device=growth.worths.device)
+
+
+def keep(growth: Growth, kept: Tensor) -> None:
+    """Write each tree's best items, in falling order of worth, so that parents come first, to `kept`; see `make_kept`.
+    What stands behind a tree's last row means nothing."""
+    if kept.is_cuda:
+        from tree_kernels import _triton_growth
+
+        _triton_growth.keep(growth, kept)
+        return
+    sequences, items = growth.worths.shape
+    rows = (kept.shape[1] - 1) // 3
     order = growth.worths.sort(dim=1, descending=True, stable=True).indices[:, :rows]
     row_of = torch.zeros(sequences, items, dtype=torch.int32, device=order.device)
     row_of.scatter_(1, order, torch.arange(rows, dtype=torch.int32, device=order.device).expand(sequences, -1))
     parents = row_of.gather(1, growth.parents.gather(1, order).long())
     there = (growth.worths > 0.0).sum(1, keepdim=True).clamp(max=rows).int()
     scores = growth.scores.gather(1, order).view(torch.int32)
-    return torch.cat([there, growth.tokens.gather(1, order), parents, scores], dim=1)
+    kept.copy_(torch.cat([there, growth.tokens.gather(1, order), parents, scores], dim=1))
 
 
 def _most_probable(logits: Tensor, temperatures: Tensor, count: int, token_ids: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from typing import Any
 
 import pytest
@@ -20,6 +22,7 @@ from eagle_drafting import (
     text,
 )
 from eagle_heads import KINDS, make_head
+from kernel_worker import INTERPRETED, work
 from static_drafting import StaticDrafting, static_kv  # noqa: F401
 
 from draft_service.eagle.config import EagleConfig
@@ -28,6 +31,8 @@ from draft_service.eagle.head import EagleHead
 from outrider.sampling import VerificationMode
 
 pytestmark = pytest.mark.usefixtures("static_kv")
+# Workers import what tests do.
+SEARCHED = os.pathsep.join(sys.path)
 
 
 def static_drafter(head: EagleHead, **settings: Any) -> EagleDrafter:
@@ -123,3 +128,12 @@ def test_free_rows_and_sequences_that_are_not_there_change_nothing() -> None:
     for tree, sequence, i in zip(three, many[1:], range(1, 4), strict=True):
         known = torch.cat([states_of(head, 9, i)[:8], states_of(head, 20, 5)[8:10]])
         same_tree(tree, draft(make_drafter(head), sequence.token_ids, known, COUPLED, seed=i))
+
+
+def test_triton_sees_the_rows_that_the_device_chose() -> None:
+    pytest.importorskip("triton")
+    expected, found = work("../draft/interpreted_trees_worker.py", PYTHONPATH=SEARCHED, **INTERPRETED)
+    assert len(expected) == len(found) == 6
+    for (tokens, parents, scores), other in zip(found, expected, strict=True):
+        assert [tokens, parents] == other[:2] and scores == pytest.approx(other[2], rel=1e-3)
+        assert len(tokens) > 5

@@ -1,0 +1,66 @@
+"""Drafts whole trees with the Triton attention in place of a graph's, and writes them and a CPU's as JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import static_drafting
+import torch
+from eagle_drafting import (
+    COUPLED,
+    GREEDY,
+    REJECTION,
+    SETTINGS,
+    feed,
+    make_drafter,
+    opened,
+    sequence_of,
+    states_of,
+    text,
+)
+from eagle_heads import make_head
+
+from draft_service.eagle.config import EagleConfig
+from draft_service.eagle.drafter import EagleDrafter, HeadNetwork
+from draft_service.neural import captured, tree_pass
+from draft_service.neural.static_attention import StaticAttention
+from tree_kernels._triton_attention import TritonAttention, TritonSettings
+
+SHAPE = {"topk": 3, "num_steps": 3, "page_size": 16, "kv_tokens": 512}
+
+
+class InterpretedDrafting(static_drafting.StaticDrafting):
+    """Words of masks and schedules are what the kernels make of a plan's integers."""
+
+    def _capturable(self) -> StaticAttention:
+        return TritonAttention(torch.device("cpu"), TritonSettings(processors=2))
+
+
+def main() -> None:
+    captured.write_kv = tree_pass.write_kv = static_drafting.write_taken  # type: ignore[attr-defined]
+    head = make_head(head_dim=16)
+    config = EagleConfig(**(SETTINGS | SHAPE))
+    drafters = [make_drafter(head, **SHAPE), make_drafter(head, **SHAPE)]
+    drafters[1]._drafting = InterpretedDrafting(HeadNetwork(head), config.tree, config.cache)
+    json.dump([drafted(drafter) for drafter in drafters], sys.stdout)
+
+
+def drafted(drafter: EagleDrafter) -> list[Any]:
+    """Two rounds of trees of three sequences: tokens, parents and scores."""
+    known = [states_of(drafter.head, 40, i) for i in range(3)]
+    modes = [COUPLED, GREEDY, REJECTION]
+    sequences = [opened(drafter, sequence_of(text(14 + 3 * i, i), modes[i]), known[i]) for i in range(3)]
+    found = []
+    for _ in range(2):
+        found += [[tree.token_ids, tree.parents, tree.scores] for tree in drafter.propose(sequences)]
+        for i, sequence in enumerate(sequences):
+            length = len(sequence.token_ids)
+            sequence.token_ids.extend(text(2, i))
+            feed(sequence, known[i][length - 1 : length + 1], length - 1)
+    return found
+
+
+if __name__ == "__main__":
+    main()

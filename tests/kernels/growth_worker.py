@@ -1,0 +1,109 @@
+"""Grows trees with the Triton kernels, and with PyTorch on the CPU, and writes both as JSON to standard output."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tree_kernels import _triton_children, _triton_growth, growth
+from tree_kernels.growth import Children, Growth, Race
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+# Sequences, levels, width, tokens that can be said, floor; whether they race, sharpness and entrants.
+CASES: list[dict[str, Any]] = [
+    {"sequences": 1, "levels": 3, "width": 4, "vocabulary": 1500, "floor": 0.0},
+    {"sequences": 3, "levels": 2, "width": 1, "vocabulary": 700, "floor": 0.0},
+    {"sequences": 2, "levels": 3, "width": 5, "vocabulary": 3, "floor": 0.0},
+    {"sequences": 2, "levels": 1, "width": 6, "vocabulary": 90, "floor": 0.05},
+    {"sequences": 2, "levels": 4, "width": 10, "vocabulary": 2100, "floor": 0.001},
+    {"sequences": 3, "levels": 3, "width": 4, "vocabulary": 1300, "floor": 0.0, "entrants": 50, "sharpness": 1.0},
+    {"sequences": 3, "levels": 2, "width": 3, "vocabulary": 40, "floor": 0.01, "entrants": 128, "sharpness": 0.6},
+    {"sequences": 2, "levels": 2, "width": 9, "vocabulary": 5, "floor": 0.0, "entrants": 128, "sharpness": 2.0},
+]
+
+
+def main() -> None:
+    json.dump([{"found": grown(case, DEVICE), "expected": grown(case, None)} for case in CASES], sys.stdout)
+
+
+def grown(case: dict[str, Any], device: torch.device | None) -> dict[str, Any]:
+    """Everything that growing a tree writes; by the kernels on `device`, or by PyTorch."""
+    generator = torch.Generator().manual_seed(3)
+    sequences, levels, width = case["sequences"], case["levels"], case["width"]
+    to = torch.device("cpu") if device is None else device
+    trees = growth.make_growth(sequences, levels, width, to)
+    limits = torch.tensor([[2 + 3 * b for b in range(sequences)], [levels - b % 2 for b in range(sequences)]]).int()
+    tail = torch.zeros(sequences, 1 + (levels - 1) * width, dtype=torch.int32, device=to)
+    passes = []
+    for level in range(1, levels + 1):
+        rows = sequences * (1 if level == 1 else width)
+        logits = torch.randn(rows, case["vocabulary"], generator=generator) * 3.0
+        # A row of no numbers, a token that is forbidden, and a whole chunk of them.
+        logits[:, 1] = float("-inf")
+        logits[-1, 1024:2048] = float("-inf")
+        if level == 2:
+            logits[0] = float("nan")
+        children = children_of(case, logits.to(to), level, to, kernels=device is not None)
+        step = _triton_growth if device is not None else growth
+        step.grow(trees, children, limits.to(to), level, case["floor"], tail)
+        expanded = trees.frontier_worths[(level + 1) % 2] > 0
+        next_tokens = torch.where(expanded, trees.next_tokens, -1)
+        passes.append([next_tokens.tolist(), trees.sources.tolist(), *scores_of(children)])
+    kept = growth.make_kept(trees, 12)
+    (_triton_growth if device is not None else growth).keep(trees, kept)
+    return {"passes": passes, "tail": tail.tolist(), "kept": rows_of(kept), **written(trees)}
+
+
+def children_of(case: dict[str, Any], logits: Tensor, level: int, device: torch.device, *, kernels: bool) -> Children:
+    sequences = case["sequences"]
+    temperatures = torch.tensor([1.0, 0.7, 1.6][:sequences], device=device)
+    said = (torch.arange(case["vocabulary"], dtype=torch.int32) * 2 + 1).to(device) if sequences > 1 else None
+    step = _triton_children if kernels else growth
+    if "entrants" not in case:
+        return step.likeliest(logits, temperatures, case["width"], said)
+
+    def of(values: list[float], dtype: torch.dtype) -> Tensor:
+        return torch.tensor(values[:sequences], dtype=dtype, device=device)
+
+    race = Race(
+        coupled=of([1, 1, 0], torch.int32),
+        top_k=of([0, 20, 4], torch.int32),
+        top_p=of([0.9, 1.0, 0.3], torch.float64),
+        min_p=of([0.0, 0.01, 0.5], torch.float64),
+        seeds=of([-5, 2**62 + 11, 7], torch.int64),
+        positions=of([2**33 - 1, 8, 9], torch.int64),
+    )
+    return step.race_winners(
+        logits, temperatures, case["width"], said, race, level, case["entrants"], case["sharpness"]
+    )
+
+
+def scores_of(children: Children) -> tuple[list[list[float]], list[list[int]]]:
+    """Scores, and the tokens of those that are children."""
+    return children.scores.tolist(), torch.where(children.scores > 0, children.tokens, -1).tolist()
+
+
+def written(trees: Growth) -> dict[str, Any]:
+    there = trees.worths > 0
+    return {
+        "worths": trees.worths.tolist(),
+        "tokens": torch.where(there, trees.tokens, -1).tolist(),
+        "parents": torch.where(there, trees.parents, -1).tolist(),
+    }
+
+
+def rows_of(kept: Tensor) -> list[Any]:
+    """The rows that there are, of each tree: tokens, parents and scores."""
+    found: list[Any] = []
+    for own in kept.cpu():
+        tokens, parents, scores = own[1:].view(3, -1)[:, : int(own[0])]
+        found.append([tokens.tolist(), parents.tolist(), scores.contiguous().view(torch.float32).tolist()])
+    return found
+
+
+if __name__ == "__main__":
+    main()
