@@ -31,8 +31,11 @@ class DraftInbox:
     def __init__(self) -> None:
         self._events: deque[DraftEvent] = deque()
         self._wake = threading.Condition()
+        # When a growth came last, on the monotonic clock.
+        self.heard_at = 0.0
 
     def on_growth(self, growths: SequenceOf[SequenceGrowth]) -> None:
+        self.heard_at = time.monotonic()
         self._queue(growths)
 
     def on_failure(self, failure: SequenceFailure) -> None:

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
+from target_service.drafting import FOLLOWED_ANYWAY
+
 # Steps of a kind at one load before its time is believed.
 _ENOUGH = 8
 # What one step moves the time of its kind, and how far from it a step is believed.
@@ -24,12 +26,17 @@ _BOUND = 2.0
 _WORTH = 8.0
 # The same, where a plain pass runs meanwhile, once it has ended: another one then is as good.
 _WORTH_AHEAD = 0.5
+# What launching takes of a plain step's time.
+_EARLY = 0.2
 # Steps without drafts before the next try, from the first to the longest pause, and steps of a try.
 _FIRST_PAUSE = 8
 _LONGEST_PAUSE = 16384
 _TRY = 4
-# Share of the time that tries may cost in the long run.
-_TRYING_SHARE = 0.02
+# Share of the time that tries may cost in the long run, and how much more often they come at first.
+_TRYING_SHARE = 0.01
+_EAGER = 2
+# Plain steps that it takes to tell a draft of a sequence that it does not follow.
+_TELLING = 0.15
 # Steps for which drafts have to pay before a pause is short again.
 _RECOVERED = 16
 # Drafting has to promise this much, so that noise does not switch it.
@@ -153,9 +160,15 @@ class DraftSwitch:
         seen = self._at(load)
         return _WORTH * seen.plain if seen.plain_steps >= _ENOUGH else float("inf")
 
-    def patience_ahead(self, load: int, running: float) -> float:
-        """Seconds for which to wait for a draft at most behind a plain pass that has been `running` for so long."""
-        return max(0.0, (1 + _WORTH_AHEAD) * self._at(load).plain - running)
+    def patience_ahead(self, load: int, running: float, answers_in: float) -> float:
+        """Seconds for which to wait for a draft at most behind a plain pass that has been `running` for so long, where
+        the draft is expected to answer in `answers_in`."""
+        plain = self._at(load).plain
+        left = plain - running
+        # The device had better not wait for one that takes longer than that.
+        return max(
+            0.0, left + _WORTH_AHEAD * plain if answers_in < left + _WORTH_AHEAD * plain else left - _EARLY * plain
+        )
 
     def _decide(self, seen: _Load, way: Use, load: int, promise: Promise) -> Use:
         if seen.plain_steps < _ENOUGH:
@@ -171,19 +184,19 @@ class DraftSwitch:
             return way
         self._paid = 0
         cost = seen.overhead / seen.plain if way is Use.AFTER else max(0.0, seen.pair / seen.plain / 2 - 1)
-        return way if self._try(cost) else Use.PLAIN
+        return way if self._try(_TRY * cost + _TELLING * max(0, load - FOLLOWED_ANYWAY)) else Use.PLAIN
 
     def _try(self, cost: float) -> bool:
-        """Whether a drafted step is due although drafts do not pay: else nobody would know that they pay again. One
-        costs this many plain steps."""
+        """Whether a drafted step is due although drafts do not pay: else nobody would know that they pay again. A few
+        of them cost this many plain steps."""
         self._left -= 1
         if self._left <= 0:
             self._trying = not self._trying
             if self._trying:
                 self._left = _TRY
             else:
-                longest = min(_LONGEST_PAUSE, int(_TRY * cost / _TRYING_SHARE))
-                self._left = min(self._pause, max(1, longest))
+                longest = max(_FIRST_PAUSE, min(_LONGEST_PAUSE, int(cost / _TRYING_SHARE)))
+                self._left = max(longest // _EAGER, min(self._pause, longest))
                 self._pause = 2 * self._left
         return self._trying
 

@@ -30,7 +30,9 @@ log = logging.getLogger(__name__)
 # Drafting comes back at this share of the load that stopped it, so that it does not flap.
 _RESUME_SHARE = 0.75
 # Sequences that a draft follows while its drafts are not used.
-_FOLLOWED_ANYWAY = 8
+FOLLOWED_ANYWAY = 8
+# What one answer moves the time that the next is expected to take.
+_ANSWER_SHARE = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +61,9 @@ class Drafting(DraftInbox):
         self._link: DraftLink | None = None
         self._trees: dict[int, GrowingTree] = {}
         self._wanting: dict[int, Sequence] = {}
+        self._newcomers: list[Sequence] = []
+        # When the draft was told of a step last, and how long it takes to answer: seconds, 0 before the first answer.
+        self._told_at = self._answer_seconds = 0.0
         self._late_steps = 0
         # Commits that the draft was not told of yet, by sequence.
         self._unsent: dict[int, list[SequenceAdvance]] = {}
@@ -98,10 +103,10 @@ class Drafting(DraftInbox):
         return self.active and self.asks(sequence)
 
     def add(self, sequence: Sequence) -> None:
-        """Ask for drafts for a new sequence, if it wants any."""
+        """Ask for drafts for a new sequence, if it wants any, once the load is known with it."""
         if self._config.enabled and sequence.request.speculate and not sequence.request.external:
             self._wanting[sequence.sequence_id] = sequence
-            self._open(sequence)
+            self._newcomers.append(sequence)
 
     def remove(self, sequences: Iterable[Sequence]) -> None:
         """Forget sequences, and tell the draft so."""
@@ -125,15 +130,18 @@ class Drafting(DraftInbox):
         if not self._config.enabled:
             return
         limit = self._config.disable_above
-        useful = useful or (running <= _FOLLOWED_ANYWAY and not self.reads_features)
+        useful = useful or (running <= FOLLOWED_ANYWAY and not self.reads_features)
         if self.active and (running > limit or not useful):
             self.active = False
             self._close(list(self._trees))
             self._trees.clear()
         elif not self.active and running <= max(1, int(limit * _RESUME_SHARE)) and useful:
             self.active = True
-            for sequence in self._wanting.values():
+            self._newcomers = list(self._wanting.values())
+        for sequence in self._newcomers:
+            if self.asks(sequence) and sequence.sequence_id not in self._trees:
                 self._open(sequence)
+        self._newcomers = []
 
     def listen(self) -> None:
         """Take in everything the draft has said, without waiting."""
@@ -194,7 +202,13 @@ class Drafting(DraftInbox):
                 tree.ask()
                 advances += unsent
         if advances and self._link is not None and self.connected:
+            self._told_at = time.monotonic()
             self._link.advance(advances)
+
+    @property
+    def answers_in(self) -> float:
+        """Seconds until the draft will probably answer what it was told last."""
+        return self._told_at + self._answer_seconds - time.monotonic()
 
     def waits_for(self, sequence_id: int) -> bool:
         """Whether the draft owes an answer for the sequence."""
@@ -271,7 +285,10 @@ class Drafting(DraftInbox):
             # Closed while the growth was on its way.
             return
         try:
+            owed = not tree.answered
             tree.hold(growth)
+            if owed and tree.answered:
+                self._answer_seconds += _ANSWER_SHARE * (self.heard_at - self._told_at - self._answer_seconds)
             if tree.lag(growth) <= 1:
                 self._late_steps = 0
         except InvalidField as error:

@@ -181,7 +181,7 @@ class Gathering:
             return float("inf")
         load = len(self._scheduler.running)
         if self._use is Use.AHEAD:
-            return self._switch.patience_ahead(load, running_ns * 1e-9)
+            return self._switch.patience_ahead(load, running_ns * 1e-9, self._drafting.answers_in)
         return self._switch.patience(load)
 
     def plain(self, schedule: Schedule) -> Gathered:

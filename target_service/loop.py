@@ -249,7 +249,7 @@ class EngineLoop:
     def _follow_load(self) -> None:
         was = self.drafting.active
         self.drafting.listen()
-        self.drafting.follow_load(len(self.scheduler.running), self._gathering.drafts_are_near)
+        self.drafting.follow_load(self.scheduler.load, self._gathering.drafts_are_near)
         if self._observer is not None and self.drafting.active != was:
             self._observer.on_speculation(self.drafting.active)
 

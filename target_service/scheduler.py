@@ -75,6 +75,11 @@ class Scheduler:
         return sum(map(len, self._waiting.values()))
 
     @property
+    def load(self) -> int:
+        """Sequences that run, or will as soon as their prompts are read."""
+        return max(len(self.running), min(self._config.max_running, len(self.running) + self.waiting))
+
+    @property
     def admits(self) -> bool:
         """Whether somebody waits, and a place is free."""
         return bool(self._waiting) and self._busy() < self._config.max_running

@@ -71,8 +71,10 @@ def test_another_pass_before_a_drafted_step_costs_nothing() -> None:
 def test_behind_a_pass_a_draft_is_waited_for_until_another_would_be_as_good() -> None:
     switch = DraftSwitch()
     play(switch, 20, plain=1.0, drafted=1.2, gain=2.0)
-    assert switch.patience_ahead(1, running=0.2) == pytest.approx(1.3)
-    assert switch.patience_ahead(1, running=3.0) == 0.0
+    assert switch.patience_ahead(1, running=0.2, answers_in=1.0) == pytest.approx(1.3)
+    assert switch.patience_ahead(1, running=3.0, answers_in=0.0) == 0.0
+    # One that comes much later is not waited for, so that the device goes on.
+    assert switch.patience_ahead(1, running=0.2, answers_in=5.0) == pytest.approx(0.6)
 
 
 def pays(switch: DraftSwitch, after: float) -> bool:
@@ -92,10 +94,10 @@ def test_plain_steps_are_timed_before_any_draft() -> None:
 def test_tries_of_drafts_that_do_not_pay_cost_little(load: int, overhead: float) -> None:
     chosen = play(DraftSwitch(), 8000, plain=1.0, drafted=1 + overhead, gain=1.05, load=load)
     pauses = [length for waits, length in runs(chosen)[2:-1] if not waits]
-    assert pauses[:4] == sorted(pauses[:4]) and pauses[0] <= 8
+    assert pauses[0] < 0.6 * pauses[1]
     assert overhead * sum(chosen) < 0.025 * len(chosen)
-    # The cheaper a try, the sooner the next.
-    assert max(pauses) < 300 * overhead
+    # The cheaper a try, the sooner the next; where many sequences have to be told of, it is not cheap.
+    assert (max(pauses) < 450 * overhead + 20) is (load < 9)
 
 
 def test_rows_are_not_what_drafting_costs() -> None:
@@ -120,9 +122,9 @@ def test_a_pause_is_short_again_once_drafts_have_paid() -> None:
     switch = DraftSwitch()
     play(switch, 3000, plain=1.0, drafted=2.0, gain=1.5)
     play(switch, 1500, plain=1.0, drafted=2.0, gain=3.0)
-    chosen = play(switch, 60, plain=1.0, drafted=2.0, gain=1.5)
+    chosen = play(switch, 600, plain=1.0, drafted=2.0, gain=1.5)
     pauses = [length for waits, length in runs(chosen) if not waits]
-    assert pauses[0] <= 8
+    assert pauses[0] < 0.6 * 400
 
 
 def test_loads_are_told_apart() -> None:
