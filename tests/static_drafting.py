@@ -10,11 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from draft_service.neural import captured, tree_pass
+from draft_service.neural import static_attention
 from draft_service.neural.captured import CapturedDrafting
 from draft_service.neural.network import Network
 from draft_service.neural.static_attention import StaticAttention, TreePlan
 from draft_service.neural.tree_config import CacheShape, TreeShape
+from tree_kernels import linear
 from tree_kernels._triton_attention import TritonAttention, TritonPlan, TritonSettings
 from tree_kernels.attention import AttentionBatch, AttentionPlan, TreeAttention
 
@@ -81,5 +82,5 @@ def write_taken(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slots:
 @pytest.fixture
 def static_kv(monkeypatch: pytest.MonkeyPatch) -> None:
     """Free rows have no slot, which PyTorch's way of writing keys does not know."""
-    monkeypatch.setattr(captured, "write_kv", write_taken)
-    monkeypatch.setattr(tree_pass, "write_kv", write_taken)
+    monkeypatch.setattr(static_attention, "write_kv", write_taken)
+    monkeypatch.setattr(linear, "write_kv", write_taken)

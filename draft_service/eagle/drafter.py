@@ -18,12 +18,14 @@ from torch import Tensor
 from draft_service.drafter import Drafter, DrafterSpec, DraftSequence, MakePart
 from draft_service.eagle.checkpoint import load_head, projection_fingerprint, read_config, read_token_map
 from draft_service.eagle.config import EagleConfig
+from draft_service.eagle.fused_head import MAX_ROWS, fused
 from draft_service.eagle.head import EagleHead
 from draft_service.eagle.head_config import HeadConfig, HeadRefused
 from draft_service.eagle.target_checkpoint import TargetCheckpoint
 from draft_service.features import FeatureWindow
 from draft_service.neural.captured import drafting_on
 from draft_service.neural.network import Network, RowOutput
+from draft_service.neural.static_attention import StaticAttend
 from draft_service.neural.tail_attention import Attend
 from draft_service.neural.threads import in_passing_thread
 from draft_service.neural.tree_drafting import Extension, Followed, TreeDrafting, Wanted
@@ -41,7 +43,7 @@ class HeadNetwork:
 
     def __init__(self, head: EagleHead) -> None:
         config, weight = head.config, head.embed_tokens.weight
-        self._head = head
+        self._head, self._fused = head, fused(head)
         self.layers, self.kv_heads, self.head_dim = config.num_layers, config.num_kv_heads, config.head_dim
         self.dtype, self.device = weight.dtype, weight.device
         ids = head.token_ids
@@ -50,8 +52,9 @@ class HeadNetwork:
     def read(self, token_ids: Tensor, carried: Tensor | None, positions: Tensor, attend: Attend) -> RowOutput:
         """See `Network.read`; carried are features [R, H]."""
         assert carried is not None, "an EAGLE head reads features"
-        features, spoken = self._head(token_ids, carried, positions, attend)
-        return RowOutput(features, spoken)
+        if self._fused is not None and isinstance(attend, StaticAttend) and len(token_ids) <= MAX_ROWS:
+            return RowOutput(*self._fused.forward(token_ids, carried, positions, attend))
+        return RowOutput(*self._head(token_ids, carried, positions, attend))
 
     def logits(self, spoken: Tensor) -> Tensor:
         """See `Network.logits`."""

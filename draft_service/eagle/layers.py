@@ -20,7 +20,7 @@ class Rotary(nn.Module):
 
     def __init__(self, config: HeadConfig) -> None:
         super().__init__()
-        inverse, self._scaling = _frequencies(dict(config.rope), config.head_dim, config.max_positions)
+        inverse, self.scaling = _frequencies(dict(config.rope), config.head_dim, config.max_positions)
         # As bits: a head that is put into half precision must not round its frequencies.
         self.register_buffer("inverse_bits", inverse.view(torch.int32), persistent=False)
         self.inverse_bits: Tensor
@@ -29,7 +29,7 @@ class Rotary(nn.Module):
         """Cosine and sine [.., 1, D] in fp32 of positions [..]."""
         angles = positions[..., None].float() * self.inverse_bits.view(torch.float32)
         angles = torch.cat([angles, angles], dim=-1).unsqueeze(-2)
-        return angles.cos() * self._scaling, angles.sin() * self._scaling
+        return angles.cos() * self.scaling, angles.sin() * self.scaling
 
 
 def _frequencies(rope: dict[str, Any], head_dim: int, max_positions: int) -> tuple[Tensor, float]:

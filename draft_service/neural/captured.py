@@ -17,14 +17,13 @@ from torch import Tensor
 
 from draft_service.neural.config import NeuralConfig
 from draft_service.neural.network import Network, RowOutput
-from draft_service.neural.static_attention import StaticAttention, StaticIntegers, TreePlan, capacity
+from draft_service.neural.static_attention import StaticAttend, StaticAttention, StaticIntegers, TreePlan, capacity
 from draft_service.neural.tail_attention import TailPart, fresh_rows, fresh_slots
 from draft_service.neural.tree_config import CacheShape, TreeShape
 from draft_service.neural.tree_drafting import TreeDrafting, Wanted
 from draft_service.neural.tree_pass import TreePass
 from outrider.sampling import VerificationMode
 from outrider.tree import TokenTree
-from tree_kernels.kv_move import write_kv
 
 # Rows of one sequence that a captured pass over committed tokens has room for, on average.
 _COMMITTED = 8
@@ -91,19 +90,17 @@ class StaticPass:
     def run(self) -> RowOutput:
         """The pass over all rows of the size, [new, ..] each."""
         parts = self._integers.device
-        output = self._network.read(parts["token_ids"], self._carried, parts["positions"], self._attend)
+        attend = StaticAttend(self._cache, parts["slots"], self._attend)
+        output = self._network.read(parts["token_ids"], self._carried, parts["positions"], attend)
         if self.size.certain:
             self._states.write(parts["states"].long(), output, parts["ends"].long())
         return output
 
-    def _attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """See `TailAttention`."""
-        keys, values, parts = self._cache.keys[layer], self._cache.values[layer], self._integers.device
-        write_kv(key, value, keys, values, parts["slots"])
+    def _attend(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         if self.size.certain:
             # All rows of the tails are new, and free ones stand behind them.
             return self._attention.run(self.plan, query, keys, values, query.shape[-1] ** -0.5)
-        tail, places = self.size.tail, parts["places"].long()
+        tail, places = self.size.tail, self._integers.device["places"].long()
         queries = query.new_zeros(tail + 1, *query.shape[1:]).index_copy_(0, places, query)
         output = self._attention.run(self.plan, queries[:tail], keys, values, query.shape[-1] ** -0.5)
         return output.index_select(0, places.clamp(max=tail - 1))

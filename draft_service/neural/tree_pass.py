@@ -19,14 +19,12 @@ from draft_service.drafter import tree_limits
 from draft_service.neural.candidates import temperature_of
 from draft_service.neural.network import Network, RootStates
 from draft_service.neural.paged_cache import PagedCache
-from draft_service.neural.static_attention import StaticAttention, StaticIntegers, TreePlan, capacity
-from draft_service.neural.tail_attention import Attend
+from draft_service.neural.static_attention import StaticAttend, StaticAttention, StaticIntegers, TreePlan, capacity
 from draft_service.neural.tree_config import TreeShape
 from draft_service.neural.tree_drafting import Wanted
 from outrider.sampling import VerificationMode
 from outrider.tree import TokenTree
 from tree_kernels.growth import Children, Race, grow, keep, likeliest, make_growth, make_kept, race_winners
-from tree_kernels.kv_move import write_kv
 
 
 class Drafting(Protocol):
@@ -156,21 +154,19 @@ class TreePass:
             shape.race_sharpness,
         )
 
-    def _attend(self, level: int) -> Attend:
-        """Attention of the rows of one level, [B * W, ..], see `TailAttention`."""
+    def _attend(self, level: int) -> StaticAttend:
+        """Attention of the rows of one level, [B * W, ..]."""
         sequences, width = self.sequences, self._shape.topk
         slots = self._integers.device["slots"].view(-1, sequences * width)[level - 1]
         rows = slice(1 + (level - 1) * width, 1 + level * width)
 
-        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            keys, values = self._cache.keys[layer], self._cache.values[layer]
-            write_kv(key, value, keys, values, slots)
+        def run(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
             queries = query.new_zeros(sequences, self._tail, *query.shape[1:])
             queries[:, rows] = query.view(sequences, width, *query.shape[1:])
             output = self._attention.run(self.plan, queries.flatten(0, 1), keys, values, query.shape[-1] ** -0.5)
             return output.reshape(sequences, self._tail, *query.shape[1:])[:, rows].flatten(0, 1)
 
-        return attend
+        return StaticAttend(self._cache, slots, run)
 
 
 def _tail_slots(

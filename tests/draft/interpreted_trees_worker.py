@@ -24,7 +24,7 @@ from eagle_heads import make_head
 
 from draft_service.eagle.config import EagleConfig
 from draft_service.eagle.drafter import EagleDrafter, HeadNetwork
-from draft_service.neural import captured, tree_pass
+from draft_service.neural import static_attention
 from draft_service.neural.static_attention import StaticAttention
 from tree_kernels._triton_attention import TritonAttention, TritonSettings
 
@@ -39,7 +39,7 @@ class InterpretedDrafting(static_drafting.StaticDrafting):
 
 
 def main() -> None:
-    captured.write_kv = tree_pass.write_kv = static_drafting.write_taken  # type: ignore[attr-defined]
+    static_attention.write_kv = static_drafting.write_taken
     head = make_head(head_dim=16)
     config = EagleConfig(**(SETTINGS | SHAPE))
     drafters = [make_drafter(head, **SHAPE), make_drafter(head, **SHAPE)]

@@ -1,0 +1,119 @@
+"""A head by the kernels of few rows computes what its modules do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from eagle_drafting import COUPLED, GREEDY, SETTINGS, make_drafter, opened, same_tree, sequence_of, states_of, text
+from eagle_heads import HIDDEN, VOCABULARY, make_head
+from static_drafting import StaticDrafting, static_kv  # noqa: F401
+from torch import Tensor
+
+from draft_service.eagle.config import EagleConfig
+from draft_service.eagle.drafter import HeadNetwork
+from draft_service.eagle.fused_head import FusedHead, can_be_fused, fused
+from draft_service.eagle.head import EagleHead
+from draft_service.neural.paged_cache import PagedCache
+from draft_service.neural.static_attention import StaticAttend
+from tree_kernels.linear import TorchLinears, row_linears
+
+FUSED: dict[str, dict[str, Any]] = {
+    "eagle-3": {},
+    "eagle-3.1": {"fc_norm": True, "norm_output": True},
+    "normed residual": {"norm_before_residual": True, "o_bias": True},
+    "two layers": {"num_layers": 2, "qkv_bias": True},
+    "yarn": {"rope": {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0}, "max_positions": 64},
+}
+OTHERS: dict[str, dict[str, Any]] = {
+    "eagle-1": {"kind": "eagle", "num_features": 1, "feature_layers": (12,)},
+    "normed heads": {"qk_norm": True},
+    "biased mlp": {"mlp_bias": True},
+    "odd heads": {"head_dim": 8},
+}
+ROWS = 5
+
+pytestmark = pytest.mark.usefixtures("static_kv")
+
+
+def own_slot(slots: Tensor) -> Any:
+    """Attention of every row to itself alone, in a way that shows queries, keys and values."""
+
+    def run(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        group = query.shape[1] // keys.shape[2]
+        key, value = (pool.flatten(0, 1)[slots.long()].repeat_interleave(group, dim=1) for pool in (keys, values))
+        return 0.5 * query * key + value
+
+    return run
+
+
+def both(head: EagleHead, own: FusedHead) -> list[list[Tensor]]:
+    """What the modules, and what the kernels make of the same rows: outputs, and the keys and values they store."""
+    config, weight = head.config, head.embed_tokens.weight
+    generator = torch.Generator().manual_seed(5)
+    features = torch.randn(ROWS, HIDDEN, generator=generator).to(weight.device, weight.dtype)
+    tokens = torch.randint(VOCABULARY, (ROWS,), generator=generator, dtype=torch.int32).to(weight.device)
+    positions = torch.tensor([0, 3, 4, 4, 40], dtype=torch.int32, device=weight.device)
+    slots = torch.tensor([6, 1, 0, 7, 9], dtype=torch.int32, device=weight.device)
+    found = []
+    for forward in (head, own.forward):
+        cache = PagedCache(
+            3, 4, layers=config.num_layers, kv_heads=config.num_kv_heads, head_dim=config.head_dim,
+            dtype=weight.dtype, device=weight.device,
+        )  # fmt: skip
+        for pool in (*cache.keys, *cache.values):
+            pool.zero_()
+        output = forward(tokens, features, positions, StaticAttend(cache, slots, own_slot(slots)))
+        found.append([output.features, output.spoken, *cache.keys, *cache.values])
+    return found
+
+
+@pytest.mark.parametrize("kind", FUSED.values(), ids=FUSED)
+def test_kernels_compute_what_modules_do(kind: dict[str, Any]) -> None:
+    head = make_head(head_dim=16, **kind)
+    assert can_be_fused(head)
+    for expected, other in zip(*both(head, FusedHead(head, TorchLinears())), strict=True):
+        assert torch.allclose(other, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", OTHERS.values(), ids=OTHERS)
+def test_other_heads_are_left_alone(kind: dict[str, Any]) -> None:
+    assert not can_be_fused(make_head(**({"head_dim": 16} | kind)))
+
+
+def test_a_cpu_and_fp32_keep_the_modules() -> None:
+    assert fused(make_head(head_dim=16)) is None and fused(make_head(head_dim=16).bfloat16()) is None
+
+
+def test_joined_weights_stay_the_heads_own() -> None:
+    head, untouched = make_head(head_dim=16, qkv_bias=True), make_head(head_dim=16, qkv_bias=True)
+    FusedHead(head, TorchLinears())
+    for name, weight in untouched.state_dict().items():
+        assert torch.equal(head.state_dict()[name], weight), name
+
+
+@pytest.mark.parametrize("mode", [GREEDY, COUPLED], ids=lambda mode: mode.value)
+def test_whole_trees_of_a_fused_head(mode: Any) -> None:
+    head = make_head(head_dim=16, num_layers=2)
+    config = EagleConfig(**SETTINGS)
+    drafters = [make_drafter(head), make_drafter(head)]
+    network = HeadNetwork(head)
+    network._fused = FusedHead(head, TorchLinears())
+    drafters[1]._drafting = StaticDrafting(network, config.tree, config.cache)
+    trees = []
+    for drafter in drafters:
+        sequences = [opened(drafter, sequence_of(text(5 + i, i), mode), states_of(head, 5 + i, i)) for i in range(3)]
+        trees.append(drafter.propose(sequences))
+    for expected, found in zip(*trees, strict=True):
+        same_tree(found, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("kind", FUSED.values(), ids=FUSED)
+def test_kernels_compute_what_modules_do_on_a_gpu(kind: dict[str, Any]) -> None:
+    head = make_head(head_dim=16, **kind).cuda().bfloat16()
+    found = both(head, FusedHead(head, row_linears(head.embed_tokens.weight.device)))
+    for expected, other in zip(*found, strict=True):
+        assert (other - expected).float().norm() <= 0.03 * expected.float().norm()
