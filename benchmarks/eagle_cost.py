@@ -75,7 +75,9 @@ class Figure:
 
 def make_head(config: HeadConfig, device: str, dtype: torch.dtype) -> EagleHead:
     torch.manual_seed(0)
-    head = EagleHead(config, torch.arange(config.draft_vocab_size)).to(device, dtype).requires_grad_(False)
+    # Drawing so many numbers takes a processor half a minute.
+    with torch.device(device):
+        head = EagleHead(config, torch.arange(config.draft_vocab_size)).to(dtype).requires_grad_(False)
     # Peaked enough that trees have a shape, flat enough that they fill up.
     head.lm_head.weight.normal_(0.0, 4.0 * config.hidden_size**-0.5)
     return head

@@ -16,9 +16,11 @@ from tree_kernels.growth import Children, Race
 _CHUNK = 1024
 _LEAST = tl.constexpr(1e-30)
 _NONE = tl.constexpr(2**31 - 1)
+# They differ from level to level and from batch to batch; a kernel each would cost compiling and gain nothing.
+_NUMBERS = ["rows_each", "level", "known", "chunks"]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_NUMBERS)
 def _scan_kernel(  # type: ignore[no-untyped-def]
     logits, temperatures, peaks, sums, values, places, vocabulary, rows_each, row_stride, BEST: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -56,7 +58,7 @@ def _log_mass(peaks, sums, row, chunks, BLOCK: tl.constexpr):  # type: ignore[no
     return base + tl.log(tl.sum(mass * tl.exp(peak - base), 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_NUMBERS)
 def _likeliest_kernel(  # type: ignore[no-untyped-def]
     peaks, sums, values, places, token_ids, tokens, scores, chunks, WIDTH: tl.constexpr,
     MAPPED: tl.constexpr, BLOCK_CHUNKS: tl.constexpr, BLOCK: tl.constexpr,
@@ -100,7 +102,7 @@ def _filter(prob, place, known, top_k, top_p, min_p):  # type: ignore[no-untyped
     return prob / scale, stays, rest
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_NUMBERS)
 def _race_kernel(  # type: ignore[no-untyped-def]
     peaks, sums, values, places, token_ids, temperatures, coupled, top_k, top_p, min_p, seeds, positions, tokens,
     scores, chunks, known, level, rows_each, sharpness, WIDTH: tl.constexpr, SHARP: tl.constexpr, MAPPED: tl.constexpr,

@@ -14,6 +14,8 @@ from tree_kernels.growth import Children, Growth
 
 # Items of a program, and of the turns in which it meets the others.
 _ITEMS = 64
+# They differ from level to level and from batch to batch; a kernel each would cost compiling and gain nothing.
+_NUMBERS = ["sequences", "items", "begin", "level", "row", "rows", "tail", "floor"]
 
 
 @triton.jit
@@ -29,7 +31,7 @@ def _offered(frontier_worths, scores, b, item, floor, PLACES: tl.constexpr, WIDT
     return tl.where(here, tl.where(there, above * score, 0.0), -1.0), score
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_NUMBERS)
 def _grow_kernel(  # type: ignore[no-untyped-def]
     item_tokens, item_parents, item_worths, item_scores, frontier, frontier_worths, next_frontier, next_worths,
     next_tokens, sources, tokens, scores, limits, tail_parents, sequences, items, begin, level, row, tail, floor,
@@ -76,7 +78,7 @@ def _grow_kernel(  # type: ignore[no-untyped-def]
         tl.store(tail_parents + b * tail + row + place, parent, mask=taken)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_NUMBERS)
 def _keep_kernel(tokens, parents, worths, scores, kept, items, rows, BLOCK: tl.constexpr, BLOCK_J: tl.constexpr):  # type: ignore[no-untyped-def]
     """Program (sequence, block): the rows that BLOCK items of a tree have among the best; see `growth.keep`."""
     b = tl.program_id(0)

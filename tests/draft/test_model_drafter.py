@@ -11,6 +11,7 @@ import torch
 from conftest import TINY, make_tiny
 from eagle_drafting import COUPLED, GREEDY, plain_growth, same_tree
 from engine_harness import make_runner, plain, request, run
+from static_drafting import StaticDrafting, static_kv  # noqa: F401
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -95,6 +96,27 @@ def test_a_batch_is_drafted_as_one_by_one(folders: dict[str, Path]) -> None:
         again = sequence_of(sequence.token_ids, sequence.mode)
         alone.open(again)
         same_tree(tree, alone.propose([again])[0])
+
+
+@pytest.mark.usefixtures("static_kv")
+@pytest.mark.parametrize("count", [1, 3])
+def test_whole_trees_are_those_that_grow_by_level(count: int, folders: dict[str, Path]) -> None:
+    drafters = [make_drafter(folders["llama"]), make_drafter(folders["llama"])]
+    own = drafters[1]._drafting
+    assert own is not None
+    config = ModelConfig(draft_model=str(folders["llama"]), **SETTINGS)
+    drafters[1]._drafting = StaticDrafting(own.network, config.tree, config.cache)
+    followed = [[sequence_of(text(3 + 9 * i, i), [COUPLED, GREEDY][i % 2]) for i in range(count)] for _ in drafters]
+    for drafter, sequences in zip(drafters, followed, strict=True):
+        for sequence in sequences:
+            drafter.open(sequence)
+    for step in range(3):
+        trees = [drafter.propose(sequences) for drafter, sequences in zip(drafters, followed, strict=True)]
+        for expected, found in zip(*trees, strict=True):
+            assert expected.drafted
+            same_tree(found, expected)
+        for sequence in (*followed[0], *followed[1]):
+            sequence.token_ids.extend(text(1 + 4 * step, step))
 
 
 def test_a_full_cache_costs_drafts_only(folders: dict[str, Path]) -> None:
