@@ -17,8 +17,9 @@ from typing import NamedTuple
 
 from target_service.drafting import FOLLOWED_ANYWAY
 
-# Steps of a kind at one load before its time is believed.
-_ENOUGH = 8
+# Drafted steps of a kind at one load before their time is believed, and plain launches: until then they have found how
+# many passes to launch at once, which makes each of them quicker.
+_ENOUGH, _ENOUGH_PLAIN = 8, 40
 # What one step moves the time of its kind, and how far from it a step is believed.
 _SHARE = 0.1
 _BOUND = 2.0
@@ -150,7 +151,7 @@ class DraftSwitch:
         """What pays by what is known, for steps that must not be tries since nobody would learn from them."""
         seen = self._at(load)
         ways = [way for way in (Use.AFTER, Use.AHEAD) if seen.known(way) and (ahead or way is Use.AFTER)]
-        if seen.plain_steps < _ENOUGH or not ways:
+        if seen.plain_steps < _ENOUGH_PLAIN or not ways:
             return Use.PLAIN
         way = max(ways, key=lambda way: seen.gain(way, load, promise))
         return way if seen.gain(way, load, promise) > _MARGIN else Use.PLAIN
@@ -158,7 +159,7 @@ class DraftSwitch:
     def patience(self, load: int) -> float:
         """Seconds for which to wait for a draft at most."""
         seen = self._at(load)
-        return _WORTH * seen.plain if seen.plain_steps >= _ENOUGH else float("inf")
+        return _WORTH * seen.plain if seen.plain_steps >= _ENOUGH_PLAIN else float("inf")
 
     def patience_ahead(self, load: int, running: float, answers_in: float) -> float:
         """Seconds for which to wait for a draft at most behind a plain pass that has been `running` for so long, where
@@ -171,12 +172,12 @@ class DraftSwitch:
         )
 
     def _decide(self, seen: _Load, way: Use, load: int, promise: Promise) -> Use:
-        if seen.plain_steps < _ENOUGH:
+        if seen.plain_steps < _ENOUGH_PLAIN:
             return Use.PLAIN
         self._since_refresh += 1
         if self._since_refresh > _REFRESH:
             # Contexts grow, and with them what a plain step takes.
-            self._since_refresh, seen.plain_steps = 0, 1
+            self._since_refresh, seen.plain_steps = 0, _ENOUGH_PLAIN - _ENOUGH
         if not seen.known(way) or seen.gain(way, load, promise) > _MARGIN:
             self._trying, self._left, self._paid = False, 0, self._paid + 1
             if self._paid > _RECOVERED:

@@ -12,7 +12,7 @@ from outrider.tree import TokenTree
 from target_service.batch import StepBatch
 from target_service.commit import LiveSequence
 from target_service.draft_switch import DraftSwitch, Promise, Use
-from target_service.drafting import Drafting
+from target_service.drafting import FOLLOWED_ANYWAY, Drafting
 from target_service.kv_cache import OutOfPages
 from target_service.row_budget import IN_ORDER_NODES, Offer, RowBudget
 from target_service.scheduler import Chunk, Schedule, Scheduler
@@ -21,8 +21,8 @@ from target_service.sequence import Sequence
 # Of every plain step: what is fed as the root is the sequence's own token, whichever this says.
 _ROOT_ALONE = TokenTree.root_only(0)
 # Plain steps that a draft follows along, after a drafted one and before the next. A head works more for that than it
-# loses by beginning anew, and the target works for it.
-_FOLLOWED, _FOLLOWED_BY_HEADS = 32, 8
+# loses by beginning anew, and the target works for it; so does any draft of many sequences.
+_FOLLOWED, _FOLLOWED_BY_HEADS, _FOLLOWED_BY_MANY = 32, 8, 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +70,8 @@ class Gathering:
     def drafts_are_near(self) -> bool:
         """Whether drafts are in use, or were lately, or may be soon."""
         followed = _FOLLOWED_BY_HEADS if self._drafting.reads_features else _FOLLOWED
+        if self._scheduler.load > FOLLOWED_ANYWAY:
+            followed = _FOLLOWED_BY_MANY
         return self._switch is None or self._switch.drafts_are_near(followed)
 
     def choose(self, running: SequenceOf[Sequence], *, ahead: bool) -> Use:

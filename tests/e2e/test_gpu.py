@@ -95,7 +95,9 @@ def test_rejection_on_the_device_decides_as_on_the_host(exact: tuple[ModelRunner
     eager, taken, steps = exact
     wanted = requests(SamplingParams(temperature=0.9, seed=3, ignore_eos=True), VerificationMode.REJECTION)
     draft = drafter("knowing", wanted, run(eager, wanted))
-    host, device = run(eager, wanted, propose=draft), run(taken, wanted, propose=draft, launch=steps)
+    # Steps follow each other in the same order on either.
+    host = run(eager, wanted, propose=draft, followable=True)
+    device = run(taken, wanted, propose=draft, launch=steps)
     for one, other in zip(host, device, strict=True):
         assert one.token_ids == other.token_ids
         assert [v.accepted_rows for v in one.verdicts] == [v.accepted_rows for v in other.verdicts]

@@ -86,7 +86,7 @@ def runs(chosen: list[bool]) -> list[tuple[bool, int]]:
 
 
 def test_plain_steps_are_timed_before_any_draft() -> None:
-    assert runs(play(DraftSwitch(), 100, plain=1.0, drafted=1.2, gain=2.0)) == [(False, 8), (True, 92)]
+    assert runs(play(DraftSwitch(), 100, plain=1.0, drafted=1.2, gain=2.0)) == [(False, 40), (True, 60)]
 
 
 @pytest.mark.parametrize("load", [1, 7, 200])
@@ -163,12 +163,12 @@ def test_a_draft_that_takes_many_steps_is_known_for_that() -> None:
 def test_a_step_that_reads_prompts_is_no_try() -> None:
     switch = DraftSwitch()
     assert not pays(switch, 9.0)
-    play(switch, 40, plain=1.0, drafted=1.2, gain=2.0)
+    play(switch, 80, plain=1.0, drafted=1.2, gain=2.0)
     assert pays(switch, 2.0) and not pays(switch, 1.1)
 
 
 def test_patience_is_worth_a_few_plain_steps() -> None:
     switch = DraftSwitch()
     assert switch.patience(1) == float("inf")
-    play(switch, 40, plain=0.5, drafted=0.6, gain=2.0)
+    play(switch, 80, plain=0.5, drafted=0.6, gain=2.0)
     assert switch.patience(1) == pytest.approx(8 * 0.5)
