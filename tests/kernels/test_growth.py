@@ -35,3 +35,10 @@ def test_the_kernels_grow_the_same_trees() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_the_kernels_grow_the_same_trees_on_a_gpu() -> None:
     check(work(WORKER, TRITON_INTERPRET="0"))
+
+
+def test_the_kernels_compile_for_a_gpu() -> None:
+    """A program has 227 KB of shared memory, which what is counted for many items could outgrow."""
+    pytest.importorskip("triton")
+    needed = work("growth_compiling_worker.py", TRITON_INTERPRET="0")
+    assert len(needed) > 20 and max(needed.values()) < 227 << 10

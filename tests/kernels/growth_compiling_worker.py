@@ -1,0 +1,77 @@
+"""Compiles the kernels that grow trees for an H100 or H200, which takes no GPU, in the shapes of common drafters, and
+writes what shared memory each needs as JSON to standard output."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+
+from tree_kernels import _triton_children, _triton_growth
+
+POINTERS = {
+    **dict.fromkeys(("peaks", "sums", "item_scores"), "*fp32"),
+    **dict.fromkeys(("temperatures", "values"), "*fp32"),
+    **dict.fromkeys(("item_worths", "worths", "frontier_worths", "next_worths", "top_p", "min_p"), "*fp64"),
+    **dict.fromkeys(("sources", "seeds", "positions"), "*i64"),
+    **dict.fromkeys(("sharpness", "floor"), "fp32"),
+    **dict.fromkeys(
+        ("item_tokens", "item_parents", "frontier", "next_frontier", "next_tokens", "tokens", "parents", "limits",
+         "tail_parents", "token_ids", "places", "coupled", "top_k", "kept"), "*i32",
+    ),
+    "logits": "*bf16",
+}  # fmt: skip
+# Where a name means another type than above: what a race is given, and scores before and after they are kept.
+RACE = {"values": "*bf16", "places": "*i64", "scores": "*fp64"}
+
+
+def kernels() -> Iterator[tuple[str, Any, dict[str, str], dict[str, Any], int]]:
+    """Name, kernel, types of its own, constants and warps."""
+    for width, chunks, vocabulary in ((4, 32, 32000), (8, 32, 32000), (10, 126, 128256), (32, 126, 128256)):
+        name = f"width {width}, {vocabulary} tokens"
+        block_chunks, best = 1 << (chunks - 1).bit_length(), 1 << (chunks * width - 1).bit_length()
+        yield f"scan, {name}", _triton_children._scan_kernel, {}, {"BEST": width, "CHUNK": 1024}, 4
+        mapped = {"WIDTH": width, "MAPPED": True, "BLOCK_CHUNKS": block_chunks}
+        likeliest = mapped | {"BLOCK": best}
+        yield f"likeliest, {name}", _triton_children._likeliest_kernel, {"scores": "*fp64"}, likeliest, 4
+        for entrants, sharp in ((128, True), (2048, False)):
+            race = mapped | {"BLOCK": entrants, "SHARP": sharp}
+            yield f"race of {entrants}, {name}", _triton_children._race_kernel, RACE, race, 4
+    yield "scan for a race", _triton_children._scan_kernel, {}, {"BEST": 0, "CHUNK": 1024}, 4
+    for width in (1, 4, 10):
+        for places, deep, last in ((1, False, False), (width, True, False), (width, True, True)):
+            block = max(16, min(64, 1 << (places * width - 1).bit_length()))
+            constants = {"PLACES": places, "WIDTH": width, "LAST": last, "DEEP": deep}
+            constants |= {"BLOCK": block, "BLOCK_J": block}
+            warps = 4 if block == 64 else 1
+            name = f"grow {places} x {width}, {deep} {last}"
+            yield name, _triton_growth._grow_kernel, {"scores": "*fp64"}, constants, warps
+    for block, warps in ((16, 1), (64, 4)):
+        yield (
+            f"keep {block}",
+            _triton_growth._keep_kernel,
+            {"scores": "*fp32"},
+            {"BLOCK": block, "BLOCK_J": block},
+            warps,
+        )
+
+
+def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any], warps: int) -> int:
+    """Bytes of shared memory of one program."""
+    names = kernel.arg_names
+    signature = {name: "constexpr" if name in constants else (POINTERS | types).get(name, "i32") for name in names}
+    source = ASTSource(kernel, signature, {(names.index(name),): value for name, value in constants.items()})
+    found = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
+    return int(found.metadata.shared)
+
+
+def main() -> None:
+    json.dump({name: compiled(*rest) for name, *rest in kernels()}, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()
