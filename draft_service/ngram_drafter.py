@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -13,6 +14,7 @@ import numpy as np
 from draft_service import snapshot, tree_building
 from draft_service.corpora import Corpora
 from draft_service.drafter import CorpusGrowth, Drafter, DrafterSpec, DraftSequence, MakePart, tree_limits
+from draft_service.growth_packing import PackedTrees
 from draft_service.learning import Learner
 from draft_service.ngram_config import NEVER_LOG2, TrieConfig
 from draft_service.ngram_trie import NgramTrie
@@ -110,11 +112,7 @@ class NgramDrafter:
         if not sequences:
             return []
         tries, asked = self._asked(sequences)
-        # Learning goes on while trees grow, so what is read is held for the microseconds that takes. Only this thread
-        # ever holds more than one.
-        for trie in tries:
-            trie.lock.acquire()
-        try:
+        with _held(tries):
             counts, grown, scores = self._batch.grow(tries, asked)
             trees = [
                 self._drawn(sequence, tries[tenant], tries[shared])
@@ -124,16 +122,30 @@ class NgramDrafter:
                     sequences, asked, counts, grown, scores, strict=True
                 )
             ]
-        finally:
-            for trie in tries:
-                trie.lock.release()
-        # Afterwards, since the learner's thread would take the interpreter from a tree that is being made.
+        self._settle(sequences, counts)
+        return trees
+
+    def propose_packed(
+        self, sequences: Sequence[DraftSequence], heads: Sequence[tuple[int, int, int, int]]
+    ) -> PackedTrees | list[TokenTree]:
+        """See `PackingDrafter.propose_packed`."""
+        for sequence in sequences:
+            if sequence.mode is VerificationMode.REJECTION:
+                return self.propose(sequences)
+        tries, asked = self._asked(sequences)
+        with _held(tries):
+            counts, message = self._batch.grow_packed(tries, asked, heads)
+        self._settle(sequences, counts)
+        return self.propose(sequences) if message is None else PackedTrees([rows - 1 for rows, _ in counts], message)
+
+    def _settle(self, sequences: Sequence[DraftSequence], counts: list[list[int]]) -> None:
+        """Note what the own tries use, and teach. Only now, since the learner's thread would take the interpreter from
+        a tree that is being made."""
         for sequence, (_, used) in zip(sequences, counts, strict=True):
             followed: _Followed = sequence.state
             followed.own.used = used
             if len(sequence.token_ids) - followed.taught >= _PIECE:
                 self._teach(sequence, followed)
-        return trees
 
     def add_corpus(self, tenant: str, corpus: str, token_ids: Sequence[int]) -> CorpusGrowth:
         """See `CorpusDrafter.add_corpus`."""
@@ -224,8 +236,20 @@ class NgramDrafter:
             build_tree((own.arrays(), nothing, nothing), sequence, self._evidence, TreeLimits(4, 4), 2, 0.01)
         place = self._batch.enter(own, [1, 2, 1], self.limits, None, 0)
         self._batch.append(place, [2, 1])
-        self._batch.grow([self._nothing], [(place, 0, 0)])
+        self._batch.grow_packed([self._nothing], [(place, 0, 0)], [(0, 0, 1, 4)])
         self._batch.leave(place)
+
+
+@contextmanager
+def _held(tries: Sequence[NgramTrie]) -> Iterator[None]:
+    """Hold the tries' locks: learning goes on while trees grow. Only one thread ever holds more than one."""
+    for trie in tries:
+        trie.lock.acquire()
+    try:
+        yield
+    finally:
+        for trie in tries:
+            trie.lock.release()
 
 
 def _as_tokens(token_ids: Sequence[int]) -> Tokens:

@@ -11,7 +11,7 @@ import grpc
 
 from draft_service.drafter import CorpusDrafter, Drafter
 from draft_service.observer import DraftObserver, QuietObserver
-from draft_service.session import Admission, ProposeSession
+from draft_service.session import Admission, PackedGrowth, ProposeSession
 from draft_service.tracing import StreamTrace
 from outrider.draft_wire import (
     advance_from_pb,
@@ -23,11 +23,11 @@ from outrider.draft_wire import (
 )
 from outrider.errors import InvalidField, NotSupported, OutriderError
 from outrider.feature_wire import features_from_pb
-from outrider.frames import DraftInfo, SequenceGrowth
+from outrider.frames import DraftInfo
 from outrider.serving import current_tenant
 from outrider.tracing import Tracing
 from outrider.v1 import draft_pb2, draft_pb2_grpc
-from outrider.wire import check_token_ids, name_from_pb, timings_to_pb
+from outrider.wire import check_token_ids, name_from_pb
 
 SERVICE_NAME: str = draft_pb2.DESCRIPTOR.services_by_name["DraftService"].full_name
 MAX_CORPUS_TOKENS = 65536
@@ -124,10 +124,10 @@ class _ProposeStream:
         self._session = session
         self._observer = observer
         self._trace = trace
-        # Advance frames that were taken in: sequences, tokens. Growth frames that were made: growths, and nanoseconds
-        # of waiting and computing.
+        # Advance frames that were taken in: sequences, tokens. Growth frames that were made: sequences, nodes of each,
+        # nanoseconds of waiting and computing.
         self._advanced: list[tuple[int, int]] = []
-        self._grown: list[tuple[list[SequenceGrowth], int, int]] = []
+        self._grown: list[tuple[list[int], list[int], int, int]] = []
 
     def take(self, frame: draft_pb2.ProposeRequest) -> list[draft_pb2.ProposeResponse]:
         """Handle one frame; returns what is answered at once. Raises `InvalidField` for a frame of no kind."""
@@ -152,26 +152,31 @@ class _ProposeStream:
     def growth(self) -> draft_pb2.ProposeResponse | None:
         """One frame of the growth that is owed, if there is any and credit for it."""
         owed_since, started = self._session.owed_since_ns, time.monotonic_ns()
-        growths = self._session.take_growth()
+        growths = self._session.take_packed()
         if not growths:
             return None
+        response = draft_pb2.ProposeResponse()
+        if isinstance(growths, PackedGrowth):
+            sequence_ids, nodes = growths.sequence_ids, growths.nodes
+            response.growth.MergeFromString(growths.message)
+        else:
+            sequence_ids = [growth.sequence_id for growth in growths]
+            nodes = [len(growth.token_ids) for growth in growths]
+            response.growth.sequences.extend(map(growth_to_pb, growths))
         queue_ns, compute_ns = max(0, started - owed_since), time.monotonic_ns() - started
-        self._grown.append((growths, queue_ns, compute_ns))
-        return draft_pb2.ProposeResponse(
-            growth=draft_pb2.GrowSequences(sequences=map(growth_to_pb, growths)),
-            timings=timings_to_pb(queue_ns, compute_ns),
-        )
+        self._grown.append((sequence_ids, nodes, queue_ns, compute_ns))
+        response.timings.queue_nanoseconds, response.timings.compute_nanoseconds = queue_ns, compute_ns
+        return response
 
     def tell(self) -> None:
         """Tell metrics and traces what happened since the last call."""
         for sequences, tokens in self._advanced:
             self._observer.on_advanced(sequences, tokens)
-        for growths, queue_ns, compute_ns in self._grown:
-            nodes = 0
-            for growth in growths:
-                nodes += len(growth.token_ids)
-                self._trace.grown(growth.sequence_id, len(growth.token_ids), compute_ns)
-            self._observer.on_growth(len(growths), nodes, queue_ns, compute_ns)
+        for sequence_ids, nodes, queue_ns, compute_ns in self._grown:
+            if self._trace.follows:
+                for sequence_id, count in zip(sequence_ids, nodes, strict=True):
+                    self._trace.grown(sequence_id, count, compute_ns)
+            self._observer.on_growth(len(nodes), sum(nodes), queue_ns, compute_ns)
         self._advanced.clear()
         self._grown.clear()
 

@@ -7,10 +7,12 @@ methods (`draft_service.inprocess`).
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from draft_service.drafter import Drafter, DraftSequence, FeatureDrafter, tree_limits
+from draft_service.growth_packing import PackedTrees, PackingDrafter
+from draft_service.tracked import Tracked
 from outrider.errors import (
     Draining,
     InvalidField,
@@ -26,7 +28,6 @@ from outrider.errors import (
 )
 from outrider.frames import (
     MAX_OUTSTANDING_CREDIT,
-    ROOT_ID,
     OpenSequence,
     SequenceAdvance,
     SequenceFeatures,
@@ -75,32 +76,12 @@ class Admission:
         self.sequences -= 1
 
 
-@dataclass(slots=True)
-class _Tracked:
-    """One open sequence: the drafter's view of it, and where it stands on the wire.
+class PackedGrowth(NamedTuple):
+    """Growth of some sequences, encoded: their ids, how many nodes each has, the bytes of a `GrowSequences`."""
 
-    Node ids are uint32 there, and never used twice: at 255 a step they outlast any context.
-    """
-
-    draft: DraftSequence
-    step: int
-    next_node_id: int = 1
-
-    def growth(self, tree: TokenTree) -> SequenceGrowth:
-        """The whole tree under fresh ids: it replaces what was sent before."""
-        first = self.next_node_id
-        self.next_node_id += tree.drafted
-        shift, laws = first - 1, tree.distributions
-        return SequenceGrowth(
-            sequence_id=self.draft.sequence_id,
-            base_step=self.step,
-            first_node_id=first,
-            parent_ids=tuple([parent + shift if parent else ROOT_ID for parent in tree.parents[1:]]),
-            token_ids=tree.token_ids[1:],
-            scores=tree.scores[1:],
-            distributions={row + shift if row else ROOT_ID: law for row, law in laws.items()} if laws else {},
-            replaces=True,
-        )
+    sequence_ids: list[int]
+    nodes: list[int]
+    message: bytes
 
 
 class ProposeSession:
@@ -113,9 +94,10 @@ class ProposeSession:
 
     def __init__(self, drafter: Drafter, admission: Admission, caller: str) -> None:
         self._drafter = drafter
+        self._packing = drafter if isinstance(drafter, PackingDrafter) else None
         self._admission = admission
         self._caller = caller
-        self._open: dict[int, _Tracked] = {}
+        self._open: dict[int, Tracked] = {}
         # Sequences that are owed a growth, and since when (monotonic nanoseconds); oldest first.
         self._due: dict[int, int] = {}
         self.credit = 0
@@ -159,7 +141,7 @@ class ProposeSession:
         except OutriderError:
             self._admission.leave()
             raise
-        self._open[sequence.sequence_id] = _Tracked(draft, sequence.step)
+        self._open[sequence.sequence_id] = Tracked(draft, sequence.step)
         self._due[sequence.sequence_id] = time.monotonic_ns()
         return limits
 
@@ -222,19 +204,38 @@ class ProposeSession:
 
     def take_growth(self) -> list[SequenceGrowth]:
         """One frame of owed growth, for one credit; empty when nothing is owed or no credit is left."""
+        taken = self._take()
+        return self._growths(taken, self._drafter.propose([tracked.draft for tracked in taken])) if taken else []
+
+    def take_packed(self) -> PackedGrowth | list[SequenceGrowth]:
+        """As `take_growth`, encoded where the drafter does that."""
+        taken = self._take()
+        if not taken:
+            return []
+        drafts = [tracked.draft for tracked in taken]
+        if self._packing is None:
+            return self._growths(taken, self._drafter.propose(drafts))
+        packed = self._packing.propose_packed(drafts, [tracked.head for tracked in taken])
+        if not isinstance(packed, PackedTrees):
+            return self._growths(taken, packed)
+        for tracked, nodes in zip(taken, packed.nodes, strict=True):
+            tracked.next_node_id += nodes
+        return PackedGrowth([draft.sequence_id for draft in drafts], packed.nodes, packed.message)
+
+    def _take(self) -> list[Tracked]:
+        """The sequences of the next frame."""
         if not self._due or not self.credit:
             return []
         self.credit -= 1
         taken = [self._open[sequence_id] for sequence_id in list(self._due)[:MAX_SEQUENCES_PER_FRAME]]
         for tracked in taken:
             del self._due[tracked.draft.sequence_id]
-        trees = self._drafter.propose([tracked.draft for tracked in taken])
-        return [
-            tracked.growth(_below(tree, tracked.draft.vocabulary_size))
-            for tracked, tree in zip(taken, trees, strict=True)
-        ]
+        return taken
 
-    def _find(self, sequence_id: int) -> _Tracked:
+    def _growths(self, taken: Sequence[Tracked], trees: Sequence[TokenTree]) -> list[SequenceGrowth]:
+        return [tracked.growth(tree) for tracked, tree in zip(taken, trees, strict=True)]
+
+    def _find(self, sequence_id: int) -> Tracked:
         tracked = self._open.get(sequence_id)
         if tracked is None:
             raise UnknownSequence("the sequence is not open on this stream")
@@ -256,21 +257,3 @@ def _append(draft: DraftSequence, vectors: Vectors, position: int) -> None:
     if position < 0 or position + vectors.count > known:
         raise InvalidField("features", f"{vectors.count} from token {position} on, and {known} tokens can have one")
     draft.features.append(read_vectors(vectors), position)
-
-
-def _below(tree: TokenTree, vocabulary_size: int) -> TokenTree:
-    """The tree without tokens, and what hangs below them, that the target has no id for.
-
-    A drafter for any vocabulary may have learnt from a target with a larger one.
-    """
-    if max(tree.token_ids) < vocabulary_size:
-        return tree
-    rows = {0: 0}
-    for row in range(1, len(tree)):
-        if tree.parents[row] in rows and tree.token_ids[row] < vocabulary_size:
-            rows[row] = len(rows)
-    return TokenTree(
-        token_ids=tuple(tree.token_ids[row] for row in rows),
-        parents=tuple(rows[tree.parents[row]] for row in rows),
-        scores=tuple(tree.scores[row] for row in rows),
-    )

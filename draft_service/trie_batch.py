@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from draft_service.compiling import compiled, inlined, pointer
+from draft_service.growth_packing import Octets, pack, room_for, signed
 from draft_service.ngram_trie import NgramTrie
 from draft_service.prediction import UNIT, Evidence, Numbers, Reals, Trie
 from draft_service.tree_growth import Shape, grow_shape
@@ -33,6 +34,7 @@ COLUMNS_OF_SEQUENCE = 12
 # Entries of `rules`: least worth and breadth, depth of the own tries and their half-life, sharpness of races.
 FLOOR, BREADTH, TRIE_DEPTH, HALF_LIFE, SHARPNESS = range(5)
 _FIRST_PLACES = 16
+_NO_HEADS = np.zeros((0, 4), np.int64)
 
 Array = TypeVar("Array", Table, Tokens, Reals)
 
@@ -57,8 +59,10 @@ def learn_and_grow(
     trees: Numbers,
     scores: Reals,
     rows: Table,
-) -> None:
-    """Insert what waits, then grow.
+    heads: Table,
+    packed: Octets,
+) -> int:
+    """Insert what waits, then grow, then encode where that is asked for.
 
     Args:
         tries: [t, 4] addresses; whoever calls keeps the arrays alive and holds the locks.
@@ -70,6 +74,11 @@ def learn_and_grow(
         trees: [n, 2, 1 + nodes] tokens and parents, filled.
         scores: [n, 1 + nodes], filled likewise.
         rows: [n, 2], filled: rows of the tree, and of the own trie.
+        heads: [n, 4] for `pack`, or [0, 4] where nothing is to be encoded.
+        packed: as for `pack`.
+
+    Returns:
+        What `pack` returns.
     """
     depth = int(rules[TRIE_DEPTH])
     longest = depth - 1
@@ -93,6 +102,7 @@ def learn_and_grow(
             context = window[longest - row[KNOWN] : longest]
             seed, position = np.uint64(row[SEED]), np.uint64(row[LENGTH])
             rows[i, 0] = grow_shape(three, context, evidence, shape, seed, position, trees[i], scores[i])
+    return int(pack(trees, scores, rows, heads, packed))
 
 
 class TrieBatch:
@@ -110,6 +120,7 @@ class TrieBatch:
         self._rows = nodes + 1
         self._trees: Numbers = np.empty((0, 2, self._rows), np.int32)
         self._scores: Reals = np.empty((0, self._rows), np.float64)
+        self._packed: Octets = np.empty(0, np.uint8)
 
     def enter(
         self, own: NgramTrie, token_ids: Sequence[int], limits: TreeLimits, power: float | None, seed: int
@@ -118,8 +129,8 @@ class TrieBatch:
         if not self._free:
             self._widen()
         place = self._free.pop()
-        nodes, coupled, signed = min(limits.max_nodes, self._rows - 1), power is not None, seed - (seed >> 63 << 64)
-        self._table[place, NODES:] = nodes, limits.max_depth, coupled, signed
+        nodes = min(limits.max_nodes, self._rows - 1)
+        self._table[place, NODES:] = nodes, limits.max_depth, power is not None, signed(seed)
         self._powers[place] = 1.0 if power is None else power
         self._begin(place, own, token_ids)
         return place
@@ -164,12 +175,30 @@ class TrieBatch:
             For each tree its rows and the rows that the own trie uses now; tokens and parents; scores. The last two
             are as long as the largest tree.
         """
+        counts, _ = self._run(tries, asked, _NO_HEADS)
+        return self._grown(counts)
+
+    def grow_packed(
+        self,
+        tries: Sequence[NgramTrie],
+        asked: Sequence[tuple[int, int, int]],
+        heads: Sequence[tuple[int, int, int, int]],
+    ) -> tuple[list[list[int]], bytes | None]:
+        """As `grow`, with the trees as the bytes of a `GrowSequences`; None where a token is past its vocabulary, and
+        then `grow` gives the same trees."""
+        counts, size = self._run(tries, asked, np.array(heads, np.int64))
+        return counts, None if size < 0 else self._packed[:size].tobytes()
+
+    def _run(
+        self, tries: Sequence[NgramTrie], asked: Sequence[tuple[int, int, int]], heads: Table
+    ) -> tuple[list[list[int]], int]:
         count = len(asked)
         if count > len(self._trees):
             self._trees = np.empty((count, 2, self._rows), np.int32)
             self._scores = np.empty((count, self._rows), np.float64)
+            self._packed = np.empty(room_for(count, self._rows), np.uint8)
         rows: Table = np.empty((count, 2), np.int64)
-        learn_and_grow(
+        size = learn_and_grow(
             np.array([trie.address for trie in tries], np.int64),
             np.array(asked, np.int64),
             self._table,
@@ -180,9 +209,14 @@ class TrieBatch:
             self._trees,
             self._scores,
             rows,
+            heads,
+            self._packed,
         )
-        counts = rows.tolist()
-        most = max(counts)[0]
+        counts: list[list[int]] = rows.tolist()
+        return counts, size
+
+    def _grown(self, counts: list[list[int]]) -> tuple[list[list[int]], list[list[list[int]]], list[list[float]]]:
+        most, count = max(counts)[0], len(counts)
         return counts, self._trees[:count, :, :most].tolist(), self._scores[:count, :most].tolist()
 
     def _begin(self, place: int, own: NgramTrie, token_ids: Sequence[int]) -> None:
