@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -21,7 +20,7 @@ from draft_service.ngram_trie import NgramTrie
 from draft_service.prediction import UNIT, Reals
 from draft_service.tree_building import build_tree, race_power
 from draft_service.trie_arrays import Tokens
-from draft_service.trie_batch import BREADTH, FLOOR, HALF_LIFE, SHARPNESS, TRIE_DEPTH, TrieBatch
+from draft_service.trie_batch import BREADTH, FLOOR, HALF_LIFE, ROOM, SHARPNESS, TRIE_DEPTH, Asked, TrieBatch
 from outrider.frames import TreeLimits
 from outrider.sampling import VerificationMode
 from outrider.tree import TokenTree
@@ -33,13 +32,14 @@ _PIECE = 16
 
 @dataclass(slots=True)
 class _Followed:
-    """What the drafter keeps of one sequence: its own trie, where it stands in the tables, its limits, and how many
-    of its tokens the tenant's trie was given."""
+    """What the drafter keeps of one sequence: its own trie, where it stands in the tables, its limits, how many of its
+    tokens the tenant's trie was given, and which the own trie gets with the next tree."""
 
     own: NgramTrie
     place: int
     limits: TreeLimits
     taught: int
+    fresh: list[int] = field(default_factory=list)
 
 
 class NgramDrafter:
@@ -90,17 +90,17 @@ class NgramDrafter:
 
     def advance(self, sequence: DraftSequence, committed: Sequence[int]) -> None:
         followed: _Followed = sequence.state
-        own, place, depth = followed.own, followed.place, self._config.depth
-        waiting = self._batch.append(place, committed)
-        # The tree is about to be asked for, and the tokens are inserted in the same call.
-        if not waiting:
-            fresh = self._batch.take_waiting(place, own, sequence.token_ids) + len(committed)
-            tail = _as_tokens(sequence.token_ids[-(fresh + depth) :])
-            own.insert(tail[-fresh:], tail[:-fresh], UNIT)
-            self._batch.moved(place, own)
-        elif own.used + waiting * depth > len(own.rows):
-            own.make_room(waiting * depth)
-            self._batch.moved(place, own)
+        own, fresh, depth = followed.own, followed.fresh, self._config.depth
+        fresh.extend(committed)
+        # A tree is about to be asked for, and the same call inserts what waits.
+        if len(fresh) > ROOM:
+            tail = _as_tokens(sequence.token_ids[-(len(fresh) + depth) :])
+            own.insert(tail[-len(fresh) :], tail[: -len(fresh)], UNIT)
+            self._batch.restart(followed.place, own, sequence.token_ids)
+            fresh.clear()
+        elif own.used + len(fresh) * depth > len(own.rows):
+            own.make_room(len(fresh) * depth)
+            self._batch.moved(followed.place, own)
 
     def close(self, sequence: DraftSequence) -> None:
         if sequence.state is not None:
@@ -111,14 +111,14 @@ class NgramDrafter:
     def propose(self, sequences: Sequence[DraftSequence]) -> list[TokenTree]:
         if not sequences:
             return []
-        tries, asked = self._asked(sequences)
-        with _held(tries):
-            counts, grown, scores = self._batch.grow(tries, asked)
+        tries, asked, fresh = self._asked(sequences)
+        with _Held(tries):
+            counts, grown, scores = self._batch.grow(tries, asked, fresh)
             trees = [
                 self._drawn(sequence, tries[tenant], tries[shared])
                 if sequence.mode is VerificationMode.REJECTION
                 else TokenTree(tuple(rows[0][:size]), tuple(rows[1][:size]), tuple(scored[:size]))
-                for sequence, (_, tenant, shared), (size, _), rows, scored in zip(
+                for sequence, (_, tenant, shared, _), (size, _), rows, scored in zip(
                     sequences, asked, counts, grown, scores, strict=True
                 )
             ]
@@ -132,9 +132,9 @@ class NgramDrafter:
         for sequence in sequences:
             if sequence.mode is VerificationMode.REJECTION:
                 return self.propose(sequences)
-        tries, asked = self._asked(sequences)
-        with _held(tries):
-            counts, message = self._batch.grow_packed(tries, asked, heads)
+        tries, asked, fresh = self._asked(sequences)
+        with _Held(tries):
+            counts, message = self._batch.grow_packed(tries, asked, fresh, heads)
         self._settle(sequences, counts)
         return self.propose(sequences) if message is None else PackedTrees([rows - 1 for rows, _ in counts], message)
 
@@ -144,6 +144,7 @@ class NgramDrafter:
         for sequence, (_, used) in zip(sequences, counts, strict=True):
             followed: _Followed = sequence.state
             followed.own.used = used
+            followed.fresh.clear()
             if len(sequence.token_ids) - followed.taught >= _PIECE:
                 self._teach(sequence, followed)
 
@@ -159,12 +160,13 @@ class NgramDrafter:
             "trie_dropped_tokens_total": learner.dropped_tokens,
         }
 
-    def _asked(self, sequences: Sequence[DraftSequence]) -> tuple[list[NgramTrie], list[tuple[int, int, int]]]:
-        """The tries that are read for these sequences, each once, and what `TrieBatch.grow` wants to know."""
+    def _asked(self, sequences: Sequence[DraftSequence]) -> tuple[list[NgramTrie], list[Asked], list[int]]:
+        """The tries that are read for these sequences, each once, and what else `TrieBatch.grow` wants to know."""
         numbers: dict[tuple[str, str], tuple[int, int]] = {}
         places: dict[int, int] = {}
         tries: list[NgramTrie] = []
-        asked: list[tuple[int, int, int]] = []
+        asked: list[Asked] = []
+        fresh: list[int] = []
         for sequence in sequences:
             names = sequence.tenant, sequence.corpus
             pair = numbers.get(names)
@@ -174,8 +176,10 @@ class NgramDrafter:
                     if places.setdefault(id(trie), len(tries)) == len(tries):
                         tries.append(trie)
                 pair = numbers[names] = places[id(tenant)], places[id(shared)]
-            asked.append((sequence.state.place, *pair))
-        return tries, asked
+            followed: _Followed = sequence.state
+            asked.append((followed.place, *pair, len(followed.fresh)))
+            fresh += followed.fresh
+        return tries, asked, fresh
 
     def _drawn(self, sequence: DraftSequence, tenant: NgramTrie, shared: NgramTrie) -> TokenTree:
         """A tree whose nodes are drawn; what waited for the own trie is in it."""
@@ -235,20 +239,24 @@ class NgramDrafter:
             nothing = self._nothing.arrays()
             build_tree((own.arrays(), nothing, nothing), sequence, self._evidence, TreeLimits(4, 4), 2, 0.01)
         place = self._batch.enter(own, [1, 2, 1], self.limits, None, 0)
-        self._batch.append(place, [2, 1])
-        self._batch.grow_packed([self._nothing], [(place, 0, 0)], [(0, 0, 1, 4)])
+        self._batch.grow_packed([self._nothing], [(place, 0, 0, 2)], [2, 1], [(0, 0, 1, 4)])
         self._batch.leave(place)
 
 
-@contextmanager
-def _held(tries: Sequence[NgramTrie]) -> Iterator[None]:
-    """Hold the tries' locks: learning goes on while trees grow. Only one thread ever holds more than one."""
-    for trie in tries:
-        trie.lock.acquire()
-    try:
-        yield
-    finally:
-        for trie in tries:
+class _Held:
+    """Holds the locks of tries: learning goes on while trees grow. Only one thread ever holds more than one."""
+
+    __slots__ = ("_tries",)
+
+    def __init__(self, tries: Sequence[NgramTrie]) -> None:
+        self._tries = tries
+
+    def __enter__(self) -> None:
+        for trie in self._tries:
+            trie.lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        for trie in self._tries:
             trie.lock.release()
 
 

@@ -23,19 +23,20 @@ from outrider.frames import TreeLimits
 
 Table = npt.NDArray[np.int64]
 
-# Committed tokens that may wait for their tree. More are inserted as they come.
+# Fresh tokens that one call inserts for one sequence. More are to be inserted as they come.
 ROOM = 64
 # Columns of a trie's row: addresses and lengths of its arrays.
 ROWS, ROWS_LENGTH, SLOTS, SLOTS_LENGTH = range(4)
-# Columns of a sequence's row: first its own trie, as above; that trie's rows used; tokens in its window, and waiting
-# after it; tokens in all; bounds of its tree (0 nodes: none is grown here); whether candidates race, with which seed.
-USED, KNOWN, WAITING, LENGTH, NODES, DEPTH, COUPLED, SEED = range(4, 12)
-COLUMNS_OF_SEQUENCE = 12
+# Columns of a sequence's row: first its own trie, as above; that trie's rows used; tokens in its window, and in all;
+# bounds of its tree (0 nodes: none is grown here); whether candidates race, with which seed.
+USED, KNOWN, LENGTH, NODES, DEPTH, COUPLED, SEED = range(4, 11)
+COLUMNS_OF_SEQUENCE = 11
 # Entries of `rules`: least worth and breadth, depth of the own tries and their half-life, sharpness of races.
 FLOOR, BREADTH, TRIE_DEPTH, HALF_LIFE, SHARPNESS = range(5)
 _FIRST_PLACES = 16
 _NO_HEADS = np.zeros((0, 4), np.int64)
 
+Asked = tuple[int, int, int, int]
 Array = TypeVar("Array", Table, Tokens, Reals)
 
 
@@ -51,6 +52,7 @@ def _trie_at(tries: Table, number: int) -> Trie:
 def learn_and_grow(
     tries: Table,
     asked: Table,
+    fresh: Tokens,
     table: Table,
     windows: Tokens,
     powers: Reals,
@@ -66,9 +68,11 @@ def learn_and_grow(
 
     Args:
         tries: [t, 4] addresses; whoever calls keeps the arrays alive and holds the locks.
-        asked: [n, 3], for each tree its sequence's place, and where the tenant's and the shared trie stand in `tries`.
-        table: [places, 12], `USED`, `KNOWN` and `WAITING` are brought up to date.
-        windows: [places, longest + ROOM], tokens up to column `longest`, those that wait from there.
+        asked: [n, 4], for each tree its sequence's place, where the tenant's and the shared trie stand in `tries`,
+            and how many of `fresh` are its.
+        fresh: [f] committed tokens, tree by tree.
+        table: [places, 11], `USED`, `KNOWN` and `LENGTH` are brought up to date.
+        windows: [places, longest + ROOM], the last tokens up to column `longest`, and room for fresh ones.
         powers: [places], exponents of races.
         rules: [5] float64.
         trees: [n, 2, 1 + nodes] tokens and parents, filled.
@@ -81,18 +85,20 @@ def learn_and_grow(
         What `pack` returns.
     """
     depth = int(rules[TRIE_DEPTH])
-    longest = depth - 1
+    longest, begin = depth - 1, 0
     for i in range(len(asked)):
         place = asked[i, 0]
         row, window = table[place], windows[place]
         own = _trie_at(table, place)
-        waiting, known = row[WAITING], row[KNOWN]
-        if waiting > 0:
-            before, fresh = window[longest - known : longest], window[longest : longest + waiting]
-            row[USED] = insert(own[0], own[1], row[USED], before, fresh, depth, UNIT, int(rules[HALF_LIFE]))
+        count, known = asked[i, 3], row[KNOWN]
+        if count > 0:
+            window[longest : longest + count] = fresh[begin : begin + count]
+            begin += count
+            before, new = window[longest - known : longest], window[longest : longest + count]
+            row[USED] = insert(own[0], own[1], row[USED], before, new, depth, UNIT, int(rules[HALF_LIFE]))
             for k in range(longest):
-                window[k] = window[k + waiting]
-            row[KNOWN], row[WAITING] = min(longest, known + waiting), 0
+                window[k] = window[k + count]
+            row[KNOWN], row[LENGTH] = min(longest, known + count), row[LENGTH] + count
         rows[i, 0], rows[i, 1] = 1, row[USED]
         trees[i, 0, 0], trees[i, 1, 0], scores[i, 0] = window[longest - 1], 0, 1.0
         if row[NODES] > 0:
@@ -121,6 +127,8 @@ class TrieBatch:
         self._trees: Numbers = np.empty((0, 2, self._rows), np.int32)
         self._scores: Reals = np.empty((0, self._rows), np.float64)
         self._packed: Octets = np.empty(0, np.uint8)
+        # Addresses of the tries that were read last, which are often the same again.
+        self._last: tuple[list[tuple[int, int, int, int]], Table] = [], np.zeros((0, 4), np.int64)
 
     def enter(
         self, own: NgramTrie, token_ids: Sequence[int], limits: TreeLimits, power: float | None, seed: int
@@ -132,65 +140,57 @@ class TrieBatch:
         nodes = min(limits.max_nodes, self._rows - 1)
         self._table[place, NODES:] = nodes, limits.max_depth, power is not None, signed(seed)
         self._powers[place] = 1.0 if power is None else power
-        self._begin(place, own, token_ids)
+        self.restart(place, own, token_ids)
         return place
 
     def leave(self, place: int) -> None:
         """The sequence has ended."""
         self._free.append(place)
 
-    def append(self, place: int, committed: Sequence[int]) -> int:
-        """Let tokens wait to be inserted. Returns how many wait then; 0 where they do not fit, and nothing changed."""
-        row = self._table[place]
-        begin = self._longest + int(row[WAITING])
-        end = begin + len(committed)
-        if end > self._windows.shape[1]:
-            return 0
-        self._windows[place, begin:end] = committed
-        row[WAITING] = end - self._longest
-        row[LENGTH] += len(committed)
-        return end - self._longest
-
     def moved(self, place: int, own: NgramTrie) -> None:
         """The own trie has other arrays now."""
         self._table[place, : USED + 1] = *own.address, own.used
 
-    def take_waiting(self, place: int, own: NgramTrie, token_ids: Sequence[int]) -> int:
-        """Leave it to the caller to insert what waits. Returns how many of `token_ids` waited."""
-        waited = int(self._table[place, WAITING])
-        self._begin(place, own, token_ids)
-        return waited
+    def restart(self, place: int, own: NgramTrie, token_ids: Sequence[int]) -> None:
+        """All of `token_ids` is in the own trie."""
+        recent = token_ids[-self._longest :]
+        self._windows[place, self._longest - len(recent) : self._longest] = recent
+        self._table[place, KNOWN : LENGTH + 1] = len(recent), len(token_ids)
+        self.moved(place, own)
 
     def grow(
-        self, tries: Sequence[NgramTrie], asked: Sequence[tuple[int, int, int]]
+        self, tries: Sequence[NgramTrie], asked: Sequence[Asked], fresh: Sequence[int]
     ) -> tuple[list[list[int]], list[list[list[int]]], list[list[float]]]:
         """Insert what waits for these sequences, and grow their trees.
 
         The caller holds the locks of `tries`, which another thread teaches, and has made room in the own ones.
 
         Args:
-            asked: for each tree its sequence's place, and where the tenant's and the shared trie stand in `tries`.
+            asked: for each tree its sequence's place, where the tenant's and the shared trie stand in `tries`, and
+                how many of `fresh` are its, at most `ROOM`.
+            fresh: tokens that were committed since the last call, tree by tree.
 
         Returns:
             For each tree its rows and the rows that the own trie uses now; tokens and parents; scores. The last two
             are as long as the largest tree.
         """
-        counts, _ = self._run(tries, asked, _NO_HEADS)
+        counts, _ = self._run(tries, asked, fresh, _NO_HEADS)
         return self._grown(counts)
 
     def grow_packed(
         self,
         tries: Sequence[NgramTrie],
-        asked: Sequence[tuple[int, int, int]],
+        asked: Sequence[Asked],
+        fresh: Sequence[int],
         heads: Sequence[tuple[int, int, int, int]],
     ) -> tuple[list[list[int]], bytes | None]:
         """As `grow`, with the trees as the bytes of a `GrowSequences`; None where a token is past its vocabulary, and
         then `grow` gives the same trees."""
-        counts, size = self._run(tries, asked, np.array(heads, np.int64))
+        counts, size = self._run(tries, asked, fresh, np.array(heads, np.int64))
         return counts, None if size < 0 else self._packed[:size].tobytes()
 
     def _run(
-        self, tries: Sequence[NgramTrie], asked: Sequence[tuple[int, int, int]], heads: Table
+        self, tries: Sequence[NgramTrie], asked: Sequence[Asked], fresh: Sequence[int], heads: Table
     ) -> tuple[list[list[int]], int]:
         count = len(asked)
         if count > len(self._trees):
@@ -198,9 +198,13 @@ class TrieBatch:
             self._scores = np.empty((count, self._rows), np.float64)
             self._packed = np.empty(room_for(count, self._rows), np.uint8)
         rows: Table = np.empty((count, 2), np.int64)
+        addresses = [trie.address for trie in tries]
+        if addresses != self._last[0]:
+            self._last = addresses, np.array(addresses, np.int64)
         size = learn_and_grow(
-            np.array([trie.address for trie in tries], np.int64),
+            self._last[1],
             np.array(asked, np.int64),
+            np.array(fresh, np.int32),
             self._table,
             self._windows,
             self._powers,
@@ -218,13 +222,6 @@ class TrieBatch:
     def _grown(self, counts: list[list[int]]) -> tuple[list[list[int]], list[list[list[int]]], list[list[float]]]:
         most, count = max(counts)[0], len(counts)
         return counts, self._trees[:count, :, :most].tolist(), self._scores[:count, :most].tolist()
-
-    def _begin(self, place: int, own: NgramTrie, token_ids: Sequence[int]) -> None:
-        """All of `token_ids` is in the own trie, or about to be."""
-        recent = token_ids[-self._longest :]
-        self._windows[place, self._longest - len(recent) : self._longest] = recent
-        self._table[place, KNOWN : LENGTH + 1] = len(recent), 0, len(token_ids)
-        self.moved(place, own)
 
     def _widen(self) -> None:
         """Twice as many places."""
