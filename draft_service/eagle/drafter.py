@@ -227,12 +227,12 @@ class EagleDrafter:
         # In one copy to the device, and one pass of the projection.
         vectors = _on_device([vectors for _, vectors in taken], self.drafting.network)
         features = vectors if self.features.projected else self.head.project(vectors)
-        extensions, end = [], 0
-        for sequence, (begin, own) in zip(waiting, taken, strict=True):
-            tokens = sequence.token_ids[begin + 1 : begin + 1 + len(own)]
-            extensions.append(Extension(sequence.state.followed, tokens, features[end : end + len(own)], begin))
-            end += len(own)
-        self._rows += end
+        extensions: list[Extension] = []
+        counts = [own.shape[0] for _, own in taken]
+        for sequence, (begin, _), count, own in zip(waiting, taken, counts, torch.split(features, counts), strict=True):
+            tokens = sequence.token_ids[begin + 1 : begin + 1 + count]
+            extensions.append(Extension(sequence.state.followed, tokens, own, begin))
+        self._rows += sum(counts)
         self.drafting.extend(extensions)
 
     def _warm_up(self) -> None:
@@ -250,7 +250,7 @@ class EagleDrafter:
 
 def _on_device(pieces: Sequence[Tensor], network: Network) -> Tensor:
     """[rows of all pieces, width] in a network's type and on its device; does not wait for the copy."""
-    joined = torch.cat([piece.to(network.dtype) for piece in pieces])
+    joined = torch.cat(list(pieces)).to(network.dtype)
     if network.device.type == "cuda" and not joined.is_cuda:
         joined = joined.pin_memory()
     return joined.to(network.device, non_blocking=True)

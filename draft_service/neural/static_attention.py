@@ -131,7 +131,7 @@ class StaticIntegers:
         self,
         pages: Sequence[Sequence[int]],
         prefixes: npt.NDArray[np.int32],
-        tails: npt.NDArray[np.int32] | int,
+        tails: npt.NDArray[np.int32],
         parents: Sequence[int] = (),
         *,
         causal: bool = False,
@@ -141,7 +141,7 @@ class StaticIntegers:
         query_starts, prefix_lengths, causals, page_starts, seen, table = self._plan_host
         seen[: len(parents)], seen[len(parents) :] = parents, 0
         count, begin = len(pages), 0
-        query_starts[1 : count + 1] = np.cumsum(np.broadcast_to(tails, count))
+        query_starts[1 : count + 1] = np.cumsum(tails)
         query_starts[count + 1 :] = query_starts[count]
         prefix_lengths[:count], prefix_lengths[count:] = prefixes, 0
         causals[:count], causals[count:] = causal, 1

@@ -79,11 +79,11 @@ class TreePass:
 
     def load(self, wanted: Sequence[Wanted]) -> None:
         """Send what is wanted to the device. Does not wait for it."""
-        count, host = len(wanted), self._integers.host
+        count, host, most = len(wanted), self._integers.host, self._shape.limits
         self._integers.wait()
         for b, one in enumerate(wanted):
             sequence, sampling = one.sequence, one.sequence.sampling
-            limits = tree_limits(self._shape.limits, sequence.limits)
+            limits = tree_limits(most, sequence.limits)
             coupled = sequence.mode is VerificationMode.COUPLED
             host["seeds"][b], host["noise_positions"][b] = sequence.seed, len(sequence.token_ids)
             host["coupled"][b], host["temperatures"][b] = coupled, temperature_of(sequence)
@@ -99,7 +99,7 @@ class TreePass:
         slots[:, :count] = _tail_slots(pages, prefixes + 1, self._tail - 1, self._cache.page_size).reshape(
             count, *slots.shape[::2]
         ).transpose(1, 0, 2)  # fmt: skip
-        self._integers.write_plan(pages, prefixes, self._tail)
+        self._integers.write_plan(pages, prefixes, np.full(count, self._tail))
         self._integers.send()
         self._wanted = wanted
 
@@ -179,8 +179,8 @@ def _tail_slots(
         taken = own[first[b] : first[b] + near.shape[1]]
         near[b, : len(taken)] = taken
     offsets = (starts - first * page_size)[:, None] + np.arange(count, dtype=np.int32)
-    own_page, offset = np.divmod(offsets, np.int32(page_size))
-    slots: npt.NDArray[np.int32] = np.take_along_axis(near, own_page, 1) * page_size + offset
+    own_page = offsets // page_size
+    slots: npt.NDArray[np.int32] = (near[np.arange(len(pages))[:, None], own_page] - own_page) * page_size + offsets
     return slots
 
 

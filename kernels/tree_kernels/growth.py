@@ -201,7 +201,8 @@ def _choose(growth: Growth, worths: Tensor, limits: Tensor, level: int, tail_par
     above = chosen // width
     growth.sources.copy_(above + places * torch.arange(sequences, device=above.device)[:, None])
     row = 1 + (level - 1) * width
-    tail_parents[:, row : row + width] = above + (row - width) if level > 1 else 0
+    # At the first level all are the root's children.
+    tail_parents[:, row : row + width] = above + (row - width) if level > 1 else above * 0
 
 
 def make_kept(growth: Growth, nodes: int) -> Tensor:

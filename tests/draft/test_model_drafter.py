@@ -119,6 +119,28 @@ def test_whole_trees_are_those_that_grow_by_level(count: int, folders: dict[str,
             sequence.token_ids.extend(text(1 + 4 * step, step))
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_captured_trees_are_those_of_a_cpu(folders: dict[str, Path]) -> None:
+    # Heads of 16, as narrow as Triton's products allow.
+    settings = {"page_size": 16}
+    drafters = [
+        make_drafter(folders["qwen3"], **settings),
+        make_drafter(folders["qwen3"], device="cuda", cuda_graphs=True, **settings),
+    ]
+    followed = [[sequence_of(text(3 + 9 * i, i), [COUPLED, GREEDY][i % 2]) for i in range(3)] for _ in drafters]
+    for drafter, sequences in zip(drafters, followed, strict=True):
+        for sequence in sequences:
+            drafter.open(sequence)
+    for step in range(3):
+        trees = [drafter.propose(sequences) for drafter, sequences in zip(drafters, followed, strict=True)]
+        for expected, found in zip(*trees, strict=True):
+            assert expected.drafted
+            same_tree(found, expected)
+        for sequence in (*followed[0], *followed[1]):
+            sequence.token_ids.extend(text(1 + 4 * step, step))
+
+
 def test_a_full_cache_costs_drafts_only(folders: dict[str, Path]) -> None:
     drafter = make_drafter(folders["llama"], kv_tokens=64)
     first, second = sequence_of(text(40)), sequence_of(text(30))

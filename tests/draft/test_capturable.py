@@ -1,0 +1,89 @@
+"""What a graph shall replay asks the device for nothing and takes nothing from the host, or capturing it would fail."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from eagle_drafting import COUPLED, GREEDY, SETTINGS, make_drafter, opened, sequence_of, states_of, text
+from eagle_heads import KINDS, make_head
+from static_drafting import StaticDrafting, StaticTorch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from draft_service.eagle.config import EagleConfig
+from draft_service.eagle.drafter import HeadNetwork
+from draft_service.eagle.fused_head import FusedHead
+from draft_service.neural import static_attention
+from draft_service.neural.static_attention import StaticAttention, TreePlan
+from tree_kernels import linear
+from tree_kernels.linear import TorchLinears
+
+# What waits for the device, what makes tensors of a size that it decides, and what brings numbers from the host.
+FORBIDDEN = {"_local_scalar_dense", "nonzero", "masked_select", "lift_fresh", "lift_fresh_copy", "item", "unique2"}
+
+
+class Captured(TorchDispatchMode):
+    """Raises at what a capture would fail at, and counts what it would hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.launches = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        index = args[1] if name == "index" else ()
+        chosen = any(one is not None and one.dtype is torch.bool for one in index)
+        assert name not in FORBIDDEN and not chosen, name
+        self.launches += 1
+        return func(*args, **(kwargs or {}))
+
+
+class NoAttention(StaticTorch):
+    """What Triton would do in two launches."""
+
+    def run(self, plan: Any, query: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float) -> Tensor:  # noqa: ARG002
+        return query + scale
+
+
+class CapturedDrafting(StaticDrafting):
+    def _capturable(self) -> StaticAttention:
+        return NoAttention()
+
+    def _capture(self, run: Callable[[], Any], plan: TreePlan) -> Callable[[], Any]:
+        # The first time, tables are made.
+        run()
+        replay = super()._capture(run, plan)
+
+        def captured() -> Any:
+            with Captured() as mode:
+                output = replay()
+            assert mode.launches > 10
+            return output
+
+        return captured
+
+
+def write_nothing(*_: Tensor) -> None:
+    """One launch, that knows rows without a slot."""
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["modules", "kernels"])
+@pytest.mark.parametrize("mode", [GREEDY, COUPLED], ids=lambda mode: mode.value)
+@pytest.mark.parametrize("kind", [KINDS["eagle-3"], KINDS["two layers"]], ids=["one layer", "two layers"])
+def test_trees_and_commits_can_be_captured(
+    kind: dict[str, Any], mode: Any, fused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(static_attention, "write_kv", write_nothing)
+    monkeypatch.setattr(linear, "write_kv", write_nothing)
+    head = make_head(head_dim=16, **kind)
+    drafter, config = make_drafter(head), EagleConfig(**SETTINGS)
+    network = HeadNetwork(head)
+    network._fused = FusedHead(head, TorchLinears()) if fused else None
+    drafting = drafter._drafting = CapturedDrafting(network, config.tree, config.cache)
+    for count in (1, 3):
+        sequences = [opened(drafter, sequence_of(text(6, i), mode), states_of(head, 6, i)) for i in range(count)]
+        assert all(tree.drafted for tree in drafter.propose(sequences))
+    assert len(drafting._trees) == 2 and len(drafting._passes) == 2
