@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import TypeVar
 
-from outrider.draft_wire import advance_to_pb, failure_from_pb, growth_from_pb, open_to_pb
+from outrider.draft_wire import MAX_NODES, advance_to_pb, failure_from_pb, growth_from_pb, open_to_pb
 from outrider.errors import CreditExceeded, InvalidField, PositionOutOfRange
 from outrider.feature_wire import features_to_pb
 from outrider.frames import (
@@ -86,14 +86,15 @@ class DraftConversation:
 
     def advance(self, advances: Iterable[SequenceAdvance]) -> None:
         """Say what one step committed. Sequences that the draft has given up on are left out."""
-        parts = []
+        parts, wire_ids, with_features = [], self._wire_ids, False
         for advance in advances:
-            wire_id = self._wire_ids.get(advance.sequence_id)
+            wire_id = wire_ids.get(advance.sequence_id)
             if wire_id is not None:
                 part = advance_to_pb(advance)
                 part.sequence_id = wire_id
                 parts.append(part)
-        for some in _in_frames(parts):
+                with_features = with_features or advance.features is not None
+        for some in _in_frames(parts) if with_features or not parts else [parts]:
             frame = draft_pb2.ProposeRequest(advance=draft_pb2.AdvanceSequences(sequences=some))
             self._ask(frame, answers=len(some))
 
@@ -142,14 +143,15 @@ class DraftConversation:
 
     def _grow(self, parts: Iterable[draft_pb2.SequenceGrowth]) -> None:
         growths: list[SequenceGrowth] = []
+        sequence_ids, vocabulary_size = self._sequence_ids, self._vocabulary_size
         for i, part in enumerate(parts):
-            sequence_id = self._sequence_ids.get(part.sequence_id)
+            sequence_id = sequence_ids.get(part.sequence_id)
             if sequence_id is None:
                 # Closed while the growth was on its way.
                 continue
             part.sequence_id = sequence_id
             try:
-                growths.append(growth_from_pb(part, self._vocabulary_size, field_path=f"growth.sequences[{i}]"))
+                growths.append(growth_from_pb(part, vocabulary_size, MAX_NODES, f"growth.sequences[{i}]"))
             except InvalidField as error:
                 self.close([sequence_id])
                 self._events.on_failure(SequenceFailure(sequence_id, error.reason, error.message))

@@ -42,6 +42,8 @@ _TELLING = 0.15
 _RECOVERED = 16
 # Drafting has to promise this much, so that noise does not switch it.
 _MARGIN = 1.02
+# What drafts in hand have to promise per sequence, in tokens, at least and where pairs were not timed yet.
+_LEAST_PREMIUM, _PREMIUM = 0.1, 0.5
 # Every so often plain steps are timed anew, a few of them.
 _REFRESH = 2048
 
@@ -62,7 +64,7 @@ class Promise(NamedTuple):
 
     # In the time that a plain step and the drafted rows take.
     after: float
-    # In a drafted step and the plain pass before it.
+    # In a drafted step and the plain pass behind it.
     ahead: float
 
 
@@ -76,7 +78,7 @@ class _Load:
     # What a step that waited for drafts takes beyond its rows.
     overhead: float = 0.0
     drafted_steps: int = 0
-    # A drafted step and the plain pass before it.
+    # A drafted step launched behind another, and the plain pass behind it.
     pair: float = 0.0
     pairs: int = 0
 
@@ -212,10 +214,15 @@ class DraftSwitch:
         """
         self._at(load).observe_after(seconds, row_cost)
 
-    def observe_ahead(self, load: int, seconds: float, passes: int) -> None:
-        """Take note of a drafted step and the plain passes that ran before it, of which one is enough."""
+    def observe_ahead(self, load: int, seconds: float) -> None:
+        """Take note of a drafted step that was launched behind another, and the plain pass launched behind it."""
+        self._at(load).observe_ahead(seconds)
+
+    def premium(self, load: int) -> float:
+        """Plain steps that such a pair takes more than two of them."""
         seen = self._at(load)
-        seen.observe_ahead(max(seen.plain, seconds - (passes - 1) * seen.plain))
+        known = seen.known(Use.AHEAD) and seen.plain_steps >= _ENOUGH_PLAIN
+        return max(_LEAST_PREMIUM, seen.pair / seen.plain - 2) if known else _PREMIUM
 
     def _at(self, load: int) -> _Load:
         return self._loads.setdefault(load.bit_length(), _Load())

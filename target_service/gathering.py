@@ -14,10 +14,13 @@ from target_service.commit import LiveSequence
 from target_service.draft_switch import DraftSwitch, Promise, Use
 from target_service.drafting import FOLLOWED_ANYWAY, Drafting
 from target_service.kv_cache import OutOfPages
+from target_service.proposals import GrowingTree
 from target_service.row_budget import IN_ORDER_NODES, Offer, RowBudget
 from target_service.scheduler import Chunk, Schedule, Scheduler
 from target_service.sequence import Sequence
 
+# Sequences whose trees are looked at in every step, whether drafts are in use or not.
+_OPPORTUNE = 4
 # Of every plain step: what is fed as the root is the sequence's own token, whichever this says.
 _ROOT_ALONE = TokenTree.root_only(0)
 # Plain steps that a draft follows along, after a drafted one and before the next. A head works more for that than it
@@ -63,8 +66,8 @@ class Gathering:
         self._switch = switch
         # How the next step uses drafts.
         self._use = Use.AFTER
-        # Of the plain passes since the last drafted step that one is launched ahead behind; 0 passes where none is.
-        self._pair_seconds, self._pair_passes = 0.0, 0
+        # What the last step took, if it was launched ahead with drafts, else 0.
+        self._drafted_seconds = 0.0
 
     @property
     def drafts_are_near(self) -> bool:
@@ -107,29 +110,21 @@ class Gathering:
             return
         if gathered.use is Use.AFTER and gathered.drafted:
             self._switch.observe_after(load, seconds, self._budget.step_cost)
-        elif behind_tree:
-            self._pair_seconds, self._pair_passes = seconds, 1
-        elif gathered.use is Use.AHEAD and self._pair_passes:
-            self._pair_seconds += seconds
-            if gathered.drafted:
-                self._switch.observe_ahead(load, self._pair_seconds, self._pair_passes)
-                self._pair_passes = 0
-            else:
-                self._pair_passes += 1
-        elif gathered.use is Use.PLAIN:
+        elif gathered.use is Use.PLAIN and not behind_tree:
             self._switch.observe_plain(load, seconds)
-            self._pair_passes = 0
+        if behind_tree and self._drafted_seconds:
+            self._switch.observe_ahead(load, self._drafted_seconds + seconds)
+        self._drafted_seconds = seconds if gathered.use is Use.AHEAD else 0.0
 
     def forget_pair(self) -> None:
         """A step that reads prompts came between those that are timed together."""
-        self._pair_passes = 0
+        self._drafted_seconds = 0.0
 
     def gather(self, schedule: Schedule, running_ns: int = 0) -> Gathered:
         """Wait for the draft, if that was chosen, then cut every tree to the rows that pay. Where tokens are awaited
         the step under way has been `running_ns`, and trees begin at a guess of what it will say."""
-        use, ahead = self._use, self._use is Use.AHEAD
-        chunks = [chunk for chunk in schedule.chunks if chunk.takes_tree] if use is not Use.PLAIN else []
-        drafted = [chunk.sequence for chunk in chunks if self._drafting.wants(chunk.sequence)]
+        ahead = self._use is Use.AHEAD
+        drafted = self._drafted(schedule) if self._use is not Use.PLAIN else []
         wait_ns = self._drafting.wait_for(drafted, self._patience(running_ns), late=not ahead)
         offers: dict[int, Offer] = {}
         fallbacks = 0
@@ -139,23 +134,51 @@ class Gathering:
             if tree is None or not tree.answered:
                 fallbacks += 1
                 sequence.totals.fallback_steps += 1
-            if tree is not None and sequence.awaited_tokens:
-                tree = tree.guess(sequence.awaited_tokens)
-            if tree is not None and tree.nodes:
-                live = self._live[sequence.sequence_id]
-                in_order = sequence.request.mode is VerificationMode.REJECTION
-                offers[sequence.sequence_id] = Offer(
-                    tree, live.record, self._max_nodes(sequence), in_order, self._chains and not in_order
-                )
+            self._offer(sequence, tree, offers)
+        trees = self._cut(schedule, offers)
+        if ahead and fallbacks == len(drafted):
+            # A plain pass more, while the draft goes on.
+            drafted = []
+        return Gathered(trees, tuple(drafted), wait_ns, fallbacks, self._use)
+
+    def opportune(self, schedule: Schedule) -> Gathered | None:
+        """Drafts that are there already, past what the plain step under way will say, where these very ones promise
+        more than a plain step; None where none do. Texts repeat themselves seldom, and then at length."""
+        load = len(self._scheduler.running)
+        if self._switch is None or load > _OPPORTUNE or not self._drafting.active or not self._drafting.connected:
+            return None
+        offers: dict[int, Offer] = {}
+        drafted = self._drafted(schedule)
+        for sequence in drafted:
+            if sequence.request.mode is not VerificationMode.REJECTION:
+                self._offer(sequence, self._drafting.tree_of(sequence), offers)
+        if not offers:
+            return None
+        trees = self._cut(schedule, offers)
+        if self._budget.promised < load * self._switch.premium(load):
+            return None
+        self._use = Use.AHEAD
+        return Gathered(trees, tuple(drafted), 0, 0, Use.AHEAD)
+
+    def _drafted(self, schedule: Schedule) -> list[Sequence]:
+        chunks = (chunk for chunk in schedule.chunks if chunk.takes_tree)
+        return [chunk.sequence for chunk in chunks if self._drafting.wants(chunk.sequence)]
+
+    def _offer(self, sequence: Sequence, tree: GrowingTree | None, offers: dict[int, Offer]) -> None:
+        if tree is not None and sequence.awaited_tokens:
+            tree = tree.guess(sequence.awaited_tokens)
+        if tree is not None and tree.nodes:
+            live, in_order = self._live[sequence.sequence_id], sequence.request.mode is VerificationMode.REJECTION
+            offers[sequence.sequence_id] = Offer(
+                tree, live.record, self._max_nodes(sequence), in_order, self._chains and not in_order
+            )
+
+    def _cut(self, schedule: Schedule, offers: Mapping[int, Offer]) -> list[TokenTree | None]:
         spare = self._scheduler.max_step_rows - schedule.rows
         others = sum(chunk.takes_tree for chunk in schedule.chunks) - len(offers)
         cut = self._budget.cut(list(offers.values()), schedule.rows, spare, others)
         trees = dict(zip(offers, cut, strict=True))
-        if ahead and fallbacks == len(drafted):
-            # A plain pass more, while the draft goes on.
-            drafted = []
-        cut_trees = [self._tree(chunk, trees) for chunk in schedule.chunks]
-        return Gathered(cut_trees, tuple(drafted), wait_ns, fallbacks, use)
+        return [self._tree(chunk, trees) for chunk in schedule.chunks]
 
     def learn(self, live: LiveSequence, tree: TokenTree, accepted_rows: SequenceOf[int]) -> None:
         """Learn what a draft was worth, before its step is committed."""

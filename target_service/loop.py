@@ -182,6 +182,9 @@ class EngineLoop:
             if use is Use.AHEAD and not step.batch.drafted:
                 gathered = self._gathering.gather(schedule, clock.begun - self._free_ns)
                 return self._begin(schedule, gathered, clock, behind=step)
+            in_hand = None if step.batch.drafted else self._gathering.opportune(schedule)
+            if in_hand is not None:
+                return self._begin(schedule, in_hand, clock, behind=step)
             stride = 1 if step.batch.drafted else self._passes(schedule)
             return self._begin(schedule, self._gathering.plain(schedule), clock, behind=step, stride=stride)
         except torch.OutOfMemoryError:

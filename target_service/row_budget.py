@@ -172,6 +172,8 @@ class RowBudget:
         self._usual = _USUAL_PRIOR
         # What the rows of the last step cut take, as a multiple of what a plain step's take.
         self.step_cost = 1.0
+        # Drafted tokens that the rows of the last step cut are expected to bring.
+        self.promised = 0.0
         self.calibration = Calibration()
 
     def cut(self, offers: SequenceOf[Offer], base_rows: int, max_nodes: int, others: int = 0) -> list[TokenTree]:
@@ -190,6 +192,7 @@ class RowBudget:
         chosen: list[set[int]] = [set() for _ in offers]
         for _, index, node in ranked[:count]:
             chosen[index].add(node)
+        self.promised = sum(worth for worth, _, _ in ranked[:count])
         if self._cost is not None and base_rows:
             self.step_cost = self._cost(base_rows + count) / self._cost(base_rows)
         return [offer.tree.cut(nodes) for offer, nodes in zip(offers, chosen, strict=True)]

@@ -36,7 +36,7 @@ def play_ahead(
         if use is Use.AFTER:
             switch.observe_after(1, drafted, row_cost=1.0)
         elif use is Use.AHEAD:
-            switch.observe_ahead(1, pair, 1)
+            switch.observe_ahead(1, pair)
         else:
             switch.observe_plain(1, plain)
         chosen.append(use)
@@ -59,13 +59,11 @@ def test_drafts_are_used_in_the_way_that_makes_most(drafted: float, pair: float,
     assert {Use.AFTER, Use.AHEAD} <= set(chosen)
 
 
-def test_another_pass_before_a_drafted_step_costs_nothing() -> None:
-    one, three = DraftSwitch(), DraftSwitch()
-    for switch, seconds, passes in ((one, 2.0, 1), (three, 4.0, 3)):
-        play_ahead(switch, 40, plain=1.0, drafted=9.0, pair=2.0, gains=Promise(1.0, 3.0))
-        for _ in range(50):
-            switch.observe_ahead(1, seconds, passes)
-    assert one.best(1, Promise(1.0, 2.1), ahead=True) is three.best(1, Promise(1.0, 2.1), ahead=True) is Use.AHEAD
+def test_drafts_in_hand_have_to_be_worth_what_a_pair_takes_beyond_two_steps() -> None:
+    switch = DraftSwitch()
+    before = switch.premium(1)
+    play_ahead(switch, 400, plain=1.0, drafted=2.0, pair=2.3, gains=Promise(1.0, 2.0))
+    assert before > switch.premium(1) == pytest.approx(0.3, abs=0.01)
 
 
 def test_behind_a_pass_a_draft_is_waited_for_until_another_would_be_as_good() -> None:
