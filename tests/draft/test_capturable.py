@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from conftest import make_tiny
 from eagle_drafting import COUPLED, GREEDY, SETTINGS, make_drafter, opened, sequence_of, states_of, text
 from eagle_heads import KINDS, make_head
 from static_drafting import StaticDrafting, StaticTorch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from draft_service.drafter import DraftSequence
 from draft_service.eagle.config import EagleConfig
 from draft_service.eagle.drafter import HeadNetwork
 from draft_service.eagle.fused_head import FusedHead
+from draft_service.model_drafter import ModelConfig, ModelDrafter
 from draft_service.neural import static_attention
 from draft_service.neural.static_attention import StaticAttention, TreePlan
 from tree_kernels import linear
@@ -87,3 +91,18 @@ def test_trees_and_commits_can_be_captured(
         sequences = [opened(drafter, sequence_of(text(6, i), mode), states_of(head, 6, i)) for i in range(count)]
         assert all(tree.drafted for tree in drafter.propose(sequences))
     assert len(drafting._trees) == 2 and len(drafting._passes) == 2
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_a_language_models_can_be_captured(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(static_attention, "write_kv", write_nothing)
+    make_tiny(family).save_pretrained(tmp_path)
+    config = ModelConfig(draft_model=str(tmp_path), dtype="float32", kv_tokens=512, page_size=8)
+    drafter = ModelDrafter(config)
+    drafter.start()
+    assert drafter._drafting is not None
+    drafting = drafter._drafting = CapturedDrafting(drafter._drafting.network, config.tree, config.cache)
+    sequence = DraftSequence(1, text(6), 1, drafter.vocabulary_size)
+    drafter.open(sequence)
+    assert drafter.propose([sequence])[0].drafted
+    assert len(drafting._trees) == 1 and len(drafting._passes) == 1
