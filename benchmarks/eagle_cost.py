@@ -197,6 +197,7 @@ def make_drafters(head: EagleHead, tree: str, asked: argparse.Namespace) -> dict
             dtype=asked.dtype,
             device=asked.device,
             cuda_graphs=graphs,
+            captured_sequences=1,
         )
         drafters[graphs] = EagleDrafter(config, head)
         drafters[graphs].start()

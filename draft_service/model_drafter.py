@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from draft_service.drafter import Drafter, DrafterSpec, DraftSequence, MakePart
-from draft_service.neural.captured import drafting_on
+from draft_service.neural.captured import drafting_on, first_batches
 from draft_service.neural.config import NeuralConfig
 from draft_service.neural.network import RowOutput
 from draft_service.neural.tail_attention import Attend
@@ -25,7 +25,6 @@ from draft_service.neural.threads import in_passing_thread
 from draft_service.neural.tree_drafting import Extension, Followed, TreeDrafting, Wanted
 from outrider.errors import NotSupported
 from outrider.model_store import model_source
-from outrider.sampling import VerificationMode
 from outrider.settings import SettingsError, setting
 from outrider.tree import TokenTree
 
@@ -181,12 +180,14 @@ class ModelDrafter:
         expected = _own_hidden(model)
         self._drafting = drafting_on(ModelNetwork(model), config)
         self._check(expected)
-        for mode in VerificationMode:
-            sequence = DraftSequence(0, [0], 1, self.vocabulary_size, mode=mode)
-            self.open(sequence)
-            self.propose([sequence])
-            self.close(sequence)
-        self._rows = 0
+        for mode, count in first_batches(self._drafting, config):
+            sequences = [DraftSequence(i, [0], 1, self.vocabulary_size, mode=mode) for i in range(count)]
+            for sequence in sequences:
+                self.open(sequence)
+            self.propose(sequences)
+            for sequence in sequences:
+                self.close(sequence)
+        self._rows = self._full = 0
 
     def _reserve(self, sequence: DraftSequence) -> bool:
         if self._started.reserve(sequence.state, len(sequence.token_ids) - sequence.state.entries):

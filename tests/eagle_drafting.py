@@ -32,6 +32,7 @@ SETTINGS: dict[str, Any] = {
     "dtype": "float32",
     "kv_tokens": 2048,
     "page_size": 8,
+    "captured_sequences": 1,
 }
 
 

@@ -7,7 +7,7 @@ a level at a time, as all do without graphs, in captured passes. A prompt's rows
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
@@ -219,6 +219,17 @@ def drafting_on(network: Network, config: NeuralConfig) -> TreeDrafting:
     """Drafting as the settings ask for it: captured where that is wanted, on a GPU."""
     captured = config.cuda_graphs and network.device.type == "cuda"
     return (CapturedDrafting if captured else TreeDrafting)(network, config.tree, config.cache)
+
+
+def first_batches(drafting: TreeDrafting, config: NeuralConfig) -> Iterator[tuple[VerificationMode, int]]:
+    """Modes, and numbers of sequences of that mode, that are drafted for once before the first request, so that none
+    waits for compiling and capturing."""
+    for mode in VerificationMode:
+        yield mode, 1
+    if isinstance(drafting, CapturedDrafting):
+        # Trees of REJECTION requests take other graphs for each number, and are rare.
+        for mode in (VerificationMode.GREEDY, VerificationMode.COUPLED):
+            yield from ((mode, 1 << power) for power in range(1, config.captured_sequences.bit_length()))
 
 
 def _power_of_two(count: int) -> int:

@@ -25,6 +25,7 @@ from eagle_heads import KINDS, make_head
 from kernel_worker import INTERPRETED, work
 from static_drafting import StaticDrafting, static_kv  # noqa: F401
 
+from draft_service.eagle import drafter as drafter_module
 from draft_service.eagle.config import EagleConfig
 from draft_service.eagle.drafter import EagleDrafter, HeadNetwork
 from draft_service.eagle.head import EagleHead
@@ -137,3 +138,12 @@ def test_triton_sees_the_rows_that_the_device_chose() -> None:
     for (tokens, parents, scores), other in zip(found, expected, strict=True):
         assert [tokens, parents] == other[:2] and scores == pytest.approx(other[2], rel=1e-3)
         assert len(tokens) > 5
+
+
+def test_what_common_batches_replay_is_captured_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drafter_module, "drafting_on", lambda net, own: StaticDrafting(net, own.tree, own.cache))
+    drafting = make_drafter(make_head(), captured_sequences=5).drafting
+    assert isinstance(drafting, StaticDrafting)
+    assert set(drafting._trees) == {(count, coupled) for count in (1, 2, 4) for coupled in (False, True)}
+    assert {size.sequences for size in drafting._passes if size.certain} == {1, 2, 4}
+    assert drafting.cache.used_pages == 0

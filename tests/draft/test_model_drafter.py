@@ -32,6 +32,7 @@ SETTINGS: dict[str, Any] = {
     "dtype": "float32",
     "kv_tokens": 1024,
     "page_size": 8,
+    "captured_sequences": 1,
 }
 FAMILIES = {"llama": {}, "qwen3": {"head_dim": 16}, "olmo2": {}, "granite": {"attention_multiplier": 0.2}}
 
