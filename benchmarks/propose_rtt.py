@@ -25,10 +25,11 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 
-from outrider.runtime import prepare_grpc
+from outrider.runtime import prepare_grpc, switch_threads_often
 
 # Before anything imports gRPC, as in the services.
 prepare_grpc()
+switch_threads_often()
 
 from outrider.frames import (  # noqa: E402
     DraftInfo,

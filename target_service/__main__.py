@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from outrider.runtime import configure_logging, prepare_grpc, run
+from outrider.runtime import configure_logging, prepare_grpc, run, switch_threads_often
 from outrider.settings import SettingsError, add_flags, load
 from target_service.config import TargetConfig
 
@@ -43,6 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     flags = parser.parse_args(arguments)
     named = os.environ.get(CONFIG_VARIABLE)
     prepare_grpc()
+    switch_threads_often()
     # Imported late: gRPC reads its environment as it is imported, and a typing error should not wait for torch.
     from target_service.preflight import EngineRefused, check_settings, engine_stands_apart
 

@@ -1,12 +1,24 @@
-"""What the draft service's process is told before PyTorch is there to read it."""
+"""What the draft service's process is told before anything is there to read it."""
 
 from __future__ import annotations
 
 import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
 
 import pytest
 
 from draft_service.__main__ import main
+from outrider.runtime import SWITCH_SECONDS, switch_threads_often
+
+
+@pytest.fixture(autouse=True)
+def _switch_interval() -> Iterator[None]:
+    before = sys.getswitchinterval()
+    yield
+    sys.setswitchinterval(before)
 
 
 @pytest.mark.parametrize(("given", "found"), [("", "1"), ("3", "3")], ids=["unless-told", "as-told"])
@@ -23,3 +35,34 @@ def test_it_computes_with_one_thread(given: str, found: str, monkeypatch: pytest
         monkeypatch.delenv("OMP_NUM_THREADS")
     assert main() == 0
     assert seen == [found]
+
+
+def test_its_threads_take_short_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("draft_service.service.run_service", lambda _: 0)
+    assert main() == 0
+    assert sys.getswitchinterval() == pytest.approx(SWITCH_SECONDS)
+
+
+def test_a_woken_thread_goes_on_while_another_computes() -> None:
+    woken: list[float] = []
+    bell = threading.Event()
+
+    def wait() -> None:
+        bell.wait()
+        woken.append(time.perf_counter())
+
+    def ring() -> float:
+        bell.clear()
+        thread = threading.Thread(target=wait)
+        thread.start()
+        time.sleep(0.01)
+        bell.set()
+        begin = time.perf_counter()
+        while time.perf_counter() - begin < 0.02:
+            pass
+        thread.join()
+        return woken.pop() - begin
+
+    switch_threads_often()
+    # A busy machine may take its time once or twice.
+    assert min(ring() for _ in range(10)) < 0.004
