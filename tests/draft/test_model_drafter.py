@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from draft_service.drafter import DraftSequence, FeatureDrafter
 from draft_service.inprocess import InprocessLink
 from draft_service.model_drafter import ModelConfig, ModelDrafter
+from draft_service.neural.tree_config import CacheShape
 from outrider.errors import NotSupported
 from outrider.frames import DraftEvents, DraftLink
 from outrider.sampling import SamplingParams, VerificationMode
@@ -154,18 +155,23 @@ def test_a_full_cache_costs_drafts_only(folders: dict[str, Path]) -> None:
     assert drafter.propose([second])[0].drafted
 
 
+@pytest.mark.usefixtures("static_kv")
+@pytest.mark.parametrize("at_once", [False, True], ids=["by level", "at once"])
 @pytest.mark.parametrize("mode", [GREEDY, COUPLED], ids=lambda mode: mode.value)
 def test_the_targets_own_twin_is_right_all_the_way(
-    mode: VerificationMode, folders: dict[str, Path], tiny_model: PreTrainedModel
+    mode: VerificationMode, at_once: bool, folders: dict[str, Path], tiny_model: PreTrainedModel
 ) -> None:
     sampling = SamplingParams(temperature=0.0 if mode is GREEDY else 0.8, seed=4, ignore_eos=True)
     wanted = [request(text(length), 20, sampling=sampling) for length in (3, 17)]
     said = [plain(make_tiny(), one) for one in wanted]
 
     def connect(events: DraftEvents) -> DraftLink:
-        return InprocessLink(
-            make_drafter(folders["llama"], topk=1, race_sharpness=8.0, race_entrants=VOCABULARY), events
-        )
+        drafter = make_drafter(folders["llama"], topk=1, race_sharpness=8.0, race_entrants=VOCABULARY)
+        if at_once:
+            own = drafter._drafting
+            assert own is not None
+            drafter._drafting = StaticDrafting(own.network, own.shape, CacheShape(1024, 8, 2048))
+        return InprocessLink(drafter, events)
 
     outcomes = run(make_runner(tiny_model), wanted, connect=connect)
     assert [outcome.token_ids for outcome in outcomes] == said
