@@ -52,10 +52,10 @@ class StaticPass:
     def __init__(self, size: PassSize, drafting: TreeDrafting, attention: StaticAttention) -> None:
         self.size, self._network, self._attention = size, drafting.network, attention
         self._cache, self._states = drafting.cache, drafting.states
-        fields = dict.fromkeys(("token_ids", "positions", "slots"), (size.new, np.int32))
         # Of certain rows the last of each sequence, and where its output is kept; of a level where in the tails it is.
         own = {"ends": size.sequences, "states": size.sequences} if size.certain else {"places": size.new}
-        fields |= {name: (count, np.int32) for name, count in own.items()}
+        fields: dict[str, tuple[int, type[np.generic]]] = {name: (count, np.int64) for name, count in own.items()}
+        fields |= dict.fromkeys(("token_ids", "positions", "slots"), (size.new, np.int32))
         batch = capacity(size.sequences, size.tail // size.sequences, drafting.cache, tree=not size.certain)
         self._integers = StaticIntegers(fields, batch, attention, drafting.network.device)
         self.plan: TreePlan = self._integers.plan
@@ -93,14 +93,14 @@ class StaticPass:
         attend = StaticAttend(self._cache, parts["slots"], self._attend)
         output = self._network.read(parts["token_ids"], self._carried, parts["positions"], attend)
         if self.size.certain:
-            self._states.write(parts["states"].long(), output, parts["ends"].long())
+            self._states.write(parts["states"], output, parts["ends"])
         return output
 
     def _attend(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         if self.size.certain:
             # All rows of the tails are new, and free ones stand behind them.
             return self._attention.run(self.plan, query, keys, values, query.shape[-1] ** -0.5)
-        tail, places = self.size.tail, self._integers.device["places"].long()
+        tail, places = self.size.tail, self._integers.device["places"]
         queries = query.new_zeros(tail + 1, *query.shape[1:]).index_copy_(0, places, query)
         output = self._attention.run(self.plan, queries[:tail], keys, values, query.shape[-1] ** -0.5)
         return output.index_select(0, places.clamp(max=tail - 1))

@@ -20,6 +20,7 @@ _TORCH_TYPES = {
     np.int32: torch.int32,
     np.float32: torch.float32,
     np.float64: torch.float64,
+    np.int64: torch.int64,
     # The same bits: PyTorch computes with signed ones.
     np.uint64: torch.int64,
 }

@@ -56,12 +56,12 @@ class TreePass:
                 "noise_positions": (sequences, np.uint64),
                 "top_p": (sequences, np.float64),
                 "min_p": (sequences, np.float64),
+                "states": (sequences, np.int64),
                 "temperatures": (sequences, np.float32),
                 "coupled": (sequences, np.int32),
                 "top_k": (sequences, np.int32),
                 "limits": (2 * sequences, np.int32),
-                "states": (sequences, np.int32),
-                "positions": (sequences, np.int32),
+                "positions": ((levels - 1) * sequences * width, np.int32),
                 "slots": ((levels - 1) * sequences * width, np.int32),
             },
             batch,
@@ -89,12 +89,15 @@ class TreePass:
             host["coupled"][b], host["temperatures"][b] = coupled, temperature_of(sequence)
             host["top_k"][b], host["top_p"][b], host["min_p"][b] = sampling.top_k, sampling.top_p, sampling.min_p
             host["limits"][b], host["limits"][self.sequences + b] = limits.max_nodes, limits.max_depth
-            host["states"][b], host["positions"][b] = one.followed.pages[0], one.position
+            host["states"][b] = one.followed.pages[0]
         host["states"][count:] = self._states.nobody
         host["temperatures"][count:] = 1.0
         prefixes = np.array([one.followed.entries - 1 for one in wanted], np.int32)
         pages = [one.followed.pages for one in wanted]
-        slots = host["slots"].reshape(self._shape.num_steps - 1, self.sequences, self._shape.topk)
+        by_level = (self._shape.num_steps - 1, self.sequences, self._shape.topk)
+        positions, slots = host["positions"].reshape(by_level), host["slots"].reshape(by_level)
+        first = np.array([one.position for one in wanted], np.int32)
+        positions[:, :count] = first[:, None] + np.arange(by_level[0], dtype=np.int32)[:, None, None]
         slots[:, count:] = -1
         slots[:, :count] = _tail_slots(pages, prefixes + 1, self._tail - 1, self._cache.page_size).reshape(
             count, *slots.shape[::2]
@@ -108,13 +111,13 @@ class TreePass:
         shape, parts = self._shape, self._integers.device
         limits = parts["limits"].view(2, self.sequences)
         parents = self.plan.parents.view(self.sequences, self._tail)
-        carried, spoken = self._states.read(parts["states"].long())
+        carried, spoken = self._states.read(parts["states"])
         for level in range(1, shape.num_steps + 1):
             children = self._children(self._network.logits(spoken), level)
             grow(self._growth, children, limits, level, shape.min_score, parents)
             if level < shape.num_steps:
                 rows = carried.index_select(0, self._growth.sources.flatten())
-                positions = (parts["positions"] + (level - 1))[:, None].expand(-1, shape.topk).flatten()
+                positions = parts["positions"].view(shape.num_steps - 1, -1)[level - 1]
                 # What the first layer makes of the plan is of the parents that it finds.
                 self.plan.schedules.clear()
                 tokens = self._growth.next_tokens.flatten()
