@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
-from target_service.drafting import FOLLOWED_ANYWAY
-
 # Drafted steps of a kind at one load before their time is believed, and plain launches: until then they have found how
 # many passes to launch at once, which makes each of them quicker.
 _ENOUGH, _ENOUGH_PLAIN = 8, 40
+# Steps that what a lower load has shown counts for.
+_INHERITED = 2
 # What one step moves the time of its kind, and how far from it a step is believed.
 _SHARE = 0.1
 _BOUND = 2.0
@@ -36,8 +36,6 @@ _TRY = 4
 # Share of the time that tries may cost in the long run, and how much more often they come at first.
 _TRYING_SHARE = 0.01
 _EAGER = 2
-# Plain steps that it takes to tell a draft of a sequence that it does not follow.
-_TELLING = 0.15
 # Steps for which drafts have to pay before a pause is short again.
 _RECOVERED = 16
 # Drafting has to promise this much, so that noise does not switch it.
@@ -70,9 +68,8 @@ class Promise(NamedTuple):
 
 @dataclass(slots=True)
 class _Load:
-    """What steps take at one load, in seconds."""
+    """What steps take at one load: a plain one in seconds, the others in plain ones."""
 
-    # A plain step.
     plain: float = 0.0
     plain_steps: int = 0
     # What a step that waited for drafts takes beyond its rows.
@@ -81,38 +78,45 @@ class _Load:
     # A drafted step launched behind another, and the plain pass behind it.
     pair: float = 0.0
     pairs: int = 0
+    # Ways known from a lower load, until steps of this one say otherwise.
+    inherited: frozenset[Use] = frozenset()
 
     def observe_plain(self, seconds: float) -> None:
         self.plain_steps += 1
-        self.plain = _moved(self.plain, seconds, self.plain_steps)
+        if self.plain_steps == 1:
+            self.plain = seconds
+            return
+        ratio = min(_BOUND, max(1 / _BOUND, seconds / self.plain))
+        self.plain *= 1 + max(_SHARE, 1 / self.plain_steps) * (ratio - 1)
 
     def observe_after(self, seconds: float, row_cost: float) -> None:
         self.drafted_steps += 1
         # A pause of the machine counts for little, what always takes long is known after a few steps.
-        bound = _BOUND * (self.plain + self.overhead)
-        overhead = min(bound, max(0.0, seconds - self.plain * row_cost))
+        overhead = min(_BOUND * (1 + self.overhead), max(0.0, seconds / self.plain - row_cost))
         self.overhead += max(_SHARE, 1 / self.drafted_steps) * (overhead - self.overhead)
 
     def observe_ahead(self, seconds: float) -> None:
         self.pairs += 1
-        self.pair = _moved(self.pair, seconds, self.pairs)
+        pair = seconds / self.plain
+        if self.pairs > 1:
+            pair = min(_BOUND * self.pair, max(self.pair / _BOUND, pair))
+        self.pair += max(_SHARE, 1 / self.pairs) * (pair - self.pair)
 
     def gain(self, use: Use, load: int, promise: Promise) -> float:
         """Tokens for each that plain steps would make in the same time."""
         if use is Use.AFTER:
-            return promise.after / load / (1 + self.overhead / self.plain)
-        return promise.ahead / load * self.plain / self.pair
+            return promise.after / load / (1 + self.overhead)
+        return promise.ahead / load / self.pair
 
     def known(self, use: Use) -> bool:
         """Whether enough was seen of drafts that are used so."""
-        return (self.drafted_steps if use is Use.AFTER else self.pairs) >= _ENOUGH
+        return use in self.inherited or (self.drafted_steps if use is Use.AFTER else self.pairs) >= _ENOUGH
 
-
-def _moved(mean: float, seconds: float, count: int) -> float:
-    if count == 1:
-        return seconds
-    ratio = min(_BOUND, max(1 / _BOUND, seconds / mean))
-    return mean * (1 + max(_SHARE, 1 / count) * (ratio - 1))
+    def heir(self) -> _Load:
+        """What is taken for true at the next load, where drafts hardly ever come cheaper; a few steps outweigh it."""
+        known = frozenset(use for use in (Use.AFTER, Use.AHEAD) if self.known(use))
+        seen = {"drafted_steps": min(self.drafted_steps, _INHERITED), "pairs": min(self.pairs, _INHERITED)}
+        return _Load(overhead=self.overhead, pair=self.pair, inherited=known, **seen)
 
 
 class DraftSwitch:
@@ -133,19 +137,21 @@ class DraftSwitch:
         follow along."""
         return self._plain_steps < steps or self._left < steps
 
-    def choose(self, load: int, promise: Promise, *, ahead: bool) -> Use:
+    def choose(self, load: int, promise: Promise, *, ahead: bool, telling: float = 0.0) -> Use:
         """How the next step uses drafts. Called once per step.
 
         Args:
             load: sequences that run.
             promise: of drafts.
             ahead: a step may be launched behind the one under way.
+            telling: plain steps that it takes to tell the draft what it has to know for a try.
         """
         seen = self._at(load)
         ways = (Use.AFTER, Use.AHEAD) if ahead else (Use.AFTER,)
         # One way after the other, until all are known.
         way = next((way for way in ways if not seen.known(way)), None)
-        use = self._decide(seen, way or max(ways, key=lambda way: seen.gain(way, load, promise)), load, promise)
+        way = way or max(ways, key=lambda way: seen.gain(way, load, promise))
+        use = self._decide(seen, way, load, promise, telling)
         self._plain_steps = 0 if use is not Use.PLAIN else self._plain_steps + 1
         return use
 
@@ -173,7 +179,7 @@ class DraftSwitch:
             0.0, left + _WORTH_AHEAD * plain if answers_in < left + _WORTH_AHEAD * plain else left - _EARLY * plain
         )
 
-    def _decide(self, seen: _Load, way: Use, load: int, promise: Promise) -> Use:
+    def _decide(self, seen: _Load, way: Use, load: int, promise: Promise, telling: float) -> Use:
         if seen.plain_steps < _ENOUGH_PLAIN:
             return Use.PLAIN
         self._since_refresh += 1
@@ -186,8 +192,8 @@ class DraftSwitch:
                 self._pause = _FIRST_PAUSE
             return way
         self._paid = 0
-        cost = seen.overhead / seen.plain if way is Use.AFTER else max(0.0, seen.pair / seen.plain / 2 - 1)
-        return way if self._try(_TRY * cost + _TELLING * max(0, load - FOLLOWED_ANYWAY)) else Use.PLAIN
+        cost = seen.overhead if way is Use.AFTER else max(0.0, seen.pair / 2 - 1)
+        return way if self._try(_TRY * cost + telling) else Use.PLAIN
 
     def _try(self, cost: float) -> bool:
         """Whether a drafted step is due although drafts do not pay: else nobody would know that they pay again. A few
@@ -212,17 +218,23 @@ class DraftSwitch:
 
         `row_cost` is what its rows take, as a multiple of what a plain step's take.
         """
-        self._at(load).observe_after(seconds, row_cost)
+        if self._at(load).plain:
+            self._at(load).observe_after(seconds, row_cost)
 
     def observe_ahead(self, load: int, seconds: float) -> None:
         """Take note of a drafted step that was launched behind another, and the plain pass launched behind it."""
-        self._at(load).observe_ahead(seconds)
+        if self._at(load).plain:
+            self._at(load).observe_ahead(seconds)
 
     def premium(self, load: int) -> float:
         """Plain steps that such a pair takes more than two of them."""
         seen = self._at(load)
         known = seen.known(Use.AHEAD) and seen.plain_steps >= _ENOUGH_PLAIN
-        return max(_LEAST_PREMIUM, seen.pair / seen.plain - 2) if known else _PREMIUM
+        return max(_LEAST_PREMIUM, seen.pair - 2) if known else _PREMIUM
 
     def _at(self, load: int) -> _Load:
-        return self._loads.setdefault(load.bit_length(), _Load())
+        size = load.bit_length()
+        if size not in self._loads:
+            lower = max((known for known in self._loads if known < size), default=None)
+            self._loads[size] = _Load() if lower is None else self._loads[lower].heir()
+        return self._loads[size]

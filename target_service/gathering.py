@@ -21,6 +21,10 @@ from target_service.sequence import Sequence
 
 # Sequences whose trees are looked at in every step, whether drafts are in use or not.
 _OPPORTUNE = 4
+# Sequences beyond which the host has too much to do with drafts for steps that follow each other.
+_AHEAD = 16
+# Plain steps' time that it takes to tell a draft of a sequence, and to give a head the features that it needs by then.
+_TELLING, _TELLING_HEADS = 0.15, 12.0
 # Of every plain step: what is fed as the root is the sequence's own token, whichever this says.
 _ROOT_ALONE = TokenTree.root_only(0)
 # Plain steps that a draft follows along, after a drafted one and before the next. A head works more for that than it
@@ -91,12 +95,21 @@ class Gathering:
             after, both = sum(map(self._budget.promise, records)), sum(map(self._budget.promise_ahead, records))
             others = len(running) - len(wanting)
             promise = Promise(after + others, both + 2 * others)
-            # The time of a step that reads prompts says nothing of drafts.
-            ask = self._switch.best if self._reads_prompts(running) else self._switch.choose
-            use = ask(len(running), promise, ahead=ahead)
+            ahead = ahead and len(running) <= _AHEAD
+            if self._reads_prompts(running):
+                # Its time says nothing of drafts.
+                use = self._switch.best(len(running), promise, ahead=ahead)
+            else:
+                use = self._switch.choose(len(running), promise, ahead=ahead, telling=self._telling(len(running)))
         if self._drafting.active:
             self._use = use
         return self._use
+
+    def _telling(self, load: int) -> float:
+        """Plain steps that it takes to tell the draft of sequences that it does not follow."""
+        if self._drafting.reads_features:
+            return _TELLING * load + _TELLING_HEADS
+        return _TELLING * load if load > FOLLOWED_ANYWAY else 0.0
 
     def _reads_prompts(self, running: SequenceOf[Sequence]) -> bool:
         """Whether the next step has rows of prompts."""

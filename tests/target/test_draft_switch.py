@@ -13,7 +13,7 @@ def play(switch: DraftSwitch, steps: int, *, plain: float, drafted: float, gain:
     """Which steps waited for drafts, on a machine where steps of either kind take that long."""
     chosen = []
     for _ in range(steps):
-        use = switch.choose(load, promise(gain * load), ahead=False)
+        use = switch.choose(load, promise(gain * load), ahead=False, telling=0.0 if load < 9 else 10.0)
         if use is Use.AFTER:
             switch.observe_after(load, drafted, row_cost=1.0)
         else:
@@ -123,6 +123,17 @@ def test_a_pause_is_short_again_once_drafts_have_paid() -> None:
     chosen = play(switch, 600, plain=1.0, drafted=2.0, gain=1.5)
     pauses = [length for waits, length in runs(chosen) if not waits]
     assert pauses[0] < 0.6 * 400
+
+
+def test_a_higher_load_begins_with_what_a_lower_one_has_shown() -> None:
+    """Nothing is explored again, and a few steps outweigh what was inherited."""
+    switch = DraftSwitch()
+    play(switch, 400, plain=1.0, drafted=3.0, gain=1.5, load=8)
+    assert sum(play(switch, 200, plain=1.0, drafted=3.0, gain=1.5, load=64)) < 5
+    switch = DraftSwitch()
+    play(switch, 400, plain=1.0, drafted=1.1, gain=1.5, load=8)
+    chosen = play(switch, 400, plain=1.0, drafted=5.0, gain=1.5, load=64)
+    assert chosen[60] is False and 0 < sum(chosen) < 20
 
 
 def test_loads_are_told_apart() -> None:
