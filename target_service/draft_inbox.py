@@ -14,11 +14,15 @@ from outrider.frames import DraftInfo, SequenceFailure, SequenceGrowth
 
 @dataclass(frozen=True, slots=True)
 class Connected:
+    """A draft is there."""
+
     info: DraftInfo
 
 
 @dataclass(frozen=True, slots=True)
 class Disconnected:
+    """It is gone, or could not be reached."""
+
     reason: str
 
 
