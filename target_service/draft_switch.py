@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
-# Drafted steps of a kind at one load before their time is believed, and plain launches: until then they have found how
-# many passes to launch at once, which makes each of them quicker.
-_ENOUGH, _ENOUGH_PLAIN = 8, 40
+# Steps of a kind at one load before their time is believed; more of plain ones where they are launched ahead, which
+# until then have found how many passes to launch at once.
+_ENOUGH, _ENOUGH_AHEAD = 8, 40
 # Steps that what a lower load has shown counts for.
 _INHERITED = 2
 # What one step moves the time of its kind, and how far from it a step is believed.
@@ -27,8 +27,6 @@ _BOUND = 2.0
 _WORTH = 8.0
 # The same, where a plain pass runs meanwhile, once it has ended: another one then is as good.
 _WORTH_AHEAD = 0.5
-# What launching takes of a plain step's time.
-_EARLY = 0.2
 # Steps without drafts before the next try, from the first to the longest pause, and steps of a try.
 _FIRST_PAUSE = 8
 _LONGEST_PAUSE = 16384
@@ -131,6 +129,8 @@ class DraftSwitch:
         self._since_refresh = 0
         # In a row.
         self._plain_steps = 0
+        # Seconds of the host for laying out and launching a step.
+        self.launching = 0.0
 
     def drafts_are_near(self, steps: int) -> bool:
         """Whether a drafted step was less than so many steps ago, or may come in as many, so that the draft had better
@@ -151,7 +151,12 @@ class DraftSwitch:
         # One way after the other, until all are known.
         way = next((way for way in ways if not seen.known(way)), None)
         way = way or max(ways, key=lambda way: seen.gain(way, load, promise))
-        use = self._decide(seen, way, load, promise, telling)
+        enough = _ENOUGH_AHEAD if ahead else _ENOUGH
+        self._since_refresh += seen.plain_steps >= enough
+        if self._since_refresh > _REFRESH:
+            # Contexts grow, and with them what a plain step takes.
+            self._since_refresh, seen.plain_steps = 0, 1 + enough - _ENOUGH
+        use = Use.PLAIN if seen.plain_steps < enough else self._decide(seen, way, load, promise, telling)
         self._plain_steps = 0 if use is not Use.PLAIN else self._plain_steps + 1
         return use
 
@@ -159,33 +164,48 @@ class DraftSwitch:
         """What pays by what is known, for steps that must not be tries since nobody would learn from them."""
         seen = self._at(load)
         ways = [way for way in (Use.AFTER, Use.AHEAD) if seen.known(way) and (ahead or way is Use.AFTER)]
-        if seen.plain_steps < _ENOUGH_PLAIN or not ways:
+        if seen.plain_steps < _ENOUGH or not ways:
             return Use.PLAIN
         way = max(ways, key=lambda way: seen.gain(way, load, promise))
         return way if seen.gain(way, load, promise) > _MARGIN else Use.PLAIN
 
+    def plain_seconds(self, load: int) -> float:
+        """What a plain step takes; 0 before the first."""
+        return self._at(load).plain
+
     def patience(self, load: int) -> float:
         """Seconds for which to wait for a draft at most."""
         seen = self._at(load)
-        return _WORTH * seen.plain if seen.plain_steps >= _ENOUGH_PLAIN else float("inf")
+        return _WORTH * seen.plain if seen.plain_steps >= _ENOUGH else float("inf")
 
-    def patience_ahead(self, load: int, running: float, answers_in: float) -> float:
-        """Seconds for which to wait for a draft at most behind a plain pass that has been `running` for so long, where
-        the draft is expected to answer in `answers_in`."""
-        plain = self._at(load).plain
-        left = plain - running
-        # The device had better not wait for one that takes longer than that.
-        return max(
-            0.0, left + _WORTH_AHEAD * plain if answers_in < left + _WORTH_AHEAD * plain else left - _EARLY * plain
-        )
+    def choose_in_hand(self, load: int, promise: Promise) -> Use:
+        """How the next step uses drafts where those behind the step under way are looked at one by one, and used if
+        they promise enough: in that way, unless waiting for all has shown to make more."""
+        seen = self._at(load)
+        use = Use.AHEAD
+        if seen.plain_steps >= _ENOUGH_AHEAD:
+            if not seen.known(Use.AFTER):
+                use = Use.AFTER
+            elif seen.known(Use.AHEAD):
+                after = seen.gain(Use.AFTER, load, promise)
+                use = Use.AFTER if after > max(_MARGIN, seen.gain(Use.AHEAD, load, promise)) else Use.AHEAD
+        self._plain_steps = 0
+        return use
+
+    def patience_ahead(self, load: int, promise: Promise, left: float, answers_in: float) -> float:
+        """Seconds for which to wait for a draft at most while the step under way has so many `left`, and the draft is
+        expected to answer in `answers_in`."""
+        seen = self._at(load)
+        worth = left + _WORTH_AHEAD * seen.plain
+        # Until the device would have nothing to do, and on where drafts make much lately and will soon be here.
+        pays = not seen.known(Use.AHEAD) or seen.gain(Use.AHEAD, load, promise) > _MARGIN
+        return max(0.0, worth if pays and answers_in < worth else left - self.launching)
+
+    def observe_launching(self, seconds: float) -> None:
+        """Take note of how long the host took to lay out and launch a step."""
+        self.launching += _SHARE * (seconds - self.launching)
 
     def _decide(self, seen: _Load, way: Use, load: int, promise: Promise, telling: float) -> Use:
-        if seen.plain_steps < _ENOUGH_PLAIN:
-            return Use.PLAIN
-        self._since_refresh += 1
-        if self._since_refresh > _REFRESH:
-            # Contexts grow, and with them what a plain step takes.
-            self._since_refresh, seen.plain_steps = 0, _ENOUGH_PLAIN - _ENOUGH
         if not seen.known(way) or seen.gain(way, load, promise) > _MARGIN:
             self._trying, self._left, self._paid = False, 0, self._paid + 1
             if self._paid > _RECOVERED:
@@ -229,7 +249,7 @@ class DraftSwitch:
     def premium(self, load: int) -> float:
         """Plain steps that such a pair takes more than two of them."""
         seen = self._at(load)
-        known = seen.known(Use.AHEAD) and seen.plain_steps >= _ENOUGH_PLAIN
+        known = seen.known(Use.AHEAD) and seen.plain_steps >= _ENOUGH_AHEAD
         return max(_LEAST_PREMIUM, seen.pair - 2) if known else _PREMIUM
 
     def _at(self, load: int) -> _Load:

@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 # Drafting comes back at this share of the load that stopped it, so that it does not flap.
 _RESUME_SHARE = 0.75
 # Sequences that a draft follows while its drafts are not used.
-FOLLOWED_ANYWAY = 8
+FOLLOWED_ANYWAY = 1
 # What one answer moves the time that the next is expected to take.
 _ANSWER_SHARE = 0.1
 
@@ -125,8 +125,8 @@ class Drafting(DraftInbox):
     def follow_load(self, running: int, useful: bool = True) -> None:
         """Stop drafting above the configured load, and begin again well below it.
 
-        While drafts are not `useful`, a draft of more than a few sequences is stopped too, for each frame takes time,
-        and one that reads features at any load."""
+        While drafts are not `useful`, a draft of more than one sequence is stopped too, for each frame takes time, and
+        one that reads features at any load."""
         if not self._config.enabled:
             return
         limit = self._config.disable_above
@@ -222,7 +222,7 @@ class Drafting(DraftInbox):
     def _open(self, sequence: Sequence) -> None:
         if self._link is None or not self.connected or not self.active:
             return
-        request = sequence.request
+        request, self._told_at = sequence.request, time.monotonic()
         self._unsent.pop(sequence.sequence_id, None)
         self._trees[sequence.sequence_id] = GrowingTree(sequence.token_ids, sequence.step)
         self._link.open(

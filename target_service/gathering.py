@@ -19,8 +19,8 @@ from target_service.row_budget import IN_ORDER_NODES, Offer, RowBudget
 from target_service.scheduler import Chunk, Schedule, Scheduler
 from target_service.sequence import Sequence
 
-# Sequences whose trees are looked at in every step, whether drafts are in use or not.
-_OPPORTUNE = 4
+# Sequences whose trees are looked at in every step, whether drafts paid lately or not.
+_IN_HAND = 1
 # Sequences beyond which the host has too much to do with drafts for steps that follow each other.
 _AHEAD = 16
 # Plain steps' time that it takes to tell a draft of a sequence, and to give a head the features that it needs by then.
@@ -29,7 +29,7 @@ _TELLING, _TELLING_HEADS = 0.15, 12.0
 _ROOT_ALONE = TokenTree.root_only(0)
 # Plain steps that a draft follows along, after a drafted one and before the next. A head works more for that than it
 # loses by beginning anew, and the target works for it; so does any draft of many sequences.
-_FOLLOWED, _FOLLOWED_BY_HEADS, _FOLLOWED_BY_MANY = 32, 8, 2
+_FOLLOWED, _FOLLOWED_BY_HEADS, _FOLLOWED_BY_MANY = 32, 8, 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +70,7 @@ class Gathering:
         self._switch = switch
         # How the next step uses drafts.
         self._use = Use.AFTER
+        self._promise = Promise(0.0, 0.0)
         # What the last step took, if it was launched ahead with drafts, else 0.
         self._drafted_seconds = 0.0
 
@@ -95,8 +96,10 @@ class Gathering:
             after, both = sum(map(self._budget.promise, records)), sum(map(self._budget.promise_ahead, records))
             others = len(running) - len(wanting)
             promise = Promise(after + others, both + 2 * others)
-            ahead = ahead and len(running) <= _AHEAD
-            if self._reads_prompts(running):
+            self._promise, ahead = promise, ahead and len(running) <= _AHEAD
+            if ahead and self._in_hand(len(running)):
+                use = self._switch.choose_in_hand(len(running), promise)
+            elif self._reads_prompts(running):
                 # Its time says nothing of drafts.
                 use = self._switch.best(len(running), promise, ahead=ahead)
             else:
@@ -104,6 +107,10 @@ class Gathering:
         if self._drafting.active:
             self._use = use
         return self._use
+
+    def _in_hand(self, load: int) -> bool:
+        """Whether drafts are looked at one by one. A head works too much for that."""
+        return load <= _IN_HAND and not self._drafting.reads_features
 
     def _telling(self, load: int) -> float:
         """Plain steps that it takes to tell the draft of sequences that it does not follow."""
@@ -116,11 +123,12 @@ class Gathering:
         reading = (sequence.kv_length + 1 < len(sequence.token_ids) for sequence in running)
         return self._scheduler.admits or any(reading)
 
-    def observe(self, load: int, seconds: float, gathered: Gathered, *, behind_tree: bool) -> None:
-        """Take note of what a step that only decoded took, from the end of the step before it. `behind_tree`, that one
-        was drafted and this was launched while it ran."""
+    def observe(self, load: int, seconds: float, gathered: Gathered, *, behind_tree: bool, launching: float) -> None:
+        """Take note of what a step that only decoded took, from the end of the step before it, and its launch.
+        `behind_tree`, the step before it was drafted and this one launched while that ran."""
         if self._switch is None:
             return
+        self._switch.observe_launching(launching)
         if gathered.use is Use.AFTER and gathered.drafted:
             self._switch.observe_after(load, seconds, self._budget.step_cost)
         elif gathered.use is Use.PLAIN and not behind_tree:
@@ -133,12 +141,26 @@ class Gathering:
         """A step that reads prompts came between those that are timed together."""
         self._drafted_seconds = 0.0
 
-    def gather(self, schedule: Schedule, running_ns: int = 0) -> Gathered:
-        """Wait for the draft, if that was chosen, then cut every tree to the rows that pay. Where tokens are awaited
-        the step under way has been `running_ns`, and trees begin at a guess of what it will say."""
-        ahead = self._use is Use.AHEAD
+    def gather(self, schedule: Schedule) -> Gathered:
+        """Wait for the draft, if that was chosen, then cut every tree to the rows that pay."""
         drafted = self._drafted(schedule) if self._use is not Use.PLAIN else []
-        wait_ns = self._drafting.wait_for(drafted, self._patience(running_ns), late=not ahead)
+        patience = float("inf") if self._switch is None else self._switch.patience(len(self._scheduler.running))
+        return self._gather(schedule, drafted, self._drafting.wait_for(drafted, patience))
+
+    def gather_ahead(self, schedule: Schedule, passes: int, running_ns: int) -> Gathered | None:
+        """Drafts past a guess of what the step under way will say, which has so many passes and has been running for so
+        long; None where a plain step will make more. Texts repeat themselves seldom, and then at length."""
+        drafted, load = self._drafted(schedule), len(self._scheduler.running)
+        if self._switch is None:
+            return self._gather(schedule, drafted, self._drafting.wait_for(drafted, late=False))
+        left = passes * self._switch.plain_seconds(load) - running_ns * 1e-9
+        patience = self._switch.patience_ahead(load, self._promise, left, self._drafting.answers_in)
+        gathered = self._gather(schedule, drafted, self._drafting.wait_for(drafted, patience, late=False))
+        if self._in_hand(load) and self._budget.promised < load * self._switch.premium(load):
+            return None
+        return gathered
+
+    def _gather(self, schedule: Schedule, drafted: list[Sequence], wait_ns: int) -> Gathered:
         offers: dict[int, Offer] = {}
         fallbacks = 0
         for sequence in drafted:
@@ -149,29 +171,10 @@ class Gathering:
                 sequence.totals.fallback_steps += 1
             self._offer(sequence, tree, offers)
         trees = self._cut(schedule, offers)
-        if ahead and fallbacks == len(drafted):
+        if self._use is Use.AHEAD and fallbacks == len(drafted):
             # A plain pass more, while the draft goes on.
             drafted = []
         return Gathered(trees, tuple(drafted), wait_ns, fallbacks, self._use)
-
-    def opportune(self, schedule: Schedule) -> Gathered | None:
-        """Drafts that are there already, past what the plain step under way will say, where these very ones promise
-        more than a plain step; None where none do. Texts repeat themselves seldom, and then at length."""
-        load = len(self._scheduler.running)
-        if self._switch is None or load > _OPPORTUNE or not self._drafting.active or not self._drafting.connected:
-            return None
-        offers: dict[int, Offer] = {}
-        drafted = self._drafted(schedule)
-        for sequence in drafted:
-            if sequence.request.mode is not VerificationMode.REJECTION:
-                self._offer(sequence, self._drafting.tree_of(sequence), offers)
-        if not offers:
-            return None
-        trees = self._cut(schedule, offers)
-        if self._budget.promised < load * self._switch.premium(load):
-            return None
-        self._use = Use.AHEAD
-        return Gathered(trees, tuple(drafted), 0, 0, Use.AHEAD)
 
     def _drafted(self, schedule: Schedule) -> list[Sequence]:
         chunks = (chunk for chunk in schedule.chunks if chunk.takes_tree)
@@ -213,14 +216,6 @@ class Gathering:
             for item in ahead.items
             if (item.tree is not None and item.tree.drafted) or self._drafting.waits_for(item.sequence.sequence_id)
         }
-
-    def _patience(self, running_ns: int) -> float:
-        if self._switch is None:
-            return float("inf")
-        load = len(self._scheduler.running)
-        if self._use is Use.AHEAD:
-            return self._switch.patience_ahead(load, running_ns * 1e-9, self._drafting.answers_in)
-        return self._switch.patience(load)
 
     def plain(self, schedule: Schedule) -> Gathered:
         """No drafts."""

@@ -180,11 +180,10 @@ class EngineLoop:
             if not schedule.chunks or not self.scheduler.reserve_behind_trees(schedule, self._runner.max_context):
                 return None
             if use is Use.AHEAD and not step.batch.drafted:
-                gathered = self._gathering.gather(schedule, clock.begun - self._free_ns)
-                return self._begin(schedule, gathered, clock, behind=step)
-            in_hand = None if step.batch.drafted else self._gathering.opportune(schedule)
-            if in_hand is not None:
-                return self._begin(schedule, in_hand, clock, behind=step)
+                running_ns = time.monotonic_ns() - self._free_ns
+                gathered = self._gathering.gather_ahead(schedule, step.stride, running_ns)
+                if gathered is not None:
+                    return self._begin(schedule, gathered, clock, behind=step)
             stride = 1 if step.batch.drafted else self._passes(schedule)
             return self._begin(schedule, self._gathering.plain(schedule), clock, behind=step, stride=stride)
         except torch.OutOfMemoryError:
@@ -241,7 +240,10 @@ class EngineLoop:
             self._budget.observe_step(stats.decode_rows, stats.forward_ns * 1e-9 / step.stride)
             seconds, gathered = (self._ended_ns - ended_ns) * 1e-9, step.gathered
             if ended_ns and (step.ahead or gathered.drafted or not step.launched.followable):
-                self._gathering.observe(stats.sequences, seconds / step.stride, gathered, behind_tree=step.behind_tree)
+                took, launching = seconds / step.stride, (stats.plan_ns + stats.launch_ns) * 1e-9
+                self._gathering.observe(
+                    stats.sequences, took, gathered, behind_tree=step.behind_tree, launching=launching
+                )
             if ended_ns and step.ahead and gathered.use is Use.PLAIN and not step.behind_tree:
                 self._stride.observe(step.stride, seconds, step.clock.waited_ns * 1e-9)
         else:

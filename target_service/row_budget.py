@@ -234,9 +234,9 @@ class RowBudget:
     def promise(self, record: SequenceRecord) -> float:
         """Tokens that drafts make of a sequence in the time that a plain step and its share of the rows take.
 
-        The better of two views: a run of bad luck must not end drafting, nor the past keep it from beginning again.
+        The mean of two views: a run of bad luck must not end drafting, nor the past keep it from beginning again.
         """
-        return max(record.near, record.far) or self._usual
+        return (record.near + record.far) / 2 or self._usual
 
     def observe_drafted(self, record: SequenceRecord, tokens: int) -> None:
         """Learn what a draft was worth: the `tokens` that a step makes which verifies it from its root on."""

@@ -67,12 +67,24 @@ def test_drafts_in_hand_have_to_be_worth_what_a_pair_takes_beyond_two_steps() ->
 
 
 def test_behind_a_pass_a_draft_is_waited_for_until_another_would_be_as_good() -> None:
-    switch = DraftSwitch()
-    play(switch, 20, plain=1.0, drafted=1.2, gain=2.0)
-    assert switch.patience_ahead(1, running=0.2, answers_in=1.0) == pytest.approx(1.3)
-    assert switch.patience_ahead(1, running=3.0, answers_in=0.0) == 0.0
-    # One that comes much later is not waited for, so that the device goes on.
-    assert switch.patience_ahead(1, running=0.2, answers_in=5.0) == pytest.approx(0.6)
+    switch, much, little = DraftSwitch(), Promise(1.0, 3.0), Promise(1.0, 2.0)
+    play_ahead(switch, 200, plain=1.0, drafted=9.0, pair=2.2, gains=much)
+    for _ in range(200):
+        switch.observe_launching(0.25)
+    assert switch.patience_ahead(1, much, left=0.8, answers_in=1.0) == pytest.approx(1.3, abs=0.05)
+    assert switch.patience_ahead(1, much, left=-3.0, answers_in=0.0) == 0.0
+    # Where it comes later than that, or makes little, the device is not kept waiting.
+    assert switch.patience_ahead(1, much, left=0.8, answers_in=5.0) == pytest.approx(0.55, abs=0.05)
+    assert switch.patience_ahead(1, little, left=0.8, answers_in=1.0) == pytest.approx(0.55, abs=0.05)
+
+
+def test_drafts_in_hand_are_looked_at_unless_waiting_for_all_makes_more() -> None:
+    switch, gains = DraftSwitch(), Promise(2.5, 2.6)
+    play_ahead(switch, 200, plain=1.0, drafted=1.1, pair=2.2, gains=gains)
+    assert switch.choose_in_hand(1, gains) is Use.AFTER
+    # As when texts seldom repeat themselves.
+    assert switch.choose_in_hand(1, Promise(1.05, 2.0)) is Use.AHEAD
+    assert switch.choose_in_hand(2, gains) is Use.AHEAD
 
 
 def pays(switch: DraftSwitch, after: float) -> bool:
@@ -84,7 +96,7 @@ def runs(chosen: list[bool]) -> list[tuple[bool, int]]:
 
 
 def test_plain_steps_are_timed_before_any_draft() -> None:
-    assert runs(play(DraftSwitch(), 100, plain=1.0, drafted=1.2, gain=2.0)) == [(False, 40), (True, 60)]
+    assert runs(play(DraftSwitch(), 100, plain=1.0, drafted=1.2, gain=2.0)) == [(False, 8), (True, 92)]
 
 
 @pytest.mark.parametrize("load", [1, 7, 200])
