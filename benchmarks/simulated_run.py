@@ -23,8 +23,8 @@ from target_service.sequence import SequenceRequest, SequenceTotals, Verdict
 Outputs = dict[Prompt, tuple[int, ...]]
 
 _PATIENCE = 600.0
-# Tokens of the answers that warm a load up.
-_WARM_UP = 16
+# Tokens of the answers that warm a load up, and where the engine has to learn what steps take besides.
+_WARM_UP, _WARM_UP_ADAPTIVE = 16, 160
 
 
 class SimulatedRun:
@@ -36,6 +36,7 @@ class SimulatedRun:
         self._said: dict[int, list[int]] = {}
         self._recorder = StepRecorder()
         adaptive = draft is not None and config.row_budget == "adaptive"
+        self._warm_up = _WARM_UP_ADAPTIVE if adaptive else _WARM_UP
         cost = measure_step_cost(runner, config.step_rows) if adaptive else None
         self._engine = Engine(runner, engine_config(config), step_cost=cost, observer=self._recorder)
         self._link: StoppableLink | None = None
@@ -50,7 +51,7 @@ class SimulatedRun:
 
     def measure(self, prompts: Sequence[Prompt], max_tokens: int) -> tuple[dict[str, Any], Outputs]:
         """All prompts at once: figures, and what was said to each."""
-        self._answer(prompts, min(_WARM_UP, max_tokens))
+        self._answer(prompts, min(self._warm_up, max_tokens))
         self._recorder.take()
         begin = time.perf_counter()
         outputs, totals = self._answer(prompts, max_tokens)
