@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Sequence as SequenceOf
 from typing import Any, Literal, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -61,6 +62,9 @@ class DeviceSteps:
         self._verdicts = self._verifier.verdicts
         # Whether that has trees of more than their roots.
         self._after_tree = False
+        # What follows passes whose tensors stay where they are, for as long as they do. Graphs write to the verdicts of
+        # this verifier, so they are of no use to another engine that runs the same model.
+        self._graphs: WeakKeyDictionary[object, dict[_FollowUp, torch.cuda.CUDAGraph]] = WeakKeyDictionary()
         if on_gpu:
             self._follow_up_stream = torch.cuda.Stream(runner.device)  # type: ignore[no-untyped-call]
             self._pool: Any = torch.cuda.graph_pool_handle()
@@ -113,13 +117,16 @@ class DeviceSteps:
             self._follow_up(_FollowUp(drafted), done, packed.to(done.logits.device))
             return
         kind = _FollowUp(drafted, greedy, filtered=not greedy and any(one.filtered for one in rows))
-        if done.graphs is not None and kind in done.graphs:
-            done.graphs[kind].replay()
+        if done.keeper is None:
+            self._follow_up(kind, done, None)
+            return
+        graphs = self._graphs.setdefault(done.keeper, {})
+        if kind in graphs:
+            graphs[kind].replay()
             return
         self._follow_up(kind, done, None)
-        if done.graphs is not None:
-            # Now that every kernel is compiled. Capturing runs nothing.
-            done.graphs[kind] = self._capture(kind, done)
+        # Now that every kernel is compiled. Capturing runs nothing.
+        graphs[kind] = self._capture(kind, done)
 
     def _follow_up(self, kind: _FollowUp, done: ForwardPass, distributions: Tensor | None) -> None:
         step = (done.logits, done.token_ids, done.parents, done.parameters)

@@ -169,6 +169,10 @@ class DraftSwitch:
         way = max(ways, key=lambda way: seen.gain(way, load, promise))
         return way if seen.gain(way, load, promise) > _MARGIN else Use.PLAIN
 
+    def knows_plain(self, load: int) -> bool:
+        """Whether plain steps were timed at this load."""
+        return self._at(load).plain_steps >= _ENOUGH_AHEAD
+
     def plain_seconds(self, load: int) -> float:
         """What a plain step takes; 0 before the first."""
         return self._at(load).plain
@@ -189,7 +193,6 @@ class DraftSwitch:
             elif seen.known(Use.AHEAD):
                 after = seen.gain(Use.AFTER, load, promise)
                 use = Use.AFTER if after > max(_MARGIN, seen.gain(Use.AHEAD, load, promise)) else Use.AHEAD
-        self._plain_steps = 0
         return use
 
     def patience_ahead(self, load: int, promise: Promise, left: float, answers_in: float) -> float:

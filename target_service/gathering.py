@@ -71,16 +71,22 @@ class Gathering:
         # How the next step uses drafts.
         self._use = Use.AFTER
         self._promise = Promise(0.0, 0.0)
+        # Whether the last step chosen for could be launched behind the one under way.
+        self._goes_ahead = False
         # What the last step took, if it was launched ahead with drafts, else 0.
         self._drafted_seconds = 0.0
 
     @property
     def drafts_are_near(self) -> bool:
         """Whether drafts are in use, or were lately, or may be soon."""
-        followed = _FOLLOWED_BY_HEADS if self._drafting.reads_features else _FOLLOWED
-        if self._scheduler.load > FOLLOWED_ANYWAY:
-            followed = _FOLLOWED_BY_MANY
-        return self._switch is None or self._switch.drafts_are_near(followed)
+        if self._switch is None:
+            return True
+        load, heads = self._scheduler.load, self._drafting.reads_features
+        if load and heads and self._goes_ahead and not self._switch.knows_plain(load):
+            # Following would be taken for what a plain step takes.
+            return False
+        followed = _FOLLOWED_BY_HEADS if heads else _FOLLOWED
+        return self._switch.drafts_are_near(_FOLLOWED_BY_MANY if load > FOLLOWED_ANYWAY else followed)
 
     def choose(self, running: SequenceOf[Sequence], *, ahead: bool) -> Use:
         """How the next step uses drafts; `ahead`, it may be launched behind the one under way. Called once per step,
@@ -96,6 +102,7 @@ class Gathering:
             after, both = sum(map(self._budget.promise, records)), sum(map(self._budget.promise_ahead, records))
             others = len(running) - len(wanting)
             promise = Promise(after + others, both + 2 * others)
+            self._goes_ahead = ahead
             self._promise, ahead = promise, ahead and len(running) <= _AHEAD
             if ahead and self._in_hand(len(running)):
                 use = self._switch.choose_in_hand(len(running), promise)
@@ -131,11 +138,16 @@ class Gathering:
         self._switch.observe_launching(launching)
         if gathered.use is Use.AFTER and gathered.drafted:
             self._switch.observe_after(load, seconds, self._budget.step_cost)
-        elif gathered.use is Use.PLAIN and not behind_tree:
+        elif gathered.use is Use.PLAIN and not behind_tree and not self._heads_follow:
             self._switch.observe_plain(load, seconds)
         if behind_tree and self._drafted_seconds:
             self._switch.observe_ahead(load, self._drafted_seconds + seconds)
         self._drafted_seconds = seconds if gathered.use is Use.AHEAD else 0.0
+
+    @property
+    def _heads_follow(self) -> bool:
+        """Whether plain steps give a head what it reads, which takes time that no plain step needs."""
+        return self._goes_ahead and self._drafting.active and self._drafting.reads_features
 
     def forget_pair(self) -> None:
         """A step that reads prompts came between those that are timed together."""

@@ -7,7 +7,7 @@ bucket, which one copy from pinned memory fills. Rows that a step leaves free ha
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -67,15 +67,13 @@ class CaptureOptions:
     tapped: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class _Captured:
     graph: torch.cuda.CUDAGraph
     buffer: StepBuffer
     # [bucket rows, vocabulary] and [bucket rows] int32, overwritten by every replay.
     logits: Tensor
     token_ids: Tensor
-    # See `ForwardPass.graphs`.
-    graphs: dict[Hashable, torch.cuda.CUDAGraph] = field(default_factory=dict)
 
 
 class CapturedRunner(ModelRunner):
@@ -258,7 +256,7 @@ class CapturedRunner(ModelRunner):
 def _pass_of(captured: _Captured) -> ForwardPass:
     buffer = captured.buffer
     parents, slots, parameters = buffer.plan.parents, buffer.slots, buffer.parameters
-    return ForwardPass(captured.logits, captured.token_ids, parents, slots, parameters, captured.graphs)
+    return ForwardPass(captured.logits, captured.token_ids, parents, slots, parameters, captured)
 
 
 def _rehearsal(buffer: StepBuffer) -> ForwardInput:

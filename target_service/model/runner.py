@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable, Iterator, MutableMapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -88,8 +88,8 @@ class ForwardPass:
     slots: Tensor
     # [any] int32, as they were handed over.
     parameters: Tensor
-    # Where these tensors stay what they are: graphs of what follows a pass over them, by what they do.
-    graphs: MutableMapping[Hashable, torch.cuda.CUDAGraph] | None = None
+    # What keeps these tensors where they are, pass after pass; None where they are new each time.
+    keeper: object | None = None
 
 
 @dataclass(frozen=True, slots=True)

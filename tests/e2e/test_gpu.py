@@ -103,6 +103,18 @@ def test_rejection_on_the_device_decides_as_on_the_host(exact: tuple[ModelRunner
         assert [v.accepted_rows for v in one.verdicts] == [v.accepted_rows for v in other.verdicts]
 
 
+def test_engines_of_one_model_do_not_write_to_each_other(exact: tuple[ModelRunner, ModelRunner, DeviceSteps]) -> None:
+    """What follows a pass is captured for each: its graphs hold the addresses of one engine's verdicts."""
+    eager, taken, steps = exact
+    wanted = requests(SamplingParams(ignore_eos=True))
+    said = run(eager, wanted)
+    draft = drafter("knowing", wanted, said)
+    other = DeviceSteps(taken, max_sequences=32, max_rows=512)
+    for launch in (steps, other, steps):
+        outcomes = run(taken, wanted, propose=draft, launch=launch)
+        assert [one.token_ids for one in outcomes] == [one.token_ids for one in said]
+
+
 def test_no_bit_depends_on_the_batch_when_that_is_asked_for() -> None:
     """In bf16, where a pass of another shape would round differently: alone, together, and with chains of drafts."""
     model = make_tiny("llama", hidden_size=256, head_dim=64, intermediate_size=512).to(torch.bfloat16).cuda()
