@@ -109,7 +109,7 @@ def test_engines_of_one_model_do_not_write_to_each_other(exact: tuple[ModelRunne
     wanted = requests(SamplingParams(ignore_eos=True))
     said = run(eager, wanted)
     draft = drafter("knowing", wanted, said)
-    other = DeviceSteps(taken, max_sequences=32, max_rows=512)
+    other = DeviceSteps(taken, max_sequences=SEQUENCES, max_rows=ROWS)
     for launch in (steps, other, steps):
         outcomes = run(taken, wanted, propose=draft, launch=launch)
         assert [one.token_ids for one in outcomes] == [one.token_ids for one in said]
