@@ -92,7 +92,7 @@ def load_curve(document: dict[str, Any]) -> Figure:
         drawn.plot(levels, ratios, marker="o", label=label)
     drawn.axhline(LEAST_RATIO, color="grey", linestyle="--", label=f"bar, {LEAST_RATIO}")
     name_levels(drawn, levels)
-    drawn.set_ylim(0, 1.1)
+    drawn.set_ylim(bottom=0)
     drawn.legend(frameon=False, loc="lower left")
     return figure
 
