@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from target_service.model.packing import PackedLinear, can_pack, pack_linears
 from target_service.model.runner import ForwardInput, ModelRunner, runner_for
 from tree_kernels.attention import AttentionBatch
+from tree_kernels.feeding import StepIntegers, move_on
 
 # Keys of 24, values of 12.
 LATENT: dict[str, Any] = {
@@ -231,3 +232,30 @@ class TestPacking:
 def test_packing_is_for_bf16_on_a_cpu() -> None:
     assert not can_pack(torch.float32, torch.device("cpu"))
     assert not can_pack(torch.bfloat16, torch.device("cuda"))
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+def test_a_pass_moves_on_on_the_host_as_it_does_on_the_device(page_size: int) -> None:
+    """One sequence that awaits a token, one that knows it, one of several rows, and another that awaits one."""
+    prefixes, counts = (5, 9, 3, 11), [0, 4, 2]
+    pages, first = [], 0
+    for prefix in prefixes:
+        held = (prefix + 8) // page_size + 1
+        pages.append(tuple(range(first, first + held)))
+        first += held
+    slots = [
+        held[key // page_size] * page_size + key % page_size
+        for held, keys in zip(pages, ((5,), (9,), (3, 4, 5), (11,)), strict=True)
+        for key in keys
+    ]
+    attention = AttentionBatch((0, 1, 2, 5, 6), prefixes, tuple(pages), page_size, (None, None, (0, 0, 1), None))
+    laid_out = ForwardInput((-3, 7, 1, 2, 3, -2), (5, 9, 3, 4, 5, 11), tuple(slots), attention, (0,))
+    moved = laid_out.moved_on(counts)
+    flat = [page for held in pages for page in held]
+    starts = [sum(map(len, pages[:b])) for b in range(len(pages))]
+    integers = (laid_out.token_ids, laid_out.positions, laid_out.slots, [0] * 64, attention.query_starts, prefixes)
+    step = StepIntegers(*(torch.tensor(values, dtype=torch.int32) for values in (*integers, starts, flat)))
+    move_on(step, torch.tensor(counts, dtype=torch.int32), page_size, last_position=100)
+    assert moved.positions == tuple(step.positions.tolist()) == (7, 9, 3, 4, 5, 15)
+    assert moved.slots == tuple(step.slots.tolist())
+    assert moved.attention.prefix_lengths == tuple(step.prefix_lengths.tolist()) == (7, 9, 3, 15)

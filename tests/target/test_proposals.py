@@ -167,3 +167,39 @@ def test_what_is_replaced_unseen_is_remembered_where_it_was_committed() -> None:
     tree.hold(growth(1, 4, [1, 2], [7, 8]))
     tree.settle()
     assert paths_of(tree) == {(9,), (7,)}
+
+
+def test_a_guess_is_the_likeliest_path_and_what_hangs_below_it() -> None:
+    tree = GrowingTree([9], step=0)
+    tree.graft(growth(0, 1, [0, 0, 1, 2, 4, 4], [5, 6, 7, 8, 1, 2], scores=(0.3, 0.6, 0.9, 0.5, 0.8, 0.1)))
+    guessed = tree.guess(1)
+    assert guessed is not None and paths_of(guessed) == {(8,), (8, 1), (8, 2)}
+    whole = guessed.cut({1, 2, 3})
+    assert whole.token_ids[0] == 6 and whole.scores == (0.6, 0.5, 0.8, 0.1)
+    deeper = tree.guess(2)
+    assert deeper is not None and paths_of(deeper) == {(1,), (2,)} and deeper.scores[0] == pytest.approx(0.3)
+    assert tree.guess(4) is None and GrowingTree([9], step=0).guess(1) is None
+    # What it was taken from is as it was.
+    assert paths_of(tree) == {(5,), (6,), (5, 7), (6, 8), (6, 8, 1), (6, 8, 2)}
+
+
+def test_a_guess_brings_the_laws_below_it_and_is_never_certain() -> None:
+    tree = GrowingTree([9], step=0)
+    law = DraftDistribution((7, 8), (1, 1))
+    tree.graft(growth(0, 1, [0, 1], [5, 7], scores=(1.0, 1.0), distributions={1: law}))
+    guessed = tree.guess(1)
+    assert guessed is not None and guessed.cut({1}).distributions == {0: law}
+    assert guessed.scores[0] < 1.0
+
+
+def test_an_answer_to_an_earlier_step_will_do_until_the_draft_is_asked_again() -> None:
+    committed = [9]
+    tree = GrowingTree(committed, step=0)
+    tree.graft(growth(0, 1, [0], [5]))
+    committed.append(5)
+    tree.advance(1, asked=False)
+    assert tree.answered
+    tree.ask()
+    assert not tree.answered
+    tree.graft(growth(1, 2, [0], [6]))
+    assert tree.answered

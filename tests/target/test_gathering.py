@@ -1,0 +1,67 @@
+"""Drafts behind a guess: what the draft is told and when, and what is launched behind what."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import pytest
+from engine_harness import ScriptedDraft, engine_config, knowing_tree, make_runner, plain, request
+from transformers import PreTrainedModel
+
+from outrider.frames import SequenceAdvance
+from target_service.draft_switch import Use
+from target_service.launch import HostSteps
+from target_service.loop import EngineLoop
+from target_service.sequence import Verdict
+from target_service.step import Step
+
+
+@dataclass
+class ListeningDraft(ScriptedDraft):
+    """Keeps what it was told, frame by frame."""
+
+    frames: list[list[SequenceAdvance]] = field(default_factory=list)
+
+    def advance(self, advances: Sequence[SequenceAdvance]) -> None:
+        self.frames.append(list(advances))
+        super().advance(advances)
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[Step]:
+    """Every step, in the order of launches."""
+    steps: list[Step] = []
+    begin = EngineLoop._begin
+
+    def noted(*arguments: object, **options: object) -> Step:
+        steps.append(begin(*arguments, **options))  # type: ignore[arg-type]
+        return steps[-1]
+
+    monkeypatch.setattr(EngineLoop, "_begin", noted)
+    return steps
+
+
+def test_plain_and_drafted_steps_take_turns_and_the_draft_hears_of_both_at_once(
+    tiny_model: PreTrainedModel, launched: list[Step]
+) -> None:
+    wanted = request([5, 7, 9], 40)
+    truth = (*wanted.token_ids, *plain(tiny_model, wanted))
+    runner = make_runner(tiny_model)
+    loop = EngineLoop(runner, engine_config(), steps=HostSteps(runner, followable=True))
+    draft = ListeningDraft(loop.drafting, knowing_tree([truth], runner.vocabulary_size, 12, right=1.0))
+    loop.drafting.attach(draft)
+    loop.drafting.listen()
+    loop.add(loop.make(1, wanted))
+    said: list[int] = []
+    while loop.live:
+        said += [token for event in loop.step() or () if isinstance(event, Verdict) for token in event.token_ids]
+    assert tuple(said) == truth[len(wanted.token_ids) :]
+    drafted = [step for step in launched if step.batch.drafted]
+    assert len(drafted) > 3 and all(step.gathered.use is Use.AHEAD and step.ahead for step in drafted)
+    # Behind each comes a pass that is laid out before it is known what was accepted.
+    assert all(launched[place + 1].behind_tree for place, step in enumerate(launched[:-1]) if step.batch.drafted)
+    # It is told of a pass together with the tree behind it, and every token once.
+    assert [len(frame) for frame in draft.frames].count(2) > 3
+    told = [token for frame in draft.frames for advance in frame for token in advance.token_ids]
+    assert told == said[: len(told)] and len(told) > 20
