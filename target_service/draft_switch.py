@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
-# Steps of a kind at one load before their time is believed; more of plain ones where they are launched ahead, which
-# until then have found how many passes to launch at once.
-_ENOUGH, _ENOUGH_AHEAD = 8, 40
+# Steps of a kind at one load before their time is believed: fewer drafted ones of several sequences, which cost more,
+# and more plain ones where they are launched ahead, which until then have found how many passes to launch at once.
+_ENOUGH, _ENOUGH_OF_MANY, _ENOUGH_AHEAD = 8, 4, 40
 # Steps that what a lower load has shown counts for.
 _INHERITED = 2
 # What one step moves the time of its kind, and how far from it a step is believed.
@@ -70,22 +70,36 @@ class _Load:
 
     plain: float = 0.0
     plain_steps: int = 0
+    # Those of them in which no head was fed, and what plain ones took before the first of these.
+    unfed_steps: int = 0
+    fed: float = 0.0
     # What a step that waited for drafts takes beyond its rows.
     overhead: float = 0.0
     drafted_steps: int = 0
     # A drafted step launched behind another, and the plain pass behind it.
     pair: float = 0.0
     pairs: int = 0
+    # Drafted steps of a kind that are enough to know it.
+    enough: int = _ENOUGH
     # Ways known from a lower load, until steps of this one say otherwise.
     inherited: frozenset[Use] = frozenset()
 
-    def observe_plain(self, seconds: float) -> None:
+    def observe_plain(self, seconds: float, *, fed: bool) -> None:
+        if fed and self.unfed_steps:
+            return
+        if not fed and not self.unfed_steps:
+            self.fed, self.plain_steps = self.plain, 0
         self.plain_steps += 1
+        self.unfed_steps += not fed
         if self.plain_steps == 1:
             self.plain = seconds
-            return
-        ratio = min(_BOUND, max(1 / _BOUND, seconds / self.plain))
-        self.plain *= 1 + max(_SHARE, 1 / self.plain_steps) * (ratio - 1)
+        else:
+            ratio = min(_BOUND, max(1 / _BOUND, seconds / self.plain))
+            self.plain *= 1 + max(_SHARE, 1 / self.plain_steps) * (ratio - 1)
+        if self.fed and self.unfed_steps == _ENOUGH_AHEAD:
+            # What drafts take was counted in longer steps.
+            ratio, self.fed = self.fed / self.plain, 0.0
+            self.overhead, self.pair = max(0.0, (1 + self.overhead) * ratio - 1), self.pair * ratio
 
     def observe_after(self, seconds: float, row_cost: float) -> None:
         self.drafted_steps += 1
@@ -108,13 +122,13 @@ class _Load:
 
     def known(self, use: Use) -> bool:
         """Whether enough was seen of drafts that are used so."""
-        return use in self.inherited or (self.drafted_steps if use is Use.AFTER else self.pairs) >= _ENOUGH
+        return use in self.inherited or (self.drafted_steps if use is Use.AFTER else self.pairs) >= self.enough
 
     def heir(self) -> _Load:
         """What is taken for true at the next load, where drafts hardly ever come cheaper; a few steps outweigh it."""
         known = frozenset(use for use in (Use.AFTER, Use.AHEAD) if self.known(use))
         seen = {"drafted_steps": min(self.drafted_steps, _INHERITED), "pairs": min(self.pairs, _INHERITED)}
-        return _Load(overhead=self.overhead, pair=self.pair, inherited=known, **seen)
+        return _Load(overhead=self.overhead, pair=self.pair, enough=_ENOUGH_OF_MANY, inherited=known, **seen)
 
 
 class DraftSwitch:
@@ -169,9 +183,10 @@ class DraftSwitch:
         way = max(ways, key=lambda way: seen.gain(way, load, promise))
         return way if seen.gain(way, load, promise) > _MARGIN else Use.PLAIN
 
-    def knows_plain(self, load: int) -> bool:
-        """Whether plain steps were timed at this load."""
-        return self._at(load).plain_steps >= _ENOUGH_AHEAD
+    def to_be_unfed(self, load: int) -> bool:
+        """Whether it is known what drafts of a head take, and not yet what a plain step takes that feeds none."""
+        seen = self._at(load)
+        return seen.known(Use.AFTER) and seen.known(Use.AHEAD) and seen.unfed_steps < _ENOUGH_AHEAD
 
     def plain_seconds(self, load: int) -> float:
         """What a plain step takes; 0 before the first."""
@@ -232,9 +247,9 @@ class DraftSwitch:
                 self._pause = 2 * self._left
         return self._trying
 
-    def observe_plain(self, load: int, seconds: float) -> None:
-        """Take note of a step that only decoded, without drafts."""
-        self._at(load).observe_plain(seconds)
+    def observe_plain(self, load: int, seconds: float, *, fed: bool = False) -> None:
+        """Take note of a step that only decoded, without drafts; `fed`, a head was given what it reads of it."""
+        self._at(load).observe_plain(seconds, fed=fed)
 
     def observe_after(self, load: int, seconds: float, row_cost: float) -> None:
         """Take note of a step that only decoded, and waited for drafts.
@@ -259,5 +274,6 @@ class DraftSwitch:
         size = load.bit_length()
         if size not in self._loads:
             lower = max((known for known in self._loads if known < size), default=None)
-            self._loads[size] = _Load() if lower is None else self._loads[lower].heir()
+            first = _Load(enough=_ENOUGH if size == 1 else _ENOUGH_OF_MANY)
+            self._loads[size] = first if lower is None else self._loads[lower].heir()
         return self._loads[size]

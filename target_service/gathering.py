@@ -82,8 +82,7 @@ class Gathering:
         if self._switch is None:
             return True
         load, heads = self._scheduler.load, self._drafting.reads_features
-        if load and heads and self._goes_ahead and not self._switch.knows_plain(load):
-            # Following would be taken for what a plain step takes.
+        if load and heads and self._goes_ahead and self._switch.to_be_unfed(load):
             return False
         followed = _FOLLOWED_BY_HEADS if heads else _FOLLOWED
         return self._switch.drafts_are_near(_FOLLOWED_BY_MANY if load > FOLLOWED_ANYWAY else followed)
@@ -138,16 +137,13 @@ class Gathering:
         self._switch.observe_launching(launching)
         if gathered.use is Use.AFTER and gathered.drafted:
             self._switch.observe_after(load, seconds, self._budget.step_cost)
-        elif gathered.use is Use.PLAIN and not behind_tree and not self._heads_follow:
-            self._switch.observe_plain(load, seconds)
+        elif gathered.use is Use.PLAIN and not behind_tree:
+            # Feeding a head takes time that no plain step needs.
+            fed = self._goes_ahead and self._drafting.active and self._drafting.reads_features
+            self._switch.observe_plain(load, seconds, fed=fed)
         if behind_tree and self._drafted_seconds:
             self._switch.observe_ahead(load, self._drafted_seconds + seconds)
         self._drafted_seconds = seconds if gathered.use is Use.AHEAD else 0.0
-
-    @property
-    def _heads_follow(self) -> bool:
-        """Whether plain steps give a head what it reads, which takes time that no plain step needs."""
-        return self._goes_ahead and self._drafting.active and self._drafting.reads_features
 
     def forget_pair(self) -> None:
         """A step that reads prompts came between those that are timed together."""

@@ -87,6 +87,30 @@ def test_drafts_in_hand_are_looked_at_unless_waiting_for_all_makes_more() -> Non
     assert switch.choose_in_hand(2, gains) is Use.AHEAD
 
 
+def test_a_plain_step_that_feeds_a_head_is_not_what_drafts_have_to_beat() -> None:
+    """Fed, a plain step takes 1.5: drafts seem to pay. Without, 1.0: they do not."""
+    switch, gains = DraftSwitch(), Promise(1.0, 2.5)
+    for _ in range(100):
+        use = switch.choose(1, gains, ahead=True)
+        if switch.to_be_unfed(1):
+            break
+        if use is Use.AFTER:
+            switch.observe_after(1, 4.0, row_cost=1.0)
+        elif use is Use.AHEAD:
+            switch.observe_ahead(1, 3.0)
+        else:
+            switch.observe_plain(1, 1.5, fed=True)
+    assert switch.to_be_unfed(1) and switch.best(1, gains, ahead=True) is Use.AHEAD
+    while switch.to_be_unfed(1):
+        assert switch.best(1, gains, ahead=True) is not Use.AFTER
+        switch.observe_plain(1, 1.0)
+    assert switch.best(1, gains, ahead=True) is Use.PLAIN
+    assert switch.best(1, Promise(1.0, 3.3), ahead=True) is Use.AHEAD
+    # What is fed later says nothing.
+    switch.observe_plain(1, 50.0, fed=True)
+    assert switch.plain_seconds(1) == pytest.approx(1.0)
+
+
 def pays(switch: DraftSwitch, after: float) -> bool:
     return switch.best(1, promise(after), ahead=False) is not Use.PLAIN
 

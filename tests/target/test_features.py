@@ -25,7 +25,6 @@ from outrider.heads import ShippedHead
 from outrider.sampling import SamplingParams
 from outrider.tree import TokenTree
 from target_service.features import Features, encode
-from target_service.gathering import Gathering
 from target_service.kept_vectors import KeptVectors
 from target_service.launch import HostSteps
 from target_service.loop import EngineConfig, EngineLoop
@@ -109,9 +108,6 @@ def test_every_committed_token_has_its_state(
     propose, said = knowing(teacher, wanted)
     links: list[FeatureLink] = []
     alone = settings.pop("plain", False)
-    if alone:
-        # Where steps go ahead, a head follows none before it is known what they take without it.
-        monkeypatch.setattr(Gathering, "drafts_are_near", True)
     config = settings.pop("config", engine_config())
     config = replace(config, drafting=replace(config.drafting, feature_window=settings.pop("keep", 0)))
     runner = make_runner(tiny_model, kv_tokens=settings.pop("kv_tokens", 2048))
