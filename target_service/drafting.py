@@ -287,7 +287,7 @@ class Drafting(DraftInbox):
         try:
             owed = not tree.answered
             tree.hold(growth)
-            if owed and tree.answered:
+            if owed and tree.answered and self.heard_at > self._told_at:
                 self._answer_seconds += _ANSWER_SHARE * (self.heard_at - self._told_at - self._answer_seconds)
             if tree.lag(growth) <= 1:
                 self._late_steps = 0

@@ -24,7 +24,7 @@ _IN_HAND = 1
 # Sequences beyond which the host has too much to do with drafts for steps that follow each other.
 _AHEAD = 16
 # Plain steps' time that it takes to tell a draft of a sequence, and to give a head the features that it needs by then.
-_TELLING, _TELLING_HEADS = 0.15, 12.0
+_TELLING, _TELLING_HEADS = 0.5, 12.0
 # Of every plain step: what is fed as the root is the sequence's own token, whichever this says.
 _ROOT_ALONE = TokenTree.root_only(0)
 # Plain steps that a draft follows along, after a drafted one and before the next. A head works more for that than it
