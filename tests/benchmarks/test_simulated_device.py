@@ -1,0 +1,50 @@
+"""That a device that is not there says what was recorded, plain and drafted, and takes the time asked for."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import pytest
+from engine_harness import ScriptedDraft, engine_config, knowing_tree, request
+from simulated_device import DeviceTimes, SimulatedSteps, accepted_rows, empty_runner
+
+from outrider.tree import TokenTree
+from target_service.loop import EngineLoop
+from target_service.sequence import Verdict
+
+VOCABULARY = 97
+TIMES = DeviceTimes(one_pass=2e-3, row=1e-5, host=1e-4)
+
+
+def test_the_walk_goes_as_far_as_the_text() -> None:
+    tree = TokenTree((9, 4, 5, 6, 7), (0, 0, 0, 2, 3), (1.0,) * 5)
+    assert accepted_rows(tree, [5, 6, 7, 1]) == (2, 3, 4)
+    assert accepted_rows(tree, [5, 1, 7, 1]) == (2,)
+    assert accepted_rows(tree, [1, 6]) == ()
+
+
+@pytest.mark.parametrize("drafted", [False, True], ids=["plain", "drafted"])
+def test_sequences_say_their_texts_in_the_devices_time(drafted: bool) -> None:
+    dice = random.Random(3)
+    prompts = [[dice.randrange(VOCABULARY) for _ in range(5)] for _ in range(2)]
+    outputs = [[dice.randrange(VOCABULARY) for _ in range(80)] for _ in range(2)]
+    steps = SimulatedSteps(TIMES)
+    loop = EngineLoop(empty_runner(VOCABULARY, 4096), engine_config(), steps=steps)
+    if drafted:
+        whole = [prompt + output for prompt, output in zip(prompts, outputs, strict=True)]
+        loop.drafting.attach(ScriptedDraft(loop.drafting, knowing_tree(whole, VOCABULARY, 8, right=0.9)))
+        loop.drafting.listen()
+    for number, (prompt, output) in enumerate(zip(prompts, outputs, strict=True), start=1):
+        steps.expect(number, output)
+        loop.add(loop.make(number, request(prompt, 40)))
+    said: dict[int, list[int]] = {1: [], 2: []}
+    begin = time.perf_counter()
+    while loop.live:
+        for event in loop.step() or ():
+            if isinstance(event, Verdict):
+                said[event.sequence_id] += event.token_ids
+    took = time.perf_counter() - begin
+    assert [said[1], said[2]] == [output[:40] for output in outputs]
+    # Of forty tokens one at a time no pass can be saved; with drafts some are.
+    assert took > (10 if drafted else 40) * TIMES.one_pass
