@@ -85,7 +85,8 @@ async def test_bytes_of_no_character_come_with_the_end(target: Any) -> None:
 async def test_long_text_is_refused_without_holding_up_others(target: Any) -> None:
     long = asyncio.create_task(spoken(target, text="word " * 100_000))
     texts, _ = await spoken(target, text="a", sampling={"max_tokens": 2})
-    assert texts == ["b", "c"]
+    # In one message or in two, as the loop gets to it.
+    assert "".join(texts) == "bc"
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await long
     assert caught.value.code() is grpc.StatusCode.OUT_OF_RANGE
