@@ -146,7 +146,9 @@ class Bench:
     def __init__(self, times: DeviceTimes, draft: str, vocabulary_size: int, most: int, tokens: int) -> None:
         self._tokens, self._count = tokens, 0
         self._steps = SimulatedSteps(times)
-        config = engine_config(TargetConfig(model="none", max_running=most, speculative_disable_queue_size=most))
+        config = engine_config(
+            TargetConfig(model="none", draft=draft, max_running=most, speculative_disable_queue_size=most)
+        )
         runner = empty_runner(vocabulary_size, most * (1 << 12))
         self._loop = EngineLoop(runner, config, steps=self._steps, step_cost=times.cost())
         self.link = connect_draft(draft, self._loop.drafting, vocabulary_size, "")
