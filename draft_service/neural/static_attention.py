@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from draft_service.neural.paged_cache import PagedCache
-from tree_kernels.attention import AttentionBatch
+from tree_kernels.batch import AttentionBatch, plan_integers
 from tree_kernels.kv_move import write_kv
 
 # What the plan's tiles are chosen for.
@@ -101,7 +101,7 @@ class StaticIntegers:
         """`fields` are sizes and types, those of 8 bytes first; the plan is laid out for `batch`."""
         words = {name: count * (np.dtype(dtype).itemsize // 4) for name, (count, dtype) in fields.items()}
         plan_at = sum(words.values())
-        size = plan_at + 4 * batch.sequences + 1 + batch.rows + sum(map(len, batch.pages))
+        size = plan_at + plan_integers(batch)
         on_gpu = device.type == "cuda"
         self._pinned = torch.zeros(size, dtype=torch.int32, pin_memory=on_gpu)
         self._integers = torch.zeros(size, dtype=torch.int32, device=device)

@@ -270,11 +270,6 @@ class TritonAttention:
         return torch.empty(shape, dtype=torch.int32, device=self._device)
 
 
-def plan_integers(batch: AttentionBatch) -> int:
-    """Elements of a plan's `integers`."""
-    return 4 * batch.sequences + 1 + batch.rows + sum(map(len, batch.pages))
-
-
 def _pack(batch: AttentionBatch, pad_rows: int | None = None) -> Tensor:
     """One int32 tensor, so that one copy brings the step to the device; the order is that of `TritonPlan`."""
     packed = array("i", batch.query_starts)

@@ -81,3 +81,8 @@ def check_tensors(batch: AttentionBatch, query: Tensor, key_cache: Tensor, value
             f"expected caches [pages, {batch.page_size}, heads, width], "
             f"got {list(key_cache.shape)} and {list(value_cache.shape)}"
         )
+
+
+def plan_integers(batch: AttentionBatch) -> int:
+    """int32 that a plan which stays where it is takes for batches up to this one."""
+    return 4 * batch.sequences + 1 + batch.rows + sum(map(len, batch.pages))

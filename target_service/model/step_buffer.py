@@ -9,7 +9,8 @@ from torch import Tensor
 
 from target_service.model.buckets import Bucket, capacity, padded
 from target_service.model.runner import ForwardInput
-from tree_kernels._triton_attention import TritonAttention, TritonPlan, plan_integers
+from tree_kernels._triton_attention import TritonAttention, TritonPlan
+from tree_kernels.batch import plan_integers
 from tree_kernels.feeding import StepIntegers, advance, move_on
 
 
