@@ -44,11 +44,8 @@ class StepBatch:
     input: ForwardInput
     decode_rows: int
     prefill_rows: int
-
-    @property
-    def drafted(self) -> bool:
-        """Whether any tree has more rows than its root."""
-        return any(item.tree is not None and item.tree.drafted for item in self.items)
+    # Whether any tree has more rows than its root.
+    drafted: bool
 
     def moved_on(self, accepted_counts: SequenceOf[int]) -> StepBatch:
         """The batch, laid out as if the step before had accepted no drafted row, now that it is known what it accepted
@@ -100,4 +97,5 @@ def lay_out(
         parents.append(shape)
     attention = AttentionBatch(tuple(starts), tuple(prefixes), tuple(pages), cache.page_size, tuple(parents))
     forward = ForwardInput(tuple(token_ids), tuple(positions), tuple(slots), attention, tuple(logit_rows))
-    return StepBatch(tuple(items), forward, decode_rows, len(token_ids) - decode_rows)
+    roots = sum(item.tree is not None for item in items)
+    return StepBatch(tuple(items), forward, decode_rows, len(token_ids) - decode_rows, decode_rows > roots)
