@@ -274,6 +274,8 @@ class DraftSwitch:
         size = load.bit_length()
         if size not in self._loads:
             lower = max((known for known in self._loads if known < size), default=None)
-            first = _Load(enough=_ENOUGH if size == 1 else _ENOUGH_OF_MANY)
-            self._loads[size] = first if lower is None else self._loads[lower].heir()
+            if lower is not None:
+                self._loads[size] = self._loads[lower].heir()
+            else:
+                self._loads[size] = _Load(enough=_ENOUGH if size == 1 else _ENOUGH_OF_MANY)
         return self._loads[size]

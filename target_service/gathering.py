@@ -155,34 +155,39 @@ class Gathering:
         patience = float("inf") if self._switch is None else self._switch.patience(len(self._scheduler.running))
         return self._gather(schedule, drafted, self._drafting.wait_for(drafted, patience))
 
-    def gather_ahead(self, schedule: Schedule, passes: int, running_ns: int) -> Gathered | None:
+    def gather_ahead(self, schedule: Schedule, passes: int, running_ns: int) -> Gathered:
         """Drafts past a guess of what the step under way will say, which has so many passes and has been running for so
-        long; None where a plain step will make more. Texts repeat themselves seldom, and then at length."""
+        long; none where a plain step will make more. Texts repeat themselves seldom, and then at length."""
         drafted, load = self._drafted(schedule), len(self._scheduler.running)
         if self._switch is None:
             return self._gather(schedule, drafted, self._drafting.wait_for(drafted, late=False))
         left = passes * self._switch.plain_seconds(load) - running_ns * 1e-9
         patience = self._switch.patience_ahead(load, self._promise, left, self._drafting.answers_in)
-        gathered = self._gather(schedule, drafted, self._drafting.wait_for(drafted, patience, late=False))
-        if self._in_hand(load) and self._budget.promised < load * self._switch.premium(load):
-            return None
-        return gathered
+        wait_ns = self._drafting.wait_for(drafted, patience, late=False)
+        least = load * self._switch.premium(load) if self._in_hand(load) else 0.0
+        return self._gather(schedule, drafted, wait_ns, least)
 
-    def _gather(self, schedule: Schedule, drafted: list[Sequence], wait_ns: int) -> Gathered:
+    def _gather(self, schedule: Schedule, drafted: list[Sequence], wait_ns: int, least: float = 0.0) -> Gathered:
+        """Trees cut to the rows that pay; plain ones where those promise fewer than `least` drafted tokens."""
         offers: dict[int, Offer] = {}
-        fallbacks = 0
+        unanswered: list[Sequence] = []
         for sequence in drafted:
             tree = self._drafting.tree_of(sequence)
             sequence.totals.draft_wait_ns += wait_ns
             if tree is None or not tree.answered:
-                fallbacks += 1
-                sequence.totals.fallback_steps += 1
+                unanswered.append(sequence)
             self._offer(sequence, tree, offers)
         trees = self._cut(schedule, offers)
+        if self._budget.promised < least:
+            return self.plain(schedule, wait_ns)
+        for sequence in unanswered:
+            sequence.totals.fallback_steps += 1
+        fallbacks = len(unanswered)
         if self._use is Use.AHEAD and fallbacks == len(drafted):
             # A plain pass more, while the draft goes on.
             drafted = []
-        return Gathered(trees, tuple(drafted), wait_ns, fallbacks, self._use)
+        chosen = [self._tree(chunk, trees) for chunk in schedule.chunks]
+        return Gathered(chosen, tuple(drafted), wait_ns, fallbacks, self._use)
 
     def _drafted(self, schedule: Schedule) -> list[Sequence]:
         chunks = (chunk for chunk in schedule.chunks if chunk.takes_tree)
@@ -197,15 +202,16 @@ class Gathering:
                 tree, live.record, self._max_nodes(sequence), in_order, self._chains and not in_order
             )
 
-    def _cut(self, schedule: Schedule, offers: Mapping[int, Offer]) -> list[TokenTree | None]:
+    def _cut(self, schedule: Schedule, offers: Mapping[int, Offer]) -> dict[int, TokenTree]:
         spare = self._scheduler.max_step_rows - schedule.rows
         others = sum(chunk.takes_tree for chunk in schedule.chunks) - len(offers)
         cut = self._budget.cut(list(offers.values()), schedule.rows, spare, others)
-        trees = dict(zip(offers, cut, strict=True))
-        return [self._tree(chunk, trees) for chunk in schedule.chunks]
+        return dict(zip(offers, cut, strict=True))
 
     def learn(self, live: LiveSequence, tree: TokenTree, accepted_rows: SequenceOf[int]) -> None:
-        """Learn what a draft was worth, before its step is committed."""
+        """Learn what a draft was worth, before its step is committed. A client's own trees say nothing of it."""
+        if live.sequence.request.external:
+            return
         guessed, right = tree.scores[0] < 1.0, not tree.drafted or tree.token_ids[0] == live.sequence.root
         if guessed:
             self._budget.observe_guess(tree, right)
@@ -225,9 +231,9 @@ class Gathering:
             if (item.tree is not None and item.tree.drafted) or self._drafting.waits_for(item.sequence.sequence_id)
         }
 
-    def plain(self, schedule: Schedule) -> Gathered:
-        """No drafts."""
-        return Gathered([self._tree(chunk, {}) for chunk in schedule.chunks], (), 0, 0, Use.PLAIN)
+    def plain(self, schedule: Schedule, wait_ns: int = 0) -> Gathered:
+        """No drafts, though they may have been waited for."""
+        return Gathered([self._tree(chunk, {}) for chunk in schedule.chunks], (), wait_ns, 0, Use.PLAIN)
 
     def _max_nodes(self, sequence: Sequence) -> int:
         """Drafted rows the sequence may have: none past its last token, nor past its pages."""

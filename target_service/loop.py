@@ -182,10 +182,11 @@ class EngineLoop:
             if use is Use.AHEAD and not step.batch.drafted:
                 running_ns = time.monotonic_ns() - self._free_ns
                 gathered = self._gathering.gather_ahead(schedule, step.stride, running_ns)
-                if gathered is not None:
-                    return self._begin(schedule, gathered, clock, behind=step)
-            stride = 1 if step.batch.drafted else self._passes(schedule)
-            return self._begin(schedule, self._gathering.plain(schedule), clock, behind=step, stride=stride)
+            else:
+                gathered = self._gathering.plain(schedule)
+            several = gathered.use is Use.PLAIN and not step.batch.drafted
+            stride = self._passes(schedule) if several else 1
+            return self._begin(schedule, gathered, clock, behind=step, stride=stride)
         except torch.OutOfMemoryError:
             # Once this step has ended there may be room.
             return None

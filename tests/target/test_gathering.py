@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 from engine_harness import ScriptedDraft, engine_config, knowing_tree, make_runner, plain, request
 from transformers import PreTrainedModel
 
 from outrider.frames import SequenceAdvance
+from outrider.tree import TokenTree
 from target_service.draft_switch import Use
 from target_service.launch import HostSteps
 from target_service.loop import EngineLoop
+from target_service.row_budget import StepCost
 from target_service.sequence import Verdict
 from target_service.step import Step
 
@@ -65,3 +67,14 @@ def test_plain_and_drafted_steps_take_turns_and_the_draft_hears_of_both_at_once(
     assert [len(frame) for frame in draft.frames].count(2) > 3
     told = [token for frame in draft.frames for advance in frame for token in advance.token_ids]
     assert told == said[: len(told)] and len(told) > 20
+
+
+def test_a_clients_own_trees_teach_nothing_of_the_draft(tiny_model: PreTrainedModel) -> None:
+    runner = make_runner(tiny_model)
+    loop = EngineLoop(runner, engine_config(), steps=HostSteps(runner), step_cost=StepCost([(1, 1.0), (64, 1.1)]))
+    tree = TokenTree((9, 5, 6), (0, 0, 1), (0.5, 0.9, 0.9))
+    for external in (True, False):
+        live = loop.make(1, request([5, 7, 9], 4, external=external))
+        before = replace(live.record)
+        loop._gathering.learn(live, tree, (1, 2))
+        assert (live.record == before) is external
