@@ -39,12 +39,14 @@ def test_sequences_say_their_texts_in_the_devices_time(drafted: bool) -> None:
         steps.expect(number, output)
         loop.add(loop.make(number, request(prompt, 40)))
     said: dict[int, list[int]] = {1: [], 2: []}
-    begin = time.perf_counter()
+    begin, launched = time.perf_counter(), 0
     while loop.live:
+        launched += 1
         for event in loop.step() or ():
             if isinstance(event, Verdict):
                 said[event.sequence_id] += event.token_ids
     took = time.perf_counter() - begin
     assert [said[1], said[2]] == [output[:40] for output in outputs]
-    # Of forty tokens one at a time no pass can be saved; with drafts some are.
-    assert took > (10 if drafted else 40) * TIMES.one_pass
+    # One at a time no pass of forty can be saved, and with drafts many are. None is quicker than it was asked to be.
+    assert launched < 30 if drafted else launched >= 40
+    assert took > launched * TIMES.one_pass

@@ -100,14 +100,8 @@ def test_a_batch_is_drafted_as_one_by_one(folders: dict[str, Path]) -> None:
         same_tree(tree, alone.propose([again])[0])
 
 
-@pytest.mark.usefixtures("static_kv")
-@pytest.mark.parametrize("count", [1, 3])
-def test_whole_trees_are_those_that_grow_by_level(count: int, folders: dict[str, Path]) -> None:
-    drafters = [make_drafter(folders["llama"]), make_drafter(folders["llama"])]
-    own = drafters[1]._drafting
-    assert own is not None
-    config = ModelConfig(draft_model=str(folders["llama"]), **SETTINGS)
-    drafters[1]._drafting = StaticDrafting(own.network, config.tree, config.cache)
+def draft_alike(drafters: Sequence[ModelDrafter], count: int) -> None:
+    """Three rounds over the same sequences, of COUPLED and GREEDY requests: both draft the same trees."""
     followed = [[sequence_of(text(3 + 9 * i, i), [COUPLED, GREEDY][i % 2]) for i in range(count)] for _ in drafters]
     for drafter, sequences in zip(drafters, followed, strict=True):
         for sequence in sequences:
@@ -121,6 +115,17 @@ def test_whole_trees_are_those_that_grow_by_level(count: int, folders: dict[str,
             sequence.token_ids.extend(text(1 + 4 * step, step))
 
 
+@pytest.mark.usefixtures("static_kv")
+@pytest.mark.parametrize("count", [1, 3])
+def test_whole_trees_are_those_that_grow_by_level(count: int, folders: dict[str, Path]) -> None:
+    drafters = [make_drafter(folders["llama"]), make_drafter(folders["llama"])]
+    own = drafters[1]._drafting
+    assert own is not None
+    config = ModelConfig(draft_model=str(folders["llama"]), **SETTINGS)
+    drafters[1]._drafting = StaticDrafting(own.network, config.tree, config.cache)
+    draft_alike(drafters, count)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_captured_trees_are_those_of_a_cpu(folders: dict[str, Path]) -> None:
@@ -130,17 +135,7 @@ def test_captured_trees_are_those_of_a_cpu(folders: dict[str, Path]) -> None:
         make_drafter(folders["qwen3"], **settings),
         make_drafter(folders["qwen3"], device="cuda", cuda_graphs=True, **settings),
     ]
-    followed = [[sequence_of(text(3 + 9 * i, i), [COUPLED, GREEDY][i % 2]) for i in range(3)] for _ in drafters]
-    for drafter, sequences in zip(drafters, followed, strict=True):
-        for sequence in sequences:
-            drafter.open(sequence)
-    for step in range(3):
-        trees = [drafter.propose(sequences) for drafter, sequences in zip(drafters, followed, strict=True)]
-        for expected, found in zip(*trees, strict=True):
-            assert expected.drafted
-            same_tree(found, expected)
-        for sequence in (*followed[0], *followed[1]):
-            sequence.token_ids.extend(text(1 + 4 * step, step))
+    draft_alike(drafters, 3)
 
 
 def test_a_full_cache_costs_drafts_only(folders: dict[str, Path]) -> None:
