@@ -11,18 +11,10 @@ tokens are sure in the time of two steps.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from enum import Enum
-from typing import NamedTuple
+from target_service.draft_times import ENOUGH, ENOUGH_AHEAD, ENOUGH_OF_MANY, LoadTimes, Promise, Use
 
-# Steps of a kind at one load before their time is believed: fewer drafted ones of several sequences, which cost more,
-# and more plain ones where they are launched ahead, which until then have found how many passes to launch at once.
-_ENOUGH, _ENOUGH_OF_MANY, _ENOUGH_AHEAD = 8, 4, 40
-# Steps that what a lower load has shown counts for.
-_INHERITED = 2
-# What one step moves the time of its kind, and how far from it a step is believed.
+# What one launch moves the time that one takes.
 _SHARE = 0.1
-_BOUND = 2.0
 # Plain steps that waiting for a draft may last: more tokens than that a step hardly ever makes.
 _WORTH = 8.0
 # The same, where a plain pass runs meanwhile, once it has ended: another one then is as good.
@@ -44,98 +36,11 @@ _LEAST_PREMIUM, _PREMIUM = 0.1, 0.5
 _REFRESH = 2048
 
 
-class Use(Enum):
-    """How a step uses drafts."""
-
-    # Not.
-    PLAIN = "plain"
-    # It waits for those of the tokens that are known, and nothing runs meanwhile.
-    AFTER = "after"
-    # It is launched behind a plain pass, with those guessed past the token that the pass will say.
-    AHEAD = "ahead"
-
-
-class Promise(NamedTuple):
-    """Tokens that drafts make of the sequences that run, by the way they are used."""
-
-    # In the time that a plain step and the drafted rows take.
-    after: float
-    # In a drafted step and the plain pass behind it.
-    ahead: float
-
-
-@dataclass(slots=True)
-class _Load:
-    """What steps take at one load: a plain one in seconds, the others in plain ones."""
-
-    plain: float = 0.0
-    plain_steps: int = 0
-    # Those of them in which no head was fed, and what plain ones took before the first of these.
-    unfed_steps: int = 0
-    fed: float = 0.0
-    # What a step that waited for drafts takes beyond its rows.
-    overhead: float = 0.0
-    drafted_steps: int = 0
-    # A drafted step launched behind another, and the plain pass behind it.
-    pair: float = 0.0
-    pairs: int = 0
-    # Drafted steps of a kind that are enough to know it.
-    enough: int = _ENOUGH
-    # Ways known from a lower load, until steps of this one say otherwise.
-    inherited: frozenset[Use] = frozenset()
-
-    def observe_plain(self, seconds: float, *, fed: bool) -> None:
-        if fed and self.unfed_steps:
-            return
-        if not fed and not self.unfed_steps:
-            self.fed, self.plain_steps = self.plain, 0
-        self.plain_steps += 1
-        self.unfed_steps += not fed
-        if self.plain_steps == 1:
-            self.plain = seconds
-        else:
-            ratio = min(_BOUND, max(1 / _BOUND, seconds / self.plain))
-            self.plain *= 1 + max(_SHARE, 1 / self.plain_steps) * (ratio - 1)
-        if self.fed and self.unfed_steps == _ENOUGH_AHEAD:
-            # What drafts take was counted in longer steps.
-            ratio, self.fed = self.fed / self.plain, 0.0
-            self.overhead, self.pair = max(0.0, (1 + self.overhead) * ratio - 1), self.pair * ratio
-
-    def observe_after(self, seconds: float, row_cost: float) -> None:
-        self.drafted_steps += 1
-        # A pause of the machine counts for little, what always takes long is known after a few steps.
-        overhead = min(_BOUND * (1 + self.overhead), max(0.0, seconds / self.plain - row_cost))
-        self.overhead += max(_SHARE, 1 / self.drafted_steps) * (overhead - self.overhead)
-
-    def observe_ahead(self, seconds: float) -> None:
-        self.pairs += 1
-        pair = seconds / self.plain
-        if self.pairs > 1:
-            pair = min(_BOUND * self.pair, max(self.pair / _BOUND, pair))
-        self.pair += max(_SHARE, 1 / self.pairs) * (pair - self.pair)
-
-    def gain(self, use: Use, load: int, promise: Promise) -> float:
-        """Tokens for each that plain steps would make in the same time."""
-        if use is Use.AFTER:
-            return promise.after / load / (1 + self.overhead)
-        return promise.ahead / load / self.pair
-
-    def known(self, use: Use) -> bool:
-        """Whether enough was seen of drafts that are used so."""
-        return use in self.inherited or (self.drafted_steps if use is Use.AFTER else self.pairs) >= self.enough
-
-    def heir(self) -> _Load:
-        """What is taken for true at the next load, where drafts hardly ever come cheaper; a few steps outweigh it."""
-        known = frozenset(use for use in (Use.AFTER, Use.AHEAD) if self.known(use))
-        seen = {"drafted_steps": min(self.drafted_steps, _INHERITED), "pairs": min(self.pairs, _INHERITED)}
-        return _Load(overhead=self.overhead, pair=self.pair, enough=_ENOUGH_OF_MANY, inherited=known, **seen)
-
-
 class DraftSwitch:
     """Chooses step by step. Loads are told apart by powers of two."""
 
     def __init__(self) -> None:
-        self._loads: dict[int, _Load] = {}
+        self._loads: dict[int, LoadTimes] = {}
         self._left = 0
         self._pause = _FIRST_PAUSE
         self._trying = False
@@ -165,11 +70,11 @@ class DraftSwitch:
         # One way after the other, until all are known.
         way = next((way for way in ways if not seen.known(way)), None)
         way = way or max(ways, key=lambda way: seen.gain(way, load, promise))
-        enough = _ENOUGH_AHEAD if ahead else _ENOUGH
+        enough = ENOUGH_AHEAD if ahead else ENOUGH
         self._since_refresh += seen.plain_steps >= enough
         if self._since_refresh > _REFRESH:
             # Contexts grow, and with them what a plain step takes.
-            self._since_refresh, seen.plain_steps = 0, 1 + enough - _ENOUGH
+            self._since_refresh, seen.plain_steps = 0, 1 + enough - ENOUGH
         use = Use.PLAIN if seen.plain_steps < enough else self._decide(seen, way, load, promise, telling)
         self._plain_steps = 0 if use is not Use.PLAIN else self._plain_steps + 1
         return use
@@ -178,7 +83,7 @@ class DraftSwitch:
         """What pays by what is known, for steps that must not be tries since nobody would learn from them."""
         seen = self._at(load)
         ways = [way for way in (Use.AFTER, Use.AHEAD) if seen.known(way) and (ahead or way is Use.AFTER)]
-        if seen.plain_steps < _ENOUGH or not ways:
+        if seen.plain_steps < ENOUGH or not ways:
             return Use.PLAIN
         way = max(ways, key=lambda way: seen.gain(way, load, promise))
         return way if seen.gain(way, load, promise) > _MARGIN else Use.PLAIN
@@ -186,7 +91,7 @@ class DraftSwitch:
     def to_be_unfed(self, load: int) -> bool:
         """Whether it is known what drafts of a head take, and not yet what a plain step takes that feeds none."""
         seen = self._at(load)
-        return seen.known(Use.AFTER) and seen.known(Use.AHEAD) and seen.unfed_steps < _ENOUGH_AHEAD
+        return seen.known(Use.AFTER) and seen.known(Use.AHEAD) and seen.unfed_steps < ENOUGH_AHEAD
 
     def plain_seconds(self, load: int) -> float:
         """What a plain step takes; 0 before the first."""
@@ -195,14 +100,14 @@ class DraftSwitch:
     def patience(self, load: int) -> float:
         """Seconds for which to wait for a draft at most."""
         seen = self._at(load)
-        return _WORTH * seen.plain if seen.plain_steps >= _ENOUGH else float("inf")
+        return _WORTH * seen.plain if seen.plain_steps >= ENOUGH else float("inf")
 
     def choose_in_hand(self, load: int, promise: Promise) -> Use:
         """How the next step uses drafts where those behind the step under way are looked at one by one, and used if
         they promise enough: in that way, unless waiting for all has shown to make more."""
         seen = self._at(load)
         use = Use.AHEAD
-        if seen.plain_steps >= _ENOUGH_AHEAD:
+        if seen.plain_steps >= ENOUGH_AHEAD:
             if not seen.known(Use.AFTER):
                 use = Use.AFTER
             elif seen.known(Use.AHEAD):
@@ -216,21 +121,21 @@ class DraftSwitch:
         seen = self._at(load)
         worth = left + _WORTH_AHEAD * seen.plain
         # Until the device would have nothing to do, and on where drafts make much lately and will soon be here.
-        pays = not seen.known(Use.AHEAD) or seen.gain(Use.AHEAD, load, promise) > _MARGIN
+        pays = not seen.known(Use.AHEAD) or seen.gain_of_pair(load, promise) > _MARGIN
         return max(0.0, worth if pays and answers_in < worth else left - self.launching)
 
     def observe_launching(self, seconds: float) -> None:
         """Take note of how long the host took to lay out and launch a step."""
         self.launching += _SHARE * (seconds - self.launching)
 
-    def _decide(self, seen: _Load, way: Use, load: int, promise: Promise, telling: float) -> Use:
+    def _decide(self, seen: LoadTimes, way: Use, load: int, promise: Promise, telling: float) -> Use:
         if not seen.known(way) or seen.gain(way, load, promise) > _MARGIN:
             self._trying, self._left, self._paid = False, 0, self._paid + 1
             if self._paid > _RECOVERED:
                 self._pause = _FIRST_PAUSE
             return way
         self._paid = 0
-        cost = seen.overhead if way is Use.AFTER else max(0.0, seen.pair / 2 - 1)
+        cost = seen.overhead.value if way is Use.AFTER else max(0.0, seen.pair.value / 2 - 1)
         return way if self._try(_TRY * cost + telling) else Use.PLAIN
 
     def _try(self, cost: float) -> bool:
@@ -264,18 +169,22 @@ class DraftSwitch:
         if self._at(load).plain:
             self._at(load).observe_ahead(seconds)
 
+    def observe_missed(self, load: int) -> None:
+        """Take note of a step that was to be launched behind another with drafts, and had none."""
+        self._at(load).observe_missed()
+
     def premium(self, load: int) -> float:
         """Plain steps that such a pair takes more than two of them."""
         seen = self._at(load)
-        known = seen.known(Use.AHEAD) and seen.plain_steps >= _ENOUGH_AHEAD
-        return max(_LEAST_PREMIUM, seen.pair - 2) if known else _PREMIUM
+        known = seen.known(Use.AHEAD) and seen.plain_steps >= ENOUGH_AHEAD
+        return max(_LEAST_PREMIUM, seen.pair.value - 2) if known and seen.pair.count else _PREMIUM
 
-    def _at(self, load: int) -> _Load:
+    def _at(self, load: int) -> LoadTimes:
         size = load.bit_length()
         if size not in self._loads:
             lower = max((known for known in self._loads if known < size), default=None)
             if lower is not None:
                 self._loads[size] = self._loads[lower].heir()
             else:
-                self._loads[size] = _Load(enough=_ENOUGH if size == 1 else _ENOUGH_OF_MANY)
+                self._loads[size] = LoadTimes(enough=ENOUGH if size == 1 else ENOUGH_OF_MANY)
         return self._loads[size]

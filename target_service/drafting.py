@@ -20,6 +20,7 @@ from outrider.frames import (
 )
 from target_service.batch import StepItem
 from target_service.draft_inbox import Connected, Disconnected, DraftEvent, DraftInbox
+from target_service.draft_pace import DraftPace
 from target_service.features import Features
 from target_service.model.taps import Tapped
 from target_service.proposals import GrowingTree
@@ -31,8 +32,6 @@ log = logging.getLogger(__name__)
 _RESUME_SHARE = 0.75
 # Sequences that a draft follows while its drafts are not used.
 FOLLOWED_ANYWAY = 1
-# What one answer moves the time that the next is expected to take.
-_ANSWER_SHARE = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +61,7 @@ class Drafting(DraftInbox):
         self._trees: dict[int, GrowingTree] = {}
         self._wanting: dict[int, Sequence] = {}
         self._newcomers: list[Sequence] = []
-        # When the draft was told of a step last, and how long it takes to answer: seconds, 0 before the first answer.
-        self._told_at = self._answer_seconds = 0.0
-        self._late_steps = 0
+        self.pace = DraftPace(config.failures_to_open)
         # Commits that the draft was not told of yet, by sequence.
         self._unsent: dict[int, list[SequenceAdvance]] = {}
         self.info: DraftInfo | None = None
@@ -77,11 +74,6 @@ class Drafting(DraftInbox):
     @property
     def connected(self) -> bool:
         return self.info is not None
-
-    @property
-    def waiting_pays(self) -> bool:
-        """Whether the draft has kept its time lately. A single answer in time closes the breaker again."""
-        return self._late_steps < self._config.failures_to_open
 
     def tree_of(self, sequence: Sequence) -> GrowingTree | None:
         """The sequence's growing tree; None when it is not drafted for."""
@@ -152,17 +144,18 @@ class Drafting(DraftInbox):
         """Wait until the draft has answered the last commit of each sequence, for `patience` seconds at most and no
         longer than is configured. Nanoseconds waited. A draft that took longer is `late`, or was hardly given time."""
         self.listen()
-        if not self.waiting_pays or self._answered(sequences):
+        if not self.pace.waiting_pays or self._answered(sequences):
             return 0
         begin = time.monotonic_ns()
         deadline = time.monotonic() + min(self._config.wait_seconds, patience)
         while not self._answered(sequences):
             if not self._wait_until(deadline):
-                self._late_steps += late
+                if late:
+                    self.pace.late()
                 break
             self.listen()
         else:
-            self._late_steps = 0
+            self.pace.in_time()
         return time.monotonic_ns() - begin
 
     def collect(
@@ -202,18 +195,18 @@ class Drafting(DraftInbox):
                 tree.ask()
                 advances += unsent
         if advances and self._link is not None and self.connected:
-            self._told_at = time.monotonic()
+            self.pace.told()
             self._link.advance(advances)
-
-    @property
-    def answers_in(self) -> float:
-        """Seconds until the draft will probably answer what it was told last."""
-        return self._told_at + self._answer_seconds - time.monotonic()
 
     def waits_for(self, sequence_id: int) -> bool:
         """Whether the draft owes an answer for the sequence."""
         tree = self._trees.get(sequence_id)
         return tree is not None and not tree.answered
+
+    @property
+    def owes_nothing(self) -> bool:
+        """Whether the draft has answered for every sequence."""
+        return all(tree.answered for tree in self._trees.values())
 
     def _answered(self, sequences: SequenceOf[Sequence]) -> bool:
         trees = (self._trees.get(sequence.sequence_id) for sequence in sequences)
@@ -222,7 +215,8 @@ class Drafting(DraftInbox):
     def _open(self, sequence: Sequence) -> None:
         if self._link is None or not self.connected or not self.active:
             return
-        request, self._told_at = sequence.request, time.monotonic()
+        request = sequence.request
+        self.pace.told()
         self._unsent.pop(sequence.sequence_id, None)
         self._trees[sequence.sequence_id] = GrowingTree(sequence.token_ids, sequence.step)
         self._link.open(
@@ -260,7 +254,8 @@ class Drafting(DraftInbox):
                 if not self._can_give(event.info):
                     return
                 log.info("draft %s is connected", event.info.drafter)
-                self.info, self._late_steps = event.info, 0
+                self.info = event.info
+                self.pace.in_time()
                 for sequence in self._wanting.values():
                     self._open(sequence)
             case Disconnected():
@@ -287,10 +282,10 @@ class Drafting(DraftInbox):
         try:
             owed = not tree.answered
             tree.hold(growth)
-            if owed and tree.answered and self.heard_at > self._told_at:
-                self._answer_seconds += _ANSWER_SHARE * (self.heard_at - self._told_at - self._answer_seconds)
+            if owed and tree.answered:
+                self.pace.answered(self.heard_at)
             if tree.lag(growth) <= 1:
-                self._late_steps = 0
+                self.pace.in_time()
         except InvalidField as error:
             self._refuse(growth.sequence_id, error)
 

@@ -11,7 +11,8 @@ from outrider.sampling import VerificationMode
 from outrider.tree import TokenTree
 from target_service.batch import StepBatch
 from target_service.commit import LiveSequence
-from target_service.draft_switch import DraftSwitch, Promise, Use
+from target_service.draft_switch import DraftSwitch
+from target_service.draft_times import Promise, Use
 from target_service.drafting import FOLLOWED_ANYWAY, Drafting
 from target_service.kv_cache import OutOfPages
 from target_service.proposals import GrowingTree
@@ -43,6 +44,8 @@ class Gathered:
     # Sequences that wanted a draft and went on without one.
     fallbacks: int
     use: Use
+    # What its rows take, as a multiple of what a plain step's take.
+    row_cost: float = 1.0
 
 
 class Gathering:
@@ -129,18 +132,24 @@ class Gathering:
         reading = (sequence.kv_length + 1 < len(sequence.token_ids) for sequence in running)
         return self._scheduler.admits or any(reading)
 
-    def observe(self, load: int, seconds: float, gathered: Gathered, *, behind_tree: bool, launching: float) -> None:
+    def observe(
+        self, load: int, seconds: float, launching: float, gathered: Gathered, *, drafted: bool, behind_tree: bool
+    ) -> None:
         """Take note of what a step that only decoded took, from the end of the step before it, and its launch.
-        `behind_tree`, the step before it was drafted and this one launched while that ran."""
+
+        `drafted`, it has trees; `behind_tree`, the step before it had, and this one was launched while that ran.
+        """
         if self._switch is None:
             return
         self._switch.observe_launching(launching)
         if gathered.use is Use.AFTER and gathered.drafted:
-            self._switch.observe_after(load, seconds, self._budget.step_cost)
+            self._switch.observe_after(load, seconds, gathered.row_cost)
         elif gathered.use is Use.PLAIN and not behind_tree:
             # Feeding a head takes time that no plain step needs.
             fed = self._goes_ahead and self._drafting.active and self._drafting.reads_features
             self._switch.observe_plain(load, seconds, fed=fed)
+        elif gathered.use is Use.AHEAD and not drafted:
+            self._switch.observe_missed(load)
         if behind_tree and self._drafted_seconds:
             self._switch.observe_ahead(load, self._drafted_seconds + seconds)
         self._drafted_seconds = seconds if gathered.use is Use.AHEAD else 0.0
@@ -162,7 +171,7 @@ class Gathering:
         if self._switch is None:
             return self._gather(schedule, drafted, self._drafting.wait_for(drafted, late=False))
         left = passes * self._switch.plain_seconds(load) - running_ns * 1e-9
-        patience = self._switch.patience_ahead(load, self._promise, left, self._drafting.answers_in)
+        patience = self._switch.patience_ahead(load, self._promise, left, self._drafting.pace.answers_in)
         wait_ns = self._drafting.wait_for(drafted, patience, late=False)
         least = load * self._switch.premium(load) if self._in_hand(load) else 0.0
         return self._gather(schedule, drafted, wait_ns, least)
@@ -187,7 +196,7 @@ class Gathering:
             # A plain pass more, while the draft goes on.
             drafted = []
         chosen = [self._tree(chunk, trees) for chunk in schedule.chunks]
-        return Gathered(chosen, tuple(drafted), wait_ns, fallbacks, self._use)
+        return Gathered(chosen, tuple(drafted), wait_ns, fallbacks, self._use, self._budget.step_cost)
 
     def _drafted(self, schedule: Schedule) -> list[Sequence]:
         chunks = (chunk for chunk in schedule.chunks if chunk.takes_tree)
@@ -208,17 +217,18 @@ class Gathering:
         cut = self._budget.cut(list(offers.values()), schedule.rows, spare, others)
         return dict(zip(offers, cut, strict=True))
 
-    def learn(self, live: LiveSequence, tree: TokenTree, accepted_rows: SequenceOf[int]) -> None:
-        """Learn what a draft was worth, before its step is committed. A client's own trees say nothing of it."""
+    def learn(self, live: LiveSequence, tree: TokenTree, accepted_rows: SequenceOf[int], row_cost: float) -> None:
+        """Learn what a draft was worth in a step whose rows took so many plain ones, before it is committed. A client's
+        own trees say nothing of it."""
         if live.sequence.request.external:
             return
         guessed, right = tree.scores[0] < 1.0, not tree.drafted or tree.token_ids[0] == live.sequence.root
         if guessed:
             self._budget.observe_guess(tree, right)
         if right:
-            self._budget.observe(tree, accepted_rows, live.record)
+            self._budget.observe(tree, accepted_rows, live.record, row_cost)
         # From the token on that was guessed.
-        self._budget.observe_drafted(live.record, 1 + guessed + len(accepted_rows) if right else 1)
+        self._budget.observe_drafted(live.record, 1 + guessed + len(accepted_rows) if right else 1, row_cost)
 
     def holding(self, ahead: StepBatch) -> set[int]:
         """Sequences whose draft hears of a plain pass together with the step `ahead` behind it: its answer would come

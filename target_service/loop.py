@@ -17,7 +17,8 @@ from outrider.errors import QuotaExceeded
 from target_service.batch import lay_out
 from target_service.commit import LiveSequence, commit
 from target_service.device_steps import best_steps
-from target_service.draft_switch import DraftSwitch, Use
+from target_service.draft_switch import DraftSwitch
+from target_service.draft_times import Use
 from target_service.drafting import Drafting, DraftingConfig
 from target_service.features import Features
 from target_service.gathering import Gathered, Gathering
@@ -150,6 +151,10 @@ class EngineLoop:
         self.drafting.collect(step.batch.items, step.tapped, outcomes)
         self._advance(step, verdicts)
         events = self._finish(verdicts)
+        step.clock.end_commit()
+        if self._ahead is None and step.launched.on_device and self.drafting.owes_nothing:
+            # What is said of this step goes out while the device runs the next.
+            self._ahead = self._launch()
         self._observe(step, verdicts)
         return self._take_failed() + events
 
@@ -242,9 +247,8 @@ class EngineLoop:
             seconds, gathered = (self._ended_ns - ended_ns) * 1e-9, step.gathered
             if ended_ns and (step.ahead or gathered.drafted or not step.launched.followable):
                 took, launching = seconds / step.stride, (stats.plan_ns + stats.launch_ns) * 1e-9
-                self._gathering.observe(
-                    stats.sequences, took, gathered, behind_tree=step.behind_tree, launching=launching
-                )
+                drafted, behind = step.batch.drafted, step.behind_tree
+                self._gathering.observe(stats.sequences, took, launching, gathered, drafted=drafted, behind_tree=behind)
             if ended_ns and step.ahead and gathered.use is Use.PLAIN and not step.behind_tree:
                 self._stride.observe(step.stride, seconds, step.clock.waited_ns * 1e-9)
         else:
@@ -268,7 +272,7 @@ class EngineLoop:
             if live is None or item.tree is None or outcome is None:
                 continue
             if step.gathered.drafted or item.tree.drafted:
-                self._gathering.learn(live, item.tree, outcome.walk.accepted_rows)
+                self._gathering.learn(live, item.tree, outcome.walk.accepted_rows, step.gathered.row_cost)
             verdicts.append(commit(live, item.tree, outcome, compute_ns, kept=item.kept))
             # Not otherwise: what lies past the committed tokens may belong to passes that are under way.
             if item.tree.drafted:

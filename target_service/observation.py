@@ -29,7 +29,7 @@ class StepClock:
 
     def __init__(self) -> None:
         self.begun = time.monotonic_ns()
-        self.planned = self.launched = self.forwarded = self.verified = self.begun
+        self.planned = self.launched = self.forwarded = self.verified = self.committed = self.begun
         self._waits_since = self.begun
 
     def end_plan(self) -> None:
@@ -57,6 +57,10 @@ class StepClock:
         """Every tree's outcome is known."""
         self.verified = time.monotonic_ns()
 
+    def end_commit(self) -> None:
+        """Sequences have moved on, and the draft knows."""
+        self.committed = time.monotonic_ns()
+
 
 def step_stats(
     batch: StepBatch,
@@ -77,7 +81,6 @@ def step_stats(
     draft since the step before, and their bytes.
     """
     drafted = [item.tree.drafted for item in batch.items if item.tree is not None]
-    now = time.monotonic_ns()
     return StepStats(
         sequences=len(batch.items),
         committed_sequences=sum(verdict.passes for verdict in verdicts),
@@ -93,8 +96,8 @@ def step_stats(
         launch_ns=clock.launched - clock.planned if on_device else 0,
         forward_ns=clock.forwarded - max(clock.planned, free_ns),
         verify_ns=clock.verified - clock.forwarded,
-        commit_ns=now - clock.verified,
-        total_ns=now - max(clock.begun, free_ns),
+        commit_ns=clock.committed - clock.verified,
+        total_ns=clock.committed - max(clock.begun, free_ns),
         feature_vectors=features[0],
         feature_bytes=features[1],
         passes=passes,

@@ -238,9 +238,10 @@ class RowBudget:
         """
         return (record.near + record.far) / 2 or self._usual
 
-    def observe_drafted(self, record: SequenceRecord, tokens: int) -> None:
-        """Learn what a draft was worth: the `tokens` that a step makes which verifies it from its root on."""
-        gain = tokens / self.step_cost
+    def observe_drafted(self, record: SequenceRecord, tokens: int, row_cost: float) -> None:
+        """Learn what a draft was worth: the `tokens` of a step that verifies it from its root on and takes `row_cost`
+        plain ones."""
+        gain = tokens / row_cost
         record.draw(gain, self._usual, tokens == 1)
         self._usual = self._usual * _USUAL_KEEP + gain * (1 - _USUAL_KEEP)
 
@@ -258,8 +259,9 @@ class RowBudget:
         if self._cost is not None:
             self._cost.observe(rows, seconds)
 
-    def observe(self, tree: TokenTree, accepted_rows: SequenceOf[int], record: SequenceRecord) -> None:
-        """Learn from a verified tree: only children of accepted rows say anything about their scores."""
+    def observe(self, tree: TokenTree, accepted_rows: SequenceOf[int], record: SequenceRecord, row_cost: float) -> None:
+        """Learn from a verified tree, in a step that took `row_cost` plain ones: only children of accepted rows say
+        anything about their scores."""
         path = (0, *accepted_rows)
         expected = 0.0
         for row in path:
@@ -267,7 +269,7 @@ class RowBudget:
                 score = tree.scores[child]
                 expected += self.calibration.probability(score)
                 self.calibration.observe(score, child in accepted_rows)
-        record.spend(len(path), self.step_cost)
+        record.spend(len(path), row_cost)
         if expected:
             record.observe(expected, len(accepted_rows))
 

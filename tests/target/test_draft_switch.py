@@ -6,7 +6,8 @@ from itertools import groupby
 
 import pytest
 
-from target_service.draft_switch import DraftSwitch, Promise, Use
+from target_service.draft_switch import DraftSwitch
+from target_service.draft_times import Promise, Use
 
 
 def play(switch: DraftSwitch, steps: int, *, plain: float, drafted: float, gain: float, load: int = 1) -> list[bool]:
@@ -109,6 +110,53 @@ def test_a_plain_step_that_feeds_a_head_is_not_what_drafts_have_to_beat() -> Non
     # What is fed later says nothing.
     switch.observe_plain(1, 50.0, fed=True)
     assert switch.plain_seconds(1) == pytest.approx(1.0)
+
+
+def test_a_draft_whose_answers_never_come_while_a_step_runs_is_waited_for() -> None:
+    switch, gains, chosen = DraftSwitch(), Promise(3.5, 3.6), []
+    for _ in range(200):
+        use = switch.choose(1, gains, ahead=True)
+        if use is Use.AFTER:
+            switch.observe_after(1, 2.0, row_cost=1.0)
+        elif use is Use.AHEAD:
+            switch.observe_missed(1)
+        else:
+            switch.observe_plain(1, 1.0)
+        chosen.append(use)
+    assert chosen.count(Use.AHEAD) == 32
+    assert set(chosen[100:]) == {Use.AFTER}
+
+
+def test_guesses_are_worth_less_the_seldomer_there_is_a_tree_in_time() -> None:
+    switch, gains = DraftSwitch(), Promise(1.0, 2.6)
+    play_ahead(switch, 200, plain=1.0, drafted=9.0, pair=2.2, gains=gains)
+    times = switch._at(1)
+    always = times.gain(Use.AHEAD, 1, gains)
+    for _ in range(3):
+        switch.observe_missed(1)
+    seldom = times.gain(Use.AHEAD, 1, gains)
+    assert always > seldom > 1.0
+    # It is the pair that says whether a tree is worth waiting for.
+    assert times.gain_of_pair(1, gains) == pytest.approx(always, abs=0.01)
+
+
+@pytest.mark.parametrize("way", [Use.AFTER, Use.AHEAD])
+def test_first_steps_that_wait_for_kernels_to_be_compiled_decide_nothing(way: Use) -> None:
+    switch, seen = DraftSwitch(), 0
+    gains = Promise(3.0, 2.0) if way is Use.AFTER else Promise(1.0, 3.0)
+    for _ in range(150):
+        use = switch.choose(1, gains, ahead=True)
+        if use is Use.PLAIN:
+            switch.observe_plain(1, 1.0)
+            continue
+        # Every other one of the first few.
+        seen += use is way
+        slow = 200.0 if use is way and seen <= 6 and seen % 2 else 1.2
+        if use is Use.AFTER:
+            switch.observe_after(1, slow, row_cost=1.0)
+        else:
+            switch.observe_ahead(1, 1.0 + slow)
+    assert switch.choose(1, gains, ahead=True) is way
 
 
 def pays(switch: DraftSwitch, after: float) -> bool:

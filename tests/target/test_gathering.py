@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from outrider.frames import SequenceAdvance
 from outrider.tree import TokenTree
-from target_service.draft_switch import Use
+from target_service.draft_times import Use
 from target_service.launch import HostSteps
 from target_service.loop import EngineLoop
 from target_service.row_budget import StepCost
@@ -76,5 +76,5 @@ def test_a_clients_own_trees_teach_nothing_of_the_draft(tiny_model: PreTrainedMo
     for external in (True, False):
         live = loop.make(1, request([5, 7, 9], 4, external=external))
         before = replace(live.record)
-        loop._gathering.learn(live, tree, (1, 2))
+        loop._gathering.learn(live, tree, (1, 2), 1.0)
         assert (live.record == before) is external

@@ -119,7 +119,7 @@ def test_only_children_of_accepted_rows_teach() -> None:
     before = budget.calibration.probability(0.4)
     # Row 2 hangs below row 1, which is rejected: its score says nothing.
     tree = TokenTree((0, 1, 2), (0, 0, 1), (1.0, 0.8, 0.4))
-    budget.observe(tree, (), SequenceRecord())
+    budget.observe(tree, (), SequenceRecord(), 1.0)
     assert budget.calibration.probability(0.4) == before
     assert budget.calibration.probability(0.8) < 0.8
 

@@ -1,0 +1,47 @@
+"""How long the draft takes to answer, and whether it keeps its time."""
+
+from __future__ import annotations
+
+import time
+
+# What one answer moves the time that the next is expected to take.
+_SHARE = 0.1
+
+
+class DraftPace:
+    """Clock and breaker of the engine's draft. Times are of the monotonic clock, in seconds."""
+
+    def __init__(self, failures_to_open: int) -> None:
+        """After so many late answers in a row waiting does not pay, until one comes in time."""
+        self._failures_to_open = failures_to_open
+        self._late = 0
+        self._told_at = 0.0
+        # 0 before the first answer.
+        self._answer_seconds = 0.0
+
+    @property
+    def waiting_pays(self) -> bool:
+        """Whether the draft has kept its time lately."""
+        return self._late < self._failures_to_open
+
+    @property
+    def answers_in(self) -> float:
+        """Seconds until the draft will probably answer what it was told last."""
+        return self._told_at + self._answer_seconds - time.monotonic()
+
+    def told(self) -> None:
+        """The draft was told of a step."""
+        self._told_at = time.monotonic()
+
+    def answered(self, at: float) -> None:
+        """It has answered what it was told last, or something before that."""
+        if at > self._told_at:
+            self._answer_seconds += _SHARE * (at - self._told_at - self._answer_seconds)
+
+    def late(self) -> None:
+        """It was waited for in vain."""
+        self._late += 1
+
+    def in_time(self) -> None:
+        """It answered while somebody waited, or soon enough."""
+        self._late = 0

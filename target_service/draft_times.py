@@ -1,0 +1,153 @@
+"""What steps take, and what drafts make of them, by the way in which drafts are used.
+
+Counted in plain steps, so that machines and models of any speed are judged alike.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from statistics import median_low
+from typing import NamedTuple
+
+# Steps of a kind at one load before their time is believed: fewer drafted ones of several sequences, which cost more,
+# and more plain ones where they are launched ahead, which until then have found how many passes to launch at once.
+ENOUGH, ENOUGH_OF_MANY, ENOUGH_AHEAD = 8, 4, 40
+# Steps behind a guess of which none had a tree, for each that would have been enough, until that is what is known.
+_MISSED = 4
+# Steps that what a lower load has shown counts for.
+_INHERITED = 2
+# What one step moves the time of its kind, and how far from it a step is believed.
+_SHARE = 0.1
+_BOUND = 2.0
+
+
+class Use(Enum):
+    """How a step uses drafts."""
+
+    # Not.
+    PLAIN = "plain"
+    # It waits for those of the tokens that are known, and nothing runs meanwhile.
+    AFTER = "after"
+    # It is launched behind a plain pass, with those guessed past the token that the pass will say.
+    AHEAD = "ahead"
+
+
+class Promise(NamedTuple):
+    """Tokens that drafts make of the sequences that run, by the way they are used."""
+
+    # In the time that a plain step and the drafted rows take.
+    after: float
+    # In a drafted step and the plain pass behind it.
+    ahead: float
+
+
+@dataclass(slots=True)
+class _Typical:
+    """What steps of a kind take: the median of the first few, among which there are kernels compiled and graphs
+    captured, and then what it drifts to."""
+
+    value: float = 0.0
+    count: int = 0
+    first: list[float] = field(default_factory=list)
+
+    def observe(self, value: float, enough: int) -> None:
+        self.count += 1
+        if len(self.first) + 1 == self.count <= enough:
+            self.first.append(value)
+            self.value = median_low(self.first)
+            return
+        # A pause of the machine counts for little, what always takes long is known after a few steps.
+        bounded = min(_BOUND * (1 + self.value), value)
+        self.value += max(_SHARE, 1 / self.count) * (bounded - self.value)
+
+    def heir(self) -> _Typical:
+        """The same, which a few steps outweigh."""
+        return _Typical(self.value, min(self.count, _INHERITED))
+
+
+@dataclass(slots=True)
+class LoadTimes:
+    """What steps take at one load: a plain one in seconds, the others in plain ones."""
+
+    plain: float = 0.0
+    plain_steps: int = 0
+    # Those of them in which no head was fed, and what plain ones took before the first of these.
+    unfed_steps: int = 0
+    fed: float = 0.0
+    # What a step that waited for drafts takes beyond its rows.
+    overhead: _Typical = field(default_factory=_Typical)
+    # A drafted step launched behind another, and the plain pass behind it.
+    pair: _Typical = field(default_factory=_Typical)
+    # Steps that were to be launched so and had no tree in time, and the share of those that had one lately.
+    missed: int = 0
+    met: float = 1.0
+    # Drafted steps of a kind that are enough to know it.
+    enough: int = ENOUGH
+    # Ways known from a lower load, until steps of this one say otherwise.
+    inherited: frozenset[Use] = frozenset()
+
+    def observe_plain(self, seconds: float, *, fed: bool) -> None:
+        """A step without drafts; `fed`, a head was given what it reads of it."""
+        if fed and self.unfed_steps:
+            return
+        if not fed and not self.unfed_steps:
+            self.fed, self.plain_steps = self.plain, 0
+        self.plain_steps += 1
+        self.unfed_steps += not fed
+        if self.plain_steps == 1:
+            self.plain = seconds
+        else:
+            ratio = min(_BOUND, max(1 / _BOUND, seconds / self.plain))
+            self.plain *= 1 + max(_SHARE, 1 / self.plain_steps) * (ratio - 1)
+        if self.fed and self.unfed_steps == ENOUGH_AHEAD:
+            # What drafts take was counted in longer steps.
+            ratio, self.fed = self.fed / self.plain, 0.0
+            self.overhead.value = max(0.0, (1 + self.overhead.value) * ratio - 1)
+            self.pair.value *= ratio
+
+    def observe_after(self, seconds: float, row_cost: float) -> None:
+        """A step that waited for drafts, whose rows take `row_cost` plain ones."""
+        self.overhead.observe(max(0.0, seconds / self.plain - row_cost), self.enough)
+
+    def observe_ahead(self, seconds: float) -> None:
+        """A drafted step behind another and the plain pass behind it."""
+        self.met += _SHARE * (1 - self.met)
+        self.pair.observe(seconds / self.plain, self.enough)
+
+    def observe_missed(self) -> None:
+        """A step that was to have drafts behind a guess, and had none."""
+        self.missed += 1
+        self.met -= _SHARE * self.met
+
+    def gain(self, use: Use, load: int, promise: Promise) -> float:
+        """Tokens for each that plain steps would make in the same time."""
+        if use is Use.AFTER:
+            return promise.after / load / (1 + self.overhead.value)
+        if not self.pair.count:
+            return 0.0
+        # Without a tree it is a plain step.
+        missed = 1 - self.met
+        return (self.met * promise.ahead / load + missed) / (self.met * self.pair.value + missed)
+
+    def gain_of_pair(self, load: int, promise: Promise) -> float:
+        """The same of steps behind a guess, where the tree comes in time."""
+        return promise.ahead / load / self.pair.value if self.pair.count else 0.0
+
+    def known(self, use: Use) -> bool:
+        """Whether enough was seen of drafts that are used so."""
+        if use in self.inherited:
+            return True
+        if use is Use.AFTER:
+            return self.overhead.count >= self.enough
+        return self.pair.count >= self.enough or self.missed >= _MISSED * self.enough
+
+    def heir(self) -> LoadTimes:
+        """What is taken for true at the next load, where drafts hardly ever come cheaper; a few steps outweigh it."""
+        return LoadTimes(
+            overhead=self.overhead.heir(),
+            pair=self.pair.heir(),
+            met=self.met,
+            enough=ENOUGH_OF_MANY,
+            inherited=frozenset(use for use in (Use.AFTER, Use.AHEAD) if self.known(use)),
+        )
