@@ -23,8 +23,10 @@ from target_service.sequence import SequenceRequest, SequenceTotals, Verdict
 Outputs = dict[Prompt, tuple[int, ...]]
 
 _PATIENCE = 600.0
-# Tokens of the answers that warm a load up, and where the engine has to learn what steps take besides.
+# Tokens of the answers that warm a load up, and where the engine has to learn what steps take besides; those are said
+# again until drafts are in use, but not for ever.
 _WARM_UP, _WARM_UP_ADAPTIVE = 16, 160
+_MOST_WARM_UPS = 8
 
 
 class SimulatedRun:
@@ -36,6 +38,7 @@ class SimulatedRun:
         self._said: dict[int, list[int]] = {}
         self._recorder = StepRecorder()
         adaptive = draft is not None and config.row_budget == "adaptive"
+        self._adaptive = adaptive
         self._warm_up = _WARM_UP_ADAPTIVE if adaptive else _WARM_UP
         cost = measure_step_cost(runner, config.step_rows) if adaptive else None
         self._engine = Engine(runner, engine_config(config), step_cost=cost, observer=self._recorder)
@@ -51,7 +54,10 @@ class SimulatedRun:
 
     def measure(self, prompts: Sequence[Prompt], max_tokens: int) -> tuple[dict[str, Any], Outputs]:
         """All prompts at once: figures, and what was said to each."""
-        self._answer(prompts, min(self._warm_up, max_tokens))
+        for _ in range(_MOST_WARM_UPS if self._adaptive else 1):
+            _, totals = self._answer(prompts, min(self._warm_up, max_tokens))
+            if sum(one.accepted_tokens for one in totals) > len(prompts):
+                break
         self._recorder.take()
         begin = time.perf_counter()
         outputs, totals = self._answer(prompts, max_tokens)

@@ -6,6 +6,8 @@ import time
 
 # What one answer moves the time that the next is expected to take.
 _SHARE = 0.1
+# For so long a draft may read a prompt, and compile what it needs for that, before its silence says anything of it.
+_BEGINNING = 5.0
 
 
 class DraftPace:
@@ -16,6 +18,7 @@ class DraftPace:
         self._failures_to_open = failures_to_open
         self._late = 0
         self._told_at = 0.0
+        self._begun_at = -_BEGINNING
         # 0 before the first answer.
         self._answer_seconds = 0.0
 
@@ -28,6 +31,19 @@ class DraftPace:
     def answers_in(self) -> float:
         """Seconds until the draft will probably answer what it was told last."""
         return self._told_at + self._answer_seconds - time.monotonic()
+
+    @property
+    def beginning(self) -> bool:
+        """Whether the draft has said nothing since it began with what it follows, and may still be at that."""
+        return time.monotonic() < self._begun_at + _BEGINNING
+
+    def begin(self) -> None:
+        """The draft is given its first sequence, after a time with none."""
+        self._begun_at = time.monotonic()
+
+    def heard(self) -> None:
+        """It has said something."""
+        self._begun_at = -_BEGINNING
 
     def told(self) -> None:
         """The draft was told of a step."""

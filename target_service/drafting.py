@@ -216,6 +216,8 @@ class Drafting(DraftInbox):
         if self._link is None or not self.connected or not self.active:
             return
         request = sequence.request
+        if not self._trees:
+            self.pace.begin()
         self.pace.told()
         self._unsent.pop(sequence.sequence_id, None)
         self._trees[sequence.sequence_id] = GrowingTree(sequence.token_ids, sequence.step)
@@ -279,6 +281,7 @@ class Drafting(DraftInbox):
         if tree is None:
             # Closed while the growth was on its way.
             return
+        self.pace.heard()
         try:
             owed = not tree.answered
             tree.hold(growth)

@@ -106,6 +106,9 @@ class Gathering:
             promise = Promise(after + others, both + 2 * others)
             self._goes_ahead = ahead
             self._promise, ahead = promise, ahead and len(running) <= _AHEAD
+            if self._drafting.active and self._drafting.pace.beginning:
+                # Followed meanwhile: what it makes is not to be judged by how it begins.
+                return self._use
             if ahead and self._in_hand(len(running)):
                 use = self._switch.choose_in_hand(len(running), promise)
             elif self._reads_prompts(running):

@@ -241,7 +241,8 @@ class EngineLoop:
     def _observe(self, step: Step, verdicts: SequenceOf[Verdict]) -> None:
         """Let row budget and switch learn what steps cost, and the observer hear of the step."""
         stats = step.stats(verdicts, self._free_ns, self.features.take_sent())
-        self._free_ns, ended_ns, self._ended_ns = step.clock.forwarded, self._ended_ns, time.monotonic_ns()
+        # What is launched by now belongs to the next step.
+        self._free_ns, ended_ns, self._ended_ns = step.clock.forwarded, self._ended_ns, step.clock.committed
         if not stats.prefill_rows:
             self._budget.observe_step(stats.decode_rows, stats.forward_ns * 1e-9 / step.stride)
             seconds, gathered = (self._ended_ns - ended_ns) * 1e-9, step.gathered
