@@ -41,8 +41,8 @@ from target_service.config import TargetConfig  # noqa: E402
 from target_service.draft_client import connect_draft  # noqa: E402
 from target_service.loop import EngineLoop  # noqa: E402
 from target_service.model.runner import ModelRunner, runner_for  # noqa: E402
-from target_service.row_budget import StepCost  # noqa: E402
 from target_service.sequence import SequenceRequest, Verdict  # noqa: E402
+from target_service.step_cost import StepCost  # noqa: E402
 from target_service.verifier import SequenceVerifier, Verified  # noqa: E402
 from tree_kernels.verification import Walk  # noqa: E402
 

@@ -125,9 +125,6 @@ class InprocessLink:
 
     def _answer(self, session: ProposeSession) -> None:
         """Deliver all growth that is owed. Credit bounds a queue, and here there is none."""
-        while True:
+        while session.owes:
             session.grant(1 - session.credit)
-            growths = session.take_growth()
-            if not growths:
-                return
-            self._events.on_growth(growths)
+            self._events.on_growth(session.take_growth())

@@ -106,6 +106,11 @@ class ProposeSession:
         return len(self._open)
 
     @property
+    def owes(self) -> bool:
+        """Whether any sequence is owed a growth."""
+        return bool(self._due)
+
+    @property
     def owed_since_ns(self) -> int:
         """When the oldest growth that is owed became so; now, when none is."""
         return next(iter(self._due.values()), None) or time.monotonic_ns()

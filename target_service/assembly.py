@@ -10,7 +10,7 @@ from outrider.settings import SettingsError
 from target_service.admission import ServedModel
 from target_service.config import TargetConfig
 from target_service.draft_client import StoppableLink, connect_draft
-from target_service.drafting import DraftingConfig
+from target_service.drafting_config import DraftingConfig
 from target_service.engine import Engine, EngineConfig
 from target_service.model.loader import load_runner
 from target_service.model.runner import ModelRunner

@@ -99,9 +99,11 @@ class DeviceSteps:
         verdicts, count = self._verdicts, len(rows)
         self._count += 1
         place = self._count % _RESULTS
-        result, following = self._results[place], self._following[place, : stride - 1, :count]
+        result = self._results[place]
         result.tensor.copy_(verdicts.tensor, non_blocking=True)
+        following = self._following[place, : stride - 1, :count] if stride > 1 else None
         for passes in range(1, stride):
+            assert following is not None
             done = self._runner.run_later(batch.input, passes, parameters)
             self._conclude(batch, rows, done)
             following[passes - 1].copy_(verdicts.next_tokens[:count], non_blocking=True)
@@ -183,9 +185,9 @@ class _OnDevice:
         verifiers: SequenceOf[SequenceVerifier],
         logits: Tensor,
         result: Verdicts,
-        following: Tensor,
+        following: Tensor | None,
     ) -> None:
-        """`following` [passes after the first, sequences] are the tokens that those passes said."""
+        """`following` [passes after the first, sequences] are the tokens that those passes said, if there are any."""
         self._cache = cache
         self._batch = batch
         self._verifiers = verifiers
@@ -216,9 +218,10 @@ class _OnDevice:
         """See `Launched.outcomes`."""
         self.wait()
         result = self._result
-        counts, tokens = result.accepted_counts.tolist(), result.next_tokens.tolist()
-        accepted = result.accepted_rows.tolist() if any(counts) else []
-        following = self._following.T.tolist()
+        count = len(self._batch.items)
+        counts, tokens = result.accepted_counts[:count].tolist(), result.next_tokens[:count].tolist()
+        accepted = result.accepted_rows[: len(self._batch.input.token_ids)].tolist() if any(counts) else []
+        following = self._following.T.tolist() if self._following is not None else [()] * count
         outcomes: list[Verified | None] = []
         by_host: list[Verified | None] = []
         for place, (item, verifier) in enumerate(zip(self._batch.items, self._verifiers, strict=True)):

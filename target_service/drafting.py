@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import Container, Iterable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
 
 from outrider.errors import InvalidField, NotSupported
 from outrider.frames import (
@@ -21,6 +20,7 @@ from outrider.frames import (
 from target_service.batch import StepItem
 from target_service.draft_inbox import Connected, Disconnected, DraftEvent, DraftInbox
 from target_service.draft_pace import DraftPace
+from target_service.drafting_config import DraftingConfig
 from target_service.features import Features
 from target_service.model.taps import Tapped
 from target_service.proposals import GrowingTree
@@ -28,22 +28,8 @@ from target_service.sequence import Sequence
 from target_service.verifier import Verified
 
 log = logging.getLogger(__name__)
-# Drafting comes back at this share of the load that stopped it, so that it does not flap.
-_RESUME_SHARE = 0.75
 # Sequences that a draft follows while its drafts are not used.
 FOLLOWED_ANYWAY = 1
-
-
-@dataclass(frozen=True, slots=True)
-class DraftingConfig:
-    """When to draft and how long to wait; the defaults live in `TargetConfig`."""
-
-    enabled: bool
-    disable_above: int
-    wait_seconds: float
-    failures_to_open: int
-    # Vectors of each sequence that are kept for a draft that connects late.
-    feature_window: int = 0
 
 
 class Drafting(DraftInbox):
@@ -54,7 +40,7 @@ class Drafting(DraftInbox):
 
     def __init__(self, config: DraftingConfig, vocabulary_size: int, features: Features) -> None:
         super().__init__()
-        self._config = config
+        self.config = config
         self._vocabulary_size = vocabulary_size
         self._features = features
         self._link: DraftLink | None = None
@@ -96,7 +82,7 @@ class Drafting(DraftInbox):
 
     def add(self, sequence: Sequence) -> None:
         """Ask for drafts for a new sequence, if it wants any, once the load is known with it."""
-        if self._config.enabled and sequence.request.speculate and not sequence.request.external:
+        if self.config.enabled and sequence.request.speculate and not sequence.request.external:
             self._wanting[sequence.sequence_id] = sequence
             self._newcomers.append(sequence)
 
@@ -119,15 +105,14 @@ class Drafting(DraftInbox):
 
         While drafts are not `useful`, a draft of more than one sequence is stopped too, for each frame takes time, and
         one that reads features at any load."""
-        if not self._config.enabled:
+        if not self.config.enabled:
             return
-        limit = self._config.disable_above
         useful = useful or (running <= FOLLOWED_ANYWAY and not self.reads_features)
-        if self.active and (running > limit or not useful):
+        if self.active and (self.config.too_many(running) or not useful):
             self.active = False
             self._close(list(self._trees))
             self._trees.clear()
-        elif not self.active and running <= max(1, int(limit * _RESUME_SHARE)) and useful:
+        elif not self.active and running <= self.config.resumes_at and useful:
             self.active = True
             self._newcomers = list(self._wanting.values())
         for sequence in self._newcomers:
@@ -147,7 +132,7 @@ class Drafting(DraftInbox):
         if not self.pace.waiting_pays or self._answered(sequences):
             return 0
         begin = time.monotonic_ns()
-        deadline = time.monotonic() + min(self._config.wait_seconds, patience)
+        deadline = time.monotonic() + min(self.config.wait_seconds, patience)
         while not self._answered(sequences):
             if not self._wait_until(deadline):
                 if late:
@@ -167,6 +152,8 @@ class Drafting(DraftInbox):
     def advance(self, commits: SequenceOf[tuple[Sequence, int]], holding: Container[int] = ()) -> None:
         """Re-root after a step: (sequence, tokens committed) of all that ran in it. One frame to the draft, without the
         sequences that are `holding`, whose commits go with their next ones."""
+        if not self._trees and not self.reads_features:
+            return
         unsent = self._unsent
         ahead, along = self._features.due(self._trees, commits)
         if ahead:

@@ -25,8 +25,8 @@ from target_service.events import EngineSnapshot
 from target_service.loop import EngineConfig, EngineLoop
 from target_service.model.runner import ModelRunner
 from target_service.observation import EngineObserver
-from target_service.row_budget import StepCost
 from target_service.sequence import SequenceEvent, SequenceFailed, SequenceRequest, Verdict
+from target_service.step_cost import StepCost
 
 __all__ = ["Engine", "EngineConfig", "EngineObserver", "EngineSnapshot"]
 

@@ -93,9 +93,11 @@ class Gathering:
     def choose(self, running: SequenceOf[Sequence], *, ahead: bool) -> Use:
         """How the next step uses drafts; `ahead`, it may be launched behind the one under way. Called once per step,
         before it is scheduled."""
-        wanting = [sequence for sequence in running if self._drafting.asks(sequence)]
         self._use = Use.PLAIN
-        if not wanting or not self._drafting.connected:
+        if not self._drafting.connected or self._drafting.config.too_many(len(running)):
+            return self._use
+        wanting = [sequence for sequence in running if self._drafting.asks(sequence)]
+        if not wanting:
             return self._use
         if self._switch is None:
             use = Use.AHEAD if ahead else Use.AFTER

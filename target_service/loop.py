@@ -1,7 +1,6 @@
 """One engine step, as a sentence: schedule, gather proposals, plan, forward, verify, commit, advance, emit.
 
-Plain decoding is the same step with one-row trees. Lockstep drafting waits a bounded moment for the draft; a draft
-that runs ahead of verification needs the same step with a smaller wait. Single-threaded: `engine.py` owns the thread.
+Plain decoding is the same step with one-row trees. Single-threaded: `engine.py` owns the thread.
 """
 
 from __future__ import annotations
@@ -19,13 +18,14 @@ from target_service.commit import LiveSequence, commit
 from target_service.device_steps import best_steps
 from target_service.draft_switch import DraftSwitch
 from target_service.draft_times import Use
-from target_service.drafting import Drafting, DraftingConfig
+from target_service.drafting import Drafting
+from target_service.drafting_config import DraftingConfig
 from target_service.features import Features
 from target_service.gathering import Gathered, Gathering
 from target_service.launch import Steps
 from target_service.model.runner import ModelRunner
 from target_service.observation import EngineObserver, StepClock
-from target_service.row_budget import RowBudget, SequenceRecord, StepCost
+from target_service.row_budget import RowBudget, SequenceRecord
 from target_service.scheduler import Schedule, Scheduler, SchedulerConfig
 from target_service.sequence import (
     Sequence,
@@ -37,6 +37,7 @@ from target_service.sequence import (
     Verdict,
 )
 from target_service.step import Step
+from target_service.step_cost import StepCost
 from target_service.stopping import StopChecker
 from target_service.stride import Stride
 from target_service.verifier import SequenceVerifier, Verified
@@ -290,9 +291,8 @@ class EngineLoop:
 
     def _finish(self, verdicts: SequenceOf[Verdict]) -> list[SequenceEvent]:
         """The events of the step; sequences that ended are freed."""
-        events: list[SequenceEvent] = []
+        events: list[SequenceEvent] = list(verdicts)
         for verdict in verdicts:
-            events.append(verdict)
             if verdict.finish is not None:
                 live = self.end(verdict.sequence_id, verdict.finish.reason.value)
                 assert live is not None

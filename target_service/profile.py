@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 
 from target_service.model.runner import ForwardInput, ModelRunner
-from target_service.row_budget import StepCost
+from target_service.step_cost import StepCost
 from tree_kernels.attention import AttentionBatch
 
 # Sizes between which costs are interpolated, those first that say most, and the context they are measured at.

@@ -10,13 +10,15 @@ The goodput rule of SmartSpec (arXiv 2406.14066), as renewal rewards ask for it,
 
 from __future__ import annotations
 
-import bisect
 import heapq
+from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from itertools import islice
 
 from outrider.tree import TokenTree
 from target_service.proposals import GrowingTree
+from target_service.step_cost import StepCost
 
 _BUCKETS = 16
 # A drafter's own score counts as this many observations of its bucket.
@@ -35,13 +37,12 @@ _NEAR_KEEP = 0.8
 _FAR_KEEP = 0.95
 _USUAL_KEEP = 0.98
 _USUAL_PRIOR = 2.0
-# What one live step may move the cost of its size, and how far from the estimate a step is believed.
-_LIVE_SHARE = 0.1
-_LIVE_BOUND = 1.5
 # Nodes of a sequence whose drafts are used in order of arrival: a number that no draw has a part in.
 IN_ORDER_NODES = 15
 # More than any probability, so that nodes used in order go first.
 _CERTAIN = 2.0
+# No node is certain, whatever its drafter says.
+_SUREST = 0.995
 
 
 class Calibration:
@@ -50,17 +51,25 @@ class Calibration:
     def __init__(self) -> None:
         self._accepted = [(bucket + 0.5) / _BUCKETS * _PRIOR for bucket in range(_BUCKETS)]
         self._verified = [_PRIOR] * _BUCKETS
+        # By bucket, and once more for a score of 1.
+        self._probabilities: list[float] = [(bucket + 0.5) / _BUCKETS for bucket in (*range(_BUCKETS), _BUCKETS - 1)]
 
     def probability(self, score: float) -> float:
         """The calibrated probability that a node of this score is accepted when its parent was."""
-        bucket = min(int(score * _BUCKETS), _BUCKETS - 1)
-        return self._accepted[bucket] / self._verified[bucket]
+        return self._probabilities[int(score * _BUCKETS)]
+
+    def probabilities(self, scores: Iterable[float]) -> list[float]:
+        """The same of many."""
+        known = self._probabilities
+        return [known[int(score * _BUCKETS)] for score in scores]
 
     def observe(self, score: float, accepted: bool) -> None:
         """Record one verified node whose parent was accepted."""
         bucket = min(int(score * _BUCKETS), _BUCKETS - 1)
         self._accepted[bucket] = self._accepted[bucket] * _KEEP + accepted
         self._verified[bucket] = self._verified[bucket] * _KEEP + 1.0
+        self._probabilities[bucket] = self._accepted[bucket] / self._verified[bucket]
+        self._probabilities[_BUCKETS] = self._probabilities[_BUCKETS - 1]
 
 
 @dataclass(slots=True)
@@ -104,52 +113,6 @@ class SequenceRecord:
         self.steps = self.steps * _SEQUENCE_KEEP + cost
 
 
-class StepCost:
-    """Seconds of a step by its rows: measured at a few sizes, straight lines between, corrected by what steps take.
-
-    A size that was measured while the machine was busy with something else would otherwise be shunned, or sought,
-    for ever. Only ratios of costs matter, so that a size not seen lately is tried again once the others have risen.
-    """
-
-    def __init__(self, measured: SequenceOf[tuple[int, float]]) -> None:
-        """`measured`: (rows, seconds) with rising rows. Costs are made to rise with rows, which noise may hide."""
-        if not measured:
-            raise ValueError("needs at least one measured size")
-        self._rows = [rows for rows, _ in measured]
-        self._measured = [cost for _, cost in measured]
-        self._seconds: list[float] = []
-        self._smooth()
-
-    def _smooth(self) -> None:
-        seconds = list(self._measured)
-        for i in range(1, len(seconds)):
-            seconds[i] = max(seconds[i], seconds[i - 1])
-        self._seconds = seconds
-
-    def __call__(self, rows: int) -> float:
-        """Estimated seconds of a step with this many rows."""
-        i = bisect.bisect_left(self._rows, rows)
-        if i == 0:
-            return self._seconds[0]
-        if i == len(self._rows):
-            per_row = self._seconds[-1] / self._rows[-1]
-            return self._seconds[-1] + per_row * (rows - self._rows[-1])
-        share = (rows - self._rows[i - 1]) / (self._rows[i] - self._rows[i - 1])
-        return self._seconds[i - 1] + share * (self._seconds[i] - self._seconds[i - 1])
-
-    def observe(self, rows: int, seconds: float) -> None:
-        """Correct the nearest measured size by a step of `rows` that took `seconds`."""
-        if rows > self._rows[-1]:
-            return
-        i = bisect.bisect_left(self._rows, rows)
-        if i and rows - self._rows[i - 1] < self._rows[i] - rows:
-            i -= 1
-        # Bounded, so that one pause of the machine does not count as what rows cost.
-        ratio = min(_LIVE_BOUND, max(1 / _LIVE_BOUND, seconds / self(rows)))
-        self._measured[i] *= 1 + _LIVE_SHARE * (ratio - 1)
-        self._smooth()
-
-
 @dataclass(frozen=True, slots=True)
 class Offer:
     """One sequence's tree, and how much of it may be used."""
@@ -186,7 +149,8 @@ class RowBudget:
             others: sequences that decode without drafts in this step.
         """
         streams = [self._ranked(index, offer) for index, offer in enumerate(offers)]
-        ranked = list(heapq.merge(*streams, key=lambda node: -node[0]))[:max_nodes]
+        merged = streams[0] if len(streams) == 1 else heapq.merge(*streams, key=_falling)
+        ranked = list(islice(merged, max_nodes))
         gain = sum(offer.record.gain for offer in offers) + others
         count = self._count([worth for worth, _, _ in ranked], base_rows, gain)
         chosen: list[set[int]] = [set() for _ in offers]
@@ -203,16 +167,17 @@ class RowBudget:
         if offer.in_order:
             nodes = min(tree.nodes, offer.max_nodes, IN_ORDER_NODES)
             return [(_CERTAIN, index, node) for node in range(1, nodes + 1)]
-        worth = [1.0 if tree.scores[0] == 1.0 else self.calibration.probability(tree.scores[0])]
+        scores, parents, factor = tree.scores, tree.parents, offer.record.factor
+        likelihoods = self.calibration.probabilities(scores)
+        worth = [1.0 if scores[0] == 1.0 else likelihoods[0]]
         ranked: list[tuple[float, int, int]] = []
-        for node in range(1, tree.nodes + 1):
-            probability = min(0.995, self.calibration.probability(tree.scores[node]) * offer.record.factor)
-            worth.append(worth[tree.parents[node]] * probability)
+        for node in range(1, len(scores)):
+            worth.append(worth[parents[node]] * min(_SUREST, likelihoods[node] * factor))
             ranked.append((worth[node], index, node))
         if offer.chain:
             ranked = _likeliest_path(tree, ranked)
         # Stable, and a child is worth less than its parent, so parents stay first.
-        ranked.sort(key=lambda item: -item[0])
+        ranked.sort(key=_falling)
         return ranked[: offer.max_nodes]
 
     def _count(self, worths: SequenceOf[float], base_rows: int, gain: float) -> int:
@@ -222,11 +187,10 @@ class RowBudget:
         base = self._cost(base_rows)
         rate = gain / base
         count = sum(worth >= _CERTAIN for worth in worths)
-        best_count, best_profit = count, -rate * self._cost(base_rows + count)
-        tokens = 0.0
-        for n in range(count + 1, len(worths) + 1):
-            tokens += worths[n - 1]
-            profit = tokens - rate * self._cost(base_rows + n)
+        best_count, best_profit, profit = count, 0.0, 0.0
+        prices = self._cost.of_each_more(base_rows + count, len(worths) - count)
+        for n, price in enumerate(prices, count + 1):
+            profit += worths[n - 1] - rate * price
             if profit > best_profit:
                 best_count, best_profit = n, profit
         return best_count
@@ -272,6 +236,10 @@ class RowBudget:
         record.spend(len(path), row_cost)
         if expected:
             record.observe(expected, len(accepted_rows))
+
+
+def _falling(node: tuple[float, int, int]) -> float:
+    return -node[0]
 
 
 def _likeliest_path(tree: GrowingTree, ranked: SequenceOf[tuple[float, int, int]]) -> list[tuple[float, int, int]]:

@@ -25,14 +25,14 @@ from outrider.frames import (
 from outrider.sampling import SamplingParams, VerificationMode
 from outrider.tree import TokenTree
 from target_service.device_steps import DeviceSteps
-from target_service.drafting import DraftingConfig
+from target_service.drafting_config import DraftingConfig
 from target_service.launch import HostSteps, Steps
 from target_service.loop import EngineConfig, EngineLoop
 from target_service.model.runner import ModelRunner, runner_for
-from target_service.row_budget import StepCost
 from target_service.sampling import LogitShaper
 from target_service.scheduler import SchedulerConfig
 from target_service.sequence import SequenceFinished, SequenceRequest, Verdict
+from target_service.step_cost import StepCost
 from target_service.stride import Stride
 from tree_kernels.verification import coupled_token
 

@@ -113,7 +113,7 @@ class TritonAttention:
                 `pack` returns must be there before the plan is run. None makes and fills them.
         """
         if integers is None:
-            integers = _pack(batch).to(self._device, non_blocking=True)
+            integers = torch.frombuffer(_pack(batch), dtype=torch.int32).to(self._device, non_blocking=True)
         count, rows = batch.sequences, batch.rows
         sizes = [count + 1, count, count, count, rows, sum(map(len, batch.pages))]
         query_starts, prefix_lengths, causal, page_starts, parents, page_table = torch.split(integers, sizes)
@@ -135,11 +135,11 @@ class TritonAttention:
         Raises:
             ValueError: it does not fit, see `pack`.
         """
-        packed = self.pack(plan, batch)
+        packed = torch.frombuffer(self.pack(plan, batch), dtype=torch.int32)
         plan.integers[: len(packed)].copy_(packed, non_blocking=True)
 
-    def pack(self, plan: TritonPlan, batch: AttentionBatch) -> Tensor:
-        """What a step is in a plan: [n] int32 on the host, for the first n of the plan's `integers`.
+    def pack(self, plan: TritonPlan, batch: AttentionBatch) -> array[int]:
+        """What a step is in a plan: [n] int32, for the first n of the plan's `integers`.
 
         The batch has the plan's number of sequences (those that are not there have no rows and no pages) and at most
         its rows, its pages in all, and its largest tree's words; a fixed split needs no more chunks either.
@@ -270,8 +270,8 @@ class TritonAttention:
         return torch.empty(shape, dtype=torch.int32, device=self._device)
 
 
-def _pack(batch: AttentionBatch, pad_rows: int | None = None) -> Tensor:
-    """One int32 tensor, so that one copy brings the step to the device; the order is that of `TritonPlan`."""
+def _pack(batch: AttentionBatch, pad_rows: int | None = None) -> array[int]:
+    """All in one, so that one copy brings the step to the device; the order is that of `TritonPlan`."""
     packed = array("i", batch.query_starts)
     packed.extend(batch.prefix_lengths)
     packed.extend(parents is None for parents in batch.parents)
@@ -282,4 +282,4 @@ def _pack(batch: AttentionBatch, pad_rows: int | None = None) -> Tensor:
     for pages in batch.pages:
         # A copy of memory where they come as an array, and most of the host's time where they do not.
         packed.extend(pages)
-    return torch.frombuffer(packed, dtype=torch.int32)
+    return packed

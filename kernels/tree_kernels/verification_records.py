@@ -9,6 +9,7 @@ between its start and the next row's.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Mapping, Sequence
 from enum import IntEnum
 from typing import NamedTuple
@@ -31,6 +32,8 @@ _RECORD_TYPE = np.dtype(
         ("min_p", "<f8"),
     ]
 )  # fmt: skip
+# The same for one record. Of a few sequences an array of records costs several times as much.
+_RECORD_BYTES = struct.Struct("<iiiiQQiiddd")
 
 
 class Mode(IntEnum):
@@ -93,8 +96,6 @@ def pack_parameters(
     packed = np.zeros(parameter_count(max_sequences, max_rows), dtype=np.int32)
     rows = packed[RECORD * max_sequences :]
     rows.fill(-1)
-    records = records_of(packed, max_sequences)
-    found = []
     for b, (first_row, count, mode, seed, position, temperature, top_k, top_p, min_p, is_chain) in enumerate(sequences):
         end = first_row + count
         if not (0 <= count <= MAX_TREE_ROWS and first_row >= 0 and end <= max_rows):
@@ -104,11 +105,10 @@ def pack_parameters(
         drawn = mode if temperature > 0 else Mode.GREEDY
         top_k = top_k if top_k < vocabulary_size else 0
         filtered = drawn > 0 and (top_k > 0 or top_p < 1 or min_p > 0)
-        found.append((
-            first_row, count, drawn, is_chain, seed & _MASK, position & _MASK,
+        _RECORD_BYTES.pack_into(
+            packed.data, _RECORD_BYTES.size * b, first_row, count, drawn, is_chain, seed & _MASK, position & _MASK,
             top_k, filtered, temperature, top_p, min_p,
-        ))  # fmt: skip
-    records[: len(found)] = np.array(found, dtype=_RECORD_TYPE)
+        )  # fmt: skip
     return packed
 
 

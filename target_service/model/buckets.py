@@ -75,6 +75,8 @@ def choose_bucket(buckets: Iterable[Bucket], batch: AttentionBatch) -> Bucket | 
 def padded(batch: AttentionBatch, bucket: Bucket) -> AttentionBatch:
     """The step with the bucket's number of sequences: those that are added have no rows, no keys and no pages."""
     missing = bucket.sequences - batch.sequences
+    if not missing:
+        return batch
     return replace(
         batch,
         query_starts=batch.query_starts + (batch.rows,) * missing,

@@ -217,6 +217,7 @@ class CapturedRunner(ModelRunner):
         if accepted_counts is not None:
             captured.buffer.move_on(accepted_counts, self._last_position)
         captured.graph.replay()
+        captured.buffer.loaded()
         return captured
 
     def _capture(self, bucket: Bucket) -> _Captured:
@@ -226,6 +227,7 @@ class CapturedRunner(ModelRunner):
         buffer.advance(self._last_position)
         buffer.move_on(self.awaited, self._last_position)
         buffer.load(_rehearsal(buffer), self._last_position)
+        buffer.loaded()
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream), torch._dynamo.config.patch(recompile_limit=_RECOMPILE_LIMIT):
             # Compiles what is to be compiled, and lets libraries allocate what they keep.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+
 import numpy
 import torch
 from numpy.typing import NDArray
@@ -12,6 +14,28 @@ from target_service.model.runner import ForwardInput
 from tree_kernels._triton_attention import TritonAttention, TritonPlan
 from tree_kernels.batch import plan_integers
 from tree_kernels.feeding import StepIntegers, advance, move_on
+
+# Of the pinned memory: a step is laid out while another runs.
+_TURNS = 2
+
+
+class _Pinned:
+    """Integers on the host that a copy to the device reads at its own time."""
+
+    def __init__(self, size: int, *, on_gpu: bool) -> None:
+        # [size] int32, and the same as an array.
+        self.tensor = torch.zeros(size, dtype=torch.int32, pin_memory=on_gpu)
+        self.array: NDArray[numpy.int32] = self.tensor.numpy()
+        self._copied = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
+
+    def wait(self) -> None:
+        """Until what was launched last has been read."""
+        if self._copied is not None:
+            self._copied.synchronize()
+
+    def launched(self) -> None:
+        if self._copied is not None:
+            self._copied.record()
 
 
 class StepBuffer:
@@ -38,11 +62,9 @@ class StepBuffer:
         size = self._plan_at + plan_integers(largest)
         self._attention = attention
         on_gpu = device.type == "cuda"
-        self._host = torch.zeros(size, dtype=torch.int32, pin_memory=on_gpu)
-        self._copied = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
-        # Small writes cost numpy a fifth of what they cost torch.
-        self._head = self._host.numpy()[: 3 * rows].reshape(3, rows)
-        self._host_parameters = self._host.numpy()[3 * rows : self._plan_at]
+        # In turns, so that none is written while it is read.
+        self._hosts = [_Pinned(size, on_gpu=on_gpu) for _ in range(_TURNS)]
+        self._turn = 0
         self.integers = torch.zeros(size, dtype=torch.int32, device=device)
         self.token_ids, self.positions, self.slots = self.integers[: 3 * rows].view(3, rows)
         # [parameters] int32
@@ -66,23 +88,28 @@ class StepBuffer:
         Raises:
             ValueError: the step does not fit.
         """
-        used = len(batch.token_ids)
+        free = (0,) * (self.bucket.rows - len(batch.token_ids))
+        positions = batch.positions
+        if max(positions) > last_position:
+            positions = tuple(min(position, last_position) for position in positions)
+        head = array("i", batch.token_ids + free)
+        head.extend(positions + free)
+        head.extend(batch.slots + (-1,) * len(free))
         packed = self._attention.pack(self.plan, padded(batch.attention, self.bucket))
-        if self._copied is not None:
-            # The last copy may still read the pinned memory.
-            self._copied.synchronize()
-        token_ids, positions, slots = self._head
-        token_ids[:used], token_ids[used:] = batch.token_ids, 0
-        positions[:used], positions[used:] = batch.positions, 0
-        slots[:used], slots[used:] = batch.slots, -1
-        numpy.minimum(positions, last_position, out=positions)
-        if parameters is not None:
-            self._host_parameters[:] = parameters
         end = self._plan_at + len(packed)
-        self._host[self._plan_at : end] = packed
-        self.integers[:end].copy_(self._host[:end], non_blocking=True)
-        if self._copied is not None:
-            self._copied.record()
+        self._turn = (self._turn + 1) % _TURNS
+        host = self._hosts[self._turn]
+        host.wait()
+        # Small writes cost numpy a fifth of what they cost torch.
+        host.array[: len(head)] = numpy.frombuffer(head, numpy.int32)
+        if parameters is not None:
+            host.array[len(head) : self._plan_at] = parameters
+        host.array[self._plan_at : end] = numpy.frombuffer(packed, numpy.int32)
+        self.integers[:end].copy_(host.tensor[:end], non_blocking=True)
+
+    def loaded(self) -> None:
+        """What `load` sent is launched. Later than `load`, so that what runs on it is launched first."""
+        self._hosts[self._turn].launched()
 
     def advance(self, last_position: int) -> None:
         """Make the step that is there, of one row a sequence, the one after it; see `feeding.advance`."""

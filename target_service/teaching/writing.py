@@ -21,7 +21,7 @@ from outrider.teaching import WritingOrder, WrittenText
 from target_service.commit import LiveSequence
 from target_service.config import TargetConfig
 from target_service.device_steps import DeviceSteps
-from target_service.drafting import DraftingConfig
+from target_service.drafting_config import DraftingConfig
 from target_service.loop import EngineConfig, EngineLoop
 from target_service.model.loader import load_runner
 from target_service.model.runner import MAX_SEQUENCES, ModelRunner

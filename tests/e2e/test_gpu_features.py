@@ -18,7 +18,7 @@ from outrider.tree import TokenTree
 from target_service.device_steps import DeviceSteps
 from target_service.features import Features
 from target_service.model.head_projection import DraftHead
-from target_service.row_budget import StepCost
+from target_service.step_cost import StepCost
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 VOCABULARY = 211

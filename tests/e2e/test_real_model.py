@@ -15,8 +15,8 @@ from target_service.config import TargetConfig
 from target_service.loop import EngineConfig
 from target_service.model.loader import load_runner
 from target_service.model.runner import ModelRunner
-from target_service.row_budget import StepCost
 from target_service.sequence import SequenceRequest
+from target_service.step_cost import StepCost
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(1800)]
 PROMPTS = Path(__file__).parents[2] / "benchmarks" / "prompts.jsonl"

@@ -30,9 +30,9 @@ from target_service.launch import HostSteps
 from target_service.loop import EngineConfig, EngineLoop
 from target_service.model.head_projection import DraftHead, read_draft_head
 from target_service.model.runner import ModelRunner
-from target_service.row_budget import StepCost
 from target_service.sequence import SequenceFinished, SequenceRequest, Verdict
 from target_service.step import Step
+from target_service.step_cost import StepCost
 
 VOCABULARY, HIDDEN, LAYERS = 211, 48, 2
 # The outputs of both layers, and the state after the last norm.

@@ -14,9 +14,9 @@ from outrider.tree import TokenTree
 from target_service.draft_times import Use
 from target_service.launch import HostSteps
 from target_service.loop import EngineLoop
-from target_service.row_budget import StepCost
 from target_service.sequence import Verdict
 from target_service.step import Step
+from target_service.step_cost import StepCost
 
 
 @dataclass

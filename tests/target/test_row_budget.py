@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from outrider.frames import SequenceGrowth
 from outrider.tree import TokenTree
 from target_service.proposals import GrowingTree
-from target_service.row_budget import Calibration, Offer, RowBudget, SequenceRecord, StepCost
+from target_service.row_budget import Calibration, Offer, RowBudget, SequenceRecord
+from target_service.step_cost import StepCost
 
 
 def grown(parents: list[int], scores: list[float]) -> GrowingTree:
@@ -151,3 +152,31 @@ def test_a_chain_takes_the_likeliest_child_of_each_node() -> None:
     cut = RowBudget(None).cut([Offer(tree, SequenceRecord(), 63, chain=True)], 1, 63)[0]
     assert cut.is_chain
     assert cut.token_ids == (0, 2, 4, 5)
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 40), st.floats(0.1, 9.0)), min_size=1, max_size=6, unique_by=lambda size: size[0]
+    ),
+    st.integers(0, 60),
+    st.integers(0, 90),
+)
+def test_what_each_further_row_adds_is_what_sizes_differ_by(
+    measured: list[tuple[int, float]], rows: int, count: int
+) -> None:
+    cost = StepCost(sorted(measured))
+    steps = [cost(rows + n + 1) - cost(rows + n) for n in range(count)]
+    assert cost.of_each_more(rows, count) == pytest.approx(steps, abs=1e-9)
+
+
+@given(st.lists(st.tuples(st.floats(0.0, 1.0), st.booleans()), max_size=60))
+def test_calibration_by_table_is_accepted_over_verified(observed: list[tuple[float, bool]]) -> None:
+    calibration = Calibration()
+    for score, accepted in observed:
+        calibration.observe(score, accepted)
+    scores = [bucket / 32 for bucket in range(33)]
+    of_each = zip(calibration._accepted, calibration._verified, strict=True)
+    plain = [accepted / verified for accepted, verified in of_each]
+    expected = [plain[min(int(score * 16), 15)] for score in scores]
+    assert calibration.probabilities(scores) == pytest.approx(expected)
+    assert [calibration.probability(score) for score in scores] == pytest.approx(expected)

@@ -19,6 +19,8 @@ from outrider.wire import error_of_rpc
 @pytest.fixture
 async def target(targets: Any, byte_tokenizer: Any) -> AsyncIterator[Any]:
     async with targets(served=replace(SERVED, tokenizer=byte_tokenizer)) as running:
+        # Tokens that come at once go out in one message, and a busy machine makes a millisecond no time at all.
+        running.engine.tick = 0.03
         yield running
 
 
