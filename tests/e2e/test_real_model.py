@@ -51,10 +51,13 @@ def check(runner: ModelRunner, requests: list[SequenceRequest], drafters: tuple[
     cost = StepCost([(1, 1.0), (16, 1.3), (64, 2.0)])
     plain = [one.token_ids for one in run(runner, requests, config=config)]
     for name in drafters:
-        with real_drafter(name, runner.vocabulary_size) as connect:
-            outcomes = run(runner, requests, connect=connect, config=config, step_cost=cost)
-        assert [one.token_ids for one in outcomes] == plain, name
-        assert sum(one.finished.totals.drafted_tokens for one in outcomes) > 0, name
+        for step_cost in (None, cost):
+            with real_drafter(name, runner.vocabulary_size) as connect:
+                outcomes = run(runner, requests, connect=connect, config=config, step_cost=step_cost)
+            assert [one.token_ids for one in outcomes] == plain, name
+            # Where cost counts, whether anything is drafted hangs on how busy the machine is.
+            drafted = sum(one.finished.totals.drafted_tokens for one in outcomes)
+            assert drafted > 0 or step_cost is not None, name
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
