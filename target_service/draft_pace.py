@@ -38,8 +38,9 @@ class DraftPace:
         return time.monotonic() < self._begun_at + _BEGINNING
 
     def begin(self) -> None:
-        """The draft is given its first sequence, after a time with none."""
+        """The draft is given its first sequence, after a time with none. Whether it was late before is forgotten."""
         self._begun_at = time.monotonic()
+        self._late = 0
 
     def heard(self) -> None:
         """It has said something."""

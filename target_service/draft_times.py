@@ -5,6 +5,7 @@ Counted in plain steps, so that machines and models of any speed are judged alik
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 from enum import Enum
 from statistics import median_low
@@ -17,6 +18,8 @@ ENOUGH, ENOUGH_OF_MANY, ENOUGH_AHEAD = 8, 4, 40
 _MISSED = 4
 # Steps that what a lower load has shown counts for.
 _INHERITED = 2
+# Steps of a kind in a row that are believed if all of them were shorter: what makes a step long may pass.
+_IN_A_ROW = 4
 # What one step moves the time of its kind, and how far from it a step is believed.
 _SHARE = 0.1
 _BOUND = 2.0
@@ -44,15 +47,17 @@ class Promise(NamedTuple):
 
 @dataclass(slots=True)
 class _Typical:
-    """What steps of a kind take: the median of the first few, among which there are kernels compiled and graphs
-    captured, and then what it drifts to."""
+    """What steps of a kind take: the median of the first few, in which kernels are compiled and graphs captured, and
+    then what it drifts to; never more than the longest of the last few."""
 
     value: float = 0.0
     count: int = 0
     first: list[float] = field(default_factory=list)
+    last: deque[float] = field(default_factory=lambda: deque(maxlen=_IN_A_ROW))
 
     def observe(self, value: float, enough: int) -> None:
         self.count += 1
+        self.last.append(value)
         if len(self.first) + 1 == self.count <= enough:
             self.first.append(value)
             self.value = median_low(self.first)
@@ -60,6 +65,8 @@ class _Typical:
         # A pause of the machine counts for little, what always takes long is known after a few steps.
         bounded = min(_BOUND * (1 + self.value), value)
         self.value += max(_SHARE, 1 / self.count) * (bounded - self.value)
+        if len(self.last) == _IN_A_ROW:
+            self.value = min(self.value, max(self.last))
 
     def heir(self) -> _Typical:
         """The same, which a few steps outweigh."""

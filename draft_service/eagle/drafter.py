@@ -23,7 +23,7 @@ from draft_service.eagle.head import EagleHead
 from draft_service.eagle.head_config import HeadConfig, HeadRefused
 from draft_service.eagle.target_checkpoint import TargetCheckpoint
 from draft_service.features import FeatureWindow
-from draft_service.neural.captured import drafting_on, first_batches
+from draft_service.neural.captured import FIRST_PROMPTS, drafting_on, first_batches
 from draft_service.neural.network import Network, RowOutput
 from draft_service.neural.static_attention import StaticAttend
 from draft_service.neural.tail_attention import Attend
@@ -33,6 +33,7 @@ from outrider.errors import InvalidField, UnknownModel
 from outrider.frames import FeatureRequest
 from outrider.heads import head_source
 from outrider.model_store import model_source
+from outrider.sampling import VerificationMode
 from outrider.settings import SettingsError
 from outrider.tree import TokenTree
 
@@ -237,12 +238,14 @@ class EagleDrafter:
     def _warm_up(self) -> None:
         """Draft once for throw-away sequences, see `first_batches`."""
         assert self.features is not None
-        for mode, count in first_batches(self.drafting, self._config):
-            sequences = [DraftSequence(i, [0, 0], 1, self.vocabulary_size, mode=mode) for i in range(count)]
+        prompts = [(VerificationMode.GREEDY, 1, rows) for rows in FIRST_PROMPTS]
+        for mode, count, rows in prompts + [(*batch, 1) for batch in first_batches(self.drafting, self._config)]:
+            tokens = [0] * (rows + 1)
+            sequences = [DraftSequence(i, [*tokens], 1, self.vocabulary_size, mode=mode) for i in range(count)]
             for sequence in sequences:
                 self.open(sequence)
                 assert sequence.features is not None
-                sequence.features.append(torch.zeros(1, self.features.width), 0)
+                sequence.features.append(torch.zeros(rows, self.features.width), 0)
             self.propose(sequences)
             for sequence in sequences:
                 self.close(sequence)

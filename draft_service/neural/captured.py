@@ -27,6 +27,9 @@ from outrider.tree import TokenTree
 
 # Rows of one sequence that a captured pass over committed tokens has room for, on average.
 _COMMITTED = 8
+# Rows of prompts that are read once before the first request: a kernel is compiled for each of these sizes, and one for
+# all that are larger.
+FIRST_PROMPTS = (16, 32, 64, 200)
 
 Output = TypeVar("Output")
 

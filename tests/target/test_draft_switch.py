@@ -159,6 +159,16 @@ def test_first_steps_that_wait_for_kernels_to_be_compiled_decide_nothing(way: Us
     assert switch.choose(1, gains, ahead=True) is way
 
 
+def test_a_few_short_steps_in_a_row_are_believed_after_long_ones() -> None:
+    switch, gains = DraftSwitch(), Promise(2.0, 2.0)
+    play_ahead(switch, 60, plain=1.0, drafted=9.0, pair=2.5, gains=gains)
+    times = switch._at(1)
+    assert times.overhead.value == pytest.approx(8.0)
+    for _ in range(4):
+        switch.observe_after(1, 1.2, row_cost=1.0)
+    assert times.overhead.value == pytest.approx(0.2)
+
+
 def pays(switch: DraftSwitch, after: float) -> bool:
     return switch.best(1, promise(after), ahead=False) is not Use.PLAIN
 
