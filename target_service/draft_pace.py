@@ -34,7 +34,7 @@ class DraftPace:
 
     @property
     def beginning(self) -> bool:
-        """Whether the draft has said nothing since it began with what it follows, and may still be at that."""
+        """Whether the draft has drafted nothing since it began with what it follows, and may still be at that."""
         return time.monotonic() < self._begun_at + _BEGINNING
 
     def begin(self) -> None:
@@ -43,7 +43,7 @@ class DraftPace:
         self._late = 0
 
     def heard(self) -> None:
-        """It has said something."""
+        """It has drafted something."""
         self._begun_at = -_BEGINNING
 
     def told(self) -> None:

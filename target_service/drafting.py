@@ -268,7 +268,9 @@ class Drafting(DraftInbox):
         if tree is None:
             # Closed while the growth was on its way.
             return
-        self.pace.heard()
+        if growth.token_ids:
+            # Others say that it is there, not that it knows what it follows.
+            self.pace.heard()
         try:
             owed = not tree.answered
             tree.hold(growth)

@@ -47,6 +47,11 @@ class Gathered:
     # What its rows take, as a multiple of what a plain step's take.
     row_cost: float = 1.0
 
+    @property
+    def answered(self) -> bool:
+        """Whether the draft said anything of the sequences that the step waited for."""
+        return len(self.drafted) > self.fallbacks
+
 
 class Gathering:
     """Cuts every sequence's growing tree to what pays."""

@@ -273,7 +273,7 @@ class EngineLoop:
             live = self.live.get(item.sequence.sequence_id)
             if live is None or item.tree is None or outcome is None:
                 continue
-            if step.gathered.drafted or item.tree.drafted:
+            if step.gathered.answered or item.tree.drafted:
                 self._gathering.learn(live, item.tree, outcome.walk.accepted_rows, step.gathered.row_cost)
             verdicts.append(commit(live, item.tree, outcome, compute_ns, kept=item.kept))
             # Not otherwise: what lies past the committed tokens may belong to passes that are under way.

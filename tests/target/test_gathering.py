@@ -78,3 +78,47 @@ def test_a_clients_own_trees_teach_nothing_of_the_draft(tiny_model: PreTrainedMo
         before = replace(live.record)
         loop._gathering.learn(live, tree, (1, 2), 1.0)
         assert (live.record == before) is external
+
+
+def test_a_draft_that_is_still_reading_is_neither_waited_for_nor_judged(
+    tiny_model: PreTrainedModel, launched: list[Step]
+) -> None:
+    wanted = request([5, 7, 9], 60)
+    truth = (*wanted.token_ids, *plain(tiny_model, wanted))
+    runner = make_runner(tiny_model)
+    cost = StepCost([(1, 1.0), (64, 1.1)])
+    loop = EngineLoop(runner, engine_config(), steps=HostSteps(runner), step_cost=cost)
+    knowing = knowing_tree([truth], runner.vocabulary_size, 4, right=1.0)
+    nothing = TokenTree.root_only(0)
+    # It answers at once that it has nothing yet, as one does that waits for hidden states.
+    draft = ScriptedDraft(loop.drafting, lambda known, dice: knowing(known, dice) if len(known) > 30 else nothing)
+    loop.drafting.attach(draft)
+    loop.drafting.listen()
+    live = loop.make(1, wanted)
+    loop.add(live)
+    while loop.live:
+        loop.step()
+        if len(live.sequence.token_ids) <= 30:
+            assert live.record.near == 0.0
+    assert tuple(live.sequence.token_ids) == truth
+    # The first reads the prompt.
+    assert all(step.gathered.use is Use.PLAIN for step in launched[1:25])
+    assert sum(step.batch.drafted for step in launched) > 3
+
+
+def test_steps_that_waited_in_vain_say_nothing_of_what_drafts_are_worth(
+    tiny_model: PreTrainedModel, launched: list[Step]
+) -> None:
+    runner = make_runner(tiny_model)
+    loop = EngineLoop(runner, engine_config(), steps=HostSteps(runner))
+    # One frame behind, in a loop that always waits.
+    draft = ScriptedDraft(loop.drafting, lambda _known, _dice: TokenTree.root_only(0), late=100)
+    loop.drafting.attach(draft)
+    loop.drafting.listen()
+    live = loop.make(1, request([5, 7, 9], 12))
+    loop.add(live)
+    while loop.live:
+        loop.step()
+    assert [step.gathered.fallbacks for step in launched[1:]] == [1] * (len(launched) - 1)
+    assert not any(step.gathered.answered for step in launched)
+    assert live.record.near == 0.0
