@@ -68,6 +68,11 @@ class _Typical:
         if len(self.last) == _IN_A_ROW:
             self.value = min(self.value, max(self.last))
 
+    def count_from(self, value: float) -> None:
+        """Counted in other units from now on."""
+        self.value = value
+        self.last.clear()
+
     def heir(self) -> _Typical:
         """The same, which a few steps outweigh."""
         return _Typical(self.value, min(self.count, _INHERITED))
@@ -110,8 +115,8 @@ class LoadTimes:
         if self.fed and self.unfed_steps == ENOUGH_AHEAD:
             # What drafts take was counted in longer steps.
             ratio, self.fed = self.fed / self.plain, 0.0
-            self.overhead.value = max(0.0, (1 + self.overhead.value) * ratio - 1)
-            self.pair.value *= ratio
+            self.overhead.count_from(max(0.0, (1 + self.overhead.value) * ratio - 1))
+            self.pair.count_from(self.pair.value * ratio)
 
     def observe_after(self, seconds: float, row_cost: float) -> None:
         """A step that waited for drafts, whose rows take `row_cost` plain ones."""
