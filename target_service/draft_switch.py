@@ -11,7 +11,7 @@ tokens are sure in the time of two steps.
 
 from __future__ import annotations
 
-from target_service.draft_times import ENOUGH, ENOUGH_AHEAD, ENOUGH_OF_MANY, LoadTimes, Promise, Use
+from target_service.draft_times import ENOUGH, ENOUGH_AHEAD, ENOUGH_OF_MANY, LoadTimes, Promise, Use, enough_plain
 
 # What one launch moves the time that one takes.
 _SHARE = 0.1
@@ -70,7 +70,7 @@ class DraftSwitch:
         # One way after the other, until all are known.
         way = next((way for way in ways if not seen.known(way)), None)
         way = way or max(ways, key=lambda way: seen.gain(way, load, promise))
-        enough = ENOUGH_AHEAD if ahead else ENOUGH
+        enough = enough_plain(ahead=ahead)
         self._since_refresh += seen.plain_steps >= enough
         if self._since_refresh > _REFRESH:
             # Contexts grow, and with them what a plain step takes.
@@ -88,10 +88,12 @@ class DraftSwitch:
         way = max(ways, key=lambda way: seen.gain(way, load, promise))
         return way if seen.gain(way, load, promise) > _MARGIN else Use.PLAIN
 
-    def to_be_unfed(self, load: int) -> bool:
-        """Whether it is known what drafts of a head take, and not yet what a plain step takes that feeds none."""
+    def to_be_unfed(self, load: int, *, ahead: bool) -> bool:
+        """Whether it is known what drafts of a head take, and not yet what a plain step takes that feeds none. There is
+        more to know where steps are launched `ahead`."""
         seen = self._at(load)
-        return seen.known(Use.AFTER) and seen.known(Use.AHEAD) and seen.unfed_steps < ENOUGH_AHEAD
+        known = seen.known(Use.AFTER) and (not ahead or seen.known(Use.AHEAD))
+        return known and seen.unfed_steps < enough_plain(ahead=ahead)
 
     def plain_seconds(self, load: int) -> float:
         """What a plain step takes; 0 before the first."""
@@ -152,9 +154,10 @@ class DraftSwitch:
                 self._pause = 2 * self._left
         return self._trying
 
-    def observe_plain(self, load: int, seconds: float, *, fed: bool = False) -> None:
-        """Take note of a step that only decoded, without drafts; `fed`, a head was given what it reads of it."""
-        self._at(load).observe_plain(seconds, fed=fed)
+    def observe_plain(self, load: int, seconds: float, *, fed: bool = False, ahead: bool = True) -> None:
+        """Take note of a step that only decoded, without drafts; `fed`, a head was given what it reads of it, and
+        `ahead`, it was launched behind another."""
+        self._at(load).observe_plain(seconds, fed=fed, ahead=ahead)
 
     def observe_after(self, load: int, seconds: float, row_cost: float) -> None:
         """Take note of a step that only decoded, and waited for drafts.

@@ -45,6 +45,11 @@ class Promise(NamedTuple):
     ahead: float
 
 
+def enough_plain(*, ahead: bool) -> int:
+    """Plain steps that are enough to know them."""
+    return ENOUGH_AHEAD if ahead else ENOUGH
+
+
 @dataclass(slots=True)
 class _Typical:
     """What steps of a kind take: the median of the first few, in which kernels are compiled and graphs captured, and
@@ -99,8 +104,8 @@ class LoadTimes:
     # Ways known from a lower load, until steps of this one say otherwise.
     inherited: frozenset[Use] = frozenset()
 
-    def observe_plain(self, seconds: float, *, fed: bool) -> None:
-        """A step without drafts; `fed`, a head was given what it reads of it."""
+    def observe_plain(self, seconds: float, *, fed: bool, ahead: bool) -> None:
+        """A step without drafts; `fed`, a head was given what it reads of it, and `ahead`, it was launched behind one."""
         if fed and self.unfed_steps:
             return
         if not fed and not self.unfed_steps:
@@ -112,7 +117,7 @@ class LoadTimes:
         else:
             ratio = min(_BOUND, max(1 / _BOUND, seconds / self.plain))
             self.plain *= 1 + max(_SHARE, 1 / self.plain_steps) * (ratio - 1)
-        if self.fed and self.unfed_steps == ENOUGH_AHEAD:
+        if self.fed and self.unfed_steps == enough_plain(ahead=ahead):
             # What drafts take was counted in longer steps.
             ratio, self.fed = self.fed / self.plain, 0.0
             self.overhead.count_from(max(0.0, (1 + self.overhead.value) * ratio - 1))

@@ -90,7 +90,7 @@ class Gathering:
         if self._switch is None:
             return True
         load, heads = self._scheduler.load, self._drafting.reads_features
-        if load and heads and self._goes_ahead and self._switch.to_be_unfed(load):
+        if load and heads and self._switch.to_be_unfed(load, ahead=self._goes_ahead):
             return False
         followed = _FOLLOWED_BY_HEADS if heads else _FOLLOWED
         return self._switch.drafts_are_near(_FOLLOWED_BY_MANY if load > FOLLOWED_ANYWAY else followed)
@@ -111,8 +111,8 @@ class Gathering:
             after, both = sum(map(self._budget.promise, records)), sum(map(self._budget.promise_ahead, records))
             others = len(running) - len(wanting)
             promise = Promise(after + others, both + 2 * others)
-            self._goes_ahead = ahead
-            self._promise, ahead = promise, ahead and len(running) <= _AHEAD
+            self._promise = promise
+            self._goes_ahead = ahead = ahead and len(running) <= _AHEAD
             if self._drafting.active and self._drafting.pace.beginning:
                 # Followed meanwhile: what it makes is not to be judged by how it begins.
                 return self._use
@@ -156,8 +156,8 @@ class Gathering:
             self._switch.observe_after(load, seconds, gathered.row_cost)
         elif gathered.use is Use.PLAIN and not behind_tree:
             # Feeding a head takes time that no plain step needs.
-            fed = self._goes_ahead and self._drafting.active and self._drafting.reads_features
-            self._switch.observe_plain(load, seconds, fed=fed)
+            fed = self._drafting.active and self._drafting.reads_features
+            self._switch.observe_plain(load, seconds, fed=fed, ahead=self._goes_ahead)
         elif gathered.use is Use.AHEAD and not drafted:
             self._switch.observe_missed(load)
         if behind_tree and self._drafted_seconds:
