@@ -105,7 +105,7 @@ class LoadTimes:
     inherited: frozenset[Use] = frozenset()
 
     def observe_plain(self, seconds: float, *, fed: bool, ahead: bool) -> None:
-        """A step without drafts; `fed`, a head was given what it reads of it, and `ahead`, it was launched behind one."""
+        """A step without drafts; `fed`, a head was given what it reads of it, and `ahead`, it was launched so."""
         if fed and self.unfed_steps:
             return
         if not fed and not self.unfed_steps:
