@@ -159,13 +159,13 @@ class DraftSwitch:
         `ahead`, it was launched behind another."""
         self._at(load).observe_plain(seconds, fed=fed, ahead=ahead)
 
-    def observe_after(self, load: int, seconds: float, row_cost: float) -> None:
-        """Take note of a step that only decoded, and waited for drafts.
+    def observe_after(self, load: int, seconds: float, row_cost: float, *, answered: bool = True) -> None:
+        """Take note of a step that only decoded, and waited for drafts, in vain unless it was `answered`.
 
         `row_cost` is what its rows take, as a multiple of what a plain step's take.
         """
         if self._at(load).plain:
-            self._at(load).observe_after(seconds, row_cost)
+            self._at(load).observe_after(seconds, row_cost, answered=answered)
 
     def observe_ahead(self, load: int, seconds: float) -> None:
         """Take note of a drafted step that was launched behind another, and the plain pass launched behind it."""

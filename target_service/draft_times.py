@@ -92,8 +92,9 @@ class LoadTimes:
     # Those of them in which no head was fed, and what plain ones took before the first of these.
     unfed_steps: int = 0
     fed: float = 0.0
-    # What a step that waited for drafts takes beyond its rows.
+    # What a step that waited for drafts takes beyond its rows, and the share of those that were answered lately.
     overhead: _Typical = field(default_factory=_Typical)
+    answered: float = 1.0
     # A drafted step launched behind another, and the plain pass behind it.
     pair: _Typical = field(default_factory=_Typical)
     # Steps that were to be launched so and had no tree in time, and the share of those that had one lately.
@@ -123,8 +124,9 @@ class LoadTimes:
             self.overhead.count_from(max(0.0, (1 + self.overhead.value) * ratio - 1))
             self.pair.count_from(self.pair.value * ratio)
 
-    def observe_after(self, seconds: float, row_cost: float) -> None:
+    def observe_after(self, seconds: float, row_cost: float, *, answered: bool) -> None:
         """A step that waited for drafts, whose rows take `row_cost` plain ones."""
+        self.answered += _SHARE * (answered - self.answered)
         self.overhead.observe(max(0.0, seconds / self.plain - row_cost), self.enough)
 
     def observe_ahead(self, seconds: float) -> None:
@@ -140,7 +142,8 @@ class LoadTimes:
     def gain(self, use: Use, load: int, promise: Promise) -> float:
         """Tokens for each that plain steps would make in the same time."""
         if use is Use.AFTER:
-            return promise.after / load / (1 + self.overhead.value)
+            tokens = self.answered * promise.after / load + 1 - self.answered
+            return tokens / (1 + self.overhead.value)
         if not self.pair.count:
             return 0.0
         # Without a tree it is a plain step.
@@ -164,6 +167,7 @@ class LoadTimes:
         return LoadTimes(
             overhead=self.overhead.heir(),
             pair=self.pair.heir(),
+            answered=self.answered,
             met=self.met,
             enough=ENOUGH_OF_MANY,
             inherited=frozenset(use for use in (Use.AFTER, Use.AHEAD) if self.known(use)),

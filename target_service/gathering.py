@@ -153,7 +153,7 @@ class Gathering:
             return
         self._switch.observe_launching(launching)
         if gathered.use is Use.AFTER and gathered.drafted:
-            self._switch.observe_after(load, seconds, gathered.row_cost)
+            self._switch.observe_after(load, seconds, gathered.row_cost, answered=gathered.answered)
         elif gathered.use is Use.PLAIN and not behind_tree:
             # Feeding a head takes time that no plain step needs.
             fed = self._drafting.active and self._drafting.reads_features

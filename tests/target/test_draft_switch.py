@@ -187,6 +187,16 @@ def test_a_head_that_slows_plain_steps_is_found_out_where_none_are_launched_ahea
     assert switch.best(1, Promise(2.4, 2.0), ahead=False) is Use.AFTER
 
 
+def test_drafts_that_often_come_too_late_are_worth_less() -> None:
+    """Answered they make 2.0 in the time of 1.6; every other step waits in vain."""
+    switch = DraftSwitch()
+    play(switch, 50, plain=1.0, drafted=1.6, gain=2.0)
+    assert pays(switch, 2.0)
+    for step in range(60):
+        switch.observe_after(1, 1.6, row_cost=1.0, answered=bool(step % 2))
+    assert not pays(switch, 2.0) and pays(switch, 2.8)
+
+
 def pays(switch: DraftSwitch, after: float) -> bool:
     return switch.best(1, promise(after), ahead=False) is not Use.PLAIN
 
