@@ -38,8 +38,7 @@ class SimulatedRun:
         self._said: dict[int, list[int]] = {}
         self._recorder = StepRecorder()
         adaptive = draft is not None and config.row_budget == "adaptive"
-        self._adaptive = adaptive
-        self._warm_up = _WARM_UP_ADAPTIVE if adaptive else _WARM_UP
+        self._warm_up, self._most_warm_ups = (_WARM_UP_ADAPTIVE, _MOST_WARM_UPS) if adaptive else (_WARM_UP, 1)
         cost = measure_step_cost(runner, config.step_rows) if adaptive else None
         self._engine = Engine(runner, engine_config(config), step_cost=cost, observer=self._recorder)
         self._link: StoppableLink | None = None
@@ -54,8 +53,9 @@ class SimulatedRun:
 
     def measure(self, prompts: Sequence[Prompt], max_tokens: int) -> tuple[dict[str, Any], Outputs]:
         """All prompts at once: figures, and what was said to each."""
-        for _ in range(_MOST_WARM_UPS if self._adaptive else 1):
+        for _ in range(self._most_warm_ups):
             _, totals = self._answer(prompts, min(self._warm_up, max_tokens))
+            # One by chance a prompt is no use of drafts.
             if sum(one.accepted_tokens for one in totals) > len(prompts):
                 break
         self._recorder.take()

@@ -190,9 +190,9 @@ class Drafting(DraftInbox):
         tree = self._trees.get(sequence_id)
         return tree is not None and not tree.answered
 
-    @property
-    def owes_nothing(self) -> bool:
-        """Whether the draft has answered for every sequence."""
+    def has_answered(self) -> bool:
+        """Whether the draft owes nothing for any sequence, with all that it has said by now."""
+        self.listen()
         return all(tree.answered for tree in self._trees.values())
 
     def _answered(self, sequences: SequenceOf[Sequence]) -> bool:
@@ -244,7 +244,6 @@ class Drafting(DraftInbox):
                     return
                 log.info("draft %s is connected", event.info.drafter)
                 self.info = event.info
-                self.pace.in_time()
                 for sequence in self._wanting.values():
                     self._open(sequence)
             case Disconnected():

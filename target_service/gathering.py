@@ -110,8 +110,7 @@ class Gathering:
             records = [self._live[sequence.sequence_id].record for sequence in wanting]
             after, both = sum(map(self._budget.promise, records)), sum(map(self._budget.promise_ahead, records))
             others = len(running) - len(wanting)
-            promise = Promise(after + others, both + 2 * others)
-            self._promise = promise
+            self._promise = promise = Promise(after + others, both + 2 * others)
             self._goes_ahead = ahead = ahead and len(running) <= _AHEAD
             if self._drafting.active and self._drafting.pace.beginning:
                 # Followed meanwhile: what it makes is not to be judged by how it begins.

@@ -153,7 +153,7 @@ class EngineLoop:
         self._advance(step, verdicts)
         events = self._finish(verdicts)
         step.clock.end_commit()
-        if self._ahead is None and step.launched.on_device and self.drafting.owes_nothing:
+        if self._ahead is None and step.launched.followable and self.drafting.has_answered():
             # What is said of this step goes out while the device runs the next.
             self._ahead = self._launch()
         self._observe(step, verdicts)

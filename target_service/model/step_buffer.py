@@ -83,7 +83,8 @@ class StepBuffer:
         )
 
     def load(self, batch: ForwardInput, last_position: int, parameters: NDArray[numpy.int32] | None = None) -> None:
-        """Send a step to the device, with new parameters if there are any. Does not wait for it.
+        """Send a step to the device, with its parameters if it is to be verified. Does not wait for it; `loaded` is to
+        follow when what runs on it is launched.
 
         Raises:
             ValueError: the step does not fit.

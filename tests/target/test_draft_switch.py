@@ -44,6 +44,21 @@ def play_ahead(
     return chosen
 
 
+def play_fed(switch: DraftSwitch, gains: Promise, *, plain: float, drafted: float, pair: float, ahead: bool) -> None:
+    """Steps that feed a head, until it is known what its drafts take and not what a plain step takes without it."""
+    for _ in range(100):
+        use = switch.choose(1, gains, ahead=ahead)
+        if switch.to_be_unfed(1, ahead=ahead):
+            return
+        if use is Use.AFTER:
+            switch.observe_after(1, drafted, row_cost=1.0)
+        elif use is Use.AHEAD:
+            switch.observe_ahead(1, pair)
+        else:
+            switch.observe_plain(1, plain, fed=True, ahead=ahead)
+    pytest.fail("it never became known")
+
+
 @pytest.mark.parametrize(
     ("drafted", "pair", "gains", "use"),
     [
@@ -91,17 +106,8 @@ def test_drafts_in_hand_are_looked_at_unless_waiting_for_all_makes_more() -> Non
 def test_a_plain_step_that_feeds_a_head_is_not_what_drafts_have_to_beat() -> None:
     """Fed, a plain step takes 1.5: drafts seem to pay. Without, 1.0: they do not."""
     switch, gains = DraftSwitch(), Promise(1.0, 2.5)
-    for _ in range(100):
-        use = switch.choose(1, gains, ahead=True)
-        if switch.to_be_unfed(1, ahead=True):
-            break
-        if use is Use.AFTER:
-            switch.observe_after(1, 4.0, row_cost=1.0)
-        elif use is Use.AHEAD:
-            switch.observe_ahead(1, 3.0)
-        else:
-            switch.observe_plain(1, 1.5, fed=True)
-    assert switch.to_be_unfed(1, ahead=True) and switch.best(1, gains, ahead=True) is Use.AHEAD
+    play_fed(switch, gains, plain=1.5, drafted=4.0, pair=3.0, ahead=True)
+    assert switch.best(1, gains, ahead=True) is Use.AHEAD
     while switch.to_be_unfed(1, ahead=True):
         assert switch.best(1, gains, ahead=True) is not Use.AFTER
         switch.observe_plain(1, 1.0)
@@ -172,15 +178,8 @@ def test_a_few_short_steps_in_a_row_are_believed_after_long_ones() -> None:
 def test_a_head_that_slows_plain_steps_is_found_out_where_none_are_launched_ahead() -> None:
     """As where draft and model share processors: fed, a plain step takes 1.6, without 1.0, and a drafted one 2.0."""
     switch, gains = DraftSwitch(), Promise(1.8, 2.0)
-    for _ in range(40):
-        use = switch.choose(1, gains, ahead=False)
-        if switch.to_be_unfed(1, ahead=False):
-            break
-        if use is Use.AFTER:
-            switch.observe_after(1, 2.0, row_cost=1.0)
-        else:
-            switch.observe_plain(1, 1.6, fed=True, ahead=False)
-    assert switch.to_be_unfed(1, ahead=False) and switch.best(1, gains, ahead=False) is Use.AFTER
+    play_fed(switch, gains, plain=1.6, drafted=2.0, pair=4.0, ahead=False)
+    assert switch.best(1, gains, ahead=False) is Use.AFTER
     while switch.to_be_unfed(1, ahead=False):
         switch.observe_plain(1, 1.0, ahead=False)
     assert switch.best(1, gains, ahead=False) is Use.PLAIN

@@ -11,10 +11,11 @@ from transformers import PreTrainedModel
 
 from outrider.frames import SequenceAdvance
 from outrider.tree import TokenTree
+from target_service.commit import LiveSequence
 from target_service.draft_times import Use
 from target_service.launch import HostSteps
 from target_service.loop import EngineLoop
-from target_service.sequence import Verdict
+from target_service.sequence import SequenceRequest, Verdict
 from target_service.step import Step
 from target_service.step_cost import StepCost
 
@@ -44,6 +45,15 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[Step]:
     return steps
 
 
+def begin(loop: EngineLoop, draft: ScriptedDraft, wanted: SequenceRequest) -> LiveSequence:
+    """The only sequence of a loop, and what drafts for it."""
+    loop.drafting.attach(draft)
+    loop.drafting.listen()
+    live = loop.make(1, wanted)
+    loop.add(live)
+    return live
+
+
 def test_plain_and_drafted_steps_take_turns_and_the_draft_hears_of_both_at_once(
     tiny_model: PreTrainedModel, launched: list[Step]
 ) -> None:
@@ -52,9 +62,7 @@ def test_plain_and_drafted_steps_take_turns_and_the_draft_hears_of_both_at_once(
     runner = make_runner(tiny_model)
     loop = EngineLoop(runner, engine_config(), steps=HostSteps(runner, followable=True))
     draft = ListeningDraft(loop.drafting, knowing_tree([truth], runner.vocabulary_size, 12, right=1.0))
-    loop.drafting.attach(draft)
-    loop.drafting.listen()
-    loop.add(loop.make(1, wanted))
+    begin(loop, draft, wanted)
     said: list[int] = []
     while loop.live:
         said += [token for event in loop.step() or () if isinstance(event, Verdict) for token in event.token_ids]
@@ -80,6 +88,28 @@ def test_a_clients_own_trees_teach_nothing_of_the_draft(tiny_model: PreTrainedMo
         assert (live.record == before) is external
 
 
+def test_a_step_whose_drafts_are_there_is_launched_before_anything_is_said(
+    tiny_model: PreTrainedModel, launched: list[Step]
+) -> None:
+    """In a loop that waits for drafts: no step is launched behind one under way."""
+    wanted = request([5, 7, 9], 30)
+    truth = (*wanted.token_ids, *plain(tiny_model, wanted))
+    runner = make_runner(tiny_model)
+    for late in (0, 100):
+        launched.clear()
+        loop = EngineLoop(runner, engine_config(), steps=HostSteps(runner, followable=True))
+        loop._gathering.choose = lambda *_sequences, **_how: Use.AFTER  # type: ignore[method-assign]
+        draft = ScriptedDraft(loop.drafting, knowing_tree([truth], runner.vocabulary_size, 3, right=1.0), late=late)
+        live = begin(loop, draft, wanted)
+        loop.step()
+        # The one that read the prompt, and the next where its draft has answered.
+        assert len(launched) == (1 if late else 2)
+        while loop.live:
+            loop.step()
+        assert tuple(live.sequence.token_ids) == truth
+        assert not any(step.ahead for step in launched)
+
+
 def test_a_draft_that_is_still_reading_is_neither_waited_for_nor_judged(
     tiny_model: PreTrainedModel, launched: list[Step]
 ) -> None:
@@ -92,10 +122,7 @@ def test_a_draft_that_is_still_reading_is_neither_waited_for_nor_judged(
     nothing = TokenTree.root_only(0)
     # It answers at once that it has nothing yet, as one does that waits for hidden states.
     draft = ScriptedDraft(loop.drafting, lambda known, dice: knowing(known, dice) if len(known) > 30 else nothing)
-    loop.drafting.attach(draft)
-    loop.drafting.listen()
-    live = loop.make(1, wanted)
-    loop.add(live)
+    live = begin(loop, draft, wanted)
     while loop.live:
         loop.step()
         if len(live.sequence.token_ids) <= 30:
@@ -111,12 +138,9 @@ def test_steps_that_waited_in_vain_say_nothing_of_what_drafts_are_worth(
 ) -> None:
     runner = make_runner(tiny_model)
     loop = EngineLoop(runner, engine_config(), steps=HostSteps(runner))
-    # One frame behind, in a loop that always waits.
+    # It holds back more answers than there are steps.
     draft = ScriptedDraft(loop.drafting, lambda _known, _dice: TokenTree.root_only(0), late=100)
-    loop.drafting.attach(draft)
-    loop.drafting.listen()
-    live = loop.make(1, request([5, 7, 9], 12))
-    loop.add(live)
+    live = begin(loop, draft, request([5, 7, 9], 12))
     while loop.live:
         loop.step()
     assert [step.gathered.fallbacks for step in launched[1:]] == [1] * (len(launched) - 1)
