@@ -89,6 +89,8 @@ class _Running:
 class SimulatedSteps:
     """`launch.Steps` on a device that is not there, for sequences whose texts are known."""
 
+    in_background = True
+
     def __init__(self, times: DeviceTimes) -> None:
         self._times = times
         self._ahead: dict[int, list[int]] = {}

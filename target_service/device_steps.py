@@ -50,6 +50,7 @@ class DeviceSteps:
     ) -> None:
         """`max_sequences` and `max_rows` bound every step; `backend` is that of `DeviceVerifier`."""
         self._runner = runner
+        self.in_background = runner.device.type == "cuda"
         self._backend = backend
         self._verifier = DeviceVerifier(runner.device, runner.vocabulary_size, max_sequences, max_rows, backend=backend)
         size, on_gpu = 2 * max_sequences + max_rows, runner.device.type == "cuda"

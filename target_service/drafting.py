@@ -21,8 +21,8 @@ from target_service.batch import StepItem
 from target_service.draft_inbox import Connected, Disconnected, DraftEvent, DraftInbox
 from target_service.draft_pace import DraftPace
 from target_service.drafting_config import DraftingConfig
+from target_service.feature_encoding import StepFeatures
 from target_service.features import Features
-from target_service.model.taps import Tapped
 from target_service.proposals import GrowingTree
 from target_service.sequence import Sequence
 from target_service.verifier import Verified
@@ -115,6 +115,9 @@ class Drafting(DraftInbox):
         elif not self.active and running <= self.config.resumes_at and useful:
             self.active = True
             self._newcomers = list(self._wanting.values())
+
+    def open_newcomers(self) -> None:
+        """Tell the draft of the sequences that it is to follow from now on. In this process it reads them meanwhile."""
         for sequence in self._newcomers:
             if self.asks(sequence) and sequence.sequence_id not in self._trees:
                 self._open(sequence)
@@ -144,10 +147,10 @@ class Drafting(DraftInbox):
         return time.monotonic_ns() - begin
 
     def collect(
-        self, items: SequenceOf[StepItem], tapped: Tapped | None, outcomes: SequenceOf[Verified | None]
+        self, items: SequenceOf[StepItem], states: StepFeatures | None, outcomes: SequenceOf[Verified | None]
     ) -> None:
         """Take in the hidden states of a step that was committed, before `advance` tells of it."""
-        self._features.collect(items, tapped, outcomes, self._wanting)
+        self._features.collect(items, states, outcomes, self._wanting)
 
     def advance(self, commits: SequenceOf[tuple[Sequence, int]], holding: Container[int] = ()) -> None:
         """Re-root after a step: (sequence, tokens committed) of all that ran in it. One frame to the draft, without the

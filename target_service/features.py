@@ -1,30 +1,23 @@
 """The target's hidden states on their way to a drafter that asked for them: of committed tokens, and each one once.
 
-After a pass the states of its committed rows are fused, cast and copied to the host in one piece. There the last ones
-of every sequence are kept for a draft that connects late, and what the draft has not heard goes out.
+The states of a pass's committed rows come from `feature_encoding` as bytes. Here the last ones of every sequence are
+kept for a draft that connects late, and what the draft has not heard goes out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Container
 from collections.abc import Sequence as SequenceOf
-from contextlib import AbstractContextManager, nullcontext
-
-import torch
-from torch import Tensor
 
 from outrider.errors import NotSupported
 from outrider.frames import MAX_FEATURE_BYTES, FeatureRequest, SequenceFeatures, Vectors
 from target_service.batch import StepItem
+from target_service.feature_encoding import FeatureEncoder, StepFeatures
 from target_service.kept_vectors import KeptVectors
 from target_service.model.head_projection import shipped_draft_head
 from target_service.model.runner import ModelRunner
-from target_service.model.taps import Tapped
 from target_service.sequence import Sequence
 from target_service.verifier import Verified
-
-_LARGEST_E4M3 = 448.0
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class Features:
@@ -45,7 +38,7 @@ class Features:
         self._kept: dict[int, KeptVectors] = {}
         # Sequences that the last step read something of, and whether it said something of them.
         self._fresh: dict[int, bool] = {}
-        self._stream = torch.cuda.Stream(runner.device) if runner.device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._encoder = FeatureEncoder(runner.device)
         self.sent_vectors = self.sent_bytes = 0
         self._told = (0, 0)
         self._head_is_named = runner.draft_head is not None
@@ -81,14 +74,19 @@ class Features:
         """Whether the states of every pass are taken."""
         return self._runner.taps is not None and self._wanted is not None and (self._listening or bool(self._keep))
 
-    def after_launch(self, rows: int) -> Tapped | None:
-        """The states of the pass just launched, of so many rows. None when nobody wants them."""
-        return self._runner.taps.take(rows) if self._runner.taps is not None and self.taken else None
+    def after_launch(self, rows: int) -> StepFeatures | None:
+        """Those of the pass just launched, of so many rows. None when nobody wants them. Does not wait."""
+        tapped = self._runner.taps.take(rows) if self._runner.taps is not None and self.taken else None
+        if tapped is None:
+            return None
+        assert self._wanted is not None
+        head = self._runner.draft_head if self._wanted.projected else None
+        return self._encoder.begin(tapped, self._wanted.dtype, head.projection if head is not None else None)
 
     def collect(
         self,
         items: SequenceOf[StepItem],
-        tapped: Tapped | None,
+        states: StepFeatures | None,
         outcomes: SequenceOf[Verified | None],
         followed: Container[int],
     ) -> None:
@@ -97,7 +95,7 @@ class Features:
         They are the rows of known tokens and those of the accepted path, whose tokens were appended already.
         """
         self._fresh.clear()
-        if tapped is None or self._wanted is None:
+        if states is None or self._wanted is None:
             return
         rows: list[int] = []
         pieces: list[tuple[KeptVectors, int, int]] = []
@@ -120,7 +118,7 @@ class Features:
             self._fresh[sequence.sequence_id] = outcome is not None
         if not rows:
             return
-        encoded = self._encode(tapped, rows)
+        encoded = states.of_rows(rows)
         row = 0
         for kept, begin, count in pieces:
             kept.append(begin, encoded[row : row + count])
@@ -231,34 +229,6 @@ class Features:
         self.sent_vectors += stop - start
         self.sent_bytes += len(vectors.data) + 4 * len(vectors.scales)
         return vectors
-
-    @torch.inference_mode()
-    def _encode(self, tapped: Tapped, rows: list[int]) -> Tensor:
-        """[n, bytes of a vector] uint8 on the host: the rows as they travel, a scale behind each where there is one."""
-        assert self._wanted is not None
-        on: AbstractContextManager[object] = nullcontext()
-        if self._stream is not None and tapped.ready is not None:
-            # Beside the step that was launched meanwhile, and not after it.
-            self._stream.wait_event(tapped.ready)
-            on = torch.cuda.stream(self._stream)
-        with on:
-            vectors = tapped.states[torch.tensor(rows).to(tapped.states.device)]
-            if self._wanted.projected and self._runner.draft_head is not None:
-                projection = self._runner.draft_head.projection
-                assert projection is not None, "checked when it was asked for"
-                vectors = projection(vectors)
-            return encode(vectors, self._wanted.dtype).cpu()
-
-
-def encode(vectors: Tensor, dtype: str) -> Tensor:
-    """[n, width] as bytes [n, ..] uint8 of the type that travels; for float8_e4m3 with a float32 scale behind each row,
-    which brings the largest element to the end of the type's range."""
-    if dtype != "float8_e4m3":
-        return vectors.to(_DTYPES[dtype]).contiguous().view(torch.uint8)
-    wide = vectors.float()
-    scales = (wide.abs().amax(dim=1, keepdim=True) / _LARGEST_E4M3).clamp_(min=torch.finfo(torch.float32).tiny)
-    small = (wide / scales).clamp_(-_LARGEST_E4M3, _LARGEST_E4M3).to(torch.float8_e4m3fn)
-    return torch.cat([small.view(torch.uint8), scales.view(torch.uint8)], dim=1)
 
 
 def _form(wanted: FeatureRequest | None) -> tuple[object, ...]:

@@ -95,6 +95,13 @@ class Gathering:
         followed = _FOLLOWED_BY_HEADS if heads else _FOLLOWED
         return self._switch.drafts_are_near(_FOLLOWED_BY_MANY if load > FOLLOWED_ANYWAY else followed)
 
+    def follow_load(self) -> bool:
+        """Hear what the draft has said, and draft or not as the load allows. Whether that changed."""
+        was = self._drafting.active
+        self._drafting.listen()
+        self._drafting.follow_load(self._scheduler.load, self.drafts_are_near)
+        return self._drafting.active != was
+
     def choose(self, running: SequenceOf[Sequence], *, ahead: bool) -> Use:
         """How the next step uses drafts; `ahead`, it may be launched behind the one under way. Called once per step,
         before it is scheduled."""

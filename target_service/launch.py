@@ -42,6 +42,10 @@ class Launched(Protocol):
 class Steps(Protocol):
     """What the engine launches its steps with."""
 
+    @property
+    def in_background(self) -> bool:
+        """Whether the host goes on while a step runs."""
+
     def launch(self, batch: StepBatch, verifiers: SequenceOf[SequenceVerifier], stride: int = 1) -> Launched:
         """Begin a step. `verifiers[i]` belongs to `batch.items[i]`. Awaited tokens are those of the step before, and
         begin as much later than they are laid out as that step accepts drafted rows.
@@ -52,6 +56,8 @@ class Steps(Protocol):
 
 class HostSteps:
     """One step after the other, verified row by row as the walks come to them."""
+
+    in_background = False
 
     def __init__(self, runner: ModelRunner, *, followable: bool = False) -> None:
         """`followable` lets the engine prepare each step before the one under way has ended, which gains nothing

@@ -102,14 +102,9 @@ class EngineLoop:
 
     def make(self, sequence_id: int, request: SequenceRequest) -> LiveSequence:
         """A sequence that has not begun. Touches nothing shared."""
-        runner = self._runner
+        runner, totals = self._runner, SequenceTotals(prompt_tokens=len(request.token_ids))
         return LiveSequence(
-            Sequence(
-                sequence_id,
-                request,
-                list(request.token_ids),
-                SequenceTotals(prompt_tokens=len(request.token_ids)),
-            ),
+            Sequence(sequence_id, request, list(request.token_ids), totals),
             SequenceVerifier(request, runner.end_token_ids, runner.vocabulary_size),
             StopChecker(request.sampling, runner.end_token_ids, request.max_tokens, runner.tokenizer),
             SequenceRecord(),
@@ -141,6 +136,7 @@ class EngineLoop:
             self._ended_ns = 0
             return self._take_failed() or None
         self._ahead = self._launch_after(step)
+        self.drafting.open_newcomers()
         step.clock.begin_wait()
         step.launched.wait()
         step.clock.end_forward()
@@ -149,7 +145,7 @@ class EngineLoop:
         verdicts = self._commit(step, outcomes)
         if self._ahead is not None and step.batch.drafted:
             self._ahead = self._ahead.moved_on(outcomes)
-        self.drafting.collect(step.batch.items, step.tapped, outcomes)
+        self.drafting.collect(step.batch.items, step.features, outcomes)
         self._advance(step, verdicts)
         events = self._finish(verdicts)
         step.clock.end_commit()
@@ -216,13 +212,13 @@ class EngineLoop:
         verifiers = [self.live[item.sequence.sequence_id].verifier for item in batch.items]
         launched = self._steps.launch(batch, verifiers, stride)
         # Under a load that is not drafted for, nothing is taken; when it falls, heads begin with what follows.
-        tapped = self.features.after_launch(len(batch.input.token_ids)) if self.drafting.active else None
+        features = self.features.after_launch(len(batch.input.token_ids)) if self.drafting.active else None
         clock.end_launch()
         for item in batch.items:
             # Whatever runs after this step finds their keys and values.
             item.sequence.kv_length += item.known + stride - 1
         behind_tree = behind is not None and behind.batch.drafted
-        return Step(batch, gathered, launched, clock, behind is not None, behind_tree, stride, tapped)
+        return Step(batch, gathered, launched, clock, behind is not None, behind_tree, stride, features)
 
     def _make_room(self, schedule: Schedule) -> None:
         """Run smaller steps from now on; where the smallest did not fit, refuse the youngest of its sequences."""
@@ -259,11 +255,11 @@ class EngineLoop:
             self._observer.on_step(stats)
 
     def _follow_load(self) -> None:
-        was = self.drafting.active
-        self.drafting.listen()
-        self.drafting.follow_load(self.scheduler.load, self._gathering.drafts_are_near)
-        if self._observer is not None and self.drafting.active != was:
+        if self._gathering.follow_load() and self._observer is not None:
             self._observer.on_speculation(self.drafting.active)
+        if not self._steps.in_background:
+            # Else once a step runs, lest a draft in this process keep the device waiting.
+            self.drafting.open_newcomers()
 
     def _commit(self, step: Step, outcomes: SequenceOf[Verified | None]) -> list[Verdict]:
         """Append what was said. Sequences that ended since the launch are passed over."""

@@ -6,9 +6,9 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 
 from target_service.batch import StepBatch
+from target_service.feature_encoding import StepFeatures
 from target_service.gathering import Gathered
 from target_service.launch import Launched
-from target_service.model.taps import Tapped
 from target_service.observation import StepClock, step_stats
 from target_service.sequence import StepStats, Verdict
 from target_service.verifier import Verified
@@ -27,8 +27,8 @@ class Step:
     behind_tree: bool
     # Passes launched at once.
     stride: int
-    # Hidden states of its rows, where a drafter reads them.
-    tapped: Tapped | None
+    # Of its rows, where a drafter reads them.
+    features: StepFeatures | None
 
     def await_tokens(self) -> None:
         """Let its sequences be scheduled and laid out as if it had said its tokens, and accepted no drafted one, until

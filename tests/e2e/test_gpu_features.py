@@ -16,8 +16,10 @@ from outrider.errors import NotSupported
 from outrider.frames import DraftEvents, DraftLink, FeatureRequest
 from outrider.tree import TokenTree
 from target_service.device_steps import DeviceSteps
+from target_service.feature_encoding import FeatureEncoder, encode
 from target_service.features import Features
-from target_service.model.head_projection import DraftHead
+from target_service.model.head_projection import DraftHead, HeadProjection
+from target_service.model.taps import Tapped
 from target_service.step_cost import StepCost
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -69,6 +71,29 @@ def test_captured_steps_keep_every_committed_tokens_state(drafted: bool, compile
         tokens = link.tokens[sequence_id]
         expected = states_of(teacher, tokens[:-1], STATES.layers)
         torch.testing.assert_close(link.stacked(sequence_id), expected, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3"])
+@pytest.mark.parametrize("projected", [True, False])
+def test_rows_encoded_behind_a_pass_are_those_encoded_when_wanted(dtype: str, projected: bool) -> None:
+    encoder = FeatureEncoder(torch.device("cuda"))
+    weights = {"fc.weight": torch.randn(96, 192) / 14}
+    projection = HeadProjection(weights, 2, 1e-6).to(device="cuda") if projected else None
+    for rows in (1, 7, 256, 300, 64, 7):
+        states = torch.randn(rows, 192, device="cuda")
+        wanted = encode(states if projection is None else projection(states), dtype).cpu()
+        ready = torch.cuda.Event()
+        ready.record()
+        features = encoder.begin(Tapped(states.clone(), ready), dtype, projection)
+        picked = sorted(random.Random(rows).sample(range(rows), min(rows, 5)))
+        if dtype == "float8_e4m3":
+            # Scales may differ in their last bit with the kernel, and elements by a step with them.
+            both = features.of_rows(picked), wanted[picked]
+            got, expected = (one[:, :-4].view(torch.float8_e4m3fn).float() for one in both)
+            torch.testing.assert_close(got, expected, rtol=0.13, atol=0.02)
+        else:
+            got, expected = (one.view(getattr(torch, dtype)) for one in (features.of_rows(picked), wanted))
+            torch.testing.assert_close(got, expected[picked], rtol=1e-2, atol=1e-2)
 
 
 def test_what_graphs_keep_is_chosen_before_they_are_captured() -> None:

@@ -24,7 +24,8 @@ from outrider.frames import DraftEvents, DraftLink, FeatureRequest
 from outrider.heads import ShippedHead
 from outrider.sampling import SamplingParams
 from outrider.tree import TokenTree
-from target_service.features import Features, encode
+from target_service.feature_encoding import encode
+from target_service.features import Features
 from target_service.kept_vectors import KeptVectors
 from target_service.launch import HostSteps
 from target_service.loop import EngineConfig, EngineLoop

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from engine_harness import engine_config, make_runner, plain, request
+from engine_harness import ScriptedDraft, engine_config, make_runner, plain, random_tree, request
 from transformers import PreTrainedModel
 
 from outrider.errors import QuotaExceeded
+from outrider.frames import OpenSequence
 from target_service.batch import StepBatch
 from target_service.device_steps import DeviceSteps
 from target_service.launch import HostSteps, Launched
@@ -72,3 +73,36 @@ def test_kernels_are_warmed_up_without_a_trace(tiny_model: PreTrainedModel) -> N
     while loop.live:
         said += [token for event in loop.step() or () if isinstance(event, Verdict) for token in event.token_ids]
     assert tuple(said) == plain(tiny_model, wanted)
+
+
+class NotedSteps(HostSteps):
+    """Notes its launches."""
+
+    def __init__(self, runner: ModelRunner, notes: list[str], *, in_background: bool) -> None:
+        super().__init__(runner)
+        self._notes = notes
+        self.in_background = in_background
+
+    def launch(self, batch: StepBatch, verifiers: Sequence[SequenceVerifier], stride: int = 1) -> Launched:
+        self._notes.append("launch")
+        return super().launch(batch, verifiers, stride)
+
+
+@pytest.mark.parametrize("in_background", [True, False])
+def test_a_draft_reads_a_prompt_while_the_device_does(tiny_model: PreTrainedModel, in_background: bool) -> None:
+    runner, notes = make_runner(tiny_model), list[str]()
+
+    class NotedDraft(ScriptedDraft):
+        def open(self, sequence: OpenSequence) -> None:
+            notes.append("open")
+            super().open(sequence)
+
+    loop = EngineLoop(runner, engine_config(), steps=NotedSteps(runner, notes, in_background=in_background))
+    loop.drafting.attach(NotedDraft(loop.drafting, random_tree(runner.vocabulary_size, 4)))
+    loop.drafting.listen()
+    loop.add(loop.make(1, request([5, 6, 7], 4)))
+    while loop.live:
+        loop.step()
+    # A device that keeps the host would let a draft elsewhere begin only after the prompt.
+    assert notes[:2] == (["launch", "open"] if in_background else ["open", "launch"])
+    assert notes.count("open") == 1

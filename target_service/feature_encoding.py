@@ -1,0 +1,109 @@
+"""Hidden states of a pass as the bytes that travel: fused, cast, and brought to the host.
+
+Of a pass that verifies trees all rows are encoded as soon as it is launched, beside whatever runs next: which of them
+are committed is known when the host has waited for the pass anyway, and then it only picks. A pass with many rows of
+prompts is encoded when it is known which of them anybody wants.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+from target_service.model.head_projection import HeadProjection
+from target_service.model.taps import Tapped
+
+_LARGEST_E4M3 = 448.0
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+# Rows of a pass that are encoded ahead: a head's weights are read once for as many.
+_AHEAD_ROWS = 256
+# Passes under way at most, and the one whose rows are being picked.
+_TURNS = 3
+
+
+class StepFeatures:
+    """What one pass yields, by its rows."""
+
+    def __init__(
+        self, tapped: Tapped, dtype: str, projection: HeadProjection | None, stream: torch.cuda.Stream | None
+    ) -> None:
+        """States of a pass, fused by `projection` if there is one, in the `dtype` that travels. On a GPU the work is
+        done on `stream`."""
+        # Held as long as another stream may read them.
+        self._tapped = tapped
+        self._dtype = dtype
+        self._projection = projection
+        self._stream = stream
+        # [R, bytes of a vector] uint8 on the host, once `done`.
+        self._ahead: Tensor | None = None
+        self._done: torch.cuda.Event | None = None
+
+    @torch.inference_mode()
+    def begin(self, host: Callable[[int], Tensor]) -> None:
+        """Encode all rows now, without waiting, into what `host` gives for a vector of so many bytes: pinned memory
+        with room for them, left alone until they were picked."""
+        with self._aside():
+            encoded = self._encoded(self._tapped.states)
+            self._ahead = host(encoded.shape[1])[: len(encoded)]
+            self._ahead.copy_(encoded, non_blocking=True)
+            self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._done.record()
+
+    @torch.inference_mode()
+    def of_rows(self, rows: SequenceOf[int]) -> Tensor:
+        """[n, bytes of a vector] uint8 on the host, a scale behind each row where there is one. Waits if need be."""
+        if self._ahead is not None and self._done is not None:
+            self._done.synchronize()
+            return self._ahead[list(rows)]
+        with self._aside():
+            states = self._tapped.states
+            return self._encoded(states[torch.tensor(rows).to(states.device)]).cpu()
+
+    def _encoded(self, states: Tensor) -> Tensor:
+        return encode(states if self._projection is None else self._projection(states), self._dtype)
+
+    def _aside(self) -> AbstractContextManager[object]:
+        """Beside the steps that are launched meanwhile, and not after them."""
+        if self._stream is None or self._tapped.ready is None:
+            return nullcontext()
+        self._stream.wait_event(self._tapped.ready)
+        return torch.cuda.stream(self._stream)
+
+
+class FeatureEncoder:
+    """Encodes passes one after the other."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._turn = 0
+        # [_AHEAD_ROWS, bytes of a vector] each, pinned, used in turns.
+        self._hosts: list[Tensor] = []
+
+    def begin(self, tapped: Tapped, dtype: str, projection: HeadProjection | None) -> StepFeatures:
+        """What a pass yields; on a GPU it is on its way to the host, if it has few rows."""
+        features = StepFeatures(tapped, dtype, projection, self._stream)
+        if tapped.ready is not None and len(tapped.states) <= _AHEAD_ROWS:
+            features.begin(self._host)
+        return features
+
+    def _host(self, width: int) -> Tensor:
+        if not self._hosts or self._hosts[0].shape[1] != width:
+            torch.cuda.synchronize()
+            self._hosts = [torch.zeros(_AHEAD_ROWS, width, dtype=torch.uint8, pin_memory=True) for _ in range(_TURNS)]
+        self._turn = (self._turn + 1) % _TURNS
+        return self._hosts[self._turn]
+
+
+def encode(vectors: Tensor, dtype: str) -> Tensor:
+    """[n, width] as bytes [n, ..] uint8 of the type that travels; for float8_e4m3 with a float32 scale behind each row,
+    which brings the largest element to the end of the type's range."""
+    if dtype != "float8_e4m3":
+        return vectors.to(_DTYPES[dtype]).contiguous().view(torch.uint8)
+    wide = vectors.float()
+    scales = (wide.abs().amax(dim=1, keepdim=True) / _LARGEST_E4M3).clamp_(min=torch.finfo(torch.float32).tiny)
+    small = (wide / scales).clamp_(-_LARGEST_E4M3, _LARGEST_E4M3).to(torch.float8_e4m3fn)
+    return torch.cat([small.view(torch.uint8), scales.view(torch.uint8)], dim=1)
