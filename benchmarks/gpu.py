@@ -25,8 +25,9 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from target_service.model.captured import CapturedRunner, CaptureOptions
+from target_service.model.forward import ForwardInput
 from target_service.model.preparing import LayerOptions
-from target_service.model.runner import ForwardInput, ModelRunner, runner_for
+from target_service.model.runner import ModelRunner, runner_for
 from tree_kernels.attention import AttentionBatch
 
 SHAPES: dict[str, dict[str, Any]] = {

@@ -89,7 +89,7 @@ class _Running:
 class SimulatedSteps:
     """`launch.Steps` on a device that is not there, for sequences whose texts are known."""
 
-    in_background = True
+    in_background, looks_up = True, False
 
     def __init__(self, times: DeviceTimes) -> None:
         self._times = times

@@ -32,7 +32,7 @@ class ServedModel:
     tokenizer_fingerprint: str = ""
     # A transformers tokenizer; None where only token ids are taken.
     tokenizer: Any | None = None
-    # Whether there is a draft service and speculation is on.
+    # Whether speculation is on, and anything drafts.
     speculation: bool = False
 
 

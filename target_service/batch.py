@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from outrider.tree import TokenTree
 from target_service.kv_cache import KVCache
-from target_service.model.runner import ForwardInput
+from target_service.model.forward import ForwardInput
 from target_service.scheduler import Chunk
 from target_service.sequence import Sequence
 from tree_kernels.attention import AttentionBatch
@@ -46,6 +46,8 @@ class StepBatch:
     prefill_rows: int
     # Whether any tree has more rows than its root.
     drafted: bool
+    # Rows of every sequence behind its root that the device drafts itself.
+    looked_up: int = 0
 
     def moved_on(self, accepted_counts: SequenceOf[int]) -> StepBatch:
         """The batch, laid out as if the step before had accepted no drafted row, now that it is known what it accepted
@@ -55,21 +57,37 @@ class StepBatch:
         return replace(self, items=tuple(items), input=self.input.moved_on(accepted_counts))
 
 
+def keys_of(rows: int, stride: int, looked_up: int) -> int:
+    """Keys that so many passes of `rows` may write, one after the other; where they are looked up, with those of one
+    more pass, which is made ready and not run."""
+    return rows + stride - 1 if not looked_up else (stride + 1) * (1 + looked_up)
+
+
+def _rows_below(
+    tree: TokenTree, start: int, looked_up: int
+) -> tuple[SequenceOf[int], SequenceOf[int], tuple[int, ...] | None]:
+    """Tokens and positions of the rows behind a root at `start`, and parents of all unless they are a chain."""
+    if looked_up:
+        return (0,) * looked_up, range(start + 1, start + 1 + looked_up), None
+    return tree.token_ids[1:], [start + depth for depth in tree.depths[1:]], None if tree.is_chain else tree.parents
+
+
 def lay_out(
-    chunks: SequenceOf[Chunk], trees: SequenceOf[TokenTree | None], cache: KVCache, stride: int = 1
+    chunks: SequenceOf[Chunk],
+    trees: SequenceOf[TokenTree | None],
+    cache: KVCache,
+    stride: int = 1,
+    looked_up: int = 0,
 ) -> StepBatch:
     """Build the step. `trees[i]` belongs to `chunks[i]`; only a chunk of one row may carry drafted rows.
 
     Of the passes of a `stride`, this is the first; the pages hold the keys of all. Row r of a sequence sits in cache
     slot `kv_length + r`; its position is `kv_length` plus its depth. A token that the step under way will say is laid
-    out as `Sequence.feed` gives it, and as if that step accepted no drafted row.
+    out as `Sequence.feed` gives it, and as if that step accepted no drafted row. Where rows are to be `looked_up`, all
+    trees are roots alone, so many rows behind each are left empty, and the pages hold what all passes may accept.
     """
-    token_ids: list[int] = []
-    positions: list[int] = []
-    slots: list[int] = []
-    logit_rows: list[int] = []
-    starts, prefixes = [0], []
-    pages: list[SequenceOf[int]] = []
+    token_ids, positions, slots, logit_rows = (list[int]() for _ in range(4))
+    starts, prefixes, pages = [0], list[int](), list[SequenceOf[int]]()
     parents: list[tuple[int, ...] | None] = []
     items: list[StepItem] = []
     decode_rows = 0
@@ -79,23 +97,23 @@ def lay_out(
         token_ids.extend(sequence.feed(start, chunk.count))
         positions.extend(range(start, start + chunk.count))
         root_row, rows, shape = first_row + chunk.count - 1, chunk.count, None
-        preempted = sequence.totals.preemptions
-        items.append(StepItem(sequence, start, chunk.count, tree, root_row, len(logit_rows), preempted))
+        lost, at = sequence.totals.preemptions, len(logit_rows)
+        items.append(StepItem(sequence, start, chunk.count, tree, root_row, at, lost))
         if tree is not None:
-            decode_rows += len(tree.token_ids)
-            logit_rows.append(root_row)
-            if tree.drafted:
-                rows += tree.drafted
-                token_ids.extend(tree.token_ids[1:])
-                positions.extend(start + depth for depth in tree.depths[1:])
-                logit_rows.extend(range(root_row + 1, first_row + rows))
-                shape = None if tree.is_chain else tree.parents
+            decode_rows += len(tree.token_ids) + looked_up
+            if tree.drafted or looked_up:
+                below, places, shape = _rows_below(tree, start, looked_up)
+                rows += len(below)
+                token_ids.extend(below)
+                positions.extend(places)
+            logit_rows.extend(range(root_row, first_row + rows))
         slots.extend(cache.slots(sequence.pages, start, rows))
         starts.append(first_row + rows)
         prefixes.append(start)
-        pages.append(sequence.pages[: cache.pages_for(start + rows + stride - 1 + sequence.awaited_drafts)])
+        keys = start + keys_of(rows, stride, looked_up) + sequence.awaited_drafts
+        pages.append(sequence.pages[: cache.pages_for(keys)])
         parents.append(shape)
     attention = AttentionBatch(tuple(starts), tuple(prefixes), tuple(pages), cache.page_size, tuple(parents))
     forward = ForwardInput(tuple(token_ids), tuple(positions), tuple(slots), attention, tuple(logit_rows))
-    roots = sum(item.tree is not None for item in items)
-    return StepBatch(tuple(items), forward, decode_rows, len(token_ids) - decode_rows, decode_rows > roots)
+    drafted = any(item.tree is not None and item.tree.drafted for item in items)
+    return StepBatch(tuple(items), forward, decode_rows, len(token_ids) - decode_rows, drafted, looked_up)

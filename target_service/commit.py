@@ -6,8 +6,9 @@ import time
 from dataclasses import dataclass
 
 from outrider.tree import TokenTree
+from target_service.model.runner import ModelRunner
 from target_service.row_budget import SequenceRecord
-from target_service.sequence import Finish, Sequence, SequenceState, Verdict
+from target_service.sequence import Finish, Sequence, SequenceRequest, SequenceState, SequenceTotals, Verdict
 from target_service.stopping import StopChecker
 from target_service.verifier import SequenceVerifier, Verified
 
@@ -21,6 +22,17 @@ class LiveSequence:
     stops: StopChecker
     record: SequenceRecord
 
+    @classmethod
+    def of(cls, sequence_id: int, request: SequenceRequest, runner: ModelRunner) -> LiveSequence:
+        """One that has not begun, to be run by `runner`."""
+        totals = SequenceTotals(prompt_tokens=len(request.token_ids))
+        return cls(
+            Sequence(sequence_id, request, list(request.token_ids), totals),
+            SequenceVerifier(request, runner.end_token_ids, runner.vocabulary_size),
+            StopChecker(request.sampling, runner.end_token_ids, request.max_tokens, runner.tokenizer),
+            SequenceRecord(),
+        )
+
 
 def commit(live: LiveSequence, tree: TokenTree, outcome: Verified, compute_ns: int, *, kept: bool = True) -> Verdict:
     """Append what the step said, and return its verdict. The KV of its known tokens was counted at its launch, and
@@ -32,7 +44,7 @@ def commit(live: LiveSequence, tree: TokenTree, outcome: Verified, compute_ns: i
     accepted = walk.accepted_rows[:kept_tokens]
     sequence.token_ids.extend(tokens)
     if kept:
-        sequence.kv_length += min(len(accepted), kept_tokens - 1)
+        sequence.kv_length += min(len(accepted), kept_tokens - 1) + sum(outcome.looked_up)
         sequence.state = SequenceState.RUNNING
     sequence.external_tree = None
     queue_ns = sequence.totals.started_ns - sequence.totals.arrived_ns if sequence.step == 0 else 0
@@ -41,30 +53,47 @@ def commit(live: LiveSequence, tree: TokenTree, outcome: Verified, compute_ns: i
         step=sequence.step,
         accepted_rows=accepted,
         token_ids=tuple(tokens),
-        drafted_tokens=len(accepted),
+        drafted_tokens=len(accepted) + _looked_up_of(outcome.looked_up, kept_tokens),
         logprobs=outcome.logprobs[:kept_tokens],
         finish=finish,
         queue_ns=queue_ns,
         compute_ns=compute_ns,
     )
-    sequence.step += 1 + len(outcome.following)
-    _count(sequence, tree, verdict, finish, now)
+    sequence.step += outcome.passes
+    if tree.drafted:
+        _count_drafts(sequence, tree.drafted, max(tree.depths), len(accepted))
+    for accepted_drafts in outcome.looked_up:
+        _count_drafts(sequence, outcome.drafted_each, outcome.drafted_each, accepted_drafts)
+    _count(sequence, verdict, finish, now)
     return verdict
 
 
-def _count(sequence: Sequence, tree: TokenTree, verdict: Verdict, finish: Finish | None, now: int) -> None:
+def _looked_up_of(looked_up: tuple[int, ...], tokens: int) -> int:
+    """Drafted tokens among the first so many of passes that accepted `looked_up` each and said a token more."""
+    drafted = 0
+    for accepted in looked_up:
+        drafted += min(accepted, tokens)
+        tokens -= min(accepted + 1, tokens)
+    return drafted
+
+
+def _count(sequence: Sequence, verdict: Verdict, finish: Finish | None, now: int) -> None:
     totals = sequence.totals
     totals.first_token_ns = totals.first_token_ns or now
     totals.completion_tokens += len(verdict.token_ids)
     totals.steps += verdict.passes
     totals.accepted_tokens += verdict.drafted_tokens
-    if tree.drafted:
-        totals.drafted_steps += 1
-        totals.drafted_tokens += tree.drafted
-        _count_depths(totals.drafted_by_depth, max(tree.depths))
-        _count_depths(totals.accepted_by_depth, verdict.drafted_tokens)
     if finish is not None:
         totals.finished_ns = now
+
+
+def _count_drafts(sequence: Sequence, rows: int, depth: int, accepted: int) -> None:
+    """Count a pass that verified so many drafted rows, the last so deep, and accepted some."""
+    totals = sequence.totals
+    totals.drafted_steps += 1
+    totals.drafted_tokens += rows
+    _count_depths(totals.drafted_by_depth, depth)
+    _count_depths(totals.accepted_by_depth, accepted)
 
 
 def _count_depths(counts: list[int], depth: int) -> None:

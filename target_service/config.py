@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from outrider.settings import setting
 
+# As `tree_kernels.lookup.MAX_LOOKED_UP`, which would bring torch along.
+MOST_LOOKED_UP = 15
+
 
 @dataclass(frozen=True)
 class TargetConfig:
@@ -36,6 +39,11 @@ class TargetConfig:
         "or a hub id; when empty, one that comes with Outrider is found once a draft asks for it, if steps run eagerly",
     )
     feature_window: int = setting(512, "hidden states of a sequence that are kept for a draft that connects late")
+    lookup_tokens: int = setting(
+        -1,
+        "tokens of each sequence that the device drafts itself from the text so far, at most; up to 15, 0 for none, -1 "
+        "for 15 on a GPU whose steps are captured and none elsewhere",
+    )
     row_budget: str = setting(
         "adaptive", "rows per tree: what pays by measured step cost and acceptance, or all", choices=("adaptive", "all")
     )
@@ -84,6 +92,17 @@ class TargetConfig:
     def step_rows(self) -> int:
         """`max_step_rows`, 0 resolved: a GPU reads a prompt's weights for few rows as fast as for many."""
         return self.max_step_rows or (512 if self.device == "cpu" else 2048)
+
+    @property
+    def lookup_rows(self) -> int:
+        """`lookup_tokens`, -1 resolved; none without speculation."""
+        most = MOST_LOOKED_UP if self.lookup_tokens < 0 and self.captures else max(0, self.lookup_tokens)
+        return most if self.speculation else 0
+
+    @property
+    def captures(self) -> bool:
+        """Whether steps are captured as CUDA graphs."""
+        return self.device.startswith("cuda") and self.capture_seconds > 0 and self.attention in ("auto", "triton")
 
     @property
     def chunk_rows(self) -> int:

@@ -11,13 +11,17 @@ from collections.abc import Sequence as SequenceOf
 from typing import Any, Literal, NamedTuple
 from weakref import WeakKeyDictionary
 
+import numpy
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from target_service.batch import StepBatch, StepItem
 from target_service.kv_cache import KVCache
 from target_service.launch import HostSteps, Launched, Steps, move_on_host, verify_on_host
-from target_service.model.runner import ForwardPass, ModelRunner
+from target_service.looked_up import LookedUp, room_for_said
+from target_service.model.forward import ForwardPass
+from target_service.model.runner import ModelRunner
 from target_service.sequence import MAX_STRIDE
 from target_service.verifier import SequenceVerifier, Verified
 from tree_kernels.device_verification import DeviceVerifier, Mode, RowsToVerify, Verdicts
@@ -58,11 +62,13 @@ class DeviceSteps:
         self._results = [Verdicts.over(tensor, max_sequences) for tensor in pinned]
         # [_RESULTS, MAX_STRIDE - 1, max_sequences] int32
         self._following = torch.zeros(_RESULTS, MAX_STRIDE - 1, max_sequences, dtype=torch.int32, pin_memory=on_gpu)
+        self._said = room_for_said(_RESULTS, max_sequences, on_gpu=on_gpu)
         self._count = 0
         # Of the step under way.
         self._verdicts = self._verifier.verdicts
-        # Whether that has trees of more than their roots.
-        self._after_tree = False
+        self._nothing = torch.zeros(max_sequences, dtype=torch.int32, device=runner.device)
+        # Drafted rows that it accepts, by place; None where it drafts itself.
+        self._moves: Tensor | None = self._nothing
         # What follows passes whose tensors stay where they are, for as long as they do. Graphs write to the verdicts of
         # this verifier, so they are of no use to another engine that runs the same model.
         self._graphs: WeakKeyDictionary[object, dict[_FollowUp, torch.cuda.CUDAGraph]] = WeakKeyDictionary()
@@ -85,17 +91,28 @@ class DeviceSteps:
                 for filtered in (False, True):
                     self._verifier.sampled(*step, distributions, filtered=filtered)
 
+    @property
+    def looks_up(self) -> bool:
+        """See `Steps.looks_up`."""
+        return self._runner.lookup is not None
+
     def launch(self, batch: StepBatch, verifiers: SequenceOf[SequenceVerifier], stride: int = 1) -> Launched:
         """See `Steps.launch`."""
         pairs = zip(batch.items, verifiers, strict=True)
-        rows = [_on_device(item, verifier) or RowsToVerify(0, 0) for item, verifier in pairs]
+        rows = [_on_device(item, verifier, batch.looked_up) or RowsToVerify(0, 0) for item, verifier in pairs]
         parameters = self._verifier.pack(rows)
-        if self._after_tree and min(batch.input.token_ids) < 0:
+        moves, lookup = self._moves, self._runner.lookup
+        if batch.looked_up:
+            return self._launch_looked_up(batch, rows, parameters, stride)
+        if moves is not self._nothing and min(batch.input.token_ids) < 0:
             assert stride == 1, "only the device knows where later passes would begin"
-            done = self._runner.run_after(batch.input, self._verdicts.accepted_counts, parameters)
+            if moves is None:
+                assert lookup is not None
+                moves = lookup.accepted
+            done = self._runner.run_after(batch.input, moves, parameters)
         else:
             done = self._runner.run(batch.input, parameters)
-        self._after_tree = batch.drafted
+        self._moves = self._verdicts.accepted_counts if batch.drafted else self._nothing
         self._conclude(batch, rows, done)
         verdicts, count = self._verdicts, len(rows)
         self._count += 1
@@ -110,6 +127,21 @@ class DeviceSteps:
             following[passes - 1].copy_(verdicts.next_tokens[:count], non_blocking=True)
         return _OnDevice(self._runner.cache, batch, verifiers, done.logits, result, following)
 
+    def _launch_looked_up(
+        self, batch: StepBatch, rows: SequenceOf[RowsToVerify], parameters: NDArray[numpy.int32], passes: int
+    ) -> Launched:
+        """Each pass is moved on and drafted for behind the one before it; see `DeviceLookup`."""
+        lookup = self._runner.lookup
+        assert lookup is not None, "nothing is looked up unless tokens are kept"
+        done = self._runner.run_looked_up(batch.input, parameters, self._moves)
+        self._conclude(batch, rows, done)
+        for _ in range(1, passes):
+            done = self._runner.run_again(batch.input, done)
+            self._conclude(batch, rows, done)
+        self._moves = None
+        self._count += 1
+        return LookedUp(batch, passes, lookup, self._said[self._count % _RESULTS])
+
     def _conclude(self, batch: StepBatch, rows: SequenceOf[RowsToVerify], done: ForwardPass) -> None:
         """Verify a pass, bring accepted keys and values into place, and leave what was said for the next pass."""
         drafted = batch.drafted
@@ -119,7 +151,8 @@ class DeviceSteps:
             packed = torch.from_numpy(self._verifier.pack_distributions(laws))
             self._follow_up(_FollowUp(drafted), done, packed.to(done.logits.device))
             return
-        kind = _FollowUp(drafted, greedy, filtered=not greedy and any(one.filtered for one in rows))
+        filtered = not greedy and any(one.filtered for one in rows)
+        kind = _FollowUp(drafted, greedy, filtered, looked_up=batch.looked_up > 0)
         if done.keeper is None:
             self._follow_up(kind, done, None)
             return
@@ -140,7 +173,12 @@ class DeviceSteps:
         cache, verdicts = self._runner.cache, self._verdicts
         if kind.drafted:
             move_accepted(cache.key_pool, cache.value_pool, done.slots, done.parameters, verdicts, self._backend)
+            if self._runner.lookup is not None:
+                self._runner.lookup.keep_accepted(done.token_ids, done.slots, done.parameters, verdicts)
         self._runner.awaited[: len(verdicts.next_tokens)].copy_(verdicts.next_tokens)
+        if kind.looked_up:
+            assert self._runner.lookup is not None and done.step is not None
+            self._runner.lookup.go_on(done.step, verdicts)
 
     def _capture(self, kind: _FollowUp, done: ForwardPass) -> torch.cuda.CUDAGraph:
         """Launching one by one costs the host more than the kernels cost the device."""
@@ -158,11 +196,13 @@ class DeviceSteps:
 
 
 class _FollowUp(NamedTuple):
-    """What is done after a pass: accepted rows are moved where any tree was `drafted`, and how trees are verified."""
+    """What is done after a pass: accepted rows are moved where any tree was `drafted`, how trees are verified, and
+    whether the pass behind it is `looked_up`."""
 
     drafted: bool
     greedy: bool = False
     filtered: bool = True
+    looked_up: bool = False
 
 
 def _laws_of(batch: StepBatch) -> dict[int, tuple[tuple[int, ...], tuple[int, ...]]]:
@@ -236,11 +276,13 @@ class _OnDevice:
         return outcomes
 
 
-def _on_device(item: StepItem, verifier: SequenceVerifier) -> RowsToVerify | None:
-    """What the device is to verify of a sequence; None where there is nothing, or the host does it."""
+def _on_device(item: StepItem, verifier: SequenceVerifier, looked_up: int) -> RowsToVerify | None:
+    """What the device is to verify of a sequence, with so many rows that it drafts itself; None where there is nothing,
+    or the host does it."""
     if item.tree is None or not verifier.on_device:
         return None
     sequence = item.sequence
     # Each awaited token is a step's.
     step = sequence.step + sequence.awaited_tokens
-    return verifier.rows_to_verify(item.tree, item.first_row, sequence.length, step)
+    rows = verifier.rows_to_verify(item.tree, item.first_row, sequence.length, step)
+    return rows._replace(rows=rows.rows + looked_up, is_chain=True) if looked_up else rows

@@ -51,9 +51,9 @@ def enough_plain(*, ahead: bool) -> int:
 
 
 @dataclass(slots=True)
-class _Typical:
-    """What steps of a kind take: the median of the first few, in which kernels are compiled and graphs captured, and
-    then what it drifts to; never more than the longest of the last few."""
+class Typical:
+    """What steps of a kind take, in plain steps or what is near to one: the median of the first few, in which kernels
+    are compiled and graphs captured, and then what it drifts to; never more than the longest of the last few."""
 
     value: float = 0.0
     count: int = 0
@@ -78,9 +78,9 @@ class _Typical:
         self.value = value
         self.last.clear()
 
-    def heir(self) -> _Typical:
+    def heir(self) -> Typical:
         """The same, which a few steps outweigh."""
-        return _Typical(self.value, min(self.count, _INHERITED))
+        return Typical(self.value, min(self.count, _INHERITED))
 
 
 @dataclass(slots=True)
@@ -93,10 +93,10 @@ class LoadTimes:
     unfed_steps: int = 0
     fed: float = 0.0
     # What a step that waited for drafts takes beyond its rows, and the share of those that were answered lately.
-    overhead: _Typical = field(default_factory=_Typical)
+    overhead: Typical = field(default_factory=Typical)
     answered: float = 1.0
     # A drafted step launched behind another, and the plain pass behind it.
-    pair: _Typical = field(default_factory=_Typical)
+    pair: Typical = field(default_factory=Typical)
     # Steps that were to be launched so and had no tree in time, and the share of those that had one lately.
     missed: int = 0
     met: float = 1.0

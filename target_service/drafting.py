@@ -168,8 +168,9 @@ class Drafting(DraftInbox):
                 features = along.get(sequence.sequence_id)
                 tokens = tuple(sequence.token_ids[-committed:])
                 told = unsent.setdefault(sequence.sequence_id, [])
-                # Passes that were launched at once are a step and a token each.
-                for said in [tokens] if sequence.step == tree.step + 1 else [(token,) for token in tokens]:
+                # Passes that were launched at once are a step each, and of a token at least.
+                singles = sequence.step - tree.step - 1
+                for said in [*((token,) for token in tokens[:singles]), tokens[singles:]]:
                     tree.advance(len(said), asked=False)
                     told.append(SequenceAdvance(sequence.sequence_id, tree.step, said, features))
         if ahead and self._link is not None and self.connected:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
 
 from outrider.sampling import VerificationMode
 from outrider.tree import TokenTree
@@ -14,11 +13,14 @@ from target_service.commit import LiveSequence
 from target_service.draft_switch import DraftSwitch
 from target_service.draft_times import Promise, Use
 from target_service.drafting import FOLLOWED_ANYWAY, Drafting
+from target_service.gathered import Gathered
 from target_service.kv_cache import OutOfPages
+from target_service.lookups import Lookups
 from target_service.proposals import GrowingTree
 from target_service.row_budget import IN_ORDER_NODES, Offer, RowBudget
 from target_service.scheduler import Chunk, Schedule, Scheduler
 from target_service.sequence import Sequence
+from target_service.verifier import Verified
 
 # Sequences whose trees are looked at in every step, whether drafts paid lately or not.
 _IN_HAND = 1
@@ -31,26 +33,6 @@ _ROOT_ALONE = TokenTree.root_only(0)
 # Plain steps that a draft follows along, after a drafted one and before the next. A head works more for that than it
 # loses by beginning anew, and the target works for it; so does any draft of many sequences.
 _FOLLOWED, _FOLLOWED_BY_HEADS, _FOLLOWED_BY_MANY = 32, 8, 6
-
-
-@dataclass(frozen=True, slots=True)
-class Gathered:
-    """A tree per chunk, and what waiting for drafts cost."""
-
-    trees: list[TokenTree | None]
-    # Sequences that the step waited for.
-    drafted: tuple[Sequence, ...]
-    wait_ns: int
-    # Sequences that wanted a draft and went on without one.
-    fallbacks: int
-    use: Use
-    # What its rows take, as a multiple of what a plain step's take.
-    row_cost: float = 1.0
-
-    @property
-    def answered(self) -> bool:
-        """Whether the draft said anything of the sequences that the step waited for."""
-        return len(self.drafted) > self.fallbacks
 
 
 class Gathering:
@@ -66,6 +48,7 @@ class Gathering:
         max_draft_nodes: int,
         chains: bool,
         switch: DraftSwitch | None,
+        lookups: Lookups,
     ) -> None:
         """`live` stays the engine's own table. `chains` keeps to one path of each tree, but for rejection sampling. A
         `switch` of None always waits for drafts."""
@@ -76,6 +59,7 @@ class Gathering:
         self._max_draft_nodes = max_draft_nodes
         self._chains = chains
         self._switch = switch
+        self._lookups = lookups
         # How the next step uses drafts.
         self._use = Use.AFTER
         self._promise = Promise(0.0, 0.0)
@@ -83,6 +67,11 @@ class Gathering:
         self._goes_ahead = False
         # What the last step took, if it was launched ahead with drafts, else 0.
         self._drafted_seconds = 0.0
+
+    @property
+    def looks_up(self) -> bool:
+        """Whether the device may draft by itself. Not while a head reads the states of every pass."""
+        return self._lookups.on and not (self._drafting.active and self._drafting.reads_features)
 
     @property
     def drafts_are_near(self) -> bool:
@@ -106,6 +95,8 @@ class Gathering:
         """How the next step uses drafts; `ahead`, it may be launched behind the one under way. Called once per step,
         before it is scheduled."""
         self._use = Use.PLAIN
+        # Where a step that the device drafts for will end nobody can guess.
+        ahead = ahead and not self.looks_up
         if not self._drafting.connected or self._drafting.config.too_many(len(running)):
             return self._use
         wanting = [sequence for sequence in running if self._drafting.asks(sequence)]
@@ -117,7 +108,9 @@ class Gathering:
             records = [self._live[sequence.sequence_id].record for sequence in wanting]
             after, both = sum(map(self._budget.promise, records)), sum(map(self._budget.promise_ahead, records))
             others = len(running) - len(wanting)
-            self._promise = promise = Promise(after + others, both + 2 * others)
+            # Against what plain steps make: more than a token each where the device drafts for them.
+            each = self._lookups.tokens_each
+            self._promise = promise = Promise(after / each + others, both / each + 2 * others)
             self._goes_ahead = ahead = ahead and len(running) <= _AHEAD
             if self._drafting.active and self._drafting.pace.beginning:
                 # Followed meanwhile: what it makes is not to be judged by how it begins.
@@ -233,7 +226,7 @@ class Gathering:
         cut = self._budget.cut(list(offers.values()), schedule.rows, spare, others)
         return dict(zip(offers, cut, strict=True))
 
-    def learn(self, live: LiveSequence, tree: TokenTree, accepted_rows: SequenceOf[int], row_cost: float) -> None:
+    def learn(self, live: LiveSequence, tree: TokenTree, outcome: Verified, row_cost: float) -> None:
         """Learn what a draft was worth in a step whose rows took so many plain ones, before it is committed. A client's
         own trees say nothing of it."""
         if live.sequence.request.external:
@@ -242,9 +235,9 @@ class Gathering:
         if guessed:
             self._budget.observe_guess(tree, right)
         if right:
-            self._budget.observe(tree, accepted_rows, live.record, row_cost)
+            self._budget.observe(tree, outcome.walk.accepted_rows, live.record, row_cost)
         # From the token on that was guessed.
-        self._budget.observe_drafted(live.record, 1 + guessed + len(accepted_rows) if right else 1, row_cost)
+        self._budget.observe_drafted(live.record, 1 + guessed + outcome.accepted if right else 1, row_cost)
 
     def holding(self, ahead: StepBatch) -> set[int]:
         """Sequences whose draft hears of a plain pass together with the step `ahead` behind it: its answer would come

@@ -32,7 +32,8 @@ class KVCache:
 
     `keys[layer]` is [num_pages, page_size, kv_heads, key_width], `values[layer]` likewise with value_width; they are
     parts of `key_pool` [layers, num_pages, ...] and `value_pool`.
-    A slot is `page * page_size + offset`.
+    A slot is `page * page_size + offset`. `tokens` [slots] int32 are those whose keys these are, where a runner keeps
+    them.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class KVCache:
         self.value_pool = _zeros((*shape, value_width), dtype, device)
         self.keys = list(self.key_pool)
         self.values = list(self.value_pool)
+        self.tokens = torch.zeros(num_pages * page_size, dtype=torch.int32, device=device)
         # Free pages as the longest runs start .. end, found by either bound.
         self._end_of = {0: num_pages}
         self._start_of = {num_pages: 0}

@@ -46,18 +46,23 @@ class Steps(Protocol):
     def in_background(self) -> bool:
         """Whether the host goes on while a step runs."""
 
+    @property
+    def looks_up(self) -> bool:
+        """Whether rows of a batch may be `StepBatch.looked_up`."""
+
     def launch(self, batch: StepBatch, verifiers: SequenceOf[SequenceVerifier], stride: int = 1) -> Launched:
         """Begin a step. `verifiers[i]` belongs to `batch.items[i]`. Awaited tokens are those of the step before, and
         begin as much later than they are laid out as that step accepts drafted rows.
 
-        `stride` passes are run, each feeding what the one before said; all trees are then roots alone.
+        `stride` passes are run, each feeding what the one before said; all trees are then roots alone. Where rows are
+        to be looked up, every sequence is GREEDY or COUPLED and verified on the device.
         """
 
 
 class HostSteps:
     """One step after the other, verified row by row as the walks come to them."""
 
-    in_background = False
+    in_background = looks_up = False
 
     def __init__(self, runner: ModelRunner, *, followable: bool = False) -> None:
         """`followable` lets the engine prepare each step before the one under way has ended, which gains nothing

@@ -33,6 +33,10 @@ logger = logging.getLogger(__name__)
 _DRAIN_POLL = 0.02
 
 
+# Drafter of a target whose device drafts and nobody else.
+LOOKUP = "lookup"
+
+
 class ServingEngine(SequenceEngine, Protocol):
     """The engine as far as serving goes; `target_service.engine.Engine` says what each member means."""
 
@@ -120,7 +124,9 @@ def _make_server(
     calls: RpcMetricsInterceptor,
 ) -> GrpcServer:
     def drafter() -> str:
-        return "" if engine.draft_info is None else engine.draft_info.drafter
+        if engine.draft_info is not None:
+            return engine.draft_info.drafter
+        return LOOKUP if config.lookup_rows else ""
 
     limits = StreamLimits(max_sequences=config.max_sequences_per_stream, idle_seconds=config.verify_idle_seconds)
     servicer = TargetServicer(sequences, Admission(served), limits, drafter, tracing)

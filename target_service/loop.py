@@ -21,11 +21,13 @@ from target_service.draft_times import Use
 from target_service.drafting import Drafting
 from target_service.drafting_config import DraftingConfig
 from target_service.features import Features
-from target_service.gathering import Gathered, Gathering
+from target_service.gathered import Gathered
+from target_service.gathering import Gathering
 from target_service.launch import Steps
+from target_service.lookups import Lookups
 from target_service.model.runner import ModelRunner
 from target_service.observation import EngineObserver, StepClock
-from target_service.row_budget import RowBudget, SequenceRecord
+from target_service.row_budget import RowBudget
 from target_service.scheduler import Schedule, Scheduler, SchedulerConfig
 from target_service.sequence import (
     Sequence,
@@ -33,14 +35,12 @@ from target_service.sequence import (
     SequenceFailed,
     SequenceFinished,
     SequenceRequest,
-    SequenceTotals,
     Verdict,
 )
 from target_service.step import Step
 from target_service.step_cost import StepCost
-from target_service.stopping import StopChecker
 from target_service.stride import Stride
-from target_service.verifier import SequenceVerifier, Verified
+from target_service.verifier import Verified
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +55,8 @@ class EngineConfig:
     max_draft_nodes: int
     # Verify one path of each tree, whose rows see what they would see one at a time.
     chains: bool = False
+    # Rows of a sequence that the device drafts by itself at most, where it can.
+    lookup_tokens: int = 0
 
 
 class EngineLoop:
@@ -85,6 +87,7 @@ class EngineLoop:
         self.drafting = Drafting(config.drafting, runner.vocabulary_size, self.features)
         self.scheduler = Scheduler(config.scheduler, runner.cache)
         self.live: dict[int, LiveSequence] = {}
+        self._lookups = Lookups(config.lookup_tokens if self._steps.looks_up else 0, step_cost, self.live)
         self._gathering = Gathering(
             self.drafting,
             self.scheduler,
@@ -93,6 +96,7 @@ class EngineLoop:
             max_draft_nodes=config.max_draft_nodes,
             chains=config.chains,
             switch=None if step_cost is None else DraftSwitch(),
+            lookups=self._lookups,
         )
         self._stride = stride or Stride()
         self._ahead: Step | None = None
@@ -102,13 +106,7 @@ class EngineLoop:
 
     def make(self, sequence_id: int, request: SequenceRequest) -> LiveSequence:
         """A sequence that has not begun. Touches nothing shared."""
-        runner, totals = self._runner, SequenceTotals(prompt_tokens=len(request.token_ids))
-        return LiveSequence(
-            Sequence(sequence_id, request, list(request.token_ids), totals),
-            SequenceVerifier(request, runner.end_token_ids, runner.vocabulary_size),
-            StopChecker(request.sampling, runner.end_token_ids, request.max_tokens, runner.tokenizer),
-            SequenceRecord(),
-        )
+        return LiveSequence.of(sequence_id, request, self._runner)
 
     def add(self, live: LiveSequence) -> None:
         """Let a sequence wait for its turn, and its draft read the prompt meanwhile."""
@@ -143,7 +141,7 @@ class EngineLoop:
         outcomes = step.launched.outcomes()
         step.clock.end_verify()
         verdicts = self._commit(step, outcomes)
-        if self._ahead is not None and step.batch.drafted:
+        if self._ahead is not None:
             self._ahead = self._ahead.moved_on(outcomes)
         self.drafting.collect(step.batch.items, step.features, outcomes)
         self._advance(step, verdicts)
@@ -181,33 +179,35 @@ class EngineLoop:
             schedule = self.scheduler.schedule()
             if not schedule.chunks or not self.scheduler.reserve_behind_trees(schedule, self._runner.max_context):
                 return None
-            if use is Use.AHEAD and not step.batch.drafted:
+            if use is Use.AHEAD and not step.has_drafts:
                 running_ns = time.monotonic_ns() - self._free_ns
                 gathered = self._gathering.gather_ahead(schedule, step.stride, running_ns)
             else:
                 gathered = self._gathering.plain(schedule)
-            several = gathered.use is Use.PLAIN and not step.batch.drafted
-            stride = self._passes(schedule) if several else 1
-            return self._begin(schedule, gathered, clock, behind=step, stride=stride)
+            return self._begin(schedule, gathered, clock, behind=step)
         except torch.OutOfMemoryError:
             # Once this step has ended there may be room.
             return None
         finally:
             step.forget_tokens()
 
-    def _passes(self, schedule: Schedule) -> int:
-        # States are taken pass by pass.
-        alone = self.drafting.active and self.drafting.reads_features
-        return 1 if alone else self._stride.choose(schedule, self.scheduler, self._runner.max_context)
+    def _passes(self, schedule: Schedule, gathered: Gathered, behind: Step | None) -> tuple[int, int]:
+        """Passes to launch at once, and rows of each sequence that the device drafts for them."""
+        if gathered.has_trees or (self.drafting.active and self.drafting.reads_features):
+            # States are taken pass by pass.
+            return 1, 0
+        looked_up = self._lookups.choose(schedule, self.scheduler.max_step_rows)
+        # Only the device knows where what is behind drafts begins.
+        several = behind is not None and (bool(looked_up) or not behind.has_drafts) and gathered.use is Use.PLAIN
+        return self._stride.choose(schedule, self.scheduler, self._runner.max_context, looked_up, several=several)
 
     def _goes_on_alone(self, sequence: Sequence) -> bool:
         """Whether neither the host nor a client has to see the sequence's tokens before they are fed."""
         return not sequence.request.external and self.live[sequence.sequence_id].verifier.on_device
 
-    def _begin(
-        self, schedule: Schedule, gathered: Gathered, clock: StepClock, *, behind: Step | None = None, stride: int = 1
-    ) -> Step:
-        batch = lay_out(schedule.chunks, gathered.trees, self._runner.cache, stride)
+    def _begin(self, schedule: Schedule, gathered: Gathered, clock: StepClock, *, behind: Step | None = None) -> Step:
+        stride, looked_up = self._passes(schedule, gathered, behind)
+        batch = lay_out(schedule.chunks, gathered.trees, self._runner.cache, stride, looked_up)
         clock.end_plan()
         verifiers = [self.live[item.sequence.sequence_id].verifier for item in batch.items]
         launched = self._steps.launch(batch, verifiers, stride)
@@ -249,6 +249,7 @@ class EngineLoop:
                 self._gathering.observe(stats.sequences, took, launching, gathered, drafted=drafted, behind_tree=behind)
             if ended_ns and step.ahead and gathered.use is Use.PLAIN and not step.behind_tree:
                 self._stride.observe(step.stride, seconds, step.clock.waited_ns * 1e-9)
+                self._lookups.observe_time(stats.sequences, step.batch.looked_up, seconds / step.stride)
         else:
             self._gathering.forget_pair()
         if self._observer is not None:
@@ -265,12 +266,13 @@ class EngineLoop:
         """Append what was said. Sequences that ended since the launch are passed over."""
         compute_ns = step.clock.verified - step.clock.begun
         verdicts: list[Verdict] = []
+        self._lookups.observe(step.batch.looked_up, outcomes)
         for item, outcome in zip(step.batch.items, outcomes, strict=True):
             live = self.live.get(item.sequence.sequence_id)
             if live is None or item.tree is None or outcome is None:
                 continue
             if step.gathered.answered or item.tree.drafted:
-                self._gathering.learn(live, item.tree, outcome.walk.accepted_rows, step.gathered.row_cost)
+                self._gathering.learn(live, item.tree, outcome, step.gathered.row_cost)
             verdicts.append(commit(live, item.tree, outcome, compute_ns, kept=item.kept))
             # Not otherwise: what lies past the committed tokens may belong to passes that are under way.
             if item.tree.drafted:

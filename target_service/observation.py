@@ -7,7 +7,7 @@ from collections.abc import Sequence as SequenceOf
 from typing import Protocol
 
 from target_service.batch import StepBatch
-from target_service.gathering import Gathered
+from target_service.gathered import Gathered
 from target_service.sequence import SequenceRequest, SequenceTotals, StepStats, Verdict
 
 
@@ -80,11 +80,12 @@ def step_stats(
     `features` are the vectors sent to the
     draft since the step before, and their bytes.
     """
-    drafted = [item.tree.drafted for item in batch.items if item.tree is not None]
+    looked_up = batch.looked_up * passes
+    drafted = [item.tree.drafted + looked_up for item in batch.items if item.tree is not None]
     return StepStats(
         sequences=len(batch.items),
         committed_sequences=sum(verdict.passes for verdict in verdicts),
-        drafted_sequences=sum(count > 0 for count in drafted),
+        drafted_sequences=sum(count > 0 for count in drafted) * passes,
         decode_rows=batch.decode_rows,
         prefill_rows=batch.prefill_rows,
         drafted_tokens=sum(drafted),

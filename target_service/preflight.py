@@ -9,7 +9,7 @@ import grpc
 from outrider.serving import Authenticator, TlsFiles
 from outrider.settings import SettingsError
 from outrider.tree import MAX_ROWS
-from target_service.config import TargetConfig
+from target_service.config import MOST_LOOKED_UP, TargetConfig
 from target_service.draft_client import LinkOptions
 
 # As `model.runner.MAX_SEQUENCES`, which would bring torch along.
@@ -48,6 +48,7 @@ def check_settings(config: TargetConfig) -> None:
         "max_step_rows": 0,
         "prefill_chunk": 0,
         "max_draft_nodes": 0,
+        "lookup_tokens": -1,
         "draft_wait_ms": 0,
         "draft_failures_to_open": 1,
         "speculative_disable_queue_size": 0,
@@ -68,6 +69,10 @@ def check_settings(config: TargetConfig) -> None:
             raise SettingsError(f"--{name.replace('_', '-')}: must be above 0")
     if config.max_draft_nodes >= MAX_ROWS:
         raise SettingsError(f"--max-draft-nodes: must be at most {MAX_ROWS - 1}")
+    if config.lookup_tokens > MOST_LOOKED_UP:
+        raise SettingsError(f"--lookup-tokens: must be at most {MOST_LOOKED_UP}")
+    if config.lookup_tokens > 0 and not config.captures:
+        raise SettingsError("--lookup-tokens: needs captured steps on a GPU; elsewhere there is --draft inprocess:trie")
     if config.page_size not in _PAGE_SIZES:
         raise SettingsError(f"--page-size: must be one of {', '.join(map(str, _PAGE_SIZES))}")
     if config.max_running > _MOST_SEQUENCES:

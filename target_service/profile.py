@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 import torch
 
-from target_service.model.runner import ForwardInput, ModelRunner
+from target_service.model.forward import ForwardInput
+from target_service.model.runner import ModelRunner
 from target_service.step_cost import StepCost
 from tree_kernels.attention import AttentionBatch
 

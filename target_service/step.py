@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from target_service.batch import StepBatch
 from target_service.feature_encoding import StepFeatures
-from target_service.gathering import Gathered
+from target_service.gathered import Gathered
 from target_service.launch import Launched
 from target_service.observation import StepClock, step_stats
 from target_service.sequence import StepStats, Verdict
@@ -30,13 +30,18 @@ class Step:
     # Of its rows, where a drafter reads them.
     features: StepFeatures | None
 
+    @property
+    def has_drafts(self) -> bool:
+        """Whether it may accept drafted rows, and so ends nobody knows where."""
+        return self.batch.drafted or self.batch.looked_up > 0
+
     def await_tokens(self) -> None:
         """Let its sequences be scheduled and laid out as if it had said its tokens, and accepted no drafted one, until
         `forget_tokens`."""
         for place, item in enumerate(self.batch.items):
             if item.tree is not None:
                 item.sequence.awaited, item.sequence.awaited_tokens = place, self.stride
-                item.sequence.awaited_drafts = max(item.tree.depths)
+                item.sequence.awaited_drafts = max(item.tree.depths) + self.batch.looked_up * self.stride
 
     def forget_tokens(self) -> None:
         """See `await_tokens`."""
@@ -45,7 +50,7 @@ class Step:
 
     def moved_on(self, before: SequenceOf[Verified | None]) -> Step:
         """The step, launched while another ran, now that it is known what that one accepted."""
-        counts = [0 if outcome is None else len(outcome.walk.accepted_rows) for outcome in before]
+        counts = [0 if outcome is None else outcome.accepted for outcome in before]
         return replace(self, batch=self.batch.moved_on(counts)) if any(counts) else self
 
     def stats(self, verdicts: SequenceOf[Verdict], free_ns: int, features: tuple[int, int]) -> StepStats:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from target_service.batch import keys_of
 from target_service.kv_cache import OutOfPages
 from target_service.scheduler import Schedule, Scheduler
 from target_service.sequence import MAX_STRIDE
@@ -28,18 +29,15 @@ class Stride:
         self._seen = 0
         self._seconds = self._working = 0.0
 
-    def choose(self, schedule: Schedule, scheduler: Scheduler, max_context: int) -> int:
-        """Passes to launch at once: more than one where every sequence decodes, and gets pages for all of them."""
-        if self.passes == 1 or not all(chunk.takes_tree for chunk in schedule.chunks):
-            return 1
-        if any(chunk.sequence.length + self.passes > max_context for chunk in schedule.chunks):
-            return 1
-        try:
-            for chunk in schedule.chunks:
-                scheduler.reserve(chunk.sequence, chunk.sequence.kv_length + self.passes)
-        except OutOfPages:
-            return 1
-        return self.passes
+    def choose(
+        self, schedule: Schedule, scheduler: Scheduler, max_context: int, looked_up: int, *, several: bool
+    ) -> tuple[int, int]:
+        """Passes to launch at once, and rows to look up for them: `several` and as many as asked for where every
+        sequence decodes, and gets pages for all of them."""
+        for passes in (self.passes, 1) if several else (1,):
+            if _have_pages(schedule, scheduler, max_context, passes, looked_up):
+                return passes, looked_up
+        return 1, 0
 
     def observe(self, passes: int, seconds: float, waited: float) -> None:
         """`passes` launched while others ran took `seconds` from the end of those, of which the host waited some."""
@@ -57,3 +55,21 @@ class Stride:
             self.passes *= 2
         elif passes > 1 and (busy < _IDLE or each > _LONGEST_SECONDS):
             self.passes //= 2
+
+
+def _have_pages(schedule: Schedule, scheduler: Scheduler, max_context: int, passes: int, looked_up: int) -> bool:
+    """Hold pages for so many passes. False where a sequence gets none, or would become too long."""
+    if passes == 1 and not looked_up:
+        return True
+    keys = keys_of(1, passes, looked_up)
+    sequences = [chunk.sequence for chunk in schedule.chunks]
+    if not all(chunk.takes_tree for chunk in schedule.chunks):
+        return False
+    if any(sequence.length + sequence.awaited_drafts + keys > max_context for sequence in sequences):
+        return False
+    try:
+        for sequence in sequences:
+            scheduler.reserve(sequence, sequence.kv_length + sequence.awaited_drafts + keys)
+    except OutOfPages:
+        return False
+    return True

@@ -15,9 +15,11 @@ INTERPRETED = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THR
 
 def work(script: str, **environment: str) -> dict[str, Any]:
     """What the script wrote to standard output, as JSON."""
+    # What workers and tests have in common.
+    path = os.pathsep.join([str(FOLDER.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(
         [sys.executable, "-W", "ignore", str(FOLDER / script)],
-        env={**os.environ, **environment},
+        env={**os.environ, "PYTHONPATH": path, **environment},
         stdout=subprocess.PIPE,
         text=True,
         check=True,

@@ -10,12 +10,16 @@ from torch import Tensor
 from tree_kernels.verification_records import MODE, POSITION, RECORD, Mode
 
 
-def fill_awaited(token_ids: Tensor, awaited: Tensor) -> Tensor:
-    """`token_ids` with every -1 - i replaced by `awaited[i]`.
+def fill_awaited(
+    token_ids: Tensor, awaited: Tensor, slots: Tensor | None = None, tokens: Tensor | None = None
+) -> Tensor:
+    """`token_ids` with every -1 - i replaced by `awaited[i]`, kept beside their keys where that is asked for.
 
     Args:
         token_ids: [R] int32.
         awaited: [any] int32, longer than the largest i.
+        slots: [R] int32, where each row's key goes; a negative one has none. With `tokens` or not at all.
+        tokens: [slots of the cache] int32, written.
 
     Returns:
         [R] int32, a new tensor.
@@ -24,8 +28,12 @@ def fill_awaited(token_ids: Tensor, awaited: Tensor) -> Tensor:
         # Only here: Triton may be absent. One launch, where PyTorch takes four.
         from tree_kernels._triton_feeding import fill
 
-        return fill(token_ids, awaited)
-    return torch.where(token_ids < 0, awaited[(-1 - token_ids).clamp(min=0)], token_ids)
+        return fill(token_ids, awaited, slots, tokens)
+    filled = torch.where(token_ids < 0, awaited[(-1 - token_ids).clamp(min=0)], token_ids)
+    if slots is not None and tokens is not None:
+        there = slots >= 0
+        tokens[slots[there].long()] = filled[there]
+    return filled
 
 
 @dataclass(frozen=True, slots=True)

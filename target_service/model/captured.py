@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy
@@ -20,8 +20,9 @@ from transformers import AttentionInterface
 from outrider.errors import NotSupported
 from target_service.kv_cache import KVCache
 from target_service.model.buckets import Bucket, buckets_up_to, choose_bucket
+from target_service.model.forward import ForwardInput, ForwardPass
 from target_service.model.preparing import LayerOptions, prepare_layers
-from target_service.model.runner import ForwardInput, ForwardPass, ModelRunner, _attend, _Step
+from target_service.model.runner import ModelRunner, _attend, _Step
 from target_service.model.step_buffer import StepBuffer
 from target_service.model.taps import LayerTaps
 from tree_kernels.feeding import fill_awaited
@@ -108,6 +109,8 @@ class CapturedRunner(ModelRunner):
         self._model.set_attn_implementation(ATTENTION)
         prepare_layers(self._model, self._options.layers)
         self.draft_head = runner.draft_head
+        if runner.lookup is not None:
+            self.keep_tokens()
         if self._options.tapped:
             # On the layers as they are prepared, and before any graph holds them.
             self.taps = LayerTaps(self._model, self._options.tapped, self._buckets[-1].rows, grows=False)
@@ -153,8 +156,28 @@ class CapturedRunner(ModelRunner):
     @torch.inference_mode()
     def run_after(self, batch: ForwardInput, accepted_counts: Tensor, parameters: NDArray[numpy.int32]) -> ForwardPass:
         """See `ModelRunner.run_after`. The step moves on where it lies, and nobody waits."""
-        captured = self._replay(batch, parameters, accepted_counts)
+        captured = self._replay(batch, parameters, lambda buffer: buffer.move_on(accepted_counts, self._last_position))
         return super().run_after(batch, accepted_counts, parameters) if captured is None else _pass_of(captured)
+
+    @torch.inference_mode()
+    def run_looked_up(
+        self, batch: ForwardInput, parameters: NDArray[numpy.int32], moves: Tensor | None = None
+    ) -> ForwardPass:
+        """See `ModelRunner.run_looked_up`. Nobody waits."""
+        lookup = self.lookup
+        assert lookup is not None, "tokens are kept by then"
+        captured = self._replay(batch, parameters, lambda buffer: lookup.begin(buffer.step, self.awaited, moves))
+        if captured is None:
+            return super().run_looked_up(batch, parameters, moves)
+        return replace(_pass_of(captured), step=captured.buffer.step)
+
+    @torch.inference_mode()
+    def run_again(self, batch: ForwardInput, done: ForwardPass) -> ForwardPass:
+        """See `ModelRunner.run_again`. The tensors stay where they are."""
+        if not isinstance(done.keeper, _Captured):
+            return super().run_again(batch, done)
+        done.keeper.graph.replay()
+        return done
 
     def drop_captures(self) -> None:
         """Forget every graph, and give its memory back."""
@@ -165,6 +188,8 @@ class CapturedRunner(ModelRunner):
         """Serve from another cache. Graphs hold the addresses of the old one's, so they are forgotten."""
         self.drop_captures()
         self.cache = cache
+        if self.lookup is not None:
+            self.keep_tokens()
 
     def keep_to_captured(self) -> None:
         """Capture nothing more: a step of another size runs as the next larger one that is there, or eagerly."""
@@ -205,8 +230,9 @@ class CapturedRunner(ModelRunner):
         self,
         batch: ForwardInput,
         parameters: NDArray[numpy.int32] | None = None,
-        accepted_counts: Tensor | None = None,
+        before: Callable[[StepBuffer], None] | None = None,
     ) -> _Captured | None:
+        """The step, and `before` it what is done to it where it lies. None where it is outside the buckets."""
         bucket = choose_bucket(self._buckets, batch.attention)
         if bucket is None or not batch.token_ids:
             return None
@@ -214,8 +240,8 @@ class CapturedRunner(ModelRunner):
         if captured is None:
             captured = self._captured[bucket] = self._capture(bucket)
         captured.buffer.load(batch, self._last_position, parameters)
-        if accepted_counts is not None:
-            captured.buffer.move_on(accepted_counts, self._last_position)
+        if before is not None:
+            before(captured.buffer)
         captured.graph.replay()
         captured.buffer.loaded()
         return captured
@@ -226,7 +252,9 @@ class CapturedRunner(ModelRunner):
         # Compiled for where this buffer's parts lie. No sequence has a row yet, so nothing moves on.
         buffer.advance(self._last_position)
         buffer.move_on(self.awaited, self._last_position)
-        buffer.load(_rehearsal(buffer), self._last_position)
+        if self.lookup is not None:
+            self.lookup.warm_up(buffer.step)
+        buffer.load(buffer.rehearsal(), self._last_position)
         buffer.loaded()
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream), torch._dynamo.config.patch(recompile_limit=_RECOMPILE_LIMIT):
@@ -245,7 +273,8 @@ class CapturedRunner(ModelRunner):
     def _run(self, buffer: StepBuffer) -> tuple[Tensor, Tensor]:
         """Logits and token ids of all rows of the bucket."""
         step = _Step(self._attention, buffer.plan, buffer.slots, self.cache)
-        token_ids = fill_awaited(buffer.token_ids, self.awaited)
+        kept = (buffer.slots, self.cache.tokens) if self.lookup is not None else ()
+        token_ids = fill_awaited(buffer.token_ids, self.awaited, *kept)
         output = self._model(
             input_ids=token_ids.unsqueeze(0),
             position_ids=buffer.positions.unsqueeze(0),
@@ -259,12 +288,6 @@ def _pass_of(captured: _Captured) -> ForwardPass:
     buffer = captured.buffer
     parents, slots, parameters = buffer.plan.parents, buffer.slots, buffer.parameters
     return ForwardPass(captured.logits, captured.token_ids, parents, slots, parameters, captured)
-
-
-def _rehearsal(buffer: StepBuffer) -> ForwardInput:
-    """A step that fills the bucket and writes no key anywhere."""
-    rows = (0,) * buffer.bucket.rows
-    return ForwardInput(rows, rows, (-1,) * len(rows), buffer.plan.batch, ())
 
 
 def _rows_of(values: Tensor, rows: tuple[int, ...]) -> Tensor:

@@ -93,6 +93,8 @@ def _captured(runner: ModelRunner, config: TargetConfig) -> ModelRunner:
     from target_service.model.capturing import capture_steps
     from target_service.model.preparing import LayerOptions
 
+    if config.lookup_rows:
+        runner.keep_tokens()
     head = runner.draft_head
     options = CaptureOptions(
         config.step_rows,

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy
 import torch
@@ -14,11 +13,15 @@ from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 
 from target_service.kv_cache import KVCache
+from target_service.model.forward import ForwardInput, ForwardPass
 from target_service.model.head_projection import DraftHead
 from target_service.model.support import ModelRefused, kv_shape, longest_context
 from target_service.model.taps import LayerTaps
-from tree_kernels.attention import AttentionBatch, AttentionPlan, Backend, TreeAttention
+from target_service.sequence import MAX_STRIDE
+from tree_kernels.attention import AttentionPlan, Backend, TreeAttention
+from tree_kernels.feeding import StepIntegers, fill_awaited
 from tree_kernels.kv_move import write_kv
+from tree_kernels.lookup import DeviceLookup
 from tree_kernels.verification_records import Mode, records_of
 
 ATTENTION = "outrider_tree"
@@ -26,70 +29,6 @@ ATTENTION = "outrider_tree"
 MAX_SEQUENCES = 1024
 # Rows that taps have room for until a pass has more.
 _TAPPED_ROWS = 64
-
-
-@dataclass(frozen=True, slots=True)
-class ForwardInput:
-    """One packed pass: R rows of all sequences, and the rows whose logits are wanted."""
-
-    # [R] each. A token id of -1 - i stands for `ModelRunner.awaited[i]`.
-    token_ids: tuple[int, ...]
-    positions: tuple[int, ...]
-    # Where each row's key and value go: page * page_size + offset.
-    slots: tuple[int, ...]
-    attention: AttentionBatch
-    logit_rows: tuple[int, ...]
-
-    def later(self, passes: int) -> ForwardInput:
-        """The pass so many passes after this one, if every sequence has one row here and feeds what it says.
-
-        The pages must hold the keys of all passes.
-        """
-        attention, starts = self.attention, [prefix + passes for prefix in self.attention.prefix_lengths]
-        size = attention.page_size
-        pages = zip(attention.pages, starts, strict=True)
-        return ForwardInput(
-            tuple(-1 - place for place in range(len(starts))),
-            tuple(position + passes for position in self.positions),
-            tuple(held[start // size] * size + start % size for held, start in pages),
-            replace(attention, prefix_lengths=tuple(starts)),
-            self.logit_rows,
-        )
-
-    def moved_on(self, accepted_counts: Sequence[int]) -> ForwardInput:
-        """The pass, laid out as if the one before had accepted no drafted row, now that it is known what it accepted;
-        see `feeding.move_on`. The pages must hold the keys."""
-        attention, size = self.attention, self.attention.page_size
-        positions, slots, prefixes = list(self.positions), list(self.slots), list(attention.prefix_lengths)
-        for b, moves in self.moves(accepted_counts):
-            row = attention.query_starts[b]
-            prefixes[b] += moves
-            positions[row] += moves
-            slots[row] = attention.pages[b][prefixes[b] // size] * size + prefixes[b] % size
-        attention = replace(attention, prefix_lengths=tuple(prefixes))
-        return replace(self, positions=tuple(positions), slots=tuple(slots), attention=attention)
-
-    def moves(self, accepted_counts: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """(sequence, keys to move on by) of every sequence that awaits a token."""
-        for b, (row, end) in enumerate(itertools.pairwise(self.attention.query_starts)):
-            if end == row + 1 and self.token_ids[row] < 0:
-                yield b, accepted_counts[-1 - self.token_ids[row]]
-
-
-@dataclass(frozen=True, slots=True)
-class ForwardPass:
-    """A pass as the device knows it: at least R rows, of which only the first R mean anything."""
-
-    # [rows, vocabulary], in the model's dtype.
-    logits: Tensor
-    # [rows] int32 each; `parents` are relative to each sequence's first row.
-    token_ids: Tensor
-    parents: Tensor
-    slots: Tensor
-    # [any] int32, as they were handed over.
-    parameters: Tensor
-    # What keeps these tensors where they are, pass after pass; None where they are new each time.
-    keeper: object | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +100,8 @@ class ModelRunner:
         self.awaited = torch.zeros(MAX_SEQUENCES, dtype=torch.int32, device=model.device)
         self.dtype = model.dtype
         self.device = model.device
+        # Drafts for passes on the device, which then keep their tokens beside their keys; see `keep_tokens`.
+        self.lookup: DeviceLookup | None = None
         # What a drafter reads of the model, and the part of its head that runs here.
         self.taps: LayerTaps | None = None
         self.draft_head: DraftHead | None = None
@@ -181,6 +122,18 @@ class ModelRunner:
                 self.taps.remove()
             self.taps = taps
 
+    def keep_tokens(self, backend: Literal["triton", "torch"] | None = None) -> None:
+        """Keep every token beside its key from now on, so that passes can be drafted for; `backend` as
+        `DeviceLookup`'s."""
+        self.lookup = DeviceLookup(
+            self.cache.tokens,
+            self.cache.page_size,
+            self._last_position,
+            max_sequences=MAX_SEQUENCES,
+            max_passes=MAX_STRIDE,
+            backend=backend,
+        )
+
     @torch.inference_mode()
     def forward(self, batch: ForwardInput) -> Tensor:
         """Logits [len(logit_rows), vocabulary], in the model's dtype. Writes the rows' keys and values."""
@@ -193,15 +146,16 @@ class ModelRunner:
 
         Does not wait for the device. What it returns may be overwritten by the next pass.
         """
-        token_ids = self._to_device(batch.token_ids)
-        known = torch.where(token_ids < 0, self.awaited[(-1 - token_ids).clamp_(min=0)], token_ids)
+        slots = self._to_device(batch.slots)
+        kept = (slots, self.cache.tokens) if self.lookup is not None else ()
+        known = fill_awaited(self._to_device(batch.token_ids), self.awaited, *kept)
         trees = zip(batch.attention.parents, batch.attention.row_counts, strict=True)
         parents = [parent for tree, rows in trees for parent in tree or (0,) * rows]
         return ForwardPass(
             self._logits(batch, known.long(), 0),
             known,
             self._to_device(parents),
-            self._to_device(batch.slots),
+            slots,
             torch.from_numpy(parameters).to(self.device),
         )
 
@@ -226,6 +180,41 @@ class ModelRunner:
             if records["mode"][b] == Mode.COUPLED:
                 records["position"][b] += numpy.uint64(moves)
         return self.run(batch.moved_on(counts), moved)
+
+    def run_looked_up(
+        self, batch: ForwardInput, parameters: NDArray[numpy.int32], moves: Tensor | None = None
+    ) -> ForwardPass:
+        """Run a step of chains whose drafted rows are found on the device, moved on by `moves`; see
+        `DeviceLookup.begin`. Here the host waits for that, and the layout goes there and back."""
+        attention = batch.attention
+        page_counts = [len(held) for held in attention.pages]
+        step = StepIntegers(
+            self._to_device(batch.token_ids),
+            self._to_device(batch.positions),
+            self._to_device(batch.slots),
+            torch.from_numpy(parameters).to(self.device),
+            self._to_device(attention.query_starts),
+            self._to_device(attention.prefix_lengths),
+            self._to_device([sum(page_counts[:b]) for b in range(len(page_counts))]),
+            self._to_device([page for held in attention.pages for page in held]),
+        )
+        assert self.lookup is not None, "tokens are kept by then"
+        self.lookup.begin(step, self.awaited, moves)
+        return self._run_where_it_lies(batch, step)
+
+    def run_again(self, batch: ForwardInput, done: ForwardPass) -> ForwardPass:
+        """The pass after `done`, which began as `batch` and has been moved on where it lies; see
+        `DeviceLookup.go_on`."""
+        assert done.step is not None, "a pass whose rows were drafted on the device"
+        return self._run_where_it_lies(batch, done.step)
+
+    def _run_where_it_lies(self, batch: ForwardInput, step: StepIntegers) -> ForwardPass:
+        token_ids, positions, slots, prefixes = (
+            tuple(integers.tolist()) for integers in (step.token_ids, step.positions, step.slots, step.prefix_lengths)
+        )
+        attention = replace(batch.attention, prefix_lengths=prefixes)
+        laid_out = replace(batch, token_ids=token_ids, positions=positions, slots=slots, attention=attention)
+        return replace(self.run(laid_out, step.parameters.cpu().numpy()), step=step)
 
     def _to_device(self, integers: Sequence[int]) -> Tensor:
         return torch.tensor(integers, dtype=torch.int32).to(self.device)

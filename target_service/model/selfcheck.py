@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from target_service.model.runner import ForwardInput, ModelRunner
+from target_service.model.forward import ForwardInput
+from target_service.model.runner import ModelRunner
 from target_service.model.support import ModelRefused
 from tree_kernels.attention import AttentionBatch
 

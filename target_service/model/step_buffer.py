@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from target_service.model.buckets import Bucket, capacity, padded
-from target_service.model.runner import ForwardInput
+from target_service.model.forward import ForwardInput
 from tree_kernels._triton_attention import TritonAttention, TritonPlan
 from tree_kernels.batch import plan_integers
 from tree_kernels.feeding import StepIntegers, advance, move_on
@@ -71,7 +71,7 @@ class StepBuffer:
         self.parameters = self.integers[3 * rows : self._plan_at]
         self.plan: TritonPlan = attention.plan(largest, self.integers[self._plan_at :])
         self._page_size = page_size
-        self._step = StepIntegers(
+        self.step = StepIntegers(
             self.token_ids,
             self.positions,
             self.slots,
@@ -81,6 +81,11 @@ class StepBuffer:
             self.plan.page_starts,
             self.plan.page_table,
         )
+
+    def rehearsal(self) -> ForwardInput:
+        """A step that fills the bucket and writes no key anywhere."""
+        rows = (0,) * self.bucket.rows
+        return ForwardInput(rows, rows, (-1,) * len(rows), self.plan.batch, ())
 
     def load(self, batch: ForwardInput, last_position: int, parameters: NDArray[numpy.int32] | None = None) -> None:
         """Send a step to the device, with its parameters if it is to be verified. Does not wait for it; `loaded` is to
@@ -114,8 +119,8 @@ class StepBuffer:
 
     def advance(self, last_position: int) -> None:
         """Make the step that is there, of one row a sequence, the one after it; see `feeding.advance`."""
-        advance(self._step, self._page_size, last_position)
+        advance(self.step, self._page_size, last_position)
 
     def move_on(self, accepted_counts: Tensor, last_position: int) -> None:
         """Move the step that is there on by what the one before accepted; see `feeding.move_on`."""
-        move_on(self._step, accepted_counts, self._page_size, last_position)
+        move_on(self.step, accepted_counts, self._page_size, last_position)

@@ -35,11 +35,15 @@ def requests(sampling: SamplingParams, mode: VerificationMode | None = None) -> 
     return [request(prompt, 24, sampling=sampling, mode=mode) for prompt in prompts]
 
 
-def captured(runner: ModelRunner, *, invariant: bool = False) -> tuple[ModelRunner, DeviceSteps]:
+def captured(
+    runner: ModelRunner, *, invariant: bool = False, keep_tokens: bool = False
+) -> tuple[ModelRunner, DeviceSteps]:
     # Only on a machine that runs these tests: Triton may be absent elsewhere.
     from target_service.model.captured import CapturedRunner, CaptureOptions
     from target_service.model.preparing import LayerOptions
 
+    if keep_tokens:
+        runner.keep_tokens()
     options = CaptureOptions(ROWS, SEQUENCES, layers=LayerOptions(compiled=not invariant, invariant=invariant))
     taken = CapturedRunner(runner, options)
     return taken, DeviceSteps(taken, max_sequences=SEQUENCES, max_rows=ROWS)
@@ -89,6 +93,34 @@ def test_several_passes_at_once_say_what_single_ones_say(
     outcomes = run(taken, wanted, stagger=stagger, launch=steps, stride=4)
     assert [one.token_ids for one in outcomes] == [one.token_ids for one in run(eager, wanted)]
     assert any(len(verdict.token_ids) > 1 for one in outcomes for verdict in one.verdicts)
+
+
+@pytest.fixture(scope="module")
+def looking_up() -> tuple[ModelRunner, DeviceSteps]:
+    return captured(make_runner(make_tiny().cuda(), attention="triton"), keep_tokens=True)
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
+@pytest.mark.parametrize("draft", ["none", "random", "knowing"])
+@pytest.mark.parametrize("stagger", [0, 3], ids=["together", "staggered"])
+@pytest.mark.parametrize("lookup_tokens", [3, 15])
+def test_what_the_device_drafts_changes_no_token(
+    exact: tuple[ModelRunner, ModelRunner, DeviceSteps],
+    looking_up: tuple[ModelRunner, DeviceSteps],
+    sampling: SamplingParams,
+    draft: str,
+    stagger: int,
+    lookup_tokens: int,
+) -> None:
+    eager, (taken, steps) = exact[0], looking_up
+    wanted = [replace(one, token_ids=3 * one.token_ids, max_tokens=64) for one in requests(sampling)]
+    said = run(eager, wanted)
+    propose = drafter(draft, wanted, said)
+    config = engine_config(lookup_tokens=lookup_tokens)
+    outcomes = run(taken, wanted, config=config, propose=propose, stagger=stagger, launch=steps, stride=4)
+    assert [one.token_ids for one in outcomes] == [one.token_ids for one in said]
+    if sampling is SAMPLINGS["greedy"]:
+        assert sum(one.finished.totals.accepted_tokens for one in outcomes) > 0
 
 
 def test_rejection_on_the_device_decides_as_on_the_host(exact: tuple[ModelRunner, ModelRunner, DeviceSteps]) -> None:

@@ -6,12 +6,12 @@ import json
 import sys
 
 import torch
+from random_steps import LAST_POSITION, random_step
 
 from tree_kernels._triton_feeding import advance, fill, move_on
 from tree_kernels.feeding import StepIntegers
-from tree_kernels.verification_records import MODE, POSITION, RECORD, Mode
+from tree_kernels.verification_records import MODE, RECORD, Mode
 
-LAST_POSITION = 40
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -61,27 +61,6 @@ def moved_on() -> list[dict[str, list[list[int]]]]:
         found.append({"before": before, "after": [getattr(moved, name).tolist() for name in moved.__slots__]})
         found[-1] |= {"page_size": [[page_size]], "counts": [counts.tolist()]}
     return found
-
-
-def random_step(rows: list[int], page_size: int, generator: torch.Generator) -> StepIntegers:
-    """A step of sequences of one row or none, with rows of padding behind them."""
-
-    def integers(low: int, high: int, *shape: int) -> torch.Tensor:
-        return torch.randint(low, high, shape, generator=generator, dtype=torch.int32)
-
-    count, room = len(rows), sum(rows) + 3
-    parameters = integers(0, 1000, RECORD * count)
-    # One position is about to come round.
-    parameters[POSITION] = -2
-    starts = torch.tensor([0, *rows], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    prefixes = integers(0, LAST_POSITION, count)
-    pages = (prefixes + 4) // page_size + 1
-    page_starts = (pages.cumsum(0) - pages).int()
-    table = torch.randperm(int(pages.sum()), generator=generator).int()
-    return StepIntegers(
-        integers(0, 99, room), integers(0, LAST_POSITION, room), integers(0, 99, room), parameters,
-        starts, prefixes, page_starts, table,
-    )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -18,6 +18,8 @@ from target_service.loop import EngineLoop
 from target_service.sequence import SequenceRequest, Verdict
 from target_service.step import Step
 from target_service.step_cost import StepCost
+from target_service.verifier import Verified
+from tree_kernels.verification import Walk
 
 
 @dataclass
@@ -84,7 +86,7 @@ def test_a_clients_own_trees_teach_nothing_of_the_draft(tiny_model: PreTrainedMo
     for external in (True, False):
         live = loop.make(1, request([5, 7, 9], 4, external=external))
         before = replace(live.record)
-        loop._gathering.learn(live, tree, (1, 2), 1.0)
+        loop._gathering.learn(live, tree, Verified(Walk((1, 2), 0), ()), 1.0)
         assert (live.record == before) is external
 
 

@@ -22,7 +22,8 @@ from outrider.v1 import target_pb2 as pb
 from outrider.v1 import target_pb2_grpc, tree_pb2
 from target_service.config import TargetConfig
 from target_service.lifecycle import serve
-from target_service.model.runner import ForwardInput, ModelRunner, runner_for
+from target_service.model.forward import ForwardInput
+from target_service.model.runner import ModelRunner, runner_for
 
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
 

@@ -43,6 +43,8 @@ class TestSettings:
             (["--dtype", "int8"], "'int8' is not one of float32, bfloat16, float16"),
             (["--page-size", "7"], "--page-size: must be one of 1, 16, 64"),
             (["--max-draft-nodes", "256"], "--max-draft-nodes: must be at most 255"),
+            (["--lookup-tokens", "16", "--device", "cuda"], "--lookup-tokens: must be at most 15"),
+            (["--lookup-tokens", "7"], "--lookup-tokens: needs captured steps on a GPU"),
             (["--heartbeat-seconds", "0"], "--heartbeat-seconds: must be above 0"),
             (["--draft-wait-ms", "nan"], "--draft-wait-ms: must be at least 0"),
             (["--trace-ratio", "2"], "--trace-ratio: must be in [0, 1]"),

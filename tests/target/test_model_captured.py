@@ -22,8 +22,9 @@ from target_service.model.buckets import (
     sequence_sizes,
 )
 from target_service.model.captured import CapturedRunner
+from target_service.model.forward import ForwardInput
 from target_service.model.joining import JointLinear, join_linears, share_products
-from target_service.model.runner import ForwardInput, runner_for
+from target_service.model.runner import runner_for
 from target_service.model.step_buffer import StepBuffer
 from tree_kernels.attention import AttentionBatch, TreeAttention
 from tree_kernels.verification_records import (

@@ -11,8 +11,9 @@ from conftest import make_tiny
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from target_service.model.forward import ForwardInput
 from target_service.model.packing import PackedLinear, can_pack, pack_linears
-from target_service.model.runner import ForwardInput, ModelRunner, runner_for
+from target_service.model.runner import ModelRunner, runner_for
 from tree_kernels.attention import AttentionBatch
 from tree_kernels.feeding import StepIntegers, move_on
 

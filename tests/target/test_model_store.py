@@ -16,8 +16,9 @@ import torch
 from target_service.config import TargetConfig
 from target_service.kv_cache import KVCache
 from target_service.model import store
+from target_service.model.forward import ForwardInput
 from target_service.model.loader import load_runner
-from target_service.model.runner import ForwardInput, ModelRunner
+from target_service.model.runner import ModelRunner
 from tree_kernels.attention import AttentionBatch
 
 NAME = "smollm2-135m-instruct"

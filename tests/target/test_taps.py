@@ -20,8 +20,9 @@ from outrider.errors import NotSupported
 from target_service.assembly import assemble, load_model
 from target_service.config import TargetConfig
 from target_service.features import Features
+from target_service.model.forward import ForwardInput
 from target_service.model.preparing import MAX_ROWS, LayerOptions, prepare_layers
-from target_service.model.runner import ForwardInput, runner_for
+from target_service.model.runner import runner_for
 from target_service.model.taps import LayerTaps
 from target_service.preflight import EngineRefused
 from target_service.sequence import SequenceEvent, Verdict

@@ -1,0 +1,79 @@
+"""A forward pass, as it is laid out and as the device knows it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from tree_kernels.attention import AttentionBatch
+from tree_kernels.feeding import StepIntegers
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardInput:
+    """One packed pass: R rows of all sequences, and the rows whose logits are wanted."""
+
+    # [R] each. A token id of -1 - i stands for `ModelRunner.awaited[i]`.
+    token_ids: tuple[int, ...]
+    positions: tuple[int, ...]
+    # Where each row's key and value go: page * page_size + offset.
+    slots: tuple[int, ...]
+    attention: AttentionBatch
+    logit_rows: tuple[int, ...]
+
+    def later(self, passes: int) -> ForwardInput:
+        """The pass so many passes after this one, if every sequence has one row here and feeds what it says.
+
+        The pages must hold the keys of all passes.
+        """
+        attention, starts = self.attention, [prefix + passes for prefix in self.attention.prefix_lengths]
+        size = attention.page_size
+        pages = zip(attention.pages, starts, strict=True)
+        return ForwardInput(
+            tuple(-1 - place for place in range(len(starts))),
+            tuple(position + passes for position in self.positions),
+            tuple(held[start // size] * size + start % size for held, start in pages),
+            replace(attention, prefix_lengths=tuple(starts)),
+            self.logit_rows,
+        )
+
+    def moved_on(self, accepted_counts: Sequence[int]) -> ForwardInput:
+        """The pass, laid out as if the one before had accepted no drafted row, now that it is known what it accepted;
+        see `feeding.move_on`. The pages must hold the keys."""
+        attention, size = self.attention, self.attention.page_size
+        positions, slots, prefixes = list(self.positions), list(self.slots), list(attention.prefix_lengths)
+        for b, moves in self.moves(accepted_counts):
+            prefixes[b] += moves
+            first, end = attention.query_starts[b : b + 2]
+            for row, key in enumerate(range(prefixes[b], prefixes[b] + end - first), first):
+                positions[row] += moves
+                slots[row] = attention.pages[b][key // size] * size + key % size
+        attention = replace(attention, prefix_lengths=tuple(prefixes))
+        return replace(self, positions=tuple(positions), slots=tuple(slots), attention=attention)
+
+    def moves(self, accepted_counts: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """(sequence, keys to move on by) of every sequence that awaits a token."""
+        for b, (row, end) in enumerate(itertools.pairwise(self.attention.query_starts)):
+            if end > row and self.token_ids[row] < 0:
+                yield b, accepted_counts[-1 - self.token_ids[row]]
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardPass:
+    """A pass as the device knows it: at least R rows, of which only the first R mean anything."""
+
+    # [rows, vocabulary], in the model's dtype.
+    logits: Tensor
+    # [rows] int32 each; `parents` are relative to each sequence's first row.
+    token_ids: Tensor
+    parents: Tensor
+    slots: Tensor
+    # [any] int32, as they were handed over.
+    parameters: Tensor
+    # What keeps these tensors where they are, pass after pass; None where they are new each time.
+    keeper: object | None = None
+    # The step where it lies on the device, of a pass whose rows were drafted there.
+    step: StepIntegers | None = None

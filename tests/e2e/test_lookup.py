@@ -1,0 +1,145 @@
+"""What the device drafts from a sequence's own text changes no token, whatever else runs (fp32)."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+from engine_harness import (
+    Outcome,
+    engine_config,
+    knowing_tree,
+    make_runner,
+    plain,
+    random_tree,
+    request,
+    run,
+)
+from transformers import PreTrainedModel
+
+from outrider.sampling import SamplingParams, VerificationMode
+from target_service.sequence import SequenceRequest
+from target_service.step_cost import StepCost
+
+VOCABULARY = 211
+SAMPLINGS = {
+    "greedy": SamplingParams(ignore_eos=True),
+    "seeded": SamplingParams(temperature=0.8, top_p=0.9, seed=99, ignore_eos=True),
+    "cold": SamplingParams(temperature=0.05, seed=3, ignore_eos=True),
+    "penalties": SamplingParams(repetition_penalty=1.3, frequency_penalty=0.5, ignore_eos=True),
+}
+
+
+def requests(sampling: SamplingParams, max_tokens: int = 40) -> list[SequenceRequest]:
+    """Prompts that repeat themselves, and one that does not."""
+    rng = random.Random(7)
+    pieces = [[rng.randrange(3, VOCABULARY) for _ in range(length)] for length in (1, 3, 5, 17, 40)]
+    return [request(piece * (1 + number % 3), max_tokens, sampling=sampling) for number, piece in enumerate(pieces)]
+
+
+def accepted(outcomes: list[Outcome]) -> int:
+    return sum(one.finished.totals.accepted_tokens for one in outcomes)
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
+@pytest.mark.parametrize("lookup_tokens", [1, 7, 15])
+@pytest.mark.parametrize("stagger", [0, 3], ids=["together", "staggered"])
+@pytest.mark.parametrize("stride", [1, 4])
+def test_what_is_said_is_plain_decodings(
+    tiny_model: PreTrainedModel, sampling: SamplingParams, lookup_tokens: int, stagger: int, stride: int
+) -> None:
+    wanted = requests(sampling)
+    said = [plain(tiny_model, one) for one in wanted]
+    runner = make_runner(tiny_model)
+    runner.keep_tokens()
+    config = engine_config(lookup_tokens=lookup_tokens, prefill_chunk=16)
+    outcomes = run(runner, wanted, config=config, on_device=True, stagger=stagger, stride=stride)
+    assert [one.token_ids for one in outcomes] == said
+    if sampling.temperature < 0.5 and sampling is not SAMPLINGS["penalties"]:
+        # A small model falls into loops.
+        assert accepted(outcomes) > 20
+    for one in outcomes:
+        totals = one.finished.totals
+        assert sum(verdict.passes for verdict in one.verdicts) == totals.steps
+        # The last pass may have been cut before its own token.
+        assert 0 <= totals.steps + totals.accepted_tokens - totals.completion_tokens <= 1
+        assert sum(totals.accepted_by_depth) >= totals.accepted_tokens
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 64])
+def test_pages_of_any_size(tiny_model: PreTrainedModel, page_size: int) -> None:
+    wanted = requests(SAMPLINGS["greedy"])
+    said = [plain(tiny_model, one) for one in wanted]
+    runner = make_runner(tiny_model, page_size=page_size)
+    runner.keep_tokens()
+    outcomes = run(runner, wanted, config=engine_config(lookup_tokens=7), on_device=True, stride=4)
+    assert [one.token_ids for one in outcomes] == said
+
+
+def test_sequences_that_lose_their_pages_are_read_again(tiny_model: PreTrainedModel) -> None:
+    wanted = requests(SAMPLINGS["greedy"], 60)
+    said = [plain(tiny_model, one) for one in wanted]
+    runner = make_runner(tiny_model, page_size=4, kv_tokens=240)
+    runner.keep_tokens()
+    outcomes = run(runner, wanted, config=engine_config(lookup_tokens=7), on_device=True, stride=2)
+    assert [one.token_ids for one in outcomes] == said
+    assert any(one.finished.totals.preemptions for one in outcomes)
+
+
+def test_an_end_in_the_middle_of_a_pass_ends_the_sequence(tiny_model: PreTrainedModel) -> None:
+    wanted = [replace(one, max_tokens=count) for count, one in enumerate(requests(SAMPLINGS["greedy"]), start=1)]
+    said = [plain(tiny_model, one) for one in wanted]
+    stopped = [
+        replace(one, sampling=replace(one.sampling, stop_token_ids=(tokens[-1],)), max_tokens=40)
+        for one, tokens in zip(requests(SAMPLINGS["greedy"]), said, strict=True)
+    ]
+    runner = make_runner(tiny_model)
+    runner.keep_tokens()
+    config = engine_config(lookup_tokens=15)
+    outcomes = run(runner, wanted, config=config, on_device=True, stride=4)
+    assert [one.token_ids for one in outcomes] == said
+    for outcome, one in zip(run(runner, stopped, config=config, on_device=True, stride=4), stopped, strict=True):
+        assert outcome.token_ids[-1] in one.sampling.stop_token_ids
+        assert outcome.token_ids.index(outcome.token_ids[-1]) == len(outcome.token_ids) - 1
+
+
+@pytest.mark.parametrize("right", [0.0, 0.8], ids=["random", "knowing"])
+@pytest.mark.parametrize("late", [0, 2], ids=["in time", "late"])
+@pytest.mark.parametrize("costed", [True, False], ids=["adaptive", "all rows"])
+@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
+def test_beside_a_draft(
+    tiny_model: PreTrainedModel, sampling: SamplingParams, right: float, late: int, costed: bool
+) -> None:
+    wanted = requests(sampling)
+    said = [plain(tiny_model, one) for one in wanted]
+    whole = [(*one.token_ids, *output) for one, output in zip(wanted, said, strict=True)]
+    propose = knowing_tree(whole, VOCABULARY, 40, right) if right else random_tree(VOCABULARY, 24)
+    runner = make_runner(tiny_model)
+    runner.keep_tokens()
+    outcomes = run(
+        runner,
+        wanted,
+        config=engine_config(lookup_tokens=7),
+        step_cost=StepCost([(1, 1.0), (64, 1.1)]) if costed else None,
+        propose=propose,
+        late=late,
+        on_device=True,
+        stagger=2,
+        stride=2,
+    )
+    assert [one.token_ids for one in outcomes] == said
+
+
+def test_only_for_those_who_want_drafts_and_whose_law_allows_it(tiny_model: PreTrainedModel) -> None:
+    runner = make_runner(tiny_model)
+    runner.keep_tokens()
+    greedy = requests(SAMPLINGS["greedy"])
+    rejecting = SamplingParams(temperature=0.9, seed=3, ignore_eos=True)
+    for wanted in (
+        [replace(one, speculate=False) for one in greedy],
+        [replace(one, sampling=rejecting, mode=VerificationMode.REJECTION) for one in greedy],
+    ):
+        outcomes = run(runner, wanted, config=engine_config(lookup_tokens=7), on_device=True, stride=4)
+        assert accepted(outcomes) == 0
+        assert all(one.finished.totals.drafted_tokens == 0 for one in outcomes)

@@ -1,0 +1,125 @@
+"""Steps of random sequences where a device reads them, and what moving them on makes of them."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Literal
+
+import torch
+
+from tree_kernels.device_verification import Verdicts
+from tree_kernels.feeding import StepIntegers
+from tree_kernels.lookup import DeviceLookup
+from tree_kernels.verification_records import MODE, POSITION, RECORD, Mode
+
+LAST_POSITION = 40
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+MAX_SEQUENCES = 8
+# (page size, rows of each sequence, keys of the longest, tokens in use): few tokens make many runs.
+LOOKUPS = (
+    (1, [4], 40, 3),
+    (4, [8, 0, 8, 1], 90, 2),
+    (16, [16] * 6, 700, 4),
+    (16, [2, 16, 5], 2500, 50),
+    (64, [16, 16], 9000, 2),
+    (16, [16, 16], 30, 1000),
+)
+
+
+def integers(generator: torch.Generator, low: int, high: int, *shape: int) -> torch.Tensor:
+    """[shape] int32 from low to high - 1."""
+    return torch.randint(low, high, shape, generator=generator, dtype=torch.int32)
+
+
+def random_step(
+    rows: list[int], page_size: int, generator: torch.Generator, *, longest: int = LAST_POSITION, room: int = 4
+) -> StepIntegers:
+    """A step of sequences with so many rows, or none, with rows of padding behind them. Prefixes are shorter than
+    `longest`, and pages have `room` for as many keys more."""
+    count, rows_in_all = len(rows), sum(rows) + 3
+    parameters = integers(generator, 0, 1000, RECORD * count)
+    # One position is about to come round.
+    parameters[POSITION] = -2
+    starts = torch.tensor([0, *rows], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    prefixes = integers(generator, 0, longest, count)
+    pages = (prefixes + room) // page_size + 1
+    page_starts = (pages.cumsum(0) - pages).int()
+    table = torch.randperm(int(pages.sum()), generator=generator).int()
+    return StepIntegers(
+        integers(generator, 0, 99, rows_in_all), integers(generator, 0, LAST_POSITION, rows_in_all),
+        integers(generator, 0, 99, rows_in_all), parameters, starts, prefixes, page_starts, table,
+    )  # fmt: skip
+
+
+def inputs(case: tuple[int, list[int], int, int], seed: int) -> tuple[StepIntegers, dict[str, torch.Tensor]]:
+    """A step with empty rows, and what its first tokens are found in; the same in every process."""
+    page_size, rows, longest, vocabulary = case
+    generator = torch.Generator().manual_seed(seed)
+    step = random_step(rows, page_size, generator, longest=longest, room=80)
+    step.parameters.view(-1, RECORD)[:, MODE] = torch.arange(len(rows)).int() % 2
+    step.parameters[MODE] = Mode.COUPLED
+    first = [row for row, end in itertools.pairwise(step.query_starts.tolist()) if end > row]
+    step.token_ids[first] = integers(generator, 0, vocabulary, len(first))
+    # Some are awaited.
+    step.token_ids[first[::2]] = -1 - torch.randperm(MAX_SEQUENCES, generator=generator)[: len(first[::2])].int()
+    slots = (int(step.page_table.max()) + 1) * page_size
+    return step, {
+        "tokens": integers(generator, 0, vocabulary, slots),
+        "awaited": integers(generator, 0, vocabulary, MAX_SEQUENCES),
+        "moves": integers(generator, 0, 4, MAX_SEQUENCES),
+        # Accepted rows and next tokens of two passes.
+        "counts": torch.stack([_counts(rows, generator) for _ in range(2)]),
+        "next": integers(generator, 0, vocabulary, 2, MAX_SEQUENCES),
+    }
+
+
+def _counts(rows: list[int], generator: torch.Generator) -> torch.Tensor:
+    most = torch.tensor([max(1, one) for one in rows] + [1] * (MAX_SEQUENCES - len(rows)))
+    return (torch.rand(MAX_SEQUENCES, generator=generator) * most).int()
+
+
+def looked_up(case: tuple[int, list[int], int, int], seed: int, backend: Literal["triton", "torch"]) -> list[object]:
+    """The step after `begin`, and after each of two `go_on`, with what was said by then."""
+    step, given = inputs(case, seed)
+    device = DEVICE if backend == "triton" else torch.device("cpu")
+    step = StepIntegers(*(getattr(step, name).to(device) for name in step.__slots__))
+    given = {name: tensor.to(device) for name, tensor in given.items()}
+    lookup = DeviceLookup(
+        given["tokens"], case[0], LAST_POSITION, max_sequences=MAX_SEQUENCES, max_passes=2, backend=backend
+    )
+    # Left over from a launch before.
+    lookup.accepted.copy_(given["moves"])
+    lookup.passes.fill_(1)
+    found: list[object] = []
+
+    def note() -> None:
+        found.append([getattr(step, name).tolist() for name in step.__slots__])
+
+    lookup.begin(step, given["awaited"], given["moves"] if seed % 2 else None)
+    note()
+    verdicts = Verdicts.over(torch.zeros(2 * MAX_SEQUENCES + 4, dtype=torch.int32, device=device), MAX_SEQUENCES)
+    for one in range(2):
+        verdicts.accepted_counts.copy_(given["counts"][one])
+        verdicts.next_tokens.copy_(given["next"][one])
+        lookup.go_on(step, verdicts)
+        note()
+    count = len(step.prefix_lengths)
+    said = lookup.said[:count].tolist()
+    # What lies behind the last token of a pass means nothing.
+    found.append([[one[: 2 + one[0]] for one in passes] for passes in said])
+    found += [lookup.passes[:count].tolist(), lookup.accepted[:count].tolist()]
+    keep_accepted(lookup, step, torch.Generator().manual_seed(seed))
+    return [*found, lookup.tokens.tolist()]
+
+
+def keep_accepted(lookup: DeviceLookup, step: StepIntegers, generator: torch.Generator) -> None:
+    """Accept some rows of every sequence, and keep their tokens."""
+    starts = step.query_starts.tolist()
+    verdicts = Verdicts.over(torch.zeros(2 * MAX_SEQUENCES + starts[-1], dtype=torch.int32), MAX_SEQUENCES)
+    step.parameters.view(-1, RECORD)[:, 0] = step.query_starts[:-1]
+    for b, (first, end) in enumerate(itertools.pairwise(starts)):
+        rows = [row for row in range(1, end - first) if torch.rand(1, generator=generator) < 0.5]
+        verdicts.accepted_counts[b] = len(rows)
+        verdicts.accepted_rows[first : first + len(rows)] = torch.tensor(rows, dtype=torch.int32)
+    on_device = Verdicts.over(verdicts.tensor.to(lookup.tokens.device), MAX_SEQUENCES)
+    lookup.keep_accepted(step.token_ids, step.slots, step.parameters, on_device)

@@ -1,0 +1,149 @@
+"""How many rows the device drafts: as many as pay, by what they make and what passes with them take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from engine_harness import make_runner, request
+from transformers import PreTrainedModel
+
+from outrider.sampling import SamplingParams, VerificationMode
+from target_service.commit import LiveSequence
+from target_service.lookups import Lookups
+from target_service.scheduler import Chunk, Schedule
+from target_service.sequence import SequenceRequest
+from target_service.step_cost import StepCost
+from target_service.verifier import Verified
+from tree_kernels.verification import Walk
+
+CHEAP = StepCost([(1, 1.0), (64, 1.1)])
+DEAR = StepCost([(1, 1.0), (64, 64.0)])
+MAX_ROWS = 256
+
+
+class Engine:
+    """A load whose drafts are right to a given depth, on a device that takes `seconds(sequences, rows)` for a pass."""
+
+    def __init__(self, runner: object, lookups: Lookups, live: dict[int, LiveSequence]) -> None:
+        self.lookups, self.live = lookups, live
+        self._runner = runner
+
+    def schedule(self, *requests: SequenceRequest) -> Schedule:
+        self.live.clear()
+        chunks = []
+        for number, one in enumerate(requests):
+            live = LiveSequence.of(number, one, self._runner)  # type: ignore[arg-type]
+            live.sequence.kv_length = len(one.token_ids) - 1
+            self.live[number] = live
+            chunks.append(Chunk(live.sequence, 1))
+        return Schedule(tuple(chunks))
+
+    def run(self, sequences: int, right: int, seconds: Callable[[int, int], float], launches: int = 400) -> list[int]:
+        """Rows that were drafted, launch by launch."""
+        schedule, chosen = self.schedule(*[request([5, 7], 9)] * sequences), []
+        for _ in range(launches):
+            rows = self.lookups.choose(schedule, MAX_ROWS)
+            chosen.append(rows)
+            if rows:
+                said = Verified(Walk((), 3), (), (3,) * min(right, rows), (min(right, rows),), rows)
+                self.lookups.observe(rows, [said] * sequences)
+            self.lookups.observe_time(sequences, rows, seconds(sequences, rows))
+        return chosen
+
+
+@pytest.fixture
+def engine(tiny_model: PreTrainedModel) -> Callable[[int, StepCost | None], Engine]:
+    runner = make_runner(tiny_model)
+
+    def make(most: int, cost: StepCost | None) -> Engine:
+        live: dict[int, LiveSequence] = {}
+        return Engine(runner, Lookups(most, cost, live), live)
+
+    return make
+
+
+Make = Callable[[int, StepCost | None], Engine]
+
+
+def free(_sequences: int, _rows: int) -> float:
+    return 1.0
+
+
+def by_the_row(_sequences: int, rows: int) -> float:
+    return 1.0 + rows
+
+
+def test_without_costs_as_many_as_are_allowed(engine: Make) -> None:
+    assert engine(15, None).run(2, 0, free, 3) == [15, 15, 15]
+    assert engine(5, None).run(2, 0, free, 1) == [5]
+    assert engine(0, None).run(2, 9, free, 1) == [0]
+
+
+def test_as_many_as_are_right_where_rows_cost_little(engine: Make) -> None:
+    assert engine(15, CHEAP).run(1, 15, free)[-1] == 15
+    assert engine(15, CHEAP).run(1, 3, lambda _, rows: 1 + 0.05 * rows).count(3) > 250
+
+
+def test_none_where_rows_cost_as_much_as_they_may_bring(engine: Make) -> None:
+    chosen = engine(15, DEAR).run(1, 15, by_the_row)
+    assert chosen.count(0) > 0.9 * len(chosen)
+
+
+def test_what_passes_take_counts_and_not_what_rows_should_cost(engine: Make) -> None:
+    chosen = engine(15, CHEAP).run(4, 1, lambda _, rows: 1.0 if not rows else 4.0)
+    # Each size was timed, and all were found wanting.
+    assert set(chosen[:30]) == {0, 3, 7, 15}
+    assert set(chosen[100:160]) == {0}
+
+
+def test_they_are_tried_again_and_timed_again(engine: Make) -> None:
+    one = engine(7, CHEAP)
+    assert set(one.run(2, 0, lambda _, rows: 1 + rows, 200)[60:]) == {0, 3}
+    # From now on they are right.
+    assert one.run(2, 7, free, 2000)[-1] == 7
+    # And now they take too long.
+    assert one.run(2, 7, lambda _, rows: 1 + 4 * rows, 2000)[-500:].count(0) > 450
+
+
+def test_loads_are_told_apart(engine: Make) -> None:
+    one = engine(7, CHEAP)
+
+    def dear_at_8(sequences: int, rows: int) -> float:
+        return 1.0 + rows * (sequences >= 8)
+
+    assert one.run(1, 3, dear_at_8)[-1] > 0
+    assert one.run(8, 3, dear_at_8).count(0) > 300
+    assert one.run(1, 3, dear_at_8, 20).count(0) == 0
+
+
+def test_steps_have_only_so_many_rows(engine: Make) -> None:
+    one = engine(15, None)
+    schedule = one.schedule(*[request([5, 7], 9)] * 4)
+    assert [one.lookups.choose(schedule, rows) for rows in (64, 63, 32, 16, 15)] == [15, 7, 7, 3, 0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "rows"),
+    [
+        ({}, 15),
+        ({"max_draft_nodes": 5}, 3),
+        ({"max_draft_nodes": 0}, 0),
+        ({"speculate": False}, 0),
+        ({"external": True}, 0),
+        ({"mode": VerificationMode.REJECTION}, 0),
+        ({"sampling": SamplingParams(repetition_penalty=1.2)}, 0),
+    ],
+)
+def test_everybody_must_want_them(engine: Make, changes: dict[str, object], rows: int) -> None:
+    one, plain = engine(15, None), request([5, 7], 9)
+    schedule = one.schedule(plain, replace(plain, **changes))  # type: ignore[arg-type]
+    assert one.lookups.choose(schedule, MAX_ROWS) == rows
+
+
+def test_tokens_of_a_pass_are_followed(engine: Make) -> None:
+    one = engine(7, None)
+    assert one.lookups.tokens_each == 1.0
+    one.run(3, 2, free)
+    assert one.lookups.tokens_each == pytest.approx(3.0, rel=0.01)
