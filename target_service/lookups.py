@@ -30,18 +30,24 @@ _PAUSE, _LONGEST_PAUSE = 64, 1024
 _ENOUGH, _REFRESH = 4, 512
 # What is not timed yet is, where it seems to make this share of what the best does.
 _WORTH_TIMING = 0.7
+# What drafts have to make of several sequences, since those of which few are right pay for the others' with longer
+# passes.
+_MARGIN = 1.1
 
 
 class Lookups:
     """Chooses launch by launch."""
 
-    def __init__(self, most: int, cost: StepCost | None, live: Mapping[int, LiveSequence]) -> None:
-        """`most` rows of a sequence, 0 for none at any time. `cost` of None takes as many as that. `live` stays the
-        engine's own table."""
+    def __init__(
+        self, most: int, cost: StepCost | None, live: Mapping[int, LiveSequence], disable_above: int = 1 << 30
+    ) -> None:
+        """`most` rows of a sequence, 0 for none at any time, and none with more sequences than `disable_above`. `cost`
+        of None takes as many as that. `live` stays the engine's own table."""
         self.on = most > 0
         self._sizes = [size for size in _SIZES if size < most] + [most] * self.on
         self._cost = cost
         self._live = live
+        self._disable_above = disable_above
         # [d]: share of passes of sequences that accept more than d rows.
         self._reached = [_FIRST * _NEXT**d for d in range(most)]
         self._since_drafts, self._pause = 0, _PAUSE
@@ -54,10 +60,10 @@ class Lookups:
     def choose(self, schedule: Schedule, max_rows: int) -> int:
         """Rows to draft of every sequence, in a step of `max_rows`; 0 where that does not pay, or some sequence may not
         have any."""
-        if not self.on or not all(chunk.takes_tree for chunk in schedule.chunks):
+        sequences = len(schedule.chunks)
+        if not self.on or sequences > self._disable_above or not all(chunk.takes_tree for chunk in schedule.chunks):
             return 0
         most = min(self._most(self._live[chunk.sequence.sequence_id]) for chunk in schedule.chunks)
-        sequences = len(schedule.chunks)
         sizes = [rows for rows in self._sizes if rows <= most and sequences * (1 + rows) <= max_rows]
         if not sizes:
             return 0
@@ -118,7 +124,9 @@ class Lookups:
     def _worth(self, sizes: SequenceOf[int], sequences: int) -> dict[int, float]:
         """Tokens of a sequence for what a pass takes, by drafted rows, plain first."""
         tokens = list(accumulate(self._reached, initial=1.0))
-        return {rows: tokens[rows] / self._seconds(sequences, rows) for rows in (0, *sizes)}
+        worth = {rows: tokens[rows] / self._seconds(sequences, rows) for rows in (0, *sizes)}
+        worth[0] *= _MARGIN if sequences > 1 else 1.0
+        return worth
 
     def _timed(self, sequences: int, rows: int) -> bool:
         times = self._times.get((sequences.bit_length(), rows))

@@ -87,7 +87,8 @@ class EngineLoop:
         self.drafting = Drafting(config.drafting, runner.vocabulary_size, self.features)
         self.scheduler = Scheduler(config.scheduler, runner.cache)
         self.live: dict[int, LiveSequence] = {}
-        self._lookups = Lookups(config.lookup_tokens if self._steps.looks_up else 0, step_cost, self.live)
+        most = config.lookup_tokens if self._steps.looks_up else 0
+        self._lookups = Lookups(most, step_cost, self.live, config.drafting.disable_above)
         self._gathering = Gathering(
             self.drafting,
             self.scheduler,

@@ -118,6 +118,19 @@ def test_loads_are_told_apart(engine: Make) -> None:
     assert one.run(1, 3, dear_at_8, 20).count(0) == 0
 
 
+def test_above_a_load_there_are_none(engine: Make) -> None:
+    one = engine(15, None)
+    one.lookups = Lookups(15, None, one.live, disable_above=3)
+    assert [one.run(sequences, 9, free, 1)[0] for sequences in (3, 4)] == [15, 0]
+
+
+def test_several_sequences_have_to_gain_more(engine: Make) -> None:
+    """Where drafts make a twentieth more, one sequence has them."""
+    for sequences, drafted in ((1, True), (4, False)):
+        chosen = engine(3, CHEAP).run(sequences, 1, lambda _, rows: 1.9 if rows else 1.0)[200:]
+        assert (chosen.count(3) > 150) is drafted
+
+
 def test_steps_have_only_so_many_rows(engine: Make) -> None:
     one = engine(15, None)
     schedule = one.schedule(*[request([5, 7], 9)] * 4)

@@ -832,7 +832,7 @@ class GetTargetInfoResponse(google.protobuf.message.Message):
     kv_tokens: builtins.int
     """kv_tokens that fit into the KV cache."""
     drafter: builtins.str
-    """drafter that the target uses; empty when it has none."""
+    """drafter that the target uses; "lookup" when its device drafts and nobody else, empty when nothing drafts."""
     version: builtins.str
     """version of the software."""
     @property
