@@ -48,18 +48,20 @@ def commit(live: LiveSequence, tree: TokenTree, outcome: Verified, compute_ns: i
         sequence.state = SequenceState.RUNNING
     sequence.external_tree = None
     queue_ns = sequence.totals.started_ns - sequence.totals.arrived_ns if sequence.step == 0 else 0
+    by_step = _kept_drafts(outcome.looked_up, kept_tokens)
+    sequence.step += outcome.passes
     verdict = Verdict(
         sequence_id=sequence.sequence_id,
-        step=sequence.step,
+        step=sequence.step - 1,
         accepted_rows=accepted,
         token_ids=tuple(tokens),
-        drafted_tokens=len(accepted) + _looked_up_of(outcome.looked_up, kept_tokens),
+        drafted_tokens=len(accepted) + sum(by_step),
         logprobs=outcome.logprobs[:kept_tokens],
         finish=finish,
         queue_ns=queue_ns,
         compute_ns=compute_ns,
+        drafts_by_step=by_step if any(by_step[1:]) else (),
     )
-    sequence.step += outcome.passes
     if tree.drafted:
         _count_drafts(sequence, tree.drafted, max(tree.depths), len(accepted))
     for accepted_drafts in outcome.looked_up:
@@ -68,13 +70,14 @@ def commit(live: LiveSequence, tree: TokenTree, outcome: Verified, compute_ns: i
     return verdict
 
 
-def _looked_up_of(looked_up: tuple[int, ...], tokens: int) -> int:
-    """Drafted tokens among the first so many of passes that accepted `looked_up` each and said a token more."""
-    drafted = 0
+def _kept_drafts(looked_up: tuple[int, ...], tokens: int) -> tuple[int, ...]:
+    """Drafted tokens by pass among the first so many, of passes that accepted `looked_up` each and said one more."""
+    kept: list[int] = []
     for accepted in looked_up:
-        drafted += min(accepted, tokens)
-        tokens -= min(accepted + 1, tokens)
-    return drafted
+        if tokens:
+            kept.append(min(accepted, tokens))
+            tokens -= min(accepted + 1, tokens)
+    return tuple(kept)
 
 
 def _count(sequence: Sequence, verdict: Verdict, finish: Finish | None, now: int) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from target_service.batch import StepBatch, StepItem
 from target_service.kv_cache import KVCache
 from target_service.launch import HostSteps, Launched, Steps, move_on_host, verify_on_host
-from target_service.looked_up import LookedUp, room_for_said
+from target_service.lookup_launch import LookedUp, room_for_said
 from target_service.model.forward import ForwardPass
 from target_service.model.runner import ModelRunner
 from target_service.sequence import MAX_STRIDE

@@ -15,7 +15,7 @@ from target_service.draft_times import Promise, Use
 from target_service.drafting import FOLLOWED_ANYWAY, Drafting
 from target_service.gathered import Gathered
 from target_service.kv_cache import OutOfPages
-from target_service.lookups import Lookups
+from target_service.lookup_budget import LookupBudget
 from target_service.proposals import GrowingTree
 from target_service.row_budget import IN_ORDER_NODES, Offer, RowBudget
 from target_service.scheduler import Chunk, Schedule, Scheduler
@@ -48,7 +48,7 @@ class Gathering:
         max_draft_nodes: int,
         chains: bool,
         switch: DraftSwitch | None,
-        lookups: Lookups,
+        lookup_budget: LookupBudget,
     ) -> None:
         """`live` stays the engine's own table. `chains` keeps to one path of each tree, but for rejection sampling. A
         `switch` of None always waits for drafts."""
@@ -59,7 +59,7 @@ class Gathering:
         self._max_draft_nodes = max_draft_nodes
         self._chains = chains
         self._switch = switch
-        self._lookups = lookups
+        self._lookup_budget = lookup_budget
         # How the next step uses drafts.
         self._use = Use.AFTER
         self._promise = Promise(0.0, 0.0)
@@ -71,7 +71,7 @@ class Gathering:
     @property
     def looks_up(self) -> bool:
         """Whether the device may draft by itself. Not while a head reads the states of every pass."""
-        return self._lookups.on and not (self._drafting.active and self._drafting.reads_features)
+        return self._lookup_budget.on and not (self._drafting.active and self._drafting.reads_features)
 
     @property
     def drafts_are_near(self) -> bool:
@@ -109,7 +109,7 @@ class Gathering:
             after, both = sum(map(self._budget.promise, records)), sum(map(self._budget.promise_ahead, records))
             others = len(running) - len(wanting)
             # Against what plain steps make: more than a token each where the device drafts for them.
-            each = self._lookups.tokens_each
+            each = self._lookup_budget.tokens_each
             self._promise = promise = Promise(after / each + others, both / each + 2 * others)
             self._goes_ahead = ahead = ahead and len(running) <= _AHEAD
             if self._drafting.active and self._drafting.pace.beginning:

@@ -64,6 +64,7 @@ def _join(run: list[Verdict]) -> Verdict:
     """One verdict that says what several say, under the last one's step."""
     if len(run) == 1:
         return run[0]
+    first = run[0].drafts_by_step
     return run[-1]._replace(
         accepted_rows=run[0].accepted_rows,
         token_ids=tuple([token for verdict in run for token in verdict.token_ids]),
@@ -71,4 +72,6 @@ def _join(run: list[Verdict]) -> Verdict:
         logprobs=tuple([entry for verdict in run for entry in verdict.logprobs]),
         queue_ns=sum(verdict.queue_ns for verdict in run),
         compute_ns=sum(verdict.compute_ns for verdict in run),
+        # The others' tokens are the model's own, one of each step.
+        drafts_by_step=first and (*first, *(0 for verdict in run[1:] for _ in verdict.token_ids)),
     )

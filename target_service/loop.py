@@ -24,7 +24,7 @@ from target_service.features import Features
 from target_service.gathered import Gathered
 from target_service.gathering import Gathering
 from target_service.launch import Steps
-from target_service.lookups import Lookups
+from target_service.lookup_budget import LookupBudget
 from target_service.model.runner import ModelRunner
 from target_service.observation import EngineObserver, StepClock
 from target_service.row_budget import RowBudget
@@ -88,7 +88,7 @@ class EngineLoop:
         self.scheduler = Scheduler(config.scheduler, runner.cache)
         self.live: dict[int, LiveSequence] = {}
         most = config.lookup_tokens if self._steps.looks_up else 0
-        self._lookups = Lookups(most, step_cost, self.live, config.drafting.disable_above)
+        self._lookup_budget = LookupBudget(most, step_cost, self.live, config.drafting.disable_above)
         self._gathering = Gathering(
             self.drafting,
             self.scheduler,
@@ -97,7 +97,7 @@ class EngineLoop:
             max_draft_nodes=config.max_draft_nodes,
             chains=config.chains,
             switch=None if step_cost is None else DraftSwitch(),
-            lookups=self._lookups,
+            lookup_budget=self._lookup_budget,
         )
         self._stride = stride or Stride()
         self._ahead: Step | None = None
@@ -197,7 +197,7 @@ class EngineLoop:
         if gathered.has_trees or (self.drafting.active and self.drafting.reads_features):
             # States are taken pass by pass.
             return 1, 0
-        looked_up = self._lookups.choose(schedule, self.scheduler.max_step_rows)
+        looked_up = self._lookup_budget.choose(schedule, self.scheduler.max_step_rows)
         # Only the device knows where what is behind drafts begins.
         several = behind is not None and (bool(looked_up) or not behind.has_drafts) and gathered.use is Use.PLAIN
         return self._stride.choose(schedule, self.scheduler, self._runner.max_context, looked_up, several=several)
@@ -250,7 +250,7 @@ class EngineLoop:
                 self._gathering.observe(stats.sequences, took, launching, gathered, drafted=drafted, behind_tree=behind)
             if ended_ns and step.ahead and gathered.use is Use.PLAIN and not step.behind_tree:
                 self._stride.observe(step.stride, seconds, step.clock.waited_ns * 1e-9)
-                self._lookups.observe_time(stats.sequences, step.batch.looked_up, seconds / step.stride)
+                self._lookup_budget.observe_time(stats.sequences, step.batch.looked_up, seconds / step.stride)
         else:
             self._gathering.forget_pair()
         if self._observer is not None:
@@ -267,7 +267,7 @@ class EngineLoop:
         """Append what was said. Sequences that ended since the launch are passed over."""
         compute_ns = step.clock.verified - step.clock.begun
         verdicts: list[Verdict] = []
-        self._lookups.observe(step.batch.looked_up, outcomes)
+        self._lookup_budget.observe(step.batch.looked_up, outcomes)
         for item, outcome in zip(step.batch.items, outcomes, strict=True):
             live = self.live.get(item.sequence.sequence_id)
             if live is None or item.tree is None or outcome is None:

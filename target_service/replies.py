@@ -47,6 +47,7 @@ def chunk(verdict: Verdict, text: str) -> pb.GenerateResponse:
             drafted_tokens=verdict.drafted_tokens,
             logprobs=_logprobs(verdict.logprobs),
             step=verdict.step,
+            drafts_by_step=verdict.drafts_by_step,
         ),
         timings=_timings(verdict),
     )

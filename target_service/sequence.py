@@ -66,7 +66,8 @@ class Verdict(NamedTuple):
     a frozen dataclass takes three times as long.
 
     `token_ids` are the accepted rows' tokens, then the target's own next token (*bonus* when the path ended at a
-    leaf, *recovered* otherwise), cut where a stop was met. `drafted_tokens` counts those that came from the draft.
+    leaf, *recovered* otherwise), cut where a stop was met. `drafted_tokens` counts those that came from the draft. Of
+    passes that were launched at once it holds the tokens of all, under the step of the last.
     """
 
     sequence_id: int
@@ -78,11 +79,13 @@ class Verdict(NamedTuple):
     finish: Finish | None = None
     queue_ns: int = 0
     compute_ns: int = 0
+    # Drafted tokens of each pass, where later ones than the first have some.
+    drafts_by_step: tuple[int, ...] = ()
 
     @property
     def passes(self) -> int:
         """Passes that said its tokens: one for the accepted path and what follows it, and one for each token more."""
-        return max(1, len(self.token_ids) - self.drafted_tokens)
+        return len(self.drafts_by_step) or max(1, len(self.token_ids) - self.drafted_tokens)
 
 
 @dataclass(slots=True)

@@ -52,9 +52,9 @@ class Painter:
     def _follow(self, chunk: Chunk, tokenizer: Tokenizer) -> bool:
         """Take note of the chunk's tokens. False, for good, when the tokenizer is not the model's."""
         text = ""
-        for index, token_id in enumerate(chunk.token_ids):
+        for token_id, drafted in zip(chunk.token_ids, chunk.drafted, strict=True):
             self._token_ids.append(token_id)
-            self._drafted.append(index < chunk.drafted_tokens)
+            self._drafted.append(drafted)
             text = tokenizer.decode(self._token_ids)
             before = self._ends[-1] if self._ends else 0
             self._ends.append(max(before, len(text.rstrip(_REPLACEMENT))))

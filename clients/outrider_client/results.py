@@ -60,9 +60,10 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """The tokens of one step, or of several for a reader that lags.
+    """The tokens of one step, or of several in a row.
 
-    The first `drafted_tokens` of `token_ids` were drafted, the rest are the model's own. `step` is the last one's.
+    `drafted_tokens` of `token_ids` were drafted, as `drafted` tells, the rest are the model's own. `step` is the last
+    one's. `drafts_by_step` has the drafted tokens of each step, where later ones than the first have some.
     `text` is what became complete with them; it may lag behind the tokens by part of a character or of a
     stop string. `queue_ns` and `compute_ns` are the target's own times.
     """
@@ -74,6 +75,15 @@ class Chunk:
     logprobs: tuple[TokenLogprobs, ...] = ()
     queue_ns: int = 0
     compute_ns: int = 0
+    drafts_by_step: tuple[int, ...] = ()
+
+    @property
+    def drafted(self) -> tuple[bool, ...]:
+        """Of each token, whether it was drafted."""
+        marks: list[bool] = []
+        for count in self.drafts_by_step or (self.drafted_tokens,):
+            marks += [True] * count + [False]
+        return (*marks, *[False] * len(self.token_ids))[: len(self.token_ids)]
 
     @classmethod
     def from_pb(cls, pb: target_pb2.GenerateChunk, timings: tree_pb2.Timings) -> Chunk:
@@ -85,6 +95,7 @@ class Chunk:
             logprobs=tuple(TokenLogprobs.from_pb(entry) for entry in pb.logprobs),
             queue_ns=timings.queue_nanoseconds,
             compute_ns=timings.compute_nanoseconds,
+            drafts_by_step=tuple(pb.drafts_by_step),
         )
 
 

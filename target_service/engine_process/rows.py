@@ -68,12 +68,12 @@ def verdict_to_row(verdict: Verdict) -> tuple[Any, ...]:
         return verdict
     logprobs = [(entry.logprob, entry.top) for entry in verdict.logprobs]
     finish = None if verdict.finish is None else finish_to_row(verdict.finish)
-    return (*verdict[:5], logprobs, finish, verdict.queue_ns, verdict.compute_ns)
+    return (*verdict[:5], logprobs, finish, *verdict[7:])
 
 
 def verdict_from_row(row: Row) -> Verdict:
     """See `verdict_to_row`."""
-    sequence_id, step, accepted_rows, token_ids, drafted_tokens, logprobs, finish, queue_ns, compute_ns = row
+    sequence_id, step, accepted_rows, token_ids, drafted_tokens, logprobs, finish, queue_ns, compute_ns, by_step = row
     return Verdict(
         sequence_id,
         step,
@@ -84,6 +84,7 @@ def verdict_from_row(row: Row) -> Verdict:
         None if finish is None else finish_from_row(finish),
         queue_ns,
         compute_ns,
+        tuple(by_step),
     )
 
 

@@ -30,6 +30,17 @@ def test_exact_with_a_tokenizer() -> None:
     assert painter.parts(chunk(b"d", "d", 0)) == [("d", False)]
 
 
+def test_several_steps_have_drafts() -> None:
+    several = Chunk(tuple(b"abcdef"), "abcdef", 3, step=2, drafts_by_step=(1, 0, 2))
+    assert several.drafted == (True, False, False, True, True, False)
+    marked = [(letter, drafted) for letter, drafted in zip("abcdef", several.drafted, strict=True)]
+    assert Painter(Bytes()).parts(several) == marked
+    # Cut in the last step, and one that says nothing of steps.
+    assert Chunk((1, 2, 3), "", 2, step=1, drafts_by_step=(1, 1)).drafted == (True, False, True)
+    assert Chunk((1, 2, 3), "", 1, step=0).drafted == (True, False, False)
+    assert Chunk((), "", 0, step=0).drafted == ()
+
+
 def test_character_that_two_chunks_share() -> None:
     first, second = "é".encode()
     painter = Painter(Bytes())

@@ -61,6 +61,12 @@ def test_what_is_said_is_plain_decodings(
         assert accepted(outcomes) > 20
     for one in outcomes:
         totals = one.finished.totals
+        for verdict in one.verdicts:
+            if verdict.drafts_by_step:
+                assert sum(verdict.drafts_by_step) == verdict.drafted_tokens
+                assert len(verdict.drafts_by_step) == verdict.passes
+        # Each verdict comes under its last step.
+        assert one.verdicts[-1].step >= totals.steps - 1
         assert sum(verdict.passes for verdict in one.verdicts) == totals.steps
         # The last pass may have been cut before its own token.
         assert 0 <= totals.steps + totals.accepted_tokens - totals.completion_tokens <= 1

@@ -95,6 +95,7 @@ MESSAGES: dict[str, Message] = {
     "dead": Dead("the engine has failed"),
     "idle": report(),
     "plain": report(*(Verdict(i, i + 1, (), (i + 7,), 0, compute_ns=10**6) for i in range(64))),
+    "several steps": report(Verdict(1, 2, (), (11, 12, 13, 14), 2, drafts_by_step=(0, 2)), Verdict(2, 2, (), (5,), 0)),
     "accepted": report(Verdict(1, 0, (1, 4, 5), (11, 12, 13, 14), 3, queue_ns=5, compute_ns=6)),
     "logprobs": report(
         Verdict(

@@ -42,6 +42,15 @@ def test_drafted_tokens_stay_first(drafted: list[int], tokens: list[tuple[int, i
     assert [(len(event.token_ids), event.drafted_tokens) for event in said if isinstance(event, Verdict)] == tokens
 
 
+def test_steps_keep_their_drafts() -> None:
+    several = verdict(2, 1, 2, 3, 4, drafted=2)._replace(drafts_by_step=(0, 2))
+    (said,) = joined([several, verdict(4, 5, 6), verdict(5, 7)])
+    assert isinstance(said, Verdict)
+    assert (said.token_ids, said.drafted_tokens) == ((1, 2, 3, 4, 5, 6, 7), 2)
+    assert said.drafts_by_step == (0, 2, 0, 0, 0) and said.step == 5
+    assert [one.drafts_by_step for one in joined([verdict(0, 1), several])] == [(), (0, 2)]  # type: ignore[union-attr]
+
+
 def test_what_came_before_a_failure_is_said() -> None:
     failure = SequenceFailed(7, EngineDead("the engine has failed"))
     assert list(joined([verdict(0, 1), verdict(1, 2), failure])) == [verdict(1, 1, 2), failure]

@@ -26,7 +26,7 @@ from google.rpc import status_pb2 as google_dot_rpc_dot_status__pb2
 from outrider.v1 import tree_pb2 as outrider_dot_v1_dot_tree__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18outrider/v1/target.proto\x12\x0boutrider.v1\x1a\x17google/rpc/status.proto\x1a\x16outrider/v1/tree.proto\"\xf5\x01\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12&\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x16.outrider.v1.ChatInputH\x00\x12)\n\x06tokens\x18\x04 \x01(\x0b\x32\x17.outrider.v1.TokenInputH\x00\x12\x31\n\x08sampling\x18\x05 \x01(\x0b\x32\x1f.outrider.v1.SamplingParameters\x12\x34\n\x0bspeculation\x18\x06 \x01(\x0b\x32\x1f.outrider.v1.SpeculationOptionsB\x07\n\x05input\"7\n\tChatInput\x12*\n\x08messages\x18\x01 \x03(\x0b\x32\x18.outrider.v1.ChatMessage\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\x1f\n\nTokenInput\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"\x99\x01\n\x12SpeculationOptions\x12\x14\n\x07\x65nabled\x18\x01 \x01(\x08H\x00\x88\x01\x01\x12+\n\x04mode\x18\x02 \x01(\x0e\x32\x1d.outrider.v1.VerificationMode\x12\x16\n\tmax_nodes\x18\x03 \x01(\rH\x01\x88\x01\x01\x12\x0e\n\x06\x63orpus\x18\x04 \x01(\tB\n\n\x08_enabledB\x0c\n\n_max_nodes\"\xd3\x01\n\x10GenerateResponse\x12/\n\x07started\x18\x01 \x01(\x0b\x32\x1c.outrider.v1.GenerateStartedH\x00\x12+\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x1a.outrider.v1.GenerateChunkH\x00\x12\x31\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x1d.outrider.v1.GenerateFinishedH\x00\x12%\n\x07timings\x18\x04 \x01(\x0b\x32\x14.outrider.v1.TimingsB\x07\n\x05\x65vent\"\x9c\x01\n\x0fGenerateStarted\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12\x15\n\rprompt_tokens\x18\x02 \x01(\r\x12\x0c\n\x04seed\x18\x03 \x01(\x06\x12+\n\x04mode\x18\x04 \x01(\x0e\x32\x1d.outrider.v1.VerificationMode\x12\x13\n\x0bspeculating\x18\x05 \x01(\x08\x12\r\n\x05model\x18\x06 \x01(\t\"\x84\x01\n\rGenerateChunk\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x16\n\x0e\x64rafted_tokens\x18\x03 \x01(\r\x12,\n\x08logprobs\x18\x04 \x03(\x0b\x32\x1a.outrider.v1.TokenLogprobs\x12\x0c\n\x04step\x18\x05 \x01(\x04\"F\n\rTokenLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12$\n\x03top\x18\x02 \x03(\x0b\x32\x17.outrider.v1.TopLogprob\"/\n\nTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"\x81\x02\n\x10GenerateFinished\x12\x30\n\rfinish_reason\x18\x01 \x01(\x0e\x32\x19.outrider.v1.FinishReason\x12\x17\n\rstop_token_id\x18\x02 \x01(\rH\x00\x12\x15\n\x0bstop_string\x18\x03 \x01(\tH\x00\x12!\n\x05usage\x18\x04 \x01(\x0b\x32\x12.outrider.v1.Usage\x12\x33\n\x0bspeculation\x18\x05 \x01(\x0b\x32\x1e.outrider.v1.SpeculationTotals\x12(\n\x05times\x18\x06 \x01(\x0b\x32\x19.outrider.v1.RequestTimesB\t\n\x07matched\"9\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\"\xd7\x01\n\x11SpeculationTotals\x12\r\n\x05steps\x18\x01 \x01(\x04\x12\x15\n\rdrafted_steps\x18\x02 \x01(\x04\x12\x16\n\x0e\x64rafted_tokens\x18\x03 \x01(\x04\x12\x17\n\x0f\x61\x63\x63\x65pted_tokens\x18\x04 \x01(\x04\x12\x18\n\x10\x64rafted_by_depth\x18\x05 \x03(\x04\x12\x19\n\x11\x61\x63\x63\x65pted_by_depth\x18\x06 \x03(\x04\x12\x1e\n\x16\x64raft_wait_nanoseconds\x18\x07 \x01(\x04\x12\x16\n\x0e\x66\x61llback_steps\x18\x08 \x01(\x04\"b\n\x0cRequestTimes\x12\x19\n\x11queue_nanoseconds\x18\x01 \x01(\x04\x12\x1b\n\x13prefill_nanoseconds\x18\x02 \x01(\x04\x12\x1a\n\x12\x64\x65\x63ode_nanoseconds\x18\x03 \x01(\x04\"\xa1\x01\n\rVerifyRequest\x12-\n\x04open\x18\x01 \x01(\x0b\x32\x1d.outrider.v1.OpenVerificationH\x00\x12\'\n\x04tree\x18\x02 \x01(\x0b\x32\x17.outrider.v1.VerifyTreeH\x00\x12/\n\x05\x63lose\x18\x03 \x01(\x0b\x32\x1e.outrider.v1.CloseVerificationH\x00\x42\x07\n\x05\x66rame\"\x99\x01\n\x10OpenVerification\x12\x12\n\nclient_tag\x18\x01 \x01(\x04\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x31\n\x08sampling\x18\x03 \x01(\x0b\x32\x1f.outrider.v1.SamplingParameters\x12+\n\x04mode\x18\x04 \x01(\x0e\x32\x1d.outrider.v1.VerificationMode\"U\n\nVerifyTree\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12$\n\x04tree\x18\x03 \x01(\x0b\x32\x16.outrider.v1.TokenTree\"(\n\x11\x43loseVerification\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\"\xcf\x01\n\x0eVerifyResponse\x12\x31\n\x06opened\x18\x01 \x01(\x0b\x32\x1f.outrider.v1.VerificationOpenedH\x00\x12\'\n\x07verdict\x18\x02 \x01(\x0b\x32\x14.outrider.v1.VerdictH\x00\x12\x31\n\x06status\x18\x03 \x01(\x0b\x32\x1f.outrider.v1.VerificationStatusH\x00\x12%\n\x07timings\x18\x04 \x01(\x0b\x32\x14.outrider.v1.TimingsB\x07\n\x05\x66rame\"\x98\x01\n\x12VerificationOpened\x12\x12\n\nclient_tag\x18\x01 \x01(\x04\x12\x13\n\x0bsequence_id\x18\x02 \x01(\x04\x12\x0c\n\x04step\x18\x03 \x01(\x04\x12\x0c\n\x04seed\x18\x04 \x01(\x06\x12+\n\x04mode\x18\x05 \x01(\x0e\x32\x1d.outrider.v1.VerificationMode\x12\x10\n\x08max_rows\x18\x06 \x01(\r\"\xc9\x01\n\x07Verdict\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x15\n\raccepted_rows\x18\x03 \x03(\r\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12\x11\n\tnext_step\x18\x05 \x01(\x04\x12\x30\n\rfinish_reason\x18\x06 \x01(\x0e\x32\x19.outrider.v1.FinishReason\x12,\n\x08logprobs\x18\x07 \x03(\x0b\x32\x1a.outrider.v1.TokenLogprobs\"o\n\x12VerificationStatus\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12\x12\n\nclient_tag\x18\x02 \x01(\x04\x12\x0c\n\x04step\x18\x03 \x01(\x04\x12\"\n\x06status\x18\x04 \x01(\x0b\x32\x12.google.rpc.Status\"\x16\n\x14GetTargetInfoRequest\"\xa1\x02\n\x15GetTargetInfoResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x17\n\x0fvocabulary_size\x18\x02 \x01(\r\x12\x1d\n\x15tokenizer_fingerprint\x18\x03 \x01(\t\x12\x13\n\x0bmax_context\x18\x04 \x01(\r\x12\x10\n\x08max_rows\x18\x05 \x01(\r\x12\r\n\x05\x64type\x18\x06 \x01(\t\x12\x11\n\tpage_size\x18\x07 \x01(\r\x12\x11\n\tkv_tokens\x18\x08 \x01(\x04\x12,\n\x05modes\x18\t \x03(\x0e\x32\x1d.outrider.v1.VerificationMode\x12\x0f\n\x07\x64rafter\x18\n \x01(\t\x12\x15\n\rend_token_ids\x18\x0b \x03(\r\x12\x0f\n\x07version\x18\x0c \x01(\t*\x82\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12!\n\x1d\x46INISH_REASON_END_OF_SEQUENCE\x10\x01\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x02\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x03\x32\xf9\x01\n\rTargetService\x12I\n\x08Generate\x12\x1c.outrider.v1.GenerateRequest\x1a\x1d.outrider.v1.GenerateResponse0\x01\x12\x45\n\x06Verify\x12\x1a.outrider.v1.VerifyRequest\x1a\x1b.outrider.v1.VerifyResponse(\x01\x30\x01\x12V\n\rGetTargetInfo\x12!.outrider.v1.GetTargetInfoRequest\x1a\".outrider.v1.GetTargetInfoResponseB+Z)outrider/clients/go/outriderv1;outriderv1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18outrider/v1/target.proto\x12\x0boutrider.v1\x1a\x17google/rpc/status.proto\x1a\x16outrider/v1/tree.proto\"\xf5\x01\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12&\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x16.outrider.v1.ChatInputH\x00\x12)\n\x06tokens\x18\x04 \x01(\x0b\x32\x17.outrider.v1.TokenInputH\x00\x12\x31\n\x08sampling\x18\x05 \x01(\x0b\x32\x1f.outrider.v1.SamplingParameters\x12\x34\n\x0bspeculation\x18\x06 \x01(\x0b\x32\x1f.outrider.v1.SpeculationOptionsB\x07\n\x05input\"7\n\tChatInput\x12*\n\x08messages\x18\x01 \x03(\x0b\x32\x18.outrider.v1.ChatMessage\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\x1f\n\nTokenInput\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"\x99\x01\n\x12SpeculationOptions\x12\x14\n\x07\x65nabled\x18\x01 \x01(\x08H\x00\x88\x01\x01\x12+\n\x04mode\x18\x02 \x01(\x0e\x32\x1d.outrider.v1.VerificationMode\x12\x16\n\tmax_nodes\x18\x03 \x01(\rH\x01\x88\x01\x01\x12\x0e\n\x06\x63orpus\x18\x04 \x01(\tB\n\n\x08_enabledB\x0c\n\n_max_nodes\"\xd3\x01\n\x10GenerateResponse\x12/\n\x07started\x18\x01 \x01(\x0b\x32\x1c.outrider.v1.GenerateStartedH\x00\x12+\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x1a.outrider.v1.GenerateChunkH\x00\x12\x31\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x1d.outrider.v1.GenerateFinishedH\x00\x12%\n\x07timings\x18\x04 \x01(\x0b\x32\x14.outrider.v1.TimingsB\x07\n\x05\x65vent\"\x9c\x01\n\x0fGenerateStarted\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12\x15\n\rprompt_tokens\x18\x02 \x01(\r\x12\x0c\n\x04seed\x18\x03 \x01(\x06\x12+\n\x04mode\x18\x04 \x01(\x0e\x32\x1d.outrider.v1.VerificationMode\x12\x13\n\x0bspeculating\x18\x05 \x01(\x08\x12\r\n\x05model\x18\x06 \x01(\t\"\x9c\x01\n\rGenerateChunk\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x16\n\x0e\x64rafted_tokens\x18\x03 \x01(\r\x12,\n\x08logprobs\x18\x04 \x03(\x0b\x32\x1a.outrider.v1.TokenLogprobs\x12\x0c\n\x04step\x18\x05 \x01(\x04\x12\x16\n\x0e\x64rafts_by_step\x18\x06 \x03(\r\"F\n\rTokenLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12$\n\x03top\x18\x02 \x03(\x0b\x32\x17.outrider.v1.TopLogprob\"/\n\nTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"\x81\x02\n\x10GenerateFinished\x12\x30\n\rfinish_reason\x18\x01 \x01(\x0e\x32\x19.outrider.v1.FinishReason\x12\x17\n\rstop_token_id\x18\x02 \x01(\rH\x00\x12\x15\n\x0bstop_string\x18\x03 \x01(\tH\x00\x12!\n\x05usage\x18\x04 \x01(\x0b\x32\x12.outrider.v1.Usage\x12\x33\n\x0bspeculation\x18\x05 \x01(\x0b\x32\x1e.outrider.v1.SpeculationTotals\x12(\n\x05times\x18\x06 \x01(\x0b\x32\x19.outrider.v1.RequestTimesB\t\n\x07matched\"9\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\"\xd7\x01\n\x11SpeculationTotals\x12\r\n\x05steps\x18\x01 \x01(\x04\x12\x15\n\rdrafted_steps\x18\x02 \x01(\x04\x12\x16\n\x0e\x64rafted_tokens\x18\x03 \x01(\x04\x12\x17\n\x0f\x61\x63\x63\x65pted_tokens\x18\x04 \x01(\x04\x12\x18\n\x10\x64rafted_by_depth\x18\x05 \x03(\x04\x12\x19\n\x11\x61\x63\x63\x65pted_by_depth\x18\x06 \x03(\x04\x12\x1e\n\x16\x64raft_wait_nanoseconds\x18\x07 \x01(\x04\x12\x16\n\x0e\x66\x61llback_steps\x18\x08 \x01(\x04\"b\n\x0cRequestTimes\x12\x19\n\x11queue_nanoseconds\x18\x01 \x01(\x04\x12\x1b\n\x13prefill_nanoseconds\x18\x02 \x01(\x04\x12\x1a\n\x12\x64\x65\x63ode_nanoseconds\x18\x03 \x01(\x04\"\xa1\x01\n\rVerifyRequest\x12-\n\x04open\x18\x01 \x01(\x0b\x32\x1d.outrider.v1.OpenVerificationH\x00\x12\'\n\x04tree\x18\x02 \x01(\x0b\x32\x17.outrider.v1.VerifyTreeH\x00\x12/\n\x05\x63lose\x18\x03 \x01(\x0b\x32\x1e.outrider.v1.CloseVerificationH\x00\x42\x07\n\x05\x66rame\"\x99\x01\n\x10OpenVerification\x12\x12\n\nclient_tag\x18\x01 \x01(\x04\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x31\n\x08sampling\x18\x03 \x01(\x0b\x32\x1f.outrider.v1.SamplingParameters\x12+\n\x04mode\x18\x04 \x01(\x0e\x32\x1d.outrider.v1.VerificationMode\"U\n\nVerifyTree\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12$\n\x04tree\x18\x03 \x01(\x0b\x32\x16.outrider.v1.TokenTree\"(\n\x11\x43loseVerification\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\"\xcf\x01\n\x0eVerifyResponse\x12\x31\n\x06opened\x18\x01 \x01(\x0b\x32\x1f.outrider.v1.VerificationOpenedH\x00\x12\'\n\x07verdict\x18\x02 \x01(\x0b\x32\x14.outrider.v1.VerdictH\x00\x12\x31\n\x06status\x18\x03 \x01(\x0b\x32\x1f.outrider.v1.VerificationStatusH\x00\x12%\n\x07timings\x18\x04 \x01(\x0b\x32\x14.outrider.v1.TimingsB\x07\n\x05\x66rame\"\x98\x01\n\x12VerificationOpened\x12\x12\n\nclient_tag\x18\x01 \x01(\x04\x12\x13\n\x0bsequence_id\x18\x02 \x01(\x04\x12\x0c\n\x04step\x18\x03 \x01(\x04\x12\x0c\n\x04seed\x18\x04 \x01(\x06\x12+\n\x04mode\x18\x05 \x01(\x0e\x32\x1d.outrider.v1.VerificationMode\x12\x10\n\x08max_rows\x18\x06 \x01(\r\"\xc9\x01\n\x07Verdict\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x15\n\raccepted_rows\x18\x03 \x03(\r\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12\x11\n\tnext_step\x18\x05 \x01(\x04\x12\x30\n\rfinish_reason\x18\x06 \x01(\x0e\x32\x19.outrider.v1.FinishReason\x12,\n\x08logprobs\x18\x07 \x03(\x0b\x32\x1a.outrider.v1.TokenLogprobs\"o\n\x12VerificationStatus\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12\x12\n\nclient_tag\x18\x02 \x01(\x04\x12\x0c\n\x04step\x18\x03 \x01(\x04\x12\"\n\x06status\x18\x04 \x01(\x0b\x32\x12.google.rpc.Status\"\x16\n\x14GetTargetInfoRequest\"\xa1\x02\n\x15GetTargetInfoResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x17\n\x0fvocabulary_size\x18\x02 \x01(\r\x12\x1d\n\x15tokenizer_fingerprint\x18\x03 \x01(\t\x12\x13\n\x0bmax_context\x18\x04 \x01(\r\x12\x10\n\x08max_rows\x18\x05 \x01(\r\x12\r\n\x05\x64type\x18\x06 \x01(\t\x12\x11\n\tpage_size\x18\x07 \x01(\r\x12\x11\n\tkv_tokens\x18\x08 \x01(\x04\x12,\n\x05modes\x18\t \x03(\x0e\x32\x1d.outrider.v1.VerificationMode\x12\x0f\n\x07\x64rafter\x18\n \x01(\t\x12\x15\n\rend_token_ids\x18\x0b \x03(\r\x12\x0f\n\x07version\x18\x0c \x01(\t*\x82\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12!\n\x1d\x46INISH_REASON_END_OF_SEQUENCE\x10\x01\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x02\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x03\x32\xf9\x01\n\rTargetService\x12I\n\x08Generate\x12\x1c.outrider.v1.GenerateRequest\x1a\x1d.outrider.v1.GenerateResponse0\x01\x12\x45\n\x06Verify\x12\x1a.outrider.v1.VerifyRequest\x1a\x1b.outrider.v1.VerifyResponse(\x01\x30\x01\x12V\n\rGetTargetInfo\x12!.outrider.v1.GetTargetInfoRequest\x1a\".outrider.v1.GetTargetInfoResponseB+Z)outrider/clients/go/outriderv1;outriderv1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,8 +34,8 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'outrider.v1.target_pb2', _g
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'Z)outrider/clients/go/outriderv1;outriderv1'
-  _globals['_FINISHREASON']._serialized_start=3344
-  _globals['_FINISHREASON']._serialized_end=3474
+  _globals['_FINISHREASON']._serialized_start=3368
+  _globals['_FINISHREASON']._serialized_end=3498
   _globals['_GENERATEREQUEST']._serialized_start=91
   _globals['_GENERATEREQUEST']._serialized_end=336
   _globals['_CHATINPUT']._serialized_start=338
@@ -51,39 +51,39 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GENERATESTARTED']._serialized_start=845
   _globals['_GENERATESTARTED']._serialized_end=1001
   _globals['_GENERATECHUNK']._serialized_start=1004
-  _globals['_GENERATECHUNK']._serialized_end=1136
-  _globals['_TOKENLOGPROBS']._serialized_start=1138
-  _globals['_TOKENLOGPROBS']._serialized_end=1208
-  _globals['_TOPLOGPROB']._serialized_start=1210
-  _globals['_TOPLOGPROB']._serialized_end=1257
-  _globals['_GENERATEFINISHED']._serialized_start=1260
-  _globals['_GENERATEFINISHED']._serialized_end=1517
-  _globals['_USAGE']._serialized_start=1519
-  _globals['_USAGE']._serialized_end=1576
-  _globals['_SPECULATIONTOTALS']._serialized_start=1579
-  _globals['_SPECULATIONTOTALS']._serialized_end=1794
-  _globals['_REQUESTTIMES']._serialized_start=1796
-  _globals['_REQUESTTIMES']._serialized_end=1894
-  _globals['_VERIFYREQUEST']._serialized_start=1897
-  _globals['_VERIFYREQUEST']._serialized_end=2058
-  _globals['_OPENVERIFICATION']._serialized_start=2061
-  _globals['_OPENVERIFICATION']._serialized_end=2214
-  _globals['_VERIFYTREE']._serialized_start=2216
-  _globals['_VERIFYTREE']._serialized_end=2301
-  _globals['_CLOSEVERIFICATION']._serialized_start=2303
-  _globals['_CLOSEVERIFICATION']._serialized_end=2343
-  _globals['_VERIFYRESPONSE']._serialized_start=2346
-  _globals['_VERIFYRESPONSE']._serialized_end=2553
-  _globals['_VERIFICATIONOPENED']._serialized_start=2556
-  _globals['_VERIFICATIONOPENED']._serialized_end=2708
-  _globals['_VERDICT']._serialized_start=2711
-  _globals['_VERDICT']._serialized_end=2912
-  _globals['_VERIFICATIONSTATUS']._serialized_start=2914
-  _globals['_VERIFICATIONSTATUS']._serialized_end=3025
-  _globals['_GETTARGETINFOREQUEST']._serialized_start=3027
-  _globals['_GETTARGETINFOREQUEST']._serialized_end=3049
-  _globals['_GETTARGETINFORESPONSE']._serialized_start=3052
-  _globals['_GETTARGETINFORESPONSE']._serialized_end=3341
-  _globals['_TARGETSERVICE']._serialized_start=3477
-  _globals['_TARGETSERVICE']._serialized_end=3726
+  _globals['_GENERATECHUNK']._serialized_end=1160
+  _globals['_TOKENLOGPROBS']._serialized_start=1162
+  _globals['_TOKENLOGPROBS']._serialized_end=1232
+  _globals['_TOPLOGPROB']._serialized_start=1234
+  _globals['_TOPLOGPROB']._serialized_end=1281
+  _globals['_GENERATEFINISHED']._serialized_start=1284
+  _globals['_GENERATEFINISHED']._serialized_end=1541
+  _globals['_USAGE']._serialized_start=1543
+  _globals['_USAGE']._serialized_end=1600
+  _globals['_SPECULATIONTOTALS']._serialized_start=1603
+  _globals['_SPECULATIONTOTALS']._serialized_end=1818
+  _globals['_REQUESTTIMES']._serialized_start=1820
+  _globals['_REQUESTTIMES']._serialized_end=1918
+  _globals['_VERIFYREQUEST']._serialized_start=1921
+  _globals['_VERIFYREQUEST']._serialized_end=2082
+  _globals['_OPENVERIFICATION']._serialized_start=2085
+  _globals['_OPENVERIFICATION']._serialized_end=2238
+  _globals['_VERIFYTREE']._serialized_start=2240
+  _globals['_VERIFYTREE']._serialized_end=2325
+  _globals['_CLOSEVERIFICATION']._serialized_start=2327
+  _globals['_CLOSEVERIFICATION']._serialized_end=2367
+  _globals['_VERIFYRESPONSE']._serialized_start=2370
+  _globals['_VERIFYRESPONSE']._serialized_end=2577
+  _globals['_VERIFICATIONOPENED']._serialized_start=2580
+  _globals['_VERIFICATIONOPENED']._serialized_end=2732
+  _globals['_VERDICT']._serialized_start=2735
+  _globals['_VERDICT']._serialized_end=2936
+  _globals['_VERIFICATIONSTATUS']._serialized_start=2938
+  _globals['_VERIFICATIONSTATUS']._serialized_end=3049
+  _globals['_GETTARGETINFOREQUEST']._serialized_start=3051
+  _globals['_GETTARGETINFOREQUEST']._serialized_end=3073
+  _globals['_GETTARGETINFORESPONSE']._serialized_start=3076
+  _globals['_GETTARGETINFORESPONSE']._serialized_end=3365
+  _globals['_TARGETSERVICE']._serialized_start=3501
+  _globals['_TARGETSERVICE']._serialized_end=3750
 # @@protoc_insertion_point(module_scope)

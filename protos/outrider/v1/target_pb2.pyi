@@ -274,7 +274,9 @@ global___GenerateStarted = GenerateStarted
 
 @typing.final
 class GenerateChunk(google.protobuf.message.Message):
-    """GenerateChunk carries the tokens of one step, or of several steps in a row for a reader that lags."""
+    """GenerateChunk carries the tokens of one step, or of several steps in a row: where they were launched at once, or for
+    a reader that lags.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -283,13 +285,15 @@ class GenerateChunk(google.protobuf.message.Message):
     DRAFTED_TOKENS_FIELD_NUMBER: builtins.int
     LOGPROBS_FIELD_NUMBER: builtins.int
     STEP_FIELD_NUMBER: builtins.int
+    DRAFTS_BY_STEP_FIELD_NUMBER: builtins.int
     text: builtins.str
     """text that is complete with these tokens. Text of a token can arrive with a later chunk, when it ends inside a
     character or might begin a stop string.
     """
     drafted_tokens: builtins.int
-    """drafted_tokens says how many of token_ids, from the first, were accepted drafts. The last token of a step is
-    the model's own. Only the first of several steps has accepted drafts.
+    """drafted_tokens says how many of token_ids were accepted drafts. The last token of a step is the model's own. Only
+    the first of several steps has accepted drafts, so that they are the first of token_ids, unless drafts_by_step
+    says otherwise.
     """
     step: builtins.int
     """step that committed the last of the tokens."""
@@ -301,6 +305,12 @@ class GenerateChunk(google.protobuf.message.Message):
     def logprobs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___TokenLogprobs]:
         """logprobs, one per token, when asked for."""
 
+    @property
+    def drafts_by_step(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """drafts_by_step says of each of several steps, in order, how many of its tokens were accepted drafts; a token of
+        the model's own follows them, unless the answer ended before it. Empty where drafted_tokens says it all.
+        """
+
     def __init__(
         self,
         *,
@@ -309,8 +319,9 @@ class GenerateChunk(google.protobuf.message.Message):
         drafted_tokens: builtins.int = ...,
         logprobs: collections.abc.Iterable[global___TokenLogprobs] | None = ...,
         step: builtins.int = ...,
+        drafts_by_step: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["drafted_tokens", b"drafted_tokens", "logprobs", b"logprobs", "step", b"step", "text", b"text", "token_ids", b"token_ids"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["drafted_tokens", b"drafted_tokens", "drafts_by_step", b"drafts_by_step", "logprobs", b"logprobs", "step", b"step", "text", b"text", "token_ids", b"token_ids"]) -> None: ...
 
 global___GenerateChunk = GenerateChunk
 

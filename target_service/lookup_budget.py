@@ -1,7 +1,7 @@
 """How many rows of every sequence the device drafts itself, from the sequence's own text: as many as pay.
 
-Such a draft costs nobody a round trip, and what it makes is known only afterwards: `Lookups` follows how far drafts
-reached lately, over all sequences, and weighs that against what passes with so many rows take.
+Such a draft costs nobody a round trip, and what it makes is known only afterwards. So it is followed how far drafts
+reached lately, over all sequences, and weighed against what passes with so many rows took.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _WORTH_TIMING = 0.7
 _MARGIN = 1.1
 
 
-class Lookups:
+class LookupBudget:
     """Chooses launch by launch."""
 
     def __init__(

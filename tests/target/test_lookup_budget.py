@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from outrider.sampling import SamplingParams, VerificationMode
 from target_service.commit import LiveSequence
-from target_service.lookups import Lookups
+from target_service.lookup_budget import LookupBudget
 from target_service.scheduler import Chunk, Schedule
 from target_service.sequence import SequenceRequest
 from target_service.step_cost import StepCost
@@ -26,8 +26,8 @@ MAX_ROWS = 256
 class Engine:
     """A load whose drafts are right to a given depth, on a device that takes `seconds(sequences, rows)` for a pass."""
 
-    def __init__(self, runner: object, lookups: Lookups, live: dict[int, LiveSequence]) -> None:
-        self.lookups, self.live = lookups, live
+    def __init__(self, runner: object, budget: LookupBudget, live: dict[int, LiveSequence]) -> None:
+        self.budget, self.live = budget, live
         self._runner = runner
 
     def schedule(self, *requests: SequenceRequest) -> Schedule:
@@ -44,12 +44,12 @@ class Engine:
         """Rows that were drafted, launch by launch."""
         schedule, chosen = self.schedule(*[request([5, 7], 9)] * sequences), []
         for _ in range(launches):
-            rows = self.lookups.choose(schedule, MAX_ROWS)
+            rows = self.budget.choose(schedule, MAX_ROWS)
             chosen.append(rows)
             if rows:
                 said = Verified(Walk((), 3), (), (3,) * min(right, rows), (min(right, rows),), rows)
-                self.lookups.observe(rows, [said] * sequences)
-            self.lookups.observe_time(sequences, rows, seconds(sequences, rows))
+                self.budget.observe(rows, [said] * sequences)
+            self.budget.observe_time(sequences, rows, seconds(sequences, rows))
         return chosen
 
 
@@ -59,7 +59,7 @@ def engine(tiny_model: PreTrainedModel) -> Callable[[int, StepCost | None], Engi
 
     def make(most: int, cost: StepCost | None) -> Engine:
         live: dict[int, LiveSequence] = {}
-        return Engine(runner, Lookups(most, cost, live), live)
+        return Engine(runner, LookupBudget(most, cost, live), live)
 
     return make
 
@@ -120,7 +120,7 @@ def test_loads_are_told_apart(engine: Make) -> None:
 
 def test_above_a_load_there_are_none(engine: Make) -> None:
     one = engine(15, None)
-    one.lookups = Lookups(15, None, one.live, disable_above=3)
+    one.budget = LookupBudget(15, None, one.live, disable_above=3)
     assert [one.run(sequences, 9, free, 1)[0] for sequences in (3, 4)] == [15, 0]
 
 
@@ -134,7 +134,7 @@ def test_several_sequences_have_to_gain_more(engine: Make) -> None:
 def test_steps_have_only_so_many_rows(engine: Make) -> None:
     one = engine(15, None)
     schedule = one.schedule(*[request([5, 7], 9)] * 4)
-    assert [one.lookups.choose(schedule, rows) for rows in (64, 63, 32, 16, 15)] == [15, 7, 7, 3, 0]
+    assert [one.budget.choose(schedule, rows) for rows in (64, 63, 32, 16, 15)] == [15, 7, 7, 3, 0]
 
 
 @pytest.mark.parametrize(
@@ -152,11 +152,11 @@ def test_steps_have_only_so_many_rows(engine: Make) -> None:
 def test_everybody_must_want_them(engine: Make, changes: dict[str, object], rows: int) -> None:
     one, plain = engine(15, None), request([5, 7], 9)
     schedule = one.schedule(plain, replace(plain, **changes))  # type: ignore[arg-type]
-    assert one.lookups.choose(schedule, MAX_ROWS) == rows
+    assert one.budget.choose(schedule, MAX_ROWS) == rows
 
 
 def test_tokens_of_a_pass_are_followed(engine: Make) -> None:
     one = engine(7, None)
-    assert one.lookups.tokens_each == 1.0
+    assert one.budget.tokens_each == 1.0
     one.run(3, 2, free)
-    assert one.lookups.tokens_each == pytest.approx(3.0, rel=0.01)
+    assert one.budget.tokens_each == pytest.approx(3.0, rel=0.01)
