@@ -34,9 +34,11 @@ from outrider.frames import (
     Vectors,
 )
 from outrider.sampling import SamplingParams
-from target_service.launch import HostSteps
+from target_service.device_steps import DeviceSteps
+from target_service.launch import HostSteps, Steps
 from target_service.loop import EngineLoop
 from target_service.sequence import SequenceFinished, Verdict
+from target_service.stride import Stride
 
 VOCABULARY = 211
 INFO = DraftInfo("fuzzed", 0, "", TreeLimits(), 1 << 20, "0")
@@ -114,15 +116,22 @@ class ServiceMachine(RuleBasedStateMachine):
         page_size=st.sampled_from([1, 16]),
         chunk=st.sampled_from([1, 16, 64]),
         seed=st.integers(0, 99),
-        followable=st.booleans(),
+        device=st.sampled_from(["host", "host, ahead", "itself", "itself, looking up"]),
+        passes=st.sampled_from([1, 2, 4]),
         kept=st.sampled_from([0, 3, 100]),
     )
-    def begin(self, page_size: int, chunk: int, seed: int, followable: bool, kept: int) -> None:
+    def begin(self, page_size: int, chunk: int, seed: int, device: str, passes: int, kept: int) -> None:
+        """Steps are verified by the host, or by the device itself, which may draft too."""
         self.runner = make_runner(make_tiny(), page_size, kv_tokens=128)
-        config = engine_config(prefill_chunk=chunk, max_step_rows=96, max_running=3, disable_above=2)
+        config = engine_config(prefill_chunk=chunk, max_step_rows=96, max_running=3, disable_above=2, lookup_tokens=7)
         # Nothing arrives while the machine's own thread waits, so it does not.
         config = replace(config, drafting=replace(config.drafting, wait_seconds=0.0, feature_window=kept))
-        self.loop = EngineLoop(self.runner, config, steps=HostSteps(self.runner, followable=followable))
+        steps: Steps = HostSteps(self.runner, followable=device == "host, ahead")
+        if device.startswith("itself"):
+            steps = DeviceSteps(self.runner, max_sequences=3, max_rows=96)
+        if device == "itself, looking up":
+            self.runner.keep_tokens()
+        self.loop = EngineLoop(self.runner, config, steps=steps, stride=Stride(passes))
         self.wanted: dict[int, int] = {}
         self.draft = FuzzedDraft(self.wanted)
         self.loop.drafting.attach(self.draft)
@@ -234,6 +243,6 @@ class ServiceMachine(RuleBasedStateMachine):
 
 
 ServiceMachine.TestCase.settings = settings(
-    max_examples=40, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=60, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestServiceMachine = pytest.mark.timeout(300)(ServiceMachine.TestCase)
