@@ -108,7 +108,7 @@ def measure(options: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
             write_answers(answers, said.items())
             wait_for(address, draft)
             patient = LinkOptions(answer_timeout=_PATIENCE, ping_timeout=_PATIENCE)
-            drafted = SimulatedRun(runner, config, (address, patient))
+            drafted = SimulatedRun(runner, config, (address, patient), options.settle_seconds)
             for concurrency in options.concurrency:
                 figures, outputs = drafted.measure(prompts[:concurrency], options.max_tokens)
                 same = sum(said[prompt] == output for prompt, output in outputs.items())
@@ -141,6 +141,12 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--tree", default="7,1,7", type=lambda text: tuple(map(int, text.split(","))), help="levels, topk, nodes"
     )
     parser.add_argument("--row-budget", default="all", choices=("all", "adaptive"))
+    parser.add_argument(
+        "--settle-seconds",
+        type=float,
+        default=0.0,
+        help="how long each load runs before it is measured, so that an adaptive engine has found out what pays",
+    )
     parser.add_argument("--draft-wait-ms", type=float, default=2000.0, help="long, so that no step goes on undrafted")
     parser.add_argument("--eagle", default="{}", type=json.loads, help="more settings of the drafter, as JSON")
     parser.add_argument("--target", default="{}", type=json.loads, help="more settings of the target, as JSON")

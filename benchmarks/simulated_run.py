@@ -32,13 +32,17 @@ _MOST_WARM_UPS = 8
 class SimulatedRun:
     """One engine. Each load is run twice, first briefly, so that what is made when first met is there."""
 
-    def __init__(self, runner: ModelRunner, config: TargetConfig, draft: tuple[str, LinkOptions] | None) -> None:
-        """`draft` is the address of a draft service that takes calls. Waits until it is connected."""
+    def __init__(
+        self, runner: ModelRunner, config: TargetConfig, draft: tuple[str, LinkOptions] | None, settle: float = 0.0
+    ) -> None:
+        """`draft` is the address of a draft service that takes calls. Waits until it is connected. Each load is said
+        again and again for `settle` seconds before it is measured."""
         self._events = EngineEvents(self._say)
         self._said: dict[int, list[int]] = {}
         self._recorder = StepRecorder()
         adaptive = draft is not None and config.row_budget == "adaptive"
         self._warm_up, self._most_warm_ups = (_WARM_UP_ADAPTIVE, _MOST_WARM_UPS) if adaptive else (_WARM_UP, 1)
+        self._settle = settle
         cost = measure_step_cost(runner, config.step_rows) if adaptive else None
         self._engine = Engine(runner, engine_config(config), step_cost=cost, observer=self._recorder)
         self._link: StoppableLink | None = None
@@ -53,11 +57,14 @@ class SimulatedRun:
 
     def measure(self, prompts: Sequence[Prompt], max_tokens: int) -> tuple[dict[str, Any], Outputs]:
         """All prompts at once: figures, and what was said to each."""
+        until = time.monotonic() + self._settle
         for _ in range(self._most_warm_ups):
             _, totals = self._answer(prompts, min(self._warm_up, max_tokens))
             # One by chance a prompt is no use of drafts.
             if sum(one.accepted_tokens for one in totals) > len(prompts):
                 break
+        while time.monotonic() < until:
+            self._answer(prompts, max_tokens)
         self._recorder.take()
         begin = time.perf_counter()
         outputs, totals = self._answer(prompts, max_tokens)
