@@ -33,7 +33,6 @@ class StepFeatures:
     ) -> None:
         """States of a pass, fused by `projection` if there is one, in the `dtype` that travels. On a GPU the work is
         done on `stream`."""
-        # Held as long as another stream may read them.
         self._tapped = tapped
         self._dtype = dtype
         self._projection = projection
@@ -47,6 +46,9 @@ class StepFeatures:
         """Encode all rows now, without waiting, into what `host` gives for a vector of so many bytes: pinned memory
         with room for them, left alone until they were picked."""
         with self._aside():
+            if self._stream is not None:
+                # Whether anybody picks them or not, their memory is not free before this has read them.
+                self._tapped.states.record_stream(self._stream)
             encoded = self._encoded(self._tapped.states)
             self._ahead = host(encoded.shape[1])[: len(encoded)]
             self._ahead.copy_(encoded, non_blocking=True)

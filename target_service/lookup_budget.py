@@ -60,17 +60,21 @@ class LookupBudget:
     def choose(self, schedule: Schedule, max_rows: int) -> int:
         """Rows to draft of every sequence, in a step of `max_rows`; 0 where that does not pay, or some sequence may not
         have any."""
-        sequences = len(schedule.chunks)
-        if not self.on or sequences > self._disable_above or not all(chunk.takes_tree for chunk in schedule.chunks):
+        if not self.on or not all(chunk.takes_tree for chunk in schedule.chunks):
             return 0
-        most = min(self._most(self._live[chunk.sequence.sequence_id]) for chunk in schedule.chunks)
-        sizes = [rows for rows in self._sizes if rows <= most and sequences * (1 + rows) <= max_rows]
-        if not sizes:
-            return 0
-        best = sizes[-1] if self._cost is None else self._tried(sizes, sequences)
+        sequences, best = len(schedule.chunks), 0
+        if sizes := self._allowed(schedule, max_rows):
+            best = sizes[-1] if self._cost is None else self._tried(sizes, sequences)
         if not best:
             self.tokens_each += _SHARE * (1 - self.tokens_each)
         return best
+
+    def _allowed(self, schedule: Schedule, max_rows: int) -> list[int]:
+        sequences = len(schedule.chunks)
+        if sequences > self._disable_above:
+            return []
+        most = min(self._most(self._live[chunk.sequence.sequence_id]) for chunk in schedule.chunks)
+        return [rows for rows in self._sizes if rows <= most and sequences * (1 + rows) <= max_rows]
 
     def _tried(self, sizes: SequenceOf[int], sequences: int) -> int:
         """What makes most, or at times another, for else nobody would know what that takes or makes by now."""

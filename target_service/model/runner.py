@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any, Literal
 
 import numpy
@@ -195,7 +196,7 @@ class ModelRunner:
             torch.from_numpy(parameters).to(self.device),
             self._to_device(attention.query_starts),
             self._to_device(attention.prefix_lengths),
-            self._to_device([sum(page_counts[:b]) for b in range(len(page_counts))]),
+            self._to_device([0, *accumulate(page_counts[:-1])]),
             self._to_device([page for held in attention.pages for page in held]),
         )
         assert self.lookup is not None, "tokens are kept by then"

@@ -160,3 +160,7 @@ def test_tokens_of_a_pass_are_followed(engine: Make) -> None:
     assert one.budget.tokens_each == 1.0
     one.run(3, 2, free)
     assert one.budget.tokens_each == pytest.approx(3.0, rel=0.01)
+    # And forgotten with requests that have none.
+    schedule = one.schedule(request([5, 7], 9, speculate=False))
+    assert not any(one.budget.choose(schedule, MAX_ROWS) for _ in range(300))
+    assert one.budget.tokens_each == pytest.approx(1.0, rel=0.01)
