@@ -97,8 +97,8 @@ def lay_out(
         token_ids.extend(sequence.feed(start, chunk.count))
         positions.extend(range(start, start + chunk.count))
         root_row, rows, shape = first_row + chunk.count - 1, chunk.count, None
-        lost, at = sequence.totals.preemptions, len(logit_rows)
-        items.append(StepItem(sequence, start, chunk.count, tree, root_row, at, lost))
+        preempted, first_logit = sequence.totals.preemptions, len(logit_rows)
+        items.append(StepItem(sequence, start, chunk.count, tree, root_row, first_logit, preempted))
         if tree is not None:
             decode_rows += len(tree.token_ids) + looked_up
             if tree.drafted or looked_up:

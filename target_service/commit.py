@@ -64,8 +64,9 @@ def commit(live: LiveSequence, tree: TokenTree, outcome: Verified, compute_ns: i
     )
     if tree.drafted:
         _count_drafts(sequence, tree.drafted, max(tree.depths), len(accepted))
-    for accepted_drafts in outcome.looked_up:
-        _count_drafts(sequence, outcome.drafted_each, outcome.drafted_each, accepted_drafts)
+    # Passes behind the end of the sequence are nobody's.
+    for drafts in by_step:
+        _count_drafts(sequence, outcome.drafted_each, outcome.drafted_each, drafts)
     _count(sequence, verdict, finish, now)
     return verdict
 

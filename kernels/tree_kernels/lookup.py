@@ -106,7 +106,13 @@ class DeviceLookup:
             self._place(step, b, row, rows, token, moved)
 
     def go_on(self, step: StepIntegers, verdicts: Verdicts) -> None:
-        """Note what a pass of `step` said, make of it the next pass of the same sequences, and draft for that."""
+        """Note what a pass of `step` said, make of it the next pass of the same sequences, and draft for that. In
+        place, and at most P times after a `begin`, for which `said` has room.
+
+        Args:
+            step: as `begin` or the last call left it, and as it was run.
+            verdicts: of that pass, [at least as many sequences as the step].
+        """
         if self._on_triton:
             # Only here: Triton may be absent.
             from tree_kernels._triton_lookup import go_on

@@ -43,7 +43,7 @@ def load_runner(config: TargetConfig) -> ModelRunner:
     longest = longest_context(settings)
     max_context = min(config.max_context or min(longest, _CONTEXT_LIMIT), longest)
     backend = _backend(config, model.device)
-    captured = model.device.type == "cuda" and backend == "triton" and config.capture_seconds > 0
+    captured = config.captures
     kv_tokens = config.kv_tokens or _tokens_that_fit(settings, model.dtype, model.device)
     if captured and not config.kv_tokens:
         # Until it is known what captured steps leave.

@@ -11,11 +11,14 @@ from transformers import PreTrainedModel
 
 from outrider.sampling import SamplingParams, VerificationMode
 from target_service.commit import LiveSequence
+from target_service.config import MOST_LOOKED_UP
 from target_service.lookup_budget import LookupBudget
+from target_service.model.runner import ModelRunner
 from target_service.scheduler import Chunk, Schedule
 from target_service.sequence import SequenceRequest
 from target_service.step_cost import StepCost
 from target_service.verifier import Verified
+from tree_kernels.lookup import MAX_LOOKED_UP
 from tree_kernels.verification import Walk
 
 CHEAP = StepCost([(1, 1.0), (64, 1.1)])
@@ -26,7 +29,7 @@ MAX_ROWS = 256
 class Engine:
     """A load whose drafts are right to a given depth, on a device that takes `seconds(sequences, rows)` for a pass."""
 
-    def __init__(self, runner: object, budget: LookupBudget, live: dict[int, LiveSequence]) -> None:
+    def __init__(self, runner: ModelRunner, budget: LookupBudget, live: dict[int, LiveSequence]) -> None:
         self.budget, self.live = budget, live
         self._runner = runner
 
@@ -34,7 +37,7 @@ class Engine:
         self.live.clear()
         chunks = []
         for number, one in enumerate(requests):
-            live = LiveSequence.of(number, one, self._runner)  # type: ignore[arg-type]
+            live = LiveSequence.of(number, one, self._runner)
             live.sequence.kv_length = len(one.token_ids) - 1
             self.live[number] = live
             chunks.append(Chunk(live.sequence, 1))
@@ -153,6 +156,10 @@ def test_everybody_must_want_them(engine: Make, changes: dict[str, object], rows
     one, plain = engine(15, None), request([5, 7], 9)
     schedule = one.schedule(plain, replace(plain, **changes))  # type: ignore[arg-type]
     assert one.budget.choose(schedule, MAX_ROWS) == rows
+
+
+def test_settings_allow_what_the_kernel_holds() -> None:
+    assert MOST_LOOKED_UP == MAX_LOOKED_UP
 
 
 def test_tokens_of_a_pass_are_followed(engine: Make) -> None:
