@@ -6,11 +6,11 @@
 
 Nothing here says how good a drafter is. Target and head have random weights of the real shapes, so that forward passes,
 hidden states on the wire, drafting and verification cost what they cost. The draft is a real draft service in a process
-of its own, on the same GPU or on another; after the head has drafted, the tokens of its tree are overwritten, so that
-the right continuation, which a plain run of the same prompts said just before, is in the tree down to depth d with the
-probability rates[0] * .. * rates[d - 1]. The engine runs in this process, without gRPC to clients. Greedy, answers of
-exactly `--max-tokens` tokens. Where the target leaves what the plain run said, its sequence gets wrong drafts from
-there on.
+of its own, on the same GPU or on another, or runs in the engine's (`--placement`); `--delay-ms` stands for a longer way
+to it. After the head has drafted, the tokens of its tree are overwritten, so that the right continuation, which a plain
+run of the same prompts said just before, is in the tree down to depth d with the probability rates[0] * .. *
+rates[d - 1]. The engine runs in this process, without gRPC to clients. Greedy, answers of exactly `--max-tokens`
+tokens. Where the target leaves what the plain run said, its sequence gets wrong drafts from there on.
 
 The default rate, 0.775 at every depth, is that of SpecForge's EAGLE-3 head for Llama-3.1-8B-Instruct: its dashboard
 gives 3.86 tokens a step on MT-Bench with chains of 7 at batch 1 (4.91 on HumanEval and 5.40 on MATH-500, which would be
@@ -25,20 +25,24 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from gpu_machine import describe
 from serving_services import process, visible_device, wait_for
-from simulated_drafter import write_answers
-from simulated_run import SimulatedRun
+from simulated_drafter import SimulatedDrafter, write_answers
+from simulated_run import Connect, SimulatedRun
 from step_recorder import line
 from workload import Prompt, random_prompts
 
+from draft_service.eagle.config import EagleConfig
+from draft_service.inprocess import InprocessLink
+from outrider.frames import DraftEvents
 from target_service.assembly import load_model
 from target_service.config import TargetConfig
-from target_service.draft_client import LinkOptions
+from target_service.draft_client import LinkOptions, StoppableLink, connect_draft
 
 LABEL = "acceptance SIMULATED, weights random"
 _DRAFT = Path(__file__).with_name("simulated_drafter.py")
@@ -67,13 +71,13 @@ def target_config(options: argparse.Namespace) -> TargetConfig:
     return TargetConfig(**(settings | options.target))
 
 
-def draft_arguments(options: argparse.Namespace, address: str, answers: Path) -> list[str]:
+def eagle_settings(options: argparse.Namespace) -> dict[str, Any]:
     steps, topk, nodes = options.tree
     room = options.prompt_tokens + options.max_tokens + _HEAD_SLACK
-    eagle = {
+    return {
         "head": options.head,
         "embeddings": options.model,
-        "device": options.draft_device.partition(":")[0],
+        "device": options.draft_device,
         "dtype": options.dtype,
         "num_steps": steps,
         "topk": topk,
@@ -82,19 +86,47 @@ def draft_arguments(options: argparse.Namespace, address: str, answers: Path) ->
         "kv_tokens": max(4096, max(options.concurrency) * room),
         **options.eagle,
     }
+
+
+def draft_arguments(options: argparse.Namespace, address: str, answers: Path) -> list[str]:
     rates = ",".join(map(str, options.rates))
-    said = ["--answers", str(answers), "--rates", rates, "--listen", address, "--eagle", json.dumps(eagle)]
-    return [str(_DRAFT), *said]
+    eagle = eagle_settings(options) | {"device": options.draft_device.partition(":")[0]}
+    said = ["--answers", str(answers), "--rates", rates, "--delay-ms", str(options.delay_ms), "--listen", address]
+    return [str(_DRAFT), *said, "--eagle", json.dumps(eagle)]
+
+
+@contextmanager
+def draft_beside(options: argparse.Namespace, answers: Path) -> Iterator[Connect]:
+    """Starts a draft where it is asked for, which loads its head while the target is loaded."""
+    if options.placement == "inprocess":
+        drafter = SimulatedDrafter(
+            EagleConfig(**eagle_settings(options)), answers, options.rates, options.delay_ms / 1e3
+        )
+
+        def link(events: DraftEvents, _: int) -> StoppableLink:
+            drafter.start()
+            return InprocessLink(drafter, events)
+
+        yield link
+        return
+    address = f"unix:{answers.parent}/draft"
+    environment = {"CUDA_VISIBLE_DEVICES": visible_device(options.draft_device)}
+    with process(*draft_arguments(options, address, answers), environment=environment) as draft:
+
+        def connect(events: DraftEvents, vocabulary_size: int) -> StoppableLink:
+            wait_for(address, draft)
+            patient = LinkOptions(answer_timeout=_PATIENCE, ping_timeout=_PATIENCE)
+            # Of a head that was made for no tokenizer.
+            return connect_draft(address, events, vocabulary_size, "", patient)
+
+        yield connect
 
 
 def measure(options: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
     """Plain first, for every load, then drafted; figures are appended to `rows`."""
     with tempfile.TemporaryDirectory() as folder:
-        address, answers = f"unix:{folder}/draft", Path(folder) / "answers.json"
-        environment = {"CUDA_VISIBLE_DEVICES": visible_device(options.draft_device)}
-        arguments = draft_arguments(options, address, answers)
-        # Its head is loaded while the target is.
-        with process(*arguments, environment=environment) as draft:
+        answers = Path(folder) / "answers.json"
+        with draft_beside(options, answers) as connect:
             config = target_config(options)
             runner = load_model(config)
             prompts = random_prompts(max(options.concurrency), options.prompt_tokens, runner.vocabulary_size)
@@ -106,9 +138,7 @@ def measure(options: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
                 said |= outputs
             plain.close()
             write_answers(answers, said.items())
-            wait_for(address, draft)
-            patient = LinkOptions(answer_timeout=_PATIENCE, ping_timeout=_PATIENCE)
-            drafted = SimulatedRun(runner, config, (address, patient), options.settle_seconds)
+            drafted = SimulatedRun(runner, config, connect, options.settle_seconds)
             for concurrency in options.concurrency:
                 figures, outputs = drafted.measure(prompts[:concurrency], options.max_tokens)
                 same = sum(said[prompt] == output for prompt, output in outputs.items())
@@ -132,6 +162,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--head", required=True, help="folder of the head that it wrote")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--draft-device", default="cuda:0", help="cpu, cuda:0, cuda:1")
+    parser.add_argument("--placement", default="own", choices=("own", "inprocess"), help="the draft's process")
+    parser.add_argument("--delay-ms", type=float, default=0.0, help="that every answer of the draft comes later")
     parser.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16"))
     parser.add_argument("--concurrency", default="1,4,16,64", type=lambda text: [int(c) for c in text.split(",")])
     parser.add_argument("--prompt-tokens", type=int, default=1024)

@@ -13,6 +13,7 @@ import json
 import logging
 import random
 import sys
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -114,8 +115,10 @@ class SimulatedDrafter(EagleDrafter):
 
     name = "eagle_simulated"
 
-    def __init__(self, config: EagleConfig, answers: Path, rates: Sequence[float]) -> None:
+    def __init__(self, config: EagleConfig, answers: Path, rates: Sequence[float], delay: float = 0.0) -> None:
+        """Answers come `delay` seconds later than they are ready, as over a longer way."""
         super().__init__(config)
+        self._delay = delay
         self._path = answers
         self._answers: Answers = {}
         self._simulation = Simulation(rates, self.vocabulary_size)
@@ -141,6 +144,7 @@ class SimulatedDrafter(EagleDrafter):
     def propose(self, sequences: Sequence[DraftSequence]) -> list[TokenTree]:
         trees = super().propose(sequences)
         scripts = [self._simulation.scripts[id(sequence)] for sequence in sequences]
+        time.sleep(self._delay)
         return [self._simulation.rewrite(tree, script) for tree, script in zip(trees, scripts, strict=True)]
 
     def stats(self) -> Mapping[str, float]:
@@ -158,11 +162,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--answers", type=Path, required=True)
     parser.add_argument("--rates", required=True, type=lambda text: [float(one) for one in text.split(",")])
+    parser.add_argument("--delay-ms", type=float, default=0.0)
     parser.add_argument("--listen", required=True)
     parser.add_argument("--eagle", required=True, type=json.loads, help="settings of the EAGLE drafter, as JSON")
     options = parser.parse_args()
     logging.basicConfig(level=logging.WARNING)
-    drafter = SimulatedDrafter(EagleConfig(**options.eagle), options.answers, options.rates)
+    config = EagleConfig(**options.eagle)
+    drafter = SimulatedDrafter(config, options.answers, options.rates, options.delay_ms / 1e3)
     return run(serve(DraftConfig(listen=options.listen), drafter))
 
 

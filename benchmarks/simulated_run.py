@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from engine_events import EngineEvents
 from step_recorder import StepRecorder, summarise
 from workload import Prompt
 
+from outrider.frames import DraftEvents
 from outrider.sampling import SamplingParams, VerificationMode
 from target_service.assembly import engine_config
 from target_service.config import TargetConfig
-from target_service.draft_client import LinkOptions, StoppableLink, connect_draft
+from target_service.draft_client import StoppableLink
 from target_service.engine import Engine
 from target_service.model.runner import ModelRunner
 from target_service.profile import measure_step_cost
 from target_service.sequence import SequenceRequest, SequenceTotals, Verdict
 
+# Links a draft to the engine that listens so, whose vocabulary has so many tokens.
+Connect = Callable[[DraftEvents, int], StoppableLink]
 # What was said to each prompt.
 Outputs = dict[Prompt, tuple[int, ...]]
 
@@ -32,26 +35,22 @@ _MOST_WARM_UPS = 8
 class SimulatedRun:
     """One engine. Each load is run twice, first briefly, so that what is made when first met is there."""
 
-    def __init__(
-        self, runner: ModelRunner, config: TargetConfig, draft: tuple[str, LinkOptions] | None, settle: float = 0.0
-    ) -> None:
-        """`draft` is the address of a draft service that takes calls. Waits until it is connected. Each load is said
-        again and again for `settle` seconds before it is measured."""
+    def __init__(self, runner: ModelRunner, config: TargetConfig, connect: Connect | None, settle: float = 0.0) -> None:
+        """Waits until the draft is connected. Each load is said again and again for `settle` seconds before it is
+        measured."""
         self._events = EngineEvents(self._say)
         self._said: dict[int, list[int]] = {}
         self._recorder = StepRecorder()
-        adaptive = draft is not None and config.row_budget == "adaptive"
+        adaptive = connect is not None and config.row_budget == "adaptive"
         self._warm_up, self._most_warm_ups = (_WARM_UP_ADAPTIVE, _MOST_WARM_UPS) if adaptive else (_WARM_UP, 1)
         self._settle = settle
         cost = measure_step_cost(runner, config.step_rows) if adaptive else None
         self._engine = Engine(runner, engine_config(config), step_cost=cost, observer=self._recorder)
         self._link: StoppableLink | None = None
-        if draft is not None:
-            address, options = draft
-            # Of a head that was made for no tokenizer.
-            self._link = connect_draft(address, self._engine.draft_events, runner.vocabulary_size, "", options)
+        if connect is not None:
+            self._link = connect(self._engine.draft_events, runner.vocabulary_size)
             self._engine.attach_draft(self._link)
-        self._drafted = draft is not None
+        self._drafted = connect is not None
         self._engine.start(self._events.note)
         self._wait_for_draft()
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Sequence as SequenceOf
-from typing import Any, Literal, NamedTuple
-from weakref import WeakKeyDictionary
+from typing import Literal
 
 import numpy
 import torch
@@ -17,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from target_service.batch import StepBatch, StepItem
+from target_service.follow_up import FollowUp, Kind
 from target_service.kv_cache import KVCache
 from target_service.launch import HostSteps, Launched, Steps, move_on_host, verify_on_host
 from target_service.lookup_launch import LookedUp, room_for_said
@@ -25,7 +25,6 @@ from target_service.model.runner import ModelRunner
 from target_service.sequence import MAX_STRIDE
 from target_service.verifier import SequenceVerifier, Verified
 from tree_kernels.device_verification import DeviceVerifier, Mode, RowsToVerify, Verdicts
-from tree_kernels.kv_move import move_accepted
 from tree_kernels.verification import Walk
 
 # Results under way at most: that of a step, and that of the one launched after it.
@@ -55,7 +54,6 @@ class DeviceSteps:
         """`max_sequences` and `max_rows` bound every step; `backend` is that of `DeviceVerifier`."""
         self._runner = runner
         self.in_background = runner.device.type == "cuda"
-        self._backend = backend
         self._verifier = DeviceVerifier(runner.device, runner.vocabulary_size, max_sequences, max_rows, backend=backend)
         size, on_gpu = 2 * max_sequences + max_rows, runner.device.type == "cuda"
         pinned = torch.zeros(_RESULTS, size, dtype=torch.int32, pin_memory=on_gpu)
@@ -69,12 +67,7 @@ class DeviceSteps:
         self._nothing = torch.zeros(max_sequences, dtype=torch.int32, device=runner.device)
         # Drafted rows that it accepts, by place; None where it drafts itself.
         self._moves: Tensor | None = self._nothing
-        # What follows passes whose tensors stay where they are, for as long as they do. Graphs write to the verdicts of
-        # this verifier, so they are of no use to another engine that runs the same model.
-        self._graphs: WeakKeyDictionary[object, dict[_FollowUp, torch.cuda.CUDAGraph]] = WeakKeyDictionary()
-        if on_gpu:
-            self._follow_up_stream = torch.cuda.Stream(runner.device)  # type: ignore[no-untyped-call]
-            self._pool: Any = torch.cuda.graph_pool_handle()
+        self._follow_up = FollowUp(runner, self._verifier, backend)
 
     def warm_up(self) -> None:
         """Have every kernel compiled that a request may ask for, so that none waits for it. Seconds for each, once."""
@@ -90,6 +83,7 @@ class DeviceSteps:
             for distributions in (None, drawn):
                 for filtered in (False, True):
                     self._verifier.sampled(*step, distributions, filtered=filtered)
+        self._follow_up.capture_ahead()
 
     @property
     def looks_up(self) -> bool:
@@ -144,65 +138,14 @@ class DeviceSteps:
 
     def _conclude(self, batch: StepBatch, rows: SequenceOf[RowsToVerify], done: ForwardPass) -> None:
         """Verify a pass, bring accepted keys and values into place, and leave what was said for the next pass."""
-        drafted = batch.drafted
-        greedy = all(one.mode is Mode.GREEDY for one in rows)
         laws = _laws_of(batch)
         if laws:
             packed = torch.from_numpy(self._verifier.pack_distributions(laws))
-            self._follow_up(_FollowUp(drafted), done, packed.to(done.logits.device))
+            self._follow_up.run(Kind(batch.drafted), done, packed.to(done.logits.device))
             return
+        greedy = all(one.mode is Mode.GREEDY for one in rows)
         filtered = not greedy and any(one.filtered for one in rows)
-        kind = _FollowUp(drafted, greedy, filtered, looked_up=batch.looked_up > 0)
-        if done.keeper is None:
-            self._follow_up(kind, done, None)
-            return
-        graphs = self._graphs.setdefault(done.keeper, {})
-        if kind in graphs:
-            graphs[kind].replay()
-            return
-        self._follow_up(kind, done, None)
-        # Now that every kernel is compiled. Capturing runs nothing.
-        graphs[kind] = self._capture(kind, done)
-
-    def _follow_up(self, kind: _FollowUp, done: ForwardPass, distributions: Tensor | None) -> None:
-        step = (done.logits, done.token_ids, done.parents, done.parameters)
-        if kind.greedy:
-            self._verifier.greedy(*step)
-        else:
-            self._verifier.sampled(*step, distributions, filtered=kind.filtered)
-        cache, verdicts = self._runner.cache, self._verdicts
-        if kind.drafted:
-            move_accepted(cache.key_pool, cache.value_pool, done.slots, done.parameters, verdicts, self._backend)
-            if self._runner.lookup is not None:
-                self._runner.lookup.keep_accepted(done.token_ids, done.slots, done.parameters, verdicts)
-        self._runner.awaited[: len(verdicts.next_tokens)].copy_(verdicts.next_tokens)
-        if kind.looked_up:
-            assert self._runner.lookup is not None and done.step is not None
-            self._runner.lookup.go_on(done.step, verdicts)
-
-    def _capture(self, kind: _FollowUp, done: ForwardPass) -> torch.cuda.CUDAGraph:
-        """Launching one by one costs the host more than the kernels cost the device."""
-        self._follow_up_stream.wait_stream(torch.cuda.current_stream(self._runner.device))
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(self._follow_up_stream):
-            # Not `torch.cuda.graph`, which collects garbage first: this may happen while requests wait.
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            try:
-                self._follow_up(kind, done, None)
-            finally:
-                graph.capture_end()
-        torch.cuda.current_stream(self._runner.device).wait_stream(self._follow_up_stream)
-        return graph
-
-
-class _FollowUp(NamedTuple):
-    """What is done after a pass: accepted rows are moved where any tree was `drafted`, how trees are verified, and
-    whether the pass behind it is `looked_up`."""
-
-    drafted: bool
-    greedy: bool = False
-    filtered: bool = True
-    looked_up: bool = False
+        self._follow_up.run(Kind(batch.drafted, greedy, filtered, looked_up=batch.looked_up > 0), done)
 
 
 def _laws_of(batch: StepBatch) -> dict[int, tuple[tuple[int, ...], tuple[int, ...]]]:

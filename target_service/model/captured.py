@@ -7,8 +7,8 @@ bucket, which one copy from pinned memory fills. Rows that a step leaves free ha
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy
@@ -20,7 +20,7 @@ from transformers import AttentionInterface
 from outrider.errors import NotSupported
 from target_service.kv_cache import KVCache
 from target_service.model.buckets import Bucket, buckets_up_to, choose_bucket
-from target_service.model.forward import ForwardInput, ForwardPass
+from target_service.model.forward import ForwardInput, ForwardPass, rows_of
 from target_service.model.preparing import LayerOptions, prepare_layers
 from target_service.model.runner import ModelRunner, _attend, _Step
 from target_service.model.step_buffer import StepBuffer
@@ -131,7 +131,7 @@ class CapturedRunner(ModelRunner):
         captured = self._replay(batch)
         if captured is None:
             return self._eager(batch)
-        return _rows_of(captured.logits, batch.logit_rows)
+        return rows_of(captured.logits, batch.logit_rows)
 
     @torch.inference_mode()
     def run(self, batch: ForwardInput, parameters: NDArray[numpy.int32]) -> ForwardPass:
@@ -169,7 +169,7 @@ class CapturedRunner(ModelRunner):
         captured = self._replay(batch, parameters, lambda buffer: lookup.begin(buffer.step, self.awaited, moves))
         if captured is None:
             return super().run_looked_up(batch, parameters, moves)
-        return replace(_pass_of(captured), step=captured.buffer.step)
+        return _pass_of(captured)
 
     @torch.inference_mode()
     def run_again(self, batch: ForwardInput, done: ForwardPass) -> ForwardPass:
@@ -178,6 +178,13 @@ class CapturedRunner(ModelRunner):
             return super().run_again(batch, done)
         done.keeper.graph.replay()
         return done
+
+    @torch.inference_mode()
+    def empty_passes(self) -> Iterator[ForwardPass]:
+        """See `ModelRunner.empty_passes`."""
+        for captured in self._captured.values():
+            captured.buffer.integers.zero_()
+            yield _pass_of(captured)
 
     def drop_captures(self) -> None:
         """Forget every graph, and give its memory back."""
@@ -287,11 +294,4 @@ class CapturedRunner(ModelRunner):
 def _pass_of(captured: _Captured) -> ForwardPass:
     buffer = captured.buffer
     parents, slots, parameters = buffer.plan.parents, buffer.slots, buffer.parameters
-    return ForwardPass(captured.logits, captured.token_ids, parents, slots, parameters, captured)
-
-
-def _rows_of(values: Tensor, rows: tuple[int, ...]) -> Tensor:
-    """The rows asked for, as a view where they are consecutive."""
-    if rows and rows == tuple(range(rows[0], rows[0] + len(rows))):
-        return values[rows[0] : rows[0] + len(rows)]
-    return values[torch.tensor(rows, dtype=torch.int64).to(values.device, non_blocking=True)]
+    return ForwardPass(captured.logits, captured.token_ids, parents, slots, parameters, captured, buffer.step)

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from tree_kernels.attention import AttentionBatch
@@ -75,5 +76,12 @@ class ForwardPass:
     parameters: Tensor
     # What keeps these tensors where they are, pass after pass; None where they are new each time.
     keeper: object | None = None
-    # The step where it lies on the device, of a pass whose rows were drafted there.
+    # The step where it lies on the device, of a pass that stays there or whose rows were drafted there.
     step: StepIntegers | None = None
+
+
+def rows_of(values: Tensor, rows: tuple[int, ...]) -> Tensor:
+    """The rows asked for, as a view where they are consecutive."""
+    if rows and rows == tuple(range(rows[0], rows[0] + len(rows))):
+        return values[rows[0] : rows[0] + len(rows)]
+    return values[torch.tensor(rows, dtype=torch.int64).to(values.device, non_blocking=True)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, Literal
@@ -208,6 +208,11 @@ class ModelRunner:
         `DeviceLookup.go_on`."""
         assert done.step is not None, "a pass whose rows were drafted on the device"
         return self._run_where_it_lies(batch, done.step)
+
+    def empty_passes(self) -> Iterator[ForwardPass]:
+        """One pass without any sequence of each size whose tensors stay where they are, so that what is done behind
+        such a pass can be made ready. Before the first request."""
+        return iter(())
 
     def _run_where_it_lies(self, batch: ForwardInput, step: StepIntegers) -> ForwardPass:
         token_ids, positions, slots, prefixes = (

@@ -46,7 +46,11 @@ def captured(
         runner.keep_tokens()
     options = CaptureOptions(ROWS, SEQUENCES, layers=LayerOptions(compiled=not invariant, invariant=invariant))
     taken = CapturedRunner(runner, options)
-    return taken, DeviceSteps(taken, max_sequences=SEQUENCES, max_rows=ROWS)
+    # As at a start whose time was over before the largest sizes were captured.
+    taken.capture(taken.buckets[: len(taken.buckets) // 2])
+    steps = DeviceSteps(taken, max_sequences=SEQUENCES, max_rows=ROWS)
+    steps.warm_up()
+    return taken, steps
 
 
 @pytest.fixture(scope="module")
@@ -121,6 +125,20 @@ def test_what_the_device_drafts_changes_no_token(
     assert [one.token_ids for one in outcomes] == [one.token_ids for one in said]
     if sampling is SAMPLINGS["greedy"]:
         assert sum(one.finished.totals.accepted_tokens for one in outcomes) > 0
+
+
+def test_nothing_is_captured_while_requests_run(
+    looking_up: tuple[ModelRunner, DeviceSteps], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the sizes are captured ahead, so is what follows them: a message would wait for it."""
+    taken, steps = looking_up
+    # One row, one with three looked up, and a prompt's chunk, of one sequence each.
+    wanted = [replace(one, token_ids=one.token_ids[:16]) for one in requests(SAMPLINGS["greedy"])[2:3]]
+    wanted += [replace(wanted[0], sampling=SAMPLINGS[name]) for name in ("seeded", "filtered")]
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: pytest.fail("captured while a request ran"))
+    for one in wanted:
+        for draft in ("none", "random"):
+            run(taken, [one], config=engine_config(lookup_tokens=3), propose=drafter(draft, [one], []), launch=steps)
 
 
 def test_rejection_on_the_device_decides_as_on_the_host(exact: tuple[ModelRunner, ModelRunner, DeviceSteps]) -> None:
