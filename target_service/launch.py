@@ -62,13 +62,13 @@ class Steps(Protocol):
 class HostSteps:
     """One step after the other, verified row by row as the walks come to them."""
 
-    in_background = looks_up = False
+    looks_up = False
 
     def __init__(self, runner: ModelRunner, *, followable: bool = False) -> None:
         """`followable` lets the engine prepare each step before the one under way has ended, which gains nothing
         here: it is for tests of that order."""
         self._runner = runner
-        self._followable = followable
+        self.in_background = self._followable = followable
         self._last: _OnHost | None = None
 
     def launch(self, batch: StepBatch, verifiers: SequenceOf[SequenceVerifier], stride: int = 1) -> Launched:

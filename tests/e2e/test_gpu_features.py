@@ -82,9 +82,10 @@ def test_rows_encoded_behind_a_pass_are_those_encoded_when_wanted(dtype: str, pr
     for rows in (1, 7, 256, 300, 64, 7):
         states = torch.randn(rows, 192, device="cuda")
         wanted = encode(states if projection is None else projection(states), dtype).cpu()
+        tapped = states.clone()
         ready = torch.cuda.Event()
         ready.record()
-        features = encoder.begin(Tapped(states.clone(), ready), dtype, projection)
+        features = encoder.begin(Tapped(tapped, ready), dtype, projection)
         picked = sorted(random.Random(rows).sample(range(rows), min(rows, 5)))
         if dtype == "float8_e4m3":
             # Scales may differ in their last bit with the kernel, and elements by a step with them.
