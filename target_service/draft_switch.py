@@ -56,17 +56,18 @@ class DraftSwitch:
         follow along."""
         return self._plain_steps < steps or self._left < steps
 
-    def choose(self, load: int, promise: Promise, *, ahead: bool, telling: float = 0.0) -> Use:
+    def choose(self, load: int, promise: Promise, *, ahead: bool, guesses: bool = True, telling: float = 0.0) -> Use:
         """How the next step uses drafts. Called once per step.
 
         Args:
             load: sequences that run.
             promise: of drafts.
             ahead: a step may be launched behind the one under way.
+            guesses: one that is may have drafts.
             telling: plain steps that it takes to tell the draft what it has to know for a try.
         """
         seen = self._at(load)
-        ways = (Use.AFTER, Use.AHEAD) if ahead else (Use.AFTER,)
+        ways = (Use.AFTER, Use.AHEAD) if ahead and guesses else (Use.AFTER,)
         # One way after the other, until all are known.
         way = next((way for way in ways if not seen.known(way)), None)
         way = way or max(ways, key=lambda way: seen.gain(way, load, promise))
@@ -92,8 +93,7 @@ class DraftSwitch:
         """Whether it is known what drafts of a head take, and not yet what a plain step takes that feeds none. There is
         more to know where steps are launched `ahead`."""
         seen = self._at(load)
-        known = seen.known(Use.AFTER) and (not ahead or seen.known(Use.AHEAD))
-        return known and seen.unfed_steps < enough_plain(ahead=ahead)
+        return seen.known(Use.AFTER) and seen.unfed_steps < enough_plain(ahead=ahead)
 
     def plain_seconds(self, load: int) -> float:
         """What a plain step takes; 0 before the first."""

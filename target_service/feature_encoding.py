@@ -1,21 +1,20 @@
 """Hidden states of a pass as the bytes that travel: fused, cast, and brought to the host.
 
-Of a pass that verifies trees all rows are encoded as soon as it is launched, beside whatever runs next: which of them
-are committed is known when the host has waited for the pass anyway, and then it only picks. A pass with many rows of
-prompts is encoded when it is known which of them anybody wants.
+Of a pass that verifies trees all rows are encoded as soon as it is launched, before whatever runs next: which of them
+are committed is known when the host has waited for the pass anyway, and then it only picks. Not on a stream of their
+own, where they would hardly run before the pass that is launched behind has ended. A pass with many rows of prompts is
+encoded when it is known which of them anybody wants.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
 
 from target_service.model.head_projection import HeadProjection
-from target_service.model.taps import Tapped
 
 _LARGEST_E4M3 = 448.0
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -28,15 +27,11 @@ _TURNS = 3
 class StepFeatures:
     """What one pass yields, by its rows."""
 
-    def __init__(
-        self, tapped: Tapped, dtype: str, projection: HeadProjection | None, stream: torch.cuda.Stream | None
-    ) -> None:
-        """States of a pass, fused by `projection` if there is one, in the `dtype` that travels. On a GPU the work is
-        done on `stream`."""
-        self._tapped = tapped
+    def __init__(self, states: Tensor, dtype: str, projection: HeadProjection | None) -> None:
+        """States [R, ..] of a pass, fused by `projection` if there is one, in the `dtype` that travels."""
+        self._states = states
         self._dtype = dtype
         self._projection = projection
-        self._stream = stream
         # [R, bytes of a vector] uint8 on the host, once `done`.
         self._ahead: Tensor | None = None
         self._done: torch.cuda.Event | None = None
@@ -45,15 +40,11 @@ class StepFeatures:
     def begin(self, host: Callable[[int], Tensor]) -> None:
         """Encode all rows now, without waiting, into what `host` gives for a vector of so many bytes: pinned memory
         with room for them, left alone until they were picked."""
-        with self._aside():
-            if self._stream is not None:
-                # Whether anybody picks them or not, their memory is not free before this has read them.
-                self._tapped.states.record_stream(self._stream)
-            encoded = self._encoded(self._tapped.states)
-            self._ahead = host(encoded.shape[1])[: len(encoded)]
-            self._ahead.copy_(encoded, non_blocking=True)
-            self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._done.record()
+        encoded = self._encoded(self._states)
+        self._ahead = host(encoded.shape[1])[: len(encoded)]
+        self._ahead.copy_(encoded, non_blocking=True)
+        self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._done.record()
 
     @torch.inference_mode()
     def of_rows(self, rows: SequenceOf[int]) -> Tensor:
@@ -61,34 +52,24 @@ class StepFeatures:
         if self._ahead is not None and self._done is not None:
             self._done.synchronize()
             return self._ahead[list(rows)]
-        with self._aside():
-            states = self._tapped.states
-            return self._encoded(states[torch.tensor(rows).to(states.device)]).cpu()
+        return self._encoded(self._states[torch.tensor(rows).to(self._states.device)]).cpu()
 
     def _encoded(self, states: Tensor) -> Tensor:
         return encode(states if self._projection is None else self._projection(states), self._dtype)
-
-    def _aside(self) -> AbstractContextManager[object]:
-        """Beside the steps that are launched meanwhile, and not after them."""
-        if self._stream is None or self._tapped.ready is None:
-            return nullcontext()
-        self._stream.wait_event(self._tapped.ready)
-        return torch.cuda.stream(self._stream)
 
 
 class FeatureEncoder:
     """Encodes passes one after the other."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+    def __init__(self) -> None:
         self._turn = 0
         # [_AHEAD_ROWS, bytes of a vector] each, pinned, used in turns.
         self._hosts: list[Tensor] = []
 
-    def begin(self, tapped: Tapped, dtype: str, projection: HeadProjection | None) -> StepFeatures:
-        """What a pass yields; on a GPU it is on its way to the host, if it has few rows."""
-        features = StepFeatures(tapped, dtype, projection, self._stream)
-        if tapped.ready is not None and len(tapped.states) <= _AHEAD_ROWS:
+    def begin(self, states: Tensor, dtype: str, projection: HeadProjection | None) -> StepFeatures:
+        """What a pass yields, see `LayerTaps.take`; on a GPU it is on its way to the host, if it has few rows."""
+        features = StepFeatures(states, dtype, projection)
+        if states.is_cuda and len(states) <= _AHEAD_ROWS:
             features.begin(self._host)
         return features
 

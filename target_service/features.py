@@ -38,7 +38,7 @@ class Features:
         self._kept: dict[int, KeptVectors] = {}
         # Sequences that the last step read something of, and whether it said something of them.
         self._fresh: dict[int, bool] = {}
-        self._encoder = FeatureEncoder(runner.device)
+        self._encoder = FeatureEncoder()
         self.sent_vectors = self.sent_bytes = 0
         self._told = (0, 0)
         self._head_is_named = runner.draft_head is not None
@@ -76,12 +76,12 @@ class Features:
 
     def after_launch(self, rows: int) -> StepFeatures | None:
         """Those of the pass just launched, of so many rows. None when nobody wants them. Does not wait."""
-        tapped = self._runner.taps.take(rows) if self._runner.taps is not None and self.taken else None
-        if tapped is None:
+        states = self._runner.taps.take(rows) if self._runner.taps is not None and self.taken else None
+        if states is None:
             return None
         assert self._wanted is not None
         head = self._runner.draft_head if self._wanted.projected else None
-        return self._encoder.begin(tapped, self._wanted.dtype, head.projection if head is not None else None)
+        return self._encoder.begin(states, self._wanted.dtype, head.projection if head is not None else None)
 
     def collect(
         self,

@@ -115,13 +115,16 @@ class Gathering:
             if self._drafting.active and self._drafting.pace.beginning:
                 # Followed meanwhile: what it makes is not to be judged by how it begins.
                 return self._use
-            if ahead and self._in_hand(len(running)):
-                use = self._switch.choose_in_hand(len(running), promise)
+            # A head answers too late for a guess: its tree takes about as long as a pass.
+            load, guesses = len(running), not self._drafting.reads_features
+            if ahead and self._in_hand(load):
+                use = self._switch.choose_in_hand(load, promise)
             elif self._reads_prompts(running):
                 # Its time says nothing of drafts.
-                use = self._switch.best(len(running), promise, ahead=ahead)
+                use = self._switch.best(load, promise, ahead=ahead and guesses)
             else:
-                use = self._switch.choose(len(running), promise, ahead=ahead, telling=self._telling(len(running)))
+                telling = self._telling(load)
+                use = self._switch.choose(load, promise, ahead=ahead, guesses=guesses, telling=telling)
         if self._drafting.active:
             self._use = use
         return self._use

@@ -7,20 +7,13 @@ it at every replay.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from outrider.errors import NotSupported
-
-
-class Tapped(NamedTuple):
-    """The states of one pass: [R, F * W], row by row, layers side by side. `ready` is when the device has them."""
-
-    states: Tensor
-    ready: torch.cuda.Event | None
 
 
 class LayerTaps:
@@ -49,19 +42,12 @@ class LayerTaps:
         for handle in self._handles:
             handle.remove()
 
-    def take(self, rows: int) -> Tapped | None:
-        """A copy of what the pass just launched makes of its rows. None where it has more than there is room for.
-
-        Does not wait for the device.
-        """
+    def take(self, rows: int) -> Tensor | None:
+        """[rows, width]: a copy of what the pass just launched makes of its rows. None where it has more than there is
+        room for. Does not wait for the device."""
         if rows > len(self._states):
             return None
-        states = self._states[:rows].clone()
-        if not states.is_cuda:
-            return Tapped(states, None)
-        ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        ready.record()
-        return Tapped(states, ready)
+        return self._states[:rows].clone()
 
     def _hook(self, place: int) -> Callable[[nn.Module, Any, Any], None]:
         columns = slice(place * self._each, (place + 1) * self._each)

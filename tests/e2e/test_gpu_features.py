@@ -19,7 +19,6 @@ from target_service.device_steps import DeviceSteps
 from target_service.feature_encoding import FeatureEncoder, encode
 from target_service.features import Features
 from target_service.model.head_projection import DraftHead, HeadProjection
-from target_service.model.taps import Tapped
 from target_service.step_cost import StepCost
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -76,16 +75,13 @@ def test_captured_steps_keep_every_committed_tokens_state(drafted: bool, compile
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3"])
 @pytest.mark.parametrize("projected", [True, False])
 def test_rows_encoded_behind_a_pass_are_those_encoded_when_wanted(dtype: str, projected: bool) -> None:
-    encoder = FeatureEncoder(torch.device("cuda"))
+    encoder = FeatureEncoder()
     weights = {"fc.weight": torch.randn(96, 192) / 14}
     projection = HeadProjection(weights, 2, 1e-6).to(device="cuda") if projected else None
     for rows in (1, 7, 256, 300, 64, 7):
         states = torch.randn(rows, 192, device="cuda")
         wanted = encode(states if projection is None else projection(states), dtype).cpu()
-        tapped = states.clone()
-        ready = torch.cuda.Event()
-        ready.record()
-        features = encoder.begin(Tapped(tapped, ready), dtype, projection)
+        features = encoder.begin(states, dtype, projection)
         picked = sorted(random.Random(rows).sample(range(rows), min(rows, 5)))
         if dtype == "float8_e4m3":
             # Scales may differ in their last bit with the kernel, and elements by a step with them.

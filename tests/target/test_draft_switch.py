@@ -44,16 +44,14 @@ def play_ahead(
     return chosen
 
 
-def play_fed(switch: DraftSwitch, gains: Promise, *, plain: float, drafted: float, pair: float, ahead: bool) -> None:
+def play_fed(switch: DraftSwitch, gains: Promise, *, plain: float, drafted: float, ahead: bool) -> None:
     """Steps that feed a head, until it is known what its drafts take and not what a plain step takes without it."""
     for _ in range(100):
-        use = switch.choose(1, gains, ahead=ahead)
+        use = switch.choose(1, gains, ahead=ahead, guesses=False)
         if switch.to_be_unfed(1, ahead=ahead):
             return
         if use is Use.AFTER:
             switch.observe_after(1, drafted, row_cost=1.0)
-        elif use is Use.AHEAD:
-            switch.observe_ahead(1, pair)
         else:
             switch.observe_plain(1, plain, fed=True, ahead=ahead)
     pytest.fail("it never became known")
@@ -103,18 +101,18 @@ def test_drafts_in_hand_are_looked_at_unless_waiting_for_all_makes_more() -> Non
     assert switch.choose_in_hand(2, gains) is Use.AHEAD
 
 
-def test_a_plain_step_that_feeds_a_head_is_not_what_drafts_have_to_beat() -> None:
-    """Fed, a plain step takes 1.5: drafts seem to pay. Without, 1.0: they do not."""
-    switch, gains = DraftSwitch(), Promise(1.0, 2.5)
-    play_fed(switch, gains, plain=1.5, drafted=4.0, pair=3.0, ahead=True)
-    assert switch.best(1, gains, ahead=True) is Use.AHEAD
-    while switch.to_be_unfed(1, ahead=True):
-        assert switch.best(1, gains, ahead=True) is not Use.AFTER
-        switch.observe_plain(1, 1.0)
-    assert switch.best(1, gains, ahead=True) is Use.PLAIN
-    assert switch.best(1, Promise(1.0, 3.3), ahead=True) is Use.AHEAD
+@pytest.mark.parametrize("ahead", [True, False], ids=["steps ahead", "one by one"])
+def test_a_plain_step_that_feeds_a_head_is_not_what_drafts_have_to_beat(ahead: bool) -> None:
+    """Fed, a plain step takes 1.6: drafts seem to pay. Without, 1.0: they do not."""
+    switch, gains = DraftSwitch(), promise(1.8)
+    play_fed(switch, gains, plain=1.6, drafted=2.0, ahead=ahead)
+    assert switch.best(1, gains, ahead=False) is Use.AFTER
+    while switch.to_be_unfed(1, ahead=ahead):
+        switch.observe_plain(1, 1.0, ahead=ahead)
+    assert switch.best(1, gains, ahead=False) is Use.PLAIN
+    assert switch.best(1, promise(2.4), ahead=False) is Use.AFTER
     # What is fed later says nothing.
-    switch.observe_plain(1, 50.0, fed=True)
+    switch.observe_plain(1, 50.0, fed=True, ahead=ahead)
     assert switch.plain_seconds(1) == pytest.approx(1.0)
 
 
@@ -173,17 +171,6 @@ def test_a_few_short_steps_in_a_row_are_believed_after_long_ones() -> None:
     for _ in range(4):
         switch.observe_after(1, 1.2, row_cost=1.0)
     assert times.overhead.value == pytest.approx(0.2)
-
-
-def test_a_head_that_slows_plain_steps_is_found_out_where_none_are_launched_ahead() -> None:
-    """As where draft and model share processors: fed, a plain step takes 1.6, without 1.0, and a drafted one 2.0."""
-    switch, gains = DraftSwitch(), Promise(1.8, 2.0)
-    play_fed(switch, gains, plain=1.6, drafted=2.0, pair=4.0, ahead=False)
-    assert switch.best(1, gains, ahead=False) is Use.AFTER
-    while switch.to_be_unfed(1, ahead=False):
-        switch.observe_plain(1, 1.0, ahead=False)
-    assert switch.best(1, gains, ahead=False) is Use.PLAIN
-    assert switch.best(1, Promise(2.4, 2.0), ahead=False) is Use.AFTER
 
 
 def test_drafts_that_often_come_too_late_are_worth_less() -> None:

@@ -30,9 +30,9 @@ from tree_kernels.attention import AttentionBatch
 
 
 def taken(taps: LayerTaps, rows: int) -> torch.Tensor:
-    tapped = taps.take(rows)
-    assert tapped is not None and tapped.ready is None
-    return tapped.states
+    states = taps.take(rows)
+    assert states is not None
+    return states
 
 
 def forward(model: PreTrainedModel, tokens: Sequence[int]) -> None:
