@@ -36,6 +36,14 @@ class StepItem(NamedTuple):
         return self.preemptions == self.sequence.totals.preemptions
 
 
+class Lookup(NamedTuple):
+    """What the device drafts itself: it makes a pass of so many `rows` at most, of which each sequence gets no more
+    than its limit besides its root, by place in the batch."""
+
+    rows: int
+    limits: tuple[int, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class StepBatch:
     """One forward pass over all scheduled sequences."""
@@ -46,8 +54,8 @@ class StepBatch:
     prefill_rows: int
     # Whether any tree has more rows than its root.
     drafted: bool
-    # Rows of every sequence behind its root that the device drafts itself.
-    looked_up: int = 0
+    # What the device drafts itself, if anything.
+    lookup: Lookup | None = None
 
     def moved_on(self, accepted_counts: SequenceOf[int]) -> StepBatch:
         """The batch, laid out as if the step before had accepted no drafted row, now that it is known what it accepted
@@ -57,19 +65,10 @@ class StepBatch:
         return replace(self, items=tuple(items), input=self.input.moved_on(accepted_counts))
 
 
-def keys_of(rows: int, stride: int, looked_up: int) -> int:
-    """Keys that so many passes of `rows` may write, one after the other; where they are looked up, with those of one
-    more pass, which is made ready and not run."""
-    return rows + stride - 1 if not looked_up else (stride + 1) * (1 + looked_up)
-
-
-def _rows_below(
-    tree: TokenTree, start: int, looked_up: int
-) -> tuple[SequenceOf[int], SequenceOf[int], tuple[int, ...] | None]:
-    """Tokens and positions of the rows behind a root at `start`, and parents of all unless they are a chain."""
-    if looked_up:
-        return (0,) * looked_up, range(start + 1, start + 1 + looked_up), None
-    return tree.token_ids[1:], [start + depth for depth in tree.depths[1:]], None if tree.is_chain else tree.parents
+def keys_of(rows: int, stride: int, limit: int | None = None) -> int:
+    """Keys that so many passes of `rows` may write, one after the other; where the device drafts up to a limit of rows
+    for each, with those of one more pass, which is made ready and not run."""
+    return rows + stride - 1 if limit is None else (stride + 1) * (1 + limit)
 
 
 def lay_out(
@@ -77,43 +76,43 @@ def lay_out(
     trees: SequenceOf[TokenTree | None],
     cache: KVCache,
     stride: int = 1,
-    looked_up: int = 0,
+    lookup: Lookup | None = None,
 ) -> StepBatch:
     """Build the step. `trees[i]` belongs to `chunks[i]`; only a chunk of one row may carry drafted rows.
 
     Of the passes of a `stride`, this is the first; the pages hold the keys of all. Row r of a sequence sits in cache
     slot `kv_length + r`; its position is `kv_length` plus its depth. A token that the step under way will say is laid
-    out as `Sequence.feed` gives it, and as if that step accepted no drafted row. Where rows are to be `looked_up`, all
-    trees are roots alone, so many rows behind each are left empty, and the pages hold what all passes may accept.
+    out as `Sequence.feed` gives it, and as if that step accepted no drafted row. Where the device is to look drafts up,
+    all trees are roots alone, and the pages hold what all passes may accept.
     """
     token_ids, positions, slots, logit_rows = (list[int]() for _ in range(4))
-    starts, prefixes, pages = [0], list[int](), list[SequenceOf[int]]()
+    starts, pages = [0], list[SequenceOf[int]]()
     parents: list[tuple[int, ...] | None] = []
     items: list[StepItem] = []
-    decode_rows = 0
-    for chunk, tree in zip(chunks, trees, strict=True):
+    limits = lookup.limits if lookup is not None else (None,) * len(chunks)
+    for chunk, tree, limit in zip(chunks, trees, limits, strict=True):
         sequence, start = chunk.sequence, chunk.sequence.kv_length
         first_row = len(token_ids)
         token_ids.extend(sequence.feed(start, chunk.count))
         positions.extend(range(start, start + chunk.count))
         root_row, rows, shape = first_row + chunk.count - 1, chunk.count, None
-        preempted, first_logit = sequence.totals.preemptions, len(logit_rows)
-        items.append(StepItem(sequence, start, chunk.count, tree, root_row, first_logit, preempted))
+        first_logit, preemptions = len(logit_rows), sequence.totals.preemptions
+        items.append(StepItem(sequence, start, chunk.count, tree, root_row, first_logit, preemptions))
         if tree is not None:
-            decode_rows += len(tree.token_ids) + looked_up
-            if tree.drafted or looked_up:
-                below, places, shape = _rows_below(tree, start, looked_up)
-                rows += len(below)
-                token_ids.extend(below)
-                positions.extend(places)
+            if tree.drafted:
+                rows += tree.drafted
+                token_ids.extend(tree.token_ids[1:])
+                positions.extend(start + depth for depth in tree.depths[1:])
+                shape = None if tree.is_chain else tree.parents
             logit_rows.extend(range(root_row, first_row + rows))
         slots.extend(cache.slots(sequence.pages, start, rows))
         starts.append(first_row + rows)
-        prefixes.append(start)
-        keys = start + keys_of(rows, stride, looked_up) + sequence.awaited_drafts
+        keys = start + keys_of(rows, stride, limit) + sequence.awaited_drafts
         pages.append(sequence.pages[: cache.pages_for(keys)])
         parents.append(shape)
-    attention = AttentionBatch(tuple(starts), tuple(prefixes), tuple(pages), cache.page_size, tuple(parents))
-    forward = ForwardInput(tuple(token_ids), tuple(positions), tuple(slots), attention, tuple(logit_rows))
+    prefixes = tuple(item.start for item in items)
+    attention = AttentionBatch(tuple(starts), prefixes, tuple(pages), cache.page_size, tuple(parents))
+    room, decode_rows = lookup.rows if lookup is not None else 0, len(logit_rows)
+    forward = ForwardInput(tuple(token_ids), tuple(positions), tuple(slots), attention, tuple(logit_rows), room)
     drafted = any(item.tree is not None and item.tree.drafted for item in items)
-    return StepBatch(tuple(items), forward, decode_rows, len(token_ids) - decode_rows, drafted, looked_up)
+    return StepBatch(tuple(items), forward, max(decode_rows, room), len(token_ids) - decode_rows, drafted, lookup)

@@ -44,11 +44,11 @@ def commit(live: LiveSequence, tree: TokenTree, outcome: Verified, compute_ns: i
     accepted = walk.accepted_rows[:kept_tokens]
     sequence.token_ids.extend(tokens)
     if kept:
-        sequence.kv_length += min(len(accepted), kept_tokens - 1) + sum(outcome.looked_up)
+        sequence.kv_length += min(len(accepted), kept_tokens - 1) + sum(outcome.right)
         sequence.state = SequenceState.RUNNING
     sequence.external_tree = None
     queue_ns = sequence.totals.started_ns - sequence.totals.arrived_ns if sequence.step == 0 else 0
-    by_step = _kept_drafts(outcome.looked_up, kept_tokens)
+    by_step = _kept_drafts(outcome.right, kept_tokens)
     sequence.step += outcome.passes
     verdict = Verdict(
         sequence_id=sequence.sequence_id,
@@ -65,16 +65,17 @@ def commit(live: LiveSequence, tree: TokenTree, outcome: Verified, compute_ns: i
     if tree.drafted:
         _count_drafts(sequence, tree.drafted, max(tree.depths), len(accepted))
     # Passes behind the end of the sequence are nobody's.
-    for drafts in by_step:
-        _count_drafts(sequence, outcome.drafted_each, outcome.drafted_each, drafts)
+    for rows, drafts in zip(outcome.looked_up, by_step, strict=False):
+        if rows:
+            _count_drafts(sequence, rows, rows, drafts)
     _count(sequence, verdict, finish, now)
     return verdict
 
 
-def _kept_drafts(looked_up: tuple[int, ...], tokens: int) -> tuple[int, ...]:
-    """Drafted tokens by pass among the first so many, of passes that accepted `looked_up` each and said one more."""
+def _kept_drafts(right: tuple[int, ...], tokens: int) -> tuple[int, ...]:
+    """Drafted tokens by pass among the first so many, of passes that accepted so many each and said one more."""
     kept: list[int] = []
-    for accepted in looked_up:
+    for accepted in right:
         if tokens:
             kept.append(min(accepted, tokens))
             tokens -= min(accepted + 1, tokens)

@@ -26,6 +26,7 @@ from target_service.sequence import MAX_STRIDE
 from target_service.verifier import SequenceVerifier, Verified
 from tree_kernels.device_verification import DeviceVerifier, Mode, RowsToVerify, Verdicts
 from tree_kernels.verification import Walk
+from tree_kernels.verification_records import records_of
 
 # Results under way at most: that of a step, and that of the one launched after it.
 _RESULTS = 2
@@ -55,6 +56,8 @@ class DeviceSteps:
         self._runner = runner
         self.in_background = runner.device.type == "cuda"
         self._verifier = DeviceVerifier(runner.device, runner.vocabulary_size, max_sequences, max_rows, backend=backend)
+        if runner.lookup is not None and runner.lookup.max_sequences != max_sequences:
+            raise ValueError(f"drafts are looked up for steps of {runner.lookup.max_sequences}, not {max_sequences}")
         size, on_gpu = 2 * max_sequences + max_rows, runner.device.type == "cuda"
         pinned = torch.zeros(_RESULTS, size, dtype=torch.int32, pin_memory=on_gpu)
         self._results = [Verdicts.over(tensor, max_sequences) for tensor in pinned]
@@ -93,10 +96,11 @@ class DeviceSteps:
     def launch(self, batch: StepBatch, verifiers: SequenceOf[SequenceVerifier], stride: int = 1) -> Launched:
         """See `Steps.launch`."""
         pairs = zip(batch.items, verifiers, strict=True)
-        rows = [_on_device(item, verifier, batch.looked_up) or RowsToVerify(0, 0) for item, verifier in pairs]
+        rows = [_on_device(item, verifier) or RowsToVerify(0, 0) for item, verifier in pairs]
         parameters = self._verifier.pack(rows)
         moves, lookup = self._moves, self._runner.lookup
-        if batch.looked_up:
+        if batch.lookup is not None:
+            records_of(parameters, len(rows))["rows"] += batch.lookup.limits
             return self._launch_looked_up(batch, rows, parameters, stride)
         if moves is not self._nothing and min(batch.input.token_ids) < 0:
             assert stride == 1, "only the device knows where later passes would begin"
@@ -145,7 +149,7 @@ class DeviceSteps:
             return
         greedy = all(one.mode is Mode.GREEDY for one in rows)
         filtered = not greedy and any(one.filtered for one in rows)
-        self._follow_up.run(Kind(batch.drafted, greedy, filtered, looked_up=batch.looked_up > 0), done)
+        self._follow_up.run(Kind(batch.drafted, greedy, filtered, looked_up=batch.lookup is not None), done)
 
 
 def _laws_of(batch: StepBatch) -> dict[int, tuple[tuple[int, ...], tuple[int, ...]]]:
@@ -219,13 +223,11 @@ class _OnDevice:
         return outcomes
 
 
-def _on_device(item: StepItem, verifier: SequenceVerifier, looked_up: int) -> RowsToVerify | None:
-    """What the device is to verify of a sequence, with so many rows that it drafts itself; None where there is nothing,
-    or the host does it."""
+def _on_device(item: StepItem, verifier: SequenceVerifier) -> RowsToVerify | None:
+    """What the device is to verify of a sequence; None where there is nothing, or the host does it."""
     if item.tree is None or not verifier.on_device:
         return None
     sequence = item.sequence
     # Each awaited token is a step's.
     step = sequence.step + sequence.awaited_tokens
-    rows = verifier.rows_to_verify(item.tree, item.first_row, sequence.length, step)
-    return rows._replace(rows=rows.rows + looked_up, is_chain=True) if looked_up else rows
+    return verifier.rows_to_verify(item.tree, item.first_row, sequence.length, step)

@@ -48,13 +48,13 @@ class Steps(Protocol):
 
     @property
     def looks_up(self) -> bool:
-        """Whether rows of a batch may be `StepBatch.looked_up`."""
+        """Whether a batch may have a `StepBatch.lookup`."""
 
     def launch(self, batch: StepBatch, verifiers: SequenceOf[SequenceVerifier], stride: int = 1) -> Launched:
         """Begin a step. `verifiers[i]` belongs to `batch.items[i]`. Awaited tokens are those of the step before, and
         begin as much later than they are laid out as that step accepts drafted rows.
 
-        `stride` passes are run, each feeding what the one before said; all trees are then roots alone. Where rows are
+        `stride` passes are run, each feeding what the one before said; all trees are then roots alone. Where drafts are
         to be looked up, every sequence is GREEDY or COUPLED and verified on the device.
         """
 
@@ -64,11 +64,12 @@ class HostSteps:
 
     looks_up = False
 
-    def __init__(self, runner: ModelRunner, *, followable: bool = False) -> None:
-        """`followable` lets the engine prepare each step before the one under way has ended, which gains nothing
-        here: it is for tests of that order."""
+    def __init__(self, runner: ModelRunner, *, followable: bool = False, in_background: bool = False) -> None:
+        """`followable` lets the engine prepare each step before the one under way has ended, and `in_background` says
+        that the host is free meanwhile. Either gains nothing here: they are for tests of that order."""
         self._runner = runner
-        self.in_background = self._followable = followable
+        self.in_background = in_background
+        self._followable = followable
         self._last: _OnHost | None = None
 
     def launch(self, batch: StepBatch, verifiers: SequenceOf[SequenceVerifier], stride: int = 1) -> Launched:

@@ -8,13 +8,13 @@ from torch import Tensor
 from target_service.batch import StepBatch
 from target_service.sequence import MAX_STRIDE
 from target_service.verifier import Verified
-from tree_kernels.lookup import MAX_LOOKED_UP, DeviceLookup
+from tree_kernels.lookup import SAID, DeviceLookup
 from tree_kernels.verification import Walk
 
 
 def room_for_said(turns: int, max_sequences: int, *, on_gpu: bool) -> Tensor:
-    """[turns, max_sequences, MAX_STRIDE, 2 + MAX_LOOKED_UP] int32 on the host, as `DeviceLookup.said` has them."""
-    return torch.zeros(turns, max_sequences, MAX_STRIDE, 2 + MAX_LOOKED_UP, dtype=torch.int32, pin_memory=on_gpu)
+    """[turns, max_sequences, MAX_STRIDE, SAID] int32 on the host, as `DeviceLookup.said` has them."""
+    return torch.zeros(turns, max_sequences, MAX_STRIDE, SAID, dtype=torch.int32, pin_memory=on_gpu)
 
 
 class LookedUp:
@@ -24,8 +24,7 @@ class LookedUp:
     followable = True
 
     def __init__(self, batch: StepBatch, passes: int, lookup: DeviceLookup, host: Tensor) -> None:
-        """`host` [max_sequences, MAX_STRIDE, 2 + MAX_LOOKED_UP] gets what `lookup` says of this step's passes."""
-        self._batch = batch
+        """`host` [max_sequences, MAX_STRIDE, SAID] gets what `lookup` says of this step's passes."""
         self._passes = passes
         count = len(batch.items)
         self._said = host[:count]
@@ -50,7 +49,7 @@ class LookedUp:
         self.wait()
         outcomes: list[Verified | None] = []
         for passes in self._said[:, : self._passes].tolist():
-            accepted = tuple(said[0] for said in passes)
-            first, *following = [token for said in passes for token in said[1 : 2 + said[0]]]
-            outcomes.append(Verified(Walk((), first), (), tuple(following), accepted, self._batch.looked_up))
+            right, looked_up, _ = zip(*(said[:3] for said in passes), strict=True)
+            first, *following = [token for said in passes for token in said[2 : 3 + said[0]]]
+            outcomes.append(Verified(Walk((), first), (), tuple(following), looked_up, right))
         return outcomes

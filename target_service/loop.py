@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from outrider.errors import QuotaExceeded
-from target_service.batch import lay_out
+from target_service.batch import Lookup, lay_out
 from target_service.commit import LiveSequence, commit
 from target_service.device_steps import best_steps
 from target_service.draft_switch import DraftSwitch
@@ -151,7 +151,7 @@ class EngineLoop:
         if self._ahead is None and step.launched.followable and self.drafting.has_answered():
             # What is said of this step goes out while the device runs the next.
             self._ahead = self._launch()
-        self._observe(step, verdicts)
+        self._observe(step, outcomes, verdicts)
         return self._take_failed() + events
 
     def _launch(self) -> Step | None:
@@ -192,23 +192,23 @@ class EngineLoop:
         finally:
             step.forget_tokens()
 
-    def _passes(self, schedule: Schedule, gathered: Gathered, behind: Step | None) -> tuple[int, int]:
-        """Passes to launch at once, and rows of each sequence that the device drafts for them."""
+    def _passes(self, schedule: Schedule, gathered: Gathered, behind: Step | None) -> tuple[int, Lookup | None]:
+        """Passes to launch at once, and what the device drafts for them."""
         if gathered.has_trees or (self.drafting.active and self.drafting.reads_features):
             # States are taken pass by pass.
-            return 1, 0
-        looked_up = self._lookup_budget.choose(schedule, self.scheduler.max_step_rows)
+            return 1, None
+        lookup = self._lookup_budget.choose(schedule, self.scheduler.max_step_rows)
         # Only the device knows where what is behind drafts begins.
-        several = behind is not None and (bool(looked_up) or not behind.has_drafts) and gathered.use is Use.PLAIN
-        return self._stride.choose(schedule, self.scheduler, self._runner.max_context, looked_up, several=several)
+        several = behind is not None and (lookup is not None or not behind.has_drafts) and gathered.use is Use.PLAIN
+        return self._stride.choose(schedule, self.scheduler, self._runner.max_context, lookup, several=several)
 
     def _goes_on_alone(self, sequence: Sequence) -> bool:
         """Whether neither the host nor a client has to see the sequence's tokens before they are fed."""
         return not sequence.request.external and self.live[sequence.sequence_id].verifier.on_device
 
     def _begin(self, schedule: Schedule, gathered: Gathered, clock: StepClock, *, behind: Step | None = None) -> Step:
-        stride, looked_up = self._passes(schedule, gathered, behind)
-        batch = lay_out(schedule.chunks, gathered.trees, self._runner.cache, stride, looked_up)
+        stride, lookup = self._passes(schedule, gathered, behind)
+        batch = lay_out(schedule.chunks, gathered.trees, self._runner.cache, stride, lookup)
         clock.end_plan()
         verifiers = [self.live[item.sequence.sequence_id].verifier for item in batch.items]
         launched = self._steps.launch(batch, verifiers, stride)
@@ -236,9 +236,9 @@ class EngineLoop:
         failed, self._failed = self._failed, []
         return failed
 
-    def _observe(self, step: Step, verdicts: SequenceOf[Verdict]) -> None:
+    def _observe(self, step: Step, outcomes: SequenceOf[Verified | None], verdicts: SequenceOf[Verdict]) -> None:
         """Let row budget and switch learn what steps cost, and the observer hear of the step."""
-        stats = step.stats(verdicts, self._free_ns, self.features.take_sent())
+        stats = step.stats(outcomes, verdicts, self._free_ns, self.features.take_sent())
         # What is launched by now belongs to the next step.
         self._free_ns, ended_ns, self._ended_ns = step.clock.forwarded, self._ended_ns, step.clock.committed
         if not stats.prefill_rows:
@@ -250,7 +250,7 @@ class EngineLoop:
                 self._gathering.observe(stats.sequences, took, launching, gathered, drafted=drafted, behind_tree=behind)
             if ended_ns and step.ahead and gathered.use is Use.PLAIN and not step.behind_tree:
                 self._stride.observe(step.stride, seconds, step.clock.waited_ns * 1e-9)
-                self._lookup_budget.observe_time(stats.sequences, step.batch.looked_up, seconds / step.stride)
+                self._lookup_budget.observe_time(stats.sequences, step.batch.lookup, seconds / step.stride)
         else:
             self._gathering.forget_pair()
         if self._observer is not None:
@@ -267,7 +267,7 @@ class EngineLoop:
         """Append what was said. Sequences that ended since the launch are passed over."""
         compute_ns = step.clock.verified - step.clock.begun
         verdicts: list[Verdict] = []
-        self._lookup_budget.observe(step.batch.looked_up, outcomes)
+        self._lookup_budget.observe(step.batch.lookup, outcomes)
         for item, outcome in zip(step.batch.items, outcomes, strict=True):
             live = self.live.get(item.sequence.sequence_id)
             if live is None or item.tree is None or outcome is None:

@@ -9,6 +9,7 @@ from typing import Protocol
 from target_service.batch import StepBatch
 from target_service.gathered import Gathered
 from target_service.sequence import SequenceRequest, SequenceTotals, StepStats, Verdict
+from target_service.verifier import Verified
 
 
 class EngineObserver(Protocol):
@@ -65,6 +66,7 @@ class StepClock:
 def step_stats(
     batch: StepBatch,
     gathered: Gathered,
+    outcomes: SequenceOf[Verified | None],
     verdicts: SequenceOf[Verdict],
     clock: StepClock,
     free_ns: int,
@@ -77,15 +79,15 @@ def step_stats(
 
     `free_ns` is when the device had ended the step before: one that was launched ahead begins its forward pass then.
     Not `on_device`, launching is the forward pass itself, and no work beside it. `passes` were launched at once.
-    `features` are the vectors sent to the
-    draft since the step before, and their bytes.
+    `features` are the vectors sent to the draft since the step before, and their bytes.
     """
-    looked_up = batch.looked_up * passes
-    drafted = [item.tree.drafted + looked_up for item in batch.items if item.tree is not None]
+    drafted = [item.tree.drafted for item in batch.items if item.tree is not None]
+    if batch.lookup is not None:
+        drafted = [rows for outcome in outcomes if outcome is not None for rows in outcome.looked_up]
     return StepStats(
         sequences=len(batch.items),
         committed_sequences=sum(verdict.passes for verdict in verdicts),
-        drafted_sequences=sum(count > 0 for count in drafted) * passes,
+        drafted_sequences=sum(count > 0 for count in drafted),
         decode_rows=batch.decode_rows,
         prefill_rows=batch.prefill_rows,
         drafted_tokens=sum(drafted),

@@ -33,15 +33,17 @@ class Step:
     @property
     def has_drafts(self) -> bool:
         """Whether it may accept drafted rows, and so ends nobody knows where."""
-        return self.batch.drafted or self.batch.looked_up > 0
+        return self.batch.drafted or self.batch.lookup is not None
 
     def await_tokens(self) -> None:
         """Let its sequences be scheduled and laid out as if it had said its tokens, and accepted no drafted one, until
         `forget_tokens`."""
+        lookup = self.batch.lookup
         for place, item in enumerate(self.batch.items):
             if item.tree is not None:
                 item.sequence.awaited, item.sequence.awaited_tokens = place, self.stride
-                item.sequence.awaited_drafts = max(item.tree.depths) + self.batch.looked_up * self.stride
+                looked_up = lookup.limits[place] * self.stride if lookup is not None else 0
+                item.sequence.awaited_drafts = max(item.tree.depths) + looked_up
 
     def forget_tokens(self) -> None:
         """See `await_tokens`."""
@@ -53,12 +55,19 @@ class Step:
         counts = [0 if outcome is None else outcome.accepted for outcome in before]
         return replace(self, batch=self.batch.moved_on(counts)) if any(counts) else self
 
-    def stats(self, verdicts: SequenceOf[Verdict], free_ns: int, features: tuple[int, int]) -> StepStats:
+    def stats(
+        self,
+        outcomes: SequenceOf[Verified | None],
+        verdicts: SequenceOf[Verdict],
+        free_ns: int,
+        features: tuple[int, int],
+    ) -> StepStats:
         """Its figures; see `step_stats`."""
         on_device = self.launched.on_device
         return step_stats(
             self.batch,
             self.gathered,
+            outcomes,
             verdicts,
             self.clock,
             free_ns,

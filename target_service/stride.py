@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from target_service.batch import keys_of
+from target_service.batch import Lookup, keys_of
 from target_service.kv_cache import OutOfPages
 from target_service.scheduler import Schedule, Scheduler
 from target_service.sequence import MAX_STRIDE
@@ -30,14 +30,14 @@ class Stride:
         self._seconds = self._working = 0.0
 
     def choose(
-        self, schedule: Schedule, scheduler: Scheduler, max_context: int, looked_up: int, *, several: bool
-    ) -> tuple[int, int]:
-        """Passes to launch at once, and rows to look up for them: `several` and as many as asked for where every
-        sequence decodes, and gets pages for all of them."""
+        self, schedule: Schedule, scheduler: Scheduler, max_context: int, lookup: Lookup | None, *, several: bool
+    ) -> tuple[int, Lookup | None]:
+        """Passes to launch at once, and what is looked up for them: `several` and as asked for where every sequence
+        decodes, and gets pages for all of them."""
         for passes in (self.passes, 1) if several else (1,):
-            if _have_pages(schedule, scheduler, max_context, passes, looked_up):
-                return passes, looked_up
-        return 1, 0
+            if _have_pages(schedule, scheduler, max_context, passes, lookup):
+                return passes, lookup
+        return 1, None
 
     def observe(self, passes: int, seconds: float, waited: float) -> None:
         """`passes` launched while others ran took `seconds` from the end of those, of which the host waited some."""
@@ -57,19 +57,20 @@ class Stride:
             self.passes //= 2
 
 
-def _have_pages(schedule: Schedule, scheduler: Scheduler, max_context: int, passes: int, looked_up: int) -> bool:
+def _have_pages(schedule: Schedule, scheduler: Scheduler, max_context: int, passes: int, lookup: Lookup | None) -> bool:
     """Hold pages for so many passes. False where a sequence gets none, or would become too long."""
-    if passes == 1 and not looked_up:
+    if passes == 1 and lookup is None:
         return True
-    keys = keys_of(1, passes, looked_up)
-    sequences = [chunk.sequence for chunk in schedule.chunks]
     if not all(chunk.takes_tree for chunk in schedule.chunks):
         return False
-    if any(sequence.length + sequence.awaited_drafts + keys > max_context for sequence in sequences):
+    sequences = [chunk.sequence for chunk in schedule.chunks]
+    limits = lookup.limits if lookup is not None else (None,) * len(sequences)
+    keys = [one.awaited_drafts + keys_of(1, passes, limit) for one, limit in zip(sequences, limits, strict=True)]
+    if any(one.length + more > max_context for one, more in zip(sequences, keys, strict=True)):
         return False
     try:
-        for sequence in sequences:
-            scheduler.reserve(sequence, sequence.kv_length + sequence.awaited_drafts + keys)
+        for sequence, more in zip(sequences, keys, strict=True):
+            scheduler.reserve(sequence, sequence.kv_length + more)
     except OutOfPages:
         return False
     return True

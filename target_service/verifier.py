@@ -37,20 +37,20 @@ class Verified:
     """The outcome for one tree: the walk, and the log-probabilities of its tokens when asked for.
 
     `following` are the tokens that further passes of the same launch said after it, of sequences that were not drafted
-    for. Where the device drafted, they are all tokens after the first, and `looked_up` says how many of each pass's
-    were drafted, out of `drafted_each`.
+    for. Where the device drafted, they are all tokens after the first, and of each pass it is known how many rows were
+    `looked_up` and how many of these were `right`.
     """
 
     walk: Walk
     logprobs: tuple[TokenLogprobs, ...]
     following: tuple[int, ...] = ()
     looked_up: tuple[int, ...] = ()
-    drafted_each: int = 0
+    right: tuple[int, ...] = ()
 
     @property
     def accepted(self) -> int:
         """Drafted tokens among those that were said."""
-        return len(self.walk.accepted_rows) + sum(self.looked_up)
+        return len(self.walk.accepted_rows) + sum(self.right)
 
     @property
     def passes(self) -> int:

@@ -38,6 +38,8 @@ from tree_kernels.verification import coupled_token
 
 Propose = Callable[[Sequence[int], random.Random], TokenTree]
 Connect = Callable[[DraftEvents], DraftLink]
+# Of a step that the device verifies.
+DEVICE_SEQUENCES = 32
 
 
 def request(token_ids: Sequence[int], max_tokens: int = 32, **options: object) -> SequenceRequest:
@@ -172,7 +174,7 @@ def run(
     `stride` is how many passes such steps begin with, which the engine may change.
     """
     if launch is None and on_device:
-        launch = DeviceSteps(runner, max_sequences=32, max_rows=512)
+        launch = DeviceSteps(runner, max_sequences=DEVICE_SEQUENCES, max_rows=512)
     launch = launch or HostSteps(runner, followable=followable)
     loop = EngineLoop(runner, config or engine_config(), steps=launch, step_cost=step_cost, stride=Stride(stride))
     if propose is not None:

@@ -10,19 +10,22 @@ import torch
 from tree_kernels.device_verification import Verdicts
 from tree_kernels.feeding import StepIntegers
 from tree_kernels.lookup import DeviceLookup
-from tree_kernels.verification_records import MODE, POSITION, RECORD, Mode
+from tree_kernels.verification_records import MODE, POSITION, RECORD, ROWS, Mode
 
 LAST_POSITION = 40
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 MAX_SEQUENCES = 8
-# (page size, rows of each sequence, keys of the longest, tokens in use): few tokens make many runs.
+# (page size, rows that each sequence may have, rows of all, keys of the longest, tokens in use): few tokens make many
+# runs.
 LOOKUPS = (
-    (1, [4], 40, 3),
-    (4, [8, 0, 8, 1], 90, 2),
-    (16, [16] * 6, 700, 4),
-    (16, [2, 16, 5], 2500, 50),
-    (64, [16, 16], 9000, 2),
-    (16, [16, 16], 30, 1000),
+    (1, [4], 4, 40, 3),
+    (4, [8, 0, 8, 1], 16, 90, 2),
+    (16, [16] * 6, 64, 700, 4),
+    (16, [16] * 6, 32, 700, 20),
+    (16, [2, 16, 5], 16, 2500, 50),
+    (64, [16, 16], 32, 9000, 2),
+    (16, [16, 16], 64, 30, 1000),
+    (16, [16, 1, 16, 0, 16, 9, 3], 8, 300, 6),
 )
 
 
@@ -32,11 +35,17 @@ def integers(generator: torch.Generator, low: int, high: int, *shape: int) -> to
 
 
 def random_step(
-    rows: list[int], page_size: int, generator: torch.Generator, *, longest: int = LAST_POSITION, room: int = 4
+    rows: list[int],
+    page_size: int,
+    generator: torch.Generator,
+    *,
+    longest: int = LAST_POSITION,
+    room: int = 4,
+    rows_in_all: int = 0,
 ) -> StepIntegers:
     """A step of sequences with so many rows, or none, with rows of padding behind them. Prefixes are shorter than
     `longest`, and pages have `room` for as many keys more."""
-    count, rows_in_all = len(rows), sum(rows) + 3
+    count, rows_in_all = len(rows), rows_in_all or sum(rows) + 3
     parameters = integers(generator, 0, 1000, RECORD * count)
     # One position is about to come round.
     parameters[POSITION] = -2
@@ -48,17 +57,25 @@ def random_step(
     return StepIntegers(
         integers(generator, 0, 99, rows_in_all), integers(generator, 0, LAST_POSITION, rows_in_all),
         integers(generator, 0, 99, rows_in_all), parameters, starts, prefixes, page_starts, table,
+        integers(generator, 0, 99, rows_in_all),
     )  # fmt: skip
 
 
-def inputs(case: tuple[int, list[int], int, int], seed: int) -> tuple[StepIntegers, dict[str, torch.Tensor]]:
-    """A step with empty rows, and what its first tokens are found in; the same in every process."""
-    page_size, rows, longest, vocabulary = case
+# Page size, rows, rows in all, longest, vocabulary.
+Case = tuple[int, list[int], int, int, int]
+
+
+def inputs(case: Case, seed: int) -> tuple[StepIntegers, dict[str, torch.Tensor]]:
+    """A step of roots, and what its tokens are found in; the same in every process."""
+    page_size, limits, rows_in_all, longest, vocabulary = case
     generator = torch.Generator().manual_seed(seed)
-    step = random_step(rows, page_size, generator, longest=longest, room=80)
-    step.parameters.view(-1, RECORD)[:, MODE] = torch.arange(len(rows)).int() % 2
-    step.parameters[MODE] = Mode.COUPLED
-    first = [row for row, end in itertools.pairwise(step.query_starts.tolist()) if end > row]
+    roots = [min(1, limit) for limit in limits]
+    step = random_step(roots, page_size, generator, longest=longest, room=80, rows_in_all=rows_in_all)
+    records = step.parameters.view(-1, RECORD)
+    records[:, MODE] = torch.arange(len(limits)).int() % 2
+    records[0, MODE] = Mode.COUPLED
+    records[:, ROWS] = torch.tensor(limits, dtype=torch.int32)
+    first = list(range(sum(roots)))
     step.token_ids[first] = integers(generator, 0, vocabulary, len(first))
     # Some are awaited.
     step.token_ids[first[::2]] = -1 - torch.randperm(MAX_SEQUENCES, generator=generator)[: len(first[::2])].int()
@@ -67,18 +84,13 @@ def inputs(case: tuple[int, list[int], int, int], seed: int) -> tuple[StepIntege
         "tokens": integers(generator, 0, vocabulary, slots),
         "awaited": integers(generator, 0, vocabulary, MAX_SEQUENCES),
         "moves": integers(generator, 0, 4, MAX_SEQUENCES),
-        # Accepted rows and next tokens of two passes.
-        "counts": torch.stack([_counts(rows, generator) for _ in range(2)]),
+        # Of the rows that there will be, and next tokens, of two passes.
+        "accepted": torch.rand(2, MAX_SEQUENCES, generator=generator),
         "next": integers(generator, 0, vocabulary, 2, MAX_SEQUENCES),
     }
 
 
-def _counts(rows: list[int], generator: torch.Generator) -> torch.Tensor:
-    most = torch.tensor([max(1, one) for one in rows] + [1] * (MAX_SEQUENCES - len(rows)))
-    return (torch.rand(MAX_SEQUENCES, generator=generator) * most).int()
-
-
-def looked_up(case: tuple[int, list[int], int, int], seed: int, backend: Literal["triton", "torch"]) -> list[object]:
+def looked_up(case: Case, seed: int, backend: Literal["triton", "torch"]) -> list[object]:
     """The step after `begin`, and after each of two `go_on`, with what was said by then."""
     step, given = inputs(case, seed)
     device = DEVICE if backend == "triton" else torch.device("cpu")
@@ -98,15 +110,16 @@ def looked_up(case: tuple[int, list[int], int, int], seed: int, backend: Literal
     lookup.begin(step, given["awaited"], given["moves"] if seed % 2 else None)
     note()
     verdicts = Verdicts.over(torch.zeros(2 * MAX_SEQUENCES + 4, dtype=torch.int32, device=device), MAX_SEQUENCES)
+    count = len(step.prefix_lengths)
     for one in range(2):
-        verdicts.accepted_counts.copy_(given["counts"][one])
+        rows = step.query_starts.diff()
+        verdicts.accepted_counts[:count] = (given["accepted"][one][:count] * rows).int()
         verdicts.next_tokens.copy_(given["next"][one])
         lookup.go_on(step, verdicts)
         note()
-    count = len(step.prefix_lengths)
     said = lookup.said[:count].tolist()
     # What lies behind the last token of a pass means nothing.
-    found.append([[one[: 2 + one[0]] for one in passes] for passes in said])
+    found.append([[one[: 3 + one[0]] for one in passes] for passes in said])
     found += [lookup.passes[:count].tolist(), lookup.accepted[:count].tolist()]
     keep_accepted(lookup, step, torch.Generator().manual_seed(seed))
     return [*found, lookup.tokens.tolist()]

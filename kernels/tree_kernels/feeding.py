@@ -55,6 +55,8 @@ class StepIntegers:
     page_starts: Tensor
     # [pages of all sequences]
     page_table: Tensor
+    # [at least R], the part of `parameters` that names the sequence that each row is verified for.
+    owners: Tensor
 
 
 def advance(step: StepIntegers, page_size: int, last_position: int) -> None:

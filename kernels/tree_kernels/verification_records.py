@@ -22,8 +22,8 @@ from tree_kernels.tree_mask import MAX_TREE_ROWS
 # Pairs of one distribution: a kernel holds them all.
 MAX_SUPPORT = 64
 RECORD = 16
-# Where in a record its mode stands, and where its position begins.
-MODE, POSITION = 2, 6
+# Where in a record its first row, its rows and its mode stand, and where its position begins.
+FIRST_ROW, ROWS, MODE, POSITION = 0, 1, 2, 6
 _MASK = 2**64 - 1
 _RECORD_TYPE = np.dtype(
     [

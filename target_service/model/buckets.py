@@ -58,8 +58,9 @@ def buckets_up_to(max_rows: int, max_sequences: int) -> tuple[Bucket, ...]:
     )
 
 
-def choose_bucket(buckets: Iterable[Bucket], batch: AttentionBatch) -> Bucket | None:
-    """The bucket with the fewest rows, then the fewest sequences, that holds the step; None if none does.
+def choose_bucket(buckets: Iterable[Bucket], batch: AttentionBatch, room: int = 0) -> Bucket | None:
+    """The bucket with the fewest rows, then the fewest sequences, that holds the step and so many rows; None if none
+    does.
 
     `buckets` are in that order.
     """
@@ -67,7 +68,7 @@ def choose_bucket(buckets: Iterable[Bucket], batch: AttentionBatch) -> Bucket | 
     fitting = (
         bucket
         for bucket in buckets
-        if batch.rows <= bucket.rows and batch.sequences <= bucket.sequences and trees <= bucket.largest_tree
+        if max(batch.rows, room) <= bucket.rows and batch.sequences <= bucket.sequences and trees <= bucket.largest_tree
     )
     return next(fitting, None)
 

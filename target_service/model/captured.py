@@ -26,7 +26,6 @@ from target_service.model.runner import ModelRunner, _attend, _Step
 from target_service.model.step_buffer import StepBuffer
 from target_service.model.taps import LayerTaps
 from tree_kernels.feeding import fill_awaited
-from tree_kernels.verification_records import parameter_count
 
 ATTENTION = "outrider_captured"
 # Versions of a layer that the compiler may make: one per number of rows, and frames that a layer falls into.
@@ -102,7 +101,6 @@ class CapturedRunner(ModelRunner):
         self._options = options or CaptureOptions()
         self._triton = runner._attention.capturable
         self._buckets = buckets_up_to(self._options.max_rows, self._options.max_sequences)
-        self._parameters = parameter_count(self._options.max_sequences, self._options.max_rows)
         self._captured: dict[Bucket, _Captured] = {}
         self._pool: Any = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
@@ -110,7 +108,7 @@ class CapturedRunner(ModelRunner):
         prepare_layers(self._model, self._options.layers)
         self.draft_head = runner.draft_head
         if runner.lookup is not None:
-            self.keep_tokens()
+            self.keep_tokens(self._options.max_sequences)
         if self._options.tapped:
             # On the layers as they are prepared, and before any graph holds them.
             self.taps = LayerTaps(self._model, self._options.tapped, self._buckets[-1].rows, grows=False)
@@ -196,7 +194,7 @@ class CapturedRunner(ModelRunner):
         self.drop_captures()
         self.cache = cache
         if self.lookup is not None:
-            self.keep_tokens()
+            self.keep_tokens(self._options.max_sequences)
 
     def keep_to_captured(self) -> None:
         """Capture nothing more: a step of another size runs as the next larger one that is there, or eagerly."""
@@ -240,7 +238,7 @@ class CapturedRunner(ModelRunner):
         before: Callable[[StepBuffer], None] | None = None,
     ) -> _Captured | None:
         """The step, and `before` it what is done to it where it lies. None where it is outside the buckets."""
-        bucket = choose_bucket(self._buckets, batch.attention)
+        bucket = choose_bucket(self._buckets, batch.attention, batch.room)
         if bucket is None or not batch.token_ids:
             return None
         captured = self._captured.get(bucket)
@@ -255,7 +253,8 @@ class CapturedRunner(ModelRunner):
 
     def _capture(self, bucket: Bucket) -> _Captured:
         pages_each = self.cache.pages_for(self.max_context + bucket.rows)
-        buffer = StepBuffer(bucket, self._triton, self.device, self.cache.page_size, pages_each, self._parameters)
+        verified = self._options.max_sequences, self._options.max_rows
+        buffer = StepBuffer(bucket, self._triton, self.device, self.cache.page_size, pages_each, verified)
         # Compiled for where this buffer's parts lie. No sequence has a row yet, so nothing moves on.
         buffer.advance(self._last_position)
         buffer.move_on(self.awaited, self._last_position)

@@ -94,7 +94,7 @@ def _captured(runner: ModelRunner, config: TargetConfig) -> ModelRunner:
     from target_service.model.preparing import LayerOptions
 
     if config.lookup_rows:
-        runner.keep_tokens()
+        runner.keep_tokens(config.max_running)
     head = runner.draft_head
     options = CaptureOptions(
         config.step_rows,

@@ -23,7 +23,7 @@ from tree_kernels.attention import AttentionPlan, Backend, TreeAttention
 from tree_kernels.feeding import StepIntegers, fill_awaited
 from tree_kernels.kv_move import write_kv
 from tree_kernels.lookup import DeviceLookup
-from tree_kernels.verification_records import Mode, records_of
+from tree_kernels.verification_records import RECORD, Mode, records_of
 
 ATTENTION = "outrider_tree"
 # Of one step.
@@ -123,14 +123,14 @@ class ModelRunner:
                 self.taps.remove()
             self.taps = taps
 
-    def keep_tokens(self, backend: Literal["triton", "torch"] | None = None) -> None:
-        """Keep every token beside its key from now on, so that passes can be drafted for; `backend` as
-        `DeviceLookup`'s."""
+    def keep_tokens(self, max_sequences: int, backend: Literal["triton", "torch"] | None = None) -> None:
+        """Keep every token beside its key from now on, so that passes can be drafted for, of steps that are verified
+        with parameters for `max_sequences`; `backend` as `DeviceLookup`'s."""
         self.lookup = DeviceLookup(
             self.cache.tokens,
             self.cache.page_size,
             self._last_position,
-            max_sequences=MAX_SEQUENCES,
+            max_sequences=max_sequences,
             max_passes=MAX_STRIDE,
             backend=backend,
         )
@@ -185,22 +185,25 @@ class ModelRunner:
     def run_looked_up(
         self, batch: ForwardInput, parameters: NDArray[numpy.int32], moves: Tensor | None = None
     ) -> ForwardPass:
-        """Run a step of chains whose drafted rows are found on the device, moved on by `moves`; see
-        `DeviceLookup.begin`. Here the host waits for that, and the layout goes there and back."""
-        attention = batch.attention
+        """Run a step of roots alone behind which the device drafts, moved on by `moves`; see `DeviceLookup.begin`. Here
+        the host waits for that, and the layout goes there and back."""
+        lookup, attention = self.lookup, batch.attention
+        assert lookup is not None, "tokens are kept by then"
         page_counts = [len(held) for held in attention.pages]
+        free = (0,) * (batch.room - len(batch.token_ids))
+        on_device = torch.from_numpy(parameters).to(self.device)
         step = StepIntegers(
-            self._to_device(batch.token_ids),
-            self._to_device(batch.positions),
-            self._to_device(batch.slots),
-            torch.from_numpy(parameters).to(self.device),
+            self._to_device(batch.token_ids + free),
+            self._to_device(batch.positions + free),
+            self._to_device(batch.slots + free),
+            on_device,
             self._to_device(attention.query_starts),
             self._to_device(attention.prefix_lengths),
             self._to_device([0, *accumulate(page_counts[:-1])]),
             self._to_device([page for held in attention.pages for page in held]),
+            on_device[RECORD * lookup.max_sequences :],
         )
-        assert self.lookup is not None, "tokens are kept by then"
-        self.lookup.begin(step, self.awaited, moves)
+        lookup.begin(step, self.awaited, moves)
         return self._run_where_it_lies(batch, step)
 
     def run_again(self, batch: ForwardInput, done: ForwardPass) -> ForwardPass:
@@ -215,10 +218,11 @@ class ModelRunner:
         return iter(())
 
     def _run_where_it_lies(self, batch: ForwardInput, step: StepIntegers) -> ForwardPass:
-        token_ids, positions, slots, prefixes = (
-            tuple(integers.tolist()) for integers in (step.token_ids, step.positions, step.slots, step.prefix_lengths)
+        starts, prefixes = tuple(step.query_starts.tolist()), tuple(step.prefix_lengths.tolist())
+        token_ids, positions, slots = (
+            tuple(each[: starts[-1]].tolist()) for each in (step.token_ids, step.positions, step.slots)
         )
-        attention = replace(batch.attention, prefix_lengths=prefixes)
+        attention = replace(batch.attention, query_starts=starts, prefix_lengths=prefixes)
         laid_out = replace(batch, token_ids=token_ids, positions=positions, slots=slots, attention=attention)
         return replace(self.run(laid_out, step.parameters.cpu().numpy()), step=step)
 

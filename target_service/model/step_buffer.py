@@ -14,6 +14,7 @@ from target_service.model.forward import ForwardInput
 from tree_kernels._triton_attention import TritonAttention, TritonPlan
 from tree_kernels.batch import plan_integers
 from tree_kernels.feeding import StepIntegers, advance, move_on
+from tree_kernels.verification_records import RECORD, parameter_count
 
 # Of the pinned memory: a step is laid out while another runs.
 _TURNS = 2
@@ -52,13 +53,14 @@ class StepBuffer:
         device: torch.device,
         page_size: int,
         pages_each: int,
-        parameters: int,
+        verified: tuple[int, int],
     ) -> None:
-        """`pages_each` sequence at most; `parameters` is how many integers `load` may bring along."""
+        """`pages_each` sequence at most; `verified` are the sequences and rows that the parameters have room for which
+        `load` may bring along."""
         self.bucket = bucket
         largest = capacity(bucket, page_size, pages_each)
         rows = bucket.rows
-        self._plan_at = 3 * rows + parameters
+        self._plan_at = 3 * rows + parameter_count(*verified)
         size = self._plan_at + plan_integers(largest)
         self._attention = attention
         on_gpu = device.type == "cuda"
@@ -80,6 +82,7 @@ class StepBuffer:
             self.plan.prefix_lengths,
             self.plan.page_starts,
             self.plan.page_table,
+            self.parameters[RECORD * verified[0] :],
         )
 
     def rehearsal(self) -> ForwardInput:

@@ -13,6 +13,7 @@ from engine_harness import Outcome, Propose, engine_config, knowing_tree, make_r
 
 from outrider.sampling import SamplingParams, VerificationMode
 from target_service.device_steps import DeviceSteps
+from target_service.launch import HostSteps
 from target_service.model.runner import ModelRunner, runner_for
 from target_service.sequence import SequenceRequest
 
@@ -43,7 +44,7 @@ def captured(
     from target_service.model.preparing import LayerOptions
 
     if keep_tokens:
-        runner.keep_tokens()
+        runner.keep_tokens(SEQUENCES)
     options = CaptureOptions(ROWS, SEQUENCES, layers=LayerOptions(compiled=not invariant, invariant=invariant))
     taken = CapturedRunner(runner, options)
     # As at a start whose time was over before the largest sizes were captured.
@@ -146,7 +147,7 @@ def test_rejection_on_the_device_decides_as_on_the_host(exact: tuple[ModelRunner
     wanted = requests(SamplingParams(temperature=0.9, seed=3, ignore_eos=True), VerificationMode.REJECTION)
     draft = drafter("knowing", wanted, run(eager, wanted))
     # Steps follow each other in the same order on either.
-    host = run(eager, wanted, propose=draft, followable=True)
+    host = run(eager, wanted, propose=draft, launch=HostSteps(eager, followable=True, in_background=True))
     device = run(taken, wanted, propose=draft, launch=steps)
     for one, other in zip(host, device, strict=True):
         assert one.token_ids == other.token_ids

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 from engine_harness import (
+    DEVICE_SEQUENCES,
     Outcome,
     engine_config,
     knowing_tree,
@@ -52,7 +53,7 @@ def test_what_is_said_is_plain_decodings(
     wanted = requests(sampling)
     said = [plain(tiny_model, one) for one in wanted]
     runner = make_runner(tiny_model)
-    runner.keep_tokens()
+    runner.keep_tokens(DEVICE_SEQUENCES)
     config = engine_config(lookup_tokens=lookup_tokens, prefill_chunk=16)
     outcomes = run(runner, wanted, config=config, on_device=True, stagger=stagger, stride=stride)
     assert [one.token_ids for one in outcomes] == said
@@ -79,7 +80,7 @@ def test_pages_of_any_size(tiny_model: PreTrainedModel, page_size: int) -> None:
     wanted = requests(SAMPLINGS["greedy"])
     said = [plain(tiny_model, one) for one in wanted]
     runner = make_runner(tiny_model, page_size=page_size)
-    runner.keep_tokens()
+    runner.keep_tokens(DEVICE_SEQUENCES)
     outcomes = run(runner, wanted, config=engine_config(lookup_tokens=7), on_device=True, stride=4)
     assert [one.token_ids for one in outcomes] == said
 
@@ -88,7 +89,7 @@ def test_sequences_that_lose_their_pages_are_read_again(tiny_model: PreTrainedMo
     wanted = requests(SAMPLINGS["greedy"], 60)
     said = [plain(tiny_model, one) for one in wanted]
     runner = make_runner(tiny_model, page_size=4, kv_tokens=240)
-    runner.keep_tokens()
+    runner.keep_tokens(DEVICE_SEQUENCES)
     outcomes = run(runner, wanted, config=engine_config(lookup_tokens=7), on_device=True, stride=2)
     assert [one.token_ids for one in outcomes] == said
     assert any(one.finished.totals.preemptions for one in outcomes)
@@ -102,7 +103,7 @@ def test_an_end_in_the_middle_of_a_pass_ends_the_sequence(tiny_model: PreTrained
         for one, tokens in zip(requests(SAMPLINGS["greedy"]), said, strict=True)
     ]
     runner = make_runner(tiny_model)
-    runner.keep_tokens()
+    runner.keep_tokens(DEVICE_SEQUENCES)
     config = engine_config(lookup_tokens=15)
     outcomes = run(runner, wanted, config=config, on_device=True, stride=4)
     assert [one.token_ids for one in outcomes] == said
@@ -123,7 +124,7 @@ def test_beside_a_draft(
     whole = [(*one.token_ids, *output) for one, output in zip(wanted, said, strict=True)]
     propose = knowing_tree(whole, VOCABULARY, 40, right) if right else random_tree(VOCABULARY, 24)
     runner = make_runner(tiny_model)
-    runner.keep_tokens()
+    runner.keep_tokens(DEVICE_SEQUENCES)
     outcomes = run(
         runner,
         wanted,
@@ -140,7 +141,7 @@ def test_beside_a_draft(
 
 def test_only_for_those_who_want_drafts_and_whose_law_allows_it(tiny_model: PreTrainedModel) -> None:
     runner = make_runner(tiny_model)
-    runner.keep_tokens()
+    runner.keep_tokens(DEVICE_SEQUENCES)
     greedy = requests(SAMPLINGS["greedy"])
     rejecting = SamplingParams(temperature=0.9, seed=3, ignore_eos=True)
     for wanted in (

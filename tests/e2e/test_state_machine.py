@@ -127,10 +127,10 @@ class ServiceMachine(RuleBasedStateMachine):
         # Nothing arrives while the machine's own thread waits, so it does not.
         config = replace(config, drafting=replace(config.drafting, wait_seconds=0.0, feature_window=kept))
         steps: Steps = HostSteps(self.runner, followable=device == "host, ahead")
+        if device == "itself, looking up":
+            self.runner.keep_tokens(3)
         if device.startswith("itself"):
             steps = DeviceSteps(self.runner, max_sequences=3, max_rows=96)
-        if device == "itself, looking up":
-            self.runner.keep_tokens()
         self.loop = EngineLoop(self.runner, config, steps=steps, stride=Stride(passes))
         self.wanted: dict[int, int] = {}
         self.draft = FuzzedDraft(self.wanted)

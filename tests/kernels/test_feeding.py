@@ -47,7 +47,7 @@ def test_a_step_moves_on_by_what_was_accepted() -> None:
     """A sequence that races, one that throws coins, one that knows its token, and a chunk of two rows."""
     integers = [[-2, -1, 7, 5, -3], [3, 7, 9, 4, 5], [3, 7, 9, 4, 5], [0] * 64, [0, 1, 2, 3, 5], [3, 7, 9, 4]]
     pages = [[0, 2, 5, 7], [3, 5, 1, 9, 0, 2, 4, 6, 8]]
-    step = StepIntegers(*(torch.tensor(values, dtype=torch.int32) for values in [*integers, *pages]))
+    step = StepIntegers(*(torch.tensor(values, dtype=torch.int32) for values in [*integers, *pages, [0] * 5]))
     records = step.parameters.view(-1, 16)
     records[:, 2] = torch.tensor([Mode.COUPLED, Mode.REJECTION, Mode.COUPLED, Mode.COUPLED])
     records[:, 6] = -1
@@ -62,7 +62,17 @@ def test_a_step_moves_on_by_what_was_accepted() -> None:
 
 def test_a_step_becomes_the_one_after_it() -> None:
     """Two sequences of one row, and one of none between them; the first leaves its page."""
-    integers = [[7, 9, 0], [3, 8, 0], [13, 6, -1], [*range(16)] * 3, [0, 1, 1, 2], [3, 5, 6], [0, 2, 2], [3, 5, 1, 9]]
+    integers = [
+        [7, 9, 0],
+        [3, 8, 0],
+        [13, 6, -1],
+        [*range(16)] * 3,
+        [0, 1, 1, 2],
+        [3, 5, 6],
+        [0, 2, 2],
+        [3, 5, 1, 9],
+        [],
+    ]
     step = StepIntegers(*(torch.tensor(values, dtype=torch.int32) for values in integers))
     advance(step, page_size=4, last_position=8)
     assert step.token_ids.tolist() == [-1, -3, 0]

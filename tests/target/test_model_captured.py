@@ -38,7 +38,8 @@ from tree_kernels.verification_records import (
 triton_attention = pytest.importorskip("tree_kernels._triton_attention")
 
 PAGE_SIZE = 4
-PARAMETERS = 24
+# Sequences and rows that parameters are for.
+VERIFIED = (1, 8)
 BUCKETS = buckets_up_to(512, 64)
 
 
@@ -63,10 +64,10 @@ def step_of(rows: tuple[int, ...], *, seed: int = 0, chunks: tuple[int, ...] = (
     return ForwardInput(tokens, tuple(positions), tuple(slots), attention, ())
 
 
-def buffer_of(bucket: Bucket, pages_each: int = 80, parameters: int = PARAMETERS) -> StepBuffer:
+def buffer_of(bucket: Bucket, pages_each: int = 80, verified: tuple[int, int] = VERIFIED) -> StepBuffer:
     settings = triton_attention.TritonSettings(processors=4)
     attention = triton_attention.TritonAttention(torch.device("cpu"), settings)
-    return StepBuffer(bucket, attention, torch.device("cpu"), PAGE_SIZE, pages_each, parameters)
+    return StepBuffer(bucket, attention, torch.device("cpu"), PAGE_SIZE, pages_each, verified)
 
 
 def read_back(buffer: StepBuffer) -> AttentionBatch:
@@ -151,7 +152,7 @@ def test_the_buffer_says_the_step_and_nothing_of_the_one_before(rows: tuple[int,
 
 def test_where_no_sequence_has_a_row_nothing_moves_on() -> None:
     """As when a size is captured, ahead of any step."""
-    buffer = buffer_of(Bucket(4, 4), parameters=parameter_count(64, 512))
+    buffer = buffer_of(Bucket(4, 4), verified=(64, 512))
     buffer.advance(21)
     assert not buffer.integers.any()
 
@@ -167,7 +168,7 @@ def test_a_step_moves_on_where_it_lies(sequences: int) -> None:
     first = replace(first, attention=replace(attention, pages=pages))
     bucket = choose_bucket(BUCKETS, attention)
     assert bucket is not None
-    buffer = buffer_of(bucket, parameters=parameter_count(64, 512))
+    buffer = buffer_of(bucket, verified=(64, 512))
     wanted = [RowsToVerify(place, 1, Mode.COUPLED, 7, 2**32 - 3 + place) for place in range(sequences)]
     buffer.load(first, 21, pack_parameters(wanted, 64, 512, 211))
     for _ in range(passes):
@@ -206,10 +207,12 @@ def test_positions_end_where_the_tables_do() -> None:
 
 def test_parameters_travel_with_the_step() -> None:
     buffer = buffer_of(Bucket(16, 1))
-    parameters = numpy.arange(PARAMETERS, dtype=numpy.int32)
+    parameters = numpy.arange(parameter_count(*VERIFIED), dtype=numpy.int32)
     batch = step_of((9,), seed=2)
     buffer.load(batch, 511, parameters)
     assert buffer.parameters.tolist() == parameters.tolist()
+    # Whose rows they are, behind a record.
+    assert buffer.step.owners.tolist() == list(range(16, 24))
     assert read_back(buffer) == padded(batch.attention, Bucket(16, 1))
 
 
