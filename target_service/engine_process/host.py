@@ -17,7 +17,7 @@ from typing import Protocol
 
 from outrider.errors import OutriderError
 from outrider.frames import DraftInfo
-from outrider.runtime import configure_logging
+from outrider.runtime import configure_logging, keep_what_is_there
 from outrider.tree import TokenTree
 from target_service.admission import ServedModel
 from target_service.config import TargetConfig
@@ -146,6 +146,7 @@ class EngineHost:
             self._outbox.flush(_FLUSH_SECONDS)
             return refusal.status
         engine = self._engine = hosted.engine
+        keep_what_is_there()
         self._outbox.send(pack(Ready(hosted.served)))
         engine.start(lambda events: self._reporter.report(engine, events))
         drafter: DraftInfo | None = None

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 
 import pytest
 
 from draft_service.__main__ import main
-from outrider.runtime import SWITCH_SECONDS, switch_threads_often
+from outrider.runtime import SWITCH_SECONDS, keep_what_is_there, switch_threads_often
 
 
 @pytest.fixture(autouse=True)
@@ -66,3 +68,17 @@ def test_a_woken_thread_goes_on_while_another_computes() -> None:
     switch_threads_often()
     # A busy machine may take its time once or twice.
     assert min(ring() for _ in range(10)) < 0.004
+
+
+def test_the_collector_looks_only_at_what_came_since() -> None:
+    class Cycle:
+        def __init__(self) -> None:
+            self.itself = self
+
+    try:
+        keep_what_is_there()
+        assert gc.get_freeze_count() > 10_000
+        gone = weakref.ref(Cycle())
+        assert gone() is not None and gc.collect() >= 1 and gone() is None
+    finally:
+        gc.unfreeze()
