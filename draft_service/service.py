@@ -25,7 +25,7 @@ from outrider.errors import OutriderError
 from outrider.frames import DraftInfo
 from outrider.metrics import MetricsServer
 from outrider.rpc_metrics import RpcMetricsInterceptor
-from outrider.runtime import configure_logging, keep_what_is_there, run
+from outrider.runtime import configure_logging, run, settled
 from outrider.serving import Authenticator, GrpcServer, Service, ServingOptions, TlsFiles, serve_until_stopped
 from outrider.settings import SettingsError, add_flags, load
 from outrider.telemetry import DRAFT_SERVICE
@@ -116,7 +116,7 @@ async def serve(config: DraftConfig, drafter: Drafter) -> int:
         if config.metrics_listen:
             metrics = MetricsServer(config.metrics_listen, [observer.metrics, calls.metrics])
             stack.callback(metrics.close)
-        keep_what_is_there()
+        stack.enter_context(settled())
         await server.start()
         logger.info("drafting with %s on %s", drafter.name, server.address)
         return await serve_until_stopped(server, worker, config.drain_seconds)

@@ -13,7 +13,7 @@ from outrider import __version__
 from outrider.frames import DraftInfo
 from outrider.metrics import MetricsServer
 from outrider.rpc_metrics import RpcMetricsInterceptor
-from outrider.runtime import keep_what_is_there
+from outrider.runtime import settled
 from outrider.serving import Authenticator, GrpcServer, Service, ServingOptions, TlsFiles, serve_until_stopped
 from outrider.telemetry import TARGET_SERVICE
 from outrider.tracing import Tracing, set_up_tracing
@@ -178,7 +178,7 @@ async def serve_engine(config: TargetConfig, host: EngineHost, stopping: asyncio
             metrics = MetricsServer(config.metrics_listen, collectors, observer.vllm_names)
             stack.callback(metrics.close)
             logger.info("metrics on http://%s/metrics", metrics.address)
-        keep_what_is_there()
+        stack.enter_context(settled())
         await host.start(sequences)
         await server.start()
         logger.info("ready: %s on %s", served.name, server.address)

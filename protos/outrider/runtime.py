@@ -7,7 +7,8 @@ import gc
 import logging
 import os
 import sys
-from collections.abc import Coroutine, MutableMapping
+from collections.abc import Coroutine, Iterator, MutableMapping
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 Result = TypeVar("Result")
@@ -31,12 +32,17 @@ def switch_threads_often() -> None:
     sys.setswitchinterval(SWITCH_SECONDS)
 
 
-def keep_what_is_there() -> None:
-    """Spare the garbage collector all objects that there are. For a process that has started up: libraries and a model
-    leave hundreds of thousands, which live as long as it does, and to look at them all takes more than a tenth of a
-    second, in which nothing else happens."""
+@contextmanager
+def settled() -> Iterator[None]:
+    """Spares the garbage collector all objects that there are, while a process serves that has started up: libraries
+    and a model leave hundreds of thousands, which live as long as it does, and to look at them all takes more than a
+    tenth of a second, in which nothing else happens."""
     gc.collect()
     gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def configure_logging(level: str) -> None:

@@ -17,7 +17,7 @@ from typing import Protocol
 
 from outrider.errors import OutriderError
 from outrider.frames import DraftInfo
-from outrider.runtime import configure_logging, keep_what_is_there
+from outrider.runtime import configure_logging, settled
 from outrider.tree import TokenTree
 from target_service.admission import ServedModel
 from target_service.config import TargetConfig
@@ -145,9 +145,15 @@ class EngineHost:
             self._outbox.send(pack(Refused(refusal.status, refusal.reason)))
             self._outbox.flush(_FLUSH_SECONDS)
             return refusal.status
-        engine = self._engine = hosted.engine
-        keep_what_is_there()
+        self._engine = hosted.engine
         self._outbox.send(pack(Ready(hosted.served)))
+        with settled():
+            self._serve(hosted.engine)
+        hosted.stop()
+        self._outbox.flush(_FLUSH_SECONDS)
+        return 0 if hosted.engine.failure is None else 1
+
+    def _serve(self, engine: HostedEngine) -> None:
         engine.start(lambda events: self._reporter.report(engine, events))
         drafter: DraftInfo | None = None
         while engine.failure is None and not self._stopping.wait(_BEAT_SECONDS):
@@ -157,9 +163,6 @@ class EngineHost:
                 self._outbox.send(pack(Drafter(drafter)))
         if engine.failure is not None:
             self._outbox.send(pack(Dead("the engine has failed")))
-        hosted.stop()
-        self._outbox.flush(_FLUSH_SECONDS)
-        return 0 if engine.failure is None else 1
 
     def _obey(self, frames: Frames) -> None:
         """Do what the other process asks, until it is gone."""

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import pytest
 
 from draft_service.__main__ import main
-from outrider.runtime import SWITCH_SECONDS, keep_what_is_there, switch_threads_often
+from outrider.runtime import SWITCH_SECONDS, settled, switch_threads_often
 
 
 @pytest.fixture(autouse=True)
@@ -75,10 +75,9 @@ def test_the_collector_looks_only_at_what_came_since() -> None:
         def __init__(self) -> None:
             self.itself = self
 
-    try:
-        keep_what_is_there()
+    with settled():
         assert gc.get_freeze_count() > 10_000
         gone = weakref.ref(Cycle())
-        assert gone() is not None and gc.collect() >= 1 and gone() is None
-    finally:
-        gc.unfreeze()
+        gc.collect()
+        assert gone() is None
+    assert gc.get_freeze_count() == 0
