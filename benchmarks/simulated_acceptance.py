@@ -40,6 +40,7 @@ from workload import Prompt, random_prompts
 from draft_service.eagle.config import EagleConfig
 from draft_service.inprocess import InprocessLink
 from outrider.frames import DraftEvents
+from outrider.runtime import switch_threads_often
 from target_service.assembly import load_model
 from target_service.config import TargetConfig
 from target_service.draft_client import LinkOptions, StoppableLink, connect_draft
@@ -188,6 +189,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     options = parse()
+    # As a service does.
+    switch_threads_often()
     rows: list[dict[str, Any]] = []
     begin = time.perf_counter()
     try:
