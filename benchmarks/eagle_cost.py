@@ -40,7 +40,13 @@ SHAPES = {
     "tiny": HeadConfig("eagle3", 64, 128, 4, 2, 16, 1000, 500, 64, 1, 3, (1, 2, 3)),
 }
 # Steps, topk, nodes; the first is what a draft has by default.
-TREES = {"tree 12": (3, 4, 12), "chain 5": (5, 1, 5), "chain 7": (7, 1, 7), "tree 32": (6, 8, 32), "tree 60": (7, 10, 60)}
+TREES = {
+    "tree 12": (3, 4, 12),
+    "chain 5": (5, 1, 5),
+    "chain 7": (7, 1, 7),
+    "tree 32": (6, 8, 32),
+    "tree 60": (7, 10, 60),
+}
 CONTEXT, COMMITTED = 512, 3
 LEAST_SAME = 0.3
 
