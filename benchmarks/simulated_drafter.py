@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from outrider.runtime import prepare_grpc
+from outrider.runtime import prepare_grpc, switch_threads_often
 
 prepare_grpc()
 
@@ -144,7 +144,8 @@ class SimulatedDrafter(EagleDrafter):
     def propose(self, sequences: Sequence[DraftSequence]) -> list[TokenTree]:
         trees = super().propose(sequences)
         scripts = [self._simulation.scripts[id(sequence)] for sequence in sequences]
-        time.sleep(self._delay)
+        if self._delay:
+            time.sleep(self._delay)
         return [self._simulation.rewrite(tree, script) for tree, script in zip(trees, scripts, strict=True)]
 
     def stats(self) -> Mapping[str, float]:
@@ -167,6 +168,7 @@ def main() -> int:
     parser.add_argument("--eagle", required=True, type=json.loads, help="settings of the EAGLE drafter, as JSON")
     options = parser.parse_args()
     logging.basicConfig(level=logging.WARNING)
+    switch_threads_often()
     config = EagleConfig(**options.eagle)
     drafter = SimulatedDrafter(config, options.answers, options.rates, options.delay_ms / 1e3)
     return run(serve(DraftConfig(listen=options.listen), drafter))
