@@ -40,10 +40,11 @@ from workload import Prompt, random_prompts
 from draft_service.eagle.config import EagleConfig
 from draft_service.inprocess import InprocessLink
 from outrider.frames import DraftEvents
-from outrider.runtime import switch_threads_often
+from outrider.runtime import settled, switch_threads_often
 from target_service.assembly import load_model
 from target_service.config import TargetConfig
 from target_service.draft_client import LinkOptions, StoppableLink, connect_draft
+from target_service.model.runner import ModelRunner
 
 LABEL = "acceptance SIMULATED, weights random"
 _DRAFT = Path(__file__).with_name("simulated_drafter.py")
@@ -128,23 +129,31 @@ def measure(options: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         answers = Path(folder) / "answers.json"
         with draft_beside(options, answers) as connect:
-            config = target_config(options)
-            runner = load_model(config)
-            prompts = random_prompts(max(options.concurrency), options.prompt_tokens, runner.vocabulary_size)
-            plain = SimulatedRun(runner, config, None)
-            said: dict[Prompt, tuple[int, ...]] = {}
-            for concurrency in options.concurrency:
-                figures, outputs = plain.measure(prompts[:concurrency], options.max_tokens)
-                note(rows, concurrency, "plain", figures)
-                said |= outputs
-            plain.close()
-            write_answers(answers, said.items())
-            drafted = SimulatedRun(runner, config, connect, options.settle_seconds)
-            for concurrency in options.concurrency:
-                figures, outputs = drafted.measure(prompts[:concurrency], options.max_tokens)
-                same = sum(said[prompt] == output for prompt, output in outputs.items())
-                note(rows, concurrency, "drafted", figures | {"outputs_as_plain": same})
-            drafted.close()
+            runner = load_model(target_config(options))
+            with settled():
+                compare(options, rows, runner, connect, answers)
+
+
+def compare(
+    options: argparse.Namespace, rows: list[dict[str, Any]], runner: ModelRunner, connect: Connect, answers: Path
+) -> None:
+    """`answers` is where the draft looks up what a plain run said."""
+    config = target_config(options)
+    prompts = random_prompts(max(options.concurrency), options.prompt_tokens, runner.vocabulary_size)
+    plain = SimulatedRun(runner, config, None)
+    said: dict[Prompt, tuple[int, ...]] = {}
+    for concurrency in options.concurrency:
+        figures, outputs = plain.measure(prompts[:concurrency], options.max_tokens)
+        note(rows, concurrency, "plain", figures)
+        said |= outputs
+    plain.close()
+    write_answers(answers, said.items())
+    drafted = SimulatedRun(runner, config, connect, options.settle_seconds)
+    for concurrency in options.concurrency:
+        figures, outputs = drafted.measure(prompts[:concurrency], options.max_tokens)
+        same = sum(said[prompt] == output for prompt, output in outputs.items())
+        note(rows, concurrency, "drafted", figures | {"outputs_as_plain": same})
+    drafted.close()
 
 
 def note(rows: list[dict[str, Any]], concurrency: int, mode: str, figures: dict[str, Any]) -> None:
