@@ -36,7 +36,8 @@ _GAIN_STEPS = 6.0
 _NEAR_KEEP = 0.8
 _FAR_KEEP = 0.95
 _USUAL_KEEP = 0.98
-_USUAL_PRIOR = 2.0
+# Before any, and for how many steps that counts.
+_USUAL_PRIOR, _USUAL_STEPS = 2.0, 4
 # Nodes of a sequence whose drafts are used in order of arrival: a number that no draw has a part in.
 IN_ORDER_NODES = 15
 # More than any probability, so that nodes used in order go first.
@@ -132,7 +133,7 @@ class RowBudget:
     def __init__(self, cost: StepCost | None) -> None:
         """`cost` of None takes every node that is allowed."""
         self._cost = cost
-        self._usual = _USUAL_PRIOR
+        self._usual, self._drafted = _USUAL_PRIOR, _USUAL_STEPS
         # What the rows of the last step cut take, as a multiple of what a plain step's take.
         self.step_cost = 1.0
         # Drafted tokens that the rows of the last step cut are expected to bring.
@@ -207,7 +208,8 @@ class RowBudget:
         plain ones."""
         gain = tokens / row_cost
         record.draw(gain, self._usual, tokens == 1)
-        self._usual = self._usual * _USUAL_KEEP + gain * (1 - _USUAL_KEEP)
+        self._drafted += 1
+        self._usual += max(1 - _USUAL_KEEP, 1 / self._drafted) * (gain - self._usual)
 
     def promise_ahead(self, record: SequenceRecord) -> float:
         """Tokens that a plain pass makes and a step behind it, which verifies what is drafted past the pass's token:
