@@ -100,6 +100,7 @@ class DeviceSteps:
         parameters = self._verifier.pack(rows)
         moves, lookup = self._moves, self._runner.lookup
         if batch.lookup is not None:
+            # What each may get; how many rows it has is found behind every pass.
             records_of(parameters, len(rows))["rows"] += batch.lookup.limits
             return self._launch_looked_up(batch, rows, parameters, stride)
         if moves is not self._nothing and min(batch.input.token_ids) < 0:

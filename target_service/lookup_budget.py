@@ -20,7 +20,8 @@ from target_service.step_cost import StepCost
 from target_service.verifier import Verified
 
 # Of the drafted tokens that could be right, the share that is missed for each row a sequence that there is on average:
-# of one sequence, and how much less of many, whose rows go where they are likeliest to be right.
+# of one sequence, and how much less of many, whose rows go where they are likeliest to be right. From the answers that
+# `row_shares.RIGHT` is from.
 _MISSED, _MISSED_BY_MANY = 0.65, 0.33
 # What one launch moves the tokens that drafts make, and those before anything is known.
 _SHARE = 0.05
