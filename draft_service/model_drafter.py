@@ -21,7 +21,7 @@ from draft_service.neural.captured import drafting_on, first_batches
 from draft_service.neural.config import NeuralConfig
 from draft_service.neural.network import RowOutput
 from draft_service.neural.tail_attention import Attend
-from draft_service.neural.threads import in_passing_thread
+from draft_service.neural.threads import in_passing_thread, launching_on
 from draft_service.neural.tree_drafting import Extension, Followed, TreeDrafting, Wanted
 from outrider.errors import NotSupported
 from outrider.model_store import model_source
@@ -125,7 +125,7 @@ class ModelDrafter:
 
     def start(self) -> None:
         """Load the model, hold it to its own forward pass, and run once what drafting runs."""
-        in_passing_thread(self._load)
+        in_passing_thread(self._start)
 
     def stop(self) -> None:
         """Nothing to keep."""
@@ -142,6 +142,10 @@ class ModelDrafter:
             sequence.state = None
 
     def propose(self, sequences: Sequence[DraftSequence]) -> list[TokenTree]:
+        with launching_on(self._config.device):
+            return self._propose(sequences)
+
+    def _propose(self, sequences: Sequence[DraftSequence]) -> list[TokenTree]:
         trees = [TokenTree.root_only(sequence.root) for sequence in sequences]
         ready = [(place, sequence) for place, sequence in enumerate(sequences) if self._reserve(sequence)]
         extensions = []
@@ -168,6 +172,10 @@ class ModelDrafter:
     def _started(self) -> TreeDrafting:
         assert self._drafting is not None, "the drafter was not started"
         return self._drafting
+
+    def _start(self) -> None:
+        with launching_on(self._config.device):
+            self._load()
 
     def _load(self) -> None:
         config = self._config

@@ -27,7 +27,7 @@ from draft_service.neural.captured import FIRST_PROMPTS, drafting_on, first_batc
 from draft_service.neural.network import Network, RowOutput
 from draft_service.neural.static_attention import StaticAttend
 from draft_service.neural.tail_attention import Attend
-from draft_service.neural.threads import in_passing_thread
+from draft_service.neural.threads import in_passing_thread, launching_on
 from draft_service.neural.tree_drafting import Extension, Followed, TreeDrafting, Wanted
 from outrider.errors import InvalidField, UnknownModel
 from outrider.frames import FeatureRequest
@@ -102,7 +102,7 @@ class EagleDrafter:
 
     def start(self) -> None:
         """Load the weights, and compile and run once what drafting runs."""
-        in_passing_thread(self._load)
+        in_passing_thread(self._start)
 
     def stop(self) -> None:
         """Nothing to keep."""
@@ -127,9 +127,14 @@ class EagleDrafter:
         """See `FeatureDrafter.absorb`."""
         # A feature's entry needs the token after its own.
         paired = [one for one in sequences if one.state.window.end < len(one.token_ids)]
-        self._read([sequence for sequence in paired if self._has_room(sequence)])
+        with launching_on(self._config.device):
+            self._read([sequence for sequence in paired if self._has_room(sequence)])
 
     def propose(self, sequences: Sequence[DraftSequence]) -> list[TokenTree]:
+        with launching_on(self._config.device):
+            return self._propose(sequences)
+
+    def _propose(self, sequences: Sequence[DraftSequence]) -> list[TokenTree]:
         trees = [TokenTree.root_only(sequence.root) for sequence in sequences]
         ready = [place for place, sequence in enumerate(sequences) if self._ready(sequence)]
         self._read([sequences[place] for place in ready])
@@ -162,6 +167,11 @@ class EagleDrafter:
         assert self._drafting is not None, "the drafter was not started"
         return self._drafting
 
+    def _start(self) -> None:
+        with launching_on(self._config.device):
+            self._load()
+            self._warm_up()
+
     def _load(self) -> None:
         config = self._config
         if config.threads:
@@ -169,7 +179,6 @@ class EagleDrafter:
         if self._head is None:
             self._head = self._loaded()
         self._drafting = drafting_on(HeadNetwork(self._head), config)
-        self._warm_up()
 
     def _loaded(self) -> EagleHead:
         config = self._config

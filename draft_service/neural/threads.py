@@ -1,9 +1,12 @@
-"""Where PyTorch may compute on a CPU without slowing itself down."""
+"""Where PyTorch computes: in which threads of a CPU, and on which of several GPUs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
 
 
 def in_passing_thread(work: Callable[[], None]) -> None:
@@ -15,3 +18,9 @@ def in_passing_thread(work: Callable[[], None]) -> None:
     """
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="passing") as pool:
         pool.submit(work).result()
+
+
+def launching_on(device: str) -> AbstractContextManager[object]:
+    """Kernels that are launched meanwhile run where the drafter's tensors are, which need not be where the rest of the
+    process has its own: a draft may share the target's process and not its GPU."""
+    return torch.cuda.device(device) if device.startswith("cuda") else nullcontext()

@@ -28,11 +28,15 @@ SHAPE = {"head_dim": 16, "num_layers": 2}
 
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "captured"])
 @pytest.mark.parametrize("topk", [1, 3], ids=["chain", "tree"])
-def test_trees_are_those_of_a_cpu(graphs: bool, topk: int) -> None:
+@pytest.mark.parametrize("device", ["cuda", "cuda:1"])
+def test_trees_are_those_of_a_cpu(graphs: bool, topk: int, device: str) -> None:
+    """On the GPU that the process works on, or on another."""
+    if device == "cuda:1" and torch.cuda.device_count() < 2:
+        pytest.skip("needs two CUDA devices")
     settings = {"topk": topk, "page_size": 16}
     drafters = [
         make_drafter(make_head(**SHAPE), **settings),
-        make_drafter(make_head(**SHAPE).cuda(), device="cuda", cuda_graphs=graphs, **settings),
+        make_drafter(make_head(**SHAPE).to(device), device=device, cuda_graphs=graphs, **settings),
     ]
     known = [states_of(make_head(), 60, i) for i in range(3)]
     followed = [
