@@ -31,7 +31,9 @@ class TargetConfig:
         64, "stop drafting while more than this many sequences run (on again at three quarters of it)"
     )
     max_draft_nodes: int = setting(63, "drafted rows a sequence may have in one step")
-    draft_wait_ms: float = setting(20.0, "longest wait for a draft that is late, per step")
+    draft_wait_ms: float = setting(
+        50.0, "longest wait for a draft that is late, per step; never longer than eight plain steps take"
+    )
     draft_failures_to_open: int = setting(3, "late drafts in a row after which a sequence's draft is not waited for")
     draft_head: str = setting(
         "",
