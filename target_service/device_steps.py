@@ -139,7 +139,7 @@ class DeviceSteps:
             self._conclude(batch, rows, done)
         self._moves = None
         self._count += 1
-        return LookedUp(batch, passes, lookup, self._said[self._count % _RESULTS])
+        return LookedUp(len(rows), passes, lookup, self._said[self._count % _RESULTS])
 
     def _conclude(self, batch: StepBatch, rows: SequenceOf[RowsToVerify], done: ForwardPass) -> None:
         """Verify a pass, bring accepted keys and values into place, and leave what was said for the next pass."""

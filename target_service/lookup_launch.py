@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from target_service.batch import StepBatch
 from target_service.sequence import MAX_STRIDE
 from target_service.verifier import Verified
 from tree_kernels.lookup import SAID, DeviceLookup
@@ -23,12 +22,11 @@ class LookedUp:
 
     followable = True
 
-    def __init__(self, batch: StepBatch, passes: int, lookup: DeviceLookup, host: Tensor) -> None:
+    def __init__(self, sequences: int, passes: int, lookup: DeviceLookup, host: Tensor) -> None:
         """`host` [max_sequences, MAX_STRIDE, SAID] gets what `lookup` says of this step's passes."""
         self._passes = passes
-        count = len(batch.items)
-        self._said = host[:count]
-        self._said.copy_(lookup.said[:count], non_blocking=True)
+        self._said = host[:sequences]
+        self._said.copy_(lookup.said[:sequences], non_blocking=True)
         self._done: torch.cuda.Event | None = None
         if lookup.said.is_cuda:
             self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]

@@ -146,8 +146,9 @@ class EngineHost:
             self._outbox.flush(_FLUSH_SECONDS)
             return refusal.status
         self._engine = hosted.engine
-        self._outbox.send(pack(Ready(hosted.served)))
         with settled():
+            # Only now, since settling takes a while too.
+            self._outbox.send(pack(Ready(hosted.served)))
             self._serve(hosted.engine)
         hosted.stop()
         self._outbox.flush(_FLUSH_SECONDS)
