@@ -4,12 +4,12 @@
     outrider draft --drafter trie --listen unix:/tmp/draft &
     python benchmarks/simulated_device.py TRACES --draft unix:/tmp/draft [--pass-ms 1.2] [--concurrency 1,8]
 
-The engine's own loop schedules, chooses, waits, guesses and commits in real time; only the device is not there. A pass
-ends so long after the one before it (`--pass-ms`, and `--row-ms` for each row more than one a sequence), a launch keeps
-the host for `--host-ms` besides laying it out, and what is accepted is read off the trace. So the choice between plain
-steps, drafts waited for and drafts behind a guess can be tuned where there is no GPU; a round trip takes longer on a
-slow host, and a pass had better be as much longer. Each text is said plain and with drafts, in turns, under tenants of
-their own; the first repeat lets the engine learn and is not counted.
+The engine's own loop schedules, chooses, waits and commits in real time; only the device is not there. A pass ends so
+long after the one before it (`--pass-ms`, and `--row-ms` for each row more than one a sequence), a launch keeps the
+host for `--host-ms` besides laying it out, and what is accepted is read off the trace. So the choice between plain
+steps and drafts waited for can be tuned where there is no GPU; this device has no tables to choose rows from. A round
+trip takes longer on a slow host, and a pass had better be as much longer. Each text is said plain and with drafts, in
+turns, under tenants of their own; the first repeat lets the engine learn and is not counted.
 """
 
 from __future__ import annotations
@@ -71,6 +71,8 @@ class _Running:
     """A step under way; see `launch.Launched`."""
 
     on_device = followable = True
+    # Its clock is the host's.
+    span = None
 
     def __init__(self, outcomes: list[Verified | None], ends_at: float) -> None:
         self._outcomes = outcomes
@@ -81,6 +83,9 @@ class _Running:
         while time.perf_counter() < self._ends_at:
             time.sleep(0)
 
+    def ended(self) -> bool:
+        return time.perf_counter() >= self._ends_at
+
     def outcomes(self) -> list[Verified | None]:
         self.wait()
         return self._outcomes
@@ -89,7 +94,7 @@ class _Running:
 class SimulatedSteps:
     """`launch.Steps` on a device that is not there, for sequences whose texts are known."""
 
-    in_background, looks_up = True, False
+    in_background, tables = True, None
 
     def __init__(self, times: DeviceTimes) -> None:
         self._times = times

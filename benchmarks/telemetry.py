@@ -50,10 +50,19 @@ STEP = StepStats(
     verify_ns=90_000,
     commit_ns=60_000,
     total_ns=3_340_000,
+    hits=4,
+    chosen_rows=60,
+    chosen_accepted=9,
+    table_rows=48,
+    table_accepted=7,
+    promised_tokens=9.5,
+    round_trip_ns=2_100_000,
+    busy_ns=3_000_000,
+    idle_ns=20_000,
 )
 VERDICT = Verdict(1, 3, (1, 2, 3), (5, 6, 7, 8), drafted_tokens=3, compute_ns=3_000_000)
 # Values that `PrometheusObserver.on_step` writes.
-VALUES_PER_STEP = 18
+VALUES_PER_STEP = 29
 
 
 def request(traceparent: str) -> SequenceRequest:

@@ -139,6 +139,11 @@ def features_of(drafter: object) -> FeatureRequest | None:
 MakePart = Callable[[str], Drafter]
 
 
+def device_of(drafter: object) -> str:
+    """Where a drafter computes, as PyTorch names it: its attribute `device`, and the CPU for one that has none."""
+    return str(getattr(drafter, "device", "cpu"))
+
+
 @dataclass(frozen=True, slots=True)
 class DrafterSpec:
     """How a drafter is configured and made.

@@ -7,16 +7,13 @@ https://protobuf.dev/programming-guides/encoding.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from draft_service.compiling import compiled
-from draft_service.drafter import DraftSequence
 from draft_service.prediction import Numbers, Reals
-from outrider.tree import TokenTree
 from outrider.v1 import draft_pb2
 
 Heads = npt.NDArray[np.int64]
@@ -45,17 +42,6 @@ class PackedTrees(NamedTuple):
 
     nodes: list[int]
     message: bytes
-
-
-@runtime_checkable
-class PackingDrafter(Protocol):
-    """A drafter that can hand its trees over as bytes."""
-
-    def propose_packed(
-        self, sequences: Sequence[DraftSequence], heads: Sequence[tuple[int, int, int, int]]
-    ) -> PackedTrees | list[TokenTree]:
-        """As `Drafter.propose`. `heads`: for each sequence its id on the wire, its step, the id of its first new node
-        and its vocabulary size. Trees that carry distributions, or tokens past the vocabulary, come as trees."""
 
 
 def room_for(trees: int, nodes: int) -> int:

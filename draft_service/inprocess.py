@@ -1,19 +1,21 @@
-"""A draft link without a network: the same session and drafters, in the target's own process and thread.
+"""A draft link without a network: the same session and drafters, in the target's own process.
 
-For a machine with no process to spare, and as the yardstick for what a separate draft process costs. Answers are
-delivered inside the call that asks for them.
+For a machine with no process to spare, and as the yardstick for what a separate draft process costs. Answers of a
+drafter on the CPU are delivered inside the call that asks for them, those of one on a GPU from a thread of its own.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 
 from draft_service.config import CONFIG_VARIABLE, DraftConfig, drafter_config
-from draft_service.drafter import Drafter, create, features_of
+from draft_service.drafter import Drafter, create, device_of, features_of
 from draft_service.session import Admission, ProposeSession
 from outrider import __version__
 from outrider.errors import OutriderError, WrongVocabulary
@@ -43,7 +45,7 @@ def connect(argument: str, events: DraftEvents, vocabulary_size: int, _tokenizer
     if drafter.vocabulary_size not in (0, vocabulary_size):
         raise WrongVocabulary("draft and target have vocabularies of different sizes")
     drafter.start()
-    return InprocessLink(drafter, events)
+    return ThreadedLink(drafter, events) if device_of(drafter) != "cpu" else InprocessLink(drafter, events)
 
 
 class InprocessLink:
@@ -54,6 +56,7 @@ class InprocessLink:
         self._events = events
         self._admission = Admission(DraftConfig.max_sequences)
         self._session: ProposeSession | None = ProposeSession(drafter, self._admission, DEFAULT_TENANT)
+        self._stopped = False
         events.on_connected(
             DraftInfo(
                 drafter=drafter.name,
@@ -71,7 +74,6 @@ class InprocessLink:
             # The engine opens anew what it had stopped drafting for; over the network fresh ids tell them apart.
             session.close([sequence.sequence_id])
             self._attempt(session, sequence.sequence_id, lambda: session.open(sequence))
-            self._answer(session)
 
         self._run(work)
 
@@ -79,7 +81,6 @@ class InprocessLink:
         def work(session: ProposeSession) -> None:
             for advance in advances:
                 self._attempt(session, advance.sequence_id, partial(session.advance, advance))
-            self._answer(session)
 
         self._run(work)
 
@@ -88,7 +89,6 @@ class InprocessLink:
             for one in features:
                 self._attempt(session, one.sequence_id, partial(session.take_features, one))
             session.absorb({one.sequence_id for one in features})
-            self._answer(session)
 
         self._run(work)
 
@@ -96,25 +96,39 @@ class InprocessLink:
         self._run(lambda session: session.close(sequence_ids))
 
     def stop(self) -> None:
-        """End every sequence and stop the drafter. Idempotent."""
-
-        def work(session: ProposeSession) -> None:
-            session.end()
-            self._drafter.stop()
-
-        self._run(work)
+        """End every sequence and stop the drafter, also one that failed. Idempotent."""
+        if self._stopped:
+            return
+        self._stopped = True
+        self._do([ProposeSession.end])
         self._session = None
+        try:
+            self._drafter.stop()
+        # The same boundary: the engine has more to stop than its drafter.
+        except Exception:
+            logger.exception("the drafter failed while it stopped")
 
     def _run(self, work: Callable[[ProposeSession], None]) -> None:
+        """Do this, and answer."""
+        self._do([work])
+
+    def _do(self, works: Sequence[Callable[[ProposeSession], None]]) -> None:
+        """Do all this, and then answer once. Nothing is done once the drafter has failed or is stopped."""
         if self._session is None:
             return
         try:
-            work(self._session)
+            for work in works:
+                work(self._session)
+            self._answer(self._session)
         # The boundary that a process or a network is elsewhere: a drafter's bug costs its drafts, not the engine.
         except Exception:
-            logger.exception("the drafter failed; decoding goes on without it")
-            self._session = None
-            self._events.on_disconnected("the drafter failed")
+            self._fail()
+
+    def _fail(self) -> None:
+        """Log the exception that is being handled, and go on without drafts."""
+        logger.exception("the drafter failed; decoding goes on without it")
+        self._session = None
+        self._events.on_disconnected("the drafter failed")
 
     def _attempt(self, session: ProposeSession, sequence_id: int, step: Callable[[], object]) -> None:
         try:
@@ -128,3 +142,45 @@ class InprocessLink:
         while session.owes:
             session.grant(1 - session.credit)
             self._events.on_growth(session.take_growth())
+
+
+class ThreadedLink(InprocessLink):
+    """A `DraftLink` to a started drafter on a GPU, which works on a thread of its own.
+
+    One thread at a time may call it. Calls return at once, and answers come from the drafter's thread. On the target's
+    own GPU the drafter's kernels run beside the target's passes, behind them where both want the same processors.
+    """
+
+    def __init__(self, drafter: Drafter, events: DraftEvents) -> None:
+        self._works: SimpleQueue[Callable[[ProposeSession], None] | None] = SimpleQueue()
+        super().__init__(drafter, events)
+        self._thread = threading.Thread(target=self._work, name="drafter", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """See `InprocessLink.stop`. Waits for what the drafter is at."""
+        self._works.put(None)
+        self._thread.join()
+        super().stop()
+
+    def _run(self, work: Callable[[ProposeSession], None]) -> None:
+        """Have it done on the thread, which answers."""
+        self._works.put(work)
+
+    def _work(self) -> None:
+        """Until `stop`: do all that waits, and then answer once, so that trees are of the newest commits."""
+        # Only here: drafters without a GPU run without PyTorch.
+        from draft_service.neural.threads import on_stream_of_its_own
+
+        try:
+            with on_stream_of_its_own(device_of(self._drafter)):
+                stopping = False
+                while not stopping:
+                    works = [self._works.get()]
+                    while not self._works.empty():
+                        works.append(self._works.get())
+                    stopping = None in works
+                    self._do([work for work in works if work is not None])
+        # Nothing below this thread's first frame would say that it has ended.
+        except Exception:
+            self._fail()

@@ -4,13 +4,15 @@ GREEDY and COUPLED take any tree, so the trees are joined: a child that several 
 highest of their scores, and of all nodes the most worthy are kept. REJECTION does not: a node must have been drawn from
 the one law that its parent carries, so there the tree is that of the first drafter that has one. That choice looks at
 which drafters know nothing of a sequence, never at what was drawn, so the trees stay exact.
+
+Where a drafter computes on another device, the others work meanwhile.
 """
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from draft_service.drafter import (
     CorpusDrafter,
@@ -20,9 +22,12 @@ from draft_service.drafter import (
     DraftSequence,
     FeatureDrafter,
     MakePart,
+    device_of,
     features_of,
     tree_limits,
 )
+from draft_service.grown import ArrayDrafter, Grown, Here, Pending
+from draft_service.tree_merging import merge_grown
 from outrider.errors import NotSupported, OutriderError
 from outrider.frames import FeatureRequest, TreeLimits
 from outrider.sampling import VerificationMode
@@ -61,6 +66,7 @@ class MergedDrafter:
         self._parts = tuple(parts)
         nodes = config.merged_nodes or max(part.limits.max_nodes for part in parts)
         self.limits = TreeLimits(nodes, max(part.limits.max_depth for part in parts))
+        self.device = next((device for part in parts if (device := device_of(part)) != "cpu"), "cpu")
         self.max_context = min(part.max_context for part in parts)
         vocabularies = {part.vocabulary_size for part in parts} - {0}
         if len(vocabularies) > 1:
@@ -73,9 +79,11 @@ class MergedDrafter:
         self.features: FeatureRequest | None = replace(wanted[0], required=False) if wanted else None
 
     def start(self) -> None:
-        """Start every drafter."""
+        """Start every drafter, and compile what merges and packs their trees."""
         for part in self._parts:
             part.start()
+        alone = Grown.roots([0], 1)
+        merge_grown([alone] * len(self._parts), [1]).packed([(0, 0, 1, 1)])
 
     def stop(self) -> None:
         """Stop every drafter."""
@@ -114,26 +122,33 @@ class MergedDrafter:
                 part.absorb([sequence.state[number] for sequence in sequences])
 
     def propose(self, sequences: Sequence[DraftSequence]) -> list[TokenTree]:
-        found: list[list[TokenTree]] = [[] for _ in sequences]
-        for number, part in enumerate(self._parts):
-            asked = [
-                place
-                for place, sequence in enumerate(sequences)
-                if sequence.mode is not VerificationMode.REJECTION or not any(tree.drafted for tree in found[place])
-            ]
-            trees = part.propose([sequences[place].state[number] for place in asked]) if asked else []
-            for place, tree in zip(asked, trees, strict=True):
-                found[place].append(tree)
-        return [
-            found[place][-1] if sequence.mode is VerificationMode.REJECTION else self._merge(sequence, found[place])
-            for place, sequence in enumerate(sequences)
-        ]
+        drawn = [place for place, one in enumerate(sequences) if one.mode is VerificationMode.REJECTION]
+        joined = [place for place, one in enumerate(sequences) if one.mode is not VerificationMode.REJECTION]
+        found = dict(zip(drawn, self._drawn([sequences[place] for place in drawn]), strict=True))
+        if joined:
+            grown = self.begin([sequences[place] for place in joined]).fetch()
+            found.update(zip(joined, grown.as_trees(), strict=True))
+        return [found[place] for place in range(len(sequences))]
+
+    def begin(self, sequences: Sequence[DraftSequence]) -> Pending:
+        """See `ArrayDrafter.begin`."""
+        views = [[sequence.state[number] for sequence in sequences] for number in range(len(self._parts))]
+        begun = [_begin(part, own) for part, own in zip(self._parts, views, strict=True)]
+        nodes = [tree_limits(self.limits, sequence.limits).max_nodes for sequence in sequences]
+        return _Merging(begun, nodes)
 
     def stats(self) -> Mapping[str, float]:
         return {name: value for part in self._parts for name, value in part.stats().items()}
 
-    def _merge(self, sequence: DraftSequence, trees: Sequence[TokenTree]) -> TokenTree:
-        return merge_trees(trees, tree_limits(self.limits, sequence.limits).max_nodes)
+    def _drawn(self, sequences: Sequence[DraftSequence]) -> list[TokenTree]:
+        """Each the tree of the first drafter that has one."""
+        found = [TokenTree.root_only(sequence.root) for sequence in sequences]
+        for number, part in enumerate(self._parts):
+            asked = [place for place, tree in enumerate(found) if not tree.drafted]
+            trees = part.propose([sequences[place].state[number] for place in asked]) if asked else []
+            for place, tree in zip(asked, trees, strict=True):
+                found[place] = tree
+        return found
 
 
 class MergedCorpusDrafter(MergedDrafter):
@@ -145,44 +160,41 @@ class MergedCorpusDrafter(MergedDrafter):
         return learner.add_corpus(tenant, corpus, token_ids)
 
 
-def merge_trees(trees: Sequence[TokenTree], nodes: int) -> TokenTree:
-    """The best `nodes` nodes of trees with one and the same root, in falling order of worth, parents first.
+class _Merging(NamedTuple):
+    """Trees of all drafters that are to be merged, as `Pending`."""
 
-    A node that several trees have takes the highest of its scores. Siblings whose scores then sum to more than 1 are
-    scaled, since only one of them can be accepted. Distributions are left out.
-    """
-    # Node 0 is the root.
-    tokens, scores = [trees[0].token_ids[0]], [1.0]
-    children: list[dict[int, int]] = [{}]
-    for tree in trees:
-        node_of = [0]
-        for row in range(1, len(tree)):
-            token, siblings = tree.token_ids[row], children[node_of[tree.parents[row]]]
-            node = siblings.setdefault(token, len(tokens))
-            if node == len(tokens):
-                tokens.append(token)
-                scores.append(0.0)
-                children.append({})
-            scores[node] = max(scores[node], tree.scores[row])
-            node_of.append(node)
-    kept, parents, kept_scores = [0], [0], [1.0]
-    # The most worthy first; of equals, the one that was proposed first.
-    waiting: list[tuple[float, int, int, float]] = []
-    worth, row = 1.0, 0
-    while True:
-        below = children[kept[row]].values()
-        total = max(1.0, sum(scores[node] for node in below))
-        for node in below:
-            heapq.heappush(waiting, (-worth * scores[node] / total, node, row, scores[node] / total))
-        if not waiting or len(kept) > nodes:
-            break
-        negative, node, parent, score = heapq.heappop(waiting)
-        worth, row = -negative, len(kept)
-        kept.append(node)
-        parents.append(parent)
-        kept_scores.append(score)
-    rows = slice(0, nodes + 1)
-    return TokenTree(tuple(tokens[node] for node in kept[rows]), tuple(parents[rows]), tuple(kept_scores[rows]))
+    parts: Sequence[Pending]
+    nodes: Sequence[int]
+
+    @property
+    def elsewhere(self) -> bool:
+        return any(part.elsewhere for part in self.parts)
+
+    @property
+    def early(self) -> bool:
+        return any(part.early for part in self.parts)
+
+    @property
+    def fresh(self) -> bool:
+        return all(part.fresh for part in self.parts)
+
+    def fetch_early(self) -> Grown:
+        return self._merged(lambda part: part.fetch_early())
+
+    def fetch(self) -> Grown:
+        return self._merged(lambda part: part.fetch())
+
+    def _merged(self, fetch: Callable[[Pending], Grown]) -> Grown:
+        # This processor's own first, while the others are at work.
+        found = {number: part.fetch() for number, part in enumerate(self.parts) if not part.elsewhere}
+        found |= {number: fetch(part) for number, part in enumerate(self.parts) if part.elsewhere}
+        return merge_grown([found[number] for number in range(len(self.parts))], self.nodes)
+
+
+def _begin(part: Drafter, sequences: Sequence[DraftSequence]) -> Pending:
+    if isinstance(part, ArrayDrafter):
+        return part.begin(sequences)
+    return Here(Grown.of(part.propose(sequences)))
 
 
 def _create(config: MergedConfig, make: MakePart) -> Drafter:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from outrider.metric_table import DRAFT
 from outrider.metrics import MetricSet, Reading
 
+# Seconds in a nanosecond: clocks count those, Prometheus' histograms of time are in seconds.
 _NS = 1e-9
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from draft_service.drafter import Drafter, DrafterSpec, DraftSequence, MakePart
+from draft_service.grown import Pending, among, warm_up
 from draft_service.neural.captured import drafting_on, first_batches
 from draft_service.neural.config import NeuralConfig
 from draft_service.neural.network import RowOutput
@@ -116,9 +117,10 @@ class ModelDrafter:
         self._source = model_source(config.draft_model)
         settings = _settings_of(self._source)
         self.limits = config.tree.limits
+        self.device = config.device
         # Trees must not reach past the end of position tables.
-        longest = int(getattr(settings, "max_position_embeddings", config.max_context + config.num_steps))
-        self.max_context = min(config.max_context, longest - config.num_steps)
+        longest = int(getattr(settings, "max_position_embeddings", config.max_context + config.tree.num_steps))
+        self.max_context = min(config.max_context, longest - config.tree.num_steps)
         self.vocabulary_size = int(settings.vocab_size)
         self._drafting: TreeDrafting | None = None
         self._full = self._rows = 0
@@ -142,23 +144,32 @@ class ModelDrafter:
             sequence.state = None
 
     def propose(self, sequences: Sequence[DraftSequence]) -> list[TokenTree]:
-        with launching_on(self._config.device):
-            return self._propose(sequences)
-
-    def _propose(self, sequences: Sequence[DraftSequence]) -> list[TokenTree]:
         trees = [TokenTree.root_only(sequence.root) for sequence in sequences]
-        ready = [(place, sequence) for place, sequence in enumerate(sequences) if self._reserve(sequence)]
+        with launching_on(self._config.device):
+            places, wanted = self._prepare(sequences)
+            if wanted:
+                for place, tree in zip(places, self._started.trees(wanted), strict=True):
+                    trees[place] = tree
+        return trees
+
+    def begin(self, sequences: Sequence[DraftSequence]) -> Pending:
+        """See `ArrayDrafter.begin`."""
+        with launching_on(self._config.device):
+            places, wanted = self._prepare(sequences)
+            return among(sequences, places, self._started.begin(wanted) if wanted else None)
+
+    def _prepare(self, sequences: Sequence[DraftSequence]) -> tuple[list[int], list[Wanted]]:
+        """Read what was committed to those that the cache has room for. Returns where they stand, and their
+        trees-to-be."""
+        places = [place for place, sequence in enumerate(sequences) if self._reserve(sequence)]
+        ready = [sequences[place] for place in places]
         extensions = []
-        for _, sequence in ready:
+        for sequence in ready:
             entries = sequence.state.entries
-            extensions.append(Extension(sequence.state, sequence.token_ids[entries:], None, entries))
+            extensions.append(Extension(sequence.state, sequence.token_ids[entries:], entries))
             self._rows += len(sequence.token_ids) - entries
         self._started.extend(extensions)
-        wanted = [Wanted(sequence.state, sequence, len(sequence.token_ids)) for _, sequence in ready]
-        if wanted:
-            for (place, _), tree in zip(ready, self._started.trees(wanted), strict=True):
-                trees[place] = tree
-        return trees
+        return places, [Wanted(sequence.state, sequence, len(sequence.token_ids)) for sequence in ready]
 
     def stats(self) -> Mapping[str, float]:
         pages = self._drafting.cache.used_pages if self._drafting is not None else 0
@@ -192,7 +203,7 @@ class ModelDrafter:
             sequences = [DraftSequence(i, [0], 1, self.vocabulary_size, mode=mode) for i in range(count)]
             for sequence in sequences:
                 self.open(sequence)
-            self.propose(sequences)
+            warm_up(self, sequences)
             for sequence in sequences:
                 self.close(sequence)
         self._rows = self._full = 0
@@ -208,8 +219,8 @@ class ModelDrafter:
         followed = Followed()
         tokens = _probe(self.vocabulary_size)
         self._started.reserve(followed, len(tokens))
-        self._started.extend([Extension(followed, tokens[:5], None, 0)])
-        self._started.extend([Extension(followed, tokens[5:], None, 5)])
+        self._started.extend([Extension(followed, tokens[:5], 0)])
+        self._started.extend([Extension(followed, tokens[5:], 5)])
         states = self._started.states
         found = states.read(states.places([followed.pages])).spoken[0].float()
         self._started.forget(followed)

@@ -83,12 +83,17 @@ class TrieConfig:
         return Evidence(trust, spread, np.array([self.min_match, self.max_match, self.selection == "recent"], np.int64))
 
 
-# Fitted by random search on half of the traces, for tokens per step at 8 and 16 rows and with the rows that pay.
-# Each: the sequence's own words, its tenant's, a shared corpus's.
+# The next four were fitted together by random search with `benchmarks/draft_quality.py` on half of its traces, for
+# tokens per step at 8 and 16 rows and with the rows that pay; docs/performance.md has the figures of the other half.
+# Triples are of the sequence's own trie, its tenant's, a shared corpus's.
 # What the unseen is worth after a context of m tokens, in occurrences: scale * m**-power + least.
 UNSEEN = ((2.8, 0.85, 0.02), (18.0, 1.7, 0.01), (18.0, 1.7, 0.01))
+# Occurrences that the most recent continuation gets on top.
 RECENT = (1.1, 0.45, 0.0)
+# Tokens by which matches in a source count as longer, where sources compete.
 EARLIER = (1.0, 0.0, 0.0)
+# The unseen is worth more after a context with many different continuations: by their number to this power.
 SPREAD = 1.25
-# A sequence's own trie and a shared corpus do not forget with age.
+# The half-life of tries that do not forget with age, a sequence's own and a shared corpus: counts halve each time that
+# 2**30 more tokens are learnt. A sequence ends long before, and the clock is 32 bits wide.
 NEVER_LOG2 = 30

@@ -7,13 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from draft_service import snapshot, tree_building
 from draft_service.corpora import Corpora
 from draft_service.drafter import CorpusGrowth, Drafter, DrafterSpec, DraftSequence, MakePart, tree_limits
-from draft_service.growth_packing import PackedTrees
+from draft_service.grown import Grown, Pending
 from draft_service.learning import Learner
 from draft_service.ngram_config import NEVER_LOG2, TrieConfig
 from draft_service.ngram_trie import NgramTrie
@@ -125,18 +126,17 @@ class NgramDrafter:
         self._settle(sequences, counts)
         return trees
 
-    def propose_packed(
-        self, sequences: Sequence[DraftSequence], heads: Sequence[tuple[int, int, int, int]]
-    ) -> PackedTrees | list[TokenTree]:
-        """See `PackingDrafter.propose_packed`."""
-        for sequence in sequences:
-            if sequence.mode is VerificationMode.REJECTION:
-                return self.propose(sequences)
+    def begin(self, sequences: Sequence[DraftSequence]) -> Pending:
+        """See `ArrayDrafter.begin`; all is computed when it is fetched."""
+        return _Asked(self, sequences)
+
+    def grow(self, sequences: Sequence[DraftSequence]) -> Grown:
+        """The trees of sequences none of which is of a REJECTION request. Overwritten by the next ones."""
         tries, asked, fresh = self._asked(sequences)
         with _Held(tries):
-            counts, message = self._batch.grow_packed(tries, asked, fresh, heads)
-        self._settle(sequences, counts)
-        return self.propose(sequences) if message is None else PackedTrees([rows - 1 for rows, _ in counts], message)
+            grown = self._batch.grow_arrays(tries, asked, fresh)
+        self._settle(sequences, grown.sizes.tolist())
+        return grown
 
     def _settle(self, sequences: Sequence[DraftSequence], counts: list[list[int]]) -> None:
         """Note what the own tries use, and teach. Only now, since the learner's thread would take the interpreter from
@@ -239,8 +239,24 @@ class NgramDrafter:
             nothing = self._nothing.arrays()
             build_tree((own.arrays(), nothing, nothing), sequence, self._evidence, TreeLimits(4, 4), 2, 0.01)
         place = self._batch.enter(own, [1, 2, 1], self.limits, None, 0)
-        self._batch.grow_packed([self._nothing], [(place, 0, 0, 2)], [2, 1], [(0, 0, 1, 4)])
+        self._batch.grow_arrays([self._nothing], [(place, 0, 0, 2)], [2, 1]).packed([(0, 0, 1, 4)])
         self._batch.leave(place)
+
+
+class _Asked(NamedTuple):
+    """Trees that are `Pending`."""
+
+    drafter: NgramDrafter
+    sequences: Sequence[DraftSequence]
+    elsewhere: bool = False
+    early: bool = False
+    fresh: bool = True
+
+    def fetch_early(self) -> Grown:
+        return self.fetch()
+
+    def fetch(self) -> Grown:
+        return self.drafter.grow(self.sequences)
 
 
 class _Held:

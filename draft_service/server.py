@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, TypeVar
 
 import grpc
 
-from draft_service.drafter import CorpusDrafter, Drafter
+from draft_service.drafter import CorpusDrafter, Drafter, device_of
+from draft_service.inbox import Inbox
 from draft_service.observer import DraftObserver, QuietObserver
 from draft_service.session import Admission, PackedGrowth, ProposeSession
 from draft_service.tracing import StreamTrace
@@ -34,6 +37,7 @@ MAX_CORPUS_TOKENS = 65536
 # What a token id may be where no vocabulary is known: tries hold them as int32.
 _ANY_VOCABULARY = 2**31 - 1
 
+Result = TypeVar("Result")
 ProposeContext = grpc.aio.ServicerContext[draft_pb2.ProposeRequest, draft_pb2.ProposeResponse]
 
 
@@ -53,6 +57,14 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         self._info = info
         self._observer = observer or QuietObserver()
         self._tracing = tracing or Tracing()
+        on_gpu = device_of(drafter) != "cpu"
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="drafter") if on_gpu else None
+
+    def close(self) -> None:
+        """Wait for what the drafter is at, so that it can be stopped. What still comes runs on the event loop."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.shutdown()
 
     async def Propose(  # type: ignore[override]
         self, _requests: AsyncIterator[draft_pb2.ProposeRequest], context: ProposeContext
@@ -63,27 +75,39 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         self._observer.on_stream(1)
         code, reason = "CANCELLED", ""
         try:
-            while True:
-                frame: Any = await context.read()
-                if frame is grpc.aio.EOF:
-                    break
-                for answer in stream.take(frame):
-                    await context.write(answer)
-                while (growth := stream.growth()) is not None:
-                    await context.write(growth)
-                # The target waits for the growth, and nobody for what is told of it.
-                stream.tell()
+            async with Inbox(context.read) as inbox:
+                while frames := await inbox.take():
+                    for answer in await self._on_drafter(stream.take_all, frames):
+                        await context.write(answer)
+                    # What has come meanwhile goes first: trees are made of the newest that is known.
+                    while not inbox.waiting and (growth := await self._on_drafter(stream.growth)) is not None:
+                        await context.write(growth)
+                    # The target waits for the growth, and nobody for its metrics.
+                    stream.record()
             code = "OK"
         except OutriderError as error:
             code, reason = error.code.name, error.reason
             raise
         finally:
-            stream.tell()
-            # A cancelled stream looks like a clean end, so every end aborts what was not closed.
-            self._observer.on_closed(len(session), aborted=True)
+            # Cancelling a call twice must not leave its sequences open.
+            await asyncio.shield(self._end(stream, trace, code, reason))
+
+    async def _end(self, stream: _ProposeStream, trace: StreamTrace, code: str, reason: str) -> None:
+        """End a stream's sequences, and then record it: a cancelled call may still have work on the drafter's thread,
+        which goes first."""
+        try:
+            await self._on_drafter(stream.end)
+        finally:
+            stream.record()
             self._observer.on_stream(-1)
             trace.end(code, reason)
-            session.end()
+
+    async def _on_drafter(self, work: Callable[..., Result], *arguments: Any) -> Result:
+        """Do what touches the drafter, one call after the other: here, or beside the event loop where it waits for a
+        GPU, so that frames are read meanwhile."""
+        if self._thread is None:
+            return work(*arguments)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
 
     async def GetDraftInfo(
         self, _request: draft_pb2.GetDraftInfoRequest, _context: Any
@@ -117,17 +141,20 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
 class _ProposeStream:
     """Translates the frames of one stream. A bad part of a frame fails its own sequence only.
 
-    Metrics and traces hear of advances and growth when `tell` is called, once nobody waits.
+    All else runs where the drafter does; `record` runs on the event loop, while nothing else of the stream is at work,
+    and brings metrics and the spans' sums up to date.
     """
 
     def __init__(self, session: ProposeSession, observer: DraftObserver, trace: StreamTrace) -> None:
         self._session = session
         self._observer = observer
         self._trace = trace
-        # Advance frames that were taken in: sequences, tokens. Growth frames that were made: sequences, nodes of each,
-        # nanoseconds of waiting and computing.
-        self._advanced: list[tuple[int, int]] = []
-        self._grown: list[tuple[list[int], list[int], int, int]] = []
+        # What `record` is to do, in order.
+        self._records: list[Callable[[], None]] = []
+
+    def take_all(self, frames: Iterable[draft_pb2.ProposeRequest]) -> list[draft_pb2.ProposeResponse]:
+        """Handle frames in order; see `take`."""
+        return [answer for frame in frames for answer in self.take(frame)]
 
     def take(self, frame: draft_pb2.ProposeRequest) -> list[draft_pb2.ProposeResponse]:
         """Handle one frame; returns what is answered at once. Raises `InvalidField` for a frame of no kind."""
@@ -139,7 +166,7 @@ class _ProposeStream:
         if kind == "close":
             before = len(self._session)
             self._session.close(frame.close.sequence_ids)
-            self._observer.on_closed(before - len(self._session), aborted=False)
+            self._note(self._observer.on_closed, before - len(self._session), aborted=False)
             self._trace.closed(frame.close.sequence_ids)
             return []
         if kind == "credit":
@@ -164,21 +191,26 @@ class _ProposeStream:
             nodes = [len(growth.token_ids) for growth in growths]
             response.growth.sequences.extend(map(growth_to_pb, growths))
         queue_ns, compute_ns = max(0, started - owed_since), time.monotonic_ns() - started
-        self._grown.append((sequence_ids, nodes, queue_ns, compute_ns))
+        self._note(self._observer.on_growth, len(nodes), sum(nodes), queue_ns, compute_ns)
+        if self._trace.follows:
+            for sequence_id, count in zip(sequence_ids, nodes, strict=True):
+                self._note(self._trace.grown, sequence_id, count, compute_ns)
         response.timings.queue_nanoseconds, response.timings.compute_nanoseconds = queue_ns, compute_ns
         return response
 
-    def tell(self) -> None:
-        """Tell metrics and traces what happened since the last call."""
-        for sequences, tokens in self._advanced:
-            self._observer.on_advanced(sequences, tokens)
-        for sequence_ids, nodes, queue_ns, compute_ns in self._grown:
-            if self._trace.follows:
-                for sequence_id, count in zip(sequence_ids, nodes, strict=True):
-                    self._trace.grown(sequence_id, count, compute_ns)
-            self._observer.on_growth(len(nodes), sum(nodes), queue_ns, compute_ns)
-        self._advanced.clear()
-        self._grown.clear()
+    def end(self) -> None:
+        """End every sequence. A cancelled stream looks like a clean end, so whatever was not closed is aborted."""
+        self._note(self._observer.on_closed, len(self._session), aborted=True)
+        self._session.end()
+
+    def record(self) -> None:
+        """Bring metrics and traces up to date with what happened since the last call."""
+        records, self._records = self._records, []
+        for record in records:
+            record()
+
+    def _note(self, record: Callable[..., None], *arguments: object, **named: object) -> None:
+        self._records.append(partial(record, *arguments, **named))
 
     def _open(self, pb: draft_pb2.OpenSequence) -> draft_pb2.ProposeResponse:
         try:
@@ -186,7 +218,7 @@ class _ProposeStream:
             limits = self._session.open(sequence)
         except OutriderError as error:
             return self._failed(pb.sequence_id, error)
-        self._observer.on_opened(len(sequence.token_ids))
+        self._note(self._observer.on_opened, len(sequence.token_ids))
         self._trace.opened(sequence)
         opened = draft_pb2.SequenceOpened(sequence_id=pb.sequence_id, limits=limits_to_pb(limits))
         return draft_pb2.ProposeResponse(opened=opened)
@@ -205,7 +237,7 @@ class _ProposeStream:
             tokens += len(advance.token_ids)
             if trace.follows:
                 trace.advanced(advance.sequence_id, len(advance.token_ids))
-        self._advanced.append((len(frame.sequences) - len(failures), tokens))
+        self._note(self._observer.on_advanced, len(frame.sequences) - len(failures), tokens)
         return failures
 
     def _features(self, frame: draft_pb2.SendFeatures) -> list[draft_pb2.ProposeResponse]:
@@ -222,7 +254,7 @@ class _ProposeStream:
         """Say so; whatever failed, the sequence is closed then, on both sides."""
         before = len(self._session)
         self._session.close([sequence_id])
-        self._observer.on_closed(before - len(self._session), aborted=True)
-        self._observer.on_failed(error.reason)
+        self._note(self._observer.on_closed, before - len(self._session), aborted=True)
+        self._note(self._observer.on_failed, error.reason)
         self._trace.failed(sequence_id, error.reason)
         return draft_pb2.ProposeResponse(status=failure_to_pb(sequence_id, error))

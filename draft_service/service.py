@@ -6,7 +6,7 @@ import argparse
 import asyncio
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import fields
 from functools import partial
@@ -34,14 +34,19 @@ from outrider.v1 import draft_pb2_grpc
 
 logger = logging.getLogger(__name__)
 
+# Seconds between looks at whether the last sequence has ended. Chosen, not measured: an end is noticed later by no more
+# than this, out of seconds of `drain_seconds`, and a look reads one number.
 _DRAIN_POLL = 0.05
 
 
 class DraftWorker:
-    """The work behind the server, as its lifecycle sees it. Drafting is inline, so it lives as the loop does."""
+    """The work behind the server, as its lifecycle sees it. A drafter's failure ends the stream that met it and not the
+    service, so this lives as the event loop does."""
 
-    def __init__(self, admission: Admission) -> None:
+    def __init__(self, admission: Admission, close: Callable[[], None]) -> None:
+        """`close` waits for the drafter's thread, if it has one."""
         self.admission = admission
+        self.close = close
 
     def alive(self) -> bool:
         return True
@@ -99,7 +104,7 @@ def build_server(
         ping_strikes=0,
     )
     service = Service(SERVICE_NAME, lambda server: draft_pb2_grpc.add_DraftServiceServicer_to_server(servicer, server))
-    return GrpcServer(options, [service], interceptors), DraftWorker(admission)
+    return GrpcServer(options, [service], interceptors), DraftWorker(admission, servicer.close)
 
 
 async def serve(config: DraftConfig, drafter: Drafter) -> int:
@@ -113,6 +118,8 @@ async def serve(config: DraftConfig, drafter: Drafter) -> int:
         stack.callback(tracing.shutdown)
         stack.callback(drafter.stop)
         server, worker = build_server(config, drafter, observer, tracing, [calls])
+        # Before the drafter is stopped.
+        stack.callback(worker.close)
         if config.metrics_listen:
             metrics = MetricsServer(config.metrics_listen, [observer.metrics, calls.metrics])
             stack.callback(metrics.close)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from draft_service.drafter import Drafter, DraftSequence, FeatureDrafter, tree_limits
-from draft_service.growth_packing import PackedTrees, PackingDrafter
+from draft_service.grown import ArrayDrafter, Grown, Pending
 from draft_service.tracked import Tracked
 from outrider.errors import (
     Draining,
@@ -35,6 +35,7 @@ from outrider.frames import (
     TreeLimits,
     Vectors,
 )
+from outrider.sampling import VerificationMode
 from outrider.tree import TokenTree
 
 # Keeps a frame of full trees well under the message size limit: 256 trees of 255 nodes are 0.6 MB.
@@ -94,7 +95,9 @@ class ProposeSession:
 
     def __init__(self, drafter: Drafter, admission: Admission, caller: str) -> None:
         self._drafter = drafter
-        self._packing = drafter if isinstance(drafter, PackingDrafter) else None
+        self._arrays = drafter if isinstance(drafter, ArrayDrafter) else None
+        # Whose whole trees are still being grown.
+        self._rest: tuple[list[Tracked], Pending] | None = None
         self._admission = admission
         self._caller = caller
         self._open: dict[int, Tracked] = {}
@@ -213,19 +216,38 @@ class ProposeSession:
         return self._growths(taken, self._drafter.propose([tracked.draft for tracked in taken])) if taken else []
 
     def take_packed(self) -> PackedGrowth | list[SequenceGrowth]:
-        """As `take_growth`, encoded where the drafter does that."""
+        """One frame of owed growth, for one credit, encoded where trees come as arrays; empty when nothing is owed or
+        no credit is left. A drafter whose first levels are there sooner hands them out alone; the whole trees follow
+        with a later call and a credit of its own, unless something else is owed by then."""
         taken = self._take()
         if not taken:
-            return []
+            return self._take_rest()
+        self._rest = None
         drafts = [tracked.draft for tracked in taken]
-        if self._packing is None:
+        if self._arrays is None or any(draft.mode is VerificationMode.REJECTION for draft in drafts):
             return self._growths(taken, self._drafter.propose(drafts))
-        packed = self._packing.propose_packed(drafts, [tracked.head for tracked in taken])
-        if not isinstance(packed, PackedTrees):
-            return self._growths(taken, packed)
+        pending = self._arrays.begin(drafts)
+        if pending.early:
+            self._rest = taken, pending
+        return self._packed(taken, pending.fetch_early())
+
+    def _take_rest(self) -> PackedGrowth | list[SequenceGrowth]:
+        if self._rest is None or not self.credit or self._due:
+            return []
+        (taken, pending), self._rest = self._rest, None
+        ended = any(self._open.get(tracked.draft.sequence_id) is not tracked for tracked in taken)
+        if ended or not pending.fresh:
+            return []
+        self.credit -= 1
+        return self._packed(taken, pending.fetch())
+
+    def _packed(self, taken: Sequence[Tracked], grown: Grown) -> PackedGrowth | list[SequenceGrowth]:
+        packed = grown.packed([tracked.head for tracked in taken])
+        if packed is None:
+            return self._growths(taken, grown.as_trees())
         for tracked, nodes in zip(taken, packed.nodes, strict=True):
             tracked.next_node_id += nodes
-        return PackedGrowth([draft.sequence_id for draft in drafts], packed.nodes, packed.message)
+        return PackedGrowth([tracked.draft.sequence_id for tracked in taken], packed.nodes, packed.message)
 
     def _take(self) -> list[Tracked]:
         """The sequences of the next frame."""

@@ -23,7 +23,7 @@ class Tracked:
 
     @property
     def head(self) -> tuple[int, int, int, int]:
-        """What `PackingDrafter.propose_packed` wants to know."""
+        """The head of its tree, see `growth_packing.pack`."""
         draft = self.draft
         return signed(draft.sequence_id), signed(self.step), self.next_node_id, draft.vocabulary_size
 

@@ -14,7 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from draft_service.compiling import compiled, inlined, pointer
-from draft_service.growth_packing import Octets, pack, room_for, signed
+from draft_service.grown import Grown
+from draft_service.growth_packing import signed
 from draft_service.ngram_trie import NgramTrie
 from draft_service.prediction import UNIT, Evidence, Numbers, Reals, Trie
 from draft_service.tree_growth import Shape, grow_shape
@@ -34,7 +35,6 @@ COLUMNS_OF_SEQUENCE = 11
 # Entries of `rules`: least worth and breadth, depth of the own tries and their half-life, sharpness of races.
 FLOOR, BREADTH, TRIE_DEPTH, HALF_LIFE, SHARPNESS = range(5)
 _FIRST_PLACES = 16
-_NO_HEADS = np.zeros((0, 4), np.int64)
 
 Asked = tuple[int, int, int, int]
 Array = TypeVar("Array", Table, Tokens, Reals)
@@ -61,10 +61,8 @@ def learn_and_grow(
     trees: Numbers,
     scores: Reals,
     rows: Table,
-    heads: Table,
-    packed: Octets,
-) -> int:
-    """Insert what waits, then grow, then encode where that is asked for.
+) -> None:
+    """Insert what waits, then grow.
 
     Args:
         tries: [t, 4] addresses; whoever calls keeps the arrays alive and holds the locks.
@@ -78,11 +76,6 @@ def learn_and_grow(
         trees: [n, 2, 1 + nodes] tokens and parents, filled.
         scores: [n, 1 + nodes], filled likewise.
         rows: [n, 2], filled: rows of the tree, and of the own trie.
-        heads: [n, 4] for `pack`, or [0, 4] where nothing is to be encoded.
-        packed: as for `pack`.
-
-    Returns:
-        What `pack` returns.
     """
     depth = int(rules[TRIE_DEPTH])
     longest, begin = depth - 1, 0
@@ -108,7 +101,6 @@ def learn_and_grow(
             context = window[longest - row[KNOWN] : longest]
             seed, position = np.uint64(row[SEED]), np.uint64(row[LENGTH])
             rows[i, 0] = grow_shape(three, context, evidence, shape, seed, position, trees[i], scores[i])
-    return int(pack(trees, scores, rows, heads, packed))
 
 
 class TrieBatch:
@@ -126,7 +118,6 @@ class TrieBatch:
         self._rows = nodes + 1
         self._trees: Numbers = np.empty((0, 2, self._rows), np.int32)
         self._scores: Reals = np.empty((0, self._rows), np.float64)
-        self._packed: Octets = np.empty(0, np.uint8)
         # Addresses of the tries that were read last, which are often the same again.
         self._last: tuple[list[tuple[int, int, int, int]], Table] = [], np.zeros((0, 4), np.int64)
 
@@ -174,34 +165,22 @@ class TrieBatch:
             For each tree its rows and the rows that the own trie uses now; tokens and parents; scores. The last two
             are as long as the largest tree.
         """
-        counts, _ = self._run(tries, asked, fresh, _NO_HEADS)
-        return self._grown(counts)
+        grown = self.grow_arrays(tries, asked, fresh)
+        counts: list[list[int]] = grown.sizes.tolist()
+        most = max(counts)[0]
+        return counts, grown.trees[:, :, :most].tolist(), grown.scores[:, :most].tolist()
 
-    def grow_packed(
-        self,
-        tries: Sequence[NgramTrie],
-        asked: Sequence[Asked],
-        fresh: Sequence[int],
-        heads: Sequence[tuple[int, int, int, int]],
-    ) -> tuple[list[list[int]], bytes | None]:
-        """As `grow`, with the trees as the bytes of a `GrowSequences`; None where a token is past its vocabulary, and
-        then `grow` gives the same trees."""
-        counts, size = self._run(tries, asked, fresh, np.array(heads, np.int64))
-        return counts, None if size < 0 else self._packed[:size].tobytes()
-
-    def _run(
-        self, tries: Sequence[NgramTrie], asked: Sequence[Asked], fresh: Sequence[int], heads: Table
-    ) -> tuple[list[list[int]], int]:
+    def grow_arrays(self, tries: Sequence[NgramTrie], asked: Sequence[Asked], fresh: Sequence[int]) -> Grown:
+        """As `grow`, with the trees as arrays that the next call overwrites; `sizes` has both counts."""
         count = len(asked)
         if count > len(self._trees):
             self._trees = np.empty((count, 2, self._rows), np.int32)
             self._scores = np.empty((count, self._rows), np.float64)
-            self._packed = np.empty(room_for(count, self._rows), np.uint8)
         rows: Table = np.empty((count, 2), np.int64)
         addresses = [trie.address for trie in tries]
         if addresses != self._last[0]:
             self._last = addresses, np.array(addresses, np.int64)
-        size = learn_and_grow(
+        learn_and_grow(
             self._last[1],
             np.array(asked, np.int64),
             np.array(fresh, np.int32),
@@ -213,15 +192,8 @@ class TrieBatch:
             self._trees,
             self._scores,
             rows,
-            heads,
-            self._packed,
         )
-        counts: list[list[int]] = rows.tolist()
-        return counts, size
-
-    def _grown(self, counts: list[list[int]]) -> tuple[list[list[int]], list[list[list[int]]], list[list[float]]]:
-        most, count = max(counts)[0], len(counts)
-        return counts, self._trees[:count, :, :most].tolist(), self._scores[:count, :most].tolist()
+        return Grown(self._trees[:count], self._scores[:count], rows)
 
     def _widen(self) -> None:
         """Twice as many places."""

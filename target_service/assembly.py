@@ -45,7 +45,6 @@ def engine_config(config: TargetConfig) -> EngineConfig:
         max_waiting=config.max_waiting,
         max_draft_nodes=config.max_draft_nodes,
         chains=config.batch_invariant,
-        lookup_tokens=config.lookup_rows,
     )
 
 
@@ -64,7 +63,7 @@ def served_model(config: TargetConfig, runner: ModelRunner) -> ServedModel:
         end_token_ids=runner.end_token_ids,
         tokenizer_fingerprint=runner.tokenizer_fingerprint,
         tokenizer=runner.tokenizer,
-        speculation=speculates(config) or runner.lookup is not None,
+        speculation=speculates(config) or runner.node_table is not None,
     )
 
 
@@ -89,7 +88,7 @@ def assemble(config: TargetConfig, runner: ModelRunner, observer: EngineObserver
     Raises `SettingsError` for a draft that cannot be, and what the drafter of an in-process link raises.
     """
     cost = None
-    if (speculates(config) or runner.lookup is not None) and config.row_budget == "adaptive":
+    if (speculates(config) or runner.node_table is not None) and config.row_budget == "adaptive":
         logger.info("measuring what a step costs by its rows")
         cost = in_passing_thread(lambda: measure_step_cost(runner, config.step_rows))
     engine = Engine(runner, engine_config(config), step_cost=cost, observer=observer)

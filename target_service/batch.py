@@ -36,9 +36,9 @@ class StepItem(NamedTuple):
         return self.preemptions == self.sequence.totals.preemptions
 
 
-class Lookup(NamedTuple):
-    """What the device drafts itself: it makes a pass of so many `rows` at most, of which each sequence gets no more
-    than its limit besides its root, by place in the batch."""
+class DeviceRows(NamedTuple):
+    """What the device chooses from its node tables: it makes a pass of so many `rows` at most, of which each sequence
+    gets no more than its limit besides its root, by place in the batch."""
 
     rows: int
     limits: tuple[int, ...]
@@ -54,8 +54,8 @@ class StepBatch:
     prefill_rows: int
     # Whether any tree has more rows than its root.
     drafted: bool
-    # What the device drafts itself, if anything.
-    lookup: Lookup | None = None
+    # What the device chooses itself, if anything.
+    device_rows: DeviceRows | None = None
 
     def moved_on(self, accepted_counts: SequenceOf[int]) -> StepBatch:
         """The batch, laid out as if the step before had accepted no drafted row, now that it is known what it accepted
@@ -76,20 +76,20 @@ def lay_out(
     trees: SequenceOf[TokenTree | None],
     cache: KVCache,
     stride: int = 1,
-    lookup: Lookup | None = None,
+    device_rows: DeviceRows | None = None,
 ) -> StepBatch:
     """Build the step. `trees[i]` belongs to `chunks[i]`; only a chunk of one row may carry drafted rows.
 
     Of the passes of a `stride`, this is the first; the pages hold the keys of all. Row r of a sequence sits in cache
     slot `kv_length + r`; its position is `kv_length` plus its depth. A token that the step under way will say is laid
-    out as `Sequence.feed` gives it, and as if that step accepted no drafted row. Where the device is to look drafts up,
+    out as `Sequence.feed` gives it, and as if that step accepted no drafted row. Where the device chooses rows,
     all trees are roots alone, and the pages hold what all passes may accept.
     """
     token_ids, positions, slots, logit_rows = (list[int]() for _ in range(4))
     starts, pages = [0], list[SequenceOf[int]]()
     parents: list[tuple[int, ...] | None] = []
     items: list[StepItem] = []
-    limits = lookup.limits if lookup is not None else (None,) * len(chunks)
+    limits = device_rows.limits if device_rows is not None else (None,) * len(chunks)
     for chunk, tree, limit in zip(chunks, trees, limits, strict=True):
         sequence, start = chunk.sequence, chunk.sequence.kv_length
         first_row = len(token_ids)
@@ -112,7 +112,7 @@ def lay_out(
         parents.append(shape)
     prefixes = tuple(item.start for item in items)
     attention = AttentionBatch(tuple(starts), prefixes, tuple(pages), cache.page_size, tuple(parents))
-    room, decode_rows = lookup.rows if lookup is not None else 0, len(logit_rows)
+    room, decode_rows = device_rows.rows if device_rows is not None else 0, len(logit_rows)
     forward = ForwardInput(tuple(token_ids), tuple(positions), tuple(slots), attention, tuple(logit_rows), room)
     drafted = any(item.tree is not None and item.tree.drafted for item in items)
-    return StepBatch(tuple(items), forward, max(decode_rows, room), len(token_ids) - decode_rows, drafted, lookup)
+    return StepBatch(tuple(items), forward, max(decode_rows, room), len(token_ids) - decode_rows, drafted, device_rows)

@@ -44,11 +44,11 @@ def commit(live: LiveSequence, tree: TokenTree, outcome: Verified, compute_ns: i
     accepted = walk.accepted_rows[:kept_tokens]
     sequence.token_ids.extend(tokens)
     if kept:
-        sequence.kv_length += min(len(accepted), kept_tokens - 1) + sum(outcome.right)
+        sequence.kv_length += min(len(accepted), kept_tokens - 1) + sum(outcome.accepted_by_pass)
         sequence.state = SequenceState.RUNNING
     sequence.external_tree = None
     queue_ns = sequence.totals.started_ns - sequence.totals.arrived_ns if sequence.step == 0 else 0
-    by_step = _kept_drafts(outcome.right, kept_tokens)
+    by_step = _kept_drafts(outcome.accepted_by_pass, kept_tokens)
     sequence.step += outcome.passes
     verdict = Verdict(
         sequence_id=sequence.sequence_id,
@@ -65,9 +65,10 @@ def commit(live: LiveSequence, tree: TokenTree, outcome: Verified, compute_ns: i
     if tree.drafted:
         _count_drafts(sequence, tree.drafted, max(tree.depths), len(accepted))
     # Passes behind the end of the sequence are nobody's.
-    for rows, drafts in zip(outcome.looked_up, by_step, strict=False):
+    for rows, drafts in zip(outcome.drafted_by_pass, by_step, strict=False):
         if rows:
-            _count_drafts(sequence, rows, rows, drafts)
+            # How deep its tree was nobody was told; it was as deep as what was accepted at least.
+            _count_drafts(sequence, rows, max(1, drafts), drafts)
     _count(sequence, verdict, finish, now)
     return verdict
 

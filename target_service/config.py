@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from outrider.settings import setting
 
-# As `tree_kernels.lookup.MAX_LOOKED_UP`, which would bring torch along.
+# As `tree_kernels.node_table.LOOKUP`, which would bring torch along.
 MOST_LOOKED_UP = 15
 
 

@@ -15,16 +15,20 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from target_service import node_tables
 from target_service.batch import StepBatch, StepItem
+from target_service.device_time import DeviceSpan
 from target_service.follow_up import FollowUp, Kind
 from target_service.kv_cache import KVCache
-from target_service.launch import HostSteps, Launched, Steps, move_on_host, verify_on_host
-from target_service.lookup_launch import LookedUp, room_for_said
+from target_service.launch import CopiedLater, HostSteps, Launched, Steps, move_on_host, verify_on_host
 from target_service.model.forward import ForwardPass
 from target_service.model.runner import ModelRunner
+from target_service.node_tables import NodeTables
 from target_service.sequence import MAX_STRIDE
+from target_service.table_step import TableStep, room_for_said
 from target_service.verifier import SequenceVerifier, Verified
 from tree_kernels.device_verification import DeviceVerifier, Mode, RowsToVerify, Verdicts
+from tree_kernels.node_table import NodeTable
 from tree_kernels.verification import Walk
 from tree_kernels.verification_records import records_of
 
@@ -56,14 +60,17 @@ class DeviceSteps:
         self._runner = runner
         self.in_background = runner.device.type == "cuda"
         self._verifier = DeviceVerifier(runner.device, runner.vocabulary_size, max_sequences, max_rows, backend=backend)
-        if runner.lookup is not None and runner.lookup.max_sequences != max_sequences:
-            raise ValueError(f"drafts are looked up for steps of {runner.lookup.max_sequences}, not {max_sequences}")
+        if runner.node_table is not None and runner.node_table.max_sequences != max_sequences:
+            raise ValueError(
+                f"drafts are looked up for steps of {runner.node_table.max_sequences}, not {max_sequences}"
+            )
         size, on_gpu = 2 * max_sequences + max_rows, runner.device.type == "cuda"
         pinned = torch.zeros(_RESULTS, size, dtype=torch.int32, pin_memory=on_gpu)
         self._results = [Verdicts.over(tensor, max_sequences) for tensor in pinned]
         # [_RESULTS, MAX_STRIDE - 1, max_sequences] int32
         self._following = torch.zeros(_RESULTS, MAX_STRIDE - 1, max_sequences, dtype=torch.int32, pin_memory=on_gpu)
-        self._said = room_for_said(_RESULTS, max_sequences, on_gpu=on_gpu)
+        self._said = room_for_said(_RESULTS, max_sequences, MAX_STRIDE, on_gpu=on_gpu)
+        self.tables = NodeTables(max_sequences) if runner.node_table is not None else None
         self._count = 0
         # Of the step under way.
         self._verdicts = self._verifier.verdicts
@@ -87,27 +94,25 @@ class DeviceSteps:
                 for filtered in (False, True):
                     self._verifier.sampled(*step, distributions, filtered=filtered)
         self._follow_up.capture_ahead()
-
-    @property
-    def looks_up(self) -> bool:
-        """See `Steps.looks_up`."""
-        return self._runner.lookup is not None
+        if self.tables is not None:
+            node_tables.warm_up()
 
     def launch(self, batch: StepBatch, verifiers: SequenceOf[SequenceVerifier], stride: int = 1) -> Launched:
         """See `Steps.launch`."""
+        span = DeviceSpan() if self.in_background else None
         pairs = zip(batch.items, verifiers, strict=True)
         rows = [_on_device(item, verifier) or RowsToVerify(0, 0) for item, verifier in pairs]
         parameters = self._verifier.pack(rows)
-        moves, lookup = self._moves, self._runner.lookup
-        if batch.lookup is not None:
+        moves, table = self._moves, self._runner.node_table
+        if batch.device_rows is not None:
             # What each may get; how many rows it has is found behind every pass.
-            records_of(parameters, len(rows))["rows"] += batch.lookup.limits
-            return self._launch_looked_up(batch, rows, parameters, stride)
+            records_of(parameters, len(rows))["rows"] += batch.device_rows.limits
+            return self._launch_device_rows(batch, rows, parameters, stride, span)
         if moves is not self._nothing and min(batch.input.token_ids) < 0:
             assert stride == 1, "only the device knows where later passes would begin"
             if moves is None:
-                assert lookup is not None
-                moves = lookup.accepted
+                assert table is not None
+                moves = table.accepted
             done = self._runner.run_after(batch.input, moves, parameters)
         else:
             done = self._runner.run(batch.input, parameters)
@@ -124,22 +129,40 @@ class DeviceSteps:
             done = self._runner.run_later(batch.input, passes, parameters)
             self._conclude(batch, rows, done)
             following[passes - 1].copy_(verdicts.next_tokens[:count], non_blocking=True)
-        return _OnDevice(self._runner.cache, batch, verifiers, done.logits, result, following)
+        return _OnDevice(self._runner.cache, batch, verifiers, done.logits, result, following, span)
 
-    def _launch_looked_up(
-        self, batch: StepBatch, rows: SequenceOf[RowsToVerify], parameters: NDArray[numpy.int32], passes: int
+    def _launch_device_rows(
+        self,
+        batch: StepBatch,
+        rows: SequenceOf[RowsToVerify],
+        parameters: NDArray[numpy.int32],
+        passes: int,
+        span: DeviceSpan | None,
     ) -> Launched:
-        """Each pass is moved on and drafted for behind the one before it; see `DeviceLookup`."""
-        lookup = self._runner.lookup
-        assert lookup is not None, "nothing is looked up unless tokens are kept"
-        done = self._runner.run_looked_up(batch.input, parameters, self._moves)
+        """Each pass is moved on behind the one before it, and its rows are chosen there; see `NodeTable`."""
+        table = self._runner.node_table
+        assert table is not None, "rows are chosen from tables, which need the tokens that were kept"
+        self._graft(batch, table)
+        done = self._runner.run_device_rows(batch.input, parameters, self._moves)
         self._conclude(batch, rows, done)
         for _ in range(1, passes):
             done = self._runner.run_again(batch.input, done)
             self._conclude(batch, rows, done)
         self._moves = None
         self._count += 1
-        return LookedUp(len(rows), passes, lookup, self._said[self._count % _RESULTS])
+        return TableStep(len(rows), passes, table, self._said[self._count % _RESULTS], span)
+
+    def _graft(self, batch: StepBatch, table: NodeTable) -> None:
+        """Bring what drafts said since the last launch into the device's tables, and who of the step has which."""
+        assert self.tables is not None, "there is one where the runner has a table"
+        frame = self.tables.frame([item.sequence.sequence_id for item in batch.items])
+        if frame is None:
+            return
+        integers, count = frame
+        # PyTorch keeps pinned memory that a copy still reads from being given out again.
+        pinned = torch.empty(len(integers), dtype=torch.int32, pin_memory=self.in_background)
+        pinned.numpy()[:] = integers
+        table.graft(pinned.to(table.tokens.device, non_blocking=True), count)
 
     def _conclude(self, batch: StepBatch, rows: SequenceOf[RowsToVerify], done: ForwardPass) -> None:
         """Verify a pass, bring accepted keys and values into place, and leave what was said for the next pass."""
@@ -148,9 +171,10 @@ class DeviceSteps:
             packed = torch.from_numpy(self._verifier.pack_distributions(laws))
             self._follow_up.run(Kind(batch.drafted), done, packed.to(done.logits.device))
             return
+        chosen = batch.device_rows is not None
         greedy = all(one.mode is Mode.GREEDY for one in rows)
         filtered = not greedy and any(one.filtered for one in rows)
-        self._follow_up.run(Kind(batch.drafted, greedy, filtered, looked_up=batch.lookup is not None), done)
+        self._follow_up.run(Kind(batch.drafted or chosen, greedy, filtered, goes_on=chosen), done)
 
 
 def _laws_of(batch: StepBatch) -> dict[int, tuple[tuple[int, ...], tuple[int, ...]]]:
@@ -163,7 +187,7 @@ def _laws_of(batch: StepBatch) -> dict[int, tuple[tuple[int, ...], tuple[int, ..
     }
 
 
-class _OnDevice:
+class _OnDevice(CopiedLater):
     """A step of `DeviceSteps`. Its result is good until the next but one is launched, its logits until the next: where
     the host still has to look at them, `followable` is False and none is launched before it has."""
 
@@ -175,33 +199,22 @@ class _OnDevice:
         logits: Tensor,
         result: Verdicts,
         following: Tensor | None,
+        span: DeviceSpan | None,
     ) -> None:
         """`following` [passes after the first, sequences] are the tokens that those passes said, if there are any."""
+        self.span = span
         self._cache = cache
         self._batch = batch
         self._verifiers = verifiers
         self._logits = logits
         self._result = result
         self._following = following
-        self._done: torch.cuda.Event | None = None
-        if logits.is_cuda:
-            self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._done.record()
-
-    @property
-    def on_device(self) -> bool:
-        """Whether it runs on a GPU, while the host goes on."""
-        return self._done is not None
+        super().__init__(logits)
 
     @property
     def followable(self) -> bool:
         """Whether the device verifies every sequence."""
         return all(verifier.on_device for verifier in self._verifiers)
-
-    def wait(self) -> None:
-        """Wait until the verdicts are on the host."""
-        if self._done is not None:
-            self._done.synchronize()
 
     def outcomes(self) -> list[Verified | None]:
         """See `Launched.outcomes`."""

@@ -19,6 +19,8 @@ class DraftPace:
         self._late = 0
         self._told_at = 0.0
         self._begun_at = -_BEGINNING
+        # Of the last answer, until it is taken.
+        self._round_trip_ns = 0
         # 0 before the first answer.
         self._answer_seconds = 0.0
 
@@ -28,9 +30,9 @@ class DraftPace:
         return self._late < self._failures_to_open
 
     @property
-    def answers_in(self) -> float:
-        """Seconds until the draft will probably answer what it was told last."""
-        return self._told_at + self._answer_seconds - time.monotonic()
+    def answer_seconds(self) -> float:
+        """What it takes to answer, lately; 0 before the first answer."""
+        return self._answer_seconds
 
     @property
     def beginning(self) -> bool:
@@ -53,7 +55,14 @@ class DraftPace:
     def answered(self, at: float) -> None:
         """It has answered what it was told last, or something before that."""
         if at > self._told_at:
-            self._answer_seconds += _SHARE * (at - self._told_at - self._answer_seconds)
+            self._round_trip_ns = round((at - self._told_at) * 1e9)
+            took = at - self._told_at
+            self._answer_seconds += (_SHARE if self._answer_seconds else 1.0) * (took - self._answer_seconds)
+
+    def take_round_trip(self) -> int:
+        """Nanoseconds from telling the draft to its last answer; 0 where none came since the last call."""
+        taken, self._round_trip_ns = self._round_trip_ns, 0
+        return taken
 
     def late(self) -> None:
         """It was waited for in vain."""

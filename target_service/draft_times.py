@@ -1,4 +1,4 @@
-"""What steps take, and what drafts make of them, by the way in which drafts are used.
+"""What steps take that wait for drafts, and what drafts make of them.
 
 Counted in plain steps, so that machines and models of any speed are judged alike.
 """
@@ -9,18 +9,16 @@ from collections import deque
 from dataclasses import dataclass, field
 from enum import Enum
 from statistics import median_low
-from typing import NamedTuple
 
 # Steps of a kind at one load before their time is believed: fewer drafted ones of several sequences, which cost more,
 # and more plain ones where they are launched ahead, which until then have found how many passes to launch at once.
 ENOUGH, ENOUGH_OF_MANY, ENOUGH_AHEAD = 8, 4, 40
-# Steps behind a guess of which none had a tree, for each that would have been enough, until that is what is known.
-_MISSED = 4
 # Steps that what a lower load has shown counts for.
 _INHERITED = 2
 # Steps of a kind in a row that are believed if all of them were shorter: what makes a step long may pass.
 _IN_A_ROW = 4
-# What one step moves the time of its kind, and how far from it a step is believed.
+# What one step moves the time of its kind, and how far from it a step is believed: the mean of some ten, and no
+# step moves that of plain ones by more than a tenth. Chosen, not measured.
 _SHARE = 0.1
 _BOUND = 2.0
 
@@ -28,21 +26,10 @@ _BOUND = 2.0
 class Use(Enum):
     """How a step uses drafts."""
 
-    # Not.
+    # It has none, or those that the device chooses.
     PLAIN = "plain"
     # It waits for those of the tokens that are known, and nothing runs meanwhile.
     AFTER = "after"
-    # It is launched behind a plain pass, with those guessed past the token that the pass will say.
-    AHEAD = "ahead"
-
-
-class Promise(NamedTuple):
-    """Tokens that drafts make of the sequences that run, by the way they are used."""
-
-    # In the time that a plain step and the drafted rows take.
-    after: float
-    # In a drafted step and the plain pass behind it.
-    ahead: float
 
 
 def enough_plain(*, ahead: bool) -> int:
@@ -95,15 +82,10 @@ class LoadTimes:
     # What a step that waited for drafts takes beyond its rows, and the share of those that were answered lately.
     overhead: Typical = field(default_factory=Typical)
     answered: float = 1.0
-    # A drafted step launched behind another, and the plain pass behind it.
-    pair: Typical = field(default_factory=Typical)
-    # Steps that were to be launched so and had no tree in time, and the share of those that had one lately.
-    missed: int = 0
-    met: float = 1.0
     # Drafted steps of a kind that are enough to know it.
     enough: int = ENOUGH
-    # Ways known from a lower load, until steps of this one say otherwise.
-    inherited: frozenset[Use] = frozenset()
+    # Whether drafts are known from a lower load, until steps of this one say otherwise.
+    inherited: bool = False
 
     def observe_plain(self, seconds: float, *, fed: bool, ahead: bool) -> None:
         """A step without drafts; `fed`, a head was given what it reads of it, and `ahead`, it was launched so."""
@@ -122,53 +104,25 @@ class LoadTimes:
             # What drafts take was counted in longer steps.
             ratio, self.fed = self.fed / self.plain, 0.0
             self.overhead.count_from(max(0.0, (1 + self.overhead.value) * ratio - 1))
-            self.pair.count_from(self.pair.value * ratio)
 
     def observe_after(self, seconds: float, row_cost: float, *, answered: bool) -> None:
         """A step that waited for drafts, whose rows take `row_cost` plain ones."""
         self.answered += _SHARE * (answered - self.answered)
         self.overhead.observe(max(0.0, seconds / self.plain - row_cost), self.enough)
 
-    def observe_ahead(self, seconds: float) -> None:
-        """A drafted step behind another and the plain pass behind it."""
-        self.met += _SHARE * (1 - self.met)
-        self.pair.observe(seconds / self.plain, self.enough)
+    def gain(self, load: int, promise: float) -> float:
+        """Tokens of steps that wait for drafts, which promise so many in a plain step's time and that of their rows,
+        for each that plain steps would make in the same time."""
+        tokens = self.answered * promise / load + 1 - self.answered
+        return tokens / (1 + self.overhead.value)
 
-    def observe_missed(self) -> None:
-        """A step that was to have drafts behind a guess, and had none."""
-        self.missed += 1
-        self.met -= _SHARE * self.met
-
-    def gain(self, use: Use, load: int, promise: Promise) -> float:
-        """Tokens for each that plain steps would make in the same time."""
-        if use is Use.AFTER:
-            tokens = self.answered * promise.after / load + 1 - self.answered
-            return tokens / (1 + self.overhead.value)
-        if not self.pair.count:
-            return 0.0
-        # Without a tree it is a plain step.
-        missed = 1 - self.met
-        return (self.met * promise.ahead / load + missed) / (self.met * self.pair.value + missed)
-
-    def gain_of_pair(self, load: int, promise: Promise) -> float:
-        """The same of steps behind a guess, where the tree comes in time."""
-        return promise.ahead / load / self.pair.value if self.pair.count else 0.0
-
-    def known(self, use: Use) -> bool:
-        """Whether enough was seen of drafts that are used so."""
-        if use in self.inherited:
-            return True
-        if use is Use.AFTER:
-            return self.overhead.count >= self.enough
-        return self.pair.count >= self.enough or self.missed >= _MISSED * self.enough
+    @property
+    def known(self) -> bool:
+        """Whether enough was seen of drafts."""
+        return self.inherited or self.overhead.count >= self.enough
 
     def heir(self) -> LoadTimes:
         """What is taken for true at the next load, where drafts hardly ever come cheaper; a few steps outweigh it."""
         return LoadTimes(
-            overhead=self.overhead.heir(),
-            pair=self.pair.heir(),
-            answered=self.answered,
-            met=self.met,
-            enough=ENOUGH_OF_MANY,
-            inherited=frozenset(use for use in (Use.AFTER, Use.AHEAD) if self.known(use)),
+            overhead=self.overhead.heir(), answered=self.answered, enough=ENOUGH_OF_MANY, inherited=self.known
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Container, Iterable
+from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 
 from outrider.errors import InvalidField, NotSupported
@@ -23,9 +23,11 @@ from target_service.draft_pace import DraftPace
 from target_service.drafting_config import DraftingConfig
 from target_service.feature_encoding import StepFeatures
 from target_service.features import Features
+from target_service.node_tables import NodeTables
 from target_service.proposals import GrowingTree
 from target_service.sequence import Sequence
 from target_service.verifier import Verified
+from tree_kernels.node_table import NODES
 
 log = logging.getLogger(__name__)
 # Sequences that a draft follows while its drafts are not used.
@@ -38,8 +40,12 @@ class Drafting(DraftInbox):
     All but the inbox belongs to the engine's thread.
     """
 
-    def __init__(self, config: DraftingConfig, vocabulary_size: int, features: Features) -> None:
+    def __init__(
+        self, config: DraftingConfig, vocabulary_size: int, features: Features, tables: NodeTables | None = None
+    ) -> None:
+        """What is drafted goes into `tables` too, where the device chooses rows."""
         super().__init__()
+        self._tables = tables
         self.config = config
         self._vocabulary_size = vocabulary_size
         self._features = features
@@ -52,6 +58,8 @@ class Drafting(DraftInbox):
         self._unsent: dict[int, list[SequenceAdvance]] = {}
         self.info: DraftInfo | None = None
         self.active = config.enabled
+        # Whether it was not active last because drafts were of no use.
+        self._dropped = False
 
     def attach(self, link: DraftLink) -> None:
         """Use `link` from now on. Called once, before the first step."""
@@ -60,6 +68,11 @@ class Drafting(DraftInbox):
     @property
     def connected(self) -> bool:
         return self.info is not None
+
+    @property
+    def follows(self) -> bool:
+        """Whether there is a draft that follows some sequence now."""
+        return self.active and self.connected and bool(self._trees)
 
     def tree_of(self, sequence: Sequence) -> GrowingTree | None:
         """The sequence's growing tree; None when it is not drafted for."""
@@ -93,6 +106,8 @@ class Drafting(DraftInbox):
             self._wanting.pop(sequence_id, None)
             self._unsent.pop(sequence_id, None)
             self._features.forget(sequence_id)
+            if self._tables is not None:
+                self._tables.leave(sequence_id)
         self._close([sequence_id for sequence_id in ids if self._trees.pop(sequence_id, None) is not None])
 
     @property
@@ -107,14 +122,17 @@ class Drafting(DraftInbox):
         one that reads features at any load."""
         if not self.config.enabled:
             return
-        useful = useful or (running <= FOLLOWED_ANYWAY and not self.reads_features)
+        anyway = self._tables is None and running <= FOLLOWED_ANYWAY and not self.reads_features
+        useful = useful or anyway
         if self.active and (self.config.too_many(running) or not useful):
-            self.active = False
+            self.active, self._dropped = False, not useful
             self._close(list(self._trees))
-            self._trees.clear()
+            self._forget_trees()
         elif not self.active and running <= self.config.resumes_at and useful:
             self.active = True
-            self._newcomers = list(self._wanting.values())
+            # A head does poorly where it has no states of what came before, and would be judged by that.
+            fresh = self._dropped and self.reads_features
+            self._newcomers = [one for one in self._wanting.values() if not (fresh and one.step)]
 
     def open_newcomers(self) -> None:
         """Tell the draft of the sequences that it is to follow from now on. In this process it reads them meanwhile."""
@@ -146,15 +164,18 @@ class Drafting(DraftInbox):
             self.pace.in_time()
         return time.monotonic_ns() - begin
 
+    def wait_for_anything(self, deadline_ns: int) -> None:
+        """Wait until the draft says something, to a time of the monotonic clock at most."""
+        self._wait_until(deadline_ns * 1e-9)
+
     def collect(
         self, items: SequenceOf[StepItem], states: StepFeatures | None, outcomes: SequenceOf[Verified | None]
     ) -> None:
         """Take in the hidden states of a step that was committed, before `advance` tells of it."""
         self._features.collect(items, states, outcomes, self._wanting)
 
-    def advance(self, commits: SequenceOf[tuple[Sequence, int]], holding: Container[int] = ()) -> None:
-        """Re-root after a step: (sequence, tokens committed) of all that ran in it. One frame to the draft, without the
-        sequences that are `holding`, whose commits go with their next ones."""
+    def advance(self, commits: SequenceOf[tuple[Sequence, int]]) -> None:
+        """Re-root after a step: (sequence, tokens committed) of all that ran in it. One frame to the draft."""
         if not self._trees and not self.reads_features:
             return
         unsent = self._unsent
@@ -175,24 +196,20 @@ class Drafting(DraftInbox):
                     told.append(SequenceAdvance(sequence.sequence_id, tree.step, said, features))
         if ahead and self._link is not None and self.connected:
             self._link.send_features(ahead)
-        self._tell(holding)
+        self._tell()
 
-    def _tell(self, holding: Container[int] = ()) -> None:
-        """Send what the draft was not told of, but for the sequences that are `holding`."""
+    def _tell(self) -> None:
+        """Send what the draft was not told of."""
         advances: list[SequenceAdvance] = []
-        for sequence_id in [sequence_id for sequence_id in self._unsent if sequence_id not in holding]:
-            unsent, tree = self._unsent.pop(sequence_id), self._trees.get(sequence_id)
+        for sequence_id, unsent in self._unsent.items():
+            tree = self._trees.get(sequence_id)
             if tree is not None:
                 tree.ask()
                 advances += unsent
+        self._unsent.clear()
         if advances and self._link is not None and self.connected:
             self.pace.told()
             self._link.advance(advances)
-
-    def waits_for(self, sequence_id: int) -> bool:
-        """Whether the draft owes an answer for the sequence."""
-        tree = self._trees.get(sequence_id)
-        return tree is not None and not tree.answered
 
     def has_answered(self) -> bool:
         """Whether the draft owes nothing for any sequence, with all that it has said by now."""
@@ -212,6 +229,9 @@ class Drafting(DraftInbox):
         self.pace.told()
         self._unsent.pop(sequence.sequence_id, None)
         self._trees[sequence.sequence_id] = GrowingTree(sequence.token_ids, sequence.step)
+        if self._tables is not None:
+            self._tables.enter(sequence.sequence_id)
+            self._tables.clear(sequence.sequence_id)
         self._link.open(
             OpenSequence(
                 sequence_id=sequence.sequence_id,
@@ -221,7 +241,7 @@ class Drafting(DraftInbox):
                 seed=request.seed,
                 mode=request.mode,
                 sampling=request.sampling,
-                limits=TreeLimits(max_nodes=request.max_draft_nodes),
+                limits=self._limits(request.max_draft_nodes),
                 vocabulary_size=self._vocabulary_size,
                 tenant=request.tenant,
                 corpus=request.corpus,
@@ -230,6 +250,17 @@ class Drafting(DraftInbox):
         )
         if features := self._features.opened(sequence):
             self._link.send_features(features)
+
+    def _forget_trees(self) -> None:
+        """Nobody is drafted for, and what was said of them is not used any more."""
+        if self._tables is not None:
+            for sequence_id in self._trees:
+                self._tables.clear(sequence_id)
+        self._trees.clear()
+
+    def _limits(self, max_nodes: int) -> TreeLimits:
+        """Of a sequence's trees. What the device chooses from may be larger than what a pass verifies of it."""
+        return TreeLimits(max_nodes=max_nodes if self._tables is None else NODES - 1)
 
     def _close(self, sequence_ids: list[int]) -> None:
         if sequence_ids and self._link is not None and self.connected:
@@ -243,7 +274,7 @@ class Drafting(DraftInbox):
                 log.info("the draft gave up on a sequence: %s", event.reason)
                 self._trees.pop(event.sequence_id, None)
             case Connected():
-                self._trees.clear()
+                self._forget_trees()
                 if not self._can_give(event.info):
                     return
                 log.info("draft %s is connected", event.info.drafter)
@@ -253,7 +284,7 @@ class Drafting(DraftInbox):
             case Disconnected():
                 log.warning("no draft: %s", event.reason)
                 self.info = None
-                self._trees.clear()
+                self._forget_trees()
                 self._features.lost()
 
     def _can_give(self, info: DraftInfo) -> bool:
@@ -275,8 +306,12 @@ class Drafting(DraftInbox):
             # Others say that it is there, not that it knows what it follows.
             self.pace.heard()
         try:
-            owed = not tree.answered
+            owed, base = not tree.answered, tree.length_at(growth.base_step)
             tree.hold(growth)
+            if self._tables is not None and base is not None:
+                # When it was opened all slots may have been taken.
+                self._tables.enter(growth.sequence_id)
+                self._tables.grow(growth, base, self._wanting[growth.sequence_id].token_ids)
             if owed and tree.answered:
                 self.pace.answered(self.heard_at)
             if tree.lag(growth) <= 1:

@@ -16,10 +16,11 @@ from torch import Tensor
 
 from target_service.model.head_projection import HeadProjection
 
+# The largest finite number of the type: `torch.finfo(torch.float8_e4m3fn).max`.
 _LARGEST_E4M3 = 448.0
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # Rows of a pass that are encoded ahead: a head's weights are read once for as many.
-_AHEAD_ROWS = 256
+AHEAD_ROWS = 2048
 # Passes under way at most, and the one whose rows are being picked.
 _TURNS = 3
 
@@ -63,20 +64,20 @@ class FeatureEncoder:
 
     def __init__(self) -> None:
         self._turn = 0
-        # [_AHEAD_ROWS, bytes of a vector] each, pinned, used in turns.
+        # [AHEAD_ROWS, bytes of a vector] each, pinned, used in turns.
         self._hosts: list[Tensor] = []
 
     def begin(self, states: Tensor, dtype: str, projection: HeadProjection | None) -> StepFeatures:
         """What a pass yields, see `LayerTaps.take`; on a GPU it is on its way to the host, if it has few rows."""
         features = StepFeatures(states, dtype, projection)
-        if states.is_cuda and len(states) <= _AHEAD_ROWS:
+        if states.is_cuda and len(states) <= AHEAD_ROWS:
             features.begin(self._host)
         return features
 
     def _host(self, width: int) -> Tensor:
         if not self._hosts or self._hosts[0].shape[1] != width:
             torch.cuda.synchronize()
-            self._hosts = [torch.zeros(_AHEAD_ROWS, width, dtype=torch.uint8, pin_memory=True) for _ in range(_TURNS)]
+            self._hosts = [torch.zeros(AHEAD_ROWS, width, dtype=torch.uint8, pin_memory=True) for _ in range(_TURNS)]
         self._turn = (self._turn + 1) % _TURNS
         return self._hosts[self._turn]
 

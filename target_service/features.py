@@ -107,13 +107,13 @@ class Features:
             # Those that it had before the step.
             length = len(sequence.token_ids) if outcome is None else item.start + item.known
             begin = max(item.start, kept.end, self._oldest(length))
+            root_row, accepted = _rows_of(item, outcome)
             # A chunk's first row holds the token at item.start.
-            of_chunk = range(item.first_row - (item.known - 1) + begin - item.start, item.first_row + 1)
-            accepted = () if outcome is None else outcome.walk.accepted_rows
+            of_chunk = range(root_row - (item.known - 1) + begin - item.start, root_row + 1)
             if not of_chunk:
                 continue
             rows += of_chunk
-            rows += [item.first_row + row for row in accepted]
+            rows += [root_row + row for row in accepted]
             pieces.append((kept, begin, len(of_chunk) + len(accepted)))
             self._fresh[sequence.sequence_id] = outcome is not None
         if not rows:
@@ -229,6 +229,17 @@ class Features:
         self.sent_vectors += stop - start
         self.sent_bytes += len(vectors.data) + 4 * len(vectors.scales)
         return vectors
+
+
+def _rows_of(item: StepItem, outcome: Verified | None) -> tuple[int, tuple[int, ...]]:
+    """The row of a sequence's root in the pass, and the accepted rows relative to it."""
+    if outcome is None:
+        return item.first_row, ()
+    if not outcome.device_passes:
+        return item.first_row, outcome.walk.accepted_rows
+    # Where rows begin only the device knew. States are taken of launches of one pass.
+    (only,) = outcome.device_passes
+    return only.root_row, only.path
 
 
 def _form(wanted: FeatureRequest | None) -> tuple[object, ...]:

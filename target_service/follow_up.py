@@ -27,12 +27,12 @@ _CAPTURE_SECONDS = 30.0
 
 class Kind(NamedTuple):
     """What is done after a pass: accepted rows are moved where any tree was `drafted`, how trees are verified, and
-    whether the pass behind it is `looked_up`."""
+    whether the device lays the next pass out by itself and `goes_on`."""
 
     drafted: bool
     greedy: bool = False
     filtered: bool = True
-    looked_up: bool = False
+    goes_on: bool = False
 
 
 class FollowUp:
@@ -73,7 +73,7 @@ class FollowUp:
         for done in self._runner.empty_passes():
             if time.monotonic() - start > _CAPTURE_SECONDS:
                 break
-            for kind in _kinds(drafts=len(done.token_ids) > 1, looks_up=self._runner.lookup is not None):
+            for kind in _kinds(drafts=len(done.token_ids) > 1, tables=self._runner.node_table is not None):
                 self.run(kind, done)
             sizes += 1
         if sizes:
@@ -85,15 +85,15 @@ class FollowUp:
             self._verifier.greedy(*step)
         else:
             self._verifier.sampled(*step, distributions, filtered=kind.filtered)
-        cache, verdicts, lookup = self._runner.cache, self._verifier.verdicts, self._runner.lookup
+        cache, verdicts, table = self._runner.cache, self._verifier.verdicts, self._runner.node_table
         if kind.drafted:
             move_accepted(cache.key_pool, cache.value_pool, done.slots, done.parameters, verdicts, self._backend)
-            if lookup is not None:
-                lookup.keep_accepted(done.token_ids, done.slots, done.parameters, verdicts)
+            if table is not None:
+                table.keep_accepted(done.token_ids, done.slots, done.parameters, verdicts)
         self._runner.awaited[: len(verdicts.next_tokens)].copy_(verdicts.next_tokens)
-        if kind.looked_up:
-            assert lookup is not None and done.step is not None
-            lookup.go_on(done.step, verdicts)
+        if kind.goes_on:
+            assert table is not None and done.step is not None
+            table.go_on(done.step, verdicts)
 
     def _capture(self, kind: Kind, done: ForwardPass) -> torch.cuda.CUDAGraph:
         self._stream.wait_stream(torch.cuda.current_stream(self._runner.device))
@@ -109,11 +109,11 @@ class FollowUp:
         return graph
 
 
-def _kinds(*, drafts: bool, looks_up: bool) -> Iterator[Kind]:
+def _kinds(*, drafts: bool, tables: bool) -> Iterator[Kind]:
     """Everything that may follow a pass but laws of drafts; where it has room for `drafts`, those too."""
     for greedy, filtered in ((True, False), (False, False), (False, True)):
         yield Kind(False, greedy, filtered)
         if drafts:
             yield Kind(True, greedy, filtered)
-        if drafts and looks_up:
-            yield Kind(False, greedy, filtered, looked_up=True)
+        if drafts and tables:
+            yield Kind(True, greedy, filtered, goes_on=True)

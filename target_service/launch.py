@@ -9,17 +9,23 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from target_service.batch import StepBatch, StepItem
+from target_service.device_time import DeviceSpan
 from target_service.kv_cache import KVCache
 from target_service.model.runner import ModelRunner
+from target_service.node_tables import NodeTables
 from target_service.verifier import SequenceVerifier, Verified
 from tree_kernels.kv_move import move_kv
 
 
 class Launched(Protocol):
     """A step under way."""
+
+    # When the device works on it, where the host is free meanwhile.
+    span: DeviceSpan | None
 
     @property
     def on_device(self) -> bool:
@@ -32,11 +38,39 @@ class Launched(Protocol):
     def wait(self) -> None:
         """Wait until the device has said what it has to say."""
 
+    def ended(self) -> bool:
+        """Whether it has."""
+
     def outcomes(self) -> list[Verified | None]:
         """What the target said of each tree; None for prompts that are still being read. Waits if need be.
 
         The keys and values of accepted rows are in place then, or will be before any later step reads them.
         """
+
+
+class CopiedLater:
+    """What a launch has said, on its way to the host: there once the device comes to the end of what is queued now."""
+
+    def __init__(self, source: Tensor) -> None:
+        """All copies, and `source`, which says by its device whether any wait, have been queued."""
+        self._done: torch.cuda.Event | None = None
+        if source.is_cuda:
+            self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._done.record()
+
+    @property
+    def on_device(self) -> bool:
+        """See `Launched.on_device`."""
+        return self._done is not None
+
+    def ended(self) -> bool:
+        """See `Launched.ended`."""
+        return self._done is None or bool(self._done.query())  # type: ignore[no-untyped-call]
+
+    def wait(self) -> None:
+        """See `Launched.wait`."""
+        if self._done is not None:
+            self._done.synchronize()
 
 
 class Steps(Protocol):
@@ -47,22 +81,22 @@ class Steps(Protocol):
         """Whether the host goes on while a step runs."""
 
     @property
-    def looks_up(self) -> bool:
-        """Whether a batch may have a `StepBatch.lookup`."""
+    def tables(self) -> NodeTables | None:
+        """Where drafts for steps with `StepBatch.device_rows` go; None where the device chooses no rows."""
 
     def launch(self, batch: StepBatch, verifiers: SequenceOf[SequenceVerifier], stride: int = 1) -> Launched:
         """Begin a step. `verifiers[i]` belongs to `batch.items[i]`. Awaited tokens are those of the step before, and
         begin as much later than they are laid out as that step accepts drafted rows.
 
-        `stride` passes are run, each feeding what the one before said; all trees are then roots alone. Where drafts are
-        to be looked up, every sequence is GREEDY or COUPLED and verified on the device.
+        `stride` passes are run, each feeding what the one before said; all trees are then roots alone. Where the device
+        chooses rows, every sequence is GREEDY or COUPLED and verified on the device.
         """
 
 
 class HostSteps:
     """One step after the other, verified row by row as the walks come to them."""
 
-    looks_up = False
+    tables: NodeTables | None = None
 
     def __init__(self, runner: ModelRunner, *, followable: bool = False, in_background: bool = False) -> None:
         """`followable` lets the engine prepare each step before the one under way has ended, and `in_background` says
@@ -101,6 +135,7 @@ class _OnHost:
         followable: bool,
         stride: int,
     ) -> None:
+        self.span: DeviceSpan | None = None
         self._runner = runner
         self._stride = stride
         self._batch = batch
@@ -112,6 +147,10 @@ class _OnHost:
 
     def wait(self) -> None:
         """The logits are there since the launch."""
+
+    def ended(self) -> bool:
+        """See `wait`."""
+        return True
 
     def outcomes(self) -> list[Verified | None]:
         if self._outcomes is None:

@@ -31,9 +31,8 @@ from target_service.server import SERVICE_NAME, StreamLimits, TargetServicer
 
 logger = logging.getLogger(__name__)
 
+# Seconds between two looks at whether the last request has ended: less than anybody notices at a stop.
 _DRAIN_POLL = 0.02
-
-
 # Drafter of a target whose device drafts and nobody else.
 LOOKUP = "lookup"
 

@@ -8,26 +8,32 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from outrider.errors import QuotaExceeded
-from target_service.batch import Lookup, lay_out
+from outrider.frames import DraftInfo
+from target_service.batch import DeviceRows, StepBatch, lay_out
 from target_service.commit import LiveSequence, commit
 from target_service.device_steps import best_steps
+from target_service.device_time import DeviceTime
 from target_service.draft_switch import DraftSwitch
 from target_service.draft_times import Use
 from target_service.drafting import Drafting
 from target_service.drafting_config import DraftingConfig
+from target_service.feature_encoding import AHEAD_ROWS
 from target_service.features import Features
+from target_service.follow_switch import FollowSwitch
 from target_service.gathered import Gathered
 from target_service.gathering import Gathering
 from target_service.launch import Steps
-from target_service.lookup_budget import LookupBudget
+from target_service.launch_modes import Launch, LaunchModes
+from target_service.launch_time import LaunchTime
 from target_service.model.runner import ModelRunner
 from target_service.observation import EngineObserver, StepClock
 from target_service.row_budget import RowBudget
+from target_service.row_policy import Kind, RowPolicy
 from target_service.scheduler import Schedule, Scheduler, SchedulerConfig
 from target_service.sequence import (
     Sequence,
@@ -43,6 +49,8 @@ from target_service.stride import Stride
 from target_service.verifier import Verified
 
 log = logging.getLogger(__name__)
+# A pass is held for its draft for so many times as long as answers take, and in seconds before the first.
+_PATIENCE, _FIRST_PATIENCE = 1.5, 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +63,6 @@ class EngineConfig:
     max_draft_nodes: int
     # Verify one path of each tree, whose rows see what they would see one at a time.
     chains: bool = False
-    # Rows of a sequence that the device drafts by itself at most, where it can.
-    lookup_tokens: int = 0
 
 
 class EngineLoop:
@@ -75,6 +81,7 @@ class EngineLoop:
         step_cost: StepCost | None = None,
         observer: EngineObserver | None = None,
         stride: Stride | None = None,
+        modes: LaunchModes | None = None,
     ) -> None:
         """`steps` of None takes the runner's best. `step_cost` of None verifies every drafted row that is allowed, and
         waits for drafts whether they pay or not."""
@@ -84,11 +91,14 @@ class EngineLoop:
         self._observer = observer
         self._budget = RowBudget(step_cost)
         self.features = Features(runner, config.drafting.feature_window if config.drafting.enabled else 0)
-        self.drafting = Drafting(config.drafting, runner.vocabulary_size, self.features)
+        self.drafting = Drafting(config.drafting, runner.vocabulary_size, self.features, self._steps.tables)
         self.scheduler = Scheduler(config.scheduler, runner.cache)
         self.live: dict[int, LiveSequence] = {}
-        most = config.lookup_tokens if self._steps.looks_up else 0
-        self._lookup_budget = LookupBudget(most, step_cost, self.live, config.drafting.disable_above)
+        # Where no bit of an output may depend on its batch, drafts are chains, and those the host cuts.
+        chosen = self._steps.tables is not None and not (config.chains and config.drafting.enabled)
+        most = config.max_draft_nodes if chosen else 0
+        self._policy = RowPolicy(most, step_cost, self.live, config.drafting.disable_above)
+        self._follow = FollowSwitch()
         self._gathering = Gathering(
             self.drafting,
             self.scheduler,
@@ -97,10 +107,17 @@ class EngineLoop:
             max_draft_nodes=config.max_draft_nodes,
             chains=config.chains,
             switch=None if step_cost is None else DraftSwitch(),
-            lookup_budget=self._lookup_budget,
+            policy=self._policy,
+            follow=self._follow if step_cost is not None else None,
         )
         self._stride = stride or Stride()
         self._ahead: Step | None = None
+        self._launch_time = LaunchTime()
+        self._modes = modes or LaunchModes()
+        # How the next pass is launched, and how many rows the last one had that the device chose.
+        self._way, self._rows = Launch.AHEAD, 0
+        self._draft: DraftInfo | None = None
+        self._device_time = DeviceTime()
         self._failed: list[SequenceEvent] = []
         # When the device had ended the last step, and when its results had been dealt with; 0 after a pause.
         self._free_ns = self._ended_ns = 0
@@ -145,7 +162,8 @@ class EngineLoop:
         if self._ahead is not None:
             self._ahead = self._ahead.moved_on(outcomes)
         self.drafting.collect(step.batch.items, step.features, outcomes)
-        self._advance(step, verdicts)
+        self._advance(verdicts)
+        self._learn(step, outcomes)
         events = self._finish(verdicts)
         step.clock.end_commit()
         if self._ahead is None and step.launched.followable and self.drafting.has_answered():
@@ -172,49 +190,100 @@ class EngineLoop:
         clock, running = StepClock(), self.scheduler.running
         self._follow_load()
         alone = step.launched.followable and all(map(self._goes_on_alone, running))
-        use = self._gathering.choose(running, ahead=alone)
-        if use is Use.AFTER or not alone:
+        use = self._gathering.choose(running, alone=alone)
+        self._way = self._choose_way(running) if alone and use is Use.PLAIN else Launch.AHEAD
+        if use is Use.AFTER or not alone or self._way is Launch.HELD:
             return None
         step.await_tokens()
         try:
             schedule = self.scheduler.schedule()
             if not schedule.chunks or not self.scheduler.reserve_behind_trees(schedule, self._runner.max_context):
                 return None
-            if use is Use.AHEAD and not step.has_drafts:
-                running_ns = time.monotonic_ns() - self._free_ns
-                gathered = self._gathering.gather_ahead(schedule, step.stride, running_ns)
-            else:
-                gathered = self._gathering.plain(schedule)
-            return self._begin(schedule, gathered, clock, behind=step)
+            return self._begin(schedule, self._gathering.plain(schedule), clock, behind=step)
         except torch.OutOfMemoryError:
             # Once this step has ended there may be room.
             return None
         finally:
             step.forget_tokens()
 
-    def _passes(self, schedule: Schedule, gathered: Gathered, behind: Step | None) -> tuple[int, Lookup | None]:
-        """Passes to launch at once, and what the device drafts for them."""
-        if gathered.has_trees or (self.drafting.active and self.drafting.reads_features):
-            # States are taken pass by pass.
+    def _passes(self, schedule: Schedule, gathered: Gathered, behind: Step | None) -> tuple[int, DeviceRows | None]:
+        """Passes to launch at once, and the rows that the device chooses for them."""
+        if gathered.has_trees:
             return 1, None
-        lookup = self._lookup_budget.choose(schedule, self.scheduler.max_step_rows)
+        fed = self.drafting.active and self.drafting.reads_features
+        # States are taken pass by pass, and there is room for those of so many rows.
+        most = min(self.scheduler.max_step_rows, AHEAD_ROWS) if fed else self.scheduler.max_step_rows
+        waits = self.drafting.pace.answer_seconds if self._way is Launch.HELD else 0.0
+        device_rows = self._policy.choose(schedule, most, self._kind(self._way), waits)
         # Only the device knows where what is behind drafts begins.
-        several = behind is not None and (lookup is not None or not behind.has_drafts) and gathered.use is Use.PLAIN
-        return self._stride.choose(schedule, self.scheduler, self._runner.max_context, lookup, several=several)
+        several = behind is not None and (device_rows is not None or not behind.has_drafts)
+        several = several and gathered.use is Use.PLAIN and not fed
+        return self._stride.choose(schedule, self.scheduler, self._runner.max_context, device_rows, several=several)
+
+    def _choose_way(self, running: SequenceOf[Sequence]) -> Launch:
+        """Whether the next pass waits for what the draft says of the one under way."""
+        if not (self._policy.on and self.drafting.follows and self.drafting.pace.waiting_pays):
+            return Launch.AHEAD
+        load, rows = len(running), self._rows
+        takes = self._policy.seconds(load, rows, Kind.AHEAD) or self._policy.seconds(load, rows, Kind.HELD)
+        return self._modes.choose(load, self.drafting.pace.answer_seconds, takes)
+
+    def _kind(self, way: Launch) -> Kind:
+        """What passes launched so are, to those who learn from them."""
+        if not self.drafting.follows:
+            return Kind.ALONE
+        return Kind.HELD if way is Launch.HELD else Kind.AHEAD
+
+    def _hold(self, batch: StepBatch) -> int:
+        """Wait for the draft's answer for a pass that is laid out: for half as long again as its answers take, so that
+        a draft that has stopped costs one round trip. Nanoseconds that this took."""
+        if batch.device_rows is None or self._way is Launch.AHEAD:
+            return 0
+        sequences = [item.sequence for item in batch.items]
+        return self.drafting.wait_for(sequences, _PATIENCE * self.drafting.pace.answer_seconds or _FIRST_PATIENCE)
+
+    def _await_drafts(self, batch: StepBatch, behind: Step) -> int:
+        """Let drafts for a pass that is laid out come in, until there is just time to launch it before the one under
+        way ends. Nanoseconds that this took."""
+        drafting, begun = self.drafting, time.monotonic_ns()
+        if batch.device_rows is None or not drafting.follows:
+            return 0
+        rows = behind.batch.device_rows.rows if behind.batch.device_rows is not None else 0
+        takes = behind.stride * self._policy.seconds(len(behind.batch.items), rows, self._kind(Launch.AHEAD))
+        deadline = self._launch_time.latest(max(behind.clock.launched, self._free_ns), takes)
+        drafting.listen()
+        # An answer may be followed by a larger tree.
+        while time.monotonic_ns() < deadline:
+            drafting.wait_for_anything(deadline)
+            drafting.listen()
+        return time.monotonic_ns() - begun
 
     def _goes_on_alone(self, sequence: Sequence) -> bool:
         """Whether neither the host nor a client has to see the sequence's tokens before they are fed."""
         return not sequence.request.external and self.live[sequence.sequence_id].verifier.on_device
 
     def _begin(self, schedule: Schedule, gathered: Gathered, clock: StepClock, *, behind: Step | None = None) -> Step:
-        stride, lookup = self._passes(schedule, gathered, behind)
-        batch = lay_out(schedule.chunks, gathered.trees, self._runner.cache, stride, lookup)
-        clock.end_plan()
+        stride, device_rows = self._passes(schedule, gathered, behind)
+        batch = lay_out(schedule.chunks, gathered.trees, self._runner.cache, stride, device_rows)
         verifiers = [self.live[item.sequence.sequence_id].verifier for item in batch.items]
+        if behind is not None:
+            clock.hold(self._await_drafts(batch, behind))
+        else:
+            gathered = replace(gathered, wait_ns=gathered.wait_ns + self._hold(batch))
+        if self._steps.tables is not None:
+            self._steps.tables.trust = self._policy.trust
+        clock.end_plan()
         launched = self._steps.launch(batch, verifiers, stride)
+        if behind is not None:
+            # What comes now is the host's alone.
+            self._launch_time.observe(time.monotonic_ns() - clock.planned, late=behind.launched.ended())
         # Under a load that is not drafted for, nothing is taken; when it falls, heads begin with what follows.
-        features = self.features.after_launch(len(batch.input.token_ids)) if self.drafting.active else None
+        rows = len(batch.input.token_ids) if device_rows is None else device_rows.rows
+        features = self.features.after_launch(rows) if self.drafting.active else None
+        if launched.span is not None:
+            launched.span.close()
         clock.end_launch()
+        self._rows = device_rows.rows if device_rows is not None else 0
         for item in batch.items:
             # Whatever runs after this step finds their keys and values.
             item.sequence.kv_length += item.known + stride - 1
@@ -238,25 +307,47 @@ class EngineLoop:
 
     def _observe(self, step: Step, outcomes: SequenceOf[Verified | None], verdicts: SequenceOf[Verdict]) -> None:
         """Let row budget and switch learn what steps cost, and the observer hear of the step."""
-        stats = step.stats(outcomes, verdicts, self._free_ns, self.features.take_sent())
+        # The host waited for drafts while it laid out the next.
+        held_ns = self._ahead.clock.held_ns if self._ahead is not None else 0
+        device_ns = self._device_time.take(step.launched.span, follows=bool(self._ended_ns))
+        stats = step.stats(
+            outcomes,
+            verdicts,
+            self._free_ns,
+            self.features.take_sent(),
+            device_ns,
+            self.drafting.pace.take_round_trip(),
+            followed=self.drafting.follows,
+        )
         # What is launched by now belongs to the next step.
         self._free_ns, ended_ns, self._ended_ns = step.clock.forwarded, self._ended_ns, step.clock.committed
         if not stats.prefill_rows:
             self._budget.observe_step(stats.decode_rows, stats.forward_ns * 1e-9 / step.stride)
             seconds, gathered = (self._ended_ns - ended_ns) * 1e-9, step.gathered
             if ended_ns and (step.ahead or gathered.drafted or not step.launched.followable):
-                took, launching = seconds / step.stride, (stats.plan_ns + stats.launch_ns) * 1e-9
-                drafted, behind = step.batch.drafted, step.behind_tree
-                self._gathering.observe(stats.sequences, took, launching, gathered, drafted=drafted, behind_tree=behind)
+                took = seconds / step.stride
+                self._gathering.observe(stats.sequences, took, gathered, behind_tree=step.behind_tree)
+            way = Launch.AHEAD if step.ahead else Launch.HELD
+            if ended_ns and self._policy.on and not step.batch.drafted:
+                made = stats.committed_tokens / max(1, stats.sequences) / step.stride
+                followed = self.drafting.follows
+                self._follow.observe(stats.sequences, made, seconds / step.stride, followed=followed)
+                if followed and step.batch.device_rows is not None:
+                    self._modes.observe(stats.sequences, way, made, seconds / step.stride)
+            if gathered.use is Use.PLAIN and not step.behind_tree and step.launched.followable:
+                took = stats.forward_ns * 1e-9 / step.stride
+                self._policy.observe_time(stats.sequences, step.batch.device_rows, took, self._kind(way))
             if ended_ns and step.ahead and gathered.use is Use.PLAIN and not step.behind_tree:
-                self._stride.observe(step.stride, seconds, step.clock.waited_ns * 1e-9)
-                self._lookup_budget.observe_time(stats.sequences, step.batch.lookup, seconds / step.stride)
-        else:
-            self._gathering.forget_pair()
+                self._stride.observe(step.stride, seconds, (step.clock.waited_ns + held_ns) * 1e-9)
         if self._observer is not None:
             self._observer.on_step(stats)
 
     def _follow_load(self) -> None:
+        if self.drafting.info is not self._draft:
+            # What another was worth says nothing of it.
+            self._draft = self.drafting.info
+            self._follow.forget()
+            self._modes.forget()
         if self._gathering.follow_load() and self._observer is not None:
             self._observer.on_speculation(self.drafting.active)
         if not self._steps.in_background:
@@ -267,7 +358,6 @@ class EngineLoop:
         """Append what was said. Sequences that ended since the launch are passed over."""
         compute_ns = step.clock.verified - step.clock.begun
         verdicts: list[Verdict] = []
-        self._lookup_budget.observe(step.batch.lookup, outcomes)
         for item, outcome in zip(step.batch.items, outcomes, strict=True):
             live = self.live.get(item.sequence.sequence_id)
             if live is None or item.tree is None or outcome is None:
@@ -280,12 +370,18 @@ class EngineLoop:
                 self.scheduler.trim(item.sequence)
         return verdicts
 
-    def _advance(self, step: Step, verdicts: SequenceOf[Verdict]) -> None:
+    def _learn(self, step: Step, outcomes: SequenceOf[Verified | None]) -> None:
+        """Let the policy learn from a pass whose rows the device chose, once the draft knows what it said."""
+        if self._policy.on and not step.batch.prefill_rows and not step.batch.drafted:
+            kind, tables = self._kind(Launch.AHEAD if step.ahead else Launch.HELD), self._steps.tables
+            drafted = [tables is not None and tables.holds(item.sequence.sequence_id) for item in step.batch.items]
+            self._policy.observe(outcomes, kind, drafted)
+
+    def _advance(self, verdicts: SequenceOf[Verdict]) -> None:
         """Tell the draft what was committed, so that it works while the events go out."""
         going_on = [verdict for verdict in verdicts if verdict.finish is None]
         self.drafting.advance(
-            [(self.live[verdict.sequence_id].sequence, len(verdict.token_ids)) for verdict in going_on],
-            self._gathering.holding(self._ahead.batch) if self._ahead and not step.batch.drafted else (),
+            [(self.live[verdict.sequence_id].sequence, len(verdict.token_ids)) for verdict in going_on]
         )
 
     def _finish(self, verdicts: SequenceOf[Verdict]) -> list[SequenceEvent]:

@@ -14,8 +14,10 @@ from target_service.sequence import SequenceRequest, SequenceTotals, StepStats
 
 _NS = 1e-9
 _DRAFTED, _ACCEPTED = "outrider_spec_decode_num_drafts_per_depth", "outrider_spec_decode_num_accepted_tokens_per_depth"
-# Series that are there from the start, so that their first increase counts in a rate.
+# Series that are there from the start, so that their first increase counts in a rate; deeper paths than these are rare
+# (a pass of a trie or head commits two to four tokens), and get theirs when they come.
 _EXPECTED_DEPTHS = 16
+_SOURCES = ("draft", "lookup")
 _EXPECTED_OUTCOMES = ("end_of_sequence", "stop", "length", "cancelled")
 
 
@@ -31,6 +33,14 @@ class PrometheusObserver:
         self._drafts = count("outrider_spec_decode_num_drafts")
         self._draft_tokens = count("outrider_spec_decode_num_draft_tokens")
         self._accepted_tokens = count("outrider_spec_decode_num_accepted_tokens")
+        self._hits, self._misses = (count("outrider_draft_passes", outcome) for outcome in ("hit", "miss"))
+        self._draft_rows, self._lookup_rows = (count("outrider_draft_rows", source) for source in _SOURCES)
+        self._draft_accepted, self._lookup_accepted = (
+            count("outrider_draft_rows_accepted", source) for source in _SOURCES
+        )
+        self._promised = count("outrider_draft_tokens_promised")
+        self._round_trip = histogram("outrider_draft_round_trip_seconds")
+        self._busy, self._idle = (count("outrider_device_seconds", state) for state in ("busy", "idle"))
         self._fallback_steps = count("outrider_fallback_steps")
         self._feature_vectors = count("outrider_feature_vectors")
         self._feature_bytes = count("outrider_feature_bytes")
@@ -84,6 +94,7 @@ class PrometheusObserver:
         self._draft_tokens.value += stats.drafted_tokens
         self._accepted_tokens.value += stats.accepted_tokens
         self._fallback_steps.value += stats.fallback_sequences
+        self._count_chosen(stats)
         self._feature_vectors.value += stats.feature_vectors
         self._feature_bytes.value += stats.feature_bytes
         self._steps.value += stats.passes
@@ -101,6 +112,22 @@ class PrometheusObserver:
         self._forward.observe(stats.forward_ns * each)
         self._verify.observe(stats.verify_ns * each)
         self._commit.observe(stats.commit_ns * each)
+
+    def _count_chosen(self, stats: StepStats) -> None:
+        """Rows that the device chose, and what it did meanwhile."""
+        self._busy.value += stats.busy_ns * _NS
+        self._idle.value += stats.idle_ns * _NS
+        if stats.round_trip_ns:
+            self._round_trip.observe(stats.round_trip_ns * _NS)
+        self._hits.value += stats.hits
+        self._misses.value += stats.misses
+        if not stats.chosen_rows:
+            return
+        self._draft_rows.value += stats.table_rows
+        self._lookup_rows.value += stats.chosen_rows - stats.table_rows
+        self._draft_accepted.value += stats.table_accepted
+        self._lookup_accepted.value += stats.chosen_accepted - stats.table_accepted
+        self._promised.value += stats.promised_tokens
 
     def on_finished(self, request: SequenceRequest, totals: SequenceTotals, outcome: str) -> None:
         metrics, trace_id = self.metrics, sampled_trace_id(request.traceparent)

@@ -32,10 +32,16 @@ class StepClock:
         self.begun = time.monotonic_ns()
         self.planned = self.launched = self.forwarded = self.verified = self.committed = self.begun
         self._waits_since = self.begun
+        # Waited for drafts, when the step was laid out and not launched yet.
+        self.held_ns = 0
 
     def end_plan(self) -> None:
         """The step is laid out."""
         self.planned = time.monotonic_ns()
+
+    def hold(self, waited_ns: int) -> None:
+        """The step was laid out, and then held for drafts for so long."""
+        self.held_ns = waited_ns
 
     def end_launch(self) -> None:
         """The host is free again. Where it computes the step itself, the forward pass is over too."""
@@ -74,16 +80,22 @@ def step_stats(
     on_device: bool,
     passes: int = 1,
     features: tuple[int, int] = (0, 0),
+    device_ns: tuple[int, int] = (0, 0),
+    round_trip_ns: int = 0,
+    followed: bool = False,
 ) -> StepStats:
     """The figures of a step that has been committed.
 
     `free_ns` is when the device had ended the step before: one that was launched ahead begins its forward pass then.
     Not `on_device`, launching is the forward pass itself, and no work beside it. `passes` were launched at once.
-    `features` are the vectors sent to the draft since the step before, and their bytes.
+    `features` are the vectors sent to the draft since the step before, and their bytes. `device_ns` is how long the
+    device was at work on the launch before this one, and idle between the two. `round_trip_ns` is how long the draft
+    took for its last answer, and `followed` whether one follows any sequence.
     """
+    chosen = [one for outcome in outcomes if outcome is not None for one in outcome.device_passes]
     drafted = [item.tree.drafted for item in batch.items if item.tree is not None]
-    if batch.lookup is not None:
-        drafted = [rows for outcome in outcomes if outcome is not None for rows in outcome.looked_up]
+    if batch.device_rows is not None:
+        drafted = [rows for outcome in outcomes if outcome is not None for rows in outcome.drafted_by_pass]
     return StepStats(
         sequences=len(batch.items),
         committed_sequences=sum(verdict.passes for verdict in verdicts),
@@ -95,7 +107,7 @@ def step_stats(
         committed_tokens=sum(len(verdict.token_ids) for verdict in verdicts),
         fallback_sequences=gathered.fallbacks,
         draft_wait_ns=gathered.wait_ns,
-        plan_ns=clock.planned - clock.begun - gathered.wait_ns,
+        plan_ns=clock.planned - clock.begun - gathered.wait_ns - clock.held_ns,
         launch_ns=clock.launched - clock.planned if on_device else 0,
         forward_ns=clock.forwarded - max(clock.planned, free_ns),
         verify_ns=clock.verified - clock.forwarded,
@@ -103,5 +115,15 @@ def step_stats(
         total_ns=clock.committed - max(clock.begun, free_ns),
         feature_vectors=features[0],
         feature_bytes=features[1],
+        hits=sum(one.drafted_from_table > 0 for one in chosen),
+        misses=sum(not one.drafted_from_table for one in chosen) if followed else 0,
+        chosen_rows=sum(one.drafted for one in chosen),
+        chosen_accepted=sum(one.accepted for one in chosen),
+        table_rows=sum(one.drafted_from_table for one in chosen),
+        table_accepted=sum(one.accepted_from_table for one in chosen),
+        promised_tokens=sum(one.promised for one in chosen),
+        round_trip_ns=round_trip_ns,
+        busy_ns=device_ns[0],
+        idle_ns=device_ns[1],
         passes=passes,
     )

@@ -18,8 +18,6 @@ from outrider.tree import MAX_ROWS, DraftDistribution, TokenTree
 MEMORY_STEPS = 64
 MEMORY_TOKENS = 256
 _ROOT = 0
-# No guess is certain, whatever its drafter says.
-_SUREST = 0.999
 
 
 class GrowingTree:
@@ -72,13 +70,17 @@ class GrowingTree:
     @property
     def scores(self) -> SequenceOf[float]:
         """Per live node, the root first: the probability of acceptance given that the parent is accepted. The root's is
-        1 unless it is a guess."""
+        1."""
         return self._scores
 
     @property
     def parents(self) -> SequenceOf[int]:
         """Per live node, the root first: the number of its parent."""
         return self._parents
+
+    def length_at(self, step: int) -> int | None:
+        """Tokens that the sequence had at a step, if that is remembered."""
+        return self._lengths.get(step)
 
     def lag(self, growth: SequenceGrowth) -> int:
         """How many commits `growth` lies behind. Negative for a step that has not happened."""
@@ -222,26 +224,6 @@ class GrowingTree:
         placed = self._place(parent, token, score)
         assert placed is not None
         return placed
-
-    def guess(self, tokens: int) -> GrowingTree | None:
-        """What is known below the likeliest path of so many tokens, and how likely that is as its root's score. None
-        where no path is as long."""
-        root, certainty = _ROOT, 1.0
-        for _ in range(tokens):
-            # The first of equals, so that the choice never hangs on what was drawn below.
-            following = max(self._children[root].values(), key=lambda node: self._scores[node], default=None)
-            if following is None:
-                return None
-            root, certainty = following, certainty * self._scores[following]
-        guessed = GrowingTree([self._tokens[root]], self._step)
-        guessed.answered_step, guessed._scores[_ROOT] = self.answered_step, min(certainty, _SUREST)
-        renumbered = {root: _ROOT}
-        for node in range(root + 1, len(self._tokens)):
-            parent = renumbered.get(self._parents[node])
-            if parent is not None:
-                renumbered[node] = guessed._append(self._tokens[node], parent, self._scores[node])
-        guessed._laws = {renumbered[node]: law for node, law in self._laws.items() if node in renumbered}
-        return guessed
 
     def cut(self, nodes: Set[int]) -> TokenTree:
         """The tree of the root and `nodes`, which must hold every node's ancestors. Rows keep order of arrival."""

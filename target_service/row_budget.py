@@ -20,19 +20,23 @@ from outrider.tree import TokenTree
 from target_service.proposals import GrowingTree
 from target_service.step_cost import StepCost
 
+# All of these are chosen, not measured.
+# Scores are told apart by so many parts of one.
 _BUCKETS = 16
 # A drafter's own score counts as this many observations of its bucket.
 _PRIOR = 8.0
 # Each observation fades by half over about this many later ones of its bucket.
 _HALF_LIFE = 4000.0
 _KEEP = 0.5 ** (1.0 / _HALF_LIFE)
-# A sequence's own record counts against this many expected acceptances of the common one.
+# A sequence's own record counts against this many expected acceptances of the common one, and fades by half over some
+# 23 steps.
 _SEQUENCE_PRIOR = 4.0
 _SEQUENCE_KEEP = 0.97
 # A sequence is taken to gain this much from drafts, for this many steps' weight, until it has shown what it gains.
 _GAIN_PRIOR = 1.3
 _GAIN_STEPS = 6.0
-# What sequences make of drafted steps lately, seen from near and from far, and over all of them.
+# What sequences make of drafted steps lately, seen from near (the mean of five) and from far (of twenty), and over all
+# of them (of fifty).
 _NEAR_KEEP = 0.8
 _FAR_KEEP = 0.95
 _USUAL_KEEP = 0.98
@@ -85,8 +89,6 @@ class SequenceRecord:
     # The same of steps that waited for drafts, over the last few and over the last dozens; 0 before the first.
     near: float = 0.0
     far: float = 0.0
-    # Share of them lately in which nothing was accepted.
-    missed: float = 0.0
 
     @property
     def gain(self) -> float:
@@ -102,9 +104,8 @@ class SequenceRecord:
         self.expected = self.expected * _SEQUENCE_KEEP + expected + (1 - _SEQUENCE_KEEP) * _SEQUENCE_PRIOR
         self.accepted = self.accepted * _SEQUENCE_KEEP + accepted + (1 - _SEQUENCE_KEEP) * _SEQUENCE_PRIOR
 
-    def draw(self, gain: float, usual: float, missed: bool) -> None:
+    def draw(self, gain: float, usual: float) -> None:
         """Take note of what a step that waited for drafts made; a new sequence is taken to make what is `usual`."""
-        self.missed = self.missed * _FAR_KEEP + missed * (1 - _FAR_KEEP)
         self.near = (self.near or usual) * _NEAR_KEEP + gain * (1 - _NEAR_KEEP)
         self.far = (self.far or usual) * _FAR_KEEP + gain * (1 - _FAR_KEEP)
 
@@ -170,7 +171,7 @@ class RowBudget:
             return [(_CERTAIN, index, node) for node in range(1, nodes + 1)]
         scores, parents, factor = tree.scores, tree.parents, offer.record.factor
         likelihoods = self.calibration.probabilities(scores)
-        worth = [1.0 if scores[0] == 1.0 else likelihoods[0]]
+        worth = [1.0]
         ranked: list[tuple[float, int, int]] = []
         for node in range(1, len(scores)):
             worth.append(worth[parents[node]] * min(_SUREST, likelihoods[node] * factor))
@@ -207,18 +208,9 @@ class RowBudget:
         """Learn what a draft was worth: the `tokens` of a step that verifies it from its root on and takes `row_cost`
         plain ones."""
         gain = tokens / row_cost
-        record.draw(gain, self._usual, tokens == 1)
+        record.draw(gain, self._usual)
         self._drafted += 1
         self._usual += max(1 - _USUAL_KEEP, 1 / self._drafted) * (gain - self._usual)
-
-    def promise_ahead(self, record: SequenceRecord) -> float:
-        """Tokens that a plain pass makes and a step behind it, which verifies what is drafted past the pass's token:
-        as many as if nothing had been guessed, but never less than two."""
-        return self.promise(record) * self.step_cost + record.missed
-
-    def observe_guess(self, tree: TokenTree, right: bool) -> None:
-        """Learn from a tree whose root was guessed."""
-        self.calibration.observe(tree.scores[0], right)
 
     def observe_step(self, rows: int, seconds: float) -> None:
         """Learn from the time of a step that only decoded."""

@@ -18,6 +18,7 @@ from target_service.sequence import TokenLogprobs
 
 # With no top_k, top_p looks at this many of the most probable tokens before it sorts the whole vocabulary.
 _TOP_P_GLANCE = 1024
+# Beyond any logit, and far enough within float32 that penalties and biases can be added to it.
 _LARGEST = 1e30
 
 

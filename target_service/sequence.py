@@ -61,6 +61,31 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...] = ()
 
 
+class DevicePass(NamedTuple):
+    """What one pass of one sequence was, where the device chose its rows.
+
+    Attributes:
+        drafted: rows beside the root, and how many of them are nodes of the sequence's table.
+        accepted: of `drafted`, and how many of them are nodes of the table.
+        promised: tokens that `drafted` were expected to bring, and those of the table.
+        prospects: tokens that the best 1, 3, 7 .. rows of the sequence would have been expected to bring.
+        age: tokens between the table's root and the pass's; -1 where no table held the text.
+        root_row: row of the sequence's root among all rows of the pass.
+        path: accepted rows, relative to the root.
+    """
+
+    drafted: int
+    drafted_from_table: int
+    accepted: int
+    accepted_from_table: int
+    promised: float
+    promised_from_table: float
+    prospects: tuple[float, ...]
+    age: int
+    root_row: int
+    path: tuple[int, ...]
+
+
 class Verdict(NamedTuple):
     """The immutable result of one step of one sequence. A tuple, because up to 64 of them are made in every step, and
     a frozen dataclass takes three times as long.
@@ -155,6 +180,21 @@ class StepStats:
     # Hidden states sent to the draft, and the bytes that they took.
     feature_vectors: int = 0
     feature_bytes: int = 0
+    # Of sequences whose rows the device chose while a draft followed them: passes with rows of the draft, and without.
+    hits: int = 0
+    misses: int = 0
+    # Drafted rows that the device chose, and those that were accepted; of both, those that are the draft's (also where
+    # the own text says the same); and the tokens that all of them promised.
+    chosen_rows: int = 0
+    chosen_accepted: int = 0
+    table_rows: int = 0
+    table_accepted: int = 0
+    promised_tokens: float = 0.0
+    # The last answer of the draft, from when it was told; 0 without one.
+    round_trip_ns: int = 0
+    # By the device's clock, of the launch before: at work, and idle until this one.
+    busy_ns: int = 0
+    idle_ns: int = 0
     # Passes launched at once, each of which is a step to whoever counts: times are those of all, rows those of one.
     passes: int = 1
 

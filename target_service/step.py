@@ -12,6 +12,7 @@ from target_service.launch import Launched
 from target_service.observation import StepClock, step_stats
 from target_service.sequence import StepStats, Verdict
 from target_service.verifier import Verified
+from tree_kernels.node_table import MAX_PATH
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,17 +34,17 @@ class Step:
     @property
     def has_drafts(self) -> bool:
         """Whether it may accept drafted rows, and so ends nobody knows where."""
-        return self.batch.drafted or self.batch.lookup is not None
+        return self.batch.drafted or self.batch.device_rows is not None
 
     def await_tokens(self) -> None:
         """Let its sequences be scheduled and laid out as if it had said its tokens, and accepted no drafted one, until
         `forget_tokens`."""
-        lookup = self.batch.lookup
+        chosen = self.batch.device_rows
         for place, item in enumerate(self.batch.items):
             if item.tree is not None:
                 item.sequence.awaited, item.sequence.awaited_tokens = place, self.stride
-                looked_up = lookup.limits[place] * self.stride if lookup is not None else 0
-                item.sequence.awaited_drafts = max(item.tree.depths) + looked_up
+                most = min(chosen.limits[place], MAX_PATH) * self.stride if chosen is not None else 0
+                item.sequence.awaited_drafts = max(item.tree.depths) + most
 
     def forget_tokens(self) -> None:
         """See `await_tokens`."""
@@ -61,6 +62,10 @@ class Step:
         verdicts: SequenceOf[Verdict],
         free_ns: int,
         features: tuple[int, int],
+        device_ns: tuple[int, int],
+        round_trip_ns: int,
+        *,
+        followed: bool,
     ) -> StepStats:
         """Its figures; see `step_stats`."""
         on_device = self.launched.on_device
@@ -74,4 +79,7 @@ class Step:
             on_device=on_device,
             passes=self.stride,
             features=features,
+            device_ns=device_ns,
+            round_trip_ns=round_trip_ns,
+            followed=followed,
         )

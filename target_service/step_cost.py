@@ -5,7 +5,8 @@ from __future__ import annotations
 import bisect
 from collections.abc import Sequence as SequenceOf
 
-# What one live step may move the cost of its size, and how far from the estimate a step is believed.
+# What one live step may move the cost of its size, and how far from the estimate a step is believed: one step moves it
+# by a twentieth at most, ten that take half as long again move it two thirds of the way. Chosen, not measured.
 _LIVE_SHARE = 0.1
 _LIVE_BOUND = 1.5
 

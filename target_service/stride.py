@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from target_service.batch import Lookup, keys_of
+from target_service.batch import DeviceRows, keys_of
 from target_service.kv_cache import OutOfPages
 from target_service.scheduler import Schedule, Scheduler
 from target_service.sequence import MAX_STRIDE
@@ -30,13 +30,19 @@ class Stride:
         self._seconds = self._working = 0.0
 
     def choose(
-        self, schedule: Schedule, scheduler: Scheduler, max_context: int, lookup: Lookup | None, *, several: bool
-    ) -> tuple[int, Lookup | None]:
-        """Passes to launch at once, and what is looked up for them: `several` and as asked for where every sequence
-        decodes, and gets pages for all of them."""
+        self,
+        schedule: Schedule,
+        scheduler: Scheduler,
+        max_context: int,
+        device_rows: DeviceRows | None,
+        *,
+        several: bool,
+    ) -> tuple[int, DeviceRows | None]:
+        """Passes to launch at once, and the rows that the device chooses for them: `several` and as asked for
+        where every sequence decodes, and gets pages for all of them."""
         for passes in (self.passes, 1) if several else (1,):
-            if _have_pages(schedule, scheduler, max_context, passes, lookup):
-                return passes, lookup
+            if _have_pages(schedule, scheduler, max_context, passes, device_rows):
+                return passes, device_rows
         return 1, None
 
     def observe(self, passes: int, seconds: float, waited: float) -> None:
@@ -57,14 +63,16 @@ class Stride:
             self.passes //= 2
 
 
-def _have_pages(schedule: Schedule, scheduler: Scheduler, max_context: int, passes: int, lookup: Lookup | None) -> bool:
+def _have_pages(
+    schedule: Schedule, scheduler: Scheduler, max_context: int, passes: int, device_rows: DeviceRows | None
+) -> bool:
     """Hold pages for so many passes. False where a sequence gets none, or would become too long."""
-    if passes == 1 and lookup is None:
+    if passes == 1 and device_rows is None:
         return True
     if not all(chunk.takes_tree for chunk in schedule.chunks):
         return False
     sequences = [chunk.sequence for chunk in schedule.chunks]
-    limits = lookup.limits if lookup is not None else (None,) * len(sequences)
+    limits = device_rows.limits if device_rows is not None else (None,) * len(sequences)
     keys = [one.awaited_drafts + keys_of(1, passes, limit) for one, limit in zip(sequences, limits, strict=True)]
     if any(one.length + more > max_context for one, more in zip(sequences, keys, strict=True)):
         return False

@@ -14,7 +14,7 @@ from torch import Tensor
 from outrider.sampling import VerificationMode
 from outrider.tree import TokenTree
 from target_service.sampling import LogitShaper, logprobs_of
-from target_service.sequence import SequenceRequest, TokenLogprobs
+from target_service.sequence import DevicePass, SequenceRequest, TokenLogprobs
 from tree_kernels.device_verification import Mode, RowsToVerify
 from tree_kernels.noise import uniforms
 from tree_kernels.verification import Walk, coupled_token, match_walk, rejection_walk
@@ -37,25 +37,33 @@ class Verified:
     """The outcome for one tree: the walk, and the log-probabilities of its tokens when asked for.
 
     `following` are the tokens that further passes of the same launch said after it, of sequences that were not drafted
-    for. Where the device drafted, they are all tokens after the first, and of each pass it is known how many rows were
-    `looked_up` and how many of these were `right`.
+    for. Where the device chose the rows, they are all tokens after the first, and `device_passes` tell of each pass.
     """
 
     walk: Walk
     logprobs: tuple[TokenLogprobs, ...]
     following: tuple[int, ...] = ()
-    looked_up: tuple[int, ...] = ()
-    right: tuple[int, ...] = ()
+    device_passes: tuple[DevicePass, ...] = ()
+
+    @property
+    def drafted_by_pass(self) -> tuple[int, ...]:
+        """Rows that the device drafted for each of its passes."""
+        return tuple([one.drafted for one in self.device_passes])
+
+    @property
+    def accepted_by_pass(self) -> tuple[int, ...]:
+        """Of them, those that were accepted."""
+        return tuple([one.accepted for one in self.device_passes])
 
     @property
     def accepted(self) -> int:
         """Drafted tokens among those that were said."""
-        return len(self.walk.accepted_rows) + sum(self.right)
+        return len(self.walk.accepted_rows) + sum(one.accepted for one in self.device_passes)
 
     @property
     def passes(self) -> int:
         """That said its tokens."""
-        return len(self.looked_up) or 1 + len(self.following)
+        return len(self.device_passes) or 1 + len(self.following)
 
 
 class SequenceVerifier:

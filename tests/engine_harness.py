@@ -65,7 +65,6 @@ def engine_config(
     max_running: int = 16,
     disable_above: int = 64,
     wait_seconds: float = 0.05,
-    lookup_tokens: int = 0,
 ) -> EngineConfig:
     return EngineConfig(
         scheduler=SchedulerConfig(max_running=max_running, max_step_rows=max_step_rows, prefill_chunk=prefill_chunk),
@@ -74,7 +73,6 @@ def engine_config(
         ),
         max_waiting=64,
         max_draft_nodes=63,
-        lookup_tokens=lookup_tokens,
     )
 
 

@@ -59,7 +59,7 @@ def new_head(teacher: PreTrainedModel, kind: str) -> EagleHead:
     return made
 
 
-def taught_head(teacher: PreTrainedModel, kind: str, max_tokens: int = MAX_TOKENS, steps: int = 60) -> EagleHead:
+def taught_head(teacher: PreTrainedModel, kind: str, max_tokens: int = MAX_TOKENS, steps: int = 90) -> EagleHead:
     """A head that has seen what the teacher says to every prompt in every way of sampling."""
     made = new_head(teacher, kind)
     texts = []

@@ -10,6 +10,9 @@ from outrider.settings import SettingsError, setting
 from outrider_client.connection import Connection, Tls
 from outrider_client.generation import Speculation
 
+# As the target's own setting, which cannot be imported from here.
+DEFAULT_MODEL = "smollm2-135m-instruct"
+
 
 @dataclass(frozen=True)
 class AccessOptions:
@@ -115,7 +118,7 @@ class UpOptions:
 class DemoOptions:
     """What `outrider demo` shows, by flag, environment (`OUTRIDER_DEMO_*`) or `[demo]` table."""
 
-    model: str = setting("smollm2-135m-instruct", "model: a name from `outrider model list`, a folder, or a hub id")
+    model: str = setting(DEFAULT_MODEL, "model: a name from `outrider model list`, a folder, or a hub id")
     max_tokens: int = setting(200, "tokens of the answer at most")
 
 
@@ -136,7 +139,7 @@ class BenchOptions:
         False, "forget between prompts what drafts learnt, so that each drafts from its own prompt and output only"
     )
     target: str = setting("", "running target to use; one is started for every drafter when empty")
-    model: str = setting("smollm2-135m-instruct", "model to serve, and to compare with transformers")
+    model: str = setting(DEFAULT_MODEL, "model to serve, and to compare with transformers")
     dtype: str = setting("bfloat16", "dtype of the model", choices=("float32", "bfloat16", "float16"))
     device: str = setting("cpu", "torch device")
     target_flags: str = setting("", "more flags for the targets, quoted as one word")

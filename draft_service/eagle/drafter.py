@@ -23,8 +23,9 @@ from draft_service.eagle.head import EagleHead
 from draft_service.eagle.head_config import HeadConfig, HeadRefused
 from draft_service.eagle.target_checkpoint import TargetCheckpoint
 from draft_service.features import FeatureWindow
+from draft_service.grown import Pending, among, warm_up
 from draft_service.neural.captured import FIRST_PROMPTS, drafting_on, first_batches
-from draft_service.neural.network import Network, RowOutput
+from draft_service.neural.network import RowOutput
 from draft_service.neural.static_attention import StaticAttend
 from draft_service.neural.tail_attention import Attend
 from draft_service.neural.threads import in_passing_thread, launching_on
@@ -93,6 +94,7 @@ class EagleDrafter:
         shape = read_config(self._source) if head is None else head.config
         self._target, self._no_target = _target_of(config, shape)
         self.limits = config.tree.limits
+        self.device = config.device
         self.max_context = config.max_context
         self.vocabulary_size = shape.vocab_size
         self.tokenizer_fingerprint = shape.tokenizer_fingerprint
@@ -131,20 +133,26 @@ class EagleDrafter:
             self._read([sequence for sequence in paired if self._has_room(sequence)])
 
     def propose(self, sequences: Sequence[DraftSequence]) -> list[TokenTree]:
-        with launching_on(self._config.device):
-            return self._propose(sequences)
-
-    def _propose(self, sequences: Sequence[DraftSequence]) -> list[TokenTree]:
         trees = [TokenTree.root_only(sequence.root) for sequence in sequences]
-        ready = [place for place, sequence in enumerate(sequences) if self._ready(sequence)]
-        self._read([sequences[place] for place in ready])
-        wanted = []
-        for sequence in (sequences[place] for place in ready):
-            wanted.append(Wanted(sequence.state.followed, sequence, len(sequence.token_ids) - 1))
-        if wanted:
-            for place, tree in zip(ready, self.drafting.trees(wanted), strict=True):
-                trees[place] = tree
+        with launching_on(self._config.device):
+            places, wanted = self._prepare(sequences)
+            if wanted:
+                for place, tree in zip(places, self.drafting.trees(wanted), strict=True):
+                    trees[place] = tree
         return trees
+
+    def begin(self, sequences: Sequence[DraftSequence]) -> Pending:
+        """See `ArrayDrafter.begin`."""
+        with launching_on(self._config.device):
+            places, wanted = self._prepare(sequences)
+            return among(sequences, places, self.drafting.begin(wanted) if wanted else None)
+
+    def _prepare(self, sequences: Sequence[DraftSequence]) -> tuple[list[int], list[Wanted]]:
+        """Read what arrived of those that can be drafted for. Returns where they stand, and their trees-to-be."""
+        places = [place for place, sequence in enumerate(sequences) if self._ready(sequence)]
+        ready = [sequences[place] for place in places]
+        self._read(ready)
+        return places, [Wanted(one.state.followed, one, len(one.token_ids) - 1) for one in ready]
 
     def stats(self) -> Mapping[str, float]:
         pages = self._drafting.cache.used_pages if self._drafting is not None else 0
@@ -234,15 +242,16 @@ class EagleDrafter:
         if not taken:
             return
         # In one copy to the device, and one pass of the projection.
-        vectors = _on_device([vectors for _, vectors in taken], self.drafting.network)
-        features = vectors if self.features.projected else self.head.project(vectors)
-        extensions: list[Extension] = []
-        counts = [own.shape[0] for _, own in taken]
-        for sequence, (begin, _), count, own in zip(waiting, taken, counts, torch.split(features, counts), strict=True):
-            tokens = sequence.token_ids[begin + 1 : begin + 1 + count]
-            extensions.append(Extension(sequence.state.followed, tokens, own, begin))
-        self._rows += sum(counts)
-        self.drafting.extend(extensions)
+        staging, device = self.drafting.staging, self.drafting.network.device
+        vectors = staging.join([vectors for _, vectors in taken])
+        features = vectors if self.features.projected else self.head.project(vectors.to(device, non_blocking=True))
+        extensions = []
+        for sequence, (begin, own) in zip(waiting, taken, strict=True):
+            tokens = sequence.token_ids[begin + 1 : begin + 1 + len(own)]
+            extensions.append(Extension(sequence.state.followed, tokens, begin))
+        self._rows += len(vectors)
+        self.drafting.extend(extensions, features)
+        staging.sent()
 
     def _warm_up(self) -> None:
         """Draft once for throw-away sequences, see `first_batches`."""
@@ -255,18 +264,10 @@ class EagleDrafter:
                 self.open(sequence)
                 assert sequence.features is not None
                 sequence.features.append(torch.zeros(rows, self.features.width), 0)
-            self.propose(sequences)
+            warm_up(self, sequences)
             for sequence in sequences:
                 self.close(sequence)
         self._rows = self._full = 0
-
-
-def _on_device(pieces: Sequence[Tensor], network: Network) -> Tensor:
-    """[rows of all pieces, width] in a network's type and on its device; does not wait for the copy."""
-    joined = torch.cat(list(pieces)).to(network.dtype)
-    if network.device.type == "cuda" and not joined.is_cuda:
-        joined = joined.pin_memory()
-    return joined.to(network.device, non_blocking=True)
 
 
 def _target_of(config: EagleConfig, shape: HeadConfig) -> tuple[TargetCheckpoint | None, str]:

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from draft_service.grown import Grown, Pending
 from draft_service.neural.config import NeuralConfig
 from draft_service.neural.network import Network, RowOutput
 from draft_service.neural.static_attention import StaticAttend, StaticAttention, StaticIntegers, TreePlan, capacity
@@ -87,8 +88,8 @@ class StaticPass:
         self._integers.send()
         if carried is not None:
             if self._carried is None:
-                self._carried = carried.new_zeros(self.size.new, carried.shape[1])
-            self._carried[:used].copy_(carried)
+                self._carried = carried.new_zeros(self.size.new, carried.shape[1], device=self._network.device)
+            self._carried[:used].copy_(carried, non_blocking=True)
 
     def run(self) -> RowOutput:
         """The pass over all rows of the size, [new, ..] each."""
@@ -110,10 +111,35 @@ class StaticPass:
 
 
 class Captured(NamedTuple):
-    """A pass over all levels of trees, and what to call between its `load` and its `fetch`."""
+    """A pass over all levels of trees, and what to call between its `load` and its `fetch`, for each of its parts."""
 
     work: TreePass
-    replay: Callable[[], None]
+    replays: Sequence[Callable[[], None]]
+
+
+class _Drawn(NamedTuple):
+    """Trees that a pass is drawing, as `Pending`."""
+
+    work: TreePass
+    turn: int
+
+    @property
+    def fresh(self) -> bool:
+        return self.work.turn == self.turn
+
+    @property
+    def elsewhere(self) -> bool:
+        return self.work.elsewhere
+
+    @property
+    def early(self) -> bool:
+        return self.work.parts > 1
+
+    def fetch_early(self) -> Grown:
+        return self.work.fetch(0)
+
+    def fetch(self) -> Grown:
+        return self.work.fetch(self.work.parts - 1)
 
 
 class CapturedDrafting(TreeDrafting):
@@ -133,24 +159,31 @@ class CapturedDrafting(TreeDrafting):
         drawn = [i for i, one in enumerate(wanted) if one.sequence.mode is VerificationMode.REJECTION]
         at_once = [i for i, one in enumerate(wanted) if one.sequence.mode is not VerificationMode.REJECTION]
         if at_once:
-            asked = [wanted[i] for i in at_once]
-            work, replay = self.tree_pass(asked)
-            work.load(asked)
-            replay()
-            found.update(zip(at_once, work.fetch(), strict=True))
+            grown = self.begin([wanted[i] for i in at_once]).fetch()
+            found.update(zip(at_once, grown.as_trees(), strict=True))
         if drawn:
             found.update(zip(drawn, super().trees([wanted[i] for i in drawn]), strict=True))
         return [found[i] for i in range(len(wanted))]
 
     @torch.inference_mode()
+    def begin(self, wanted: Sequence[Wanted]) -> Pending:
+        work, replays = self.tree_pass(wanted)
+        work.load(wanted)
+        for part, replay in enumerate(replays):
+            replay()
+            work.send_back(part)
+        return _Drawn(work, work.turn)
+
+    @torch.inference_mode()
     def tree_pass(self, wanted: Sequence[Wanted]) -> Captured:
         """What drafts these trees, captured now if it was not yet. None of them is of a REJECTION request."""
         coupled = any(one.sequence.mode is VerificationMode.COUPLED for one in wanted)
-        size = 1 << (len(wanted) - 1).bit_length(), coupled
+        size = _power_of_two(len(wanted)), coupled
         if size not in self._trees:
             work = TreePass(*size, self, self._static)
             work.load(wanted)
-            self._trees[size] = Captured(work, self._capture(work.run, work.plan))
+            runs = (work.run_early, work.run_rest)[: work.parts]
+            self._trees[size] = Captured(work, [self._capture(run, work.plan) for run in runs])
         return self._trees[size]
 
     def _capturable(self) -> StaticAttention:
@@ -173,7 +206,9 @@ class CapturedDrafting(TreeDrafting):
         if any(part.parents is None for part in parts):
             return super()._read(parts, tokens, carried, positions)
         sequences = _power_of_two(len(parts))
-        size = PassSize(sequences, sequences * (1 + self.shape.expanded), sequences * self.shape.topk)
+        # Of as many sequences as still grow, for which levels are as wide as for all or wider.
+        shape = self.shape.for_sequences(sequences)
+        size = PassSize(sequences, sequences * (1 + shape.expanded), sequences * shape.width)
         output = self._replay(size, parts, tokens, carried, positions)
         return RowOutput(output.carried[: len(tokens)], output.spoken[: len(tokens)])
 

@@ -3,19 +3,50 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from draft_service.neural.tree_config import CacheShape, TreeShape
 from outrider.settings import setting
+
+
+class _Sizes(NamedTuple):
+    """What settings that are 0 take."""
+
+    num_steps: int
+    topk: int
+    num_draft_tokens: int
+    frontier: int
+    rows_per_level: int
+    early_levels: int
+
+
+# Trees that a target waits for, and those that are drawn while it verifies the last ones, so that they have to hold
+# what will follow these too. The latter by `benchmarks/running_ahead.py`: a tree of four levels says nearly what a
+# deeper one does where it is waited for; one pass ahead, more than six levels of sixteen nodes gain next to nothing,
+# and come too late for a pass of an 8B model: a level takes 0.35 ms there.
+_PLAIN = _Sizes(num_steps=3, topk=4, num_draft_tokens=12, frontier=0, rows_per_level=0, early_levels=0)
+_CAPTURED = _Sizes(num_steps=6, topk=8, num_draft_tokens=239, frontier=16, rows_per_level=64, early_levels=3)
 
 
 @dataclass(frozen=True)
 class NeuralConfig:
     """How trees grow, and what the network runs on."""
 
-    num_steps: int = setting(3, "levels of a tree, each of which costs a pass")
-    topk: int = setting(4, "children of a node, and nodes that each level expands; 1 drafts a chain")
-    num_draft_tokens: int = setting(12, "nodes of a tree, the root not counted")
-    min_score: float = setting(0.005, "least probability of the path to a node that is worth drafting")
+    num_steps: int = setting(0, "levels of a tree, each of which costs a pass; 0 takes 3, or 6 where captured")
+    topk: int = setting(0, "children of a node; 1 drafts a chain; 0 takes 4, or 8 where trees are captured")
+    frontier: int = setting(
+        0, "nodes that each level expands; 0 takes as many as topk, or 16 where trees are captured and topk is not set"
+    )
+    rows_per_level: int = setting(
+        0,
+        "most nodes that a level expands over all sequences of a frame: with many of them trees become narrower and "
+        "smaller, so that a frame takes no longer; 0 takes 64 where trees are captured, and no bound elsewhere",
+    )
+    early_levels: int = setting(
+        0, "levels that are sent while the others are grown; 0 takes 3 where trees are captured, and none elsewhere"
+    )
+    num_draft_tokens: int = setting(0, "nodes of a tree, the root not counted; 0 takes 12, or 239 where captured")
+    min_score: float = setting(0.001, "least probability of the path to a node that is worth drafting")
     race_entrants: int = setting(128, "tokens of a node that run the shared race of COUPLED requests")
     race_sharpness: float = setting(1.0, "how far the race over the draft's law is taken for the target's own")
 
@@ -35,13 +66,19 @@ class NeuralConfig:
 
     @property
     def tree(self) -> TreeShape:
+        own = _CAPTURED if self.cuda_graphs else _PLAIN
+        frontier = self.frontier or (own.frontier if not self.topk else 0)
+        steps = self.num_steps or own.num_steps
         return TreeShape(
-            num_steps=self.num_steps,
-            topk=self.topk,
-            num_draft_tokens=self.num_draft_tokens,
+            num_steps=steps,
+            topk=self.topk or own.topk,
+            num_draft_tokens=self.num_draft_tokens or own.num_draft_tokens,
             min_score=self.min_score,
             race_entrants=self.race_entrants,
             race_sharpness=self.race_sharpness,
+            frontier=frontier,
+            rows_per_level=self.rows_per_level or own.rows_per_level,
+            early_levels=min(self.early_levels or own.early_levels, steps),
         )
 
     @property

@@ -120,6 +120,8 @@ class StaticIntegers:
         views = (plan.query_starts, plan.prefix_lengths, plan.causal, plan.page_starts, plan.parents, plan.page_table)
         places = [(view.storage_offset(), view.storage_offset() + view.numel()) for view in views]
         self._plan_host = [numbers[start:stop] for start, stop in places]
+        # Where each sequence's pages begin in the table, and the table, as `write_plan` leaves them.
+        self.page_starts, self.page_table = self._plan_host[3], self._plan_host[5]
         self._pages_at = places[-1][0]
         self._pages = 0
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
@@ -24,3 +24,14 @@ def launching_on(device: str) -> AbstractContextManager[object]:
     """Kernels that are launched meanwhile run where the drafter's tensors are, which need not be where the rest of the
     process has its own: a draft may share the target's process and not its GPU."""
     return torch.cuda.device(device) if device.startswith("cuda") else nullcontext()
+
+
+@contextmanager
+def on_stream_of_its_own(device: str) -> Iterator[None]:
+    """What this thread launches on a GPU meanwhile waits for nothing that other threads launched. Streams of PyTorch's
+    have the lowest priority unless another is asked for."""
+    if not device.startswith("cuda"):
+        yield
+        return
+    with launching_on(device), torch.cuda.stream(torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]
+        yield

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from outrider.frames import TreeLimits
 from outrider.settings import SettingsError
@@ -15,11 +15,14 @@ class TreeShape:
 
     Attributes:
         num_steps: levels of a tree, each of which costs one pass.
-        topk: children of a node, and nodes that a level expands; 1 drafts a chain.
+        topk: children of a node; 1 drafts a chain.
         num_draft_tokens: nodes of the whole tree, the root not counted.
         min_score: least probability of the path to a node that is worth having.
         race_entrants: tokens that take part in COUPLED's race at each node.
         race_sharpness: how far the race over the drafter's law is taken for the target's own.
+        frontier: nodes that a level expands; 0 is as many as topk.
+        rows_per_level: rows of a pass over a level of all sequences together; 0 is no bound.
+        early_levels: levels that are handed out while the others are grown; 0 hands out whole trees only.
     """
 
     num_steps: int
@@ -28,14 +31,19 @@ class TreeShape:
     min_score: float
     race_entrants: int
     race_sharpness: float
+    frontier: int = 0
+    rows_per_level: int = 0
+    early_levels: int = 0
 
     def __post_init__(self) -> None:
         if not 1 <= self.num_draft_tokens < MAX_ROWS:
             raise SettingsError(f"num_draft_tokens must be 1..{MAX_ROWS - 1}")
         if self.num_steps < 1 or self.topk < 1:
             raise SettingsError("num_steps and topk must be at least 1")
-        if 1 + (self.num_steps - 1) * self.topk > MAX_ROWS:
-            raise SettingsError(f"(num_steps - 1) * topk must stay below {MAX_ROWS}")
+        if min(self.frontier, self.rows_per_level, self.early_levels) < 0:
+            raise SettingsError("frontier, rows_per_level and early_levels must not be negative")
+        if 1 + self.expanded > MAX_ROWS:
+            raise SettingsError(f"(num_steps - 1) * frontier, or topk without one, must stay below {MAX_ROWS}")
         if not 0.0 <= self.min_score <= 1.0:
             raise SettingsError("min_score must be in [0, 1]")
         if self.race_entrants < self.topk or self.race_sharpness <= 0.0:
@@ -46,9 +54,27 @@ class TreeShape:
         return TreeLimits(self.num_draft_tokens, self.num_steps)
 
     @property
+    def width(self) -> int:
+        """Nodes that a level expands."""
+        return self.frontier or self.topk
+
+    @property
     def expanded(self) -> int:
         """Most nodes whose keys are in the cache at a time."""
-        return (self.num_steps - 1) * self.topk
+        return (self.num_steps - 1) * self.width
+
+    def for_sequences(self, count: int) -> TreeShape:
+        """The shape of trees that so many sequences get together, so that their levels keep to `rows_per_level`.
+
+        Levels are narrowed to a power of two, one node at least, and trees hold fewer nodes in proportion, but a chain
+        at least. The count is rounded up to a power of two, for which passes are captured.
+        """
+        room = max(1, self.rows_per_level >> (count - 1).bit_length())
+        if not self.rows_per_level or self.width <= room:
+            return self
+        width = 1 << (room.bit_length() - 1)
+        nodes = min(self.num_draft_tokens, max(self.num_steps, self.num_draft_tokens * width // self.width))
+        return replace(self, frontier=width, num_draft_tokens=nodes)
 
 
 @dataclass(frozen=True, slots=True)

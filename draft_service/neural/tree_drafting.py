@@ -15,10 +15,13 @@ import torch
 from torch import Tensor
 
 from draft_service.drafter import DraftSequence, tree_limits
+from draft_service.grown import Grown, Here, Pending
 from draft_service.neural.candidates import candidates_wanted, most_probable, temperature_of
 from draft_service.neural.level_growth import (
     COUPLED,
+    DEPTH,
     GREEDY,
+    NODES,
     REJECTION,
     Forest,
     Rules,
@@ -28,6 +31,7 @@ from draft_service.neural.level_growth import (
 )
 from draft_service.neural.network import Network, RootStates, RowOutput
 from draft_service.neural.paged_cache import PagedCache
+from draft_service.neural.staging import Staging
 from draft_service.neural.tail_attention import TailAttention, TailPart
 from draft_service.neural.tree_config import CacheShape, TreeShape
 from outrider.sampling import VerificationMode
@@ -51,14 +55,10 @@ class Followed:
 
 @dataclass(frozen=True, slots=True)
 class Extension:
-    """Certain rows that a sequence's cache shall be extended by.
-
-    `token_ids` [n], `carried` [n, C] or None, and the position of the first.
-    """
+    """Certain rows that a sequence's cache shall be extended by: `token_ids` [n], and the position of the first."""
 
     followed: Followed
     token_ids: Sequence[int]
-    carried: Tensor | None
     first_position: int
 
 
@@ -93,6 +93,7 @@ class TreeDrafting:
             device=network.device,
         )
         self.states = RootStates(cache.tokens // cache.page_size, network.device)
+        self.staging = Staging(network.dtype, network.device)
         on_cpu = network.device.type == "cpu"
         self._attention = TreeAttention("torch" if on_cpu else "triton", network.device)
 
@@ -106,13 +107,14 @@ class TreeDrafting:
         followed.entries = 0
 
     @torch.inference_mode()
-    def extend(self, extensions: Sequence[Extension]) -> None:
+    def extend(self, extensions: Sequence[Extension], carried: Tensor | None = None) -> None:
         """Read certain rows, in passes of at most `max_rows`. `reserve` must have made room.
 
-        They overwrite what trees left behind, so no rejected row is ever seen again.
+        They overwrite what trees left behind, so no rejected row is ever seen again. What they carry, [rows of all
+        extensions in order, C], may be on the host; a GPU may copy from there after the call.
         """
         pieces: list[tuple[Extension, int, int]] = []
-        room = self._max_rows
+        room, begin = self._max_rows, 0
         for extension in extensions:
             start, end = 0, len(extension.token_ids)
             while start < end:
@@ -121,20 +123,34 @@ class TreeDrafting:
                 room -= stop - start
                 start = stop
                 if room == 0:
-                    self._extend(pieces)
-                    pieces, room = [], self._max_rows
+                    self._extend(pieces, None if carried is None else carried[begin : begin + self._max_rows])
+                    pieces, room, begin = [], self._max_rows, begin + self._max_rows
         if pieces:
-            self._extend(pieces)
+            self._extend(pieces, None if carried is None else carried[begin:])
 
     @torch.inference_mode()
     def trees(self, wanted: Sequence[Wanted]) -> list[TokenTree]:
-        """The best trees, one pass per level for all sequences together."""
-        rules, forest = self._rules(wanted), self._forest(wanted)
-        count = max(candidates_wanted(w.sequence.mode, self.shape.topk, self.shape.race_entrants) for w in wanted)
+        """The best trees, in whatever mode."""
+        forest, rules = self._grow(wanted)
+        return [_tree(forest, b, one.sequence, int(rules.ints[b, NODES])) for b, one in enumerate(wanted)]
+
+    @torch.inference_mode()
+    def begin(self, wanted: Sequence[Wanted]) -> Pending:
+        """As `trees`, of no REJECTION request. What a GPU computes is fetched before the next call."""
+        forest, rules = self._grow(wanted)
+        return Here(_grown(forest, rules, [one.sequence.root for one in wanted]))
+
+    def _grow(self, wanted: Sequence[Wanted]) -> tuple[Forest, Rules]:
+        """One pass per level for all sequences together."""
+        shape = self.shape.for_sequences(len(wanted))
+        drawn = any(one.sequence.mode is VerificationMode.REJECTION for one in wanted)
+        rules = _rules(wanted, shape)
+        forest = make_forest(len(wanted), shape.num_steps, shape.width, shape.topk, drawn=drawn)
+        count = max(candidates_wanted(w.sequence.mode, shape.topk, shape.race_entrants) for w in wanted)
         temperatures = np.array([temperature_of(w.sequence) for w in wanted], dtype=np.float32)
         carried, spoken = self.states.read(self.states.places([w.followed.pages for w in wanted]))
         logits = self.network.logits(spoken)
-        device, levels = self.network.device, int(rules.ints[:, 2].max())
+        device, levels = self.network.device, int(rules.ints[:, DEPTH].max())
         for level in range(1, levels + 1):
             rows = torch.from_numpy(np.repeat(temperatures, forest.widths)).to(device)
             candidates = most_probable(logits, rows, count, self.network.token_ids)
@@ -143,9 +159,9 @@ class TreeDrafting:
                 break
             output = self._level(wanted, forest, before, carried, level)
             carried, logits = output.carried, self.network.logits(output.spoken)
-        return [_tree(forest, b, one.sequence, int(rules.ints[b, 1])) for b, one in enumerate(wanted)]
+        return forest, rules
 
-    def _extend(self, pieces: Sequence[tuple[Extension, int, int]]) -> None:
+    def _extend(self, pieces: Sequence[tuple[Extension, int, int]], carried: Tensor | None) -> None:
         parts: list[TailPart] = []
         tokens: list[int] = []
         positions: list[int] = []
@@ -155,10 +171,7 @@ class TreeDrafting:
             followed.entries += stop - start
             tokens += extension.token_ids[start:stop]
             positions += range(extension.first_position + start, extension.first_position + stop)
-        carried = [extension.carried[start:stop] for extension, start, stop in pieces if extension.carried is not None]
-        # One sequence's own are not copied.
-        joined = None if not carried else carried[0] if len(carried) == 1 else torch.cat(carried)
-        self._commit(parts, tokens, joined, positions)
+        self._commit(parts, tokens, carried, positions)
 
     def _commit(
         self, parts: Sequence[TailPart], tokens: list[int], carried: Tensor | None, positions: list[int]
@@ -195,37 +208,50 @@ class TreeDrafting:
         self, parts: Sequence[TailPart], tokens: list[int], carried: Tensor | None, positions: list[int]
     ) -> RowOutput:
         device = self.network.device
+        if carried is not None:
+            carried = carried.to(device, non_blocking=True)
         attend = TailAttention(self._attention, self.cache, parts)
         rows, places = torch.tensor(tokens, device=device), torch.tensor(positions, device=device)
         return self.network.read(rows, carried, places, attend)
 
-    def _forest(self, wanted: Sequence[Wanted]) -> Forest:
-        drawn = any(one.sequence.mode is VerificationMode.REJECTION for one in wanted)
-        return make_forest(len(wanted), self.shape.num_steps, self.shape.topk, self.shape.topk, drawn=drawn)
 
-    def _rules(self, wanted: Sequence[Wanted]) -> Rules:
-        shape = self.shape
-        ints, reals = np.zeros((len(wanted), 4), np.int32), np.zeros((len(wanted), 2))
-        for b, one in enumerate(wanted):
-            sequence = one.sequence
-            limits, sampling = tree_limits(shape.limits, sequence.limits), sequence.sampling
-            greedy = sequence.mode is VerificationMode.GREEDY
-            ints[b] = _MODES[sequence.mode], limits.max_nodes, limits.max_depth, 0 if greedy else sampling.top_k
-            reals[b] = (1.0, 0.0) if greedy else (sampling.top_p, sampling.min_p)
-        lengths = [len(one.sequence.token_ids) for one in wanted]
-        seeds = [one.sequence.seed for one in wanted]
-        coins = [(seed ^ _COIN_SALT) * (2 * length + 1) & _MASK64 for seed, length in zip(seeds, lengths, strict=True)]
-        return Rules(
-            ints=ints,
-            reals=reals,
-            seeds=np.array(seeds, dtype=np.uint64),
-            positions=np.array(lengths, dtype=np.uint64),
-            coins=np.array(coins, dtype=np.uint64),
-            width=shape.topk,
-            breadth=shape.topk,
-            floor=shape.min_score,
-            sharpness=shape.race_sharpness,
-        )
+def _rules(wanted: Sequence[Wanted], shape: TreeShape) -> Rules:
+    ints, reals = np.zeros((len(wanted), 4), np.int32), np.zeros((len(wanted), 2))
+    for b, one in enumerate(wanted):
+        sequence = one.sequence
+        limits, sampling = tree_limits(shape.limits, sequence.limits), sequence.sampling
+        greedy = sequence.mode is VerificationMode.GREEDY
+        ints[b] = _MODES[sequence.mode], limits.max_nodes, limits.max_depth, 0 if greedy else sampling.top_k
+        reals[b] = (1.0, 0.0) if greedy else (sampling.top_p, sampling.min_p)
+    lengths = [len(one.sequence.token_ids) for one in wanted]
+    seeds = [one.sequence.seed for one in wanted]
+    coins = [(seed ^ _COIN_SALT) * (2 * length + 1) & _MASK64 for seed, length in zip(seeds, lengths, strict=True)]
+    return Rules(
+        ints=ints,
+        reals=reals,
+        seeds=np.array(seeds, dtype=np.uint64),
+        positions=np.array(lengths, dtype=np.uint64),
+        coins=np.array(coins, dtype=np.uint64),
+        width=shape.width,
+        breadth=shape.topk,
+        floor=shape.min_score,
+        sharpness=shape.race_sharpness,
+    )
+
+
+def _grown(forest: Forest, rules: Rules, roots: Sequence[int]) -> Grown:
+    """The best nodes of every tree."""
+    most = 1 + int(rules.ints[:, NODES].max())
+    grown = Grown.roots(roots, most)
+    for b in range(len(roots)):
+        items = kept_items(forest, b, int(rules.ints[b, NODES]))
+        rows = len(items)
+        row_of = np.zeros(int(forest.sizes[b]), np.int32)
+        row_of[items] = np.arange(rows)
+        grown.trees[b, 0, 1:rows] = forest.tokens[b, items[1:]]
+        grown.trees[b, 1, :rows] = row_of[forest.parents[b, items]]
+        grown.scores[b, :rows], grown.sizes[b] = np.clip(forest.scores[b, items], 0.0, 1.0), rows
+    return grown
 
 
 def _tree(forest: Forest, b: int, sequence: DraftSequence, nodes: int) -> TokenTree:

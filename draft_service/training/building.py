@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import cast
 
 import numpy as np
@@ -9,13 +10,21 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from draft_service.eagle.checkpoint import load_head
 from draft_service.eagle.head import EagleHead
 from draft_service.eagle.head_config import HeadConfig
+from draft_service.eagle.target_checkpoint import TargetCheckpoint
 from draft_service.training.config import TrainingConfig
+from outrider.errors import NotSupported, UnknownModel
+from outrider.heads import head_source
+from outrider.model_store import model_source
 from outrider.settings import SettingsError
 from outrider.teaching import TeacherFacts, TeacherWeights
 
+# Of the noise that weights begin with: `initializer_range` of Llama's configuration in transformers.
 _DEVIATION = 0.02
+# The MLP of a head with a width of its own is 8/3 of that, rounded up to this, as Llama's is to 256. Chosen, not
+# measured: below 8 the matrices do not fill the tiles of tensor cores, and 256 adds an eighth at a width of 256.
 _MLP_GRAIN = 64
 
 
@@ -53,6 +62,7 @@ def head_config(config: TrainingConfig, facts: TeacherFacts, draft_vocab_size: i
         rope=dict(facts.rope),
         fc_norm=newer,
         norm_output=newer,
+        tied_lm_head=config.tied,
         target=facts.model,
         tokenizer_fingerprint=facts.tokenizer_fingerprint,
         feature_layers=_feature_layers(facts.num_layers),
@@ -71,8 +81,8 @@ def _feature_layers(target_layers: int) -> tuple[int, int, int]:
 def new_head(shape: HeadConfig, tokens: NDArray[np.int64] | None, weights: TeacherWeights, seed: int) -> EagleHead:
     """A head in fp32 on the CPU that begins as the target's lm_head over its high layer, and small noise.
 
-    Its token embedding is the target's and stays so. A narrower head begins with everything turned into a random
-    subspace of its width, the same everywhere.
+    Its token embedding is the target's and stays so, and so does the lm_head where the two are tied. A narrower head
+    begins with everything turned into a random subspace of its width, the same everywhere.
 
     Args:
         tokens: [V'] target ids that the head can say; None for all.
@@ -90,11 +100,41 @@ def new_head(shape: HeadConfig, tokens: NDArray[np.int64] | None, weights: Teach
         head.lm_head.weight.copy_(rows if into is None else rows @ into)
         # As sure as it may be of what it has not learnt: with the target's own norm and scale, the loss of
         # SmolLM2-135M's head began at 12 to 18 instead of 7, and was higher still after 42 steps.
-        head.lm_head.weight.div_(head.lm_head.weight.norm(dim=1).mean())
+        scale = head.lm_head.weight.norm(dim=1).mean()
+        # The same law, where the lm_head has to stay as it is.
+        (cast(nn.RMSNorm, head.norm) if shape.tied_lm_head else head.lm_head).weight.div_(scale)
         # The high layer comes last: what it says goes through unchanged at first.
         through = torch.eye(shape.hidden_size) if into is None else into.T
         cast(nn.Linear, head.projection.fc).weight[:, -shape.target_hidden_size :].add_(through)
+    return _kept_from_training(head)
+
+
+def head_to_begin_with(config: TrainingConfig, facts: TeacherFacts) -> EagleHead | None:
+    """The head of `--init` in fp32 on the CPU, as one of this teacher's; None without that setting.
+
+    Raises:
+        SettingsError: there is none, or it is for another target or of another kind than is trained here.
+    """
+    if not config.init:
+        return None
+    try:
+        source = model_source(config.model)
+        head = load_head(head_source(config.init), target=TargetCheckpoint(source))
+        head.config.layers_of(facts.num_layers)
+    except (NotSupported, UnknownModel, OSError) as error:
+        raise SettingsError(f"--init {config.init}: {error}") from None
+    known = {head.config.tokenizer_fingerprint, facts.tokenizer_fingerprint} - {""}
+    if head.config.kind != "eagle3" or len(known) > 1:
+        raise SettingsError(f"--init {config.init}: no EAGLE-3 head for this model's tokenizer")
+    head.config = replace(head.config, target=facts.model, tokenizer_fingerprint=facts.tokenizer_fingerprint)
+    return _kept_from_training(head.requires_grad_(True).train())
+
+
+def _kept_from_training(head: EagleHead) -> EagleHead:
+    """What is the target's own stays as it is."""
     head.embed_tokens.weight.requires_grad_(False)
+    if head.config.tied_lm_head:
+        head.lm_head.weight.requires_grad_(False)
     return head
 
 

@@ -26,6 +26,8 @@ class TrainingConfig:
     seed: int = setting(0, "of everything that is drawn")
     resume: bool = setting(False, "go on with the run in FOLDER.run")
 
+    init: str = setting("", "head to begin with, a name or folder: its shape and token map, and no flag of those")
+    text: str = setting("", "folder of text that is written already, `text` of another run; none is written then")
     tokens: str = setting("20M", "tokens of text to write: a number, with k or M")
     writing_share: float = setting(0.5, "share of --minutes after which writing ends, however much there is")
     writers: int = setting(1, "processes that write at once; more than one pays on a GPU")
@@ -42,6 +44,7 @@ class TrainingConfig:
     layers: int = setting(1, "layers of the head")
     hidden: int = setting(0, "width of the head; 0 takes the target's, another carries its own token embedding")
     intermediate: int = setting(0, "width of the head's MLP; 0 takes the target's, or 8/3 of --hidden")
+    tied: bool = setting(False, "speak through the target's own lm_head, which is neither trained nor saved")
     vocabulary: int = setting(16384, "tokens that the head can say, the most frequent ones; 0 is all of them")
 
     steps: int = setting(5, "steps of training-time test: how deep a draft the head learns to make")
@@ -70,6 +73,10 @@ class TrainingConfig:
             raise SettingsError("--batch-tokens must hold at least one text of --max-length")
         if self.minutes < 0 or not 0 < self.writing_share < 1:
             raise SettingsError("--minutes cannot be negative, and --writing-share lies between 0 and 1")
+        if self.tied and self.hidden:
+            raise SettingsError("--tied needs a head of the target's width: leave out --hidden")
+        if self.text and not Path(self.text).is_dir():
+            raise SettingsError(f"--text {self.text} is no folder")
         if not (self.prompts or self.sampled_prompts):
             raise SettingsError("without sampled prompts there must be a file of --prompts")
         if 0.0 not in self.temperature_list or min(self.temperature_list) < 0:

@@ -41,9 +41,10 @@ class _SoftCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, spoken: Tensor, lm_head: Tensor, probs: Tensor, laws: Tensor, weights: Tensor) -> Any:
-        needed = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
-        spoken_grad = torch.empty_like(spoken) if needed else None
-        head_grad = torch.zeros(lm_head.shape, dtype=torch.float32, device=lm_head.device) if needed else None
+        of_spoken, of_head = ctx.needs_input_grad[:2]
+        spoken_grad = torch.empty_like(spoken) if of_spoken else None
+        # None of an lm_head that stays as it is.
+        head_grad = torch.zeros(lm_head.shape, dtype=torch.float32, device=lm_head.device) if of_head else None
         rows = torch.empty(len(spoken), dtype=torch.float32, device=spoken.device)
         for start in range(0, len(spoken), _ROWS):
             piece = slice(start, start + _ROWS)
@@ -51,10 +52,13 @@ class _SoftCrossEntropy(torch.autograd.Function):
             logits = (spoken[piece] @ lm_head.T).float()
             mass, norm = target.sum(-1), logits.logsumexp(-1)
             rows[piece] = mass * norm - (target * logits).sum(-1)
-            if spoken_grad is not None and head_grad is not None:
-                share = logits.sub_(norm[:, None]).exp_().mul_(mass[:, None]).sub_(target)
-                grad = share.mul_(weights[piece, None]).to(spoken.dtype)
+            if spoken_grad is None and head_grad is None:
+                continue
+            share = logits.sub_(norm[:, None]).exp_().mul_(mass[:, None]).sub_(target)
+            grad = share.mul_(weights[piece, None]).to(spoken.dtype)
+            if spoken_grad is not None:
                 spoken_grad[piece] = grad @ lm_head
+            if head_grad is not None:
                 head_grad += (grad.T @ spoken[piece]).float()
         ctx.save_for_backward(spoken_grad, None if head_grad is None else head_grad.to(lm_head.dtype))
         ctx.mark_non_differentiable(rows)
@@ -63,8 +67,8 @@ class _SoftCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *upstream: Any) -> Any:
         spoken_grad, head_grad = ctx.saved_tensors
-        scale = upstream[0]
-        return (spoken_grad * scale).to(spoken_grad.dtype), (head_grad * scale).to(head_grad.dtype), None, None, None
+        grads = (None if grad is None else (grad * upstream[0]).to(grad.dtype) for grad in (spoken_grad, head_grad))
+        return *grads, None, None, None
 
 
 @torch.no_grad()

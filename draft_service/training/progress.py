@@ -13,6 +13,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 log = logging.getLogger(__name__)
+# Between lines of a log. Chosen, not measured: a run of minutes should not look as if it hung, and one of hours should
+# not fill its log.
 _LINE_SECONDS = 10.0
 
 

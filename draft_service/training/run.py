@@ -11,9 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from draft_service.eagle.checkpoint import save_head
+from draft_service.eagle.head import EagleHead
 from draft_service.training.batches import BatchPlan
 from draft_service.training.budget import Budget
-from draft_service.training.building import head_config, new_head
+from draft_service.training.building import head_config, head_to_begin_with, new_head
 from draft_service.training.config import TrainingConfig
 from draft_service.training.corpus import Texts
 from draft_service.training.progress import phase
@@ -43,26 +44,32 @@ def train_head(config: TrainingConfig, command: Sequence[str]) -> Path:
     teacher = load_teacher(config.teacher, TeacherSettings(config.model, config.device, config.dtype))
     if config.max_length > teacher.facts.max_context:
         raise SettingsError(f"--max-length is more than the model's context of {teacher.facts.max_context}")
-    if not folder.written:
+    first = head_to_begin_with(config, teacher.facts)
+    if not folder.written and not config.text:
         with phase("writing") as shown:
             write_texts(teacher, config, folder.corpus, budget, shown)
     texts = folder.corpus.load()
     if not (texts.temperatures == 0).any() or len(texts) < 2:
         raise SettingsError("too little text was written to train and to validate: give it more --tokens or --minutes")
     counts = answer_counts(texts, teacher.facts.vocab_size)
-    tokens = _token_map(config, folder, counts)
+    tokens = _token_map(config, folder, counts, first)
     log.info(
         "%d texts of %d tokens in %.0f s; the head's tokens cover %.2f %% of the answers",
         *(len(texts), len(texts.token_ids), budget.elapsed, 100 * coverage(counts, tokens)),
     )
-    _Course(config, command, budget, folder, texts, counts).train(teacher, tokens)
+    _Course(config, command, budget, folder, texts, counts).train(teacher, tokens, first)
     return config.out_folder
 
 
-def _token_map(config: TrainingConfig, folder: RunFolder, counts: NDArray[np.int64]) -> NDArray[np.int64] | None:
-    """That of the run, made of its text the first time."""
+def _token_map(
+    config: TrainingConfig, folder: RunFolder, counts: NDArray[np.int64], first: EagleHead | None
+) -> NDArray[np.int64] | None:
+    """That of the run: the first time it is that of the head that training begins with, or made of the text."""
     if not folder.written:
-        folder.save_tokens(choose_tokens(counts, config.vocabulary))
+        if first is None:
+            folder.save_tokens(choose_tokens(counts, config.vocabulary))
+        else:
+            folder.save_tokens(None if first.token_ids is None else first.token_ids.numpy())
     return folder.tokens()
 
 
@@ -86,17 +93,18 @@ class _Course:
         self._counts = counts
         self._seconds = {"writing": budget.elapsed}
 
-    def train(self, teacher: Teacher, tokens: NDArray[np.int64] | None) -> None:
-        """From the last checkpoint, or from the beginning, to the end."""
+    def train(self, teacher: Teacher, tokens: NDArray[np.int64] | None, first: EagleHead | None) -> None:
+        """From the last checkpoint, or from the beginning, to the end. `first` in place of a new head."""
         config, facts = self._config, teacher.facts
-        shape = head_config(config, facts, facts.vocab_size if tokens is None else len(tokens))
+        said = facts.vocab_size if tokens is None else len(tokens)
+        shape = head_config(config, facts, said) if first is None else first.config
         reader = teacher.reader(shape.layers_of(facts.num_layers))
         learnt, held = hold_back(self._texts, config.validation, len(config.temperature_list))
         if not len(learnt):
             raise SettingsError("too little text was written to train on: give it more --tokens or --minutes")
         plans = [BatchPlan(part, config.batch_tokens, config.max_length, config.seed) for part in (learnt, held)]
         validator = Validator(held, reader, tokens, plans[1])
-        head = new_head(shape, tokens, reader.weights(), config.seed)
+        head = first or new_head(shape, tokens, reader.weights(), config.seed)
         trainer = Trainer(config, head, reader, plans[0], tokens, validator)
         found = self._folder.checkpoint()
         if found is not None:
@@ -110,10 +118,14 @@ class _Course:
         self._save(trainer, trainer.validate())
 
     def _save(self, trainer: Trainer, acceptance: Acceptance) -> None:
-        """The run, so that it can go on, and the head as it is now."""
+        """The run, so that it can go on, and the head as it is now if none was better or training is over."""
         reached = " ".join(f"{share:.3f}" for share in acceptance.reached)
         log.info("held-out text: accepted length %.3f, reached by depth %s", acceptance.mean_length, reached)
         self._folder.save_checkpoint(*trainer.state())
+        best = max(one["mean_length"] for one in trainer.progress.validations)
+        if acceptance.mean_length < best and trainer.progress.fraction < 1:
+            log.info("not saved: it has been at %.3f", best)
+            return
         self._seconds["all"] = self._budget.elapsed
         record = training_record(
             self._config, self._command, self._texts, self._counts, trainer.head, trainer.progress, self._seconds

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,8 +23,8 @@ from outrider.settings import SettingsError
 # What text and weights depend on, and a run that goes on cannot change.
 _FIXED = (
     *("model", "dtype", "seed", "prompts", "sampled_prompts", "temperatures", "max_length", "max_prompt"),
-    *("max_answer", "turns", "writers"),
-    *("style", "layers", "hidden", "intermediate", "vocabulary", "steps", "batch_tokens", "validation"),
+    *("max_answer", "turns", "writers", "text", "init"),
+    *("style", "layers", "hidden", "intermediate", "tied", "vocabulary", "steps", "batch_tokens", "validation"),
 )
 
 
@@ -46,7 +47,7 @@ class RunFolder:
             raise SettingsError(f"{self._folder} holds no run to go on with")
         self._folder.mkdir(parents=True, exist_ok=True)
         settings.write_text(json.dumps(asdict(config), indent=2) + "\n")
-        self.corpus = Corpus(self._folder / "text")
+        self.corpus = Corpus(Path(config.text) if config.text else self._folder / "text")
 
     @property
     def written(self) -> bool:

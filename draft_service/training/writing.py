@@ -21,8 +21,11 @@ from outrider.settings import SettingsError
 from outrider.teaching import Teacher, WritingOrder, WrittenText
 
 log = logging.getLogger(__name__)
-# What a process that is killed has not kept yet.
+# What a process that is killed loses. Chosen, not measured: every keeping writes one more file, which each writer then
+# looks for and training reads, and text past the goal is written until the next keeping says that it is reached.
 _KEEP_SECONDS = 2.0
+# Between looks at several writers. Chosen, not measured: below `_KEEP_SECONDS`, before which there is nothing new to
+# count, and far above the milliseconds that listing their files takes.
 _POLL_SECONDS = 0.5
 
 

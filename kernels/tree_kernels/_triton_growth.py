@@ -19,13 +19,16 @@ _NUMBERS = ["sequences", "items", "begin", "level", "row", "rows", "tail", "floo
 
 
 @triton.jit
-def _offered(frontier_worths, scores, b, item, floor, PLACES: tl.constexpr, WIDTH: tl.constexpr, DEEP: tl.constexpr):  # type: ignore[no-untyped-def]
+def _offered(  # type: ignore[no-untyped-def]
+    frontier_worths, scores, b, item, floor, PLACES: tl.constexpr, WIDTH: tl.constexpr, BREADTH: tl.constexpr,
+    DEEP: tl.constexpr,
+):  # fmt: skip
     """Worth and score of new items, fp64; 0 and the score where there is no child, and -1 behind the last item."""
-    here = item < PLACES * WIDTH
-    score = tl.load(scores + b * PLACES * WIDTH + item, mask=here, other=0.0)
+    here = item < PLACES * BREADTH
+    score = tl.load(scores + b * PLACES * BREADTH + item, mask=here, other=0.0)
     above = tl.full(item.shape, 1.0, tl.float64)
     if DEEP:
-        above = tl.load(frontier_worths + b * WIDTH + item // WIDTH, mask=here, other=0.0)
+        above = tl.load(frontier_worths + b * WIDTH + item // BREADTH, mask=here, other=0.0)
     there = (score > 0.0) & (above * score >= floor) & (above > 0.0)
     score = tl.minimum(score, 1.0)
     return tl.where(here, tl.where(there, above * score, 0.0), -1.0), score
@@ -35,30 +38,30 @@ def _offered(frontier_worths, scores, b, item, floor, PLACES: tl.constexpr, WIDT
 def _grow_kernel(  # type: ignore[no-untyped-def]
     item_tokens, item_parents, item_worths, item_scores, frontier, frontier_worths, next_frontier, next_worths,
     next_tokens, sources, tokens, scores, limits, tail_parents, sequences, items, begin, level, row, tail, floor,
-    PLACES: tl.constexpr, WIDTH: tl.constexpr, LAST: tl.constexpr, DEEP: tl.constexpr, BLOCK: tl.constexpr,
-    BLOCK_J: tl.constexpr,
+    PLACES: tl.constexpr, WIDTH: tl.constexpr, BREADTH: tl.constexpr, LAST: tl.constexpr, DEEP: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_W: tl.constexpr,
 ):  # fmt: skip
     """Program (sequence, block): BLOCK new items of a tree, and the places in the next frontier that they take.
     DEEP is any level but the first."""
     b = tl.program_id(0)
     item = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    here = item < PLACES * WIDTH
-    worth, score = _offered(frontier_worths, scores, b, item, floor, PLACES, WIDTH, DEEP)
-    token = tl.load(tokens + b * PLACES * WIDTH + item, mask=here, other=0)
+    here = item < PLACES * BREADTH
+    worth, score = _offered(frontier_worths, scores, b, item, floor, PLACES, WIDTH, BREADTH, DEEP)
+    token = tl.load(tokens + b * PLACES * BREADTH + item, mask=here, other=0)
     at = b * items + begin + item
     tl.store(item_tokens + at, token, mask=here)
     tl.store(item_worths + at, worth, mask=here)
     tl.store(item_scores + at, score.to(tl.float32), mask=here)
     if DEEP:
-        tl.store(item_parents + at, tl.load(frontier + b * WIDTH + item // WIDTH, mask=here, other=0), mask=here)
+        tl.store(item_parents + at, tl.load(frontier + b * WIDTH + item // BREADTH, mask=here, other=0), mask=here)
     if not LAST:
         place = tl.zeros([BLOCK], tl.int32)
         better = tl.full([BLOCK], -1, tl.int32)
-        for first in tl.range(0, PLACES * WIDTH, BLOCK_J):
+        for first in tl.range(0, PLACES * BREADTH, BLOCK_J):
             other = first + tl.arange(0, BLOCK_J)
-            rival, _ = _offered(frontier_worths, scores, b, other, floor, PLACES, WIDTH, DEEP)
+            rival, _ = _offered(frontier_worths, scores, b, other, floor, PLACES, WIDTH, BREADTH, DEEP)
             above = rival[None, :] > worth[:, None]
-            equal = (rival[None, :] == worth[:, None]) & (other < PLACES * WIDTH)[None, :]
+            equal = (rival[None, :] == worth[:, None]) & (other < PLACES * BREADTH)[None, :]
             place += tl.sum((above | (equal & (other[None, :] < item[:, None]))).to(tl.int32), 1)
             better += tl.sum((above | equal).to(tl.int32), 1)
         for first in tl.range(1, begin, BLOCK_J):
@@ -71,11 +74,23 @@ def _grow_kernel(  # type: ignore[no-untyped-def]
         tl.store(next_frontier + to, begin + item, mask=taken)
         tl.store(next_worths + to, tl.where(expanded, worth, 0.0), mask=taken)
         tl.store(next_tokens + to, token, mask=taken)
-        tl.store(sources + to, (b * PLACES + item // WIDTH).to(tl.int64), mask=taken)
+        tl.store(sources + to, (b * PLACES + item // BREADTH).to(tl.int64), mask=taken)
         parent = tl.zeros([BLOCK], tl.int32)
         if DEEP:
-            parent = row - WIDTH + item // WIDTH
+            parent = row - WIDTH + item // BREADTH
         tl.store(tail_parents + b * tail + row + place, parent, mask=taken)
+        if PLACES * BREADTH < WIDTH:  # noqa: SIM102  one is known to the compiler, the other is not
+            # The root has fewer children than a level expands: the first one stands in, and is worth nothing.
+            if tl.program_id(1) == 0:
+                spare = tl.arange(0, BLOCK_W)
+                free = (spare >= PLACES * BREADTH) & (spare < WIDTH)
+                spare_at = b * WIDTH + spare
+                none = tl.zeros([BLOCK_W], tl.int32)
+                tl.store(next_frontier + spare_at, begin + none, mask=free)
+                tl.store(next_worths + spare_at, none.to(tl.float64), mask=free)
+                tl.store(next_tokens + spare_at, tl.load(tokens + b * PLACES * BREADTH) + none, mask=free)
+                tl.store(sources + spare_at, (b * PLACES + none).to(tl.int64), mask=free)
+                tl.store(tail_parents + b * tail + row + spare, none, mask=free)
 
 
 @triton.jit(do_not_specialize=_NUMBERS)
@@ -110,18 +125,18 @@ def _keep_kernel(tokens, parents, worths, scores, kept, items, rows, BLOCK: tl.c
 
 def grow(growth: Growth, children: Children, limits: Tensor, level: int, floor: float, tail_parents: Tensor) -> None:
     """See `growth.grow`."""
-    _, sequences, width = growth.frontier.shape
+    (_, sequences, width), breadth = growth.frontier.shape, growth.breadth
     places = 1 if level == 1 else width
     row = 1 + (level - 1) * width
     now, following = level % 2, (level + 1) % 2
-    block = max(16, min(_ITEMS, triton.next_power_of_2(places * width)))
-    _grow_kernel[(sequences, triton.cdiv(places * width, block))](
+    block = max(16, min(_ITEMS, triton.next_power_of_2(places * breadth)))
+    _grow_kernel[(sequences, triton.cdiv(places * breadth, block))](
         growth.tokens, growth.parents, growth.worths, growth.scores, growth.frontier[now], growth.frontier_worths[now],
         growth.frontier[following], growth.frontier_worths[following], growth.next_tokens, growth.sources,
         children.tokens, children.scores, limits, tail_parents, sequences, growth.tokens.shape[1],
         growth.first_item(level), level, row, tail_parents.shape[1], floor,
-        PLACES=places, WIDTH=width, LAST=row >= tail_parents.shape[1], DEEP=level > 1, BLOCK=block, BLOCK_J=block,
-        num_warps=4 if block == _ITEMS else 1,
+        PLACES=places, WIDTH=width, BREADTH=breadth, LAST=row >= tail_parents.shape[1], DEEP=level > 1, BLOCK=block,
+        BLOCK_J=block, BLOCK_W=triton.next_power_of_2(width), num_warps=4 if block == _ITEMS else 1,
     )  # fmt: skip
 
 

@@ -57,6 +57,10 @@ class StepIntegers:
     page_table: Tensor
     # [at least R], the part of `parameters` that names the sequence that each row is verified for.
     owners: Tensor
+    # Only where the device chooses the rows (`tree_kernels.node_table`): [R] parents, relative to each sequence's first
+    # row, and [B], 1 where a sequence's rows are a causal chain.
+    parents: Tensor | None = None
+    causal: Tensor | None = None
 
 
 def advance(step: StepIntegers, page_size: int, last_position: int) -> None:

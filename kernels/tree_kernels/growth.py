@@ -1,8 +1,8 @@
 """Trees that grow on the device a level at a time, as in EAGLE-2 (arXiv 2406.16858), with shapes that never change.
 
-Symbols: B sequences; L levels; W nodes that a level expands, and children of each; F frontier nodes of a sequence, 1 at
+Symbols: B sequences; L levels; W nodes that a level expands; K children of each; F frontier nodes of a sequence, 1 at
 the first level and W below; V' tokens that the network can say; T = 1 + (L - 1) * W rows of the cache's tail, the
-root's first; C = 1 + W + (L - 1) * W * W items of a tree, the root first and then the children of every frontier in
+root's first; C = 1 + K + (L - 1) * W * K items of a tree, the root first and then the children of every frontier in
 order. What is not there has a worth of 0: an item below nothing, a frontier place that is not taken. It is computed
 like the rest, and what came out of it is never kept.
 
@@ -29,8 +29,8 @@ MAX_KERNEL_ENTRANTS = 2048
 class Children(NamedTuple):
     """The best children of each of R rows, best first; a score of 0 is no child."""
 
-    tokens: Tensor  # [R, W] int32 the target's ids
-    scores: Tensor  # [R, W] float64
+    tokens: Tensor  # [R, K] int32 the target's ids
+    scores: Tensor  # [R, K] float64
 
 
 class Race(NamedTuple):
@@ -56,16 +56,17 @@ class Growth(NamedTuple):
     frontier_worths: Tensor  # [2, B, W] float64
     next_tokens: Tensor  # [B, W] int32 of the frontier
     sources: Tensor  # [B, W] int64 row of each one's parent in the pass before, in which each sequence has F
+    breadth: int  # K
 
     def first_item(self, level: int) -> int:
         """The first of a level's items."""
         width = self.frontier.shape[2]
-        return 1 if level == 1 else 1 + width + (level - 2) * width * width
+        return 1 if level == 1 else 1 + self.breadth + (level - 2) * width * self.breadth
 
 
-def make_growth(sequences: int, levels: int, width: int, device: torch.device) -> Growth:
-    """Roots alone."""
-    items = 1 + width + (levels - 1) * width * width
+def make_growth(sequences: int, levels: int, width: int, breadth: int, device: torch.device) -> Growth:
+    """Roots alone; `width` is W, and `breadth` K."""
+    items = 1 + breadth + (levels - 1) * width * breadth
 
     def zeros(count: int, dtype: torch.dtype, *copies: int) -> Tensor:
         return torch.zeros(*copies, sequences, count, dtype=dtype, device=device)
@@ -79,27 +80,28 @@ def make_growth(sequences: int, levels: int, width: int, device: torch.device) -
         frontier_worths=zeros(width, torch.float64, 2),
         next_tokens=zeros(width, torch.int32),
         sources=zeros(width, torch.int64),
+        breadth=breadth,
     )
     growth.worths[:, 0] = 1.0
     growth.scores[:, 0] = 1.0
     return growth
 
 
-def likeliest(logits: Tensor, temperatures: Tensor, width: int, token_ids: Tensor | None) -> Children:
+def likeliest(logits: Tensor, temperatures: Tensor, breadth: int, token_ids: Tensor | None) -> Children:
     """The most probable tokens of each row.
 
     Args:
         logits: [R, V'].
         temperatures: [B] float32, positive; each for R / B consecutive rows.
-        width: W.
+        breadth: K.
         token_ids: [V'] int32 the target's ids of the network's, None when they are the same.
     """
-    if logits.is_cuda and width <= MAX_KERNEL_WIDTH:
+    if logits.is_cuda and breadth <= MAX_KERNEL_WIDTH:
         from tree_kernels import _triton_children
 
-        return _triton_children.likeliest(logits, temperatures, width, token_ids)
-    tokens, probs = _most_probable(logits, temperatures, width, token_ids)
-    missing = width - probs.shape[1]
+        return _triton_children.likeliest(logits, temperatures, breadth, token_ids)
+    tokens, probs = _most_probable(logits, temperatures, breadth, token_ids)
+    missing = breadth - probs.shape[1]
     return Children(
         torch.nn.functional.pad(tokens, (0, missing)), torch.nn.functional.pad(probs.double(), (0, missing))
     )
@@ -108,7 +110,7 @@ def likeliest(logits: Tensor, temperatures: Tensor, width: int, token_ids: Tenso
 def race_winners(
     logits: Tensor,
     temperatures: Tensor,
-    width: int,
+    breadth: int,
     token_ids: Tensor | None,
     race: Race,
     level: int,
@@ -122,7 +124,7 @@ def race_winners(
     Args:
         logits: [R, V'].
         temperatures: [B] float32, positive; each for R / B consecutive rows.
-        width: W.
+        breadth: K.
         token_ids: see `likeliest`.
         race: of the sequences.
         level: depth of the children, from 1.
@@ -132,7 +134,7 @@ def race_winners(
     if logits.is_cuda and min(entrants, logits.shape[1]) <= MAX_KERNEL_ENTRANTS:
         from tree_kernels import _triton_children
 
-        return _triton_children.race_winners(logits, temperatures, width, token_ids, race, level, entrants, sharpness)
+        return _triton_children.race_winners(logits, temperatures, breadth, token_ids, race, level, entrants, sharpness)
     tokens, rows = _most_probable(logits, temperatures, entrants, token_ids)
     sequences, known = len(temperatures), rows.shape[1]
     probs, rest, kept = _filtered(rows.double().view(sequences, -1, known), race)
@@ -142,10 +144,10 @@ def race_winners(
     chances = weights / (rest.clamp(min=_LEAST) ** sharpness + weights.sum(-1, keepdim=True))
     scores = torch.where((race.coupled > 0)[:, None, None], chances, rows.double().view_as(chances)).flatten(0, 1)
     ranked, places = scores.sort(dim=-1, descending=True, stable=True)
-    missing = max(0, width - known)
+    missing = max(0, breadth - known)
     return Children(
-        torch.nn.functional.pad(tokens.gather(1, places)[:, :width], (0, missing)),
-        torch.nn.functional.pad(ranked[:, :width], (0, missing)),
+        torch.nn.functional.pad(tokens.gather(1, places)[:, :breadth], (0, missing)),
+        torch.nn.functional.pad(ranked[:, :breadth], (0, missing)),
     )
 
 
@@ -167,13 +169,13 @@ def grow(growth: Growth, children: Children, limits: Tensor, level: int, floor: 
 
         _triton_growth.grow(growth, children, limits, level, floor, tail_parents)
         return
-    _, sequences, width = growth.frontier.shape
+    (_, sequences, width), breadth = growth.frontier.shape, growth.breadth
     now = level % 2
     places = 1 if level == 1 else width
     begin = growth.first_item(level)
-    end = begin + places * width
+    end = begin + places * breadth
     worth = growth.frontier_worths[now, :, :, None] if level > 1 else growth.worths[:, :1, None]
-    scores = children.scores.view(sequences, places, width)
+    scores = children.scores.view(sequences, places, breadth)
     # Written so that NaN is no child.
     there = (scores > 0.0) & (worth * scores >= floor) & (worth > 0.0)
     scores = scores.clamp(max=1.0)
@@ -182,23 +184,26 @@ def grow(growth: Growth, children: Children, limits: Tensor, level: int, floor: 
     growth.worths[:, begin:end] = worths
     growth.scores[:, begin:end] = scores.flatten(1)
     if level > 1:
-        growth.parents[:, begin:end] = growth.frontier[now, ..., None].expand(-1, -1, width).flatten(1)
+        growth.parents[:, begin:end] = growth.frontier[now, ..., None].expand(-1, -1, breadth).flatten(1)
     if 1 + (level - 1) * width < tail_parents.shape[1]:
         _choose(growth, worths, limits, level, tail_parents)
 
 
 def _choose(growth: Growth, worths: Tensor, limits: Tensor, level: int, tail_parents: Tensor) -> None:
-    """Choose the next frontier among a level's items, whose worths are [B, F * W]; see `grow`."""
+    """Choose the next frontier among a level's items, whose worths are [B, F * K]; see `grow`."""
     _, sequences, width = growth.frontier.shape
     following, begin = (level + 1) % 2, growth.first_item(level)
-    end, places = begin + worths.shape[1], worths.shape[1] // width
+    end, places = begin + worths.shape[1], worths.shape[1] // growth.breadth
     best, chosen = (part[:, :width] for part in worths.sort(dim=1, descending=True, stable=True))
+    # The root may have fewer children than a level expands: then the first child stands in, and is worth nothing.
+    missing = max(0, width - worths.shape[1])
+    best, chosen = torch.nn.functional.pad(best, (0, missing)), torch.nn.functional.pad(chosen, (0, missing))
     better = (growth.worths[:, None, 1:end] >= best[..., None]).sum(-1) - 1
     expanded = (best > 0.0) & (better < limits[0, :, None]) & (limits[1, :, None] > level)
     growth.frontier[following] = (chosen + begin).int()
     growth.frontier_worths[following] = torch.where(expanded, best, 0.0)
     growth.next_tokens.copy_(growth.tokens[:, begin:end].gather(1, chosen))
-    above = chosen // width
+    above = chosen // growth.breadth
     growth.sources.copy_(above + places * torch.arange(sequences, device=above.device)[:, None])
     row = 1 + (level - 1) * width
     # At the first level all are the root's children.

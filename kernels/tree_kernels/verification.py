@@ -38,7 +38,7 @@ def match_walk(parents: Sequence[int], token_ids: Sequence[int], choose: Callabl
 
     Args:
         parents: [rows], parents[i] < i; row 0 is the root.
-        token_ids: [rows]; siblings carry different tokens.
+        token_ids: [rows]; of siblings with the same token the first is followed.
         choose: the target's token after a row, given the row and its depth below the root. Called once per row of the
             path, root first.
     """

@@ -51,6 +51,8 @@ logger = logging.getLogger(__name__)
 
 # How often the engine is looked at while it reports no steps, in seconds.
 _BEAT_SECONDS = 0.05
+# The last events wait so long for a server that reads slowly, and no longer for one that is gone; and so many bytes
+# are read at once. Chosen, not measured.
 _FLUSH_SECONDS = 2.0
 _RECEIVE_BYTES = 1 << 16
 # What events tell of, so that the observer need not.

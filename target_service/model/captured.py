@@ -107,8 +107,8 @@ class CapturedRunner(ModelRunner):
         self._model.set_attn_implementation(ATTENTION)
         prepare_layers(self._model, self._options.layers)
         self.draft_head = runner.draft_head
-        if runner.lookup is not None:
-            self.keep_tokens(self._options.max_sequences)
+        if runner.node_table is not None:
+            self.keep_tokens(self._options.max_sequences, runner.node_table.lookup_tokens)
         if self._options.tapped:
             # On the layers as they are prepared, and before any graph holds them.
             self.taps = LayerTaps(self._model, self._options.tapped, self._buckets[-1].rows, grows=False)
@@ -158,15 +158,15 @@ class CapturedRunner(ModelRunner):
         return super().run_after(batch, accepted_counts, parameters) if captured is None else _pass_of(captured)
 
     @torch.inference_mode()
-    def run_looked_up(
+    def run_device_rows(
         self, batch: ForwardInput, parameters: NDArray[numpy.int32], moves: Tensor | None = None
     ) -> ForwardPass:
-        """See `ModelRunner.run_looked_up`. Nobody waits."""
-        lookup = self.lookup
-        assert lookup is not None, "tokens are kept by then"
-        captured = self._replay(batch, parameters, lambda buffer: lookup.begin(buffer.step, self.awaited, moves))
+        """See `ModelRunner.run_device_rows`. Nobody waits."""
+        table = self.node_table
+        assert table is not None, "tokens are kept by then"
+        captured = self._replay(batch, parameters, lambda buffer: table.begin(buffer.step, self.awaited, moves))
         if captured is None:
-            return super().run_looked_up(batch, parameters, moves)
+            return super().run_device_rows(batch, parameters, moves)
         return _pass_of(captured)
 
     @torch.inference_mode()
@@ -193,8 +193,8 @@ class CapturedRunner(ModelRunner):
         """Serve from another cache. Graphs hold the addresses of the old one's, so they are forgotten."""
         self.drop_captures()
         self.cache = cache
-        if self.lookup is not None:
-            self.keep_tokens(self._options.max_sequences)
+        if self.node_table is not None:
+            self.keep_tokens(self._options.max_sequences, self.node_table.lookup_tokens)
 
     def keep_to_captured(self) -> None:
         """Capture nothing more: a step of another size runs as the next larger one that is there, or eagerly."""
@@ -258,8 +258,8 @@ class CapturedRunner(ModelRunner):
         # Compiled for where this buffer's parts lie. No sequence has a row yet, so nothing moves on.
         buffer.advance(self._last_position)
         buffer.move_on(self.awaited, self._last_position)
-        if self.lookup is not None:
-            self.lookup.warm_up(buffer.step)
+        if self.node_table is not None:
+            self.node_table.warm_up(buffer.step)
         buffer.load(buffer.rehearsal(), self._last_position)
         buffer.loaded()
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
@@ -279,7 +279,7 @@ class CapturedRunner(ModelRunner):
     def _run(self, buffer: StepBuffer) -> tuple[Tensor, Tensor]:
         """Logits and token ids of all rows of the bucket."""
         step = _Step(self._attention, buffer.plan, buffer.slots, self.cache)
-        kept = (buffer.slots, self.cache.tokens) if self.lookup is not None else ()
+        kept = (buffer.slots, self.cache.tokens) if self.node_table is not None else ()
         token_ids = fill_awaited(buffer.token_ids, self.awaited, *kept)
         output = self._model(
             input_ids=token_ids.unsqueeze(0),

@@ -43,8 +43,8 @@ def capture_steps(
     except RuntimeError as error:
         log.warning("steps run eagerly, for they cannot be captured: %s", error)
         captured.keep_to_captured()
-        # Each pass would wait for the host, which is what looking drafts up on the device is to save.
-        captured.lookup = None
+        # Each pass would wait for the host, which is what choosing rows on the device is to save.
+        captured.node_table = None
     taken = before - _free(runner.device)
     if memory_share:
         _give_the_rest(captured, taken * _POOL_SLACK + len(captured.buckets) * _GRAPH_BYTES, memory_share)

@@ -19,6 +19,8 @@ from target_service.model.support import ModelRefused, check_supported, kv_shape
 from tree_kernels.attention import Backend
 
 log = logging.getLogger(__name__)
+# Where nothing is asked for: chosen, not measured, so that a laptop goes on working with models that know a million
+# tokens. `--max-context` and `--kv-tokens` ask for more, and captured steps take what memory they leave.
 _CONTEXT_LIMIT = 8192
 _KV_TOKENS_LIMIT = 65536
 _KV_MEMORY_SHARE = 0.3
@@ -93,8 +95,8 @@ def _captured(runner: ModelRunner, config: TargetConfig) -> ModelRunner:
     from target_service.model.capturing import capture_steps
     from target_service.model.preparing import LayerOptions
 
-    if config.lookup_rows:
-        runner.keep_tokens(config.max_running)
+    if config.speculation:
+        runner.keep_tokens(config.max_running, config.lookup_rows)
     head = runner.draft_head
     options = CaptureOptions(
         config.step_rows,

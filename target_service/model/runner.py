@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -22,7 +23,7 @@ from target_service.sequence import MAX_STRIDE
 from tree_kernels.attention import AttentionPlan, Backend, TreeAttention
 from tree_kernels.feeding import StepIntegers, fill_awaited
 from tree_kernels.kv_move import write_kv
-from tree_kernels.lookup import DeviceLookup
+from tree_kernels.node_table import LOOKUP, NodeTable
 from tree_kernels.verification_records import RECORD, Mode, records_of
 
 ATTENTION = "outrider_tree"
@@ -101,8 +102,8 @@ class ModelRunner:
         self.awaited = torch.zeros(MAX_SEQUENCES, dtype=torch.int32, device=model.device)
         self.dtype = model.dtype
         self.device = model.device
-        # Drafts for passes on the device, which then keep their tokens beside their keys; see `keep_tokens`.
-        self.lookup: DeviceLookup | None = None
+        # Rows of passes chosen on the device, whose passes keep their tokens beside their keys; see `keep_tokens`.
+        self.node_table: NodeTable | None = None
         # What a drafter reads of the model, and the part of its head that runs here.
         self.taps: LayerTaps | None = None
         self.draft_head: DraftHead | None = None
@@ -123,15 +124,18 @@ class ModelRunner:
                 self.taps.remove()
             self.taps = taps
 
-    def keep_tokens(self, max_sequences: int, backend: Literal["triton", "torch"] | None = None) -> None:
-        """Keep every token beside its key from now on, so that passes can be drafted for, of steps that are verified
-        with parameters for `max_sequences`; `backend` as `DeviceLookup`'s."""
-        self.lookup = DeviceLookup(
+    def keep_tokens(
+        self, max_sequences: int, lookup_tokens: int = LOOKUP, backend: Literal["triton", "torch"] | None = None
+    ) -> None:
+        """Keep every token beside its key from now on, and let the device choose rows for steps that are verified with
+        parameters for `max_sequences`; `lookup_tokens` and `backend` as `NodeTable`'s."""
+        self.node_table = NodeTable(
             self.cache.tokens,
             self.cache.page_size,
             self._last_position,
             max_sequences=max_sequences,
             max_passes=MAX_STRIDE,
+            lookup_tokens=lookup_tokens,
             backend=backend,
         )
 
@@ -148,7 +152,7 @@ class ModelRunner:
         Does not wait for the device. What it returns may be overwritten by the next pass.
         """
         slots = self._to_device(batch.slots)
-        kept = (slots, self.cache.tokens) if self.lookup is not None else ()
+        kept = (slots, self.cache.tokens) if self.node_table is not None else ()
         known = fill_awaited(self._to_device(batch.token_ids), self.awaited, *kept)
         trees = zip(batch.attention.parents, batch.attention.row_counts, strict=True)
         parents = [parent for tree, rows in trees for parent in tree or (0,) * rows]
@@ -182,13 +186,13 @@ class ModelRunner:
                 records["position"][b] += numpy.uint64(moves)
         return self.run(batch.moved_on(counts), moved)
 
-    def run_looked_up(
+    def run_device_rows(
         self, batch: ForwardInput, parameters: NDArray[numpy.int32], moves: Tensor | None = None
     ) -> ForwardPass:
-        """Run a step of roots alone behind which the device drafts, moved on by `moves`; see `DeviceLookup.begin`. Here
-        the host waits for that, and the layout goes there and back."""
-        lookup, attention = self.lookup, batch.attention
-        assert lookup is not None, "tokens are kept by then"
+        """Run a step of roots alone whose drafted rows the device chooses, moved on by `moves`; see `NodeTable.begin`.
+        Here the host waits for that, and the layout goes there and back."""
+        table, attention = self.node_table, batch.attention
+        assert table is not None, "tokens are kept by then"
         page_counts = [len(held) for held in attention.pages]
         free = (0,) * (batch.room - len(batch.token_ids))
         on_device = torch.from_numpy(parameters).to(self.device)
@@ -201,14 +205,16 @@ class ModelRunner:
             self._to_device(attention.prefix_lengths),
             self._to_device([0, *accumulate(page_counts[:-1])]),
             self._to_device([page for held in attention.pages for page in held]),
-            on_device[RECORD * lookup.max_sequences :],
+            on_device[RECORD * table.max_sequences :],
+            self._to_device([0] * batch.room),
+            self._to_device([0] * attention.sequences),
         )
-        lookup.begin(step, self.awaited, moves)
+        table.begin(step, self.awaited, moves)
         return self._run_where_it_lies(batch, step)
 
     def run_again(self, batch: ForwardInput, done: ForwardPass) -> ForwardPass:
         """The pass after `done`, which began as `batch` and has been moved on where it lies; see
-        `DeviceLookup.go_on`."""
+        `NodeTable.go_on`."""
         assert done.step is not None, "a pass whose rows were drafted on the device"
         return self._run_where_it_lies(batch, done.step)
 
@@ -222,7 +228,13 @@ class ModelRunner:
         token_ids, positions, slots = (
             tuple(each[: starts[-1]].tolist()) for each in (step.token_ids, step.positions, step.slots)
         )
-        attention = replace(batch.attention, query_starts=starts, prefix_lengths=prefixes)
+        assert step.parents is not None, "rows that the device chose"
+        parents, chains = step.parents.tolist(), (step.causal.tolist() if step.causal is not None else [])
+        trees = tuple(
+            None if chains[b] else tuple(parents[first:end])
+            for b, (first, end) in enumerate(itertools.pairwise(starts))
+        )
+        attention = replace(batch.attention, query_starts=starts, prefix_lengths=prefixes, parents=trees)
         laid_out = replace(batch, token_ids=token_ids, positions=positions, slots=slots, attention=attention)
         return replace(self.run(laid_out, step.parameters.cpu().numpy()), step=step)
 

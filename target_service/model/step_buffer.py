@@ -83,6 +83,8 @@ class StepBuffer:
             self.plan.page_starts,
             self.plan.page_table,
             self.parameters[RECORD * verified[0] :],
+            self.plan.parents,
+            self.plan.causal,
         )
 
     def rehearsal(self) -> ForwardInput:

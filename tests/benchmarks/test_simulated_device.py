@@ -24,6 +24,19 @@ def test_the_walk_goes_as_far_as_the_text() -> None:
     assert accepted_rows(tree, [1, 6]) == ()
 
 
+def test_a_step_ends_when_its_time_is_up() -> None:
+    steps = SimulatedSteps(TIMES)
+    loop = EngineLoop(empty_runner(VOCABULARY, 4096), engine_config(), steps=steps)
+    steps.expect(1, [3] * 9)
+    loop.add(loop.make(1, request([5, 7], 4)))
+    begin = time.perf_counter()
+    step = loop._launch()
+    assert step is not None and step.launched.on_device and not step.launched.ended()
+    step.launched.wait()
+    assert step.launched.ended() and time.perf_counter() > begin + TIMES.one_pass
+    assert step.launched.span is None
+
+
 @pytest.mark.parametrize("drafted", [False, True], ids=["plain", "drafted"])
 def test_sequences_say_their_texts_in_the_devices_time(drafted: bool) -> None:
     dice = random.Random(3)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
-import psutil
 import pytest
+from child_processes import living_children
 
 from outrider_client import DraftClient, ServiceUnreachable
 from outrider_client.stack import ServiceFailed, Stack, private_directory
@@ -29,7 +30,7 @@ async def test_service_lives_as_long_as_the_block(tmp_path: Path) -> None:
         address = await stack.start("draft", "draft_service", "--drafter", "random")
         async with DraftClient.connect(address) as draft:
             assert (await draft.info()).drafter == "random"
-        (child,) = psutil.Process().children()
+        (child,) = living_children(address)
     assert not child.is_running()
 
 
@@ -37,8 +38,9 @@ async def test_death_explains_a_lost_connection(tmp_path: Path) -> None:
     async with Stack(tmp_path) as stack:
         address = await stack.start("draft", "draft_service", "--drafter", "random")
         with pytest.raises(ServiceFailed, match="the draft service was killed by SIGKILL"):
-            async with stack.explaining(), DraftClient.connect(address) as draft:
-                psutil.Process().children()[0].kill()
+            async with asyncio.timeout(60.0), stack.explaining(), DraftClient.connect(address) as draft:
+                (child,) = living_children(address)
+                child.kill()
                 while True:
                     await draft.info()
         with pytest.raises(ServiceUnreachable):

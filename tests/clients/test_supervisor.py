@@ -11,6 +11,7 @@ from typing import Any
 
 import psutil
 import pytest
+from child_processes import living_children
 
 from outrider_client.process import Child, ServiceDied, ServiceSlow, wait_serving
 from outrider_client.supervisor import Patience, ServiceCommand, Supervisor
@@ -74,11 +75,10 @@ async def test_ready_then_sigterm(tmp_path: Path) -> None:
     async with asyncio.timeout(_SECONDS):
         await ready.wait()
     await lines.wait("draft", "hello")
-    children = psutil.Process().children()
     os.kill(os.getpid(), signal.SIGTERM)
     assert await asyncio.wait_for(running, _SECONDS) == 0
     assert lines.count("target", "hello") == lines.count("draft", "hello") == 1
-    assert not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children)
+    assert not living_children("hello from")
 
 
 async def test_dead_draft_is_started_again(tmp_path: Path) -> None:
@@ -88,15 +88,16 @@ async def test_dead_draft_is_started_again(tmp_path: Path) -> None:
     for life in (1, 2, 3):
         await lines.wait("draft", "hello", times=life)
         if life < 3:
-            _process_of("hello from draft").kill()
+            _kill("hello from draft")
     assert lines.count("outrider", "the draft service was killed by SIGKILL") == 2
     assert lines.count("outrider", "in 0.1 s") == 1
     os.kill(os.getpid(), signal.SIGINT)
     assert await asyncio.wait_for(running, _SECONDS) == 0
 
 
-def _process_of(words: str) -> psutil.Process:
-    return next(child for child in psutil.Process().children() if words in child.cmdline())
+def _kill(words: str) -> None:
+    (child,) = living_children(words)
+    child.kill()
 
 
 @pytest.mark.parametrize(("status", "expected"), [(3, 3), (0, 1)], ids=["failure", "clean-exit"])
@@ -105,14 +106,14 @@ async def test_dead_target_ends_the_whole(tmp_path: Path, status: int, expected:
     supervisor = Supervisor(failing("target", status), service("draft", tmp_path), lines.emit, _QUICK)
     assert await asyncio.wait_for(supervisor.run(), _SECONDS) == expected
     assert lines.count("outrider", f"the target service exited with status {status}") == 1
-    assert not [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
+    assert not living_children("hello from")
 
 
 async def test_killed_target_is_a_failure(tmp_path: Path) -> None:
     lines = Lines()
     running = asyncio.create_task(Supervisor(service("target", tmp_path), None, lines.emit, _QUICK).run())
     await lines.wait("target", "hello")
-    _process_of("hello from target").kill()
+    _kill("hello from target")
     assert await asyncio.wait_for(running, _SECONDS) == 1
 
 

@@ -18,6 +18,7 @@ from draft_service.neural.tree_config import CacheShape, TreeShape
 from draft_service.neural.tree_drafting import Extension, Followed, TreeDrafting, Wanted
 from outrider.frames import TreeLimits
 from outrider.sampling import SamplingParams, VerificationMode
+from outrider.settings import SettingsError
 from outrider.tree import TokenTree
 from tree_kernels.growth import _race_words
 from tree_kernels.noise import race_words_of
@@ -56,8 +57,8 @@ def drawn(both: list[TreeDrafting], sequences: list[DraftSequence]) -> list[list
         assert all(drafting.reserve(one, 2) for one in followed)
         own: list[TokenTree] = []
         for turn in range(2):
-            starts = [torch.full((1, 1), float(7 * i + turn)) for i in range(len(sequences))]
-            drafting.extend([Extension(f, [turn], c, turn) for f, c in zip(followed, starts, strict=True)])
+            starts = torch.tensor([[float(7 * i + turn)] for i in range(len(sequences))])
+            drafting.extend([Extension(one, [turn], turn) for one in followed], starts)
             own += drafting.trees([Wanted(f, s, turn + 1) for f, s in zip(followed, sequences, strict=True)])
         for one in followed:
             drafting.forget(one)
@@ -97,6 +98,39 @@ def test_every_shape_grows_the_same(steps: int, topk: int, nodes: int, mode: Ver
     for expected, other in zip(*found, strict=True):
         assert expected.drafted
         same(other, expected)
+
+
+@pytest.mark.parametrize("mode", [GREEDY, COUPLED], ids=lambda mode: mode.value)
+@pytest.mark.parametrize("nodes", [6, 239])
+@pytest.mark.parametrize(("frontier", "topk"), [(1, 4), (2, 7), (7, 2), (20, 1), (25, 8)])
+@pytest.mark.parametrize("steps", [1, 2, 4, 10])
+def test_levels_as_wide_as_they_like(steps: int, frontier: int, topk: int, nodes: int, mode: VerificationMode) -> None:
+    both = make_both(TreeShape(steps, topk, nodes, 0.0, 20, 1.0, frontier), PathNetwork(40))
+    found = drawn(both, [sequence_of(i, mode, TreeLimits()) for i in range(2)])
+    for expected, other in zip(*found, strict=True):
+        assert expected.drafted
+        same(other, expected)
+        assert all(len(children) <= topk for children in other.children)
+        for depth in range(1, steps):
+            inner = [row for row in range(len(other)) if other.depths[row] == depth and other.children[row]]
+            assert len(inner) <= frontier
+
+
+@pytest.mark.parametrize("mode", [GREEDY, COUPLED, REJECTION], ids=lambda mode: mode.value)
+@pytest.mark.parametrize("count", [1, 2, 3, 9])
+def test_many_sequences_get_narrower_trees(count: int, mode: VerificationMode) -> None:
+    shape = TreeShape(4, 3, 100, 0.0, 40, 1.0, frontier=12, rows_per_level=16)
+    both = make_both(shape, PathNetwork(40))
+    trees = drawn(both, [sequence_of(i, mode, TreeLimits()) for i in range(count)])
+    narrow = {1: 12, 2: 8, 3: 4, 9: 1}[count]
+    nodes = 100 * narrow // 12
+    # Alone, with the shape that is meant.
+    alone = make_both(TreeShape(4, 3, nodes, 0.0, 40, 1.0, frontier=narrow), PathNetwork(40))[0]
+    for expected, other in zip(*trees, strict=True):
+        same(other, expected)
+        assert other.drafted <= nodes
+    (meant, _), _ = drawn([alone, alone], [sequence_of(0, mode, TreeLimits())])
+    same(trees[1][0], meant)
 
 
 @pytest.mark.parametrize("mode", [GREEDY, COUPLED], ids=lambda mode: mode.value)
@@ -158,3 +192,25 @@ def test_the_noise_is_the_shared_one() -> None:
     found = _race_words(torch.tensor(np.array(seeds, np.uint64).view(np.int64)), torch.tensor(positions), tokens)
     for b in range(3):
         assert torch.equal(found[b], race_words_of(seeds[b], positions[b], tokens[b]))
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, 8, 33, 100])
+@pytest.mark.parametrize(("frontier", "topk", "rows"), [(24, 8, 64), (0, 4, 8), (24, 8, 1), (3, 8, 7), (24, 8, 0)])
+def test_a_level_has_no_more_rows_than_it_may(rows: int, topk: int, frontier: int, count: int) -> None:
+    whole = TreeShape(10, topk, 239, 0.0, 40, 1.0, frontier, rows)
+    shape = whole.for_sequences(count)
+    assert shape.width <= whole.width and 10 <= shape.num_draft_tokens <= 239
+    assert shape.width == 1 or not rows or shape.width * (1 << (count - 1).bit_length()) <= rows
+    assert shape == whole if shape.width == whole.width else shape.width & (shape.width - 1) == 0
+    assert shape.for_sequences(count) == shape
+
+
+@pytest.mark.parametrize(
+    ("frontier", "steps", "rows", "fault"),
+    [(24, 12, 0, "frontier"), (-1, 3, 0, "frontier"), (2, 3, -1, "rows_per_level"), (0, 40, 0, "topk")],
+)
+def test_shapes_that_cannot_be_are_refused(frontier: int, steps: int, rows: int, fault: str) -> None:
+    with pytest.raises(SettingsError, match=fault):
+        TreeShape(steps, 8, 239, 0.0, 40, 1.0, frontier, rows)
+    # Few nodes of many children.
+    TreeShape(100, 30, 239, 0.0, 40, 1.0, frontier=2)

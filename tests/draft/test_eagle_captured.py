@@ -29,7 +29,10 @@ from draft_service.eagle import drafter as drafter_module
 from draft_service.eagle.config import EagleConfig
 from draft_service.eagle.drafter import EagleDrafter, HeadNetwork
 from draft_service.eagle.head import EagleHead
+from draft_service.grown import ArrayDrafter, Grown
+from draft_service.growth_packing import PackedTrees
 from outrider.sampling import VerificationMode
+from outrider.tree import TokenTree
 
 pytestmark = pytest.mark.usefixtures("static_kv")
 # Workers import what tests do.
@@ -41,6 +44,37 @@ def static_drafter(head: EagleHead, **settings: Any) -> EagleDrafter:
     drafter = make_drafter(head, **settings)
     drafter._drafting = StaticDrafting(HeadNetwork(head), config.tree, config.cache)
     return drafter
+
+
+def paths(tree: TokenTree, depth: int) -> set[tuple[int, ...]]:
+    """Tokens from the root down to every node that is no deeper."""
+    found: list[tuple[int, ...]] = [()]
+    for row in range(1, len(tree)):
+        found.append((*found[tree.parents[row]], tree.token_ids[row]))
+    return {path for path in found if 0 < len(path) <= depth}
+
+
+@pytest.mark.parametrize("early", [1, 2, 4])
+def test_the_first_levels_come_before_the_others(early: int) -> None:
+    """And hold nothing of the trees before them."""
+    head = make_head()
+    shape = {"num_steps": 5, "topk": 3, "frontier": 4, "num_draft_tokens": 60, "early_levels": early}
+    drafter = static_drafter(head, **shape)
+    known = states_of(head, 40, 3)
+    one = opened(drafter, sequence_of(text(7, 3)), known)
+    for step in range(3):
+        pending = drafter.begin([one])
+        assert pending.early and pending.fresh
+        (first,), (whole,) = pending.fetch_early().as_trees(), pending.fetch().as_trees()
+        alone = static_drafter(head, **{**shape, "early_levels": 0})
+        (expected,) = alone.propose([opened(alone, sequence_of(list(one.token_ids)), known)])
+        same_tree(whole, expected)
+        assert paths(whole, early) <= paths(first, early) == paths(first, 99)
+        length = len(one.token_ids)
+        one.token_ids.extend(text(1 + step, step))
+        feed(one, known[length - 1 : length + step], length - 1)
+        drafter.begin([one])
+        assert not pending.fresh
 
 
 @pytest.mark.parametrize("kind", [KINDS["eagle-3"], KINDS["two layers"]], ids=["one layer", "two layers"])
@@ -113,6 +147,34 @@ def test_a_full_cache_costs_drafts_only() -> None:
     same_tree(trees[0], draft(make_drafter(head), text(30, 0), states_of(head, 30, 0)))
     drafter.close(first)
     assert drafter.propose([second])[0].drafted
+
+
+@pytest.mark.parametrize("static", [False, True], ids=["by level", "at once"])
+@pytest.mark.parametrize(
+    "settings", [{}, {"frontier": 9, "num_steps": 6, "num_draft_tokens": 120, "rows_per_level": 16}]
+)
+def test_trees_come_as_bytes(settings: dict[str, Any], static: bool) -> None:
+    head = make_head()
+    drafter = (static_drafter if static else make_drafter)(head, **settings)
+    assert isinstance(drafter, ArrayDrafter)
+    modes = [GREEDY, COUPLED, GREEDY, VerificationMode.REJECTION]
+    sequences = [opened(drafter, sequence_of(text(9 + i, i), modes[i]), states_of(head, 20, i)) for i in range(4)]
+    # Whose features have not come.
+    sequences[1].token_ids.append(5)
+    heads = [(i, 3, 1 + 100 * i, 9999) for i in range(4)]
+    for chosen in ([0, 1, 2], [1], [0], [2, 0]):
+        asked, own = [sequences[i] for i in chosen], [heads[i] for i in chosen]
+        expected = drafter.propose(asked)
+        packed = drafter.begin(asked).fetch().packed(own)
+        assert packed is not None
+        assert packed == Grown.of(expected).packed(own)
+        assert packed.nodes == [tree.drafted for tree in expected]
+        assert [count > 0 for count in packed.nodes] == [i != 1 for i in chosen]
+        # A token that the target does not know.
+        few = drafter.begin(asked).fetch().packed([(*one[:3], 1) for one in own])
+        assert few == (packed if chosen == [1] else None)
+    assert drafter.propose(sequences)[3].distributions
+    assert drafter.begin([]).fetch().packed([]) == PackedTrees([], b"")
 
 
 def test_free_rows_and_sequences_that_are_not_there_change_nothing() -> None:

@@ -195,7 +195,7 @@ def test_it_is_a_drafter_that_wants_features() -> None:
     "settings",
     [
         {"num_draft_tokens": 256},
-        {"topk": 0},
+        {"topk": -1},
         {"num_steps": 40, "topk": 8},
         {"min_score": 2.0},
         {"page_size": 0},

@@ -60,10 +60,27 @@ def test_trees_are_those_of_a_cpu(graphs: bool, topk: int, device: str) -> None:
 
 
 @pytest.mark.parametrize("mode", [GREEDY, COUPLED], ids=lambda mode: mode.value)
-@pytest.mark.parametrize(("steps", "topk"), [(1, 4), (3, 1), (3, 4), (6, 16)], ids=lambda size: str(size))
-def test_captured_trees_of_every_shape(steps: int, topk: int, mode: VerificationMode) -> None:
+@pytest.mark.parametrize("nodes", [60, 239])
+@pytest.mark.parametrize(
+    ("steps", "topk", "frontier", "rows"),
+    [
+        (1, 4, 0, 0),
+        (3, 1, 0, 0),
+        (3, 4, 0, 0),
+        (6, 16, 0, 0),
+        (11, 8, 24, 0),
+        (11, 8, 24, 32),
+        (4, 2, 9, 0),
+        (5, 8, 2, 4),
+    ],
+    ids=lambda size: str(size),
+)
+def test_captured_trees_of_every_shape(
+    steps: int, topk: int, frontier: int, rows: int, nodes: int, mode: VerificationMode
+) -> None:
     """The device's noise is that of the host, tails fill more than a word of a mask, and pages end anywhere."""
-    settings = {"topk": topk, "num_steps": steps, "num_draft_tokens": 60, "page_size": 16, "race_entrants": 40}
+    settings = {"topk": topk, "num_steps": steps, "num_draft_tokens": nodes, "page_size": 16, "race_entrants": 40}
+    settings |= {"frontier": frontier, "rows_per_level": rows or 1 << 16, "kv_tokens": 8192}
     drafters = [
         make_drafter(make_head(**SHAPE).cuda(), device="cuda", cuda_graphs=graphs, **settings)
         for graphs in (False, True)

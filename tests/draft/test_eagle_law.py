@@ -56,7 +56,7 @@ def trees(shape: TreeShape, batches: int, temperature: float = 1.0) -> Iterator[
     drafting = TreeDrafting(PathNetwork(), shape, CacheShape(BATCH * 64, 64, 4096))
     followed = [Followed() for _ in range(BATCH)]
     assert all(drafting.reserve(one, 1) for one in followed)
-    drafting.extend([Extension(one, [0], torch.full((1, 1), -1.0), 0) for one in followed])
+    drafting.extend([Extension(one, [0], 0) for one in followed], torch.full((len(followed), 1), -1.0))
     for batch in range(batches):
         seeds = range(batch * BATCH, (batch + 1) * BATCH)
         sampling = SamplingParams(temperature=temperature)

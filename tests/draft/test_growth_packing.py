@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draft_service.drafter import DraftSequence
-from draft_service.growth_packing import PackedTrees, PackingDrafter, pack, room_for, signed
+from draft_service.growth_packing import pack, room_for, signed
 from draft_service.ngram_config import TrieConfig
 from draft_service.ngram_drafter import NgramDrafter
 from draft_service.session import Admission, PackedGrowth, ProposeSession
@@ -104,7 +104,6 @@ def test_a_session_takes_the_same_growth_either_way(
     modes: list[VerificationMode], vocabulary_size: int, bytes_come: bool
 ) -> None:
     drafter = NgramDrafter(TrieConfig(learn_prompts=False, learn_outputs=False))
-    assert isinstance(drafter, PackingDrafter)
     frames = []
     for taking in (ProposeSession.take_growth, ProposeSession.take_packed):
         session = ProposeSession(drafter, Admission(10), "default")
@@ -134,8 +133,8 @@ def test_a_drafter_packs_what_it_grew() -> None:
     drafter = NgramDrafter(TrieConfig(learn_prompts=False, learn_outputs=False))
     sequence = DraftSequence(1, [1, 2, 3, 1, 2], 5, 10)
     drafter.open(sequence)
-    first = drafter.propose_packed([sequence], [(1, 0, 1, 10)])
-    assert isinstance(first, PackedTrees)
+    first = drafter.begin([sequence]).fetch().packed([(1, 0, 1, 10)])
+    assert first is not None
     growth = draft_pb2.GrowSequences.FromString(first.message).sequences[0]
     assert len(growth.token_ids) == first.nodes[0] > 0
     assert all(parent < growth.first_node_id + i for i, parent in enumerate(growth.parent_ids))

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 from scripted_drafter import VOCABULARY, Listener, ScriptedDrafter, opening, step
 
-from draft_service.inprocess import InprocessLink, connect
+from draft_service import inprocess
+from draft_service.drafter import DraftSequence
+from draft_service.inprocess import InprocessLink, ThreadedLink, connect
+from draft_service.neural import threads
 from outrider.errors import NotSupported, UnknownCorpus
 from outrider.settings import SettingsError
+from outrider.tree import TokenTree
 
 
 @pytest.fixture
@@ -103,3 +110,92 @@ def test_what_cannot_be_is_said_at_start(heard: Listener, monkeypatch: pytest.Mo
     monkeypatch.setenv("OUTRIDER_RANDOM_COLOUR", "red")
     with pytest.raises(SettingsError, match="COLOUR"):
         connect("random", heard, VOCABULARY, "")
+
+
+def test_a_drafter_on_a_gpu_answers_from_a_thread_of_its_own(drafter: ScriptedDrafter, heard: Listener) -> None:
+    """The engine's call returns at once; what came while the drafter was at work is answered together."""
+    working, go_on = threading.Event(), threading.Event()
+    propose = drafter.propose
+
+    def slow(sequences: Sequence[DraftSequence]) -> list[TokenTree]:
+        working.set()
+        assert go_on.wait(10)
+        return propose(sequences)
+
+    drafter.propose = slow  # type: ignore[method-assign]
+    link = ThreadedLink(drafter, heard)
+    link.open(opening(1))
+    assert working.wait(10) and not heard.growths
+    link.open(opening(2, [20]))
+    link.advance([step(1, 13)])
+    link.advance([step(2, 14)])
+    go_on.set()
+    heard.until(lambda heard: heard.answered(1, 2))
+    link.stop()
+    assert heard.answered(1, 0) and heard.answered(1, 2) and heard.answered(2, 0) and not heard.answered(1, 1)
+    assert not drafter.open_sequences
+    link.stop()
+
+
+@pytest.mark.parametrize("kind", [InprocessLink, ThreadedLink], ids=["inline", "threaded"])
+def test_a_drafter_that_failed_is_stopped_too(
+    kind: type[InprocessLink], drafter: ScriptedDrafter, heard: Listener
+) -> None:
+    """Its learner's thread and its snapshot do not hang on what went wrong with a tree."""
+    drafter.fails = True
+    link = kind(drafter, heard)
+    link.open(opening(1))
+    heard.until(lambda heard: heard.losses)
+    link.stop()
+    link.stop()
+    assert drafter.stopped == 1 and heard.losses == ["the drafter failed"]
+
+
+def test_stopping_does_what_came_before_it(drafter: ScriptedDrafter, heard: Listener) -> None:
+    """What an engine says last is learnt, although the thread takes it together with the end."""
+    working, go_on, advanced = threading.Event(), threading.Event(), []
+
+    def slow(_: DraftSequence) -> None:
+        working.set()
+        assert go_on.wait(10)
+
+    def advance(_: DraftSequence, committed: Sequence[int]) -> None:
+        advanced.append(tuple(committed))
+
+    drafter.open = slow  # type: ignore[method-assign]
+    drafter.advance = advance  # type: ignore[method-assign]
+    link = ThreadedLink(drafter, heard)
+    link.open(opening(1))
+    assert working.wait(10)
+    link.advance([step(1, 13)])
+    stopping = threading.Thread(target=link.stop)
+    stopping.start()
+    go_on.set()
+    stopping.join(10)
+    assert not stopping.is_alive() and advanced == [(13,)] and drafter.stopped == 1 and heard.connected
+
+
+def test_a_thread_that_cannot_begin_is_a_lost_draft(
+    drafter: ScriptedDrafter, heard: Listener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: str) -> None:
+        raise RuntimeError("no such device")
+
+    monkeypatch.setattr(threads, "on_stream_of_its_own", refuse)
+    link = ThreadedLink(drafter, heard)
+    heard.until(lambda heard: heard.losses)
+    link.open(opening(1))
+    link.stop()
+    assert drafter.stopped == 1 and len(heard.losses) == 1
+
+
+@pytest.mark.parametrize(("device", "kind"), [("cpu", InprocessLink), ("cuda:1", ThreadedLink)])
+def test_a_drafter_on_a_gpu_gets_a_thread(
+    device: str, kind: type[InprocessLink], drafter: ScriptedDrafter, heard: Listener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafter.device = device  # type: ignore[attr-defined]
+    monkeypatch.setattr(threads, "on_stream_of_its_own", lambda _: nullcontext())
+    monkeypatch.setattr(inprocess, "create", lambda *_: drafter)
+    link = connect("random", heard, VOCABULARY, "")
+    link.stop()
+    assert type(link) is kind and drafter.started == drafter.stopped == 1

@@ -5,18 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
-from eagle_drafting import make_drafter, states_of, text
+from eagle_drafting import make_drafter, same_tree, states_of, text
 from eagle_heads import VOCABULARY, make_head
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draft_service.drafter import CorpusDrafter, Drafter, DraftSequence, create, features_of
-from draft_service.merged_drafter import MergedConfig, MergedDrafter, merge_trees
+from draft_service.grown import ArrayDrafter, Grown, Here, Pending
+from draft_service.merged_drafter import MergedConfig, MergedDrafter
 from draft_service.ngram_config import TrieConfig
 from draft_service.ngram_drafter import NgramDrafter
 from draft_service.prompt_lookup import PromptLookupConfig, PromptLookupDrafter
 from draft_service.service import run_service
+from draft_service.tree_merging import merge_grown, merge_trees
 from outrider.errors import NotSupported, UnknownCorpus
 from outrider.frames import TreeLimits
 from outrider.sampling import SamplingParams, VerificationMode
@@ -81,6 +84,35 @@ def test_every_merged_tree_is_well_formed(proposed: list[TokenTree], nodes: int)
         assert paths(merged) == paths(proposed[0])
 
 
+@settings(deadline=None)
+@given(st.lists(st.tuples(trees(), trees(), trees()), min_size=1, max_size=4), st.integers(2, 3), st.integers(1, 20))
+def test_compiled_loops_merge_the_same(proposed: list[tuple[TokenTree, ...]], parts: int, nodes: int) -> None:
+    limits = [max(1, nodes - i) for i in range(len(proposed))]
+    merged = merge_grown([Grown.of([own[part] for own in proposed]) for part in range(parts)], limits)
+    assert merged.as_trees() == [merge_trees(own[:parts], most) for own, most in zip(proposed, limits, strict=True)]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_compiled_loops_merge_large_trees_the_same(seed: int) -> None:
+    random = np.random.default_rng(seed)
+
+    def grown(rows: int, steep: float) -> TokenTree:
+        nodes: list[tuple[int, int, float]] = []
+        siblings: set[tuple[int, int]] = set()
+        while len(nodes) < rows:
+            parent, token = int(random.integers(0, len(nodes) + 1)), int(random.integers(0, 6))
+            if (parent, token) not in siblings:
+                siblings.add((parent, token))
+                # Few different ones, so that many are equal.
+                nodes.append((parent, token, round(float(random.random() ** steep), 1 + seed % 3)))
+        return tree(*nodes)
+
+    proposed = [grown(239, 1.0), grown(1 + 20 * seed, 0.1), grown(100, 4.0)]
+    for nodes in (1, 100, 239, 255):
+        (merged,) = merge_grown([Grown.of([one]) for one in proposed], [nodes]).as_trees()
+        assert merged == merge_trees(proposed, nodes)
+
+
 def paths(one: TokenTree) -> set[tuple[int, ...]]:
     found: list[tuple[int, ...]] = [()]
     for row in range(1, len(one)):
@@ -125,6 +157,57 @@ def test_trie_and_head_serve_one_sequence() -> None:
     assert merged.stats()["eagle_cache_used_tokens"] == 0 and "trie_backlog_tokens" in merged.stats()
     merged.stop()
     assert trie.stats()["trie_learnt_tokens_total"] > 0
+
+
+@pytest.mark.parametrize("mode", [VerificationMode.GREEDY, VerificationMode.COUPLED], ids=["greedy", "coupled"])
+def test_bytes_say_what_trees_say(mode: VerificationMode) -> None:
+    merged, _ = trie_and_head()
+    assert isinstance(merged, ArrayDrafter)
+    sequences = [followed(merged, mode), followed(merged, VerificationMode.GREEDY, fed=False)]
+    expected, heads = merged.propose(sequences), [(1, 4, 7, VOCABULARY), (2, 5, 1, VOCABULARY)]
+    packed = merged.begin(sequences).fetch().packed(heads)
+    assert packed is not None and packed.nodes == [one.drafted for one in expected]
+    assert packed == Grown.of(expected).packed(heads)
+    # A token that the target does not know.
+    assert merged.begin(sequences).fetch().packed([(*head[:3], 1) for head in heads]) is None
+    merged.stop()
+
+
+def test_modes_are_mixed_in_a_frame() -> None:
+    merged, _ = trie_and_head()
+    drawn, joined = followed(merged, VerificationMode.REJECTION), followed(merged, VerificationMode.COUPLED)
+    (expected,), (other,) = merged.propose([drawn]), merged.propose([joined])
+    for one, alone in zip(merged.propose([drawn, joined]), (expected, other), strict=True):
+        same_tree(one, alone)
+    assert merged.propose([]) == []
+    merged.stop()
+
+
+def test_others_work_while_another_device_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    merged, trie = trie_and_head()
+    head = merged._parts[0]
+    events: list[str] = []
+
+    class Away(Here):
+        def fetch(self) -> Grown:
+            events.append("head fetched")
+            return self.grown
+
+    def begin(sequences: Sequence[DraftSequence]) -> Pending:
+        events.append("head begun")
+        return Away(Grown.of(head.propose(sequences)), elsewhere=True)
+
+    def grow(sequences: Sequence[DraftSequence]) -> Grown:
+        events.append("trie grown")
+        return type(trie).grow(trie, sequences)
+
+    sequence = followed(merged, VerificationMode.GREEDY)
+    (expected,) = merged.propose([sequence])
+    monkeypatch.setattr(head, "begin", begin)
+    monkeypatch.setattr(trie, "grow", grow)
+    assert merged.propose([sequence]) == [expected]
+    assert events == ["head begun", "trie grown", "head fetched"]
+    merged.stop()
 
 
 @pytest.mark.parametrize("fed", [True, False], ids=["features", "no features"])
@@ -193,7 +276,7 @@ def test_figures_of_all_parts_are_there() -> None:
         (("--merged-drafters", "prompt_lookup,random", "--lookup-min", "0"), "lookup"),
         (("--merged-drafters", "prompt_lookup,random", "--head", "absent"), "unrecognized arguments: --head"),
         # Which both have.
-        (("--num-draft-tokens", "0"), "num_draft_tokens"),
+        (("--num-draft-tokens", "-1"), "num_draft_tokens"),
     ],
     ids=["of-the-first", "of-the-second", "of-neither", "of-both"],
 )

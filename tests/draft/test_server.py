@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
@@ -14,6 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from scripted_drafter import VOCABULARY, ScriptedDrafter, opening
 
 from draft_service.config import DraftConfig
+from draft_service.drafter import DraftSequence
 from draft_service.server import SERVICE_NAME
 from draft_service.service import build_server
 from outrider import __version__
@@ -274,6 +277,55 @@ async def test_what_is_counted_in_is_counted_out(draft: Draft) -> None:
     assert figure(draft, "outrider_draft_sequences_closed") == 4
     assert figure(draft, "outrider_draft_sequences_failed") == 2
     assert figure(draft, "outrider_draft_committed_tokens") == 1
+
+
+async def test_a_stream_that_ends_while_its_drafter_works_is_counted_out() -> None:
+    """What a cancelled call still has at work on the drafter's thread goes before its end."""
+    drafter, working, go_on = ScriptedDrafter(), threading.Event(), threading.Event()
+    opened = drafter.open
+
+    def slow(sequence: DraftSequence) -> None:
+        working.set()
+        assert go_on.wait(10)
+        opened(sequence)
+
+    drafter.device, drafter.open = "cuda", slow  # type: ignore[attr-defined, method-assign]
+    async with draft_over(drafter) as draft:
+        async with draft.stream() as stream:
+            await stream.open(opening(1))
+            assert await asyncio.to_thread(working.wait, 10)
+            assert figure(draft, "outrider_draft_streams") == 1
+        # The cancellation has come by the time that a later call is answered.
+        await draft.stub.GetDraftInfo(draft_pb2.GetDraftInfoRequest())
+        await asyncio.sleep(0.05)
+        go_on.set()
+        async with asyncio.timeout(5):
+            while figure(draft, "outrider_draft_streams"):
+                await asyncio.sleep(0.002)
+        await draft.empty()
+        assert figure(draft, "outrider_draft_sequences") == 0
+        assert figure(draft, "outrider_draft_sequences_opened") == figure(draft, "outrider_draft_sequences_closed") == 1
+        draft.worker.close()
+
+
+async def test_the_drafter_is_stopped_behind_its_last_call() -> None:
+    drafter, calls = ScriptedDrafter(), []
+    close, working = drafter.close, threading.Event()
+
+    def slow(sequence: DraftSequence) -> None:
+        working.set()
+        time.sleep(0.1)
+        close(sequence)
+        calls.append("closed")
+
+    drafter.device, drafter.close = "cuda", slow  # type: ignore[attr-defined, method-assign]
+    async with draft_over(drafter) as draft, draft.stream() as stream:
+        await stream.open(opening(1))
+        await stream.opened()
+        await stream.send(close=draft_pb2.CloseSequences(sequence_ids=[1]))
+        assert await asyncio.to_thread(working.wait, 10)
+        draft.worker.close()
+        assert calls == ["closed"]
 
 
 async def test_settings_that_contradict_the_drafter_are_refused() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -120,6 +121,21 @@ def test_features_in_bytes_are_read_as_they_were() -> None:
     assert torch.allclose(read_vectors(eighth), values, rtol=0.07, atol=float(scales.max()))
     with pytest.raises(InvalidField):
         read_vectors(Vectors("float8_e4m3", 1, b"\x7f"))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_one_element_that_is_no_number_is_refused(dtype: torch.dtype, value: float) -> None:
+    name = str(dtype).removeprefix("torch.")
+    for rows, width, place in ((1, 1, 0), (3, 1000, 0), (3, 1000, 1717), (2, 4096, 8191)):
+        values = torch.linspace(-1e38, 1e38, rows * width).to(dtype)
+        sound = Vectors(name, width, values.view(torch.uint8).numpy().tobytes())
+        assert torch.equal(read_vectors(sound), values.view(rows, width))
+        values[place] = value
+        with pytest.raises(InvalidField, match="finite"):
+            read_vectors(Vectors(name, width, values.view(torch.uint8).numpy().tobytes()))
+    with pytest.raises(InvalidField, match="finite"):
+        read_vectors(Vectors("float8_e4m3", 1, b"\x7e", (3e38,)))
 
 
 def _shift(pb: draft_pb2.SequenceFeatures) -> None:

@@ -108,21 +108,18 @@ def looking_up() -> tuple[ModelRunner, DeviceSteps]:
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
 @pytest.mark.parametrize("draft", ["none", "random", "knowing"])
 @pytest.mark.parametrize("stagger", [0, 3], ids=["together", "staggered"])
-@pytest.mark.parametrize("lookup_tokens", [3, 15])
 def test_what_the_device_drafts_changes_no_token(
     exact: tuple[ModelRunner, ModelRunner, DeviceSteps],
     looking_up: tuple[ModelRunner, DeviceSteps],
     sampling: SamplingParams,
     draft: str,
     stagger: int,
-    lookup_tokens: int,
 ) -> None:
     eager, (taken, steps) = exact[0], looking_up
     wanted = [replace(one, token_ids=3 * one.token_ids, max_tokens=64) for one in requests(sampling)]
     said = run(eager, wanted)
     propose = drafter(draft, wanted, said)
-    config = engine_config(lookup_tokens=lookup_tokens)
-    outcomes = run(taken, wanted, config=config, propose=propose, stagger=stagger, launch=steps, stride=4)
+    outcomes = run(taken, wanted, propose=propose, stagger=stagger, launch=steps, stride=4)
     assert [one.token_ids for one in outcomes] == [one.token_ids for one in said]
     if sampling is SAMPLINGS["greedy"]:
         assert sum(one.finished.totals.accepted_tokens for one in outcomes) > 0
@@ -139,7 +136,7 @@ def test_nothing_is_captured_while_requests_run(
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: pytest.fail("captured while a request ran"))
     for one in wanted:
         for draft in ("none", "random"):
-            run(taken, [one], config=engine_config(lookup_tokens=3), propose=drafter(draft, [one], []), launch=steps)
+            run(taken, [one], propose=drafter(draft, [one], []), launch=steps)
 
 
 def test_rejection_on_the_device_decides_as_on_the_host(exact: tuple[ModelRunner, ModelRunner, DeviceSteps]) -> None:

@@ -86,7 +86,7 @@ def fixed_tree(tokens: Sequence[int], _: random.Random) -> TokenTree:
     ],
     ids=["plain", "filtered"],
 )
-@pytest.mark.parametrize("ahead", [False, True], ids=["drafts of what is known", "drafts behind a guess"])
+@pytest.mark.parametrize("ahead", [False, True], ids=["one step after the other", "launched before tokens go out"])
 def test_outputs_have_the_targets_law(
     small: PreTrainedModel, mode: VerificationMode, propose: Propose | None, sampling: SamplingParams, ahead: bool
 ) -> None:

@@ -53,8 +53,8 @@ def test_what_is_said_is_plain_decodings(
     wanted = requests(sampling)
     said = [plain(tiny_model, one) for one in wanted]
     runner = make_runner(tiny_model)
-    runner.keep_tokens(DEVICE_SEQUENCES)
-    config = engine_config(lookup_tokens=lookup_tokens, prefill_chunk=16)
+    runner.keep_tokens(DEVICE_SEQUENCES, lookup_tokens)
+    config = engine_config(prefill_chunk=16)
     outcomes = run(runner, wanted, config=config, on_device=True, stagger=stagger, stride=stride)
     assert [one.token_ids for one in outcomes] == said
     if sampling.temperature < 0.5 and sampling is not SAMPLINGS["penalties"]:
@@ -86,7 +86,7 @@ def test_rows_that_are_too_few_are_shared_out(
     said = [plain(tiny_model, one) for one in wanted]
     runner = make_runner(tiny_model)
     runner.keep_tokens(DEVICE_SEQUENCES)
-    config = engine_config(lookup_tokens=15, max_step_rows=max_step_rows, prefill_chunk=max_step_rows - 5)
+    config = engine_config(max_step_rows=max_step_rows, prefill_chunk=max_step_rows - 5)
     outcomes = run(runner, wanted, config=config, on_device=True, stride=4)
     assert [one.token_ids for one in outcomes] == said
     totals = [one.finished.totals for one in outcomes]
@@ -102,7 +102,7 @@ def test_pages_of_any_size(tiny_model: PreTrainedModel, page_size: int) -> None:
     said = [plain(tiny_model, one) for one in wanted]
     runner = make_runner(tiny_model, page_size=page_size)
     runner.keep_tokens(DEVICE_SEQUENCES)
-    outcomes = run(runner, wanted, config=engine_config(lookup_tokens=7), on_device=True, stride=4)
+    outcomes = run(runner, wanted, on_device=True, stride=4)
     assert [one.token_ids for one in outcomes] == said
 
 
@@ -111,7 +111,7 @@ def test_sequences_that_lose_their_pages_are_read_again(tiny_model: PreTrainedMo
     said = [plain(tiny_model, one) for one in wanted]
     runner = make_runner(tiny_model, page_size=4, kv_tokens=240)
     runner.keep_tokens(DEVICE_SEQUENCES)
-    outcomes = run(runner, wanted, config=engine_config(lookup_tokens=7), on_device=True, stride=2)
+    outcomes = run(runner, wanted, on_device=True, stride=2)
     assert [one.token_ids for one in outcomes] == said
     assert any(one.finished.totals.preemptions for one in outcomes)
 
@@ -125,7 +125,7 @@ def test_an_end_in_the_middle_of_a_pass_ends_the_sequence(tiny_model: PreTrained
     ]
     runner = make_runner(tiny_model)
     runner.keep_tokens(DEVICE_SEQUENCES)
-    config = engine_config(lookup_tokens=15)
+    config = engine_config()
     outcomes = run(runner, wanted, config=config, on_device=True, stride=4)
     assert [one.token_ids for one in outcomes] == said
     for outcome, one in zip(run(runner, stopped, config=config, on_device=True, stride=4), stopped, strict=True):
@@ -149,7 +149,6 @@ def test_beside_a_draft(
     outcomes = run(
         runner,
         wanted,
-        config=engine_config(lookup_tokens=7),
         step_cost=StepCost([(1, 1.0), (64, 1.1)]) if costed else None,
         propose=propose,
         late=late,
@@ -169,6 +168,6 @@ def test_only_for_those_who_want_drafts_and_whose_law_allows_it(tiny_model: PreT
         [replace(one, speculate=False) for one in greedy],
         [replace(one, sampling=rejecting, mode=VerificationMode.REJECTION) for one in greedy],
     ):
-        outcomes = run(runner, wanted, config=engine_config(lookup_tokens=7), on_device=True, stride=4)
+        outcomes = run(runner, wanted, on_device=True, stride=4)
         assert accepted(outcomes) == 0
         assert all(one.finished.totals.drafted_tokens == 0 for one in outcomes)

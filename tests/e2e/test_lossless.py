@@ -177,7 +177,7 @@ def test_steps_ahead_and_drafted_steps_follow_each_other(
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("kv_tokens", [2048, 9 * 16], ids=["roomy", "preempting"])
 @pytest.mark.parametrize("late", [0, 2], ids=["on time", "late"])
-def test_drafts_behind_a_guess_do_not_matter(
+def test_drafts_that_hardly_anybody_waits_for_do_not_matter(
     case: tuple[list[SequenceRequest], list[Sequence[int]]],
     tiny_model: PreTrainedModel,
     on_device: bool,
@@ -185,7 +185,7 @@ def test_drafts_behind_a_guess_do_not_matter(
     kv_tokens: int,
     late: int,
 ) -> None:
-    """Every drafted step is launched behind a plain pass, whose place hangs on what the drafted step before it said."""
+    """Drafts are waited for for a millisecond; late ones come two steps after what they answer."""
     wanted, said = case
     drafts, runner = drafter("knowing", wanted, said), make_runner(tiny_model, page_size, kv_tokens)
     how = {"stagger": 2, "late": late, "followable": True, "on_device": on_device}

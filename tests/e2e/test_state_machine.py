@@ -123,12 +123,12 @@ class ServiceMachine(RuleBasedStateMachine):
     def begin(self, page_size: int, chunk: int, seed: int, device: str, passes: int, kept: int) -> None:
         """Steps are verified by the host, or by the device itself, which may draft too."""
         self.runner = make_runner(make_tiny(), page_size, kv_tokens=128)
-        config = engine_config(prefill_chunk=chunk, max_step_rows=96, max_running=3, disable_above=2, lookup_tokens=7)
+        config = engine_config(prefill_chunk=chunk, max_step_rows=96, max_running=3, disable_above=2)
         # Nothing arrives while the machine's own thread waits, so it does not.
         config = replace(config, drafting=replace(config.drafting, wait_seconds=0.0, feature_window=kept))
         steps: Steps = HostSteps(self.runner, followable=device == "host, ahead")
         if device == "itself, looking up":
-            self.runner.keep_tokens(3)
+            self.runner.keep_tokens(3, 7)
         if device.startswith("itself"):
             steps = DeviceSteps(self.runner, max_sequences=3, max_rows=96)
         self.loop = EngineLoop(self.runner, config, steps=steps, stride=Stride(passes))

@@ -42,13 +42,13 @@ def kernels() -> Iterator[tuple[str, Any, dict[str, str], dict[str, Any], int]]:
             race = mapped | {"BLOCK": entrants, "SHARP": sharp}
             yield f"race of {entrants}, {name}", _triton_children._race_kernel, RACE, race, 4
     yield "scan for a race", _triton_children._scan_kernel, {}, {"BEST": 0, "CHUNK": 1024}, 4
-    for width in (1, 4, 10):
+    for width, breadth in ((1, 1), (4, 4), (10, 10), (2, 8), (24, 8)):
         for places, deep, last in ((1, False, False), (width, True, False), (width, True, True)):
-            block = max(16, min(64, 1 << (places * width - 1).bit_length()))
-            constants = {"PLACES": places, "WIDTH": width, "LAST": last, "DEEP": deep}
-            constants |= {"BLOCK": block, "BLOCK_J": block}
+            block = max(16, min(64, 1 << (places * breadth - 1).bit_length()))
+            constants = {"PLACES": places, "WIDTH": width, "BREADTH": breadth, "LAST": last, "DEEP": deep}
+            constants |= {"BLOCK": block, "BLOCK_J": block, "BLOCK_W": 1 << (width - 1).bit_length()}
             warps = 4 if block == 64 else 1
-            name = f"grow {places} x {width}, {deep} {last}"
+            name = f"grow {places} of {width} x {breadth}, {deep} {last}"
             yield name, _triton_growth._grow_kernel, {"scores": "*fp64"}, constants, warps
     for block, warps in ((16, 1), (64, 4)):
         yield (

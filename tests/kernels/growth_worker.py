@@ -13,13 +13,27 @@ from tree_kernels import _triton_children, _triton_growth, growth
 from tree_kernels.growth import Children, Growth, Race
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-# Sequences, levels, width, tokens that can be said, floor; whether they race, sharpness and entrants.
+# Sequences, levels, width and breadth (the width, where not said), tokens that can be said, floor; whether they race,
+# sharpness and entrants.
 CASES: list[dict[str, Any]] = [
     {"sequences": 1, "levels": 3, "width": 4, "vocabulary": 1500, "floor": 0.0},
     {"sequences": 3, "levels": 2, "width": 1, "vocabulary": 700, "floor": 0.0},
     {"sequences": 2, "levels": 3, "width": 5, "vocabulary": 3, "floor": 0.0},
     {"sequences": 2, "levels": 1, "width": 6, "vocabulary": 90, "floor": 0.05},
     {"sequences": 2, "levels": 4, "width": 10, "vocabulary": 2100, "floor": 0.001},
+    {"sequences": 3, "levels": 4, "width": 11, "breadth": 3, "vocabulary": 1500, "floor": 0.0},
+    {"sequences": 2, "levels": 4, "width": 70, "breadth": 2, "vocabulary": 1500, "floor": 0.0},
+    {"sequences": 2, "levels": 3, "width": 2, "breadth": 7, "vocabulary": 1500, "floor": 0.001},
+    {
+        "sequences": 3,
+        "levels": 3,
+        "width": 6,
+        "breadth": 4,
+        "vocabulary": 1300,
+        "floor": 0.0,
+        "entrants": 50,
+        "sharpness": 1.0,
+    },
     {"sequences": 3, "levels": 3, "width": 4, "vocabulary": 1300, "floor": 0.0, "entrants": 50, "sharpness": 1.0},
     {"sequences": 3, "levels": 2, "width": 3, "vocabulary": 40, "floor": 0.01, "entrants": 128, "sharpness": 0.6},
     {"sequences": 2, "levels": 2, "width": 9, "vocabulary": 5, "floor": 0.0, "entrants": 128, "sharpness": 2.0},
@@ -34,8 +48,9 @@ def grown(case: dict[str, Any], device: torch.device | None) -> dict[str, Any]:
     """Everything that growing a tree writes; by the kernels on `device`, or by PyTorch."""
     generator = torch.Generator().manual_seed(3)
     sequences, levels, width = case["sequences"], case["levels"], case["width"]
+    breadth = case.get("breadth", width)
     to = torch.device("cpu") if device is None else device
-    trees = growth.make_growth(sequences, levels, width, to)
+    trees = growth.make_growth(sequences, levels, width, breadth, to)
     limits = torch.tensor([[2 + 3 * b for b in range(sequences)], [levels - b % 2 for b in range(sequences)]]).int()
     tail = torch.zeros(sequences, 1 + (levels - 1) * width, dtype=torch.int32, device=to)
     passes = []
@@ -59,12 +74,12 @@ def grown(case: dict[str, Any], device: torch.device | None) -> dict[str, Any]:
 
 
 def children_of(case: dict[str, Any], logits: Tensor, level: int, device: torch.device, *, kernels: bool) -> Children:
-    sequences = case["sequences"]
+    sequences, breadth = case["sequences"], case.get("breadth", case["width"])
     temperatures = torch.tensor([1.0, 0.7, 1.6][:sequences], device=device)
     said = (torch.arange(case["vocabulary"], dtype=torch.int32) * 2 + 1).to(device) if sequences > 1 else None
     step = _triton_children if kernels else growth
     if "entrants" not in case:
-        return step.likeliest(logits, temperatures, case["width"], said)
+        return step.likeliest(logits, temperatures, breadth, said)
 
     def of(values: list[float], dtype: torch.dtype) -> Tensor:
         return torch.tensor(values[:sequences], dtype=dtype, device=device)
@@ -77,9 +92,7 @@ def children_of(case: dict[str, Any], logits: Tensor, level: int, device: torch.
         seeds=of([-5, 2**62 + 11, 7], torch.int64),
         positions=of([2**33 - 1, 8, 9], torch.int64),
     )
-    return step.race_winners(
-        logits, temperatures, case["width"], said, race, level, case["entrants"], case["sharpness"]
-    )
+    return step.race_winners(logits, temperatures, breadth, said, race, level, case["entrants"], case["sharpness"])
 
 
 def scores_of(children: Children) -> tuple[list[list[float]], list[list[int]]]:

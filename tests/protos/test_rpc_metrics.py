@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
 import pytest
 
 from outrider.errors import QuotaExceeded
-from outrider.rpc_metrics import RpcMetricsInterceptor
+from outrider.rpc_metrics import DEADLINE_SLACK_S, RpcMetricsInterceptor, ended_with
 from outrider.serving import GrpcServer, Service, ServingOptions
 
 Behaviour = Callable[[bytes, Any], Awaitable[bytes]]
@@ -94,6 +95,21 @@ async def test_a_call_whose_deadline_passes() -> None:
         with pytest.raises(grpc.aio.AioRpcError):
             await call(b"", timeout=0.2)
         await eventually(calls, "DEADLINE_EXCEEDED")
+
+
+@pytest.mark.parametrize(
+    ("remaining", "code"),
+    [
+        (None, "CANCELLED"),
+        (60.0, "CANCELLED"),
+        (2 * DEADLINE_SLACK_S, "CANCELLED"),
+        (DEADLINE_SLACK_S / 2, "DEADLINE_EXCEEDED"),
+        (0.0, "DEADLINE_EXCEEDED"),
+    ],
+)
+def test_a_caller_that_hangs_up_at_its_deadline_ran_out_of_time(remaining: float | None, code: str) -> None:
+    context: Any = SimpleNamespace(time_remaining=lambda: remaining)
+    assert ended_with(context, asyncio.CancelledError()) == code
 
 
 async def test_methods_that_do_not_exist_make_no_series() -> None:

@@ -1,4 +1,4 @@
-"""Drafts behind a guess: what the draft is told and when, and what is launched behind what."""
+"""Waiting for drafts: what the draft is told and when, what is launched behind what, and what is learned of it."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from transformers import PreTrainedModel
 from outrider.frames import SequenceAdvance
 from outrider.tree import TokenTree
 from target_service.commit import LiveSequence
+from target_service.device_steps import DeviceSteps
 from target_service.draft_times import Use
 from target_service.launch import HostSteps
 from target_service.loop import EngineLoop
-from target_service.sequence import SequenceRequest, Verdict
+from target_service.sequence import SequenceFinished, SequenceRequest, Verdict
 from target_service.step import Step
 from target_service.step_cost import StepCost
 from target_service.verifier import Verified
@@ -56,7 +57,7 @@ def begin(loop: EngineLoop, draft: ScriptedDraft, wanted: SequenceRequest) -> Li
     return live
 
 
-def test_plain_and_drafted_steps_take_turns_and_the_draft_hears_of_both_at_once(
+def test_a_draft_that_is_waited_for_hears_of_every_token_once(
     tiny_model: PreTrainedModel, launched: list[Step]
 ) -> None:
     wanted = request([5, 7, 9], 40)
@@ -70,11 +71,9 @@ def test_plain_and_drafted_steps_take_turns_and_the_draft_hears_of_both_at_once(
         said += [token for event in loop.step() or () if isinstance(event, Verdict) for token in event.token_ids]
     assert tuple(said) == truth[len(wanted.token_ids) :]
     drafted = [step for step in launched if step.batch.drafted]
-    assert len(drafted) > 3 and all(step.gathered.use is Use.AHEAD and step.ahead for step in drafted)
-    # Behind each comes a pass that is laid out before it is known what was accepted.
-    assert all(launched[place + 1].behind_tree for place, step in enumerate(launched[:-1]) if step.batch.drafted)
-    # It is told of a pass together with the tree behind it, and every token once.
-    assert [len(frame) for frame in draft.frames].count(2) > 3
+    assert len(drafted) > 3 and all(step.gathered.use is Use.AFTER and not step.ahead for step in drafted)
+    # No tree needs what the device has in its tables.
+    assert all(step.batch.device_rows is None for step in launched)
     told = [token for frame in draft.frames for advance in frame for token in advance.token_ids]
     assert told == said[: len(told)] and len(told) > 20
 
@@ -148,3 +147,28 @@ def test_steps_that_waited_in_vain_say_nothing_of_what_drafts_are_worth(
     assert [step.gathered.fallbacks for step in launched[1:]] == [1] * (len(launched) - 1)
     assert not any(step.gathered.answered for step in launched)
     assert live.record.near == 0.0
+
+
+def test_a_sequence_that_waited_for_its_turn_is_drafted_for_like_others(
+    tiny_model: PreTrainedModel, launched: list[Step]
+) -> None:
+    """The device has as many tables as sequences run, and the draft hears of those that wait too."""
+    wanted = [request([5 + place, 7, 9], 24) for place in range(5)]
+    whole = [(*one.token_ids, *plain(tiny_model, one)) for one in wanted]
+    runner = make_runner(tiny_model)
+    runner.keep_tokens(2, 0)
+    steps = DeviceSteps(runner, max_sequences=2, max_rows=256)
+    loop = EngineLoop(runner, engine_config(max_running=2), steps=steps)
+    loop.drafting.attach(ScriptedDraft(loop.drafting, knowing_tree(whole, runner.vocabulary_size, 12, right=1.0)))
+    loop.drafting.listen()
+    for number, one in enumerate(wanted):
+        loop.add(loop.make(number, one))
+    finished = {}
+    while loop.live:
+        for event in loop.step() or ():
+            if isinstance(event, SequenceFinished):
+                finished[event.sequence_id] = event.totals
+    # But for the first steps, the device chooses.
+    assert sum(step.batch.device_rows is not None for step in launched) > 0.5 * len(launched)
+    accepted = [finished[number].accepted_tokens for number in range(len(wanted))]
+    assert min(accepted) > 3, f"accepted {accepted}"

@@ -5,10 +5,11 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
-from engine_harness import ScriptedDraft, engine_config, make_runner, request
+from engine_harness import DEVICE_SEQUENCES, ScriptedDraft, engine_config, knowing_tree, make_runner, plain, request
 from feature_link import FeatureLink
 from spans import PARENT
 
@@ -16,11 +17,14 @@ from outrider.frames import FeatureRequest
 from outrider.metric_table import MAX_DEPTH
 from outrider.sampling import SamplingParams
 from outrider.tree import TokenTree
+from target_service.device_steps import DeviceSteps
 from target_service.engine import EngineSnapshot
 from target_service.loop import EngineLoop
 from target_service.metrics import PrometheusObserver
-from target_service.sequence import SequenceFinished, SequenceTotals, Verdict
+from target_service.sequence import SequenceFinished, SequenceTotals, StepStats, Verdict
 
+# A step of which nothing is known.
+STEP = StepStats(*[0] * 16)
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
 
@@ -99,6 +103,48 @@ def test_features_are_counted(tiny_model: Any, observer: PrometheusObserver) -> 
     arrived = sum(map(len, link.got.values()))
     assert found["feature_vectors_total", ()] == arrived > 2 * 19
     assert found["feature_bytes_total", ()] == 2 * 96 * arrived
+
+
+def test_rows_that_the_device_chose_are_counted(tiny_model: Any, observer: PrometheusObserver) -> None:
+    wanted = [request([7, 8, 9, 7 + place] * 5, 24) for place in range(2)]
+    whole = [(*one.token_ids, *plain(tiny_model, one)) for one in wanted]
+    runner = make_runner(tiny_model)
+    runner.keep_tokens(DEVICE_SEQUENCES)
+    steps = DeviceSteps(runner, max_sequences=DEVICE_SEQUENCES, max_rows=256)
+    loop = EngineLoop(runner, engine_config(), steps=steps, observer=observer)
+    loop.drafting.attach(ScriptedDraft(loop.drafting, knowing_tree(whole, runner.vocabulary_size, 12, right=0.8)))
+    loop.drafting.listen()
+    for number, one in enumerate(wanted):
+        loop.add(loop.make(number, one))
+    totals: list[SequenceTotals] = []
+    while loop.live:
+        totals += [event.totals for event in loop.step() or () if isinstance(event, SequenceFinished)]
+    found = samples(observer)
+    rows, kept = (
+        {source: found[f"draft_rows{name}_total", (("source", source),)] for source in ("draft", "lookup")}
+        for name in ("", "_accepted")
+    )
+    assert rows["draft"] > 0 and rows["lookup"] > 0
+    assert all(kept[source] <= rows[source] for source in rows)
+    # What lies past a sequence's end was accepted, and not said.
+    assert sum(kept.values()) >= sum(total.accepted_tokens for total in totals) > 0
+    assert 0 < found["draft_tokens_promised_total", ()] < sum(rows.values())
+    passes = {outcome: found["draft_passes_total", (("outcome", outcome),)] for outcome in ("hit", "miss")}
+    assert 0 < sum(passes.values()) <= found["sequence_steps_total", ()]
+    # No device of its own clock.
+    assert found["device_seconds_total", (("state", "busy"),)] == 0
+
+
+def test_a_pass_that_found_nothing_is_a_miss(observer: PrometheusObserver) -> None:
+    """Also where no sequence of the pass got any row."""
+    observer.on_step(replace(STEP, hits=0, misses=3, chosen_rows=0))
+    observer.on_step(replace(STEP, hits=1, misses=2, chosen_rows=5, busy_ns=3 * 10**9, idle_ns=10**9, round_trip_ns=9))
+    found = samples(observer)
+    assert found["draft_passes_total", (("outcome", "hit"),)] == 1
+    assert found["draft_passes_total", (("outcome", "miss"),)] == 5
+    assert found["device_seconds_total", (("state", "busy"),)] == 3
+    assert found["device_seconds_total", (("state", "idle"),)] == 1
+    assert found["draft_round_trip_seconds_count", ()] == 1
 
 
 def test_outcomes_and_depths_that_come_unexpected(observer: PrometheusObserver) -> None:

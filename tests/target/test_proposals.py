@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from outrider.errors import InvalidField
 from outrider.frames import SequenceGrowth
 from outrider.tree import DraftDistribution, TokenTree
-from target_service.proposals import GrowingTree
+from target_service.proposals import MEMORY_STEPS, GrowingTree
 
 Path = tuple[int, ...]
 
@@ -169,27 +169,16 @@ def test_what_is_replaced_unseen_is_remembered_where_it_was_committed() -> None:
     assert paths_of(tree) == {(9,), (7,)}
 
 
-def test_a_guess_is_the_likeliest_path_and_what_hangs_below_it() -> None:
-    tree = GrowingTree([9], step=0)
-    tree.graft(growth(0, 1, [0, 0, 1, 2, 4, 4], [5, 6, 7, 8, 1, 2], scores=(0.3, 0.6, 0.9, 0.5, 0.8, 0.1)))
-    guessed = tree.guess(1)
-    assert guessed is not None and paths_of(guessed) == {(8,), (8, 1), (8, 2)}
-    whole = guessed.cut({1, 2, 3})
-    assert whole.token_ids[0] == 6 and whole.scores == (0.6, 0.5, 0.8, 0.1)
-    deeper = tree.guess(2)
-    assert deeper is not None and paths_of(deeper) == {(1,), (2,)} and deeper.scores[0] == pytest.approx(0.3)
-    assert tree.guess(4) is None and GrowingTree([9], step=0).guess(1) is None
-    # What it was taken from is as it was.
-    assert paths_of(tree) == {(5,), (6,), (5, 7), (6, 8), (6, 8, 1), (6, 8, 2)}
-
-
-def test_a_guess_brings_the_laws_below_it_and_is_never_certain() -> None:
-    tree = GrowingTree([9], step=0)
-    law = DraftDistribution((7, 8), (1, 1))
-    tree.graft(growth(0, 1, [0, 1], [5, 7], scores=(1.0, 1.0), distributions={1: law}))
-    guessed = tree.guess(1)
-    assert guessed is not None and guessed.cut({1}).distributions == {0: law}
-    assert guessed.scores[0] < 1.0
+def test_steps_are_remembered_by_their_lengths() -> None:
+    committed = [9, 8]
+    tree = GrowingTree(committed, step=3)
+    committed.extend([5, 6])
+    tree.advance(2)
+    assert [tree.length_at(step) for step in (2, 3, 4, 5)] == [None, 2, 4, None]
+    for _ in range(MEMORY_STEPS):
+        committed.append(1)
+        tree.advance(1)
+    assert tree.length_at(4) is None and tree.length_at(4 + MEMORY_STEPS) == len(committed)
 
 
 def test_an_answer_to_an_earlier_step_will_do_until_the_draft_is_asked_again() -> None:

@@ -1,4 +1,5 @@
-"""Where a target's time goes in each step, by mode: its own phase timers, read from its metrics around every block."""
+"""Where a target's time goes in each step, by mode, and whether drafts are there in time: from its own
+metrics, which are read around every block."""
 
 from __future__ import annotations
 
@@ -17,14 +18,21 @@ from outrider_client.bench.samples import Mode
 PHASES = ("wait", "plan", "launch", "forward", "verify", "commit")
 _PHASE_SUM = "outrider_step_phase_seconds_sum"
 _STEPS = "outrider_steps_total"
+# Counters with one label each, by what they are called here.
+_COUNTED = {
+    ("outrider_draft_passes_total", "hit"): "hits",
+    ("outrider_draft_passes_total", "miss"): "misses",
+    ("outrider_device_seconds_total", "busy"): "busy",
+    ("outrider_device_seconds_total", "idle"): "idle",
+}
 _READ_SECONDS = 10.0
 STEPS = "steps"
-# Seconds by phase, and how many steps they are of.
+# What `parse_phases` reads.
 Spent = Mapping[str, float]
 
 
 def parse_phases(text: str) -> Spent:
-    """Seconds by phase, and "steps", from a target's metrics page."""
+    """Seconds by phase, "steps", and what `_COUNTED` names, from a target's metrics page."""
     found: dict[str, float] = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
@@ -32,6 +40,8 @@ def parse_phases(text: str) -> Spent:
                 found[sample.labels["phase"]] = sample.value
             elif sample.name == _STEPS:
                 found[STEPS] = sample.value
+            elif name := _COUNTED.get((sample.name, next(iter(sample.labels.values()), ""))):
+                found[name] = sample.value
     return found
 
 
@@ -63,10 +73,16 @@ class StepProfile:
                 continue
             phases = {phase: 1e3 * totals.get(phase, 0.0) / steps for phase in PHASES}
             host = phases["plan"] + phases["launch"] + phases["verify"] + phases["commit"]
-            rows.append(
-                {"mode": mode.name, "draft_placement": mode.placement or None, "steps": steps, **phases, "host": host}
-            )
+            row: dict[str, object] = {"mode": mode.name, "draft_placement": mode.placement or None, "steps": steps}
+            shares = {"hit_share": _share(totals, "hits", "misses"), "idle_share": _share(totals, "idle", "busy")}
+            rows.append({**row, **phases, "host": host, **shares})
         return rows
+
+
+def _share(totals: Spent, part: str, rest: str) -> float | None:
+    """`part` of `part` and `rest` together, 0 to 1; None where nothing was counted."""
+    whole = totals.get(part, 0.0) + totals.get(rest, 0.0)
+    return totals.get(part, 0.0) / whole if whole else None
 
 
 def _fetch(url: str) -> str:
@@ -79,10 +95,11 @@ def profile_table(rows: list[dict[str, object]]) -> Table:
     """Milliseconds per step, one row per mode."""
     table = Table(title="ms per step in the target", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("mode", no_wrap=True)
-    for name in ("steps", *PHASES, "host"):
+    for name in ("steps", *PHASES, "host", "hits", "idle"):
         table.add_column(name, justify="right")
     for row in rows:
         label = f"{row['mode']} {row['draft_placement'] or ''}".strip()
         shown = (f"{row[name]:.2f}" for name in (*PHASES, "host"))
-        table.add_row(label, f"{row['steps']:.0f}", *shown)
+        shares = ("-" if row[name] is None else f"{row[name]:.0%}" for name in ("hit_share", "idle_share"))
+        table.add_row(label, f"{row['steps']:.0f}", *shown, *shares)
     return table

@@ -16,7 +16,7 @@ from outrider_client.commands.base import Command, CommandFailed, add_config_fla
 from outrider_client.commands.generate import read_text
 from outrider_client.draft import CorpusAdded, DraftClient
 from outrider_client.local_models import ModelMissing, Tokenizer, load_tokenizer
-from outrider_client.options import AccessOptions, ClientOptions
+from outrider_client.options import DEFAULT_MODEL, AccessOptions, ClientOptions
 
 _DEFAULT_DRAFT = "127.0.0.1:50052"
 
@@ -37,9 +37,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     add.add_argument(
         "--corpus", default="", metavar="NAME", help="shared corpus to add to; the tenant's own trie when left out"
     )
-    add.add_argument(
-        "--model", default="smollm2-135m-instruct", help="model whose tokenizer to use (default: %(default)s)"
-    )
+    add.add_argument("--model", default=DEFAULT_MODEL, help="model whose tokenizer to use (default: %(default)s)")
     add_config_flag(add)
     add_flags(add, AccessOptions)
 

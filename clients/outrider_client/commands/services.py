@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import socket
 import sys
@@ -21,6 +22,7 @@ from outrider_client.commands.base import (
     options,
 )
 from outrider_client.options import ClientOptions, UpOptions
+from outrider_client.placement import named_settings, place, visible_gpus
 from outrider_client.stack import private_directory, service_argv
 from outrider_client.supervisor import ServiceCommand, Supervisor
 
@@ -41,14 +43,17 @@ def _up(arguments: argparse.Namespace) -> int:
     _check_free(up.host, up.port)
     console = error_console()
     with private_directory() as directory:
-        shared = ("--config", str(path)) if (path := config_file(arguments)) else ()
-        draft = None
+        path = config_file(arguments)
+        shared = ("--config", str(path)) if path else ()
+        draft, target_words, draft_words = None, _split(up.target_flags), _split(up.draft_flags)
+        named = named_settings(os.environ, path)
+        placed = place(visible_gpus(), up.drafter, up.model, target_words, draft_words, named)
         if up.drafter != "none":
             address = up.draft_listen or f"unix:{directory / 'draft.sock'}"
             flags = _given(drafter=up.drafter)
             draft = ServiceCommand(
                 "draft",
-                service_argv("draft_service", "--listen", address, *flags, *shared, *_split(up.draft_flags)),
+                service_argv("draft_service", "--listen", address, *flags, *shared, *placed.draft, *draft_words),
                 address,
             )
         host = f"[{up.host}]" if ":" in up.host else up.host
@@ -56,12 +61,12 @@ def _up(arguments: argparse.Namespace) -> int:
         flags = ("--listen", listen, *_given(draft=draft.address if draft else "", model=up.model, dtype=up.dtype))
         target = ServiceCommand(
             "target",
-            service_argv("target_service", *flags, *shared, *_split(up.target_flags)),
+            service_argv("target_service", *flags, *shared, *placed.target, *target_words),
             listen,
             token=reach.token,
             tls=reach.tls_options(),
         )
-        return _supervise(console, target, draft)
+        return _supervise(console, target, draft, placed.said)
 
 
 def _check_free(host: str, port: int) -> None:
@@ -73,7 +78,7 @@ def _check_free(host: str, port: int) -> None:
         raise CommandFailed(f"cannot listen on {host}:{port}: {error.strerror}; --port takes another") from None
 
 
-def _supervise(console: Console, target: ServiceCommand, draft: ServiceCommand | None) -> int:
+def _supervise(console: Console, target: ServiceCommand, draft: ServiceCommand | None, placed: str) -> int:
     def emit(name: str, line: str) -> None:
         console.print(Text.assemble((f"{name:<8} | ", _COLOURS[name]), line), soft_wrap=True)
 
@@ -82,6 +87,9 @@ def _supervise(console: Console, target: ServiceCommand, draft: ServiceCommand |
         emit("outrider", f"ready on {target.address}{beside}")
         flag = "" if target.address == "127.0.0.1:50051" else f" --target {target.address}"
         emit("outrider", f"try `outrider chat{flag}` in another terminal; Ctrl-C here stops both")
+
+    if placed:
+        emit("outrider", placed)
 
     async def supervise() -> int:
         return await Supervisor(target, draft, emit).run(ready)

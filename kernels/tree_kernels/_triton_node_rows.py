@@ -1,0 +1,128 @@
+"""The kernels of `tree_kernels.node_table` that choose rows and lay them out, and two that copy."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _bound_for(keys, room, NO_KEY: tl.constexpr, BOUNDS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The largest bound with at most `room` of `keys` [n] below it; see `_torch_node_table.bound_for`."""
+    low = tl.full([], 0, tl.int32)
+    high = tl.full([], NO_KEY, tl.int32)
+    step = 1 + tl.arange(0, BOUNDS)
+    # The first round tests `high` among others, and ends the search where there is room for all.
+    while low < high:
+        width = (high - low + BOUNDS - 1) // BOUNDS
+        bounds = tl.minimum(low + width * step, high)
+        below = tl.sum((keys[None, :] < bounds[:, None]).to(tl.int32), axis=1)
+        fitting = tl.sum((below <= room).to(tl.int32), axis=0)
+        beyond = low + width * (fitting + 1) - 1
+        low = tl.minimum(low + width * fitting, high)
+        high = tl.where(fitting == BOUNDS, low, tl.minimum(beyond, high - 1))
+    return low
+
+
+@triton.jit
+def lay_out_kernel(  # type: ignore[no-untyped-def]
+    token_ids, positions, slots, owners, parents, records, query_starts, prefix_lengths, page_starts, page_table,
+    causal, counts, roots, keys, ranked, noted, sequences, rows_in_all, last_position,
+    PAGE_SIZE: tl.constexpr, RECORD: tl.constexpr, FIRST_ROW: tl.constexpr, ROWS: tl.constexpr, IS_CHAIN: tl.constexpr,
+    NO_KEY: tl.constexpr, NOTED_STRIDE: tl.constexpr, PROMISES: tl.constexpr, BLOCK_B: tl.constexpr,
+    KEPT_ROWS: tl.constexpr, BOUNDS: tl.constexpr,
+):  # fmt: skip
+    """One sequence a program, and the first one the free rows; see `_torch_node_table._lay_out`.
+
+    Each program repeats the choice among all candidates [B * KEPT_ROWS].
+    """
+    b = tl.program_id(0)
+    k = tl.arange(0, KEPT_ROWS)
+    every = tl.arange(0, BLOCK_B)
+    here = tl.load(counts + every, mask=every < sequences, other=-1) >= 0
+    candidate = tl.arange(0, BLOCK_B * KEPT_ROWS)
+    owner = candidate // KEPT_ROWS
+    all_keys = tl.load(keys + candidate, mask=owner < sequences, other=NO_KEY)
+    owner_count = tl.load(counts + owner, mask=owner < sequences, other=-1)
+    all_keys = tl.where(owner_count >= 0, all_keys, NO_KEY)
+    # What this program lays out, read before it is known how much of it is taken.
+    own_key = tl.load(keys + b * KEPT_ROWS + k)
+    count = tl.load(counts + b)
+    prefix, root = tl.load(prefix_lengths + b), tl.load(roots + b)
+    pages = page_table + tl.load(page_starts + b)
+    own = ranked + b * 3 * KEPT_ROWS + k - 1
+    token = tl.load(own, mask=k > 0, other=0)
+    link = tl.load(own + KEPT_ROWS, mask=k > 0, other=0)
+    chance = tl.load(own + 2 * KEPT_ROWS, mask=k > 0, other=0)
+
+    bound = _bound_for(all_keys, rows_in_all - tl.sum(here.to(tl.int32), axis=0), NO_KEY, BOUNDS)
+    taken = all_keys < bound
+    row = tl.sum((taken & (owner < b)).to(tl.int32), axis=0) + tl.sum((here & (every < b)).to(tl.int32), axis=0)
+    rows = tl.where(count >= 0, 1 + tl.sum((own_key < bound).to(tl.int32), axis=0), 0)
+    tl.store(query_starts + b + 1, row + rows)
+    tl.store(causal + b, 0)
+    if rows > 0:
+        mine = k < rows
+        key = prefix + k
+        page = tl.load(pages + key // PAGE_SIZE, mask=mine, other=0)
+        # Row 0 is the root, at depth 0; of the rest, what was read behind the rows means nothing.
+        depth = tl.where(k > 0, (link >> 8) & 255, 0)
+        tl.store(token_ids + row + k, tl.where(k > 0, token, root), mask=mine)
+        tl.store(parents + row + k, link & 255, mask=mine)
+        tl.store(positions + row + k, tl.minimum(prefix + depth, last_position), mask=mine)
+        tl.store(slots + row + k, page * PAGE_SIZE + key % PAGE_SIZE, mask=mine)
+        tl.store(owners + row + k, b + tl.zeros_like(k), mask=mine)
+        tl.store(records + b * RECORD + FIRST_ROW, row)
+        tl.store(records + b * RECORD + ROWS, rows)
+        tl.store(records + b * RECORD + IS_CHAIN, 0)
+        tl.store(noted + b, tl.sum(tl.where(mine, link >> 16, 0), axis=0))
+        tl.store(noted + NOTED_STRIDE + b, tl.sum(tl.where(mine, chance, 0), axis=0) // PROMISES)
+        from_table = mine & ((link >> 16) > 0)
+        tl.store(noted + 2 * NOTED_STRIDE + b, tl.sum(tl.where(from_table, chance, 0), axis=0) // PROMISES)
+        for i in tl.static_range(0, 6):
+            # The best 1, 3, 7 .. 63: see `node_table.PROSPECTS`. Row 0 is the root.
+            near = (k <= count) & (k < (2 << i))
+            tl.store(noted + (3 + i) * NOTED_STRIDE + b, tl.sum(tl.where(near, chance, 0), axis=0) // PROMISES)
+    if b == 0:
+        laid_out = tl.sum(taken.to(tl.int32), axis=0) + tl.sum(here.to(tl.int32), axis=0)
+        for free in tl.range(laid_out, rows_in_all, KEPT_ROWS):
+            at = free + k
+            nobody = tl.zeros_like(k)
+            tl.store(token_ids + at, nobody, mask=at < rows_in_all)
+            tl.store(parents + at, nobody, mask=at < rows_in_all)
+            tl.store(positions + at, nobody, mask=at < rows_in_all)
+            tl.store(slots + at, nobody - 1, mask=at < rows_in_all)
+            tl.store(owners + at, nobody - 1, mask=at < rows_in_all)
+
+
+@triton.jit
+def keep_kernel(  # type: ignore[no-untyped-def]
+    token_ids, slots, records, accepted_counts, accepted_rows, tokens, RECORD: tl.constexpr, FIRST_ROW: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One sequence a program; see `NodeTable.keep_accepted`."""
+    b = tl.program_id(0)
+    count = tl.load(accepted_counts + b)
+    first = tl.load(records + b * RECORD + FIRST_ROW, mask=count > 0, other=0)
+    k = tl.arange(0, BLOCK)
+    row = tl.load(accepted_rows + first + k, mask=k < count, other=0)
+    token = tl.load(token_ids + first + row, mask=k < count, other=0)
+    slot = tl.load(slots + first + 1 + k, mask=k < count, other=-1)
+    tl.store(tokens + slot, token, mask=slot >= 0)
+
+
+@triton.jit
+def graft_kernel(  # type: ignore[no-untyped-def]
+    frame, places, tables, sequences, TABLE: tl.constexpr, FRAME_BLOCK: tl.constexpr, WIDTH: tl.constexpr
+):
+    """The first program copies the places, each other one a table; see `NodeTable.graft`."""
+    growth = tl.program_id(0) - 1
+    i = tl.arange(0, WIDTH)
+    if growth < 0:
+        tl.store(places + i, tl.load(frame + 1 + i, mask=i < sequences, other=-1), mask=i < sequences)
+    else:
+        block = frame + 1 + sequences + growth * FRAME_BLOCK
+        slot = tl.load(block)
+        if (slot >= 0) & (slot < sequences):
+            new = tl.load(block + 1 + i, mask=i < TABLE, other=0)
+            tl.store(tables + slot * TABLE + i, new, mask=i < TABLE)

@@ -1,0 +1,63 @@
+"""Where `outrider up` puts its services on a machine with GPUs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from outrider.heads import shipped_heads
+from outrider_client.placement import Placement, named_settings, place, visible_gpus
+
+
+def test_gpus_are_counted_as_cuda_shows_them(tmp_path: Path) -> None:
+    for name in ("nvidia0", "nvidia1", "nvidia2", "nvidiactl", "nvidia-uvm", "tty0"):
+        (tmp_path / name).touch()
+    assert visible_gpus({}, tmp_path) == 3
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "1,2"}, tmp_path) == 2
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == 0
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "-1"}, tmp_path) == 0
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "0"}, tmp_path / "absent") == 0
+
+
+def test_nothing_is_placed_without_a_gpu_or_where_the_user_did() -> None:
+    assert place(0, "merged", "", [], []) == Placement()
+    assert place(2, "merged", "", ["--device", "cpu"], []) == Placement()
+    assert place(2, "merged", "", [], ["--device=cuda:0"]) == Placement()
+
+
+@pytest.mark.parametrize(("gpus", "device"), [(1, "cuda:0"), (2, "cuda:1"), (8, "cuda:1")])
+def test_a_head_runs_on_the_second_gpu_if_there_is_one(gpus: int, device: str) -> None:
+    placed = place(gpus, "merged", "", [], [])
+    assert placed.target[:2] == ("--device", "cuda:0") and placed.draft[:3] == ("--device", device, "--cuda-graphs")
+    assert device in placed.said
+    (head,) = {head.name for head in shipped_heads()}
+    assert placed.target[2:] == ("--draft-head", head) and placed.draft[3:] == ("--head", head)
+
+
+def test_a_trie_stays_on_the_host() -> None:
+    assert place(2, "trie", "", [], []) == Placement(("--device", "cuda:0"), (), "the target runs on cuda:0")
+
+
+def test_a_head_that_the_user_names_is_named_to_the_target() -> None:
+    placed = place(2, "eagle", "some/model", [], ["--head", "some/head"])
+    assert placed.target[2:] == ("--draft-head", "some/head") and "--head" not in placed.draft
+    placed = place(2, "eagle", "some/model", ["--draft-head", "other"], ["--head=some/head"])
+    assert "--draft-head" not in placed.target
+
+
+def test_settings_of_file_and_environment_are_not_overridden(tmp_path: Path) -> None:
+    path = tmp_path / "outrider.toml"
+    path.write_text('[target]\ndevice = "cpu"\n[eagle]\nhead = "some/head"\n')
+    assert place(2, "merged", "", [], [], named_settings({}, path)) == Placement()
+    assert place(2, "eagle", "", [], [], named_settings({"OUTRIDER_EAGLE_DEVICE": "cpu"}, None)) == Placement()
+    # Of a drafter that is not used.
+    assert place(2, "trie", "", [], [], named_settings({"OUTRIDER_EAGLE_DEVICE": "cpu"}, None)) != Placement()
+    path.write_text('[draft]\ndrafter = "eagle"\n[eagle]\nhead = "some/head"\n')
+    placed = place(2, "", "", [], [], named_settings({}, path))
+    assert placed.draft == ("--device", "cuda:1", "--cuda-graphs")
+    assert placed.target[2:] == ("--draft-head", "some/head")
+    placed = place(2, "", "", [], [], named_settings({"OUTRIDER_TARGET_DRAFT_HEAD": "other"}, path))
+    assert placed.target == ("--device", "cuda:0")
+    path.write_text("[target")
+    assert named_settings({}, path) == {} == named_settings({}, tmp_path / "absent")

@@ -1,0 +1,169 @@
+"""Heads that do not begin anew, that speak through their target, and which of them is kept."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from teaching_model import save_teaching_model
+
+from draft_service.eagle.checkpoint import load_head
+from draft_service.eagle.target_checkpoint import TargetCheckpoint
+from draft_service.training import run
+from draft_service.training.budget import Budget
+from draft_service.training.building import head_config, head_to_begin_with, new_head
+from draft_service.training.config import TrainingConfig
+from draft_service.training.corpus import Corpus
+from draft_service.training.loss import soft_cross_entropy
+from draft_service.training.run import train_head
+from draft_service.training.run_folder import RunFolder
+from draft_service.training.trainer import Trainer
+from draft_service.training.validation import Acceptance
+from outrider.settings import SettingsError
+from outrider.teaching import TeacherFacts, TeacherSettings, TeacherWeights, WrittenText, load_teacher
+
+FACTS = TeacherFacts("m", 50, 16, 24, 6, 4, 2, 4, 128, 1e-5, {"rope_type": "default", "rope_theta": 1e4}, "print")
+SMALL: dict[str, Any] = {
+    "dtype": "float32",
+    "tokens": "1k",
+    "max_length": 96,
+    "max_prompt": 32,
+    "batch_tokens": 512,
+    "vocabulary": 100,
+    "steps": 2,
+    "epochs": 2.0,
+    "validation": 4,
+}
+COMMAND = ("outrider", "train-head")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder: Path = save_teaching_model(tmp_path_factory.mktemp("target"))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def first(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A head of two layers, with its own lm_head."""
+    out = tmp_path_factory.mktemp("first") / "head"
+    return train_head(TrainingConfig(model=str(model), out=str(out), layers=2, **SMALL), COMMAND)
+
+
+def text_of(head: Path) -> str:
+    return str(head.with_name("head.run") / "text")
+
+
+def record_of(head: Path) -> dict[str, Any]:
+    record: dict[str, Any] = json.loads((head / "training.json").read_text())
+    return record
+
+
+def test_training_goes_on_from_a_head_on_text_that_is_there(model: Path, first: Path, tmp_path: Path) -> None:
+    settings = SMALL | {"init": str(first), "text": text_of(first)}
+    head = train_head(TrainingConfig(model=str(model), out=str(tmp_path / "head"), **settings), COMMAND)
+    before, after = record_of(first), record_of(head)
+    assert after["text"] == before["text"]
+    assert not any((tmp_path / "head.run" / "text").glob("*"))
+    # Shape and token map are those of the head, whatever the settings for new ones say.
+    assert after["parameters"] == before["parameters"]
+    maps = [load_file(folder / "model.safetensors")["d2t"].tolist() for folder in (first, head)]
+    assert maps[0] == maps[1]
+    assert after["validations"][0]["mean_length"] == pytest.approx(before["acceptance"]["mean_length"], abs=1e-3)
+    assert after["finished"]
+
+
+def test_a_head_to_begin_with_must_be_there(model: Path, tmp_path: Path) -> None:
+    teacher = load_teacher("local", TeacherSettings(str(model), "cpu", "float32"))
+    config = TrainingConfig(model=str(model), out=str(tmp_path / "head"), init="./nowhere")
+    with pytest.raises(SettingsError, match="nowhere"):
+        head_to_begin_with(config, teacher.facts)
+
+
+def test_a_tied_head_is_trained_without_its_lm_head_and_saved_without_it(
+    model: Path, first: Path, tmp_path: Path
+) -> None:
+    settings = SMALL | {"tied": True, "layers": 2, "intermediate": 96, "text": text_of(first)}
+    folder = train_head(TrainingConfig(model=str(model), out=str(tmp_path / "head"), **settings), COMMAND)
+    assert not any("lm_head" in name or "embed" in name for name in load_file(folder / "model.safetensors"))
+    target = TargetCheckpoint(model)
+    head = load_head(folder, target=target)
+    assert (head.config.tied_lm_head, head.config.num_layers, head.config.intermediate_size) == (True, 2, 96)
+    assert head.token_ids is not None
+    torch.testing.assert_close(head.lm_head.weight, target.lm_head()[head.token_ids])
+    others = (weights for name, weights in head.named_parameters() if not name.startswith(("embed", "lm_head")))
+    assert record_of(folder)["parameters"] == sum(weights.numel() for weights in others)
+    # And it is a head to go on from.
+    settings = SMALL | {"init": str(folder), "text": text_of(first)}
+    train_head(TrainingConfig(model=str(model), out=str(tmp_path / "more" / "head"), **settings), COMMAND)
+    assert not any("lm_head" in name for name in load_file(tmp_path / "more" / "head" / "model.safetensors"))
+
+
+def test_a_tied_head_begins_with_the_law_of_one_that_is_not(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    embedding, lm_head = (torch.randn(50, 16, generator=generator) for _ in range(2))
+    states, tokens = torch.randn(3, 48, generator=generator), np.arange(0, 50, 2)
+    heads = []
+    for tied in (False, True):
+        shape = head_config(TrainingConfig(out=str(tmp_path / "head"), tied=tied), FACTS, 25)
+        heads.append(new_head(shape, tokens, TeacherWeights(embedding, lm_head), seed=1))
+    laws = [head.logits(head.norm(head.project(states))) for head in heads]
+    torch.testing.assert_close(*laws)
+    assert [head.lm_head.weight.requires_grad for head in heads] == [True, False]
+
+
+def test_a_tied_head_is_as_wide_as_its_target(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="--tied"):
+        TrainingConfig(out=str(tmp_path / "head"), tied=True, hidden=8)
+
+
+def test_text_that_is_nowhere_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="no folder"):
+        TrainingConfig(out=str(tmp_path / "head"), text=str(tmp_path / "text"))
+
+
+def test_the_loss_teaches_rows_alike_whether_the_lm_head_learns_or_not() -> None:
+    torch.manual_seed(0)
+    spoken, lm_head, probs = torch.randn(6, 4), torch.randn(9, 4), torch.rand(3, 9)
+    grads = []
+    for learns in (True, False):
+        rows = spoken.clone().requires_grad_()
+        weight = lm_head.clone().requires_grad_(learns)
+        loss = soft_cross_entropy(rows, weight, probs, torch.tensor([0, 1, 2, 0, 1, 2]), torch.ones(6)).total
+        loss.backward()  # type: ignore[no-untyped-call]
+        assert (weight.grad is not None) is learns
+        grads.append(rows.grad)
+    torch.testing.assert_close(*grads)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "fraction", "kept"),
+    [((1.0, 2.0), 0.5, True), ((2.0, 1.9), 0.5, False), ((2.0, 1.9), 1.0, True)],
+    ids=["better", "worse", "at the end"],
+)
+def test_a_run_that_is_killed_leaves_its_best_head(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lengths: tuple[float, ...], fraction: float, kept: bool
+) -> None:
+    config = TrainingConfig(out=str(tmp_path / "head"))
+    saved: list[str] = []
+    monkeypatch.setattr(run, "training_record", lambda *_: {})
+    monkeypatch.setattr(run, "save_head", lambda *_, **__: saved.append("head"))
+    folder = RunFolder(config)
+    corpus = Corpus(tmp_path / "text")
+    corpus.add([WrittenText(0, (1, 2, 3), 1, 0.0)], 0)
+    course = run._Course(config, COMMAND, Budget(0.0), folder, corpus.load(), np.zeros(4, np.int64))
+    progress = SimpleNamespace(fraction=fraction, validations=[{"mean_length": length} for length in lengths])
+    shape = SimpleNamespace(hidden_size=1, target_hidden_size=1)
+    trainer = SimpleNamespace(
+        progress=progress, head=SimpleNamespace(config=shape), state=lambda: ({"a": torch.ones(1)}, {})
+    )
+    course._save(cast(Trainer, trainer), Acceptance(1, (0.0,), (0.0,), lengths[-1], 1.0))
+    assert bool(saved) is kept
+    # Whatever comes of it, the run can go on.
+    assert folder.checkpoint() is not None

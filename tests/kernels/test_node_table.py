@@ -1,0 +1,547 @@
+"""Rows that the device chooses: the rule, what its reference makes of it, and the kernels against that."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernel_worker import INTERPRETED, work
+from random_steps import integers, random_step
+from random_tables import (
+    CASES,
+    LAST_POSITION,
+    MAX_SEQUENCES,
+    PASSES,
+    Case,
+    given_for,
+    moved_on,
+    random_tree,
+    random_verdicts,
+    run_pass,
+    said_by,
+    table_for,
+)
+
+from tree_kernels import _torch_node_table, lookup_costs
+from tree_kernels._torch_node_table import Candidate, Chain, Nodes, best, bound_for, candidates, look_up, nodes_of, walk
+from tree_kernels.device_verification import Verdicts
+from tree_kernels.feeding import StepIntegers
+from tree_kernels.lookup_costs import COST_OF_HALVING
+from tree_kernels.node_table import (
+    BLOCK,
+    KEPT,
+    KEYS_PER_COST,
+    LONGEST,
+    LOOKUP,
+    MAX_PATH,
+    MEND_EXCHANGED,
+    MEND_INSERTED,
+    MOST_COST,
+    NO_KEY,
+    NODES,
+    PROSPECTS,
+    SAID,
+    SAID_TOKENS,
+    TABLE,
+    NodeTable,
+    longest_run,
+    preorder,
+)
+from tree_kernels.verification import match_walk
+from tree_kernels.verification_records import RECORD, ROWS
+
+WORKER = "node_table_worker.py"
+Path = tuple[int, ...]
+SEEDS = st.integers(0, 2**32)
+
+
+@pytest.mark.parametrize(
+    ("text", "run", "behind"),
+    [
+        # The longer of two runs, though it is not the last.
+        ([1, 2, 3, 9, 2, 3, 4, 5, 1, 2, 3], 3, [9, 2]),
+        # Of equally long ones the last.
+        ([7, 1, 8, 1, 9, 1], 1, [9, 1]),
+        ([5, 1, 2, 1, 2], 2, [1, 2]),
+        ([3, 3], 1, [3]),
+        # Nothing stood there before.
+        ([1, 2, 3], 0, [3]),
+        ([4], 0, [4]),
+    ],
+)
+def test_what_is_looked_up(text: list[int], run: int, behind: list[int]) -> None:
+    found = longest_run(text)
+    assert found.length == run and text[found.end :][: len(behind)] == behind
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=60))
+def test_it_is_a_longest_run(text: list[int]) -> None:
+    found = longest_run(text)
+    runs = [
+        max(run for run in range(LONGEST + 1) if run <= j + 1 and text[j + 1 - run : j + 1] == text[len(text) - run :])
+        for j in range(len(text) - 1)
+    ]
+    assert found.length == max(runs, default=0)
+    if found.length:
+        assert found.end == max(range(len(runs)), key=lambda j: (runs[j], j)) + 1
+
+
+def test_a_chain_goes_on_with_itself_and_costs_by_its_run() -> None:
+    chain = look_up([5, 1, 2, 1, 2], 5)
+    assert chain == Chain([1, 2, 1, 2, 1], lookup_costs.FIRST_COST[2], lookup_costs.NEXT_COST[2])
+    assert look_up([1, 2, 3], 5) == look_up([1, 1], 0) == Chain([], 0, 0)
+    # A cost is of the chance that it is right.
+    assert lookup_costs.FIRST_COST[2] == round(-COST_OF_HALVING * torch.tensor(lookup_costs.RIGHT[2][0]).log2().item())
+
+
+def test_what_fits() -> None:
+    assert NODES + LOOKUP < 256 and TABLE == 2 + 5 * NODES and BLOCK == 1 + TABLE
+    assert SAID == SAID_TOKENS + (MAX_PATH + 1) + MAX_PATH and KEPT == 63
+    assert 8 + len(PROSPECTS) <= SAID_TOKENS and PROSPECTS[-1] <= KEPT
+    with pytest.raises(ValueError, match="16"):
+        NodeTable(torch.zeros(4).int(), 4, 9, max_sequences=1, max_passes=1, lookup_tokens=16)
+    with pytest.raises(ValueError, match="241"):
+        preorder([0] * 241, [0] * 241, [0] * 241, 1)
+
+
+def test_a_table_by_hand() -> None:
+    """Children keep their order, and each is followed by all that is below it."""
+    table = preorder([9, 4, 5, 6, 7], [-1, 0, 0, 1, 2], [0, 10, 20, 15, 50], 33)
+    assert table[:2].tolist() == [33, 5]
+    assert table[2:].reshape(5, NODES)[:, :5].tolist() == [
+        [9, 4, 6, 5, 7], [0, 0, 1, 0, 3], [5, 3, 3, 5, 5], [0, 1, 2, 1, 2], [0, 10, 15, 20, 50],
+    ]  # fmt: skip
+
+
+def paths_of(tokens: list[int], parents: list[int]) -> list[Path]:
+    """Of every node the tokens on its way down from the root, without the root's."""
+    paths: list[Path] = [()]
+    for i in range(1, len(tokens)):
+        paths.append((*paths[parents[i]], tokens[i]))
+    return paths
+
+
+def tree_of(seed: int) -> tuple[list[int], list[int], list[int]]:
+    rng = random.Random(seed)
+    tokens, parents, costs = random_tree([0], rng.choice([1, 5, 40, NODES]), rng.choice([2, 3, 5]), rng)
+    return tokens, parents, costs
+
+
+@given(SEEDS, st.lists(st.integers(0, 2), max_size=8), st.integers(1, 9))
+def test_a_walk_ends_where_the_text_does(seed: int, said: list[int], base: int) -> None:
+    tokens, parents, costs = tree_of(seed)
+    table = preorder(tokens, parents, costs, base)
+    nodes = nodes_of(torch.from_numpy(table))
+    assert nodes is not None
+    costs_by_path = dict(zip(paths_of(tokens, parents), costs, strict=True))
+    place = walk(nodes, [1] * base + said, base - 1 + len(said))
+    assert (place >= 0) == (tuple(said) in costs_by_path)
+    if place >= 0:
+        assert nodes.costs[place] == costs_by_path[tuple(said)] and nodes.depths[place] == len(said)
+    # Of a text that has not come that far, or is farther than any node.
+    assert walk(nodes, [1] * (base - 1), base - 2) == -1
+    assert walk(nodes, [0] * 400, base - 1 + NODES) == -1
+
+
+def wanted_below(seed: int, walked: int, chain: Chain) -> tuple[dict[Path, int], list[Candidate], list[Path]]:
+    """What may follow a node of a random tree, as costs by paths, and what the reference says, with its paths."""
+    tokens, parents, costs = tree_of(seed)
+    nodes = nodes_of(torch.from_numpy(preorder(tokens, parents, costs, 1)))
+    assert nodes is not None
+    every = paths_of(nodes.tokens, nodes.parents)
+    place = walked % len(every) if walked >= 0 else -1
+    wanted: dict[Path, int] = {}
+    if place >= 0:
+        depth = len(every[place])
+        for path, cost in zip(every, nodes.costs, strict=True):
+            if path[:depth] == every[place] and depth < len(path) <= depth + MAX_PATH:
+                wanted[path[depth:]] = cost - nodes.costs[place]
+    spent = above = 0
+    for k, token in enumerate(chain.tokens):
+        edge = chain.following if k else chain.first
+        spent, path = spent + edge, (*chain.tokens[:k], token)
+        above = min(wanted[path], spent) if path in wanted else above + edge
+        wanted[path] = above
+    # What is before it makes no difference.
+    found = candidates(nodes, place, chain, nodes.parents[place] if place > 0 else -1)
+    return wanted, found, paths_down(found)
+
+
+def paths_down(found: list[Candidate]) -> list[Path]:
+    """Of every candidate the tokens on its way down from the present root."""
+    by_number = {one.number: one for one in found}
+    assert len(by_number) == len(found)
+
+    def path_of(one: Candidate) -> Path:
+        return (*(path_of(by_number[one.parent]) if one.parent >= 0 else ()), one.token)
+
+    return [path_of(one) for one in found]
+
+
+CHAINS = st.builds(
+    Chain, st.lists(st.integers(0, 2), max_size=LOOKUP), st.sampled_from([40, 2000, 9000]), st.sampled_from([7, 3000])
+)
+
+
+@given(SEEDS, st.integers(-1, NODES), CHAINS)
+def test_candidates_are_what_hangs_below_and_the_chain(seed: int, walked: int, chain: Chain) -> None:
+    wanted, found, paths = wanted_below(seed, walked, chain)
+    assert {path: one.cost for path, one in zip(paths, found, strict=True)} == wanted
+    # Paths are told apart, so that siblings' tokens are.
+    assert len(wanted) == len(found) and all(one.depth == len(path) for one, path in zip(found, paths, strict=True))
+
+
+@given(SEEDS, st.integers(-1, NODES), CHAINS, st.integers(0, 80))
+def test_the_best_are_the_cheapest_and_have_their_parents(seed: int, walked: int, chain: Chain, limit: int) -> None:
+    _, found, _ = wanted_below(seed, walked, chain)
+    check_best(found, limit)
+
+
+def check_best(found: list[Candidate], limit: int) -> None:
+    kept = best(found, limit)
+    affordable = [one for one in found if one.cost < MOST_COST]
+    assert len(kept) == min(limit, KEPT, len(affordable))
+    assert [one.key for one in kept] == sorted(one.key for one in affordable)[: len(kept)]
+    numbers = [-1] + [one.number for one in kept]
+    assert all(one.parent in numbers[: 1 + rank] for rank, one in enumerate(kept))
+
+
+@given(SEEDS, st.integers(0, NODES), CHAINS, st.integers(0, 80))
+def test_a_tree_is_mended(seed: int, walked: int, chain: Chain, limit: int) -> None:
+    """Behind a token that is no child of a node: what its likeliest child has below it, its children, and the chain."""
+    nodes = nodes_of(torch.from_numpy(preorder(*tree_of(seed), 1)))
+    assert nodes is not None
+    every = paths_of(nodes.tokens, nodes.parents)
+    costs = dict(zip(every, nodes.costs, strict=True))
+    before = every[walked % len(every)]
+    children = [path for path in every if path[:-1] == before and path]
+    # By paths in the table.
+    wanted = {path: (path[-1:], costs[path] - costs[before] + MEND_INSERTED) for path in children}
+    if children:
+        # Of equally likely ones the first.
+        likeliest = min(children, key=lambda path: costs[path])
+        depth = len(likeliest)
+        for path in every:
+            if path[:depth] == likeliest and depth < len(path) <= depth + MAX_PATH:
+                assert path not in wanted
+                wanted[path] = path[depth:], costs[path] - costs[likeliest] + MEND_EXCHANGED
+    found = candidates(nodes, -1, chain, walked % len(every))
+    paths = paths_down(found)
+    mended = {every[one.number]: (path, one.cost) for one, path in zip(found, paths, strict=True) if one.number < NODES}
+    assert mended == wanted
+    chained = [(path, one.cost) for one, path in zip(found, paths, strict=True) if one.number >= NODES]
+    assert chained == [
+        (tuple(chain.tokens[: k + 1]), chain.first + k * chain.following) for k in range(len(chain.tokens))
+    ]
+    assert all(one.depth == len(path) for one, path in zip(found, paths, strict=True))
+    check_best(found, limit)
+
+
+def test_what_mending_costs() -> None:
+    assert round(-COST_OF_HALVING * torch.tensor(0.3).double().log2().item()) == MEND_EXCHANGED
+    assert MEND_INSERTED == MEND_EXCHANGED + COST_OF_HALVING
+
+
+@given(SEEDS, st.integers(0, NODES), CHAINS)
+def test_a_walk_tolerates_siblings_that_say_the_same(seed: int, walked: int, chain: Chain) -> None:
+    nodes = nodes_of(torch.from_numpy(preorder(*tree_of(seed), 1)))
+    assert nodes is not None
+    kept = best(candidates(nodes, -1, chain, walked % len(nodes.tokens)), KEPT)
+    rows = {-1: 0} | {one.number: 1 + rank for rank, one in enumerate(kept)}
+    tokens, parents = [9, *(one.token for one in kept)], [0, *(rows[one.parent] for one in kept)]
+    rng = random.Random(seed)
+    choices = [rng.randrange(3) for _ in tokens]
+    found = match_walk(parents, tokens, lambda _, depth: choices[depth])
+    accepted = len(found.accepted_rows)
+    assert [tokens[row] for row in found.accepted_rows] == choices[:accepted] and found.next_token == choices[accepted]
+    assert [parents[row] for row in found.accepted_rows] == [0, *found.accepted_rows][:accepted]
+    # The first of them, and so the likeliest.
+    assert all(
+        row == min(i for i in range(1, len(tokens)) if (parents[i], tokens[i]) == (parents[row], tokens[row]))
+        for row in found.accepted_rows
+    )
+
+
+@given(st.lists(st.integers(0, 40), max_size=30), st.integers(0, 40))
+def test_a_bound_is_the_largest_with_room(keys: list[int], room: int) -> None:
+    bound = bound_for(keys, room)
+    assert sum(key < bound for key in keys) <= room
+    assert bound == NO_KEY or sum(key <= bound for key in keys) > room
+
+
+@settings(deadline=None, max_examples=40)
+@given(SEEDS, st.sampled_from(CASES))
+def test_steps_are_laid_out_as_trees(seed: int, case: Case) -> None:
+    case = case._replace(longest=min(case.longest, 300))
+    given = given_for(case, seed)
+    step, table = given.step, table_for(case, given.tokens, "torch")
+    table.accepted.zero_()
+    table.graft(given.frame, given.growths)
+    table.begin(step, given.awaited, given.moves)
+    rng = random.Random(seed)
+    for _ in range(PASSES):
+        check_layout(step, table, case)
+        run_pass(table, step, random_verdicts(step, case.vocabulary, rng))
+    check_layout(step, table, case)
+
+
+def check_layout(step: StepIntegers, table: NodeTable, case: Case) -> None:
+    """Every sequence's rows are a tree, within what it may get, and its keys follow its prefix."""
+    assert step.parents is not None and step.causal is not None and not step.causal.any()
+    starts = step.query_starts.tolist()
+    assert starts[-1] <= case.rows_in_all
+    dearest, given_up = [-1], [NO_KEY]
+    for b, (first, end) in enumerate(itertools.pairwise(starts)):
+        assert (end > first) == (case.rows[b] > 0)
+        if end == first:
+            continue
+        assert end - first <= min(case.rows[b], KEPT + 1)
+        parents, tokens = step.parents[first:end].tolist(), step.token_ids[first:end].tolist()
+        paths = paths_of(tokens, parents)
+        # Of a tree that is mended beside a chain, siblings may say the same.
+        assert len(set(paths)) == len(paths) or table.ages[b] < 0
+        assert all(parent < i for i, parent in enumerate(parents) if i)
+        prefix = int(step.prefix_lengths[b])
+        assert step.positions[first:end].tolist() == [min(prefix + len(path), LAST_POSITION) for path in paths]
+        assert max(map(len, paths)) <= MAX_PATH
+        keys = torch.arange(prefix, prefix + end - first)
+        pages = step.page_table[int(step.page_starts[b]) :][keys // case.page_size]
+        assert step.slots[first:end].tolist() == (pages * case.page_size + keys % case.page_size).tolist()
+        assert set(step.owners[first:end].tolist()) == {b}
+        record = step.parameters[b * RECORD : (b + 1) * RECORD].tolist()
+        assert record[:2] == [first, end - first] and record[3] == 0
+        taken = end - first - 1
+        dearest += table.keys[b, :taken].tolist()
+        given_up += table.keys[b, taken:].tolist()
+    # No row was given up for a dearer one.
+    assert max(dearest) < min(given_up)
+    free = slice(starts[-1], None)
+    assert not step.token_ids[free].any() and not step.positions[free].any() and not step.parents[free].any()
+    assert set(step.slots[free].tolist()) | set(step.owners[free].tolist()) <= {-1}
+
+
+def one_sequence(rows: int, prefix: int) -> tuple[StepIntegers, torch.Tensor]:
+    """A step of one root behind so many keys, and its text, in which no token comes twice."""
+    generator = torch.Generator().manual_seed(1)
+    step = random_step([1], 4, generator, longest=prefix + 1, room=260, rows_in_all=rows)
+    step.prefix_lengths[0] = prefix
+    step.parameters[ROWS] = rows
+    step.parameters[2] = 0
+    step.token_ids[0] = 500
+    pages = int(step.page_table.max()) + 1
+    return step, torch.arange(1000, 1000 + 4 * pages).int()
+
+
+@settings(deadline=None, max_examples=40)
+@given(SEEDS)
+def test_a_tree_keeps_what_hangs_below_what_was_said(seed: int) -> None:
+    rng = random.Random(seed)
+    tokens, parents, costs = random_tree([500], 150, 4, rng)
+    by_path = dict(zip(paths_of(tokens, parents), costs, strict=True))
+    # Its vocabulary is not the text's, so that nothing is looked up at first.
+    step, text = one_sequence(64, 20)
+    case = Case(4, [64], 64, 20, 4, 0)
+    table = table_for(case, text, "torch")
+    graft(table, (tokens, parents, costs, 21))
+    table.begin(step, torch.zeros(1).int(), torch.zeros(1).int())
+    said: Path = ()
+    for turn in range(PASSES):
+        below = {path[len(said) :]: cost - by_path[said] for path, cost in by_path.items() if path[: len(said)] == said}
+        assert step.parents is not None
+        rows = int(step.query_starts[1])
+        laid_out = paths_of(step.token_ids[:rows].tolist(), step.parents[:rows].tolist())
+        assert {*laid_out} <= {*below}
+        affordable = sorted(cost for path, cost in below.items() if cost < MOST_COST and len(path) <= MAX_PATH)
+        assert sorted(below[path] for path in laid_out) == affordable[:64]
+        verdicts = random_verdicts(step, 4, rng)
+        count = int(verdicts.accepted_counts[0])
+        path = verdicts.accepted_rows[:count].tolist()
+        token = int(verdicts.next_tokens[0])
+        # The promise is of all rows' chances.
+        chances = [2 ** (-below[each] / COST_OF_HALVING) * 1024 for each in laid_out[1:]]
+        run_pass(table, step, verdicts)
+        figures = table.said[0, turn, :SAID_TOKENS].tolist()
+        assert figures[:3] == [count, rows - 1, rows - 1] and figures[4:7] == [0, count, len(said)]
+        assert figures[7] == figures[3] and figures[8 + len(PROSPECTS) :] == [0, 0]
+        for promised, best_rows in zip(figures[7 : 8 + len(PROSPECTS)], (KEPT, *PROSPECTS), strict=True):
+            wanted = sum(chances[:best_rows])
+            assert wanted * 0.999 - 1 <= promised <= wanted * 1.011 + 1
+        deepest = laid_out[path[-1]] if path else ()
+        assert said_by(table, 0, turn)[SAID_TOKENS:] == [*deepest, token, *path]
+        said = (*said, *deepest, token)
+        if said not in by_path:
+            break
+    assert int(table.passes[0]) == turn + 1 and int(table.accepted[0]) <= len(said)
+
+
+@pytest.mark.parametrize(
+    ("fed", "age", "rows"),
+    [
+        # (parent, token) of the rows behind the root. The table holds 6.
+        (6, 1, [(0, 7), (0, 8)]),
+        # In place of 6, the likeliest, or before it and the two beside it; 7 comes twice.
+        (4, -1, [(0, 7), (0, 8), (0, 6), (0, 5), (0, 7)]),
+    ],
+)
+def test_mending_by_hand(fed: int, age: int, rows: list[tuple[int, int]]) -> None:
+    step, text = one_sequence(64, 20)
+    step.token_ids[0] = fed
+    # The token before the root.
+    text[int(step.page_table[int(step.page_starts[0]) + 19 // 4]) * 4 + 19 % 4] = 500
+    table = table_for(Case(4, [64], 64, 20, 4, 0), text, "torch")
+    tokens, parents = [500, 5, 6, 7, 7, 8, 1], [-1, 0, 0, 0, 2, 2, 1]
+    graft(table, (tokens, parents, [0, 300, 200, 400, 300, 350, 900], 20))
+    table.begin(step, torch.zeros(1).int(), torch.zeros(1).int())
+    assert step.parents is not None
+    end = int(step.query_starts[1])
+    found = list(zip(step.parents[1:end].tolist(), step.token_ids[1:end].tolist(), strict=True))
+    assert found == rows and int(table.ages[0]) == age
+    costs = [100, 150]
+    if age < 0:
+        costs = [MEND_EXCHANGED + cost for cost in costs] + [MEND_INSERTED + cost for cost in (200, 300, 400)]
+    assert (table.keys[0, : end - 1] // KEYS_PER_COST).tolist() == costs
+    verdicts = Verdicts.over(torch.zeros(2 * MAX_SEQUENCES + 64).int(), MAX_SEQUENCES)
+    run_pass(table, step, verdicts)
+    assert table.said[0, 0, [1, 2, 6]].tolist() == [len(rows), len(rows), age]
+    # Of two tokens that were not foreseen nothing is left.
+    if age < 0:
+        assert int(step.query_starts[1]) == 1 and int(table.ages[0]) == -1
+
+
+def graft(table: NodeTable, *trees: tuple[list[int], list[int], list[int], int]) -> None:
+    """Give the step's sequences these tables, in slots of the same order."""
+    places = [b if b < len(trees) else -1 for b in range(MAX_SEQUENCES)]
+    blocks = [[b, *preorder(*tree).tolist()] for b, tree in enumerate(trees)]
+    table.graft(torch.tensor([len(trees), *places, *itertools.chain(*blocks)]).int(), len(trees))
+
+
+@pytest.mark.parametrize(
+    ("edges", "lengths", "rows_in_all", "laid_out"),
+    [
+        # Costs 100 to 500 of the one, 300 of the other.
+        ((100, 300), (5, 5), 8, (6, 2)),
+        ((300, 100), (5, 5), 8, (2, 6)),
+        ((100, 300), (5, 5), 12, (6, 6)),
+        ((100, 100), (5, 1), 8, (6, 2)),
+        # Of equally likely rows both or none.
+        ((100, 100), (5, 5), 7, (3, 3)),
+        ((100, 100), (1, 1), 3, (1, 1)),
+        ((100, 100), (5, 5), 2, (1, 1)),
+    ],
+)
+def test_the_likelier_rows_of_all_sequences(
+    edges: tuple[int, int], lengths: tuple[int, int], rows_in_all: int, laid_out: tuple[int, int]
+) -> None:
+    step = random_step([1, 1], 4, torch.Generator().manual_seed(3), longest=9, room=260, rows_in_all=rows_in_all)
+    step.parameters.view(-1, RECORD)[:, ROWS] = 64
+    step.token_ids[:2] = torch.tensor([50, 60])
+    text = torch.arange(1000, 1000 + 4 * (int(step.page_table.max()) + 1)).int()
+    table = table_for(Case(4, [64, 64], rows_in_all, 9, 4, 0), text, "torch")
+    bases = (step.prefix_lengths + 1).tolist()
+    every = [list(range(1 + length)) for length in lengths]
+    graft(
+        table,
+        *(
+            (chain, [i - 1 for i in chain], [edge * i for i in chain], base)
+            for chain, edge, base in zip(every, edges, bases, strict=True)
+        ),
+    )
+    table.begin(step, torch.zeros(1).int(), torch.zeros(1).int())
+    assert step.query_starts.tolist() == [0, laid_out[0], sum(laid_out)]
+
+
+def test_limits() -> None:
+    """A sequence that may have its root alone gets no more, and none gets more than 64 rows."""
+    for rows, laid_out in ((1, 1), (2, 2), (64, 64), (200, 64)):
+        step, text = one_sequence(100, 20)
+        step.parameters[ROWS] = rows
+        table = table_for(Case(4, [rows], 100, 20, 4), text, "torch")
+        graft(table, (list(range(90)), [-1] + [0] * 89, [0] + [500] * 89, 21))
+        table.begin(step, torch.zeros(1).int(), torch.zeros(1).int())
+        assert int(table.limits[0]) == rows - 1 and step.query_starts.tolist() == [0, laid_out]
+
+
+def test_deep_rows_are_left_out() -> None:
+    step, text = one_sequence(100, 20)
+    step.parameters[ROWS] = 100
+    table = table_for(Case(4, [100], 100, 20, 4), text, "torch")
+    deep = range(60)
+    graft(table, ([i % 7 for i in deep], [i - 1 for i in deep], list(deep), 21))
+    table.begin(step, torch.zeros(1).int(), torch.zeros(1).int())
+    assert step.query_starts.tolist() == [0, 1 + MAX_PATH]
+
+
+def test_what_is_refused() -> None:
+    step, text = one_sequence(8, 20)
+    table = table_for(Case(4, [8], 8, 20, 4), text, "torch")
+    bare = StepIntegers(*(getattr(step, name) for name in step.__slots__[:9]))
+    nothing = torch.zeros(2 * MAX_SEQUENCES + 8).int()
+    with pytest.raises(ValueError, match="parents"):
+        table.begin(bare, nothing)
+    with pytest.raises(ValueError, match="parents"):
+        table.go_on(bare, Verdicts.over(nothing, MAX_SEQUENCES))
+    with pytest.raises(ValueError, match=f"{1 + MAX_SEQUENCES + BLOCK}"):
+        table.graft(integers(torch.Generator(), 0, 1, 1 + MAX_SEQUENCES), 1)
+
+
+def test_getting_ready_leaves_what_is_there() -> None:
+    step, text = one_sequence(8, 20)
+    step.query_starts.zero_()
+    table = table_for(Case(4, [8], 8, 20, 4), text, "torch")
+    before = [each.clone() for each in (table.said, table.tables, table.passes, table.places)]
+    table.warm_up(step)
+    assert all(map(torch.equal, before, (table.said, table.tables, table.passes, table.places)))
+
+
+def test_random_cases_are_what_they_should_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Walks go on, tables are left and mended, and nodes are laid out beside chains and accepted."""
+    mended: list[tuple[int, int, int, bool]] = []
+
+    def watched(nodes: Nodes | None, root: int, chain: Chain, before: int = -1) -> list[Candidate]:
+        found = candidates(nodes, root, chain, before)
+        if nodes is not None and before >= 0:
+            own = [one for one in best(found, KEPT) if one.number < NODES]
+            beside = any(one.number >= NODES for one in found)
+            mended.append((nodes.depths[before], len(own), max((one.depth for one in own), default=0), beside))
+        return found
+
+    monkeypatch.setattr(_torch_node_table, "candidates", watched)
+    said: list[list[int]] = []
+    for place, case in enumerate(CASES):
+        for passes in moved_on(case, place, "torch")[1 + PASSES : -3]:
+            assert isinstance(passes, list)
+            said += passes
+    assert any(one[6] > 5 for one in said) and any(one[6] < 0 for one in said)
+    assert any(0 < one[2] < one[1] for one in said) and any(one[5] > 0 for one in said)
+    assert any(one[6] < 0 < one[5] for one in said)
+    # The token before stands at the table's root or far below it, and is a leaf or not; with a chain or none.
+    for deep, leaf, chained in itertools.product((False, True), repeat=3):
+        assert any((d > 5, not rows, beside) == (deep, leaf, chained) for d, rows, _, beside in mended)
+    assert any(d == 0 and rows > 5 for d, rows, *_ in mended) and any(depth > 3 for _, _, depth, _ in mended)
+
+
+def check(found: list[object]) -> None:
+    for place, (case, one) in enumerate(zip(CASES, found, strict=True)):
+        assert one == moved_on(case, place, "torch")
+
+
+def test_the_kernels_choose_the_same() -> None:
+    pytest.importorskip("triton")
+    check(work(WORKER, **INTERPRETED))
+
+
+def test_the_kernels_compile_for_a_gpu() -> None:
+    """With what steps of one and of 256 sequences are launched with; a program has 227 KB of shared memory."""
+    pytest.importorskip("triton")
+    needed = work("node_table_compiling_worker.py", TRITON_INTERPRET="0")
+    assert len(needed) > 12 and max(needed.values()) < 227 << 10
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_kernels_choose_the_same_on_a_gpu() -> None:
+    check(work(WORKER, TRITON_INTERPRET="0"))

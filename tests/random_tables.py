@@ -1,0 +1,227 @@
+"""Steps of random sequences with random tables of drafted nodes, and what moving them on makes of them."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterable
+from typing import Literal, NamedTuple
+
+import torch
+from random_steps import DEVICE, integers, random_step
+
+from tree_kernels.device_verification import Verdicts
+from tree_kernels.feeding import StepIntegers
+from tree_kernels.node_table import LOOKUP, NODES, SAID_ROWS, SAID_TOKENS, TABLE, NodeTable, preorder
+from tree_kernels.verification_records import MODE, RECORD, ROWS, Mode
+
+MAX_SEQUENCES = 8
+PASSES = 3
+LAST_POSITION = 200
+
+
+class Case(NamedTuple):
+    """`rows` that each sequence may have, `longest` keys before a root, and `vocabulary` tokens in use: few tokens make
+    long walks, long runs and chains that coincide with nodes."""
+
+    page_size: int
+    rows: list[int]
+    rows_in_all: int
+    longest: int
+    vocabulary: int
+    lookup_tokens: int = LOOKUP
+
+
+CASES = (
+    Case(1, [64], 64, 40, 3),
+    Case(4, [8, 0, 8, 1], 16, 90, 2),
+    Case(16, [64] * 5, 96, 300, 3),
+    Case(16, [64] * 4, 300, 600, 20),
+    Case(64, [64, 100], 128, 9000, 2),
+    Case(16, [64, 16], 64, 30, 1000),
+    Case(16, [64, 1, 64, 0, 16, 9, 3], 8, 300, 4),
+    Case(16, [64] * 5, 40, 60, 2, 0),
+    Case(4, [64] * 4, 60, 200, 4, 5),
+)
+
+
+class Given(NamedTuple):
+    """A step of roots, the text [slots] int32, what is awaited and by how much it moves [B] int32, and the frame."""
+
+    step: StepIntegers
+    tokens: torch.Tensor
+    awaited: torch.Tensor
+    moves: torch.Tensor
+    frame: torch.Tensor
+    growths: int
+
+
+def text_of(step: StepIntegers, tokens: torch.Tensor, b: int, end: int, page_size: int) -> list[int]:
+    """The tokens fed as a sequence's keys up to `end`."""
+    keys = torch.arange(end)
+    pages = step.page_table.cpu()[int(step.page_starts[b]) :]
+    found: list[int] = tokens.cpu()[(pages[keys // page_size] * page_size + keys % page_size).long()].tolist()
+    return found
+
+
+def random_tree(
+    spine: list[int], count: int, vocabulary: int, rng: random.Random, apart: Iterable[int] = ()
+) -> tuple[list[int], ...]:
+    """Tokens, parents and costs of a tree of up to `count` nodes that begins with a path of these tokens, the root's
+    first. The last of them has no children of the tokens `apart`."""
+    tokens, parents = list(spine), list(range(-1, len(spine) - 1))
+    children: list[set[int]] = [{token} for token in spine[1:]] + [set(apart)]
+    deep = rng.choice([0.1, 0.5, 0.95])
+    for _ in range(2 * count):
+        if len(tokens) >= count:
+            break
+        parent = len(tokens) - 1 if rng.random() < deep else rng.randrange(len(tokens))
+        token = rng.randrange(vocabulary)
+        if token in children[parent]:
+            continue
+        children[parent].add(token)
+        tokens, parents, children = [*tokens, token], [*parents, parent], [*children, set()]
+    dearest = rng.choice([3, 500, 9000, 70000])
+    costs = [0] * len(tokens)
+    for i in range(1, len(tokens)):
+        costs[i] = costs[parents[i]] + rng.randint(1, dearest)
+    return tokens, parents, costs
+
+
+def random_table(text: list[int], vocabulary: int, rng: random.Random) -> list[int]:
+    """[TABLE] for a sequence with this text, its root's token included; of another text now and then. A "lost" one
+    does not hold that token, and where it is a "leaf" nothing beside it either."""
+    kind = rng.choice(["text"] * 5 + ["lost"] * 3 + ["leaf", "ahead", "far", "other", "none"])
+    count, age = rng.choice([4, 30, NODES, NODES]), rng.randrange(min(len(text), 12))
+    if kind == "far":
+        age = rng.randrange(len(text))
+    apart: Iterable[int] = ()
+    if kind in ("lost", "leaf"):
+        # At age 0 there is nothing to lose.
+        age = min(len(text) - 1, rng.choice([1, 1 + age, 40]))
+        apart = range(vocabulary) if kind == "leaf" else text[-1:]
+    base = len(text) - age
+    spine = text[base - 1 :]
+    if kind == "other":
+        spine = spine[:1]
+    if apart and age:
+        spine = spine[:-1]
+    if kind == "ahead":
+        spine, base = [0], len(text) + rng.randint(1, 5)
+    table = preorder(*random_tree(spine[:NODES], max(count, len(spine[:NODES])), vocabulary, rng, apart), base)
+    used = table[1]
+    for array in table[2:].reshape(5, NODES):
+        array[used:] = [rng.randrange(-9, NODES) for _ in array[used:]]
+    if kind == "none":
+        table[1] = 0
+    found: list[int] = table.tolist()
+    return found
+
+
+def given_for(case: Case, seed: int) -> Given:
+    """The same in every process."""
+    generator, rng = torch.Generator().manual_seed(seed), random.Random(seed)
+    roots = [min(1, rows) for rows in case.rows]
+    step = random_step(roots, case.page_size, generator, longest=case.longest, room=260, rows_in_all=case.rows_in_all)
+    records = step.parameters.view(-1, RECORD)
+    records[:, MODE] = torch.arange(len(roots)).int() % 2
+    records[0, MODE] = Mode.COUPLED
+    records[:, ROWS] = torch.tensor(case.rows, dtype=torch.int32)
+    first = list(range(sum(roots)))
+    step.token_ids[first] = integers(generator, 0, case.vocabulary, len(first))
+    # Some are awaited.
+    step.token_ids[first[::2]] = -1 - torch.randperm(MAX_SEQUENCES, generator=generator)[: len(first[::2])].int()
+    slots = (int(step.page_table.max()) + 1) * case.page_size
+    tokens = integers(generator, 0, case.vocabulary, slots)
+    awaited = integers(generator, 0, case.vocabulary, MAX_SEQUENCES)
+    moves = integers(generator, 0, 4, MAX_SEQUENCES)
+    places, blocks = [-1] * MAX_SEQUENCES, [[-1] * (1 + TABLE)]
+    free = rng.sample(range(MAX_SEQUENCES), MAX_SEQUENCES)
+    for b, row in enumerate(step.query_starts[:-1].tolist()):
+        if not roots[b] or rng.random() < 0.15:
+            continue
+        root, moved = int(step.token_ids[row]), 0
+        if root < 0:
+            root, moved = int(awaited[-1 - root]), int(moves[-1 - root])
+        text = [*text_of(step, tokens, b, int(step.prefix_lengths[b]) + moved, case.page_size), root]
+        places[b] = free.pop()
+        blocks.append([places[b], *random_table(text, case.vocabulary, rng)])
+    frame = torch.tensor([len(blocks), *places, *itertools.chain(*blocks)], dtype=torch.int32)
+    return Given(step, tokens, awaited, moves, frame, len(blocks))
+
+
+def table_for(case: Case, tokens: torch.Tensor, backend: Literal["triton", "torch"]) -> NodeTable:
+    """A table whose tensors hold what a launch before may have left there."""
+    table = NodeTable(
+        tokens, case.page_size, LAST_POSITION, max_sequences=MAX_SEQUENCES, max_passes=PASSES,
+        lookup_tokens=case.lookup_tokens, backend=backend,
+    )  # fmt: skip
+    for left in (
+        table.said, table.tables, table.passes, table.limits, table.counts, table.roots, table.ages, table.keys,
+        table.ranked, table.noted, table.all_keys, table.ranks,
+    ):  # fmt: skip
+        left.random_(-3, 1000)
+    return table
+
+
+def random_verdicts(step: StepIntegers, vocabulary: int, rng: random.Random) -> Verdicts:
+    """A random path down each sequence's tree, and a token behind it: often one that has a row too, which no target
+    says, so that walks go on."""
+    starts, parents = step.query_starts.tolist(), (step.parents.tolist() if step.parents is not None else [])
+    verdicts = Verdicts.over(torch.full((2 * MAX_SEQUENCES + len(step.token_ids),), -1).int(), MAX_SEQUENCES)
+    verdicts.accepted_counts.zero_()
+    for b, (first, end) in enumerate(itertools.pairwise(starts)):
+        at, path = 0, []
+        while rng.random() < 0.6:
+            below = [row for row in range(at + 1, end - first) if parents[first + row] == at]
+            if not below:
+                break
+            at = rng.choice(below)
+            path.append(at)
+        below = [first + row for row in range(at + 1, end - first) if parents[first + row] == at]
+        if end > first:
+            likely = below and rng.random() < 0.7
+            token = int(step.token_ids[rng.choice(below)]) if likely else rng.randrange(vocabulary)
+            verdicts.accepted_counts[b], verdicts.next_tokens[b] = len(path), token
+            verdicts.accepted_rows[first : first + len(path)] = torch.tensor(path, dtype=torch.int32)
+    return Verdicts.over(verdicts.tensor.to(step.token_ids.device), MAX_SEQUENCES)
+
+
+def run_pass(table: NodeTable, step: StepIntegers, verdicts: Verdicts) -> None:
+    """What happens to tables and text around a pass that is verified so."""
+    fed = step.slots >= 0
+    table.tokens[step.slots[fed].long()] = step.token_ids[fed]
+    table.keep_accepted(step.token_ids, step.slots, step.parameters, verdicts)
+    table.go_on(step, verdicts)
+
+
+def said_by(table: NodeTable, b: int, turn: int) -> list[int]:
+    """What was said of a pass, without what means nothing."""
+    said: list[int] = table.said[b, turn].tolist()
+    return said[: SAID_TOKENS + said[0] + 1] + said[SAID_ROWS : SAID_ROWS + said[0]]
+
+
+def moved_on(case: Case, seed: int, backend: Literal["triton", "torch"]) -> list[object]:
+    """The step after `begin`, and after each of `PASSES` passes, with what was said by then and the text."""
+    given, device = given_for(case, seed), DEVICE if backend == "triton" else torch.device("cpu")
+    step = StepIntegers(*(getattr(given.step, name).to(device) for name in given.step.__slots__))
+    table = table_for(case, given.tokens.to(device), backend)
+    # Left over from a launch before.
+    table.accepted.copy_(given.moves)
+    table.graft(given.frame.to(device), given.growths)
+    found: list[object] = []
+
+    def note() -> None:
+        found.append([getattr(step, name).tolist() for name in step.__slots__])
+
+    table.begin(step, given.awaited.to(device), given.moves.to(device) if seed % 2 else None)
+    note()
+    rng = random.Random(seed)
+    for _ in range(PASSES):
+        run_pass(table, step, random_verdicts(step, case.vocabulary, rng))
+        note()
+    for b, rows in enumerate(case.rows):
+        if rows:
+            found.append([said_by(table, b, turn) for turn in range(PASSES)])
+    count = len(case.rows)
+    return [*found, table.passes[:count].tolist(), table.accepted[:count].tolist(), table.tokens.tolist()]

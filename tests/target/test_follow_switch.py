@@ -1,0 +1,177 @@
+"""Whether a draft is followed: found out soon where it costs more than it brings, and kept where it brings more."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+import pytest
+
+from target_service.follow_switch import FollowSwitch
+
+ONE_PASS, TOKENS = 6e-3, 3.0
+# Passes without a draft before it is followed.
+ALONE_FIRST = 48
+
+
+@dataclass
+class Engine:
+    """Passes whose tokens vary by `noise` of their mean, and more of them a second by `gain` where a draft is followed:
+    in passes that take as much longer as `longer` says."""
+
+    gain: float
+    noise: float = 0.0
+    longer: float = 1.0
+    seed: int = 0
+    load: int = 1
+    now: float = 100.0
+    # Of each pass, whether it was followed, and its seconds.
+    passes: list[tuple[bool, float]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._dice = random.Random(self.seed)
+        self.switch = FollowSwitch(lambda: self.now)
+
+    def run(self, passes: int = 1 << 30, seconds: float = 1e9) -> list[bool]:
+        """Whether each was followed."""
+        begun, until = len(self.passes), self.now + seconds
+        while len(self.passes) < begun + passes and self.now < until:
+            followed = self.switch.follows(self.load)
+            mean = TOKENS * (self.gain * self.longer if followed else 1.0)
+            shape = 1 / self.noise**2 if self.noise else 0.0
+            tokens = self._dice.gammavariate(shape, mean / shape) if shape else mean
+            took = ONE_PASS * (self.longer if followed else 1.0) * self._dice.lognormvariate(0, 0.02)
+            self.now += took
+            self.switch.observe(self.load, tokens, took, followed=followed)
+            self.passes.append((followed, took))
+        return [followed for followed, _ in self.passes[begun:]]
+
+    def lost(self) -> float:
+        """The share of the tokens that passes would have made without the draft, since the first."""
+        whole = sum(took for _, took in self.passes)
+        made = sum(took * (self.gain if followed else 1.0) for followed, took in self.passes)
+        return 1 - made / whole
+
+
+def first_trial(followed: list[bool]) -> int:
+    """Passes that followed before the first that no longer did; all of them if none did."""
+    begun = followed.index(True)
+    return followed.index(False, begun) - begun if False in followed[begun:] else len(followed)
+
+
+def is_dropped(followed: list[bool]) -> bool:
+    return False in followed[followed.index(True) :]
+
+
+def test_a_load_is_measured_alone_first() -> None:
+    engine = Engine(gain=1.3)
+    assert not engine.switch.follows(1)
+    assert engine.run(passes=200) == [False] * ALONE_FIRST + [True] * (200 - ALONE_FIRST)
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("noise", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("longer", [1.0, 2.0])
+def test_one_that_halves_the_speed_is_dropped_at_once(longer: float, noise: float, seed: int) -> None:
+    engine = Engine(0.5, noise, longer, seed)
+    # What varies more takes longer to see.
+    assert first_trial(engine.run(passes=500)) <= (40 if noise < 1.0 else 96)
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("noise", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("longer", [1.0, 2.0])
+def test_one_that_halves_the_speed_costs_little(longer: float, noise: float, seed: int) -> None:
+    """Of the tokens of a minute."""
+    engine = Engine(0.5, noise, longer, seed)
+    engine.run(seconds=60)
+    assert engine.lost() < 0.03
+
+
+def test_pauses_double() -> None:
+    engine = Engine(0.5)
+    engine.run(seconds=400)
+    pauses: list[float] = []
+    at = last = 0.0
+    for (before, _), (now, took) in zip(engine.passes, engine.passes[1:], strict=False):
+        at += took
+        if before and not now:
+            last = at
+        elif now and not before and last:
+            pauses.append(at - last)
+    assert pauses[:7] == pytest.approx([1.5, 3, 6, 12, 24, 48, 60], abs=0.05)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_one_that_makes_a_little_less_is_dropped_in_time(seed: int) -> None:
+    """Where passes vary so little that it can be told."""
+    assert first_trial(Engine(0.97, 0.02, seed=seed).run(passes=1000)) <= 250
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("noise", [0.05, 0.1, 0.2])
+def test_one_that_makes_more_is_kept(noise: float, seed: int) -> None:
+    assert not is_dropped(Engine(1.3, noise, seed=seed).run(passes=5000))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_one_that_makes_more_is_kept_however_passes_vary(seed: int) -> None:
+    assert not is_dropped(Engine(1.3, 1.0, seed=seed).run(passes=5000))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_one_that_halves_the_speed_is_dropped_after_a_slow_start(seed: int) -> None:
+    """The first pass of all took half a second, as where something is compiled or captured."""
+    engine = Engine(0.5, 0.1, seed=seed)
+    engine.switch.observe(1, TOKENS, 0.5, followed=False)
+    assert first_trial(engine.run(passes=500)) <= 40
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_good_one_after_a_bad_one_is_followed_within_the_pause(seed: int) -> None:
+    engine = Engine(0.5, 0.2, seed=seed)
+    engine.run(seconds=1.0)
+    assert not engine.switch.follows(1)
+    engine.gain = 1.3
+    followed = engine.run(seconds=30.0)
+    assert sum(took for _, took in engine.passes[-len(followed) :][: followed.index(True)]) < 1.55
+    assert not is_dropped(followed)
+
+
+def test_pauses_are_short_again_after_a_good_one() -> None:
+    engine = Engine(0.5)
+    engine.run(seconds=20.0)
+    engine.gain = 1.3
+    engine.run(seconds=40.0)
+    engine.gain = 0.5
+    engine.run(passes=120)
+    assert not engine.switch.follows(1)
+    begun = engine.now
+    engine.now = begun + 1.55
+    assert engine.switch.follows(1)
+
+
+def test_another_draft_is_followed_at_once_and_judged_anew() -> None:
+    engine = Engine(0.5)
+    engine.run(seconds=20.0)
+    assert not engine.switch.follows(1)
+    engine.switch.forget()
+    assert engine.switch.follows(1)
+    # What passes made without one is still known, and the first pause is as short as it was.
+    followed = engine.run(passes=60)
+    assert 30 <= first_trial(followed) <= 40
+    engine.now += 1.5
+    assert engine.switch.follows(1)
+
+
+def test_loads_are_told_apart_by_powers_of_two() -> None:
+    engine = Engine(0.5, load=4)
+    engine.run(passes=100)
+    assert not any(engine.switch.follows(load) for load in (4, 5, 7))
+    engine.load, engine.gain = 8, 1.3
+    assert not engine.switch.follows(8)
+    engine.run(passes=ALONE_FIRST)
+    assert all(engine.switch.follows(load) for load in (8, 11, 15))
+    # Neither says anything of the other, nor of those beyond.
+    assert not any(engine.switch.follows(load) for load in (1, 2, 4, 7, 16))
+    assert all(engine.run(passes=500))

@@ -1,0 +1,138 @@
+"""How a pass is launched: found out by load, and found out anew as it changes."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+import pytest
+
+from target_service.launch_modes import Launch, LaunchModes
+
+AHEAD, HELD = Launch.AHEAD, Launch.HELD
+ONE_PASS, ANSWER = 6e-3, 2e-3
+# Passes of each way before either is chosen.
+TRIAL = 32
+
+
+@dataclass
+class Engine:
+    """Passes that make so many tokens, by the way that they are launched; they vary by `noise` of their mean."""
+
+    tokens: dict[Launch, float]
+    noise: float = 0.3
+    seed: int = 0
+    load: int = 8
+    modes: LaunchModes = field(default_factory=LaunchModes)
+
+    def __post_init__(self) -> None:
+        self._dice = random.Random(self.seed)
+
+    def run(self, passes: int) -> list[Launch]:
+        ways = []
+        for _ in range(passes):
+            way = self.modes.choose(self.load, ANSWER, ONE_PASS)
+            shape = 1 / self.noise**2
+            tokens = self._dice.gammavariate(shape, self.tokens[way] / shape)
+            seconds = ONE_PASS + (ANSWER if way is HELD else 0.0)
+            self.modes.observe(self.load, way, tokens, seconds * self._dice.lognormvariate(0, 0.02))
+            ways.append(way)
+        return ways
+
+
+# Tokens of the two ways where a pass and an answer take 8 ms: those of the first make more a second, then the other's.
+BETTER = {AHEAD: {AHEAD: 3.0, HELD: 3.2}, HELD: {AHEAD: 3.0, HELD: 5.2}}
+
+
+def steady_from(ways: list[Launch], better: Launch, passes: int = 60) -> int:
+    """The first pass from which on so many were launched in the better way."""
+    return next(at for at in range(len(ways) - passes) if set(ways[at : at + passes]) == {better})
+
+
+@pytest.mark.parametrize("forced", Launch)
+def test_what_is_forced_is_chosen(forced: Launch) -> None:
+    modes = LaunchModes(forced)
+    for answer_seconds, pass_seconds in ((ANSWER, ONE_PASS), (ONE_PASS, ONE_PASS), (0.0, ONE_PASS), (ANSWER, 0.0)):
+        assert modes.choose(8, answer_seconds, pass_seconds) is forced
+    for _ in range(200):
+        modes.observe(8, forced, 1.0, ONE_PASS)
+        modes.observe(8, HELD if forced is AHEAD else AHEAD, 9.0, ONE_PASS)
+    assert modes.choose(8, ANSWER, ONE_PASS) is forced
+
+
+@pytest.mark.parametrize(
+    ("answer_seconds", "pass_seconds", "tried"),
+    [
+        (0.59 * ONE_PASS, ONE_PASS, True),
+        (0.61 * ONE_PASS, ONE_PASS, False),
+        (0.0, ONE_PASS, False),
+        (ANSWER, 0.0, False),
+        (0.0, 0.0, False),
+    ],
+)
+def test_none_waits_where_answers_take_long_or_nobody_knows(
+    answer_seconds: float, pass_seconds: float, tried: bool
+) -> None:
+    modes, ways = LaunchModes(), []
+    for _ in range(3000):
+        ways.append(modes.choose(8, answer_seconds, pass_seconds))
+        modes.observe(8, ways[-1], 3.0, ONE_PASS)
+    assert (HELD in ways) is tried
+
+
+def test_one_that_was_better_is_not_chosen_while_answers_take_long() -> None:
+    engine = Engine(BETTER[HELD])
+    assert engine.run(200)[-1] is HELD
+    assert engine.modes.choose(8, ONE_PASS, ONE_PASS) is AHEAD
+    assert engine.modes.choose(8, ANSWER, ONE_PASS) is HELD
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("noise", [0.1, 0.3])
+@pytest.mark.parametrize("better", Launch)
+def test_the_better_way_is_found(better: Launch, noise: float, seed: int) -> None:
+    ways = Engine(BETTER[better], noise, seed).run(8000)
+    assert ways[: 2 * TRIAL].count(HELD) == TRIAL
+    assert steady_from(ways, better) <= 130
+    # And the other is tried seldom, but tried.
+    others = sum(way is not better for way in ways[200:])
+    assert 0 < others <= 0.02 * len(ways[200:])
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("better", Launch)
+def test_the_better_way_is_found_where_passes_vary_by_as_much_as_they_make(better: Launch, seed: int) -> None:
+    """By and large: the other is taken for the better at times, which loses a fifth of the tokens meanwhile."""
+    ways = Engine(BETTER[better], 1.0, seed).run(8000)
+    assert steady_from(ways, better) <= 500
+    assert sum(way is not better for way in ways[200:]) <= 0.25 * len(ways[200:])
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("better", Launch)
+def test_another_is_chosen_once_it_is_better(better: Launch, seed: int) -> None:
+    """Soon where the one in use has become worse, and with the next tries where only the other has become better."""
+    other = AHEAD if better is HELD else HELD
+    engine = Engine(BETTER[better], seed=seed)
+    engine.run(1000)
+    engine.tokens = BETTER[other]
+    assert steady_from(engine.run(3000), other) <= 2200
+    engine.tokens = {other: 0.5 * BETTER[other][other], better: BETTER[other][better]}
+    assert steady_from(engine.run(500), better) <= 150
+
+
+def test_another_draft_is_measured_anew() -> None:
+    engine = Engine(BETTER[HELD])
+    assert engine.run(200)[-1] is HELD
+    engine.modes.forget()
+    assert engine.run(2 * TRIAL) == [AHEAD] * TRIAL + [HELD] * TRIAL
+
+
+def test_loads_are_told_apart_by_powers_of_two() -> None:
+    engine = Engine(BETTER[HELD])
+    engine.run(200)
+    assert all(engine.modes.choose(load, ANSWER, ONE_PASS) is HELD for load in (8, 11, 15))
+    engine.load, engine.tokens = 4, BETTER[AHEAD]
+    assert engine.run(200)[-1] is AHEAD
+    assert all(engine.modes.choose(load, ANSWER, ONE_PASS) is AHEAD for load in (4, 7, 16))
+    assert engine.modes.choose(8, ANSWER, ONE_PASS) is HELD

@@ -1,0 +1,415 @@
+"""What drafts say on its way to the device's tables: the same tree, in its slot, brought there once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from outrider.errors import InvalidField
+from outrider.frames import SequenceGrowth
+from target_service.node_tables import NodeTables
+from tree_kernels.node_table import BLOCK, COST_OF_HALVING, MOST_COST, NODES, TABLE, preorder
+
+SLOTS = 3
+# What `NodeTables` takes for the surest that a node can be.
+SUREST = 0.98
+
+Path = tuple[int, ...]
+# Of each node of a table, by its path from the root: depth and cost.
+Nodes = dict[Path, tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table as the device has it."""
+
+    base: int
+    root: int
+    nodes: Nodes
+
+    @classmethod
+    def of(cls, table: Sequence[int]) -> Table | None:
+        """None where it is empty. What it says of parents, ends and depths has to agree."""
+        base, count = (int(each) for each in table[:2])
+        if not count:
+            return None
+        tokens, parents, ends, depths, costs = np.array(table[2:]).reshape(5, NODES)[:, :count].tolist()
+        again = preorder(tokens, parents, costs, base)[2:].reshape(5, NODES)[:, :count]
+        assert again.tolist() == [tokens, parents, ends, depths, costs]
+        paths: list[Path] = [()]
+        nodes: Nodes = {(): (0, 0)}
+        for place in range(1, count):
+            paths.append((*paths[parents[place]], tokens[place]))
+            nodes[paths[place]] = depths[place], costs[place]
+        assert len(nodes) == count, "siblings' tokens differ"
+        return cls(base, tokens[0], nodes)
+
+
+class Device:
+    """The tables of a device that is given every frame."""
+
+    def __init__(self, tables: NodeTables) -> None:
+        self._tables = tables
+        self.slots: list[Table | None] = [None] * SLOTS
+        self.places = [-1] * SLOTS
+
+    def step(self, *sequence_ids: int) -> int | None:
+        """Tables that were brought before a step of these sequences; None where there was no frame."""
+        found = self._tables.frame(sequence_ids)
+        if found is None:
+            return None
+        frame, count = found
+        assert frame.dtype == np.int32 and len(frame) == 1 + SLOTS + count * BLOCK and frame[0] == count
+        self.places = frame[1 : 1 + SLOTS].tolist()
+        blocks = frame[1 + SLOTS :].reshape(count, BLOCK)
+        slots = blocks[:, 0].tolist()
+        assert len(set(slots)) == count and all(0 <= slot < SLOTS for slot in slots)
+        for slot, table in zip(slots, blocks[:, 1:], strict=True):
+            assert len(table) == TABLE
+            self.slots[slot] = Table.of(table)
+        return count
+
+    def table_of(self, place: int) -> Table | None:
+        """What the sequence at a place of the step finds."""
+        slot = self.places[place]
+        return self.slots[slot] if slot >= 0 else None
+
+
+def growth(
+    first: int,
+    parents: Sequence[int],
+    tokens: Sequence[int],
+    scores: Sequence[float] | None = None,
+    *,
+    sequence_id: int = 7,
+    replaces: bool = False,
+) -> SequenceGrowth:
+    scores = (0.5,) * len(tokens) if scores is None else tuple(scores)
+    return SequenceGrowth(sequence_id, 0, first, tuple(parents), tuple(tokens), tuple(scores), replaces=replaces)
+
+
+def entered(*sequence_ids: int) -> tuple[NodeTables, Device]:
+    tables = NodeTables(SLOTS)
+    for sequence_id in sequence_ids:
+        tables.enter(sequence_id)
+    return tables, Device(tables)
+
+
+def cost_of(score: float, trust: float = 1.0) -> int:
+    """Of one edge."""
+    chance = min(score * trust, SUREST)
+    return min(MOST_COST, max(1, math.floor(-math.log2(chance) * COST_OF_HALVING + 0.5))) if chance > 0 else MOST_COST
+
+
+def paths_of(table: Table | None) -> set[Path]:
+    assert table is not None
+    return set(table.nodes) - {()}
+
+
+@st.composite
+def trees(draw: st.DrawFn, most: int = 40) -> tuple[list[int], list[int], list[float]]:
+    """Parents by number (0 the root), tokens that differ among siblings, scores."""
+    parents: list[int] = []
+    tokens: list[int] = []
+    for node in range(1, draw(st.integers(0, most)) + 1):
+        parent = draw(st.integers(0, node - 1))
+        taken = {token for above, token in zip(parents, tokens, strict=True) if above == parent}
+        parents.append(parent)
+        tokens.append(draw(st.integers(0, 99).filter(lambda token, taken=taken: token not in taken)))  # type: ignore[misc]
+    scores = [draw(st.floats(0, 1, width=32)) for _ in tokens]
+    return parents, tokens, scores
+
+
+@settings(max_examples=200, deadline=None)
+@given(trees(), st.floats(0.05, 1.25), st.integers(1, 500))
+def test_a_growth_becomes_the_table_of_its_tree(
+    tree: tuple[list[int], list[int], list[float]], trust: float, first: int
+) -> None:
+    parents, tokens, scores = tree
+    tables, _ = entered(7)
+    tables.trust = trust
+    ids = [parent + first - 1 if parent else 0 for parent in parents]
+    tables.grow(growth(first, ids, tokens, scores, replaces=True), 4, [1, 2, 3, 90])
+    found = tables.frame([7])
+    assert found is not None
+    (frame, count), costs = found, [0]
+    for parent, score in zip(parents, scores, strict=True):
+        costs.append(costs[parent] + cost_of(score, trust))
+    expected = preorder([90, *tokens], [0, *parents], costs, 4)
+    table = frame[1 + SLOTS + 1 :]
+    assert count == 1 and table[:2].tolist() == [4, 1 + len(tokens)]
+    assert Table.of(table) == Table.of(expected)
+    nodes = Table.of(table)
+    assert nodes is not None
+    for path, (depth, cost) in nodes.nodes.items():
+        above = nodes.nodes[path[:-1]][1] if path else 0
+        assert depth == len(path) and (not path or 1 <= cost - above <= MOST_COST)
+
+
+@dataclass
+class PathModel:
+    """The same as paths from the tree's root: what a growth brings is there until the tree begins anew."""
+
+    base: int = 0
+    ids: dict[int, Path] = field(default_factory=dict)
+
+    def grow(self, sent: SequenceGrowth, base: int, text: list[int]) -> None:
+        walked = tuple(text[self.base : base])
+        known = 0 < self.base <= base and (not walked or walked in self.ids.values())
+        if sent.replaces or not known:
+            self.base, self.ids, walked = base, {}, ()
+        nodes = zip(sent.parent_ids, sent.token_ids, strict=True)
+        for node_id, (parent, token) in enumerate(nodes, sent.first_node_id):
+            above = walked if parent == 0 else self.ids.get(parent)
+            if above is not None:
+                self.ids[node_id] = (*above, token)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_growths_land_where_the_paths_say(data: st.DataObject) -> None:
+    """Replacing and not, of ids that are known or not, from roots that the tree holds or not."""
+    tables, device = entered(7)
+    model, text, first = PathModel(), [0], 1
+    for _ in range(data.draw(st.integers(1, 8), "growths")):
+        for _ in range(data.draw(st.integers(0, 3), "committed")):
+            walked = tuple(text[model.base :])
+            below = [path[-1] for path in model.ids.values() if path[:-1] == walked]
+            text.append(data.draw(st.sampled_from([*below, *below, 0]), "committed token"))
+        base = data.draw(st.integers(max(1, len(text) - 2), len(text)), "base")
+        # Each node's token is its id.
+        count = data.draw(st.integers(0, 5), "nodes")
+        names = [[0, *range(max(1, first - 9), first + place)] for place in range(count)]
+        parents = [data.draw(st.sampled_from(known), "parent") for known in names]
+        sent = growth(first, parents, range(first, first + count), replaces=data.draw(st.integers(0, 4)) == 0)
+        first += count + data.draw(st.integers(0, 2), "ids that are passed over")
+        tables.grow(sent, base, text)
+        model.grow(sent, base, text)
+        assert device.step(7) == 1
+        table = device.table_of(0)
+        assert table is not None and table.base == model.base and table.root == text[model.base - 1]
+        assert paths_of(table) == set(model.ids.values())
+
+
+def test_a_growth_that_replaces_leaves_nothing_of_what_was_there() -> None:
+    tables, device = entered(7)
+    tables.grow(growth(1, [0, 1], [5, 6]), 1, [9])
+    # An id of a node that is gone.
+    tables.grow(growth(3, [0, 2], [7, 8], replaces=True), 1, [9])
+    device.step(7)
+    assert paths_of(device.table_of(0)) == {(7,)}
+
+
+def test_a_delta_names_what_came_before() -> None:
+    tables, device = entered(7)
+    tables.grow(growth(1, [0, 1], [5, 6], [0.5, 0.5]), 1, [9])
+    tables.grow(growth(3, [2, 1, 0], [7, 8, 4], [0.5, 0.25, 0.5]), 1, [9])
+    device.step(7)
+    table = device.table_of(0)
+    assert table is not None
+    halving = COST_OF_HALVING
+    assert table.nodes == {
+        (): (0, 0), (4,): (1, halving), (5,): (1, halving), (5, 6): (2, 2 * halving), (5, 6, 7): (3, 3 * halving),
+        (5, 8): (2, 3 * halving),
+    }  # fmt: skip
+
+
+def test_a_delta_of_a_later_root_hangs_where_the_text_leads() -> None:
+    tables, device = entered(7)
+    text = [9]
+    tables.grow(growth(1, [0, 1, 0], [5, 6, 8]), 1, text)
+    text += [5, 6]
+    tables.grow(growth(4, [0], [3]), 3, text)
+    device.step(7)
+    table = device.table_of(0)
+    assert table is not None and table.base == 1 and paths_of(table) == {(5,), (5, 6), (5, 6, 3), (8,)}
+    # The text leaves the tree: it begins anew, and ids of the old one are nobody's.
+    text += [1]
+    tables.grow(growth(5, [0, 3, 5], [2, 2, 4]), 4, text)
+    device.step(7)
+    table = device.table_of(0)
+    assert table is not None and (table.base, table.root) == (4, 1) and paths_of(table) == {(2,), (2, 4)}
+
+
+def test_a_delta_of_an_earlier_root_than_the_trees_begins_anew() -> None:
+    tables, device = entered(7)
+    text = [9, 5, 6]
+    tables.grow(growth(1, [0], [3]), 3, text)
+    tables.grow(growth(2, [0, 2], [5, 6]), 1, text)
+    device.step(7)
+    table = device.table_of(0)
+    assert table is not None and (table.base, table.root) == (1, 9) and paths_of(table) == {(5,), (5, 6)}
+
+
+def test_unknown_parents_are_left_out_with_what_hangs_below() -> None:
+    tables, device = entered(7)
+    tables.grow(growth(10, [4, 10, 11, 0, 13], [1, 2, 3, 4, 5]), 1, [9])
+    device.step(7)
+    assert paths_of(device.table_of(0)) == {(4,), (4, 5)}
+
+
+def test_siblings_with_one_token_are_one() -> None:
+    tables, device = entered(7)
+    tables.grow(growth(1, [0, 0, 1, 2, 2], [5, 5, 6, 6, 7]), 1, [9])
+    device.step(7)
+    assert paths_of(device.table_of(0)) == {(5,), (5, 6), (5, 7)}
+
+
+def test_a_token_named_twice_takes_the_newer_score() -> None:
+    """As draft.proto has it."""
+    tables, device = entered(7)
+    tables.grow(growth(1, [0], [5], [0.25]), 1, [9])
+    tables.grow(growth(2, [0, 2], [5, 6], [0.5, 0.5]), 1, [9])
+    device.step(7)
+    table = device.table_of(0)
+    assert table is not None and table.nodes[(5,)] == (1, COST_OF_HALVING)
+
+
+def test_the_text_is_followed_through_nodes_that_were_named_twice() -> None:
+    tables, device = entered(7)
+    text = [9]
+    tables.grow(growth(1, [0, 0, 2], [5, 5, 6]), 1, text)
+    text += [5, 6]
+    tables.grow(growth(4, [0, 3], [7, 8]), 3, text)
+    device.step(7)
+    assert paths_of(device.table_of(0)) == {(5,), (5, 6), (5, 6, 7), (5, 6, 8)}
+
+
+@pytest.mark.parametrize("chain", [True, False])
+def test_what_a_table_has_no_room_for_is_cut(chain: bool) -> None:
+    tables, device = entered(7)
+    count = NODES + 60
+    parents = list(range(count)) if chain else [0] * count
+    tables.grow(growth(1, parents, range(count)), 1, [9])
+    device.step(7)
+    paths = paths_of(device.table_of(0))
+    assert len(paths) == NODES - 1
+    assert paths == ({tuple(range(end + 1)) for end in range(NODES - 1)} if chain else {(i,) for i in range(NODES - 1)})
+    # What comes then begins anew; a node whose parent was cut off is left out.
+    tables.grow(growth(1 + count, [0, count], [999, 998]), 1, [9])
+    device.step(7)
+    assert paths_of(device.table_of(0)) == {(999,)}
+
+
+def test_a_draft_that_sends_deltas_is_not_cut_off_for_ever() -> None:
+    """Each growth adds a few nodes below what was said meanwhile, and nothing is ever replaced."""
+    tables, device = entered(7)
+    text, first = [9], 1
+    for turn in range(100):
+        tables.grow(growth(first, [0, 0, 0, 0], [turn, 1000, 1001, 1002]), len(text), text)
+        first += 4
+        device.step(7)
+        table = device.table_of(0)
+        assert table is not None
+        walked = tuple(text[table.base :])
+        assert {(*walked, token) for token in (turn, 1000, 1001, 1002)} <= paths_of(table), f"growth {turn}"
+        text.append(turn)
+
+
+@pytest.mark.parametrize("parents", [[1], [0, 3], [0, 2], [0, 1, 90]])
+def test_a_parent_that_is_not_earlier_is_refused(parents: list[int]) -> None:
+    tables, _ = entered(7)
+    with pytest.raises(InvalidField) as caught:
+        tables.grow(growth(1, parents, range(len(parents))), 1, [9])
+    assert caught.value.field.startswith("growth.parent_ids")
+
+
+def test_costs_have_bounds() -> None:
+    tables, device = entered(7)
+    tables.grow(growth(1, [0, 0, 0, 3], [1, 2, 3, 4], [1.0, 0.0, 1e-30, 0.0]), 1, [9])
+    device.step(7)
+    table = device.table_of(0)
+    assert table is not None
+    surest = cost_of(1.0)
+    assert {path: cost for path, (_, cost) in table.nodes.items()} == {
+        (): 0, (1,): surest, (2,): MOST_COST, (3,): MOST_COST, (3, 4): 2 * MOST_COST,
+    }  # fmt: skip
+    assert surest >= 1
+
+
+def test_without_news_there_is_no_frame() -> None:
+    tables, device = entered(1, 2)
+    assert device.step(1, 2) == 2
+    assert device.step(1, 2) is None
+    tables.grow(growth(1, [0], [5], sequence_id=2), 1, [9])
+    assert device.step(1, 2) == 1 and device.step(1, 2) is None
+    assert device.table_of(0) is None and paths_of(device.table_of(1)) == {(5,)}
+
+
+def test_a_step_of_others_says_who_they_are() -> None:
+    tables, device = entered(1, 2)
+    tables.grow(growth(1, [0], [5], sequence_id=1), 1, [9])
+    tables.grow(growth(1, [0], [6], sequence_id=2), 1, [9])
+    for order, found in (((1, 2), [{(5,)}, {(6,)}]), ((2, 1), [{(6,)}, {(5,)}]), ((2,), [{(6,)}]), ((1, 2), None)):
+        count = device.step(*order)
+        assert count == (2 if found and order == (1, 2) else 0)
+        for place, paths in enumerate(found or ()):
+            assert paths_of(device.table_of(place)) == paths
+        assert device.places[len(order) :] == [-1] * (SLOTS - len(order))
+    # One that has no table, at any place.
+    assert device.step(8, 1) == 0 and device.table_of(0) is None and paths_of(device.table_of(1)) == {(5,)}
+
+
+def test_what_waits_for_its_turn_is_brought_with_it() -> None:
+    tables, device = entered(1, 2)
+    device.step(1, 2)
+    tables.grow(growth(1, [0], [5], sequence_id=2), 1, [9])
+    assert device.step(1) == 0
+    assert device.step(1, 2) == 1 and paths_of(device.table_of(1)) == {(5,)}
+
+
+def test_slots_are_given_out_and_back() -> None:
+    tables, _ = entered(*range(SLOTS), 8)
+    assert sorted(tables.slot_of(sequence_id) for sequence_id in range(SLOTS)) == list(range(SLOTS))
+    assert tables.slot_of(8) == -1
+    # What is drafted for it meanwhile goes nowhere.
+    tables.grow(growth(1, [0], [5], sequence_id=8), 1, [9])
+    freed = tables.slot_of(1)
+    tables.leave(1)
+    tables.leave(1)
+    assert tables.slot_of(1) == -1
+    tables.enter(8)
+    tables.enter(8)
+    assert tables.slot_of(8) == freed
+
+
+def test_nothing_of_a_tenant_stays_for_the_next() -> None:
+    tables, device = entered(1)
+    tables.grow(growth(1, [0, 1], [5, 6], sequence_id=1), 1, [9])
+    device.step(1)
+    slot = tables.slot_of(1)
+    tables.leave(1)
+    tables.enter(2)
+    assert tables.slot_of(2) == slot and device.step(2) == 1
+    assert device.slots[slot] is None
+    # Ids begin again with each sequence.
+    tables.grow(growth(3, [2], [7], sequence_id=2), 1, [9])
+    device.step(2)
+    assert paths_of(device.table_of(0)) == set()
+
+
+def test_what_is_cleared_is_cleared_on_the_device() -> None:
+    tables, device = entered(7)
+    tables.grow(growth(1, [0], [5]), 1, [9])
+    device.step(7)
+    tables.clear(7)
+    tables.clear(8)
+    assert device.step(7) == 1 and device.table_of(0) is None
+    tables.clear(7)
+    assert device.step(7) is None
+
+
+def test_trust_counts_from_the_next_growth_on() -> None:
+    tables, device = entered(7)
+    for trust in (1.0, 0.5, 1.25):
+        tables.trust = trust
+        tables.grow(growth(1, [0], [5], [0.5], replaces=True), 1, [9])
+        device.step(7)
+        table = device.table_of(0)
+        assert table is not None and table.nodes[(5,)] == (1, cost_of(0.5, trust))

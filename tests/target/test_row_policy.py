@@ -1,0 +1,465 @@
+"""How many rows the device chooses: what that loses to the best that could be done."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import pytest
+from engine_harness import make_runner, request
+from transformers import PreTrainedModel
+
+from outrider.sampling import SamplingParams, VerificationMode
+from target_service.batch import DeviceRows
+from target_service.commit import LiveSequence
+from target_service.model.buckets import row_sizes
+from target_service.model.runner import ModelRunner
+from target_service.row_policy import Kind, RowPolicy
+from target_service.scheduler import Chunk, Schedule
+from target_service.sequence import DevicePass, SequenceRequest
+from target_service.step_cost import StepCost
+from target_service.verifier import Verified
+from tree_kernels.node_table import KEPT, PROSPECTS
+from tree_kernels.verification import Walk
+
+MAX_ROWS = 256
+# No node is surer on the device.
+SUREST = 0.98
+# What a law of drafts is about: texts that are drafted well or badly.
+CONTEXTS, NODES, LOOKED_UP = 6, 90, 15
+
+
+class Device(NamedTuple):
+    """Seconds: of a pass with as many rows as cost nothing, and of each further one; and how much longer a pass takes
+    whose states a draft reads."""
+
+    one_pass: float
+    free_rows: int
+    row: float
+    following: float = 0.03
+
+    def seconds(self, sequences: int, rows: int, *, followed: bool) -> float:
+        more = max(0, max(sequences, rows) - self.free_rows)
+        return (self.one_pass + self.row * more) * (1 + self.following * followed)
+
+    @property
+    def cost(self) -> StepCost:
+        return StepCost([(rows, self.seconds(1, rows, followed=False)) for rows in (1, 4, 16, 64, 256)])
+
+
+DEVICES = {
+    # An 8B model.
+    "large": Device(6e-3, 32, 4e-5),
+    "small": Device(8e-4, 16, 1e-5),
+    # Rows take time from the first on, as without tensor cores.
+    "by the row": Device(6e-3, 1, 3e-4),
+    "free": Device(6e-3, 300, 0.0),
+}
+
+
+class Node(NamedTuple):
+    """What may follow a root: the chance that the device takes its path for, and the true one."""
+
+    parent: int
+    promised: float
+    true: float
+    of_table: bool
+
+
+class Ranked(NamedTuple):
+    """The root and what may follow it, the best of these, and what the first n of the best promise and bring."""
+
+    nodes: list[Node]
+    best: list[int]
+    promised: list[float]
+    true: list[float]
+
+
+@dataclass
+class Drafts:
+    """A law of drafts: trees whose nodes are as likely as they say, times `quality` for each; `lookups` of the texts
+    repeat themselves, for which each of the tokens looked up is right with the chance `repeats`."""
+
+    sureness: float = 0.7
+    quality: float = 0.9
+    lookups: float = 0.0
+    repeats: float = 0.8
+    seed: int = 0
+    texts: list[tuple[list[int], list[float], bool]] = field(default_factory=list)
+    _known: dict[tuple[int, float, bool], Ranked] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        dice = random.Random(self.seed)
+        for _ in range(CONTEXTS):
+            sureness = min(0.95, max(0.05, dice.gauss(self.sureness, 0.2)))
+            parents, scores = grown(dice, sureness if self.sureness else 0.0)
+            self.texts.append((parents, scores, dice.random() < self.lookups))
+
+    def ranked(self, text: int, trust: float, *, followed: bool) -> Ranked:
+        """What may follow a root."""
+        key = text, round(trust, 2), followed
+        if key not in self._known:
+            nodes = self._nodes(*key)
+            best = sorted(range(1, len(nodes)), key=lambda node: (-nodes[node].promised, node))[:KEPT]
+            promised, true = (
+                [0.0, *itertools.accumulate(chances)]
+                for chances in ([nodes[node].promised for node in best], [nodes[node].true for node in best])
+            )
+            self._known[key] = Ranked(nodes, best, promised, true)
+        return self._known[key]
+
+    def _nodes(self, text: int, trust: float, followed: bool) -> list[Node]:
+        parents, scores, repeats = self.texts[text]
+        nodes = [Node(-1, 1.0, 1.0, True)]
+        for parent, score in zip(parents, scores, strict=True) if followed else ():
+            above = nodes[parent]
+            chances = above.promised * min(SUREST, score * trust), above.true * score * self.quality
+            nodes.append(Node(parent, *chances, True))
+        parent, left = 0, 1 - sum(node.true for node in nodes[1:] if not node.parent)
+        for place in range(LOOKED_UP if repeats else 0):
+            above = nodes[parent]
+            chance = self.repeats * (1.0 if place else left)
+            nodes.append(Node(parent, above.promised * self.repeats, above.true * chance, False))
+            parent = len(nodes) - 1
+        return nodes
+
+
+def grown(dice: random.Random, sureness: float) -> tuple[list[int], list[float]]:
+    """Parents and scores of a tree whose likeliest children take about so much of what is left of their parents."""
+    parents: list[int] = []
+    scores: list[float] = []
+    left, path = [1.0], [1.0]
+    for _ in range(NODES if sureness else 0):
+        parent = max(range(len(path)), key=lambda node: path[node] * left[node] * dice.uniform(0.3, 1))
+        score = left[parent] * min(0.97, max(0.02, dice.gauss(sureness, 0.15)))
+        left[parent] -= score
+        parents.append(parent)
+        scores.append(score)
+        left.append(1.0)
+        path.append(path[parent] * score)
+    return parents, scores
+
+
+def kind_of(*, followed: bool) -> Kind:
+    return Kind.AHEAD if followed else Kind.ALONE
+
+
+class Launch(NamedTuple):
+    """One launch: what it had, what it was expected to make, and what each size would have been."""
+
+    rows: int
+    followed: bool
+    tokens: float
+    could: dict[int, float]
+
+
+class Engine:
+    """Sequences with such drafts, on such a device. What a pass was is known when the next has been chosen."""
+
+    def __init__(self, runner: ModelRunner, device: Device, drafts: Drafts, sequences: int = 1, seed: int = 0) -> None:
+        self.live: dict[int, LiveSequence] = {}
+        self.policy = RowPolicy(KEPT, device.cost, self.live)
+        self.launches: list[Launch] = []
+        self.drafts = drafts
+        # Whether a draft is there.
+        self.drafted = True
+        self._device = device
+        self._sequences = sequences
+        self._dice = random.Random(seed)
+        self._schedule = schedule(runner, self.live, *[request([5, 7], 1 << 30)] * sequences)
+        self._sizes = (0, *(size for size in row_sizes(MAX_ROWS) if size > sequences))
+        self._last: tuple[list[Verified | None], DeviceRows | None, float, bool] | None = None
+
+    def run(self, passes: int) -> None:
+        for _ in range(passes):
+            followed = self.drafted
+            rows = self.policy.choose(self._schedule, MAX_ROWS, kind_of(followed=followed))
+            self._learn()
+            self._launch(rows, followed=followed)
+
+    def seconds(self, rows: int, *, followed: bool) -> float:
+        return self._device.seconds(self._sequences, rows, followed=followed)
+
+    def _learn(self) -> None:
+        if self._last is not None:
+            outcomes, rows, took, followed = self._last
+            self.policy.observe(outcomes, kind_of(followed=followed), [True] * len(outcomes))
+            self.policy.observe_time(self._sequences, rows, took, kind_of(followed=followed))
+
+    def _launch(self, rows: DeviceRows | None, *, followed: bool) -> None:
+        size = rows.rows if rows is not None else 0
+        assert size in self._sizes
+        outcomes, could = [], dict.fromkeys(self._sizes, 0.0)
+        for place in range(self._sequences):
+            text = self._dice.randrange(CONTEXTS)
+            ranked = self.drafts.ranked(text, self.policy.trust, followed=followed)
+            for each in self._sizes:
+                could[each] += 1 + ranked.true[min(self._each(each), len(ranked.best))]
+            said = None
+            if rows is not None:
+                said = self._pass(ranked, min(self._each(size), rows.limits[place]))
+            outcomes.append(said or Verified(Walk((), 3), ()))
+        took = self.seconds(size, followed=followed) * self._dice.lognormvariate(0, 0.03)
+        self.launches.append(Launch(size, followed, could[size], could))
+        self._last = outcomes, rows, took, followed
+
+    def _each(self, rows: int) -> int:
+        return max(0, rows - self._sequences) // self._sequences
+
+    def _pass(self, ranked: Ranked, limit: int) -> Verified:
+        nodes, best, promised, _ = ranked
+        chosen = best[:limit]
+        path: list[int] = []
+        at = 0
+        while at >= 0:
+            below = [node for node in chosen if nodes[node].parent == at]
+            drawn, upto = self._dice.random() * nodes[at].true, itertools.accumulate(nodes[node].true for node in below)
+            at = next((node for node, end in zip(below, upto, strict=True) if drawn < end), -1)
+            path += [at] if at >= 0 else []
+        one = DevicePass(
+            drafted=len(chosen),
+            drafted_from_table=sum(nodes[node].of_table for node in chosen),
+            accepted=len(path),
+            accepted_from_table=sum(nodes[node].of_table for node in path),
+            promised=promised[len(chosen)],
+            promised_from_table=sum(nodes[node].promised for node in chosen if nodes[node].of_table),
+            prospects=tuple(promised[min(count, len(best))] for count in PROSPECTS),
+            age=0,
+            root_row=0,
+            path=(),
+        )
+        return Verified(Walk((), 3), (), (3,) * len(path), (one,))
+
+    def lost(self, launches: list[Launch]) -> float:
+        """The share of the tokens a second that the best size would have made, always."""
+
+        def rate(of: Callable[[Launch], tuple[float, int]]) -> float:
+            seconds = sum(self.seconds(of(one)[1], followed=one.followed) for one in launches)
+            return sum(of(one)[0] for one in launches) / seconds
+
+        best = max(rate(lambda one, size=size: (one.could[size], size)) for size in self._sizes)  # type: ignore[misc]
+        return 1 - rate(lambda one: (one.tokens, one.rows)) / best
+
+    def in_rows(self, launches: list[Launch]) -> float:
+        """The share of the time that rows took."""
+        whole = sum(self.seconds(one.rows, followed=one.followed) for one in launches)
+        return 1 - sum(self.seconds(0, followed=one.followed) for one in launches) / whole
+
+
+def schedule(runner: ModelRunner, live: dict[int, LiveSequence], *requests: SequenceRequest) -> Schedule:
+    """All of them decode."""
+    live.clear()
+    for number, one in enumerate(requests):
+        live[number] = LiveSequence.of(number, one, runner)
+        live[number].sequence.kv_length = len(one.token_ids) - 1
+    return Schedule(tuple(Chunk(one.sequence, 1) for one in live.values()))
+
+
+@pytest.fixture
+def runner(tiny_model: PreTrainedModel) -> ModelRunner:
+    return make_runner(tiny_model)
+
+
+GOOD = Drafts()
+LAWS = {
+    "good": {},
+    "good, and repeats": {"lookups": 0.5},
+    "poor": {"sureness": 0.4, "quality": 0.6},
+    "promises too much": {"sureness": 0.8, "quality": 0.4},
+    "repeats alone": {"sureness": 0.0, "lookups": 0.5},
+    "nothing": {"sureness": 0.0},
+}
+
+
+@pytest.mark.parametrize("sequences", [1, 8])
+@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize("device", DEVICES)
+def test_what_is_chosen_makes_nearly_what_the_best_size_makes(
+    runner: ModelRunner, device: str, law: str, sequences: int
+) -> None:
+    engine = Engine(runner, DEVICES[device], Drafts(**LAWS[law]), sequences)  # type: ignore[arg-type]
+    engine.drafted = bool(engine.drafts.sureness)
+    engine.run(2200)
+    assert engine.lost(engine.launches[:400]) < 0.1
+    assert engine.lost(engine.launches[200:]) < 0.03
+
+
+@pytest.mark.parametrize("sequences", [1, 8])
+@pytest.mark.parametrize("device", ["large", "by the row", "free"])
+@pytest.mark.parametrize("lookups", [0.0, 0.5])
+def test_a_worthless_draft_gets_few_rows(runner: ModelRunner, device: str, sequences: int, lookups: float) -> None:
+    """Followed or not is not decided here."""
+    engine = Engine(runner, DEVICES[device], Drafts(quality=0.0, lookups=lookups), sequences)
+    engine.run(320)
+    assert engine.policy.trust < 0.97
+    engine.run(2700)
+    if not lookups:
+        assert engine.in_rows(engine.launches[320:]) < 0.02
+
+
+@pytest.mark.parametrize("sequences", [1, 8])
+@pytest.mark.parametrize("device", ["large", "by the row"])
+def test_a_good_draft_gets_rows_soon_after_it_is_followed(runner: ModelRunner, device: str, sequences: int) -> None:
+    """One that was not followed meanwhile, since the last was worthless."""
+    engine = Engine(runner, DEVICES[device], Drafts(quality=0.0), sequences)
+    engine.run(300)
+    engine.drafted = False
+    engine.run(300)
+    engine.drafted, engine.drafts = True, Drafts(seed=2)
+    engine.run(500)
+    assert engine.lost(engine.launches[-200:]) < 0.1
+
+
+def test_trust_finds_what_scores_are_worth(runner: ModelRunner) -> None:
+    """And comes back with them."""
+    engine = Engine(runner, DEVICES["free"], Drafts(quality=0.6))
+    engine.run(2000)
+    low = engine.policy.trust
+    engine.drafts = Drafts(quality=1.0)
+    engine.run(2000)
+    assert 0.45 < low < 0.75 and 0.85 < engine.policy.trust < 1.15
+
+
+def test_a_load_whose_rows_are_dear_does_not_judge_another(runner: ModelRunner) -> None:
+    """Times are told apart by the load."""
+    live: dict[int, LiveSequence] = {}
+    policy = RowPolicy(KEPT, DEVICES["large"].cost, live)
+    steps = {count: schedule(runner, live, *[request([5, 7], 99)] * count) for count in (1, 8)}
+    chosen: dict[int, list[int]] = {1: [], 8: []}
+    for turn in range(800):
+        count = (1, 8)[turn // 100 % 2]
+        schedule(runner, live, *[request([5, 7], 99)] * count)
+        rows = policy.choose(steps[count], MAX_ROWS, Kind.ALONE)
+        size = rows.rows if rows is not None else 0
+        policy.observe_time(count, rows, 1.0 + size * (count == 8), Kind.ALONE)
+        chosen[count].append(size)
+    assert chosen[1][100:].count(0) < 30 and chosen[8][100:].count(0) > 250
+
+
+def test_passes_are_known_by_what_they_took() -> None:
+    policy = RowPolicy(KEPT, DEVICES["large"].cost, {})
+    rows = DeviceRows(16, (15,))
+    assert policy.seconds(1, 16, Kind.AHEAD) == 0.0
+    for _ in range(20):
+        policy.observe_time(1, rows, 7e-3, Kind.AHEAD)
+        policy.observe_time(1, None, 5e-3, Kind.AHEAD)
+    assert policy.seconds(1, 16, Kind.AHEAD) == pytest.approx(7e-3)
+    assert policy.seconds(1, 0, Kind.AHEAD) == pytest.approx(5e-3)
+    assert policy.seconds(1, 16, Kind.ALONE) == policy.seconds(2, 16, Kind.AHEAD) == 0.0
+
+
+class Policies:
+    """Policies over sequences that begin."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+        self.live: dict[int, LiveSequence] = {}
+
+    def rows(self, policy: RowPolicy, *requests: SequenceRequest, max_rows: int = MAX_ROWS) -> DeviceRows | None:
+        return policy.choose(schedule(self._runner, self.live, *requests), max_rows, Kind.ALONE)
+
+
+@pytest.fixture
+def policies(runner: ModelRunner) -> Iterator[Policies]:
+    yield Policies(runner)
+
+
+PLAIN = request([5, 7], 99)
+
+
+def test_without_costs_as_many_as_are_allowed(policies: Policies) -> None:
+    policy = RowPolicy(KEPT, None, policies.live)
+    assert policies.rows(policy, PLAIN) == DeviceRows(64, (63,))
+    assert policies.rows(policy, PLAIN, PLAIN) == DeviceRows(128, (63, 63))
+    assert policies.rows(policy, *[PLAIN] * 8) == DeviceRows(256, (63,) * 8)
+    # The smallest size that holds all that are allowed.
+    assert policies.rows(RowPolicy(3, None, policies.live), PLAIN) == DeviceRows(4, (3,))
+    assert policies.rows(RowPolicy(5, None, policies.live), PLAIN, PLAIN) == DeviceRows(16, (5, 5))
+    assert policies.rows(RowPolicy(1000, None, policies.live), PLAIN) == DeviceRows(64, (63,))
+    none = RowPolicy(0, None, policies.live)
+    assert not none.on and policies.rows(none, PLAIN) is None
+
+
+@pytest.mark.parametrize("max_rows", [4, 6, 16, 32, 63, 64, 200])
+@pytest.mark.parametrize("costed", [True, False])
+def test_steps_have_only_so_many_rows(policies: Policies, max_rows: int, costed: bool) -> None:
+    policy = RowPolicy(KEPT, DEVICES["free"].cost if costed else None, policies.live)
+    sizes = set()
+    for turn in range(60):
+        rows = policies.rows(policy, *[PLAIN] * 4, max_rows=max_rows)
+        sizes.add(rows.rows if rows is not None else 0)
+        if rows is not None:
+            assert rows.rows <= max_rows and all(limit <= rows.rows - 4 for limit in rows.limits)
+        policy.observe_time(4, rows, 1e-3 * (1 + turn % 3), Kind.ALONE)
+    assert sizes <= {0, *(size for size in row_sizes(max_rows) if size > 4)}
+    assert (sizes == {0}) is (max_rows == 4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "limits"),
+    [
+        ({}, (63, 63)),
+        ({"max_draft_nodes": 5}, (63, 5)),
+        ({"max_draft_nodes": 0}, (63, 0)),
+        ({"speculate": False}, (63, 0)),
+        ({"max_tokens": 9}, (63, 8)),
+        ({"max_tokens": 1}, (63, 0)),
+        ({"external": True}, None),
+        ({"mode": VerificationMode.REJECTION}, None),
+        ({"sampling": SamplingParams(repetition_penalty=1.2)}, None),
+    ],
+)
+def test_those_get_them_who_want_them(
+    policies: Policies, changes: dict[str, object], limits: tuple[int, ...] | None
+) -> None:
+    """And none does beside a sequence whose law does not allow it."""
+    policy = RowPolicy(KEPT, None, policies.live)
+    rows = policies.rows(policy, PLAIN, replace(PLAIN, **changes))  # type: ignore[arg-type]
+    assert (rows and rows.limits) == limits
+
+
+def test_nothing_is_drafted_past_the_last_token(runner: ModelRunner) -> None:
+    live: dict[int, LiveSequence] = {}
+    policy = RowPolicy(KEPT, None, live)
+    steps = schedule(runner, live, replace(PLAIN, max_tokens=20))
+    sequence = live[0].sequence
+    sequence.totals.completion_tokens, sequence.awaited_tokens = 12, 4
+    sequence.kv_length += 4
+    assert policy.choose(steps, MAX_ROWS, Kind.ALONE) == DeviceRows(4, (3,))
+    sequence.totals.completion_tokens = 15
+    assert policy.choose(steps, MAX_ROWS, Kind.ALONE) is None
+
+
+def test_those_who_want_none_alone_get_none(policies: Policies) -> None:
+    policy = RowPolicy(KEPT, None, policies.live)
+    assert policies.rows(policy, *[replace(PLAIN, speculate=False)] * 2) is None
+
+
+def test_where_prompts_are_read_there_are_none(runner: ModelRunner) -> None:
+    live: dict[int, LiveSequence] = {}
+    policy = RowPolicy(KEPT, None, live)
+    steps = schedule(runner, live, PLAIN, request([1, 2, 3, 4], 9))
+    live[1].sequence.kv_length = 0
+    reading = Schedule((steps.chunks[0], Chunk(live[1].sequence, 4)))
+    assert policy.choose(reading, MAX_ROWS, Kind.ALONE) is None
+
+
+def test_above_a_load_there_are_none(policies: Policies) -> None:
+    policy = RowPolicy(KEPT, None, policies.live, disable_above=3)
+    assert policies.rows(policy, *[PLAIN] * 3) is not None
+    assert policies.rows(policy, *[PLAIN] * 4) is None
+
+
+def test_tokens_of_a_pass_are_followed(runner: ModelRunner) -> None:
+    engine = Engine(runner, DEVICES["free"], GOOD)
+    assert engine.policy.tokens_each == 1.0
+    engine.run(1000)
+    each = sum(one.tokens for one in engine.launches[-300:]) / 300
+    assert engine.policy.tokens_each == pytest.approx(each, rel=0.2)
+    # And forgotten with passes that have none.
+    for _ in range(300):
+        engine.policy.observe([Verified(Walk((), 3), ()), None], Kind.ALONE, [False, False])
+    assert engine.policy.tokens_each == pytest.approx(1.0, rel=0.01)
