@@ -99,15 +99,15 @@ bench: install
 
 # make bench-gpu     kernels, steps, engine and service on a CUDA device, with the environment's own torch: JSON in build/
 .PHONY: bench-gpu
-bench-gpu: export PYTHONPATH := kernels:protos:clients:tests:benchmarks:.:$(PYTHONPATH)
+bench-gpu: export PYTHONPATH := kernels:protos:clients:tests:.:$(PYTHONPATH)
 bench-gpu:
 	@mkdir -p build
-	$(PYTHON) benchmarks/tree_attention.py --grid small --xqa --dense --json build/tree-attention.json
-	$(PYTHON) benchmarks/verification.py --json build/verification.json
-	$(PYTHON) benchmarks/gpu.py --modes fused invariant --json build/steps.json
-	$(PYTHON) benchmarks/serving.py --modes plain,trie --concurrency 1,8,32,64,128,256 --arrangements engine,own,shared \
+	$(PYTHON) -m benchmarks.kernels.tree_attention --grid small --xqa --dense --json build/tree-attention.json
+	$(PYTHON) -m benchmarks.kernels.verification --json build/verification.json
+	$(PYTHON) -m benchmarks.engine.steps --modes fused invariant --json build/steps.json
+	$(PYTHON) -m benchmarks.serving.serving --modes plain,trie --concurrency 1,8,32,64,128,256 --arrangements engine,own,shared \
 		--together --target '{"max_running": 256}' --json build/serving.json
-	$(PYTHON) benchmarks/parity.py --device cuda --json build/parity.json
+	$(PYTHON) -m benchmarks.engine.parity --device cuda --json build/parity.json
 
 # make up            the compose stack: target, draft, Prometheus; PROFILE=observability adds Grafana and Jaeger
 PROFILE ?=

@@ -10,10 +10,16 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numba
+import numpy as np
+import numpy.typing as npt
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
 from outrider import noise, tree
+
+# Arrays of the compiled loops.
+Numbers = npt.NDArray[np.int32]
+Reals = npt.NDArray[np.float64]
 
 Function = TypeVar("Function", bound=Callable[..., object])
 

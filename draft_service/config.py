@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from draft_service.drafter import drafter_spec
+from draft_service.drafters.base import drafter_spec
 from outrider.settings import load, setting
 
 # Names the settings file where no flag does.

@@ -11,12 +11,16 @@ from typing import Any, TypeVar
 
 import grpc
 
-from draft_service.drafter import CorpusDrafter, Drafter, device_of
-from draft_service.inbox import Inbox
-from draft_service.observer import DraftObserver, QuietObserver
+from draft_service.drafters.base import CorpusDrafter, Drafter, device_of
+from draft_service.frame_reader import Inbox
 from draft_service.session import Admission, PackedGrowth, ProposeSession
-from draft_service.tracing import StreamTrace
-from outrider.draft_wire import (
+from draft_service.telemetry.observer import DraftObserver, QuietObserver
+from draft_service.telemetry.tracing import StreamTrace
+from outrider.errors import InvalidField, NotSupported, OutriderError
+from outrider.serving import current_tenant
+from outrider.telemetry.tracing import Tracing
+from outrider.v1 import draft_pb2, draft_pb2_grpc
+from outrider.wire.drafts import (
     advance_from_pb,
     failure_to_pb,
     growth_to_pb,
@@ -24,13 +28,9 @@ from outrider.draft_wire import (
     limits_to_pb,
     open_from_pb,
 )
-from outrider.errors import InvalidField, NotSupported, OutriderError
-from outrider.feature_wire import features_from_pb
-from outrider.frames import DraftInfo
-from outrider.serving import current_tenant
-from outrider.tracing import Tracing
-from outrider.v1 import draft_pb2, draft_pb2_grpc
-from outrider.wire import check_token_ids, name_from_pb
+from outrider.wire.frames import DraftInfo
+from outrider.wire.hidden_states import features_from_pb
+from outrider.wire.trees import check_token_ids, name_from_pb
 
 SERVICE_NAME: str = draft_pb2.DESCRIPTOR.services_by_name["DraftService"].full_name
 MAX_CORPUS_TOKENS = 65536

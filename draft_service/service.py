@@ -15,22 +15,22 @@ from pathlib import Path
 import grpc
 
 from draft_service.config import CONFIG_VARIABLE, DraftConfig, drafter_config
-from draft_service.drafter import Drafter, create, drafter_spec, features_of
-from draft_service.metrics import PrometheusDraftObserver
-from draft_service.observer import DraftObserver
+from draft_service.drafters.base import Drafter, create, drafter_spec, features_of
 from draft_service.server import SERVICE_NAME, DraftServicer
 from draft_service.session import Admission
+from draft_service.telemetry.metrics import PrometheusDraftObserver
+from draft_service.telemetry.observer import DraftObserver
 from outrider import __version__
 from outrider.errors import OutriderError
-from outrider.frames import DraftInfo
-from outrider.metrics import MetricsServer
-from outrider.rpc_metrics import RpcMetricsInterceptor
 from outrider.runtime import configure_logging, run, settled
 from outrider.serving import Authenticator, GrpcServer, Service, ServingOptions, TlsFiles, serve_until_stopped
 from outrider.settings import SettingsError, add_flags, load
-from outrider.telemetry import DRAFT_SERVICE
-from outrider.tracing import Tracing, set_up_tracing
+from outrider.telemetry.names import DRAFT_SERVICE
+from outrider.telemetry.registry import MetricsServer
+from outrider.telemetry.rpc import RpcMetricsInterceptor
+from outrider.telemetry.tracing import Tracing, set_up_tracing
 from outrider.v1 import draft_pb2_grpc
+from outrider.wire.frames import DraftInfo
 
 logger = logging.getLogger(__name__)
 

@@ -1,7 +1,7 @@
 """One target's sequences on one `Propose` stream: what is open, at which step, and what growth is owed.
 
 No gRPC and no protobuf here: the server translates, and a target that drafts in its own process calls the same
-methods (`draft_service.inprocess`).
+methods (`draft_service.in_process`).
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from draft_service.drafter import Drafter, DraftSequence, FeatureDrafter, tree_limits
-from draft_service.grown import ArrayDrafter, Grown, Pending
+from draft_service.drafters.base import Drafter, DraftSequence, FeatureDrafter, tree_limits
+from draft_service.drafters.grown import ArrayDrafter, Grown, Pending
 from draft_service.tracked import Tracked
 from outrider.errors import (
     Draining,
@@ -26,7 +26,9 @@ from outrider.errors import (
     UnknownSequence,
     WrongVocabulary,
 )
-from outrider.frames import (
+from outrider.sampling import VerificationMode
+from outrider.tree import TokenTree
+from outrider.wire.frames import (
     MAX_OUTSTANDING_CREDIT,
     OpenSequence,
     SequenceAdvance,
@@ -35,8 +37,6 @@ from outrider.frames import (
     TreeLimits,
     Vectors,
 )
-from outrider.sampling import VerificationMode
-from outrider.tree import TokenTree
 
 # Keeps a frame of full trees well under the message size limit: 256 trees of 255 nodes are 0.6 MB.
 MAX_SEQUENCES_PER_FRAME = 256
@@ -278,7 +278,7 @@ def _append(draft: DraftSequence, vectors: Vectors, position: int) -> None:
     if draft.features is None:
         raise InvalidField("features", "were not asked for")
     # Only here: drafters without features run without PyTorch.
-    from draft_service.features import read_vectors
+    from draft_service.drafters.hidden_states import read_vectors
 
     known = len(draft.token_ids) - 1
     if position < 0 or position + vectors.count > known:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from draft_service.drafter import DraftSequence
-from draft_service.growth_packing import signed
-from outrider.frames import ROOT_ID, SequenceGrowth
+from draft_service.drafters.base import DraftSequence
+from draft_service.drafters.packing import signed
 from outrider.tree import TokenTree
+from outrider.wire.frames import ROOT_ID, SequenceGrowth
 
 
 @dataclass(slots=True)

@@ -71,14 +71,14 @@ def _serve_shared(config: TargetConfig) -> int:
 
 
 def _serve_apart(config: TargetConfig) -> int:
-    from target_service.engine_process.link import EngineLink
+    from target_service.engine_process.client import EngineLink
 
     link = EngineLink(config)
     # Imported while the other process loads the model.
     from transformers import AutoTokenizer
 
     from target_service.lifecycle import serve_engine
-    from target_service.model.store import resolve
+    from target_service.model.loading.store import resolve
 
     link.wait_until_ready()
     link.use_tokenizer(AutoTokenizer.from_pretrained(str(resolve(config.model))))

@@ -7,18 +7,18 @@ from dataclasses import dataclass
 
 from outrider.errors import NotSupported, OutriderError
 from outrider.settings import SettingsError
-from target_service.admission import ServedModel
+from target_service.api.admission import ServedModel
 from target_service.config import TargetConfig
-from target_service.draft_client import StoppableLink, connect_draft
-from target_service.drafting_config import DraftingConfig
-from target_service.engine import Engine, EngineConfig
-from target_service.model.loader import load_runner
+from target_service.core.scheduler import SchedulerConfig
+from target_service.engine.engine import Engine, EngineConfig
+from target_service.engine.stats import EngineObserver
+from target_service.model.loading.loader import load_runner
 from target_service.model.runner import ModelRunner
 from target_service.model.threads import in_passing_thread
-from target_service.observation import EngineObserver
 from target_service.preflight import EngineRefused, link_options, speculates
-from target_service.profile import measure_step_cost
-from target_service.scheduler import SchedulerConfig
+from target_service.speculation.client.link import StoppableLink, connect_draft
+from target_service.speculation.config import DraftingConfig
+from target_service.speculation.policy.cost_profile import measure_step_cost
 
 logger = logging.getLogger(__name__)
 

@@ -10,24 +10,24 @@ from contextlib import AsyncExitStack
 from typing import Protocol
 
 from outrider import __version__
-from outrider.frames import DraftInfo
-from outrider.metrics import MetricsServer
-from outrider.rpc_metrics import RpcMetricsInterceptor
 from outrider.runtime import settled
 from outrider.serving import Authenticator, GrpcServer, Service, ServingOptions, TlsFiles, serve_until_stopped
-from outrider.telemetry import TARGET_SERVICE
-from outrider.tracing import Tracing, set_up_tracing
+from outrider.telemetry.names import TARGET_SERVICE
+from outrider.telemetry.registry import MetricsServer
+from outrider.telemetry.rpc import RpcMetricsInterceptor
+from outrider.telemetry.tracing import Tracing, set_up_tracing
 from outrider.v1 import target_pb2_grpc
-from target_service.admission import Admission, ServedModel
+from outrider.wire.frames import DraftInfo
+from target_service.api.admission import Admission, ServedModel
+from target_service.api.server import SERVICE_NAME, StreamLimits, TargetServicer
 from target_service.assembly import Assembled, assemble, served_model
 from target_service.config import TargetConfig
-from target_service.engine import Engine
-from target_service.engine_process.link import STOP_SECONDS
-from target_service.events import EngineSnapshot, SequenceEngine, Sequences
-from target_service.metrics import PrometheusObserver
+from target_service.core.events import EngineSnapshot, SequenceEngine, Sequences
+from target_service.engine.engine import Engine
+from target_service.engine.stats import EngineObserver
+from target_service.engine_process.client import STOP_SECONDS
 from target_service.model.runner import ModelRunner
-from target_service.observation import EngineObserver
-from target_service.server import SERVICE_NAME, StreamLimits, TargetServicer
+from target_service.telemetry.metrics import PrometheusObserver
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ LOOKUP = "lookup"
 
 
 class ServingEngine(SequenceEngine, Protocol):
-    """The engine as far as serving goes; `target_service.engine.Engine` says what each member means."""
+    """The engine as far as serving goes; `target_service.engine.engine.Engine` says what each member means."""
 
     @property
     def draft_info(self) -> DraftInfo | None: ...

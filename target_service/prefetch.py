@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from target_service.model.store import resolve
+from target_service.model.loading.store import resolve
 
 # What the loader reads. Pickled weights and code are neither wanted nor fetched.
 PATTERNS = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")

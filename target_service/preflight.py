@@ -10,7 +10,7 @@ from outrider.serving import Authenticator, TlsFiles
 from outrider.settings import SettingsError
 from outrider.tree import MAX_ROWS
 from target_service.config import MOST_LOOKED_UP, TargetConfig
-from target_service.draft_client import LinkOptions
+from target_service.speculation.client.link import LinkOptions
 
 # As `model.runner.MAX_SEQUENCES`, which would bring torch along.
 _MOST_SEQUENCES = 1024

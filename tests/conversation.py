@@ -10,7 +10,7 @@ import pytest
 from outrider.errors import OutriderError
 from outrider.v1 import target_pb2 as pb
 from outrider.v1 import tree_pb2
-from outrider.wire import error_of
+from outrider.wire.trees import error_of
 
 
 class Conversation:

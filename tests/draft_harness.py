@@ -12,17 +12,17 @@ import grpc
 from scripted_drafter import ScriptedDrafter
 
 from draft_service.config import DraftConfig
-from draft_service.drafter import Drafter
-from draft_service.metrics import PrometheusDraftObserver
+from draft_service.drafters.base import Drafter
 from draft_service.server import SERVICE_NAME
 from draft_service.service import DraftWorker, build_server
+from draft_service.telemetry.metrics import PrometheusDraftObserver
 from outrider import __version__
-from outrider.draft_wire import open_to_pb
 from outrider.errors import OutriderError
-from outrider.frames import OpenSequence
 from outrider.serving import GrpcServer
 from outrider.v1 import draft_pb2, draft_pb2_grpc
-from outrider.wire import error_of
+from outrider.wire.drafts import open_to_pb
+from outrider.wire.frames import OpenSequence
+from outrider.wire.trees import error_of
 
 PROPOSE = f"/{SERVICE_NAME}/Propose"
 

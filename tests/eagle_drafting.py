@@ -12,13 +12,13 @@ import torch
 from eagle_heads import VOCABULARY, PlainHead, make_head
 from torch import Tensor
 
-from draft_service.drafter import DraftSequence
+from draft_service.drafters.base import DraftSequence
 from draft_service.eagle.config import EagleConfig
 from draft_service.eagle.drafter import EagleDrafter
 from draft_service.eagle.head import EagleHead
-from outrider.frames import TreeLimits
 from outrider.sampling import SamplingParams, VerificationMode
 from outrider.tree import TokenTree
+from outrider.wire.frames import TreeLimits
 
 GREEDY, COUPLED, REJECTION = VerificationMode.GREEDY, VerificationMode.COUPLED, VerificationMode.REJECTION
 SETTINGS: dict[str, Any] = {

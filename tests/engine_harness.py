@@ -10,9 +10,11 @@ from dataclasses import dataclass, field, replace
 import torch
 from transformers import PreTrainedModel
 
-from draft_service import inprocess
-from draft_service.inprocess import InprocessLink
-from outrider.frames import (
+from draft_service import in_process as inprocess
+from draft_service.in_process import InprocessLink
+from outrider.sampling import SamplingParams, VerificationMode
+from outrider.tree import TokenTree
+from outrider.wire.frames import (
     DraftEvents,
     DraftInfo,
     DraftLink,
@@ -22,18 +24,16 @@ from outrider.frames import (
     SequenceGrowth,
     TreeLimits,
 )
-from outrider.sampling import SamplingParams, VerificationMode
-from outrider.tree import TokenTree
-from target_service.device_steps import DeviceSteps
-from target_service.drafting_config import DraftingConfig
-from target_service.launch import HostSteps, Steps
-from target_service.loop import EngineConfig, EngineLoop
+from target_service.core.scheduler import SchedulerConfig
+from target_service.core.sequence import SequenceFinished, SequenceRequest, Verdict
+from target_service.engine.loop import EngineConfig, EngineLoop
+from target_service.execution.device_executor import DeviceSteps
+from target_service.execution.host_executor import HostSteps, Steps
+from target_service.execution.multi_step import Stride
 from target_service.model.runner import ModelRunner, runner_for
-from target_service.sampling import LogitShaper
-from target_service.scheduler import SchedulerConfig
-from target_service.sequence import SequenceFinished, SequenceRequest, Verdict
-from target_service.step_cost import StepCost
-from target_service.stride import Stride
+from target_service.sampling.distribution import LogitShaper
+from target_service.speculation.config import DraftingConfig
+from target_service.speculation.policy.step_cost import StepCost
 from tree_kernels.verification import coupled_token
 
 Propose = Callable[[Sequence[int], random.Random], TokenTree]

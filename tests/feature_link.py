@@ -9,8 +9,8 @@ import torch
 from engine_harness import ScriptedDraft
 from torch import Tensor
 
-from draft_service.features import read_vectors
-from outrider.frames import (
+from draft_service.drafters.hidden_states import read_vectors
+from outrider.wire.frames import (
     MAX_FEATURE_BYTES,
     DraftInfo,
     FeatureRequest,

@@ -9,7 +9,7 @@ import pytest
 
 from outrider.errors import OutriderError
 from outrider.v1 import target_pb2 as pb
-from outrider.wire import error_of_rpc
+from outrider.wire.trees import error_of_rpc
 
 
 def asking(*token_ids: int, **fields: Any) -> pb.GenerateRequest:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from tree_kernels.feeding import StepIntegers
-from tree_kernels.verification_records import POSITION, RECORD
+from tree_kernels.node_table import StepIntegers
+from tree_kernels.verification import POSITION, RECORD
 
 LAST_POSITION = 40
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -10,10 +10,8 @@ from typing import Literal, NamedTuple
 import torch
 from random_steps import DEVICE, integers, random_step
 
-from tree_kernels.device_verification import Verdicts
-from tree_kernels.feeding import StepIntegers
-from tree_kernels.node_table import LOOKUP, NODES, SAID_ROWS, SAID_TOKENS, TABLE, NodeTable, preorder
-from tree_kernels.verification_records import MODE, RECORD, ROWS, Mode
+from tree_kernels.node_table import LOOKUP, NODES, SAID_ROWS, SAID_TOKENS, TABLE, NodeTable, StepIntegers, preorder
+from tree_kernels.verification import MODE, RECORD, ROWS, Mode, Verdicts
 
 MAX_SEQUENCES = 8
 PASSES = 3

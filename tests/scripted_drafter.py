@@ -6,9 +6,11 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from draft_service.drafter import CorpusGrowth, DraftSequence, tree_limits
+from draft_service.drafters.base import CorpusGrowth, DraftSequence, tree_limits
 from outrider.errors import OutriderError, QuotaExceeded
-from outrider.frames import (
+from outrider.sampling import SamplingParams, VerificationMode
+from outrider.tree import DraftDistribution, TokenTree
+from outrider.wire.frames import (
     DraftInfo,
     OpenSequence,
     SequenceAdvance,
@@ -16,8 +18,6 @@ from outrider.frames import (
     SequenceGrowth,
     TreeLimits,
 )
-from outrider.sampling import SamplingParams, VerificationMode
-from outrider.tree import DraftDistribution, TokenTree
 
 VOCABULARY = 1000
 CORPUS_QUOTA = 100

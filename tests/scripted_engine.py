@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 from outrider.errors import Draining, EngineDead, OutriderError, QuotaExceeded, UnknownSequence, WrongRoot
 from outrider.tree import TokenTree
-from target_service.admission import ServedModel
-from target_service.sequence import (
+from target_service.api.admission import ServedModel
+from target_service.core.sequence import (
     Finish,
     FinishReason,
     SequenceEvent,

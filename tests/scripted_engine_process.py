@@ -12,14 +12,14 @@ from dataclasses import replace
 
 from scripted_engine import SERVED, ScriptedEngine
 
-from outrider.frames import DraftInfo, TreeLimits
 from outrider.tree import TokenTree
-from target_service.admission import ServedModel
+from outrider.wire.frames import DraftInfo, TreeLimits
+from target_service.api.admission import ServedModel
 from target_service.config import TargetConfig
-from target_service.engine_process.host import Reporter, serve_engine
-from target_service.events import EngineSnapshot
+from target_service.core.events import EngineSnapshot
+from target_service.core.sequence import SequenceRequest, SequenceTotals
+from target_service.engine_process.server import Reporter, serve_engine
 from target_service.preflight import EngineRefused
-from target_service.sequence import SequenceRequest, SequenceTotals
 
 FATAL, HANGS = 298, 299
 

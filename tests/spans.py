@@ -6,8 +6,8 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from outrider.telemetry import ATTRIBUTES, SPANS
-from outrider.tracing import Tracing
+from outrider.telemetry.names import ATTRIBUTES, SPANS
+from outrider.telemetry.tracing import Tracing
 
 PARENT = "00-" + "a" * 32 + "-" + "b" * 16 + "-01"
 UNSAMPLED = PARENT[:-1] + "0"

@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from draft_service.neural import static_attention
-from draft_service.neural.captured import CapturedDrafting
+from draft_service.neural.cuda_graphs import attention as static_attention
+from draft_service.neural.cuda_graphs.attention import StaticAttention, TreePlan
+from draft_service.neural.cuda_graphs.drafting import CapturedDrafting
 from draft_service.neural.network import Network
-from draft_service.neural.static_attention import StaticAttention, TreePlan
 from draft_service.neural.tree_config import CacheShape, TreeShape
-from tree_kernels import linear
-from tree_kernels._triton_attention import TritonAttention, TritonPlan, TritonSettings
 from tree_kernels.attention import AttentionBatch, AttentionPlan, TreeAttention
+from tree_kernels.attention.triton_backend import TritonAttention, TritonPlan, TritonSettings
+from tree_kernels.linear import dispatch as linear
 
 Output = TypeVar("Output")
 

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from draft_service.eagle.head import EagleHead
 from draft_service.eagle.head_config import HeadConfig
 from outrider.sampling import SamplingParams
-from target_service.sequence import SequenceRequest
+from target_service.core.sequence import SequenceRequest
 
 VOCABULARY, HIDDEN, LAYERS = TINY["vocab_size"], TINY["hidden_size"], TINY["num_hidden_layers"]
 SAMPLINGS = {

@@ -8,9 +8,9 @@ from typing import cast
 
 from outrider.errors import InvalidField
 from outrider.sampling import SamplingParams
-from outrider.tracing import Tracing
+from outrider.telemetry.tracing import Tracing
 from outrider.v1 import target_pb2, target_pb2_grpc
-from outrider.wire import sampling_to_pb
+from outrider.wire.trees import sampling_to_pb
 from outrider_client.connection import Connection, Tls
 from outrider_client.failures import typed_errors
 from outrider_client.generation import Generation, Speculation

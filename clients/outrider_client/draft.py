@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import cast
 
-from outrider.feature_wire import request_from_pb
-from outrider.frames import DraftInfo, TreeLimits
 from outrider.v1 import draft_pb2, draft_pb2_grpc
+from outrider.wire.frames import DraftInfo, TreeLimits
+from outrider.wire.hidden_states import request_from_pb
 from outrider_client.connection import Connection, Tls
 from outrider_client.failures import typed_errors
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import grpc
 
 from outrider.errors import DeadlineExceeded, OutriderError
-from outrider.wire import error_of_rpc
+from outrider.wire.trees import error_of_rpc
 
 # What gRPC sets as a stream's status when a write finds the connection gone before its reader does.
 _BROKEN_WRITE = "Internal error from Core"

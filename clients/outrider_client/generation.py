@@ -14,7 +14,7 @@ import grpc
 from outrider.errors import OutriderError
 from outrider.sampling import VerificationMode
 from outrider.v1 import target_pb2
-from outrider.wire import mode_to_pb
+from outrider.wire.trees import mode_to_pb
 from outrider_client.failures import ServiceUnreachable, typed_error
 from outrider_client.results import Chunk, RequestTimes, Result, SpeculationTotals, Started, reason_from_pb
 from outrider_client.tracing import RequestSpan

@@ -7,7 +7,7 @@ from enum import Enum
 
 from outrider.sampling import VerificationMode
 from outrider.v1 import target_pb2, tree_pb2
-from outrider.wire import mode_from_pb
+from outrider.wire.trees import mode_from_pb
 
 
 class FinishReason(Enum):

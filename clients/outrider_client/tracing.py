@@ -5,8 +5,8 @@ from __future__ import annotations
 from opentelemetry import trace
 from opentelemetry.trace import SpanKind
 
-from outrider import telemetry
-from outrider.tracing import Tracing, end_rpc, metadata_of
+from outrider.telemetry import names as telemetry
+from outrider.telemetry.tracing import Tracing, end_rpc, metadata_of
 from outrider_client.results import Result, Started
 
 

@@ -15,7 +15,7 @@ from outrider.errors import OutriderError
 from outrider.sampling import SamplingParams, VerificationMode
 from outrider.tree import TokenTree
 from outrider.v1 import target_pb2
-from outrider.wire import error_of, mode_from_pb, mode_to_pb, sampling_to_pb, tree_to_pb
+from outrider.wire.trees import error_of, mode_from_pb, mode_to_pb, sampling_to_pb, tree_to_pb
 from outrider_client.failures import ServiceUnreachable, typed_error, typed_errors
 from outrider_client.results import FinishReason, Verdict
 

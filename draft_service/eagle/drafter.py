@@ -15,28 +15,28 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from draft_service.drafter import Drafter, DrafterSpec, DraftSequence, MakePart
+from draft_service.drafters.base import Drafter, DrafterSpec, DraftSequence, MakePart
+from draft_service.drafters.grown import Pending, among, warm_up
+from draft_service.drafters.hidden_states import FeatureWindow
 from draft_service.eagle.checkpoint import load_head, projection_fingerprint, read_config, read_token_map
 from draft_service.eagle.config import EagleConfig
 from draft_service.eagle.fused_head import MAX_ROWS, fused
 from draft_service.eagle.head import EagleHead
 from draft_service.eagle.head_config import HeadConfig, HeadRefused
 from draft_service.eagle.target_checkpoint import TargetCheckpoint
-from draft_service.features import FeatureWindow
-from draft_service.grown import Pending, among, warm_up
-from draft_service.neural.captured import FIRST_PROMPTS, drafting_on, first_batches
+from draft_service.neural.cuda_graphs.attention import StaticAttend
+from draft_service.neural.cuda_graphs.drafting import FIRST_PROMPTS, drafting_on, first_batches
 from draft_service.neural.network import RowOutput
-from draft_service.neural.static_attention import StaticAttend
 from draft_service.neural.tail_attention import Attend
 from draft_service.neural.threads import in_passing_thread, launching_on
 from draft_service.neural.tree_drafting import Extension, Followed, TreeDrafting, Wanted
 from outrider.errors import InvalidField, UnknownModel
-from outrider.frames import FeatureRequest
 from outrider.heads import head_source
 from outrider.model_store import model_source
 from outrider.sampling import VerificationMode
 from outrider.settings import SettingsError
 from outrider.tree import TokenTree
+from outrider.wire.frames import FeatureRequest
 
 
 class HeadNetwork:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from draft_service.eagle.head import EagleHead, HeadOutput
 from draft_service.eagle.layers import FusedLayer, Layer
-from draft_service.neural.static_attention import StaticAttend
+from draft_service.neural.cuda_graphs.attention import StaticAttend
 from tree_kernels.linear import HeadRows, Norm, RowLinears, ScaledRows, row_linears
 
 # Above, cuBLAS multiplies as fast, and what is fused matters less.

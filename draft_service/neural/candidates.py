@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from draft_service.drafter import DraftSequence
+from draft_service.drafters.base import DraftSequence
 from outrider.sampling import VerificationMode
 from outrider.tree import MAX_DISTRIBUTION_SUPPORT
 

@@ -21,9 +21,9 @@ class _Sizes(NamedTuple):
 
 
 # Trees that a target waits for, and those that are drawn while it verifies the last ones, so that they have to hold
-# what will follow these too. The latter by `benchmarks/running_ahead.py`: a tree of four levels says nearly what a
-# deeper one does where it is waited for; one pass ahead, more than six levels of sixteen nodes gain next to nothing,
-# and come too late for a pass of an 8B model: a level takes 0.35 ms there.
+# what will follow these too. The latter by `benchmarks/running_ahead/simulate.py`: a tree of four levels says nearly
+# what a deeper one does where it is waited for; one pass ahead, more than six levels of sixteen nodes gain next to
+# nothing, and come too late for a pass of an 8B model: a level takes 0.35 ms there.
 _PLAIN = _Sizes(num_steps=3, topk=4, num_draft_tokens=12, frontier=0, rows_per_level=0, early_levels=0)
 _CAPTURED = _Sizes(num_steps=6, topk=8, num_draft_tokens=239, frontier=16, rows_per_level=64, early_levels=3)
 

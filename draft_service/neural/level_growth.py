@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from draft_service.compiling import compiled, inlined
-from draft_service.drawn_growth import GOLDEN, coin_of, draw_place
+from draft_service.ngram.drawn_growth import GOLDEN, coin_of, draw_place
 from draft_service.noise import exponential
 from outrider.tree import MAX_DISTRIBUTION_SUPPORT, MAX_DISTRIBUTION_WEIGHT
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from draft_service.neural.paged_cache import PagedCache
 from tree_kernels.attention import AttentionBatch, TreeAttention
-from tree_kernels.kv_move import write_kv
+from tree_kernels.paging import write_kv
 
 # (layer, query [R, Hq, D], key [R, Hkv, D], value [R, Hkv, D]) -> [R, Hq, D]; stores keys and values, and attends.
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]

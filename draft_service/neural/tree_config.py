@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from outrider.frames import TreeLimits
 from outrider.settings import SettingsError
 from outrider.tree import MAX_ROWS
+from outrider.wire.frames import TreeLimits
 
 
 @dataclass(frozen=True, slots=True)

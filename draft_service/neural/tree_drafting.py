@@ -14,8 +14,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from draft_service.drafter import DraftSequence, tree_limits
-from draft_service.grown import Grown, Here, Pending
+from draft_service.drafters.base import DraftSequence, tree_limits
+from draft_service.drafters.grown import Grown, Here, Pending
 from draft_service.neural.candidates import candidates_wanted, most_probable, temperature_of
 from draft_service.neural.level_growth import (
     COUPLED,

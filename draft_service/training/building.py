@@ -15,11 +15,11 @@ from draft_service.eagle.head import EagleHead
 from draft_service.eagle.head_config import HeadConfig
 from draft_service.eagle.target_checkpoint import TargetCheckpoint
 from draft_service.training.config import TrainingConfig
+from outrider.distillation import TeacherFacts, TeacherWeights
 from outrider.errors import NotSupported, UnknownModel
 from outrider.heads import head_source
 from outrider.model_store import model_source
 from outrider.settings import SettingsError
-from outrider.teaching import TeacherFacts, TeacherWeights
 
 # Of the noise that weights begin with: `initializer_range` of Llama's configuration in transformers.
 _DEVIATION = 0.02

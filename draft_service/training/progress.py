@@ -1,12 +1,14 @@
-"""What a run says of itself while it goes on: a bar on a terminal, a line now and then elsewhere."""
+"""How long a run may take and how far it is: a bar on a terminal, a line now and then elsewhere."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 from rich.console import Console
@@ -59,3 +61,25 @@ def phase(name: str) -> Iterator[Phase]:
     )
     with Progress(*columns, console=Console(stderr=True)) as bars:
         yield Phase(name, bars)
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """Time since the run began; `seconds` of 0 is unbounded."""
+
+    seconds: float
+    began: float = field(default_factory=time.monotonic)
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since the beginning."""
+        return time.monotonic() - self.began
+
+    @property
+    def left(self) -> float:
+        """Seconds until the end, below zero after it."""
+        return self.seconds - self.elapsed if self.seconds else math.inf
+
+    def part(self, share: float) -> float:
+        """Seconds until a share of the whole is over."""
+        return self.seconds * share - self.elapsed if self.seconds else math.inf

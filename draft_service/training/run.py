@@ -13,19 +13,16 @@ from numpy.typing import NDArray
 from draft_service.eagle.checkpoint import save_head
 from draft_service.eagle.head import EagleHead
 from draft_service.training.batches import BatchPlan
-from draft_service.training.budget import Budget
 from draft_service.training.building import head_config, head_to_begin_with, new_head
 from draft_service.training.config import TrainingConfig
-from draft_service.training.corpus import Texts
-from draft_service.training.progress import phase
-from draft_service.training.record import training_record
-from draft_service.training.run_folder import RunFolder
-from draft_service.training.token_map import answer_counts, choose_tokens, coverage
+from draft_service.training.corpus import Texts, answer_counts, choose_tokens, coverage
+from draft_service.training.progress import Budget, phase
+from draft_service.training.run_folder import RunFolder, training_record
 from draft_service.training.trainer import Trainer
 from draft_service.training.validation import Acceptance, Validator, hold_back
 from draft_service.training.writing import write_texts
+from outrider.distillation import Teacher, TeacherSettings, load_teacher
 from outrider.settings import SettingsError
-from outrider.teaching import Teacher, TeacherSettings, load_teacher
 
 log = logging.getLogger(__name__)
 # Kept of --minutes for the last validation and for saving: so many times the first validation's time, and seconds.

@@ -22,7 +22,7 @@ from draft_service.training.optimiser import MasterAdamW, rate_at
 from draft_service.training.progress import Phase
 from draft_service.training.unrolling import unroll
 from draft_service.training.validation import Acceptance, Validator
-from outrider.teaching import Reader
+from outrider.distillation import Reader
 
 # Between looks at the losses, each of which waits for the device: steps, or seconds where steps are slow.
 _LOOK_STEPS, _LOOK_SECONDS = 20, 10.0

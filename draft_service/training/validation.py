@@ -19,7 +19,7 @@ from draft_service.training.batches import Batch, BatchPlan, make_batch
 from draft_service.training.corpus import Texts
 from draft_service.training.loss import most_probable
 from draft_service.training.unrolling import unroll
-from outrider.teaching import Reader
+from outrider.distillation import Reader
 
 DEPTH = 7
 _SHARE = 4

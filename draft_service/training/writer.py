@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from draft_service.training.config import TrainingConfig
 from draft_service.training.corpus import Corpus
 from draft_service.training.writing import write_here
+from outrider.distillation import TeacherSettings, load_teacher
 from outrider.runtime import configure_logging
 from outrider.settings import SettingsError
-from outrider.teaching import TeacherSettings, load_teacher
 
 
 def main(arguments: Sequence[str]) -> int:

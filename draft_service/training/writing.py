@@ -13,12 +13,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 
-from draft_service.training.budget import Budget
 from draft_service.training.config import TrainingConfig
 from draft_service.training.corpus import Corpus
-from draft_service.training.progress import Phase
+from draft_service.training.progress import Budget, Phase
+from outrider.distillation import Teacher, WritingOrder, WrittenText
 from outrider.settings import SettingsError
-from outrider.teaching import Teacher, WritingOrder, WrittenText
 
 log = logging.getLogger(__name__)
 # What a process that is killed loses. Chosen, not measured: every keeping writes one more file, which each writer then

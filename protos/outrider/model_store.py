@@ -8,7 +8,7 @@ from pathlib import Path
 
 from outrider.errors import UnknownModel
 
-MODEL_STORE = "target_service.model.store"
+MODEL_STORE = "target_service.model.loading.store"
 _LOOKUP_SECONDS = 60.0
 
 

@@ -6,7 +6,7 @@ import sys
 
 from outrider.runtime import switch_threads_often
 from target_service.assembly import load_engine
-from target_service.engine_process.host import serve_engine
+from target_service.engine_process.server import serve_engine
 
 if __name__ == "__main__":
     switch_threads_often()

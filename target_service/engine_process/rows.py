@@ -11,12 +11,12 @@ from operator import attrgetter
 from typing import Any
 
 from outrider.errors import InvalidField, OutriderError, all_errors
-from outrider.frames import DraftInfo, FeatureRequest, TreeLimits
 from outrider.sampling import SamplingParams, VerificationMode
 from outrider.tree import DraftDistribution, TokenTree
-from target_service.admission import ServedModel
-from target_service.events import EngineSnapshot
-from target_service.sequence import (
+from outrider.wire.frames import DraftInfo, FeatureRequest, TreeLimits
+from target_service.api.admission import ServedModel
+from target_service.core.events import EngineSnapshot
+from target_service.core.sequence import (
     Finish,
     FinishReason,
     SequenceRequest,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tree_kernels.attention import AttentionBatch
-from tree_kernels.feeding import StepIntegers
+from tree_kernels.node_table import StepIntegers
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,17 +14,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 
-from target_service.kv_cache import KVCache
+from target_service.core.kv_cache import KVCache
+from target_service.core.sequence import MAX_STRIDE
 from target_service.model.forward import ForwardInput, ForwardPass
 from target_service.model.head_projection import DraftHead
+from target_service.model.hidden_state_hooks import LayerTaps
 from target_service.model.support import ModelRefused, kv_shape, longest_context
-from target_service.model.taps import LayerTaps
-from target_service.sequence import MAX_STRIDE
 from tree_kernels.attention import AttentionPlan, Backend, TreeAttention
-from tree_kernels.feeding import StepIntegers, fill_awaited
-from tree_kernels.kv_move import write_kv
-from tree_kernels.node_table import LOOKUP, NodeTable
-from tree_kernels.verification_records import RECORD, Mode, records_of
+from tree_kernels.node_table import LOOKUP, NodeTable, StepIntegers, fill_awaited
+from tree_kernels.paging import write_kv
+from tree_kernels.verification import RECORD, Mode, records_of
 
 ATTENTION = "outrider_tree"
 # Of one step.

@@ -6,16 +6,16 @@ import itertools
 from pathlib import Path
 
 import pytest
-from acceptance import agreement, by_task, parse, tables, target_config
-from acceptance_drafters import NAMES, DrafterSet
-from acceptance_run import Law, Talk
-from random_model import read_shape, write_head, write_model
 from teaching_model import save_teaching_model
-from workload import Conversation
 
+from benchmarks.drafters.acceptance import agreement, by_task, parse, tables, target_config
+from benchmarks.drafters.acceptance_drafters import NAMES, DrafterSet
+from benchmarks.drafters.acceptance_run import Law, Talk
+from benchmarks.shared.random_model import read_shape, write_head, write_model
+from benchmarks.shared.workload import Conversation
 from outrider.sampling import VerificationMode
 from target_service.assembly import engine_config
-from target_service.model.loader import load_runner
+from target_service.model.loading.loader import load_runner
 from target_service.model.runner import ModelRunner
 
 GREEDY = Law(0.0, VerificationMode.GREEDY)

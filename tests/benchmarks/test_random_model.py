@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from random_model import SHAPES, read_shape, tensors_of, write_model
 from teaching_model import save_teaching_model
 from transformers import AutoModelForCausalLM
 
+from benchmarks.shared.random_model import SHAPES, read_shape, tensors_of, write_model
+
 
 def test_what_is_written_is_what_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("random_model._SHARD_BYTES", 1 << 20)
+    monkeypatch.setattr("benchmarks.shared.random_model._SHARD_BYTES", 1 << 20)
     config = read_shape("tiny")
     config.vocab_size = 4001
     written = write_model(tmp_path / "model", config, str(save_teaching_model(tmp_path / "teacher", layers=2)), "cpu")

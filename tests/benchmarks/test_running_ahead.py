@@ -9,16 +9,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import running_ahead_tables
 import torch
-from running_ahead import USUAL, Study, claim, left_at
-from running_ahead_calibration import Correction, by_bin, corrected, factor_of, fit, judged, table_of_chain
-from running_ahead_costs import PLAIN_MS, fits, pass_ms, ratio
-from running_ahead_drafts import LOOKUP, Drafts, read_trees, write_trees
-from running_ahead_head import Drawn, HeadTrees, pruned
-from running_ahead_recording import Recording
-from running_ahead_tables import markdown
-from running_ahead_walk import (
+
+from benchmarks.running_ahead import tables as running_ahead_tables
+from benchmarks.running_ahead.calibration import Correction, by_bin, corrected, factor_of, fit, judged, table_of_chain
+from benchmarks.running_ahead.costs import PLAIN_MS, fits, pass_ms, ratio
+from benchmarks.running_ahead.drafts import LOOKUP, Drafts, read_trees, write_trees
+from benchmarks.running_ahead.head import Drawn, HeadTrees, pruned
+from benchmarks.running_ahead.recording import Recording
+from benchmarks.running_ahead.simulate import USUAL, Study, claim, left_at
+from benchmarks.running_ahead.tables import markdown
+from benchmarks.running_ahead.walk import (
     BEFORE,
     INSTEAD,
     NOWHERE,
@@ -35,8 +36,7 @@ from running_ahead_walk import (
     tree_of,
     walk,
 )
-
-from draft_service.drafter import DraftSequence
+from draft_service.drafters.base import DraftSequence
 from draft_service.eagle.config import EagleConfig
 from draft_service.eagle.drafter import EagleDrafter
 from draft_service.eagle.head import EagleHead
@@ -257,7 +257,7 @@ def test_a_folder_is_kept_for_one_choice_of_settings(tmp_path: Path) -> None:
 
 
 def test_stored_tables_are_those_of_the_stored_figures() -> None:
-    results = Path(running_ahead_tables.__file__).parent / "results"
+    results = Path(running_ahead_tables.__file__).parents[1] / "results"
     document = json.loads((results / "2026-11-22-cpu-running-ahead.json").read_text())
     assert markdown(document) == (results / "2026-11-22-cpu-running-ahead.md").read_text()
 

@@ -10,8 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 import pytest
-from serving_clients import Ask, Clients, ServiceLost
 
+from benchmarks.serving.clients import Ask, Clients, ServiceLost
 from outrider.v1 import target_pb2, target_pb2_grpc
 
 SECONDS = 0.05

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from serving import Session, parse
-from serving_engine import EngineAlone
 from teaching_model import save_teaching_model
-from workload import random_prompts
 
+from benchmarks.serving.engine import EngineAlone
+from benchmarks.serving.serving import Session, parse
+from benchmarks.shared.workload import random_prompts
 from target_service.config import TargetConfig
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from serving_figures import (
+
+from benchmarks.serving.figures import (
     LONG,
     SHORT,
     Answer,

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from serving import draft_settings, parse
-from serving_services import DraftSettings, visible_device
 
+from benchmarks.serving.services import DraftSettings, visible_device
+from benchmarks.serving.serving import draft_settings, parse
 from draft_service.config import drafter_config
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 
 import pytest
-from simulated_drafter import Simulation, _Script, likeliest_path, read_answers, write_answers
 
+from benchmarks.engine.simulated_drafter import Simulation, _Script, likeliest_path, read_answers, write_answers
 from outrider.tree import TokenTree
 
 VOCABULARY = 50

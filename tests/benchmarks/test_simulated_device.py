@@ -7,11 +7,11 @@ import time
 
 import pytest
 from engine_harness import ScriptedDraft, engine_config, knowing_tree, request
-from simulated_device import DeviceTimes, SimulatedSteps, accepted_rows, empty_runner
 
+from benchmarks.engine.simulated_device import DeviceTimes, SimulatedSteps, accepted_rows, empty_runner
 from outrider.tree import TokenTree
-from target_service.loop import EngineLoop
-from target_service.sequence import Verdict
+from target_service.core.sequence import Verdict
+from target_service.engine.loop import EngineLoop
 
 VOCABULARY = 97
 TIMES = DeviceTimes(one_pass=2e-3, row=1e-5, host=1e-4)

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from vllm_peer import Peer, engine_options, measure, parse
+
+from benchmarks.serving.vllm_peer import Peer, engine_options, measure, parse
 
 
 @dataclass

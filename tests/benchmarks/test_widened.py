@@ -9,13 +9,25 @@ import time
 from pathlib import Path
 
 import pytest
-import widened_metrics
-from serving_clients import Reply
-from serving_figures import Answer, Window
-from widened import COLUMNS, Record, line, parse, plan_of
-from widened_metrics import STEPS, Series, buckets, difference, quantile, read_page, share, step_figures, total, value
-from widened_proxy import DelayProxy
-from widened_runs import (
+
+from benchmarks.serving.clients import Reply
+from benchmarks.serving.figures import Answer, Window
+from benchmarks.widened import metrics as widened_metrics
+from benchmarks.widened.metrics import (
+    STEPS,
+    Series,
+    buckets,
+    difference,
+    quantile,
+    read_page,
+    share,
+    step_figures,
+    total,
+    value,
+)
+from benchmarks.widened.proxy import DelayProxy
+from benchmarks.widened.run import COLUMNS, Record, line, parse, plan_of
+from benchmarks.widened.runs import (
     PromptCursor,
     Run,
     answers_of,
@@ -25,9 +37,8 @@ from widened_runs import (
     run_figures,
     with_ratios,
 )
-from widened_services import Subject, draft_settings, flags_of, subjects_of, target_settings
-
-from outrider.telemetry import METRICS
+from benchmarks.widened.services import Subject, draft_settings, flags_of, subjects_of, target_settings
+from outrider.telemetry.names import METRICS
 from target_service.config import TargetConfig
 
 PAGE = """\

@@ -13,8 +13,8 @@ from conftest import make_tiny
 from eagle_heads import PlainHead, make_head
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
-from widened_model import SHAPES, CannotWiden, Shape, Widening, wide_config, widen_head, widen_model
 
+from benchmarks.widened.model import SHAPES, CannotWiden, Shape, Widening, wide_config, widen_head, widen_model
 from draft_service.eagle.checkpoint import load_head, save_head
 from draft_service.eagle.head import EagleHead
 from draft_service.eagle.target_checkpoint import TargetCheckpoint

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from workload import closed_requests, random_prompts, read_conversations, wave
+
+from benchmarks.shared.workload import closed_requests, random_prompts, read_conversations, wave
 
 PROMPTS = [(number,) for number in range(280)]
 

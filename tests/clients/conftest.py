@@ -15,7 +15,7 @@ from google.rpc import status_pb2
 from outrider import errors
 from outrider.serving import Authenticator, GrpcServer, Service, ServingOptions, current_tenant
 from outrider.v1 import draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc, tree_pb2
-from outrider.wire import status_of
+from outrider.wire.trees import status_of
 
 TARGET = "outrider.v1.TargetService"
 DRAFT = "outrider.v1.DraftService"

@@ -19,9 +19,9 @@ from outrider_client.bench.report import ALL_TASKS, SCHEMA, cells, differing, pe
 from outrider_client.bench.runner import Plan, Runner
 from outrider_client.bench.samples import Mode, Sample
 from outrider_client.bench.session import make_plan
+from outrider_client.cli.bench import EXIT_DIFFERENT
 from outrider_client.client import Message
-from outrider_client.commands.bench import EXIT_DIFFERENT
-from outrider_client.options import BenchOptions
+from outrider_client.terminal.options import BenchOptions
 
 PLAIN, TRIE = Mode("plain"), Mode("trie", "remote")
 CELL_KEYS = {

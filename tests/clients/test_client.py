@@ -11,9 +11,10 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 import outrider_client
-from outrider import errors, telemetry
+from outrider import errors
 from outrider.serving.tenancy import TENANT_KEY, TOKEN_KEY
-from outrider.tracing import Tracing
+from outrider.telemetry import names as telemetry
+from outrider.telemetry.tracing import Tracing
 from outrider_client import (
     Client,
     DraftClient,

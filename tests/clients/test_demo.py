@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from outrider import telemetry
-from outrider.tracing import set_up_tracing
+from outrider.telemetry import names as telemetry
+from outrider.telemetry.tracing import set_up_tracing
 from outrider_client import Client, SamplingParams, Speculation
 from outrider_client.demo.show import totals_table, trace_table
 from outrider_client.demo.trace_sink import ReceivedSpan, TraceSink

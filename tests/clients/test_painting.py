@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from outrider_client.painting import DRAFTED_STYLE, OWN_STYLE, Painter
 from outrider_client.results import Chunk
+from outrider_client.terminal.painting import DRAFTED_STYLE, OWN_STYLE, Painter
 
 
 class Bytes:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from outrider.heads import shipped_heads
-from outrider_client.placement import Placement, named_settings, place, visible_gpus
+from outrider_client.cli.placement import Placement, named_settings, place, visible_gpus
 
 
 def test_gpus_are_counted_as_cuda_shows_them(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 from child_processes import living_children
 
 from outrider_client import DraftClient, ServiceUnreachable
-from outrider_client.stack import ServiceFailed, Stack, private_directory
+from outrider_client.local.stack import ServiceFailed, Stack, private_directory
 
 
 def test_private_directory_is_private_and_goes() -> None:

@@ -13,8 +13,8 @@ import psutil
 import pytest
 from child_processes import living_children
 
-from outrider_client.process import Child, ServiceDied, ServiceSlow, wait_serving
-from outrider_client.supervisor import Patience, ServiceCommand, Supervisor
+from outrider_client.local.process import Child, ServiceDied, ServiceSlow, wait_serving
+from outrider_client.local.supervisor import Patience, ServiceCommand, Supervisor
 
 # A service as far as supervision goes: health, and an end on SIGTERM. Its arguments: address, and words to print.
 _SERVICE = """
@@ -155,7 +155,7 @@ async def test_children_end_with_a_parent_that_is_killed(tmp_path: Path) -> None
     pid_file = tmp_path / "pid"
     program = f"""
 import asyncio, sys
-from outrider_client.process import Child
+from outrider_client.local.process import Child
 
 async def main():
     child = Child("sleeper", (sys.executable, "-c", "import time; time.sleep(99)"), print)

@@ -24,9 +24,9 @@ from eagle_heads import make_head
 
 from draft_service.eagle.config import EagleConfig
 from draft_service.eagle.drafter import EagleDrafter, HeadNetwork
-from draft_service.neural import static_attention
-from draft_service.neural.static_attention import StaticAttention
-from tree_kernels._triton_attention import TritonAttention, TritonSettings
+from draft_service.neural.cuda_graphs import attention as static_attention
+from draft_service.neural.cuda_graphs.attention import StaticAttention
+from tree_kernels.attention.triton_backend import TritonAttention, TritonSettings
 
 SHAPE = {"topk": 3, "num_steps": 3, "page_size": 16, "kv_tokens": 512}
 

@@ -15,15 +15,15 @@ from static_drafting import StaticDrafting, StaticTorch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from draft_service.drafter import DraftSequence
+from draft_service.causal_lm.drafter import ModelConfig, ModelDrafter
+from draft_service.drafters.base import DraftSequence
 from draft_service.eagle.config import EagleConfig
 from draft_service.eagle.drafter import HeadNetwork
 from draft_service.eagle.fused_head import FusedHead
-from draft_service.model_drafter import ModelConfig, ModelDrafter
-from draft_service.neural import static_attention
-from draft_service.neural.static_attention import StaticAttention, TreePlan
-from tree_kernels import linear
+from draft_service.neural.cuda_graphs import attention as static_attention
+from draft_service.neural.cuda_graphs.attention import StaticAttention, TreePlan
 from tree_kernels.linear import TorchLinears
+from tree_kernels.linear import dispatch as linear
 
 # What waits for the device, what makes tensors of a size that it decides, and what brings numbers from the host.
 FORBIDDEN = {"_local_scalar_dense", "nonzero", "masked_select", "lift_fresh", "lift_fresh_copy", "item", "unique2"}

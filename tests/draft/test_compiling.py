@@ -11,7 +11,7 @@ import pytest
 from draft_service import compiling
 
 DRAFT = """
-from draft_service.drafter import DraftSequence, create
+from draft_service.drafters.base import DraftSequence, create
 drafter = create("trie")
 drafter.start()
 sequence = DraftSequence(1, [1, 2, 3, 1, 2], 5, 10)

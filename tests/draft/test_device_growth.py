@@ -11,17 +11,17 @@ import torch
 from static_drafting import StaticDrafting, static_kv  # noqa: F401
 from torch import Tensor
 
-from draft_service.drafter import DraftSequence
+from draft_service.drafters.base import DraftSequence
 from draft_service.neural.network import RowOutput
 from draft_service.neural.tail_attention import Attend
 from draft_service.neural.tree_config import CacheShape, TreeShape
 from draft_service.neural.tree_drafting import Extension, Followed, TreeDrafting, Wanted
-from outrider.frames import TreeLimits
 from outrider.sampling import SamplingParams, VerificationMode
 from outrider.settings import SettingsError
 from outrider.tree import TokenTree
-from tree_kernels.growth import _race_words
-from tree_kernels.noise import race_words_of
+from outrider.wire.frames import TreeLimits
+from tree_kernels.growth.dispatch import _race_words
+from tree_kernels.philox import race_words_of
 
 GREEDY, COUPLED, REJECTION = VerificationMode.GREEDY, VerificationMode.COUPLED, VerificationMode.REJECTION
 TABLE = 4099

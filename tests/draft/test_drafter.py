@@ -12,15 +12,15 @@ import torch
 from conftest import make_tiny
 from eagle_heads import make_head
 
-from draft_service.drafter import DRAFTERS, Drafter, DraftSequence, create, drafter_spec, features_of, tree_limits
+from draft_service.causal_lm.drafter import ModelConfig
+from draft_service.drafters.base import DRAFTERS, Drafter, DraftSequence, create, drafter_spec, features_of, tree_limits
 from draft_service.eagle.checkpoint import save_head
 from draft_service.eagle.config import EagleConfig
-from draft_service.model_drafter import ModelConfig
 from outrider.errors import NotSupported
-from outrider.frames import TreeLimits
 from outrider.sampling import VerificationMode
 from outrider.settings import add_flags, load
 from outrider.tree import TokenTree
+from outrider.wire.frames import TreeLimits
 
 VOCABULARY = 50
 

@@ -25,12 +25,12 @@ from eagle_heads import KINDS, make_head
 from kernel_worker import INTERPRETED, work
 from static_drafting import StaticDrafting, static_kv  # noqa: F401
 
+from draft_service.drafters.grown import ArrayDrafter, Grown
+from draft_service.drafters.packing import PackedTrees
 from draft_service.eagle import drafter as drafter_module
 from draft_service.eagle.config import EagleConfig
 from draft_service.eagle.drafter import EagleDrafter, HeadNetwork
 from draft_service.eagle.head import EagleHead
-from draft_service.grown import ArrayDrafter, Grown
-from draft_service.growth_packing import PackedTrees
 from outrider.sampling import VerificationMode
 from outrider.tree import TokenTree
 

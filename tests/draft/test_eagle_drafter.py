@@ -24,14 +24,14 @@ from eagle_drafting import (
 from eagle_heads import KINDS, VOCABULARY, PlainHead, make_head
 from torch import Tensor
 
-from draft_service.drafter import FeatureDrafter
+from draft_service.drafters.base import FeatureDrafter
 from draft_service.eagle.config import EagleConfig
 from draft_service.eagle.drafter import EagleDrafter
 from outrider import noise
-from outrider.frames import TreeLimits
 from outrider.sampling import VerificationMode
 from outrider.settings import SettingsError
 from outrider.tree import TokenTree
+from outrider.wire.frames import TreeLimits
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)

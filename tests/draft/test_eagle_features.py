@@ -7,12 +7,12 @@ import torch
 from eagle_drafting import draft, feed, make_drafter, opened, plain_tree, same_tree, sequence_of, states_of, text
 from eagle_heads import VOCABULARY, make_head
 
-from draft_service.drafter import features_of
-from draft_service.features import FeatureWindow
+from draft_service.drafters.base import features_of
+from draft_service.drafters.hidden_states import FeatureWindow
 from outrider.errors import InvalidField
-from outrider.frames import FeatureRequest
 from outrider.sampling import VerificationMode
 from outrider.tree import TokenTree
+from outrider.wire.frames import FeatureRequest
 
 
 @pytest.mark.parametrize("mode", VerificationMode, ids=lambda mode: mode.value)

@@ -15,8 +15,8 @@ from draft_service.eagle.config import EagleConfig
 from draft_service.eagle.drafter import HeadNetwork
 from draft_service.eagle.fused_head import FusedHead, can_be_fused, fused
 from draft_service.eagle.head import EagleHead
+from draft_service.neural.cuda_graphs.attention import StaticAttend
 from draft_service.neural.paged_cache import PagedCache
-from draft_service.neural.static_attention import StaticAttend
 from tree_kernels.linear import TorchLinears, row_linears
 
 FUSED: dict[str, dict[str, Any]] = {

@@ -18,7 +18,7 @@ from eagle_drafting import (
 )
 from eagle_heads import make_head
 
-from draft_service.neural.captured import CapturedDrafting
+from draft_service.neural.cuda_graphs.drafting import CapturedDrafting
 from outrider.sampling import VerificationMode
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

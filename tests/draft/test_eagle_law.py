@@ -12,7 +12,7 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from draft_service.drafter import DraftSequence
+from draft_service.drafters.base import DraftSequence
 from draft_service.neural.network import RowOutput
 from draft_service.neural.tail_attention import Attend
 from draft_service.neural.tree_config import CacheShape, TreeShape

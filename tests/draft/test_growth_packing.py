@@ -9,17 +9,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draft_service.drafter import DraftSequence
-from draft_service.growth_packing import pack, room_for, signed
-from draft_service.ngram_config import TrieConfig
-from draft_service.ngram_drafter import NgramDrafter
+from draft_service.drafters.base import DraftSequence
+from draft_service.drafters.packing import pack, room_for, signed
+from draft_service.ngram.config import TrieConfig
+from draft_service.ngram.drafter import NgramDrafter
 from draft_service.session import Admission, PackedGrowth, ProposeSession
 from draft_service.tracked import Tracked
-from outrider.draft_wire import growth_to_pb
-from outrider.frames import OpenSequence, SequenceGrowth, TreeLimits
 from outrider.sampling import SamplingParams, VerificationMode
 from outrider.tree import TokenTree
 from outrider.v1 import draft_pb2
+from outrider.wire.drafts import growth_to_pb
+from outrider.wire.frames import OpenSequence, SequenceGrowth, TreeLimits
 
 ids = st.integers(0, 2**64 - 1)
 steps = st.integers(0, 2**63 - 1)

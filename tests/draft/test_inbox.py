@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 import grpc
 import pytest
 
-from draft_service.inbox import Inbox
+from draft_service.frame_reader import Inbox
 
 
 def source(frames: asyncio.Queue[object]) -> Callable[[], Awaitable[object]]:

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from scripted_drafter import VOCABULARY, Listener, ScriptedDrafter, opening, step
 
-from draft_service import inprocess
-from draft_service.drafter import DraftSequence
-from draft_service.inprocess import InprocessLink, ThreadedLink, connect
+from draft_service import in_process as inprocess
+from draft_service.drafters.base import DraftSequence
+from draft_service.in_process import InprocessLink, ThreadedLink, connect
 from draft_service.neural import threads
 from outrider.errors import NotSupported, UnknownCorpus
 from outrider.settings import SettingsError

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from draft_service.learning import Learner
+from draft_service.ngram.learning import Learner
 
 
 def test_lessons_run_in_order_on_one_other_thread() -> None:

@@ -12,19 +12,19 @@ from eagle_heads import VOCABULARY, make_head
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draft_service.drafter import CorpusDrafter, Drafter, DraftSequence, create, features_of
-from draft_service.grown import ArrayDrafter, Grown, Here, Pending
-from draft_service.merged_drafter import MergedConfig, MergedDrafter
-from draft_service.ngram_config import TrieConfig
-from draft_service.ngram_drafter import NgramDrafter
-from draft_service.prompt_lookup import PromptLookupConfig, PromptLookupDrafter
+from draft_service.drafters.base import CorpusDrafter, Drafter, DraftSequence, create, features_of
+from draft_service.drafters.grown import ArrayDrafter, Grown, Here, Pending
+from draft_service.drafters.merged import MergedConfig, MergedDrafter
+from draft_service.drafters.merging import merge_grown, merge_trees
+from draft_service.drafters.prompt_lookup import PromptLookupConfig, PromptLookupDrafter
+from draft_service.ngram.config import TrieConfig
+from draft_service.ngram.drafter import NgramDrafter
 from draft_service.service import run_service
-from draft_service.tree_merging import merge_grown, merge_trees
 from outrider.errors import NotSupported, UnknownCorpus
-from outrider.frames import TreeLimits
 from outrider.sampling import SamplingParams, VerificationMode
 from outrider.settings import SettingsError
 from outrider.tree import TokenTree
+from outrider.wire.frames import TreeLimits
 
 
 def tree(*nodes: tuple[int, int, float]) -> TokenTree:

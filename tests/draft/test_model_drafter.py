@@ -15,14 +15,14 @@ from static_drafting import StaticDrafting, static_kv  # noqa: F401
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from draft_service.drafter import DraftSequence, FeatureDrafter
-from draft_service.inprocess import InprocessLink
-from draft_service.model_drafter import ModelConfig, ModelDrafter
+from draft_service.causal_lm.drafter import ModelConfig, ModelDrafter
+from draft_service.drafters.base import DraftSequence, FeatureDrafter
+from draft_service.in_process import InprocessLink
 from draft_service.neural.tree_config import CacheShape
 from outrider.errors import NotSupported
-from outrider.frames import DraftEvents, DraftLink
 from outrider.sampling import SamplingParams, VerificationMode
 from outrider.settings import SettingsError
+from outrider.wire.frames import DraftEvents, DraftLink
 
 VOCABULARY = TINY["vocab_size"]
 SETTINGS: dict[str, Any] = {

@@ -12,15 +12,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draft_service.drafter import CorpusDrafter, DraftSequence, tree_limits
-from draft_service.ngram_config import TrieConfig
-from draft_service.ngram_drafter import NgramDrafter
-from draft_service.snapshot import FILE_NAME
+from draft_service.drafters.base import CorpusDrafter, DraftSequence, tree_limits
+from draft_service.ngram.config import TrieConfig
+from draft_service.ngram.drafter import NgramDrafter
+from draft_service.ngram.snapshot import FILE_NAME
 from outrider.errors import PermissionDenied, QuotaExceeded, UnknownCorpus
-from outrider.frames import TreeLimits
 from outrider.sampling import VerificationMode
 from outrider.settings import SettingsError
 from outrider.tree import TokenTree
+from outrider.wire.frames import TreeLimits
 
 VOCABULARY = 1_000
 _ids = itertools.count(1)

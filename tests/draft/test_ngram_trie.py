@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draft_service.ngram_trie import NgramTrie
-from draft_service.trie_arrays import ROOT, SEEN
+from draft_service.ngram.arrays import ROOT, SEEN
+from draft_service.ngram.trie import NgramTrie
 
 DEPTH = 4
 documents = st.lists(st.lists(st.integers(0, 4), max_size=40), min_size=1, max_size=6)

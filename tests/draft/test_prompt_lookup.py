@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draft_service.drafter import CorpusDrafter, DraftSequence
-from draft_service.prompt_lookup import PromptLookupConfig, PromptLookupDrafter
-from outrider.frames import TreeLimits
+from draft_service.drafters.base import CorpusDrafter, DraftSequence
+from draft_service.drafters.prompt_lookup import PromptLookupConfig, PromptLookupDrafter
 from outrider.settings import SettingsError
 from outrider.tree import TokenTree
+from outrider.wire.frames import TreeLimits
 
 
 def expected(tokens: Sequence[int], config: PromptLookupConfig) -> list[int]:

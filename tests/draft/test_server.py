@@ -16,18 +16,18 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from scripted_drafter import VOCABULARY, ScriptedDrafter, opening
 
 from draft_service.config import DraftConfig
-from draft_service.drafter import DraftSequence
+from draft_service.drafters.base import DraftSequence
 from draft_service.server import SERVICE_NAME
 from draft_service.service import build_server
 from outrider import __version__
-from outrider.draft_wire import growth_from_pb, open_to_pb
 from outrider.errors import (
     InvalidField,
 )
-from outrider.frames import MAX_OUTSTANDING_CREDIT
 from outrider.settings import SettingsError
 from outrider.v1 import draft_pb2, tree_pb2
-from outrider.wire import error_of_rpc
+from outrider.wire.drafts import growth_from_pb, open_to_pb
+from outrider.wire.frames import MAX_OUTSTANDING_CREDIT
+from outrider.wire.trees import error_of_rpc
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import pytest
 from draft_harness import Draft, draft_over
 from scripted_drafter import CORPUS_QUOTA, opening
 
-from draft_service.drafter import create
+from draft_service.drafters.base import create
 from draft_service.server import MAX_CORPUS_TOKENS
 from outrider.errors import (
     InvalidField,
@@ -21,7 +21,7 @@ from outrider.errors import (
     Unauthenticated,
 )
 from outrider.v1 import draft_pb2
-from outrider.wire import error_of_rpc
+from outrider.wire.trees import error_of_rpc
 
 
 @pytest.fixture

@@ -7,9 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted_drafter import VOCABULARY, ScriptedDrafter, opening, step
 
-from draft_service.drafter import DraftSequence, create
+from draft_service.drafters.base import DraftSequence, create
 from draft_service.session import MAX_SEQUENCES_PER_FRAME, Admission, ProposeSession
-from outrider.draft_wire import growth_from_pb, growth_to_pb
 from outrider.errors import (
     InvalidField,
     OutriderError,
@@ -20,9 +19,10 @@ from outrider.errors import (
     UnknownCorpus,
     UnknownSequence,
 )
-from outrider.frames import MAX_OUTSTANDING_CREDIT, ROOT_ID, SequenceGrowth, TreeLimits
 from outrider.sampling import SamplingParams, VerificationMode
 from outrider.tree import TokenTree
+from outrider.wire.drafts import growth_from_pb, growth_to_pb
+from outrider.wire.frames import MAX_OUTSTANDING_CREDIT, ROOT_ID, SequenceGrowth, TreeLimits
 
 
 def make(

@@ -13,16 +13,16 @@ from eagle_heads import VOCABULARY, make_head
 from scripted_drafter import Listener, ScriptedDrafter, opening
 from torch import Tensor
 
-from draft_service.drafter import features_of
-from draft_service.features import read_vectors
-from draft_service.inprocess import InprocessLink
+from draft_service.drafters.base import features_of
+from draft_service.drafters.hidden_states import read_vectors
+from draft_service.in_process import InprocessLink
 from draft_service.session import Admission, ProposeSession
-from outrider.draft_wire import advance_to_pb, info_from_pb
 from outrider.errors import InvalidField, OutriderError, UnknownSequence
-from outrider.feature_wire import features_to_pb
-from outrider.frames import SequenceAdvance, SequenceFeatures, SequenceGrowth, Vectors
 from outrider.tree import TokenTree
 from outrider.v1 import draft_pb2
+from outrider.wire.drafts import advance_to_pb, info_from_pb
+from outrider.wire.frames import SequenceAdvance, SequenceFeatures, SequenceGrowth, Vectors
+from outrider.wire.hidden_states import features_to_pb
 
 WIDTH = 48
 LENGTH = 12

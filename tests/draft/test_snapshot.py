@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from draft_service.corpora import StoredTrie
-from draft_service.ngram_trie import NgramTrie
-from draft_service.snapshot import FILE_NAME, SnapshotRefused, load, save, set_aside
+from draft_service.ngram.corpora import StoredTrie
+from draft_service.ngram.snapshot import FILE_NAME, SnapshotRefused, load, save, set_aside
+from draft_service.ngram.trie import NgramTrie
 
 SETTINGS = {"depth": 4, "unit": 16}
 

@@ -10,11 +10,11 @@ from opentelemetry.trace import StatusCode
 from scripted_drafter import ScriptedDrafter
 from spans import PARENT, UNSAMPLED, Recorder, check
 
-from draft_service.metrics import PrometheusDraftObserver
-from draft_service.tracing import StreamTrace
-from outrider.frames import OpenSequence, TreeLimits
+from draft_service.telemetry.metrics import PrometheusDraftObserver
+from draft_service.telemetry.tracing import StreamTrace
 from outrider.sampling import SamplingParams, VerificationMode
-from outrider.telemetry import DRAFT_SEQUENCE, PROPOSE
+from outrider.telemetry.names import DRAFT_SEQUENCE, PROPOSE
+from outrider.wire.frames import OpenSequence, TreeLimits
 
 
 def sequence(sequence_id: int, traceparent: str = PARENT) -> OpenSequence:

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from draft_service.training.batches import BatchPlan, make_batch
-from draft_service.training.corpus import Texts
-from draft_service.training.token_map import answer_counts, choose_tokens, coverage
+from draft_service.training.corpus import Texts, answer_counts, choose_tokens, coverage
 from draft_service.training.validation import DEPTH, acceptance_of, hold_back
 
 STEPS = 3

@@ -16,17 +16,17 @@ from teaching_model import save_teaching_model
 from draft_service.eagle.checkpoint import load_head
 from draft_service.eagle.target_checkpoint import TargetCheckpoint
 from draft_service.training import run
-from draft_service.training.budget import Budget
 from draft_service.training.building import head_config, head_to_begin_with, new_head
 from draft_service.training.config import TrainingConfig
 from draft_service.training.corpus import Corpus
 from draft_service.training.loss import soft_cross_entropy
+from draft_service.training.progress import Budget
 from draft_service.training.run import train_head
 from draft_service.training.run_folder import RunFolder
 from draft_service.training.trainer import Trainer
 from draft_service.training.validation import Acceptance
+from outrider.distillation import TeacherFacts, TeacherSettings, TeacherWeights, WrittenText, load_teacher
 from outrider.settings import SettingsError
-from outrider.teaching import TeacherFacts, TeacherSettings, TeacherWeights, WrittenText, load_teacher
 
 FACTS = TeacherFacts("m", 50, 16, 24, 6, 4, 2, 4, 128, 1e-5, {"rope_type": "default", "rope_theta": 1e4}, "print")
 SMALL: dict[str, Any] = {

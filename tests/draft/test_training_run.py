@@ -11,15 +11,15 @@ import pytest
 import torch
 from torch import nn
 
-from draft_service.training.budget import Budget
 from draft_service.training.building import head_config, new_head
 from draft_service.training.config import TrainingConfig
 from draft_service.training.corpus import Corpus
 from draft_service.training.optimiser import MasterAdamW, rate_at
+from draft_service.training.progress import Budget
 from draft_service.training.run_folder import RunFolder
 from draft_service.training.writing import read_prompts
+from outrider.distillation import TeacherFacts, TeacherSettings, TeacherWeights, WrittenText, load_teacher
 from outrider.settings import SettingsError
-from outrider.teaching import TeacherFacts, TeacherSettings, TeacherWeights, WrittenText, load_teacher
 
 FACTS = TeacherFacts("m", 50, 16, 24, 6, 4, 2, 4, 128, 1e-5, {"rope_type": "default", "rope_theta": 1e4}, "print")
 

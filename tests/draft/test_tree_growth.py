@@ -13,15 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from draft_service.drafter import DraftSequence
-from draft_service.ngram_config import TrieConfig
-from draft_service.ngram_trie import NgramTrie
-from draft_service.prediction import UNIT
-from draft_service.tree_building import build_tree
+from draft_service.drafters.base import DraftSequence
+from draft_service.ngram.building import build_tree
+from draft_service.ngram.config import TrieConfig
+from draft_service.ngram.prediction import UNIT
+from draft_service.ngram.trie import NgramTrie
 from outrider import noise
-from outrider.frames import TreeLimits
 from outrider.sampling import SamplingParams, VerificationMode
 from outrider.tree import TokenTree
+from outrider.wire.frames import TreeLimits
 from tree_kernels.verification import rejection_walk
 
 VOCABULARY = 12

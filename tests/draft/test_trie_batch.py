@@ -10,16 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draft_service.drafter import DraftSequence, tree_limits
-from draft_service.ngram_config import NEVER_LOG2, TrieConfig
-from draft_service.ngram_drafter import NgramDrafter
-from draft_service.ngram_trie import NgramTrie
-from draft_service.prediction import UNIT
-from draft_service.tree_building import build_tree
-from draft_service.trie_batch import ROOM
-from outrider.frames import TreeLimits
+from draft_service.drafters.base import DraftSequence, tree_limits
+from draft_service.ngram.batch import ROOM
+from draft_service.ngram.building import build_tree
+from draft_service.ngram.config import NEVER_LOG2, TrieConfig
+from draft_service.ngram.drafter import NgramDrafter
+from draft_service.ngram.prediction import UNIT
+from draft_service.ngram.trie import NgramTrie
 from outrider.sampling import SamplingParams, VerificationMode
 from outrider.tree import TokenTree
+from outrider.wire.frames import TreeLimits
 
 VOCABULARY = 6
 CONFIG = TrieConfig(num_draft_tokens=24, learn_prompts=False, learn_outputs=False, own_tokens=128)

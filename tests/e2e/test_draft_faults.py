@@ -15,9 +15,9 @@ from engine_harness import make_runner, plain, request, run
 from scripted_drafter import Listener
 from transformers import PreTrainedModel
 
-from outrider.frames import DraftEvents, DraftLink
 from outrider.sampling import SamplingParams
-from target_service.draft_client import GrpcDraftLink, LinkOptions
+from outrider.wire.frames import DraftEvents, DraftLink
+from target_service.speculation.client.link import GrpcDraftLink, LinkOptions
 
 VOCABULARY = 211
 SAMPLINGS = {

@@ -16,10 +16,10 @@ from transformers import PreTrainedModel
 
 from draft_service.eagle.config import EagleConfig
 from draft_service.eagle.drafter import EagleDrafter
-from draft_service.inprocess import InprocessLink
-from outrider.frames import DraftEvents, DraftLink
+from draft_service.in_process import InprocessLink
 from outrider.sampling import SamplingParams, VerificationMode
-from target_service.sampling import LogitShaper
+from outrider.wire.frames import DraftEvents, DraftLink
+from target_service.sampling.distribution import LogitShaper
 
 VOCABULARY, LENGTH, PROMPT, SAMPLES = 7, 3, (1, 4, 2), 1200
 SAMPLING = SamplingParams(temperature=1.5, top_k=5, top_p=0.95, ignore_eos=True)

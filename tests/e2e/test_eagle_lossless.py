@@ -15,14 +15,14 @@ from engine_harness import Connect, engine_config, make_runner, plain, run
 from taught_heads import HIDDEN, KINDS, LAYERS, SAMPLINGS, new_head, prompts, request_of, taught_head
 from transformers import PreTrainedModel
 
-from draft_service import inprocess
+from draft_service import in_process as inprocess
 from draft_service.eagle.checkpoint import save_head
 from draft_service.eagle.config import EagleConfig
 from draft_service.eagle.drafter import EagleDrafter
 from draft_service.eagle.head import EagleHead
-from draft_service.inprocess import InprocessLink
-from outrider.frames import DraftEvents, DraftLink
+from draft_service.in_process import InprocessLink
 from outrider.sampling import SamplingParams
+from outrider.wire.frames import DraftEvents, DraftLink
 from target_service.model.head_projection import read_draft_head
 
 

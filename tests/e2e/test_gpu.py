@@ -12,10 +12,10 @@ from conftest import make_tiny
 from engine_harness import Outcome, Propose, engine_config, knowing_tree, make_runner, random_tree, request, run
 
 from outrider.sampling import SamplingParams, VerificationMode
-from target_service.device_steps import DeviceSteps
-from target_service.launch import HostSteps
+from target_service.core.sequence import SequenceRequest
+from target_service.execution.device_executor import DeviceSteps
+from target_service.execution.host_executor import HostSteps
 from target_service.model.runner import ModelRunner, runner_for
-from target_service.sequence import SequenceRequest
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 VOCABULARY = 211
@@ -40,8 +40,8 @@ def captured(
     runner: ModelRunner, *, invariant: bool = False, keep_tokens: bool = False
 ) -> tuple[ModelRunner, DeviceSteps]:
     # Only on a machine that runs these tests: Triton may be absent elsewhere.
-    from target_service.model.captured import CapturedRunner, CaptureOptions
-    from target_service.model.preparing import LayerOptions
+    from target_service.model.cuda_graphs.runner import CapturedRunner, CaptureOptions
+    from target_service.model.fused.preparing import LayerOptions
 
     if keep_tokens:
         runner.keep_tokens(SEQUENCES)

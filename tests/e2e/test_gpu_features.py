@@ -13,13 +13,13 @@ from feature_link import FeatureLink
 from hidden_states import states_of
 
 from outrider.errors import NotSupported
-from outrider.frames import DraftEvents, DraftLink, FeatureRequest
 from outrider.tree import TokenTree
-from target_service.device_steps import DeviceSteps
-from target_service.feature_encoding import FeatureEncoder, encode
-from target_service.features import Features
+from outrider.wire.frames import DraftEvents, DraftLink, FeatureRequest
+from target_service.execution.device_executor import DeviceSteps
 from target_service.model.head_projection import DraftHead, HeadProjection
-from target_service.step_cost import StepCost
+from target_service.speculation.hidden_states.encoding import FeatureEncoder, encode
+from target_service.speculation.hidden_states.sending import Features
+from target_service.speculation.policy.step_cost import StepCost
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 VOCABULARY = 211
@@ -35,8 +35,8 @@ def root_only(tokens: Sequence[int], _: random.Random) -> TokenTree:
 @pytest.mark.parametrize("drafted", [True, False], ids=["trees", "steps ahead"])
 @pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "as they are"])
 def test_captured_steps_keep_every_committed_tokens_state(drafted: bool, compiled: bool) -> None:
-    from target_service.model.captured import CapturedRunner, CaptureOptions
-    from target_service.model.preparing import LayerOptions
+    from target_service.model.cuda_graphs.runner import CapturedRunner, CaptureOptions
+    from target_service.model.fused.preparing import LayerOptions
 
     rng = random.Random(3)
     prompts = [[rng.randrange(3, VOCABULARY) for _ in range(length)] for length in (1, 5, 17, 40, 90)]
@@ -94,7 +94,7 @@ def test_rows_encoded_behind_a_pass_are_those_encoded_when_wanted(dtype: str, pr
 
 
 def test_what_graphs_keep_is_chosen_before_they_are_captured() -> None:
-    from target_service.model.captured import CapturedRunner, CaptureOptions
+    from target_service.model.cuda_graphs.runner import CapturedRunner, CaptureOptions
 
     taken = CapturedRunner(make_runner(make_tiny().cuda(), attention="triton"), CaptureOptions(ROWS, SEQUENCES))
     with pytest.raises(NotSupported, match="--draft-head"):

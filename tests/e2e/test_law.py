@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from outrider.sampling import SamplingParams, VerificationMode
 from outrider.tree import DraftDistribution, TokenTree
-from target_service.sampling import LogitShaper
+from target_service.sampling.distribution import LogitShaper
 
 VOCABULARY = 7
 LENGTH = 3

@@ -20,8 +20,8 @@ from engine_harness import (
 from transformers import PreTrainedModel
 
 from outrider.sampling import SamplingParams, VerificationMode
-from target_service.sequence import SequenceRequest
-from target_service.step_cost import StepCost
+from target_service.core.sequence import SequenceRequest
+from target_service.speculation.policy.step_cost import StepCost
 
 VOCABULARY = 211
 SAMPLINGS = {

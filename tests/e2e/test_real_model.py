@@ -12,11 +12,11 @@ from engine_harness import engine_config, real_drafter, request, run
 
 from outrider.sampling import SamplingParams
 from target_service.config import TargetConfig
-from target_service.loop import EngineConfig
-from target_service.model.loader import load_runner
+from target_service.core.sequence import SequenceRequest
+from target_service.engine.loop import EngineConfig
+from target_service.model.loading.loader import load_runner
 from target_service.model.runner import ModelRunner
-from target_service.sequence import SequenceRequest
-from target_service.step_cost import StepCost
+from target_service.speculation.policy.step_cost import StepCost
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(1800)]
 PROMPTS = Path(__file__).parents[2] / "benchmarks" / "prompts.jsonl"

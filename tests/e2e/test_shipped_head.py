@@ -18,10 +18,10 @@ from draft_service.eagle.drafter import EagleDrafter
 from outrider.heads import ShippedHead, head_made_for
 from outrider.sampling import SamplingParams, VerificationMode
 from target_service.config import TargetConfig
-from target_service.model.loader import load_runner
+from target_service.core.sequence import SequenceRequest
+from target_service.model.loading.loader import load_runner
 from target_service.model.runner import ModelRunner
-from target_service.sampling import LogitShaper
-from target_service.sequence import SequenceRequest
+from target_service.sampling.distribution import LogitShaper
 
 MODEL = "smollm2-135m-instruct"
 # Tokens a step over `QUESTIONS`, greedy, the target's own token included.

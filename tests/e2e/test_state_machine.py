@@ -21,8 +21,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, precondition, rule
 from torch import Tensor
 
-from draft_service.features import read_vectors
-from outrider.frames import (
+from draft_service.drafters.hidden_states import read_vectors
+from outrider.sampling import SamplingParams
+from outrider.wire.frames import (
     DraftInfo,
     FeatureRequest,
     OpenSequence,
@@ -33,12 +34,11 @@ from outrider.frames import (
     TreeLimits,
     Vectors,
 )
-from outrider.sampling import SamplingParams
-from target_service.device_steps import DeviceSteps
-from target_service.launch import HostSteps, Steps
-from target_service.loop import EngineLoop
-from target_service.sequence import SequenceFinished, Verdict
-from target_service.stride import Stride
+from target_service.core.sequence import SequenceFinished, Verdict
+from target_service.engine.loop import EngineLoop
+from target_service.execution.device_executor import DeviceSteps
+from target_service.execution.host_executor import HostSteps, Steps
+from target_service.execution.multi_step import Stride
 
 VOCABULARY = 211
 INFO = DraftInfo("fuzzed", 0, "", TreeLimits(), 1 << 20, "0")

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from draft_service.config import DraftConfig
-from draft_service.drafter import create
+from draft_service.drafters.base import create
 from draft_service.service import build_server
-from outrider import telemetry
 from outrider.sampling import SamplingParams
-from outrider.tracing import set_up_tracing
+from outrider.telemetry import names as telemetry
+from outrider.telemetry.tracing import set_up_tracing
 from outrider_client import Client
 from outrider_client.demo.trace_sink import ReceivedSpan, TraceSink
 from target_service.config import TargetConfig

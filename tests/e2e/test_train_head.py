@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from teaching_model import VOCABULARY, save_teaching_model
 from torch import Tensor
 
-from draft_service.drafter import DraftSequence
+from draft_service.drafters.base import DraftSequence
 from draft_service.eagle.checkpoint import load_head
 from draft_service.eagle.config import EagleConfig
 from draft_service.eagle.drafter import EagleDrafter
@@ -29,8 +29,8 @@ from draft_service.training.run import train_head
 from draft_service.training.trainer import Trainer, TrainingDiverged
 from draft_service.training.unrolling import unroll
 from draft_service.training.validation import Validator, hold_back
+from outrider.distillation import Reader, Teacher, TeacherSettings, load_teacher
 from outrider.settings import SettingsError
-from outrider.teaching import Reader, Teacher, TeacherSettings, load_teacher
 
 SMALL: dict[str, Any] = {
     "dtype": "float32",
@@ -61,7 +61,14 @@ def trained(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A head that was trained by the command itself."""
     out = tmp_path_factory.mktemp("trained")
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in SMALL.items()]
-    command = [sys.executable, "-m", "outrider_client.cli", "train-head", f"--model={model}", f"--out={out / 'head'}"]
+    command = [
+        sys.executable,
+        "-m",
+        "outrider_client.cli",
+        "train-head",
+        f"--model={model}",
+        f"--out={out / 'head'}",
+    ]
     done = subprocess.run([*command, *flags], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == str(out / "head")

@@ -15,10 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tree_kernels._torch_verification import law_of
-from tree_kernels.device_verification import DeviceVerifier, Mode, RowsToVerify, Verdicts
-from tree_kernels.kv_move import move_accepted
-from tree_kernels.verification import coupled_token
+from tree_kernels.verification import DeviceVerifier, Mode, RowsToVerify, Verdicts, coupled_token, move_accepted
+from tree_kernels.verification.torch_backend import law_of
 
 INTERPRETED = not torch.cuda.is_available()
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")

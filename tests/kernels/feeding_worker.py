@@ -8,9 +8,9 @@ import sys
 import torch
 from random_steps import LAST_POSITION, random_step
 
-from tree_kernels._triton_feeding import advance, fill, move_on
-from tree_kernels.feeding import StepIntegers
-from tree_kernels.verification_records import MODE, RECORD, Mode
+from tree_kernels.node_table import StepIntegers
+from tree_kernels.node_table.triton_feeding import advance, fill, move_on
+from tree_kernels.verification import MODE, RECORD, Mode
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

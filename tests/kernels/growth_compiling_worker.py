@@ -11,7 +11,8 @@ from typing import Any
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
-from tree_kernels import _triton_children, _triton_growth
+from tree_kernels.growth import triton_backend as _triton_growth
+from tree_kernels.growth import triton_children as _triton_children
 
 POINTERS = {
     **dict.fromkeys(("peaks", "sums", "item_scores"), "*fp32"),

@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tree_kernels import _triton_children, _triton_growth, growth
 from tree_kernels.growth import Children, Growth, Race
+from tree_kernels.growth import dispatch as growth
+from tree_kernels.growth import triton_backend as _triton_growth
+from tree_kernels.growth import triton_children as _triton_children
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # Sequences, levels, width and breadth (the width, where not said), tokens that can be said, floor; whether they race,

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from tree_kernels import linear
-from tree_kernels._triton_linear import TritonLinears
-from tree_kernels._triton_linear_tiling import LinearTiling
+from tree_kernels.linear import dispatch as linear
+from tree_kernels.linear.triton_backend import TritonLinears
+from tree_kernels.linear.triton_tiling import LinearTiling
 
 INTERPRETED = not torch.cuda.is_available()
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")

@@ -14,7 +14,7 @@ from random_tables import CASES, Case, given_for, random_verdicts, table_for
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
-from tree_kernels import _triton_node_table
+from tree_kernels.node_table import triton_backend as _triton_node_table
 
 KERNELS = ("_begin_kernel", "_go_on_kernel", "lay_out_kernel", "keep_kernel", "graft_kernel")
 MAX_SEQUENCES = 256

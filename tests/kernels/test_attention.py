@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tree_kernels.attention import AttentionBatch, TreeAttention
-from tree_kernels.tree_mask import ancestor_mask
+from tree_kernels.attention import AttentionBatch, TreeAttention, ancestor_mask
 
 # Prefix, rows, kind of each sequence.
 BATCHES: dict[str, list[tuple[int, int, str]]] = {

@@ -9,17 +9,22 @@ import torch
 from torch import Tensor
 
 from outrider.sampling import SamplingParams
-from target_service.sampling import LogitShaper
-from tree_kernels._torch_verification import law_of
-from tree_kernels.device_verification import MAX_SUPPORT, DeviceVerifier, Mode, RowsToVerify, Verdicts
-from tree_kernels.noise import uniforms
-from tree_kernels.verification import coupled_token, rejection_walk
-from tree_kernels.verification_records import (
+from target_service.sampling.distribution import LogitShaper
+from tree_kernels.philox import uniforms
+from tree_kernels.verification import (
+    MAX_SUPPORT,
+    DeviceVerifier,
+    Mode,
+    RowsToVerify,
+    Verdicts,
+    coupled_token,
     pack_distributions,
     pack_parameters,
+    rejection_walk,
     unpack_distributions,
     unpack_parameters,
 )
+from tree_kernels.verification.torch_backend import law_of
 
 V = 60
 FILTERS: dict[str, dict[str, Any]] = {

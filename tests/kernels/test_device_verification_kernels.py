@@ -10,7 +10,7 @@ from kernel_worker import INTERPRETED, work
 
 pytest.importorskip("triton")
 
-from tree_kernels.device_verification import DeviceVerifier, Mode, RowsToVerify
+from tree_kernels.verification import DeviceVerifier, Mode, RowsToVerify
 
 WORKER = "device_verification_worker.py"
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from kernel_worker import INTERPRETED, work
 
-from tree_kernels.feeding import StepIntegers, advance, fill_awaited, move_on
-from tree_kernels.verification_records import Mode
+from tree_kernels.node_table import StepIntegers, advance, fill_awaited, move_on
+from tree_kernels.verification import Mode
 
 WORKER = "feeding_worker.py"
 # As in the worker.

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tree_kernels.device_verification import DeviceVerifier, RowsToVerify, Verdicts
-from tree_kernels.kv_move import move_accepted, move_kv, write_kv
+from tree_kernels.paging import write_kv
+from tree_kernels.verification import DeviceVerifier, RowsToVerify, Verdicts, move_accepted, move_kv
 
 
 def caches(page_size: int, count: int = 4, dtype: torch.dtype = torch.float32) -> list[Tensor]:

@@ -12,8 +12,8 @@ from torch.nn import functional
 from tree_kernels.linear import HeadRows, Norm, TorchLinears, row_linears
 
 pytest.importorskip("triton")
-from tree_kernels._triton_linear import TritonLinears
-from tree_kernels._triton_linear_tiling import choose_linear_tiling
+from tree_kernels.linear.triton_backend import TritonLinears
+from tree_kernels.linear.triton_tiling import choose_linear_tiling
 
 WORKER = "linear_worker.py"
 CPU = torch.device("cpu")

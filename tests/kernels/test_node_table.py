@@ -26,13 +26,9 @@ from random_tables import (
     table_for,
 )
 
-from tree_kernels import _torch_node_table, lookup_costs
-from tree_kernels._torch_node_table import Candidate, Chain, Nodes, best, bound_for, candidates, look_up, nodes_of, walk
-from tree_kernels.device_verification import Verdicts
-from tree_kernels.feeding import StepIntegers
-from tree_kernels.lookup_costs import COST_OF_HALVING
 from tree_kernels.node_table import (
     BLOCK,
+    COST_OF_HALVING,
     KEPT,
     KEYS_PER_COST,
     LONGEST,
@@ -48,11 +44,24 @@ from tree_kernels.node_table import (
     SAID_TOKENS,
     TABLE,
     NodeTable,
+    StepIntegers,
     longest_run,
+    lookup_costs,
     preorder,
 )
-from tree_kernels.verification import match_walk
-from tree_kernels.verification_records import RECORD, ROWS
+from tree_kernels.node_table import torch_backend as _torch_node_table
+from tree_kernels.node_table.torch_backend import (
+    Candidate,
+    Chain,
+    Nodes,
+    best,
+    bound_for,
+    candidates,
+    look_up,
+    nodes_of,
+    walk,
+)
+from tree_kernels.verification import RECORD, ROWS, Verdicts, match_walk
 
 WORKER = "node_table_worker.py"
 Path = tuple[int, ...]

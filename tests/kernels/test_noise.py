@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from outrider import noise as contract
-from tree_kernels.noise import exponentials, philox, race_exponentials, race_words, race_words_of, uniforms
+from tree_kernels.philox import exponentials, philox, race_exponentials, race_words, race_words_of, uniforms
 
 SEEDS = [0, 1, 2**32 - 1, 2**32, 0x9E3779B97F4A7C15, 2**64 - 1]
 POSITIONS = [0, 1, 4095, 2**32 - 1, 2**32, 2**63, 2**64 - 1]

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from tree_kernels.tree_mask import ancestor_bits, ancestor_mask, ancestor_words
+from tree_kernels.attention import ancestor_bits, ancestor_mask, ancestor_words
 
 
 def random_parents(rows: int, seed: int) -> list[int]:

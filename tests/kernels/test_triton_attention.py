@@ -10,8 +10,8 @@ from kernel_worker import INTERPRETED, work
 
 pytest.importorskip("triton")
 
-from tree_kernels._triton_attention import TritonAttention, TritonSettings
-from tree_kernels.batch import AttentionBatch
+from tree_kernels.attention import AttentionBatch
+from tree_kernels.attention.triton_backend import TritonAttention, TritonSettings
 
 WORKER = "triton_worker.py"
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from outrider.noise import exponentials, noise_words
-from tree_kernels.noise import uniforms
+from tree_kernels.philox import uniforms
 from tree_kernels.verification import CoinChance, Walk, coupled_token, match_walk, rejection_walk
 
 V = 7

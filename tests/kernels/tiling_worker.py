@@ -11,8 +11,8 @@ from typing import Any
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
-from tree_kernels._triton_kernels import attention_kernel
-from tree_kernels._triton_tiling import Tiling, choose_tiling
+from tree_kernels.attention.triton_kernels import attention_kernel
+from tree_kernels.attention.triton_tiling import Tiling, choose_tiling
 
 GROUP, KV_HEADS, WIDTH = 4, 8, 128
 POINTERS = {

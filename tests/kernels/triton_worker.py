@@ -15,10 +15,9 @@ from typing import Any
 import torch
 from conftest import Case, Spec, make_case
 
-from tree_kernels._triton_attention import TritonAttention, TritonSettings
-from tree_kernels._triton_tiling import Tiling
-from tree_kernels.attention import TreeAttention
-from tree_kernels.batch import AttentionBatch
+from tree_kernels.attention import AttentionBatch, TreeAttention
+from tree_kernels.attention.triton_backend import TritonAttention, TritonSettings
+from tree_kernels.attention.triton_tiling import Tiling
 
 INTERPRETED = not torch.cuda.is_available()
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -26,25 +28,25 @@ ALLOWED: dict[str, set[str]] = {
 }
 # Where gRPC may be imported: servers and interceptors, links and calls, and what translates errors and credentials.
 GRPC_EDGES = {
-    "draft_service.inbox",
+    "draft_service.frame_reader",
     "draft_service.server",
     "draft_service.service",
     "outrider.errors",
     "outrider.healthcheck",
-    "outrider.rpc_metrics",
+    "outrider.telemetry.rpc",
     "outrider.serving.credentials",
     "outrider.serving.health",
     "outrider.serving.interceptors",
     "outrider.serving.server",
-    "outrider.wire",
+    "outrider.wire.trees",
     "outrider_client.connection",
     "outrider_client.demo.trace_sink",
     "outrider_client.failures",
     "outrider_client.generation",
     "outrider_client.verification",
-    "target_service.draft_client",
+    "target_service.speculation.client.link",
     "target_service.preflight",
-    "target_service.server",
+    "target_service.api.server",
 }
 # What turns bytes into running code. Bytes from elsewhere are read by protobuf, JSON, TOML and safetensors.
 FORBIDDEN_MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal", "jsonpickle"}
@@ -55,6 +57,8 @@ FORBIDDEN_BUILTINS = {"eval", "exec", "compile", "__import__"}
 MAX_FILE_LINES = 500
 # What reads from top to bottom on one screen.
 MAX_FUNCTION_LINES = 60
+# What one reads at a glance; the command line has a file for each command.
+MAX_FOLDER_FILES = 14
 # A compiled kernel is one unit: its arguments are arrays that only it names, one to a line.
 MAX_KERNEL_LINES = 80
 KERNEL_DECORATORS = ("compiled", "triton.jit")
@@ -64,11 +68,11 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 @dataclass(frozen=True)
 class Source:
-    """One Python file. `name` is its module's, and `package` the one it belongs to; both are empty for scripts."""
+    """One Python file. `name` is its module's, and `package` the one it belongs to."""
 
     path: Path
-    package: str = ""
-    name: str = ""
+    package: str
+    name: str
 
     @cached_property
     def text(self) -> str:
@@ -89,13 +93,30 @@ class Source:
             elif isinstance(node, ast.ImportFrom):
                 yield "." * node.level + (node.module or ""), node.lineno
 
+    def imported_modules(self) -> Iterator[str]:
+        """Files of ours that this one loads, also inside functions. What only a type checker reads is left out: types
+        of the dispatch beside a kernel's arguments load nothing."""
+        for node in ast.walk(_without_type_checking(self.tree)):
+            if isinstance(node, ast.Import):
+                yield from (alias.name for alias in node.names if alias.name in NAMES)
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                inner = [f"{node.module}.{alias.name}" for alias in node.names]
+                yield from (name for name in inner if name in NAMES)
+                if node.module in NAMES and not set(inner) <= NAMES:
+                    yield node.module
+
     def uses_grpc(self) -> bool:
         return any(name.partition(".")[0] == "grpc" for name, _ in self.imports())
 
 
-def _modules() -> list[Source]:
+def _without_type_checking(tree: ast.Module) -> ast.Module:
+    body = [node for node in tree.body if not (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")]
+    return ast.Module(body, tree.type_ignores)
+
+
+def _modules(packages: Mapping[str, str]) -> list[Source]:
     found = []
-    for package, folder in PACKAGES.items():
+    for package, folder in packages.items():
         for path in sorted((ROOT / folder).rglob("*.py")):
             if "_pb2" not in path.name:
                 parts = path.relative_to(ROOT / folder).with_suffix("").parts
@@ -103,8 +124,10 @@ def _modules() -> list[Source]:
     return found
 
 
-MODULES = _modules()
-SCRIPTS = [Source(path) for path in sorted((ROOT / "benchmarks").rglob("*.py"))]
+MODULES = _modules(PACKAGES)
+SCRIPTS = _modules({"benchmarks": "benchmarks"})
+NAMES = {module.name for module in MODULES + SCRIPTS}
+FOLDERS = {module.name for module in MODULES + SCRIPTS if module.path.name == "__init__.py"}
 
 
 def test_every_package_is_found() -> None:
@@ -119,6 +142,42 @@ def test_imports_follow_the_arrows() -> None:
             if name.startswith(".") or name.partition(".")[0] in foreign:
                 wrong.append(module.at(line, f"imports {name}"))
     assert wrong == []
+
+
+def test_folders_have_no_circles() -> None:
+    """A folder's files may import another folder's, or the other way round, and not both, however far around."""
+    arrows: dict[str, set[str]] = defaultdict(set)
+    for module in MODULES + SCRIPTS:
+        for name in module.imported_modules():
+            if _room(name) != _room(module.name):
+                arrows[_room(module.name)].add(_room(name))
+    assert _circle(arrows) is None
+
+
+def test_files_have_no_circles() -> None:
+    arrows = {module.name: set(module.imported_modules()) - {module.name} for module in MODULES + SCRIPTS}
+    assert _circle(arrows) is None
+
+
+def test_folders_are_small() -> None:
+    """Nobody finds a file among many."""
+    counts = Counter(_room(module.name) for module in MODULES + SCRIPTS if module.path.stem[0] != "_")
+    assert {room: count for room, count in counts.items() if count > MAX_FOLDER_FILES} == {}
+
+
+def _room(module: str) -> str:
+    """The folder that a module is in; a package's top level is no folder, each of its files stands for itself."""
+    folder = module if module in FOLDERS else module.rpartition(".")[0]
+    return folder if "." in folder else module
+
+
+def _circle(arrows: Mapping[str, set[str]]) -> list[str] | None:
+    """Names that lead back to the first of them, if any do."""
+    try:
+        tuple(TopologicalSorter(arrows).static_order())
+    except CycleError as error:
+        return list(error.args[1])
+    return None
 
 
 def test_grpc_stays_at_the_edges() -> None:

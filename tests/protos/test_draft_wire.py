@@ -7,7 +7,11 @@ from typing import Any
 
 import pytest
 
-from outrider.draft_wire import (
+from outrider.errors import InvalidField, StepSkipped
+from outrider.sampling import SamplingParams, VerificationMode
+from outrider.tree import DraftDistribution
+from outrider.v1 import draft_pb2, tree_pb2
+from outrider.wire.drafts import (
     MAX_NODE_ID,
     advance_from_pb,
     advance_to_pb,
@@ -20,11 +24,7 @@ from outrider.draft_wire import (
     open_from_pb,
     open_to_pb,
 )
-from outrider.errors import InvalidField, StepSkipped
-from outrider.frames import DraftInfo, OpenSequence, SequenceAdvance, SequenceFailure, SequenceGrowth, TreeLimits
-from outrider.sampling import SamplingParams, VerificationMode
-from outrider.tree import DraftDistribution
-from outrider.v1 import draft_pb2, tree_pb2
+from outrider.wire.frames import DraftInfo, OpenSequence, SequenceAdvance, SequenceFailure, SequenceGrowth, TreeLimits
 
 VOCABULARY = 100
 OPEN = OpenSequence(

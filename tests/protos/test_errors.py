@@ -10,7 +10,7 @@ from google.rpc import error_details_pb2, status_pb2
 
 from outrider import errors
 from outrider.errors import DOMAIN, InvalidField, OutriderError, QuotaExceeded, all_errors
-from outrider.wire import error_of, error_of_rpc, status_of
+from outrider.wire.trees import error_of, error_of_rpc, status_of
 
 
 def make(kind: type[OutriderError]) -> OutriderError:

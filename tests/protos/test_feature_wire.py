@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import pytest
 
-from outrider.draft_wire import advance_from_pb, advance_to_pb, info_from_pb, info_to_pb
 from outrider.errors import InvalidField, QuotaExceeded
-from outrider.feature_wire import features_from_pb, features_to_pb, vectors_from_pb, vectors_to_pb
-from outrider.frames import (
+from outrider.v1 import draft_pb2, tree_pb2
+from outrider.wire.drafts import advance_from_pb, advance_to_pb, info_from_pb, info_to_pb
+from outrider.wire.frames import (
     MAX_FEATURE_BYTES,
     DraftInfo,
     FeatureRequest,
@@ -18,7 +18,7 @@ from outrider.frames import (
     TreeLimits,
     Vectors,
 )
-from outrider.v1 import draft_pb2, tree_pb2
+from outrider.wire.hidden_states import features_from_pb, features_to_pb, vectors_from_pb, vectors_to_pb
 
 WIDTH = 4
 Tensor = tree_pb2.Tensor

@@ -12,9 +12,9 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics
 from prometheus_client.parser import text_string_to_metric_families as plain
 
-from outrider.metric_table import DRAFT, TARGET
-from outrider.metrics import Histogram, MetricSet, MetricsServer, VllmNames
 from outrider.settings import SettingsError
+from outrider.telemetry.registry import Histogram, MetricSet, MetricsServer, VllmNames
+from outrider.telemetry.table import DRAFT, TARGET
 
 FIRST_TOKEN = "outrider_time_to_first_token_seconds"
 

@@ -27,7 +27,7 @@ def test_a_known_name_is_its_folder_once_it_is_pulled(tmp_path: Path, monkeypatc
     with pytest.raises(UnknownModel, match=f"outrider model pull {NAME}"):
         model_source(NAME)
     # As the store lays it out.
-    from target_service.model.store import local_folder
+    from target_service.model.loading.store import local_folder
 
     local_folder(NAME).mkdir(parents=True)
     assert model_source(NAME) == str(local_folder(NAME))

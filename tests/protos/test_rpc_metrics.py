@@ -12,8 +12,8 @@ import grpc
 import pytest
 
 from outrider.errors import QuotaExceeded
-from outrider.rpc_metrics import DEADLINE_SLACK_S, RpcMetricsInterceptor, ended_with
 from outrider.serving import GrpcServer, Service, ServingOptions
+from outrider.telemetry.rpc import DEADLINE_SLACK_S, RpcMetricsInterceptor, ended_with
 
 Behaviour = Callable[[bytes, Any], Awaitable[bytes]]
 

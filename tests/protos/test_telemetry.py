@@ -12,15 +12,23 @@ import yaml
 from opentelemetry.semconv._incubating.attributes import gen_ai_attributes, rpc_attributes
 from opentelemetry.semconv.attributes import error_attributes, server_attributes
 
-from outrider.metric_table import DRAFT, FINE_SECONDS, RPC, TARGET, MetricSpec
-from outrider.telemetry import ATTRIBUTES, METRICS, SPANS
-from outrider.telemetry_docs import render
+from outrider.telemetry.docs import render
+from outrider.telemetry.names import ATTRIBUTES, METRICS, SPANS
+from outrider.telemetry.table import DRAFT, FINE_SECONDS, RPC, TARGET, MetricSpec
 
 ROOT = Path(__file__).parent.parent.parent
 DOCUMENT = ROOT / "docs" / "observability.md"
 RECORDING = (
-    *("protos/outrider/tracing.py", "protos/outrider/rpc_metrics.py", "target_service/tracing.py"),
-    *("target_service/metrics.py", "draft_service/tracing.py", "draft_service/metrics.py"),
+    *(
+        "protos/outrider/telemetry/tracing.py",
+        "protos/outrider/telemetry/rpc.py",
+        "target_service/telemetry/tracing.py",
+    ),
+    *(
+        "target_service/telemetry/metrics.py",
+        "draft_service/telemetry/tracing.py",
+        "draft_service/telemetry/metrics.py",
+    ),
     "clients/outrider_client/tracing.py",
 )
 NAME = re.compile(r"(outrider|gen_ai|rpc|error|server)[._][a-z0-9_.]+")
@@ -86,7 +94,7 @@ def test_latency_bounds_resolve_a_tenth_of_a_millisecond_to_a_hundred() -> None:
 
 def test_the_document_is_what_the_code_writes() -> None:
     page = DOCUMENT.read_text()
-    assert render(page) == page, "run: python -m outrider.telemetry_docs docs/observability.md"
+    assert render(page) == page, "run: python -m outrider.telemetry.docs docs/observability.md"
 
 
 def test_the_document_lists_everything() -> None:

@@ -11,7 +11,7 @@ from opentelemetry.context import Context
 from opentelemetry.trace import StatusCode
 from spans import PARENT, UNSAMPLED, Recorder
 
-from outrider.tracing import (
+from outrider.telemetry.tracing import (
     Clock,
     Tracing,
     context_from_metadata,

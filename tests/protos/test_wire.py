@@ -14,7 +14,7 @@ from outrider.errors import InvalidField
 from outrider.sampling import SamplingParams, VerificationMode
 from outrider.tree import DraftDistribution, TokenTree
 from outrider.v1 import tree_pb2
-from outrider.wire import (
+from outrider.wire.trees import (
     mode_from_pb,
     mode_to_pb,
     sampling_from_pb,

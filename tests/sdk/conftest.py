@@ -22,7 +22,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from outrider.v1 import target_pb2 as pb
-from outrider_client.stack import Stack, private_directory
+from outrider_client.local.stack import Stack, private_directory
 
 ROOT = Path(__file__).parents[2]
 CLIENTS = ROOT / "clients"

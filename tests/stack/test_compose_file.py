@@ -15,7 +15,7 @@ from compose_stack import ROOT
 
 from draft_service.config import DraftConfig
 from draft_service.eagle.config import EagleConfig
-from draft_service.ngram_config import TrieConfig
+from draft_service.ngram.config import TrieConfig
 from outrider.settings import load
 from target_service.config import TargetConfig
 

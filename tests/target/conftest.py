@@ -19,11 +19,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from outrider.serving import GrpcServer, Service, ServingOptions, current_tenant
-from outrider.tracing import Tracing
+from outrider.telemetry.tracing import Tracing
 from outrider.v1 import target_pb2_grpc
-from target_service.admission import Admission, ServedModel
-from target_service.events import Sequences
-from target_service.server import SERVICE_NAME, StreamLimits, TargetServicer
+from target_service.api.admission import Admission, ServedModel
+from target_service.api.server import SERVICE_NAME, StreamLimits, TargetServicer
+from target_service.core.events import Sequences
 
 ECHO = "test.Echo"
 

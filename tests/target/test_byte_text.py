@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from target_service.byte_text import ByteText, Detokenizers, token_bytes
-from target_service.stopping import Detokenizer
+from target_service.api.byte_text import ByteText, Detokenizers, token_bytes
+from target_service.core.stopping import Detokenizer
 
 CORPUS = ["a banana, an  ananas\n\nend. €9 €99 für Zoë 🙂🙂 日本 日本語 the end."] * 3
 HYPOTHESIS = settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -14,9 +14,9 @@ from draft_harness import draft_over
 from fake_draft import FAST, INFO, FakeDraft, eventually, linked, serving, until
 from scripted_drafter import VOCABULARY, Listener, opening, step
 
-from draft_service.drafter import create
-from target_service.draft_client import LinkOptions, connect_draft
-from target_service.draft_stream import CREDIT_WINDOW
+from draft_service.drafters.base import create
+from target_service.speculation.client.link import LinkOptions, connect_draft
+from target_service.speculation.client.stream import CREDIT_WINDOW
 
 
 @pytest.fixture

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from scripted_drafter import VOCABULARY, Listener, opening, step
 
-from outrider.draft_wire import failure_to_pb
 from outrider.errors import CreditExceeded, Draining
-from outrider.frames import MAX_FEATURE_BYTES, SequenceAdvance, SequenceFeatures, Vectors
 from outrider.v1 import draft_pb2
-from target_service.draft_stream import (
+from outrider.wire.drafts import failure_to_pb
+from outrider.wire.frames import MAX_FEATURE_BYTES, SequenceAdvance, SequenceFeatures, Vectors
+from target_service.speculation.client.stream import (
     CREDIT_WINDOW,
     GROWTHS_PER_FRAME,
     MAX_ALLOWANCE,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from target_service.draft_switch import DraftSwitch
-from target_service.draft_times import Use
+from target_service.speculation.policy.draft_switch import DraftSwitch
+from target_service.speculation.policy.draft_times import Use
 
 # Steps within which what is best has to be found, from the first and after a change.
 FOUND, FOUND_AGAIN = 64, 800

@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 
 from outrider.errors import Draining, EngineDead, PositionOutOfRange, QuotaExceeded, UnknownSequence, WrongRoot
 from outrider.tree import TokenTree
-from target_service.engine import Engine
-from target_service.sequence import SequenceEvent, SequenceFailed, SequenceFinished, Verdict
+from target_service.core.sequence import SequenceEvent, SequenceFailed, SequenceFinished, Verdict
+from target_service.engine.engine import Engine
 
 Started = Callable[..., tuple[Engine, "queue.Queue[SequenceEvent]"]]
 

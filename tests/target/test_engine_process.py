@@ -23,8 +23,8 @@ from scripted_engine_process import FATAL, HANGS
 from outrider.v1 import target_pb2 as pb
 from outrider.v1 import target_pb2_grpc, tree_pb2
 from target_service.config import TargetConfig
-from target_service.engine_process import link as engine_link
-from target_service.engine_process.link import EngineLink
+from target_service.engine_process import client as engine_link
+from target_service.engine_process.client import EngineLink
 from target_service.lifecycle import serve_engine
 from target_service.preflight import EngineRefused
 
@@ -234,7 +234,7 @@ class TestStart:
         script = (
             "import sys, time\n"
             "from target_service.config import TargetConfig\n"
-            "from target_service.engine_process.link import EngineLink\n"
+            "from target_service.engine_process.client import EngineLink\n"
             f"link = EngineLink(TargetConfig(), {SCRIPTED!r})\n"
             "link.wait_until_ready()\n"
             "sys.stdout.write(f'{link.pid}\\n'), sys.stdout.flush(), time.sleep(60)\n"

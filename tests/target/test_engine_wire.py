@@ -8,13 +8,24 @@ from typing import Any
 import pytest
 
 from outrider.errors import InvalidField, all_errors
-from outrider.frames import DraftInfo, FeatureRequest, TreeLimits
 from outrider.sampling import SamplingParams, VerificationMode
 from outrider.tree import DraftDistribution, TokenTree
-from target_service.admission import ServedModel
+from outrider.wire.frames import DraftInfo, FeatureRequest, TreeLimits
+from target_service.api.admission import ServedModel
 from target_service.config import TargetConfig
-from target_service.engine_process.rows import error_from_row, error_to_row
-from target_service.engine_process.wire import (
+from target_service.core.events import EngineSnapshot
+from target_service.core.sequence import (
+    Finish,
+    FinishReason,
+    SequenceEvent,
+    SequenceFinished,
+    SequenceRequest,
+    SequenceTotals,
+    StepStats,
+    TokenLogprobs,
+    Verdict,
+)
+from target_service.engine_process.messages import (
     LENGTH_BYTES,
     Cancel,
     Configure,
@@ -31,18 +42,7 @@ from target_service.engine_process.wire import (
     pack,
     unpack,
 )
-from target_service.events import EngineSnapshot
-from target_service.sequence import (
-    Finish,
-    FinishReason,
-    SequenceEvent,
-    SequenceFinished,
-    SequenceRequest,
-    SequenceTotals,
-    StepStats,
-    TokenLogprobs,
-    Verdict,
-)
+from target_service.engine_process.rows import error_from_row, error_to_row
 
 SNAPSHOT = EngineSnapshot(3, 2, 5, 100, 200, speculating=True, draft_connected=False)
 TOTALS = SequenceTotals(

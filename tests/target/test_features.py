@@ -17,23 +17,23 @@ from feature_link import FeatureLink
 from hidden_states import states_of
 from transformers import PreTrainedModel
 
+from draft_service.drafters.hidden_states import read_vectors
 from draft_service.eagle.checkpoint import load_head, save_head
-from draft_service.features import read_vectors
 from outrider.errors import NotSupported
-from outrider.frames import DraftEvents, DraftLink, FeatureRequest
 from outrider.heads import ShippedHead
 from outrider.sampling import SamplingParams
 from outrider.tree import TokenTree
-from target_service.feature_encoding import encode
-from target_service.features import Features
-from target_service.kept_vectors import KeptVectors
-from target_service.launch import HostSteps
-from target_service.loop import EngineConfig, EngineLoop
+from outrider.wire.frames import DraftEvents, DraftLink, FeatureRequest
+from target_service.core.sequence import SequenceFinished, SequenceRequest, Verdict
+from target_service.engine.loop import EngineConfig, EngineLoop
+from target_service.engine.step import Step
+from target_service.execution.host_executor import HostSteps
 from target_service.model.head_projection import DraftHead, read_draft_head
 from target_service.model.runner import ModelRunner
-from target_service.sequence import SequenceFinished, SequenceRequest, Verdict
-from target_service.step import Step
-from target_service.step_cost import StepCost
+from target_service.speculation.hidden_states.encoding import encode
+from target_service.speculation.hidden_states.kept import KeptVectors
+from target_service.speculation.hidden_states.sending import Features
+from target_service.speculation.policy.step_cost import StepCost
 
 VOCABULARY, HIDDEN, LAYERS = 211, 48, 2
 # The outputs of both layers, and the state after the last norm.
@@ -277,7 +277,7 @@ def test_no_more_is_kept_than_the_drafter_looks_back_at(tiny_model: PreTrainedMo
 
 def test_large_pieces_are_cut(tiny_model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """`FeatureLink` holds pieces to the limit, and to their order."""
-    for module in ("target_service.features", "feature_link"):
+    for module in ("target_service.speculation.hidden_states.sending", "feature_link"):
         monkeypatch.setattr(f"{module}.MAX_FEATURE_BYTES", 5 * EVERY.width * 4)
     drive = Drive(make_runner(tiny_model), root_only, keep=100)
     drive.add(requests())

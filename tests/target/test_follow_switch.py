@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from target_service.follow_switch import FollowSwitch
+from target_service.speculation.policy.follow_switch import FollowSwitch
 
 ONE_PASS, TOKENS = 6e-3, 3.0
 # Passes without a draft before it is followed.

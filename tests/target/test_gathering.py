@@ -9,17 +9,17 @@ import pytest
 from engine_harness import ScriptedDraft, engine_config, knowing_tree, make_runner, plain, request
 from transformers import PreTrainedModel
 
-from outrider.frames import SequenceAdvance
 from outrider.tree import TokenTree
-from target_service.commit import LiveSequence
-from target_service.device_steps import DeviceSteps
-from target_service.draft_times import Use
-from target_service.launch import HostSteps
-from target_service.loop import EngineLoop
-from target_service.sequence import SequenceFinished, SequenceRequest, Verdict
-from target_service.step import Step
-from target_service.step_cost import StepCost
-from target_service.verifier import Verified
+from outrider.wire.frames import SequenceAdvance
+from target_service.core.sequence import SequenceFinished, SequenceRequest, Verdict
+from target_service.engine.loop import EngineLoop
+from target_service.engine.step import Step
+from target_service.execution.device_executor import DeviceSteps
+from target_service.execution.host_executor import HostSteps
+from target_service.sampling.verifier import Verified
+from target_service.speculation.policy.draft_times import Use
+from target_service.speculation.policy.live_sequence import LiveSequence
+from target_service.speculation.policy.step_cost import StepCost
 from tree_kernels.verification import Walk
 
 

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.errors import EngineDead
-from target_service.inbox import joined
-from target_service.sequence import Finish, FinishReason, SequenceFailed, SequenceFinished, SequenceTotals, Verdict
-from target_service.sequence import TokenLogprobs as Logprobs
+from target_service.api.event_queue import joined
+from target_service.core.sequence import Finish, FinishReason, SequenceFailed, SequenceFinished, SequenceTotals, Verdict
+from target_service.core.sequence import TokenLogprobs as Logprobs
 
 LENGTH = Finish(FinishReason.LENGTH)
 

@@ -8,7 +8,7 @@ import psutil
 import pytest
 import torch
 
-from target_service.kv_cache import KVCache, OutOfPages
+from target_service.core.kv_cache import KVCache, OutOfPages
 
 
 def cache_of(num_pages: int = 8, page_size: int = 4) -> KVCache:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from target_service.launch_modes import Launch, LaunchModes
+from target_service.speculation.policy.launch_modes import Launch, LaunchModes
 
 AHEAD, HELD = Launch.AHEAD, Launch.HELD
 ONE_PASS, ANSWER = 6e-3, 2e-3

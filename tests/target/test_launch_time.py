@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from target_service.launch_time import LaunchTime
+from target_service.execution.launch_time import LaunchTime
 
 MS = 1_000_000
 

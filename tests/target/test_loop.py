@@ -10,14 +10,14 @@ from engine_harness import ScriptedDraft, engine_config, make_runner, plain, ran
 from transformers import PreTrainedModel
 
 from outrider.errors import QuotaExceeded
-from outrider.frames import OpenSequence
-from target_service.batch import StepBatch
-from target_service.device_steps import DeviceSteps
-from target_service.launch import HostSteps, Launched
-from target_service.loop import EngineLoop
+from outrider.wire.frames import OpenSequence
+from target_service.core.sequence import SequenceFailed, SequenceFinished, Verdict
+from target_service.engine.loop import EngineLoop
+from target_service.execution.batch import StepBatch
+from target_service.execution.device_executor import DeviceSteps
+from target_service.execution.host_executor import HostSteps, Launched
 from target_service.model.runner import ModelRunner
-from target_service.sequence import SequenceFailed, SequenceFinished, Verdict
-from target_service.verifier import SequenceVerifier
+from target_service.sampling.verifier import SequenceVerifier
 
 
 class SmallDevice(HostSteps):

@@ -13,15 +13,15 @@ from engine_harness import DEVICE_SEQUENCES, ScriptedDraft, engine_config, knowi
 from feature_link import FeatureLink
 from spans import PARENT
 
-from outrider.frames import FeatureRequest
-from outrider.metric_table import MAX_DEPTH
 from outrider.sampling import SamplingParams
+from outrider.telemetry.table import MAX_DEPTH
 from outrider.tree import TokenTree
-from target_service.device_steps import DeviceSteps
-from target_service.engine import EngineSnapshot
-from target_service.loop import EngineLoop
-from target_service.metrics import PrometheusObserver
-from target_service.sequence import SequenceFinished, SequenceTotals, StepStats, Verdict
+from outrider.wire.frames import FeatureRequest
+from target_service.core.sequence import SequenceFinished, SequenceTotals, StepStats, Verdict
+from target_service.engine.engine import EngineSnapshot
+from target_service.engine.loop import EngineLoop
+from target_service.execution.device_executor import DeviceSteps
+from target_service.telemetry.metrics import PrometheusObserver
 
 # A step of which nothing is known.
 STEP = StepStats(*[0] * 16)

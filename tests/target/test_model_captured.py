@@ -12,7 +12,8 @@ import torch
 from conftest import make_tiny
 from torch import nn
 
-from target_service.model.buckets import (
+from target_service.model.cuda_graphs.runner import CapturedRunner
+from target_service.model.cuda_graphs.sizes import (
     Bucket,
     buckets_up_to,
     capacity,
@@ -21,21 +22,14 @@ from target_service.model.buckets import (
     row_sizes,
     sequence_sizes,
 )
-from target_service.model.captured import CapturedRunner
+from target_service.model.cuda_graphs.step_buffer import StepBuffer
 from target_service.model.forward import ForwardInput
-from target_service.model.joining import JointLinear, join_linears, share_products
+from target_service.model.fused.joined_linears import JointLinear, join_linears, share_products
 from target_service.model.runner import runner_for
-from target_service.model.step_buffer import StepBuffer
 from tree_kernels.attention import AttentionBatch, TreeAttention
-from tree_kernels.verification_records import (
-    Mode,
-    RowsToVerify,
-    pack_parameters,
-    parameter_count,
-    unpack_parameters,
-)
+from tree_kernels.verification import Mode, RowsToVerify, pack_parameters, parameter_count, unpack_parameters
 
-triton_attention = pytest.importorskip("tree_kernels._triton_attention")
+triton_attention = pytest.importorskip("tree_kernels.attention.triton_backend")
 
 PAGE_SIZE = 4
 # Sequences and rows that parameters are for.

@@ -15,10 +15,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from target_service.model import store
+from target_service.model.loading import store
+from target_service.model.loading.self_check import check_runner, own_logits
+from target_service.model.loading.store import KnownModel, PullFailed, local_folder, pull, resolve
 from target_service.model.runner import runner_for
-from target_service.model.selfcheck import check_runner, own_logits
-from target_service.model.store import KnownModel, PullFailed, local_folder, pull, resolve
 
 WIDTH, HEADS, WORDS = 32, 2, ("<end>", "<begin>", "a", "b", "ab", "Ġ", "Ġa")
 
@@ -124,7 +124,7 @@ def test_a_pull_waits_for_another_process_and_outlives_its_death(tiny: KnownMode
     folder = local_folder(tiny.name)
     folder.parent.mkdir(parents=True)
     holding = (
-        "import sys, time; from pathlib import Path; from target_service.model.store import _locked\n"
+        "import sys, time; from pathlib import Path; from target_service.model.loading.store import _locked\n"
         "with _locked(Path(sys.argv[1])):\n    sys.stdout.write('held\\n'); sys.stdout.flush(); time.sleep(60)"
     )
     command = [sys.executable, "-c", holding, str(folder.with_name(folder.name + ".lock"))]

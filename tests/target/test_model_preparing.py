@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from target_service.model.forward import ForwardInput
-from target_service.model.fusing import FusedLayer, FusedNorm, RotaryTable, RowsHead
-from target_service.model.preparing import MAX_ROWS, LayerOptions, prepare_layers
+from target_service.model.fused.layers import FusedLayer, FusedNorm, RotaryTable, RowsHead
+from target_service.model.fused.preparing import MAX_ROWS, LayerOptions, prepare_layers
 from target_service.model.runner import ModelRunner, runner_for
 from tree_kernels.attention import AttentionBatch
 

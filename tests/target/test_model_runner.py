@@ -12,10 +12,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from target_service.model.forward import ForwardInput
-from target_service.model.packing import PackedLinear, can_pack, pack_linears
+from target_service.model.fused.packed_linears import PackedLinear, can_pack, pack_linears
 from target_service.model.runner import ModelRunner, runner_for
 from tree_kernels.attention import AttentionBatch
-from tree_kernels.feeding import StepIntegers, move_on
+from tree_kernels.node_table import StepIntegers, move_on
 
 # Keys of 24, values of 12.
 LATENT: dict[str, Any] = {

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from target_service.config import TargetConfig
-from target_service.kv_cache import KVCache
-from target_service.model import store
+from target_service.core.kv_cache import KVCache
 from target_service.model.forward import ForwardInput
-from target_service.model.loader import load_runner
+from target_service.model.loading import store
+from target_service.model.loading.loader import load_runner
 from target_service.model.runner import ModelRunner
 from tree_kernels.attention import AttentionBatch
 

@@ -13,9 +13,9 @@ from conftest import make_tiny
 from transformers import AutoConfig, PreTrainedConfig
 
 from target_service.config import TargetConfig
-from target_service.model.loader import load_runner
+from target_service.model.loading.loader import load_runner
+from target_service.model.loading.self_check import check_runner, own_logits
 from target_service.model.runner import runner_for
-from target_service.model.selfcheck import check_runner, own_logits
 from target_service.model.support import ModelRefused, check_supported, longest_context, tokenizer_fingerprint
 
 

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.errors import InvalidField
-from outrider.frames import SequenceGrowth
-from target_service.node_tables import NodeTables
+from outrider.wire.frames import SequenceGrowth
+from target_service.execution.node_tables import NodeTables
 from tree_kernels.node_table import BLOCK, COST_OF_HALVING, MOST_COST, NODES, TABLE, preorder
 
 SLOTS = 3

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from target_service.model.store import local_folder
+from target_service.model.loading.store import local_folder
 from target_service.prefetch import PATTERNS, main, prefetch
 
 

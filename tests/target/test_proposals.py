@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.errors import InvalidField
-from outrider.frames import SequenceGrowth
 from outrider.tree import DraftDistribution, TokenTree
-from target_service.proposals import MEMORY_STEPS, GrowingTree
+from outrider.wire.frames import SequenceGrowth
+from target_service.speculation.draft_tree import MEMORY_STEPS, GrowingTree
 
 Path = tuple[int, ...]
 

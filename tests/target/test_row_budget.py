@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.frames import SequenceGrowth
 from outrider.tree import TokenTree
-from target_service.proposals import GrowingTree
-from target_service.row_budget import Calibration, Offer, RowBudget, SequenceRecord
-from target_service.step_cost import StepCost
+from outrider.wire.frames import SequenceGrowth
+from target_service.speculation.draft_tree import GrowingTree
+from target_service.speculation.policy.row_budget import Calibration, Offer, RowBudget, SequenceRecord
+from target_service.speculation.policy.step_cost import StepCost
 
 
 def grown(parents: list[int], scores: list[float]) -> GrowingTree:

@@ -13,15 +13,15 @@ from engine_harness import make_runner, request
 from transformers import PreTrainedModel
 
 from outrider.sampling import SamplingParams, VerificationMode
-from target_service.batch import DeviceRows
-from target_service.commit import LiveSequence
-from target_service.model.buckets import row_sizes
+from target_service.core.scheduler import Chunk, Schedule
+from target_service.core.sequence import DevicePass, SequenceRequest
+from target_service.execution.batch import DeviceRows
+from target_service.model.cuda_graphs.sizes import row_sizes
 from target_service.model.runner import ModelRunner
-from target_service.row_policy import Kind, RowPolicy
-from target_service.scheduler import Chunk, Schedule
-from target_service.sequence import DevicePass, SequenceRequest
-from target_service.step_cost import StepCost
-from target_service.verifier import Verified
+from target_service.sampling.verifier import Verified
+from target_service.speculation.policy.live_sequence import LiveSequence
+from target_service.speculation.policy.row_policy import Kind, RowPolicy
+from target_service.speculation.policy.step_cost import StepCost
 from tree_kernels.node_table import KEPT, PROSPECTS
 from tree_kernels.verification import Walk
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.sampling import SamplingParams
-from target_service.sampling import LogitShaper, logprobs_of
+from target_service.sampling.distribution import LogitShaper, logprobs_of
 
 VOCABULARY = 12
 

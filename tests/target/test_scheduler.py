@@ -7,9 +7,9 @@ import torch
 
 from outrider.sampling import SamplingParams, VerificationMode
 from outrider.tree import TokenTree
-from target_service.kv_cache import KVCache
-from target_service.scheduler import Schedule, Scheduler, SchedulerConfig
-from target_service.sequence import Sequence, SequenceRequest, SequenceState, SequenceTotals
+from target_service.core.kv_cache import KVCache
+from target_service.core.scheduler import Schedule, Scheduler, SchedulerConfig
+from target_service.core.sequence import Sequence, SequenceRequest, SequenceState, SequenceTotals
 
 
 def cache(pages: int = 64, page_size: int = 16) -> KVCache:

@@ -14,9 +14,9 @@ from scripted_engine import END_TOKEN, SERVED, VOCABULARY, ScriptedEngine
 from outrider.errors import OutriderError
 from outrider.v1 import target_pb2 as pb
 from outrider.v1 import tree_pb2
-from target_service.inbox import Inbox
-from target_service.sequence import Verdict
-from target_service.server import StreamLimits
+from target_service.api.event_queue import Inbox
+from target_service.api.server import StreamLimits
+from target_service.core.sequence import Verdict
 
 
 class TestGenerate:

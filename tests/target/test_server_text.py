@@ -13,7 +13,7 @@ from scripted_engine import SERVED
 
 from outrider.errors import InvalidField
 from outrider.v1 import target_pb2 as pb
-from outrider.wire import error_of_rpc
+from outrider.wire.trees import error_of_rpc
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from outrider.tracing import Tracing
+from outrider.telemetry.tracing import Tracing
 from outrider.v1 import target_pb2 as pb
 
 

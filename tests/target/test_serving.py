@@ -15,7 +15,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from outrider.errors import OutriderError, StepSkipped, all_errors
 from outrider.serving import Authenticator, GrpcServer, Service, ServingOptions
 from outrider.settings import SettingsError
-from outrider.wire import error_of_rpc
+from outrider.wire.trees import error_of_rpc
 
 TOKEN = "0123456789abcdef-secret"
 METHODS = ["Unary", "Generate", "Collect", "Converse"]

@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from outrider.sampling import SamplingParams
-from target_service.sequence import Finish, FinishReason
-from target_service.stopping import Detokenizer, StopChecker
+from target_service.core.sequence import Finish, FinishReason
+from target_service.core.stopping import Detokenizer, StopChecker
 
 END = 2
 # Few letters and whole characters of two to four bytes, so that stops, their beginnings and split characters abound.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from target_service.sequence import MAX_STRIDE
-from target_service.stride import Stride
+from target_service.core.sequence import MAX_STRIDE
+from target_service.execution.multi_step import Stride
 
 
 def drive(stride: Stride, device: float, host: float, *, times: int = 100) -> None:

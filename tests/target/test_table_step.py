@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from target_service.sequence import DevicePass
-from target_service.table_step import TableStep, room_for_said
+from target_service.core.sequence import DevicePass
+from target_service.execution.device_rows import TableStep, room_for_said
 from tree_kernels.node_table import PROSPECTS, SAID, SAID_ROWS, SAID_TOKENS, NodeTable
 
 MAX_SEQUENCES, MAX_PASSES = 3, 4

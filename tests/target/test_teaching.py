@@ -14,8 +14,8 @@ import torch
 from teaching_model import END, VOCABULARY, save_teaching_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from outrider.distillation import Teacher, TeacherSettings, WritingOrder, WrittenText, load_teacher
 from outrider.settings import SettingsError
-from outrider.teaching import Teacher, TeacherSettings, WritingOrder, WrittenText, load_teacher
 
 ORDER = WritingOrder((), True, (0.0, 1.0), max_length=48, max_prompt=24, max_answer=48, turns=1, sequences=8, seed=3)
 

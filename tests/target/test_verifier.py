@@ -8,7 +8,7 @@ from engine_harness import request
 
 from outrider.sampling import SamplingParams, VerificationMode
 from outrider.tree import TokenTree
-from target_service.verifier import SequenceVerifier, Verified
+from target_service.sampling.verifier import SequenceVerifier, Verified
 
 VOCABULARY = 5
 TREE = TokenTree((0, 1, 2, 3, 1), (0, 0, 0, 1, 3), (1.0,) * 5)

@@ -14,14 +14,14 @@ from scripted_engine import SERVED, VOCABULARY, ScriptedEngine, successor
 
 from outrider.errors import EngineDead, OutriderError
 from outrider.runtime import run
-from outrider.tracing import Tracing
+from outrider.telemetry.tracing import Tracing
 from outrider.v1 import target_pb2 as pb
 from outrider.v1 import tree_pb2
-from outrider.wire import error_of
-from target_service.admission import Admission
-from target_service.events import Sequences
-from target_service.tracing import RequestTrace
-from target_service.verify_session import VerifySession
+from outrider.wire.trees import error_of
+from target_service.api.admission import Admission
+from target_service.api.verify_session import VerifySession
+from target_service.core.events import Sequences
+from target_service.telemetry.tracing import RequestTrace
 
 # Small ranges, so that right ids, steps and roots are hit often; and the ends of what the fields hold.
 TOKENS = st.integers(0, 12) | st.sampled_from([VOCABULARY - 1, VOCABULARY, 2**31, 2**32 - 1])

@@ -20,8 +20,8 @@ from outrider.errors import (
     WrongRoot,
 )
 from outrider.v1 import target_pb2 as pb
-from outrider.wire import error_of
-from target_service.server import StreamLimits
+from outrider.wire.trees import error_of
+from target_service.api.server import StreamLimits
 
 
 class TestRefusals:

@@ -17,15 +17,15 @@ from outrider.errors import (
     StepReplayed,
     UnknownSequence,
 )
-from outrider.tracing import Tracing
+from outrider.telemetry.tracing import Tracing
 from outrider.v1 import target_pb2 as pb
 from outrider.v1 import tree_pb2
-from outrider.wire import error_of
-from target_service.admission import Admission
-from target_service.events import Sequences
-from target_service.server import StreamLimits
-from target_service.tracing import RequestTrace
-from target_service.verify_session import VerifySession
+from outrider.wire.trees import error_of
+from target_service.api.admission import Admission
+from target_service.api.server import StreamLimits
+from target_service.api.verify_session import VerifySession
+from target_service.core.events import Sequences
+from target_service.telemetry.tracing import RequestTrace
 
 
 class TestSteps:

@@ -14,7 +14,7 @@ from outrider.settings import SettingsError
 from outrider_client.bench.samples import Sample
 from outrider_client.client import Client, Message
 from outrider_client.generation import Speculation
-from outrider_client.options import BenchOptions, ClientOptions
+from outrider_client.terminal.options import BenchOptions, ClientOptions
 
 _LINE_LIMIT = 16 * 1024 * 1024
 

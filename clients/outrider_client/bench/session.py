@@ -23,9 +23,9 @@ from outrider_client.bench.report import SCHEMA, cells
 from outrider_client.bench.runner import Plan, Runner
 from outrider_client.bench.samples import PLAIN, TRANSFORMERS, Mode
 from outrider_client.client import Client
-from outrider_client.options import BenchOptions, ClientOptions
+from outrider_client.local.stack import Stack, private_directory, wait_for_drafter
 from outrider_client.results import TargetInfo
-from outrider_client.stack import Stack, private_directory, wait_for_drafter
+from outrider_client.terminal.options import BenchOptions, ClientOptions
 
 PLACEMENTS = ("remote", "inprocess")
 Note = Callable[[str], None]

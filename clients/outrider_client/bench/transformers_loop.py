@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging as transformers_logging
 
-from outrider_client.local_models import model_path
+from outrider_client.local.models import model_path
 
 
 class _FirstToken(BaseStreamer):  # type: ignore[misc]

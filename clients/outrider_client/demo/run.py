@@ -13,21 +13,21 @@ from pathlib import Path
 from rich.console import Console
 from rich.rule import Rule
 
-from outrider import telemetry
 from outrider.heads import head_made_for
 from outrider.model_store import MODEL_STORE
 from outrider.sampling import SamplingParams
-from outrider.tracing import set_up_tracing
+from outrider.telemetry import names as telemetry
+from outrider.telemetry.tracing import set_up_tracing
 from outrider_client.client import Client, Message
 from outrider_client.demo.show import totals_table, trace_table
 from outrider_client.demo.trace_sink import TraceSink
 from outrider_client.generation import Speculation
-from outrider_client.local_models import find_tokenizer
-from outrider_client.options import DemoOptions
-from outrider_client.painting import Painter, legend
+from outrider_client.local.models import find_tokenizer
+from outrider_client.local.stack import Stack, private_directory, wait_for_drafter
 from outrider_client.results import Result
-from outrider_client.stack import Stack, private_directory, wait_for_drafter
-from outrider_client.waiting import waiting
+from outrider_client.terminal.options import DemoOptions
+from outrider_client.terminal.painting import Painter, legend
+from outrider_client.terminal.waiting import waiting
 
 _TRACE_SECONDS = 10.0
 _SERVICES = (telemetry.CLIENT, telemetry.TARGET_SERVICE, telemetry.DRAFT_SERVICE)

@@ -14,7 +14,7 @@ from grpc_status import rpc_status
 
 from outrider.errors import InvalidField, OutriderError
 from outrider.serving.tenancy import Authenticator, set_current_tenant
-from outrider.wire import status_of
+from outrider.wire.trees import status_of
 
 logger = logging.getLogger(__name__)
 

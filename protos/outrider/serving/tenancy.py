@@ -9,8 +9,8 @@ from contextvars import ContextVar
 from pathlib import Path
 
 from outrider.errors import InvalidField, PermissionDenied, Unauthenticated
-from outrider.frames import DEFAULT_TENANT
 from outrider.settings import SettingsError
+from outrider.wire.frames import DEFAULT_TENANT
 
 TENANT_KEY = "outrider-tenant"
 TOKEN_KEY = "authorization"

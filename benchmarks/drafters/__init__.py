@@ -1,0 +1,1 @@
+"""Drafters by themselves: acceptance, cost, round trips."""

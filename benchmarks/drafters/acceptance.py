@@ -1,0 +1,185 @@
+"""Mean accepted length, by task, drafter and temperature: tokens for each verified step, the bonus token included.
+
+    PYTHONPATH=kernels:protos:. python -m benchmarks.drafters.acceptance --head FOLDER [--model MODEL] [--device cuda]
+        [--drafters trie,eagle_chain,eagle_tree,merged] [--temperatures 0,1] [--rejection] [--json FILE]
+
+Every conversation of `prompts.jsonl` is held, answers ending where the model ends them or after `--max-tokens`; where
+there is a second turn, it follows on the model's own first answer. Engine and drafter run in one process, `concurrency`
+sequences at a time, so that no draft is late; every row that is drafted is verified (at most 64 of a sequence, the root
+included) and drafting is never switched off. So acceptance is measured, and not what pays. T = 0 is GREEDY; T = 1 is
+COUPLED with fixed seeds and, with `--rejection`, REJECTION, which uses at most 15 drafted rows.
+
+Each drafter's run at each temperature begins with an empty trie, which then learns from prompt to prompt and from the
+answers, as in service: later prompts of a task profit from earlier ones, in the order of the file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.drafters.acceptance_drafters import NAMES, TREE_NODES, DrafterSet
+from benchmarks.drafters.acceptance_run import Law, Talk, Tally
+from benchmarks.shared.machine import describe
+from benchmarks.shared.workload import Conversation, folder_of, read_conversations
+from outrider.sampling import VerificationMode
+from target_service.assembly import engine_config, load_model
+from target_service.config import TargetConfig
+
+_ALL = "all"
+# Prompt rows of one step, beside the trees of all sequences: a tree that is cut for a prompt would accept less.
+_PROMPT_ROWS = 1024
+
+
+def laws(options: argparse.Namespace) -> list[Law]:
+    found = []
+    for temperature in options.temperatures:
+        found.append(Law(temperature, VerificationMode.COUPLED if temperature else VerificationMode.GREEDY))
+        if temperature and options.rejection:
+            found.append(Law(temperature, VerificationMode.REJECTION))
+    return found
+
+
+def target_config(options: argparse.Namespace) -> TargetConfig:
+    """Room for every tree whole, and drafts that are always wanted."""
+    settings: dict[str, Any] = {
+        "model": options.model,
+        "device": options.device,
+        "dtype": options.dtype,
+        # The link is made here; its name only says that there is one.
+        "draft": "inprocess:eagle",
+        "draft_head": options.head,
+        "row_budget": "all",
+        "speculative_disable_queue_size": 1 << 20,
+        "max_draft_nodes": TREE_NODES,
+        "max_running": options.concurrency,
+        "max_waiting": 1 << 20,
+        "max_step_rows": options.concurrency * (TREE_NODES + 1) + _PROMPT_ROWS,
+        "prefill_chunk": _PROMPT_ROWS,
+    }
+    return TargetConfig(**(settings | options.target))
+
+
+def agreement(talk: Talk, first: Talk) -> float:
+    """Share of answers that are those of the first drafter: all, but for near-ties in bfloat16."""
+    common = talk.outputs.keys() & first.outputs.keys()
+    return round(sum(talk.outputs[key] == first.outputs[key] for key in common) / max(1, len(common)), 4)
+
+
+def by_task(talk: Talk) -> dict[str, dict[str, Any]]:
+    total = Tally()
+    for tally in talk.tallies.values():
+        total.join(tally)
+    return {task: tally.figures() for task, tally in (*talk.tallies.items(), (_ALL, total))}
+
+
+def measure(options: argparse.Namespace, conversations: Sequence[Conversation]) -> list[dict[str, Any]]:
+    """One result for every law and drafter; the model is loaded once."""
+    config = target_config(options)
+    runner = load_model(config)
+    drafters = DrafterSet(
+        options.head,
+        folder_of(options.model),
+        options.draft_device or options.device,
+        options.dtype,
+        options.chain_steps,
+        options.tree_steps,
+        options.topk,
+        options.cuda_graphs,
+        options.race_sharpness,
+    )
+    results = []
+    for law in laws(options):
+        first: Talk | None = None
+        for name in options.drafters:
+            talk = Talk(runner, engine_config(config), drafters.make(name), conversations)
+            begin = time.perf_counter()
+            talk.run(law, options.max_tokens, options.concurrency)
+            seconds = time.perf_counter() - begin
+            first = first or talk
+            result = {"drafter": name, "temperature": law.temperature, "mode": law.mode.value, "tasks": by_task(talk)}
+            result |= {"drafter_stats": talk.drafter_stats}
+            result |= {"seconds": round(seconds, 2), "same_outputs_as_first": agreement(talk, first)}
+            results.append(result)
+            whole = result["tasks"][_ALL]
+            said = f"{law.name:16s} {name:12s} {whole['tokens_per_step']:.3f} tokens/step over {whole['steps']} steps"
+            sys.stdout.write(f"{said}, {whole['drafted_rows_per_step']:.1f} rows drafted, {seconds:.1f} s\n")
+            sys.stdout.flush()
+    return results
+
+
+def tables(results: Sequence[dict[str, Any]]) -> str:
+    """Markdown: a table for each law, tasks down, drafters across."""
+    parts = []
+    for law in dict.fromkeys((one["temperature"], one["mode"]) for one in results):
+        chosen = [one for one in results if (one["temperature"], one["mode"]) == law]
+        parts.append(f"T = {law[0]:g}, {law[1].upper()}\n")
+        parts.append("| task | " + " | ".join(one["drafter"].replace("_", " ") for one in chosen) + " |")
+        parts.append("|---|" + "---:|" * len(chosen))
+        for task in chosen[0]["tasks"]:
+            values = (f"{one['tasks'][task]['tokens_per_step']:.2f}" for one in chosen)
+            parts.append(f"| {task.replace('_', ' ')} | " + " | ".join(values) + " |")
+        parts.append("")
+    return "\n".join(parts)
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--head", default="", help="folder of an EAGLE head; may be missing for the trie alone")
+    parser.add_argument("--model", default="smollm2-135m-instruct")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16"))
+    parser.add_argument("--drafters", default=",".join(NAMES), type=lambda text: text.split(","))
+    parser.add_argument("--temperatures", default="0,1", type=lambda text: [float(one) for one in text.split(",")])
+    parser.add_argument("--rejection", action="store_true", help="also REJECTION, at temperatures above 0")
+    parser.add_argument("--limit", type=int, default=0, help="so many conversations of each task; 0 for all")
+    parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--concurrency", type=int, default=32)
+    parser.add_argument("--chain-steps", type=int, default=DrafterSet.chain_steps)
+    parser.add_argument("--tree-steps", type=int, default=DrafterSet.tree_steps)
+    parser.add_argument("--topk", type=int, default=DrafterSet.topk)
+    parser.add_argument("--race-sharpness", type=float, default=DrafterSet.race_sharpness, help="of COUPLED trees")
+    parser.add_argument("--draft-device", default="", help="of the head; the target's when empty")
+    parser.add_argument("--cuda-graphs", action="store_true", help="draft with captured passes")
+    parser.add_argument("--target", default="{}", type=json.loads, help="more settings of the target, as JSON")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--markdown", type=Path)
+    options = parser.parse_args(arguments)
+    if set(options.drafters) - set(NAMES):
+        parser.error(f"drafters are {', '.join(NAMES)}")
+    if not options.head and options.drafters != ["trie"]:
+        parser.error("drafters other than the trie need --head")
+    return options
+
+
+def choose(conversations: Sequence[Conversation], limit: int) -> list[Conversation]:
+    """The first so many of each task; all for 0."""
+    taken: dict[str, int] = {}
+    chosen = []
+    for one in conversations:
+        taken[one.task] = taken.get(one.task, 0) + 1
+        if not limit or taken[one.task] <= limit:
+            chosen.append(one)
+    return chosen
+
+
+def main() -> None:
+    options = parse()
+    results = measure(options, choose(read_conversations(), options.limit))
+    written = tables(results)
+    sys.stdout.write("\n" + written)
+    if options.markdown is not None:
+        options.markdown.write_text(written)
+    if options.json is not None:
+        settings = {name: value for name, value in vars(options).items() if name not in ("json", "markdown")}
+        document = {"machine": describe(), "settings": settings, "results": results}
+        options.json.write_text(json.dumps(document, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""The drafters whose acceptance is compared: trie, EAGLE as chain and as tree, and both merged. One head for all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from draft_service.drafters.base import Drafter
+from draft_service.drafters.merged import MergedConfig, MergedDrafter
+from draft_service.eagle.checkpoint import load_head
+from draft_service.eagle.config import EagleConfig
+from draft_service.eagle.drafter import EagleDrafter
+from draft_service.eagle.head import EagleHead
+from draft_service.eagle.target_checkpoint import TargetCheckpoint
+from draft_service.ngram.config import TrieConfig
+from draft_service.ngram.drafter import NgramDrafter
+from outrider.heads import head_source
+
+NAMES = ("trie", "eagle_chain", "eagle_tree", "merged")
+# With the root, one word of a tree's mask.
+TREE_NODES = 63
+# Room for every sequence whole: what does not fit is not drafted for.
+_CACHE_TOKENS = 1 << 18
+
+
+@dataclass
+class DrafterSet:
+    """Makes drafters that are started. A trie is new each time; a head learns nothing, so that its drafters are kept.
+
+    Attributes:
+        head: folder or name of the EAGLE head; empty when only tries are made.
+        embeddings: folder of the target.
+        chain_steps: nodes of a chain.
+        tree_steps, topk: levels of a tree, and nodes that each expands.
+        race_sharpness: how far COUPLED's race over the head's law is taken for the target's own.
+    """
+
+    head: str
+    embeddings: str
+    device: str
+    dtype: str
+    chain_steps: int = 7
+    tree_steps: int = 7
+    topk: int = 10
+    cuda_graphs: bool = False
+    race_sharpness: float = EagleConfig.race_sharpness
+    _loaded: EagleHead | None = None
+    _eagles: dict[str, EagleDrafter] = field(default_factory=dict)
+
+    def make(self, name: str) -> Drafter:
+        """Raises `KeyError` for a name that is not in `NAMES`."""
+        makers: dict[str, Callable[[], Drafter]] = {
+            "trie": self._trie,
+            "eagle_chain": lambda: self._eagle(name, self.chain_steps, 1, self.chain_steps),
+            "eagle_tree": lambda: self._eagle(name, self.tree_steps, self.topk, TREE_NODES),
+            "merged": self._merged,
+        }
+        return makers[name]()
+
+    def _trie(self) -> Drafter:
+        trie = NgramDrafter(TrieConfig(num_draft_tokens=TREE_NODES))
+        trie.start()
+        return trie
+
+    def _merged(self) -> Drafter:
+        # Not started again: its parts are.
+        parts = [self.make("eagle_tree"), self._trie()]
+        return MergedDrafter(MergedConfig(merged_nodes=TREE_NODES), parts)
+
+    def _eagle(self, name: str, steps: int, topk: int, nodes: int) -> Drafter:
+        if name not in self._eagles:
+            # Every node that fits, likely or not: rows are not what is measured.
+            config = EagleConfig(
+                head=self.head,
+                embeddings=self.embeddings,
+                num_steps=steps,
+                topk=topk,
+                num_draft_tokens=nodes,
+                min_score=0.0,
+                race_sharpness=self.race_sharpness,
+                kv_tokens=_CACHE_TOKENS,
+                dtype=self.dtype,
+                device=self.device,
+                cuda_graphs=self.cuda_graphs,
+            )
+            self._eagles[name] = EagleDrafter(config, self._head())
+            self._eagles[name].start()
+        return self._eagles[name]
+
+    def _head(self) -> EagleHead:
+        if self._loaded is None:
+            target, dtype = TargetCheckpoint(self.embeddings), getattr(torch, self.dtype)
+            self._loaded = load_head(head_source(self.head), target=target, dtype=dtype, device=self.device)
+        return self._loaded

@@ -1,0 +1,156 @@
+"""Holds conversations with an engine, many at once, and counts tokens and verified steps."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from benchmarks.shared.engine_events import EngineEvents
+from benchmarks.shared.workload import LONGEST_PROMPT, Conversation, Prompt, chat_tokens
+from draft_service.drafters.base import Drafter
+from draft_service.in_process import InprocessLink
+from outrider.sampling import SamplingParams, VerificationMode
+from target_service.core.sequence import SequenceRequest, SequenceTotals, Verdict
+from target_service.engine.engine import Engine, EngineConfig
+from target_service.model.runner import ModelRunner
+
+# Seeds of sampled requests, the same for every drafter.
+_FIRST_SEED = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Law:
+    """How tokens are drawn and verified."""
+
+    temperature: float
+    mode: VerificationMode
+
+    @property
+    def name(self) -> str:
+        return f"T={self.temperature:g} {self.mode.value}"
+
+
+@dataclass
+class Tally:
+    """Sums over answers. The step that ends a prompt says its token without drafts, and neither counts."""
+
+    answers: int = 0
+    steps: int = 0
+    tokens: int = 0
+    drafted_rows: int = 0
+    # [d]: steps that accepted a node at depth d + 1.
+    reached: list[int] = field(default_factory=list)
+    preemptions: int = 0
+
+    def add(self, totals: SequenceTotals) -> None:
+        self.answers += 1
+        self.steps += totals.steps - 1
+        self.tokens += totals.completion_tokens - 1
+        self.drafted_rows += totals.drafted_tokens
+        self.preemptions += totals.preemptions
+        self._reach(totals.accepted_by_depth)
+
+    def join(self, other: Tally) -> None:
+        self.answers += other.answers
+        self.steps += other.steps
+        self.tokens += other.tokens
+        self.drafted_rows += other.drafted_rows
+        self.preemptions += other.preemptions
+        self._reach(other.reached)
+
+    def _reach(self, counts: Sequence[int]) -> None:
+        pairs = itertools.zip_longest(self.reached, counts, fillvalue=0)
+        self.reached = [own + more for own, more in pairs]
+
+    def figures(self) -> dict[str, Any]:
+        """Tokens per verified step, and the share of steps that reached each depth."""
+        steps = max(1, self.steps)
+        return {
+            "answers": self.answers,
+            "steps": self.steps,
+            "tokens": self.tokens,
+            "tokens_per_step": round(self.tokens / steps, 3),
+            "drafted_rows_per_step": round(self.drafted_rows / steps, 1),
+            "reached_by_depth": [round(count / steps, 4) for count in self.reached],
+            "preemptions": self.preemptions,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """One request of a conversation: its index, which turn, and what was said before."""
+
+    index: int
+    number: int
+    messages: tuple[dict[str, str], ...]
+
+
+class Talk:
+    """One drafter's run over all conversations, in one law."""
+
+    def __init__(
+        self, runner: ModelRunner, config: EngineConfig, drafter: Drafter, conversations: Sequence[Conversation]
+    ) -> None:
+        self._tokenizer: Any = runner.tokenizer
+        self._conversations = conversations
+        self._events = EngineEvents(self._say)
+        self._said: dict[int, list[int]] = {}
+        self._turns: dict[int, _Turn] = {}
+        self._numbers = itertools.count(1)
+        self._drafter = drafter
+        # Without a step cost: every drafted row is verified, and drafts are always waited for.
+        self._engine = Engine(runner, config)
+        self._link = InprocessLink(drafter, self._engine.draft_events)
+        self._engine.attach_draft(self._link)
+        self.tallies = {one.task: Tally() for one in conversations}
+        self.drafter_stats: dict[str, float] = {}
+        # (conversation, turn) -> tokens, to be compared with another run's.
+        self.outputs: dict[tuple[int, int], list[int]] = {}
+
+    def run(self, law: Law, max_tokens: int, concurrency: int) -> None:
+        """Hold every conversation to its end."""
+        waiting = deque(
+            _Turn(index, 0, ({"role": "user", "content": one.turns[0]},))
+            for index, one in enumerate(self._conversations)
+        )
+        self._engine.start(self._events.note)
+        try:
+            while waiting or self._turns:
+                while waiting and len(self._turns) < concurrency:
+                    self._ask(waiting.popleft(), law, max_tokens)
+                if self._turns:
+                    waiting.extendleft(self._answered())
+            # Trees that were not drafted, for want of features or of room, would count as bad ones.
+            self.drafter_stats = dict(self._drafter.stats())
+        finally:
+            self._engine.stop(grace=0)
+            self._link.stop()
+
+    def _say(self, verdict: Verdict) -> None:
+        self._said[verdict.sequence_id].extend(verdict.token_ids)
+
+    def _ask(self, turn: _Turn, law: Law, max_tokens: int) -> None:
+        ids: Prompt = chat_tokens(self._tokenizer, turn.messages)
+        if len(ids) >= LONGEST_PROMPT:
+            return
+        number = next(self._numbers)
+        self._turns[number], self._said[number] = turn, []
+        sampling = SamplingParams(temperature=law.temperature, max_tokens=max_tokens)
+        seed = _FIRST_SEED + 2 * turn.index + turn.number
+        self._engine.submit(SequenceRequest(ids, sampling, law.mode, seed, max_tokens), number)
+
+    def _answered(self) -> Iterable[_Turn]:
+        """Wait for an answer, count it, and say what its conversation asks next."""
+        ended = self._events.wait()
+        turn, said = self._turns.pop(ended.sequence_id), self._said.pop(ended.sequence_id)
+        conversation = self._conversations[turn.index]
+        self.tallies[conversation.task].add(ended.totals)
+        self.outputs[turn.index, turn.number] = said
+        following = turn.number + 1
+        if following < len(conversation.turns):
+            answer = {"role": "assistant", "content": self._tokenizer.decode(said, skip_special_tokens=True)}
+            question = {"role": "user", "content": conversation.turns[following]}
+            yield _Turn(turn.index, following, (*turn.messages, answer, question))

@@ -1,0 +1,186 @@
+"""Scores a drafter on token traces, with no service and no model in the loop.
+
+A trace is one JSON object a line: `id`, `task`, `prompt` (token ids), `output` (token ids). The drafter sees the
+prompt, proposes, and is told what a greedy target would have committed, step by step, to the output's end.
+
+    python -m benchmarks.drafters.draft_quality TRACES [--drafter trie] [--rows 8,16,32,pays] [--set breadth=4]
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from draft_service.drafters.base import DRAFTERS, Drafter, DraftSequence, create, drafter_spec
+from draft_service.ngram.drafter import NgramDrafter
+from outrider.settings import load as load_settings
+from outrider.tree import TokenTree
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Token ids of one request and its answer."""
+
+    task: str
+    prompt: list[int]
+    output: list[int]
+
+
+@dataclass
+class Tally:
+    """Sums over the steps of one task."""
+
+    steps: int = 0
+    tokens: int = 0
+    rows: int = 0
+    cost: float = 0.0
+    propose_seconds: float = 0.0
+    # By tenth of the score: nodes whose parent was accepted, and those accepted themselves.
+    offered: list[int] = field(default_factory=lambda: [0] * 10)
+    accepted: list[int] = field(default_factory=lambda: [0] * 10)
+
+    def add(self, other: Tally) -> None:
+        self.steps += other.steps
+        self.tokens += other.tokens
+        self.rows += other.rows
+        self.cost += other.cost
+        self.propose_seconds += other.propose_seconds
+        self.offered = [a + b for a, b in zip(self.offered, other.offered, strict=True)]
+        self.accepted = [a + b for a, b in zip(self.accepted, other.accepted, strict=True)]
+
+
+def load(path: Path, half: str) -> list[Trace]:
+    """Read traces; `half` is "even", "odd" or "all" of each task's."""
+    by_task: dict[str, list[Trace]] = defaultdict(list)
+    for line in path.read_text().splitlines():
+        record = json.loads(line)
+        by_task[record["task"]].append(Trace(record["task"], record["prompt"], record["output"]))
+    keep = {"even": (0,), "odd": (1,), "all": (0, 1)}[half]
+    return [trace for traces in by_task.values() for i, trace in enumerate(traces) if i % 2 in keep]
+
+
+def rows_that_pay(tree: TokenTree, slope: float, rate: float) -> int:
+    """Rows that maximise expected tokens, less `rate` for each unit of cost: 1 + slope * n for n drafted rows.
+
+    With `rate` the tokens per cost of the whole run, this maximises that very rate (renewal reward theorem);
+    maximising each step's own ratio does not.
+    """
+    worth = [1.0]
+    for row in range(1, len(tree)):
+        worth.append(worth[tree.parents[row]] * tree.scores[row])
+    expected = list(itertools.accumulate(worth))
+    return max(range(len(tree)), key=lambda n: expected[n] - rate * (1.0 + slope * n))
+
+
+def walk(tree: TokenTree, rows: int, future: Sequence[int], tally: Tally) -> int:
+    """Accepted nodes among the first `rows` below the root, against what the target says next."""
+    row, accepted = 0, 0
+    while True:
+        following = None
+        for child in tree.children[row]:
+            if child > rows or accepted >= len(future):
+                continue
+            hit = tree.token_ids[child] == future[accepted]
+            bucket = min(int(tree.scores[child] * 10), 9)
+            tally.offered[bucket] += 1
+            tally.accepted[bucket] += hit
+            if hit:
+                following = child
+        if following is None:
+            return accepted
+        row, accepted = following, accepted + 1
+
+
+def replay(drafter: Drafter, trace: Trace, rows: int | None, slope: float, sequence_id: int) -> Tally:
+    """Draft one trace to its end. `rows` of None takes the rows that pay."""
+    tally = Tally()
+    sequence = DraftSequence(sequence_id, list(trace.prompt), len(trace.prompt), 1 << 20)
+    drafter.open(sequence)
+    done = 0
+    while done < len(trace.output):
+        begin = time.perf_counter()
+        tree = drafter.propose([sequence])[0]
+        tally.propose_seconds += time.perf_counter() - begin
+        if rows is None:
+            # The rate so far, begun at two tokens per step.
+            used = rows_that_pay(tree, slope, (tally.tokens + 8) / (tally.cost + 4))
+        else:
+            used = min(rows, tree.drafted)
+        accepted = walk(tree, used, trace.output[done:], tally)
+        committed = trace.output[done : done + accepted + 1]
+        sequence.token_ids.extend(committed)
+        drafter.advance(sequence, committed)
+        done += len(committed)
+        tally.steps += 1
+        tally.tokens += len(committed)
+        tally.rows += used
+        tally.cost += 1.0 + slope * used
+    drafter.close(sequence)
+    if isinstance(drafter, NgramDrafter):
+        # What later requests draw on must not depend on timing.
+        drafter.flush()
+    return tally
+
+
+def score(drafter: Drafter, traces: Iterable[Trace], rows: int | None, slope: float) -> dict[str, Tally]:
+    """Replay all traces in turn. Returns sums by task."""
+    tallies: dict[str, Tally] = defaultdict(Tally)
+    for sequence_id, trace in enumerate(traces, start=1):
+        tallies[trace.task].add(replay(drafter, trace, rows, slope, sequence_id))
+    return tallies
+
+
+def report(tallies: dict[str, Tally]) -> dict[str, dict[str, float]]:
+    """By task, and over all: tokens per step, rows per step, tokens per cost of a plain step, draft time."""
+    total = Tally()
+    for tally in tallies.values():
+        total.add(tally)
+    return {
+        task: {
+            "tokens_per_step": round(tally.tokens / tally.steps, 3),
+            "rows_per_step": round(tally.rows / tally.steps, 1),
+            "speedup_at_cost": round(tally.tokens / tally.cost, 3),
+            "propose_us": round(tally.propose_seconds / tally.steps * 1e6, 1),
+        }
+        for task, tally in (*tallies.items(), ("all", total))
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("traces", type=Path, help="file of traces; benchmarks/drafters/make_traces.py writes one")
+    parser.add_argument("--drafter", default="trie", choices=DRAFTERS)
+    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a setting of the drafter")
+    parser.add_argument("--rows", default="8,16,32,pays", help="rows per step, or pays (default: 8,16,32,pays)")
+    parser.add_argument("--slope", type=float, default=0.024, help="cost of one more row, in plain steps")
+    parser.add_argument("--half", default="all", choices=("even", "odd", "all"), help="which traces of each task")
+    parser.add_argument("--json", type=Path, help="also write the figures here")
+    arguments = parser.parse_args()
+    spec = drafter_spec(arguments.drafter)
+    environment = {}
+    for item in arguments.set:
+        name, _, value = item.partition("=")
+        environment[f"OUTRIDER_{spec.section.upper()}_{name.upper()}"] = value
+    traces = load(arguments.traces, arguments.half)
+    figures = {}
+    for rows in arguments.rows.split(","):
+        drafter = create(spec.name, load_settings(spec.config, spec.section, environment=environment))
+        drafter.start()
+        figures[rows] = report(score(drafter, traces, None if rows == "pays" else int(rows), arguments.slope))
+        drafter.stop()
+        for task, line in figures[rows].items():
+            numbers = "  ".join(f"{name} {value:g}" for name, value in line.items())
+            sys.stdout.write(f"{rows:>5} rows  {task:<16} {numbers}\n")
+    if arguments.json:
+        arguments.json.write_text(json.dumps(figures, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

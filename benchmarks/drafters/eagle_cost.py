@@ -1,0 +1,255 @@
+"""Time that an EAGLE head takes for one tree per sequence, by shape of the head, tree, mode and number of sequences.
+
+Weights and features are random, so that trees are as large as they may be; what a tree is worth is not measured here.
+Each round hands over the features of three committed tokens and asks for the next trees. On a GPU, trees that grow
+there at once, as captured graphs, are compared with those that eager passes grow level by level, before anything is
+timed; and a round of the former is also timed in parts, each ended by a wait: reading what was committed, loading what
+is wanted, the device's own time, and what passes from there until the host has the trees. Run it from the repository's
+root:
+
+    PYTHONPATH=kernels:protos:. python -m benchmarks.drafters.eagle_cost --device cuda --json FILE
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from draft_service.drafters.base import DraftSequence
+from draft_service.eagle.config import EagleConfig
+from draft_service.eagle.drafter import EagleDrafter
+from draft_service.eagle.head import EagleHead
+from draft_service.eagle.head_config import HeadConfig
+from draft_service.neural.cuda_graphs.drafting import CapturedDrafting
+from draft_service.neural.tree_drafting import Wanted
+from outrider.sampling import SamplingParams, VerificationMode
+from outrider.tree import TokenTree
+
+SHAPES = {
+    "smollm2-135m": HeadConfig("eagle3", 576, 1536, 9, 3, 64, 49152, 16384, 576, 1, 3, (1, 14, 26)),
+    "llama-8b": HeadConfig("eagle3", 4096, 14336, 32, 8, 128, 128256, 32000, 4096, 1, 3, (1, 15, 28)),
+    # For rehearsals.
+    "tiny": HeadConfig("eagle3", 64, 128, 4, 2, 16, 1000, 500, 64, 1, 3, (1, 2, 3)),
+}
+# Steps, topk, nodes; the first is what a draft has by default.
+TREES = {
+    "tree 12": (3, 4, 12),
+    "chain 5": (5, 1, 5),
+    "chain 7": (7, 1, 7),
+    "tree 32": (6, 8, 32),
+    "tree 60": (7, 10, 60),
+}
+CONTEXT, COMMITTED = 512, 3
+LEAST_SAME = 0.3
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Milliseconds of a round's parts, medians: the extension, and the trees' three."""
+
+    read_ms: float
+    load_ms: float
+    device_ms: float
+    back_ms: float
+
+
+@dataclass(frozen=True)
+class Figure:
+    """Milliseconds for the trees of all sequences: the median, and the quartiles around it. Without graphs trees grow
+    level by level, and have no parts."""
+
+    shape: str
+    tree: str
+    mode: str
+    sequences: int
+    graphs: bool
+    nodes: float
+    first_ms: float
+    low_ms: float
+    median_ms: float
+    high_ms: float
+    parts: Parts | None
+
+
+def make_head(config: HeadConfig, device: str, dtype: torch.dtype) -> EagleHead:
+    torch.manual_seed(0)
+    # Drawing so many numbers takes a processor half a minute.
+    with torch.device(device):
+        head = EagleHead(config, torch.arange(config.draft_vocab_size)).to(dtype).requires_grad_(False)
+    # Peaked enough that trees have a shape, flat enough that they fill up.
+    head.lm_head.weight.normal_(0.0, 4.0 * config.hidden_size**-0.5)
+    return head
+
+
+class Load:
+    """Sequences that go on for as long as they are asked to."""
+
+    def __init__(self, drafter: EagleDrafter, count: int, mode: VerificationMode) -> None:
+        self._drafter = drafter
+        self._random = torch.Generator().manual_seed(1)
+        self._sequences = [self._open(number, mode) for number in range(count)]
+
+    def round(self) -> tuple[float, Sequence[TokenTree]]:
+        """Seconds, and the trees."""
+        start = time.perf_counter()
+        trees = self._drafter.propose(self._sequences)
+        seconds = time.perf_counter() - start
+        for sequence in self._sequences:
+            self._tell(sequence, COMMITTED)
+        return seconds, trees
+
+    @torch.inference_mode()
+    def parts(self, drafting: CapturedDrafting) -> tuple[float, float, float, float]:
+        """Seconds of one round's parts, see `Parts`."""
+        device = drafting.network.device
+        began = wait(device)
+        self._drafter.absorb(self._sequences)
+        read = wait(device)
+        wanted = [Wanted(one.state.followed, one, len(one.token_ids) - 1) for one in self._sequences]
+        work, replay = drafting.tree_pass(wanted)
+        work.load(wanted)
+        loaded = wait(device)
+        replay()
+        grown = wait(device)
+        work.fetch()
+        fetched = time.perf_counter()
+        for sequence in self._sequences:
+            self._tell(sequence, COMMITTED)
+        return read - began, loaded - read, grown - loaded, fetched - grown
+
+    def close(self) -> None:
+        for sequence in self._sequences:
+            self._drafter.close(sequence)
+
+    def _open(self, number: int, mode: VerificationMode) -> DraftSequence:
+        sampling = SamplingParams(temperature=0.0 if mode is VerificationMode.GREEDY else 1.0)
+        vocabulary = self._drafter.vocabulary_size
+        sequence = DraftSequence(number, [0], 1, vocabulary, seed=number, mode=mode, sampling=sampling)
+        self._drafter.open(sequence)
+        self._tell(sequence, CONTEXT)
+        return sequence
+
+    def _tell(self, sequence: DraftSequence, tokens: int) -> None:
+        assert self._drafter.features is not None and sequence.features is not None
+        known = len(sequence.token_ids) - 1
+        sequence.token_ids += torch.randint(sequence.vocabulary_size, (tokens,), generator=self._random).tolist()
+        vectors = torch.randn(tokens, self._drafter.features.width, generator=self._random)
+        sequence.features.append(vectors, known)
+
+
+def wait(device: torch.device) -> float:
+    """Until the device has done everything. Returns the time."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def measure(drafter: EagleDrafter, names: tuple[str, str], mode: VerificationMode, count: int, graphs: bool) -> Figure:
+    load = Load(drafter, count, mode)
+    first, _ = load.round()
+    # Captures, and lets clocks settle.
+    for _ in range(3):
+        load.round()
+    rounds = [load.round() for _ in range(20)]
+    drafting, parts = drafter.drafting, None
+    if isinstance(drafting, CapturedDrafting) and mode is not VerificationMode.REJECTION:
+        measured = zip(*(load.parts(drafting) for _ in range(20)), strict=True)
+        parts = Parts(*(round(statistics.median(seconds) * 1e3, 3) for seconds in measured))
+    load.close()
+    low, median, high = statistics.quantiles([seconds * 1e3 for seconds, _ in rounds], n=4)
+    nodes = statistics.mean(tree.drafted for _, trees in rounds for tree in trees)
+    first_ms, low, median, high = (round(milliseconds, 3) for milliseconds in (first * 1e3, low, median, high))
+    return Figure(*names, mode.value, count, graphs, nodes, first_ms, low, median, high, parts)
+
+
+def paths_of(tree: TokenTree) -> set[tuple[int, ...]]:
+    """Every node as the tokens down to it."""
+    paths: list[tuple[int, ...]] = [()]
+    for token, parent in zip(tree.token_ids[1:], tree.parents[1:], strict=True):
+        paths.append((*paths[parent], token))
+    return set(paths[1:])
+
+
+def check(eager: EagleDrafter, captured: EagleDrafter) -> None:
+    """Raise `SystemExit` unless graphs draft most of the nodes that eager passes do: in bfloat16, sums in another order
+    turn near-ties, and what hangs below those is another."""
+    for mode in VerificationMode:
+        trees = [Load(drafter, 3, mode).round()[1] for drafter in (eager, captured)]
+        both = [(paths_of(one), paths_of(other)) for one, other in zip(*trees, strict=True)]
+        same = sum(len(one & other) for one, other in both) / sum(len(one) for one, _ in both)
+        sys.stdout.write(f"{mode.value}: graphs draft {same:.0%} of the nodes that eager passes draft\n")
+        if same < LEAST_SAME and mode is not VerificationMode.REJECTION:
+            raise SystemExit("which is too few")
+
+
+def make_drafters(head: EagleHead, tree: str, asked: argparse.Namespace) -> dict[bool, EagleDrafter]:
+    """Started drafters, by whether their passes are captured; checked against each other where there are two."""
+    steps, topk, nodes = TREES[tree]
+    drafters = {}
+    for graphs in (False, True) if asked.device.startswith("cuda") else (False,):
+        config = EagleConfig(
+            num_steps=steps,
+            topk=topk,
+            num_draft_tokens=nodes,
+            min_score=0.0,
+            dtype=asked.dtype,
+            device=asked.device,
+            cuda_graphs=graphs,
+            captured_sequences=1,
+        )
+        drafters[graphs] = EagleDrafter(config, head)
+        drafters[graphs].start()
+    if len(drafters) > 1:
+        check(drafters[False], drafters[True])
+    return drafters
+
+
+def line_of(figure: Figure) -> str:
+    """One line of text."""
+    how = "at once" if figure.graphs else "by level"
+    line = f"{figure.shape} {figure.tree} {figure.mode} x{figure.sequences} {how}: {figure.median_ms} ms"
+    line += f" ({figure.low_ms} to {figure.high_ms}, first {figure.first_ms}), {figure.nodes:.1f} nodes"
+    if figure.parts is None:
+        return line
+    return line + "; " + ", ".join(f"{name[:-3]} {value}" for name, value in asdict(figure.parts).items())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16"))
+    parser.add_argument("--shapes", default="smollm2-135m,llama-8b", help=f"of {', '.join(SHAPES)}")
+    parser.add_argument("--sequences", default="1,8,32", help="numbers of sequences (default: 1,8,32)")
+    parser.add_argument("--modes", default="greedy,coupled", help="verification modes (default: greedy,coupled)")
+    parser.add_argument("--trees", default="tree 12", help=f"of {', '.join(TREES)}")
+    parser.add_argument("--threads", type=int, default=0, help="of PyTorch on a CPU; 0 leaves it to PyTorch")
+    parser.add_argument("--json", type=Path, help="also write the figures here")
+    asked = parser.parse_args()
+    if asked.threads:
+        torch.set_num_threads(asked.threads)
+    figures: list[Figure] = []
+    for shape in asked.shapes.split(","):
+        head = make_head(SHAPES[shape], asked.device, getattr(torch, asked.dtype))
+        for tree in asked.trees.split(","):
+            drafters = make_drafters(head, tree, asked)
+            for graphs, drafter in drafters.items():
+                for mode in map(VerificationMode, asked.modes.split(",")):
+                    for count in map(int, asked.sequences.split(",")):
+                        figure = measure(drafter, (shape, tree), mode, count, graphs)
+                        figures.append(figure)
+                        sys.stdout.write(line_of(figure) + "\n")
+                        sys.stdout.flush()
+    if asked.json:
+        asked.json.write_text(json.dumps([asdict(figure) for figure in figures], indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

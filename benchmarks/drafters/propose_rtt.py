@@ -1,0 +1,212 @@
+"""Round trip of one engine step through the draft link: advance out, growth back, as the engine sees it.
+
+    python -m benchmarks.drafters.propose_rtt [--drafter random] [--sequences 1 8] [--rounds 3000] [--json FILE]
+
+The draft service runs as a process of its own; the link runs in a thread of this one, as in a target. Between two
+steps the caller sleeps for `--step-ms`, as an engine would be busy, so that nothing is measured hot by accident.
+With `--busy-ms` it goes on computing in Python first, after it told the step, as an engine does that hands out tokens
+while the draft works: link and engine share an interpreter. CPU time is that of all threads of a process.
+`GRPC_EXPERIMENTS= python -m benchmarks.drafters.propose_rtt` measures gRPC with the poller that our entry points switch
+off.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+from outrider.runtime import prepare_grpc, switch_threads_often
+
+# Before anything imports gRPC, as in the services.
+prepare_grpc()
+switch_threads_often()
+
+from outrider.sampling import SamplingParams, VerificationMode  # noqa: E402
+from outrider.wire.frames import (  # noqa: E402
+    DraftInfo,
+    OpenSequence,
+    SequenceAdvance,
+    SequenceFailure,
+    SequenceGrowth,
+    TreeLimits,
+)
+from target_service.speculation.client.link import StoppableLink, connect_draft  # noqa: E402
+
+VOCABULARY_SIZE = 49_152
+PROMPT_TOKENS = 256
+WARM_UP = 200
+PORT = 50_952
+
+
+@dataclass(frozen=True)
+class Row:
+    """Microseconds from the engine's call to the delivery of the last growth it waits for.
+
+    `target_cpu` and `draft_cpu` are the processor's microseconds for each step, of this process (link and caller) and
+    of the draft service; the draft's is 0 where it has no process of its own.
+    """
+
+    transport: str
+    sequences: int
+    rounds: int
+    nodes: float
+    p50: float
+    p90: float
+    p99: float
+    target_cpu: float
+    draft_cpu: float
+
+
+class Waiter:
+    """Events of a link, counted until a step is answered."""
+
+    def __init__(self) -> None:
+        self.connected = threading.Event()
+        self.drafter = self.reason = ""
+        self.nodes = 0
+        self._answered = threading.Semaphore(0)
+
+    def on_growth(self, growths: Sequence[SequenceGrowth]) -> None:
+        self.nodes += sum(len(growth.token_ids) for growth in growths)
+        self._answered.release(len(growths))
+
+    def on_failure(self, failure: SequenceFailure) -> None:
+        raise SystemExit(f"the draft failed: {failure.message}")
+
+    def on_connected(self, info: DraftInfo) -> None:
+        self.drafter = info.drafter
+        self.connected.set()
+
+    def on_disconnected(self, reason: str) -> None:
+        self.reason = reason
+        self.connected.clear()
+
+    def wait(self, answers: int) -> None:
+        for _ in range(answers):
+            if not self._answered.acquire(timeout=10):
+                raise SystemExit("the draft does not answer")
+
+
+def cpu_seconds(process: int | None) -> float:
+    """Processor time of all threads of a process so far, in ticks of 10 ms."""
+    if process is None:
+        return 0.0
+    # The name in parentheses may hold spaces; utime and stime are fields 14 and 15.
+    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def open_all(link: StoppableLink, ids: Sequence[int]) -> None:
+    for sequence_id in ids:
+        link.open(
+            OpenSequence(
+                sequence_id=sequence_id,
+                token_ids=tuple(i * 7919 % 997 for i in range(PROMPT_TOKENS)),
+                prompt_length=PROMPT_TOKENS,
+                step=0,
+                seed=sequence_id,
+                mode=VerificationMode.GREEDY,
+                sampling=SamplingParams(),
+                limits=TreeLimits(),
+                vocabulary_size=VOCABULARY_SIZE,
+            )
+        )
+
+
+def measure(
+    link: StoppableLink,
+    waiter: Waiter,
+    transport: str,
+    sequences: int,
+    draft: int | None,
+    options: argparse.Namespace,
+) -> Row:
+    """Time `options.rounds` steps of so many sequences; `draft` is the service's process."""
+    ids, rounds = range(1, sequences + 1), options.rounds
+    open_all(link, ids)
+    waiter.wait(sequences)
+    waiter.nodes = 0
+    times: list[float] = []
+    for step in range(1, WARM_UP + rounds + 1):
+        if step == WARM_UP + 1:
+            own, drafts = time.process_time(), cpu_seconds(draft)
+        advances = [SequenceAdvance(each, step, (step % 997, step * 7919 % 997)) for each in ids]
+        begin = time.perf_counter()
+        link.advance(advances)
+        while time.perf_counter() - begin < options.busy_ms / 1000:
+            pass
+        waiter.wait(sequences)
+        times.append(time.perf_counter() - begin)
+        time.sleep(options.step_ms / 1000)
+    target_cpu, draft_cpu = time.process_time() - own, cpu_seconds(draft) - drafts
+    link.close(list(ids))
+    times = sorted(times[WARM_UP:])
+    p50, p90, p99 = (round(times[int(share * rounds)] * 1e6, 1) for share in (0.5, 0.9, 0.99))
+    nodes = round(waiter.nodes / (WARM_UP + rounds) / sequences, 1)
+    per_step = [round(seconds / rounds * 1e6, 1) for seconds in (target_cpu, draft_cpu)]
+    return Row(transport, sequences, rounds, nodes, p50, p90, p99, *per_step)
+
+
+@contextmanager
+def service(address: str, drafter: str) -> Iterator[int]:
+    """A draft service in a process of its own; its process id."""
+    command = [sys.executable, "-m", "draft_service", "--listen", address, "--drafter", drafter]
+    process = subprocess.Popen([*command, "--log-level", "warning"])
+    try:
+        yield process.pid
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--drafter", default="trie")
+    parser.add_argument("--sequences", type=int, nargs="+", default=[1, 8, 64])
+    parser.add_argument("--rounds", type=int, default=3000)
+    parser.add_argument("--transports", nargs="+", default=["unix", "tcp", "inprocess"])
+    parser.add_argument("--step-ms", type=float, default=1.0)
+    parser.add_argument("--busy-ms", type=float, default=0.0)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory() as folder:
+        transports = {
+            "unix": f"unix:{folder}/draft.sock",
+            "tcp": f"127.0.0.1:{PORT}",
+            "inprocess": f"inprocess:{options.drafter}",
+        }
+        for transport in options.transports:
+            address = transports[transport]
+            for sequences in options.sequences:
+                rows.append(run_one(transport, address, sequences, options))
+                sys.stdout.write(f"{rows[-1]}\n")
+    if options.json:
+        result = {"grpcio": version("grpcio"), "drafter": options.drafter, "rows": [asdict(row) for row in rows]}
+        options.json.write_text(json.dumps(result, indent=2) + "\n")
+
+
+def run_one(transport: str, address: str, sequences: int, options: argparse.Namespace) -> Row:
+    waiter = Waiter()
+    with nullcontext() if transport == "inprocess" else service(address, options.drafter) as draft:
+        link = connect_draft(address, waiter, VOCABULARY_SIZE, "")
+        if not waiter.connected.wait(timeout=60):
+            raise SystemExit(f"no draft service: {waiter.reason}")
+        row = measure(link, waiter, transport, sequences, draft, options)
+        link.stop()
+    return row
+
+
+if __name__ == "__main__":
+    main()

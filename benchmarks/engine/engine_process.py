@@ -1,0 +1,231 @@
+"""What a token costs on its way out, with the engine in the server's process and in one of its own.
+
+    python -m benchmarks.engine.engine_process [--clients N] [--json FILE]
+
+No model: each step sleeps, as one that waits for a GPU does, and computes in the interpreter for the 0.3 ms that a
+step's host work takes; together they take the step time asked for. Every sequence gets a token per step, through the
+real server, over TCP on this machine, to clients in their own processes. Takes a minute at most.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import socket
+import subprocess
+import sys
+import time
+import timeit
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from outrider.runtime import prepare_grpc, run
+
+# Before anything imports gRPC, as in the services.
+prepare_grpc()
+
+import grpc  # noqa: E402
+
+from benchmarks.engine.stepping_engine import SERVED, STATS, SteppingEngine  # noqa: E402
+from outrider.sampling import SamplingParams, VerificationMode  # noqa: E402
+from outrider.v1 import target_pb2, target_pb2_grpc, tree_pb2  # noqa: E402
+from target_service.api.admission import ServedModel  # noqa: E402
+from target_service.config import TargetConfig  # noqa: E402
+from target_service.core.events import EngineSnapshot, Sequences  # noqa: E402
+from target_service.core.sequence import SequenceEvent, SequenceRequest, Verdict  # noqa: E402
+from target_service.engine_process.client import EngineLink  # noqa: E402
+from target_service.engine_process.messages import LENGTH_BYTES, Report, pack, unpack  # noqa: E402
+from target_service.engine_process.server import serve_engine  # noqa: E402
+
+STREAMS = (1, 8, 32, 64)
+STEP_MS = (1, 2)
+# One phase for each number of streams, at the same time in every client.
+START, WARM, MEASURED, PAUSE = 2.5, 0.3, 0.9, 0.3
+PHASE = WARM + MEASURED + PAUSE
+# This program, for the processes that it starts.
+_ME = (sys.executable, "-m", "benchmarks.engine.engine_process")
+
+
+class SharedHost:
+    """The engine in the server's process."""
+
+    def __init__(self, engine: SteppingEngine) -> None:
+        self._engine = engine
+        self.served = with_text(SERVED)
+
+    def engine(self, _observer: Any) -> SteppingEngine:
+        return self._engine
+
+    async def start(self, sequences: Sequences) -> None:
+        self._engine.start(sequences.deliver)
+
+    async def stop(self) -> None:
+        await asyncio.to_thread(self._engine.stop)
+
+
+def with_text(served: ServedModel) -> ServedModel:
+    """With a tokenizer of single bytes."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {character: 3 + place for place, character in enumerate(alphabet)}
+    tokenizer = Tokenizer(models.BPE(vocab={"<a>": 0, "<b>": 1, "<c>": 2} | vocabulary, merges=[]))
+    tokenizer.decoder = decoders.ByteLevel()
+    return replace(served, tokenizer=PreTrainedTokenizerFast(tokenizer_object=tokenizer))
+
+
+def step_seconds(config: TargetConfig) -> float:
+    """The step time travels in the only place that a child gets anything from."""
+    return float(config.served_model_name) / 1e3
+
+
+def serve(arrangement: str, step_ms: float, port: int) -> int:
+    """Serve until SIGTERM."""
+    from target_service.lifecycle import serve_engine as serve_target
+
+    config = TargetConfig(
+        listen=f"127.0.0.1:{port}", served_model_name=str(step_ms), drain_seconds=1.0, log_level="warning"
+    )
+    if arrangement == "shared":
+        return run(serve_target(config, SharedHost(SteppingEngine(step_seconds(config)))))
+    link = EngineLink(config, (*_ME, "--engine"))
+    link.wait_until_ready()
+    link.use_tokenizer(with_text(SERVED).tokenizer)
+    return run(serve_target(config, link))
+
+
+async def read(port: int, shares: list[int], start: float) -> list[list[float]]:
+    """For each phase: tokens and chunks a second, to this client's share of the streams."""
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        await asyncio.wait_for(channel.channel_ready(), 30)
+        stub: Any = target_pb2_grpc.TargetServiceStub(channel)
+        found = []
+        for place, share in enumerate(shares):
+            begin = start + place * PHASE
+            await asyncio.sleep(begin - time.monotonic())
+            counts = [0, 0]
+            window = (begin + WARM, begin + WARM + MEASURED)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(window[1] - time.monotonic()):
+                    await asyncio.gather(*(follow(stub, counts, window[0]) for _ in range(share)))
+            found.append([count / MEASURED for count in counts])
+        return found
+
+
+async def follow(stub: Any, counts: list[int], begin: float) -> None:
+    """Read one stream until cancelled. Adds tokens and chunks that came after `begin`."""
+    request = target_pb2.GenerateRequest(
+        tokens=target_pb2.TokenInput(token_ids=[5]),
+        sampling=tree_pb2.SamplingParameters(max_tokens=10**6, ignore_eos=True),
+    )
+    call = stub.Generate(request)
+    try:
+        async for response in call:
+            if time.monotonic() >= begin:
+                counts[0] += len(response.chunk.token_ids)
+                counts[1] += 1
+    finally:
+        call.cancel()
+
+
+def measure(arrangement: str, step_ms: float, clients: int) -> list[dict[str, Any]]:
+    """Start a server and its clients, and add up what the clients saw."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    server = subprocess.Popen([*_ME, "--serve", arrangement, str(step_ms), str(port)])
+    try:
+        wait_for(port)
+        start = time.monotonic() + START
+        readers = [
+            subprocess.Popen(
+                [*_ME, "--read", str(port), str(start), *(str((n + place) // clients) for n in STREAMS)],
+                stdout=subprocess.PIPE,
+            )
+            for place in range(clients)
+        ]
+        found = [json.loads(reader.communicate()[0]) for reader in readers]
+    finally:
+        server.terminate()
+        server.wait()
+    rows = []
+    for place, streams in enumerate(STREAMS):
+        tokens, chunks = (sum(one[place][kind] for one in found) for kind in (0, 1))
+        row = {"engine": arrangement, "step_ms": step_ms, "streams": streams, "tokens_per_s": round(tokens)}
+        rows.append(row | {"steps_per_s": round(tokens / streams), "chunks_per_s": round(chunks)})
+        sys.stdout.write("  ".join(f"{name} {value}" for name, value in rows[-1].items()) + "\n")
+    return rows
+
+
+def wait_for(port: int) -> None:
+    """Until somebody listens, for half a minute at most."""
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        with contextlib.suppress(ConnectionRefusedError), socket.create_connection(("127.0.0.1", port)):
+            return
+        time.sleep(0.02)
+    raise TimeoutError("the server did not start")
+
+
+def alone(step_ms: float) -> float:
+    """Steps a second of an engine that nobody listens to: what the others are to be held against."""
+    engine = SteppingEngine(step_ms / 1e3)
+    for _ in range(64):
+        engine.submit(SequenceRequest((5,), SamplingParams(), VerificationMode.GREEDY, 0, 1))
+    engine.start(lambda _: None)
+    time.sleep(1.0)
+    engine.stop()
+    return engine.steps / 1.0
+
+
+def report_us() -> dict[str, float]:
+    """Microseconds to write and to read the report of a step of 64 sequences."""
+    verdicts: list[SequenceEvent] = [Verdict(1000 + i, 57, (), (31000 + i,), 0, (), None, 0, 10**6) for i in range(64)]
+    report = Report(verdicts, [STATS], [], [], EngineSnapshot(64, 0, 64, 9, 99, False, False), time.monotonic_ns())
+    body = pack(report)[LENGTH_BYTES:]
+
+    def least(work: Callable[[], object]) -> float:
+        return round(min(timeit.repeat(work, number=200, repeat=7)) / 200 * 1e6, 1)
+
+    return {"bytes": len(body), "write": least(lambda: pack(report)), "read": least(lambda: unpack(body))}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    cores = os.cpu_count() or 1
+    parser.add_argument("--clients", type=int, default=max(1, min(4, cores // 4)), help="client processes")
+    parser.add_argument("--json", type=Path, help="where to write the result")
+    parser.add_argument("--serve", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--read", nargs="+", help=argparse.SUPPRESS)
+    parser.add_argument("--engine", type=int, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    logging.basicConfig(level=logging.WARNING)
+    if options.engine is not None:
+        return serve_engine(options.engine, lambda config, observer: SteppingEngine(step_seconds(config), observer))
+    if options.serve:
+        return serve(options.serve[0], float(options.serve[1]), int(options.serve[2]))
+    if options.read:
+        port, start, *shares = options.read
+        sys.stdout.write(json.dumps(run(read(int(port), list(map(int, shares)), float(start)))))
+        return 0
+    result = {
+        "cores": cores,
+        "clients": options.clients,
+        "report_of_64_us": report_us(),
+        "alone_steps_per_s": {str(step_ms): alone(step_ms) for step_ms in STEP_MS},
+    }
+    sys.stdout.write(json.dumps(result) + "\n")
+    rows = [row for step in STEP_MS for kind in ("shared", "own") for row in measure(kind, step, options.clients)]
+    if options.json:
+        options.json.write_text(json.dumps(result | {"rows": rows}, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,184 @@
+"""What hidden states take on the wire, and what a draft loses that restarts, by how many of them the target keeps.
+
+Engine and EAGLE head run in one process, so that nothing is late. With `--restart-every N` the draft forgets everything
+every N steps and is told of every sequence anew, as after a crash, with the newest states that the target kept.
+
+    python -m benchmarks.engine.feature_window --head FOLDER [--model NAME] [--windows 0,16,64,512] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence as SequenceOf
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from draft_service.drafters.base import Drafter
+from draft_service.eagle.config import EagleConfig
+from draft_service.eagle.drafter import EagleDrafter
+from draft_service.in_process import InprocessLink
+from outrider.sampling import SamplingParams
+from outrider.wire.drafts import advance_to_pb
+from outrider.wire.frames import DraftEvents, OpenSequence, SequenceAdvance, SequenceFeatures
+from outrider.wire.hidden_states import features_to_pb
+from target_service.assembly import engine_config
+from target_service.config import TargetConfig
+from target_service.core.sequence import SequenceRequest, Verdict
+from target_service.engine.loop import EngineLoop
+from target_service.execution.host_executor import HostSteps
+from target_service.model.loading.loader import load_runner
+from target_service.model.loading.store import resolve
+from target_service.model.runner import ModelRunner
+
+PROMPTS = Path(__file__).parents[1] / "prompts.jsonl"
+# Longer prompts take their prefill's time and say the same.
+LONGEST_PROMPT = 400
+
+
+class MeteredLink:
+    """An in-process link that counts what its frames would take on the wire, and can restart its draft."""
+
+    def __init__(self, drafter: Drafter, events: DraftEvents) -> None:
+        self._drafter, self._events = drafter, events
+        self._link = InprocessLink(drafter, events)
+        self._opened: set[int] = set()
+        self.committed = self.bytes = self.token_bytes = 0
+
+    def restart(self) -> None:
+        """Forget everything, and be there again."""
+        self._events.on_disconnected("restarted")
+        self._link.close(sorted(self._opened))
+        self._opened.clear()
+        self._link = InprocessLink(self._drafter, self._events)
+
+    def open(self, sequence: OpenSequence) -> None:
+        self._opened.add(sequence.sequence_id)
+        self._link.open(sequence)
+
+    def advance(self, advances: SequenceOf[SequenceAdvance]) -> None:
+        for advance in advances:
+            self.committed += len(advance.token_ids)
+            self.bytes += advance_to_pb(advance).ByteSize()
+            self.token_bytes += advance_to_pb(replace(advance, features=None)).ByteSize()
+        self._link.advance(advances)
+
+    def send_features(self, features: SequenceOf[SequenceFeatures]) -> None:
+        self.bytes += sum(features_to_pb(one).ByteSize() for one in features)
+        self._link.send_features(features)
+
+    def close(self, sequence_ids: SequenceOf[int]) -> None:
+        self._opened.difference_update(sequence_ids)
+        self._link.close(sequence_ids)
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One run: tokens per step of a sequence, and bytes of the advances and pieces of features, all of them."""
+
+    window: int
+    restart_every: int
+    sequences: int
+    steps: int
+    tokens: int
+    tokens_per_step: float
+    prompt_tokens: int
+    vectors: int
+    bytes_per_vector: float
+    frame_bytes: int
+    frame_bytes_without_features: int
+
+
+def run(
+    runner: ModelRunner, config: TargetConfig, drafter: EagleDrafter, requests: SequenceOf[SequenceRequest], every: int
+) -> Figure:
+    """Decode all requests, restarting the draft every so many steps; never for 0."""
+    loop = EngineLoop(runner, engine_config(config), steps=HostSteps(runner))
+    link = MeteredLink(drafter, loop.drafting)
+    loop.drafting.attach(link)
+    for number, wanted in enumerate(requests, start=1):
+        loop.add(loop.make(number, wanted))
+    steps = tokens = count = 0
+    while loop.live:
+        for event in loop.step() or ():
+            if isinstance(event, Verdict):
+                steps, tokens = steps + 1, tokens + len(event.token_ids)
+        count += 1
+        if every and count % every == 0:
+            link.restart()
+    features = loop.features
+    return Figure(
+        window=config.feature_window,
+        restart_every=every,
+        sequences=len(requests),
+        steps=steps,
+        tokens=tokens,
+        tokens_per_step=tokens / steps,
+        prompt_tokens=sum(len(one.token_ids) for one in requests),
+        vectors=features.sent_vectors,
+        bytes_per_vector=features.sent_bytes / max(1, features.sent_vectors),
+        frame_bytes=link.bytes,
+        frame_bytes_without_features=link.token_bytes,
+    )
+
+
+def requests_of(runner: ModelRunner, per_task: int, tokens: int) -> list[SequenceRequest]:
+    """The first short prompts of each task, greedy."""
+    sampling = SamplingParams(ignore_eos=True)
+    by_task: dict[str, list[SequenceRequest]] = {}
+    for line in PROMPTS.read_text().splitlines():
+        row = json.loads(line)
+        chat = [{"role": "user", "content": row["turns"][0]}]
+        ids = runner.tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)  # type: ignore[union-attr]
+        of_task = by_task.setdefault(row["task"], [])
+        if len(ids) <= LONGEST_PROMPT and len(of_task) < per_task:
+            of_task.append(SequenceRequest(tuple(ids), sampling, sampling.mode(), 1, tokens))
+    return [one for of_task in by_task.values() for one in of_task]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--head", required=True, help="folder of an EAGLE head")
+    parser.add_argument("--model", default=TargetConfig.model)
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--feature-dtype", default="bfloat16")
+    parser.add_argument("--windows", default="0,16,64,512", help="vectors kept per sequence, one run each")
+    parser.add_argument("--restart-every", type=int, default=16, help="steps between restarts")
+    parser.add_argument("--per-task", type=int, default=1, help="prompts of each of seven tasks")
+    parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--json", type=Path, default=None, help="write the figures here")
+    chosen = parser.parse_args()
+    config = TargetConfig(
+        model=chosen.model,
+        dtype=chosen.dtype,
+        kv_tokens=16384,
+        draft="inprocess:eagle",
+        draft_head=chosen.head,
+        max_draft_nodes=16,
+        speculative_disable_queue_size=64,
+        row_budget="all",
+    )
+    runner = load_runner(config)
+    drafter = EagleDrafter(
+        EagleConfig(
+            head=chosen.head,
+            embeddings=str(resolve(chosen.model)),
+            feature_dtype=chosen.feature_dtype,
+            num_draft_tokens=16,
+        )
+    )
+    drafter.start()
+    requests = requests_of(runner, chosen.per_task, chosen.tokens)
+    runs = [(0, 0), *((int(window), chosen.restart_every) for window in chosen.windows.split(","))]
+    figures = []
+    for window, every in runs:
+        figures.append(run(runner, replace(config, feature_window=window), drafter, requests, every))
+        sys.stdout.write(json.dumps(asdict(figures[-1])) + "\n")
+        sys.stdout.flush()
+    if chosen.json is not None:
+        chosen.json.write_text(json.dumps([asdict(figure) for figure in figures], indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

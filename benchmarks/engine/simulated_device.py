@@ -1,0 +1,236 @@
+"""How the engine uses drafts on a device that takes a given time for a pass: real texts and a real draft, no model.
+
+    python -m benchmarks.drafters.make_traces PROMPTS TRACES --per-task 4 --tokens 200
+    outrider draft --drafter trie --listen unix:/tmp/draft &
+    python -m benchmarks.engine.simulated_device TRACES --draft unix:/tmp/draft [--pass-ms 1.2] [--concurrency 1,8]
+
+The engine's own loop schedules, chooses, waits and commits in real time; only the device is not there. A pass ends so
+long after the one before it (`--pass-ms`, and `--row-ms` for each row more than one a sequence), a launch keeps the
+host for `--host-ms` besides laying it out, and what is accepted is read off the trace. So the choice between plain
+steps and drafts waited for can be tuned where there is no GPU; this device has no tables to choose rows from. A round
+trip takes longer on a slow host, and a pass had better be as much longer. Each text is said plain and with drafts, in
+turns, under tenants of their own; the first repeat lets the engine learn and is not counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from outrider.runtime import prepare_grpc, switch_threads_often
+
+# Before anything imports gRPC, as in the services.
+prepare_grpc()
+
+import torch  # noqa: E402
+from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
+
+from benchmarks.drafters.draft_quality import Trace, load  # noqa: E402
+from benchmarks.shared.machine import describe  # noqa: E402
+from outrider.sampling import SamplingParams, VerificationMode  # noqa: E402
+from outrider.tree import TokenTree  # noqa: E402
+from target_service.assembly import engine_config  # noqa: E402
+from target_service.config import TargetConfig  # noqa: E402
+from target_service.core.sequence import SequenceRequest, Verdict  # noqa: E402
+from target_service.engine.loop import EngineLoop  # noqa: E402
+from target_service.execution.batch import StepBatch  # noqa: E402
+from target_service.model.runner import ModelRunner, runner_for  # noqa: E402
+from target_service.sampling.verifier import SequenceVerifier, Verified  # noqa: E402
+from target_service.speculation.client.link import connect_draft  # noqa: E402
+from target_service.speculation.policy.step_cost import StepCost  # noqa: E402
+from tree_kernels.verification import Walk  # noqa: E402
+
+# Sizes that the row budget is told the cost of.
+_ROWS = (1, 4, 16, 64, 256)
+# A sleep ends later than it was asked for, by about so many seconds; the rest is waited for in small ones.
+_OVERSLEPT = 5e-5
+
+
+@dataclass(frozen=True)
+class DeviceTimes:
+    """Seconds: of a pass, of each row more than one a sequence, and of the host for a launch."""
+
+    one_pass: float
+    row: float
+    host: float
+
+    def of_step(self, rows: int, sequences: int, passes: int) -> float:
+        return passes * (self.one_pass + self.row * (rows - sequences))
+
+    def cost(self) -> StepCost:
+        return StepCost([(rows, self.of_step(rows, 1, 1)) for rows in _ROWS])
+
+
+class _Running:
+    """A step under way; see `launch.Launched`."""
+
+    on_device = followable = True
+    # Its clock is the host's.
+    span = None
+
+    def __init__(self, outcomes: list[Verified | None], ends_at: float) -> None:
+        self._outcomes = outcomes
+        self._ends_at = ends_at
+
+    def wait(self) -> None:
+        time.sleep(max(0.0, self._ends_at - time.perf_counter() - _OVERSLEPT))
+        while time.perf_counter() < self._ends_at:
+            time.sleep(0)
+
+    def ended(self) -> bool:
+        return time.perf_counter() >= self._ends_at
+
+    def outcomes(self) -> list[Verified | None]:
+        self.wait()
+        return self._outcomes
+
+
+class SimulatedSteps:
+    """`launch.Steps` on a device that is not there, for sequences whose texts are known."""
+
+    in_background, tables = True, None
+
+    def __init__(self, times: DeviceTimes) -> None:
+        self._times = times
+        self._ahead: dict[int, list[int]] = {}
+        self._free_at = 0.0
+
+    def expect(self, sequence_id: int, output: Sequence[int]) -> None:
+        """What a sequence is going to say."""
+        self._ahead[sequence_id] = list(output)
+
+    def launch(self, batch: StepBatch, _verifiers: Sequence[SequenceVerifier], stride: int = 1) -> _Running:
+        """See `Steps.launch`."""
+        launched_at = time.perf_counter() + self._times.host
+        while time.perf_counter() < launched_at:
+            pass
+        seconds = self._times.of_step(len(batch.input.token_ids), len(batch.items), stride)
+        self._free_at = max(self._free_at, time.perf_counter()) + seconds
+        said = [
+            None if item.tree is None else self._say(item.sequence.sequence_id, item.tree, stride)
+            for item in batch.items
+        ]
+        return _Running(said, self._free_at)
+
+    def _say(self, sequence_id: int, tree: TokenTree, passes: int) -> Verified:
+        ahead = self._ahead[sequence_id]
+        rows = accepted_rows(tree, ahead)
+        token, *following = ahead[len(rows) : len(rows) + passes]
+        del ahead[: len(rows) + passes]
+        return Verified(Walk(rows, token), (), tuple(following))
+
+
+def accepted_rows(tree: TokenTree, ahead: Sequence[int]) -> tuple[int, ...]:
+    """The rows below the root that say what comes."""
+    rows: list[int] = []
+    row = 0
+    while True:
+        hits = [child for child in tree.children[row] if tree.token_ids[child] == ahead[len(rows)]]
+        if not hits:
+            return tuple(rows)
+        row = hits[0]
+        rows.append(row)
+
+
+def empty_runner(vocabulary_size: int, tokens: int) -> ModelRunner:
+    """A runner that is never run: the loop asks it for pages, lengths and the vocabulary."""
+    config = LlamaConfig(
+        vocab_size=vocabulary_size, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1,
+        num_key_value_heads=1, eos_token_id=None,
+    )  # fmt: skip
+    return runner_for(LlamaForCausalLM(config), None, num_pages=tokens // 16, page_size=16, max_context=1 << 14)
+
+
+class Bench:
+    """One engine that goes on learning from load to load."""
+
+    def __init__(self, times: DeviceTimes, draft: str, vocabulary_size: int, most: int, tokens: int) -> None:
+        self._tokens, self._count = tokens, 0
+        self._steps = SimulatedSteps(times)
+        config = engine_config(
+            TargetConfig(model="none", draft=draft, max_running=most, speculative_disable_queue_size=most)
+        )
+        runner = empty_runner(vocabulary_size, most * (1 << 12))
+        self._loop = EngineLoop(runner, config, steps=self._steps, step_cost=times.cost())
+        self.link = connect_draft(draft, self._loop.drafting, vocabulary_size, "")
+        self._loop.drafting.attach(self.link)
+        while not self._loop.drafting.connected:
+            time.sleep(0.05)
+            self._loop.drafting.listen()
+
+    def say(self, traces: Sequence[Trace], speculate: bool) -> tuple[float, int]:
+        """All at once. Seconds, and launches."""
+        begin, left, launches = time.perf_counter(), len(traces), 0
+        for trace in traces:
+            self._count += 1
+            # A trace that ended early goes on with a token that no draft expects.
+            self._steps.expect(self._count, [*trace.output, *[0] * (2 * self._tokens)])
+            sampling = SamplingParams(ignore_eos=True, max_tokens=self._tokens)
+            request = SequenceRequest(tuple(trace.prompt), sampling, VerificationMode.GREEDY, 0, self._tokens)
+            request = replace(request, speculate=speculate, tenant=f"{time.time_ns()}")
+            self._loop.add(self._loop.make(self._count, request))
+        while left:
+            events = self._loop.step() or ()
+            launches += 1
+            left -= sum(not isinstance(event, Verdict) for event in events)
+        return time.perf_counter() - begin, launches
+
+
+def measure(bench: Bench, traces: Sequence[Trace], concurrency: int, repeats: int, tokens: int) -> dict[str, Any]:
+    seconds, launches, said = {False: 0.0, True: 0.0}, {False: 0, True: 0}, 0
+    for repeat in range(-1, repeats):
+        for begin in range(0, len(traces) - concurrency + 1, concurrency):
+            for speculate in (False, True):
+                took, steps = bench.say(traces[begin : begin + concurrency], speculate)
+                if repeat >= 0:
+                    seconds[speculate] += took
+                    launches[speculate] += steps
+            said += concurrency * tokens * (repeat >= 0)
+    return {
+        "concurrency": concurrency,
+        "plain_tokens_per_second": round(said / seconds[False], 1),
+        "drafted_tokens_per_second": round(said / seconds[True], 1),
+        "ratio": round(seconds[False] / seconds[True], 3),
+        "tokens_per_launch": round(said / launches[True], 2),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("traces", type=Path)
+    parser.add_argument("--draft", required=True, help="address of a draft service")
+    parser.add_argument("--pass-ms", type=float, default=1.2)
+    parser.add_argument("--row-ms", type=float, default=0.013)
+    parser.add_argument("--host-ms", type=float, default=0.2)
+    parser.add_argument("--concurrency", default="1,8", type=lambda text: [int(c) for c in text.split(",")])
+    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--tokens", type=int, default=200)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    switch_threads_often()
+    traces = load(options.traces, "all")
+    vocabulary_size = 1 + max(max(*trace.prompt, *trace.output) for trace in traces)
+    times = DeviceTimes(options.pass_ms * 1e-3, options.row_ms * 1e-3, options.host_ms * 1e-3)
+    bench = Bench(times, options.draft, vocabulary_size, max(options.concurrency), options.tokens)
+    rows = []
+    for concurrency in options.concurrency:
+        rows.append(measure(bench, traces, concurrency, options.repeats, options.tokens))
+        sys.stdout.write(" ".join(f"{name} {value}" for name, value in rows[-1].items()) + "\n")
+        sys.stdout.flush()
+    bench.link.stop()
+    if options.json is not None:
+        settings = {name: str(value) for name, value in vars(options).items() if name != "json"}
+        options.json.write_text(
+            json.dumps({"machine": describe(), "settings": settings, "results": rows}, indent=1) + "\n"
+        )
+
+
+if __name__ == "__main__":
+    main()

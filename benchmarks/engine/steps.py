@@ -1,0 +1,287 @@
+"""Time of a plain step on one GPU through `ModelRunner.forward`: eager, captured, compiled, with joined products.
+
+Weights, keys and values are random. Before anything is timed, logits over fresh inputs are compared with those of the
+same weights in fp32 and the attention that defines all others. Run it from the repository's root:
+
+    PYTHONPATH=kernels:protos:clients:. python -m benchmarks.engine.steps --json FILE
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import random
+import statistics
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from benchmarks.shared.machine import describe
+from target_service.model.cuda_graphs.runner import CapturedRunner, CaptureOptions
+from target_service.model.forward import ForwardInput
+from target_service.model.fused.preparing import LayerOptions
+from target_service.model.runner import ModelRunner, runner_for
+from tree_kernels.attention import AttentionBatch
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "smollm2-135m": {
+        "hidden_size": 576, "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3,
+        "intermediate_size": 1536, "vocab_size": 49152, "tie_word_embeddings": True,
+    },
+    "llama-8b": {
+        "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
+        "intermediate_size": 14336, "vocab_size": 128256, "tie_word_embeddings": False,
+    },
+}  # fmt: skip
+MODES: dict[str, CaptureOptions | None] = {
+    "eager": None,
+    "captured": CaptureOptions(layers=LayerOptions(joined=False, compiled=False, fused=False)),
+    "compiled": CaptureOptions(layers=LayerOptions(joined=False, fused=False)),
+    "joined": CaptureOptions(layers=LayerOptions(fused=False)),
+    "fused": CaptureOptions(),
+    "invariant": CaptureOptions(layers=LayerOptions(invariant=True)),
+}
+BYTES_PER_MS = 4.3e9
+PAGE_SIZE = 16
+CONTEXT = 1024
+# Relative error of logits in bf16 against fp32; a wrong key, mask or position makes 1.
+TOLERANCE = 0.15
+
+
+@dataclass(frozen=True)
+class Load:
+    """Rows of every sequence of a step. More than one row is a random tree."""
+
+    rows: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"c={len(self.rows)} rows={'/'.join(map(str, sorted(set(self.rows))))}"
+
+
+TIMED = (Load((1,)), Load((1,) * 4), Load((1,) * 16), Load((1,) * 64), Load((16,)), Load((64,)))
+# Steps that fill their bucket only in part.
+CHECKED = (Load((3, 1, 9)), Load((1,) * 5), Load((37,)), Load((2, 60)))
+
+
+def build(shape: str) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(**SHAPES[shape], max_position_embeddings=8192)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("cuda"):
+            model = LlamaForCausalLM(config)
+    finally:
+        torch.set_default_dtype(before)
+    return model.eval()
+
+
+def step(load: Load, vocabulary: int, seed: int) -> ForwardInput:
+    """A step of fresh tokens and trees behind `CONTEXT` keys of every sequence, over shuffled pages."""
+    rng = random.Random(seed)
+    per_sequence = -(-(CONTEXT + max(load.rows)) // PAGE_SIZE)
+    order = list(range(per_sequence * len(load.rows)))
+    rng.shuffle(order)
+    starts, positions, slots, trees, pages = [0], [], [], [], []
+    for index, rows in enumerate(load.rows):
+        own = order[index * per_sequence : (index + 1) * per_sequence]
+        parents = (0, *(rng.randrange(row) for row in range(1, rows)))
+        depths = [0] * rows
+        for row in range(1, rows):
+            depths[row] = depths[parents[row]] + 1
+        positions += [CONTEXT + depth for depth in depths]
+        slots += [own[t // PAGE_SIZE] * PAGE_SIZE + t % PAGE_SIZE for t in range(CONTEXT, CONTEXT + rows)]
+        starts.append(starts[-1] + rows)
+        trees.append(parents)
+        pages.append(tuple(own))
+    attention = AttentionBatch(tuple(starts), (CONTEXT,) * len(load.rows), tuple(pages), PAGE_SIZE, tuple(trees))
+    tokens = tuple(rng.randrange(vocabulary) for _ in slots)
+    return ForwardInput(tokens, tuple(positions), tuple(slots), attention, tuple(range(len(tokens))))
+
+
+def share_keys(runner: ModelRunner, reference: ModelRunner) -> None:
+    """Give the reference the keys and values that the runner has now."""
+    copies = reference.cache.keys + reference.cache.values
+    for own, other in zip(runner.cache.keys + runner.cache.values, copies, strict=True):
+        other.copy_(own)
+
+
+def error(logits: Tensor, expected: Tensor) -> float:
+    return float((logits.float() - expected).norm() / expected.norm())
+
+
+@torch.inference_mode()
+def check(runner: ModelRunner, reference: ModelRunner, eager: ModelRunner | None, seed: int) -> list[dict[str, Any]]:
+    """Relative errors of logits against fp32, and rows whose likeliest token is another."""
+    results = []
+    for index, load in enumerate((*TIMED, *CHECKED)):
+        batch = step(load, runner.vocabulary_size, seed + index)
+        # Every step leaves rows behind, where a later one with other pages has its prefix.
+        share_keys(runner, reference)
+        expected = reference.forward(batch)
+        # What is not written shows as NaN.
+        runner.forward(batch).fill_(float("nan"))
+        logits = runner.forward(batch)
+        result = {"load": str(load), "error": error(logits, expected)}
+        result["other_argmax"] = int((logits.argmax(-1) != expected.argmax(-1)).sum())
+        result["rows"] = len(batch.token_ids)
+        if eager is not None:
+            result["error_eager"] = error(ModelRunner.forward(eager, batch), expected)
+        results.append(result)
+    return results
+
+
+def median_and_spread(values: list[float]) -> dict[str, float]:
+    quartiles = statistics.quantiles(values, n=4)
+    return {"median": statistics.median(values), "spread": quartiles[2] - quartiles[0], "n": len(values)}
+
+
+def likeliest(logits: Tensor) -> Tensor:
+    """[rows, V] -> [rows]: argmax. One row alone would keep one processor busy for long, so it is cut in parts."""
+    rows, vocabulary = logits.shape
+    parts = next(count for count in (64, 16, 4, 1) if vocabulary % count == 0)
+    values, indices = logits.view(rows, parts, vocabulary // parts).max(-1)
+    best = values.argmax(-1, keepdim=True)
+    return (indices.gather(1, best) + best * (vocabulary // parts)).squeeze(1)
+
+
+def time_step(runner: ModelRunner, load: Load, seconds: float) -> dict[str, Any]:
+    """Milliseconds of a step until its tokens are on the host, of its device part, and until the host is free."""
+    batches = [step(load, runner.vocabulary_size, seed) for seed in range(8)]
+    wall, device, host = [], [], []
+    begin = time.perf_counter()
+    for count in range(400):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        before = time.perf_counter()
+        start.record()
+        tokens = likeliest(runner.forward(batches[count % len(batches)]))
+        end.record()
+        free = time.perf_counter()
+        tokens.cpu()
+        after = time.perf_counter()
+        if count >= 5:
+            wall.append((after - before) * 1e3)
+            host.append((free - before) * 1e3)
+            device.append(start.elapsed_time(end))
+        if count >= 15 and after - begin > seconds:
+            break
+    return {
+        "wall_ms": median_and_spread(wall),
+        "device_ms": median_and_spread(device),
+        "host_ms": median_and_spread(host),
+    }
+
+
+@torch.inference_mode()
+def replay_ms(runner: CapturedRunner, load: Load, replays: int = 30) -> float:
+    """Milliseconds of a captured step without the host: the mean of replays one behind the other."""
+    captured = runner._replay(step(load, runner.vocabulary_size, 1))
+    assert captured is not None
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    start.record()
+    for _ in range(replays):
+        captured.graph.replay()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) / replays
+
+
+def kernels_of(runner: ModelRunner, load: Load) -> list[dict[str, Any]]:
+    """Device time of one step by kernel, the longest first."""
+    batch = step(load, runner.vocabulary_size, 1)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(5):
+            runner.forward(batch)
+        torch.cuda.synchronize()
+    found = sorted(profile.key_averages(), key=lambda event: -event.self_device_time_total)
+    return [{"kernel": one.key[:90], "us": one.self_device_time_total / 5, "launches": one.count / 5} for one in found]
+
+
+def floor_ms(model: LlamaForCausalLM, load: Load) -> float:
+    """Weights that a step reads once, and keys and values, over the memory's speed."""
+    config = model.config
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    if not config.tie_word_embeddings:
+        parameters -= config.vocab_size * config.hidden_size
+    kv = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * CONTEXT * len(load.rows)
+    return float(2 * (parameters + kv) / BYTES_PER_MS)
+
+
+def say(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+def run_shape(shape: str, modes: list[str], seconds: float, profiled: bool) -> list[dict[str, Any]]:
+    model = build(shape)
+    floors = {str(load): floor_ms(model, load) for load in TIMED}
+    num_pages = 64 * (CONTEXT // PAGE_SIZE + 4)
+    runner = runner_for(model, None, num_pages=num_pages, page_size=PAGE_SIZE, attention="triton")
+    upcast = copy.deepcopy(model).float()
+    reference = runner_for(upcast, None, num_pages=num_pages, page_size=PAGE_SIZE, attention="reference")
+    for cache in runner.cache.keys + runner.cache.values:
+        cache.normal_()
+    results: list[dict[str, Any]] = []
+    for mode in modes:
+        torch._dynamo.reset()
+        options = MODES[mode]
+        current = runner if options is None else CapturedRunner(runner, options)
+        begin = time.perf_counter()
+        for load in TIMED:
+            current.forward(step(load, current.vocabulary_size, 0))
+        prepared = time.perf_counter() - begin
+        checks = check(current, reference, runner if mode == "captured" else None, seed=1000 * len(results) + 17)
+        worst = max(checks, key=lambda one: one["error"])
+        say(f"{shape} {mode}: first steps took {prepared:.1f} s; worst error {worst['error']:.4f} at {worst['load']}")
+        result: dict[str, Any] = {
+            "shape": shape,
+            "mode": mode,
+            "first_steps_s": prepared,
+            "checks": checks,
+            "times": {},
+        }
+        for load in TIMED:
+            times = time_step(current, load, seconds)
+            result["times"][str(load)] = {**times, "floor_ms": floors[str(load)]}
+            medians = " ".join(f"{name} {times[name]['median']:.3f}" for name in times)
+            if isinstance(current, CapturedRunner):
+                result["times"][str(load)]["replay_ms"] = replay_ms(current, load)
+                medians += f" replay {result['times'][str(load)]['replay_ms']:.3f}"
+            say(f"  {load!s:16s} {medians} floor {floors[str(load)]:.3f}")
+        if profiled:
+            result["kernels"] = {str(load): kernels_of(current, load) for load in (TIMED[0], TIMED[-1])}
+            for name, kernels in result["kernels"].items():
+                total = sum(one["us"] for one in kernels)
+                say(f"  {sum(one['launches'] for one in kernels):.0f} launches of {name}, {total:.0f} us")
+                for one in kernels[:14]:
+                    say(f"    {one['us']:9.1f} us {one['launches']:6.1f} x {one['kernel'][:70]}")
+        results.append(result)
+    return results
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES))
+    parser.add_argument("--modes", nargs="+", default=list(MODES), choices=list(MODES))
+    parser.add_argument("--seconds", type=float, default=1.0, help="for each time measured")
+    parser.add_argument("--profile", action="store_true", help="also device time by kernel")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    results: list[dict[str, Any]] = []
+    for shape in arguments.shapes:
+        results += run_shape(shape, arguments.modes, arguments.seconds, arguments.profile)
+        torch.cuda.empty_cache()
+        if arguments.json is not None:
+            loads = [asdict(load) for load in TIMED]
+            arguments.json.write_text(json.dumps({"machine": describe(), "loads": loads, "results": results}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

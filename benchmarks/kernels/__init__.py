@@ -1,0 +1,1 @@
+"""Kernels against their floors and their peers."""

@@ -1,0 +1,136 @@
+"""What the tree-attention benchmark runs on, and how it times and checks. See `tree_attention.py`."""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tree_kernels.attention import AttentionBatch, ancestor_mask, attend, sequence_mask, sequence_slots
+
+# One H200, measured: a device copy counting reads and writes, and a large bf16 matrix product.
+BYTES_PER_US = 4.3e6
+FLOP_PER_US = 790e6
+# More than four times the 60 MB of L2.
+ROTATED_BYTES = 256 << 20
+DTYPE = torch.bfloat16
+TOLERANCE = 1e-2
+DEVICE = torch.device("cuda")
+
+
+@dataclass(frozen=True)
+class Case:
+    batch: int
+    context: int
+    rows: int
+    query_heads: int = 32
+    kv_heads: int = 8
+    width: int = 128
+    page_size: int = 16
+
+    @property
+    def kv_bytes(self) -> int:
+        return self.batch * self.context * self.kv_heads * self.width * 4
+
+    @property
+    def floor_us(self) -> float:
+        flop = 4 * self.rows * self.query_heads * self.width * self.context * self.batch
+        return max(self.kv_bytes / BYTES_PER_US, flop / FLOP_PER_US)
+
+    def __str__(self) -> str:
+        heads = f"{self.query_heads}/{self.kv_heads}x{self.width}"
+        return f"b{self.batch:3d} ctx{self.context:7d} rows{self.rows:4d} {heads:>9s} page{self.page_size:3d}"
+
+
+@dataclass
+class Inputs:
+    case: Case
+    batch: AttentionBatch
+    query: Tensor
+    # [n, pages, page_size, heads, width] each: n copies with other contents, in other places.
+    keys: Tensor
+    values: Tensor
+
+    @property
+    def scale(self) -> float:
+        return self.case.width**-0.5
+
+
+def draw(case: Case, seed: int) -> Inputs:
+    """Random trees, shuffled pages, fresh numbers."""
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    per_sequence = -(-case.context // case.page_size)
+    order = torch.randperm(case.batch * per_sequence).view(case.batch, per_sequence).tolist()
+    parents = [(0, *(rng.randrange(i) for i in range(1, case.rows))) for _ in range(case.batch)]
+    batch = AttentionBatch(
+        query_starts=tuple(range(0, case.batch * case.rows + 1, case.rows)),
+        prefix_lengths=(case.context - case.rows,) * case.batch,
+        pages=tuple(map(tuple, order)),
+        page_size=case.page_size,
+        parents=tuple(parents),
+    )
+    copies = min(64, max(1, -(-ROTATED_BYTES // case.kv_bytes)))
+    shape = (copies, case.batch * per_sequence, case.page_size, case.kv_heads, case.width)
+    query = torch.randn(case.batch * case.rows, case.query_heads, case.width, device=DEVICE, dtype=DTYPE)
+    keys, values = (torch.randn(shape, device=DEVICE, dtype=DTYPE) for _ in range(2))
+    return Inputs(case, batch, query, keys, values)
+
+
+Attention = Callable[[Tensor, Tensor], Tensor]
+
+
+def time_us(inputs: Inputs, attention: Attention, replays: int = 11) -> tuple[float, float]:
+    """Median and quartile distance of one launch, in microseconds."""
+    copies = len(inputs.keys)
+    launches = max(copies, 8)
+    attention(inputs.keys[0], inputs.values[0])
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for i in range(launches):
+            attention(inputs.keys[i % copies], inputs.values[i % copies])
+    times = []
+    for i in range(replays + 2):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        if i >= 2:
+            times.append(start.elapsed_time(end) * 1e3 / launches)
+    quartiles = statistics.quantiles(times, n=4)
+    return statistics.median(times), quartiles[2] - quartiles[0]
+
+
+def worst_error(inputs: Inputs, attention: Attention, causal: bool = False) -> float:
+    """Largest relative error over a few sequences, on the last copy; NaN if anything was left unwritten."""
+    keys, values = inputs.keys[-1], inputs.values[-1]
+    # Freed at once, so that the output is likely to lie where only NaN was.
+    poison = torch.full_like(inputs.query, float("nan"))
+    del poison
+    output = attention(keys, values)
+    batch, rows, worst = inputs.batch, inputs.case.rows, 0.0
+    if not bool(output.isfinite().all()):
+        return float("nan")
+    for b in random.sample(range(inputs.case.batch), min(3, inputs.case.batch)):
+        slots = sequence_slots(batch, b).to(DEVICE)
+        mask = sequence_mask(batch, b).to(DEVICE)
+        if causal:
+            mask[:, batch.prefix_lengths[b] :] = ancestor_mask(None, rows).to(DEVICE)
+        own = slice(b * rows, (b + 1) * rows)
+        expected = attend(inputs.query[own], keys.flatten(0, 1)[slots], values.flatten(0, 1)[slots], mask, inputs.scale)
+        worst = max(worst, float((output[own].float() - expected).norm() / expected.norm()))
+    return worst
+
+
+def measure(inputs: Inputs, attention: Attention, causal: bool = False) -> dict[str, float]:
+    """Error, median and spread; a wrong result is not timed."""
+    error = worst_error(inputs, attention, causal)
+    if not error < TOLERANCE:
+        return {"error": error}
+    median, spread = time_us(inputs, attention)
+    return {"us": median, "spread_us": spread, "error": error}

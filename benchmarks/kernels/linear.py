@@ -1,0 +1,201 @@
+"""Time of a decoder layer's linear launches on one GPU, with what is fused into them, beside cuBLAS's products alone.
+
+Each is a captured chain of launches over weights that do not fit the L2 cache together, so programmatic dependent
+launch counts as it does in a step. Run it from the repository's root:
+
+    PYTHONPATH=kernels:protos:clients:. python -m benchmarks.kernels.linear [--sweep] --json FILE
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import multiprocessing
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from triton.runtime.errors import OutOfResources, PTXASError
+
+from benchmarks.shared.machine import describe
+from tree_kernels.linear import HeadRows, Norm, ScaledRows
+from tree_kernels.linear.triton_backend import TritonLinears
+from tree_kernels.linear.triton_tiling import LinearTiling, choose_linear_tiling
+
+BYTES_PER_US = 4.3e6
+ROTATED_BYTES = 2.4e8
+DEVICE = torch.device("cuda")
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One linear layer of a shape: its weight is [outputs, inner]."""
+
+    name: str
+    kind: str
+    outputs: int
+    inner: int
+    width: int = 128
+    kv_heads: int = 8
+
+
+LAYERS = (
+    Layer("8b qkv", "rotary", 6144, 4096),
+    Layer("8b o", "add", 4096, 4096),
+    Layer("8b gate_up", "gated", 28672, 4096),
+    Layer("8b down", "add", 4096, 14336),
+    Layer("8b lm_head", "plain", 128256, 4096),
+    Layer("smollm2 qkv", "rotary", 960, 576, 64, 3),
+    Layer("smollm2 o", "add", 576, 576),
+    Layer("smollm2 gate_up", "gated", 3072, 576),
+    Layer("smollm2 down", "add", 576, 1536),
+    Layer("smollm2 lm_head", "plain", 49152, 576),
+)
+
+
+def tilings(layer: Layer, rows: int) -> Iterator[LinearTiling]:
+    """What `--sweep` tries."""
+    block_rows = choose_linear_tiling(rows, layer.outputs, layer.inner).block_rows
+    if layer.inner < 2048:
+        blocks = ((64, 5), (64, 9), (128, 5), (256, 3), (512, 3))
+        chosen = itertools.product((16, 32, 64), (1, 3), blocks, (2 if rows < 64 else 4,), (8,))
+    else:
+        blocks = ((64, 6), (128, 3), (128, 6), (256, 3), (256, 5))
+        chosen = itertools.product((32, 64, 128), (1, 2), blocks, (4,), (8, 16))
+    for outputs, splits, (inner, stages), warps, ahead in chosen:
+        programs = -(-layer.outputs // outputs) * splits
+        held = (block_rows + outputs) * inner * 2 * stages
+        # What is on its way has to fill a processor's share of the memory's latency, and has to fit.
+        fits = held <= 227_000 and (layer.inner < 2048 or held * programs >= 8e6)
+        whole = layer.inner % (splits * (inner if splits > 1 else 1)) == 0
+        few = programs <= (700 if layer.inner > 2048 or splits == 1 else 132)
+        if fits and whole and few and outputs <= layer.width:
+            yield LinearTiling(block_rows, outputs, inner, splits, warps, stages, ahead)
+
+
+class Chain:
+    """Launches of one layer, one after the other, over different weights."""
+
+    def __init__(self, layer: Layer, rows: int) -> None:
+        torch.manual_seed(0)
+        self.layer, self.rows = layer, rows
+        count = max(4, min(200, round(ROTATED_BYTES / (2 * layer.outputs * layer.inner))))
+        self.weights = [self._random(layer.outputs, layer.inner) * layer.inner**-0.5 for _ in range(count)]
+        self.input = self._random(rows, layer.inner)
+        self.residual = self._random(rows, layer.outputs)
+        self.norm = Norm(self._random(layer.outputs), 1e-5)
+        self.scaled = ScaledRows(self.input, self._random(rows, 128).square().float(), 1e-5)
+        keys, values = (self._random(rows, 1, layer.kv_heads, layer.width) for _ in range(2))
+        cosines, sines = (self._random(rows, layer.width) for _ in range(2))
+        self.heads = HeadRows(cosines, sines, torch.arange(rows, dtype=torch.int32, device="cuda"), keys, values)
+
+    @staticmethod
+    def _random(*shape: int) -> Tensor:
+        return torch.randn(shape, dtype=torch.bfloat16, device="cuda")
+
+    def launch(self, weight: Tensor, linears: TritonLinears) -> None:
+        kind = self.layer.kind
+        if kind == "rotary":
+            linears.rotary_linear(self.scaled, weight, None, self.heads)
+        elif kind == "gated":
+            linears.gated_linear(self.scaled, weight)
+        elif kind == "add":
+            linears.add_linear(self.input, weight, None, self.residual, self.norm)
+        else:
+            linears.add_linear(self.input, weight)
+
+    def time(self, launch: Callable[[Tensor], Any]) -> dict[str, float]:
+        """Microseconds of one launch: median over replays of the chain, and the quartiles' distance."""
+        launch(self.weights[0])
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for weight in self.weights:
+                launch(weight)
+        times = []
+        for _ in range(12):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            start.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end) * 1e3 / len(self.weights))
+        quartiles = statistics.quantiles(times[2:], n=4)
+        return {"us": statistics.median(times[2:]), "spread": quartiles[2] - quartiles[0]}
+
+
+def compile_some(work: list[tuple[Layer, int, LinearTiling]]) -> None:
+    """Fill Triton's cache on the disk."""
+    chains: dict[tuple[Layer, int], Chain] = {}
+    for layer, rows, tiling in work:
+        chain = chains.get((layer, rows))
+        if chain is None:
+            chains = {(layer, rows): (chain := Chain(layer, rows))}
+            chain.weights = chain.weights[:1]
+        try:
+            chain.launch(chain.weights[0], TritonLinears(DEVICE, tiling=tiling))
+        except (OutOfResources, PTXASError):
+            continue
+
+
+def compile_all(work: list[tuple[Layer, int, LinearTiling]], processes: int = 14) -> None:
+    with multiprocessing.get_context("spawn").Pool(processes) as pool:
+        pool.map(compile_some, [work[index::processes] for index in range(processes)])
+
+
+def say(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+def measure(layer: Layer, rows: int, tried: list[LinearTiling]) -> dict[str, Any]:
+    chain = Chain(layer, rows)
+    floor = (2 * layer.outputs * layer.inner) / BYTES_PER_US
+    result: dict[str, Any] = {"layer": layer.name, "rows": rows, "floor_us": floor, "tilings": []}
+    result["cublas"] = chain.time(lambda weight: functional.linear(chain.input, weight))
+    chosen = TritonLinears(DEVICE)
+    result["ours"] = chain.time(lambda weight: chain.launch(weight, chosen))
+    for tiling in tried:
+        linears = TritonLinears(DEVICE, tiling=tiling)
+        try:
+            found = chain.time(partial(chain.launch, linears=linears))
+        except (OutOfResources, PTXASError):
+            continue
+        result["tilings"].append({**asdict(tiling), **found})
+    result["tilings"].sort(key=lambda one: one["us"])
+    ours, cublas = result["ours"]["us"], result["cublas"]["us"]
+    say(f"{layer.name:16s} rows {rows:3d} floor {floor:7.2f} cuBLAS {cublas:7.2f} ours {ours:7.2f} us")
+    for one in result["tilings"][:5]:
+        sizes = " ".join(
+            str(one[name]) for name in ("block_outputs", "block_inner", "splits", "stages", "warps", "ahead")
+        )
+        say(f"    {one['us']:7.2f} ± {one['spread']:.2f}  outputs, inner, splits, stages, warps, ahead: {sizes}")
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", nargs="+", type=int, default=[1, 16, 64])
+    parser.add_argument("--layers", nargs="+", default=[layer.name for layer in LAYERS])
+    parser.add_argument("--sweep", action="store_true", help="also try other tilings")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    layers = [layer for layer in LAYERS if layer.name in arguments.layers]
+    points = list(itertools.product(layers, arguments.rows))
+    tried = {point: list(tilings(*point)) if arguments.sweep else [] for point in points}
+    compile_all([(*point, tiling) for point, some in tried.items() for tiling in some])
+    results = [measure(*point, tried[point]) for point in points]
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps({"machine": describe(), "results": results}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,180 @@
+"""Verification on one GPU: microseconds of all that a verify step does after the logits, and of the KV move.
+
+    PYTHONPATH=kernels python -m benchmarks.kernels.verification [--json FILE]
+
+Every case draws fresh inputs, checks the kernels against the loop over sequences, then replays a CUDA graph of several
+calls. Times are medians over replays, divided by the calls; the spread is the distance between the quartiles. Logits
+are bf16 and stay where they are, as after the model's last product; up to 64 rows they fit into L2. `torch.argmax`
+beside them is what a step of plain greedy decoding would call.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.shared.machine import describe
+from tree_kernels.verification import DeviceVerifier, Mode, RowsToVerify, Verdicts, move_accepted
+
+DEVICE = torch.device("cuda")
+_CALLS = 20
+LAWS = {
+    "greedy": RowsToVerify(0, 0),
+    "coupled": RowsToVerify(0, 0, Mode.COUPLED, 7, 1000),
+    "coupled, top_k 20, top_p 0.95": RowsToVerify(0, 0, Mode.COUPLED, 7, 1000, top_k=20, top_p=0.95),
+    "coupled, top_p 0.9": RowsToVerify(0, 0, Mode.COUPLED, 7, 1000, top_p=0.9),
+    "rejection": RowsToVerify(0, 0, Mode.REJECTION, 7, 1000),
+    "rejection, top_p 0.9": RowsToVerify(0, 0, Mode.REJECTION, 7, 1000, top_p=0.9),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """`sequences` trees of `rows` rows each. `text` logits fall off as words do (Zipf, 1.5), `flat` ones are normal."""
+
+    law: str
+    rows: int
+    vocabulary: int
+    sequences: int = 1
+    logits: str = "text"
+
+
+def cases() -> list[Case]:
+    found = [Case(law, rows, v) for law in LAWS for v in (49152, 128256) for rows in (1, 16, 64)]
+    found += [Case(law, 8, 128256, sequences=32) for law in LAWS]
+    return [
+        *found,
+        Case("coupled, top_p 0.9", 1, 128256, logits="flat"),
+        Case("coupled, top_p 0.9", 64, 128256, 1, "flat"),
+    ]
+
+
+def draw(case: Case) -> tuple[Tensor, Tensor, Tensor, list[RowsToVerify]]:
+    """Logits [R, V], token ids and parents [R]; every tree is a random one whose rows are likely tokens."""
+    total = case.rows * case.sequences
+    if case.logits == "flat":
+        logits = torch.randn(total, case.vocabulary, device=DEVICE)
+    else:
+        order = torch.rand(total, case.vocabulary, device=DEVICE).argsort(-1)
+        logits = -1.5 * torch.log(order.float() + 2.0)
+    logits = logits.bfloat16()
+    parents = [int(torch.randint(row, ())) if row else 0 for _ in range(case.sequences) for row in range(case.rows)]
+    best = logits.topk(min(64, case.rows)).indices.tolist()
+    tokens: list[int] = []
+    for row, parent in enumerate(parents):
+        root = row - row % case.rows
+        own = parents[root:row].count(parent)
+        tokens.append(best[root + parent][own % len(best[0])])
+    integers = [torch.tensor(values, dtype=torch.int32, device=DEVICE) for values in (tokens, parents)]
+    asked = [LAWS[case.law]._replace(first_row=b * case.rows, rows=case.rows) for b in range(case.sequences)]
+    return logits, integers[0], integers[1], asked
+
+
+def time_us(call: Callable[[], object], replays: int = 21) -> tuple[float, float]:
+    """Median and quartile distance of one call in a captured graph, in microseconds."""
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(_CALLS):
+            call()
+    times = []
+    for i in range(replays + 3):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        if i >= 3:
+            times.append(start.elapsed_time(end) * 1e3 / _CALLS)
+    quartiles = statistics.quantiles(times, n=4)
+    return statistics.median(times), quartiles[2] - quartiles[0]
+
+
+def meaning(verdicts: Verdicts, asked: list[RowsToVerify]) -> list[tuple[list[int], int]]:
+    """Accepted rows and next token of each sequence."""
+    rows, counts = verdicts.accepted_rows.tolist(), verdicts.accepted_counts.tolist()
+    return [
+        (rows[one.first_row : one.first_row + count], token)
+        for one, count, token in zip(asked, counts, verdicts.next_tokens.tolist(), strict=True)
+    ]
+
+
+def run_case(case: Case) -> dict[str, Any]:
+    logits, token_ids, parents, asked = draw(case)
+
+    def verifier(backend: Any) -> tuple[Callable[[], Verdicts], Tensor]:
+        made = DeviceVerifier(DEVICE, case.vocabulary, case.sequences, len(logits), backend)
+        parameters = torch.from_numpy(made.pack(asked)).to(DEVICE)
+        if case.law == "greedy":
+            return lambda: made.greedy(logits, token_ids, parents, parameters), parameters
+        filtered = asked[0].filtered
+        return lambda: made.sampled(logits, token_ids, parents, parameters, filtered=filtered), parameters
+
+    ours = verifier("triton")[0]
+    expected, actual = meaning(verifier("torch")[0](), asked), meaning(ours(), asked)
+    us, spread = time_us(ours)
+    found = {**asdict(case), "correct": expected == actual, "us": us, "spread_us": spread}
+    if case.law == "greedy":
+        found["argmax_us"] = time_us(lambda: logits.argmax(-1))[0]
+    return found
+
+
+def run_move(moving: int) -> dict[str, Any]:
+    """32 layers of 8 heads of 128 in bf16; each of 8 sequences accepts `moving` rows, none of them in place."""
+    rows, sequences = 16, 8
+    made = DeviceVerifier(DEVICE, 1000, sequences, rows * sequences)
+    asked = [RowsToVerify(b * rows, rows) for b in range(sequences)]
+    parameters = torch.from_numpy(made.pack(asked)).to(DEVICE)
+    host = torch.zeros(2 * sequences + rows * sequences, dtype=torch.int32)
+    host[:sequences] = moving
+    for b in range(sequences):
+        host[2 * sequences + b * rows :][:moving] = torch.arange(2, 2 + moving)
+    verdicts = Verdicts.over(host.to(DEVICE), sequences)
+    keys, values = (torch.randn(32, 64, 16, 8, 128, device=DEVICE).bfloat16() for _ in range(2))
+    slots = torch.randperm(64 * 16, device=DEVICE)[: rows * sequences].int()
+    us, spread = time_us(lambda: move_accepted(keys, values, slots, parameters, verdicts))
+    return {"law": "kv move", "sequences": sequences, "moving": moving, "us": us, "spread_us": spread}
+
+
+def line(found: dict[str, Any]) -> str:
+    if found["law"] == "kv move":
+        what = f"{found['moving']} rows of each of {found['sequences']} sequences, 32 layers"
+        return f"kv move, {what} | {found['us']:6.1f} +-{found['spread_us']:.1f} us"
+    beside = f" | torch.argmax alone {found['argmax_us']:.1f}" if "argmax_us" in found else ""
+    wrong = "" if found["correct"] else " | DIFFERS from the reference"
+    return (
+        f"{found['law']:30s} {found['sequences']:3d} x {found['rows']:3d} rows, V {found['vocabulary']:6d}, "
+        f"{found['logits']} | {found['us']:6.1f} +-{found['spread_us']:.1f} us{beside}{wrong}"
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    results = []
+    for case in cases():
+        results.append(run_case(case))
+        sys.stdout.write(line(results[-1]) + "\n")
+        sys.stdout.flush()
+    for moving in (0, 1, 4):
+        results.append(run_move(moving))
+        sys.stdout.write(line(results[-1]) + "\n")
+    if options.json:
+        options.json.write_text(json.dumps({"machine": describe(), "cases": results}, indent=1) + "\n")
+    return int(not all(found.get("correct", True) for found in results))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

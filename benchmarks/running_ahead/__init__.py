@@ -1,0 +1,1 @@
+"""A draft that runs ahead of its target, simulated on recorded answers."""

@@ -1,0 +1,234 @@
+"""Trees that an EAGLE head draws at every position of a recorded text, as large as they may be, for `running_ahead.py`.
+
+The head reads the whole text once, and all trees share its keys. Growth is the drafter's own (`level_growth`), and so
+is the network; only keys are kept differently, because a drafter's cache has room for one tree of a sequence at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from benchmarks.running_ahead.recording import Recording
+from draft_service.eagle.drafter import HeadNetwork
+from draft_service.eagle.head import EagleHead
+from draft_service.neural.candidates import most_probable
+from draft_service.neural.level_growth import GREEDY, Forest, Rules, grow_level, make_forest
+from draft_service.neural.network import RowOutput
+
+# More than any tree has: nothing is left out while it grows.
+_ALL_NODES = 1 << 20
+# Paths less likely than this are dropped once a tree is drawn. Chosen: no pass has rows for them.
+_LEAST_WORTH = 1e-6
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A tree as it grew, level by level and the best child of a node first. Node 0 is the root.
+
+    Attributes:
+        tokens, parents, levels: [n].
+        scores: [n] probability given the parent.
+        worths: [n] probability of the path.
+        expanded: [n] whether the head was asked what follows.
+    """
+
+    tokens: npt.NDArray[np.int32]
+    parents: npt.NDArray[np.int32]
+    levels: npt.NDArray[np.int32]
+    scores: npt.NDArray[np.float64]
+    worths: npt.NDArray[np.float64]
+    expanded: npt.NDArray[np.bool_]
+
+
+class _TextAttend:
+    """Causal attention over a text, which keeps keys and values for the trees: [heads, tokens, D] of each layer."""
+
+    def __init__(self) -> None:
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
+
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:  # noqa: ARG002
+        self.keys.append(key.transpose(0, 1))
+        self.values.append(value.transpose(0, 1))
+        rows = [part.transpose(0, 1)[None] for part in (query, key, value)]
+        return functional.scaled_dot_product_attention(*rows, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
+
+
+class _TreeAttend:
+    """Attention of the rows of one level of several trees: what stands before their roots, and their own ancestors."""
+
+    def __init__(self, text: _TextAttend, roots: Sequence[int], tail: int, levels: int) -> None:
+        self._text, self._roots = text, torch.tensor(roots)
+        self._longest = max(roots)
+        heads, _, width = text.keys[0].shape
+        self._keys = [torch.zeros(len(roots), tail, heads, width) for _ in text.keys]
+        self._values = [torch.zeros(len(roots), tail, heads, width) for _ in text.keys]
+        # Rows of the tail on the way to each, itself the last; -1 where there are fewer.
+        self._paths = torch.full((len(roots), tail, levels), -1, dtype=torch.int64)
+        self._trees = self._rows = torch.zeros(0, dtype=torch.int64)
+
+    def enter(self, forest: Forest, level: int) -> None:
+        """The rows that follow are those which the forest expands at a level, counted from 1."""
+        trees, rows = [], []
+        for b, width in enumerate(forest.widths.tolist()):
+            end = int(forest.rows[b])
+            own = torch.arange(end - width, end)
+            parents = torch.from_numpy(forest.tail_parents[b, end - width : end]).long()
+            self._paths[b, own] = self._paths[b, parents]
+            self._paths[b, own, level - 1] = own
+            trees.append(torch.full((width,), b, dtype=torch.int64))
+            rows.append(own)
+        self._trees, self._rows = torch.cat(trees), torch.cat(rows)
+        self._level = level
+
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """[R, Hq, D], [R, Hkv, D], [R, Hkv, D] -> [R, Hq, D]."""
+        trees, count, width = self._trees, len(query), query.shape[-1]
+        self._keys[layer][trees, self._rows], self._values[layer][trees, self._rows] = key, value
+        paths = self._paths[trees, self._rows, : self._level]
+        # [R, level, Hkv, D]
+        own_keys, own_values = self._keys[layer][trees[:, None], paths], self._values[layer][trees[:, None], paths]
+        grouped = query.view(count, key.shape[1], -1, width) * width**-0.5
+        text_keys = self._text.keys[layer][:, : self._longest]
+        text_values = self._text.values[layer][:, : self._longest]
+        per_head = grouped.transpose(0, 1).flatten(1, 2)
+        before = torch.bmm(per_head, text_keys.transpose(1, 2)).view(key.shape[1], count, -1, self._longest)
+        unseen = torch.arange(self._longest) >= self._roots[trees][:, None]
+        before = before.masked_fill(unseen[None, :, None], float("-inf"))
+        own = torch.einsum("rhgd,rlhd->hrgl", grouped, own_keys)
+        own = own.masked_fill((paths < 0)[None, :, None], float("-inf"))
+        shares = torch.cat([before, own], dim=-1).softmax(-1)
+        seen, kept = shares.split([self._longest, paths.shape[1]], dim=-1)
+        read = torch.bmm(seen.flatten(1, 2), text_values).view(key.shape[1], count, -1, width)
+        read = read + torch.einsum("hrgl,rlhd->hrgd", kept, own_values)
+        return read.transpose(0, 1).reshape(count, -1, width)
+
+
+class HeadTrees:
+    """Draws with one head, in fp32 on the CPU: `levels` of trees, in which `width` nodes of a level are expanded, each
+    to `breadth` children."""
+
+    def __init__(self, head: EagleHead, levels: int, width: int, breadth: int, batch: int = 16) -> None:
+        self._head, self._network = head, HeadNetwork(head)
+        self._levels, self._width, self._breadth, self._batch = levels, width, breadth, batch
+
+    @torch.inference_mode()
+    def draw(self, recording: Recording) -> dict[int, Drawn]:
+        """The tree below every position of an answer, made with the model's own states before it."""
+        assert recording.states is not None, "states were not recorded"
+        features = self._head.project(recording.states[:-1])
+        tokens, attend = torch.tensor(recording.token_ids[1:]), _TextAttend()
+        output = self._network.read(tokens, features, torch.arange(len(tokens)), attend)
+        found: dict[int, Drawn] = {}
+        roots = list(recording.roots)
+        for begin in range(0, len(roots), self._batch):
+            chosen = roots[begin : begin + self._batch]
+            # Entry i has read token i + 1.
+            entries = torch.tensor(chosen) - 1
+            state = RowOutput(output.carried[entries], output.spoken[entries])
+            found |= zip(chosen, self._grow(attend, chosen, state), strict=True)
+        return found
+
+    @torch.inference_mode()
+    def ranks(self, recording: Recording) -> list[int]:
+        """At every position of an answer, how many tokens are likelier by the head than the one that follows there; -1
+        where that one is not in the head's vocabulary."""
+        assert recording.states is not None, "states were not recorded"
+        features, tokens = self._head.project(recording.states[:-1]), torch.tensor(recording.token_ids[1:])
+        output = self._network.read(tokens, features, torch.arange(len(tokens)), _TextAttend())
+        ids = self._network.token_ids
+        places = None if ids is None else {token: place for place, token in enumerate(ids.tolist())}
+        found = []
+        for root in recording.roots:
+            logits = self._network.logits(output.spoken[root - 1])
+            token = recording.token_ids[root + 1]
+            place = token if places is None else places.get(token, -1)
+            found.append(-1 if place < 0 else int((logits > logits[place]).sum()))
+        return found
+
+    def _grow(self, text: _TextAttend, roots: Sequence[int], state: RowOutput) -> list[Drawn]:
+        forest = make_forest(len(roots), self._levels, self._width, self._breadth, drawn=False)
+        rules, attend = self._rules(len(roots)), _TreeAttend(text, roots, forest.tail_parents.shape[1], self._levels)
+        starts = torch.tensor(roots)
+        carried, logits = state.carried, self._network.logits(state.spoken)
+        begins = [forest.sizes.copy()]
+        for level in range(1, self._levels + 1):
+            ones = torch.ones(len(logits))
+            found = most_probable(logits, ones, self._breadth, self._network.token_ids)
+            before = forest.widths.copy()
+            more = grow_level(forest, rules, level, level == self._levels, found.token_ids, found.probs)
+            begins.append(forest.sizes.copy())
+            if not more:
+                break
+            offsets = np.cumsum(before) - before
+            widths = forest.widths
+            trees = np.repeat(np.arange(len(roots)), widths)
+            items = np.concatenate([forest.frontier[b, :count] for b, count in enumerate(widths)])
+            sources = np.concatenate([forest.sources[b, :count] + offsets[b] for b, count in enumerate(widths)])
+            attend.enter(forest, level)
+            fed = torch.from_numpy(forest.tokens[trees, items])
+            positions = starts[torch.from_numpy(trees)] + level - 1
+            carried, spoken = self._network.read(fed, carried[torch.from_numpy(sources)], positions, attend)
+            logits = self._network.logits(spoken)
+        return [_drawn(forest, b, [int(sizes[b]) for sizes in begins]) for b in range(len(roots))]
+
+    def _rules(self, count: int) -> Rules:
+        ints, reals = np.zeros((count, 4), np.int32), np.zeros((count, 2))
+        ints[:], reals[:] = (GREEDY, _ALL_NODES, self._levels, 0), (1.0, 0.0)
+        none = np.zeros(count, np.uint64)
+        return Rules(ints, reals, none, none, none, self._width, self._breadth, floor=0.0, sharpness=1.0)
+
+
+def _drawn(forest: Forest, b: int, sizes: Sequence[int]) -> Drawn:
+    """`sizes` [levels + 1] are how many items a tree had after each level, the root alone first."""
+    size = sizes[-1]
+    levels = np.searchsorted(np.array(sizes), np.arange(size), side="right").astype(np.int32)
+    kept = forest.worths[b, :size] >= _LEAST_WORTH
+    # A child is never worth more than its parent, so that no node loses its own.
+    numbers = (np.cumsum(kept) - 1).astype(np.int32)
+    return Drawn(
+        tokens=forest.tokens[b, :size][kept].copy(),
+        parents=numbers[forest.parents[b, :size][kept]],
+        levels=levels[kept],
+        scores=forest.scores[b, :size][kept].copy(),
+        worths=forest.worths[b, :size][kept].copy(),
+        expanded=forest.tails[b, :size][kept] >= 0,
+    )
+
+
+def pruned(drawn: Drawn, levels: int, width: int, breadth: int, nodes: int) -> tuple[npt.NDArray[np.int64], int]:
+    """The nodes that a smaller shape would have kept, in falling order of worth, the root first; and how many nodes it
+    would have expanded that the larger one did not, whose children are missing.
+
+    Args:
+        drawn: with at least as many levels, nodes to a level and children.
+        levels, width, breadth: as `HeadTrees` has them.
+        nodes: that are kept in the end, the root not counted.
+    """
+    size = len(drawn.tokens)
+    # Place among the children of a node: they follow each other.
+    begins = np.ones(size, np.bool_)
+    begins[2:] = drawn.parents[2:] != drawn.parents[1:-1]
+    few = np.arange(size) - np.maximum.accumulate(np.where(begins, np.arange(size), 0)) < breadth
+    few[0] = False
+    asked = np.zeros(size, np.bool_)
+    asked[0] = True
+    kept, missing = [np.zeros(1, np.int64)], 0
+    for level in range(1, levels + 1):
+        new = np.flatnonzero((drawn.levels == level) & few & asked[drawn.parents])
+        if not len(new):
+            break
+        kept.append(new)
+        if level < levels:
+            best = new[np.argsort(-drawn.worths[new], kind="stable")[:width]]
+            asked[best] = True
+            missing += int((~drawn.expanded[best]).sum())
+    items = np.concatenate(kept)
+    return items[np.argsort(-drawn.worths[items], kind="stable")[: nodes + 1]], missing

@@ -1,0 +1,366 @@
+"""Simulates a draft that runs ahead of its target, on recorded greedy answers: how large its trees should be, how many
+rows a pass should have, and whether a pass should ever wait for a draft.
+
+    PYTHONPATH=kernels:protos:. python -m benchmarks.running_ahead.simulate --folder /tmp/running_ahead
+        [--per-task 7] [--measured 2] [--tokens 112] [--json FILE] [--markdown FILE]
+
+Answers are recorded once, with the hidden states that the head reads, and so are the head's trees at every position
+(minutes each; kept in `--folder`, which is refused for other settings than it was made with). Every figure is then a
+walk over the recordings, see `walk`. Trees of other shapes are pruned from the largest, which is exact
+but for nodes that a smaller shape expands and the largest does not: their share is `inexact`. Tokens are counted from
+the first answered token on, and the first pass has no draft yet. Costs are assumed for an 8B target, see
+`costs`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.running_ahead.calibration import by_bin, corrected, factor_of, fit, judged, table_of_chain
+from benchmarks.running_ahead.costs import HEAD_COST, TRIE_COST, fits, ratio
+from benchmarks.running_ahead.drafts import (
+    BREADTH,
+    HEAD,
+    LEVELS,
+    LOOKUP,
+    MERGED_NEW,
+    SOURCES,
+    TRIE_NEW,
+    TRIE_WARM,
+    WIDTH,
+    Drafts,
+    TreeShape,
+    draw_all,
+)
+from benchmarks.running_ahead.head import HeadTrees
+from benchmarks.running_ahead.recording import Recording, record
+from benchmarks.running_ahead.tables import markdown
+from benchmarks.running_ahead.walk import NOWHERE, Chain, Table, Tally, Way, merged, rows_of, walk
+from benchmarks.shared.machine import describe
+from benchmarks.shared.workload import folder_of
+from draft_service.eagle.checkpoint import load_head
+from draft_service.eagle.head import EagleHead
+from draft_service.eagle.target_checkpoint import TargetCheckpoint
+from outrider.heads import head_source
+
+USUAL, SHALLOW = TreeShape(12, 16, 8, 239), TreeShape(3, 16, 8, 63)
+ROWS = (8, 12, 16, 24, 32, 48, 63)
+FEW_ROWS = (12, 24, 48)
+# Milliseconds of a wait as short as it might become, levels included. Assumed.
+SHORT_WAIT = 1.0
+
+Figure = dict[str, Any]
+
+
+class Study:
+    """Walks over all recordings."""
+
+    def __init__(self, drafts: Sequence[Drafts]) -> None:
+        self.drafts = drafts
+
+    def clear(self) -> None:
+        """Drop the tables that were made so far."""
+        for one in self.drafts:
+            one.clear()
+
+    @property
+    def inexact(self) -> float:
+        """Share of the nodes that shapes since asked to expand whose children are not known."""
+        return sum(one.missing for one in self.drafts) / max(1, sum(one.expanded for one in self.drafts))
+
+    def walks(self, source: str, shape: TreeShape, way: Way, near: TreeShape | None = None) -> list[Tally]:
+        """Of each recording, in their order."""
+        found = []
+        for one in self.drafts:
+            trees, short = one.tables(source, shape), one.tables(source, near) if near else None
+            found.append(walk(one.recording.token_ids, one.recording.roots, trees, one.chains, way, short))
+        return found
+
+    def figure(self, mode: str, source: str, shape: TreeShape, way: Way, near: TreeShape | None = None) -> Figure:
+        """What a table shows of one way to draft."""
+        walks = self.walks(source, shape, way, near)
+        whole, tasks = Tally(), dict[str, Tally]()
+        for one, tally in zip(self.drafts, walks, strict=True):
+            whole.add(tally)
+            tasks.setdefault(one.recording.task, Tally()).add(tally)
+        waited = near or shape
+        wait = TRIE_COST.wait(0) if source in (TRIE_NEW, TRIE_WARM) else HEAD_COST.wait(waited.levels)
+        found: Figure = {"mode": mode, "source": source, "shape": asdict(shape), "near": near and asdict(near)}
+        found |= {"way": asdict(way), "wait_ms": round(wait, 2)} | figures(whole, way, wait)
+        found["ratio_short_wait"] = round(ratio(whole, way, SHORT_WAIT), 3)
+        # What differences between ways can be judged by.
+        found["ratio_by_prompt"] = [round(ratio(tally, way, wait), 3) for tally in walks]
+        found["tasks"] = {task: round(tally.tokens / tally.passes, 3) for task, tally in tasks.items()}
+        return found
+
+
+def figures(tally: Tally, way: Way, wait: float) -> Figure:
+    """Means over passes, and tokens a second beside plain decoding."""
+
+    def mean(total: float, count: int) -> float:
+        return round(total / count, 3) if count else 0.0
+
+    return {
+        "passes": tally.passes,
+        "tokens": mean(tally.tokens, tally.passes),
+        "promised": mean(tally.passes + tally.promised, tally.passes),
+        "rows": mean(tally.rows, tally.passes),
+        "hits": mean(tally.hits, tally.passes),
+        "hit_tokens": mean(tally.hit_tokens, tally.hits),
+        "held": mean(tally.held, tally.passes),
+        "held_tokens": mean(tally.held_tokens, tally.held),
+        "misses": mean(tally.misses, tally.passes),
+        "miss_tokens": mean(tally.miss_tokens, tally.misses),
+        "ratio": round(ratio(tally, way, wait), 3),
+    }
+
+
+def modes(rows: int, source: str) -> list[tuple[str, Way, TreeShape, TreeShape | None]]:
+    """What is compared for each drafter: name, way, shape, and shape of what a held pass waits for."""
+    if source == LOOKUP:
+        return [("blind", Way(rows, 1), USUAL, None)]
+    found = [
+        ("lockstep, no lookup", Way(rows, 0, lookup=False), USUAL, None),
+        ("lockstep", Way(rows, 0), USUAL, None),
+        ("blind", Way(rows, 1), USUAL, None),
+        ("blind, mended", Way(rows, 1, mend=True), USUAL, None),
+        ("two behind", Way(rows, 2), USUAL, None),
+        ("two behind, mended", Way(rows, 2, mend=True), USUAL, None),
+        ("held on a miss", Way(rows, 1, "miss"), USUAL, None),
+        ("held on a miss, 3 levels", Way(rows, 1, "miss"), USUAL, SHALLOW),
+        ("held on nothing, 3 levels", Way(rows, 1, "promise", 1.1), USUAL, SHALLOW),
+        ("held on nothing, 3 levels, mended", Way(rows, 1, "promise", 1.1, mend=True), USUAL, SHALLOW),
+    ]
+    if source not in (TRIE_NEW, TRIE_WARM):
+        found.append(("lockstep, 4 levels", Way(rows, 0), TreeShape(4, 16, 8, 63), None))
+    return found
+
+
+def main_table(study: Study) -> Iterable[Figure]:
+    for source in SOURCES:
+        for rows in ROWS:
+            for mode, way, shape, near in modes(rows, source):
+                yield study.figure(mode, source, shape, way, near)
+    study.clear()
+
+
+def shapes() -> list[tuple[str, TreeShape]]:
+    """Drafters and shapes whose blind passes are compared."""
+    found = [(HEAD, TreeShape(levels, width, 8, 239)) for levels in (6, 8, 10, 12, 16) for width in (4, 8, 16, 32)]
+    found += [(HEAD, TreeShape(levels, width, 4, 239)) for levels in (8, 12) for width in (4, 8, 16, 32)]
+    found += [(HEAD, TreeShape(*shape)) for shape in _OTHER_NODES]
+    found += [(MERGED_NEW, TreeShape(levels, width, 8, 239)) for levels in (6, 8, 12) for width in (8, 16, 32)]
+    return found + [(MERGED_NEW, TreeShape(*shape)) for shape in _OTHER_NODES]
+
+
+_OTHER_NODES = ((3, 16, 8, 239), (4, 16, 8, 239), (8, 16, 8, 63), (8, 16, 8, 127), (8, 32, 8, 511), (12, 32, 8, 2000))
+
+
+def shape_table(study: Study) -> Iterable[Figure]:
+    for source, shape in shapes():
+        for rows in FEW_ROWS:
+            for mend in (False, True):
+                yield study.figure("blind, mended" if mend else "blind", source, shape, Way(rows, 1, mend=mend))
+        study.clear()
+
+
+def hold_table(study: Study) -> Iterable[Figure]:
+    for source in (HEAD, MERGED_NEW):
+        for rows in FEW_ROWS:
+            for levels in (2, 3, 4, 6, 12):
+                near = TreeShape(levels, 16, 8, 63)
+                for mend in (False, True):
+                    yield study.figure("held", source, USUAL, Way(rows, 1, "miss", mend=mend), near)
+                    for least in (1.1, 1.25, 1.5, 2.0, 2.5):
+                        yield study.figure("held", source, USUAL, Way(rows, 1, "promise", least, mend=mend), near)
+        study.clear()
+
+
+def pairs(study: Study, source: str) -> Iterable[tuple[Table, list[int]]]:
+    """Every tree of a source, or every looked-up chain, and what the text says next."""
+    for one in study.drafts:
+        text = one.recording.token_ids
+        if source == LOOKUP:
+            yield from ((table_of_chain(chain), text[root + 1 :]) for root, chain in one.chains.items())
+        else:
+            yield from ((table, text[root + 1 :]) for root, table in one.tables(source, USUAL).items())
+
+
+def calibration(study: Study) -> Figure:
+    """By source: bins of path probabilities, and fitted corrections. By correction: what it changes."""
+    by_source: Figure = {}
+    flat: dict[str, Callable[[float, int], float]] = {}
+    scaled: dict[str, Callable[[float, int], float]] = {}
+    for source in (HEAD, TRIE_NEW, TRIE_WARM, LOOKUP):
+        nodes = judged(pairs(study, source))
+        correction, factor = fit(nodes, deeper=False), factor_of(nodes)
+        by_source[source] = {"bins": by_bin(pairs(study, source)), "factor": round(factor, 3)}
+        by_source[source] |= {"flat": asdict(correction), "deeper": asdict(fit(nodes, deeper=True))}
+        flat[source], scaled[source] = correction, _scale(factor)
+    changes = []
+    for source in (HEAD, MERGED_NEW):
+        for name, chosen in (("none", None), ("factor", scaled), ("log-odds", flat)):
+            changes += _with_corrections(study, source, name, chosen)
+    study.clear()
+    return {"sources": by_source, "changes": changes}
+
+
+def _scale(factor: float) -> Callable[[float, int], float]:
+    return lambda score, _: min(1.0, score * factor)
+
+
+def _with_corrections(
+    study: Study, source: str, name: str, chosen: Mapping[str, Callable[[float, int], float]] | None
+) -> list[Figure]:
+    parts = [HEAD, TRIE_NEW] if source == MERGED_NEW else [source]
+    ways = [Way(rows, behind) for rows in FEW_ROWS for behind in (0, 1)]
+    tallies = [Tally() for _ in ways]
+    for one in study.drafts:
+        tables: list[Mapping[int, Table]] = [one.tables(part, USUAL) for part in parts]
+        chains = one.chains
+        if chosen:
+            tables = [corrected(own, chosen[part]) for part, own in zip(parts, tables, strict=True)]
+            right = chosen[LOOKUP]
+            chains = {
+                root: Chain(chain.tokens, right(chain.first, 1), right(chain.following, 2)) if chain.tokens else chain
+                for root, chain in chains.items()
+            }
+        trees = tables[0]
+        if len(tables) > 1:
+            trees = {root: merged([own[root] for own in tables], USUAL.nodes) for root in trees}
+        for tally, way in zip(tallies, ways, strict=True):
+            tally.add(walk(one.recording.token_ids, one.recording.roots, trees, chains, way))
+    wait = HEAD_COST.wait(USUAL.levels)
+    return [
+        {"source": source, "correction": name, "way": asdict(way)} | figures(tally, way, wait)
+        for tally, way in zip(tallies, ways, strict=True)
+    ]
+
+
+def why_missed(study: Study, shape: TreeShape, rows: int) -> dict[str, float]:
+    """Shares of blind passes by what became of the head's tree: `hit`, or where the tokens left it."""
+    kinds: Counter[str] = Counter()
+    for one in study.drafts:
+        text, root, before = one.recording.token_ids, one.recording.roots.start, NOWHERE
+        tables = one.tables(HEAD, shape)
+        while root in one.recording.roots:
+            table = Table() if before == NOWHERE else tables[before]
+            node = NOWHERE if before == NOWHERE else table.walk(text[before + 1 : root + 1])
+            kinds["first pass" if before == NOWHERE else left_at(table, text[before + 1 : root + 1])] += 1
+            found = rows_of(table, node, one.chains[root], rows, text[root + 1 :])
+            before, root = root, root + found.accepted + 1
+    study.clear()
+    return {kind: round(count / kinds.total(), 3) for kind, count in kinds.most_common()}
+
+
+def left_at(table: Table, tokens: Sequence[int]) -> str:
+    """Where tokens leave a tree. The last of them is the target's own."""
+    for place in range(len(tokens)):
+        if table.walk(tokens[: place + 1]) == NOWHERE:
+            where = "own token" if place == len(tokens) - 1 else "accepted token"
+            known = table.children[table.walk(tokens[:place])]
+            return f"{where} {'is another child' if known else 'is below a leaf'}"
+    return "hit" if table.children[table.walk(tokens)] else "root is a leaf"
+
+
+def ranked(head: HeadTrees, recordings: Iterable[Recording]) -> dict[str, float]:
+    """Share of positions at which the next token is among so many of the head's likeliest."""
+    ranks = [rank for one in recordings if one.states is not None for rank in head.ranks(one)]
+    counts = (1, 2, 4, 8, 16, 32, 64, 128, 1024)
+    found = {f"top {count}": sum(0 <= rank < count for rank in ranks) for count in counts}
+    found["cannot be said"] = ranks.count(-1)
+    return {name: round(count / len(ranks), 4) for name, count in found.items()}
+
+
+def loaded_head(options: argparse.Namespace) -> EagleHead:
+    target = TargetCheckpoint(folder_of(options.model))
+    return load_head(head_source(options.head), target=target, dtype=torch.float32, device="cpu")
+
+
+def claim(folder: Path, settings: Mapping[str, Any]) -> None:
+    """Note in a folder what its recordings are made with. Raises `ValueError` where that was something else."""
+    note, text = folder / "settings.json", json.dumps(settings, indent=1) + "\n"
+    if not note.exists() and folder.exists() and any(folder.iterdir()):
+        raise ValueError(f"{folder} is not empty, and does not say with what settings it was made")
+    if note.exists() and note.read_text() != text:
+        raise ValueError(f"{folder} was made with other settings: {note.read_text()}")
+    folder.mkdir(parents=True, exist_ok=True)
+    note.write_text(text)
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    made_with = {name: getattr(options, name) for name in ("model", "head", "per_task", "measured", "tokens")}
+    claim(options.folder, made_with | {"levels": LEVELS, "width": WIDTH, "breadth": BREADTH})
+    head = loaded_head(options)
+    trees = HeadTrees(head, LEVELS, WIDTH, BREADTH)
+    layers = head.config.layers_of(TargetCheckpoint(folder_of(options.model)).facts().num_layers)
+    path = options.folder / "recordings.safetensors"
+    recordings = record(options.model, layers, options.per_task, options.measured, options.tokens, path)
+    study = Study(draw_all(recordings, trees, options.folder))
+    found: dict[str, Any] = {
+        "recordings": [
+            {"task": one.recording.task, "prompt": one.recording.prompt_length, "positions": len(one.recording.roots)}
+            for one in study.drafts
+        ],
+        "levels_that_fit": max(levels for levels in range(1, 64) if fits(levels)),
+    }
+    parts: dict[str, Callable[[], Any]] = {
+        "main": lambda: list(main_table(study)),
+        "holds": lambda: list(hold_table(study)),
+        "calibration": lambda: calibration(study),
+        "ranks": lambda: ranked(trees, recordings),
+        "misses": lambda: {
+            f"{shape.levels} x {shape.width}, {shape.nodes} nodes, {rows} rows": why_missed(study, shape, rows)
+            for shape in (USUAL, TreeShape(16, 32, 8, 4000))
+            for rows in (12, 24)
+        },
+        "shapes": lambda: list(shape_table(study)),
+    }
+    for name, make in parts.items():
+        found[name] = make()
+        found["inexact"] = round(study.inexact, 6)
+        sys.stdout.write(f"{name}: done\n")
+        sys.stdout.flush()
+        write(options, found)
+    return found
+
+
+def write(options: argparse.Namespace, found: Mapping[str, Any]) -> None:
+    """What is there so far."""
+    settings = {name: value for name, value in vars(options).items() if name not in ("json", "markdown", "folder")}
+    document = {"machine": describe(), "settings": settings, **found}
+    if options.json is not None:
+        options.json.write_text(json.dumps(document, indent=1) + "\n")
+    if options.markdown is not None:
+        options.markdown.write_text(markdown(document))
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2-135m-instruct")
+    parser.add_argument("--head", default="smollm2-135m-instruct")
+    parser.add_argument("--folder", type=Path, required=True, help="where recordings and the head's trees are kept")
+    parser.add_argument("--per-task", type=int, default=7, help="prompts of each task; the first ones only teach tries")
+    parser.add_argument("--measured", type=int, default=2, help="of them, how many are walked")
+    parser.add_argument("--tokens", type=int, default=112, help="of an answer at most")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--markdown", type=Path)
+    return parser.parse_args(arguments)
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    measure(parse())
+
+
+if __name__ == "__main__":
+    main()

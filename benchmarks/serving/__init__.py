@@ -1,0 +1,1 @@
+"""Services under load, beside vLLM."""

@@ -1,0 +1,202 @@
+"""Load from several processes, each with many streams of one target service."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import multiprocessing
+import time
+from collections.abc import Iterator, Sequence
+from multiprocessing.connection import Connection
+from types import TracebackType
+from typing import Any, NamedTuple
+
+from benchmarks.serving.figures import Answer, Share
+from benchmarks.shared.workload import Prompt
+
+_JOIN_SECONDS = 10.0
+
+
+class ServiceLost(RuntimeError):
+    """A request failed; the message says how."""
+
+
+class Ask(NamedTuple):
+    """One request. Its tenant is whose memory a draft may use; `speculate` None leaves drafts to the target."""
+
+    prompt: Prompt
+    tokens: int
+    tenant: str
+    temperature: float = 0.0
+    seed: int = 0
+    speculate: bool | None = None
+
+
+class Reply(NamedTuple):
+    """An answer, the slot that asked for it, and how many verify passes the target counted for it."""
+
+    answer: Answer
+    slot: int
+    steps: int
+
+
+class _Queue(NamedTuple):
+    """Requests in order, and the slots that take turns at them, each with one in flight."""
+
+    asks: list[Ask]
+    slots: range
+
+
+class _Order(NamedTuple):
+    """What one process has to send, when (monotonic) no further request is to begin, and how long one may take."""
+
+    queues: list[_Queue]
+    until: float
+    request_seconds: float | None
+
+
+class Clients:
+    """Sends requests and notes what comes back, and when. Leaving the block ends the processes."""
+
+    def __init__(self, address: str, processes: int, request_seconds: float | None = None) -> None:
+        """With `request_seconds` a request that takes longer has failed."""
+        self._address = address
+        self._count = processes
+        self._request_seconds = request_seconds
+        self._workers: list[tuple[Any, Connection]] = []
+
+    def __enter__(self) -> Clients:
+        # A forked process would inherit the threads' locks of gRPC and torch, without the threads.
+        context = multiprocessing.get_context("spawn")
+        for _ in range(self._count):
+            own, its = context.Pipe()
+            worker = context.Process(target=_serve, args=(self._address, its), daemon=True)
+            worker.start()
+            its.close()
+            self._workers.append((worker, own))
+        for _, pipe in self._workers:
+            pipe.recv()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        for worker, pipe in self._workers:
+            with contextlib.suppress(OSError):
+                pipe.send(None)
+            worker.join(_JOIN_SECONDS)
+            if worker.is_alive():
+                worker.kill()
+
+    def wave(
+        self, prompts: Sequence[Prompt], max_tokens: int, *, speculate: bool, tenant: str
+    ) -> tuple[float, list[Answer]]:
+        """All at once. Seconds until the last answer has ended, and the answers. Raises `ServiceLost`."""
+        begin = time.perf_counter()
+        shares = self.closed([(ids, max_tokens) for ids in prompts], len(prompts), speculate=speculate, tenant=tenant)
+        return time.perf_counter() - begin, [answer for share in shares for answer in share.answers]
+
+    def closed(
+        self, requests: Sequence[tuple[Prompt, int]], concurrency: int, *, speculate: bool, tenant: str
+    ) -> list[Share]:
+        """`concurrency` in flight: where an answer ends, the same process begins its next request.
+
+        Raises `ServiceLost` when one fails.
+        """
+        asks = [Ask(prompt, tokens, tenant, speculate=speculate) for prompt, tokens in requests]
+        used = min(len(self._workers), concurrency)
+        queues = [_Queue(asks[number::used], range(number, concurrency, used)) for number in range(used)]
+        replies = self._exchange([[queue] for queue in queues])
+        return [
+            Share(len(queue.slots), [reply.answer for reply in own]) for queue, own in zip(queues, replies, strict=True)
+        ]
+
+    def streams(self, asks: Sequence[Ask], concurrency: int, seconds: float | None = None) -> list[Reply]:
+        """`concurrency` in flight: request i is slot i % concurrency's, which asks one after the other.
+
+        With `seconds` no request begins later than that. Raises `ServiceLost` when one fails.
+        """
+        until = time.monotonic() + seconds if seconds is not None else float("inf")
+        used = min(len(self._workers), concurrency)
+        queues = [_Queue(list(asks[slot::concurrency]), range(slot, slot + 1)) for slot in range(concurrency)]
+        replies = self._exchange([queues[number::used] for number in range(used)], until)
+        return [reply for own in replies for reply in own]
+
+    def _exchange(self, queues: Sequence[list[_Queue]], until: float = float("inf")) -> list[list[Reply]]:
+        """The replies to each process's queues."""
+        used = self._workers[: len(queues)]
+        for (_, pipe), own in zip(used, queues, strict=True):
+            pipe.send(_Order(own, until, self._request_seconds))
+        try:
+            received = [pipe.recv() for _, pipe in used]
+        except EOFError:
+            raise ServiceLost("a client process has ended") from None
+        failures = [one for one in received if isinstance(one, str)]
+        if failures:
+            raise ServiceLost(failures[0])
+        return received
+
+
+def _serve(address: str, pipe: Connection) -> None:
+    from outrider.runtime import prepare_grpc
+
+    prepare_grpc()
+    asyncio.run(_answer_orders(address, pipe))
+
+
+async def _answer_orders(address: str, pipe: Connection) -> None:
+    import grpc
+
+    from outrider.v1 import target_pb2_grpc
+
+    async with grpc.aio.insecure_channel(address) as channel:
+        stub = target_pb2_grpc.TargetServiceStub(channel)
+        pipe.send("ready")
+        while True:
+            try:
+                order: _Order | None = await asyncio.to_thread(pipe.recv)
+            except EOFError:
+                return
+            if order is None:
+                return
+            replies: list[Reply] = []
+            queues = [(_before(queue.asks, order.until), queue.slots) for queue in order.queues]
+            slots = (_slot(stub, slot, asks, order, replies) for asks, own in queues for slot in own)
+            try:
+                await asyncio.gather(*slots)
+            except grpc.RpcError as error:
+                pipe.send(f"{error.code().name}: {error.details()}")
+                return
+            pipe.send(replies)
+
+
+def _before(asks: Sequence[Ask], until: float) -> Iterator[Ask]:
+    for ask in asks:
+        if time.monotonic() >= until:
+            return
+        yield ask
+
+
+async def _slot(stub: Any, slot: int, asks: Iterator[Ask], order: _Order, replies: list[Reply]) -> None:
+    """One request after the other, of those that wait."""
+    for ask in asks:
+        replies.append(await _ask(stub, slot, ask, order.request_seconds))
+
+
+async def _ask(stub: Any, slot: int, ask: Ask, seconds: float | None) -> Reply:
+    from outrider.v1 import target_pb2, tree_pb2
+
+    sampling = tree_pb2.SamplingParameters(max_tokens=ask.tokens, ignore_eos=True)
+    if ask.temperature:
+        sampling.temperature = ask.temperature
+        sampling.seed = ask.seed
+    request = target_pb2.GenerateRequest(tokens=target_pb2.TokenInput(token_ids=ask.prompt), sampling=sampling)
+    if ask.speculate is not None:
+        request.speculation.enabled = ask.speculate
+    answer, steps = Answer(time.monotonic(), [], []), 0
+    metadata = (("outrider-tenant", ask.tenant),)
+    async for response in stub.Generate(request, metadata=metadata, timeout=seconds):
+        if response.chunk.token_ids:
+            answer.times.append(time.monotonic())
+            answer.counts.append(len(response.chunk.token_ids))
+        if response.HasField("finished"):
+            steps = response.finished.speculation.steps
+    return Reply(answer, slot, steps)

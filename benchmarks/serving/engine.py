@@ -1,0 +1,63 @@
+"""The engine in this process, without gRPC, under the loads that services are put under."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Sequence
+
+from benchmarks.serving.figures import Answer, Share
+from benchmarks.shared.engine_events import EngineEvents
+from benchmarks.shared.step_recorder import StepRecorder
+from benchmarks.shared.workload import Prompt
+from outrider.sampling import SamplingParams, VerificationMode
+from target_service.assembly import engine_config, load_model
+from target_service.config import TargetConfig
+from target_service.core.sequence import SequenceRequest, Verdict
+from target_service.engine.engine import Engine
+
+
+class EngineAlone:
+    """A model's engine, nobody drafting. `steps` holds what its steps cost."""
+
+    def __init__(self, config: TargetConfig) -> None:
+        self.steps = StepRecorder()
+        self._numbers = itertools.count(1)
+        self._answers: dict[int, Answer] = {}
+        self._events = EngineEvents(self._say)
+        self._engine = Engine(load_model(config), engine_config(config), observer=self.steps)
+        self._engine.start(self._events.note)
+
+    def _say(self, verdict: Verdict) -> None:
+        answer = self._answers[verdict.sequence_id]
+        answer.times.append(time.monotonic())
+        answer.counts.append(len(verdict.token_ids))
+
+    def wave(self, prompts: Sequence[Prompt], max_tokens: int, **_how: object) -> tuple[float, list[Answer]]:
+        """All at once. Seconds until the last answer has ended, and the answers."""
+        begin = time.perf_counter()
+        begun = [self._begin(ids, max_tokens) for ids in prompts]
+        for _ in prompts:
+            self._events.wait()
+        return time.perf_counter() - begin, [self._answers.pop(number) for number in begun]
+
+    def closed(self, requests: Sequence[tuple[Prompt, int]], concurrency: int, **_how: object) -> list[Share]:
+        """`concurrency` in flight: where an answer ends, the next request begins."""
+        waiting = iter(requests)
+        begun = [self._begin(*next(waiting)) for _ in range(concurrency)]
+        for _ in requests:
+            self._events.wait()
+            following = next(waiting, None)
+            if following is not None:
+                begun.append(self._begin(*following))
+        return [Share(concurrency, [self._answers.pop(number) for number in begun])]
+
+    def close(self) -> None:
+        self._engine.stop(grace=0)
+
+    def _begin(self, ids: Prompt, max_tokens: int) -> int:
+        sampling = SamplingParams(ignore_eos=True, max_tokens=max_tokens)
+        request = SequenceRequest(ids, sampling, VerificationMode.GREEDY, 0, max_tokens)
+        number = next(self._numbers)
+        self._answers[number] = Answer(time.monotonic(), [], [])
+        return self._engine.submit(request, number)

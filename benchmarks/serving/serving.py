@@ -1,0 +1,218 @@
+"""Tokens per second of a served model under load: the engine alone, and through gRPC, plain and with drafts.
+
+    python -m benchmarks.serving.serving --model MODEL [--device cuda] [--concurrency 1,8,32,64]
+        [--loops waves,closed,steps] [--arrangements engine,own,shared]
+        [--modes plain,trie,eagle,merged --head FOLDER --draft-device cuda:1]
+        [--draft-flags '{"eagle": {"cuda_graphs": true}}'] [--together] [--json FILE]
+
+`engine` is the engine without gRPC, in this process, with what its steps cost; `own` and `shared` say where the engine
+of a whole target service runs. Every mode has a target service of its own, the drafted ones with a draft service.
+`--together` keeps those of all modes up, so that modes take turns wave by wave; otherwise one follows the other.
+
+Loops: in `waves`, `concurrency` prompts are asked at once and the next wave begins when the last answer has ended; wave
+i has prompts i * c .. i * c + c of the shared file, after one wave of other prompts, and a wave's time includes reading
+its prompts. In `closed`, `concurrency` requests are in flight all the time, and what is measured is the part of the
+run in which all of them are. Every answer has exactly `--max-tokens` tokens, except the first ones of a closed loop.
+In `steps`, waves of 8 and of 136 tokens are timed: their difference is what steps take without reading prompts. Every
+wave, and every closed loop, drafts with a memory of its own. Clients run in processes of their own.
+
+With `--address` a target that runs already is measured, and each request of the plain mode asks for no drafts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.serving.clients import Clients
+from benchmarks.serving.figures import LONG, SHORT, closed_figures, line, step_figures, wave_figures
+from benchmarks.serving.services import DraftSettings, TargetSettings, service
+from benchmarks.shared.workload import Prompt, closed_requests, folder_of, random_prompts, read_prompts, wave
+
+# Memory of the GPU that services share which are up at once.
+_SHARED_MEMORY = 0.8
+
+
+def say(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+@dataclass
+class Session:
+    """What is measured, and the figures so far."""
+
+    options: argparse.Namespace
+    prompts: Sequence[Prompt]
+    rows: list[dict[str, Any]] = field(default_factory=list)
+
+    def measure(self, subjects: dict[str, Any], arrangement: str) -> None:
+        """Every loop at every concurrency; the subjects, by mode, take turns."""
+        for concurrency in self.options.concurrency:
+            for loop in self.options.loops:
+                measured = {"waves": self._waves, "closed": self._closed, "steps": self._step_times}[loop]
+                figures = measured(subjects, concurrency)
+                for mode, row in figures.items():
+                    self.rows.append({"arrangement": arrangement, "mode": mode, "concurrency": concurrency, **row})
+                    say(line(self.rows[-1]))
+                    steps = getattr(subjects[mode], "steps", None)
+                    if steps is not None:
+                        self._note_steps(steps)
+
+    def _waves(self, subjects: dict[str, Any], concurrency: int) -> dict[str, dict[str, Any]]:
+        count = self.options.max_tokens
+        measured: dict[str, list[Any]] = {mode: [] for mode in subjects}
+        for number in range(-1, self.options.waves):
+            prompts = wave(self.prompts, number, concurrency)
+            for mode in subjects if number % 2 else reversed(subjects):
+                how = {"speculate": mode != "plain", "tenant": f"wave-{concurrency}-{number}"}
+                done = subjects[mode].wave(prompts, count, **how)
+                # The first of each size finds caches cold.
+                if number >= 0:
+                    measured[mode].append(done)
+                elif hasattr(subjects[mode], "steps"):
+                    subjects[mode].steps.take()
+        return {mode: wave_figures(waves) for mode, waves in measured.items()}
+
+    def _step_times(self, subjects: dict[str, Any], concurrency: int) -> dict[str, dict[str, Any]]:
+        seconds: dict[str, list[tuple[float, float]]] = {mode: [] for mode in subjects}
+        for number in range(-1, self.options.waves):
+            prompts = wave(self.prompts, number, concurrency)
+            for mode, subject in subjects.items():
+                how = {"speculate": mode != "plain", "tenant": f"steps-{concurrency}-{number}"}
+                shorter, longer = (subject.wave(prompts, count, **how)[0] for count in (SHORT, LONG))
+                if number >= 0:
+                    seconds[mode].append((shorter, longer))
+                elif hasattr(subject, "steps"):
+                    subject.steps.take()
+        return {mode: step_figures(concurrency, pairs) for mode, pairs in seconds.items()}
+
+    def _closed(self, subjects: dict[str, Any], concurrency: int) -> dict[str, dict[str, Any]]:
+        requests = closed_requests(self.prompts, concurrency, self.options.max_tokens)
+        figures = {}
+        for mode, subject in subjects.items():
+            how = {"speculate": mode != "plain", "tenant": f"closed-{concurrency}"}
+            figures[mode] = closed_figures(subject.closed(requests, concurrency, **how))
+        return figures
+
+    def _note_steps(self, recorder: Any) -> None:
+        # Only where an engine runs here, which brings torch along.
+        from benchmarks.shared import step_recorder
+
+        summary = step_recorder.summarise(recorder.take())
+        self.rows[-1]["steps"] = summary
+        say("         " + step_recorder.line(summary))
+
+
+def draft_settings(options: argparse.Namespace, mode: str) -> DraftSettings | None:
+    """The draft service of a mode; None for the plain one."""
+    if mode == "plain":
+        return None
+    if mode not in ("eagle", "merged"):
+        return DraftSettings(mode, device=options.draft_device, flags=options.draft_flags)
+    return DraftSettings(mode, options.head, folder_of(options.model), options.draft_device, options.draft_flags)
+
+
+@contextmanager
+def served(options: argparse.Namespace, modes: Sequence[str], arrangement: str) -> Iterator[dict[str, Clients]]:
+    """Clients of one service per mode, all of them up."""
+    more = dict(options.target)
+    if len(modes) > 1 and options.device != "cpu" and not {"kv_tokens", "memory_share"} & more.keys():
+        more["memory_share"] = round(_SHARED_MEMORY / len(modes), 3)
+    settings = TargetSettings(options.model, options.device, options.dtype, more)
+    with ExitStack() as stack:
+        # One after another: a target measures what its steps cost when it starts.
+        addresses = {
+            mode: stack.enter_context(service(settings, arrangement, draft_settings(options, mode))) for mode in modes
+        }
+        yield {mode: stack.enter_context(Clients(address, options.clients)) for mode, address in addresses.items()}
+
+
+def run(session: Session) -> None:
+    """Every arrangement."""
+    options = session.options
+    if options.address:
+        with Clients(options.address, options.clients) as clients:
+            session.measure({mode: clients for mode in options.modes}, options.arrangements[0])
+        return
+    for arrangement in options.arrangements:
+        if arrangement == "engine":
+            from benchmarks.serving.engine import EngineAlone
+            from target_service.config import TargetConfig
+
+            config = TargetConfig(model=options.model, device=options.device, dtype=options.dtype, **options.target)
+            alone = EngineAlone(config)
+            session.measure({"plain": alone}, arrangement)
+            alone.close()
+            continue
+        for modes in [options.modes] if options.together else [[mode] for mode in options.modes]:
+            with served(options, modes, arrangement) as clients:
+                session.measure(dict(clients), arrangement)
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2-135m-instruct")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--concurrency", default="1,8,32,64", type=lambda text: [int(c) for c in text.split(",")])
+    parser.add_argument("--modes", default="plain", type=lambda text: text.split(","), help="plain and drafters' names")
+    parser.add_argument("--loops", default="waves", type=lambda text: text.split(","), help="waves, closed, steps")
+    parser.add_argument("--arrangements", default="engine,own", type=lambda text: text.split(","))
+    parser.add_argument("--together", action="store_true", help="services of all modes up at once, taking turns")
+    parser.add_argument("--address", default="", help="a running target, of the first arrangement, to measure")
+    parser.add_argument("--waves", type=int, default=3)
+    parser.add_argument("--max-tokens", type=int, default=200)
+    parser.add_argument("--prompts", type=int, default=0, help="use only the first so many")
+    parser.add_argument("--prompt-tokens", type=int, default=0, help="random prompts of so many tokens instead")
+    parser.add_argument("--clients", type=int, default=8, help="processes that load comes from")
+    parser.add_argument("--head", default="", help="folder of an EAGLE head, for the modes eagle and merged")
+    parser.add_argument("--draft-device", default="cpu", help="of eagle, merged and model: cpu, cuda:0, cuda:1")
+    parser.add_argument("--draft-flags", default="{}", type=json.loads, help="drafters' settings by section, as JSON")
+    parser.add_argument("--target", default="{}", type=json.loads, help="more settings of the target, as JSON")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args(arguments)
+    if {"eagle", "merged"} & set(options.modes) and not (options.head or options.address):
+        parser.error("the modes eagle and merged need --head")
+    if set(options.loops) - {"waves", "closed", "steps"}:
+        parser.error("loops are waves, closed and steps")
+    return options
+
+
+def prompts_of(options: argparse.Namespace) -> list[Prompt]:
+    """The shared prompts, or random ones enough for the largest wave and its warm-up."""
+    if not options.prompt_tokens:
+        return read_prompts(options.model, options.prompts)
+    from transformers import AutoConfig
+
+    vocabulary_size = AutoConfig.from_pretrained(folder_of(options.model)).vocab_size
+    count = options.prompts or (options.waves + 1) * max(options.concurrency)
+    return random_prompts(count, options.prompt_tokens, vocabulary_size)
+
+
+def main() -> None:
+    options = parse()
+    session = Session(options, prompts_of(options))
+    try:
+        run(session)
+    finally:
+        # What was measured before something failed is worth keeping.
+        if options.json is not None:
+            from benchmarks.shared.machine import describe
+
+            settings = {name: value for name, value in vars(options).items() if name != "json"}
+            document = {"machine": describe(), "settings": settings, "cores": os.cpu_count(), "results": session.rows}
+            options.json.write_text(json.dumps(document, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    multiprocessing.set_start_method("spawn")
+    main()

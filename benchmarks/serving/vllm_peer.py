@@ -1,0 +1,204 @@
+"""vLLM on the same GPU, the same prompts and the same loops as `serving.py`: plain decoding and n-gram speculation.
+
+    PYTHONPATH=protos:. python -m benchmarks.serving.vllm_peer --model FOLDER [--mode plain|ngram]
+        [--concurrency 1,8,32,64] [--loops waves,closed,steps] [--json FILE]
+    ... --shape CONFIG_FOLDER --prompt-tokens 1024     random weights of a config.json's shape
+
+Written for vLLM 0.24.0, which runs beside torch 2.11.0; nothing else here needs it. In-process and without prefix
+caching, so that no answer is remembered, and without a server: `serving.py --arrangements engine` is what compares with
+it. `waves` are `LLM.generate` over a wave's prompts; in `closed` a request is added when another has ended, and times
+are those at which `LLMEngine.step` returned its tokens. With `--shape` weights are vLLM's own random ones: speculation
+is then not worth measuring, and ms per token is what counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.serving.figures import LONG, SHORT, Answer, Share, closed_figures, line, step_figures, wave_figures
+from benchmarks.shared.workload import Prompt, closed_requests, random_prompts, read_prompts, wave
+
+# Before vLLM is imported: one process, no network, and no FlashInfer for sampling.
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+}
+_CONTEXT = 4096
+
+
+def engine_options(options: argparse.Namespace) -> dict[str, Any]:
+    """Arguments of `vllm.LLM`."""
+    settings: dict[str, Any] = {
+        "model": options.shape or options.model,
+        "dtype": "bfloat16",
+        "max_model_len": _CONTEXT,
+        "gpu_memory_utilization": 0.6 if options.shape else 0.5,
+        "enable_prefix_caching": False,
+        "max_num_seqs": max(options.concurrency),
+    }
+    if options.shape:
+        settings |= {"load_format": "dummy", "skip_tokenizer_init": True}
+    if options.mode == "ngram":
+        settings["speculative_config"] = {
+            "method": "ngram",
+            "num_speculative_tokens": options.ngram_tokens,
+            "prompt_lookup_max": 4,
+            "prompt_lookup_min": 2,
+        }
+    settings |= options.engine
+    return settings
+
+
+class Peer:
+    """vLLM behind the interface that `serving.engine.EngineAlone` has."""
+
+    def __init__(self, llm: Any, params: Any, delta: Any, *, detokenize: bool) -> None:
+        """`llm` is a `vllm.LLM`, `params` the class of its sampling parameters, `delta` the kind of output that brings
+        new tokens only."""
+        self._llm, self._params, self._delta, self._detokenize = llm, params, delta, detokenize
+        self._number = 0
+
+    def wave(self, prompts: Sequence[Prompt], max_tokens: int) -> tuple[float, list[Answer]]:
+        """Seconds for all, and their answers, of which only the ends are known."""
+        asked = [{"prompt_token_ids": list(ids)} for ids in prompts]
+        begin, started = time.perf_counter(), time.monotonic()
+        outputs = self._llm.generate(asked, self._sampling(max_tokens), use_tqdm=False)
+        seconds, ended = time.perf_counter() - begin, time.monotonic()
+        return seconds, [Answer(started, [ended], [len(one.outputs[0].token_ids)]) for one in outputs]
+
+    def closed(self, requests: Sequence[tuple[Prompt, int]], concurrency: int) -> list[Share]:
+        """`concurrency` in flight: where an answer ends, the next request begins."""
+        waiting = iter(requests)
+        answers: dict[str, Answer] = {}
+        for _ in range(concurrency):
+            self._add(*next(waiting), answers)
+        left = len(requests)
+        while left:
+            for output in self._llm.llm_engine.step():
+                now, tokens = time.monotonic(), len(output.outputs[0].token_ids)
+                if tokens:
+                    # Some versions add a suffix of their own to a request's name.
+                    answer = answers[output.request_id.partition("-")[0]]
+                    answer.times.append(now)
+                    answer.counts.append(tokens)
+                if output.finished:
+                    left -= 1
+                    following = next(waiting, None)
+                    if following is not None:
+                        self._add(*following, answers)
+        return [Share(concurrency, list(answers.values()))]
+
+    def _add(self, ids: Prompt, max_tokens: int, answers: dict[str, Answer]) -> None:
+        self._number += 1
+        name = str(self._number)
+        answers[name] = Answer(time.monotonic(), [], [])
+        params = self._sampling(max_tokens, output_kind=self._delta)
+        self._llm.llm_engine.add_request(name, {"prompt_token_ids": list(ids)}, params)
+
+    def _sampling(self, max_tokens: int, **more: Any) -> Any:
+        return self._params(
+            temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=self._detokenize, **more
+        )
+
+
+def measure(peer: Peer, prompts: Sequence[Prompt], options: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
+    """Every loop at every concurrency; figures are appended to `rows`."""
+    for concurrency in options.concurrency:
+        for loop in options.loops:
+            if loop == "waves":
+                done = [
+                    peer.wave(wave(prompts, number, concurrency), options.max_tokens)
+                    for number in range(-1, options.waves)
+                ]
+                # The first of each size finds caches cold. Times within an answer are not known.
+                figures = wave_figures(done[1:]) | {"first_token_ms": None, "token_ms": None}
+            elif loop == "steps":
+                waves = [wave(prompts, number, concurrency) for number in range(-1, options.waves)]
+                timed = [[peer.wave(asked, count)[0] for count in (SHORT, LONG)] for asked in waves]
+                figures = step_figures(concurrency, [(shorter, longer) for shorter, longer in timed[1:]])
+            else:
+                requests = closed_requests(prompts, concurrency, options.max_tokens)
+                figures = closed_figures(peer.closed(requests, concurrency))
+            name = {"arrangement": "vllm", "mode": options.mode, "concurrency": concurrency}
+            rows.append(name | figures)
+            sys.stdout.write(line(rows[-1]) + "\n")
+            sys.stdout.flush()
+
+
+def prompts_of(options: argparse.Namespace) -> list[Prompt]:
+    """Those of `serving.py` with the same settings."""
+    if not options.prompt_tokens:
+        return read_prompts(options.model, 0)
+    config = json.loads((Path(options.shape or options.model) / "config.json").read_text())
+    count = (options.waves + 1) * max(options.concurrency)
+    return random_prompts(count, options.prompt_tokens, config["vocab_size"])
+
+
+def describe_peer() -> dict[str, str]:
+    """Device, versions and command line."""
+    import torch
+    import vllm
+
+    return {
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
+        "vllm": vllm.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "command": " ".join(sys.argv),
+    }
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="", help="folder of a model with its tokenizer")
+    parser.add_argument("--shape", default="", help="folder with a config.json, for random weights")
+    parser.add_argument("--mode", default="plain", choices=("plain", "ngram"))
+    parser.add_argument("--concurrency", default="1,8,32,64", type=lambda text: [int(c) for c in text.split(",")])
+    parser.add_argument(
+        "--loops", default="waves,closed", type=lambda text: text.split(","), help="waves, closed, steps"
+    )
+    parser.add_argument("--waves", type=int, default=3)
+    parser.add_argument("--max-tokens", type=int, default=200)
+    parser.add_argument("--prompt-tokens", type=int, default=0, help="random prompts of so many tokens")
+    parser.add_argument("--ngram-tokens", type=int, default=5, help="tokens that n-gram speculation proposes")
+    parser.add_argument("--engine", default="{}", type=json.loads, help="more arguments of vllm.LLM, as JSON")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args(arguments)
+    if bool(options.model) == bool(options.shape) or (options.shape and not options.prompt_tokens):
+        parser.error("name a --model, or a --shape with --prompt-tokens")
+    return options
+
+
+def main() -> None:
+    options = parse()
+    prompts = prompts_of(options)
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    from vllm import LLM, SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    llm = LLM(**engine_options(options))
+    rows: list[dict[str, Any]] = []
+    try:
+        peer = Peer(llm, SamplingParams, RequestOutputKind.DELTA, detokenize=not options.shape)
+        measure(peer, prompts, options, rows)
+    finally:
+        # What was measured before something failed is worth keeping.
+        if options.json is not None:
+            settings = {name: value for name, value in vars(options).items() if name != "json"}
+            document = {"machine": describe_peer(), "settings": settings, "cores": os.cpu_count(), "results": rows}
+            options.json.write_text(json.dumps(document, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""What several benchmarks use: the machine's description, prompts, random models, plots."""

@@ -1,0 +1,120 @@
+"""Draws the figures of docs/performance.md that were measured on a GPU from their JSON files, as PNGs beside them.
+
+python -m benchmarks.shared.plots [--results benchmarks/results] [--prefix 2026-11-21-h200-]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+# matplotlib is no requirement of the benchmarks themselves, and nothing else here needs it.
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, NullLocator, StrMethodFormatter
+
+# Milliseconds in which 4.3 TB/s read the 15.0 GB of weights of a Llama-3.1-8B shape.
+FLOOR_8B_MS = 3.49
+# The least share of plain decoding's speed that asking for drafts may leave.
+LEAST_RATIO = 0.98
+
+Row = dict[str, Any]
+
+
+def rows(document: dict[str, Any], **wanted: str) -> list[Row]:
+    """The results in which every named field has the value wanted."""
+    found: list[Row] = document["results"]
+    return [row for row in found if all(row[name] == value for name, value in wanted.items())]
+
+
+def axis(title: str, label: str) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=(6.4, 4.0), layout="constrained")
+    drawn = figure.subplots()
+    drawn.set_title(title, fontsize=10)
+    drawn.set_xlabel("requests at once")
+    drawn.set_ylabel(label)
+    drawn.grid(alpha=0.3)
+    return figure, drawn
+
+
+def name_levels(drawn: Axes, levels: Iterable[int]) -> None:
+    """Concurrency by doublings, with the levels measured named."""
+    drawn.set_xscale("log", base=2)
+    drawn.xaxis.set_major_locator(FixedLocator(sorted(set(levels))))
+    drawn.xaxis.set_minor_locator(NullLocator())
+    drawn.xaxis.set_major_formatter(StrMethodFormatter("{x:.0f}"))
+
+
+def line(drawn: Axes, measured: Sequence[Row], middle: str, least: str, most: str, label: str) -> None:
+    """A point per concurrency, with what the slowest and the fastest repeat made."""
+    levels = [row["concurrency"] for row in measured]
+    values = [row[middle] for row in measured]
+    below = [row[middle] - row[least] for row in measured]
+    above = [row[most] - row[middle] for row in measured]
+    drawn.errorbar(levels, values, yerr=[below, above], marker="o", capsize=3, label=label)
+
+
+def throughput(own: dict[str, Any], engine: dict[str, Any], vllm: dict[str, Any]) -> Figure:
+    figure, drawn = axis("SmolLM2-135M, one H200, waves of 200 tokens (bars: slowest and fastest)", "tokens per second")
+    named = ((own, "Outrider, through gRPC"), (engine, "Outrider, engine alone"), (vllm, "vLLM 0.24.0, offline"))
+    for document, label in named:
+        line(drawn, rows(document, loop="waves"), "tokens_per_second", "least", "most", label)
+    elsewhere: dict[str, float] = vllm["elsewhere"]
+    levels = [int(level) for level in elsewhere]
+    drawn.plot(levels, list(elsewhere.values()), "s--", color="C2", label="vLLM 0.24.0, offline, on another machine")
+    name_levels(drawn, own["settings"]["concurrency"])
+    drawn.set_ylim(bottom=0)
+    drawn.legend(frameon=False)
+    return figure
+
+
+def step_times(document: dict[str, Any]) -> Figure:
+    figure, drawn = axis("Llama-8B shape, random weights, prompts of 1,024 tokens, one H200", "ms per decode step")
+    labels = {"service": "Outrider, through gRPC", "engine": "Outrider, engine alone", "vllm": "vLLM 0.24.0, offline"}
+    for run in document["runs"]:
+        line(drawn, rows(run, loop="steps"), "step_ms", "least_step_ms", "most_step_ms", labels[run["name"]])
+    drawn.axhline(FLOOR_8B_MS, color="grey", linestyle="--", label="reading the weights once at 4.3 TB/s")
+    name_levels(drawn, document["runs"][0]["settings"]["concurrency"])
+    drawn.set_ylim(bottom=0)
+    drawn.legend(frameon=False)
+    return figure
+
+
+def load_curve(document: dict[str, Any]) -> Figure:
+    figure, drawn = axis("Asking for drafts of a trie, SmolLM2-135M, one H200", "tokens/s, as a share of plain")
+    plain, drafted = rows(document, mode="plain"), rows(document, mode="trie")
+    levels = [row["concurrency"] for row in plain]
+    for name, label in (("tokens_per_second", "all waves"), ("median_tokens_per_second", "median wave")):
+        ratios = [one[name] / other[name] for one, other in zip(drafted, plain, strict=True)]
+        drawn.plot(levels, ratios, marker="o", label=label)
+    drawn.axhline(LEAST_RATIO, color="grey", linestyle="--", label=f"bar, {LEAST_RATIO}")
+    name_levels(drawn, levels)
+    drawn.set_ylim(bottom=0)
+    drawn.legend(frameon=False, loc="lower left")
+    return figure
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", type=Path, default=Path(__file__).parents[1] / "results")
+    parser.add_argument("--prefix", default="2026-11-21-h200-")
+    options = parser.parse_args()
+
+    def read(name: str) -> dict[str, Any]:
+        document: dict[str, Any] = json.loads((options.results / f"{options.prefix}{name}.json").read_text())
+        return document
+
+    figures = {
+        "throughput": throughput(read("serving"), read("engine"), read("vllm")),
+        "8b": step_times(read("8b")),
+        "trie-load": load_curve(read("trie-load")),
+    }
+    for name, figure in figures.items():
+        figure.savefig(options.results / f"{options.prefix}{name}.png", dpi=100)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,185 @@
+"""Writes a model of a real shape with random weights, and an EAGLE-3 head for it, so that services can be measured at
+real size where no weights are to be had.
+
+    python -m benchmarks.shared.random_model FOLDER --shape llama-8b [--head FOLDER] [--device cuda] [--tokenizer NAME]
+
+`outrider target --model FOLDER` then serves it: config.json, bfloat16 safetensors, and the tokenizer of `--tokenizer`,
+whose vocabulary may be smaller than the model's. What such a model says means nothing, what it costs is real.
+
+Weights are drawn as Llama's are before training (standard deviation 0.02), those that write to the residual stream
+smaller by the square root of how many do. The output embedding is the input embedding shifted by 7,907 ids, so that
+after token t the model says token t + 7907, by a wide margin. With weights that are random there too, near-ties would
+be so common that passes of other shapes, which round differently, would soon say other tokens.
+A model with tied embeddings has no such shift, and repeats its last token.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+
+from draft_service.eagle.checkpoint import save_head
+from draft_service.eagle.head import EagleHead
+from draft_service.eagle.head_config import HeadConfig
+from target_service.model.loading.store import resolve
+
+STANDARD_DEVIATION = 0.02
+# Of the output embedding: large enough for a margin of dozens, small enough for bfloat16 to be finite by far.
+_OUTPUT_SCALE = 0.02
+_SHIFT = 7907
+# Written at once; half of it lies in memory twice.
+_SHARD_BYTES = 2 << 30
+_DRAFT_VOCABULARY = 32000
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama-8b": {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+        "max_position_embeddings": 8192,
+    },
+    # For rehearsals: more token ids than the tokenizer of SmolLM2 has.
+    "tiny": {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 60000,
+        "max_position_embeddings": 4096,
+    },
+}
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+
+
+def read_shape(name: str) -> Any:
+    """The configuration of a named shape, or of a config.json."""
+    if name in SHAPES:
+        return LlamaConfig(**SHAPES[name], rope_theta=500000.0, tie_word_embeddings=False, dtype="bfloat16")
+    config = AutoConfig.from_pretrained(name)
+    config.dtype = torch.bfloat16
+    return config
+
+
+def tensors_of(config: Any, device: str) -> Iterator[tuple[str, Tensor]]:
+    """(name, weight) of every parameter, bfloat16 on `device`."""
+    with torch.device("meta"):
+        shapes = {name: one.shape for name, one in AutoModelForCausalLM.from_config(config).named_parameters()}
+    generator = torch.Generator(device).manual_seed(0)
+    written = 2 * config.num_hidden_layers
+    embedding: Tensor | None = None
+    for name, shape in shapes.items():
+        weight = torch.empty(shape, dtype=torch.bfloat16, device=device)
+        if weight.ndim == 1:
+            # Norms; biases are nothing.
+            weight.fill_(float(name.endswith("norm.weight")))
+        elif name.endswith("lm_head.weight") and embedding is not None:
+            weight = embedding.roll(_SHIFT % len(embedding), dims=0) * _OUTPUT_SCALE
+        elif name.endswith("embed_tokens.weight"):
+            embedding = weight.normal_(generator=generator)
+        else:
+            narrow = name.endswith(("o_proj.weight", "down_proj.weight"))
+            weight.normal_(std=STANDARD_DEVIATION / (math.sqrt(written) if narrow else 1.0), generator=generator)
+        yield name, weight
+
+
+def write_model(folder: Path, config: Any, tokenizer: str, device: str) -> int:
+    """Write the model and the tokenizer's files. Returns bytes of weights."""
+    folder.mkdir(parents=True, exist_ok=True)
+    index: dict[str, str] = {}
+    shard: dict[str, Tensor] = {}
+    total = held = 0
+
+    def flush() -> None:
+        nonlocal held
+        name = f"model-{len(set(index.values())) + 1:05d}.safetensors"
+        save_file(shard, folder / name, metadata={"format": "pt"})
+        index.update(dict.fromkeys(shard, name))
+        shard.clear()
+        held = 0
+
+    for name, weight in tensors_of(config, device):
+        size = weight.numel() * weight.element_size()
+        if shard and held + size > _SHARD_BYTES:
+            flush()
+        shard[name] = weight.contiguous().cpu()
+        held, total = held + size, total + size
+    flush()
+    layout = {"metadata": {"total_size": total}, "weight_map": index}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(layout) + "\n")
+    config.architectures = ["LlamaForCausalLM"] if config.model_type == "llama" else config.architectures
+    config.save_pretrained(folder)
+    source = Path(resolve(tokenizer))
+    for name in _TOKENIZER_FILES:
+        if (source / name).exists():
+            shutil.copy(source / name, folder / name)
+    return total
+
+
+def write_head(folder: Path, config: Any, device: str) -> None:
+    """Write an EAGLE-3 head of the model's own width with random weights: one layer, its own lm_head over as much of
+    the vocabulary as published heads have."""
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    layers, vocabulary = config.num_hidden_layers, min(_DRAFT_VOCABULARY, config.vocab_size)
+    shape = HeadConfig(
+        "eagle3",
+        config.hidden_size,
+        config.intermediate_size,
+        config.num_attention_heads,
+        config.num_key_value_heads,
+        width,
+        config.vocab_size,
+        vocabulary,
+        config.hidden_size,
+        num_features=3,
+        feature_layers=(1, layers // 2 - 1, layers - 4),
+        max_positions=config.max_position_embeddings,
+    )
+    with torch.device("meta"):
+        head = EagleHead(shape, torch.arange(vocabulary, device="cpu"))
+    head.to_empty(device=device)
+    # Buffers and all else that is not drawn anew.
+    ids = None if vocabulary == config.vocab_size else torch.arange(vocabulary, device=device)
+    head.token_ids = ids
+    generator = torch.Generator(device).manual_seed(1)
+    for parameter in head.parameters():
+        if parameter.ndim == 1:
+            torch.nn.init.ones_(parameter)
+        else:
+            parameter.data.normal_(std=STANDARD_DEVIATION, generator=generator)
+    save_head(head.to(torch.bfloat16), folder, {"weights": "random, seed 1"})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--shape", default="llama-8b", help=f"{', '.join(SHAPES)}, or a config.json")
+    parser.add_argument("--head", type=Path, help="also write an EAGLE-3 head here")
+    parser.add_argument("--tokenizer", default="smollm2-135m-instruct", help="model whose tokenizer is taken along")
+    parser.add_argument(
+        "--device", default="cuda" if torch.cuda.is_available() else "cpu", help="where to draw weights"
+    )
+    options = parser.parse_args()
+    begin, config = time.perf_counter(), read_shape(options.shape)
+    written = write_model(options.folder, config, options.tokenizer, options.device)
+    if options.head is not None:
+        write_head(options.head, config, options.device)
+    sys.stdout.write(f"{written / 1e9:.2f} GB of weights in {time.perf_counter() - begin:.1f} s\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,3 @@
+"""The `outrider` command."""
+
+from outrider_client.cli.app import main as main

@@ -1,0 +1,69 @@
+"""The `outrider` command."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from outrider import __version__
+from outrider.runtime import prepare_grpc
+
+_DESCRIPTION = """\
+Lossless speculative decoding over gRPC: a draft service guesses ahead, a target service checks whole trees of
+guesses in one pass and says exactly what it would have said alone, only sooner."""
+
+_EPILOG = """\
+start here:
+  outrider demo                          see it work: a real model, drafted and own tokens in colours, the proof
+  outrider up                            run both services on this machine
+  outrider chat                          talk to them
+  outrider bench --prompts FILE          measure
+
+Every flag can also be set as OUTRIDER_<SECTION>_<FLAG> in the environment, or in a TOML file given with --config
+(or OUTRIDER_CONFIG), in a table named like the section: [client], [generate], [up], [bench], [target], [draft],
+[training].
+The flag wins over the environment, and the environment over the file."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command. Returns its exit status: 2 for wrong usage, 130 after Ctrl-C."""
+    # gRPC reads its switches when it is imported, which the commands do.
+    prepare_grpc()
+    # Its own log lines would break into progress bars and answers; failures reach us as exceptions.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    from outrider_client.cli.commands import COMMANDS, run_command
+
+    words = list(sys.argv[1:] if argv is None else argv)
+    parser = argparse.ArgumentParser(
+        prog="outrider",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"outrider {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command", required=True)
+    parsers = {}
+    for command in COMMANDS:
+        own = commands.add_parser(
+            command.name,
+            help=command.summary,
+            description=command.description,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+            add_help=command.module is None,
+        )
+        parsers[command.name] = own
+        command.add_flags(own)
+    # Before parsing: flags of the services are theirs to read, and to explain.
+    handed_on = next((command for command in COMMANDS if command.module and words[:1] == [command.name]), None)
+    if handed_on is not None:
+        os.execv(sys.executable, [sys.executable, "-m", str(handed_on.module), *words[1:]])
+    arguments, unknown = parser.parse_known_args(words)
+    if unknown:
+        # Said by the command's own parser, whose usage is the one that helps.
+        parsers[arguments.command].error(f"no such flag or argument: {' '.join(unknown)}; see --help")
+    command = next(command for command in COMMANDS if command.name == arguments.command)
+    return run_command(command, parsers[command.name], arguments)

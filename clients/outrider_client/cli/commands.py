@@ -1,0 +1,28 @@
+"""The commands of `outrider`, in the order of its help."""
+
+from outrider_client.cli.base import Command, run_command
+from outrider_client.cli.bench import BENCH
+from outrider_client.cli.chat import CHAT
+from outrider_client.cli.corpus import CORPUS
+from outrider_client.cli.demo import DEMO
+from outrider_client.cli.generate import GENERATE
+from outrider_client.cli.head import HEAD
+from outrider_client.cli.health import HEALTH
+from outrider_client.cli.services import DRAFT, MODEL, TARGET, TRAIN_HEAD, UP
+
+COMMANDS: tuple[Command, ...] = (
+    DEMO,
+    UP,
+    CHAT,
+    GENERATE,
+    BENCH,
+    HEALTH,
+    MODEL,
+    HEAD,
+    CORPUS,
+    TARGET,
+    DRAFT,
+    TRAIN_HEAD,
+)
+
+__all__ = ["COMMANDS", "Command", "run_command"]

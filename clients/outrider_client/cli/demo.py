@@ -1,0 +1,54 @@
+"""`outrider demo`: see it work, and see that it is lossless."""
+
+from __future__ import annotations
+
+import argparse
+
+from rich.console import Console
+
+from outrider.runtime import run
+from outrider.settings import SettingsError, add_flags
+from outrider_client.cli.base import Command, CommandFailed, add_config_flag, error_console, options
+from outrider_client.demo.run import DraftNotFound, pull_model, run_demo
+from outrider_client.local.stack import ServiceFailed
+from outrider_client.terminal.options import DemoOptions
+
+EXIT_DIFFERENT = 3
+
+
+def _add_flags(parser: argparse.ArgumentParser) -> None:
+    add_config_flag(parser)
+    add_flags(parser, DemoOptions)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    return run(_demo(options(DemoOptions, "demo", arguments)))
+
+
+async def _demo(demo: DemoOptions) -> int:
+    if demo.max_tokens < 1:
+        raise SettingsError("--max-tokens must be at least 1")
+    status = await pull_model(demo.model)
+    if status != 0:
+        raise CommandFailed(f"cannot get the model {demo.model}")
+    try:
+        identical = await run_demo(demo, Console(highlight=False))
+    except ServiceFailed as error:
+        raise CommandFailed("\n".join([str(error), *error.tail])) from error
+    except DraftNotFound as error:
+        raise CommandFailed(str(error)) from error
+    if not identical:
+        error_console().print("[bold red]the outputs differ, in fp32, where they must not[/]")
+        return EXIT_DIFFERENT
+    return 0
+
+
+DEMO = Command(
+    "demo",
+    "see it work on a real model, with the proof that nothing is lost",
+    "Fetches a small model, runs both services as two processes, streams an answer with drafted tokens in one\n"
+    "colour and the model's own in another, and the same prompt without drafts. Both outputs must be identical:\n"
+    "the exit status is 3 if they are not.",
+    _add_flags,
+    _run,
+)

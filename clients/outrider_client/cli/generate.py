@@ -1,0 +1,125 @@
+"""`outrider generate`: one prompt, one answer."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from enum import Enum
+from pathlib import Path
+
+from rich.console import Console
+
+from outrider.runtime import run
+from outrider.settings import SettingsError, add_flags
+from outrider_client.cli.base import Command, CommandFailed, add_config_flag, error_console, options
+from outrider_client.client import Client, Message
+from outrider_client.generation import Generation
+from outrider_client.local.models import find_tokenizer
+from outrider_client.results import Result
+from outrider_client.terminal.options import ClientOptions, GenerateOptions
+from outrider_client.terminal.painting import Painter
+
+
+def _add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("prompt", nargs="?", help="what to say; read from the standard input when left out or -")
+    add_config_flag(parser)
+    parser.add_argument("--raw", action="store_true", help="continue the prompt as it stands, without a chat template")
+    parser.add_argument("--system", default="", metavar="TEXT", help="system message of the conversation")
+    parser.add_argument(
+        "--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be repeated"
+    )
+    parser.add_argument("--json", action="store_true", help="print the result as JSON instead of streaming text")
+    parser.add_argument("--colour", action="store_true", help="show drafted and own tokens in two colours")
+    add_flags(parser, ClientOptions)
+    add_flags(parser, GenerateOptions)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    client = options(ClientOptions, "client", arguments)
+    wanted = options(GenerateOptions, "generate", arguments)
+    if arguments.raw and arguments.system:
+        raise SettingsError("--system needs the chat template, which --raw leaves out")
+    return run(_generate(arguments, client, wanted, _prompt(arguments.prompt)))
+
+
+def _prompt(given: str | None) -> str:
+    if given not in (None, "-"):
+        text = str(given)
+    elif sys.stdin.isatty():
+        raise SettingsError("a prompt is needed, as an argument or on the standard input")
+    else:
+        text = sys.stdin.read()
+    if not text.strip():
+        raise SettingsError("the prompt is empty")
+    return text
+
+
+async def _generate(arguments: argparse.Namespace, reach: ClientOptions, wanted: GenerateOptions, prompt: str) -> int:
+    messages: list[Message] = [("system", arguments.system)] if arguments.system else []
+    async with Client(reach.connection(reach.target)) as client:
+        painter = Painter(find_tokenizer((await client.info()).model)) if arguments.colour else None
+        generation = client.generate(
+            messages=() if arguments.raw else [*messages, ("user", prompt)],
+            text=prompt if arguments.raw else "",
+            sampling=wanted.sampling(tuple(arguments.stop)),
+            speculation=wanted.speculating(),
+            timeout=reach.deadline,
+        )
+        if not arguments.json:
+            await _stream(generation, painter)
+        result = await generation.result()
+    if arguments.json:
+        json.dump(result_as_json(result), sys.stdout, indent=2)
+        sys.stdout.write("\n")
+    else:
+        error_console().print(f"[dim]{summary(result)}[/]", soft_wrap=True)
+    return 0
+
+
+async def _stream(generation: Generation, painter: Painter | None) -> None:
+    console = Console(highlight=False)
+    async for chunk in generation:
+        if painter is None:
+            sys.stdout.write(chunk.text)
+            sys.stdout.flush()
+        else:
+            console.print(painter.paint(chunk), end="", soft_wrap=True)
+    sys.stdout.write("\n")
+
+
+def summary(result: Result) -> str:
+    """The totals of a generation in one line."""
+    reason = result.finish_reason.value if result.finish_reason else "unfinished"
+    return (
+        f"{result.completion_tokens} tokens in {result.speculation.steps} steps, "
+        f"{result.mean_accepted_length:.2f} per step, {result.tokens_per_second:.1f} tokens/s, "
+        f"first token after {result.time_to_first_token * 1e3:.0f} ms, ended by {reason}"
+    )
+
+
+def result_as_json(result: Result) -> dict[str, object]:
+    """A result as JSON types, derived figures included."""
+    document = dataclasses.asdict(result)
+    document["finish_reason"] = result.finish_reason.value if isinstance(result.finish_reason, Enum) else None
+    document["tokens_per_second"] = result.tokens_per_second
+    document["mean_accepted_length"] = result.mean_accepted_length
+    return document
+
+
+def read_text(path: Path) -> str:
+    """A UTF-8 file, or `CommandFailed`."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CommandFailed(f"{path}: {error}") from error
+
+
+GENERATE = Command(
+    "generate",
+    "answer one prompt",
+    "Sends one prompt to the target and streams the answer to the standard output; totals go to the standard error.",
+    _add_flags,
+    _run,
+)

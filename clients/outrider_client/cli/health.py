@@ -1,0 +1,71 @@
+"""`outrider health`: for people, scripts and container health checks."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Awaitable, Callable
+
+from rich.console import Console
+
+from outrider.errors import OutriderError
+from outrider.runtime import run
+from outrider.settings import add_flags
+from outrider_client.cli.base import Command, add_config_flag, options
+from outrider_client.client import Client
+from outrider_client.draft import DraftClient
+from outrider_client.failures import ServiceUnreachable
+from outrider_client.terminal.options import ClientOptions
+
+
+def _add_flags(parser: argparse.ArgumentParser) -> None:
+    add_config_flag(parser)
+    parser.add_argument("--draft", metavar="ADDRESS", default="", help="ask this draft service instead of the target")
+    add_flags(parser, ClientOptions)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    return run(_health(options(ClientOptions, "client", arguments), arguments.draft))
+
+
+async def _health(client: ClientOptions, draft_address: str) -> int:
+    console = Console(highlight=False)
+    if draft_address:
+        async with DraftClient(client.connection(draft_address)) as draft:
+            return await _report(console, draft_address, draft.serving, lambda: _describe_draft(draft))
+    async with Client(client.connection(client.target)) as target:
+        return await _report(console, client.target, target.serving, lambda: _describe_target(target))
+
+
+async def _report(
+    console: Console, address: str, serving: Callable[[], Awaitable[bool]], describe: Callable[[], Awaitable[str]]
+) -> int:
+    try:
+        healthy = await serving()
+        state = "SERVING" if healthy else "NOT_SERVING"
+        console.print(f"{address} {state}" + (f"  {await describe()}" if healthy else ""), soft_wrap=True)
+    except ServiceUnreachable as error:
+        console.print(f"{address} UNREACHABLE  {error.detail}", soft_wrap=True, markup=False)
+        return 1
+    except OutriderError as error:
+        console.print(f"{address} {error.reason}  {error.message}", soft_wrap=True, markup=False)
+        return 1
+    return 0 if healthy else 1
+
+
+async def _describe_target(client: Client) -> str:
+    info = await client.info()
+    return f"model {info.model}, {info.dtype}, context {info.max_context}, drafter {info.drafter or 'none'}"
+
+
+async def _describe_draft(client: DraftClient) -> str:
+    info = await client.info()
+    return f"drafter {info.drafter}, trees of at most {info.limits.max_nodes} nodes, context {info.max_context}"
+
+
+HEALTH = Command(
+    "health",
+    "ask whether a service is healthy (exit status 0 if so)",
+    "Asks the target, or a draft service with --draft, for its health. The exit status is 0 when it is serving.",
+    _add_flags,
+    _run,
+)

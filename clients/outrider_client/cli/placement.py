@@ -1,0 +1,110 @@
+"""On which GPUs `outrider up` puts a target and its draft, where its user leaves that open."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import NamedTuple
+
+from outrider.heads import head_made_for
+from outrider_client.terminal.options import DEFAULT_MODEL
+
+# Drafters that run a network, and the settings sections of those that they are or may be made of.
+_NEURAL: Mapping[str, tuple[str, ...]] = {"eagle": ("eagle",), "merged": ("eagle", "model"), "model": ("model",)}
+# Those that need an EAGLE head.
+_WITH_HEAD = ("eagle", "merged")
+_SECTIONS = ("target", "draft", "eagle", "model")
+_NOTHING: Mapping[tuple[str, str], str] = MappingProxyType({})
+
+
+class Placement(NamedTuple):
+    """Flags for target and draft, and one line that says what they do; empty where nothing is placed."""
+
+    target: tuple[str, ...] = ()
+    draft: tuple[str, ...] = ()
+    said: str = ""
+
+
+def visible_gpus(environment: Mapping[str, str] = os.environ, devices: Path = Path("/dev")) -> int:
+    """NVIDIA GPUs that a process started here would see: those that `CUDA_VISIBLE_DEVICES` lists, else all."""
+    listed = environment.get("CUDA_VISIBLE_DEVICES")
+    found = len([path for path in devices.glob("nvidia[0-9]*") if path.name.removeprefix("nvidia").isdigit()])
+    if listed is None:
+        return found
+    return min(found, len([name for name in listed.split(",") if name.strip() not in ("", "-1")]))
+
+
+def named_settings(environment: Mapping[str, str], path: Path | None) -> dict[tuple[str, str], str]:
+    """Values by (section, setting) that environment and configuration file give to target and draft. A file that cannot
+    be read gives none: the services say what is wrong with it."""
+    document: dict[str, object] = {}
+    if path is not None:
+        with contextlib.suppress(OSError, tomllib.TOMLDecodeError):
+            document = tomllib.loads(path.read_text())
+    found: dict[tuple[str, str], str] = {}
+    for section in _SECTIONS:
+        table, prefix = document.get(section), f"OUTRIDER_{section.upper()}_"
+        if isinstance(table, dict):
+            found |= {(section, name.replace("-", "_")): str(value) for name, value in table.items()}
+        given = {name: value for name, value in environment.items() if name.startswith(prefix)}
+        found |= {(section, name.removeprefix(prefix).lower()): value for name, value in given.items()}
+    return found
+
+
+def place(
+    gpus: int,
+    drafter: str,
+    model: str,
+    target_words: Sequence[str],
+    draft_words: Sequence[str],
+    named: Mapping[tuple[str, str], str] = _NOTHING,
+) -> Placement:
+    """The target on the first GPU, a neural draft on the second, or on the same where there is no other.
+
+    Args:
+        gpus: that are there.
+        drafter: its name, empty for the draft's own setting.
+        model: that is served; empty for the target's own setting.
+        target_words, draft_words: flags that the user gave.
+        named: see `named_settings`. Flags of a placement would override these, so they count as the user's flags do:
+            where a device is named, nothing is placed, and where a head is, that one is used.
+    """
+    drafter = drafter or named.get(("draft", "drafter"), "")
+    sections = ("target", *_NEURAL.get(drafter, ()))
+    if not gpus or _has(target_words, "--device") or _has(draft_words, "--device"):
+        return Placement()
+    if any((section, "device") in named for section in sections):
+        return Placement()
+    target, draft = ["--device", "cuda:0"], list[str]()
+    said = "the target runs on cuda:0"
+    if drafter in _NEURAL:
+        device = "cuda:1" if gpus > 1 else "cuda:0"
+        draft = ["--device", device, "--cuda-graphs"]
+        said += f", the draft on {device}" + ("" if gpus > 1 else ", which it shares with the target")
+    if drafter in _WITH_HEAD:
+        chosen = _value(draft_words, "--head") or named.get(("eagle", "head"), "")
+        shipped = head_made_for(model or named.get(("target", "model"), "") or DEFAULT_MODEL)
+        if not chosen and shipped is not None:
+            chosen = shipped.name
+            draft += ["--head", chosen]
+        # A captured step keeps the states that a head reads only if it is named.
+        if chosen and not _has(target_words, "--draft-head") and ("target", "draft_head") not in named:
+            target += ["--draft-head", chosen]
+    return Placement(tuple(target), tuple(draft), said)
+
+
+def _has(words: Sequence[str], flag: str) -> bool:
+    return any(word == flag or word.startswith(f"{flag}=") for word in words)
+
+
+def _value(words: Sequence[str], flag: str) -> str:
+    for at, word in enumerate(words):
+        if word == flag:
+            return "".join(words[at + 1 : at + 2])
+        if word.startswith(f"{flag}="):
+            return word.partition("=")[2]
+    return ""

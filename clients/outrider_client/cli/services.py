@@ -1,0 +1,128 @@
+"""`outrider up`, and the commands that hand on to a service's own."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import socket
+import sys
+
+from rich.console import Console
+from rich.text import Text
+
+from outrider.runtime import run
+from outrider.settings import SettingsError, add_flags
+from outrider_client.cli.base import (
+    Command,
+    CommandFailed,
+    add_config_flag,
+    config_file,
+    error_console,
+    options,
+)
+from outrider_client.cli.placement import named_settings, place, visible_gpus
+from outrider_client.local.stack import private_directory, service_argv
+from outrider_client.local.supervisor import ServiceCommand, Supervisor
+from outrider_client.terminal.options import ClientOptions, UpOptions
+
+_COLOURS = {"target": "cyan", "draft": "magenta", "outrider": "bold"}
+
+
+def _add_up_flags(parser: argparse.ArgumentParser) -> None:
+    add_config_flag(parser)
+    add_flags(parser, UpOptions)
+
+
+def _up(arguments: argparse.Namespace) -> int:
+    up = options(UpOptions, "up", arguments)
+    # How to ask a target for its health that wants a token or speaks TLS.
+    reach = options(ClientOptions, "client", arguments)
+    if not 0 < up.port < 65536:
+        raise SettingsError("--port must be in 1..65535")
+    _check_free(up.host, up.port)
+    console = error_console()
+    with private_directory() as directory:
+        path = config_file(arguments)
+        shared = ("--config", str(path)) if path else ()
+        draft, target_words, draft_words = None, _split(up.target_flags), _split(up.draft_flags)
+        named = named_settings(os.environ, path)
+        placed = place(visible_gpus(), up.drafter, up.model, target_words, draft_words, named)
+        if up.drafter != "none":
+            address = up.draft_listen or f"unix:{directory / 'draft.sock'}"
+            flags = _given(drafter=up.drafter)
+            draft = ServiceCommand(
+                "draft",
+                service_argv("draft_service", "--listen", address, *flags, *shared, *placed.draft, *draft_words),
+                address,
+            )
+        host = f"[{up.host}]" if ":" in up.host else up.host
+        listen = f"{host}:{up.port}"
+        flags = ("--listen", listen, *_given(draft=draft.address if draft else "", model=up.model, dtype=up.dtype))
+        target = ServiceCommand(
+            "target",
+            service_argv("target_service", *flags, *shared, *placed.target, *target_words),
+            listen,
+            token=reach.token,
+            tls=reach.tls_options(),
+        )
+        return _supervise(console, target, draft, placed.said)
+
+
+def _check_free(host: str, port: int) -> None:
+    """Say so now when the port is taken; the target would load its model first."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        socket.create_server((host, port), family=family).close()
+    except OSError as error:
+        raise CommandFailed(f"cannot listen on {host}:{port}: {error.strerror}; --port takes another") from None
+
+
+def _supervise(console: Console, target: ServiceCommand, draft: ServiceCommand | None, placed: str) -> int:
+    def emit(name: str, line: str) -> None:
+        console.print(Text.assemble((f"{name:<8} | ", _COLOURS[name]), line), soft_wrap=True)
+
+    def ready() -> None:
+        beside = f", with a draft on {draft.address}" if draft else ", without a draft"
+        emit("outrider", f"ready on {target.address}{beside}")
+        flag = "" if target.address == "127.0.0.1:50051" else f" --target {target.address}"
+        emit("outrider", f"try `outrider chat{flag}` in another terminal; Ctrl-C here stops both")
+
+    if placed:
+        emit("outrider", placed)
+
+    async def supervise() -> int:
+        return await Supervisor(target, draft, emit).run(ready)
+
+    try:
+        return run(supervise())
+    except OSError as error:
+        raise CommandFailed(f"cannot start {sys.executable}: {error.strerror}") from error
+
+
+def _given(**flags: str) -> tuple[str, ...]:
+    """Flags with a value; those left empty are the service's own business."""
+    return tuple(word for name, value in flags.items() if value for word in (f"--{name}", value))
+
+
+def _split(flags: str) -> list[str]:
+    try:
+        return shlex.split(flags)
+    except ValueError as error:
+        raise SettingsError(f"{flags!r}: {error}") from None
+
+
+UP = Command(
+    "up",
+    "run a draft and a target on this machine, supervised",
+    "Runs both services on this machine, with a private socket between them. A draft that dies is started again;\n"
+    "when the target dies, the whole ends with its exit status. SIGTERM or Ctrl-C lets running requests finish.",
+    _add_up_flags,
+    _up,
+)
+TARGET = Command("target", "run the target service alone (its own flags; see --help)", module="target_service")
+DRAFT = Command("draft", "run the draft service alone (its own flags; see --help)", module="draft_service")
+TRAIN_HEAD = Command(
+    "train-head", "train an EAGLE-3 head for a model, without data (see --help)", module="draft_service.training"
+)
+MODEL = Command("model", "pull, list or locate models (see --help)", module="target_service.model.loading.store")

@@ -1,0 +1,1 @@
+"""Services on this machine: their models, processes, GPUs and supervision."""

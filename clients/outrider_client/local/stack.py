@@ -1,0 +1,124 @@
+"""Services of one's own, on private sockets, for as long as a demo or a benchmark needs them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import sys
+import tempfile
+from collections import deque
+from collections.abc import AsyncIterator, Iterator, Sequence
+from pathlib import Path
+
+from outrider_client.client import Client
+from outrider_client.failures import ServiceUnreachable
+from outrider_client.local.process import Child, ServiceDied, ServiceSlow, wait_serving
+
+_TAIL_LINES = 30
+_START_SECONDS = 600.0
+_STOP_SECONDS = 5.0
+_CONNECT_SECONDS = 30.0
+_POLL_SECONDS = 0.1
+_DEATH_SECONDS = 0.5
+
+
+class ServiceFailed(Exception):
+    """A service did not start; `tail` is the end of its log."""
+
+    def __init__(self, cause: Exception, tail: Sequence[str]) -> None:
+        super().__init__(str(cause))
+        self.tail = tuple(tail)
+
+
+def service_argv(service: str, *flags: str) -> tuple[str, ...]:
+    """The command line of the module `draft_service` or `target_service`, under this interpreter."""
+    return (sys.executable, "-m", service, *flags)
+
+
+@contextlib.contextmanager
+def private_directory() -> Iterator[Path]:
+    """A directory that only this user can enter, for sockets; gone afterwards."""
+    base = os.environ.get("XDG_RUNTIME_DIR")
+    with tempfile.TemporaryDirectory(
+        prefix="outrider-", dir=base if base and os.path.isdir(base) else None, ignore_cleanup_errors=True
+    ) as folder:
+        yield Path(folder)
+
+
+class Stack:
+    """Draft and target processes, by name. Leaving the `async with` block stops them all.
+
+    Example:
+        async with Stack(directory) as stack:
+            draft = await stack.start("draft", "draft_service", "--drafter", "trie")
+            target = await stack.start("target", "target_service", "--draft", draft)
+            async with Client.connect(target) as client: ...
+    """
+
+    def __init__(self, directory: Path) -> None:
+        """`directory` holds the sockets; see `private_directory`."""
+        self._directory = directory
+        # Each with the end of its log.
+        self._children: list[tuple[Child, deque[str]]] = []
+
+    async def __aenter__(self) -> Stack:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        # Targets were started last, and stop first: they would report a lost draft otherwise.
+        for child, _tail in reversed(self._children):
+            if child.status is None:
+                await child.stop(_STOP_SECONDS)
+
+    @contextlib.asynccontextmanager
+    async def explaining(self) -> AsyncIterator[None]:
+        """Make `ServiceFailed`, with its log, of a connection that was lost because a service died."""
+        try:
+            yield
+        except ServiceUnreachable as error:
+            # A socket closes a moment before its process has ended.
+            await asyncio.sleep(_DEATH_SECONDS)
+            for child, tail in self._children:
+                if child.status is not None:
+                    raise ServiceFailed(ServiceDied(child.name, child.status), tail) from error
+            raise
+
+    def address(self, name: str) -> str:
+        """Where a service of this name listens, once it is started."""
+        return f"unix:{self._directory / name}.sock"
+
+    async def stop(self, name: str) -> None:
+        """Stop the service of this name; another may then be started under it."""
+        for started in [started for started in self._children if started[0].name == name]:
+            self._children.remove(started)
+            await started[0].stop(_STOP_SECONDS)
+
+    async def start(self, name: str, service: str, *flags: str) -> str:
+        """Start a service and return its address once it is healthy. Raises `ServiceFailed`."""
+        address = self.address(name)
+        tail: deque[str] = deque(maxlen=_TAIL_LINES)
+        child = Child(name, service_argv(service, "--listen", address, *flags), tail.append)
+        await child.start()
+        self._children.append((child, tail))
+        try:
+            await wait_serving(child, address, _START_SECONDS)
+        except (ServiceDied, ServiceSlow) as error:
+            raise ServiceFailed(error, tail) from error
+        return address
+
+
+async def wait_for_drafter(client: Client, wanted: str = "") -> str:
+    """The name of the target's drafter, once the target has reached it: any, or the one that is `wanted`. Empty when it
+    does not within half a minute.
+
+    A target is healthy without its draft, so one that was just started may not have found it yet.
+    """
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + _CONNECT_SECONDS
+    while loop.time() < deadline:
+        drafter = (await client.info()).drafter
+        if drafter and wanted in ("", drafter):
+            return drafter
+        await asyncio.sleep(_POLL_SECONDS)
+    return ""

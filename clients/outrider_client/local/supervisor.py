@@ -1,0 +1,140 @@
+"""Both services on one machine: a dead draft is started again, a dead target ends the whole."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from outrider_client.connection import Tls
+from outrider_client.local.process import Child, ServiceDied, ServiceSlow, wait_serving
+
+Emit = Callable[[str, str], None]
+
+
+@dataclass(frozen=True)
+class ServiceCommand:
+    """How to start a service, and where it will answer. `token` and `tls` are for asking for its health."""
+
+    name: str
+    argv: Sequence[str]
+    address: str
+    environment: Mapping[str, str] = field(default_factory=dict)
+    token: str = ""
+    tls: Tls | None = None
+
+
+@dataclass(frozen=True)
+class Patience:
+    """Times in seconds. Back-off doubles from `first_backoff` to `longest_backoff`, and starts over after a
+    life of `healthy_after`."""
+
+    start: float = 600.0
+    stop: float = 35.0
+    first_backoff: float = 0.5
+    longest_backoff: float = 30.0
+    healthy_after: float = 30.0
+
+
+class Supervisor:
+    """Runs a target and, beside it, a draft whose death costs speed and nothing else."""
+
+    def __init__(
+        self,
+        target: ServiceCommand,
+        draft: ServiceCommand | None,
+        emit: Emit,
+        patience: Patience | None = None,
+    ) -> None:
+        """`emit(name, line)` gets every line of a service, and our own under the name "outrider"."""
+        self._target = target
+        self._draft = draft
+        self._emit = emit
+        self._patience = patience or Patience()
+        self._stopping = asyncio.Event()
+        self._children: dict[str, Child] = {}
+
+    async def run(self, on_ready: Callable[[], None] = lambda: None) -> int:
+        """Run until a signal or the target's end. Returns the exit status: 0 after a signal, else non-zero."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._on_signal)
+        draft = asyncio.create_task(self._keep_draft()) if self._draft is not None else None
+        try:
+            return await self._run_target(on_ready)
+        finally:
+            self._stopping.set()
+            if draft is not None:
+                # It may be between two lives, with nothing to wait for but its back-off.
+                draft.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await draft
+                await self._stop("draft")
+            for number in (signal.SIGINT, signal.SIGTERM):
+                loop.remove_signal_handler(number)
+
+    def _on_signal(self) -> None:
+        if self._stopping.is_set():
+            self._emit("outrider", "stopping at once")
+            for child in self._children.values():
+                child.kill()
+            return
+        self._emit("outrider", "stopping: running requests may finish; once more stops at once")
+        self._stopping.set()
+
+    async def _start(self, command: ServiceCommand) -> Child:
+        child = Child(command.name, command.argv, lambda line: self._emit(command.name, line), command.environment)
+        self._children[command.name] = child
+        await child.start()
+        return child
+
+    async def _stop(self, name: str) -> None:
+        child = self._children.get(name)
+        if child is not None and child.status is None:
+            await child.stop(self._patience.stop)
+
+    async def _run_target(self, on_ready: Callable[[], None]) -> int:
+        child = await self._start(self._target)
+        died = asyncio.create_task(child.wait())
+        asked = asyncio.create_task(self._stopping.wait())
+        ready = asyncio.create_task(self._when_ready(child, on_ready))
+        try:
+            await asyncio.wait({died, asked}, return_when=asyncio.FIRST_COMPLETED)
+            if asked.done():
+                # The target first: while it drains, its draft still helps.
+                await self._stop("target")
+                return 0
+            status = died.result()
+            self._emit("outrider", str(ServiceDied("target", status)))
+            return status if status > 0 else 1
+        finally:
+            for task in (died, asked, ready):
+                task.cancel()
+            await asyncio.gather(died, asked, ready, return_exceptions=True)
+
+    async def _when_ready(self, target: Child, on_ready: Callable[[], None]) -> None:
+        try:
+            await wait_serving(target, self._target.address, self._patience.start, self._target.token, self._target.tls)
+        except ServiceDied:
+            return
+        except ServiceSlow as error:
+            self._emit("outrider", str(error))
+            return
+        on_ready()
+
+    async def _keep_draft(self) -> None:
+        assert self._draft is not None
+        backoff = self._patience.first_backoff
+        loop = asyncio.get_running_loop()
+        while not self._stopping.is_set():
+            born = loop.time()
+            status = await (await self._start(self._draft)).wait()
+            if self._stopping.is_set():
+                return
+            if loop.time() - born >= self._patience.healthy_after:
+                backoff = self._patience.first_backoff
+            self._emit("outrider", f"{ServiceDied('draft', status)}; starting it again in {backoff:g} s")
+            await asyncio.sleep(backoff)
+            backoff = min(2 * backoff, self._patience.longest_backoff)

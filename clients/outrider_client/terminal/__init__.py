@@ -1,0 +1,1 @@
+"""What the programs of the command line share: settings, colours, and what is shown while one waits."""

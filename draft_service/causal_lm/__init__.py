@@ -1,0 +1,1 @@
+"""A small language model of the target's tokenizer as drafter."""

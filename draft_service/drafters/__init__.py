@@ -1,0 +1,1 @@
+"""The protocol that every drafter implements, drafters of a single file, and trees as arrays."""

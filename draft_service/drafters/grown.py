@@ -1,0 +1,167 @@
+"""Trees as arrays, on their way from what grew them to bytes or to each other, without a Python object for each node.
+
+`TokenTree` is what a tree is everywhere else. A tree of 240 nodes costs a tenth of a millisecond as one, and more where
+two are merged, so those that need not carry laws stay as they were computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol, runtime_checkable
+
+import numpy as np
+
+from draft_service.compiling import Numbers, Reals
+from draft_service.drafters.base import DraftSequence
+from draft_service.drafters.packing import Heads, PackedTrees, pack, room_for
+from outrider.sampling import VerificationMode
+from outrider.tree import TokenTree
+
+
+class Grown(NamedTuple):
+    """Trees of n sequences, in the order of `TokenTree`: row 0 is the root, worth falls, parents come first.
+
+    What stands behind a tree's last row means nothing. All are contiguous.
+    """
+
+    trees: Numbers  # [n, 2, rows] tokens and parents
+    scores: Reals  # [n, rows] given the parent
+    sizes: Heads  # [n, ..] rows of each tree, in column 0
+
+    @classmethod
+    def of(cls, trees: Sequence[TokenTree]) -> Grown:
+        """Trees that a drafter made one by one; laws are left out."""
+        grown = cls.roots([tree.token_ids[0] for tree in trees], max(map(len, trees), default=1))
+        for i, tree in enumerate(trees):
+            rows = len(tree)
+            grown.trees[i, 0, :rows], grown.trees[i, 1, :rows] = tree.token_ids, tree.parents
+            grown.scores[i, :rows], grown.sizes[i] = tree.scores, rows
+        return grown
+
+    @classmethod
+    def roots(cls, roots: Sequence[int], rows: int) -> Grown:
+        """Roots alone, with room for so many rows."""
+        count = len(roots)
+        trees, scores = np.zeros((count, 2, rows), np.int32), np.ones((count, rows))
+        trees[:, 0, 0] = roots
+        return cls(trees, scores, np.ones((count, 1), np.int64))
+
+    def as_trees(self) -> list[TokenTree]:
+        """One by one."""
+        sizes: list[int] = self.sizes[:, 0].tolist()
+        most = max(sizes, default=1)
+        rows, scores = self.trees[:, :, :most].tolist(), self.scores[:, :most].tolist()
+        return [
+            TokenTree(tuple(tokens[:size]), tuple(parents[:size]), tuple(scored[:size]))
+            for size, (tokens, parents), scored in zip(sizes, rows, scores, strict=True)
+        ]
+
+    def packed(self, heads: Sequence[tuple[int, int, int, int]]) -> PackedTrees | None:
+        """As the bytes of a `GrowSequences`; None where a token is past its sequence's vocabulary.
+
+        `heads`: for each sequence its id on the wire, its step, the id of its first new node and its vocabulary size,
+        see `growth_packing.pack`.
+        """
+        count, _, rows = self.trees.shape
+        out = np.empty(room_for(count, rows), np.uint8)
+        size = pack(self.trees, self.scores, self.sizes, np.array(heads, np.int64).reshape(count, 4), out)
+        return None if size < 0 else PackedTrees((self.sizes[:, 0] - 1).tolist(), out[:size].tobytes())
+
+
+class Pending(Protocol):
+    """Trees that were asked for. `elsewhere`: another device works at them until they are fetched."""
+
+    @property
+    def elsewhere(self) -> bool: ...
+
+    @property
+    def early(self) -> bool:
+        """Whether smaller trees are there sooner; the whole ones hold them."""
+
+    @property
+    def fresh(self) -> bool:
+        """Whether they may still be fetched: not once the drafter was asked for others that took their place."""
+
+    def fetch_early(self) -> Grown:
+        """Wait for those; the whole trees where there are no others."""
+
+    def fetch(self) -> Grown:
+        """Wait for them, or compute them, while they are `fresh`."""
+
+
+@runtime_checkable
+class ArrayDrafter(Protocol):
+    """A drafter whose trees come as arrays."""
+
+    def begin(self, sequences: Sequence[DraftSequence]) -> Pending:
+        """As `Drafter.propose`, of sequences none of which is of a REJECTION request. Where another device computes,
+        it begins, and this processor is free until the trees are fetched. That comes before the next call, but for
+        whole trees whose early ones were fetched: see `Pending.fresh`."""
+
+    def propose(self, sequences: Sequence[DraftSequence]) -> list[TokenTree]:
+        """See `Drafter.propose`."""
+
+
+class Here(NamedTuple):
+    """Trees that are there already, as `Pending`."""
+
+    grown: Grown
+    elsewhere: bool = False
+    early: bool = False
+    fresh: bool = True
+
+    def fetch_early(self) -> Grown:
+        return self.grown
+
+    def fetch(self) -> Grown:
+        return self.grown
+
+
+class Among(NamedTuple):
+    """`Pending` trees of the sequences at some `places`; the others, of these roots, have none."""
+
+    roots: Sequence[int]
+    places: Sequence[int]
+    pending: Pending
+
+    @property
+    def elsewhere(self) -> bool:
+        return self.pending.elsewhere
+
+    @property
+    def early(self) -> bool:
+        return self.pending.early
+
+    @property
+    def fresh(self) -> bool:
+        return self.pending.fresh
+
+    def fetch_early(self) -> Grown:
+        return self._of_all(self.pending.fetch_early())
+
+    def fetch(self) -> Grown:
+        return self._of_all(self.pending.fetch())
+
+    def _of_all(self, found: Grown) -> Grown:
+        whole = Grown.roots(self.roots, found.trees.shape[2])
+        places = list(self.places)
+        whole.trees[places], whole.scores[places] = found.trees, found.scores
+        whole.sizes[places, 0] = found.sizes[:, 0]
+        return whole
+
+
+def among(sequences: Sequence[DraftSequence], places: Sequence[int], pending: Pending | None) -> Pending:
+    """The trees of all these sequences, when those of the ones at `places` are pending; None where there are none."""
+    if pending is None:
+        return Here(Grown.roots([sequence.root for sequence in sequences], 1))
+    if len(places) == len(sequences):
+        return pending
+    return Among([sequence.root for sequence in sequences], places, pending)
+
+
+def warm_up(drafter: ArrayDrafter, sequences: Sequence[DraftSequence]) -> None:
+    """Draft and pack trees that nobody wants, of sequences of one mode, so that all that this takes is compiled."""
+    if any(sequence.mode is VerificationMode.REJECTION for sequence in sequences):
+        drafter.propose(sequences)
+    else:
+        drafter.begin(sequences).fetch().packed([(0, 0, 1, sequence.vocabulary_size) for sequence in sequences])

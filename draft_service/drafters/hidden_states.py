@@ -1,0 +1,121 @@
+"""The target's hidden states of one sequence, on their way to a drafter: a bounded window over positions."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from outrider.errors import InvalidField
+from outrider.wire.frames import Vectors
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float8_e4m3": torch.float8_e4m3fn}
+
+
+def read_vectors(vectors: Vectors, field_path: str = "features") -> Tensor:
+    """[count, width] of what travelled: in its own type, or in fp32 where it has scales. Shares no memory with it.
+
+    Raises:
+        InvalidField: an element is not a finite number.
+    """
+    elements = torch.frombuffer(bytearray(vectors.data), dtype=_DTYPES[vectors.dtype])
+    rows = elements.view(vectors.count, vectors.width)
+    if vectors.scales or vectors.dtype == "float8_e4m3":
+        rows = rows.float()
+    if vectors.scales:
+        rows = rows * torch.tensor(vectors.scales)[:, None]
+    # A NaN or an infinity is the largest of all; asking each element takes ten times as long.
+    if not math.isfinite(rows.abs().max()):
+        raise InvalidField(f"{field_path}.data", "holds elements that are not finite")
+    return rows
+
+
+class FeatureWindow:
+    """Vectors of consecutive tokens, of which a drafter takes the oldest and a session adds the next.
+
+    Positions are indices into `DraftSequence.token_ids`, and stay true however late a window begins. What was taken is
+    gone: a drafter keeps what it made of it.
+    """
+
+    def __init__(self, width: int, capacity: int) -> None:
+        """`width` numbers in a vector; at most `capacity` vectors wait, and the oldest go first."""
+        self.width = width
+        self.capacity = capacity
+        self._begin = 0
+        self._end = 0
+        # Rows of each piece, and the piece, [rows, width]; oldest first. Asking a tensor for its length takes longer
+        # than all else here.
+        self._pieces: list[tuple[int, Tensor]] = []
+
+    def __len__(self) -> int:
+        return self._end - self._begin
+
+    @property
+    def begin(self) -> int:
+        """Position of the oldest vector that waits."""
+        return self._begin
+
+    @property
+    def end(self) -> int:
+        """Position after the newest vector: where the next one goes."""
+        return self._end
+
+    def append(self, vectors: Tensor, position: int, field_path: str = "features") -> None:
+        """Add the vectors of consecutive tokens.
+
+        What came before is dropped from them, so that a target may send something twice. Where they begin late, the
+        vectors between never come: those that wait are dropped, since nothing could be made of them alone.
+
+        Args:
+            vectors: [n, width], any floating type. Kept as they are, not copied.
+            position: of the first vector's token in `DraftSequence.token_ids`.
+            field_path: what an error calls them.
+
+        Raises:
+            InvalidField: another shape, not floating, or a negative position.
+        """
+        shape = vectors.shape
+        if len(shape) != 2 or shape[1] != self.width:
+            raise InvalidField(field_path, f"needs shape [tokens, {self.width}], has {list(shape)}")
+        if not vectors.is_floating_point():
+            raise InvalidField(field_path, f"needs a floating type, has {vectors.dtype}")
+        if position < 0:
+            raise InvalidField(field_path, f"begins at position {position}")
+        if position > self._end:
+            self._pieces.clear()
+            self._begin = self._end = position
+        known = self._end - position
+        new = shape[0] - known
+        if new <= 0:
+            return
+        self._pieces.append((new, vectors[known:] if known else vectors))
+        self._end += new
+        self._drop(self._end - self._begin - self.capacity)
+
+    def take(self, most: int | None = None) -> tuple[int, Tensor]:
+        """The oldest vectors, at most so many: position of the first, and [n, width] in the type of the oldest."""
+        begin, wanted = self._begin, len(self) if most is None else min(most, len(self))
+        taken: list[Tensor] = []
+        missing = wanted
+        for rows, piece in self._pieces:
+            if not missing:
+                break
+            taken.append(piece if rows <= missing else piece[:missing])
+            missing -= min(rows, missing)
+        self._drop(wanted)
+        if not taken:
+            return begin, torch.empty(0, self.width)
+        return begin, torch.cat([one.to(taken[0].dtype) for one in taken]) if len(taken) > 1 else taken[0]
+
+    def _drop(self, count: int) -> None:
+        """Forget the oldest `count` vectors."""
+        if count <= 0:
+            return
+        self._begin += count
+        while count:
+            rows, piece = self._pieces.pop(0)
+            if rows > count:
+                self._pieces.insert(0, (rows - count, piece[count:]))
+                return
+            count -= rows

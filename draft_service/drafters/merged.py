@@ -1,0 +1,206 @@
+"""Several drafters for the same sequence, their trees merged: which one knows best changes from text to text.
+
+GREEDY and COUPLED take any tree, so the trees are joined: a child that several drafters propose is one node with the
+highest of their scores, and of all nodes the most worthy are kept. REJECTION does not: a node must have been drawn from
+the one law that its parent carries, so there the tree is that of the first drafter that has one. That choice looks at
+which drafters know nothing of a sequence, never at what was drawn, so the trees stay exact.
+
+Where a drafter computes on another device, the others work meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from draft_service.drafters.base import (
+    CorpusDrafter,
+    CorpusGrowth,
+    Drafter,
+    DrafterSpec,
+    DraftSequence,
+    FeatureDrafter,
+    MakePart,
+    device_of,
+    features_of,
+    tree_limits,
+)
+from draft_service.drafters.grown import ArrayDrafter, Grown, Here, Pending
+from draft_service.drafters.merging import merge_grown
+from outrider.errors import NotSupported, OutriderError
+from outrider.sampling import VerificationMode
+from outrider.settings import SettingsError, setting
+from outrider.tree import MAX_ROWS, TokenTree
+from outrider.wire.frames import FeatureRequest, TreeLimits
+
+
+@dataclass(frozen=True)
+class MergedConfig:
+    """Settings of the merged drafter: flags, environment (`OUTRIDER_MERGED_*`) or the `[merged]` table.
+
+    The drafters that are merged have theirs from the same sources; a flag that several have is for each of them.
+    """
+
+    merged_drafters: str = setting("eagle,trie", "drafters to merge, comma-separated; the first goes first where one")
+    merged_nodes: int = setting(0, "nodes of a merged tree; 0 takes the largest of the drafters' own")
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.merged_nodes < MAX_ROWS:
+            raise SettingsError(f"merged_nodes must be 0..{MAX_ROWS - 1}")
+        if len(self.names) < 2 or len(set(self.names)) != len(self.names) or "merged" in self.names:
+            raise SettingsError("merged_drafters needs two or more different drafters")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(name.strip() for name in self.merged_drafters.split(","))
+
+
+class MergedDrafter:
+    """See `MergedConfig`. At most one of the drafters may want features."""
+
+    name = "merged"
+
+    def __init__(self, config: MergedConfig, parts: Sequence[Drafter]) -> None:
+        """Raises `NotSupported` for drafters that cannot serve the same sequence."""
+        self._parts = tuple(parts)
+        nodes = config.merged_nodes or max(part.limits.max_nodes for part in parts)
+        self.limits = TreeLimits(nodes, max(part.limits.max_depth for part in parts))
+        self.device = next((device for part in parts if (device := device_of(part)) != "cpu"), "cpu")
+        self.max_context = min(part.max_context for part in parts)
+        vocabularies = {part.vocabulary_size for part in parts} - {0}
+        if len(vocabularies) > 1:
+            raise NotSupported(f"the merged drafters have vocabularies of {sorted(vocabularies)}")
+        self.vocabulary_size = max(vocabularies, default=0)
+        wanted = [request for part in parts if (request := features_of(part)) is not None]
+        if len(wanted) > 1:
+            raise NotSupported("more than one of the merged drafters wants features")
+        # The others draft without.
+        self.features: FeatureRequest | None = replace(wanted[0], required=False) if wanted else None
+
+    def start(self) -> None:
+        """Start every drafter, and compile what merges and packs their trees."""
+        for part in self._parts:
+            part.start()
+        alone = Grown.roots([0], 1)
+        merge_grown([alone] * len(self._parts), [1]).packed([(0, 0, 1, 1)])
+
+    def stop(self) -> None:
+        """Stop every drafter."""
+        for part in self._parts:
+            part.stop()
+
+    def open(self, sequence: DraftSequence) -> None:
+        # They share the list of tokens, and each has a state of its own.
+        views = [replace(sequence, state=None, features=None) for _ in self._parts]
+        opened = 0
+        try:
+            for part, view in zip(self._parts, views, strict=True):
+                part.open(view)
+                opened += 1
+        except OutriderError:
+            for part, view in zip(self._parts[:opened], views, strict=False):
+                part.close(view)
+            raise
+        sequence.state = views
+        sequence.features = next((view.features for view in views if view.features is not None), None)
+
+    def advance(self, sequence: DraftSequence, committed: Sequence[int]) -> None:
+        for part, view in zip(self._parts, sequence.state, strict=True):
+            part.advance(view, committed)
+
+    def close(self, sequence: DraftSequence) -> None:
+        if sequence.state is not None:
+            for part, view in zip(self._parts, sequence.state, strict=True):
+                part.close(view)
+        sequence.state = sequence.features = None
+
+    def absorb(self, sequences: Sequence[DraftSequence]) -> None:
+        """See `FeatureDrafter.absorb`."""
+        for number, part in enumerate(self._parts):
+            if isinstance(part, FeatureDrafter):
+                part.absorb([sequence.state[number] for sequence in sequences])
+
+    def propose(self, sequences: Sequence[DraftSequence]) -> list[TokenTree]:
+        drawn = [place for place, one in enumerate(sequences) if one.mode is VerificationMode.REJECTION]
+        joined = [place for place, one in enumerate(sequences) if one.mode is not VerificationMode.REJECTION]
+        found = dict(zip(drawn, self._drawn([sequences[place] for place in drawn]), strict=True))
+        if joined:
+            grown = self.begin([sequences[place] for place in joined]).fetch()
+            found.update(zip(joined, grown.as_trees(), strict=True))
+        return [found[place] for place in range(len(sequences))]
+
+    def begin(self, sequences: Sequence[DraftSequence]) -> Pending:
+        """See `ArrayDrafter.begin`."""
+        views = [[sequence.state[number] for sequence in sequences] for number in range(len(self._parts))]
+        begun = [_begin(part, own) for part, own in zip(self._parts, views, strict=True)]
+        nodes = [tree_limits(self.limits, sequence.limits).max_nodes for sequence in sequences]
+        return _Merging(begun, nodes)
+
+    def stats(self) -> Mapping[str, float]:
+        return {name: value for part in self._parts for name, value in part.stats().items()}
+
+    def _drawn(self, sequences: Sequence[DraftSequence]) -> list[TokenTree]:
+        """Each the tree of the first drafter that has one."""
+        found = [TokenTree.root_only(sequence.root) for sequence in sequences]
+        for number, part in enumerate(self._parts):
+            asked = [place for place, tree in enumerate(found) if not tree.drafted]
+            trees = part.propose([sequences[place].state[number] for place in asked]) if asked else []
+            for place, tree in zip(asked, trees, strict=True):
+                found[place] = tree
+        return found
+
+
+class MergedCorpusDrafter(MergedDrafter):
+    """One that has a drafter which can be taught documents."""
+
+    def add_corpus(self, tenant: str, corpus: str, token_ids: Sequence[int]) -> CorpusGrowth:
+        """See `CorpusDrafter.add_corpus`."""
+        learner = next(part for part in self._parts if isinstance(part, CorpusDrafter))
+        return learner.add_corpus(tenant, corpus, token_ids)
+
+
+class _Merging(NamedTuple):
+    """Trees of all drafters that are to be merged, as `Pending`."""
+
+    parts: Sequence[Pending]
+    nodes: Sequence[int]
+
+    @property
+    def elsewhere(self) -> bool:
+        return any(part.elsewhere for part in self.parts)
+
+    @property
+    def early(self) -> bool:
+        return any(part.early for part in self.parts)
+
+    @property
+    def fresh(self) -> bool:
+        return all(part.fresh for part in self.parts)
+
+    def fetch_early(self) -> Grown:
+        return self._merged(lambda part: part.fetch_early())
+
+    def fetch(self) -> Grown:
+        return self._merged(lambda part: part.fetch())
+
+    def _merged(self, fetch: Callable[[Pending], Grown]) -> Grown:
+        # This processor's own first, while the others are at work.
+        found = {number: part.fetch() for number, part in enumerate(self.parts) if not part.elsewhere}
+        found |= {number: fetch(part) for number, part in enumerate(self.parts) if part.elsewhere}
+        return merge_grown([found[number] for number in range(len(self.parts))], self.nodes)
+
+
+def _begin(part: Drafter, sequences: Sequence[DraftSequence]) -> Pending:
+    if isinstance(part, ArrayDrafter):
+        return part.begin(sequences)
+    return Here(Grown.of(part.propose(sequences)))
+
+
+def _create(config: MergedConfig, make: MakePart) -> Drafter:
+    parts = [make(name) for name in config.names]
+    learns = any(isinstance(part, CorpusDrafter) for part in parts)
+    return (MergedCorpusDrafter if learns else MergedDrafter)(config, parts)
+
+
+SPEC = DrafterSpec("merged", "merged", MergedConfig, _create, parts=lambda config: config.names)

@@ -1,0 +1,130 @@
+"""Trees of several drafters for the same root, joined: by a compiled loop, and in Python, which says what it does."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+
+import numpy as np
+
+from draft_service.compiling import Numbers, Reals, compiled
+from draft_service.drafters.grown import Grown
+from draft_service.drafters.packing import Heads
+from outrider.tree import TokenTree
+
+
+def merge_trees(trees: Sequence[TokenTree], nodes: int) -> TokenTree:
+    """The best `nodes` nodes of trees with one and the same root, in falling order of worth, parents first.
+
+    A node that several trees have takes the highest of its scores. Siblings whose scores then sum to more than 1 are
+    scaled, since only one of them can be accepted. Distributions are left out. `merge_grown` does the same.
+    """
+    # Node 0 is the root.
+    tokens, scores = [trees[0].token_ids[0]], [1.0]
+    children: list[dict[int, int]] = [{}]
+    for tree in trees:
+        node_of = [0]
+        for row in range(1, len(tree)):
+            token, siblings = tree.token_ids[row], children[node_of[tree.parents[row]]]
+            node = siblings.setdefault(token, len(tokens))
+            if node == len(tokens):
+                tokens.append(token)
+                scores.append(0.0)
+                children.append({})
+            scores[node] = max(scores[node], tree.scores[row])
+            node_of.append(node)
+    kept, parents, kept_scores = [0], [0], [1.0]
+    # The most worthy first; of equals, the one that was proposed first.
+    waiting: list[tuple[float, int, int, float]] = []
+    worth, row = 1.0, 0
+    while True:
+        below = children[kept[row]].values()
+        total = max(1.0, sum(scores[node] for node in below))
+        for node in below:
+            heapq.heappush(waiting, (-worth * scores[node] / total, node, row, scores[node] / total))
+        if not waiting or len(kept) > nodes:
+            break
+        negative, node, parent, score = heapq.heappop(waiting)
+        worth, row = -negative, len(kept)
+        kept.append(node)
+        parents.append(parent)
+        kept_scores.append(score)
+    rows = slice(0, nodes + 1)
+    return TokenTree(tuple(tokens[node] for node in kept[rows]), tuple(parents[rows]), tuple(kept_scores[rows]))
+
+
+def merge_grown(parts: Sequence[Grown], nodes: Sequence[int]) -> Grown:
+    """As `merge_trees`: of each sequence the trees that every part has of it, and its number of nodes."""
+    count, most = len(nodes), max(part.trees.shape[2] for part in parts)
+    trees, scores = np.empty((len(parts), count, 2, most), np.int32), np.empty((len(parts), count, most))
+    sizes = np.empty((len(parts), count), np.int64)
+    for number, part in enumerate(parts):
+        rows = part.trees.shape[2]
+        trees[number, :, :, :rows], scores[number, :, :rows], sizes[number] = part.trees, part.scores, part.sizes[:, 0]
+    merged = Grown.roots([0] * count, 1 + max(nodes, default=0))
+    _merge(trees, scores, sizes, np.array(nodes, np.int64), merged.trees, merged.scores, merged.sizes)
+    return merged
+
+
+@compiled
+def _merge(
+    trees: Numbers, scores: Reals, sizes: Heads, nodes: Heads, merged: Numbers, merged_scores: Reals, rows: Heads
+) -> None:
+    """Merge the trees of n sequences by p drafters.
+
+    Args:
+        trees: [p, n, 2, most] tokens and parents; scores: [p, n, most]; sizes: [p, n] rows, the root among them.
+        nodes: [n], the most that a merged tree has, the root not counted.
+        merged: [n, 2, 1 + most nodes], filled; merged_scores: [n, ..], filled likewise.
+        rows: [n, 1], filled: rows of the merged trees.
+    """
+    parts, count, _, most = trees.shape
+    room = parts * most
+    tokens, parents = np.empty(room, np.int32), np.empty(room, np.int32)
+    # Children of a node stand in a chain, in the order in which they were proposed; 0 is none.
+    first, last, following = np.empty(room, np.int32), np.empty(room, np.int32), np.empty(room, np.int32)
+    own, totals, worths = np.empty(room), np.empty(room), np.empty(room)
+    node_of, row_of = np.empty(most, np.int32), np.empty(room, np.int32)
+    for b in range(count):
+        known = 1
+        tokens[0], parents[0], own[0], first[0], last[0], following[0] = trees[0, b, 0, 0], 0, 1.0, 0, 0, 0
+        node_of[0] = 0
+        for part in range(parts):
+            for row in range(1, sizes[part, b]):
+                token, above = trees[part, b, 0, row], node_of[trees[part, b, 1, row]]
+                node = first[above]
+                while node != 0 and tokens[node] != token:
+                    node = following[node]
+                if node == 0:
+                    node = known
+                    known += 1
+                    tokens[node], parents[node], own[node] = token, above, 0.0
+                    first[node], last[node], following[node] = 0, 0, 0
+                    if first[above] == 0:
+                        first[above] = node
+                    else:
+                        following[last[above]] = node
+                    last[above] = node
+                own[node] = max(own[node], scores[part, b, row])
+                node_of[row] = node
+        for above in range(known):
+            total, node = 0.0, first[above]
+            while node != 0:
+                total += own[node]
+                node = following[node]
+            totals[above] = max(1.0, total)
+        # Parents stand before their children and are worth as much at least, so the best nodes hold their ancestors.
+        worths[0] = -1.0
+        for node in range(1, known):
+            above = parents[node]
+            worths[node] = worths[above] * own[node] / totals[above]
+        order = np.argsort(worths[1:known], kind="mergesort")
+        kept = min(nodes[b], known - 1)
+        merged[b, 0, 0], merged[b, 1, 0], merged_scores[b, 0], row_of[0] = tokens[0], 0, 1.0, 0
+        for row in range(1, kept + 1):
+            node = order[row - 1] + 1
+            above = parents[node]
+            row_of[node] = row
+            merged[b, 0, row], merged[b, 1, row] = tokens[node], row_of[above]
+            merged_scores[b, row] = own[node] / totals[above]
+        rows[b, 0] = kept + 1

@@ -1,0 +1,101 @@
+"""Prompt lookup: copy what followed the last time that the sequence's latest tokens occurred in it.
+
+The smallest useful drafter (Saxena, "Prompt lookup decoding", 2023), and the measure of what a trie adds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from draft_service.drafters.base import Drafter, DrafterSpec, DraftSequence, MakePart, tree_limits
+from outrider.settings import SettingsError, setting
+from outrider.tree import MAX_ROWS, TokenTree
+from outrider.wire.frames import TreeLimits
+
+
+@dataclass(frozen=True)
+class PromptLookupConfig:
+    """Settings of prompt lookup: flags, environment (`OUTRIDER_PROMPT_LOOKUP_*`) or the `[prompt_lookup]` table."""
+
+    lookup_tokens: int = setting(10, "tokens drafted, one after the other")
+    lookup_min: int = setting(2, "shortest run of tokens that is looked up")
+    lookup_max: int = setting(4, "longest run of tokens that is looked up")
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.lookup_tokens < MAX_ROWS:
+            raise SettingsError(f"lookup_tokens must be 1..{MAX_ROWS - 1}")
+        if not 1 <= self.lookup_min <= self.lookup_max <= 16:
+            raise SettingsError("1 <= lookup_min <= lookup_max <= 16 must hold")
+
+
+@dataclass(slots=True)
+class _Index:
+    """Where each run of tokens was followed last: run -> position of the token after it."""
+
+    following: dict[tuple[int, ...], int]
+    indexed: int
+
+
+class PromptLookupDrafter:
+    """One chain per sequence, from the sequence's own tokens alone; a deterministic guess in every mode."""
+
+    name = "prompt_lookup"
+    max_context = 131_072
+    vocabulary_size = 0
+
+    def __init__(self, config: PromptLookupConfig) -> None:
+        self._config = config
+        self.limits = TreeLimits(config.lookup_tokens, config.lookup_tokens)
+
+    def start(self) -> None:
+        """Nothing to load."""
+
+    def stop(self) -> None:
+        """Nothing to keep."""
+
+    def open(self, sequence: DraftSequence) -> None:
+        sequence.state = _Index({}, 1)
+        self._catch_up(sequence)
+
+    def advance(self, sequence: DraftSequence, committed: Sequence[int]) -> None:  # noqa: ARG002
+        self._catch_up(sequence)
+
+    def close(self, sequence: DraftSequence) -> None:
+        sequence.state = None
+
+    def stats(self) -> Mapping[str, float]:
+        return {}
+
+    def propose(self, sequences: Sequence[DraftSequence]) -> list[TokenTree]:
+        return [self._chain(sequence) for sequence in sequences]
+
+    def _catch_up(self, sequence: DraftSequence) -> None:
+        index: _Index = sequence.state
+        tokens, config = sequence.token_ids, self._config
+        for end in range(index.indexed, len(tokens)):
+            for length in range(config.lookup_min, min(config.lookup_max, end) + 1):
+                index.following[tuple(tokens[end - length : end])] = end
+        index.indexed = len(tokens)
+
+    def _chain(self, sequence: DraftSequence) -> TokenTree:
+        tokens, index = sequence.token_ids, sequence.state
+        limits = tree_limits(self.limits, sequence.limits)
+        count = min(limits.max_nodes, limits.max_depth)
+        for length in range(min(self._config.lookup_max, len(tokens)), self._config.lookup_min - 1, -1):
+            begin = index.following.get(tuple(tokens[-length:]))
+            if begin is not None:
+                # Where the copy runs into the end it goes on with itself, so that a loop stays one.
+                period = len(tokens) - begin
+                copied = [tokens[begin + i % period] for i in range(count)]
+                # A longer run found again is likelier to go on as before: m / (m + 1) after m tokens that agree.
+                scores = ((length + i) / (length + i + 1) for i in range(len(copied)))
+                return TokenTree((sequence.root, *copied), (0, *range(len(copied))), (1.0, *scores))
+        return TokenTree.root_only(sequence.root)
+
+
+def _create(config: PromptLookupConfig, _: MakePart) -> Drafter:
+    return PromptLookupDrafter(config)
+
+
+SPEC = DrafterSpec("prompt_lookup", "prompt_lookup", PromptLookupConfig, _create)

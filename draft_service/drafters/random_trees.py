@@ -1,0 +1,98 @@
+"""An adversarial drafter for tests: trees of random tokens, shapes and scores that no target should be hurt by."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from draft_service.drafters.base import Drafter, DrafterSpec, DraftSequence, MakePart, tree_limits
+from outrider.sampling import VerificationMode
+from outrider.settings import setting
+from outrider.tree import MAX_DISTRIBUTION_WEIGHT, DraftDistribution, TokenTree
+from outrider.wire.frames import TreeLimits
+
+
+@dataclass(frozen=True)
+class RandomConfig:
+    """Settings of the random drafter, section `[random]`."""
+
+    random_nodes: int = setting(15, "most nodes of a tree, the root not counted; 0 proposes nothing")
+    random_depth: int = setting(8, "longest path below the root")
+    random_seed: int = setting(0, "seed of the trees; the same calls give the same trees")
+
+
+class RandomDrafter:
+    """Proposes nonsense, reproducibly. In REJECTION mode every draw comes with the law it was drawn from."""
+
+    name = "random"
+    max_context = 1 << 20
+    vocabulary_size = 0
+
+    def __init__(self, config: RandomConfig) -> None:
+        self.limits = TreeLimits(config.random_nodes, config.random_depth)
+        self._coins = random.Random(config.random_seed)
+
+    def start(self) -> None:
+        """Nothing to load."""
+
+    def stop(self) -> None:
+        """Nothing to keep."""
+
+    def open(self, sequence: DraftSequence) -> None:
+        """Nothing to remember."""
+
+    def advance(self, sequence: DraftSequence, committed: Sequence[int]) -> None:
+        """Nothing to learn."""
+
+    def close(self, sequence: DraftSequence) -> None:
+        """Nothing to forget."""
+
+    def stats(self) -> Mapping[str, float]:
+        return {}
+
+    def propose(self, sequences: Sequence[DraftSequence]) -> list[TokenTree]:
+        return [self._tree(sequence) for sequence in sequences]
+
+    def _tree(self, sequence: DraftSequence) -> TokenTree:
+        coins, limits = self._coins, tree_limits(self.limits, sequence.limits)
+        tokens, parents, scores, depths = [sequence.root], [0], [1.0], [0]
+        laws: dict[int, DraftDistribution] = {}
+        wanted = coins.randint(0, limits.max_nodes)
+        row = 0
+        # Rows are visited in order, so the children of a row stand together and in draw order.
+        while row < len(tokens) and len(tokens) <= wanted:
+            if depths[row] < limits.max_depth:
+                law = self._law(sequence.vocabulary_size)
+                drawn = self._draw(law, coins.randint(1, 3))[: wanted + 1 - len(tokens)]
+                if sequence.mode is VerificationMode.REJECTION:
+                    laws[row] = law
+                for token in drawn:
+                    tokens.append(token)
+                    parents.append(row)
+                    scores.append(coins.random())
+                    depths.append(depths[row] + 1)
+            row += 1
+        return TokenTree(tuple(tokens), tuple(parents), tuple(scores), laws)
+
+    def _law(self, vocabulary_size: int) -> DraftDistribution:
+        support = self._coins.sample(range(vocabulary_size), min(8, vocabulary_size))
+        weights = [self._coins.randint(1, MAX_DISTRIBUTION_WEIGHT) for _ in support]
+        return DraftDistribution(tuple(support), tuple(weights))
+
+    def _draw(self, law: DraftDistribution, count: int) -> list[int]:
+        """Up to `count` different tokens, drawn one after the other without replacement."""
+        tokens, weights = list(law.token_ids), list(law.weights)
+        drawn: list[int] = []
+        while tokens and len(drawn) < count:
+            place = self._coins.choices(range(len(tokens)), weights)[0]
+            drawn.append(tokens.pop(place))
+            weights.pop(place)
+        return drawn
+
+
+def _create(config: RandomConfig, _: MakePart) -> Drafter:
+    return RandomDrafter(config)
+
+
+SPEC = DrafterSpec("random", "random", RandomConfig, _create)

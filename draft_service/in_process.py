@@ -1,0 +1,186 @@
+"""A draft link without a network: the same session and drafters, in the target's own process.
+
+For a machine with no process to spare, and as the yardstick for what a separate draft process costs. Answers of a
+drafter on the CPU are delivered inside the call that asks for them, those of one on a GPU from a thread of its own.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from queue import SimpleQueue
+
+from draft_service.config import CONFIG_VARIABLE, DraftConfig, drafter_config
+from draft_service.drafters.base import Drafter, create, device_of, features_of
+from draft_service.session import Admission, ProposeSession
+from outrider import __version__
+from outrider.errors import OutriderError, WrongVocabulary
+from outrider.wire.frames import (
+    DEFAULT_TENANT,
+    DraftEvents,
+    DraftInfo,
+    OpenSequence,
+    SequenceAdvance,
+    SequenceFailure,
+    SequenceFeatures,
+)
+
+logger = logging.getLogger(__name__)
+
+
+def connect(argument: str, events: DraftEvents, vocabulary_size: int, _tokenizer_fingerprint: str) -> InprocessLink:
+    """Make the drafter that `argument` names, warm it up, and link it.
+
+    Its settings come from the environment and from the file that `OUTRIDER_CONFIG` names, as for the service.
+    Raises `NotSupported`, `SettingsError` or `WrongVocabulary`: here, unlike for a service that may come back, a
+    mismatch is the operator's mistake.
+    """
+    path = os.environ.get(CONFIG_VARIABLE)
+    settings_of = partial(drafter_config, environment=os.environ, path=Path(path) if path else None)
+    drafter = create(argument, settings_of(argument), settings_of)
+    if drafter.vocabulary_size not in (0, vocabulary_size):
+        raise WrongVocabulary("draft and target have vocabularies of different sizes")
+    drafter.start()
+    return ThreadedLink(drafter, events) if device_of(drafter) != "cpu" else InprocessLink(drafter, events)
+
+
+class InprocessLink:
+    """A `DraftLink` to a started drafter in this process. One thread at a time may call it."""
+
+    def __init__(self, drafter: Drafter, events: DraftEvents) -> None:
+        self._drafter = drafter
+        self._events = events
+        self._admission = Admission(DraftConfig.max_sequences)
+        self._session: ProposeSession | None = ProposeSession(drafter, self._admission, DEFAULT_TENANT)
+        self._stopped = False
+        events.on_connected(
+            DraftInfo(
+                drafter=drafter.name,
+                vocabulary_size=drafter.vocabulary_size,
+                tokenizer_fingerprint="",
+                limits=drafter.limits,
+                max_context=drafter.max_context,
+                version=__version__,
+                features=features_of(drafter),
+            )
+        )
+
+    def open(self, sequence: OpenSequence) -> None:
+        def work(session: ProposeSession) -> None:
+            # The engine opens anew what it had stopped drafting for; over the network fresh ids tell them apart.
+            session.close([sequence.sequence_id])
+            self._attempt(session, sequence.sequence_id, lambda: session.open(sequence))
+
+        self._run(work)
+
+    def advance(self, advances: Sequence[SequenceAdvance]) -> None:
+        def work(session: ProposeSession) -> None:
+            for advance in advances:
+                self._attempt(session, advance.sequence_id, partial(session.advance, advance))
+
+        self._run(work)
+
+    def send_features(self, features: Sequence[SequenceFeatures]) -> None:
+        def work(session: ProposeSession) -> None:
+            for one in features:
+                self._attempt(session, one.sequence_id, partial(session.take_features, one))
+            session.absorb({one.sequence_id for one in features})
+
+        self._run(work)
+
+    def close(self, sequence_ids: Sequence[int]) -> None:
+        self._run(lambda session: session.close(sequence_ids))
+
+    def stop(self) -> None:
+        """End every sequence and stop the drafter, also one that failed. Idempotent."""
+        if self._stopped:
+            return
+        self._stopped = True
+        self._do([ProposeSession.end])
+        self._session = None
+        try:
+            self._drafter.stop()
+        # The same boundary: the engine has more to stop than its drafter.
+        except Exception:
+            logger.exception("the drafter failed while it stopped")
+
+    def _run(self, work: Callable[[ProposeSession], None]) -> None:
+        """Do this, and answer."""
+        self._do([work])
+
+    def _do(self, works: Sequence[Callable[[ProposeSession], None]]) -> None:
+        """Do all this, and then answer once. Nothing is done once the drafter has failed or is stopped."""
+        if self._session is None:
+            return
+        try:
+            for work in works:
+                work(self._session)
+            self._answer(self._session)
+        # The boundary that a process or a network is elsewhere: a drafter's bug costs its drafts, not the engine.
+        except Exception:
+            self._fail()
+
+    def _fail(self) -> None:
+        """Log the exception that is being handled, and go on without drafts."""
+        logger.exception("the drafter failed; decoding goes on without it")
+        self._session = None
+        self._events.on_disconnected("the drafter failed")
+
+    def _attempt(self, session: ProposeSession, sequence_id: int, step: Callable[[], object]) -> None:
+        try:
+            step()
+        except OutriderError as error:
+            session.close([sequence_id])
+            self._events.on_failure(SequenceFailure(sequence_id, error.reason, error.message))
+
+    def _answer(self, session: ProposeSession) -> None:
+        """Deliver all growth that is owed. Credit bounds a queue, and here there is none."""
+        while session.owes:
+            session.grant(1 - session.credit)
+            self._events.on_growth(session.take_growth())
+
+
+class ThreadedLink(InprocessLink):
+    """A `DraftLink` to a started drafter on a GPU, which works on a thread of its own.
+
+    One thread at a time may call it. Calls return at once, and answers come from the drafter's thread. On the target's
+    own GPU the drafter's kernels run beside the target's passes, behind them where both want the same processors.
+    """
+
+    def __init__(self, drafter: Drafter, events: DraftEvents) -> None:
+        self._works: SimpleQueue[Callable[[ProposeSession], None] | None] = SimpleQueue()
+        super().__init__(drafter, events)
+        self._thread = threading.Thread(target=self._work, name="drafter", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """See `InprocessLink.stop`. Waits for what the drafter is at."""
+        self._works.put(None)
+        self._thread.join()
+        super().stop()
+
+    def _run(self, work: Callable[[ProposeSession], None]) -> None:
+        """Have it done on the thread, which answers."""
+        self._works.put(work)
+
+    def _work(self) -> None:
+        """Until `stop`: do all that waits, and then answer once, so that trees are of the newest commits."""
+        # Only here: drafters without a GPU run without PyTorch.
+        from draft_service.neural.threads import on_stream_of_its_own
+
+        try:
+            with on_stream_of_its_own(device_of(self._drafter)):
+                stopping = False
+                while not stopping:
+                    works = [self._works.get()]
+                    while not self._works.empty():
+                        works.append(self._works.get())
+                    stopping = None in works
+                    self._do([work for work in works if work is not None])
+        # Nothing below this thread's first frame would say that it has ended.
+        except Exception:
+            self._fail()

@@ -1,0 +1,163 @@
+"""The integers of a captured pass: one tensor that stays where it is, pinned memory that fills it, and a plan in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from draft_service.neural.paged_cache import PagedCache
+from tree_kernels.attention import AttentionBatch, plan_integers
+from tree_kernels.paging import write_kv
+
+# What the plan's tiles are chosen for.
+_USUAL_CONTEXT = 512
+_TORCH_TYPES = {
+    np.int32: torch.int32,
+    np.float32: torch.float32,
+    np.float64: torch.float64,
+    np.int64: torch.int64,
+    # The same bits: PyTorch computes with signed ones.
+    np.uint64: torch.int64,
+}
+
+
+class TreePlan(Protocol):
+    """A plan whose tensors stay where they are, as `tree_kernels.attention.triton_backend.TritonPlan`, which see."""
+
+    batch: AttentionBatch
+    query_starts: Tensor
+    prefix_lengths: Tensor
+    causal: Tensor
+    page_starts: Tensor
+    parents: Tensor
+    page_table: Tensor
+    # What the first layer of a pass made of the others; when it is cleared, the next layer to run makes it anew.
+    schedules: dict[Any, Any]
+
+
+class StaticAttention(Protocol):
+    """Attention whose plans lie in tensors that stay: `tree_kernels`' Triton backend."""
+
+    def plan(self, batch: AttentionBatch, integers: Tensor | None = None) -> Any:
+        """A `TreePlan` for batches up to this one, in `integers`."""
+
+    def run(self, plan: Any, query: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float) -> Tensor:
+        """See `TreeAttention.run`; `plan` is what `plan` returned."""
+
+
+def capacity(sequences: int, tail: int, cache: PagedCache, *, tree: bool) -> AttentionBatch:
+    """What a plan is laid out for: tails of `tail` rows on average, and every page of the cache."""
+    chain = tuple(max(0, row - 1) for row in range(tail))
+    return AttentionBatch(
+        query_starts=tuple(range(0, sequences * tail + 1, tail)),
+        prefix_lengths=(_USUAL_CONTEXT,) * sequences,
+        pages=((0,) * (cache.used_pages + cache.free_pages), *((),) * (sequences - 1)),
+        page_size=cache.page_size,
+        parents=(chain if tree else None,) * sequences,
+    )
+
+
+class StaticAttend:
+    """Attention of a static pass, see `TailAttention`; what writes keys and values itself calls `seen` alone."""
+
+    def __init__(self, cache: PagedCache, slots: Tensor, run: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+        """`slots` [R] of the rows, -1 for none; `run` attends, given queries and a layer's keys and values."""
+        self.slots = slots
+        self._cache, self._run = cache, run
+
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """query [R, Hq, D], key and value [R, Hkv, D] -> [R, Hq, D]."""
+        write_kv(key, value, *self.pools(layer), self.slots)
+        return self.seen(layer, query)
+
+    def pools(self, layer: int) -> tuple[Tensor, Tensor]:
+        """The layer's keys and values, [pages, page_size, Hkv, D] each."""
+        return self._cache.keys[layer], self._cache.values[layer]
+
+    def seen(self, layer: int, query: Tensor) -> Tensor:
+        """[R, Hq, D] -> [R, Hq, D], once the rows' keys and values are in their slots."""
+        return self._run(query, *self.pools(layer))
+
+
+class StaticIntegers:
+    """What a pass reads, by name: `device[name]` stays where it is, and `host[name]` is what `send` copies there.
+
+    All lie in one tensor, one after the other, the plan last and its pages at the very end, so that short contexts copy
+    little. Small writes cost numpy a fifth of what they cost torch.
+    """
+
+    def __init__(
+        self,
+        fields: Mapping[str, tuple[int, type[np.generic]]],
+        batch: AttentionBatch,
+        attention: StaticAttention,
+        device: torch.device,
+    ) -> None:
+        """`fields` are sizes and types, those of 8 bytes first; the plan is laid out for `batch`."""
+        words = {name: count * (np.dtype(dtype).itemsize // 4) for name, (count, dtype) in fields.items()}
+        plan_at = sum(words.values())
+        size = plan_at + plan_integers(batch)
+        on_gpu = device.type == "cuda"
+        self._pinned = torch.zeros(size, dtype=torch.int32, pin_memory=on_gpu)
+        self._integers = torch.zeros(size, dtype=torch.int32, device=device)
+        self._copied = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
+        numbers = self._pinned.numpy()
+        self.host: dict[str, npt.NDArray[Any]] = {}
+        self.device: dict[str, Tensor] = {}
+        begin = 0
+        for name, (_, dtype) in fields.items():
+            end = begin + words[name]
+            self.host[name] = numbers[begin:end].view(dtype)
+            self.device[name] = self._integers[begin:end].view(_TORCH_TYPES[dtype])
+            begin = end
+        self.plan: TreePlan = attention.plan(batch, self._integers[plan_at:])
+        plan = self.plan
+        views = (plan.query_starts, plan.prefix_lengths, plan.causal, plan.page_starts, plan.parents, plan.page_table)
+        places = [(view.storage_offset(), view.storage_offset() + view.numel()) for view in views]
+        self._plan_host = [numbers[start:stop] for start, stop in places]
+        # Where each sequence's pages begin in the table, and the table, as `write_plan` leaves them.
+        self.page_starts, self.page_table = self._plan_host[3], self._plan_host[5]
+        self._pages_at = places[-1][0]
+        self._pages = 0
+
+    def wait(self) -> None:
+        """Until the last copy has read the pinned memory."""
+        if self._copied is not None:
+            self._copied.synchronize()
+
+    def write_plan(
+        self,
+        pages: Sequence[Sequence[int]],
+        prefixes: npt.NDArray[np.int32],
+        tails: npt.NDArray[np.int32],
+        parents: Sequence[int] = (),
+        *,
+        causal: bool = False,
+    ) -> None:
+        """Lay out a pass over sequences with these pages, keys before the tail, and rows in the tail; the others have
+        no row and no key. `parents` of all rows; without them all see the root alone until the device says more."""
+        query_starts, prefix_lengths, causals, page_starts, seen, table = self._plan_host
+        seen[: len(parents)], seen[len(parents) :] = parents, 0
+        count, begin = len(pages), 0
+        query_starts[1 : count + 1] = np.cumsum(tails)
+        query_starts[count + 1 :] = query_starts[count]
+        prefix_lengths[:count], prefix_lengths[count:] = prefixes, 0
+        causals[:count], causals[count:] = causal, 1
+        for b, own in enumerate(pages):
+            page_starts[b] = begin
+            table[begin : begin + len(own)] = own
+            begin += len(own)
+        page_starts[count:] = begin
+        self._pages = begin
+
+    def send(self) -> None:
+        """Copy everything to the device. Does not wait for it."""
+        end = self._pages_at + self._pages
+        self._integers[:end].copy_(self._pinned[:end], non_blocking=True)
+        if self._copied is not None:
+            self._copied.record()

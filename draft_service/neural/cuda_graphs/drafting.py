@@ -1,0 +1,275 @@
+"""A neural drafter's work as captured CUDA graphs: what a step commits costs the host one launch, and so do its trees.
+
+A graph reads from tensors that stay where they are, and there is one per kind of work and power of two of sequences.
+Trees grow on the device as a whole (`tree_pass`); only those of REJECTION requests, which carry laws in integers, grow
+a level at a time, as all do without graphs, in captured passes. A prompt's rows, which are many, are read eagerly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from draft_service.drafters.grown import Grown, Pending
+from draft_service.neural.config import NeuralConfig
+from draft_service.neural.cuda_graphs.attention import StaticAttend, StaticAttention, StaticIntegers, TreePlan, capacity
+from draft_service.neural.cuda_graphs.tree_pass import TreePass
+from draft_service.neural.network import Network, RowOutput
+from draft_service.neural.tail_attention import TailPart, fresh_rows, fresh_slots
+from draft_service.neural.tree_config import CacheShape, TreeShape
+from draft_service.neural.tree_drafting import TreeDrafting, Wanted
+from outrider.sampling import VerificationMode
+from outrider.tree import TokenTree
+
+# Rows of one sequence that a captured pass over committed tokens has room for, on average.
+_COMMITTED = 8
+# Rows of prompts that are read once before the first request: a kernel is compiled for each of these sizes, and one for
+# all that are larger.
+FIRST_PROMPTS = (16, 32, 64, 200)
+
+Output = TypeVar("Output")
+
+
+@dataclass(frozen=True, slots=True)
+class PassSize:
+    """Room of a captured pass: `tail` rows of all tails, the `new` ones among them."""
+
+    sequences: int
+    tail: int
+    new: int
+
+    @property
+    def certain(self) -> bool:
+        """Whether it is a pass over what was committed, and not over a level of trees."""
+        return self.new == self.tail
+
+
+class StaticPass:
+    """One size's tensors on the device, and the pass over what they hold. Rows that a pass leaves free have no
+    sequence, no slot and no effect. What `run` returns is overwritten by the next pass of the size."""
+
+    def __init__(self, size: PassSize, drafting: TreeDrafting, attention: StaticAttention) -> None:
+        self.size, self._network, self._attention = size, drafting.network, attention
+        self._cache, self._states = drafting.cache, drafting.states
+        # Of certain rows the last of each sequence, and where its output is kept; of a level where in the tails it is.
+        own = {"ends": size.sequences, "states": size.sequences} if size.certain else {"places": size.new}
+        fields: dict[str, tuple[int, type[np.generic]]] = {name: (count, np.int64) for name, count in own.items()}
+        fields |= dict.fromkeys(("token_ids", "positions", "slots"), (size.new, np.int32))
+        batch = capacity(size.sequences, size.tail // size.sequences, drafting.cache, tree=not size.certain)
+        self._integers = StaticIntegers(fields, batch, attention, drafting.network.device)
+        self.plan: TreePlan = self._integers.plan
+        self._carried: Tensor | None = None
+
+    def load(
+        self, parts: Sequence[TailPart], token_ids: Sequence[int], carried: Tensor | None, positions: Sequence[int]
+    ) -> None:
+        """Send a pass to the device. Does not wait for it."""
+        used, host = len(token_ids), self._integers.host
+        self._integers.wait()
+        host["token_ids"][:used], host["token_ids"][used:] = token_ids, 0
+        host["positions"][:used], host["positions"][used:] = positions, 0
+        host["slots"][:used], host["slots"][used:] = fresh_slots(parts, self._cache), -1
+        tails = np.array([part.rows for part in parts], np.int32)
+        if self.size.certain:
+            count = len(parts)
+            host["ends"][:count], host["ends"][count:] = tails.cumsum() - 1, 0
+            host["states"][:count], host["states"][count:] = [part.pages[0] for part in parts], self._states.nobody
+        else:
+            # Behind the last row, where a free row's query harms nobody.
+            host["places"][:used], host["places"][used:] = fresh_rows(parts), self.size.tail
+        parents = [parent for part in parts for parent in part.parents or (0,) * part.rows]
+        prefixes = np.array([part.prefix for part in parts], np.int32)
+        self._integers.write_plan([part.pages for part in parts], prefixes, tails, parents, causal=self.size.certain)
+        self._integers.send()
+        if carried is not None:
+            if self._carried is None:
+                self._carried = carried.new_zeros(self.size.new, carried.shape[1], device=self._network.device)
+            self._carried[:used].copy_(carried, non_blocking=True)
+
+    def run(self) -> RowOutput:
+        """The pass over all rows of the size, [new, ..] each."""
+        parts = self._integers.device
+        attend = StaticAttend(self._cache, parts["slots"], self._attend)
+        output = self._network.read(parts["token_ids"], self._carried, parts["positions"], attend)
+        if self.size.certain:
+            self._states.write(parts["states"], output, parts["ends"])
+        return output
+
+    def _attend(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        if self.size.certain:
+            # All rows of the tails are new, and free ones stand behind them.
+            return self._attention.run(self.plan, query, keys, values, query.shape[-1] ** -0.5)
+        tail, places = self.size.tail, self._integers.device["places"]
+        queries = query.new_zeros(tail + 1, *query.shape[1:]).index_copy_(0, places, query)
+        output = self._attention.run(self.plan, queries[:tail], keys, values, query.shape[-1] ** -0.5)
+        return output.index_select(0, places.clamp(max=tail - 1))
+
+
+class Captured(NamedTuple):
+    """A pass over all levels of trees, and what to call between its `load` and its `fetch`, for each of its parts."""
+
+    work: TreePass
+    replays: Sequence[Callable[[], None]]
+
+
+class _Drawn(NamedTuple):
+    """Trees that a pass is drawing, as `Pending`."""
+
+    work: TreePass
+    turn: int
+
+    @property
+    def fresh(self) -> bool:
+        return self.work.turn == self.turn
+
+    @property
+    def elsewhere(self) -> bool:
+        return self.work.elsewhere
+
+    @property
+    def early(self) -> bool:
+        return self.work.parts > 1
+
+    def fetch_early(self) -> Grown:
+        return self.work.fetch(0)
+
+    def fetch(self) -> Grown:
+        return self.work.fetch(self.work.parts - 1)
+
+
+class CapturedDrafting(TreeDrafting):
+    """`TreeDrafting` on a GPU. Graphs are captured when their size is first met."""
+
+    def __init__(self, network: Network, tree: TreeShape, cache: CacheShape) -> None:
+        super().__init__(network, tree, cache)
+        self._static: StaticAttention = self._capturable()
+        self._passes: dict[PassSize, tuple[StaticPass, Callable[[], RowOutput]]] = {}
+        self._trees: dict[tuple[int, bool], Captured] = {}
+        self._pool: Any = None
+
+    @torch.inference_mode()
+    def trees(self, wanted: Sequence[Wanted]) -> list[TokenTree]:
+        """The best trees: at once for all whose modes need no laws, level by level for the others."""
+        found: dict[int, TokenTree] = {}
+        drawn = [i for i, one in enumerate(wanted) if one.sequence.mode is VerificationMode.REJECTION]
+        at_once = [i for i, one in enumerate(wanted) if one.sequence.mode is not VerificationMode.REJECTION]
+        if at_once:
+            grown = self.begin([wanted[i] for i in at_once]).fetch()
+            found.update(zip(at_once, grown.as_trees(), strict=True))
+        if drawn:
+            found.update(zip(drawn, super().trees([wanted[i] for i in drawn]), strict=True))
+        return [found[i] for i in range(len(wanted))]
+
+    @torch.inference_mode()
+    def begin(self, wanted: Sequence[Wanted]) -> Pending:
+        work, replays = self.tree_pass(wanted)
+        work.load(wanted)
+        for part, replay in enumerate(replays):
+            replay()
+            work.send_back(part)
+        return _Drawn(work, work.turn)
+
+    @torch.inference_mode()
+    def tree_pass(self, wanted: Sequence[Wanted]) -> Captured:
+        """What drafts these trees, captured now if it was not yet. None of them is of a REJECTION request."""
+        coupled = any(one.sequence.mode is VerificationMode.COUPLED for one in wanted)
+        size = _power_of_two(len(wanted)), coupled
+        if size not in self._trees:
+            work = TreePass(*size, self, self._static)
+            work.load(wanted)
+            runs = (work.run_early, work.run_rest)[: work.parts]
+            self._trees[size] = Captured(work, [self._capture(run, work.plan) for run in runs])
+        return self._trees[size]
+
+    def _capturable(self) -> StaticAttention:
+        return self._attention.capturable
+
+    def _commit(
+        self, parts: Sequence[TailPart], tokens: list[int], carried: Tensor | None, positions: list[int]
+    ) -> None:
+        sequences = _power_of_two(len(parts))
+        if len(tokens) > sequences * _COMMITTED:
+            # Eagerly: passes without parents are never captured by `_read`.
+            return super()._commit(parts, tokens, carried, positions)
+        size = PassSize(sequences, sequences * _COMMITTED, sequences * _COMMITTED)
+        self._replay(size, parts, tokens, carried, positions)
+        return None
+
+    def _read(
+        self, parts: Sequence[TailPart], tokens: list[int], carried: Tensor | None, positions: list[int]
+    ) -> RowOutput:
+        if any(part.parents is None for part in parts):
+            return super()._read(parts, tokens, carried, positions)
+        sequences = _power_of_two(len(parts))
+        # Of as many sequences as still grow, for which levels are as wide as for all or wider.
+        shape = self.shape.for_sequences(sequences)
+        size = PassSize(sequences, sequences * (1 + shape.expanded), sequences * shape.width)
+        output = self._replay(size, parts, tokens, carried, positions)
+        return RowOutput(output.carried[: len(tokens)], output.spoken[: len(tokens)])
+
+    def _replay(
+        self,
+        size: PassSize,
+        parts: Sequence[TailPart],
+        tokens: list[int],
+        carried: Tensor | None,
+        positions: list[int],
+    ) -> RowOutput:
+        """Run a pass, whose size is captured with the first pass that needs it."""
+        known = self._passes.get(size)
+        work = StaticPass(size, self, self._static) if known is None else known[0]
+        work.load(parts, tokens, carried, positions)
+        if known is None:
+            known = self._passes[size] = work, self._capture(work.run, work.plan)
+        return known[1]()
+
+    def _capture(self, run: Callable[[], Output], plan: TreePlan) -> Callable[[], Output]:
+        """`run` as a graph. What it does, it may do any number of times with what is loaded."""
+        device = self.network.device
+        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            # Lets libraries allocate what they keep.
+            for _ in range(2):
+                run()
+        stream.synchronize()
+        # The first layer to run makes the schedule, which has to become part of the graph.
+        plan.schedules.clear()
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, stream=stream):
+            output = run()
+        torch.cuda.current_stream(device).wait_stream(stream)
+
+        def replay() -> Output:
+            graph.replay()
+            return output
+
+        return replay
+
+
+def drafting_on(network: Network, config: NeuralConfig) -> TreeDrafting:
+    """Drafting as the settings ask for it: captured where that is wanted, on a GPU."""
+    captured = config.cuda_graphs and network.device.type == "cuda"
+    return (CapturedDrafting if captured else TreeDrafting)(network, config.tree, config.cache)
+
+
+def first_batches(drafting: TreeDrafting, config: NeuralConfig) -> Iterator[tuple[VerificationMode, int]]:
+    """Modes, and numbers of sequences of that mode, that are drafted for once before the first request, so that none
+    waits for compiling and capturing."""
+    for mode in VerificationMode:
+        yield mode, 1
+    if isinstance(drafting, CapturedDrafting):
+        # Trees of REJECTION requests take other graphs for each number, and are rare.
+        for mode in (VerificationMode.GREEDY, VerificationMode.COUPLED):
+            yield from ((mode, 1 << power) for power in range(1, config.captured_sequences.bit_length()))
+
+
+def _power_of_two(count: int) -> int:
+    """The smallest that is not below."""
+    return 1 << (count - 1).bit_length()

@@ -1,0 +1,256 @@
+"""A whole tree of every sequence in one go on the device: all levels, all passes, one copy there and one back.
+
+The rows of a tail have fixed places: the root, and then as many rows of each level as it may expand, whether or not it
+does. The host says where sequences stand and what requests ask for; what is expanded, whose child it is and which rows
+it sees stay on the device (`tree_kernels.growth`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from draft_service.compiling import compiled
+from draft_service.drafters.base import DraftSequence, tree_limits
+from draft_service.drafters.grown import Grown
+from draft_service.neural.candidates import temperature_of
+from draft_service.neural.cuda_graphs.attention import StaticAttend, StaticAttention, StaticIntegers, TreePlan, capacity
+from draft_service.neural.network import RowOutput
+from draft_service.neural.tree_drafting import TreeDrafting, Wanted
+from outrider.sampling import VerificationMode
+from tree_kernels.growth import Children, Race, grow, keep, likeliest, make_growth, make_kept, race_winners
+
+Ints = npt.NDArray[np.int32]
+
+
+class _Found:
+    """What a part of a pass found, on the device and on its way to the host."""
+
+    def __init__(self, result: Tensor) -> None:
+        """`result` as `tree_kernels.growth.make_kept` makes it."""
+        on_gpu = result.is_cuda
+        self.result = result
+        self.fetched = torch.zeros(result.shape, dtype=torch.int32, pin_memory=on_gpu)
+        self._done = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
+
+    def send_back(self) -> None:
+        self.fetched.copy_(self.result, non_blocking=True)
+        if self._done is not None:
+            self._done.record()
+
+    def wait(self) -> None:
+        if self._done is not None:
+            self._done.synchronize()
+
+
+class TreePass:
+    """The tensors of one number of sequences on the device, and the pass over what they hold.
+
+    `load` brings in what is wanted, `run_early` and `run_rest` are what graphs replay, in this order and each followed
+    by `send_back`, and `fetch` waits for what they found: the trees of the early levels, and the whole ones. Without
+    early levels `run_early` does it all.
+    """
+
+    def __init__(self, sequences: int, coupled: bool, drafting: TreeDrafting, attention: StaticAttention) -> None:
+        """`sequences` at most; `coupled` where some of them may be COUPLED, and race for every token."""
+        self.sequences, self.coupled = sequences, coupled
+        self._network, self._cache = drafting.network, drafting.cache
+        self._shape = shape = drafting.shape.for_sequences(sequences)
+        self._states, self._attention = drafting.states, attention
+        device, levels, width = drafting.network.device, shape.num_steps, shape.width
+        self._tail = 1 + shape.expanded
+        batch = capacity(sequences, self._tail, drafting.cache, tree=True)
+        self._integers = StaticIntegers(
+            {
+                "seeds": (sequences, np.uint64),
+                "noise_positions": (sequences, np.uint64),
+                "top_p": (sequences, np.float64),
+                "min_p": (sequences, np.float64),
+                "states": (sequences, np.int64),
+                "temperatures": (sequences, np.float32),
+                "coupled": (sequences, np.int32),
+                "top_k": (sequences, np.int32),
+                "limits": (2 * sequences, np.int32),
+                "positions": ((levels - 1) * sequences * width, np.int32),
+                "slots": ((levels - 1) * sequences * width, np.int32),
+            },
+            batch,
+            attention,
+            device,
+        )
+        self.plan: TreePlan = self._integers.plan
+        self._growth = make_growth(sequences, levels, width, shape.topk, device)
+        said = drafting.network.token_ids
+        self._token_ids = None if said is None else torch.from_numpy(said).to(device)
+        self.elsewhere = device.type == "cuda"
+        # Levels of the first part, and what either part finds.
+        self._early = shape.early_levels or levels
+        self.parts = 1 if self._early >= levels else 2
+        self._found = [_Found(make_kept(self._growth, shape.num_draft_tokens)) for _ in range(self.parts)]
+        # What the early levels leave for the rest, where their graph keeps it.
+        self._carried: Tensor | None = None
+        # Which trees it has: how often it was loaded.
+        self.turn = 0
+        self._roots: list[int] = []
+        # Whose requests are written.
+        self._asking: list[DraftSequence] = []
+
+    def load(self, wanted: Sequence[Wanted]) -> None:
+        """Send what is wanted to the device. Does not wait for it."""
+        self.turn += 1
+        count, integers, host = len(wanted), self._integers, self._integers.host
+        sequences, pages = [one.sequence for one in wanted], [one.followed.pages for one in wanted]
+        integers.wait()
+        if sequences != self._asking:
+            # From step to step they are mostly the same, and a request asks for the same all its life.
+            self._write_requests(sequences)
+            self._asking = sequences
+        host["noise_positions"][:count] = [len(sequence.token_ids) for sequence in sequences]
+        host["states"][:count], host["states"][count:] = [own[0] for own in pages], self._states.nobody
+        prefixes = np.array([one.followed.entries - 1 for one in wanted], np.int32)
+        integers.write_plan(pages, prefixes, np.full(count, self._tail))
+        by_level = (self._shape.num_steps - 1, self.sequences, self._shape.width)
+        _place_rows(
+            np.array([one.position for one in wanted], np.int32),
+            prefixes,
+            integers.page_starts,
+            integers.page_table,
+            self._cache.page_size,
+            host["positions"].reshape(by_level),
+            host["slots"].reshape(by_level),
+        )
+        integers.send()
+        self._roots = [sequence.root for sequence in sequences]
+
+    def _write_requests(self, sequences: Sequence[DraftSequence]) -> None:
+        count, host = len(sequences), self._integers.host
+        sampling = [sequence.sampling for sequence in sequences]
+        limits = [tree_limits(self._shape.limits, sequence.limits) for sequence in sequences]
+        host["seeds"][:count] = np.array([sequence.seed for sequence in sequences], np.uint64)
+        host["coupled"][:count] = [sequence.mode is VerificationMode.COUPLED for sequence in sequences]
+        host["temperatures"][:count] = [temperature_of(sequence) for sequence in sequences]
+        host["temperatures"][count:] = 1.0
+        host["top_k"][:count] = [one.top_k for one in sampling]
+        host["top_p"][:count] = [one.top_p for one in sampling]
+        host["min_p"][:count] = [one.min_p for one in sampling]
+        host["limits"][:count] = [one.max_nodes for one in limits]
+        host["limits"][self.sequences : self.sequences + count] = [one.max_depth for one in limits]
+
+    def run_early(self) -> None:
+        """The first levels of all sequences' trees, and what they hold to where `fetch` finds it."""
+        carried, spoken = self._states.read(self._integers.device["states"])
+        if self.parts > 1:
+            # What the last trees had there would be taken for nodes of these.
+            self._growth.worths[:, self._growth.first_item(self._early + 1) :] = 0.0
+        self._grow(spoken, 1)
+        for level in range(1, self._early):
+            carried, spoken = self._read(level, carried)
+            self._grow(spoken, level + 1)
+        self._carried = carried
+        keep(self._growth, self._found[0].result)
+
+    def run_rest(self) -> None:
+        """The other levels, behind `run_early`, and the whole trees to where `fetch` finds them."""
+        carried = self._carried
+        assert carried is not None, "the early levels come first"
+        for level in range(self._early, self._shape.num_steps):
+            carried, spoken = self._read(level, carried)
+            self._grow(spoken, level + 1)
+        keep(self._growth, self._found[-1].result)
+
+    def _grow(self, spoken: Tensor, level: int) -> None:
+        """Add the nodes of a level, given what the level above it puts out."""
+        limits = self._integers.device["limits"].view(2, self.sequences)
+        parents = self.plan.parents.view(self.sequences, self._tail)
+        children = self._children(self._network.logits(spoken), level)
+        grow(self._growth, children, limits, level, self._shape.min_score, parents)
+
+    def _read(self, level: int, carried: Tensor) -> RowOutput:
+        """Read the nodes of a level that are expanded, given what the level above it `carried`."""
+        rows = carried.index_select(0, self._growth.sources.flatten())
+        positions = self._integers.device["positions"].view(self._shape.num_steps - 1, -1)[level - 1]
+        # What the first layer makes of the plan is of the parents that it finds.
+        self.plan.schedules.clear()
+        tokens = self._growth.next_tokens.flatten()
+        return self._network.read(tokens, rows, positions, self._attend(level))
+
+    def send_back(self, part: int) -> None:
+        """Have the trees of a part copied to the host once they are grown. Does not wait for it."""
+        self._found[part].send_back()
+
+    def fetch(self, part: int) -> Grown:
+        """Wait for the trees of a part, in the order in which they were wanted."""
+        kept = self._found[part]
+        kept.wait()
+        count, room = len(self._roots), (kept.result.shape[1] - 1) // 3
+        found = kept.fetched.numpy()[:count]
+        trees = np.ascontiguousarray(found[:, 1 : 1 + 2 * room].reshape(count, 2, room))
+        scores = found[:, 1 + 2 * room :].view(np.float32).astype(np.float64)
+        sizes = np.minimum(found[:, :1], 1 + self._integers.host["limits"][:count, None]).astype(np.int64)
+        trees[:, 0, 0] = self._roots
+        return Grown(trees, scores, sizes)
+
+    def _children(self, logits: Tensor, level: int) -> Children:
+        parts, shape = self._integers.device, self._shape
+        if not self.coupled:
+            return likeliest(logits, parts["temperatures"], shape.topk, self._token_ids)
+        race = Race(
+            parts["coupled"],
+            parts["top_k"],
+            parts["top_p"],
+            parts["min_p"],
+            parts["seeds"],
+            parts["noise_positions"],
+        )
+        return race_winners(
+            logits,
+            parts["temperatures"],
+            shape.topk,
+            self._token_ids,
+            race,
+            level,
+            shape.race_entrants,
+            shape.race_sharpness,
+        )
+
+    def _attend(self, level: int) -> StaticAttend:
+        """Attention of the rows of one level, [B * W, ..]."""
+        sequences, width = self.sequences, self._shape.width
+        slots = self._integers.device["slots"].view(-1, sequences * width)[level - 1]
+        rows = slice(1 + (level - 1) * width, 1 + level * width)
+
+        def run(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+            queries = query.new_zeros(sequences, self._tail, *query.shape[1:])
+            queries[:, rows] = query.view(sequences, width, *query.shape[1:])
+            output = self._attention.run(self.plan, queries.flatten(0, 1), keys, values, query.shape[-1] ** -0.5)
+            return output.reshape(sequences, self._tail, *query.shape[1:])[:, rows].flatten(0, 1)
+
+        return StaticAttend(self._cache, slots, run)
+
+
+@compiled
+def _place_rows(
+    first: Ints, prefixes: Ints, page_starts: Ints, page_table: Ints, page_size: int, positions: Ints, slots: Ints
+) -> None:
+    """Where the rows of n sequences' levels stand: those of a level one after the other, behind the tail's root.
+
+    Args:
+        first: [n] positions of the root's children; prefixes: [n] tokens before the root.
+        page_starts: [.., n at least] where a sequence's pages begin in `page_table`.
+        positions: [levels, B, W], filled.
+        slots: [levels, B, W], filled; -1 for sequences that are not there.
+    """
+    levels, sequences, width = slots.shape
+    for level in range(levels):
+        for b in range(sequences):
+            for place in range(width):
+                slots[level, b, place] = -1
+                if b < len(first):
+                    token = prefixes[b] + 1 + level * width + place
+                    page = page_table[page_starts[b] + token // page_size]
+                    slots[level, b, place] = page * page_size + token % page_size
+                    positions[level, b, place] = first[b] + level

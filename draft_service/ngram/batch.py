@@ -1,0 +1,210 @@
+"""All sequences of a frame in one compiled call: each own trie takes what was committed, and each tree is grown.
+
+A call from Python costs more than a small tree does: arrays are taken apart one by one. So what the loops need of a
+sequence stands in tables that stay, one row a sequence, and tries are named there by the addresses of their arrays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+import numba
+import numpy as np
+import numpy.typing as npt
+
+from draft_service.compiling import Numbers, Reals, compiled, inlined, pointer
+from draft_service.drafters.grown import Grown
+from draft_service.drafters.packing import signed
+from draft_service.ngram.arrays import COLUMNS, Tokens, insert
+from draft_service.ngram.growth import Shape, grow_shape
+from draft_service.ngram.prediction import UNIT, Evidence, Trie
+from draft_service.ngram.trie import NgramTrie
+from outrider.wire.frames import TreeLimits
+
+Table = npt.NDArray[np.int64]
+
+# Fresh tokens that one call inserts for one sequence. More are to be inserted as they come.
+ROOM = 64
+# Columns of a trie's row: addresses and lengths of its arrays.
+ROWS, ROWS_LENGTH, SLOTS, SLOTS_LENGTH = range(4)
+# Columns of a sequence's row: first its own trie, as above; that trie's rows used; tokens in its window, and in all;
+# bounds of its tree (0 nodes: none is grown here); whether candidates race, with which seed.
+USED, KNOWN, LENGTH, NODES, DEPTH, COUPLED, SEED = range(4, 11)
+COLUMNS_OF_SEQUENCE = 11
+# Entries of `rules`: least worth and breadth, depth of the own tries and their half-life, sharpness of races.
+FLOOR, BREADTH, TRIE_DEPTH, HALF_LIFE, SHARPNESS = range(5)
+_FIRST_PLACES = 16
+
+Asked = tuple[int, int, int, int]
+Array = TypeVar("Array", Table, Tokens, Reals)
+
+
+@inlined
+def _trie_at(tries: Table, number: int) -> Trie:
+    """The arrays of a trie. They keep nothing alive."""
+    at = tries[number]
+    rows = numba.carray(pointer(at[ROWS]), (at[ROWS_LENGTH], COLUMNS), np.int32)
+    return rows, numba.carray(pointer(at[SLOTS]), at[SLOTS_LENGTH], np.int64)
+
+
+@compiled
+def learn_and_grow(
+    tries: Table,
+    asked: Table,
+    fresh: Tokens,
+    table: Table,
+    windows: Tokens,
+    powers: Reals,
+    evidence: Evidence,
+    rules: Reals,
+    trees: Numbers,
+    scores: Reals,
+    rows: Table,
+) -> None:
+    """Insert what waits, then grow.
+
+    Args:
+        tries: [t, 4] addresses; whoever calls keeps the arrays alive and holds the locks.
+        asked: [n, 4], for each tree its sequence's place, where the tenant's and the shared trie stand in `tries`,
+            and how many of `fresh` are its.
+        fresh: [f] committed tokens, tree by tree.
+        table: [places, 11], `USED`, `KNOWN` and `LENGTH` are brought up to date.
+        windows: [places, longest + ROOM], the last tokens up to column `longest`, and room for fresh ones.
+        powers: [places], exponents of races.
+        rules: [5] float64.
+        trees: [n, 2, 1 + nodes] tokens and parents, filled.
+        scores: [n, 1 + nodes], filled likewise.
+        rows: [n, 2], filled: rows of the tree, and of the own trie.
+    """
+    depth = int(rules[TRIE_DEPTH])
+    longest, begin = depth - 1, 0
+    for i in range(len(asked)):
+        place = asked[i, 0]
+        row, window = table[place], windows[place]
+        own = _trie_at(table, place)
+        count, known = asked[i, 3], row[KNOWN]
+        if count > 0:
+            window[longest : longest + count] = fresh[begin : begin + count]
+            begin += count
+            before, new = window[longest - known : longest], window[longest : longest + count]
+            row[USED] = insert(own[0], own[1], row[USED], before, new, depth, UNIT, int(rules[HALF_LIFE]))
+            for k in range(longest):
+                window[k] = window[k + count]
+            row[KNOWN], row[LENGTH] = min(longest, known + count), row[LENGTH] + count
+        rows[i, 0], rows[i, 1] = 1, row[USED]
+        trees[i, 0, 0], trees[i, 1, 0], scores[i, 0] = window[longest - 1], 0, 1.0
+        if row[NODES] > 0:
+            breadth, coupled = int(rules[BREADTH]), row[COUPLED] != 0
+            shape = Shape(row[NODES], row[DEPTH], breadth, rules[FLOOR], coupled, powers[place], rules[SHARPNESS])
+            three = own, _trie_at(tries, asked[i, 1]), _trie_at(tries, asked[i, 2])
+            context = window[longest - row[KNOWN] : longest]
+            seed, position = np.uint64(row[SEED]), np.uint64(row[LENGTH])
+            rows[i, 0] = grow_shape(three, context, evidence, shape, seed, position, trees[i], scores[i])
+
+
+class TrieBatch:
+    """The tables of every sequence that is followed. One thread at a time."""
+
+    def __init__(self, evidence: Evidence, rules: Reals, nodes: int) -> None:
+        """`rules`: see `learn_and_grow`; `nodes`: the most that a tree has."""
+        self._evidence = evidence
+        self._rules = rules
+        self._longest = int(rules[TRIE_DEPTH]) - 1
+        self._free: list[int] = []
+        self._table: Table = np.zeros((0, COLUMNS_OF_SEQUENCE), np.int64)
+        self._windows: Tokens = np.zeros((0, self._longest + ROOM), np.int32)
+        self._powers: Reals = np.zeros(0)
+        self._rows = nodes + 1
+        self._trees: Numbers = np.empty((0, 2, self._rows), np.int32)
+        self._scores: Reals = np.empty((0, self._rows), np.float64)
+        # Addresses of the tries that were read last, which are often the same again.
+        self._last: tuple[list[tuple[int, int, int, int]], Table] = [], np.zeros((0, 4), np.int64)
+
+    def enter(
+        self, own: NgramTrie, token_ids: Sequence[int], limits: TreeLimits, power: float | None, seed: int
+    ) -> int:
+        """Give a sequence a place; returns it. A `power` of None runs no race; no nodes, no trees from here."""
+        if not self._free:
+            self._widen()
+        place = self._free.pop()
+        nodes = min(limits.max_nodes, self._rows - 1)
+        self._table[place, NODES:] = nodes, limits.max_depth, power is not None, signed(seed)
+        self._powers[place] = 1.0 if power is None else power
+        self.restart(place, own, token_ids)
+        return place
+
+    def leave(self, place: int) -> None:
+        """The sequence has ended."""
+        self._free.append(place)
+
+    def moved(self, place: int, own: NgramTrie) -> None:
+        """The own trie has other arrays now."""
+        self._table[place, : USED + 1] = *own.address, own.used
+
+    def restart(self, place: int, own: NgramTrie, token_ids: Sequence[int]) -> None:
+        """All of `token_ids` is in the own trie."""
+        recent = token_ids[-self._longest :]
+        self._windows[place, self._longest - len(recent) : self._longest] = recent
+        self._table[place, KNOWN : LENGTH + 1] = len(recent), len(token_ids)
+        self.moved(place, own)
+
+    def grow(
+        self, tries: Sequence[NgramTrie], asked: Sequence[Asked], fresh: Sequence[int]
+    ) -> tuple[list[list[int]], list[list[list[int]]], list[list[float]]]:
+        """Insert what waits for these sequences, and grow their trees.
+
+        The caller holds the locks of `tries`, which another thread teaches, and has made room in the own ones.
+
+        Args:
+            asked: for each tree its sequence's place, where the tenant's and the shared trie stand in `tries`, and
+                how many of `fresh` are its, at most `ROOM`.
+            fresh: tokens that were committed since the last call, tree by tree.
+
+        Returns:
+            For each tree its rows and the rows that the own trie uses now; tokens and parents; scores. The last two
+            are as long as the largest tree.
+        """
+        grown = self.grow_arrays(tries, asked, fresh)
+        counts: list[list[int]] = grown.sizes.tolist()
+        most = max(counts)[0]
+        return counts, grown.trees[:, :, :most].tolist(), grown.scores[:, :most].tolist()
+
+    def grow_arrays(self, tries: Sequence[NgramTrie], asked: Sequence[Asked], fresh: Sequence[int]) -> Grown:
+        """As `grow`, with the trees as arrays that the next call overwrites; `sizes` has both counts."""
+        count = len(asked)
+        if count > len(self._trees):
+            self._trees = np.empty((count, 2, self._rows), np.int32)
+            self._scores = np.empty((count, self._rows), np.float64)
+        rows: Table = np.empty((count, 2), np.int64)
+        addresses = [trie.address for trie in tries]
+        if addresses != self._last[0]:
+            self._last = addresses, np.array(addresses, np.int64)
+        learn_and_grow(
+            self._last[1],
+            np.array(asked, np.int64),
+            np.array(fresh, np.int32),
+            self._table,
+            self._windows,
+            self._powers,
+            self._evidence,
+            self._rules,
+            self._trees,
+            self._scores,
+            rows,
+        )
+        return Grown(self._trees[:count], self._scores[:count], rows)
+
+    def _widen(self) -> None:
+        """Twice as many places."""
+        before = len(self._table)
+        places = max(_FIRST_PLACES, 2 * before)
+        self._free.extend(range(places - 1, before - 1, -1))
+        self._table, self._windows = _longer(self._table, places), _longer(self._windows, places)
+        self._powers = _longer(self._powers, places)
+
+
+def _longer(array: Array, length: int) -> Array:
+    longer = np.zeros((length, *array.shape[1:]), array.dtype)
+    longer[: len(array)] = array
+    return longer

@@ -1,0 +1,99 @@
+"""Settings of the trie drafter, and the constants they turn into."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from draft_service.ngram.prediction import ESCAPE, HALF_LIFE, MAX_SIBLINGS, PRECEDENCE, RECENCY, SOURCES, Evidence
+from outrider.settings import SettingsError, setting
+from outrider.tree import MAX_ROWS
+from outrider.wire.frames import TreeLimits
+
+
+@dataclass(frozen=True)
+class TrieConfig:
+    """Settings of the trie drafter: flags, environment (`OUTRIDER_TRIE_*`) or the `[trie]` table."""
+
+    num_draft_tokens: int = setting(32, "nodes of a tree, the root not counted")
+    branch_length: int = setting(32, "longest path below the root")
+    breadth: int = setting(8, "most children of a node; 1 drafts a single branch")
+    min_match: int = setting(1, "shortest context, in tokens, that may speak")
+    max_match: int = setting(8, "longest context, in tokens; memory per token grows with it")
+    selection: str = setting(
+        "probable", "which continuations come first: most probable, or most recent", choices=("probable", "recent")
+    )
+    min_score: float = setting(0.01, "least probability of the path to a node that is worth sending")
+
+    learn_prompts: bool = setting(True, "teach prompts to the tenant's trie")
+    learn_outputs: bool = setting(True, "teach committed output to the tenant's trie")
+    output_weight: int = setting(2, "occurrences that one in an output counts as, against one in a prompt")
+    half_life_tokens: int = setting(1 << 20, "tokens learnt until an old count is halved; a power of two")
+
+    capacity: int = setting(16_000_000, "nodes over all tenants and corpora, at about 50 bytes")
+    tenant_capacity: int = setting(4_000_000, "nodes of one tenant's trie; the least useful go first")
+    corpus_capacity: int = setting(8_000_000, "nodes of one shared corpus; past it, adding is refused")
+    own_tokens: int = setting(32_768, "latest tokens of a sequence that its own trie holds")
+    max_context: int = setting(131_072, "longest sequence followed, in tokens")
+    max_backlog: int = setting(1_000_000, "tokens that may wait to be learnt; past it, new ones are not learnt")
+
+    snapshot: str = setting("", "folder to keep tries in across restarts; none when empty")
+    snapshot_seconds: float = setting(300.0, "time between snapshots; one is also written at the end")
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.num_draft_tokens < MAX_ROWS:
+            raise SettingsError(f"num_draft_tokens must be 1..{MAX_ROWS - 1}")
+        if not 1 <= self.min_match <= self.max_match <= 32:
+            raise SettingsError("1 <= min_match <= max_match <= 32 must hold")
+        if self.branch_length < 1 or self.breadth < 1 or self.output_weight < 1:
+            raise SettingsError("branch_length, breadth and output_weight must be at least 1")
+        if not 0.0 < self.min_score <= 1.0:
+            raise SettingsError("min_score must be in (0, 1]")
+        if self.half_life_tokens < 1 or self.half_life_tokens & (self.half_life_tokens - 1):
+            raise SettingsError("half_life_tokens must be a power of two")
+        if min(self.tenant_capacity, self.corpus_capacity, self.own_tokens) < 128:
+            raise SettingsError("tenant_capacity, corpus_capacity and own_tokens must be at least 128")
+        if self.capacity < max(self.tenant_capacity, self.corpus_capacity):
+            raise SettingsError("capacity must not be below tenant_capacity or corpus_capacity")
+
+    @property
+    def depth(self) -> int:
+        """Tokens of the longest window: the longest context and what follows it."""
+        return self.max_match + 1
+
+    @property
+    def half_life_log2(self) -> int:
+        return self.half_life_tokens.bit_length() - 1
+
+    @property
+    def limits(self) -> TreeLimits:
+        return TreeLimits(self.num_draft_tokens, self.branch_length)
+
+    def evidence(self) -> Evidence:
+        """How the sources are weighed. The numbers were fitted with `benchmarks/drafters/draft_quality.py`."""
+        trust = np.zeros((SOURCES, ESCAPE + self.max_match + 1))
+        trust[:, RECENCY] = RECENT
+        trust[:, PRECEDENCE] = EARLIER
+        trust[:, HALF_LIFE] = (NEVER_LOG2, self.half_life_log2, NEVER_LOG2)
+        lengths = np.arange(1, self.max_match + 1)
+        for source, (scale, power, least) in enumerate(UNSEEN):
+            trust[source, ESCAPE + 1 :] = scale * lengths**-power + least
+        spread = np.arange(1 + MAX_SIBLINGS, dtype=np.float64) ** SPREAD
+        return Evidence(trust, spread, np.array([self.min_match, self.max_match, self.selection == "recent"], np.int64))
+
+
+# The next four were fitted together by random search with `benchmarks/drafters/draft_quality.py` on half of its traces,
+# for tokens per step at 8 and 16 rows and with the rows that pay; docs/performance.md has the figures of the other
+# half. Triples are of the sequence's own trie, its tenant's, a shared corpus's. What the unseen is worth after a
+# context of m tokens, in occurrences: scale * m**-power + least.
+UNSEEN = ((2.8, 0.85, 0.02), (18.0, 1.7, 0.01), (18.0, 1.7, 0.01))
+# Occurrences that the most recent continuation gets on top.
+RECENT = (1.1, 0.45, 0.0)
+# Tokens by which matches in a source count as longer, where sources compete.
+EARLIER = (1.0, 0.0, 0.0)
+# The unseen is worth more after a context with many different continuations: by their number to this power.
+SPREAD = 1.25
+# The half-life of tries that do not forget with age, a sequence's own and a shared corpus: counts halve each time that
+# 2**30 more tokens are learnt. A sequence ends long before, and the clock is 32 bits wide.
+NEVER_LOG2 = 30

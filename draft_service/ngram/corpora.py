@@ -1,0 +1,166 @@
+"""Whose tries there are: one per tenant, and shared corpora by name. Nothing crosses from one tenant to another.
+
+A shared corpus is read only by sequences that name it, and only the tenant that made it may add to it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from draft_service.drafters.base import CorpusGrowth
+from draft_service.ngram.arrays import Rows, Tokens
+from draft_service.ngram.config import NEVER_LOG2, TrieConfig
+from draft_service.ngram.prediction import UNIT
+from draft_service.ngram.trie import NgramTrie
+from outrider.errors import PermissionDenied, QuotaExceeded, UnknownCorpus
+
+# Documents may take this share of a tenant's trie, so that what its sequences say keeps room.
+_DOCUMENT_SHARE = 0.5
+
+
+@dataclass(slots=True)
+class SharedCorpus:
+    """A trie that any tenant may name, and the tenant that made it."""
+
+    owner: str
+    trie: NgramTrie
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTrie:
+    """The used rows of one trie, [n, COLUMNS] int32; `corpus` is empty for a tenant's own."""
+
+    tenant: str
+    corpus: str
+    rows: Rows
+
+
+class Corpora:
+    """Finds, makes and bounds tries. Lessons come from one thread; look-ups from any."""
+
+    def __init__(self, config: TrieConfig) -> None:
+        self._config = config
+        self._lock = threading.Lock()
+        # Least recently used first.
+        self._tenants: OrderedDict[str, NgramTrie] = OrderedDict()
+        self._shared: dict[str, SharedCorpus] = {}
+        # Nodes that each tenant's documents made in its own trie.
+        self._document_nodes: dict[str, int] = {}
+        # Rows allocated over all tries.
+        self._rows = 0
+        self.dropped_tenants = 0
+
+    def tenant(self, name: str) -> NgramTrie:
+        """The tenant's trie, made when missing."""
+        with self._lock:
+            trie = self._tenants.get(name)
+            if trie is None:
+                config = self._config
+                trie = NgramTrie(config.depth, config.tenant_capacity, config.half_life_log2)
+                self._tenants[name] = trie
+                self._rows += len(trie.rows)
+            self._tenants.move_to_end(name)
+            return trie
+
+    def shared(self, name: str) -> NgramTrie:
+        """A shared corpus. Raises `UnknownCorpus`."""
+        with self._lock:
+            corpus = self._shared.get(name)
+        if corpus is None:
+            raise UnknownCorpus("no corpus of that name was added")
+        return corpus.trie
+
+    def learn(self, tenant: str, context: Tokens, token_ids: Tokens, weight: int) -> None:
+        """Teach a tenant's trie what one of its sequences said, and drop idle tenants if that takes too much room."""
+        trie = self.tenant(tenant)
+        rows_before = len(trie.rows)
+        trie.insert(token_ids, context, weight)
+        self._settle(trie, rows_before, keep=tenant)
+
+    def add(self, tenant: str, corpus: str, token_ids: Tokens) -> CorpusGrowth:
+        """Teach a document. See `CorpusDrafter.add_corpus`."""
+        trie = self._made_by(tenant, corpus) if corpus else self.tenant(tenant)
+        rows_before, room = len(trie.rows), self._document_room(tenant, corpus)
+        learnt, made = trie.insert_within(token_ids, room, UNIT)
+        if not corpus:
+            self._document_nodes[tenant] = self._document_nodes.get(tenant, 0) + made
+        self._settle(trie, rows_before, keep=tenant)
+        if learnt < len(token_ids):
+            raise QuotaExceeded("the corpus quota is used up", learnt_tokens=learnt, nodes=trie.nodes)
+        return CorpusGrowth(learnt, trie.nodes)
+
+    def _made_by(self, tenant: str, name: str) -> NgramTrie:
+        with self._lock:
+            corpus = self._shared.get(name)
+            if corpus is None:
+                corpus = SharedCorpus(tenant, NgramTrie(self._config.depth, self._config.corpus_capacity, NEVER_LOG2))
+                self._shared[name] = corpus
+                self._rows += len(corpus.trie.rows)
+        if corpus.owner != tenant:
+            raise PermissionDenied("the corpus belongs to another tenant")
+        return corpus.trie
+
+    def _document_room(self, tenant: str, corpus: str) -> int:
+        """Nodes that documents of this tenant may still take."""
+        if not corpus:
+            room = int(self._config.tenant_capacity * _DOCUMENT_SHARE) - self._document_nodes.get(tenant, 0)
+            return max(0, room)
+        with self._lock:
+            tries = [shared.trie for shared in self._shared.values()]
+            mine = [shared.trie for shared in self._shared.values() if shared.owner == tenant]
+        own_room = self._config.corpus_capacity - sum(trie.nodes for trie in mine)
+        return max(0, min(own_room, self._config.capacity - sum(trie.nodes for trie in tries)))
+
+    def _settle(self, trie: NgramTrie, rows_before: int, keep: str) -> None:
+        """Drop whole tenants, the longest unused first, while all tries together take more than the capacity."""
+        with self._lock:
+            self._rows += len(trie.rows) - rows_before
+            while self._rows > self._config.capacity:
+                idle = next((name for name in self._tenants if name != keep), None)
+                if idle is None:
+                    return
+                self._rows -= len(self._tenants.pop(idle).rows)
+                self._document_nodes.pop(idle, None)
+                self.dropped_tenants += 1
+
+    def figures(self) -> dict[str, float]:
+        """Sums over all tries, for metrics."""
+        with self._lock:
+            tries = [*self._tenants.values(), *(corpus.trie for corpus in self._shared.values())]
+            return {
+                "trie_tenants": len(self._tenants),
+                "trie_corpora": len(self._shared),
+                "trie_nodes": sum(trie.nodes for trie in tries),
+                "trie_bytes": sum(trie.bytes for trie in tries),
+                "trie_evictions": sum(trie.evictions for trie in tries),
+                "trie_dropped_tenants": self.dropped_tenants,
+            }
+
+    def contents(self) -> list[StoredTrie]:
+        """Every trie, for a snapshot. Call where lessons are learnt, and use before the next."""
+        with self._lock:
+            tenants = [StoredTrie(name, "", trie.rows[: trie.used]) for name, trie in self._tenants.items()]
+            return tenants + [
+                StoredTrie(corpus.owner, name, corpus.trie.rows[: corpus.trie.used])
+                for name, corpus in self._shared.items()
+            ]
+
+    def restore(self, stored: Sequence[StoredTrie]) -> None:
+        """Take in all of a snapshot, or raise `ValueError` and take nothing. Call before anything is learnt."""
+        config = self._config
+        tenants: OrderedDict[str, NgramTrie] = OrderedDict()
+        shared: dict[str, SharedCorpus] = {}
+        for item in stored:
+            if item.corpus:
+                trie = NgramTrie.restored(item.rows, config.depth, config.corpus_capacity, NEVER_LOG2)
+                shared[item.corpus] = SharedCorpus(item.tenant, trie)
+            else:
+                trie = NgramTrie.restored(item.rows, config.depth, config.tenant_capacity, config.half_life_log2)
+                tenants[item.tenant] = trie
+        with self._lock:
+            self._tenants, self._shared = tenants, shared
+            self._rows = sum(len(trie.rows) for trie in tenants.values())
+            self._rows += sum(len(corpus.trie.rows) for corpus in shared.values())

@@ -1,0 +1,289 @@
+"""The trie drafter: what a sequence itself said, then what its tenant said, then a shared corpus if one was named."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from draft_service.compiling import Reals
+from draft_service.drafters.base import CorpusGrowth, Drafter, DrafterSpec, DraftSequence, MakePart, tree_limits
+from draft_service.drafters.grown import Grown, Pending
+from draft_service.ngram import building as tree_building
+from draft_service.ngram import snapshot
+from draft_service.ngram.arrays import Tokens
+from draft_service.ngram.batch import BREADTH, FLOOR, HALF_LIFE, ROOM, SHARPNESS, TRIE_DEPTH, Asked, TrieBatch
+from draft_service.ngram.building import build_tree, race_power
+from draft_service.ngram.config import NEVER_LOG2, TrieConfig
+from draft_service.ngram.corpora import Corpora
+from draft_service.ngram.learning import Learner
+from draft_service.ngram.prediction import UNIT
+from draft_service.ngram.trie import NgramTrie
+from outrider.sampling import VerificationMode
+from outrider.tree import TokenTree
+from outrider.wire.frames import TreeLimits
+
+log = logging.getLogger(__name__)
+# Committed tokens are taught to the tenant's trie in pieces of this size, to spare the queue.
+_PIECE = 16
+
+
+@dataclass(slots=True)
+class _Followed:
+    """What the drafter keeps of one sequence: its own trie, where it stands in the tables, its limits, how many of its
+    tokens the tenant's trie was given, and which the own trie gets with the next tree."""
+
+    own: NgramTrie
+    place: int
+    limits: TreeLimits
+    taught: int
+    fresh: list[int] = field(default_factory=list)
+
+
+class NgramDrafter:
+    """See `TrieConfig` for what can be set, `prediction` and `tree_growth` for how candidates are ranked."""
+
+    name = "trie"
+    vocabulary_size = 0
+
+    def __init__(self, config: TrieConfig) -> None:
+        self._config = config
+        self.limits: TreeLimits = config.limits
+        self.max_context = config.max_context
+        self._evidence = config.evidence()
+        self._corpora = Corpora(config)
+        self._learner = Learner(config.max_backlog, self._save if config.snapshot else None, config.snapshot_seconds)
+        self._nothing = NgramTrie(2, 4)
+        self._batch = TrieBatch(self._evidence, self._rules(), self.limits.max_nodes)
+
+    def start(self) -> None:
+        """Compile (seconds once per machine, then cached) and restore the snapshot."""
+        self._warm_up()
+        self._restore()
+
+    def stop(self) -> None:
+        """Learn what waits and write the snapshot."""
+        self._learner.stop()
+
+    def flush(self) -> None:
+        """Wait until all that was committed so far is learnt. For tests and benchmarks."""
+        self._learner.flush()
+
+    def open(self, sequence: DraftSequence) -> None:
+        if sequence.corpus:
+            self._corpora.shared(sequence.corpus)
+        config = self._config
+        recent = _as_tokens(sequence.token_ids[-config.own_tokens :])
+        capacity = 2 * config.own_tokens * config.depth
+        own = NgramTrie(config.depth, capacity, NEVER_LOG2, first_rows=(len(recent) + 64) * config.depth)
+        own.insert(recent, weight=UNIT)
+        limits = tree_limits(self.limits, sequence.limits)
+        # A law goes with every drawn row, which takes another loop.
+        nodes = 0 if sequence.mode is VerificationMode.REJECTION else limits.max_nodes
+        power = race_power(sequence) if sequence.mode is VerificationMode.COUPLED else None
+        place = self._batch.enter(own, sequence.token_ids, replace(limits, max_nodes=nodes), power, sequence.seed)
+        followed = _Followed(own, place, limits, taught=0 if config.learn_prompts else sequence.prompt_length)
+        sequence.state = followed
+        self._teach(sequence, followed)
+
+    def advance(self, sequence: DraftSequence, committed: Sequence[int]) -> None:
+        followed: _Followed = sequence.state
+        own, fresh, depth = followed.own, followed.fresh, self._config.depth
+        fresh.extend(committed)
+        # A tree is about to be asked for, and the same call inserts what waits.
+        if len(fresh) > ROOM:
+            tail = _as_tokens(sequence.token_ids[-(len(fresh) + depth) :])
+            own.insert(tail[-len(fresh) :], tail[: -len(fresh)], UNIT)
+            self._batch.restart(followed.place, own, sequence.token_ids)
+            fresh.clear()
+        elif own.used + len(fresh) * depth > len(own.rows):
+            own.make_room(len(fresh) * depth)
+            self._batch.moved(followed.place, own)
+
+    def close(self, sequence: DraftSequence) -> None:
+        if sequence.state is not None:
+            self._teach(sequence, sequence.state)
+            self._batch.leave(sequence.state.place)
+            sequence.state = None
+
+    def propose(self, sequences: Sequence[DraftSequence]) -> list[TokenTree]:
+        if not sequences:
+            return []
+        tries, asked, fresh = self._asked(sequences)
+        with _Held(tries):
+            counts, grown, scores = self._batch.grow(tries, asked, fresh)
+            trees = [
+                self._drawn(sequence, tries[tenant], tries[shared])
+                if sequence.mode is VerificationMode.REJECTION
+                else TokenTree(tuple(rows[0][:size]), tuple(rows[1][:size]), tuple(scored[:size]))
+                for sequence, (_, tenant, shared, _), (size, _), rows, scored in zip(
+                    sequences, asked, counts, grown, scores, strict=True
+                )
+            ]
+        self._settle(sequences, counts)
+        return trees
+
+    def begin(self, sequences: Sequence[DraftSequence]) -> Pending:
+        """See `ArrayDrafter.begin`; all is computed when it is fetched."""
+        return _Asked(self, sequences)
+
+    def grow(self, sequences: Sequence[DraftSequence]) -> Grown:
+        """The trees of sequences none of which is of a REJECTION request. Overwritten by the next ones."""
+        tries, asked, fresh = self._asked(sequences)
+        with _Held(tries):
+            grown = self._batch.grow_arrays(tries, asked, fresh)
+        self._settle(sequences, grown.sizes.tolist())
+        return grown
+
+    def _settle(self, sequences: Sequence[DraftSequence], counts: list[list[int]]) -> None:
+        """Note what the own tries use, and teach. Only now, since the learner's thread would take the interpreter from
+        a tree that is being made."""
+        for sequence, (_, used) in zip(sequences, counts, strict=True):
+            followed: _Followed = sequence.state
+            followed.own.used = used
+            followed.fresh.clear()
+            if len(sequence.token_ids) - followed.taught >= _PIECE:
+                self._teach(sequence, followed)
+
+    def add_corpus(self, tenant: str, corpus: str, token_ids: Sequence[int]) -> CorpusGrowth:
+        """See `CorpusDrafter.add_corpus`."""
+        return self._learner.run(partial(self._corpora.add, tenant, corpus, _as_tokens(token_ids)))
+
+    def stats(self) -> Mapping[str, float]:
+        learner = self._learner
+        return self._corpora.figures() | {
+            "trie_backlog_tokens": learner.backlog,
+            "trie_learnt_tokens_total": learner.learnt_tokens,
+            "trie_dropped_tokens_total": learner.dropped_tokens,
+        }
+
+    def _asked(self, sequences: Sequence[DraftSequence]) -> tuple[list[NgramTrie], list[Asked], list[int]]:
+        """The tries that are read for these sequences, each once, and what else `TrieBatch.grow` wants to know."""
+        numbers: dict[tuple[str, str], tuple[int, int]] = {}
+        places: dict[int, int] = {}
+        tries: list[NgramTrie] = []
+        asked: list[Asked] = []
+        fresh: list[int] = []
+        for sequence in sequences:
+            names = sequence.tenant, sequence.corpus
+            pair = numbers.get(names)
+            if pair is None:
+                shared = self._corpora.shared(sequence.corpus) if sequence.corpus else self._nothing
+                for trie in (tenant := self._corpora.tenant(sequence.tenant), shared):
+                    if places.setdefault(id(trie), len(tries)) == len(tries):
+                        tries.append(trie)
+                pair = numbers[names] = places[id(tenant)], places[id(shared)]
+            followed: _Followed = sequence.state
+            asked.append((followed.place, *pair, len(followed.fresh)))
+            fresh += followed.fresh
+        return tries, asked, fresh
+
+    def _drawn(self, sequence: DraftSequence, tenant: NgramTrie, shared: NgramTrie) -> TokenTree:
+        """A tree whose nodes are drawn; what waited for the own trie is in it."""
+        followed: _Followed = sequence.state
+        tries, config = (followed.own.arrays(), tenant.arrays(), shared.arrays()), self._config
+        return build_tree(tries, sequence, self._evidence, followed.limits, config.breadth, config.min_score)
+
+    def _rules(self) -> Reals:
+        rules = np.zeros(5)
+        config = self._config
+        rules[[FLOOR, BREADTH, TRIE_DEPTH]] = config.min_score, config.breadth, config.depth
+        rules[[HALF_LIFE, SHARPNESS]] = NEVER_LOG2, tree_building.SHARPNESS
+        return rules
+
+    def _teach(self, sequence: DraftSequence, followed: _Followed) -> None:
+        """Hand what is new to the tenant's trie, prompt and output each with its weight."""
+        config, prompt, end = self._config, sequence.prompt_length, len(sequence.token_ids)
+        if followed.taught < prompt:
+            self._lesson(sequence, followed, prompt, UNIT)
+        if followed.taught < end and config.learn_outputs:
+            self._lesson(sequence, followed, end, UNIT * config.output_weight)
+
+    def _lesson(self, sequence: DraftSequence, followed: _Followed, end: int, weight: int) -> None:
+        begin = followed.taught
+        context = _as_tokens(sequence.token_ids[max(0, begin - self._config.depth) : begin])
+        tokens = _as_tokens(sequence.token_ids[begin:end])
+        self._learner.teach(len(tokens), partial(self._corpora.learn, sequence.tenant, context, tokens, weight))
+        followed.taught = end
+
+    def _settings(self) -> dict[str, int]:
+        """What a snapshot must agree with to be of use."""
+        return {"depth": self._config.depth, "unit": UNIT, "half_life_log2": self._config.half_life_log2}
+
+    def _save(self) -> None:
+        try:
+            snapshot.save(Path(self._config.snapshot), self._corpora.contents(), self._settings())
+        except OSError as error:
+            log.error("the trie snapshot was not written: %s", error)
+
+    def _restore(self) -> None:
+        if not self._config.snapshot:
+            return
+        folder = Path(self._config.snapshot)
+        try:
+            self._corpora.restore(snapshot.load(folder, self._settings()))
+        except ValueError as error:
+            aside = snapshot.set_aside(folder)
+            log.error("the trie snapshot was refused, and every trie starts empty: %s (moved to %s)", error, aside)
+
+    def _warm_up(self) -> None:
+        """Run every compiled loop once on a throw-away sequence."""
+        NgramTrie(2, 64).evict(4)
+        own = NgramTrie(self._config.depth, 4096)
+        for mode in VerificationMode:
+            sequence = DraftSequence(0, [1, 2, 1, 2, 1], 5, 4, mode=mode)
+            own.insert(_as_tokens(sequence.token_ids), weight=UNIT)
+            nothing = self._nothing.arrays()
+            build_tree((own.arrays(), nothing, nothing), sequence, self._evidence, TreeLimits(4, 4), 2, 0.01)
+        place = self._batch.enter(own, [1, 2, 1], self.limits, None, 0)
+        self._batch.grow_arrays([self._nothing], [(place, 0, 0, 2)], [2, 1]).packed([(0, 0, 1, 4)])
+        self._batch.leave(place)
+
+
+class _Asked(NamedTuple):
+    """Trees that are `Pending`."""
+
+    drafter: NgramDrafter
+    sequences: Sequence[DraftSequence]
+    elsewhere: bool = False
+    early: bool = False
+    fresh: bool = True
+
+    def fetch_early(self) -> Grown:
+        return self.fetch()
+
+    def fetch(self) -> Grown:
+        return self.drafter.grow(self.sequences)
+
+
+class _Held:
+    """Holds the locks of tries: learning goes on while trees grow. Only one thread ever holds more than one."""
+
+    __slots__ = ("_tries",)
+
+    def __init__(self, tries: Sequence[NgramTrie]) -> None:
+        self._tries = tries
+
+    def __enter__(self) -> None:
+        for trie in self._tries:
+            trie.lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        for trie in self._tries:
+            trie.lock.release()
+
+
+def _as_tokens(token_ids: Sequence[int]) -> Tokens:
+    return np.array(token_ids, dtype=np.int32)
+
+
+def _create(config: TrieConfig, _: MakePart) -> Drafter:
+    return NgramDrafter(config)
+
+
+SPEC = DrafterSpec("trie", "trie", TrieConfig, _create)

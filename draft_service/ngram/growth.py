@@ -1,0 +1,207 @@
+"""Deterministic trees for GREEDY and COUPLED verification: the most worthy node first.
+
+In COUPLED mode the candidates of a row run the very race that the target will run, with the target's noise, over the
+law that the tries predict; so a drafted token is the one the target is about to sample, not merely a likely one.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from draft_service.compiling import Numbers, Reals, compiled, inlined
+from draft_service.ngram.arrays import Tokens
+from draft_service.ngram.prediction import (
+    MAX_MATCH,
+    SOURCES,
+    Evidence,
+    Tries,
+    make_scratch,
+    predict,
+    resolve_states,
+    start_states,
+)
+from draft_service.noise import exponential
+
+# Open probability that no longer changes which candidates win a race or a draw.
+OPEN_FLOOR = 0.1
+
+
+class Shape(NamedTuple):
+    """What the tree may be, and how its candidates race.
+
+    Nodes, depth and breadth bound it; `floor` is the least worth of a node; `coupled` turns on the race, in which
+    `power` (1 / temperature) is the exponent on probabilities and `sharpness` how far the race is trusted.
+    """
+
+    nodes: int
+    depth: int
+    breadth: int
+    floor: float
+    coupled: bool
+    power: float
+    sharpness: float
+
+
+def pack(shape: Shape) -> Reals:
+    """The shape as `grow` takes it, since one array is passed faster than seven numbers."""
+    return np.array(shape, dtype=np.float64)
+
+
+@compiled
+def unpack(packed: Reals) -> Shape:
+    """The inverse of `pack`."""
+    return Shape(int(packed[0]), int(packed[1]), int(packed[2]), packed[3], packed[4] != 0.0, packed[5], packed[6])
+
+
+@compiled
+def _race(known: int, shape: Shape, seed: np.uint64, position: np.uint64, candidates: Numbers, weights: Reals) -> None:
+    """Turn probabilities into chances of winning the shared race, given its noise.
+
+    Token x has the weight (p(x)**power / E(x))**sharpness; what is not a candidate races with its expected noise.
+    """
+    rest = 1.0
+    for i in range(known):
+        rest -= weights[i, 0]
+    total = max(rest, 1e-3) ** (shape.power * shape.sharpness)
+    for i in range(known):
+        noise = exponential(seed, position, np.uint64(candidates[i, 0]))
+        weights[i, 0] = (weights[i, 0] ** shape.power / noise) ** shape.sharpness
+        total += weights[i, 0]
+    for i in range(known):
+        weights[i, 0] /= total
+
+
+@inlined
+def _rank(order: Numbers, worths: Reals, item: int, first: int, ranked: int, limit: int) -> int:
+    """Put a new item where its worth belongs, from `first` on; the least worthy falls out past `limit`."""
+    place = min(ranked, limit - 1)
+    while place > first and worths[order[place - 1], 0] < worths[item, 0]:
+        order[place] = order[place - 1]
+        place -= 1
+    order[place] = item
+    return min(ranked + 1, limit)
+
+
+@inlined
+def _offer(
+    order: Numbers,
+    items: Numbers,
+    worths: Reals,
+    made: int,
+    ranked: int,
+    row: int,
+    worth: float,
+    known: int,
+    candidates: Numbers,
+    weights: Reals,
+    shape: Shape,
+) -> tuple[int, int]:
+    """Rank the best candidates of `row`, up to the breadth. Returns items made and ranked then."""
+    for _ in range(shape.breadth):
+        best, score = -1, 0.0
+        for i in range(known):
+            if weights[i, 0] > score:
+                best, score = i, weights[i, 0]
+        if best < 0 or worth * score < shape.floor:
+            break
+        if ranked == shape.nodes and worth * score <= worths[order[ranked - 1], 0]:
+            break
+        weights[best, 0] = 0.0
+        worths[made, 0], worths[made, 1] = worth * score, min(score, 1.0)
+        items[made, 0] = row
+        for i in range(1 + 2 * SOURCES):
+            items[made, 1 + i] = candidates[best, i]
+        ranked = _rank(order, worths, made, row, ranked, shape.nodes)
+        made += 1
+    return made, ranked
+
+
+@inlined
+def _settle(
+    row: int,
+    order: Numbers,
+    items: Numbers,
+    worths: Reals,
+    tree: Numbers,
+    scores: Reals,
+    depths: Numbers,
+    states: Numbers,
+) -> float:
+    """Write down a row whose rank is final. Returns its worth."""
+    item = order[row - 1]
+    tree[1, row], tree[0, row], scores[row] = items[item, 0], items[item, 1], worths[item, 1]
+    depths[row] = depths[tree[1, row]] + 1
+    for i in range(2 * SOURCES):
+        states[row, i] = items[item, 2 + i]
+    return float(worths[item, 0])
+
+
+@compiled
+def grow_shape(
+    tries: Tries,
+    context: Tokens,
+    evidence: Evidence,
+    shape: Shape,
+    seed: np.uint64,
+    position: np.uint64,
+    tree: Numbers,
+    scores: Reals,
+) -> int:
+    """Grow a tree, the most worthy node first: worth is the product of scores along a node's path.
+
+    Args:
+        context: the sequence's last tokens, the root last.
+        seed, position: of the request, and of the token after the root, for the race.
+        tree: [2, 1 + nodes], tokens and parents, filled; row 0, the root, is left to the caller.
+        scores: [1 + nodes], filled likewise.
+
+    Returns:
+        Rows, the root among them. Parents stand before children, and worth falls from row to row.
+    """
+    longest = evidence.rules[MAX_MATCH]
+    rows, scratch = (tries[0][0], tries[1][0], tries[2][0]), make_scratch()
+    candidates, weights = scratch.candidates, scratch.weights
+    # Nodes that were thought of: parent row and candidate; worth and score. `order` ranks the best of them.
+    room = (shape.nodes + 1) * shape.breadth
+    items, worths = np.empty((room, 2 + 2 * SOURCES), np.int32), np.empty((room, 2), np.float64)
+    order, depths = np.empty(shape.nodes + 1, np.int32), np.zeros(shape.nodes + 1, np.int32)
+    states = np.empty((shape.nodes + 1, 2 * SOURCES), np.int32)
+    start_states(tries, context, states, scratch.state, longest)
+    made, ranked, row, worth = 0, 0, 0, 1.0
+    while row < shape.nodes:
+        floor = worths[order[ranked - 1], 0] if ranked == shape.nodes else shape.floor
+        # Rows fall in worth, and children in worth below their row: no later row can change the ranks.
+        if worth <= floor and row > 0:
+            break
+        if depths[row] < shape.depth:
+            if row > 0:
+                resolve_states(tries, states, row, tree[1, row], tree[0, row], longest)
+            open_floor = OPEN_FLOOR if shape.coupled else max(OPEN_FLOOR, floor / worth)
+            known = predict(rows, states, row, evidence, open_floor, scratch)
+            if shape.coupled:
+                _race(known, shape, seed, position + np.uint64(depths[row]), candidates, weights)
+            made, ranked = _offer(order, items, worths, made, ranked, row, worth, known, candidates, weights, shape)
+        if row == ranked:
+            break
+        row += 1
+        worth = _settle(row, order, items, worths, tree, scores, depths, states)
+    for last in range(row + 1, ranked + 1):
+        _settle(last, order, items, worths, tree, scores, depths, states)
+    return ranked + 1
+
+
+@compiled
+def grow(
+    tries: Tries,
+    context: Tokens,
+    evidence: Evidence,
+    packed: Reals,
+    seed: np.uint64,
+    position: np.uint64,
+    tree: Numbers,
+    scores: Reals,
+) -> int:
+    """`grow_shape` for callers in Python; `packed` is a packed `Shape`."""
+    return grow_shape(tries, context, evidence, unpack(packed), seed, position, tree, scores)

@@ -1,0 +1,214 @@
+"""The n-gram trie: flat arrays that grow, and forget what is least useful once they are full."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+
+from draft_service.ngram.arrays import (
+    COLUMNS,
+    COUNT,
+    FIRST_CHILD,
+    LINK,
+    NEXT,
+    PARENT,
+    PREVIOUS,
+    ROOT,
+    SEEN,
+    TOKEN,
+    Rows,
+    Slots,
+    Tokens,
+    decayed,
+    find,
+    insert,
+    match,
+)
+from draft_service.ngram.eviction import copy_survivors, enter_all, slots_for, sound, survivors
+
+_FIRST_ROWS = 256
+# A full trie is cut back to this share, so that a cut is paid for by many insertions.
+_KEEP_SHARE = 0.75
+# Tokens inserted per hold of the lock: readers wait for at most about a quarter of a millisecond.
+_CHUNK = 128
+_EMPTY = np.zeros(0, dtype=np.int32)
+
+
+class NgramTrie:
+    """Every window of at most `depth` tokens of what was inserted, with counts that halve every half-life.
+
+    `address` says where `rows` and `slots` are, and their lengths, for loops over many tries; it holds as `arrays()`.
+    One thread inserts; any thread reads `arrays()` while it holds `lock`. Growing and cutting happen on fresh arrays
+    outside the lock, so a reader waits for one chunk of insertion at most.
+    """
+
+    def __init__(self, depth: int, capacity: int, half_life_log2: int = 20, first_rows: int = _FIRST_ROWS) -> None:
+        """`capacity`: most nodes (rows) held; `half_life_log2`: of the tokens inserted until counts halve."""
+        if not 2 <= depth <= 64:
+            raise ValueError(f"depth must be 2..64, is {depth}")
+        if capacity < 2 * depth:
+            raise ValueError(f"capacity must be at least {2 * depth} nodes, is {capacity}")
+        self.depth = depth
+        self.capacity = capacity
+        self.half_life_log2 = half_life_log2
+        self.lock = threading.Lock()
+        self.evictions = 0
+        self.used = 1
+        # Four pieces at least between two cuts, however small the trie.
+        self._chunk = min(_CHUNK, max(1, (capacity - 1) // (4 * depth)))
+        rows = min(max(first_rows, 2 * depth), capacity)
+        self._use(np.zeros((rows, COLUMNS), dtype=np.int32), np.zeros(slots_for(rows), dtype=np.int64))
+
+    def _use(self, rows: Rows, slots: Slots) -> None:
+        self.rows, self.slots = rows, slots
+        self.address = (_address(rows), len(rows), _address(slots), len(slots))
+
+    @property
+    def nodes(self) -> int:
+        """Nodes below the root."""
+        return self.used - 1
+
+    @property
+    def tokens(self) -> int:
+        """Tokens inserted over the trie's life: its clock."""
+        return int(self.rows[ROOT, SEEN])
+
+    @property
+    def bytes(self) -> int:
+        """Memory of the arrays."""
+        return self.rows.nbytes + self.slots.nbytes
+
+    def arrays(self) -> tuple[Rows, Slots]:
+        """What the kernels read. Valid while `lock` is held, or for good when nothing is inserted any more."""
+        return self.rows, self.slots
+
+    def insert(self, token_ids: Tokens, context: Tokens = _EMPTY, weight: int = 1) -> None:
+        """Count every window that ends in `token_ids`, which follow `context`. Evicts when full.
+
+        Args:
+            token_ids: [n] int32.
+            context: [m] int32, inserted before; its last `depth - 1` tokens are used.
+            weight: what one occurrence adds to a count.
+        """
+        for start in range(0, len(token_ids), self._chunk):
+            self._insert_piece(token_ids, context, start, min(self._chunk, len(token_ids) - start), weight)
+
+    def insert_within(self, token_ids: Tokens, budget: int, weight: int = 1) -> tuple[int, int]:
+        """Like `insert`, but stop before more than `budget` nodes are made. Returns tokens inserted, nodes made."""
+        done, made = 0, 0
+        while done < len(token_ids):
+            size = min(self._chunk, len(token_ids) - done, (budget - made) // self.depth)
+            if size <= 0:
+                break
+            made += self._insert_piece(token_ids, _EMPTY, done, size, weight)
+            done += size
+        return done, made
+
+    def _insert_piece(self, token_ids: Tokens, context: Tokens, start: int, size: int, weight: int) -> int:
+        """Insert `size` tokens from `start` on. Returns nodes made."""
+        before = (
+            token_ids[:start]
+            if start >= self.depth or not len(context)
+            else np.concatenate((context, token_ids[:start]))
+        )
+        before = np.ascontiguousarray(before[-(self.depth - 1) :], dtype=np.int32)
+        piece = token_ids[start : start + size]
+        self.make_room(size * self.depth)
+        with self.lock:
+            used = insert(self.rows, self.slots, self.used, before, piece, self.depth, weight, self.half_life_log2)
+            made, self.used = used - self.used, used
+        return made
+
+    def make_room(self, wanted: int) -> None:
+        """Have so many rows free, by growing or by forgetting. Only for the thread that inserts."""
+        if self.used + wanted <= len(self.rows):
+            return
+        if self.used + wanted > self.capacity:
+            self.evict(min(int(self.capacity * _KEEP_SHARE), self.capacity - wanted))
+        if self.used + wanted > len(self.rows):
+            self._grow(min(self.capacity, max(self.used + wanted, 2 * len(self.rows))))
+
+    def _grow(self, capacity: int) -> None:
+        rows: Rows = np.zeros((capacity, COLUMNS), dtype=np.int32)
+        rows[: self.used] = self.rows[: self.used]
+        slots: Slots = np.zeros(slots_for(capacity), dtype=np.int64)
+        enter_all(rows, slots, self.used)
+        with self.lock:
+            self._use(rows, slots)
+
+    def evict(self, target: int) -> None:
+        """Keep at most `target` rows, the most useful: seen most, counted with decay, and most recently."""
+        numbers, kept = survivors(self.rows, self.used, max(1, target), self.half_life_log2)
+        rows: Rows = np.zeros_like(self.rows)
+        slots: Slots = np.zeros_like(self.slots)
+        copy_survivors(self.rows, self.used, numbers, rows, slots)
+        with self.lock:
+            self._use(rows, slots)
+            self.used = kept
+            self.evictions += 1
+
+    @classmethod
+    def restored(cls, rows: Rows, depth: int, capacity: int, half_life_log2: int) -> NgramTrie:
+        """A trie from the used rows of another. Raises `ValueError` unless they are sound."""
+        trie = cls(depth, capacity, half_life_log2, first_rows=len(rows))
+        if rows.dtype != np.int32 or rows.ndim != 2 or rows.shape[1] != COLUMNS or not 1 <= len(rows) <= capacity:
+            raise ValueError(f"rows must be int32 [1..{capacity}, {COLUMNS}], are {rows.dtype} {rows.shape}")
+        if not sound(np.ascontiguousarray(rows)):
+            raise ValueError("rows do not form a trie")
+        trie.used = len(rows)
+        trie.rows[: len(rows)] = rows
+        enter_all(trie.rows, trie.slots, trie.used)
+        return trie
+
+    def node_of(self, window: Sequence[int]) -> int | None:
+        """The node of a window, or None. For tests and inspection."""
+        node = ROOT
+        for token in window:
+            node = int(find(self.rows, self.slots, node, token))
+            if node == ROOT:
+                return None
+        return node
+
+    def count(self, window: Sequence[int]) -> int:
+        """The decayed count of a window, 0 when unknown. For tests and inspection."""
+        node = self.node_of(window)
+        return 0 if node is None else int(decayed(self.rows, node, self.half_life_log2))
+
+    def longest_match(self, context: Sequence[int], longest: int) -> int:
+        """Length of the longest known window, of at most `longest` tokens, that ends `context`."""
+        return int(match(self.rows, self.slots, np.array(context, dtype=np.int32), longest)[1])
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless every pointer, sibling list and table entry is as it must be. O(nodes)."""
+        rows = self.rows[: self.used]
+        number = np.arange(self.used)
+        assert 1 <= self.used <= len(self.rows) <= self.capacity
+        assert np.all(rows[1:, PARENT] < number[1:]) and np.all(rows[1:, LINK] < number[1:])
+        assert np.all(rows[:, [PARENT, LINK, NEXT, PREVIOUS, FIRST_CHILD]] >= 0)
+        assert np.all(rows[:, [NEXT, PREVIOUS, FIRST_CHILD]] < self.used)
+        assert np.all(rows[1:, COUNT] >= 0) and np.all(rows[1:, SEEN] <= rows[ROOT, SEEN])
+        assert np.count_nonzero(self.slots) == self.used - 1
+        children = 0
+        for node in range(self.used):
+            previous, child = 0, int(rows[node, FIRST_CHILD])
+            while child:
+                assert rows[child, PARENT] == node and rows[child, PREVIOUS] == previous
+                assert find(self.rows, self.slots, node, int(rows[child, TOKEN])) == child
+                assert previous == 0 or rows[previous, SEEN] >= rows[child, SEEN]
+                self._check_link(child)
+                children += 1
+                previous, child = child, int(rows[child, NEXT])
+        assert children == self.used - 1
+
+    def _check_link(self, node: int) -> None:
+        """A node's link is reached by its own last token from its parent's link."""
+        parent, token = int(self.rows[node, PARENT]), int(self.rows[node, TOKEN])
+        expected = ROOT if parent == ROOT else find(self.rows, self.slots, int(self.rows[parent, LINK]), token)
+        assert int(self.rows[node, LINK]) == expected
+
+
+def _address(array: Rows | Slots) -> int:
+    address: int = array.__array_interface__["data"][0]
+    return address

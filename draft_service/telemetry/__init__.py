@@ -1,0 +1,1 @@
+"""The draft service's metrics and traces."""

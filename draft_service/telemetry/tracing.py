@@ -1,0 +1,124 @@
+"""What the draft records: a span per `Propose` stream, and a span per sequence in the trace of its request.
+
+A stream lives for hours and carries thousands of requests, so sequences are linked to its span and not its children.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from opentelemetry.trace import Link, Span, SpanKind, Status, StatusCode
+
+from outrider.telemetry import names as telemetry
+from outrider.telemetry.tracing import (
+    AttributeValue,
+    Metadata,
+    Tracing,
+    context_from_metadata,
+    context_from_traceparent,
+    end_rpc,
+)
+from outrider.wire.frames import OpenSequence
+
+
+@dataclass(slots=True)
+class _Followed:
+    """A traced sequence and its sums."""
+
+    span: Span
+    committed_tokens: int = 0
+    growths: int = 0
+    nodes: int = 0
+    propose_ns: int = 0
+
+
+class StreamTrace:
+    """The spans of one `Propose` stream. Only sequences that are traced cost more than a dictionary lookup."""
+
+    def __init__(self, tracing: Tracing, metadata: Metadata | None, drafter: str) -> None:
+        self._tracer = tracing.tracer
+        self._drafter = drafter
+        self._span = self._tracer.start_span(
+            telemetry.PROPOSE,
+            context_from_metadata(metadata),
+            kind=SpanKind.SERVER,
+            attributes={"rpc.system.name": "grpc", "rpc.method": telemetry.PROPOSE},
+            start_time=time.time_ns(),
+        )
+        stream = self._span.get_span_context()
+        self._links = [Link(stream)] if stream.is_valid else []
+        self._followed: dict[int, _Followed] = {}
+
+    def opened(self, sequence: OpenSequence) -> None:
+        """A sequence was opened: begin its span, when its request is traced."""
+        if not sequence.traceparent:
+            return
+        attributes: dict[str, AttributeValue] = {
+            "outrider.sequence_id": sequence.sequence_id,
+            "outrider.tenant": sequence.tenant,
+            "outrider.drafter": self._drafter,
+            "outrider.verification_mode": sequence.mode.value,
+            "outrider.context_tokens": len(sequence.token_ids),
+        }
+        span = self._tracer.start_span(
+            telemetry.DRAFT_SEQUENCE,
+            context_from_traceparent(sequence.traceparent),
+            attributes=attributes,
+            links=self._links,
+        )
+        if span.is_recording():
+            self._followed[sequence.sequence_id] = _Followed(span)
+
+    @property
+    def follows(self) -> bool:
+        """Whether any open sequence is traced."""
+        return bool(self._followed)
+
+    def advanced(self, sequence_id: int, tokens: int) -> None:
+        """The target committed tokens."""
+        followed = self._followed.get(sequence_id)
+        if followed is not None:
+            followed.committed_tokens += tokens
+
+    def grown(self, sequence_id: int, nodes: int, compute_ns: int) -> None:
+        """One growth was sent; `compute_ns` is what its whole batch took."""
+        followed = self._followed.get(sequence_id)
+        if followed is not None:
+            followed.growths += 1
+            followed.nodes += nodes
+            followed.propose_ns += compute_ns
+
+    def closed(self, sequence_ids: Iterable[int]) -> None:
+        """The target closed sequences."""
+        for sequence_id in sequence_ids:
+            self._end(sequence_id, "closed")
+
+    def failed(self, sequence_id: int, reason: str) -> None:
+        """One sequence failed, for the reason of an `OutriderError`."""
+        self._end(sequence_id, reason, error=True)
+
+    def end(self, code: str = "OK", reason: str = "") -> None:
+        """The stream ended, with this gRPC status by name; sequences still open are aborted with it."""
+        for sequence_id in list(self._followed):
+            self._end(sequence_id, "aborted")
+        end_rpc(self._span, code, reason)
+
+    def _end(self, sequence_id: int, outcome: str, *, error: bool = False) -> None:
+        followed = self._followed.pop(sequence_id, None)
+        if followed is None:
+            return
+        followed.span.set_attributes(
+            {
+                "outrider.committed_tokens": followed.committed_tokens,
+                "outrider.growths": followed.growths,
+                "outrider.nodes": followed.nodes,
+                "outrider.propose_time": followed.propose_ns / 1e9,
+                "outrider.outcome": outcome,
+            }
+        )
+        if error:
+            followed.span.set_attribute("error.type", outcome)
+            followed.span.set_status(Status(StatusCode.ERROR, outcome))
+        followed.span.end()

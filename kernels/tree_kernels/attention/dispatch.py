@@ -1,0 +1,116 @@
+"""Tree attention over a paged KV cache: `plan` once per step, `run` once per layer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, Protocol, get_args
+
+import torch
+from torch import Tensor
+
+from tree_kernels.attention.batch import AttentionBatch, AttentionPlan, check_tensors
+
+if TYPE_CHECKING:
+    from tree_kernels.attention.triton_backend import TritonAttention
+
+__all__ = ["AttentionBatch", "AttentionPlan", "Backend", "TreeAttention"]
+
+Backend = Literal["reference", "torch", "triton", "flashinfer"]
+
+
+class _Implementation(Protocol):
+    def plan(self, batch: AttentionBatch) -> AttentionPlan: ...
+
+    def run(
+        self, plan: AttentionPlan, query: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float
+    ) -> Tensor: ...
+
+
+class TreeAttention:
+    """Attention of ragged tree rows over a paged cache.
+
+    Symbols: R rows of all sequences, Hq query heads, Hkv key heads (Hq a multiple of Hkv), D key width, Dv value width.
+
+    Args:
+        backend: "reference" is the fp32 definition; "torch" is the fast path on a CPU; "triton" and "flashinfer" need a
+            GPU and those packages.
+        device: where the caches live.
+        invariant: cut keys alike whatever the step holds, so that no bit of a row's result depends on the other rows.
+            Rows of a chain then get what they would get one at a time. Only of "triton".
+
+    Raises:
+        ValueError: an unknown backend, or one that cannot be `invariant`.
+        ImportError: the backend's package is not installed.
+    """
+
+    def __init__(
+        self, backend: Backend = "torch", device: torch.device | str = "cpu", *, invariant: bool = False
+    ) -> None:
+        self.backend = backend
+        self.device = torch.device(device)
+        if invariant and backend != "triton":
+            raise ValueError(f"only the triton backend is independent of the batch, this is {backend}")
+        self._implementation = _create(backend, self.device, invariant)
+
+    @property
+    def capturable(self) -> TritonAttention:
+        """The backend whose plans keep their tensors, for captured steps.
+
+        Raises:
+            ValueError: this object's backend is another.
+        """
+        from tree_kernels.attention.triton_backend import TritonAttention
+
+        if not isinstance(self._implementation, TritonAttention):
+            raise ValueError(f"only the triton backend runs in captured steps, this is {self.backend}")
+        return self._implementation
+
+    def plan(self, batch: AttentionBatch) -> AttentionPlan:
+        """Do the index work of one step.
+
+        Raises:
+            ValueError: the batch's lengths disagree, or a sequence has too few pages.
+        """
+        batch.check()
+        return self._implementation.plan(batch)
+
+    def run(self, plan: AttentionPlan, query: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float) -> Tensor:
+        """Attend in one layer. The tail's keys and values must be in the cache already (`kv_move.write_kv`).
+
+        Args:
+            plan: of this step, by this object.
+            query: [R, Hq, D].
+            key_cache: [pages, page_size, Hkv, D], contiguous.
+            value_cache: [pages, page_size, Hkv, Dv], contiguous.
+            scale: factor of the scores, usually D ** -0.5; positive.
+
+        Returns:
+            [R, Hq, Dv], in query's dtype; not always contiguous.
+
+        Raises:
+            ValueError: a shape does not fit the plan.
+        """
+        check_tensors(plan.batch, query, key_cache, value_cache)
+        if plan.batch.rows == 0:
+            return query.new_empty(0, query.shape[1], value_cache.shape[-1])
+        return self._implementation.run(plan, query, key_cache, value_cache, scale)
+
+
+def _create(backend: Backend, device: torch.device, invariant: bool) -> _Implementation:
+    """Import a backend only when it is asked for: triton and flashinfer may be absent."""
+    if backend == "reference":
+        from tree_kernels.attention.reference import ReferenceAttention
+
+        return ReferenceAttention(device)
+    if backend == "torch":
+        from tree_kernels.attention.torch_backend import TorchAttention
+
+        return TorchAttention(device)
+    if backend == "triton":
+        from tree_kernels.attention.triton_backend import INVARIANT, TritonAttention
+
+        return TritonAttention(device, INVARIANT if invariant else None)
+    if backend == "flashinfer":
+        from tree_kernels.attention.flashinfer_backend import FlashInferAttention
+
+        return FlashInferAttention(device)
+    raise ValueError(f"expected a backend among {get_args(Backend)}, got {backend!r}")

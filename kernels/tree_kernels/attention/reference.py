@@ -1,0 +1,66 @@
+"""Tree attention in plain fp32 PyTorch: the definition that every backend is held to."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tree_kernels.attention.batch import AttentionBatch, AttentionPlan
+from tree_kernels.attention.tree_mask import ancestor_mask
+
+
+class ReferenceAttention:
+    """Gathers every key, builds the whole mask, computes in fp32 (fp64 if the inputs are)."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def plan(self, batch: AttentionBatch) -> AttentionPlan:
+        return AttentionPlan(batch)
+
+    def run(self, plan: AttentionPlan, query: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float) -> Tensor:
+        batch = plan.batch
+        output = query.new_empty(query.shape[0], query.shape[1], value_cache.shape[-1])
+        for b in range(batch.sequences):
+            start, end = batch.query_starts[b], batch.query_starts[b + 1]
+            slots = sequence_slots(batch, b).to(query.device)
+            mask = sequence_mask(batch, b).to(query.device)
+            output[start:end] = attend(
+                query[start:end], key_cache.flatten(0, 1)[slots], value_cache.flatten(0, 1)[slots], mask, scale
+            )
+        return output
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """softmax(scale * query @ key^T, masked) @ value.
+
+    Args:
+        query: [R, Hq, D]; query head h reads key head h // (Hq / Hkv).
+        key, value: [L, Hkv, D] and [L, Hkv, Dv].
+        mask: [R, L] bool, true where the row may attend; at least one true per row.
+        scale: factor of the scores, usually D ** -0.5.
+
+    Returns:
+        [R, Hq, Dv] in fp32, or fp64 if query is.
+    """
+    dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+    group = query.shape[1] // key.shape[1]
+    keys = key.to(dtype).repeat_interleave(group, dim=1)
+    values = value.to(dtype).repeat_interleave(group, dim=1)
+    scores = torch.einsum("rhd,lhd->hrl", query.to(dtype), keys) * scale
+    probs = scores.masked_fill(~mask, float("-inf")).softmax(dim=-1)
+    return torch.einsum("hrl,lhd->rhd", probs, values)
+
+
+def sequence_slots(batch: AttentionBatch, b: int) -> Tensor:
+    """[L] int64: the cache slot (page * page_size + offset) of every key of sequence b, tail included."""
+    keys = torch.arange(batch.prefix_lengths[b] + batch.row_counts[b])
+    pages = torch.tensor(batch.pages[b], dtype=torch.int64)
+    return pages[keys // batch.page_size] * batch.page_size + keys % batch.page_size
+
+
+def sequence_mask(batch: AttentionBatch, b: int) -> Tensor:
+    """[R_b, L] bool: the whole prefix, then the ancestors within the tail."""
+    rows = batch.row_counts[b]
+    prefix = torch.ones(rows, batch.prefix_lengths[b], dtype=torch.bool)
+    return torch.cat([prefix, ancestor_mask(batch.parents[b], rows)], dim=1)

@@ -1,0 +1,160 @@
+"""The Triton kernel of tree attention. The words are those of `_triton_schedule`."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tree_kernels.attention.triton_mask import hide
+from tree_kernels.attention.triton_merge import merge_if_last, write_rows
+
+
+@triton.jit
+def _slots(page_table, offsets, first, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, FAR: tl.constexpr):  # type: ignore[no-untyped-def]
+    """[BLOCK_N] cache slots of keys, `first` the first of them; int64 if FAR."""
+    if PAGE_SIZE % BLOCK_N == 0:
+        pages = tl.load(page_table + first // PAGE_SIZE)
+    else:
+        pages = tl.load(page_table + offsets // PAGE_SIZE)
+    if FAR:
+        pages = pages.to(tl.int64)
+    return pages * PAGE_SIZE + offsets % PAGE_SIZE
+
+
+@triton.jit
+def _tile(  # type: ignore[no-untyped-def]
+    q, peak, mass, acc, first, open_keys, key_head, value_head, page_table, words, first_word, row, live, rows,
+    prefix, is_causal, scale_log2, KV_HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, WORDS: tl.constexpr, FAR: tl.constexpr,
+    KEYS: tl.constexpr,
+):  # fmt: skip
+    """One step of the online softmax, in base 2, over the BLOCK_N keys from `first`."""
+    d = tl.arange(0, BLOCK_D)
+    dv = tl.arange(0, BLOCK_DV)
+    offsets = first + tl.arange(0, BLOCK_N)
+    if KEYS != "open":
+        # What lies behind the last key may be NaN, and 0 * NaN is NaN: the last key stands in for it.
+        offsets = tl.minimum(offsets, prefix + rows - 1)
+    slots = _slots(page_table, offsets, first, PAGE_SIZE, BLOCK_N, FAR)
+    key_at = key_head + slots[:, None] * (KV_HEADS * D) + d[None, :]
+    value_at = value_head + slots[:, None] * (KV_HEADS * DV) + dv[None, :]
+    k = tl.load(key_at) if BLOCK_D == D else tl.load(key_at, mask=(d < D)[None, :], other=0.0)
+    v = tl.load(value_at) if BLOCK_DV == DV else tl.load(value_at, mask=(dv < DV)[None, :], other=0.0)
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+    if KEYS == "tail":
+        scores = hide(scores, words, first_word, first - prefix, row, live, is_causal, WORDS)
+    if KEYS == "either":  # noqa: SIM102  one is known to the compiler, the other is not
+        if first + BLOCK_N > open_keys:
+            scores = hide(scores, words, first_word, first - prefix, row, live, is_causal, WORDS)
+    new_peak = tl.maximum(peak, tl.max(scores, 1) * scale_log2)
+    # A row that has seen no key yet has a peak of -inf, and -inf - -inf is NaN.
+    base = new_peak if KEYS == "open" else tl.where(new_peak == float("-inf"), 0.0, new_peak)
+    probs = tl.exp2(scores * scale_log2 - base[:, None])
+    fade = tl.exp2(peak - base)
+    mass = mass * fade + tl.sum(probs, 1)
+    acc = tl.dot(probs.to(v.dtype), v, acc * fade[:, None], input_precision="ieee")
+    return new_peak, mass, acc
+
+
+@triton.jit
+def _attend(  # type: ignore[no-untyped-def]
+    record, group, chunk, per_chunk, query, key_cache, value_cache, output, partials, partial_lse, arrivals,
+    page_table, words, scale_log2, query_row_stride, query_head_stride, GROUP: tl.constexpr, KV_HEADS: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WORDS: tl.constexpr, FAR: tl.constexpr, APART: tl.constexpr,
+    MERGE_ROWS: tl.constexpr, MERGE_PARTS: tl.constexpr,
+):  # fmt: skip
+    """One chunk's share of one group."""
+    row_start = tl.load(record)
+    rows = tl.load(record + 1)
+    prefix = tl.load(record + 2)
+    pages = page_table + tl.load(record + 3)
+    block = tl.load(record + 4)
+    first_tile = tl.load(record + 5)
+    tiles = tl.load(record + 6)
+    kind = tl.load(record + 7)
+    head = kind // 2
+    is_causal = kind % 2
+    low = tl.maximum(chunk * per_chunk - first_tile, 0)
+    high = tl.minimum((chunk + 1) * per_chunk - first_tile, tiles)
+    if low < high:
+        m = tl.arange(0, BLOCK_M)
+        d = tl.arange(0, BLOCK_D)
+        dv = tl.arange(0, BLOCK_DV)
+        row = (block * BLOCK_M + m) // GROUP
+        query_head = head * GROUP + (block * BLOCK_M + m) % GROUP
+        live = row < rows
+        at = (row_start + row)[:, None].to(tl.int64) * query_row_stride + query_head[:, None] * query_head_stride
+        q = tl.load(query + at + d[None, :], mask=live[:, None] & (d < D)[None, :], other=0.0)
+        own_words = words + row_start.to(tl.int64) * WORDS
+        first_word = tl.load(own_words + row * WORDS, mask=live, other=0)
+        peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        mass = tl.zeros([BLOCK_M], tl.float32)
+        acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+        # Keys that every row of the block sees need no mask: the prefix and, in a causal tail, the rows before.
+        open_keys = prefix + tl.where(is_causal > 0, block * BLOCK_M // GROUP, 0)
+        key_head = key_cache + head * D
+        value_head = value_cache + head * DV
+        middle = low
+        if APART:
+            middle = tl.maximum(tl.minimum(open_keys // BLOCK_N, high), low)
+            for tile in tl.range(low, middle):
+                peak, mass, acc = _tile(
+                    q, peak, mass, acc, tile * BLOCK_N, open_keys, key_head, value_head, pages, own_words, first_word,
+                    row, live, rows, prefix, is_causal, scale_log2, KV_HEADS, D, DV, BLOCK_D, BLOCK_DV, PAGE_SIZE,
+                    BLOCK_N, WORDS, FAR, "open",
+                )  # fmt: skip
+        for tile in tl.range(middle, high):
+            peak, mass, acc = _tile(
+                q, peak, mass, acc, tile * BLOCK_N, open_keys, key_head, value_head, pages, own_words, first_word, row,
+                live, rows, prefix, is_causal, scale_log2, KV_HEADS, D, DV, BLOCK_D, BLOCK_DV, PAGE_SIZE, BLOCK_N,
+                WORDS, FAR, "tail" if APART else "either",
+            )  # fmt: skip
+        acc = acc / tl.where(mass == 0.0, 1.0, mass)[:, None]
+        if (low == 0) & (high == tiles):
+            write_rows(output, acc, row_start, rows, block, head, m, GROUP, KV_HEADS, DV, BLOCK_DV, BLOCK_M)
+        else:
+            slot = chunk * 2 + (first_tile > chunk * per_chunk).to(tl.int32)
+            place = slot.to(tl.int64) * BLOCK_M + m
+            tl.store(partials + place[:, None] * DV + dv[None, :], acc, mask=live[:, None] & (dv < DV)[None, :])
+            tl.store(partial_lse + place, tl.where(mass == 0.0, float("-inf"), peak + tl.log2(mass)), mask=live)
+            if MERGE_ROWS > 0:
+                merge_if_last(
+                    output, partials, partial_lse, arrivals + group, first_tile, tiles, per_chunk, row_start, rows,
+                    block, head, GROUP, KV_HEADS, DV, BLOCK_DV, BLOCK_M, MERGE_ROWS, MERGE_PARTS,
+                )  # fmt: skip
+
+
+@triton.jit
+def attention_kernel(  # type: ignore[no-untyped-def]
+    query, key_cache, value_cache, output, partials, partial_lse, arrivals, page_table, words, groups, chunk_table,
+    totals, scale_log2, query_row_stride, query_head_stride, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, D:
+    tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_M:
+    tl.constexpr, BLOCK_N: tl.constexpr, WORDS: tl.constexpr, FAR: tl.constexpr, APART: tl.constexpr, FIXED:
+    tl.constexpr, MERGE_ROWS: tl.constexpr, MERGE_PARTS: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """Every program takes one chunk (if FIXED, chunks in turn), and of each chunk the groups that lie in it.
+
+    Where MERGE_ROWS is not 0, the last program to leave its partial of a group merges it, so many rows at a time.
+    """
+    if EARLY:
+        # What the launch before wrote may be read from here on; the launch after may take its place and wait.
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    chunks = tl.program_id(0) + 1
+    if FIXED:
+        chunks = tl.load(totals + 1)
+    for chunk in tl.range(tl.program_id(0), chunks, tl.num_programs(0), num_stages=1):
+        own = chunk_table + chunk * 16
+        first = tl.load(own + 8)
+        last = tl.load(own + 9)
+        per_chunk = tl.load(own + 10)
+        for group in tl.range(first, last + 1, num_stages=1):
+            record = own
+            if group > first:
+                record = groups + group * 8
+            _attend(
+                record, group, chunk, per_chunk, query, key_cache, value_cache, output, partials, partial_lse, arrivals,
+                page_table, words, scale_log2, query_row_stride, query_head_stride, GROUP, KV_HEADS, D, DV, BLOCK_D,
+                BLOCK_DV, PAGE_SIZE, BLOCK_M, BLOCK_N, WORDS, FAR, APART, MERGE_ROWS, MERGE_PARTS,
+            )  # fmt: skip

@@ -1,0 +1,87 @@
+"""How the attention kernel is cut for a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import triton
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How a kernel is cut and launched.
+
+    Attributes:
+        block_rows: packed rows of a tile.
+        block_keys: keys of a tile.
+        warps: of a program.
+        stages: of the pipeline that loads keys and values.
+        programs_per_sm: resident at a time.
+        merge_rows: rows that the last program of a group merges at a time; 0 merges in a launch of its own.
+        apart: a loop of its own for keys that every row sees, which tensor cores like, at the price of a second start.
+    """
+
+    block_rows: int
+    block_keys: int
+    warps: int
+    stages: int
+    programs_per_sm: int
+    merge_rows: int = 0
+    apart: bool = False
+
+    def merge_parts(self, value_width: int) -> int:
+        """Partials that are merged at a time: as many as 64 registers of each thread hold."""
+        return max(1, 64 * 32 * self.warps // (max(self.merge_rows, 1) * value_width))
+
+
+# Keys of a sequence up to which a step is short: what it takes to begin and to merge outweighs what is read.
+_SHORT = 2048
+# Keys of a whole batch past which reading each of them once outweighs what a block of 256 rows spills.
+_MANY_KEYS = 96 * 1024
+
+
+def choose_tiling(
+    packed_rows: int,
+    width: int,
+    itemsize: int,
+    *,
+    keys: int,
+    sequences: int,
+    kv_heads: int,
+    processors: int,
+    words: int,
+) -> Tiling:
+    """The fastest of those tried on an H200 (`benchmarks/kernels/tree_attention.py --tune`).
+
+    Page ids come one pipeline stage before what they point at, so that two stages buy one tile in flight.
+
+    Args:
+        packed_rows: rows times query heads per key head, of the largest sequence.
+        width: of a key.
+        itemsize: bytes of an element.
+        keys: of all sequences.
+        sequences: of the step.
+        kv_heads: of a sequence.
+        processors: SMs of the device.
+        words: of a row's mask.
+    """
+    heads = sequences * kv_heads
+    # More work than SMs: two programs on one hide each other's waits.
+    busy = 4 * heads > processors
+    short = keys <= _SHORT * sequences
+    packed = max(16, triton.next_power_of_2(packed_rows))
+    if itemsize > 2 or width > 128:
+        return Tiling(min(64, packed), 32, 4, 2 if itemsize > 2 else 3, 1)
+    # Groups are then cut in two at most, and a launch more would cost as much as it merges.
+    merge_rows = 16 if short and width > 64 and heads >= processors else 0
+    if packed <= 32:
+        return Tiling(packed, 64, 4, 5, 2 if busy or keys > 16384 or sequences >= 8 else 1, merge_rows)
+    if packed == 64 and short and width > 64 and heads <= processors // 2:
+        return Tiling(32, 128, 4, 3, 1)
+    if packed == 64 or (not busy and (short or width <= 64)):
+        per_sm = 2 if busy or 2 * heads * packed // 64 > processors else 1
+        return Tiling(64, 64, 4, 5, per_sm, merge_rows if packed == 64 else 0)
+    if packed >= 256 and keys >= _MANY_KEYS and not short:
+        return Tiling(256, 64, 16, 5, 1, apart=True)
+    # With masks of four words a second loop would take 4 KB more than an SM has (`tests/kernels/test_tiling.py`).
+    return Tiling(128, 128, 8, 5, 1, apart=keys > 4096 * sequences and words == 1)

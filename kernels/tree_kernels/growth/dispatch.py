@@ -1,0 +1,256 @@
+"""Trees that grow on the device a level at a time, as in EAGLE-2 (arXiv 2406.16858), with shapes that never change.
+
+Symbols: B sequences; L levels; W nodes that a level expands; K children of each; F frontier nodes of a sequence, 1 at
+the first level and W below; V' tokens that the network can say; T = 1 + (L - 1) * W rows of the cache's tail, the
+root's first; C = 1 + K + (L - 1) * W * K items of a tree, the root first and then the children of every frontier in
+order. What is not there has a worth of 0: an item below nothing, a frontier place that is not taken. It is computed
+like the rest, and what came out of it is never kept.
+
+Nothing here asks the device for anything, so that a whole tree can be captured in one CUDA graph.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tree_kernels.growth.types import Children, Growth, Race
+from tree_kernels.philox import PHILOX_M0, PHILOX_M1, PHILOX_ROUNDS, PHILOX_W0, PHILOX_W1, exponentials
+
+_LOW = 0xFFFFFFFF
+# Probability below which a token is as good as impossible.
+_LEAST = 1e-30
+# Children of a row, and entrants of a race, that one program of a kernel holds; more are found by PyTorch.
+MAX_KERNEL_WIDTH = 32
+MAX_KERNEL_ENTRANTS = 2048
+
+
+def make_growth(sequences: int, levels: int, width: int, breadth: int, device: torch.device) -> Growth:
+    """Roots alone; `width` is W, and `breadth` K."""
+    items = 1 + breadth + (levels - 1) * width * breadth
+
+    def zeros(count: int, dtype: torch.dtype, *copies: int) -> Tensor:
+        return torch.zeros(*copies, sequences, count, dtype=dtype, device=device)
+
+    growth = Growth(
+        tokens=zeros(items, torch.int32),
+        parents=zeros(items, torch.int32),
+        worths=zeros(items, torch.float64),
+        scores=zeros(items, torch.float32),
+        frontier=zeros(width, torch.int32, 2),
+        frontier_worths=zeros(width, torch.float64, 2),
+        next_tokens=zeros(width, torch.int32),
+        sources=zeros(width, torch.int64),
+        breadth=breadth,
+    )
+    growth.worths[:, 0] = 1.0
+    growth.scores[:, 0] = 1.0
+    return growth
+
+
+def likeliest(logits: Tensor, temperatures: Tensor, breadth: int, token_ids: Tensor | None) -> Children:
+    """The most probable tokens of each row.
+
+    Args:
+        logits: [R, V'].
+        temperatures: [B] float32, positive; each for R / B consecutive rows.
+        breadth: K.
+        token_ids: [V'] int32 the target's ids of the network's, None when they are the same.
+    """
+    if logits.is_cuda and breadth <= MAX_KERNEL_WIDTH:
+        from tree_kernels.growth import triton_children as _triton_children
+
+        return _triton_children.likeliest(logits, temperatures, breadth, token_ids)
+    tokens, probs = _most_probable(logits, temperatures, breadth, token_ids)
+    missing = breadth - probs.shape[1]
+    return Children(
+        torch.nn.functional.pad(tokens, (0, missing)), torch.nn.functional.pad(probs.double(), (0, missing))
+    )
+
+
+def race_winners(
+    logits: Tensor,
+    temperatures: Tensor,
+    breadth: int,
+    token_ids: Tensor | None,
+    race: Race,
+    level: int,
+    entrants: int,
+    sharpness: float,
+) -> Children:
+    """The tokens of each row that most likely win the race that the target will run, with their chances.
+
+    The most probable `entrants` race, after the request's filters; what is no entrant races with expected noise.
+
+    Args:
+        logits: [R, V'].
+        temperatures: [B] float32, positive; each for R / B consecutive rows.
+        breadth: K.
+        token_ids: see `likeliest`.
+        race: of the sequences.
+        level: depth of the children, from 1.
+        entrants: tokens of a row that race.
+        sharpness: how far the race over the network's law is taken for the target's own.
+    """
+    if logits.is_cuda and min(entrants, logits.shape[1]) <= MAX_KERNEL_ENTRANTS:
+        from tree_kernels.growth import triton_children as _triton_children
+
+        return _triton_children.race_winners(logits, temperatures, breadth, token_ids, race, level, entrants, sharpness)
+    tokens, rows = _most_probable(logits, temperatures, entrants, token_ids)
+    sequences, known = len(temperatures), rows.shape[1]
+    probs, rest, kept = _filtered(rows.double().view(sequences, -1, known), race)
+    words = _race_words(race.seeds, race.positions + (level - 1), tokens.view(sequences, -1).long())
+    noise = exponentials(words).view_as(probs)
+    weights = torch.where(kept, (probs.clamp(min=_LEAST) / noise) ** sharpness, 0.0)
+    chances = weights / (rest.clamp(min=_LEAST) ** sharpness + weights.sum(-1, keepdim=True))
+    scores = torch.where((race.coupled > 0)[:, None, None], chances, rows.double().view_as(chances)).flatten(0, 1)
+    ranked, places = scores.sort(dim=-1, descending=True, stable=True)
+    missing = max(0, breadth - known)
+    return Children(
+        torch.nn.functional.pad(tokens.gather(1, places)[:, :breadth], (0, missing)),
+        torch.nn.functional.pad(ranked[:, :breadth], (0, missing)),
+    )
+
+
+def grow(growth: Growth, children: Children, limits: Tensor, level: int, floor: float, tail_parents: Tensor) -> None:
+    """Add the children of every frontier, and choose the next one: the best new items, unless as many better ones as
+    the tree holds exist.
+
+    Args:
+        growth: is written.
+        children: of the frontier, F rows of each sequence.
+        limits: [2, B] int32: most nodes and most depth of each tree.
+        level: depth of the children, from 1.
+        floor: least worth of a node.
+        tail_parents: [B, T] int32, rows of the tail; those of the new frontier are written, if there is another level.
+    """
+    if growth.tokens.is_cuda:
+        # Only here: Triton may be absent. One launch, where PyTorch takes dozens.
+        from tree_kernels.growth import triton_backend as _triton_growth
+
+        _triton_growth.grow(growth, children, limits, level, floor, tail_parents)
+        return
+    (_, sequences, width), breadth = growth.frontier.shape, growth.breadth
+    now = level % 2
+    places = 1 if level == 1 else width
+    begin = growth.first_item(level)
+    end = begin + places * breadth
+    worth = growth.frontier_worths[now, :, :, None] if level > 1 else growth.worths[:, :1, None]
+    scores = children.scores.view(sequences, places, breadth)
+    # Written so that NaN is no child.
+    there = (scores > 0.0) & (worth * scores >= floor) & (worth > 0.0)
+    scores = scores.clamp(max=1.0)
+    worths = torch.where(there, worth * scores, 0.0).flatten(1)
+    growth.tokens[:, begin:end] = children.tokens.view(sequences, -1)
+    growth.worths[:, begin:end] = worths
+    growth.scores[:, begin:end] = scores.flatten(1)
+    if level > 1:
+        growth.parents[:, begin:end] = growth.frontier[now, ..., None].expand(-1, -1, breadth).flatten(1)
+    if 1 + (level - 1) * width < tail_parents.shape[1]:
+        _choose(growth, worths, limits, level, tail_parents)
+
+
+def _choose(growth: Growth, worths: Tensor, limits: Tensor, level: int, tail_parents: Tensor) -> None:
+    """Choose the next frontier among a level's items, whose worths are [B, F * K]; see `grow`."""
+    _, sequences, width = growth.frontier.shape
+    following, begin = (level + 1) % 2, growth.first_item(level)
+    end, places = begin + worths.shape[1], worths.shape[1] // growth.breadth
+    best, chosen = (part[:, :width] for part in worths.sort(dim=1, descending=True, stable=True))
+    # The root may have fewer children than a level expands: then the first child stands in, and is worth nothing.
+    missing = max(0, width - worths.shape[1])
+    best, chosen = torch.nn.functional.pad(best, (0, missing)), torch.nn.functional.pad(chosen, (0, missing))
+    better = (growth.worths[:, None, 1:end] >= best[..., None]).sum(-1) - 1
+    expanded = (best > 0.0) & (better < limits[0, :, None]) & (limits[1, :, None] > level)
+    growth.frontier[following] = (chosen + begin).int()
+    growth.frontier_worths[following] = torch.where(expanded, best, 0.0)
+    growth.next_tokens.copy_(growth.tokens[:, begin:end].gather(1, chosen))
+    above = chosen // growth.breadth
+    growth.sources.copy_(above + places * torch.arange(sequences, device=above.device)[:, None])
+    row = 1 + (level - 1) * width
+    # At the first level all are the root's children.
+    tail_parents[:, row : row + width] = above + (row - width) if level > 1 else above * 0
+
+
+def make_kept(growth: Growth, nodes: int) -> Tensor:
+    """Where `keep` puts the root and the `nodes` most worthy items of each tree.
+
+    Returns:
+        [B, 1 + 3 * N] int32, N = min(1 + nodes, C): how many rows there are, then tokens, parents (rows), and the bits
+        of the scores (float32).
+    """
+    sequences, items = growth.worths.shape
+    columns = 1 + 3 * min(1 + nodes, items)
+    return torch.zeros(sequences, columns, dtype=torch.int32, device=growth.worths.device)
+
+
+def keep(growth: Growth, kept: Tensor) -> None:
+    """Write each tree's best items, in falling order of worth, so that parents come first, to `kept`; see `make_kept`.
+    What stands behind a tree's last row means nothing."""
+    if kept.is_cuda:
+        from tree_kernels.growth import triton_backend as _triton_growth
+
+        _triton_growth.keep(growth, kept)
+        return
+    sequences, items = growth.worths.shape
+    rows = (kept.shape[1] - 1) // 3
+    order = growth.worths.sort(dim=1, descending=True, stable=True).indices[:, :rows]
+    row_of = torch.zeros(sequences, items, dtype=torch.int32, device=order.device)
+    row_of.scatter_(1, order, torch.arange(rows, dtype=torch.int32, device=order.device).expand(sequences, -1))
+    parents = row_of.gather(1, growth.parents.gather(1, order).long())
+    there = (growth.worths > 0.0).sum(1, keepdim=True).clamp(max=rows).int()
+    scores = growth.scores.gather(1, order).view(torch.int32)
+    kept.copy_(torch.cat([there, growth.tokens.gather(1, order), parents, scores], dim=1))
+
+
+def _most_probable(logits: Tensor, temperatures: Tensor, count: int, token_ids: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Tokens [R, M] int32 and probabilities [R, M] float32, falling; 0 where logits are no numbers."""
+    scaled = (logits.float().view(len(temperatures), -1, logits.shape[1]) / temperatures[:, None, None]).flatten(0, 1)
+    values, places = scaled.topk(min(count, logits.shape[1]), dim=-1)
+    probs = (values - scaled.logsumexp(-1, keepdim=True)).exp().nan_to_num(0.0)
+    return (places.int() if token_ids is None else token_ids[places]), probs
+
+
+def _filtered(probs: Tensor, race: Race) -> tuple[Tensor, Tensor, Tensor]:
+    """Apply filters to falling probabilities [B, F, M], in the target's order: min_p, top_k, top_p.
+
+    Returns:
+        The probabilities of those that are kept, [B, F, M], what the rest holds, [B, F, 1], and which are kept.
+    """
+    known = probs.shape[2]
+    place = torch.arange(known, device=probs.device)
+    first = probs[..., :1]
+    top_k = torch.where(race.top_k > 0, race.top_k, known)[:, None, None]
+    # The first one always stays; those that would stay come first, since probabilities fall.
+    stays = ((probs >= race.min_p[:, None, None] * first) | (place == 0)) & (place < top_k) & (first > 0.0)
+    cut = stays.sum(-1, keepdim=True) < known
+    total = torch.where(cut, torch.where(stays, probs, 0.0).sum(-1, keepdim=True), 1.0)
+    before = probs.cumsum(-1) - probs
+    top_p = race.top_p[:, None, None]
+    stays &= (top_p >= 1.0) | (place == 0) | (before < top_p * total)
+    mass = torch.where(stays, probs, 0.0).sum(-1, keepdim=True)
+    cut = stays.sum(-1, keepdim=True) < known
+    none = ~stays[..., :1]
+    rest = torch.where(none, 1.0, torch.where(cut, 0.0, (1.0 - mass).clamp(min=0.0)))
+    return torch.where(cut & ~none, probs / mass, probs), rest, stays
+
+
+def _race_words(seeds: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
+    """Words of the shared noise, as `noise.race_words_of` has them, for every sequence at its own position.
+
+    Args:
+        seeds, positions: [B] int64.
+        tokens: [B, n] int64.
+
+    Returns:
+        [B, n] int64, below 2**32.
+    """
+    c0, c1 = tokens >> 2, (positions & _LOW)[:, None]
+    c2, c3 = (positions >> 32 & _LOW)[:, None], torch.zeros_like(positions)[:, None]
+    k0, k1 = (seeds & _LOW)[:, None], (seeds >> 32 & _LOW)[:, None]
+    for _ in range(PHILOX_ROUNDS):
+        product0, product1 = c0 * PHILOX_M0, c2 * PHILOX_M1
+        c0, c1 = (product1 >> 32 & _LOW) ^ c1 ^ k0, product1 & _LOW
+        c2, c3 = (product0 >> 32 & _LOW) ^ c3 ^ k1, product0 & _LOW
+        k0, k1 = (k0 + PHILOX_W0) & _LOW, (k1 + PHILOX_W1) & _LOW
+    lane = tokens & 3
+    return torch.where(lane == 0, c0, torch.where(lane == 1, c1, torch.where(lane == 2, c2, c3)))

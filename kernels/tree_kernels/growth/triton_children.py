@@ -1,0 +1,198 @@
+"""The best children of every row in two launches, or in a race; see `tree_kernels.growth`, whose words these are.
+
+A *chunk* is CHUNK logits of a row, one program's share.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tree_kernels.growth.types import Children, Race
+from tree_kernels.verification.triton_rows import philox_words
+
+_CHUNK = 1024
+_LEAST = tl.constexpr(1e-30)
+_NONE = tl.constexpr(2**31 - 1)
+# They differ from level to level and from batch to batch; a kernel each would cost compiling and gain nothing.
+_NUMBERS = ["rows_each", "level", "known", "chunks"]
+
+
+@triton.jit(do_not_specialize=_NUMBERS)
+def _scan_kernel(  # type: ignore[no-untyped-def]
+    logits, temperatures, peaks, sums, values, places, vocabulary, rows_each, row_stride, BEST: tl.constexpr,
+    CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Program (row, chunk): greatest logit over temperature and the sum of exponentials about it, [R, chunks] each, and
+    its BEST greatest [R, chunks, BEST] with their ids."""
+    row = tl.program_id(0)
+    chunk = tl.program_id(1)
+    ids = chunk * CHUNK + tl.arange(0, CHUNK)
+    x = tl.load(logits + row.to(tl.int64) * row_stride + ids, mask=ids < vocabulary, other=float("-inf"))
+    x = x.to(tl.float32) / tl.load(temperatures + row // rows_each)
+    peak = tl.max(x, 0)
+    # -inf - -inf is NaN, and a chunk may be forbidden as a whole.
+    base = tl.where(peak == float("-inf"), 0.0, peak)
+    own = row * tl.num_programs(1) + chunk
+    tl.store(peaks + own, peak)
+    tl.store(sums + own, tl.sum(tl.exp(x - base), 0))
+    for best in tl.range(0, BEST):
+        value = tl.max(x, 0)
+        # NaN equals nothing: then any id will do.
+        place = tl.minimum(tl.min(tl.where(x == value, ids, _NONE), 0), vocabulary - 1)
+        tl.store(values + own * BEST + best, value)
+        tl.store(places + own * BEST + best, place)
+        x = tl.where(ids == place, float("-inf"), x)
+
+
+@triton.jit
+def _log_mass(peaks, sums, row, chunks, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Logarithm of the sum of a row's exponentials."""
+    chunk = tl.arange(0, BLOCK)
+    peak = tl.load(peaks + row * chunks + chunk, mask=chunk < chunks, other=float("-inf"))
+    mass = tl.load(sums + row * chunks + chunk, mask=chunk < chunks, other=0.0)
+    highest = tl.max(peak, 0)
+    base = tl.where(highest == float("-inf"), 0.0, highest)
+    return base + tl.log(tl.sum(mass * tl.exp(peak - base), 0))
+
+
+@triton.jit(do_not_specialize=_NUMBERS)
+def _likeliest_kernel(  # type: ignore[no-untyped-def]
+    peaks, sums, values, places, token_ids, tokens, scores, chunks, WIDTH: tl.constexpr,
+    MAPPED: tl.constexpr, BLOCK_CHUNKS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Program row: the WIDTH best of what its chunks found."""
+    row = tl.program_id(0)
+    log_mass = _log_mass(peaks, sums, row, chunks, BLOCK_CHUNKS)
+    index = tl.arange(0, BLOCK)
+    here = index < chunks * WIDTH
+    value = tl.load(values + row * chunks * WIDTH + index, mask=here, other=float("-inf"))
+    place = tl.load(places + row * chunks * WIDTH + index, mask=here, other=0)
+    for best in tl.range(0, WIDTH):
+        highest = tl.max(value, 0)
+        # Chunks stand in order, and so do equals within one.
+        at = tl.min(tl.where(value == highest, index, _NONE), 0)
+        token = tl.sum(tl.where(index == at, place, 0), 0)
+        if MAPPED:
+            token = tl.load(token_ids + token)
+        prob = tl.exp(highest - log_mass)
+        tl.store(tokens + row * WIDTH + best, token)
+        tl.store(scores + row * WIDTH + best, tl.where(prob > 0.0, prob, 0.0).to(tl.float64))
+        value = tl.where(index == at, float("-inf"), value)
+
+
+@triton.jit
+def _filter(prob, place, known, top_k, top_p, min_p):  # type: ignore[no-untyped-def]
+    """Falling probabilities fp64 after a request's filters, which stay, and what the rest holds."""
+    first = tl.max(prob, 0)
+    stays = (place < tl.where(top_k > 0, tl.minimum(top_k, known), known)) & (prob + first > 0.0)
+    stays = stays & ((prob >= min_p * first) | (place == 0))
+    count = tl.sum(stays.to(tl.int32), 0)
+    total = tl.where(count < known, tl.sum(tl.where(stays, prob, 0.0), 0), 1.0)
+    before = tl.cumsum(prob, 0) - prob
+    # No sum of probabilities comes near 2.
+    stays = stays & ((before < tl.where(top_p >= 1.0, 2.0, top_p * total)) | (place == 0))
+    count = tl.sum(stays.to(tl.int32), 0)
+    mass = tl.sum(tl.where(stays, prob, 0.0), 0)
+    rest = tl.where(count < known, 0.0, tl.maximum(1.0 - mass, 0.0))
+    rest = tl.where(count == 0, 1.0, rest)
+    scale = tl.where((count < known) & (count > 0), mass, 1.0)
+    return prob / scale, stays, rest
+
+
+@triton.jit(do_not_specialize=_NUMBERS)
+def _race_kernel(  # type: ignore[no-untyped-def]
+    peaks, sums, values, places, token_ids, temperatures, coupled, top_k, top_p, min_p, seeds, positions, tokens,
+    scores, chunks, known, level, rows_each, sharpness, WIDTH: tl.constexpr, SHARP: tl.constexpr, MAPPED: tl.constexpr,
+    BLOCK_CHUNKS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Program row: the WIDTH best chances among its `known` likeliest, whose logits fall. SHARP is a sharpness of 1."""
+    row = tl.program_id(0)
+    b = row // rows_each
+    log_mass = _log_mass(peaks, sums, row, chunks, BLOCK_CHUNKS)
+    index = tl.arange(0, BLOCK)
+    here = index < known
+    value = tl.load(values + row * known + index, mask=here, other=float("-inf")).to(tl.float32)
+    token = tl.load(places + row * known + index, mask=here, other=0).to(tl.int32)
+    if MAPPED:
+        token = tl.load(token_ids + token, mask=here, other=0)
+    own = tl.exp(value / tl.load(temperatures + b) - log_mass)
+    # Written so that NaN is impossible, too.
+    own = tl.where(here & (own > 0.0), own, 0.0).to(tl.float64)
+    prob, stays, rest = _filter(own, index, known, tl.load(top_k + b), tl.load(top_p + b), tl.load(min_p + b))
+    w0, w1, w2, w3 = philox_words(tl.load(seeds + b), token // 4, tl.load(positions + b) + level - 1, 0)
+    lane = token % 4
+    word = tl.where(lane == 0, w0, tl.where(lane == 1, w1, tl.where(lane == 2, w2, w3)))
+    noise = -tl.log(1.0 - (word.to(tl.float64) + 0.5) * 2.0**-32)
+    weight = tl.maximum(prob, _LEAST) / noise
+    rest = tl.maximum(rest, _LEAST)
+    if not SHARP:
+        weight = tl.exp(tl.log(weight) * sharpness)
+        rest = tl.exp(tl.log(rest) * sharpness)
+    weight = tl.where(stays, weight, 0.0)
+    chance = tl.where(tl.load(coupled + b) > 0, weight / (rest + tl.sum(weight, 0)), own)
+    for best in tl.range(0, WIDTH):
+        highest = tl.max(chance, 0)
+        at = tl.min(tl.where(chance == highest, index, BLOCK - 1), 0)
+        tl.store(tokens + row * WIDTH + best, tl.sum(tl.where(index == at, token, 0), 0))
+        tl.store(scores + row * WIDTH + best, tl.maximum(highest, 0.0))
+        chance = tl.where(index == at, -1.0, chance)
+
+
+def _scan(logits: Tensor, temperatures: Tensor, best: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Peaks and sums [R, chunks], and the best of every chunk [R, chunks, best] with their ids."""
+    rows, vocabulary = logits.shape
+    chunks = triton.cdiv(vocabulary, _CHUNK)
+    peaks, sums = torch.empty(2, rows, chunks, device=logits.device)
+    values = torch.empty(rows, chunks, best, device=logits.device)
+    places = torch.empty(rows, chunks, best, dtype=torch.int32, device=logits.device)
+    _scan_kernel[(rows, chunks)](
+        logits, temperatures, peaks, sums, values, places, vocabulary, rows // len(temperatures), logits.stride(0),
+        BEST=best, CHUNK=_CHUNK, num_warps=4,
+    )  # fmt: skip
+    return peaks, sums, values, places
+
+
+def _empty(rows: int, width: int, device: torch.device) -> Children:
+    return Children(
+        torch.empty(rows, width, dtype=torch.int32, device=device),
+        torch.empty(rows, width, dtype=torch.float64, device=device),
+    )
+
+
+def likeliest(logits: Tensor, temperatures: Tensor, width: int, token_ids: Tensor | None) -> Children:
+    """See `growth.likeliest`."""
+    peaks, sums, values, places = _scan(logits, temperatures, width)
+    (rows, chunks), found = peaks.shape, _empty(len(logits), width, logits.device)
+    _likeliest_kernel[(rows,)](
+        peaks, sums, values, places, token_ids, found.tokens, found.scores, chunks,
+        WIDTH=width, MAPPED=token_ids is not None, BLOCK_CHUNKS=triton.next_power_of_2(chunks),
+        BLOCK=triton.next_power_of_2(chunks * width), num_warps=4,
+    )  # fmt: skip
+    return found
+
+
+def race_winners(
+    logits: Tensor,
+    temperatures: Tensor,
+    width: int,
+    token_ids: Tensor | None,
+    race: Race,
+    level: int,
+    entrants: int,
+    sharpness: float,
+) -> Children:
+    """See `growth.race_winners`."""
+    peaks, sums, _, _ = _scan(logits, temperatures, 0)
+    # A temperature changes no order.
+    values, places = logits.topk(min(entrants, logits.shape[1]), dim=-1)
+    (rows, chunks), found = peaks.shape, _empty(len(logits), width, logits.device)
+    _race_kernel[(rows,)](
+        peaks, sums, values, places, token_ids, temperatures, *race, found.tokens, found.scores, chunks,
+        values.shape[1], level, rows // len(temperatures), sharpness,
+        WIDTH=width, SHARP=sharpness == 1.0, MAPPED=token_ids is not None,
+        BLOCK_CHUNKS=triton.next_power_of_2(chunks), BLOCK=triton.next_power_of_2(values.shape[1]), num_warps=4,
+    )  # fmt: skip
+    return found

@@ -1,0 +1,52 @@
+"""What grows trees on the device: children of rows, races between them, and trees as they grow.
+
+Symbols: B sequences; L levels; W nodes that a level expands; K children of each; F frontier nodes of a sequence, 1 at
+the first level and W below; V' tokens that the network can say; T = 1 + (L - 1) * W rows of the cache's tail, the
+root's first; C = 1 + K + (L - 1) * W * K items of a tree, the root first and then the children of every frontier in
+order. What is not there has a worth of 0: an item below nothing, a frontier place that is not taken. It is computed
+like the rest, and what came out of it is never kept.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class Children(NamedTuple):
+    """The best children of each of R rows, best first; a score of 0 is no child."""
+
+    tokens: Tensor  # [R, K] int32 the target's ids
+    scores: Tensor  # [R, K] float64
+
+
+class Race(NamedTuple):
+    """What each sequence's race needs to know: filters as a request gives them, and the key of the shared noise."""
+
+    coupled: Tensor  # [B] int32; a sequence of 0 does not race, and ranks by probability
+    top_k: Tensor  # [B] int32, 0 for none
+    top_p: Tensor  # [B] float64, 1 for none
+    min_p: Tensor  # [B] float64, 0 for none
+    seeds: Tensor  # [B] int64, the bits of 64
+    positions: Tensor  # [B] int64 of the token after the root
+
+
+class Growth(NamedTuple):
+    """Trees as they grow, and what the next pass reads. All tensors stay where they are."""
+
+    tokens: Tensor  # [B, C] int32
+    parents: Tensor  # [B, C] int32 items
+    worths: Tensor  # [B, C] float64
+    scores: Tensor  # [B, C] float32 given the parent
+    # Of odd levels' frontiers and of even ones', since a level reads one and writes the other.
+    frontier: Tensor  # [2, B, W] int32 items that are expanded
+    frontier_worths: Tensor  # [2, B, W] float64
+    next_tokens: Tensor  # [B, W] int32 of the frontier
+    sources: Tensor  # [B, W] int64 row of each one's parent in the pass before, in which each sequence has F
+    breadth: int  # K
+
+    def first_item(self, level: int) -> int:
+        """The first of a level's items."""
+        width = self.frontier.shape[2]
+        return 1 if level == 1 else 1 + self.breadth + (level - 2) * width * self.breadth

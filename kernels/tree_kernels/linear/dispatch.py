@@ -1,0 +1,160 @@
+"""Linear layers of few rows together with what a decoder layer does before and after them.
+
+A norm is done in two halves: whoever makes the hidden rows also makes `ScaledRows`, the rows times the norm's weight
+and the sums of their squares; whoever multiplies them divides its result by their root mean square. So a decoder layer
+is four launches and its attention:
+
+    rotary_linear, attention, add_linear, gated_linear, add_linear
+
+`TorchLinears` defines them all in PyTorch, and `row_linears` chooses it on a CPU and Triton's kernels on a GPU.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from tree_kernels.linear.rows import HeadRows, Norm, ScaledRows
+from tree_kernels.paging import write_kv
+
+__all__ = ["HeadRows", "Norm", "RowLinears", "ScaledRows", "TorchLinears", "row_linears"]
+
+
+class RowLinears(Protocol):
+    """The linear layers. `following` is a weight that a later launch reads, for the L2 cache to ask for early."""
+
+    def norm_rows(self, hidden: Tensor, norm: Norm) -> Tensor:
+        """RMSNorm of `hidden` [R, H], in fp32 and rounded once. No row's result depends on the others."""
+        ...
+
+    def scale_rows(self, hidden: Tensor, norm: Norm) -> ScaledRows:
+        """The first half of a norm of `hidden` [R, H]."""
+        ...
+
+    def add_linear(
+        self,
+        rows: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        residual: Tensor | None = None,
+        norm: Norm | None = None,
+        following: Tensor | None = None,
+    ) -> tuple[Tensor, ScaledRows | None]:
+        """A linear layer, the residual added, and the first half of the norm that reads the sum next.
+
+        Args:
+            rows: [R, K], last dimension contiguous.
+            weight: [N, K], contiguous, of the rows' dtype.
+            bias: [N].
+            residual: [R, N].
+            norm: over N.
+            following: see the class.
+
+        Returns:
+            [R, N] in the rows' dtype, and its `ScaledRows` where a norm was given.
+
+        Raises:
+            ValueError: dtype or strides are others.
+        """
+        ...
+
+    def gated_linear(self, rows: ScaledRows, weight: Tensor, following: Tensor | None = None) -> Tensor:
+        """[R, N]: SiLU(gate) * up of the normed rows [R, K]; `weight` [2 * N, K] is gate's and below it up's."""
+        ...
+
+    def rotary_linear(
+        self,
+        rows: ScaledRows,
+        weight: Tensor,
+        bias: Tensor | None,
+        heads: HeadRows,
+        following: Tensor | None = None,
+    ) -> Tensor:
+        """Queries, keys and values of the normed rows; queries and keys turned, keys and values into the cache.
+
+        Args:
+            rows: [R, K].
+            weight: [(Hq + 2 * Hkv) * D, K], that of queries above that of keys above that of values.
+            bias: [(Hq + 2 * Hkv) * D].
+            heads: where the rows stand and go.
+            following: see the class.
+
+        Returns:
+            [R, Hq, D] queries.
+
+        Raises:
+            ValueError: on a GPU, where D is no multiple of a tile's columns.
+        """
+        ...
+
+
+def row_linears(device: torch.device, *, invariant: bool = False) -> RowLinears:
+    """The layers for a device. With `invariant`, no bit of a row's result depends on how many rows there are."""
+    if device.type != "cuda":
+        return TorchLinears()
+    from tree_kernels.linear.triton_backend import TritonLinears
+
+    return TritonLinears(device, invariant=invariant)
+
+
+class TorchLinears:
+    """The definition, in fp32 and rounded at the end. See `RowLinears`."""
+
+    def norm_rows(self, hidden: Tensor, norm: Norm) -> Tensor:
+        scaled = self.scale_rows(hidden.float(), norm)
+        return (scaled.rows * scaled.scale).to(hidden.dtype)
+
+    def scale_rows(self, hidden: Tensor, norm: Norm) -> ScaledRows:
+        wide = hidden.float()
+        return ScaledRows(
+            (wide * norm.weight.float()).to(hidden.dtype), (wide * wide).sum(1, keepdim=True), norm.epsilon
+        )
+
+    def add_linear(
+        self,
+        rows: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        residual: Tensor | None = None,
+        norm: Norm | None = None,
+        following: Tensor | None = None,  # noqa: ARG002
+    ) -> tuple[Tensor, ScaledRows | None]:
+        total = _product(rows, weight, bias)
+        if residual is not None:
+            total = total + residual
+        output = total.to(rows.dtype)
+        return output, None if norm is None else self.scale_rows(output, norm)
+
+    def gated_linear(self, rows: ScaledRows, weight: Tensor, following: Tensor | None = None) -> Tensor:  # noqa: ARG002
+        gate, up = (_product(rows.rows, weight) * rows.scale).chunk(2, dim=1)
+        return (functional.silu(gate) * up).to(rows.rows.dtype)
+
+    def rotary_linear(
+        self,
+        rows: ScaledRows,
+        weight: Tensor,
+        bias: Tensor | None,
+        heads: HeadRows,
+        following: Tensor | None = None,  # noqa: ARG002
+    ) -> Tensor:
+        kv_heads, width = heads.key_cache.shape[-2:]
+        total = _product(rows.rows, weight) * rows.scale
+        if bias is not None:
+            total = total + bias.float()
+        total = total.view(len(total), -1, width)
+        turning, value = total[:, :-kv_heads], total[:, -kv_heads:]
+        left, right = turning.chunk(2, dim=2)
+        cosines, sines = heads.cosines.float()[:, None], heads.sines.float()[:, None]
+        turned: Tensor = (turning * cosines + torch.cat((-right, left), dim=2) * sines).to(rows.rows.dtype)
+        query, key = turned[:, :-kv_heads], turned[:, -kv_heads:]
+        write_kv(key, value.to(rows.rows.dtype), heads.key_cache, heads.value_cache, heads.slots)
+        return query
+
+
+def _product(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """In fp32."""
+    product: Tensor = functional.linear(rows.float(), weight.float(), None if bias is None else bias.float())
+    return product

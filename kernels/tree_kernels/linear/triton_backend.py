@@ -1,0 +1,169 @@
+"""Launches of the linear kernels. Meaning, shapes and errors are those of `tree_kernels.linear.RowLinears`."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from tree_kernels.linear.rows import HeadRows, Norm, ScaledRows
+from tree_kernels.linear.triton_kernels import add_kernel, gated_kernel, norm_kernel, rotary_kernel
+from tree_kernels.linear.triton_tiling import LinearTiling, choose_linear_tiling
+
+# Weights are asked for 256 bytes at a time.
+_MIN_ASKED = 128
+
+
+_MIN_OUTPUTS = 16
+# Tiles of one launch whose parts may be under way: those of more than 60,000 rows.
+_MAX_TILES = 65536
+_THREADS_ASKING = 128
+
+
+class TritonLinears:
+    """See `tree_kernels.linear.RowLinears`. Launches of one object must not run beside each other."""
+
+    def __init__(self, device: torch.device, *, invariant: bool = False, tiling: LinearTiling | None = None) -> None:
+        """`tiling` is for all products; None chooses by their sizes."""
+        self._invariant = invariant
+        self._tiling = tiling
+        # Every launch leaves zeros behind.
+        self._counters = torch.zeros(_MAX_TILES, dtype=torch.int32, device=device)
+        # Programmatic dependent launch, which came with Hopper.
+        self._dependent = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+    def norm_rows(self, hidden: Tensor, norm: Norm) -> Tensor:
+        output = hidden.new_empty(hidden.shape)
+        self._launch_norm(hidden, norm, output, output, whole=True)
+        return output
+
+    def scale_rows(self, hidden: Tensor, norm: Norm) -> ScaledRows:
+        output = hidden.new_empty(hidden.shape)
+        squares = torch.empty(len(hidden), 1, dtype=torch.float32, device=hidden.device)
+        self._launch_norm(hidden, norm, output, squares, whole=False)
+        return ScaledRows(output, squares, norm.epsilon)
+
+    def add_linear(
+        self,
+        rows: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        residual: Tensor | None = None,
+        norm: Norm | None = None,
+        following: Tensor | None = None,
+    ) -> tuple[Tensor, ScaledRows | None]:
+        tiling = self._prepare(rows, weight)
+        count, outputs = len(rows), len(weight)
+        output = rows.new_empty(count, outputs)
+        tiles = triton.cdiv(outputs, tiling.block_outputs)
+        scaled = None
+        if norm is not None:
+            squares = torch.empty(count, tiles, dtype=torch.float32, device=rows.device)
+            scaled = ScaledRows(torch.empty_like(output), squares, norm.epsilon)
+        grid, options = self._launch(tiling, rows, tiles, following)
+        add_kernel[grid](
+            rows, weight, _or(bias, output), _or(residual, output), output if norm is None else norm.weight, output,
+            output if scaled is None else scaled.rows, output if scaled is None else scaled.squares,
+            count=count, row_stride=rows.stride(0),
+            HAS_BIAS=bias is not None, ADDS=residual is not None, SCALES=norm is not None, OUTPUTS=outputs, **options,
+        )  # fmt: skip
+        return output, scaled
+
+    def gated_linear(self, rows: ScaledRows, weight: Tensor, following: Tensor | None = None) -> Tensor:
+        tiling = self._prepare(rows.rows, weight)
+        count, outputs = len(rows.rows), len(weight) // 2
+        output = rows.rows.new_empty(count, outputs)
+        tiles = triton.cdiv(outputs, tiling.block_outputs // 2)
+        grid, options = self._launch(tiling, rows.rows, tiles, following)
+        gated_kernel[grid](
+            rows.rows, rows.squares, weight, output, count=count, epsilon=rows.epsilon, OUTPUTS=outputs,
+            **_parts(rows), **options,
+        )  # fmt: skip
+        return output
+
+    def rotary_linear(
+        self,
+        rows: ScaledRows,
+        weight: Tensor,
+        bias: Tensor | None,
+        heads: HeadRows,
+        following: Tensor | None = None,
+    ) -> Tensor:
+        kv_heads, width = heads.key_cache.shape[-2:]
+        tiling = self._prepare(rows.rows, weight)
+        # A tile lies in one head.
+        tiling = replace(tiling, block_outputs=math.gcd(width, tiling.block_outputs))
+        if tiling.block_outputs < _MIN_OUTPUTS:
+            raise ValueError(f"expected heads of a multiple of {_MIN_OUTPUTS}, got {width}")
+        count, query_heads = len(rows.rows), len(weight) // width - 2 * kv_heads
+        query = rows.rows.new_empty(count, query_heads, width)
+        grid, options = self._launch(tiling, rows.rows, len(weight) // tiling.block_outputs, following)
+        rotary_kernel[grid](
+            rows.rows, rows.squares, weight, _or(bias, query), heads.cosines, heads.sines, heads.slots, query,
+            heads.key_cache, heads.value_cache, count=count, epsilon=rows.epsilon,
+            HAS_BIAS=bias is not None, HEADS=query_heads, KV_HEADS=kv_heads, WIDTH=width, **_parts(rows), **options,
+        )  # fmt: skip
+        return query
+
+    def _prepare(self, rows: Tensor, weight: Tensor) -> LinearTiling:
+        if rows.dtype != weight.dtype or rows.stride(1) != 1 or not weight.is_contiguous():
+            raise ValueError("expected contiguous rows and weights of one dtype")
+        return self._tiling or choose_linear_tiling(len(rows), *weight.shape, invariant=self._invariant)
+
+    def _launch_norm(self, hidden: Tensor, norm: Norm, output: Tensor, squares: Tensor, *, whole: bool) -> None:
+        width = hidden.shape[1]
+        if hidden.stride(1) != 1:
+            raise ValueError("expected rows whose last dimension is contiguous")
+        norm_kernel[(len(hidden),)](
+            hidden, norm.weight, output, squares, hidden.stride(0), norm.epsilon, WHOLE=whole,
+            WIDTH=width, BLOCK=triton.next_power_of_2(width), num_warps=4, **self._order(),
+        )  # fmt: skip
+
+    def _launch(
+        self, tiling: LinearTiling, rows: Tensor, tiles: int, following: Tensor | None
+    ) -> tuple[tuple[int, int, int], dict[str, Any]]:
+        """Grid and arguments that all products have."""
+        count, inner = rows.shape
+        blocks = triton.cdiv(count, tiling.block_rows)
+        # Parts of other sizes would need masks, and more tiles more counters.
+        splits = tiling.splits if inner % (tiling.splits * tiling.block_inner) == 0 else 1
+        splits = splits if blocks * tiles <= _MAX_TILES else 1
+        numbers = blocks * tiles * splits * tiling.block_rows * tiling.block_outputs if splits > 1 else 1
+        asks = following is not None and self._dependent
+        size = following.numel() * following.element_size() if asks and following is not None else 0
+        # Whole lines; the last piece ends inside the weight.
+        piece = size // (blocks * tiles * splits * _THREADS_ASKING) // 128 * 128
+        options = {
+            "partials": torch.empty(numbers, dtype=torch.float32, device=rows.device),
+            "counters": self._counters,
+            "following": _or(following, rows),
+            "INNER": inner,
+            "SPLITS": splits,
+            "BLOCK_M": tiling.block_rows,
+            "BLOCK_N": tiling.block_outputs,
+            "BLOCK_K": tiling.block_inner,
+            "AHEAD": tiling.ahead if inner >= _MIN_ASKED and inner % 8 == 0 and rows.element_size() == 2 else 0,
+            "PIECE": piece,
+            "PIECES": size // piece if piece else 0,
+            "num_warps": tiling.warps,
+            "num_stages": tiling.stages,
+            **self._order(),
+        }
+        return (blocks, tiles, splits), options
+
+    def _order(self) -> dict[str, bool]:
+        return {"DEPENDENT": True, "launch_pdl": True} if self._dependent else {"DEPENDENT": False}
+
+
+def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
+    """A kernel takes a pointer also where it reads none."""
+    return other if tensor is None else tensor
+
+
+def _parts(rows: ScaledRows) -> dict[str, int]:
+    parts = rows.squares.shape[1]
+    return {"PARTS": parts, "BLOCK_PARTS": triton.next_power_of_2(parts)}

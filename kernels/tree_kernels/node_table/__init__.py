@@ -1,0 +1,54 @@
+"""Rows of a pass chosen on the device, from trees that a draft sent and from sequences' own text."""
+
+from tree_kernels.node_table.dispatch import NodeTable
+from tree_kernels.node_table.feeding import advance, fill_awaited, move_on
+from tree_kernels.node_table.layout import (
+    BLOCK,
+    KEPT,
+    KEYS_PER_COST,
+    LONGEST,
+    LOOKUP,
+    MAX_PATH,
+    MEND_EXCHANGED,
+    MEND_INSERTED,
+    MOST_COST,
+    NO_KEY,
+    NODES,
+    PROSPECTS,
+    SAID,
+    SAID_ROWS,
+    SAID_TOKENS,
+    TABLE,
+    longest_run,
+    preorder,
+)
+from tree_kernels.node_table.lookup_costs import COST_OF_HALVING, RIGHT
+from tree_kernels.node_table.step_integers import StepIntegers
+
+__all__ = [
+    "BLOCK",
+    "COST_OF_HALVING",
+    "KEPT",
+    "KEYS_PER_COST",
+    "LONGEST",
+    "LOOKUP",
+    "MAX_PATH",
+    "MEND_EXCHANGED",
+    "MEND_INSERTED",
+    "MOST_COST",
+    "NODES",
+    "NO_KEY",
+    "PROSPECTS",
+    "RIGHT",
+    "SAID",
+    "SAID_ROWS",
+    "SAID_TOKENS",
+    "TABLE",
+    "NodeTable",
+    "StepIntegers",
+    "advance",
+    "fill_awaited",
+    "longest_run",
+    "move_on",
+    "preorder",
+]

@@ -1,0 +1,212 @@
+"""Drafted rows chosen on the device: from trees that a draft sent some passes ago, and from sequences' own texts.
+
+Nobody waits for a draft: each sequence has a table of drafted nodes in device memory, a token tree rooted at a token
+that was said a while ago. Between two passes two kernels find, without the host, where every sequence stands
+in its table now, add what prompt lookup finds in its own text, and lay out the likeliest nodes of all sequences as the
+next pass, so that several drafted passes can be launched at once. The text's tokens lie beside their keys, one for each
+slot of the KV cache, so whoever shares or gives back pages shares and gives back the text.
+
+Prompt lookup's rule (Saxena, "Prompt lookup decoding", 2023): the longest run of tokens up to `LONGEST` that ends the
+text and stood in it before, of equally long ones the last; what followed it is drafted, as a chain.
+
+A table's layout is that of `tree_kernels.node_table.layout`.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tree_kernels.node_table.layout import (
+    BLOCK,
+    COSTS_PER_CHANCE,
+    KEPT,
+    LOOKUP,
+    MOST_COST,
+    NO_KEY,
+    NODES,
+    PROSPECTS,
+    SAID,
+    SURE,
+    TABLE,
+)
+from tree_kernels.node_table.lookup_costs import COST_OF_HALVING, FIRST_COST, NEXT_COST
+from tree_kernels.node_table.step_integers import StepIntegers
+from tree_kernels.verification.dispatch import Verdicts
+
+
+class NodeTable:
+    """Moves a step of GREEDY and COUPLED trees on, pass by pass, and chooses its rows.
+
+    Symbols: B = `max_sequences`, P = `max_passes`, R rows of a step. Nothing is read back, no shape depends on data and
+    every tensor stays where it is, so that all calls but `graft` can be captured.
+
+    Attributes:
+        said: [B, P, SAID] int32 by sequence and pass. Its figures: accepted rows, drafted rows, those of them that are
+            nodes of the table (also where lookup says the same, and of a mended tree), the tokens that they promised in
+            1/1024 (the chances of their paths, added up and rounded down as a whole), the first row, accepted rows that
+            are nodes of the table, the age (tokens between the table's root and the pass's, -1 where there was no table
+            or it does not hold the text, mended or not), what rows of the table promised, and what the best
+            `PROSPECTS` candidates of the sequence would have, whether or not there was room for them; the last two are
+            0. From `SAID_TOKENS` on the accepted tokens and then the target's own; from `SAID_ROWS` on the accepted
+            rows, relative to the root. What lies behind either means nothing.
+        passes: [B] int32, how many of them were said since `begin`.
+        accepted: [B] int32, drafted rows that were accepted since `begin`.
+        limits: [B] int32, rows that may be drafted of a sequence, since `begin`.
+        places: [B] int32, the table of the step's b-th sequence; -1 for none.
+        tables: [B, TABLE] int32, see above.
+        lookup_tokens: of a chain that is looked up at most.
+    """
+
+    def __init__(
+        self,
+        tokens: Tensor,
+        page_size: int,
+        last_position: int,
+        *,
+        max_sequences: int,
+        max_passes: int,
+        lookup_tokens: int = LOOKUP,
+        backend: Literal["triton", "torch"] | None = None,
+    ) -> None:
+        """`tokens` [slots] int32 of the KV cache, kept by every pass that feeds them; `last_position` is the largest
+        that the model knows; `max_sequences` are those that steps' parameters are packed for. `lookup_tokens` 0 looks
+        nothing up. `backend` None is "triton" on a GPU and "torch" elsewhere.
+
+        Raises:
+            ValueError: more `lookup_tokens` than `LOOKUP`.
+        """
+        if not 0 <= lookup_tokens <= LOOKUP:
+            raise ValueError(f"expected 0 to {LOOKUP} tokens of a lookup, got {lookup_tokens}")
+        device = tokens.device
+        self.tokens = tokens
+        self.page_size = page_size
+        self.last_position = last_position
+        self.max_sequences = max_sequences
+        self.lookup_tokens = lookup_tokens
+        self.said = torch.zeros(max_sequences, max_passes, SAID, dtype=torch.int32, device=device)
+        self.tables = torch.zeros(max_sequences, TABLE, dtype=torch.int32, device=device)
+        integers = torch.zeros(7, max_sequences, dtype=torch.int32, device=device)
+        # Found for the next pass: how many candidates were kept (-1 of who is not there), the root's token and the age.
+        self.passes, self.accepted, self.limits, self.places, self.counts, self.roots, self.ages = integers
+        self.places.fill_(-1)
+        self.counts.fill_(-1)
+        # [B, KEPT + 1] keys of the kept candidates, rising, `NO_KEY` behind them. Of each [B, 3, KEPT + 1] the token,
+        # the link (see `link_of`) and the chance.
+        self.keys = torch.full((max_sequences, KEPT + 1), NO_KEY, dtype=torch.int32, device=device)
+        self.ranked = torch.zeros(max_sequences, 3, KEPT + 1, dtype=torch.int32, device=device)
+        # [3 + len(PROSPECTS), B] of the rows that were laid out: nodes of the table, what all promise, what these nodes
+        # promise; and of the candidates the prospects.
+        self.noted = torch.zeros(3 + len(PROSPECTS), max_sequences, dtype=torch.int32, device=device)
+        # [B, NODES + LOOKUP + 1] keys and ranks of all candidates, between the parts of a kernel.
+        candidates = torch.zeros(2, max_sequences, NODES + LOOKUP + 1, dtype=torch.int32, device=device)
+        self.all_keys, self.ranks = candidates
+        # [2, LONGEST + 1] int32, see `lookup_costs`.
+        self.lookup_costs = torch.tensor([FIRST_COST, NEXT_COST], dtype=torch.int32, device=device)
+        halvings = np.arange(MOST_COST // COSTS_PER_CHANCE) * (COSTS_PER_CHANCE / COST_OF_HALVING)
+        # [MOST_COST / COSTS_PER_CHANCE] int32 of `SURE`. From one place, so that all devices add up the same.
+        self.chances = torch.from_numpy(np.floor(SURE * 2.0**-halvings).astype(np.int32)).to(device)
+        # What was accepted in the launch before, while `begin` reads it.
+        self._before = torch.zeros_like(self.accepted)
+        self._backend: ModuleType
+        if (backend or ("triton" if device.type == "cuda" else "torch")) == "triton":
+            # Only here: Triton may be absent.
+            from tree_kernels.node_table import triton_backend as _triton_node_table
+
+            self._backend = _triton_node_table
+        else:
+            from tree_kernels.node_table import torch_backend as _torch_node_table
+
+            self._backend = _torch_node_table
+
+    @property
+    def on_triton(self) -> bool:
+        """Whether kernels do the work."""
+        return self._backend.__name__.endswith("_triton_node_table")
+
+    def warm_up(self, step: StepIntegers) -> None:
+        """Have kernels compiled for where `step` lies, whose sequences have no rows yet. What is under way may hang on
+        this table's own figures, so that others take their place."""
+        own = NodeTable(
+            self.tokens,
+            self.page_size,
+            self.last_position,
+            max_sequences=self.max_sequences,
+            max_passes=self.said.shape[1],
+            lookup_tokens=self.lookup_tokens,
+            backend="triton" if self.on_triton else "torch",
+        )
+        own.graft(torch.zeros(1 + self.max_sequences + BLOCK, dtype=torch.int32, device=self.tokens.device), 1)
+        nothing = torch.zeros(2 * self.max_sequences + 1, dtype=torch.int32, device=self.tokens.device)
+        own.begin(step, nothing)
+        own.go_on(step, Verdicts.over(nothing, self.max_sequences))
+
+    def graft(self, frame: Tensor, growths: int) -> None:
+        """Take in new tables, and which table each sequence of the next step has. This call is not captured.
+
+        Args:
+            frame: [at least 1 + B + growths * BLOCK] int32: `growths`, the `places`, then for each growth a slot and
+                that slot's whole new table. No slot comes twice; one that is not there is left out.
+            growths: as the frame has it, for the host to know.
+
+        Raises:
+            ValueError: the frame is shorter.
+        """
+        needed = 1 + self.max_sequences + growths * BLOCK
+        if len(frame) < needed:
+            raise ValueError(f"expected a frame of {needed} integers, got {len(frame)}")
+        self._backend.graft(self, frame, growths)
+
+    def begin(self, step: StepIntegers, awaited: Tensor, moves: Tensor | None = None) -> None:
+        """Choose the rows of a step that was just laid out, after moving it on. In place.
+
+        Args:
+            step: every sequence has one row, or none, and free rows stand behind them. A row feeds a token, or -1 - i
+                for `awaited[i]`; it is laid out as if the step before had accepted no drafted row. Its sequence's
+                record has as many rows as the sequence may get, the first included. The pages hold the keys that may
+                come. It has `parents` and `causal`.
+            awaited: [any] int32.
+            moves: [any] int32, what the step before has accepted, by the sequences' places in it; None for `accepted`,
+                which then still is of the launch before.
+
+        Raises:
+            ValueError: the step has no room for trees.
+        """
+        _check(step)
+        if moves is None:
+            moves = self._before.copy_(self.accepted)
+        self._backend.begin(self, step, awaited, moves)
+
+    def go_on(self, step: StepIntegers, verdicts: Verdicts) -> None:
+        """Note what a pass of `step` said, make of it the next pass of the same sequences, and choose its rows. In
+        place, behind `keep_accepted`, and at most P times after a `begin`, for which `said` has room.
+
+        Args:
+            step: as `begin` or the last call left it, and as it was run.
+            verdicts: of that pass, [at least as many sequences as the step].
+
+        Raises:
+            ValueError: the step has no room for trees.
+        """
+        _check(step)
+        self._backend.go_on(self, step, verdicts)
+
+    def keep_accepted(self, token_ids: Tensor, slots: Tensor, parameters: Tensor, verdicts: Verdicts) -> None:
+        """After a pass with trees, whose accepted keys were moved right behind their roots, keep their tokens there.
+
+        Args:
+            token_ids: [R] int32, as the pass read them.
+            slots: [R] int32, as it wrote them.
+            parameters: what it was verified with, see `DeviceVerifier.pack`.
+            verdicts: what was found.
+        """
+        self._backend.keep_accepted(self, token_ids, slots, parameters, verdicts)
+
+
+def _check(step: StepIntegers) -> None:
+    if step.parents is None or step.causal is None:
+        raise ValueError("expected a step with parents and causal, got one without")

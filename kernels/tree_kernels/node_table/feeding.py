@@ -1,0 +1,100 @@
+"""Tokens that the device knows before the host does: what the last step said, fed to the next."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tree_kernels.node_table.step_integers import StepIntegers
+from tree_kernels.verification.records import MODE, POSITION, RECORD, Mode
+
+
+def fill_awaited(
+    token_ids: Tensor, awaited: Tensor, slots: Tensor | None = None, tokens: Tensor | None = None
+) -> Tensor:
+    """`token_ids` with every -1 - i replaced by `awaited[i]`, kept beside their keys where that is asked for.
+
+    Args:
+        token_ids: [R] int32.
+        awaited: [any] int32, longer than the largest i.
+        slots: [R] int32, where each row's key goes; a negative one has none. With `tokens` or not at all.
+        tokens: [slots of the cache] int32, written.
+
+    Returns:
+        [R] int32, a new tensor.
+    """
+    if token_ids.is_cuda:
+        # Only here: Triton may be absent. One launch, where PyTorch takes four.
+        from tree_kernels.node_table.triton_feeding import fill
+
+        return fill(token_ids, awaited, slots, tokens)
+    filled = torch.where(token_ids < 0, awaited[(-1 - token_ids).clamp(min=0)], token_ids)
+    if slots is not None and tokens is not None:
+        there = slots >= 0
+        tokens[slots[there].long()] = filled[there]
+    return filled
+
+
+def advance(step: StepIntegers, page_size: int, last_position: int) -> None:
+    """Make of a step in which every sequence has one row, or none, the step after it. In place.
+
+    Sequence b then feeds what it was said to say (-1 - b), one key further on in the pages that it already has.
+
+    Args:
+        step: see `StepIntegers`; the pages hold one key more than the step leaves.
+        page_size: tokens of a page.
+        last_position: largest that the model knows.
+    """
+    if step.token_ids.is_cuda:
+        # Only here: Triton may be absent.
+        from tree_kernels.node_table.triton_feeding import advance as advance_on_gpu
+
+        advance_on_gpu(step, page_size, last_position)
+        return
+    fed = torch.nonzero(step.query_starts.diff() == 1).flatten()
+    rows = step.query_starts[fed].long()
+    step.prefix_lengths[fed] += 1
+    keys = step.prefix_lengths[fed]
+    step.token_ids[rows] = (-1 - fed).int()
+    step.positions[rows] = (step.positions[rows] + 1).clamp(max=last_position)
+    page = step.page_table[(step.page_starts[fed] + keys // page_size).long()]
+    step.slots[rows] = page * page_size + keys % page_size
+    # [B, 2], the lower and the upper half of each 64 bit position.
+    halves = step.parameters[: RECORD * len(step.prefix_lengths)].view(-1, RECORD)[:, POSITION : POSITION + 2]
+    halves[fed, 0] += 1
+    halves[fed, 1] += (halves[fed, 0] == 0).int()
+
+
+def move_on(step: StepIntegers, accepted_counts: Tensor, page_size: int, last_position: int) -> None:
+    """Move every row that feeds an awaited token as far on as the step before accepted drafted rows. In place.
+
+    The step is laid out as if nothing had been accepted. A sequence that awaits no token, or has more than one row,
+    stays where it is.
+
+    Args:
+        step: see `StepIntegers`; the pages hold the keys that may come.
+        accepted_counts: [any] int32 by the sequences' places in the step before, see `Verdicts`.
+        page_size: tokens of a page.
+        last_position: largest that the model knows.
+    """
+    if step.token_ids.is_cuda:
+        # Only here: Triton may be absent.
+        from tree_kernels.node_table.triton_feeding import move_on as move_on_on_gpu
+
+        move_on_on_gpu(step, accepted_counts, page_size, last_position)
+        return
+    alone = torch.nonzero(step.query_starts.diff() == 1).flatten()
+    fed = alone[step.token_ids[step.query_starts[alone].long()] < 0]
+    rows = step.query_starts[fed].long()
+    moves = accepted_counts[(-1 - step.token_ids[rows]).long()]
+    step.prefix_lengths[fed] += moves
+    keys = step.prefix_lengths[fed]
+    step.positions[rows] = (step.positions[rows] + moves).clamp(max=last_position)
+    page = step.page_table[(step.page_starts[fed] + keys // page_size).long()]
+    step.slots[rows] = page * page_size + keys % page_size
+    records = step.parameters[: RECORD * len(step.prefix_lengths)].view(-1, RECORD)
+    # The stream of a rejection's coins counts steps, not tokens.
+    raced = records[fed, MODE] == Mode.COUPLED
+    low = records[fed, POSITION].long() % 2**32 + torch.where(raced, moves, 0)
+    records[fed, POSITION] = (low % 2**32).int()
+    records[fed, POSITION + 1] += (low // 2**32).int()

@@ -1,0 +1,130 @@
+"""The layout of a node table, and what both of its implementations compute with it.
+
+A table, int32 [TABLE]: base, count, then five arrays of `NODES`: tokens, parents, ends, depths, costs. The tree was
+made when the sequence had `base` tokens, 1 at least, and its root, place 0, is the last of these; `count` places are
+used, and 0 is no tree. Nodes stand in depth-first order: parents[i] < i, and below node i are i + 1 up to ends[i] - 1.
+Siblings' tokens differ. Depths count from the root. A node costs what its path from the root is unlikely:
+-log2(probability) * `COST_OF_HALVING`, an integer that rises by 1 at least along every edge; the root costs 0.
+
+Where the table does not hold the sequence's last token, but the one before it, its tree is mended: P is the node of the
+one before, C the likeliest of P's children (of the smallest cost, then place). Below the root hang what is below C, as
+if the last token stood in C's place, for `MEND_EXCHANGED` more than it costs below C; and P's children, C too, as if it
+had been put before them, for `MEND_INSERTED` more than they cost below P and without what is below them. A child of P
+may then say what a child of C says too, and the chain, which is not merged with them, what either does. Walks that
+match a target's own choices tolerate that: they go on below the first, thus likelier row of that token, and no token is
+any other.
+
+Rows of a pass are the nodes with the smallest keys: cost * `KEYS_PER_COST` + the node's number, its place in the
+table, or `NODES` + its place in the chain that was looked up. A node's key is above its parent's, so what is chosen
+is a tree, and no two nodes of a sequence have the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tree_kernels.node_table.lookup_costs import COST_OF_HALVING
+
+# Places of a table, its root included, and tokens that are looked up at most: together 255 candidates.
+NODES = 240
+LOOKUP = 15
+# Rows that one sequence gets beside its root at most, and how deep below the root the deepest may stand.
+KEPT = 63
+MAX_PATH = 47
+# A path that costs this much or more is never chosen.
+MOST_COST = 1 << 16
+KEYS_PER_COST = 512
+# Above the key of whatever may be chosen.
+NO_KEY = MOST_COST * KEYS_PER_COST
+# What a mended tree costs beyond its nodes' own costs, where the last token is taken to stand in the place of the
+# likeliest, or before it: of the chances that served best on recorded answers, INSTEAD and BEFORE of
+# `benchmarks/running_ahead/walk.py`.
+MEND_EXCHANGED, MEND_INSERTED = (round(-math.log2(chance) * COST_OF_HALVING) for chance in (0.3, 0.15))
+# Integers of a table, and where in it the arrays begin.
+TABLE = 2 + 5 * NODES
+TOKENS, PARENTS, ENDS, DEPTHS, COSTS = (2 + NODES * array for array in range(5))
+# A frame's integers for one growth: the slot, and its table.
+BLOCK = 1 + TABLE
+# Rows of a sequence, from the best on, of which it is said what they would have promised.
+PROSPECTS = (1, 3, 7, 15, 31, 63)
+# What is said of a pass: figures, then tokens, then accepted rows.
+SAID_TOKENS = 16
+SAID_ROWS = SAID_TOKENS + MAX_PATH + 1
+SAID = SAID_ROWS + MAX_PATH
+# Tokens of a run that is looked up at most, and how far back it is looked for.
+LONGEST = 8
+WINDOW = 8192
+# Where in a record of `verification_records` it stands whether the rows are a chain.
+IS_CHAIN = 3
+# A chance of one, and how many costs have the same chance, where promises are added up.
+SURE = 1 << 20
+COSTS_PER_CHANCE = 64
+
+
+class Run(NamedTuple):
+    """Tokens that end a text and stood in it before: how many, and the place behind where they stood. 0 and the last
+    place where none did."""
+
+    length: int
+    end: int
+
+
+def preorder(tokens: Sequence[int], parents: Sequence[int], costs: Sequence[int], base: int) -> NDArray[np.int32]:
+    """A tree as a table.
+
+    Args:
+        tokens: [n] of its nodes, the root first and siblings' different.
+        parents: [n], parents[i] < i; the root's is not looked at.
+        costs: [n] of paths from the root, rising along every edge.
+        base: tokens of the sequence up to the root, with it.
+
+    Returns:
+        [TABLE] int32; what lies behind the nodes means nothing.
+
+    Raises:
+        ValueError: more than `NODES`.
+    """
+    count = len(tokens)
+    if count > NODES:
+        raise ValueError(f"expected at most {NODES} nodes, got {count}")
+    children: list[list[int]] = [[] for _ in tokens]
+    for i in range(1, count):
+        children[parents[i]].append(i)
+    table = np.zeros(TABLE, dtype=np.int32)
+    table[:2] = base, count
+    rows = table[2:].reshape(5, NODES)
+    waiting, place = [(0, 0, 0)] if count else [], 0
+    while waiting:
+        node, above, depth = waiting.pop()
+        rows[:, place] = tokens[node], above, place + 1, depth, costs[node]
+        waiting += [(child, place, depth + 1) for child in reversed(children[node])]
+        place += 1
+    for i in range(count - 1, 0, -1):
+        rows[2, rows[1, i]] = max(rows[2, rows[1, i]], rows[2, i])
+    return table
+
+
+def longest_run(text: Sequence[int]) -> Run:
+    """The longest run, up to `LONGEST`, that ends the text and stood in its last `WINDOW` tokens before; of equally
+    long ones the last. What followed it is drafted; where that runs into the end it goes on with itself, so that a loop
+    stays one."""
+    end = len(text) - 1
+    best = Run(0, end)
+    for j in range(max(0, end - WINDOW), end):
+        run = 0
+        while run < LONGEST and run <= j and text[j - run] == text[end - run]:
+            run += 1
+        if run and run >= best.length:
+            best = Run(run, j + 1)
+    return best
+
+
+def link_of(parent_row: int, depth: int, of_table: bool) -> int:
+    """Where a kept candidate hangs, in one integer: its parent's row, its depth below the root, and whether it is a
+    node of the table."""
+    return int(of_table) << 16 | depth << 8 | parent_row

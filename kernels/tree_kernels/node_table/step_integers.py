@@ -1,0 +1,34 @@
+"""The integers of a pass where the device reads them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class StepIntegers:
+    """The integers of a step where the device reads them, each a view that stays where it is, int32.
+
+    Symbols: R rows, B sequences.
+    """
+
+    # [R] each.
+    token_ids: Tensor
+    positions: Tensor
+    slots: Tensor
+    # [any], as `verification_records.pack_parameters` lays them out, for at least B sequences.
+    parameters: Tensor
+    # [B + 1], [B] and [B].
+    query_starts: Tensor
+    prefix_lengths: Tensor
+    page_starts: Tensor
+    # [pages of all sequences]
+    page_table: Tensor
+    # [at least R], the part of `parameters` that names the sequence that each row is verified for.
+    owners: Tensor
+    # Only where the device chooses the rows (`tree_kernels.node_table`): [R] parents, relative to each sequence's first
+    # row, and [B], 1 where a sequence's rows are a causal chain.
+    parents: Tensor | None = None
+    causal: Tensor | None = None

@@ -1,0 +1,324 @@
+"""The reference of `tree_kernels.node_table`, in plain Python over PyTorch tensors."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tree_kernels.node_table.layout import (
+    BLOCK,
+    COSTS_PER_CHANCE,
+    IS_CHAIN,
+    KEPT,
+    KEYS_PER_COST,
+    LONGEST,
+    MAX_PATH,
+    MEND_EXCHANGED,
+    MEND_INSERTED,
+    MOST_COST,
+    NO_KEY,
+    NODES,
+    PROSPECTS,
+    SAID_ROWS,
+    SAID_TOKENS,
+    SURE,
+    WINDOW,
+    link_of,
+    longest_run,
+)
+from tree_kernels.node_table.lookup_costs import FIRST_COST, NEXT_COST
+from tree_kernels.node_table.step_integers import StepIntegers
+from tree_kernels.verification.dispatch import Verdicts
+from tree_kernels.verification.records import FIRST_ROW, MODE, POSITION, RECORD, ROWS, Mode
+
+if TYPE_CHECKING:
+    from tree_kernels.node_table.dispatch import NodeTable
+
+
+class Nodes(NamedTuple):
+    """A table without what lies behind its nodes: see `tree_kernels.node_table`."""
+
+    base: int
+    tokens: list[int]
+    parents: list[int]
+    ends: list[int]
+    depths: list[int]
+    costs: list[int]
+
+
+class Chain(NamedTuple):
+    """Tokens that were looked up; the first costs `first`, each behind it `following`."""
+
+    tokens: list[int]
+    first: int
+    following: int
+
+
+class Candidate(NamedTuple):
+    """A node below the present root. `number` is its place in the table, or `NODES` + its place in the
+    chain, and `parent` another's; -1 for the root."""
+
+    number: int
+    token: int
+    parent: int
+    depth: int
+    cost: int
+
+    @property
+    def key(self) -> int:
+        """What it is ranked by."""
+        return self.cost * KEYS_PER_COST + self.number
+
+
+def graft(table: NodeTable, frame: Tensor, growths: int) -> None:
+    """See `NodeTable.graft`."""
+    head = 1 + table.max_sequences
+    table.places.copy_(frame[1:head])
+    for block in frame[head : head + growths * BLOCK].view(growths, BLOCK):
+        slot = int(block[0])
+        if 0 <= slot < table.max_sequences:
+            table.tables[slot] = block[1:]
+
+
+def begin(table: NodeTable, step: StepIntegers, awaited: Tensor, moves: Tensor) -> None:
+    """See `NodeTable.begin`."""
+    count = len(step.prefix_lengths)
+    table.passes[:count] = 0
+    table.accepted[:count] = 0
+    table.counts.fill_(-1)
+    for b, row, _ in _trees(step):
+        table.limits[b] = step.parameters[b * RECORD + ROWS] - 1
+        token, moved = int(step.token_ids[row]), 0
+        if token < 0:
+            token, moved = int(awaited[-1 - token]), int(moves[-1 - token])
+        _find(table, step, b, token, moved)
+    _lay_out(table, step)
+
+
+def go_on(table: NodeTable, step: StepIntegers, verdicts: Verdicts) -> None:
+    """See `NodeTable.go_on`."""
+    table.counts.fill_(-1)
+    for b, row, rows in _trees(step):
+        count, token = int(verdicts.accepted_counts[b]), int(verdicts.next_tokens[b])
+        path = verdicts.accepted_rows[row : row + count].long()
+        accepted_from_table = int((table.ranked[b, 1, path - 1] >> 16).sum())
+        from_table, promised, promised_from_table, *prospects = table.noted[:, b].tolist()
+        age = int(table.ages[b])
+        figures = [count, rows - 1, from_table, promised, row, accepted_from_table, age, promised_from_table]
+        figures += [*prospects, 0, 0]
+        said = table.said[b, int(table.passes[b])]
+        said[:SAID_TOKENS] = torch.tensor(figures, dtype=torch.int32)
+        said[SAID_TOKENS : SAID_TOKENS + count] = step.token_ids[row + path]
+        said[SAID_TOKENS + count] = token
+        said[SAID_ROWS : SAID_ROWS + count] = path.int()
+        table.passes[b] += 1
+        table.accepted[b] += count
+        _find(table, step, b, token, count + 1)
+    _lay_out(table, step)
+
+
+def keep_accepted(table: NodeTable, token_ids: Tensor, slots: Tensor, parameters: Tensor, verdicts: Verdicts) -> None:
+    """See `NodeTable.keep_accepted`."""
+    for b, count in enumerate(verdicts.accepted_counts.tolist()):
+        if not count:
+            continue
+        first = int(parameters[b * RECORD + FIRST_ROW])
+        rows = first + verdicts.accepted_rows[first : first + count]
+        places = slots[first + 1 : first + 1 + count]
+        table.tokens[places.long()] = token_ids[rows.long()]
+
+
+def nodes_of(table: Tensor) -> Nodes | None:
+    """The nodes of a table [TABLE] int32; None where it has no tree."""
+    base, count = table[:2].tolist()
+    return Nodes(base, *(each[:count] for each in table[2:].view(5, NODES).tolist())) if count else None
+
+
+def walk(nodes: Nodes, text: Sequence[int], last: int) -> int:
+    """The place in the table of the sequence's token number `last`, whose last tokens up to it are `text`; -1 where the
+    table does not hold it."""
+    age = last - (nodes.base - 1)
+    if not 0 <= age < min(NODES, len(text)):
+        return -1
+    place = 0
+    for token in text[len(text) - age :]:
+        place = _child(nodes, place, token)
+        if place < 0:
+            return -1
+    return place
+
+
+def look_up(text: Sequence[int], limit: int) -> Chain:
+    """Up to `limit` tokens that followed when the text's end stood in it before; none where it did not."""
+    run = longest_run(text) if limit else None
+    if run is None or not run.length:
+        return Chain([], 0, 0)
+    behind = text[run.end :]
+    tokens = [behind[k % len(behind)] for k in range(limit)]
+    return Chain(tokens, FIRST_COST[run.length], NEXT_COST[run.length])
+
+
+def candidates(nodes: Nodes | None, root: int, chain: Chain, before: int = -1) -> list[Candidate]:
+    """What may follow the node at place `root` of the table (-1 for none): the nodes below it, and the chain. Without
+    one, the nodes that are mended behind the node at place `before` (-1 for none), of the token before.
+
+    A node below `root` that the chain says too costs what it costs by the cheaper of both; the rest of the chain hangs
+    below the last such node, or below the root.
+    """
+    hung: list[Candidate] = []
+    if nodes is not None and root >= 0:
+        hung = _hung(nodes, root, 0)
+    elif nodes is not None and before >= 0:
+        hung = _mended(nodes, before)
+    found = {one.number: one for one in hung}
+    place, above, cost, chain_cost = root, -1, 0, 0
+    for k, token in enumerate(chain.tokens):
+        edge = chain.following if k else chain.first
+        chain_cost += edge
+        place = _child(nodes, place, token) if nodes is not None and place >= 0 else -1
+        if place >= 0:
+            above, cost = place, min(found[place].cost, chain_cost)
+            found[place] = found[place]._replace(cost=cost)
+        else:
+            cost += edge
+            found[NODES + k] = Candidate(NODES + k, token, above, k + 1, cost)
+            above = NODES + k
+    return list(found.values())
+
+
+def best(every: Sequence[Candidate], limit: int) -> list[Candidate]:
+    """The cheapest candidates, up to `limit` and `KEPT`, none as dear as `MOST_COST`, by rising keys."""
+    ranked = sorted((one for one in every if one.cost < MOST_COST), key=lambda one: one.key)
+    return ranked[: max(0, min(limit, KEPT))]
+
+
+def bound_for(keys: Sequence[int], room: int) -> int:
+    """The largest bound with at most `room` keys below it: of equal keys all or none."""
+    rising = sorted(keys)
+    return rising[room] if len(rising) > room else NO_KEY
+
+
+def _child(nodes: Nodes, place: int, token: int) -> int:
+    below = range(place + 1, nodes.ends[place])
+    return next((i for i in below if nodes.parents[i] == place and nodes.tokens[i] == token), -1)
+
+
+def _hung(nodes: Nodes, root: int, added: int) -> list[Candidate]:
+    """The nodes below one as if it were the root, for so much more than they cost."""
+    found = []
+    for place in range(root + 1, nodes.ends[root]):
+        parent = -1 if nodes.parents[place] == root else nodes.parents[place]
+        depth, cost = nodes.depths[place] - nodes.depths[root], nodes.costs[place] - nodes.costs[root] + added
+        if depth <= MAX_PATH:
+            found.append(Candidate(place, nodes.tokens[place], parent, depth, cost))
+    return found
+
+
+def _mended(nodes: Nodes, before: int) -> list[Candidate]:
+    """What may follow a token that is no child of the node at this place: see `tree_kernels.node_table`."""
+    children = [place for place in range(before + 1, nodes.ends[before]) if nodes.parents[place] == before]
+    if not children:
+        return []
+    likeliest = min(children, key=lambda place: (nodes.costs[place], place))
+    inserted = [
+        Candidate(place, nodes.tokens[place], -1, 1, nodes.costs[place] - nodes.costs[before] + MEND_INSERTED)
+        for place in children
+    ]
+    return inserted + _hung(nodes, likeliest, MEND_EXCHANGED)
+
+
+def _find(table: NodeTable, step: StepIntegers, b: int, root: int, moves: int) -> None:
+    """Let a sequence feed `root`, so many keys further on, and rank what may follow it."""
+    step.prefix_lengths[b] += moves
+    record = step.parameters[b * RECORD : (b + 1) * RECORD]
+    if int(record[MODE]) == Mode.COUPLED:
+        low = int(record[POSITION]) % 2**32 + moves
+        record[POSITION] = _signed(low % 2**32)
+        record[POSITION + 1] += low // 2**32
+    prefix, slot = int(step.prefix_lengths[b]), int(table.places[b])
+    text = [*_text(table, step, b, max(0, prefix - WINDOW - LONGEST), prefix), root]
+    nodes = nodes_of(table.tables[slot]) if slot >= 0 else None
+    place = walk(nodes, text, prefix) if nodes is not None else -1
+    before = walk(nodes, text[:-1], prefix - 1) if nodes is not None and place < 0 else -1
+    chain = look_up(text, table.lookup_tokens)
+    kept = best(candidates(nodes, place, chain, before), int(table.limits[b]))
+    table.counts[b], table.roots[b] = len(kept), root
+    table.ages[b] = nodes.depths[place] if nodes is not None and place >= 0 else -1
+    rows = {-1: 0} | {one.number: 1 + rank for rank, one in enumerate(kept)}
+    table.keys[b] = NO_KEY
+    for rank, one in enumerate(kept):
+        link = link_of(rows[one.parent], one.depth, one.number < NODES)
+        table.keys[b, rank] = one.key
+        chance = table.chances[one.cost // COSTS_PER_CHANCE]
+        table.ranked[b, :, rank] = torch.tensor([one.token, link, int(chance)], dtype=torch.int32)
+
+
+def _lay_out(table: NodeTable, step: StepIntegers) -> None:
+    """Give every sequence its rows."""
+    assert step.parents is not None and step.causal is not None
+    sequences, rows_in_all = len(step.prefix_lengths), len(step.token_ids)
+    counts = table.counts[:sequences].tolist()
+    keys = [table.keys[b, : max(0, count)].tolist() for b, count in enumerate(counts)]
+    room = rows_in_all - sum(count >= 0 for count in counts)
+    bound = bound_for([key for own in keys for key in own], room)
+    step.token_ids.zero_()
+    step.positions.zero_()
+    step.slots.fill_(-1)
+    step.owners[:rows_in_all] = -1
+    step.parents.zero_()
+    step.causal[:sequences] = 0
+    row = 0
+    for b, count in enumerate(counts):
+        taken = sum(key < bound for key in keys[b])
+        if count >= 0:
+            _lay_out_one(table, step, b, slice(row, row + 1 + taken))
+            row += 1 + taken
+        step.query_starts[b + 1] = row
+
+
+def _lay_out_one(table: NodeTable, step: StepIntegers, b: int, rows: slice) -> None:
+    assert step.parents is not None
+    taken, prefix = rows.stop - rows.start - 1, int(step.prefix_lengths[b])
+    tokens, links, chances = table.ranked[b, :, :taken]
+    below = slice(rows.start + 1, rows.stop)
+    step.token_ids[rows.start], step.token_ids[below] = table.roots[b], tokens
+    step.parents[rows.start], step.parents[below] = 0, links & 255
+    step.positions[rows.start], step.positions[below] = prefix, prefix + (links >> 8 & 255)
+    step.positions[rows] = step.positions[rows].clamp(max=table.last_position)
+    step.slots[rows] = _slots(table, step, b, torch.arange(prefix, prefix + 1 + taken, device=step.slots.device))
+    step.owners[rows] = b
+    record = step.parameters[b * RECORD : (b + 1) * RECORD]
+    record[FIRST_ROW], record[ROWS], record[IS_CHAIN] = rows.start, 1 + taken, 0
+    unit, of_table = SURE // 1024, (links >> 16).bool()
+    table.noted[0, b], table.noted[1, b] = of_table.sum(), chances.sum() // unit
+    table.noted[2, b] = chances[of_table].sum() // unit
+    kept = table.ranked[b, 2, : max(0, int(table.counts[b]))]
+    for i, most in enumerate(PROSPECTS):
+        table.noted[3 + i, b] = kept[:most].sum() // unit
+
+
+def _slots(table: NodeTable, step: StepIntegers, b: int, keys: Tensor) -> Tensor:
+    pages = step.page_table[int(step.page_starts[b]) :]
+    return (pages[keys // table.page_size] * table.page_size + keys % table.page_size).int()
+
+
+def _text(table: NodeTable, step: StepIntegers, b: int, begin: int, end: int) -> list[int]:
+    """The tokens fed as these keys."""
+    keys = torch.arange(begin, end, device=table.tokens.device)
+    text: list[int] = table.tokens[_slots(table, step, b, keys).long()].tolist()
+    return text
+
+
+def _trees(step: StepIntegers) -> list[tuple[int, int, int]]:
+    """(sequence, first row, rows) of those that have rows."""
+    starts = step.query_starts.tolist()
+    return [(b, row, end - row) for b, (row, end) in enumerate(itertools.pairwise(starts)) if end > row]
+
+
+def _signed(word: int) -> int:
+    """32 bit as int32 holds them."""
+    return word - 2**32 if word >= 2**31 else word

@@ -1,0 +1,419 @@
+"""The kernels of `tree_kernels.node_table` that move sequences on and rank what may follow, and the launches of all."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tree_kernels.attention.tree_mask import MAX_TREE_ROWS
+from tree_kernels.node_table.layout import (
+    BLOCK,
+    COSTS,
+    COSTS_PER_CHANCE,
+    DEPTHS,
+    ENDS,
+    IS_CHAIN,
+    KEPT,
+    KEYS_PER_COST,
+    LONGEST,
+    LOOKUP,
+    MAX_PATH,
+    MEND_EXCHANGED,
+    MEND_INSERTED,
+    MOST_COST,
+    NODES,
+    PARENTS,
+    PROSPECTS,
+    SAID,
+    SAID_ROWS,
+    SAID_TOKENS,
+    SURE,
+    TABLE,
+    TOKENS,
+    WINDOW,
+)
+from tree_kernels.node_table.step_integers import StepIntegers
+from tree_kernels.node_table.triton_rows import graft_kernel, keep_kernel, lay_out_kernel
+from tree_kernels.verification.records import FIRST_ROW, MODE, POSITION, RECORD, ROWS, Mode
+
+if TYPE_CHECKING:
+    from tree_kernels.node_table.dispatch import NodeTable
+    from tree_kernels.verification.dispatch import Verdicts
+
+# Keys that are compared at once when a run is looked for; a longer run counts for more than a later one.
+_BLOCK = 1024
+_PER_RUN = 1 << 26
+# The widths of what the kernels hold at once: candidates of a sequence, and its rows.
+_CANDIDATES = triton.next_power_of_2(NODES + LOOKUP)
+_KEPT_ROWS = KEPT + 1
+# Keys of a table's nodes that all others are compared with at once.
+_RIVALS = 64
+# Above the key of any node, however unlikely.
+_LARGEST = 1 << 62
+# Up to so many sequences one warp chooses for all, and up to so many four do.
+_ONE_WARP, _FOUR_WARPS = 2, 64
+
+# As constants of the kernels.
+_NODES = tl.constexpr(NODES)
+_TABLE = tl.constexpr(TABLE)
+_TOKENS, _PARENTS, _ENDS = tl.constexpr(TOKENS), tl.constexpr(PARENTS), tl.constexpr(ENDS)
+_DEPTHS, _COSTS = tl.constexpr(DEPTHS), tl.constexpr(COSTS)
+_MAX_PATH = tl.constexpr(MAX_PATH)
+_MEND_EXCHANGED, _MEND_INSERTED = tl.constexpr(MEND_EXCHANGED), tl.constexpr(MEND_INSERTED)
+_PROSPECTS = tl.constexpr(len(PROSPECTS))
+_MOST_COST = tl.constexpr(MOST_COST)
+_KEYS_PER_COST = tl.constexpr(KEYS_PER_COST)
+_NO_KEY = tl.constexpr(MOST_COST * KEYS_PER_COST)
+_NO_CHILD = tl.constexpr(_LARGEST)
+_COSTS_PER_CHANCE = tl.constexpr(COSTS_PER_CHANCE)
+_LONGEST = tl.constexpr(LONGEST)
+_WINDOW = tl.constexpr(WINDOW)
+_LOOKUP_COSTS = tl.constexpr(LONGEST + 1)
+_RUN = tl.constexpr(_PER_RUN)
+_RECORD, _MODE, _POSITION = tl.constexpr(RECORD), tl.constexpr(MODE), tl.constexpr(POSITION)
+_RECORD_ROWS = tl.constexpr(ROWS)
+_COUPLED = tl.constexpr(int(Mode.COUPLED))
+_SAID, _SAID_TOKENS, _SAID_ROWS = tl.constexpr(SAID), tl.constexpr(SAID_TOKENS), tl.constexpr(SAID_ROWS)
+
+
+@triton.jit
+def _larger(one, other):  # type: ignore[no-untyped-def]
+    return tl.maximum(one, other)
+
+
+@triton.jit
+def _tokens_at(tokens, pages, keys, mask, PAGE_SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The tokens fed as `keys` [n] of a sequence whose `pages` these are; -1 where masked."""
+    page = tl.load(pages + keys // PAGE_SIZE, mask=mask, other=0)
+    return tl.load(tokens + page * PAGE_SIZE + keys % PAGE_SIZE, mask=mask, other=-1)
+
+
+@triton.jit
+def _last_longest_run(tokens, pages, prefix, root, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The length of the run that `node_table.longest_run` finds, and the key behind it; 0 and `prefix` without one."""
+    first = tl.maximum(prefix - _WINDOW, 0)
+    last = _tokens_at(tokens, pages, prefix - 1, prefix >= 1, PAGE_SIZE)
+    found = tl.full([BLOCK], -1, tl.int32)
+    for start in range(first, prefix, BLOCK):
+        j = start + tl.arange(0, BLOCK)
+        same = _tokens_at(tokens, pages, j, j < prefix, PAGE_SIZE) == root
+        before = _tokens_at(tokens, pages, j - 1, (j >= 1) & (j < prefix), PAGE_SIZE)
+        run = same.to(tl.int32)
+        same = same & (before == last) & (before >= 0)
+        run += same.to(tl.int32)
+        # Two of one kind are rare in most texts. Loads do not wait for each other: whether a run goes on is asked
+        # afterwards.
+        if tl.max(run, axis=0) > 1:
+            for i in tl.static_range(2, _LONGEST):
+                wanted = _tokens_at(tokens, pages, prefix - i, prefix >= i, PAGE_SIZE)
+                before = _tokens_at(tokens, pages, j - i, (j >= i) & (j < prefix), PAGE_SIZE)
+                same = same & (before == wanted) & (before >= 0)
+                run += same.to(tl.int32)
+        found = tl.maximum(found, tl.where(run > 0, run * _RUN + (j - first), -1))
+    best = tl.max(found, axis=0)
+    end = tl.where(best < 0, prefix, first + best % _RUN + 1)
+    return tl.where(best < 0, 0, best // _RUN), end
+
+
+@triton.jit
+def _text_at(tokens, pages, prefix, root, end, chain, position, PAGE_SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The tokens at `position` [n] of the text up to its root at `prefix`, and behind that of the `chain` tokens that
+    followed the key before `end`; -1 beyond."""
+    further = position - prefix - 1
+    key = tl.where(further < 0, position, end + tl.maximum(further, 0) % (prefix + 1 - end))
+    there = (position >= 0) & (further < chain)
+    fed = _tokens_at(tokens, pages, key, there & (key < prefix), PAGE_SIZE)
+    return tl.where(there & (key == prefix), root, fed)
+
+
+@triton.jit
+def _below(others, count, key, RIVALS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """[n] how many of the first `count` keys of `others` are below each `key` [n]."""
+    j = tl.arange(0, RIVALS)
+    other = tl.load(others + j, mask=j < count, other=_NO_KEY)
+    return tl.sum((other[None, :] < key[:, None]).to(tl.int32), axis=1)
+
+
+@triton.jit
+def _likeliest(among, cost, i):  # type: ignore[no-untyped-def]
+    """The place `i` of least `cost` where `among` [CANDIDATES], the first of several; -1 where that is nowhere."""
+    # A table may hold paths that are too unlikely for a key of 32 bits.
+    least = tl.min(tl.where(among, cost.to(tl.int64) * _KEYS_PER_COST + i, _NO_CHILD), axis=0)
+    return tl.where(least < _NO_CHILD, least % _KEYS_PER_COST, -1).to(tl.int32)
+
+
+@triton.jit
+def _keep_best(  # type: ignore[no-untyped-def]
+    chances, counts, keys, ranked, all_keys, ranks, b, limit, i, key, cost, token, parent, depth, near, near_end,
+    CANDIDATES: tl.constexpr, KEPT_ROWS: tl.constexpr, RIVALS: tl.constexpr,
+):  # fmt: skip
+    """Keep the sequence's candidates of the least `key` [CANDIDATES], up to `limit`, by rising keys.
+
+    No two keys are the same but of those that are none. `parent` is a candidate, or -1 for the root. There is a barrier
+    before the first store to what other threads may read.
+    """
+    # Others' keys and ranks are other threads'. Only the nodes below `near` and the chain have any.
+    tl.store(all_keys + b * CANDIDATES + i, key)
+    tl.debug_barrier()
+    rank = _below(all_keys + b * CANDIDATES + _NODES, CANDIDATES - _NODES, key, CANDIDATES - _NODES)
+    for start in range(tl.maximum(near, 0), near_end, RIVALS):
+        rank += _below(all_keys + b * CANDIDATES + start, tl.minimum(near_end - start, RIVALS), key, RIVALS)
+    kept = (key < _NO_KEY) & (rank < tl.minimum(limit, KEPT_ROWS - 1))
+    tl.store(ranks + b * CANDIDATES + i, rank)
+    tl.debug_barrier()
+    above = tl.load(ranks + b * CANDIDATES + parent, mask=kept & (parent >= 0), other=-1)
+    chance = tl.load(chances + cost // _COSTS_PER_CHANCE, mask=kept, other=0)
+    link = tl.where(i >= _NODES, 0, 1 << 16) + (depth << 8) + above + 1
+    tl.store(keys + b * KEPT_ROWS + rank, key, mask=kept)
+    out = ranked + b * 3 * KEPT_ROWS + rank
+    tl.store(out, token, mask=kept)
+    tl.store(out + KEPT_ROWS, link, mask=kept)
+    tl.store(out + 2 * KEPT_ROWS, chance, mask=kept)
+    count = tl.sum(kept.to(tl.int32), axis=0)
+    behind = tl.arange(0, KEPT_ROWS)
+    tl.store(keys + b * KEPT_ROWS + behind, tl.full([KEPT_ROWS], _NO_KEY, tl.int32), mask=behind >= count)
+    tl.store(counts + b, count)
+
+
+@triton.jit
+def _rank(  # type: ignore[no-untyped-def]
+    tables, places, tokens, pages, lookup_costs, chances, counts, ages, keys, ranked, all_keys, ranks,
+    b, prefix, root, limit,
+    CHAIN: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr, CANDIDATES: tl.constexpr, KEPT_ROWS:
+    tl.constexpr, RIVALS: tl.constexpr,
+):  # fmt: skip
+    """Find what may follow the sequence's root, and keep the best by rising keys; see `_torch_node_table._find`.
+
+    Candidate i is a place of the table below `NODES`, and a token of the chain from there on. There is a barrier before
+    the first store to what other threads may read.
+    """
+    slot = tl.load(places + b)
+    table = tables + tl.maximum(slot, 0) * _TABLE
+    i = tl.arange(0, CANDIDATES)
+    base = tl.load(table)
+    nodes = tl.where(slot >= 0, tl.load(table + 1), 0)
+    # All that is used is so many; what lies behind is read without waiting for the count.
+    own_token = tl.load(table + _TOKENS + i, mask=i < _NODES, other=-1)
+    own_parent = tl.load(table + _PARENTS + i, mask=i < _NODES, other=0)
+    own_end = tl.load(table + _ENDS + i, mask=i < _NODES, other=0)
+    own_depth = tl.load(table + _DEPTHS + i, mask=i < _NODES, other=0)
+    own_cost = tl.load(table + _COSTS + i, mask=i < _NODES, other=0)
+    node = i < nodes
+    in_chain = i >= _NODES
+    run, end, chain = 0, prefix, 0
+    if CHAIN > 0:
+        run, end = _last_longest_run(tokens, pages, prefix, root, PAGE_SIZE, BLOCK)
+        chain = tl.where(run > 0, CHAIN, 0)
+    first = tl.load(lookup_costs + run)
+    following = tl.load(lookup_costs + _LOOKUP_COSTS + run)
+
+    # Walk: a node whose token the text, or the chain behind it, does not have leaves all below it out. Intervals of
+    # places are nested or apart, so the farthest end of those up to a place says whether one of them covers it.
+    position = tl.where(in_chain, i - _NODES + prefix + 1, base - 1 + own_depth)
+    said = _text_at(tokens, pages, prefix, root, end, chain, position, PAGE_SIZE)
+    differs = node & (i > 0) & (own_token != said)
+    on_path = node & (tl.associative_scan(tl.where(differs, own_end, 0), 0, _larger) <= i)
+    # The last token's place or else, of the token before, one that is to be mended. Of both the former is the larger.
+    age = prefix + 1 - base
+    near = tl.where(on_path & (own_depth == age - 1), 2 * i, -2)
+    near = tl.max(tl.where(on_path & (own_depth == age), 2 * i + 1, near), axis=0)
+    held = (near & 1) == 1
+    near = near >> 1
+    lost = (near >= 0) & (held == 0)
+    near_end = tl.load(table + _ENDS + near, mask=near >= 0, other=0)
+    near_cost = tl.load(table + _COSTS + near, mask=near >= 0, other=0)
+    # What may follow is below `top`, the node of the last token or of the likeliest in its place, or inserted.
+    top, top_end, top_cost = near, near_end, near_cost
+    inserted = node & lost & (i > near) & (own_parent == near)
+    if lost:
+        top = _likeliest(inserted, own_cost, i)
+        top_end = tl.load(table + _ENDS + top, mask=top >= 0, other=0)
+        top_cost = tl.load(table + _COSTS + top, mask=top >= 0, other=0) - _MEND_EXCHANGED
+
+    # Nodes that the chain says too, and the last of them. None of a mended tree is on the text's path.
+    below = node & (top >= 0) & (i > top) & (i < top_end)
+    depth = tl.where(in_chain, i - _NODES + 1, tl.where(inserted, 1, own_depth - age))
+    cost = tl.where(inserted, own_cost - near_cost + _MEND_INSERTED, own_cost - top_cost)
+    chain_cost = first + following * (depth - 1)
+    both = below & on_path & (depth <= chain)
+    cost = tl.where(both, tl.minimum(cost, chain_cost), cost)
+    last = tl.max(tl.where(both, i, -1), axis=0)
+    last_depth = tl.load(table + _DEPTHS + last, mask=last >= 0, other=0) - age
+    last_depth = tl.where(last >= 0, last_depth, 0)
+    last_cost = tl.load(table + _COSTS + last, mask=last >= 0, other=0) - top_cost
+    last_cost = tl.minimum(last_cost, first + following * (last_depth - 1))
+    hung = tl.where(last >= 0, last_cost + following * (depth - last_depth), chain_cost)
+    cost = tl.where(in_chain, hung, cost)
+    candidate = tl.where(in_chain, (depth > last_depth) & (depth <= chain), (below | inserted) & (depth <= _MAX_PATH))
+    key = tl.where(candidate & (cost < _MOST_COST), cost * _KEYS_PER_COST + i, _NO_KEY)
+
+    parent = tl.where((own_parent == top) | inserted, -1, own_parent)
+    parent = tl.where(in_chain, tl.where(depth > last_depth + 1, i - 1, last), parent)
+    token = tl.where(in_chain, said, own_token)
+    _keep_best(
+        chances, counts, keys, ranked, all_keys, ranks, b, limit, i, key, cost, token, parent, depth, near, near_end,
+        CANDIDATES, KEPT_ROWS, RIVALS,
+    )  # fmt: skip
+    tl.store(ages + b, tl.where(held, age, -1))
+
+
+@triton.jit
+def _move(records, prefix_lengths, roots, b, prefix, root, moves):  # type: ignore[no-untyped-def]
+    """Let a sequence feed `root` as key `prefix`, which is `moves` keys further on."""
+    raced = tl.load(records + b * _RECORD + _MODE) == _COUPLED
+    before = tl.load(records + b * _RECORD + _POSITION)
+    high = tl.load(records + b * _RECORD + _POSITION + 1)
+    # One thread stores what is one number, and every warp has read it by now.
+    tl.debug_barrier()
+    tl.store(prefix_lengths + b, prefix)
+    low = before + moves
+    tl.store(records + b * _RECORD + _POSITION, low, mask=raced)
+    # Of two's complement: the sum wraps where it goes from a negative number to one that is not.
+    tl.store(records + b * _RECORD + _POSITION + 1, high + tl.where((before < 0) & (low >= 0), 1, 0), mask=raced)
+    tl.store(roots + b, root)
+
+
+@triton.jit
+def _begin_kernel(  # type: ignore[no-untyped-def]
+    token_ids, records, query_starts, prefix_lengths, page_starts, page_table, tokens, tables, places, lookup_costs,
+    chances, counts, roots, ages, keys, ranked, all_keys, ranks, passes, accepted, limits, awaited, moves,
+    CHAIN: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr, CANDIDATES: tl.constexpr, KEPT_ROWS:
+    tl.constexpr, RIVALS: tl.constexpr,
+):  # fmt: skip
+    """One sequence a program; see `NodeTable.begin`."""
+    b = tl.program_id(0)
+    tl.store(passes + b, 0)
+    tl.store(accepted + b, 0)
+    row = tl.load(query_starts + b)
+    if tl.load(query_starts + b + 1) > row:
+        token = tl.load(token_ids + row)
+        root = tl.load(awaited - 1 - token, mask=token < 0, other=0)
+        root = tl.where(token < 0, root, token)
+        moved = tl.load(moves - 1 - token, mask=token < 0, other=0)
+        limit = tl.load(records + b * _RECORD + _RECORD_ROWS) - 1
+        prefix = tl.load(prefix_lengths + b) + moved
+        tl.store(limits + b, limit)
+        _rank(
+            tables, places, tokens, page_table + tl.load(page_starts + b), lookup_costs, chances, counts, ages, keys,
+            ranked, all_keys, ranks, b, prefix, root, limit, CHAIN, PAGE_SIZE, BLOCK, CANDIDATES, KEPT_ROWS, RIVALS,
+        )  # fmt: skip
+        _move(records, prefix_lengths, roots, b, prefix, root, moved)
+    else:
+        tl.store(counts + b, -1)
+
+
+@triton.jit
+def _go_on_kernel(  # type: ignore[no-untyped-def]
+    token_ids, records, query_starts, prefix_lengths, page_starts, page_table, tokens, tables, places, lookup_costs,
+    chances, counts, roots, ages, keys, ranked, all_keys, ranks, passes, accepted, limits, accepted_counts, next_tokens,
+    accepted_rows, noted, said, SAID_STRIDE: tl.constexpr, NOTED_STRIDE: tl.constexpr,
+    CHAIN: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr, CANDIDATES: tl.constexpr, KEPT_ROWS:
+    tl.constexpr, RIVALS: tl.constexpr,
+):  # fmt: skip
+    """One sequence a program; see `NodeTable.go_on`. `said` [B, P, SAID]."""
+    b = tl.program_id(0)
+    row = tl.load(query_starts + b)
+    rows = tl.load(query_starts + b + 1) - row
+    if rows > 0:
+        count, root = tl.load(accepted_counts + b), tl.load(next_tokens + b)
+        done, so_far = tl.load(passes + b), tl.load(accepted + b)
+        age, limit = tl.load(ages + b), tl.load(limits + b)
+        from_table, promised = tl.load(noted + b), tl.load(noted + NOTED_STRIDE + b)
+        promised_from_table = tl.load(noted + 2 * NOTED_STRIDE + b)
+        prospect = tl.arange(0, 8)
+        prospects = tl.load(noted + (3 + prospect) * NOTED_STRIDE + b, mask=prospect < _PROSPECTS, other=0)
+        prefix = tl.load(prefix_lengths + b) + count + 1
+        k = tl.arange(0, KEPT_ROWS)
+        path = tl.load(accepted_rows + row + k, mask=k < count, other=1)
+        token = tl.load(token_ids + row + path, mask=k < count, other=0)
+        link = tl.load(ranked + b * 3 * KEPT_ROWS + KEPT_ROWS + path - 1, mask=k < count, other=0)
+        accepted_from_table = tl.sum(link >> 16, axis=0)
+        _rank(
+            tables, places, tokens, page_table + tl.load(page_starts + b), lookup_costs, chances, counts, ages, keys,
+            ranked, all_keys, ranks, b, prefix, root, limit, CHAIN, PAGE_SIZE, BLOCK, CANDIDATES, KEPT_ROWS, RIVALS,
+        )  # fmt: skip
+        _move(records, prefix_lengths, roots, b, prefix, root, count + 1)
+        out = said + b * SAID_STRIDE + done * _SAID
+        tl.store(out, count)
+        tl.store(out + 1, rows - 1)
+        tl.store(out + 2, from_table)
+        tl.store(out + 3, promised)
+        tl.store(out + 4, row)
+        tl.store(out + 5, accepted_from_table)
+        tl.store(out + 6, age)
+        tl.store(out + 7, promised_from_table)
+        tl.store(out + 8 + prospect, prospects)
+        tl.store(out + _SAID_TOKENS + k, tl.where(k == count, root, token), mask=k <= count)
+        tl.store(out + _SAID_ROWS + k, path, mask=k < count)
+        tl.store(passes + b, done + 1)
+        tl.store(accepted + b, so_far + count)
+    else:
+        tl.store(counts + b, -1)
+
+
+def graft(table: NodeTable, frame: Tensor, growths: int) -> None:
+    """See `NodeTable.graft`."""
+    graft_kernel[(growths + 1,)](
+        frame, table.places, table.tables, table.max_sequences, TABLE=TABLE, FRAME_BLOCK=BLOCK,
+        WIDTH=triton.next_power_of_2(max(TABLE, table.max_sequences)), num_warps=8,
+    )  # fmt: skip
+
+
+def begin(table: NodeTable, step: StepIntegers, awaited: Tensor, moves: Tensor) -> None:
+    """See `NodeTable.begin`."""
+    _begin_kernel[(len(step.prefix_lengths),)](*_tensors(table, step), awaited, moves, **_constants(table))
+    _lay_out(table, step)
+
+
+def go_on(table: NodeTable, step: StepIntegers, verdicts: Verdicts) -> None:
+    """See `NodeTable.go_on`."""
+    _go_on_kernel[(len(step.prefix_lengths),)](
+        *_tensors(table, step), verdicts.accepted_counts, verdicts.next_tokens, verdicts.accepted_rows, table.noted,
+        table.said, SAID_STRIDE=table.said.stride(0), NOTED_STRIDE=table.noted.stride(0), **_constants(table),
+    )  # fmt: skip
+    _lay_out(table, step)
+
+
+def keep_accepted(table: NodeTable, token_ids: Tensor, slots: Tensor, parameters: Tensor, verdicts: Verdicts) -> None:
+    """See `NodeTable.keep_accepted`."""
+    keep_kernel[(len(verdicts.accepted_counts),)](
+        token_ids, slots, parameters, verdicts.accepted_counts, verdicts.accepted_rows, table.tokens,
+        RECORD=RECORD, FIRST_ROW=FIRST_ROW, BLOCK=MAX_TREE_ROWS,
+    )  # fmt: skip
+
+
+def _tensors(table: NodeTable, step: StepIntegers) -> tuple[Tensor, ...]:
+    return (
+        step.token_ids, step.parameters, step.query_starts, step.prefix_lengths, step.page_starts, step.page_table,
+        table.tokens, table.tables, table.places, table.lookup_costs, table.chances, table.counts, table.roots,
+        table.ages, table.keys, table.ranked, table.all_keys, table.ranks, table.passes, table.accepted, table.limits,
+    )  # fmt: skip
+
+
+def _constants(table: NodeTable) -> dict[str, Any]:
+    return {
+        "CHAIN": table.lookup_tokens,
+        "PAGE_SIZE": table.page_size,
+        "BLOCK": _BLOCK,
+        "CANDIDATES": _CANDIDATES,
+        "KEPT_ROWS": _KEPT_ROWS,
+        "RIVALS": _RIVALS,
+        "num_warps": 8,
+    }
+
+
+def _lay_out(table: NodeTable, step: StepIntegers) -> None:
+    sequences = len(step.prefix_lengths)
+    warps = 1 if sequences <= _ONE_WARP else 4 if sequences <= _FOUR_WARPS else 8
+    lay_out_kernel[(sequences,)](
+        step.token_ids, step.positions, step.slots, step.owners, step.parents, step.parameters, step.query_starts,
+        step.prefix_lengths, step.page_starts, step.page_table, step.causal, table.counts, table.roots, table.keys,
+        table.ranked, table.noted, sequences, len(step.token_ids), table.last_position, PAGE_SIZE=table.page_size,
+        RECORD=RECORD, FIRST_ROW=FIRST_ROW, ROWS=ROWS, IS_CHAIN=IS_CHAIN, NO_KEY=MOST_COST * KEYS_PER_COST,
+        NOTED_STRIDE=table.noted.stride(0), PROMISES=SURE // 1024, BLOCK_B=triton.next_power_of_2(sequences),
+        KEPT_ROWS=_KEPT_ROWS, BOUNDS=16 if sequences <= _ONE_WARP else 8 if sequences <= _FOUR_WARPS else 4,
+        num_warps=warps,
+    )  # fmt: skip

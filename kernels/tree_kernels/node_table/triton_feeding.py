@@ -1,0 +1,112 @@
+"""See `tree_kernels.node_table.feeding`."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tree_kernels.node_table.step_integers import StepIntegers
+from tree_kernels.verification.records import MODE, POSITION, RECORD, Mode
+
+_BLOCK = 256
+
+
+@triton.jit
+def _fill_kernel(  # type: ignore[no-untyped-def]
+    token_ids, awaited, filled, slots, tokens, rows, KEEP: tl.constexpr, BLOCK: tl.constexpr
+):
+    """[rows] int32 each; BLOCK of them per program. `slots` and `tokens` are looked at where they are to be kept."""
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    token = tl.load(token_ids + row, mask=row < rows, other=0)
+    said = tl.load(awaited - 1 - token, mask=token < 0, other=0)
+    token = tl.where(token < 0, said, token)
+    tl.store(filled + row, token, mask=row < rows)
+    if KEEP:
+        slot = tl.load(slots + row, mask=row < rows, other=-1)
+        tl.store(tokens + slot, token, mask=slot >= 0)
+
+
+def fill(token_ids: Tensor, awaited: Tensor, slots: Tensor | None = None, tokens: Tensor | None = None) -> Tensor:
+    """See `feeding.fill_awaited`."""
+    filled = torch.empty_like(token_ids)
+    keep = slots is not None and tokens is not None
+    _fill_kernel[(triton.cdiv(len(token_ids), _BLOCK),)](
+        token_ids, awaited, filled, slots if keep else filled, tokens if keep else filled, len(token_ids),
+        KEEP=keep, BLOCK=_BLOCK,
+    )  # fmt: skip
+    return filled
+
+
+@triton.jit
+def _advance_kernel(  # type: ignore[no-untyped-def]
+    token_ids, positions, slots, positions_to_verify, query_starts, prefix_lengths, page_starts, page_table,
+    sequences, last_position, PAGE_SIZE: tl.constexpr, RECORD: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One sequence a lane; see `feeding.advance`. `positions_to_verify` [B, RECORD], each record's 64 bit first."""
+    b = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    there = b < sequences
+    row = tl.load(query_starts + b, mask=there, other=0)
+    fed = there & (tl.load(query_starts + b + 1, mask=there, other=0) == row + 1)
+    key = tl.load(prefix_lengths + b, mask=fed, other=0) + 1
+    tl.store(prefix_lengths + b, key, mask=fed)
+    tl.store(token_ids + row, -1 - b, mask=fed)
+    position = tl.load(positions + row, mask=fed, other=0) + 1
+    tl.store(positions + row, tl.minimum(position, last_position), mask=fed)
+    page = tl.load(page_table + tl.load(page_starts + b, mask=fed, other=0) + key // PAGE_SIZE, mask=fed, other=0)
+    tl.store(slots + row, page * PAGE_SIZE + key % PAGE_SIZE, mask=fed)
+    low = tl.load(positions_to_verify + b * RECORD, mask=fed, other=0) + 1
+    high = tl.load(positions_to_verify + b * RECORD + 1, mask=fed, other=0)
+    tl.store(positions_to_verify + b * RECORD, low, mask=fed)
+    tl.store(positions_to_verify + b * RECORD + 1, high + tl.where(low == 0, 1, 0), mask=fed)
+
+
+def advance(step: StepIntegers, page_size: int, last_position: int) -> None:
+    """See `feeding.advance`."""
+    sequences = len(step.prefix_lengths)
+    _advance_kernel[(triton.cdiv(sequences, _BLOCK),)](
+        step.token_ids, step.positions, step.slots, step.parameters[POSITION:], step.query_starts,
+        step.prefix_lengths, step.page_starts, step.page_table, sequences, last_position,
+        PAGE_SIZE=page_size, RECORD=RECORD, BLOCK=_BLOCK,
+    )  # fmt: skip
+
+
+@triton.jit
+def _move_on_kernel(  # type: ignore[no-untyped-def]
+    token_ids, positions, slots, records, query_starts, prefix_lengths, page_starts, page_table, accepted_counts,
+    sequences, last_position,
+    PAGE_SIZE: tl.constexpr, RECORD: tl.constexpr, MODE: tl.constexpr, POSITION: tl.constexpr, RACED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One sequence a lane; see `feeding.move_on`. `records` [B, RECORD]."""
+    b = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    there = b < sequences
+    row = tl.load(query_starts + b, mask=there, other=0)
+    alone = there & (tl.load(query_starts + b + 1, mask=there, other=0) == row + 1)
+    token = tl.load(token_ids + row, mask=alone, other=0)
+    fed = alone & (token < 0)
+    moves = tl.load(accepted_counts - 1 - token, mask=fed, other=0)
+    key = tl.load(prefix_lengths + b, mask=fed, other=0) + moves
+    tl.store(prefix_lengths + b, key, mask=fed)
+    position = tl.load(positions + row, mask=fed, other=0) + moves
+    tl.store(positions + row, tl.minimum(position, last_position), mask=fed)
+    page = tl.load(page_table + tl.load(page_starts + b, mask=fed, other=0) + key // PAGE_SIZE, mask=fed, other=0)
+    tl.store(slots + row, page * PAGE_SIZE + key % PAGE_SIZE, mask=fed)
+    raced = fed & (tl.load(records + b * RECORD + MODE, mask=fed, other=0) == RACED)
+    before = tl.load(records + b * RECORD + POSITION, mask=raced, other=0)
+    low = before + moves
+    high = tl.load(records + b * RECORD + POSITION + 1, mask=raced, other=0)
+    tl.store(records + b * RECORD + POSITION, low, mask=raced)
+    # Of two's complement: the sum wraps where it goes from a negative number to one that is not.
+    tl.store(records + b * RECORD + POSITION + 1, high + tl.where((before < 0) & (low >= 0), 1, 0), mask=raced)
+
+
+def move_on(step: StepIntegers, accepted_counts: Tensor, page_size: int, last_position: int) -> None:
+    """See `feeding.move_on`."""
+    sequences = len(step.prefix_lengths)
+    _move_on_kernel[(triton.cdiv(sequences, _BLOCK),)](
+        step.token_ids, step.positions, step.slots, step.parameters, step.query_starts, step.prefix_lengths,
+        step.page_starts, step.page_table, accepted_counts, sequences, last_position,
+        PAGE_SIZE=page_size, RECORD=RECORD, MODE=MODE, POSITION=POSITION, RACED=int(Mode.COUPLED), BLOCK=_BLOCK,
+    )  # fmt: skip

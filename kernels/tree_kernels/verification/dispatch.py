@@ -1,0 +1,185 @@
+"""Verification of a whole step where its logits are: no waiting for the host, and good in a captured graph.
+
+The rules are those of `tree_kernels.verification.walks`, for all sequences at once. Sources: as there, and for the
+noise `tree_kernels.philox`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tree_kernels.verification.records import (
+    MAX_SUPPORT,
+    Mode,
+    RowsToVerify,
+    pack_distributions,
+    pack_parameters,
+    parameter_count,
+)
+from tree_kernels.verification.torch_backend import TorchVerification
+
+if TYPE_CHECKING:
+    from tree_kernels.verification.triton_backend import TritonVerification
+
+__all__ = ["MAX_SUPPORT", "DeviceVerifier", "Mode", "RowsToVerify", "Verdicts"]
+
+
+@dataclass(frozen=True)
+class Verdicts:
+    """What a step's sequences accepted, in one tensor, so that one small copy brings it to the host.
+
+    Attributes:
+        tensor: [2 * max_sequences + max_rows] int32; the views below lie in it.
+        accepted_counts: [max_sequences] rows accepted below the root; 0 where there was nothing to verify.
+        next_tokens: [max_sequences] the target's own token after the accepted path; -1 where nothing was verified.
+        accepted_rows: [max_rows] of sequence b from its first row on, as many as its count, relative to its root and
+            rising; what lies behind them means nothing.
+    """
+
+    tensor: Tensor
+    accepted_counts: Tensor
+    next_tokens: Tensor
+    accepted_rows: Tensor
+
+    @classmethod
+    def over(cls, tensor: Tensor, max_sequences: int) -> Verdicts:
+        """Views of a tensor of verdicts, or of a copy of one on the host."""
+        sizes = [max_sequences, max_sequences, len(tensor) - 2 * max_sequences]
+        counts, tokens, rows = torch.split(tensor, sizes)
+        return cls(tensor, counts, tokens, rows)
+
+
+class DeviceVerifier:
+    """Verifies every sequence of a step in two launches (`greedy`) or three to five (`sampled`).
+
+    Symbols: R rows of the step's tensors, at most `max_rows`; B = `max_sequences`; V the vocabulary size. Nothing is
+    read back and no shape depends on data, so that the calls can be captured; verdicts are overwritten by the next
+    call.
+
+    Attributes:
+        verdicts: those of the last call, overwritten by the next.
+
+    Args:
+        device: where the logits are.
+        vocabulary_size: V; logits may be wider, the rest is not looked at.
+        max_sequences: of a step.
+        max_rows: of a step; rows that belong to no sequence cost next to nothing.
+        backend: "triton" or "torch"; None is "triton" on a GPU and "torch" elsewhere.
+
+    Raises:
+        ImportError: Triton is not installed.
+    """
+
+    def __init__(
+        self,
+        device: torch.device | str,
+        vocabulary_size: int,
+        max_sequences: int,
+        max_rows: int,
+        backend: Literal["triton", "torch"] | None = None,
+    ) -> None:
+        self._vocabulary_size = vocabulary_size
+        self._max_sequences = max_sequences
+        self._max_rows = max_rows
+        device = torch.device(device)
+        # At one address for good.
+        tensor = torch.zeros(2 * max_sequences + max_rows, dtype=torch.int32, device=device)
+        self.verdicts = Verdicts.over(tensor, max_sequences)
+        self._backend: TorchVerification | TritonVerification
+        if (backend or ("triton" if device.type == "cuda" else "torch")) == "triton":
+            # Only here: Triton may be absent.
+            from tree_kernels.verification.triton_backend import TritonVerification
+
+            self._backend = TritonVerification(vocabulary_size, max_sequences, max_rows)
+        else:
+            self._backend = TorchVerification(max_sequences)
+
+    @property
+    def integers(self) -> int:
+        """Length of the packed parameters."""
+        return parameter_count(self._max_sequences, self._max_rows)
+
+    def pack(self, sequences: Sequence[RowsToVerify]) -> NDArray[np.int32]:
+        """The step's parameters, int32 [integers], to be copied to the device with the rest of the step.
+
+        Raises:
+            ValueError: more sequences than `max_sequences`, or rows that are not there.
+        """
+        return pack_parameters(sequences, self._max_sequences, self._max_rows, self._vocabulary_size)
+
+    def pack_distributions(self, by_row: Mapping[int, tuple[Sequence[int], Sequence[int]]]) -> NDArray[np.int32]:
+        """Draft distributions by the step's row of the parent, int32 [max_rows + 1 + 2 * pairs].
+
+        Raises:
+            ValueError: a row that is not there, lengths that differ, or more than `MAX_SUPPORT` pairs in a row.
+        """
+        return pack_distributions(by_row, self._max_rows)
+
+    def greedy(self, logits: Tensor, token_ids: Tensor, parents: Tensor, parameters: Tensor) -> Verdicts:
+        """Verify a step whose sequences are all GREEDY. Takes what `sampled` takes.
+
+        Raises:
+            ValueError: see `sampled`.
+        """
+        self._check(logits, token_ids, parents, parameters)
+        if isinstance(self._backend, TorchVerification):
+            own = logits[:, : self._vocabulary_size]
+            self._backend.verify(own, token_ids, parents, parameters, None, self.verdicts.tensor)
+        else:
+            self._backend.greedy(logits, token_ids, parents, parameters, self.verdicts.tensor)
+        return self.verdicts
+
+    def sampled(
+        self,
+        logits: Tensor,
+        token_ids: Tensor,
+        parents: Tensor,
+        parameters: Tensor,
+        distributions: Tensor | None = None,
+        *,
+        filtered: bool = True,
+    ) -> Verdicts:
+        """Verify a step of any mixture of modes.
+
+        Args:
+            logits: [R, at least V] bf16, fp16 or fp32, the last dimension contiguous.
+            token_ids: [R] int32, the step's input.
+            parents: [R] int32, relative to each sequence's root, parents[i] < i; not read at roots and in chains.
+            parameters: [integers] int32, see `pack`.
+            distributions: [any] int32 that begins with what `pack_distributions` returns; None where no row has one.
+            filtered: whether any sequence is `RowsToVerify.filtered`; False saves two launches.
+
+        Raises:
+            ValueError: shapes or dtypes differ from these.
+        """
+        self._check(logits, token_ids, parents, parameters)
+        if isinstance(self._backend, TorchVerification):
+            own = logits[:, : self._vocabulary_size]
+            self._backend.verify(own, token_ids, parents, parameters, distributions, self.verdicts.tensor)
+        else:
+            self._backend.sampled(
+                logits, token_ids, parents, parameters, distributions, self.verdicts.tensor, filtered=filtered
+            )
+        return self.verdicts
+
+    def _check(self, logits: Tensor, token_ids: Tensor, parents: Tensor, parameters: Tensor) -> None:
+        rows = logits.shape[0]
+        if logits.ndim != 2 or logits.shape[1] < self._vocabulary_size or logits.stride(1) != 1:
+            raise ValueError(f"expected logits [R, {self._vocabulary_size}], contiguous, got {list(logits.shape)}")
+        if rows > self._max_rows or len(token_ids) != rows or len(parents) != rows:
+            raise ValueError(
+                f"expected at most {self._max_rows} rows of logits, token ids and parents, "
+                f"got {rows}, {len(token_ids)} and {len(parents)}"
+            )
+        if len(parameters) != self.integers:
+            raise ValueError(f"expected {self.integers} parameters, got {len(parameters)}")
+        integers = {token_ids.dtype, parents.dtype, parameters.dtype}
+        if integers != {torch.int32}:
+            raise ValueError(f"expected int32 token ids, parents and parameters, got {integers}")

@@ -1,0 +1,94 @@
+"""The accepted path's keys and values to where they belong in the paged cache.
+
+A slot is `page * page_size + offset`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+
+from tree_kernels.verification.records import unpack_parameters
+
+if TYPE_CHECKING:
+    from tree_kernels.verification.dispatch import Verdicts
+
+
+def move_kv(
+    caches: Sequence[Tensor], source_slots: Tensor | Sequence[int], target_slots: Tensor | Sequence[int]
+) -> None:
+    """Copy slot `source_slots[i]` onto `target_slots[i]` in every cache, in place.
+
+    All sources are read before any target is written, so the two may overlap.
+
+    Args:
+        caches: [pages, page_size, Hkv, width] each, contiguous; keys and values of every layer.
+        source_slots: [n] slots to read.
+        target_slots: [n] slots to write, all different.
+
+    Raises:
+        ValueError: the two do not have the same length.
+    """
+    if len(source_slots) != len(target_slots):
+        raise ValueError(f"expected {len(source_slots)} target slots, got {len(target_slots)}")
+    if not caches or not len(source_slots):
+        return
+    source = torch.as_tensor(source_slots, dtype=torch.int64, device=caches[0].device)
+    target = torch.as_tensor(target_slots, dtype=torch.int64, device=caches[0].device)
+    for cache in caches:
+        slots = cache.view(-1, *cache.shape[2:])
+        slots.index_copy_(0, target, slots.index_select(0, source))
+
+
+def move_accepted(
+    keys: Tensor,
+    values: Tensor,
+    slots: Tensor,
+    parameters: Tensor,
+    verdicts: Verdicts,
+    backend: Literal["triton", "torch"] | None = None,
+) -> None:
+    """Move the accepted path of every sequence of a step to the slots behind its root, in place.
+
+    The row accepted in place i, counted from 1, goes to the slot of row i of its tree. On a GPU that is one launch for
+    all layers, which waits for nothing and costs next to nothing where every row is in place already.
+
+    Args:
+        keys: [layers, pages, page_size, Hkv, D], contiguous.
+        values: [layers, pages, page_size, Hkv, Dv], contiguous.
+        slots: [R] int32 of the step's rows, all different; a row whose slot is negative neither moves nor is moved on.
+        parameters: what the step was verified with, see `DeviceVerifier.pack`.
+        verdicts: what `DeviceVerifier` found.
+        backend: "triton" or "torch"; None is "triton" on a GPU and "torch" elsewhere.
+
+    Raises:
+        ValueError: the pools do not belong together or are not contiguous.
+    """
+    if keys.shape[:4] != values.shape[:4] or not (keys.is_contiguous() and values.is_contiguous()):
+        raise ValueError(
+            "expected contiguous keys and values [layers, pages, page_size, heads, width], "
+            f"got {list(keys.shape)} and {list(values.shape)}"
+        )
+    if (backend or ("triton" if keys.is_cuda else "torch")) == "triton":
+        # Only here: Triton may be absent.
+        from tree_kernels.verification.triton_move import move_rows
+
+        move_rows(keys, values, slots, parameters, verdicts.tensor, len(verdicts.accepted_counts))
+        return
+    moves = _accepted_moves(slots.tolist(), parameters, verdicts)
+    for pool in (keys, values):
+        move_kv(list(pool), [source for source, _ in moves], [target for _, target in moves])
+
+
+def _accepted_moves(slots: list[int], parameters: Tensor, verdicts: Verdicts) -> list[tuple[int, int]]:
+    """Slots to read and to write."""
+    counts, accepted = verdicts.accepted_counts.tolist(), verdicts.accepted_rows.tolist()
+    moves = []
+    for asked, count in zip(unpack_parameters(parameters.cpu().numpy(), len(counts)), counts, strict=True):
+        first = asked.first_row
+        own = accepted[first : first + count]
+        moves += [(slots[first + row], slots[first + place]) for place, row in enumerate(own, start=1)]
+    return [(source, target) for source, target in moves if source != target and source >= 0 and target >= 0]

@@ -1,0 +1,173 @@
+"""What a step asks of verification, in integers that travel to the device with the rest of the step.
+
+Layout of the parameters, int32: a record of 16 for each of `max_sequences` sequences (`RECORD`), then for each of
+`max_rows` rows the index of the sequence that it is verified for, or -1.
+
+Layout of the distributions, int32: `max_rows` + 1 starts, then pairs of token id and weight; the row's own pairs lie
+between its start and the next row's.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping, Sequence
+from enum import IntEnum
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tree_kernels.attention.tree_mask import MAX_TREE_ROWS
+
+# Pairs of one distribution: a kernel holds them all.
+MAX_SUPPORT = 64
+RECORD = 16
+# Where in a record its first row, its rows and its mode stand, and where its position begins.
+FIRST_ROW, ROWS, MODE, POSITION = 0, 1, 2, 6
+_MASK = 2**64 - 1
+_RECORD_TYPE = np.dtype(
+    [
+        ("first_row", "<i4"), ("rows", "<i4"), ("mode", "<i4"), ("is_chain", "<i4"), ("seed", "<u8"),
+        ("position", "<u8"), ("top_k", "<i4"), ("filtered", "<i4"), ("temperature", "<f8"), ("top_p", "<f8"),
+        ("min_p", "<f8"),
+    ]
+)  # fmt: skip
+# The same for one record. Of a few sequences an array of records costs several times as much.
+_RECORD_BYTES = struct.Struct("<iiiiQQiiddd")
+
+
+class Mode(IntEnum):
+    """How drafted rows are verified, see `tree_kernels.verification.walks`."""
+
+    GREEDY = 0
+    COUPLED = 1
+    REJECTION = 2
+
+
+class RowsToVerify(NamedTuple):
+    """One sequence of the step. A named tuple, for a step makes one for every sequence.
+
+    Attributes:
+        first_row: index of the tree's root among the step's rows.
+        rows: of the tree, the root included; 0 when there is nothing to verify.
+        mode: GREEDY looks at no attribute below but `is_chain`.
+        seed: 64 bit, of the race (COUPLED), or the secret one of the coins (REJECTION).
+        position: 64 bit, absolute position of the token after the root (COUPLED), or the coins' stream (REJECTION).
+        temperature: 0 puts all on the likeliest token, which makes every mode GREEDY.
+        top_k: 0 for no limit.
+        top_p: 1 for no limit.
+        min_p: 0 for no limit.
+        is_chain: every row's parent is the row before it; the packed parents are not read then.
+    """
+
+    first_row: int
+    rows: int
+    mode: Mode = Mode.GREEDY
+    seed: int = 0
+    position: int = 0
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    is_chain: bool = False
+
+    @property
+    def filtered(self) -> bool:
+        """Whether any token is left out of the law."""
+        drawn = self.mode is not Mode.GREEDY and self.temperature > 0
+        return drawn and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+
+
+def parameter_count(max_sequences: int, max_rows: int) -> int:
+    """Elements of a step's packed parameters."""
+    return RECORD * max_sequences + max_rows
+
+
+def pack_parameters(
+    sequences: Sequence[RowsToVerify], max_sequences: int, max_rows: int, vocabulary_size: int
+) -> NDArray[np.int32]:
+    """The step as int32 [parameter_count].
+
+    Raises:
+        ValueError: too many sequences, or rows that are not there.
+    """
+    if len(sequences) > max_sequences:
+        raise ValueError(f"expected at most {max_sequences} sequences, got {len(sequences)}")
+    packed = np.zeros(parameter_count(max_sequences, max_rows), dtype=np.int32)
+    rows = packed[RECORD * max_sequences :]
+    rows.fill(-1)
+    for b, (first_row, count, mode, seed, position, temperature, top_k, top_p, min_p, is_chain) in enumerate(sequences):
+        end = first_row + count
+        if not (0 <= count <= MAX_TREE_ROWS and first_row >= 0 and end <= max_rows):
+            raise ValueError(f"sequence {b} has rows {first_row}..{end} of {max_rows}")
+        rows[first_row:end] = b
+        # With all on one token, each mode accepts that token and nothing else.
+        drawn = mode if temperature > 0 else Mode.GREEDY
+        top_k = top_k if top_k < vocabulary_size else 0
+        filtered = drawn > 0 and (top_k > 0 or top_p < 1 or min_p > 0)
+        _RECORD_BYTES.pack_into(
+            packed.data, _RECORD_BYTES.size * b, first_row, count, drawn, is_chain, seed & _MASK, position & _MASK,
+            top_k, filtered, temperature, top_p, min_p,
+        )  # fmt: skip
+    return packed
+
+
+def records_of(packed: NDArray[np.int32], sequences: int) -> NDArray[np.void]:
+    """[sequences] views of the records in packed parameters."""
+    return packed[: RECORD * sequences].view(_RECORD_TYPE)
+
+
+def unpack_parameters(packed: NDArray[np.int32], max_sequences: int) -> list[RowsToVerify]:
+    """The `max_sequences` records of packed parameters."""
+    records = records_of(packed.copy(), max_sequences)
+    return [
+        RowsToVerify(
+            first_row=int(record["first_row"]),
+            rows=int(record["rows"]),
+            mode=Mode(int(record["mode"])),
+            seed=int(record["seed"]),
+            position=int(record["position"]),
+            temperature=float(record["temperature"]),
+            top_k=int(record["top_k"]),
+            top_p=float(record["top_p"]),
+            min_p=float(record["min_p"]),
+            is_chain=bool(record["is_chain"]),
+        )
+        for record in records
+    ]
+
+
+def pack_distributions(by_row: Mapping[int, tuple[Sequence[int], Sequence[int]]], max_rows: int) -> NDArray[np.int32]:
+    """Draft distributions of a step as int32 [max_rows + 1 + 2 * pairs]. A prefix of a longer tensor may hold them.
+
+    Args:
+        by_row: token ids and integer weights >= 1 by the step's row of the parent.
+        max_rows: rows of the step, those without a distribution included.
+
+    Raises:
+        ValueError: a row that is not there, lengths that differ, or a support above `MAX_SUPPORT`.
+    """
+    counts = np.zeros(max_rows + 1, dtype=np.int32)
+    for row, (token_ids, weights) in by_row.items():
+        if not 0 <= row < max_rows:
+            raise ValueError(f"expected a row below {max_rows}, got {row}")
+        if len(token_ids) != len(weights) or len(token_ids) > MAX_SUPPORT:
+            raise ValueError(
+                f"expected at most {MAX_SUPPORT} token ids and as many weights, got {len(token_ids)} and {len(weights)}"
+            )
+        counts[row + 1] = len(token_ids)
+    pairs = [pair for row in sorted(by_row) for pair in zip(*by_row[row], strict=True)]
+    flat = np.array(pairs, dtype=np.int32).reshape(-1)
+    return np.concatenate([np.cumsum(counts, dtype=np.int32), flat])
+
+
+def unpack_distributions(packed: NDArray[np.int32], max_rows: int) -> dict[int, tuple[list[int], list[int]]]:
+    """What `pack_distributions` was given; rows without a distribution are left out."""
+    starts = packed[: max_rows + 1]
+    pairs = packed[max_rows + 1 :]
+    found = {}
+    for row in range(max_rows):
+        own = pairs[2 * starts[row] : 2 * starts[row + 1]].reshape(-1, 2)
+        if len(own):
+            found[row] = (own[:, 0].tolist(), own[:, 1].tolist())
+    return found

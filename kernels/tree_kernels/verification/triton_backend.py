@@ -1,0 +1,134 @@
+"""Verification in Triton: what is launched, and what lies between the launches."""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+
+from tree_kernels.attention.tree_mask import MAX_TREE_ROWS
+from tree_kernels.verification.triton_filter import filter_kernel
+from tree_kernels.verification.triton_rows import RUNGS, mass_kernel, peak_kernel
+from tree_kernels.verification.triton_scores import score_kernel
+from tree_kernels.verification.triton_walk import walk_kernel
+
+_CHUNK = 2048
+_BLOCK = 128
+# Tokens that the filter lists, and searches, at a time. Text leaves short lists; flat laws would like more.
+_TILE = 2048
+_SEARCH = 1024
+# Each program of the filter lists up to V tokens for itself, 12 bytes each.
+_FILTER_PROGRAMS = 128
+
+
+class TritonVerification:
+    """See `tree_kernels.verification.DeviceVerifier`, which checks what comes in.
+
+    Scratch is allocated by every call, so that captured graphs share it through their pool.
+    """
+
+    def __init__(self, vocabulary_size: int, max_sequences: int, max_rows: int) -> None:
+        self._vocabulary_size = vocabulary_size
+        self._sequences = max_sequences
+        self._max_rows = max_rows
+        self._chunks = triton.cdiv(vocabulary_size, _CHUNK)
+        # Few sizes, so that most buckets and vocabularies share what is compiled.
+        self._block_chunks = max(64, triton.next_power_of_2(self._chunks))
+        self._block_rows = next(size for size in (16, 64, MAX_TREE_ROWS) if size >= min(max_rows, MAX_TREE_ROWS))
+
+    def greedy(self, logits: Tensor, token_ids: Tensor, parents: Tensor, parameters: Tensor, verdicts: Tensor) -> None:
+        """Two launches."""
+        peaks, peak_ids, _, _ = self._peaks(logits, parents, parameters, sampled=False, filtered=False)
+        self._walk(logits, token_ids, parents, parameters, None, peaks, None, None, peaks, peak_ids, verdicts)
+
+    def sampled(
+        self,
+        logits: Tensor,
+        token_ids: Tensor,
+        parents: Tensor,
+        parameters: Tensor,
+        distributions: Tensor | None,
+        verdicts: Tensor,
+        *,
+        filtered: bool,
+    ) -> None:
+        """Three launches, five with filters."""
+        peaks, peak_ids, block_peaks, depths = self._peaks(logits, parents, parameters, sampled=True, filtered=filtered)
+        cuts = cut_ids = None
+        if filtered:
+            cuts, cut_ids = self._cuts(logits, parameters, peaks, block_peaks)
+        scores = torch.empty(peaks.shape, dtype=torch.float64, device=logits.device)
+        winners = torch.empty_like(peak_ids)
+        score_kernel[tuple(peaks.shape)](
+            logits, logits.stride(0), token_ids, parents, parameters, self._sequences, distributions, self._max_rows,
+            peaks, peak_ids, depths, cuts, cut_ids, scores, winners, self._vocabulary_size, self._chunks,
+            CHUNK=_CHUNK, BLOCK_CHUNKS=self._block_chunks, BLOCK_R=self._block_rows, CUT=filtered,
+            DRAWN=distributions is not None, num_warps=4,
+        )  # fmt: skip
+        self._walk(
+            logits, token_ids, parents, parameters, distributions, peaks, cuts, cut_ids, scores, winners, verdicts,
+            sampled=True,
+        )  # fmt: skip
+
+    def _peaks(
+        self, logits: Tensor, parents: Tensor, parameters: Tensor, *, sampled: bool, filtered: bool
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        rows, device = logits.shape[0], logits.device
+        peaks = torch.empty(rows, self._chunks, device=device)
+        peak_ids = torch.empty(rows, self._chunks, dtype=torch.int32, device=device)
+        block_peaks = torch.empty(rows, self._chunks * _CHUNK // _BLOCK, device=device) if filtered else None
+        depths = torch.empty(rows, dtype=torch.int32, device=device) if sampled else None
+        peak_kernel[(rows, self._chunks)](
+            logits, logits.stride(0), parents, parameters, self._sequences, peaks, peak_ids, block_peaks, depths,
+            self._vocabulary_size, self._chunks,
+            CHUNK=_CHUNK, BLOCK=_BLOCK, BY_BLOCK=filtered, DEPTHS=sampled, num_warps=4,
+        )  # fmt: skip
+        return peaks, peak_ids, block_peaks, depths
+
+    def _cuts(
+        self, logits: Tensor, parameters: Tensor, peaks: Tensor, block_peaks: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        assert block_peaks is not None
+        rows, device = logits.shape[0], logits.device
+        masses = torch.empty(*peaks.shape, RUNGS.value, dtype=torch.float64, device=device)
+        mass_kernel[tuple(peaks.shape)](
+            logits, logits.stride(0), parameters, self._sequences, peaks, masses, self._vocabulary_size, self._chunks,
+            CHUNK=_CHUNK, BLOCK_CHUNKS=self._block_chunks, num_warps=4,
+        )  # fmt: skip
+        cuts = torch.empty(rows, dtype=torch.float64, device=device)
+        cut_ids = torch.empty(rows, dtype=torch.int32, device=device)
+        programs, row_blocks = min(rows, _FILTER_PROGRAMS), block_peaks.shape[1]
+        length = row_blocks * _BLOCK
+        filter_kernel[(programs,)](
+            logits, logits.stride(0), parameters, self._sequences, peaks, block_peaks, masses,
+            torch.empty(programs, length, dtype=torch.float64, device=device),
+            torch.empty(programs, length, dtype=torch.int32, device=device),
+            torch.empty(programs, row_blocks, dtype=torch.int32, device=device),
+            cuts, cut_ids, rows, self._vocabulary_size, self._chunks, row_blocks, length,
+            BLOCK_CHUNKS=self._block_chunks, BLOCK=_BLOCK, ALL_BLOCKS=self._block_chunks * _CHUNK // _BLOCK,
+            TILE=_TILE, SEARCH=_SEARCH, num_warps=8, num_stages=1,
+        )  # fmt: skip
+        return cuts, cut_ids
+
+    def _walk(
+        self,
+        logits: Tensor,
+        token_ids: Tensor,
+        parents: Tensor,
+        parameters: Tensor,
+        distributions: Tensor | None,
+        peaks: Tensor,
+        cuts: Tensor | None,
+        cut_ids: Tensor | None,
+        scores: Tensor,
+        winners: Tensor,
+        verdicts: Tensor,
+        *,
+        sampled: bool = False,
+    ) -> None:
+        walk_kernel[(self._sequences,)](
+            logits, logits.stride(0), token_ids, parents, parameters, self._sequences, distributions, self._max_rows,
+            peaks, cuts, cut_ids, scores, winners, verdicts, self._vocabulary_size, self._chunks,
+            BLOCK_CHUNKS=self._block_chunks, BLOCK_R=self._block_rows, CHUNK=_CHUNK, SAMPLED=sampled,
+            CUT=cuts is not None, DRAWN=distributions is not None, num_warps=4, num_stages=1,
+        )  # fmt: skip

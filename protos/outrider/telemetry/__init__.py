@@ -1,0 +1,1 @@
+"""Every span, attribute and metric by name, and what records them."""

@@ -1,0 +1,254 @@
+"""Metrics that cost well under a microsecond to write: plain numbers, made into Prometheus families when scraped.
+
+prometheus_client's own counters take a lock per write, and its histograms walk their buckets. A step writes some
+twenty values, so here a writer adds to plain numbers, and `MetricSet.collect` reads them, a few times a minute, in
+the scraping thread. One thread at a time may write one series; a scrape may see a step half counted, never a
+counter that falls. prometheus_client does the rest: registry, both text formats, HTTP.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING, TypeVar
+from wsgiref.simple_server import WSGIRequestHandler, make_server
+
+from prometheus_client import (
+    CONTENT_TYPE_PLAIN_0_0_4,
+    CollectorRegistry,
+    ProcessCollector,
+    generate_latest,
+    make_wsgi_app,
+)
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.exposition import ThreadingWSGIServer
+from prometheus_client.registry import Collector
+from prometheus_client.samples import Exemplar
+from prometheus_client.utils import floatToGoString
+
+from outrider.settings import SettingsError
+from outrider.telemetry.table import METRICS, MetricSpec
+
+if TYPE_CHECKING:
+    from wsgiref.types import StartResponse, WSGIEnvironment
+
+Labels = tuple[str, ...]
+# What a gauge source yields: metric name, label values, value.
+Reading = tuple[str, Labels, float]
+Series = TypeVar("Series")
+
+# How vLLM calls what our labels say, and counts it: its positions start at 0.
+_VLLM_LABEL_NAMES: Mapping[str, str] = MappingProxyType({"depth": "position", "outcome": "finished_reason"})
+_VLLM_REASONS: Mapping[str, str] = MappingProxyType(
+    {"end_of_sequence": "stop", "stop": "stop", "length": "length", "cancelled": "abort"}
+)
+
+
+class Counter:
+    """A number that grows."""
+
+    __slots__ = ("value",)
+
+    def __init__(self) -> None:
+        self.value: float = 0
+
+    def add(self, amount: float = 1) -> None:
+        self.value += amount
+
+
+class Histogram:
+    """Counts by bucket, their sum, and the last traced observation of each bucket as its exemplar."""
+
+    __slots__ = ("bounds", "counts", "exemplars", "sum")
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.sum = 0.0
+        self.exemplars: dict[int, Exemplar] = {}
+
+    def observe(self, value: float, trace_id: str = "") -> None:
+        place = bisect_left(self.bounds, value)
+        self.counts[place] += 1
+        self.sum += value
+        if trace_id:
+            self.exemplars[place] = Exemplar({"trace_id": trace_id}, value, time.time())
+
+
+class MetricSet(Collector):
+    """The series of one process, made from rows of the metric table. Names that are not in it raise `KeyError`."""
+
+    def __init__(self, specs: Iterable[MetricSpec]) -> None:
+        self._specs = {spec.name: spec for spec in specs}
+        self._counters: dict[str, dict[Labels, Counter]] = {}
+        self._histograms: dict[str, dict[Labels, Histogram]] = {}
+        self._sources: list[Callable[[], Iterable[Reading]]] = []
+        for spec in self._specs.values():
+            # A series that exists from the start has a rate from its first increase on.
+            if not spec.labels and spec.type == "counter":
+                self.counter(spec.name)
+            if not spec.labels and spec.type == "histogram":
+                self.histogram(spec.name)
+
+    def counter(self, name: str, *labels: str) -> Counter:
+        """The counter of these label values, made on first use. Keep it: finding it costs more than adding to it."""
+        self._check(name, "counter", labels)
+        return _find(self._counters.setdefault(name, {}), labels, Counter)
+
+    def histogram(self, name: str, *labels: str) -> Histogram:
+        """The histogram of these label values, made on first use. Keep it."""
+        spec = self._check(name, "histogram", labels)
+        return _find(self._histograms.setdefault(name, {}), labels, lambda: Histogram(spec.buckets))
+
+    def gauges(self, source: Callable[[], Iterable[Reading]]) -> None:
+        """Ask `source`, in the scraping thread, for the values of gauges at every scrape."""
+        self._sources.append(source)
+
+    def _check(self, name: str, kind: str, labels: Labels) -> MetricSpec:
+        spec = self._specs[name]
+        if spec.type != kind or len(labels) != len(spec.labels):
+            raise ValueError(f"{name} is a {spec.type} with labels {spec.labels}, asked for a {kind} with {labels}")
+        return spec
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing: registration must not scrape an engine that has not started."""
+        return ()
+
+    def collect(self) -> Iterator[Metric]:
+        """Every family, as of now."""
+        readings: dict[str, dict[Labels, float]] = {}
+        for source in self._sources:
+            for name, labels, value in source():
+                self._check(name, "gauge", labels)
+                readings.setdefault(name, {})[labels] = value
+        for spec in self._specs.values():
+            yield self._family(spec, readings.get(spec.name, {}))
+
+    def _family(self, spec: MetricSpec, readings: Mapping[Labels, float]) -> Metric:
+        if spec.type == "counter":
+            counters = CounterMetricFamily(spec.name, spec.help, labels=spec.labels)
+            for values, counter in list(self._counters.get(spec.name, {}).items()):
+                counters.add_metric(values, counter.value)
+            return counters
+        if spec.type == "gauge":
+            gauges = GaugeMetricFamily(spec.name, spec.help, labels=spec.labels)
+            for values, value in readings.items():
+                gauges.add_metric(values, value)
+            return gauges
+        histograms = HistogramMetricFamily(spec.name, spec.help, labels=spec.labels)
+        for values, histogram in list(self._histograms.get(spec.name, {}).items()):
+            histograms.add_metric(values, _buckets(histogram), histogram.sum)
+        return histograms
+
+
+class VllmNames(Collector):
+    """The metrics that have a counterpart in vLLM, under its names and labels, for dashboards made for it."""
+
+    def __init__(self, metrics: MetricSet, model: str) -> None:
+        self._metrics = metrics
+        self._labels = {"model_name": model, "engine": "0"}
+
+    def describe(self) -> Iterable[Metric]:
+        return ()
+
+    def collect(self) -> Iterator[Metric]:
+        for family in self._metrics.collect():
+            name = METRICS[family.name].vllm
+            if name:
+                yield self._renamed(family, name)
+
+    def _renamed(self, family: Metric, name: str) -> Metric:
+        """The same samples; those that fall together, as all errors do, are added up."""
+        renamed = Metric(name, family.documentation, family.type)
+        sums: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
+        for sample in family.samples:
+            labels = {_VLLM_LABEL_NAMES.get(key, key): _vllm_value(key, value) for key, value in sample.labels.items()}
+            place = (name + sample.name.removeprefix(family.name), tuple({**labels, **self._labels}.items()))
+            sums[place] = sums.get(place, 0.0) + sample.value
+        for (sample_name, pairs), value in sums.items():
+            renamed.add_sample(sample_name, dict(pairs), value)
+        return renamed
+
+
+def _vllm_value(label: str, value: str) -> str:
+    if label == "depth":
+        return str(int(value) - 1)
+    return _VLLM_REASONS.get(value, "error") if label == "outcome" else value
+
+
+def _find(series: dict[Labels, Series], labels: Labels, make: Callable[[], Series]) -> Series:
+    found = series.get(labels)
+    if found is None:
+        found = series.setdefault(labels, make())
+    return found
+
+
+def _buckets(histogram: Histogram) -> list[tuple[str, float] | tuple[str, float, Exemplar]]:
+    """Cumulative buckets with their exemplars, as the exposition wants them."""
+    buckets: list[tuple[str, float] | tuple[str, float, Exemplar]] = []
+    total = 0
+    for place, (bound, count) in enumerate(zip((*histogram.bounds, float("inf")), list(histogram.counts), strict=True)):
+        total += count
+        exemplar = histogram.exemplars.get(place)
+        le: str = floatToGoString(bound)  # type: ignore[no-untyped-call]
+        buckets.append((le, total) if exemplar is None else (le, total, exemplar))
+    return buckets
+
+
+class _QuietHandler(WSGIRequestHandler):
+    def log_message(self, format: str, *args: object) -> None:
+        """A scrape every few seconds is no news."""
+
+
+class MetricsServer:
+    """`/metrics` over HTTP, in threads of its own. OpenMetrics, with exemplars, for scrapers that accept it.
+
+    `/metrics/vllm` has the vLLM names, in the plain text format only: prometheus_client writes colons in names as
+    underscores in the other.
+    """
+
+    def __init__(self, address: str, collectors: Iterable[Collector], vllm: Collector | None = None) -> None:
+        """Serve on HOST:PORT; port 0 takes a free one. Raises `SettingsError` when that cannot be."""
+        host, _, port = address.rpartition(":")
+        host = host.strip("[]") or "127.0.0.1"
+        registry = CollectorRegistry()
+        ProcessCollector(registry=registry)
+        for collector in collectors:
+            registry.register(collector)
+        self._registry_app = make_wsgi_app(registry)
+        self._vllm = CollectorRegistry()
+        if vllm is not None:
+            self._vllm.register(vllm)
+        server_class = _Ipv6Server if ":" in host else ThreadingWSGIServer
+        try:
+            self._server = make_server(host, int(port), self._answer, server_class, handler_class=_QuietHandler)
+        except (OSError, ValueError, OverflowError) as error:
+            raise SettingsError(f"cannot serve metrics on {address}: {error}") from None
+        self.address = f"{f'[{host}]' if ':' in host else host}:{self._server.server_port}"
+        self._thread = threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop answering."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+    def _answer(self, environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+        path = environ["PATH_INFO"]
+        if path == "/metrics":
+            page: Iterable[bytes] = self._registry_app(environ, start_response)
+            return page
+        if path == "/metrics/vllm":
+            start_response("200 OK", [("Content-Type", CONTENT_TYPE_PLAIN_0_0_4)])
+            return [generate_latest(self._vllm)]
+        start_response("404 Not Found", [("Content-Type", "text/plain")])
+        return [b"metrics are at /metrics and /metrics/vllm\n"]
+
+
+class _Ipv6Server(ThreadingWSGIServer):
+    address_family = socket.AF_INET6

@@ -1,0 +1,130 @@
+"""Tracing of one process: set-up, and W3C trace context through gRPC metadata and through frames.
+
+Spans are written when a request ends, with totals as attributes: a span per step would cost as much as the step's
+own bookkeeping. `target_service.telemetry.tracing` and `draft_service.telemetry.tracing` hold what each side records.
+Nothing here touches OpenTelemetry's global provider, so that two services in one process keep their own.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+
+from opentelemetry import trace
+from opentelemetry.context import Context
+from opentelemetry.trace import NoOpTracerProvider, Span, Status, StatusCode, Tracer, TracerProvider
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+Metadata = Iterable[tuple[str, str | bytes]]
+AttributeValue = str | bool | int | float | tuple[str, ...] | tuple[int, ...]
+
+_PROPAGATOR = TraceContextTextMapPropagator()
+_FIELDS = ("traceparent", "tracestate")
+EXPORT_TIMEOUT_SECONDS = 5.0
+# Statuses for which a server is at fault, by the RPC conventions; on a client every status but OK is an error.
+_SERVER_ERRORS = frozenset(("UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS"))
+_NO_CONTEXT: Mapping[str, str] = MappingProxyType({})
+
+
+class Tracing:
+    """The tracer of one process. Without a provider it records nothing and still passes trace context on."""
+
+    def __init__(self, provider: TracerProvider | None = None, *, steps: bool = False) -> None:
+        """`steps` asks for a child span per step in requests that are traced."""
+        self._provider = provider or NoOpTracerProvider()
+        self.tracer: Tracer = self._provider.get_tracer("outrider")
+        self.steps = steps
+
+    def shutdown(self) -> None:
+        """Send what is buffered, for a few seconds at most. Call once, when the service has stopped."""
+        stop = getattr(self._provider, "shutdown", None)
+        if stop is not None:
+            stop()
+
+
+def set_up_tracing(
+    service: str, endpoint: str, *, ratio: float = 1.0, steps: bool = False, version: str = ""
+) -> Tracing:
+    """Tracing that exports to `endpoint` over OTLP gRPC, or that records nothing when the endpoint is empty.
+
+    Requests with a sampled parent are traced, those with an unsampled one are not, and `ratio` of the rest are.
+    `https://` endpoints use TLS, all others plain text. `OTEL_EXPORTER_OTLP_HEADERS`, `OTEL_RESOURCE_ATTRIBUTES`
+    and the other standard variables keep their meaning.
+    """
+    if not endpoint:
+        return Tracing(steps=steps)
+    # Imported here: a service that does not export needs neither the SDK nor the exporter.
+    from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+    from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.trace import TracerProvider as SdkTracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
+
+    attributes = {"service.name": service, "service.namespace": "outrider"}
+    if version:
+        attributes["service.version"] = version
+    provider = SdkTracerProvider(
+        sampler=ParentBased(TraceIdRatioBased(ratio)),
+        resource=Resource.create(attributes),
+        shutdown_on_exit=False,
+    )
+    insecure = not endpoint.startswith("https://")
+    exporter = OTLPSpanExporter(endpoint=endpoint, insecure=insecure, timeout=EXPORT_TIMEOUT_SECONDS)
+    provider.add_span_processor(BatchSpanProcessor(exporter, schedule_delay_millis=1000))
+    return Tracing(provider, steps=steps)
+
+
+def context_from_metadata(metadata: Metadata | None) -> Context:
+    """The caller's trace context. Whatever is malformed counts as absent."""
+    carrier = {key: value for key, value in metadata or () if key in _FIELDS and isinstance(value, str)}
+    return _PROPAGATOR.extract(carrier, Context())
+
+
+def context_from_traceparent(traceparent: str) -> Context:
+    """The trace context of a `traceparent` field; an empty context when it is empty or malformed."""
+    return _PROPAGATOR.extract({"traceparent": traceparent} if traceparent else _NO_CONTEXT, Context())
+
+
+def metadata_of(span: Span) -> tuple[tuple[str, str], ...]:
+    """`traceparent`, and `tracestate` if any, for a call's metadata. Empty for a span without a trace."""
+    carrier: dict[str, str] = {}
+    _PROPAGATOR.inject(carrier, trace.set_span_in_context(span, Context()))
+    return tuple(carrier.items())
+
+
+def traceparent_of(span: Span) -> str:
+    """The W3C `traceparent` that makes others children of `span`; empty for a span without a trace."""
+    return dict(metadata_of(span)).get("traceparent", "")
+
+
+def sampled_trace_id(traceparent: str) -> str:
+    """The trace id to put on an exemplar, 32 hex digits; empty when the trace is not recorded."""
+    span = trace.get_current_span(context_from_traceparent(traceparent)).get_span_context()
+    return trace.format_trace_id(span.trace_id) if span.is_valid and span.trace_flags.sampled else ""
+
+
+def end_rpc(span: Span, code: str, reason: str = "", *, server: bool = True, end_ns: int | None = None) -> None:
+    """End the span of a call with its gRPC status by name, such as "OK" or "CANCELLED".
+
+    By the conventions a server's span is an error only where the server is at fault, so a caller that cancels, or
+    that asks for what cannot be, leaves it unset; `error.type` says why in every case.
+    """
+    span.set_attribute("rpc.response.status_code", code)
+    if code != "OK":
+        span.set_attribute("error.type", reason or code)
+        if not server or code in _SERVER_ERRORS:
+            span.set_status(Status(StatusCode.ERROR, reason or code))
+    span.end(end_time=end_ns)
+
+
+class Clock:
+    """Turns monotonic nanoseconds into epoch nanoseconds, by one reading of both clocks."""
+
+    __slots__ = ("_offset",)
+
+    def __init__(self) -> None:
+        self._offset = time.time_ns() - time.monotonic_ns()
+
+    def epoch_ns(self, monotonic_ns: int) -> int:
+        return self._offset + monotonic_ns

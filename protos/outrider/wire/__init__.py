@@ -1,0 +1,1 @@
+"""Between the messages of the contract and plain values."""

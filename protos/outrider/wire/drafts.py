@@ -1,0 +1,240 @@
+"""Between the frames of draft.proto and plain values; the rules are those of `outrider.wire.trees`.
+
+The frames of many sequences travel in one message, so each sequence's part is converted by itself: a bad part
+harms its own sequence only.
+"""
+
+from __future__ import annotations
+
+from math import isfinite
+from operator import gt
+
+from outrider.errors import InvalidField, OutriderError
+from outrider.tree import MAX_ROWS, DraftDistribution
+from outrider.v1 import draft_pb2
+from outrider.wire.frames import (
+    DraftInfo,
+    OpenSequence,
+    SequenceAdvance,
+    SequenceFailure,
+    SequenceGrowth,
+    TreeLimits,
+)
+from outrider.wire.hidden_states import request_from_pb, request_to_pb, vectors_from_pb, vectors_to_pb
+from outrider.wire.trees import (
+    check_token_ids,
+    distributions_from_pb,
+    distributions_to_pb,
+    error_of,
+    mode_from_pb,
+    mode_to_pb,
+    name_from_pb,
+    sampling_from_pb,
+    sampling_to_pb,
+    status_of,
+    tenant_from_pb,
+)
+
+MAX_NODES = MAX_ROWS - 1
+# Node ids are uint32 on the wire; at 255 new ids a step they last for 16 million steps.
+MAX_NODE_ID = 2**32 - 1
+_MAX_TRACEPARENT = 128
+_MAX_DRAFTER_NAME = 64
+
+
+def limits_from_pb(pb: draft_pb2.TreeLimits, field_path: str = "limits") -> TreeLimits:
+    """Checked limits; zero stands for the draft's own."""
+    if pb.max_nodes > MAX_NODES:
+        raise InvalidField(f"{field_path}.max_nodes", f"is more than {MAX_NODES}")
+    return TreeLimits(pb.max_nodes, pb.max_depth)
+
+
+def limits_to_pb(limits: TreeLimits) -> draft_pb2.TreeLimits:
+    """The limits as they are."""
+    return draft_pb2.TreeLimits(max_nodes=limits.max_nodes, max_depth=limits.max_depth)
+
+
+def open_from_pb(pb: draft_pb2.OpenSequence) -> OpenSequence:
+    """A checked open. Token ids are held against the vocabulary size that the open itself declares."""
+    vocabulary_size = pb.vocabulary_size
+    if vocabulary_size < 1:
+        raise InvalidField("open.vocabulary_size", "must be at least 1")
+    token_ids = tuple(pb.token_ids)
+    if not token_ids:
+        raise InvalidField("open.token_ids", "needs at least 1 entry")
+    check_token_ids(token_ids, vocabulary_size, "open.token_ids")
+    if not 1 <= pb.prompt_length <= len(token_ids):
+        raise InvalidField("open.prompt_length", f"is not in 1..{len(token_ids)}")
+    if len(pb.traceparent) > _MAX_TRACEPARENT:
+        raise InvalidField("open.traceparent", f"is longer than {_MAX_TRACEPARENT} characters")
+    sampling = sampling_from_pb(pb.sampling, vocabulary_size, "open.sampling")
+    asked = mode_from_pb(pb.mode, "open.mode")
+    return OpenSequence(
+        sequence_id=pb.sequence_id,
+        token_ids=token_ids,
+        prompt_length=pb.prompt_length,
+        step=pb.step,
+        seed=pb.seed,
+        mode=sampling.mode() if asked is None else asked,
+        sampling=sampling,
+        limits=limits_from_pb(pb.limits, "open.limits"),
+        vocabulary_size=vocabulary_size,
+        tenant=tenant_from_pb(pb.tenant, "open.tenant"),
+        corpus=name_from_pb(pb.corpus, "open.corpus"),
+        traceparent=pb.traceparent,
+    )
+
+
+def open_to_pb(sequence: OpenSequence) -> draft_pb2.OpenSequence:
+    """The open as it is."""
+    return draft_pb2.OpenSequence(
+        sequence_id=sequence.sequence_id,
+        tenant=sequence.tenant,
+        corpus=sequence.corpus,
+        token_ids=sequence.token_ids,
+        prompt_length=sequence.prompt_length,
+        step=sequence.step,
+        seed=sequence.seed,
+        mode=mode_to_pb(sequence.mode),
+        sampling=sampling_to_pb(sequence.sampling),
+        limits=limits_to_pb(sequence.limits),
+        vocabulary_size=sequence.vocabulary_size,
+        traceparent=sequence.traceparent,
+    )
+
+
+def advance_from_pb(
+    pb: draft_pb2.SequenceAdvance, vocabulary_size: int, field_path: str = "advance"
+) -> SequenceAdvance:
+    """A checked advance of one sequence, whose vocabulary the caller knows."""
+    token_ids = tuple(pb.token_ids)
+    if not 1 <= len(token_ids) <= MAX_ROWS:
+        raise InvalidField(f"{field_path}.token_ids", f"needs 1 to {MAX_ROWS} entries, has {len(token_ids)}")
+    # Field paths are made once something is wrong: most frames are sound, and every step has one.
+    if max(token_ids) >= vocabulary_size:
+        check_token_ids(token_ids, vocabulary_size, f"{field_path}.token_ids")
+    features = vectors_from_pb(pb.features, f"{field_path}.features") if pb.HasField("features") else None
+    return SequenceAdvance(pb.sequence_id, pb.step, token_ids, features)
+
+
+def advance_to_pb(advance: SequenceAdvance) -> draft_pb2.SequenceAdvance:
+    """The advance of one sequence."""
+    return draft_pb2.SequenceAdvance(
+        sequence_id=advance.sequence_id,
+        step=advance.step,
+        token_ids=advance.token_ids,
+        features=None if advance.features is None else vectors_to_pb(advance.features),
+    )
+
+
+def growth_from_pb(
+    pb: draft_pb2.SequenceGrowth, vocabulary_size: int, max_nodes: int = MAX_NODES, field_path: str = "growth"
+) -> SequenceGrowth:
+    """A growth whose shape, ids and numbers are sound. Whether its ids fit the tree is not known here."""
+    # A slice copies a field at once, where iterating over it makes a call for each entry.
+    token_ids, parent_ids, scores = tuple(pb.token_ids[:]), tuple(pb.parent_ids[:]), tuple(pb.scores[:])
+    nodes, first = len(token_ids), pb.first_node_id
+    if nodes > max_nodes:
+        raise InvalidField(f"{field_path}.token_ids", f"has more than {max_nodes} entries")
+    if len(parent_ids) != nodes:
+        raise InvalidField(f"{field_path}.parent_ids", f"needs {nodes} entries, has {len(parent_ids)}")
+    if len(scores) != nodes:
+        raise InvalidField(f"{field_path}.scores", f"needs {nodes} entries, has {len(scores)}")
+    if not 1 <= first <= MAX_NODE_ID - nodes:
+        raise InvalidField(f"{field_path}.first_node_id", f"is not in 1..{MAX_NODE_ID - nodes}")
+    if nodes and not _sound(token_ids, parent_ids, scores, first, vocabulary_size):
+        _name_fault(token_ids, parent_ids, scores, first, vocabulary_size, field_path)
+    laws: dict[int, DraftDistribution] = {}
+    if pb.distributions:
+        laws = distributions_from_pb(pb.distributions, vocabulary_size, f"{field_path}.distributions")
+        if max(laws) >= first + nodes:
+            raise InvalidField(f"{field_path}.distributions", "names a node that was never given")
+    return SequenceGrowth(pb.sequence_id, pb.base_step, first, parent_ids, token_ids, scores, laws, pb.replaces)
+
+
+def _sound(
+    token_ids: tuple[int, ...],
+    parent_ids: tuple[int, ...],
+    scores: tuple[float, ...],
+    first: int,
+    vocabulary_size: int,
+) -> bool:
+    """Whether `_name_fault` would find nothing, in passes that run in C; a sum that holds a NaN is NaN."""
+    return (
+        max(token_ids) < vocabulary_size
+        and all(map(gt, range(first, first + len(parent_ids)), parent_ids))
+        and min(scores) >= 0.0
+        and max(scores) <= 1.0
+        and isfinite(sum(scores))
+    )
+
+
+def _name_fault(
+    token_ids: tuple[int, ...],
+    parent_ids: tuple[int, ...],
+    scores: tuple[float, ...],
+    first: int,
+    vocabulary_size: int,
+    field_path: str,
+) -> None:
+    """Raise `InvalidField` for the first entry that may not be."""
+    check_token_ids(token_ids, vocabulary_size, f"{field_path}.token_ids")
+    for i, (parent, score) in enumerate(zip(parent_ids, scores, strict=True)):
+        if parent >= first + i:
+            raise InvalidField(f"{field_path}.parent_ids[{i}]", "is not an earlier node")
+        # Written so that NaN fails.
+        if not 0.0 <= score <= 1.0:
+            raise InvalidField(f"{field_path}.scores[{i}]", "is not in [0, 1]")
+
+
+def growth_to_pb(growth: SequenceGrowth) -> draft_pb2.SequenceGrowth:
+    """The growth of one sequence."""
+    return draft_pb2.SequenceGrowth(
+        sequence_id=growth.sequence_id,
+        base_step=growth.base_step,
+        first_node_id=growth.first_node_id,
+        parent_ids=growth.parent_ids,
+        token_ids=growth.token_ids,
+        scores=growth.scores,
+        distributions=distributions_to_pb(growth.distributions),
+        replaces=growth.replaces,
+    )
+
+
+def failure_from_pb(pb: draft_pb2.SequenceStatus) -> SequenceFailure:
+    """What went wrong with one sequence, by reason and message."""
+    error = error_of(pb.status)
+    return SequenceFailure(pb.sequence_id, error.reason, error.message)
+
+
+def failure_to_pb(sequence_id: int, error: OutriderError) -> draft_pb2.SequenceStatus:
+    """The failure of one sequence, with the details of `error`."""
+    return draft_pb2.SequenceStatus(sequence_id=sequence_id, status=status_of(error))
+
+
+def info_from_pb(pb: draft_pb2.GetDraftInfoResponse) -> DraftInfo:
+    """What a draft says of itself, within bounds."""
+    if len(pb.drafter) > _MAX_DRAFTER_NAME:
+        raise InvalidField("drafter", f"is longer than {_MAX_DRAFTER_NAME} characters")
+    return DraftInfo(
+        drafter=pb.drafter,
+        vocabulary_size=pb.vocabulary_size,
+        tokenizer_fingerprint=pb.tokenizer_fingerprint,
+        limits=limits_from_pb(pb.limits),
+        max_context=pb.max_context,
+        version=pb.version,
+        features=request_from_pb(pb.features) if pb.HasField("features") else None,
+    )
+
+
+def info_to_pb(info: DraftInfo) -> draft_pb2.GetDraftInfoResponse:
+    """What a draft says of itself."""
+    return draft_pb2.GetDraftInfoResponse(
+        drafter=info.drafter,
+        vocabulary_size=info.vocabulary_size,
+        tokenizer_fingerprint=info.tokenizer_fingerprint,
+        limits=limits_to_pb(info.limits),
+        max_context=info.max_context,
+        version=info.version,
+        features=None if info.features is None else request_to_pb(info.features),
+    )

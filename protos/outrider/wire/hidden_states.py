@@ -1,0 +1,103 @@
+"""Between the messages that features travel in and plain values; the rules are those of `outrider.wire.trees`.
+
+Whether elements are finite is for whoever turns them into numbers: here a tensor is its type, its shape and bytes.
+"""
+
+from __future__ import annotations
+
+import math
+
+from outrider.errors import InvalidField, QuotaExceeded
+from outrider.v1 import draft_pb2, tree_pb2
+from outrider.wire.frames import ELEMENT_BYTES, MAX_FEATURE_BYTES, FeatureRequest, SequenceFeatures, Vectors
+
+MAX_LAYERS = 16
+MAX_WIDTH = 131072
+_MAX_FINGERPRINT = 64
+_DTYPES = {
+    tree_pb2.Tensor.D_TYPE_FLOAT32: "float32",
+    tree_pb2.Tensor.D_TYPE_BFLOAT16: "bfloat16",
+    tree_pb2.Tensor.D_TYPE_FLOAT8_E4M3: "float8_e4m3",
+}
+_DTYPES_TO_PB = {name: number for number, name in _DTYPES.items()}
+
+
+def _dtype_from_pb(number: int, field_path: str) -> str:
+    for known, name in _DTYPES.items():
+        if known == number:
+            return name
+    raise InvalidField(field_path, f"knows no element type {number}")
+
+
+def vectors_from_pb(pb: tree_pb2.Tensor, field_path: str) -> Vectors:
+    """Vectors whose shape, bytes and scales agree. Raises `InvalidField`, or `QuotaExceeded` for too many bytes."""
+    dtype = _dtype_from_pb(pb.dtype, f"{field_path}.dtype")
+    if len(pb.shape) != 2 or 0 in pb.shape or pb.shape[1] > MAX_WIDTH:
+        raise InvalidField(f"{field_path}.shape", f"is {list(pb.shape)}, not [rows, width]")
+    rows, width = pb.shape
+    size = rows * width * ELEMENT_BYTES[dtype]
+    if len(pb.data) != size:
+        raise InvalidField(f"{field_path}.data", f"needs {size} bytes, has {len(pb.data)}")
+    if size > MAX_FEATURE_BYTES and rows > 1:
+        raise QuotaExceeded("too many features in one piece", bytes=size, limit=MAX_FEATURE_BYTES)
+    scales = tuple(pb.row_scales)
+    if len(scales) not in (0, rows):
+        raise InvalidField(f"{field_path}.row_scales", f"needs {rows} entries or none, has {len(scales)}")
+    for i, scale in enumerate(scales):
+        if not (math.isfinite(scale) and scale > 0.0):
+            raise InvalidField(f"{field_path}.row_scales[{i}]", "is not finite and positive")
+    return Vectors(dtype, width, pb.data, scales)
+
+
+def vectors_to_pb(vectors: Vectors) -> tree_pb2.Tensor:
+    """The vectors as a tensor [count, width]."""
+    return tree_pb2.Tensor(
+        dtype=_DTYPES_TO_PB[vectors.dtype],
+        shape=(vectors.count, vectors.width),
+        data=vectors.data,
+        row_scales=vectors.scales,
+    )
+
+
+def features_from_pb(pb: draft_pb2.SequenceFeatures, field_path: str) -> SequenceFeatures:
+    """Checked features of one sequence. Which tokens can have them is not known here."""
+    return SequenceFeatures(pb.sequence_id, pb.position, vectors_from_pb(pb.features, f"{field_path}.features"))
+
+
+def features_to_pb(features: SequenceFeatures) -> draft_pb2.SequenceFeatures:
+    """The features of one sequence."""
+    return draft_pb2.SequenceFeatures(
+        sequence_id=features.sequence_id, position=features.position, features=vectors_to_pb(features.vectors)
+    )
+
+
+def request_from_pb(pb: draft_pb2.FeatureRequest, field_path: str = "features") -> FeatureRequest:
+    """What a drafter wants, within bounds. Whether the target has such layers is not known here."""
+    if not 1 <= len(pb.layers) <= MAX_LAYERS:
+        raise InvalidField(f"{field_path}.layers", f"needs 1 to {MAX_LAYERS} entries, has {len(pb.layers)}")
+    if not 1 <= pb.width <= MAX_WIDTH:
+        raise InvalidField(f"{field_path}.width", f"is not in 1..{MAX_WIDTH}")
+    if len(pb.projection_fingerprint) > _MAX_FINGERPRINT:
+        raise InvalidField(f"{field_path}.projection_fingerprint", f"is longer than {_MAX_FINGERPRINT} characters")
+    return FeatureRequest(
+        layers=tuple(pb.layers),
+        width=pb.width,
+        dtype=_dtype_from_pb(pb.dtype, f"{field_path}.dtype"),
+        projected=pb.projected,
+        required=pb.required,
+        window=pb.window,
+        projection_fingerprint=pb.projection_fingerprint,
+    )
+
+
+def request_to_pb(request: FeatureRequest) -> draft_pb2.FeatureRequest:
+    """What a drafter wants."""
+    return draft_pb2.FeatureRequest(
+        layers=request.layers,
+        width=request.width,
+        dtype=_DTYPES_TO_PB[request.dtype],
+        projected=request.projected,
+        required=request.required,
+        window=request.window,
+        projection_fingerprint=request.projection_fingerprint,
+    )

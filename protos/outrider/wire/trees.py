@@ -1,0 +1,219 @@
+"""Between the messages of tree.proto and plain values, and between errors and google.rpc.Status.
+
+Every `*_from_pb` checks what came from outside, in O(fields), before anything is done with it, and raises
+`InvalidField` with the field's path, such as `tree.parents[3]`. Every `*_to_pb` trusts its argument. Frames
+of draft.proto are in `outrider.wire.drafts`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+
+import grpc
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import Message
+from google.rpc import error_details_pb2, status_pb2
+from grpc_status import rpc_status
+
+from outrider.errors import DOMAIN, InvalidField, OutriderError, all_errors
+from outrider.sampling import SamplingParams, VerificationMode
+from outrider.tree import MAX_ROWS, DraftDistribution, TokenTree
+from outrider.v1 import tree_pb2
+from outrider.wire.frames import DEFAULT_TENANT
+
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_MODES = {
+    tree_pb2.VERIFICATION_MODE_GREEDY: VerificationMode.GREEDY,
+    tree_pb2.VERIFICATION_MODE_COUPLED: VerificationMode.COUPLED,
+    tree_pb2.VERIFICATION_MODE_REJECTION: VerificationMode.REJECTION,
+}
+_MODES_TO_PB = {mode: number for number, mode in _MODES.items()}
+
+
+def mode_from_pb(number: int, field_path: str = "mode") -> VerificationMode | None:
+    """The mode asked for; None when the choice is left to the target."""
+    if number == tree_pb2.VERIFICATION_MODE_UNSPECIFIED:
+        return None
+    for known, mode in _MODES.items():
+        if known == number:
+            return mode
+    raise InvalidField(field_path, f"knows no mode {number}")
+
+
+def mode_to_pb(mode: VerificationMode | None) -> tree_pb2.VerificationMode.ValueType:
+    """The enum's number; None is UNSPECIFIED."""
+    return tree_pb2.VERIFICATION_MODE_UNSPECIFIED if mode is None else _MODES_TO_PB[mode]
+
+
+def tenant_from_pb(tenant: str, field_path: str = "tenant") -> str:
+    """A tenant's name, `DEFAULT_TENANT` for none."""
+    return name_from_pb(tenant, field_path) or DEFAULT_TENANT
+
+
+def name_from_pb(text: str, field_path: str) -> str:
+    """The name of a tenant or corpus, or the empty string. Names reach files and logs, hence the alphabet."""
+    if text and not _NAME.fullmatch(text):
+        raise InvalidField(field_path, "needs at most 64 characters of [A-Za-z0-9._-]")
+    return text
+
+
+def check_token_ids(token_ids: Sequence[int], vocabulary_size: int, field_path: str) -> None:
+    """Raise `InvalidField` for the first id outside [0, vocabulary_size)."""
+    if token_ids and (max(token_ids) >= vocabulary_size or min(token_ids) < 0):
+        index = next(i for i, token in enumerate(token_ids) if not 0 <= token < vocabulary_size)
+        raise InvalidField(f"{field_path}[{index}]", f"is not below {vocabulary_size}")
+
+
+def sampling_from_pb(
+    pb: tree_pb2.SamplingParameters, vocabulary_size: int, field_path: str = "sampling"
+) -> SamplingParams:
+    """Checked sampling parameters; what is not set takes its default."""
+    params = SamplingParams(
+        temperature=pb.temperature,
+        top_k=pb.top_k,
+        top_p=pb.top_p if pb.HasField("top_p") else 1.0,
+        min_p=pb.min_p,
+        repetition_penalty=pb.repetition_penalty if pb.HasField("repetition_penalty") else 1.0,
+        presence_penalty=pb.presence_penalty,
+        frequency_penalty=pb.frequency_penalty,
+        logit_bias=dict(pb.logit_bias),
+        min_tokens=pb.min_tokens,
+        max_tokens=pb.max_tokens if pb.HasField("max_tokens") else None,
+        stop=tuple(pb.stop),
+        stop_token_ids=tuple(pb.stop_token_ids),
+        ignore_eos=pb.ignore_eos,
+        seed=pb.seed if pb.HasField("seed") else None,
+        logprobs=pb.logprobs if pb.HasField("logprobs") else None,
+    )
+    params.check(vocabulary_size, field_path)
+    return params
+
+
+def sampling_to_pb(params: SamplingParams) -> tree_pb2.SamplingParameters:
+    """Every parameter, set or default; None stays absent."""
+    return tree_pb2.SamplingParameters(
+        temperature=params.temperature,
+        top_k=params.top_k,
+        top_p=params.top_p,
+        min_p=params.min_p,
+        repetition_penalty=params.repetition_penalty,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        logit_bias=params.logit_bias,
+        min_tokens=params.min_tokens,
+        max_tokens=params.max_tokens,
+        stop=params.stop,
+        stop_token_ids=params.stop_token_ids,
+        ignore_eos=params.ignore_eos,
+        seed=params.seed,
+        logprobs=params.logprobs,
+    )
+
+
+def distributions_from_pb(
+    pbs: Iterable[tree_pb2.DraftDistribution], vocabulary_size: int, field_path: str
+) -> dict[int, DraftDistribution]:
+    """Checked distributions by their parent, which the caller holds against its own rows or node ids."""
+    laws: dict[int, DraftDistribution] = {}
+    for i, pb in enumerate(pbs):
+        if pb.parent in laws:
+            raise InvalidField(f"{field_path}[{i}].parent", "has a distribution already")
+        law = DraftDistribution(tuple(pb.token_ids), tuple(pb.weights))
+        law.check(vocabulary_size, f"{field_path}[{i}]")
+        laws[pb.parent] = law
+    return laws
+
+
+def distributions_to_pb(laws: Mapping[int, DraftDistribution]) -> list[tree_pb2.DraftDistribution]:
+    """The laws by parent: a row of a tree, or a node id of a growth."""
+    return [
+        tree_pb2.DraftDistribution(parent=parent, token_ids=law.token_ids, weights=law.weights)
+        for parent, law in laws.items()
+    ]
+
+
+def tree_from_pb(
+    pb: tree_pb2.TokenTree, vocabulary_size: int, max_rows: int = MAX_ROWS, field_path: str = "tree"
+) -> TokenTree:
+    """A tree that keeps every rule of `TokenTree`."""
+    return TokenTree.checked(
+        pb.token_ids,
+        pb.parents,
+        pb.scores,
+        distributions_from_pb(pb.distributions, vocabulary_size, f"{field_path}.distributions"),
+        vocabulary_size=vocabulary_size,
+        max_rows=max_rows,
+        field_path=field_path,
+    )
+
+
+def tree_to_pb(tree: TokenTree) -> tree_pb2.TokenTree:
+    """The tree, row by row."""
+    return tree_pb2.TokenTree(
+        token_ids=tree.token_ids,
+        parents=tree.parents,
+        scores=tree.scores,
+        distributions=distributions_to_pb(tree.distributions),
+    )
+
+
+def timings_to_pb(queue_ns: int, compute_ns: int) -> tree_pb2.Timings:
+    """Nanoseconds spent waiting and computing."""
+    return tree_pb2.Timings(queue_nanoseconds=queue_ns, compute_nanoseconds=compute_ns)
+
+
+def status_of(error: OutriderError) -> status_pb2.Status:
+    """The google.rpc.Status of an error: ErrorInfo always, BadRequest and RetryInfo where they apply."""
+    info = error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=error.metadata)
+    details: list[Message] = [info]
+    if isinstance(error, InvalidField):
+        violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=error.problem)
+        details.append(error_details_pb2.BadRequest(field_violations=[violation]))
+    if error.retry_after is not None:
+        details.append(error_details_pb2.RetryInfo(retry_delay=_duration(error.retry_after)))
+    status = status_pb2.Status(code=error.code.value[0], message=error.message)
+    for detail in details:
+        status.details.add().Pack(detail)
+    return status
+
+
+def _duration(seconds: float) -> Duration:
+    duration = Duration()
+    duration.FromNanoseconds(round(seconds * 1e9))
+    return duration
+
+
+def error_of(status: status_pb2.Status) -> OutriderError:
+    """The typed error behind a status; a plain `OutriderError` for one that is not ours."""
+    info, violation = error_details_pb2.ErrorInfo(), error_details_pb2.BadRequest()
+    for detail in status.details:
+        # Unpack leaves its argument alone, and answers False, when the detail is of another type.
+        detail.Unpack(info)
+        detail.Unpack(violation)
+    kinds = {kind.reason: kind for kind in all_errors()}
+    kind = kinds.get(info.reason, OutriderError) if info.domain == DOMAIN else OutriderError
+    if kind is InvalidField:
+        if violation.field_violations:
+            first = violation.field_violations[0]
+            return InvalidField(first.field, first.description)
+        return InvalidField(info.metadata.get("field", ""), status.message)
+    error = kind(status.message)
+    error.metadata = dict(info.metadata)
+    return error
+
+
+def error_of_rpc(error: grpc.RpcError) -> OutriderError:
+    """The typed error behind a failed call, from its status details.
+
+    A failure of the transport, which carries none, gives a plain `OutriderError` with the code's name in its
+    metadata.
+    """
+    try:
+        status = rpc_status.from_call(error)
+    except ValueError:
+        # A proxy changed the code or the message, so the details no longer belong to them.
+        status = None
+    if status is not None:
+        return error_of(status)
+    return OutriderError(str(error.details()), code=error.code().name)

@@ -1,0 +1,114 @@
+"""From what a caller asks to what the engine runs: every field checked, every default filled in."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass
+from typing import Any
+
+from outrider.errors import InvalidField, NotSupported, UnknownModel
+from outrider.sampling import SamplingParams, VerificationMode
+from outrider.v1 import target_pb2
+from outrider.wire.trees import mode_from_pb, name_from_pb, sampling_from_pb
+from target_service.api.prompts import Prompts
+from target_service.core.sequence import SequenceRequest
+
+# Output tokens of a request that does not say how many.
+DEFAULT_MAX_TOKENS = 1024
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """What is served, and within which limits. `max_context` is what one sequence may hold in the KV cache too."""
+
+    name: str
+    vocabulary_size: int
+    max_context: int
+    max_rows: int
+    dtype: str
+    page_size: int
+    kv_tokens: int
+    end_token_ids: tuple[int, ...]
+    tokenizer_fingerprint: str = ""
+    # A transformers tokenizer; None where only token ids are taken.
+    tokenizer: Any | None = None
+    # Whether speculation is on, and anything drafts.
+    speculation: bool = False
+
+
+class Admission:
+    """Checks requests against the served model. What it returns, the engine can run."""
+
+    def __init__(self, served: ServedModel) -> None:
+        self.served = served
+        self._prompts = Prompts(served.tokenizer, served.vocabulary_size, served.max_context - 1)
+
+    async def generation(self, request: target_pb2.GenerateRequest, tenant: str, traceparent: str) -> SequenceRequest:
+        """What `Generate` runs.
+
+        Raises `UnknownModel`, `NotSupported`, `InvalidField` with the field's path, `PositionOutOfRange`.
+        """
+        served, options = self.served, request.speculation
+        if request.model not in ("", served.name):
+            raise UnknownModel("another model is served", served=served.name)
+        sampling = self._sampling(request.sampling, "sampling")
+        mode = _mode(sampling, mode_from_pb(options.mode, "speculation.mode"), "speculation.mode")
+        max_nodes = options.max_nodes if options.HasField("max_nodes") else served.max_rows - 1
+        if max_nodes > served.max_rows - 1:
+            raise InvalidField("speculation.max_nodes", f"must be at most {served.max_rows - 1}")
+        corpus = name_from_pb(options.corpus, "speculation.corpus")
+        prompt = await self._prompts.token_ids(request)
+        asked = options.enabled if options.HasField("enabled") else True
+        return SequenceRequest(
+            token_ids=prompt,
+            sampling=sampling,
+            mode=mode,
+            seed=_seed(sampling),
+            max_tokens=self._max_tokens(sampling, len(prompt)),
+            tenant=tenant,
+            speculate=asked and served.speculation and max_nodes > 0,
+            max_draft_nodes=max_nodes,
+            corpus=corpus,
+            traceparent=traceparent,
+        )
+
+    def verification(self, request: target_pb2.OpenVerification, tenant: str, traceparent: str) -> SequenceRequest:
+        """What an open of `Verify` starts. Raises `NotSupported`, `InvalidField`, `PositionOutOfRange`."""
+        sampling = self._sampling(request.sampling, "open.sampling")
+        mode = _mode(sampling, mode_from_pb(request.mode, "open.mode"), "open.mode")
+        prompt = self._prompts.checked(request.token_ids, "open.token_ids")
+        return SequenceRequest(
+            token_ids=prompt,
+            sampling=sampling,
+            mode=mode,
+            seed=_seed(sampling),
+            max_tokens=self._max_tokens(sampling, len(prompt)),
+            tenant=tenant,
+            speculate=False,
+            max_draft_nodes=self.served.max_rows - 1,
+            external=True,
+            traceparent=traceparent,
+        )
+
+    def _sampling(self, pb: Any, field_path: str) -> SamplingParams:
+        sampling = sampling_from_pb(pb, self.served.vocabulary_size, field_path)
+        if sampling.stop and self.served.tokenizer is None:
+            raise NotSupported("the model has no tokenizer; use stop_token_ids")
+        return sampling
+
+    def _max_tokens(self, sampling: SamplingParams, prompt_length: int) -> int:
+        """Output tokens at most; the context ends the output with LENGTH when it is what binds."""
+        asked = DEFAULT_MAX_TOKENS if sampling.max_tokens is None else sampling.max_tokens
+        return min(asked, self.served.max_context - prompt_length)
+
+
+def _mode(sampling: SamplingParams, asked: VerificationMode | None, field_path: str) -> VerificationMode:
+    try:
+        return sampling.mode(asked)
+    except InvalidField as error:
+        raise InvalidField(field_path, error.problem) from None
+
+
+def _seed(sampling: SamplingParams) -> int:
+    """The seed in force. A drawn one cannot be guessed: it decides what other callers must not foresee."""
+    return secrets.randbits(64) if sampling.seed is None else sampling.seed

@@ -1,0 +1,108 @@
+"""Text from tokens of a byte-level vocabulary, by a table: the quick way to say what `stopping.Detokenizer` says.
+
+The tokenizer's own `decode` costs some 10 µs, and a token takes two of them: at 32,000 tokens a second that is most of
+a processor. In a byte-level vocabulary each token stands for a few bytes whatever surrounds it, so that a table and an
+incremental UTF-8 decoder do, however many tokens come at once.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from target_service.core.stopping import Detokenizer, StopStrings
+
+_BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")
+
+
+class Detokenizers:
+    """Makes a detokenizer for each output of one model."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        """`tokenizer` is a transformers tokenizer."""
+        self._tokenizer = tokenizer
+        self._token_bytes = token_bytes(tokenizer)
+
+    def new(self, stop: Sequence[str]) -> Detokenizer | ByteText:
+        """A detokenizer that ends its text at the first of `stop`."""
+        if self._token_bytes is None:
+            return Detokenizer(self._tokenizer, stop)
+        return ByteText(self._token_bytes, stop)
+
+
+class ByteText:
+    """A `Detokenizer` by table. It never holds back more than the bytes of one character and a stop's beginning."""
+
+    def __init__(self, token_bytes: Mapping[int, bytes], stop: Sequence[str] = ()) -> None:
+        """`token_bytes` as the function of that name makes them; an id that is not there has no text."""
+        self._bytes = token_bytes
+        self._stops = StopStrings(stop) if stop else None
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    @property
+    def matched(self) -> str | None:
+        """The stop string that was met."""
+        return None if self._stops is None else self._stops.matched
+
+    def push(self, ids: Sequence[int]) -> str:
+        """Text that is now certain. Empty after a stop string was met."""
+        if self._stops is None:
+            return self._decode(ids)
+        # One by one, because the stop that ends first wins, and several tokens at once would hide which that was.
+        return "".join([self._stops.pass_on(self._decode((token,))) for token in ids])
+
+    def finish(self) -> str:
+        """What is still held back, at the end of the output."""
+        text = self._decoder.decode(b"", final=True)
+        return text if self._stops is None else self._stops.pass_on(text, final=True)
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        return self._decoder.decode(b"".join([self._bytes.get(token, b"") for token in ids]))
+
+
+def token_bytes(tokenizer: Any) -> Mapping[int, bytes] | None:
+    """The bytes of each token, special tokens left out; None where a token's text may depend on its neighbours."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None or backend.decoder is None or getattr(tokenizer, "clean_up_tokenization_spaces", False):
+        return None
+    special = {token_id for token_id, added in tokenizer.added_tokens_decoder.items() if added.special}
+    tokens = {token_id: text for text, token_id in tokenizer.get_vocab().items() if token_id not in special}
+    characters = _byte_characters()
+    if not _is_byte_level(json.loads(backend.decoder.__getstate__()), tokens.values(), characters):
+        return None
+    return {token_id: _bytes_of(text, characters) for token_id, text in tokens.items()}
+
+
+def _is_byte_level(decoder: Mapping[str, Any], tokens: Iterable[str], characters: Mapping[str, int]) -> bool:
+    """Whether `decoder`, as JSON, does nothing to these tokens but to turn characters into bytes.
+
+    A vocabulary converted from GGUF comes with further decoders in front, made for vocabularies of other kinds. They
+    look for whole tokens such as `<0x0A>`, and for characters that stand for no byte.
+    """
+    if decoder["type"] == "ByteLevel":
+        return True
+    if decoder["type"] != "Sequence" or decoder["decoders"][-1]["type"] != "ByteLevel":
+        return False
+    for part in decoder["decoders"][:-1]:
+        pattern = part.get("pattern", {}).get("String", "") if part["type"] == "Replace" else ""
+        if part["type"] not in ("ByteFallback", "Fuse") and characters.keys() >= set(pattern):
+            return False
+    return all(characters.keys() >= set(token) and not _BYTE_TOKEN.fullmatch(token) for token in tokens)
+
+
+def _bytes_of(text: str, characters: Mapping[str, int]) -> bytes:
+    """An added token may hold characters that stand for no byte, and is then taken as it is written."""
+    try:
+        return bytes([characters[character] for character in text])
+    except KeyError:
+        return text.encode()
+
+
+def _byte_characters() -> dict[str, int]:
+    """The byte that each character of a byte-level vocabulary stands for, as GPT-2 chose them."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}

@@ -1,0 +1,77 @@
+"""The events of one sequence on their way to a reader that may be slow."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Iterator
+
+from outrider.errors import QuotaExceeded
+from target_service.core.sequence import SequenceEvent, Verdict
+
+
+class Inbox:
+    """A queue of one sequence's events that gives the sequence up when it grows past its limit."""
+
+    def __init__(self, limit: int, cancel: Callable[[int], None]) -> None:
+        """`cancel` gets the id of a sequence whose reader lags by more than `limit` steps."""
+        self._limit = limit
+        self._cancel = cancel
+        self._events: list[SequenceEvent] = []
+        self._arrived: asyncio.Future[None] | None = None
+        self._overflowed = False
+
+    def put(self, event: SequenceEvent) -> None:
+        """Add an event. At the limit, drop what waits and end the sequence: its memory is needed now."""
+        if isinstance(event, Verdict) and len(self._events) >= self._limit:
+            self._overflowed = True
+            self._events.clear()
+            self._cancel(event.sequence_id)
+        else:
+            self._events.append(event)
+        if self._arrived is not None and not self._arrived.done():
+            self._arrived.set_result(None)
+
+    async def take(self) -> list[SequenceEvent]:
+        """All events that wait, at least one. Raises `QuotaExceeded` when the reader was too slow. For one reader."""
+        while not self._events:
+            if self._overflowed:
+                raise QuotaExceeded("the client reads too slowly", steps=self._limit)
+            self._arrived = asyncio.get_running_loop().create_future()
+            await self._arrived
+        events, self._events = self._events, []
+        return events
+
+
+def joined(events: Iterable[SequenceEvent]) -> Iterator[SequenceEvent]:
+    """The events of one sequence, with verdicts put together that one chunk can tell of.
+
+    A chunk's drafted tokens are its first, so a verdict that has some begins a chunk.
+    """
+    run: list[Verdict] = []
+    for event in events:
+        if run and not (isinstance(event, Verdict) and not event.drafted_tokens):
+            yield _join(run)
+            run = []
+        if isinstance(event, Verdict):
+            run.append(event)
+        else:
+            yield event
+    if run:
+        yield _join(run)
+
+
+def _join(run: list[Verdict]) -> Verdict:
+    """One verdict that says what several say, under the last one's step."""
+    if len(run) == 1:
+        return run[0]
+    first = run[0].drafts_by_step
+    return run[-1]._replace(
+        accepted_rows=run[0].accepted_rows,
+        token_ids=tuple([token for verdict in run for token in verdict.token_ids]),
+        drafted_tokens=run[0].drafted_tokens,
+        logprobs=tuple([entry for verdict in run for entry in verdict.logprobs]),
+        queue_ns=sum(verdict.queue_ns for verdict in run),
+        compute_ns=sum(verdict.compute_ns for verdict in run),
+        # The others' tokens are the model's own, one of each step.
+        drafts_by_step=first and (*first, *(0 for verdict in run[1:] for _ in verdict.token_ids)),
+    )

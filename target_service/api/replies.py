@@ -1,0 +1,141 @@
+"""From the engine's values to the messages of target.proto. Trusts what it is given."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from outrider.errors import OutriderError
+from outrider.v1 import target_pb2 as pb
+from outrider.v1 import tree_pb2
+from outrider.wire.trees import mode_to_pb, status_of, timings_to_pb
+from target_service.core.sequence import (
+    FinishReason,
+    SequenceFinished,
+    SequenceRequest,
+    SequenceTotals,
+    TokenLogprobs,
+    Verdict,
+)
+
+_REASONS = {
+    FinishReason.END_OF_SEQUENCE: pb.FINISH_REASON_END_OF_SEQUENCE,
+    FinishReason.STOP: pb.FINISH_REASON_STOP,
+    FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
+}
+
+
+def started(sequence_id: int, request: SequenceRequest, model: str) -> pb.GenerateResponse:
+    """The first event: what was accepted, and under which seed and mode."""
+    return pb.GenerateResponse(
+        started=pb.GenerateStarted(
+            sequence_id=sequence_id,
+            prompt_tokens=len(request.token_ids),
+            seed=request.seed,
+            mode=mode_to_pb(request.mode),
+            speculating=request.speculate,
+            model=model,
+        )
+    )
+
+
+def chunk(verdict: Verdict, text: str) -> pb.GenerateResponse:
+    """One step's tokens, with the text that is complete with them."""
+    return pb.GenerateResponse(
+        chunk=pb.GenerateChunk(
+            token_ids=verdict.token_ids,
+            text=text,
+            drafted_tokens=verdict.drafted_tokens,
+            logprobs=_logprobs(verdict.logprobs),
+            step=verdict.step,
+            drafts_by_step=verdict.drafts_by_step,
+        ),
+        timings=_timings(verdict),
+    )
+
+
+def finished(event: SequenceFinished) -> pb.GenerateResponse:
+    """The last event: why it ended, and what it took."""
+    finish, totals = event.finish, event.totals
+    reply = pb.GenerateFinished(
+        finish_reason=_REASONS[finish.reason],
+        usage=pb.Usage(prompt_tokens=totals.prompt_tokens, completion_tokens=totals.completion_tokens),
+        speculation=_speculation(totals),
+        times=_times(totals),
+    )
+    if finish.stop_token_id is not None:
+        reply.stop_token_id = finish.stop_token_id
+    if finish.stop_string is not None:
+        reply.stop_string = finish.stop_string
+    return pb.GenerateResponse(finished=reply)
+
+
+def opened(client_tag: int, sequence_id: int, request: SequenceRequest, max_rows: int) -> pb.VerifyResponse:
+    """The answer to an open. The first tree carries step 0."""
+    return pb.VerifyResponse(
+        opened=pb.VerificationOpened(
+            client_tag=client_tag,
+            sequence_id=sequence_id,
+            step=0,
+            seed=request.seed,
+            mode=mode_to_pb(request.mode),
+            max_rows=max_rows,
+        )
+    )
+
+
+def verdict(event: Verdict) -> pb.VerifyResponse:
+    """The answer to a tree."""
+    return pb.VerifyResponse(
+        verdict=pb.Verdict(
+            sequence_id=event.sequence_id,
+            step=event.step,
+            accepted_rows=event.accepted_rows,
+            token_ids=event.token_ids,
+            next_step=event.step + 1,
+            finish_reason=pb.FINISH_REASON_UNSPECIFIED if event.finish is None else _REASONS[event.finish.reason],
+            logprobs=_logprobs(event.logprobs),
+        ),
+        timings=_timings(event),
+    )
+
+
+def failed(error: OutriderError, *, sequence_id: int = 0, client_tag: int = 0, step: int = 0) -> pb.VerifyResponse:
+    """The answer to a frame that failed; `client_tag` names an open, `sequence_id` any other."""
+    return pb.VerifyResponse(
+        status=pb.VerificationStatus(sequence_id=sequence_id, client_tag=client_tag, step=step, status=status_of(error))
+    )
+
+
+def _logprobs(logprobs: Sequence[TokenLogprobs]) -> list[pb.TokenLogprobs]:
+    return [
+        pb.TokenLogprobs(
+            logprob=entry.logprob,
+            top=[pb.TopLogprob(token_id=token, logprob=logprob) for token, logprob in entry.top],
+        )
+        for entry in logprobs
+    ]
+
+
+def _timings(event: Verdict) -> tree_pb2.Timings:
+    return timings_to_pb(event.queue_ns, event.compute_ns)
+
+
+def _speculation(totals: SequenceTotals) -> pb.SpeculationTotals:
+    return pb.SpeculationTotals(
+        steps=totals.steps,
+        drafted_steps=totals.drafted_steps,
+        drafted_tokens=totals.drafted_tokens,
+        accepted_tokens=totals.accepted_tokens,
+        drafted_by_depth=totals.drafted_by_depth,
+        accepted_by_depth=totals.accepted_by_depth,
+        draft_wait_nanoseconds=totals.draft_wait_ns,
+        fallback_steps=totals.fallback_steps,
+    )
+
+
+def _times(totals: SequenceTotals) -> pb.RequestTimes:
+    return pb.RequestTimes(
+        queue_nanoseconds=totals.started_ns - totals.arrived_ns,
+        prefill_nanoseconds=totals.first_token_ns - totals.started_ns,
+        decode_nanoseconds=totals.finished_ns - totals.first_token_ns,
+    )

@@ -1,0 +1,181 @@
+"""TargetService: protobuf in, engine requests out, and back. No arithmetic happens here."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+
+import outrider
+from outrider.errors import OutriderError
+from outrider.sampling import VerificationMode
+from outrider.serving import current_tenant
+from outrider.telemetry.names import VERIFY_SEQUENCE
+from outrider.telemetry.tracing import Tracing
+from outrider.v1 import target_pb2, target_pb2_grpc
+from outrider.wire.trees import mode_to_pb
+from target_service.api import replies
+from target_service.api.admission import Admission
+from target_service.api.byte_text import Detokenizers
+from target_service.api.event_queue import Inbox, joined
+from target_service.api.verify_session import VerifySession
+from target_service.core.events import Sequences
+from target_service.core.sequence import SequenceFinished, SequenceRequest, Verdict
+from target_service.telemetry.tracing import RequestTrace
+
+SERVICE_NAME: str = target_pb2.DESCRIPTOR.services_by_name["TargetService"].full_name
+
+GenerateContext = grpc.aio.ServicerContext[target_pb2.GenerateRequest, target_pb2.GenerateResponse]
+VerifyContext = grpc.aio.ServicerContext[target_pb2.VerifyRequest, target_pb2.VerifyResponse]
+
+
+@dataclass(frozen=True)
+class StreamLimits:
+    """What one stream may hold on to."""
+
+    # Steps a reader of Generate may lag behind, beyond the megabytes that gRPC buffers for it.
+    unread_steps: int = 1024
+    # Open sequences of one Verify stream, and how long each may be left without a tree.
+    max_sequences: int = 256
+    idle_seconds: float = 120.0
+
+
+class TargetServicer(target_pb2_grpc.TargetServiceServicer):
+    """Translates between callers and the engine.
+
+    Handlers write to their context instead of being generators: gRPC leaves a generator to the garbage collector
+    when its call is cancelled in mid-write, and a cancelled call must free its pages at once.
+    """
+
+    def __init__(
+        self,
+        sequences: Sequences,
+        admission: Admission,
+        limits: StreamLimits,
+        drafter: Callable[[], str],
+        tracing: Tracing,
+    ) -> None:
+        """`drafter` says what the draft service drafts with; the empty string while there is none."""
+        self._sequences = sequences
+        self._admission = admission
+        tokenizer = admission.served.tokenizer
+        self._detokenizers = None if tokenizer is None else Detokenizers(tokenizer)
+        self._limits = limits
+        self._drafter = drafter
+        self._tracing = tracing
+
+    async def Generate(  # type: ignore[override]
+        self, request: target_pb2.GenerateRequest, context: GenerateContext
+    ) -> None:
+        trace = RequestTrace(self._tracing, context.invocation_metadata())
+        with _ending(trace, context):
+            asked = await self._admission.generation(request, current_tenant(), trace.traceparent)
+            inbox = Inbox(self._limits.unread_steps, self._sequences.cancel)
+            sequence_id = self._sequences.submit(asked, inbox.put)
+            try:
+                model = self._admission.served.name
+                trace.accepted(sequence_id, asked, model, chat=request.HasField("chat"), asked_model=request.model)
+                await context.write(replies.started(sequence_id, asked, model))
+                await self._stream(asked, inbox, context, trace)
+            finally:
+                self._sequences.cancel(sequence_id)
+
+    async def _stream(
+        self, asked: SequenceRequest, inbox: Inbox, context: GenerateContext, trace: RequestTrace
+    ) -> None:
+        """Write what the engine says of one sequence, to its end. What waits for a slow reader goes in one chunk."""
+        text = _Text(self._detokenizers, asked.sampling.stop)
+        while True:
+            events = await inbox.take()
+            if trace.recording:
+                for event in events:
+                    if isinstance(event, Verdict):
+                        trace.step(event)
+            for event in joined(events):
+                if isinstance(event, Verdict):
+                    await context.write(replies.chunk(event, text.of(event)))
+                elif isinstance(event, SequenceFinished):
+                    trace.finished(event.finish, event.totals)
+                    await context.write(replies.finished(event))
+                    return
+                else:
+                    raise event.error
+
+    async def Verify(  # type: ignore[override]
+        self, request_iterator: AsyncIterator[target_pb2.VerifyRequest], context: VerifyContext
+    ) -> None:
+        session = VerifySession(
+            self._sequences,
+            self._admission,
+            tenant=current_tenant(),
+            trace=lambda: RequestTrace(self._tracing, context.invocation_metadata(), VERIFY_SEQUENCE),
+            max_sequences=self._limits.max_sequences,
+            idle_seconds=self._limits.idle_seconds,
+        )
+        reader = asyncio.create_task(session.read(request_iterator))
+        reaper = asyncio.create_task(session.reap())
+        try:
+            while (response := await session.next()) is not None:
+                await context.write(response)
+            await reader
+        finally:
+            session.abort()
+            reader.cancel()
+            reaper.cancel()
+            await asyncio.gather(reader, reaper, return_exceptions=True)
+
+    async def GetTargetInfo(
+        self, _request: target_pb2.GetTargetInfoRequest, _context: Any
+    ) -> target_pb2.GetTargetInfoResponse:
+        served = self._admission.served
+        return target_pb2.GetTargetInfoResponse(
+            model=served.name,
+            vocabulary_size=served.vocabulary_size,
+            tokenizer_fingerprint=served.tokenizer_fingerprint,
+            max_context=served.max_context,
+            max_rows=served.max_rows,
+            dtype=served.dtype,
+            page_size=served.page_size,
+            kv_tokens=served.kv_tokens,
+            modes=map(mode_to_pb, VerificationMode),
+            drafter=self._drafter(),
+            end_token_ids=served.end_token_ids,
+            version=outrider.__version__,
+        )
+
+
+class _Text:
+    """The text of one output, chunk by chunk; always empty for a model without a tokenizer."""
+
+    def __init__(self, detokenizers: Detokenizers | None, stop: tuple[str, ...]) -> None:
+        self._detokenizer = None if detokenizers is None else detokenizers.new(stop)
+
+    def of(self, verdict: Verdict) -> str:
+        """What is certain with this verdict; all of it with the last one. A stop or end token has no text."""
+        if self._detokenizer is None:
+            return ""
+        finish, token_ids = verdict.finish, verdict.token_ids
+        if finish is None:
+            return self._detokenizer.push(token_ids)
+        if finish.stop_token_id is not None:
+            token_ids = token_ids[:-1]
+        return self._detokenizer.push(token_ids) + self._detokenizer.finish()
+
+
+@contextmanager
+def _ending(trace: RequestTrace, context: GenerateContext) -> Iterator[None]:
+    """End the request's span with what ended the request. A span ends once: `broken` is for what nothing else saw."""
+    try:
+        yield
+    except OutriderError as error:
+        trace.failed(error)
+        raise
+    except asyncio.CancelledError:
+        trace.abandoned(context.time_remaining())
+        raise
+    finally:
+        trace.broken()

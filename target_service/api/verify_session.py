@@ -1,0 +1,204 @@
+"""The sequences of one Verify stream: which steps are due, which were answered, and what may be repeated."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+
+from outrider.errors import (
+    DeadlineExceeded,
+    InvalidField,
+    OutriderError,
+    PositionOutOfRange,
+    QuotaExceeded,
+    StepReplayed,
+    StepSkipped,
+    UnknownSequence,
+)
+from outrider.v1 import target_pb2 as pb
+from outrider.wire.trees import tree_from_pb
+from target_service.api import replies
+from target_service.api.admission import Admission
+from target_service.core.events import Sequences
+from target_service.core.sequence import SequenceEvent, SequenceFinished, Verdict
+from target_service.telemetry.tracing import RequestTrace
+
+
+@dataclass(slots=True)
+class _Verification:
+    """One sequence: what is due next, and the answer that a repeated frame gets.
+
+    At most one step is under way: `pending` is the digest of its tree.
+    """
+
+    trace: RequestTrace
+    length: int
+    step: int = 0
+    pending: bytes | None = None
+    answered: bytes | None = None
+    answer: pb.VerifyResponse | None = None
+    ended: bool = False
+    active_at: float = field(default_factory=time.monotonic)
+
+
+class VerifySession:
+    """Translates the frames of one stream. Belongs to the event loop; `next` ends when `read` has."""
+
+    def __init__(
+        self,
+        sequences: Sequences,
+        admission: Admission,
+        *,
+        tenant: str,
+        trace: Callable[[], RequestTrace],
+        max_sequences: int,
+        idle_seconds: float,
+    ) -> None:
+        """`trace` begins the span of a sequence."""
+        self._sequences = sequences
+        self._admission = admission
+        self._tenant = tenant
+        self._trace = trace
+        self._max_sequences = max_sequences
+        self._idle_seconds = idle_seconds
+        self._verifications: dict[int, _Verification] = {}
+        self._outbox: asyncio.Queue[pb.VerifyResponse | None] = asyncio.Queue()
+        self._taken = asyncio.Event()
+
+    async def next(self) -> pb.VerifyResponse | None:
+        """The next response; None after the last."""
+        response = await self._outbox.get()
+        self._taken.set()
+        return response
+
+    async def read(self, frames: AsyncIterator[pb.VerifyRequest]) -> None:
+        """Handle frames until they end. Sequences that were not closed by then are aborted.
+
+        A client that sends and does not read is not read either, once as many answers wait as it may have sequences.
+        """
+        try:
+            async for frame in frames:
+                self._handle(frame)
+                while self._outbox.qsize() > self._max_sequences:
+                    self._taken.clear()
+                    await self._taken.wait()
+        finally:
+            self.abort()
+            self._outbox.put_nowait(None)
+
+    async def reap(self) -> None:
+        """End sequences whose client has sent no tree for too long: each holds a place among the running."""
+        while True:
+            await asyncio.sleep(self._idle_seconds / 4)
+            oldest = time.monotonic() - self._idle_seconds
+            for sequence_id, verification in list(self._verifications.items()):
+                if verification.pending is None and verification.active_at < oldest:
+                    self._close(sequence_id)
+                    if not verification.ended:
+                        error = DeadlineExceeded("no tree came in time", idle_seconds=self._idle_seconds)
+                        self._send(replies.failed(error, sequence_id=sequence_id, step=verification.step))
+
+    def abort(self) -> None:
+        """End every sequence of the stream."""
+        for sequence_id in list(self._verifications):
+            self._close(sequence_id)
+
+    def _handle(self, frame: pb.VerifyRequest) -> None:
+        kind = frame.WhichOneof("frame")
+        try:
+            if kind == "open":
+                self._open(frame.open)
+            elif kind == "tree":
+                self._verify(frame.tree)
+            elif kind == "close":
+                self._close(frame.close.sequence_id)
+            else:
+                raise InvalidField("frame", "one of open, tree and close must be set")
+        except OutriderError as error:
+            sequence_id, step = frame.tree.sequence_id, frame.tree.step
+            client_tag = frame.open.client_tag
+            self._send(replies.failed(error, sequence_id=sequence_id, client_tag=client_tag, step=step))
+
+    def _open(self, frame: pb.OpenVerification) -> None:
+        if len(self._verifications) >= self._max_sequences:
+            self._forget_an_ended_one()
+        trace, served = self._trace(), self._admission.served
+        try:
+            request = self._admission.verification(frame, self._tenant, trace.traceparent)
+            sequence_id = self._sequences.submit(request, self._on_event)
+        except OutriderError as error:
+            trace.failed(error)
+            raise
+        trace.accepted(sequence_id, request, served.name)
+        self._verifications[sequence_id] = _Verification(trace, len(request.token_ids))
+        self._send(replies.opened(frame.client_tag, sequence_id, request, served.max_rows))
+
+    def _forget_an_ended_one(self) -> None:
+        for sequence_id, verification in self._verifications.items():
+            if verification.ended:
+                del self._verifications[sequence_id]
+                return
+        raise QuotaExceeded("too many sequences on this stream", limit=self._max_sequences)
+
+    def _verify(self, frame: pb.VerifyTree) -> None:
+        verification = self._verifications.get(frame.sequence_id)
+        if verification is None:
+            raise UnknownSequence("the sequence is not open on this stream")
+        digest = hashlib.blake2b(frame.tree.SerializeToString(deterministic=True), digest_size=16).digest()
+        if self._is_repeated(frame.step, digest, verification):
+            return
+        if verification.ended:
+            raise UnknownSequence("the sequence has ended")
+        served = self._admission.served
+        tree = tree_from_pb(frame.tree, served.vocabulary_size, served.max_rows, "tree")
+        if verification.length + max(tree.depths) > served.max_context:
+            raise PositionOutOfRange("the tree reaches past the context", limit=served.max_context)
+        self._sequences.verify(frame.sequence_id, tree)
+        verification.pending = digest
+        verification.active_at = time.monotonic()
+
+    def _is_repeated(self, step: int, digest: bytes, verification: _Verification) -> bool:
+        """Whether the frame was sent before, in which case its verdict is sent again, or is on its way."""
+        due = verification.step
+        if step > due:
+            raise StepSkipped("the step lies ahead", step=step, due=due)
+        if step == due:
+            if verification.pending not in (None, digest):
+                raise StepReplayed("another tree is under verification for this step", step=step)
+            return verification.pending is not None
+        if step < due - 1 or digest != verification.answered or verification.answer is None:
+            raise StepReplayed("the step was answered, for another tree or too long ago", step=step, due=due)
+        self._send(verification.answer)
+        return True
+
+    def _close(self, sequence_id: int) -> None:
+        verification = self._verifications.pop(sequence_id, None)
+        if verification is not None:
+            self._sequences.cancel(sequence_id)
+            verification.trace.abandoned(None)
+
+    def _on_event(self, event: SequenceEvent) -> None:
+        verification = self._verifications.get(event.sequence_id)
+        if verification is None:
+            return
+        if isinstance(event, Verdict):
+            verification.length += len(event.token_ids)
+            verification.step = event.step + 1
+            verification.answered, verification.pending = verification.pending, None
+            verification.answer = replies.verdict(event)
+            verification.ended = event.finish is not None
+            verification.active_at = time.monotonic()
+            verification.trace.step(event)
+            self._send(verification.answer)
+        elif isinstance(event, SequenceFinished):
+            verification.trace.finished(event.finish, event.totals)
+        else:
+            del self._verifications[event.sequence_id]
+            verification.trace.failed(event.error)
+            self._send(replies.failed(event.error, sequence_id=event.sequence_id, step=verification.step))
+
+    def _send(self, response: pb.VerifyResponse) -> None:
+        self._outbox.put_nowait(response)

@@ -1,0 +1,86 @@
+"""From the engine to the event loop: one hand-over per step, then one sink per sequence."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from outrider.tree import TokenTree
+from target_service.core.sequence import SequenceEvent, SequenceRequest, Verdict
+
+logger = logging.getLogger(__name__)
+
+Sink = Callable[[SequenceEvent], None]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSnapshot:
+    """What the engine holds right now."""
+
+    running: int
+    waiting: int
+    sequences: int
+    pages_used: int
+    pages_total: int
+    speculating: bool
+    draft_connected: bool
+    # Memory of hidden states that wait for a draft to connect.
+    kept_feature_bytes: int = 0
+
+
+class SequenceEngine(Protocol):
+    """The engine as far as requests go; `target_service.engine.engine.Engine` says what each call raises."""
+
+    def submit(self, request: SequenceRequest) -> int: ...
+    def verify(self, sequence_id: int, tree: TokenTree) -> None: ...
+    def cancel(self, sequence_id: int) -> None: ...
+
+
+class Sequences:
+    """The engine's sequences as handlers on the event loop see them. All but `deliver` belongs to the loop."""
+
+    def __init__(self, engine: SequenceEngine, loop: asyncio.AbstractEventLoop) -> None:
+        self._engine = engine
+        self._loop = loop
+        self._sinks: dict[int, Sink] = {}
+
+    def __len__(self) -> int:
+        """Sequences that someone listens to."""
+        return len(self._sinks)
+
+    def submit(self, request: SequenceRequest, sink: Sink) -> int:
+        """Start a sequence whose events go to `sink`. Returns its id; raises what `Engine.submit` raises.
+
+        No event is missed: they are handed over in a later turn of the loop than the one that submits.
+        """
+        sequence_id = self._engine.submit(request)
+        self._sinks[sequence_id] = sink
+        return sequence_id
+
+    def verify(self, sequence_id: int, tree: TokenTree) -> None:
+        """See `Engine.verify`."""
+        self._engine.verify(sequence_id, tree)
+
+    def cancel(self, sequence_id: int) -> None:
+        """Stop listening, and end the sequence unless it has ended."""
+        if self._sinks.pop(sequence_id, None) is not None:
+            self._engine.cancel(sequence_id)
+
+    def deliver(self, events: list[SequenceEvent]) -> None:
+        """Take one step's events, in the engine's thread."""
+        try:
+            self._loop.call_soon_threadsafe(self.dispatch, events)
+        except RuntimeError:
+            # The loop closes only once every call has ended, so nobody waits for these.
+            logger.debug("events of a last step after the event loop's end")
+
+    def dispatch(self, events: list[SequenceEvent]) -> None:
+        """Hand one step's events to their sinks, on the event loop."""
+        for event in events:
+            last = not isinstance(event, Verdict)
+            sink = self._sinks.pop(event.sequence_id, None) if last else self._sinks.get(event.sequence_id)
+            if sink is not None:
+                sink(event)

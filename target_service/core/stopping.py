@@ -1,0 +1,130 @@
+"""When an output ends, and how its tokens become text. Neither depends on how the tokens were grouped into steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from outrider.sampling import SamplingParams
+from target_service.core.sequence import Finish, FinishReason
+
+# What a byte-level tokenizer shows for bytes that do not make a character yet.
+_INCOMPLETE = "\ufffd"
+# A character takes at most four bytes. An output of bytes that never make one must not be held back for ever, nor
+# decoded anew from its start with every token.
+_LONGEST_PENDING = 32
+
+
+class StopStrings:
+    """Holds back the end of a text that may begin a stop string, and cuts the text at the first that comes."""
+
+    def __init__(self, stop: Sequence[str] = ()) -> None:
+        self._stop = tuple(stop)
+        self._held = ""
+        self.matched: str | None = None
+
+    def pass_on(self, text: str, *, final: bool = False) -> str:
+        """What is certain with `text`. Empty after a stop string was met."""
+        if self.matched is not None:
+            return ""
+        text, self._held = self._held + text, ""
+        found = min(((text.find(stop), stop) for stop in self._stop if stop in text), default=None)
+        if found is not None:
+            self.matched = found[1]
+            return text[: found[0]]
+        keep = 0 if final else self._may_begin(text)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+    def _may_begin(self, text: str) -> int:
+        """Length of the longest end of `text` that begins a stop string."""
+        longest = max((len(stop) - 1 for stop in self._stop), default=0)
+        for length in range(min(longest, len(text)), 0, -1):
+            if any(stop.startswith(text[-length:]) for stop in self._stop):
+                return length
+        return 0
+
+
+class Detokenizer:
+    """Text from tokens as they come, held back while it ends inside a character or may begin a stop string."""
+
+    def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._stops = StopStrings(stop)
+        self._ids: list[int] = []
+        # Tokens before `_prefix` are done with; those up to `_read` have been turned into text.
+        self._prefix = self._read = 0
+
+    @property
+    def matched(self) -> str | None:
+        """The stop string that was met."""
+        return self._stops.matched
+
+    def push(self, ids: Sequence[int]) -> str:
+        """Text that is now certain. Empty after a stop string was met."""
+        return "".join([self._push(token) for token in ids])
+
+    def finish(self) -> str:
+        """What is still held back, at the end of the output."""
+        if self.matched is not None:
+            return ""
+        text = self._decode(self._prefix)[len(self._decoded()) :]
+        self._prefix = self._read = len(self._ids)
+        return self._stops.pass_on(text, final=True)
+
+    def _push(self, token: int) -> str:
+        if self.matched is not None:
+            return ""
+        self._ids.append(token)
+        whole, known = self._decode(self._prefix), self._decoded()
+        uncertain = len(whole) <= len(known) or whole.endswith(_INCOMPLETE)
+        if uncertain and len(self._ids) - self._read < _LONGEST_PENDING:
+            return ""
+        self._prefix, self._read = self._read, len(self._ids)
+        return self._stops.pass_on(whole[len(known) :])
+
+    def _decode(self, start: int) -> str:
+        return str(self._tokenizer.decode(self._ids[start:], skip_special_tokens=True))
+
+    def _decoded(self) -> str:
+        return str(self._tokenizer.decode(self._ids[self._prefix : self._read], skip_special_tokens=True))
+
+
+class StopChecker:
+    """Decides token by token where one output ends."""
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        end_token_ids: Sequence[int],
+        max_tokens: int,
+        tokenizer: Any | None,
+    ) -> None:
+        self._ends = frozenset(() if params.ignore_eos else end_token_ids)
+        self._stops = frozenset(params.stop_token_ids)
+        self._min_tokens = params.min_tokens
+        self._max_tokens = max_tokens
+        self._text = Detokenizer(tokenizer, params.stop) if params.stop and tokenizer is not None else None
+
+    def cut(self, length: int, new_ids: Sequence[int]) -> tuple[int, Finish | None]:
+        """How many of `new_ids`, which follow `length` others, stay, and why the output ends there, if it does.
+
+        Call once per commit.
+        """
+        for count, token in enumerate(new_ids, start=1):
+            finish = self._after(token, length + count)
+            if finish is not None:
+                return count, finish
+        return len(new_ids), None
+
+    def _after(self, token: int, length: int) -> Finish | None:
+        if length > self._min_tokens:
+            if token in self._stops:
+                return Finish(FinishReason.STOP, stop_token_id=token)
+            if token in self._ends:
+                return Finish(FinishReason.END_OF_SEQUENCE, stop_token_id=token)
+        if self._text is not None:
+            self._text.push((token,))
+            if self._text.matched is not None:
+                return Finish(FinishReason.STOP, stop_string=self._text.matched)
+        return Finish(FinishReason.LENGTH) if length >= self._max_tokens else None

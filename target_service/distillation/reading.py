@@ -1,0 +1,85 @@
+"""The model reading whole texts by itself: hidden states of some layers, and its laws of the next token.
+
+Plain transformers with its own causal attention. Texts of a batch are padded at their ends, which no earlier token
+can see, so that no mask is needed and the fastest kernel serves.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from outrider.distillation import Lesson, TeacherWeights
+from target_service.model.support import ModelRefused, check_supported
+
+# Rows whose logits exist at once: those of a whole batch would take gigabytes in fp32.
+_LOGIT_ROWS = 4096
+_PROBE_TOKENS = 13
+# Relative difference of logits that are computed in two ways; a forgotten factor makes far more.
+_TOLERANCE = 0.02
+
+
+class TextReader:
+    """See `outrider.distillation.Reader`."""
+
+    def __init__(self, source: str, layers: tuple[int, ...], *, device: str, dtype: str) -> None:
+        """Loads the model from a folder or hub id. `layers` as in `Teacher.reader`.
+
+        Raises:
+            ModelRefused: the model is not built as this reader takes it to be.
+        """
+        loaded = AutoModelForCausalLM.from_pretrained(source, dtype=getattr(torch, dtype), attn_implementation="sdpa")
+        self._model = cast(PreTrainedModel, loaded.to(device)).eval().requires_grad_(False)
+        check_supported(self._model.config, self._model)
+        inner: Any = cast(Any, self._model).model
+        self._inner, self._head = inner, cast(Any, self._model).lm_head
+        self._layers = layers
+        self._captured: dict[int, Tensor] = {}
+        for layer in set(layers) - {len(inner.layers)}:
+            inner.layers[layer].register_forward_hook(partial(self._keep, layer))
+        self._check()
+
+    def weights(self) -> TeacherWeights:
+        """See `Reader.weights`."""
+        embedding: Any = self._model.get_input_embeddings()
+        return TeacherWeights(embedding.weight, self._head.weight)
+
+    # Not inference_mode, whose tensors nothing may be differentiated over.
+    @torch.no_grad()
+    def read(self, token_ids: Tensor, rows: Tensor, wanted: Tensor | None) -> Lesson:
+        """See `Reader.read`."""
+        last = self._states(token_ids)
+        count = len(self._inner.layers)
+        states = torch.cat([last if layer == count else self._captured[layer] for layer in self._layers], dim=-1)
+        self._captured.clear()
+        chosen = last.flatten(0, 1).index_select(0, rows)
+        return Lesson(states, torch.cat([self._probs(part, wanted) for part in torch.split(chosen, _LOGIT_ROWS)]))
+
+    def _states(self, token_ids: Tensor) -> Tensor:
+        """[B, L, W] after the last norm."""
+        states: Tensor = self._inner(input_ids=token_ids, use_cache=False).last_hidden_state
+        return states
+
+    def _probs(self, states: Tensor, wanted: Tensor | None) -> Tensor:
+        """[R, W] -> [R, V'] in the model's dtype. The sum over the vocabulary is taken in fp32."""
+        logits: Tensor = self._head(states)
+        total = logits.float().logsumexp(-1, keepdim=True)
+        if wanted is not None:
+            logits = logits.index_select(-1, wanted)
+        return (logits.float() - total).exp_().to(logits.dtype)
+
+    def _keep(self, layer: int, _module: nn.Module, _inputs: Any, output: Any) -> None:
+        self._captured[layer] = output[0] if isinstance(output, tuple) else output
+
+    @torch.inference_mode()
+    def _check(self) -> None:
+        """Some models scale what lm_head says; they would be read wrongly."""
+        text = torch.arange(_PROBE_TOKENS, device=self._model.device)[None] % self._model.config.vocab_size
+        own: Tensor = self._model(input_ids=text, use_cache=False).logits[0].float()
+        found = self._head(self._states(text))[0].float()
+        if not float((found - own).norm()) <= _TOLERANCE * float(own.norm()):
+            raise ModelRefused(f"{self._model.config.model_type}: its logits are more than lm_head of its last states")

@@ -1,0 +1,70 @@
+"""The target as a teacher of drafters: an `outrider.distillation.Teacher` over the model's engine and forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from transformers import AutoConfig, AutoTokenizer
+
+from outrider.distillation import Reader, TeacherFacts, TeacherSettings, WritingOrder, WrittenText
+from outrider.settings import SettingsError
+from target_service.config import TargetConfig
+from target_service.distillation.reading import TextReader
+from target_service.distillation.writing import ChatTexts, TextWriter, writing_runner
+from target_service.model.loading.store import resolve
+from target_service.model.support import ModelRefused, check_supported, longest_context, tokenizer_fingerprint
+
+
+def load(settings: TeacherSettings) -> LocalTeacher:
+    """The entry point. Fetches a known model; loads no weights yet.
+
+    Raises:
+        SettingsError: the model is not there, or is none that is served.
+    """
+    try:
+        return LocalTeacher(settings)
+    except (OSError, ModelRefused) as error:
+        raise SettingsError(f"cannot learn from {settings.model}: {error}") from None
+
+
+class LocalTeacher:
+    """A model on this machine. The engine that writes and the model that reads are loaded when they are asked for."""
+
+    def __init__(self, settings: TeacherSettings) -> None:
+        self._settings = settings
+        self._source = str(resolve(settings.model))
+        config = AutoConfig.from_pretrained(self._source)
+        check_supported(config)
+        self._tokenizer = AutoTokenizer.from_pretrained(self._source)
+        self.facts = _facts(settings.model, config, tokenizer_fingerprint(self._tokenizer))
+
+    def write(self, order: WritingOrder) -> Iterator[WrittenText]:
+        """See `Teacher.write`."""
+        settings = self._settings
+        config = TargetConfig(model=settings.model, device=settings.device, dtype=settings.dtype)
+        chat = ChatTexts(self._tokenizer, sampled=order.sampled_prompts)
+        runner = writing_runner(config, order.sequences, order.max_length)
+        return TextWriter(runner, order, chat).texts()
+
+    def reader(self, layers: tuple[int, ...]) -> Reader:
+        """See `Teacher.reader`."""
+        return TextReader(self._source, layers, device=self._settings.device, dtype=self._settings.dtype)
+
+
+def _facts(name: str, config: Any, fingerprint: str) -> TeacherFacts:
+    heads = int(config.num_attention_heads)
+    return TeacherFacts(
+        model=name,
+        vocab_size=int(config.vocab_size),
+        hidden_size=int(config.hidden_size),
+        intermediate_size=int(config.intermediate_size),
+        num_layers=int(config.num_hidden_layers),
+        num_heads=heads,
+        num_kv_heads=int(getattr(config, "num_key_value_heads", None) or heads),
+        head_dim=int(getattr(config, "head_dim", None) or config.hidden_size // heads),
+        max_context=longest_context(config),
+        rms_norm_eps=float(getattr(config, "rms_norm_eps", 1e-6)),
+        rope=dict(config.rope_parameters),
+        tokenizer_fingerprint=fingerprint,
+    )

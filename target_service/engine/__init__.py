@@ -1,0 +1,1 @@
+"""The engine loop: its thread, its steps, and what they report."""

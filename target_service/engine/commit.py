@@ -1,0 +1,85 @@
+"""Applies a verified step once: tokens, KV, totals. Nothing is written before everything is known."""
+
+from __future__ import annotations
+
+import time
+
+from outrider.tree import TokenTree
+from target_service.core.sequence import Finish, Sequence, SequenceState, Verdict
+from target_service.sampling.verifier import Verified
+from target_service.speculation.policy.live_sequence import LiveSequence
+
+
+def commit(live: LiveSequence, tree: TokenTree, outcome: Verified, compute_ns: int, *, kept: bool = True) -> Verdict:
+    """Append what the step said, and return its verdict. The KV of its known tokens was counted at its launch, and
+    that of accepted ones counts if the sequence has `kept` its pages since."""
+    sequence, walk, now = live.sequence, outcome.walk, time.monotonic_ns()
+    tokens = [*(tree.token_ids[row] for row in walk.accepted_rows), walk.next_token, *outcome.following]
+    kept_tokens, finish = live.stops.cut(sequence.totals.completion_tokens, tokens)
+    del tokens[kept_tokens:]
+    accepted = walk.accepted_rows[:kept_tokens]
+    sequence.token_ids.extend(tokens)
+    if kept:
+        sequence.kv_length += min(len(accepted), kept_tokens - 1) + sum(outcome.accepted_by_pass)
+        sequence.state = SequenceState.RUNNING
+    sequence.external_tree = None
+    queue_ns = sequence.totals.started_ns - sequence.totals.arrived_ns if sequence.step == 0 else 0
+    by_step = _kept_drafts(outcome.accepted_by_pass, kept_tokens)
+    sequence.step += outcome.passes
+    verdict = Verdict(
+        sequence_id=sequence.sequence_id,
+        step=sequence.step - 1,
+        accepted_rows=accepted,
+        token_ids=tuple(tokens),
+        drafted_tokens=len(accepted) + sum(by_step),
+        logprobs=outcome.logprobs[:kept_tokens],
+        finish=finish,
+        queue_ns=queue_ns,
+        compute_ns=compute_ns,
+        drafts_by_step=by_step if any(by_step[1:]) else (),
+    )
+    if tree.drafted:
+        _count_drafts(sequence, tree.drafted, max(tree.depths), len(accepted))
+    # Passes behind the end of the sequence are nobody's.
+    for rows, drafts in zip(outcome.drafted_by_pass, by_step, strict=False):
+        if rows:
+            # How deep its tree was nobody was told; it was as deep as what was accepted at least.
+            _count_drafts(sequence, rows, max(1, drafts), drafts)
+    _count(sequence, verdict, finish, now)
+    return verdict
+
+
+def _kept_drafts(right: tuple[int, ...], tokens: int) -> tuple[int, ...]:
+    """Drafted tokens by pass among the first so many, of passes that accepted so many each and said one more."""
+    kept: list[int] = []
+    for accepted in right:
+        if tokens:
+            kept.append(min(accepted, tokens))
+            tokens -= min(accepted + 1, tokens)
+    return tuple(kept)
+
+
+def _count(sequence: Sequence, verdict: Verdict, finish: Finish | None, now: int) -> None:
+    totals = sequence.totals
+    totals.first_token_ns = totals.first_token_ns or now
+    totals.completion_tokens += len(verdict.token_ids)
+    totals.steps += verdict.passes
+    totals.accepted_tokens += verdict.drafted_tokens
+    if finish is not None:
+        totals.finished_ns = now
+
+
+def _count_drafts(sequence: Sequence, rows: int, depth: int, accepted: int) -> None:
+    """Count a pass that verified so many drafted rows, the last so deep, and accepted some."""
+    totals = sequence.totals
+    totals.drafted_steps += 1
+    totals.drafted_tokens += rows
+    _count_depths(totals.drafted_by_depth, depth)
+    _count_depths(totals.accepted_by_depth, accepted)
+
+
+def _count_depths(counts: list[int], depth: int) -> None:
+    """Add one to the first `depth` counts."""
+    counts.extend([0] * (depth - len(counts)))
+    for d in range(depth):
+        counts[d] += 1

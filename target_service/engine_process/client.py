@@ -1,0 +1,287 @@
+"""The engine of another process, with the interface of `target_service.engine.engine.Engine`.
+
+Everything here runs on the event loop: reports arrive there, and commands leave from there, so that the process that
+serves needs no second thread for its engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, cast
+
+from outrider.errors import (
+    Draining,
+    EngineDead,
+    PositionOutOfRange,
+    QuotaExceeded,
+    UnknownSequence,
+    WrongRoot,
+)
+from outrider.tree import TokenTree
+from outrider.wire.frames import DraftInfo
+from target_service.api.admission import ServedModel
+from target_service.config import TargetConfig
+from target_service.core.events import EngineSnapshot, Sequences
+from target_service.core.sequence import (
+    SequenceEvent,
+    SequenceFailed,
+    SequenceFinished,
+    SequenceRequest,
+    SequenceTotals,
+    Verdict,
+)
+from target_service.engine_process.messages import (
+    Cancel,
+    Configure,
+    Dead,
+    Drafter,
+    Frames,
+    Message,
+    Ready,
+    Refused,
+    Report,
+    Stop,
+    Submit,
+    Verify,
+    pack,
+)
+from target_service.preflight import EngineRefused
+
+if TYPE_CHECKING:
+    from target_service.engine.stats import EngineObserver
+
+logger = logging.getLogger(__name__)
+
+ENGINE_COMMAND = (sys.executable, "-m", "target_service.engine_process")
+# Longer than any step takes; a step that takes longer still will not end.
+STOP_SECONDS = 5.0
+# How long a process may take to end that nobody listens to any more.
+_EXIT_SECONDS = 2.0
+_RECEIVE_BYTES = 1 << 16
+# What a socket holds of reports while the event loop is busy; the kernel may grant less.
+_BUFFER_BYTES = 1 << 22
+
+
+class EngineLink(asyncio.Protocol):
+    """Starts the engine's process and speaks for it. Ids are minted here; all that `Engine` refuses is refused here.
+
+    Use: construct, `wait_until_ready` (which blocks, before there is an event loop), `start`, `stop`.
+    """
+
+    def __init__(self, config: TargetConfig, command: Sequence[str] = ENGINE_COMMAND) -> None:
+        """Start `command` with the number of its socket as last argument."""
+        self._max_waiting = config.max_waiting
+        self._frames = Frames()
+        self._ids = itertools.count(1)
+        # Every sequence from `submit` until the engine says that it is gone.
+        self._open: dict[int, SequenceRequest] = {}
+        # The last committed token of sequences whose client drafts.
+        self._roots: dict[int, int] = {}
+        self._observer: EngineObserver | None = None
+        self._sequences: Sequences | None = None
+        self._transport: asyncio.Transport | None = None
+        self._closed = asyncio.Event()
+        self._snapshot = EngineSnapshot(0, 0, 0, 0, 0, speculating=False, draft_connected=False)
+        self._draining = self._stopping = False
+        self._served: ServedModel | None = None
+        self.draft_info: DraftInfo | None = None
+        self.failure: BaseException | None = None
+        self.last_beat_ns = time.monotonic_ns()
+        self._socket, theirs = socket.socketpair()
+        with theirs:
+            for end in (self._socket, theirs):
+                end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
+            descriptor = theirs.fileno()
+            self._process = subprocess.Popen(
+                [*command, str(descriptor)], pass_fds=(descriptor,), stdin=subprocess.DEVNULL
+            )
+        self._socket.sendall(pack(Configure(config)))
+
+    @property
+    def pid(self) -> int:
+        """The engine's process."""
+        return self._process.pid
+
+    @property
+    def served(self) -> ServedModel:
+        """What is served, once it is ready."""
+        assert self._served is not None, "the engine is not ready"
+        return self._served
+
+    def wait_until_ready(self) -> None:
+        """Block until the model is loaded. Raises `EngineRefused` when it cannot be, having let go of the process."""
+        try:
+            while self._served is None:
+                data = self._socket.recv(_RECEIVE_BYTES)
+                if not data:
+                    raise EngineRefused(1, f"the engine's process ended with status {self._process.wait()}")
+                self.data_received(data)
+        except BaseException:
+            self._end_process()
+            raise
+
+    def use_tokenizer(self, tokenizer: Any) -> None:
+        """Take text too. The engine's process has loaded the tokenizer for itself."""
+        self._served = replace(self.served, tokenizer=tokenizer)
+
+    # What `lifecycle.serve_engine` asks of whoever hosts an engine.
+
+    def engine(self, observer: EngineObserver | None) -> EngineLink:
+        """This link. `observer` hears on the event loop what the engine did."""
+        self._observer = observer
+        return self
+
+    async def start(self, sequences: Sequences) -> None:
+        """Let `sequences` hear of events. The engine runs already."""
+        self._sequences = sequences
+        self.last_beat_ns = time.monotonic_ns()
+        await asyncio.get_running_loop().create_unix_connection(lambda: self, sock=self._socket)
+
+    async def stop(self) -> None:
+        """Fail what is left, and end the process; kill it when a step hangs."""
+        self._draining = self._stopping = True
+        if self._transport is not None:
+            self._send(Stop())
+            try:
+                await asyncio.wait_for(self._closed.wait(), STOP_SECONDS)
+            except TimeoutError:
+                logger.error("a step of the engine hangs; leaving without it")
+                self._process.kill()
+            self._transport.abort()
+        await asyncio.to_thread(self._end_process)
+
+    # What `Engine` offers.
+
+    def submit(self, request: SequenceRequest) -> int:
+        """See `Engine.submit`; what it counts may be a step old, as there."""
+        if self.failure is not None:
+            raise EngineDead("the engine has failed")
+        if self._draining:
+            raise Draining("the target is draining")
+        needed, capacity = len(request.token_ids) + request.max_tokens, self.served.max_context
+        if needed > capacity:
+            raise PositionOutOfRange("prompt and output do not fit", tokens=needed, capacity=capacity)
+        waiting = len(self._open) - self._snapshot.running
+        if waiting >= self._max_waiting:
+            raise QuotaExceeded("too many requests wait", waiting=waiting)
+        sequence_id = next(self._ids)
+        self._open[sequence_id] = request
+        if request.external:
+            self._roots[sequence_id] = request.token_ids[-1]
+        self._send(Submit(sequence_id, request))
+        return sequence_id
+
+    def verify(self, sequence_id: int, tree: TokenTree) -> None:
+        """See `Engine.verify`."""
+        root = self._roots.get(sequence_id)
+        if root is None:
+            raise UnknownSequence("the sequence is not open")
+        if tree.token_ids[0] != root:
+            raise WrongRoot("the tree's root is not the last committed token")
+        self._send(Verify(sequence_id, tree))
+
+    def cancel(self, sequence_id: int) -> None:
+        """See `Engine.cancel`."""
+        if sequence_id in self._open:
+            self._send(Cancel(sequence_id))
+
+    def drain(self) -> None:
+        """Refuse new requests; those under way go on."""
+        self._draining = True
+
+    def snapshot(self) -> EngineSnapshot:
+        """What the engine said last, and the sequences that it has not ended as far as is known here. Any thread."""
+        return replace(self._snapshot, sequences=len(self._open))
+
+    def _send(self, message: Message) -> None:
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(pack(message))
+
+    # What the event loop calls.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        for message in self._frames.feed(data):
+            if isinstance(message, Report):
+                self._hear(message)
+            elif isinstance(message, Drafter):
+                self.draft_info = message.info
+            elif isinstance(message, Dead):
+                self._fail(message.reason)
+            elif isinstance(message, Ready):
+                self._served = message.served
+            elif isinstance(message, Refused):
+                raise EngineRefused(message.status, message.reason)
+
+    def connection_lost(self, _exc: Exception | None) -> None:
+        self._closed.set()
+        if not self._stopping:
+            self._fail("the engine's process has ended")
+        self._end_all(EngineDead("the engine has failed"))
+
+    def _hear(self, report: Report) -> None:
+        self._snapshot, self.last_beat_ns = report.snapshot, report.beat_ns
+        observer = self._observer
+        if observer is not None:
+            for stats in report.steps:
+                observer.on_step(stats)
+            for active in report.switches:
+                observer.on_speculation(active)
+        for sequence_id, totals, outcome in report.ended:
+            self._close(sequence_id, totals, outcome)
+        for event in report.events:
+            if isinstance(event, Verdict):
+                if event.sequence_id in self._roots:
+                    self._roots[event.sequence_id] = event.token_ids[-1]
+            elif isinstance(event, SequenceFinished):
+                self._close(event.sequence_id, event.totals, event.finish.reason.value)
+            else:
+                self._forget(event.sequence_id)
+        self._dispatch(report.events)
+
+    def _close(self, sequence_id: int, totals: SequenceTotals, outcome: str) -> None:
+        request = self._forget(sequence_id)
+        if request is not None and self._observer is not None:
+            self._observer.on_finished(request, totals, outcome)
+
+    def _forget(self, sequence_id: int) -> SequenceRequest | None:
+        self._roots.pop(sequence_id, None)
+        return self._open.pop(sequence_id, None)
+
+    def _fail(self, reason: str) -> None:
+        if self.failure is None:
+            self.failure = EngineDead(reason)
+        self._end_all(EngineDead("the engine has failed"))
+
+    def _end_all(self, error: EngineDead) -> None:
+        """The last event of every sequence that is still open."""
+        failed: list[SequenceEvent] = [SequenceFailed(sequence_id, error) for sequence_id in self._open]
+        self._open.clear()
+        self._roots.clear()
+        self._dispatch(failed)
+
+    def _dispatch(self, events: list[SequenceEvent]) -> None:
+        """Hand events over in a turn of their own, so that a bug of a sink does not end the connection."""
+        if events and self._sequences is not None:
+            asyncio.get_running_loop().call_soon(self._sequences.dispatch, events)
+
+    def _end_process(self) -> None:
+        """Free what the process holds. It ends by itself when its socket closes, unless it hangs."""
+        self._socket.close()
+        try:
+            status = self._process.wait(_EXIT_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            status = self._process.wait()
+        if self.failure is not None:
+            logger.error("the engine's process ended with status %d", status)

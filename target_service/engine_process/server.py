@@ -1,0 +1,228 @@
+"""The engine's own process: `python -m target_service.engine_process FD`, started by `link.EngineLink`.
+
+It loads the model, measures, connects the draft, and runs the engine; what to run comes in over one socket, and what
+happened goes out, in one report per step. It ends when it is told to, when a step fails, and when the socket closes,
+which is how it learns that the process that serves is gone.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable
+from typing import Protocol
+
+from outrider.errors import OutriderError
+from outrider.runtime import configure_logging, settled
+from outrider.tree import TokenTree
+from outrider.wire.frames import DraftInfo
+from target_service.api.admission import ServedModel
+from target_service.config import TargetConfig
+from target_service.core.events import EngineSnapshot
+from target_service.core.sequence import (
+    FinishReason,
+    SequenceEvent,
+    SequenceFailed,
+    SequenceRequest,
+    SequenceTotals,
+    StepStats,
+)
+from target_service.engine_process.messages import (
+    Cancel,
+    Configure,
+    Dead,
+    Drafter,
+    Frames,
+    Ready,
+    Refused,
+    Report,
+    Stop,
+    Submit,
+    Verify,
+    pack,
+)
+from target_service.engine_process.outbox import Outbox
+from target_service.preflight import EngineRefused
+
+logger = logging.getLogger(__name__)
+
+# How often the engine is looked at while it reports no steps, in seconds.
+_BEAT_SECONDS = 0.05
+# The last events wait so long for a server that reads slowly, and no longer for one that is gone; and so many bytes
+# are read at once. Chosen, not measured.
+_FLUSH_SECONDS = 2.0
+_RECEIVE_BYTES = 1 << 16
+# What events tell of, so that the observer need not.
+_TOLD = frozenset(reason.value for reason in FinishReason)
+
+
+class HostedEngine(Protocol):
+    """The engine as its process sees it; `target_service.engine.engine.Engine` says what each member means."""
+
+    failure: BaseException | None
+    last_beat_ns: int
+
+    @property
+    def draft_info(self) -> DraftInfo | None: ...
+    def start(self, deliver: Callable[[list[SequenceEvent]], None]) -> None: ...
+    def submit(self, request: SequenceRequest, sequence_id: int | None = None) -> int: ...
+    def verify(self, sequence_id: int, tree: TokenTree) -> None: ...
+    def cancel(self, sequence_id: int) -> None: ...
+    def snapshot(self) -> EngineSnapshot: ...
+
+
+class Hosted(Protocol):
+    """An engine and what it serves. `stop` fails what is left and lets go of everything."""
+
+    @property
+    def engine(self) -> HostedEngine: ...
+    @property
+    def served(self) -> ServedModel: ...
+    def stop(self) -> None: ...
+
+
+class Reporter:
+    """Collects what the engine tells between two reports. An `EngineObserver`."""
+
+    def __init__(self, outbox: Outbox) -> None:
+        self._outbox = outbox
+        # Reports leave from the engine's thread, and in quiet times from the main one.
+        self._lock = threading.Lock()
+        self._steps: list[StepStats] = []
+        self._ended: list[tuple[int, SequenceTotals, str]] = []
+        self._switches: list[bool] = []
+        # By identity: the engine gives back the very request that it was given.
+        self._ids: dict[int, int] = {}
+
+    def submitted(self, sequence_id: int, request: SequenceRequest) -> None:
+        """A request is about to be submitted."""
+        self._ids[id(request)] = sequence_id
+
+    def refused(self, request: SequenceRequest) -> None:
+        """The engine did not take it."""
+        del self._ids[id(request)]
+
+    def on_step(self, stats: StepStats) -> None:
+        with self._lock:
+            self._steps.append(stats)
+
+    def on_finished(self, request: SequenceRequest, totals: SequenceTotals, outcome: str) -> None:
+        sequence_id = self._ids.pop(id(request), None)
+        if sequence_id is not None and outcome not in _TOLD:
+            with self._lock:
+                self._ended.append((sequence_id, totals, outcome))
+
+    def on_speculation(self, active: bool) -> None:
+        with self._lock:
+            self._switches.append(active)
+
+    def report(self, engine: HostedEngine, events: list[SequenceEvent]) -> None:
+        """Send what was collected, with a step's events. Never waits for the other process."""
+        with self._lock:
+            steps, ended, switches = self._steps, self._ended, self._switches
+            self._steps, self._ended, self._switches = [], [], []
+        report = Report(events, steps, ended, switches, engine.snapshot(), engine.last_beat_ns)
+        self._outbox.send(pack(report))
+
+
+class EngineHost:
+    """Runs an engine for the process at the other end of a socket."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._outbox = Outbox(connection)
+        self._reporter = Reporter(self._outbox)
+        self._stopping = threading.Event()
+        self._engine: HostedEngine | None = None
+
+    def run(self, config: TargetConfig, frames: Frames, build: Callable[[TargetConfig, Reporter], Hosted]) -> int:
+        """Build an engine and run it to its end. Returns the exit status."""
+        threading.Thread(target=self._obey, args=(frames,), name="commands", daemon=True).start()
+        try:
+            hosted = build(config, self._reporter)
+        except EngineRefused as refusal:
+            self._outbox.send(pack(Refused(refusal.status, refusal.reason)))
+            self._outbox.flush(_FLUSH_SECONDS)
+            return refusal.status
+        self._engine = hosted.engine
+        with settled():
+            # Only now, since settling takes a while too.
+            self._outbox.send(pack(Ready(hosted.served)))
+            self._serve(hosted.engine)
+        hosted.stop()
+        self._outbox.flush(_FLUSH_SECONDS)
+        return 0 if hosted.engine.failure is None else 1
+
+    def _serve(self, engine: HostedEngine) -> None:
+        engine.start(lambda events: self._reporter.report(engine, events))
+        drafter: DraftInfo | None = None
+        while engine.failure is None and not self._stopping.wait(_BEAT_SECONDS):
+            self._reporter.report(engine, [])
+            if engine.draft_info != drafter:
+                drafter = engine.draft_info
+                self._outbox.send(pack(Drafter(drafter)))
+        if engine.failure is not None:
+            self._outbox.send(pack(Dead("the engine has failed")))
+
+    def _obey(self, frames: Frames) -> None:
+        """Do what the other process asks, until it is gone."""
+        try:
+            while data := self._receive():
+                for message in frames.feed(data):
+                    self._command(message)
+        # A process that no longer listens must end, whatever the bug was, so that the other one hears of it.
+        except Exception:
+            logger.exception("bug while obeying")
+        if not self._stopping.is_set():
+            # Nobody is left to report to, and whatever loads or computes now would only hold the device.
+            os._exit(1)
+
+    def _receive(self) -> bytes:
+        try:
+            return self._connection.recv(_RECEIVE_BYTES)
+        except ConnectionError:
+            return b""
+
+    def _command(self, message: object) -> None:
+        if isinstance(message, Stop):
+            self._stopping.set()
+            return
+        engine = self._engine
+        assert engine is not None, "nothing is asked of an engine that is not ready"
+        if isinstance(message, Submit):
+            self._submit(engine, message)
+        elif isinstance(message, Cancel):
+            engine.cancel(message.sequence_id)
+        elif isinstance(message, Verify):
+            try:
+                engine.verify(message.sequence_id, message.tree)
+            except OutriderError as error:
+                # It has ended meanwhile, and the other side is about to hear of it.
+                logger.debug("a tree that came too late: %s", error.reason)
+
+    def _submit(self, engine: HostedEngine, message: Submit) -> None:
+        self._reporter.submitted(message.sequence_id, message.request)
+        try:
+            engine.submit(message.request, message.sequence_id)
+        except OutriderError as error:
+            self._reporter.refused(message.request)
+            self._reporter.report(engine, [SequenceFailed(message.sequence_id, error)])
+
+
+def serve_engine(descriptor: int, build: Callable[[TargetConfig, Reporter], Hosted]) -> int:
+    """Run what `build` makes for the process at the other end of an inherited socket. Returns the exit status."""
+    # A terminal's Ctrl-C and a supervisor's SIGTERM reach every process of the group. The one that serves drains, and
+    # needs its engine for that; this one ends when that has.
+    for name in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(name, signal.SIG_IGN)
+    with socket.socket(fileno=descriptor) as connection:
+        frames = Frames()
+        while data := connection.recv(_RECEIVE_BYTES):
+            for message in frames.feed(data):
+                if isinstance(message, Configure):
+                    configure_logging(message.config.log_level)
+                    return EngineHost(connection).run(message.config, frames, build)
+    return 1

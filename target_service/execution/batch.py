@@ -1,0 +1,118 @@
+"""Lays a schedule and its trees out as one forward pass: rows, positions, cache slots, masks, rows of logits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from outrider.tree import TokenTree
+from target_service.core.kv_cache import KVCache
+from target_service.core.scheduler import Chunk
+from target_service.core.sequence import Sequence
+from target_service.model.forward import ForwardInput
+from tree_kernels.attention import AttentionBatch
+
+
+class StepItem(NamedTuple):
+    """One sequence's part of a step: its known tokens, and the tree whose root is the last of them.
+
+    `tree` is None while the prompt is being read. The tree's rows start at `first_row` of the step's rows, and at
+    `first_logit` of those whose logits are wanted. `start` is how many keys the sequence had before the step, and
+    `preemptions` how often its pages had been taken.
+    """
+
+    sequence: Sequence
+    start: int
+    known: int
+    tree: TokenTree | None
+    first_row: int
+    first_logit: int
+    preemptions: int
+
+    @property
+    def kept(self) -> bool:
+        """Whether the sequence still has the pages that the step writes to."""
+        return self.preemptions == self.sequence.totals.preemptions
+
+
+class DeviceRows(NamedTuple):
+    """What the device chooses from its node tables: it makes a pass of so many `rows` at most, of which each sequence
+    gets no more than its limit besides its root, by place in the batch."""
+
+    rows: int
+    limits: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StepBatch:
+    """One forward pass over all scheduled sequences."""
+
+    items: tuple[StepItem, ...]
+    input: ForwardInput
+    decode_rows: int
+    prefill_rows: int
+    # Whether any tree has more rows than its root.
+    drafted: bool
+    # What the device chooses itself, if anything.
+    device_rows: DeviceRows | None = None
+
+    def moved_on(self, accepted_counts: SequenceOf[int]) -> StepBatch:
+        """The batch, laid out as if the step before had accepted no drafted row, now that it is known what it accepted
+        by place in it."""
+        moves = dict(self.input.moves(accepted_counts))
+        items = (item._replace(start=item.start + moves.get(place, 0)) for place, item in enumerate(self.items))
+        return replace(self, items=tuple(items), input=self.input.moved_on(accepted_counts))
+
+
+def keys_of(rows: int, stride: int, limit: int | None = None) -> int:
+    """Keys that so many passes of `rows` may write, one after the other; where the device drafts up to a limit of rows
+    for each, with those of one more pass, which is made ready and not run."""
+    return rows + stride - 1 if limit is None else (stride + 1) * (1 + limit)
+
+
+def lay_out(
+    chunks: SequenceOf[Chunk],
+    trees: SequenceOf[TokenTree | None],
+    cache: KVCache,
+    stride: int = 1,
+    device_rows: DeviceRows | None = None,
+) -> StepBatch:
+    """Build the step. `trees[i]` belongs to `chunks[i]`; only a chunk of one row may carry drafted rows.
+
+    Of the passes of a `stride`, this is the first; the pages hold the keys of all. Row r of a sequence sits in cache
+    slot `kv_length + r`; its position is `kv_length` plus its depth. A token that the step under way will say is laid
+    out as `Sequence.feed` gives it, and as if that step accepted no drafted row. Where the device chooses rows,
+    all trees are roots alone, and the pages hold what all passes may accept.
+    """
+    token_ids, positions, slots, logit_rows = (list[int]() for _ in range(4))
+    starts, pages = [0], list[SequenceOf[int]]()
+    parents: list[tuple[int, ...] | None] = []
+    items: list[StepItem] = []
+    limits = device_rows.limits if device_rows is not None else (None,) * len(chunks)
+    for chunk, tree, limit in zip(chunks, trees, limits, strict=True):
+        sequence, start = chunk.sequence, chunk.sequence.kv_length
+        first_row = len(token_ids)
+        token_ids.extend(sequence.feed(start, chunk.count))
+        positions.extend(range(start, start + chunk.count))
+        root_row, rows, shape = first_row + chunk.count - 1, chunk.count, None
+        first_logit, preemptions = len(logit_rows), sequence.totals.preemptions
+        items.append(StepItem(sequence, start, chunk.count, tree, root_row, first_logit, preemptions))
+        if tree is not None:
+            if tree.drafted:
+                rows += tree.drafted
+                token_ids.extend(tree.token_ids[1:])
+                positions.extend(start + depth for depth in tree.depths[1:])
+                shape = None if tree.is_chain else tree.parents
+            logit_rows.extend(range(root_row, first_row + rows))
+        slots.extend(cache.slots(sequence.pages, start, rows))
+        starts.append(first_row + rows)
+        keys = start + keys_of(rows, stride, limit) + sequence.awaited_drafts
+        pages.append(sequence.pages[: cache.pages_for(keys)])
+        parents.append(shape)
+    prefixes = tuple(item.start for item in items)
+    attention = AttentionBatch(tuple(starts), prefixes, tuple(pages), cache.page_size, tuple(parents))
+    room, decode_rows = device_rows.rows if device_rows is not None else 0, len(logit_rows)
+    forward = ForwardInput(tuple(token_ids), tuple(positions), tuple(slots), attention, tuple(logit_rows), room)
+    drafted = any(item.tree is not None and item.tree.drafted for item in items)
+    return StepBatch(tuple(items), forward, max(decode_rows, room), len(token_ids) - decode_rows, drafted, device_rows)

@@ -1,0 +1,245 @@
+"""Steps that the device verifies by itself: the host reads back which rows were accepted, and nothing else.
+
+Sequences whose law hangs on more than logits and their parameters (penalties, biases, log-probabilities) are verified
+on the host, from the same logits, while the others are on the device.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence as SequenceOf
+from typing import Literal
+
+import numpy
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from target_service.core.kv_cache import KVCache
+from target_service.core.sequence import MAX_STRIDE
+from target_service.execution import node_tables
+from target_service.execution.batch import StepBatch, StepItem
+from target_service.execution.device_rows import TableStep, room_for_said
+from target_service.execution.device_time import DeviceSpan
+from target_service.execution.host_executor import CopiedLater, HostSteps, Launched, Steps, move_on_host, verify_on_host
+from target_service.execution.node_tables import NodeTables
+from target_service.execution.post_pass import FollowUp, Kind
+from target_service.model.forward import ForwardPass
+from target_service.model.runner import ModelRunner
+from target_service.sampling.verifier import SequenceVerifier, Verified
+from tree_kernels.node_table import NodeTable
+from tree_kernels.verification import DeviceVerifier, Mode, RowsToVerify, Verdicts, Walk, records_of
+
+# Results under way at most: that of a step, and that of the one launched after it.
+_RESULTS = 2
+
+
+def best_steps(runner: ModelRunner, *, max_sequences: int, max_rows: int) -> Steps:
+    """`DeviceSteps` on a GPU that has Triton, else `HostSteps`."""
+    if runner.device.type != "cuda" or not importlib.util.find_spec("triton"):
+        return HostSteps(runner)
+    steps = DeviceSteps(runner, max_sequences=max_sequences, max_rows=max_rows)
+    steps.warm_up()
+    return steps
+
+
+class DeviceSteps:
+    """Launches steps one after the other on the device's stream, without waiting for any."""
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        *,
+        max_sequences: int,
+        max_rows: int,
+        backend: Literal["triton", "torch"] | None = None,
+    ) -> None:
+        """`max_sequences` and `max_rows` bound every step; `backend` is that of `DeviceVerifier`."""
+        self._runner = runner
+        self.in_background = runner.device.type == "cuda"
+        self._verifier = DeviceVerifier(runner.device, runner.vocabulary_size, max_sequences, max_rows, backend=backend)
+        if runner.node_table is not None and runner.node_table.max_sequences != max_sequences:
+            raise ValueError(
+                f"drafts are looked up for steps of {runner.node_table.max_sequences}, not {max_sequences}"
+            )
+        size, on_gpu = 2 * max_sequences + max_rows, runner.device.type == "cuda"
+        pinned = torch.zeros(_RESULTS, size, dtype=torch.int32, pin_memory=on_gpu)
+        self._results = [Verdicts.over(tensor, max_sequences) for tensor in pinned]
+        # [_RESULTS, MAX_STRIDE - 1, max_sequences] int32
+        self._following = torch.zeros(_RESULTS, MAX_STRIDE - 1, max_sequences, dtype=torch.int32, pin_memory=on_gpu)
+        self._said = room_for_said(_RESULTS, max_sequences, MAX_STRIDE, on_gpu=on_gpu)
+        self.tables = NodeTables(max_sequences) if runner.node_table is not None else None
+        self._count = 0
+        # Of the step under way.
+        self._verdicts = self._verifier.verdicts
+        self._nothing = torch.zeros(max_sequences, dtype=torch.int32, device=runner.device)
+        # Drafted rows that it accepts, by place; None where it drafts itself.
+        self._moves: Tensor | None = self._nothing
+        self._follow_up = FollowUp(runner, self._verifier, backend)
+
+    def warm_up(self) -> None:
+        """Have every kernel compiled that a request may ask for, so that none waits for it. Seconds for each, once."""
+        device, vocabulary_size = self._runner.device, self._runner.vocabulary_size
+        for rows in (1, 16):
+            logits = torch.zeros(rows, vocabulary_size, dtype=self._runner.dtype, device=device)
+            integers = torch.zeros(rows, dtype=torch.int32, device=device)
+            packed = self._verifier.pack([RowsToVerify(0, rows, Mode.COUPLED, top_k=2, is_chain=True)])
+            parameters = torch.from_numpy(packed).to(device)
+            step = (logits, integers, integers, parameters)
+            self._verifier.greedy(*step)
+            drawn = torch.from_numpy(self._verifier.pack_distributions({0: ((0,), (1,))})).to(device)
+            for distributions in (None, drawn):
+                for filtered in (False, True):
+                    self._verifier.sampled(*step, distributions, filtered=filtered)
+        self._follow_up.capture_ahead()
+        if self.tables is not None:
+            node_tables.warm_up()
+
+    def launch(self, batch: StepBatch, verifiers: SequenceOf[SequenceVerifier], stride: int = 1) -> Launched:
+        """See `Steps.launch`."""
+        span = DeviceSpan() if self.in_background else None
+        pairs = zip(batch.items, verifiers, strict=True)
+        rows = [_on_device(item, verifier) or RowsToVerify(0, 0) for item, verifier in pairs]
+        parameters = self._verifier.pack(rows)
+        moves, table = self._moves, self._runner.node_table
+        if batch.device_rows is not None:
+            # What each may get; how many rows it has is found behind every pass.
+            records_of(parameters, len(rows))["rows"] += batch.device_rows.limits
+            return self._launch_device_rows(batch, rows, parameters, stride, span)
+        if moves is not self._nothing and min(batch.input.token_ids) < 0:
+            assert stride == 1, "only the device knows where later passes would begin"
+            if moves is None:
+                assert table is not None
+                moves = table.accepted
+            done = self._runner.run_after(batch.input, moves, parameters)
+        else:
+            done = self._runner.run(batch.input, parameters)
+        self._moves = self._verdicts.accepted_counts if batch.drafted else self._nothing
+        self._conclude(batch, rows, done)
+        verdicts, count = self._verdicts, len(rows)
+        self._count += 1
+        place = self._count % _RESULTS
+        result = self._results[place]
+        result.tensor.copy_(verdicts.tensor, non_blocking=True)
+        following = self._following[place, : stride - 1, :count] if stride > 1 else None
+        for passes in range(1, stride):
+            assert following is not None
+            done = self._runner.run_later(batch.input, passes, parameters)
+            self._conclude(batch, rows, done)
+            following[passes - 1].copy_(verdicts.next_tokens[:count], non_blocking=True)
+        return _OnDevice(self._runner.cache, batch, verifiers, done.logits, result, following, span)
+
+    def _launch_device_rows(
+        self,
+        batch: StepBatch,
+        rows: SequenceOf[RowsToVerify],
+        parameters: NDArray[numpy.int32],
+        passes: int,
+        span: DeviceSpan | None,
+    ) -> Launched:
+        """Each pass is moved on behind the one before it, and its rows are chosen there; see `NodeTable`."""
+        table = self._runner.node_table
+        assert table is not None, "rows are chosen from tables, which need the tokens that were kept"
+        self._graft(batch, table)
+        done = self._runner.run_device_rows(batch.input, parameters, self._moves)
+        self._conclude(batch, rows, done)
+        for _ in range(1, passes):
+            done = self._runner.run_again(batch.input, done)
+            self._conclude(batch, rows, done)
+        self._moves = None
+        self._count += 1
+        return TableStep(len(rows), passes, table, self._said[self._count % _RESULTS], span)
+
+    def _graft(self, batch: StepBatch, table: NodeTable) -> None:
+        """Bring what drafts said since the last launch into the device's tables, and who of the step has which."""
+        assert self.tables is not None, "there is one where the runner has a table"
+        frame = self.tables.frame([item.sequence.sequence_id for item in batch.items])
+        if frame is None:
+            return
+        integers, count = frame
+        # PyTorch keeps pinned memory that a copy still reads from being given out again.
+        pinned = torch.empty(len(integers), dtype=torch.int32, pin_memory=self.in_background)
+        pinned.numpy()[:] = integers
+        table.graft(pinned.to(table.tokens.device, non_blocking=True), count)
+
+    def _conclude(self, batch: StepBatch, rows: SequenceOf[RowsToVerify], done: ForwardPass) -> None:
+        """Verify a pass, bring accepted keys and values into place, and leave what was said for the next pass."""
+        laws = _laws_of(batch)
+        if laws:
+            packed = torch.from_numpy(self._verifier.pack_distributions(laws))
+            self._follow_up.run(Kind(batch.drafted), done, packed.to(done.logits.device))
+            return
+        chosen = batch.device_rows is not None
+        greedy = all(one.mode is Mode.GREEDY for one in rows)
+        filtered = not greedy and any(one.filtered for one in rows)
+        self._follow_up.run(Kind(batch.drafted or chosen, greedy, filtered, goes_on=chosen), done)
+
+
+def _laws_of(batch: StepBatch) -> dict[int, tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Draft distributions by row of the step."""
+    return {
+        item.first_row + row: (law.token_ids, law.weights)
+        for item in batch.items
+        if item.tree is not None
+        for row, law in item.tree.distributions.items()
+    }
+
+
+class _OnDevice(CopiedLater):
+    """A step of `DeviceSteps`. Its result is good until the next but one is launched, its logits until the next: where
+    the host still has to look at them, `followable` is False and none is launched before it has."""
+
+    def __init__(
+        self,
+        cache: KVCache,
+        batch: StepBatch,
+        verifiers: SequenceOf[SequenceVerifier],
+        logits: Tensor,
+        result: Verdicts,
+        following: Tensor | None,
+        span: DeviceSpan | None,
+    ) -> None:
+        """`following` [passes after the first, sequences] are the tokens that those passes said, if there are any."""
+        self.span = span
+        self._cache = cache
+        self._batch = batch
+        self._verifiers = verifiers
+        self._logits = logits
+        self._result = result
+        self._following = following
+        super().__init__(logits)
+
+    @property
+    def followable(self) -> bool:
+        """Whether the device verifies every sequence."""
+        return all(verifier.on_device for verifier in self._verifiers)
+
+    def outcomes(self) -> list[Verified | None]:
+        """See `Launched.outcomes`."""
+        self.wait()
+        result = self._result
+        count = len(self._batch.items)
+        counts, tokens = result.accepted_counts[:count].tolist(), result.next_tokens[:count].tolist()
+        accepted = result.accepted_rows[: len(self._batch.input.token_ids)].tolist() if any(counts) else []
+        following = self._following.T.tolist() if self._following is not None else [()] * count
+        outcomes: list[Verified | None] = []
+        by_host: list[Verified | None] = []
+        for place, (item, verifier) in enumerate(zip(self._batch.items, self._verifiers, strict=True)):
+            alone = None if verifier.on_device else verify_on_host(item, verifier, self._logits, item.first_row)
+            by_host.append(alone)
+            if item.tree is not None and verifier.on_device:
+                rows = tuple(accepted[item.first_row : item.first_row + counts[place]])
+                alone = Verified(Walk(rows, tokens[place]), (), tuple(following[place]))
+            outcomes.append(alone)
+        move_on_host(self._batch.items, by_host, self._cache)
+        return outcomes
+
+
+def _on_device(item: StepItem, verifier: SequenceVerifier) -> RowsToVerify | None:
+    """What the device is to verify of a sequence; None where there is nothing, or the host does it."""
+    if item.tree is None or not verifier.on_device:
+        return None
+    sequence = item.sequence
+    # Each awaited token is a step's.
+    step = sequence.step + sequence.awaited_tokens
+    return verifier.rows_to_verify(item.tree, item.first_row, sequence.length, step)

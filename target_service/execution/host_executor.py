@@ -1,0 +1,211 @@
+"""Runs a step that was laid out: forward, verify, and accepted keys and values into place.
+
+`HostSteps` is the plain form, in which the host looks at logits; `device_steps.DeviceSteps` must say the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from target_service.core.kv_cache import KVCache
+from target_service.execution.batch import StepBatch, StepItem
+from target_service.execution.device_time import DeviceSpan
+from target_service.execution.node_tables import NodeTables
+from target_service.model.runner import ModelRunner
+from target_service.sampling.verifier import SequenceVerifier, Verified
+from tree_kernels.verification import move_kv
+
+
+class Launched(Protocol):
+    """A step under way."""
+
+    # When the device works on it, where the host is free meanwhile.
+    span: DeviceSpan | None
+
+    @property
+    def on_device(self) -> bool:
+        """Whether the host is free while it runs."""
+
+    @property
+    def followable(self) -> bool:
+        """Whether a step may be launched after it that reads its tokens, before `outcomes` is called."""
+
+    def wait(self) -> None:
+        """Wait until the device has said what it has to say."""
+
+    def ended(self) -> bool:
+        """Whether it has."""
+
+    def outcomes(self) -> list[Verified | None]:
+        """What the target said of each tree; None for prompts that are still being read. Waits if need be.
+
+        The keys and values of accepted rows are in place then, or will be before any later step reads them.
+        """
+
+
+class CopiedLater:
+    """What a launch has said, on its way to the host: there once the device comes to the end of what is queued now."""
+
+    def __init__(self, source: Tensor) -> None:
+        """All copies, and `source`, which says by its device whether any wait, have been queued."""
+        self._done: torch.cuda.Event | None = None
+        if source.is_cuda:
+            self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._done.record()
+
+    @property
+    def on_device(self) -> bool:
+        """See `Launched.on_device`."""
+        return self._done is not None
+
+    def ended(self) -> bool:
+        """See `Launched.ended`."""
+        return self._done is None or bool(self._done.query())  # type: ignore[no-untyped-call]
+
+    def wait(self) -> None:
+        """See `Launched.wait`."""
+        if self._done is not None:
+            self._done.synchronize()
+
+
+class Steps(Protocol):
+    """What the engine launches its steps with."""
+
+    @property
+    def in_background(self) -> bool:
+        """Whether the host goes on while a step runs."""
+
+    @property
+    def tables(self) -> NodeTables | None:
+        """Where drafts for steps with `StepBatch.device_rows` go; None where the device chooses no rows."""
+
+    def launch(self, batch: StepBatch, verifiers: SequenceOf[SequenceVerifier], stride: int = 1) -> Launched:
+        """Begin a step. `verifiers[i]` belongs to `batch.items[i]`. Awaited tokens are those of the step before, and
+        begin as much later than they are laid out as that step accepts drafted rows.
+
+        `stride` passes are run, each feeding what the one before said; all trees are then roots alone. Where the device
+        chooses rows, every sequence is GREEDY or COUPLED and verified on the device.
+        """
+
+
+class HostSteps:
+    """One step after the other, verified row by row as the walks come to them."""
+
+    tables: NodeTables | None = None
+
+    def __init__(self, runner: ModelRunner, *, followable: bool = False, in_background: bool = False) -> None:
+        """`followable` lets the engine prepare each step before the one under way has ended, and `in_background` says
+        that the host is free meanwhile. Either gains nothing here: they are for tests of that order."""
+        self._runner = runner
+        self.in_background = in_background
+        self._followable = followable
+        self._last: _OnHost | None = None
+
+    def launch(self, batch: StepBatch, verifiers: SequenceOf[SequenceVerifier], stride: int = 1) -> Launched:
+        """See `Steps.launch`."""
+        if self._last is not None and min(batch.input.token_ids) < 0:
+            batch = batch.moved_on(self._last.accepted_counts())
+        logits = self._runner.forward(replace(batch.input, token_ids=self._known(batch.input.token_ids)))
+        self._last = _OnHost(self._runner, batch, verifiers, logits, self._followable, stride)
+        return self._last
+
+    def _known(self, token_ids: tuple[int, ...]) -> tuple[int, ...]:
+        """The tokens, those awaited from the last step filled in."""
+        if min(token_ids) >= 0:
+            return token_ids
+        assert self._last is not None, "a token is awaited from no step"
+        said = [_last_token(outcome) if outcome else -1 for outcome in self._last.outcomes()]
+        return tuple(token if token >= 0 else said[-1 - token] for token in token_ids)
+
+
+class _OnHost:
+    """A step of `HostSteps`: its logits are there, and looked at when the outcome is asked for."""
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        batch: StepBatch,
+        verifiers: SequenceOf[SequenceVerifier],
+        logits: Tensor,
+        followable: bool,
+        stride: int,
+    ) -> None:
+        self.span: DeviceSpan | None = None
+        self._runner = runner
+        self._stride = stride
+        self._batch = batch
+        self._verifiers = verifiers
+        self._logits = logits
+        self._outcomes: list[Verified | None] | None = None
+        self.on_device = False
+        self.followable = followable
+
+    def wait(self) -> None:
+        """The logits are there since the launch."""
+
+    def ended(self) -> bool:
+        """See `wait`."""
+        return True
+
+    def outcomes(self) -> list[Verified | None]:
+        if self._outcomes is None:
+            pairs = zip(self._batch.items, self._verifiers, strict=True)
+            self._outcomes = [verify_on_host(item, one, self._logits, item.first_logit) for item, one in pairs]
+            move_on_host(self._batch.items, self._outcomes, self._runner.cache)
+            for passes in range(1, self._stride):
+                self._outcomes = self._follow(self._outcomes, passes)
+        return self._outcomes
+
+    def accepted_counts(self) -> list[int]:
+        """Drafted rows accepted, by place in the batch."""
+        return [0 if outcome is None else len(outcome.walk.accepted_rows) for outcome in self.outcomes()]
+
+    def _follow(self, outcomes: SequenceOf[Verified | None], passes: int) -> list[Verified | None]:
+        """One more pass, with the token that each sequence said in it."""
+        said = [-1 if one is None else _last_token(one) for one in outcomes]
+        logits = self._runner.forward(replace(self._batch.input.later(passes), token_ids=tuple(said)))
+        followed: list[Verified | None] = []
+        for item, verifier, outcome in zip(self._batch.items, self._verifiers, outcomes, strict=True):
+            assert item.tree is not None and outcome is not None, "every sequence of a stride says a token in each pass"
+            before = [outcome.walk.next_token, *outcome.following]
+            rows = logits[item.first_logit : item.first_logit + 1]
+            sequence = item.sequence
+            said_now = verifier.verify(item.tree, rows, sequence.output + before, sequence.step + passes)
+            followed.append(replace(outcome, following=(*outcome.following, said_now.walk.next_token)))
+        return followed
+
+
+def _last_token(outcome: Verified) -> int:
+    return outcome.following[-1] if outcome.following else outcome.walk.next_token
+
+
+def verify_on_host(item: StepItem, verifier: SequenceVerifier, logits: Tensor, first: int) -> Verified | None:
+    """Walk one sequence's tree, whose rows are those of `logits` [rows, vocabulary] from `first` on."""
+    if item.tree is None:
+        return None
+    rows = logits[first : first + len(item.tree)]
+    return verifier.verify(item.tree, rows, item.sequence.output, item.sequence.step)
+
+
+def move_on_host(items: SequenceOf[StepItem], outcomes: SequenceOf[Verified | None], cache: KVCache) -> None:
+    """Bring every accepted path right behind its root.
+
+    Rows are accepted in rising order and move down only, so that gather-then-scatter in one call is safe.
+    """
+    sources: list[int] = []
+    targets: list[int] = []
+    for item, outcome in zip(items, outcomes, strict=True):
+        if outcome is None:
+            continue
+        root_slot = item.start + item.known - 1
+        for place, row in enumerate(outcome.walk.accepted_rows, start=1):
+            if row != place:
+                sources += cache.slots(item.sequence.pages, root_slot + row, 1)
+                targets += cache.slots(item.sequence.pages, root_slot + place, 1)
+    if sources:
+        move_kv([*cache.keys, *cache.values], sources, targets)

@@ -1,0 +1,84 @@
+"""How many passes are launched at once where nobody has to see their tokens in between."""
+
+from __future__ import annotations
+
+from target_service.core.kv_cache import OutOfPages
+from target_service.core.scheduler import Schedule, Scheduler
+from target_service.core.sequence import MAX_STRIDE
+from target_service.execution.batch import DeviceRows, keys_of
+
+# A client gets the tokens of a stride together, and a newcomer waits for its end.
+_LONGEST_SECONDS = 8e-3
+# Strides between two changes of mind.
+_PATIENCE = 8
+# The host is what a stride waits for when it is at work for more than this share of the time, and would not be with
+# half the stride when it is at work for less than that.
+_BUSY, _IDLE = 0.85, 0.35
+
+
+class Stride:
+    """Finds the shortest stride that leaves no device waiting for its host.
+
+    With many sequences and a small model a step's work on the host takes longer than the device needs for it. Most of
+    that work is done once for all passes that are launched together.
+    """
+
+    def __init__(self, passes: int = 1) -> None:
+        """`passes` to begin with."""
+        self.passes = passes
+        self._seen = 0
+        self._seconds = self._working = 0.0
+
+    def choose(
+        self,
+        schedule: Schedule,
+        scheduler: Scheduler,
+        max_context: int,
+        device_rows: DeviceRows | None,
+        *,
+        several: bool,
+    ) -> tuple[int, DeviceRows | None]:
+        """Passes to launch at once, and the rows that the device chooses for them: `several` and as asked for
+        where every sequence decodes, and gets pages for all of them."""
+        for passes in (self.passes, 1) if several else (1,):
+            if _have_pages(schedule, scheduler, max_context, passes, device_rows):
+                return passes, device_rows
+        return 1, None
+
+    def observe(self, passes: int, seconds: float, waited: float) -> None:
+        """`passes` launched while others ran took `seconds` from the end of those, of which the host waited some."""
+        if passes != self.passes:
+            # Launched before the last change.
+            return
+        self._seen += 1
+        self._seconds += seconds
+        self._working += seconds - waited
+        if self._seen < _PATIENCE:
+            return
+        busy, each = self._working / self._seconds, self._seconds / self._seen
+        self._seen, self._seconds, self._working = 0, 0.0, 0.0
+        if busy > _BUSY and 2 * passes <= MAX_STRIDE and 2 * each <= _LONGEST_SECONDS:
+            self.passes *= 2
+        elif passes > 1 and (busy < _IDLE or each > _LONGEST_SECONDS):
+            self.passes //= 2
+
+
+def _have_pages(
+    schedule: Schedule, scheduler: Scheduler, max_context: int, passes: int, device_rows: DeviceRows | None
+) -> bool:
+    """Hold pages for so many passes. False where a sequence gets none, or would become too long."""
+    if passes == 1 and device_rows is None:
+        return True
+    if not all(chunk.takes_tree for chunk in schedule.chunks):
+        return False
+    sequences = [chunk.sequence for chunk in schedule.chunks]
+    limits = device_rows.limits if device_rows is not None else (None,) * len(sequences)
+    keys = [one.awaited_drafts + keys_of(1, passes, limit) for one, limit in zip(sequences, limits, strict=True)]
+    if any(one.length + more > max_context for one, more in zip(sequences, keys, strict=True)):
+        return False
+    try:
+        for sequence, more in zip(sequences, keys, strict=True):
+            scheduler.reserve(sequence, sequence.kv_length + more)
+    except OutOfPages:
+        return False
+    return True

@@ -1,0 +1,239 @@
+"""The host's side of the device's node tables: which slot each sequence has, and growth on its way into it.
+
+A draft's growth names nodes by ids and parents; the device wants the whole tree of a sequence in depth-first order with
+the cost of every path (`tree_kernels.node_table`). What arrives is kept by sequence, and brought to the device with the
+next launch, in one copy for all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
+
+import numba
+import numpy as np
+import numpy.typing as npt
+
+from outrider.errors import InvalidField
+from outrider.wire.frames import ROOT_ID, SequenceGrowth
+from tree_kernels.node_table import COST_OF_HALVING, MOST_COST, NODES, TABLE
+
+Ints = npt.NDArray[np.int32]
+Ids = npt.NDArray[np.int64]
+Reals = npt.NDArray[np.float64]
+
+# A parent that is not there: the node is left out, and what hangs below it.
+_NOBODY = -1
+# A table's blocks in a frame: its slot, and the table.
+_BLOCK = 1 + TABLE
+# No node is certain, whatever its drafter says.
+_SUREST = 0.98
+
+
+@dataclass(slots=True, eq=False)
+class _Tree:
+    """What a draft said of one sequence since it last began anew. Place 0 is the root, at token `base` - 1."""
+
+    slot: int
+    base: int = 0
+    count: int = 0
+    # Whether the device has another tree than this.
+    changed: bool = True
+    tokens: Ints = field(default_factory=lambda: np.zeros(NODES, np.int32))
+    parents: Ints = field(default_factory=lambda: np.zeros(NODES, np.int32))
+    scores: Reals = field(default_factory=lambda: np.ones(NODES, np.float64))
+    # (first id, places of its nodes) of every growth since, in order; -1 is the place of what was left out.
+    named: list[tuple[int, Ids]] = field(default_factory=list)
+
+    def begin(self, base: int, root: int) -> None:
+        """Begin anew with a root."""
+        self.base, self.count = base, 1
+        self.tokens[0], self.parents[0], self.scores[0] = root, 0, 1.0
+        self.named.clear()
+
+    def place_of(self, node_id: int) -> int:
+        """Where a node of an earlier growth stands."""
+        for first, places in reversed(self.named):
+            if first <= node_id:
+                return int(places[node_id - first]) if node_id - first < len(places) else _NOBODY
+        return _NOBODY
+
+
+class NodeTables:
+    """Slots by sequence, and what is to be grafted. Belongs to the engine's thread."""
+
+    def __init__(self, slots: int) -> None:
+        """As many `slots` as the device has tables."""
+        self._slots = slots
+        self._free = list(range(slots - 1, -1, -1))
+        self._trees: dict[int, _Tree] = {}
+        # What the device knows of who is in the step.
+        self._places: tuple[int, ...] = ()
+        # Scores are multiplied by it: what they turned out to be worth lately.
+        self.trust = 1.0
+
+    def enter(self, sequence_id: int) -> None:
+        """Give a sequence a slot, with an empty tree. Where none is free it goes without."""
+        if sequence_id not in self._trees and self._free:
+            self._trees[sequence_id] = _Tree(self._free.pop())
+
+    def leave(self, sequence_id: int) -> None:
+        """Give a sequence's slot back. Its tree stays on the device until another sequence's takes its place."""
+        tree = self._trees.pop(sequence_id, None)
+        if tree is not None:
+            self._free.append(tree.slot)
+
+    def clear(self, sequence_id: int) -> None:
+        """Forget a sequence's nodes."""
+        tree = self._trees.get(sequence_id)
+        if tree is not None and tree.count:
+            tree.count, tree.changed = 0, True
+
+    def slot_of(self, sequence_id: int) -> int:
+        """The sequence's slot; -1 without one."""
+        tree = self._trees.get(sequence_id)
+        return -1 if tree is None else tree.slot
+
+    def holds(self, sequence_id: int) -> bool:
+        """Whether a draft has said anything of the sequence that was not cleared since."""
+        tree = self._trees.get(sequence_id)
+        return tree is not None and tree.count > 0
+
+    def grow(self, growth: SequenceGrowth, base: int, token_ids: SequenceOf[int]) -> None:
+        """Take in nodes for a sequence whose `token_ids` were `base` many when they were drafted.
+
+        Raises `InvalidField` where a parent is not an earlier node.
+        """
+        tree = self._trees.get(growth.sequence_id)
+        if tree is None:
+            return
+        first, ids = growth.first_node_id, np.array(growth.parent_ids, np.int64)
+        if len(ids) and bool((ids >= first + np.arange(len(ids))).any()):
+            raise InvalidField("growth.parent_ids", "is not an earlier node")
+        root = self._root_of(tree, growth, base, token_ids)
+        # Nodes of its own are named by -2 - number, since they have no place yet.
+        above = np.where(ids == ROOT_ID, root, first - 2 - ids)
+        for number in np.flatnonzero((ids != ROOT_ID) & (ids < first)):
+            above[number] = tree.place_of(int(ids[number]))
+        places = np.zeros(len(ids), np.int64)
+        tokens, scores = np.array(growth.token_ids, np.int32), np.array(growth.scores, np.float64)
+        tree.count = insert(tree.tokens, tree.parents, tree.scores, tree.count, above, tokens, scores, places)
+        tree.named.append((first, places))
+        tree.changed = True
+
+    def _root_of(self, tree: _Tree, growth: SequenceGrowth, base: int, token_ids: SequenceOf[int]) -> int:
+        """The place of the token that the growth starts from. Where the tree does not hold it, or is full, it begins
+        anew."""
+        full = tree.count + len(growth.token_ids) > NODES
+        if not growth.replaces and tree.count and tree.base <= base and not full:
+            place = 0
+            for token in token_ids[tree.base : base]:
+                place = _child(tree, place, token)
+                if place < 0:
+                    break
+            else:
+                return place
+        tree.begin(base, token_ids[base - 1])
+        return 0
+
+    def frame(self, sequence_ids: SequenceOf[int]) -> tuple[Ints, int] | None:
+        """What the device has to be given before a step of these sequences, and how many tables are in it. None where
+        it has everything.
+
+        Returns:
+            [1 + slots + tables * (1 + TABLE)] int32, as `NodeTable.graft` takes it.
+        """
+        trees = self._trees
+        places = tuple(trees[each].slot if each in trees else -1 for each in sequence_ids)
+        changed = [trees[each] for each in sequence_ids if each in trees and trees[each].changed]
+        if not changed and places == self._places:
+            return None
+        self._places = places
+        frame = np.full(1 + self._slots + _BLOCK * len(changed), -1, np.int32)
+        frame[0], frame[1 : 1 + len(places)] = len(changed), places
+        blocks = frame[1 + self._slots :].reshape(len(changed), _BLOCK)
+        for block, tree in zip(blocks, changed, strict=True):
+            block[0] = tree.slot
+            if tree.count:
+                build_table(tree.tokens, tree.parents, tree.scores, tree.count, self.trust, tree.base, block[1:])
+            else:
+                block[1:3] = 0
+            tree.changed = False
+        return frame, len(changed)
+
+
+def _child(tree: _Tree, place: int, token: int) -> int:
+    found = np.flatnonzero((tree.parents[1 : tree.count] == place) & (tree.tokens[1 : tree.count] == token))
+    return int(found[0]) + 1 if len(found) else _NOBODY
+
+
+@numba.njit(nogil=True)  # type: ignore[untyped-decorator]
+def insert(
+    tokens: Ints, parents: Ints, scores: Reals, count: int, above: Ids, new_tokens: Ints, new_scores: Reals, places: Ids
+) -> int:
+    """Add nodes to a tree that has so many, place 0 its root. A child that is there takes the newer score.
+
+    Args:
+        tokens, parents, scores: [room], written.
+        above: [n] the place of each new node's parent, or -2 - i for the i-th new one; -1 leaves the node out.
+        new_tokens, new_scores: [n].
+        places: [n], written: where each of them stands; -1 of those for which there is no parent or no room.
+
+    Returns:
+        How many nodes there are.
+    """
+    for i in range(len(above)):
+        parent = above[i] if above[i] >= -1 else places[-2 - above[i]]
+        places[i] = -1
+        if parent < 0:
+            continue
+        place = 1
+        while place < count and (parents[place] != parent or tokens[place] != new_tokens[i]):
+            place += 1
+        if place == len(tokens):
+            continue
+        if place == count:
+            tokens[place], parents[place] = new_tokens[i], parent
+            count += 1
+        scores[place] = new_scores[i]
+        places[i] = place
+    return count
+
+
+@numba.njit(nogil=True)  # type: ignore[untyped-decorator]
+def build_table(tokens: Ints, parents: Ints, scores: Reals, count: int, trust: float, base: int, table: Ints) -> None:
+    """Write a tree as the device wants it: depth first, with depths and the costs of paths.
+
+    Args:
+        tokens, parents, scores: [at least `count`], place 0 the root, parents before children.
+        trust: what scores are multiplied with.
+        base: tokens of the sequence up to the root, with it.
+        table: [TABLE] int32, written; see `tree_kernels.node_table`.
+    """
+    sizes = np.ones(count, np.int32)
+    for i in range(count - 1, 0, -1):
+        sizes[parents[i]] += sizes[i]
+    place, following = np.zeros(count, np.int32), np.ones(count, np.int32)
+    table[0], table[1] = base, count
+    rows = table[2:].reshape(5, NODES)
+    rows[0, 0], rows[1, 0], rows[2, 0], rows[3, 0], rows[4, 0] = tokens[0], 0, count, 0, 0
+    for i in range(1, count):
+        own = following[parents[i]]
+        following[parents[i]] += sizes[i]
+        place[i], following[i] = own, own + 1
+        chance = min(scores[i] * trust, _SUREST)
+        cost = MOST_COST
+        if chance > 0.0:
+            cost = min(MOST_COST, max(1, int(-np.log2(chance) * COST_OF_HALVING + 0.5)))
+        above = place[parents[i]]
+        rows[0, own], rows[1, own], rows[2, own] = tokens[i], above, own + sizes[i]
+        rows[3, own], rows[4, own] = rows[3, above] + 1, rows[4, above] + cost
+
+
+def warm_up() -> None:
+    """Have compiled what the first growth would wait for."""
+    tree = _Tree(0)
+    tree.begin(1, 0)
+    nothing = np.zeros(1, np.int64)
+    count = insert(tree.tokens, tree.parents, tree.scores, 1, nothing, np.ones(1, np.int32), np.ones(1), nothing)
+    build_table(tree.tokens, tree.parents, tree.scores, count, 1.0, 1, np.zeros(TABLE, np.int32))

@@ -1,0 +1,118 @@
+"""What follows a pass on the device: verification, accepted keys into place, and what was said left for the next pass.
+
+Where a pass's tensors stay where they are, what follows it is a CUDA graph of its own, since launching one by one costs
+the host more than the kernels cost the device.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from typing import Any, Literal, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from target_service.model.forward import ForwardPass
+from target_service.model.runner import ModelRunner
+from tree_kernels.verification import DeviceVerifier, move_accepted
+
+log = logging.getLogger(__name__)
+# For capturing ahead; what is left out is captured when first met.
+_CAPTURE_SECONDS = 30.0
+
+
+class Kind(NamedTuple):
+    """What is done after a pass: accepted rows are moved where any tree was `drafted`, how trees are verified, and
+    whether the device lays the next pass out by itself and `goes_on`."""
+
+    drafted: bool
+    greedy: bool = False
+    filtered: bool = True
+    goes_on: bool = False
+
+
+class FollowUp:
+    """Runs it, for one engine: graphs write to the verdicts of its verifier, so they are of no use to another engine
+    that runs the same model."""
+
+    def __init__(
+        self, runner: ModelRunner, verifier: DeviceVerifier, backend: Literal["triton", "torch"] | None
+    ) -> None:
+        """`backend` is that of the verifier."""
+        self._runner = runner
+        self._verifier = verifier
+        self._backend = backend
+        # By what keeps a pass's tensors, for as long as it does.
+        self._graphs: WeakKeyDictionary[object, dict[Kind, torch.cuda.CUDAGraph]] = WeakKeyDictionary()
+        if runner.device.type == "cuda":
+            self._stream = torch.cuda.Stream(runner.device)  # type: ignore[no-untyped-call]
+            self._pool: Any = torch.cuda.graph_pool_handle()
+
+    def run(self, kind: Kind, done: ForwardPass, distributions: Tensor | None = None) -> None:
+        """Do it after this pass; `distributions` as `DeviceVerifier.sampled` takes them, else captured now if it was
+        not yet."""
+        if done.keeper is None or distributions is not None:
+            self._launch(kind, done, distributions)
+            return
+        graphs = self._graphs.setdefault(done.keeper, {})
+        if kind in graphs:
+            graphs[kind].replay()
+            return
+        self._launch(kind, done, None)
+        # Now that every kernel is compiled. Capturing runs nothing.
+        graphs[kind] = self._capture(kind, done)
+
+    def capture_ahead(self) -> None:
+        """Capture what follows passes of all sizes that are captured, in their order and as many as there is time for,
+        so that no message waits until it is. Before the first request."""
+        start, sizes = time.monotonic(), 0
+        for done in self._runner.empty_passes():
+            if time.monotonic() - start > _CAPTURE_SECONDS:
+                break
+            for kind in _kinds(drafts=len(done.token_ids) > 1, tables=self._runner.node_table is not None):
+                self.run(kind, done)
+            sizes += 1
+        if sizes:
+            log.info("captured what follows steps of %d sizes in %.1f s", sizes, time.monotonic() - start)
+
+    def _launch(self, kind: Kind, done: ForwardPass, distributions: Tensor | None) -> None:
+        step = (done.logits, done.token_ids, done.parents, done.parameters)
+        if kind.greedy:
+            self._verifier.greedy(*step)
+        else:
+            self._verifier.sampled(*step, distributions, filtered=kind.filtered)
+        cache, verdicts, table = self._runner.cache, self._verifier.verdicts, self._runner.node_table
+        if kind.drafted:
+            move_accepted(cache.key_pool, cache.value_pool, done.slots, done.parameters, verdicts, self._backend)
+            if table is not None:
+                table.keep_accepted(done.token_ids, done.slots, done.parameters, verdicts)
+        self._runner.awaited[: len(verdicts.next_tokens)].copy_(verdicts.next_tokens)
+        if kind.goes_on:
+            assert table is not None and done.step is not None
+            table.go_on(done.step, verdicts)
+
+    def _capture(self, kind: Kind, done: ForwardPass) -> torch.cuda.CUDAGraph:
+        self._stream.wait_stream(torch.cuda.current_stream(self._runner.device))
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self._stream):
+            # Not `torch.cuda.graph`, which collects garbage first: this may happen while requests wait.
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                self._launch(kind, done, None)
+            finally:
+                graph.capture_end()
+        torch.cuda.current_stream(self._runner.device).wait_stream(self._stream)
+        return graph
+
+
+def _kinds(*, drafts: bool, tables: bool) -> Iterator[Kind]:
+    """Everything that may follow a pass but laws of drafts; where it has room for `drafts`, those too."""
+    for greedy, filtered in ((True, False), (False, False), (False, True)):
+        yield Kind(False, greedy, filtered)
+        if drafts:
+            yield Kind(True, greedy, filtered)
+        if drafts and tables:
+            yield Kind(True, greedy, filtered, goes_on=True)

@@ -1,0 +1,296 @@
+"""Steps as captured CUDA graphs: a step costs the host one small copy and one launch.
+
+A graph reads its step from tensors that stay where they are. All of them are parts of one buffer of integers per
+bucket, which one copy from pinned memory fills. Rows that a step leaves free have no sequence, no slot and no effect.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import AttentionInterface
+
+from outrider.errors import NotSupported
+from target_service.core.kv_cache import KVCache
+from target_service.model.cuda_graphs.sizes import Bucket, buckets_up_to, choose_bucket
+from target_service.model.cuda_graphs.step_buffer import StepBuffer
+from target_service.model.forward import ForwardInput, ForwardPass, rows_of
+from target_service.model.fused.preparing import LayerOptions, prepare_layers
+from target_service.model.hidden_state_hooks import LayerTaps
+from target_service.model.runner import ModelRunner, _attend, _Step
+from tree_kernels.node_table import fill_awaited
+
+ATTENTION = "outrider_captured"
+# Versions of a layer that the compiler may make: one per number of rows, and frames that a layer falls into.
+_RECOMPILE_LIMIT = 64
+
+
+class _Held:
+    """Keeps the compiler from looking into a step, and from compiling once per layer."""
+
+    def __init__(self, step: _Step) -> None:
+        self.step = step
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _attend_opaque(
+    *args: Any, outrider_step: _Step | None = None, outrider_held: _Held | None = None, **kw: Any
+) -> Any:
+    """`runner._attend`, in which layers differ, between the compiled parts of a layer, in which they do not."""
+    return _attend(*args, outrider_step=outrider_held.step if outrider_held else outrider_step, **kw)
+
+
+AttentionInterface.register(ATTENTION, _attend_opaque)
+
+
+@dataclass(frozen=True, slots=True)
+class CaptureOptions:
+    """What is captured.
+
+    Attributes:
+        max_rows: of all sequences of a step; larger steps run eagerly.
+        max_sequences: of a step; at most `runner.MAX_SEQUENCES`.
+        layers: how layers are prepared.
+        tapped: decoder layers whose outputs every step keeps; see `LayerTaps`.
+    """
+
+    max_rows: int = 512
+    max_sequences: int = 256
+    layers: LayerOptions = field(default_factory=LayerOptions)
+    tapped: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class _Captured:
+    graph: torch.cuda.CUDAGraph
+    buffer: StepBuffer
+    # [bucket rows, vocabulary] and [bucket rows] int32, overwritten by every replay.
+    logits: Tensor
+    token_ids: Tensor
+
+
+class CapturedRunner(ModelRunner):
+    """A `ModelRunner` on a GPU whose steps run as CUDA graphs, captured when first met or ahead by `capture`.
+
+    What `forward` returns is overwritten by the next step of the same bucket.
+    """
+
+    def __init__(self, runner: ModelRunner, options: CaptureOptions | None = None) -> None:
+        """Takes over the runner's model, which is changed for good.
+
+        Raises:
+            ValueError: the runner's attention is not Triton's.
+        """
+        super().__init__(
+            runner._model,
+            runner.tokenizer,
+            runner.cache,
+            runner._attention,
+            name=runner.name,
+            max_context=runner.max_context,
+            end_token_ids=runner.end_token_ids,
+            tokenizer_fingerprint=runner.tokenizer_fingerprint,
+        )
+        self._options = options or CaptureOptions()
+        self._triton = runner._attention.capturable
+        self._buckets = buckets_up_to(self._options.max_rows, self._options.max_sequences)
+        self._captured: dict[Bucket, _Captured] = {}
+        self._pool: Any = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        self._model.set_attn_implementation(ATTENTION)
+        prepare_layers(self._model, self._options.layers)
+        self.draft_head = runner.draft_head
+        if runner.node_table is not None:
+            self.keep_tokens(self._options.max_sequences, runner.node_table.lookup_tokens)
+        if self._options.tapped:
+            # On the layers as they are prepared, and before any graph holds them.
+            self.taps = LayerTaps(self._model, self._options.tapped, self._buckets[-1].rows, grows=False)
+
+    def tap(self, layers: tuple[int, ...]) -> None:
+        """See `ModelRunner.tap`. What graphs keep was chosen before they were captured."""
+        if self.taps is None or self.taps.layers != layers:
+            raise NotSupported(f"captured steps keep the states of layers {self._options.tapped}: set --draft-head")
+
+    @property
+    def buckets(self) -> tuple[Bucket, ...]:
+        """Every size that a step can be captured for, smallest first."""
+        return self._buckets
+
+    @torch.inference_mode()
+    def forward(self, batch: ForwardInput) -> Tensor:
+        """See `ModelRunner.forward`. Steps outside the buckets run eagerly."""
+        captured = self._replay(batch)
+        if captured is None:
+            return self._eager(batch)
+        return rows_of(captured.logits, batch.logit_rows)
+
+    @torch.inference_mode()
+    def run(self, batch: ForwardInput, parameters: NDArray[numpy.int32]) -> ForwardPass:
+        """See `ModelRunner.run`. `parameters` are as many as a step of the largest size has."""
+        captured = self._replay(batch, parameters)
+        if captured is None:
+            with torch.compiler.set_stance("force_eager"):
+                return super().run(batch, parameters)
+        return _pass_of(captured)
+
+    @torch.inference_mode()
+    def run_later(self, first: ForwardInput, passes: int, parameters: NDArray[numpy.int32]) -> ForwardPass:
+        """See `ModelRunner.run_later`. The step moves on where it lies, and the host lays nothing out."""
+        bucket = choose_bucket(self._buckets, first.attention)
+        captured = None if bucket is None else self._captured.get(bucket)
+        if captured is None:
+            return super().run_later(first, passes, parameters)
+        captured.buffer.advance(self._last_position)
+        captured.graph.replay()
+        return _pass_of(captured)
+
+    @torch.inference_mode()
+    def run_after(self, batch: ForwardInput, accepted_counts: Tensor, parameters: NDArray[numpy.int32]) -> ForwardPass:
+        """See `ModelRunner.run_after`. The step moves on where it lies, and nobody waits."""
+        captured = self._replay(batch, parameters, lambda buffer: buffer.move_on(accepted_counts, self._last_position))
+        return super().run_after(batch, accepted_counts, parameters) if captured is None else _pass_of(captured)
+
+    @torch.inference_mode()
+    def run_device_rows(
+        self, batch: ForwardInput, parameters: NDArray[numpy.int32], moves: Tensor | None = None
+    ) -> ForwardPass:
+        """See `ModelRunner.run_device_rows`. Nobody waits."""
+        table = self.node_table
+        assert table is not None, "tokens are kept by then"
+        captured = self._replay(batch, parameters, lambda buffer: table.begin(buffer.step, self.awaited, moves))
+        if captured is None:
+            return super().run_device_rows(batch, parameters, moves)
+        return _pass_of(captured)
+
+    @torch.inference_mode()
+    def run_again(self, batch: ForwardInput, done: ForwardPass) -> ForwardPass:
+        """See `ModelRunner.run_again`. The tensors stay where they are."""
+        if not isinstance(done.keeper, _Captured):
+            return super().run_again(batch, done)
+        done.keeper.graph.replay()
+        return done
+
+    @torch.inference_mode()
+    def empty_passes(self) -> Iterator[ForwardPass]:
+        """See `ModelRunner.empty_passes`."""
+        for captured in self._captured.values():
+            captured.buffer.integers.zero_()
+            yield _pass_of(captured)
+
+    def drop_captures(self) -> None:
+        """Forget every graph, and give its memory back."""
+        torch.cuda.synchronize(self.device)
+        self._captured.clear()
+
+    def use_cache(self, cache: KVCache) -> None:
+        """Serve from another cache. Graphs hold the addresses of the old one's, so they are forgotten."""
+        self.drop_captures()
+        self.cache = cache
+        if self.node_table is not None:
+            self.keep_tokens(self._options.max_sequences, self.node_table.lookup_tokens)
+
+    def keep_to_captured(self) -> None:
+        """Capture nothing more: a step of another size runs as the next larger one that is there, or eagerly."""
+        self._buckets = tuple(sorted(self._captured))
+
+    def capture(
+        self,
+        buckets: Iterable[Bucket],
+        *,
+        seconds: float = float("inf"),
+        progress: Callable[[int, int], None] | None = None,
+    ) -> int:
+        """Capture ahead of the first request, until `seconds` are over. Returns how many are captured.
+
+        Args:
+            buckets: in order of importance; those left over are captured when first met, unless `keep_to_captured`.
+            seconds: no capture begins later than this.
+            progress: told after each how many are done, and of how many.
+        """
+        wanted, start, done = list(buckets), time.monotonic(), 0
+        for bucket in wanted:
+            if time.monotonic() - start > seconds:
+                break
+            if bucket not in self._captured:
+                with torch.inference_mode():
+                    self._captured[bucket] = self._capture(bucket)
+            done += 1
+            if progress is not None:
+                progress(done, len(wanted))
+        return done
+
+    def _eager(self, batch: ForwardInput) -> Tensor:
+        # A compiled layer would be compiled once more for every length of a prompt's chunk.
+        with torch.compiler.set_stance("force_eager"):
+            return super().forward(batch)
+
+    def _replay(
+        self,
+        batch: ForwardInput,
+        parameters: NDArray[numpy.int32] | None = None,
+        before: Callable[[StepBuffer], None] | None = None,
+    ) -> _Captured | None:
+        """The step, and `before` it what is done to it where it lies. None where it is outside the buckets."""
+        bucket = choose_bucket(self._buckets, batch.attention, batch.room)
+        if bucket is None or not batch.token_ids:
+            return None
+        captured = self._captured.get(bucket)
+        if captured is None:
+            captured = self._captured[bucket] = self._capture(bucket)
+        captured.buffer.load(batch, self._last_position, parameters)
+        if before is not None:
+            before(captured.buffer)
+        captured.graph.replay()
+        captured.buffer.loaded()
+        return captured
+
+    def _capture(self, bucket: Bucket) -> _Captured:
+        pages_each = self.cache.pages_for(self.max_context + bucket.rows)
+        verified = self._options.max_sequences, self._options.max_rows
+        buffer = StepBuffer(bucket, self._triton, self.device, self.cache.page_size, pages_each, verified)
+        # Compiled for where this buffer's parts lie. No sequence has a row yet, so nothing moves on.
+        buffer.advance(self._last_position)
+        buffer.move_on(self.awaited, self._last_position)
+        if self.node_table is not None:
+            self.node_table.warm_up(buffer.step)
+        buffer.load(buffer.rehearsal(), self._last_position)
+        buffer.loaded()
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._stream), torch._dynamo.config.patch(recompile_limit=_RECOMPILE_LIMIT):
+            # Compiles what is to be compiled, and lets libraries allocate what they keep.
+            for _ in range(2):
+                self._run(buffer)
+        self._stream.synchronize()
+        # The first layer to run makes the schedule, which has to become part of the graph.
+        buffer.plan.schedules.clear()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+            logits, token_ids = self._run(buffer)
+        torch.cuda.current_stream(self.device).wait_stream(self._stream)
+        return _Captured(graph, buffer, logits, token_ids)
+
+    def _run(self, buffer: StepBuffer) -> tuple[Tensor, Tensor]:
+        """Logits and token ids of all rows of the bucket."""
+        step = _Step(self._attention, buffer.plan, buffer.slots, self.cache)
+        kept = (buffer.slots, self.cache.tokens) if self.node_table is not None else ()
+        token_ids = fill_awaited(buffer.token_ids, self.awaited, *kept)
+        output = self._model(
+            input_ids=token_ids.unsqueeze(0),
+            position_ids=buffer.positions.unsqueeze(0),
+            use_cache=False,
+            outrider_held=_Held(step),
+        )
+        return output.logits[0], token_ids
+
+
+def _pass_of(captured: _Captured) -> ForwardPass:
+    buffer = captured.buffer
+    parents, slots, parameters = buffer.plan.parents, buffer.slots, buffer.parameters
+    return ForwardPass(captured.logits, captured.token_ids, parents, slots, parameters, captured, buffer.step)

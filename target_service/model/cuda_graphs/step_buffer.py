@@ -1,0 +1,131 @@
+"""The integers of a captured step, in one tensor that stays where it is, and the pinned memory that fills it."""
+
+from __future__ import annotations
+
+from array import array
+
+import numpy
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from target_service.model.cuda_graphs.sizes import Bucket, capacity, padded
+from target_service.model.forward import ForwardInput
+from tree_kernels.attention import plan_integers
+from tree_kernels.attention.triton_backend import TritonAttention, TritonPlan
+from tree_kernels.node_table import StepIntegers, advance, move_on
+from tree_kernels.verification import RECORD, parameter_count
+
+# Of the pinned memory: a step is laid out while another runs.
+_TURNS = 2
+
+
+class _Pinned:
+    """Integers on the host that a copy to the device reads at its own time."""
+
+    def __init__(self, size: int, *, on_gpu: bool) -> None:
+        # [size] int32, and the same as an array.
+        self.tensor = torch.zeros(size, dtype=torch.int32, pin_memory=on_gpu)
+        self.array: NDArray[numpy.int32] = self.tensor.numpy()
+        self._copied = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
+
+    def wait(self) -> None:
+        """Until what was launched last has been read."""
+        if self._copied is not None:
+            self._copied.synchronize()
+
+    def launched(self) -> None:
+        if self._copied is not None:
+            self._copied.record()
+
+
+class StepBuffer:
+    """The integers of one step on the device, and the plan that lies in them.
+
+    Layout: token ids, positions, slots [rows] each, then the parameters that the step is verified with, and then the
+    plan, whose pages come last, so that a step with few pages copies little.
+    """
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        attention: TritonAttention,
+        device: torch.device,
+        page_size: int,
+        pages_each: int,
+        verified: tuple[int, int],
+    ) -> None:
+        """`pages_each` sequence at most; `verified` are the sequences and rows that the parameters have room for which
+        `load` may bring along."""
+        self.bucket = bucket
+        largest = capacity(bucket, page_size, pages_each)
+        rows = bucket.rows
+        self._plan_at = 3 * rows + parameter_count(*verified)
+        size = self._plan_at + plan_integers(largest)
+        self._attention = attention
+        on_gpu = device.type == "cuda"
+        # In turns, so that none is written while it is read.
+        self._hosts = [_Pinned(size, on_gpu=on_gpu) for _ in range(_TURNS)]
+        self._turn = 0
+        self.integers = torch.zeros(size, dtype=torch.int32, device=device)
+        self.token_ids, self.positions, self.slots = self.integers[: 3 * rows].view(3, rows)
+        # [parameters] int32
+        self.parameters = self.integers[3 * rows : self._plan_at]
+        self.plan: TritonPlan = attention.plan(largest, self.integers[self._plan_at :])
+        self._page_size = page_size
+        self.step = StepIntegers(
+            self.token_ids,
+            self.positions,
+            self.slots,
+            self.parameters,
+            self.plan.query_starts,
+            self.plan.prefix_lengths,
+            self.plan.page_starts,
+            self.plan.page_table,
+            self.parameters[RECORD * verified[0] :],
+            self.plan.parents,
+            self.plan.causal,
+        )
+
+    def rehearsal(self) -> ForwardInput:
+        """A step that fills the bucket and writes no key anywhere."""
+        rows = (0,) * self.bucket.rows
+        return ForwardInput(rows, rows, (-1,) * len(rows), self.plan.batch, ())
+
+    def load(self, batch: ForwardInput, last_position: int, parameters: NDArray[numpy.int32] | None = None) -> None:
+        """Send a step to the device, with its parameters if it is to be verified. Does not wait for it; `loaded` is to
+        follow when what runs on it is launched.
+
+        Raises:
+            ValueError: the step does not fit.
+        """
+        free = (0,) * (self.bucket.rows - len(batch.token_ids))
+        positions = batch.positions
+        if max(positions) > last_position:
+            positions = tuple(min(position, last_position) for position in positions)
+        head = array("i", batch.token_ids + free)
+        head.extend(positions + free)
+        head.extend(batch.slots + (-1,) * len(free))
+        packed = self._attention.pack(self.plan, padded(batch.attention, self.bucket))
+        end = self._plan_at + len(packed)
+        self._turn = (self._turn + 1) % _TURNS
+        host = self._hosts[self._turn]
+        host.wait()
+        # Small writes cost numpy a fifth of what they cost torch.
+        host.array[: len(head)] = numpy.frombuffer(head, numpy.int32)
+        if parameters is not None:
+            host.array[len(head) : self._plan_at] = parameters
+        host.array[self._plan_at : end] = numpy.frombuffer(packed, numpy.int32)
+        self.integers[:end].copy_(host.tensor[:end], non_blocking=True)
+
+    def loaded(self) -> None:
+        """What `load` sent is launched. Later than `load`, so that what runs on it is launched first."""
+        self._hosts[self._turn].launched()
+
+    def advance(self, last_position: int) -> None:
+        """Make the step that is there, of one row a sequence, the one after it; see `feeding.advance`."""
+        advance(self.step, self._page_size, last_position)
+
+    def move_on(self, accepted_counts: Tensor, last_position: int) -> None:
+        """Move the step that is there on by what the one before accepted; see `feeding.move_on`."""
+        move_on(self.step, accepted_counts, self._page_size, last_position)

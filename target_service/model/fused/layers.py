@@ -1,0 +1,211 @@
+"""Decoder layers of few rows as five launches, in place of the modules of a transformers model.
+
+Families whose layers are built like Llama's take part: two RMSNorms, projections that `joining` has joined, rotary
+embedding of whole heads, SiLU. `preparing` says when.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+
+from target_service.model.fused.joined_linears import JointLinear
+from tree_kernels.linear import HeadRows, Norm, RowLinears, ScaledRows
+
+_LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+_ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "o_proj"}
+_MLP_PARTS = {"gate_proj", "up_proj", "down_proj", "act_fn"}
+_SCALED = "outrider_scaled_rows"
+
+
+class _Attention(Protocol):
+    def run(self, plan: Any, query: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float) -> Tensor: ...
+
+
+class _Cache(Protocol):
+    @property
+    def keys(self) -> Any: ...
+    @property
+    def values(self) -> Any: ...
+
+
+class Step(Protocol):
+    """What a layer needs of a step; `runner._Step` has it."""
+
+    @property
+    def attention(self) -> _Attention: ...
+    @property
+    def plan(self) -> Any: ...
+    @property
+    def slots(self) -> Tensor: ...
+    @property
+    def cache(self) -> _Cache: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Product:
+    weight: Tensor
+    bias: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class LayerParts:
+    """Weights of one decoder layer, [out, in] each, and its norms over the hidden size."""
+
+    index: int
+    head_width: int
+    scaling: float
+    input_norm: Norm
+    qkv: _Product
+    out: _Product
+    inner_norm: Norm
+    gate_up: Tensor
+    down: _Product
+
+
+def parts_of(layer: nn.Module) -> LayerParts | None:
+    """The parts of a layer that is built like Llama's and whose products are joined, else None."""
+    children = dict(layer.named_children())
+    if set(children) != _LAYER_PARTS:
+        return None
+    attention, mlp = dict(children["self_attn"].named_children()), dict(children["mlp"].named_children())
+    if set(attention) != _ATTENTION_PARTS or set(mlp) != _MLP_PARTS:
+        return None
+    norms = [norm_of(children[name]) for name in ("input_layernorm", "post_attention_layernorm")]
+    joint = [attention["q_proj"], mlp["gate_proj"]]
+    last = [attention["o_proj"], mlp["down_proj"]]
+    plain = all(type(one) is JointLinear for one in joint) and all(type(one) is nn.Linear for one in last)
+    owner: Any = children["self_attn"]
+    if not plain or None in norms or not all(hasattr(owner, name) for name in ("layer_idx", "scaling", "head_dim")):
+        return None
+    qkv, gate_up = (_Product(one.joint_weight, one.joint_bias) for one in cast(list[JointLinear], joint))
+    out, down = (_Product(one.weight.detach(), one.bias) for one in cast(list[nn.Linear], last))
+    if gate_up.bias is not None:
+        return None
+    input_norm, inner_norm = cast(list[Norm], norms)
+    return LayerParts(
+        int(owner.layer_idx),
+        int(owner.head_dim),
+        float(owner.scaling),
+        input_norm,
+        qkv,
+        out,
+        inner_norm,
+        gate_up.weight,
+        down,
+    )
+
+
+def norm_of(module: nn.Module) -> Norm | None:
+    """The RMSNorm that a module seems to be, else None."""
+    weight, epsilon = getattr(module, "weight", None), getattr(module, "variance_epsilon", None)
+    if not isinstance(weight, Tensor) or not isinstance(epsilon, float) or len(list(module.parameters())) != 1:
+        return None
+    return Norm(weight.detach(), epsilon)
+
+
+class FusedLayer(nn.Module):
+    """A decoder layer of up to `max_rows` rows by `RowLinears`; of more, and without a step, by its own code.
+
+    The hidden rows that it returns carry, as an attribute, the first half of the norm that reads them next.
+    """
+
+    def __init__(self, plain: nn.Module, parts: LayerParts, linears: RowLinears, max_rows: int | None) -> None:
+        """`max_rows` None is for any number."""
+        super().__init__()
+        self.plain = plain
+        self.parts = parts
+        self.max_rows = max_rows
+        # Of the layer after this one.
+        self.next_norm: Norm | None = None
+        self._linears = linears
+
+    def __getattr__(self, name: str) -> Any:
+        # What a model's own code asks of its layers besides calling them.
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("plain"), name)
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """[1, R, H] -> [1, R, H], with the arguments of a transformers layer and the step of `runner._attend`."""
+        held = kwargs.get("outrider_held")
+        step = held.step if held is not None else kwargs.get("outrider_step")
+        rows = hidden_states.shape[1]
+        fits = self.max_rows is None or rows <= self.max_rows
+        if step is None or args or kwargs.get("attention_mask") is not None or not fits or not rows:
+            return self.plain(hidden_states, *args, **kwargs)
+        scaled = getattr(hidden_states, _SCALED, None)
+        output, scaled = self._rows(hidden_states[0], scaled, step, kwargs["position_embeddings"])
+        output = output.unsqueeze(0)
+        setattr(output, _SCALED, scaled)
+        return output
+
+    def _rows(
+        self, hidden: Tensor, scaled: ScaledRows | None, step: Step, turns: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, ScaledRows | None]:
+        parts, linears = self.parts, self._linears
+        if scaled is None:
+            scaled = linears.scale_rows(hidden, parts.input_norm)
+        keys, values = step.cache.keys[parts.index], step.cache.values[parts.index]
+        heads = HeadRows(turns[0][0], turns[1][0], step.slots, keys, values)
+        # Attention leaves the memory idle: what is multiplied after it comes meanwhile.
+        query = linears.rotary_linear(scaled, parts.qkv.weight, parts.qkv.bias, heads, parts.out.weight)
+        attended = step.attention.run(step.plan, query, keys, values, parts.scaling).flatten(1)
+        hidden, scaled = linears.add_linear(attended, parts.out.weight, parts.out.bias, hidden, parts.inner_norm, None)
+        assert scaled is not None
+        gated = linears.gated_linear(scaled, parts.gate_up)
+        return linears.add_linear(gated, parts.down.weight, parts.down.bias, hidden, self.next_norm)
+
+
+class FusedNorm(nn.Module):
+    """The norm after the last layer, one launch. Of more than `max_rows` rows by its own code."""
+
+    def __init__(self, plain: nn.Module, norm: Norm, linears: RowLinears, max_rows: int | None) -> None:
+        super().__init__()
+        self.plain, self.max_rows = plain, max_rows
+        self._norm, self._linears = norm, linears
+
+    def forward(self, hidden_states: Tensor) -> Any:
+        """[1, R, H] -> [1, R, H]."""
+        rows = hidden_states.shape[1]
+        if hidden_states.shape[0] != 1 or not rows or (self.max_rows is not None and rows > self.max_rows):
+            return self.plain(hidden_states)
+        return self._linears.norm_rows(hidden_states[0], self._norm).unsqueeze(0)
+
+
+class RowsHead(nn.Module):
+    """The product with the vocabulary as one that does not depend on how many rows there are."""
+
+    def __init__(self, plain: nn.Linear, linears: RowLinears) -> None:
+        super().__init__()
+        self.plain = plain
+        self._linears = linears
+
+    @property
+    def weight(self) -> Tensor:
+        """[V, H]."""
+        return self.plain.weight
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """[1, R, H] -> [1, R, V]."""
+        return self._linears.add_linear(rows[0], self.plain.weight, self.plain.bias)[0].unsqueeze(0)
+
+
+class RotaryTable(nn.Module):
+    """Cosines and sines of every position, made once by the model's own code, which takes a dozen launches."""
+
+    def __init__(self, plain: nn.Module, positions: int, like: Tensor) -> None:
+        """For positions below `positions`, in the dtype and on the device of `like`."""
+        super().__init__()
+        with torch.inference_mode():
+            every = torch.arange(positions, device=like.device).unsqueeze(0)
+            cosines, sines = plain(like.new_empty(1, 1, 1), every)
+        self._cosines, self._sines = cosines[0], sines[0]
+
+    def forward(self, _hidden: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """[1, R] integers -> [1, R, D] cosines and sines."""
+        return nn.functional.embedding(position_ids, self._cosines), nn.functional.embedding(position_ids, self._sines)

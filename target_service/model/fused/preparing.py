@@ -1,0 +1,176 @@
+"""A loaded model made ready for captured steps: products joined, layers fused where they can be, the rest compiled.
+
+A layer is asked for its parts by name and is then run beside its own code on random rows: one that computes anything
+else keeps its code.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from target_service.model.fused.joined_linears import compile_shared, join_linears
+from target_service.model.fused.layers import (
+    FusedLayer,
+    FusedNorm,
+    LayerParts,
+    RotaryTable,
+    RowsHead,
+    norm_of,
+    parts_of,
+)
+from target_service.model.support import longest_context
+from tree_kernels.linear import RowLinears, row_linears
+
+log = logging.getLogger(__name__)
+# Above, cuBLAS multiplies as fast, and what is fused matters less.
+MAX_ROWS = 64
+# Relative error of two ways to compute a layer in half precision; another formula makes far more.
+_TOLERANCE = 0.03
+_PROBE_ROWS = 5
+# Columns of the smallest tile.
+_HEAD_MULTIPLE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class LayerOptions:
+    """How layers are prepared.
+
+    Attributes:
+        joined: compute products that share their input as one.
+        compiled: fuse what lies between the products with the compiler, where no kernel does.
+        fused: run layers of few rows through `tree_kernels.linear`. Only where products are joined.
+        invariant: no bit of a row's result depends on how many rows there are; takes every product through the
+            kernels, of any number of rows.
+    """
+
+    joined: bool = True
+    compiled: bool = True
+    fused: bool = True
+    invariant: bool = False
+
+
+def prepare_layers(model: PreTrainedModel, options: LayerOptions) -> int:
+    """Prepare the model of a runner, in place and for good. Returns how many layers are fused.
+
+    Its attention has to be the runner's already: layers are tried with it.
+
+    Raises:
+        ValueError: `invariant` was asked for and a layer cannot be.
+    """
+    inner: Any = model.base_model
+    # Named so in nearly every family; others run their own code.
+    known = hasattr(inner, "layers") and hasattr(inner, "norm")
+    if options.joined or options.invariant:
+        join_linears(model)
+    fused = 0
+    linears = row_linears(model.device, invariant=options.invariant)
+    if known and (options.fused or options.invariant):
+        fused = _fuse(inner, linears, None if options.invariant else MAX_ROWS)
+    if options.invariant:
+        if not known or fused < len(inner.layers):
+            raise ValueError(f"{model.config.model_type}: its layers cannot be made independent of the batch")
+        cast(Any, model).lm_head = RowsHead(cast(Any, model).lm_head, linears)
+    if known and options.compiled and not options.invariant:
+        for layer in (*inner.layers, inner.norm):
+            plain = layer.plain if isinstance(layer, (FusedLayer, FusedNorm)) else layer
+            plain.compile(backend=compile_shared, dynamic=False)
+    return fused
+
+
+def _fuse(inner: Any, linears: RowLinears, max_rows: int | None) -> int:
+    """Replace the layers of `inner`, its last norm and its rotary embedding, all or none. Also a second time."""
+    layers = [layer.plain if isinstance(layer, FusedLayer) else layer for layer in inner.layers]
+    found = [parts_of(layer) for layer in layers]
+    final: Any = inner.norm.plain if isinstance(inner.norm, FusedNorm) else inner.norm
+    last = norm_of(final)
+    # Layers are tried; that their norm is the last one too is known by its type.
+    if last is None or type(final) is not type(getattr(layers[0], "input_layernorm", None)):
+        return 0
+    if any(parts is None or not _can_be_launched(parts) for parts in found):
+        return 0
+    fused = [
+        FusedLayer(layer, parts, linears, max_rows)
+        for layer, parts in zip(layers, cast(list[LayerParts], found), strict=True)
+    ]
+    if not all(computes_the_same(layer, inner.rotary_emb) for layer in fused):
+        log.info("layers of %s compute something of their own and stay as they are", type(inner).__name__)
+        return 0
+    for layer, after in pairwise(fused):
+        layer.next_norm = after.parts.input_norm
+    inner.layers = nn.ModuleList(fused)
+    inner.norm = FusedNorm(cast(nn.Module, final), last, linears, max_rows)
+    if not isinstance(inner.rotary_emb, RotaryTable):
+        inner.rotary_emb = RotaryTable(inner.rotary_emb, longest_context(inner.config), last.weight)
+    return len(fused)
+
+
+def _can_be_launched(parts: LayerParts) -> bool:
+    weight = parts.qkv.weight
+    # Matrix units take fp32 as something shorter, and half of a tile's columns turn with the other half.
+    return not weight.is_cuda or (weight.element_size() == 2 and parts.head_width % _HEAD_MULTIPLE == 0)
+
+
+def computes_the_same(fused: FusedLayer, rotary: nn.Module) -> bool:
+    """Whether a fused layer and its own code make the same of random rows, to the rounding of half precision."""
+    weight = fused.parts.qkv.weight
+    generator = torch.Generator().manual_seed(0)
+    # Small beside what the layer adds, whose share is what is asked for.
+    rows = 0.05 * torch.randn(1, _PROBE_ROWS, weight.shape[1], generator=generator)
+    hidden = rows.to(weight.device, weight.dtype)
+    positions = torch.arange(_PROBE_ROWS, device=weight.device).unsqueeze(0)
+    found: list[tuple[Tensor, Tensor, Tensor]] = []
+    with torch.inference_mode(), torch.compiler.set_stance("force_eager"):
+        turns = rotary(hidden, positions)
+        for layer in (fused.plain, fused):
+            step = _ProbeStep.of(fused, _PROBE_ROWS)
+            output = layer(hidden, attention_mask=None, position_embeddings=turns, outrider_step=step)
+            index = fused.parts.index
+            found.append((output - hidden, step.cache.keys[index], step.cache.values[index]))
+    return all(
+        bool((mine - own).float().norm() <= _TOLERANCE * own.float().norm()) for own, mine in zip(*found, strict=True)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _ProbeCache:
+    keys: dict[int, Tensor]
+    values: dict[int, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class _ProbeAttention:
+    """Attention of every row to itself alone, weighed in a way that shows queries, keys, values and the scale."""
+
+    slots: Tensor
+
+    def run(self, _plan: Any, query: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float) -> Tensor:
+        group = query.shape[1] // key_cache.shape[2]
+        key, value = (
+            cache.flatten(0, 1)[self.slots].repeat_interleave(group, dim=1) for cache in (key_cache, value_cache)
+        )
+        return (8 * scale * query * key + value).contiguous()
+
+
+@dataclass(frozen=True, slots=True)
+class _ProbeStep:
+    attention: _ProbeAttention
+    plan: None
+    slots: Tensor
+    cache: _ProbeCache
+
+    @classmethod
+    def of(cls, layer: FusedLayer, rows: int) -> _ProbeStep:
+        """Empty caches, and slots in another order than the rows'."""
+        weight, width = layer.parts.qkv.weight, layer.parts.head_width
+        kv_heads = (len(weight) - layer.parts.out.weight.shape[1]) // (2 * width)
+        keys, values = (weight.new_zeros(1, rows, kv_heads, width) for _ in range(2))
+        slots = torch.arange(rows, device=weight.device).flip(0)
+        index = layer.parts.index
+        return cls(_ProbeAttention(slots), None, slots, _ProbeCache({index: keys}, {index: values}))

@@ -1,0 +1,132 @@
+"""From a target's settings to a model that runs."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, cast
+
+import psutil
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
+
+from target_service.config import TargetConfig
+from target_service.model.fused.packed_linears import can_pack, pack_linears
+from target_service.model.head_projection import read_draft_head
+from target_service.model.loading.self_check import check_runner, own_logits
+from target_service.model.loading.store import resolve
+from target_service.model.runner import ModelRunner, runner_for
+from target_service.model.support import ModelRefused, check_supported, kv_shape, longest_context, tokenizer_fingerprint
+from tree_kernels.attention import Backend
+
+log = logging.getLogger(__name__)
+# Where nothing is asked for: chosen, not measured, so that a laptop goes on working with models that know a million
+# tokens. `--max-context` and `--kv-tokens` ask for more, and captured steps take what memory they leave.
+_CONTEXT_LIMIT = 8192
+_KV_TOKENS_LIMIT = 65536
+_KV_MEMORY_SHARE = 0.3
+
+
+def load_runner(config: TargetConfig) -> ModelRunner:
+    """Load the model that `config` names, with a KV cache sized for this machine.
+
+    Raises:
+        ModelRefused: the model cannot be served; the message says why.
+        NotSupported: the draft's head does not fit it.
+        OSError: no such model, or no such head.
+    """
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    source = str(resolve(config.model))
+    settings = AutoConfig.from_pretrained(source)
+    check_supported(settings)
+    model = _load_model(source, settings, config)
+    own = own_logits(model)
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    longest = longest_context(settings)
+    max_context = min(config.max_context or min(longest, _CONTEXT_LIMIT), longest)
+    backend = _backend(config, model.device)
+    captured = config.captures
+    kv_tokens = config.kv_tokens or _tokens_that_fit(settings, model.dtype, model.device)
+    if captured and not config.kv_tokens:
+        # Until it is known what captured steps leave.
+        kv_tokens = 2 * config.step_rows
+    log.info("serving %s in %s", config.model, config.dtype)
+    runner = runner_for(
+        model,
+        tokenizer,
+        num_pages=max(1, kv_tokens // config.page_size),
+        page_size=config.page_size,
+        attention=backend,
+        invariant=config.batch_invariant,
+        name=config.served_model_name or config.model,
+        max_context=max_context,
+        tokenizer_fingerprint=tokenizer_fingerprint(tokenizer),
+    )
+    if config.draft_head:
+        _add_head(runner, config.draft_head, settings)
+    check_runner(runner, own)
+    if not captured:
+        log.info("KV cache of %d tokens", kv_tokens)
+        return runner
+    runner = _captured(runner, config)
+    check_runner(runner, own)
+    return runner
+
+
+def _load_model(source: str, settings: PretrainedConfig, config: TargetConfig) -> PreTrainedModel:
+    dtype = getattr(torch, config.dtype)
+    model = cast(PreTrainedModel, AutoModelForCausalLM.from_pretrained(source, dtype=dtype).to(config.device))
+    check_supported(settings, model)
+    if can_pack(dtype, model.device):
+        pack_linears(model)
+    return model
+
+
+def _add_head(runner: ModelRunner, source: str, settings: PretrainedConfig) -> None:
+    head = read_draft_head(source, settings.num_hidden_layers, settings.hidden_size)
+    if head.projection is not None:
+        head.projection.to(device=runner.device, dtype=runner.dtype)
+    runner.draft_head = head
+
+
+def _captured(runner: ModelRunner, config: TargetConfig) -> ModelRunner:
+    # Only here: Triton may be absent.
+    from target_service.model.cuda_graphs.capturing import capture_steps
+    from target_service.model.cuda_graphs.runner import CaptureOptions
+    from target_service.model.fused.preparing import LayerOptions
+
+    if config.speculation:
+        runner.keep_tokens(config.max_running, config.lookup_rows)
+    head = runner.draft_head
+    options = CaptureOptions(
+        config.step_rows,
+        config.max_running,
+        layers=LayerOptions(invariant=config.batch_invariant),
+        tapped=head.layers if head is not None else (),
+    )
+    return capture_steps(
+        runner,
+        options,
+        seconds=config.capture_seconds,
+        memory_share=0.0 if config.kv_tokens else config.memory_share,
+    )
+
+
+def _backend(config: TargetConfig, device: torch.device) -> Backend:
+    asked = config.attention
+    if asked == "auto":
+        asked = "torch" if device.type == "cpu" else "triton"
+    if config.batch_invariant and (device.type != "cuda" or asked != "triton"):
+        raise ModelRefused("--batch-invariant needs a GPU and --attention triton")
+    return cast(Backend, asked)
+
+
+def _tokens_that_fit(settings: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> int:
+    """Tokens of KV in a share of the memory that is free now."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+    else:
+        free = psutil.virtual_memory().available
+    any_settings: Any = settings
+    per_token = any_settings.num_hidden_layers * kv_shape(settings).elements * dtype.itemsize
+    return int(min(_KV_TOKENS_LIMIT, free * _KV_MEMORY_SHARE / per_token))

@@ -1,0 +1,132 @@
+"""From a row of logits to the law the next token is drawn from.
+
+Order, as in vLLM (v1/sample/sampler.py): logit bias, repetition penalty over prompt and output, presence and frequency
+penalties over the output, end tokens held back until min_tokens, temperature, min_p, top_k, top_p. transformers differs
+in one place: it applies min_p last.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from outrider.sampling import SamplingParams
+from target_service.core.sequence import TokenLogprobs
+
+# With no top_k, top_p looks at this many of the most probable tokens before it sorts the whole vocabulary.
+_TOP_P_GLANCE = 1024
+# Beyond any logit, and far enough within float32 that penalties and biases can be added to it.
+_LARGEST = 1e30
+
+
+class LogitShaper:
+    """One request's parameters, applied to rows of logits. Symbols: V is the vocabulary size."""
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        prompt_ids: Sequence[int],
+        end_token_ids: Sequence[int],
+        vocabulary_size: int,
+    ) -> None:
+        self._params = params
+        self._vocabulary_size = vocabulary_size
+        self._bias_ids = torch.tensor(list(params.logit_bias), dtype=torch.int64)
+        self._bias = torch.tensor(list(params.logit_bias.values()), dtype=torch.float32)
+        held_back = {*params.stop_token_ids, *(() if params.ignore_eos else end_token_ids)}
+        self._held_back = torch.tensor(sorted(held_back), dtype=torch.int64)
+        self._prompt_ids = torch.tensor(sorted(set(prompt_ids)), dtype=torch.int64)
+
+    def shaped(self, logits_row: Tensor, output_ids: Sequence[int]) -> Tensor:
+        """Logits [V] in fp32 after bias, min_tokens and penalties; `output_ids` includes the row's own path."""
+        params, logits = self._params, logits_row.float()
+        if not params.shapes_logits:
+            return logits
+        logits = logits.clone()
+        if len(self._bias_ids):
+            logits[self._bias_ids] += self._bias.to(logits.device)
+        if params.has_penalties:
+            self._penalise(logits, output_ids)
+        if len(output_ids) < params.min_tokens:
+            logits[self._held_back] = -torch.inf
+        return logits
+
+    def _penalise(self, logits: Tensor, output_ids: Sequence[int]) -> None:
+        params = self._params
+        counts, device = Counter(output_ids), logits.device
+        said = torch.tensor(list(counts), dtype=torch.int64, device=device)
+        if params.repetition_penalty != 1.0:
+            seen = torch.unique(torch.cat([self._prompt_ids.to(device), said]))
+            values, factor = logits[seen].double(), params.repetition_penalty
+            scaled = torch.where(values > 0, values / factor, values * factor)
+            # Any finite penalty is legal; an infinite logit would make the law undefined.
+            logits[seen] = scaled.clamp(-_LARGEST, _LARGEST).float()
+        if len(said):
+            times = torch.tensor(list(counts.values()), dtype=torch.float32, device=device)
+            logits[said] -= params.presence_penalty + params.frequency_penalty * times
+
+    def probs(self, shaped: Tensor) -> Tensor:
+        """The law [V] in fp64 after temperature, min_p, top_k and top_p. At temperature 0, all on the argmax.
+
+        Of equally probable tokens a filter keeps the lower ids.
+        """
+        params = self._params
+        if params.greedy:
+            law = torch.zeros_like(shaped, dtype=torch.float64)
+            law[torch.argmax(shaped)] = 1.0
+            return law
+        # The greatest becomes 0 first, so that no temperature, however small, makes it infinite.
+        law = torch.softmax((shaped.double() - shaped.max()) / params.temperature, dim=-1)
+        if params.min_p > 0:
+            law = torch.where(law >= params.min_p * law.max(), law, 0.0)
+        kept = _most_probable(law, params.top_k) if 0 < params.top_k < len(law) else None
+        if params.top_p < 1:
+            kept = _nucleus(law, kept, params.top_p)
+        if kept is not None:
+            values = law[kept]
+            law = torch.zeros_like(law).index_copy_(0, kept, values)
+        return law / law.sum()
+
+
+def _most_probable(law: Tensor, count: int) -> Tensor:
+    """Ids of the `count` most probable tokens, most probable first, lower ids first among equals.
+
+    [at most count]: tokens of no probability are left out, since sorting all of them would cost most of the time.
+    """
+    threshold = torch.topk(law, count).values[-1]
+    # Every token at the threshold takes part, so that which of them stay is decided by id alone.
+    candidates = law >= threshold if threshold > 0 else law > 0
+    ids = candidates.nonzero()[:, 0]
+    order = torch.sort(law[ids], descending=True, stable=True).indices
+    return ids[order[:count]]
+
+
+def _nucleus(law: Tensor, ranked: Tensor | None, top_p: float) -> Tensor:
+    """Ids of the smallest set of most probable tokens that reaches `top_p`; at least one.
+
+    `ranked` are the tokens that are left, most probable first; None when that is the whole vocabulary [V]. `top_p` is
+    a share of what they weigh together.
+    """
+    if ranked is None:
+        share = top_p * law.sum()
+        ranked = _most_probable(law, min(_TOP_P_GLANCE, len(law)))
+        if law[ranked].sum() < share:
+            ranked = _most_probable(law, len(law))
+    else:
+        share = top_p * law[ranked].sum()
+    values = law[ranked]
+    before = values.cumsum(0) - values
+    return ranked[before < share]
+
+
+def logprobs_of(logits_row: Tensor, token_id: int, top: int) -> TokenLogprobs:
+    """Log-probabilities of the raw logits [V]: the token's own, and the `top` most probable."""
+    logprobs = torch.log_softmax(logits_row.float(), dim=-1)
+    if top == 0:
+        return TokenLogprobs(float(logprobs[token_id]))
+    # In fp64, where 20 probabilities do not underflow to zero, which would drop them.
+    ids = _most_probable(logprobs.double().exp(), min(top, len(logprobs)))
+    return TokenLogprobs(float(logprobs[token_id]), tuple(zip(ids.tolist(), logprobs[ids].tolist(), strict=True)))

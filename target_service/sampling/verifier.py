@@ -1,0 +1,159 @@
+"""What the target itself says after each row, and which drafted rows agree with it."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from outrider.sampling import VerificationMode
+from outrider.tree import TokenTree
+from target_service.core.sequence import DevicePass, SequenceRequest, TokenLogprobs
+from target_service.sampling.distribution import LogitShaper, logprobs_of
+from tree_kernels.philox import uniforms
+from tree_kernels.verification import Mode, RowsToVerify, Walk, coupled_token, match_walk, rejection_walk
+
+# Rejection's coins must not be derivable by a draft that knows the request's seed, hence a secret per process.
+_COIN_SECRET = secrets.token_bytes(16)
+# One for each row of the largest tree and one for each token drawn.
+_COINS_PER_STEP = 1024
+_DEVICE_MODES = MappingProxyType(
+    {
+        VerificationMode.GREEDY: Mode.GREEDY,
+        VerificationMode.COUPLED: Mode.COUPLED,
+        VerificationMode.REJECTION: Mode.REJECTION,
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """The outcome for one tree: the walk, and the log-probabilities of its tokens when asked for.
+
+    `following` are the tokens that further passes of the same launch said after it, of sequences that were not drafted
+    for. Where the device chose the rows, they are all tokens after the first, and `device_passes` tell of each pass.
+    """
+
+    walk: Walk
+    logprobs: tuple[TokenLogprobs, ...]
+    following: tuple[int, ...] = ()
+    device_passes: tuple[DevicePass, ...] = ()
+
+    @property
+    def drafted_by_pass(self) -> tuple[int, ...]:
+        """Rows that the device drafted for each of its passes."""
+        return tuple([one.drafted for one in self.device_passes])
+
+    @property
+    def accepted_by_pass(self) -> tuple[int, ...]:
+        """Of them, those that were accepted."""
+        return tuple([one.accepted for one in self.device_passes])
+
+    @property
+    def accepted(self) -> int:
+        """Drafted tokens among those that were said."""
+        return len(self.walk.accepted_rows) + sum(one.accepted for one in self.device_passes)
+
+    @property
+    def passes(self) -> int:
+        """That said its tokens."""
+        return len(self.device_passes) or 1 + len(self.following)
+
+
+class SequenceVerifier:
+    """Verifies one sequence's trees by its mode and sampling parameters.
+
+    The plain form: rows are looked at one by one, as the walk comes to them, so that only accepted rows and the last
+    are ever sampled. Batched device kernels must choose the same tokens.
+    """
+
+    def __init__(self, request: SequenceRequest, end_token_ids: tuple[int, ...], vocabulary_size: int) -> None:
+        self._mode = request.mode
+        self._seed = request.seed
+        sampling = request.sampling
+        self._device_mode = _DEVICE_MODES[request.mode]
+        self._law = (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
+        self._logprobs = request.sampling.logprobs
+        self._on_device = not request.sampling.shapes_logits and request.sampling.logprobs is None
+        self._shaper = LogitShaper(request.sampling, request.token_ids, end_token_ids, vocabulary_size)
+        self._prompt_length = len(request.token_ids)
+        self._coin_seed = _private_seed(request.seed)
+
+    @property
+    def on_device(self) -> bool:
+        """Whether `DeviceVerifier` knows everything that this sequence's law depends on."""
+        return self._on_device
+
+    def rows_to_verify(self, tree: TokenTree, first_row: int, length: int, step: int) -> RowsToVerify:
+        """What the device has to know to come to the same outcome as `verify`, if it is `on_device`.
+
+        Args:
+            tree: rows to verify.
+            first_row: of the step, which is the tree's root.
+            length: tokens of the sequence, the root included.
+            step: of the sequence.
+        """
+        if self._mode is VerificationMode.REJECTION:
+            seed, position = self._coin_seed, step
+        else:
+            seed, position = self._seed, length
+        return RowsToVerify(first_row, len(tree), self._device_mode, seed, position, *self._law, tree.is_chain)
+
+    def verify(self, tree: TokenTree, logits: Tensor, output: list[int], step: int) -> Verified:
+        """Walk the tree.
+
+        Args:
+            tree: rows to verify, the root first.
+            logits: [rows, vocabulary] of the tree's rows.
+            output: tokens committed so far, without the prompt.
+            step: of the sequence, a fresh stream of coins for each.
+        """
+        if self._mode is VerificationMode.REJECTION:
+            walk = rejection_walk(
+                tree.parents,
+                tree.token_ids,
+                {row: (law.token_ids, law.weights) for row, law in tree.distributions.items()},
+                lambda row, _: self._probs(tree, row, logits, output),
+                self._coins(step),
+            )
+        else:
+            walk = match_walk(tree.parents, tree.token_ids, self._choice(tree, logits, output))
+        return Verified(walk, self._logprobs_of(tree, walk, logits))
+
+    def _choice(self, tree: TokenTree, logits: Tensor, output: list[int]) -> Callable[[int, int], int]:
+        if self._mode is VerificationMode.GREEDY:
+            return lambda row, _: int(torch.argmax(self._shaped(tree, row, logits, output)))
+        position = self._prompt_length + len(output)
+        return lambda row, depth: coupled_token(self._probs(tree, row, logits, output), self._seed, position + depth)
+
+    def _shaped(self, tree: TokenTree, row: int, logits: Tensor, output: list[int]) -> Tensor:
+        path: list[int] = []
+        node = row
+        while node:
+            path.append(tree.token_ids[node])
+            node = tree.parents[node]
+        return self._shaper.shaped(logits[row], output + path[::-1])
+
+    def _probs(self, tree: TokenTree, row: int, logits: Tensor, output: list[int]) -> Tensor:
+        return self._shaper.probs(self._shaped(tree, row, logits, output))
+
+    def _coins(self, step: int) -> Callable[[], float]:
+        stream = iter(uniforms(self._coin_seed, step, _COINS_PER_STEP).tolist())
+        return lambda: float(next(stream))
+
+    def _logprobs_of(self, tree: TokenTree, walk: Walk, logits: Tensor) -> tuple[TokenLogprobs, ...]:
+        if self._logprobs is None:
+            return ()
+        rows = (0, *walk.accepted_rows)
+        tokens = (*(tree.token_ids[row] for row in walk.accepted_rows), walk.next_token)
+        return tuple(logprobs_of(logits[row], token, self._logprobs) for row, token in zip(rows, tokens, strict=True))
+
+
+def _private_seed(seed: int) -> int:
+    digest = hashlib.blake2b(seed.to_bytes(8, "little"), key=_COIN_SECRET, digest_size=8).digest()
+    return int.from_bytes(digest, "little")

@@ -1,0 +1,1 @@
+"""What drafts are to the engine: trees by sequence, the link to a draft service, and when drafts pay."""

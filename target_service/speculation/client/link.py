@@ -1,0 +1,288 @@
+"""The target's way to a draft service over gRPC: one stream, one frame per engine step, for ever reconnecting.
+
+The link has a thread and an event loop of its own, so that neither a long engine step nor a burst of clients delays
+a draft. The engine's calls queue and wake the loop; what the draft says is delivered from the loop's thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import threading
+from collections import deque
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field, replace
+from importlib.metadata import entry_points
+from typing import Any, Protocol
+
+import grpc
+
+from outrider.errors import DraftUnavailable, OutriderError, WrongVocabulary
+from outrider.runtime import run
+from outrider.v1 import draft_pb2, draft_pb2_grpc
+from outrider.wire.drafts import info_from_pb
+from outrider.wire.frames import DraftEvents, DraftInfo, DraftLink, OpenSequence, SequenceAdvance, SequenceFeatures
+from target_service.speculation.client.stream import DraftConversation
+
+INPROCESS_SCHEME = "inprocess:"
+LINK_GROUP = "outrider.draft_links"
+# What gRPC's poller is given to hand out a cancelled call's last events, once at the end. Chosen, not measured.
+_LAST_EVENTS_SECONDS = 0.05
+
+
+class StoppableLink(DraftLink, Protocol):
+    """A draft link that holds a thread, a connection or a drafter."""
+
+    def stop(self) -> None:
+        """Let go of everything. Nothing is delivered afterwards. Idempotent."""
+
+
+@dataclass(frozen=True)
+class LinkOptions:
+    """How a link connects, and when it gives a connection up. Times in seconds."""
+
+    # Sent with every call, for example ("authorization", "Bearer ...").
+    metadata: tuple[tuple[str, str], ...] = ()
+    credentials: grpc.ChannelCredentials | None = None
+    min_backoff: float = 0.05
+    max_backoff: float = 2.0
+    connect_timeout: float = 2.0
+    # A draft that owes an answer for so long is stuck, even if its transport still answers pings.
+    answer_timeout: float = 5.0
+    keepalive: float = 10.0
+    ping_timeout: float = 2.0
+    max_message_bytes: int = 4 * 1024 * 1024
+    # Features that may wait for a draft that reads slowly; more are dropped.
+    max_waiting_feature_bytes: int = 32 * 1024 * 1024
+    channel_options: tuple[tuple[str, Any], ...] = field(default=())
+
+    def channel(self, address: str) -> grpc.aio.Channel:
+        options = [
+            ("grpc.keepalive_time_ms", round(self.keepalive * 1000)),
+            ("grpc.keepalive_timeout_ms", round(self.ping_timeout * 1000)),
+            # Without it a frozen peer is not noticed: its kernel goes on acknowledging.
+            ("grpc.http2.ping_timeout_ms", round(self.ping_timeout * 1000)),
+            ("grpc.max_receive_message_length", self.max_message_bytes),
+            ("grpc.max_send_message_length", -1),
+            # Back-off is ours; a subchannel shared with an earlier attempt would bring its own.
+            ("grpc.use_local_subchannel_pool", 1),
+            *self.channel_options,
+        ]
+        if self.credentials is not None:
+            return grpc.aio.secure_channel(address, self.credentials, options=options)
+        return grpc.aio.insecure_channel(address, options=options)
+
+
+def connect_draft(
+    address: str,
+    events: DraftEvents,
+    vocabulary_size: int,
+    tokenizer_fingerprint: str,
+    options: LinkOptions | None = None,
+) -> StoppableLink:
+    """The link for an address: `HOST:PORT`, `unix:PATH`, or `inprocess:DRAFTER`.
+
+    The last is looked up among the installed entry points, so that this package does not import drafters.
+    Raises `ValueError` when none is installed, or when that drafter cannot draft for this target.
+    """
+    if not address.startswith(INPROCESS_SCHEME):
+        return GrpcDraftLink(address, events, vocabulary_size, tokenizer_fingerprint, options)
+    for entry in entry_points(group=LINK_GROUP, name=INPROCESS_SCHEME.rstrip(":")):
+        connect: Callable[[str, DraftEvents, int, str], StoppableLink] = entry.load()
+        argument = address.removeprefix(INPROCESS_SCHEME)
+        try:
+            return connect(argument, events, vocabulary_size, tokenizer_fingerprint)
+        except OutriderError as error:
+            raise ValueError(f"{address}: {error.message}") from None
+    raise ValueError(f"{address}: no draft service is installed in this environment")
+
+
+class GrpcDraftLink:
+    """A `DraftLink` to a draft service. Calls are thread-safe, return at once, and never raise.
+
+    What is sent while there is no draft is dropped: `on_connected` asks for every live sequence again.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        events: DraftEvents,
+        vocabulary_size: int,
+        tokenizer_fingerprint: str,
+        options: LinkOptions | None = None,
+    ) -> None:
+        """Start connecting. `events` hears the outcome, and every change of it."""
+        self._address = address
+        self._events = events
+        self._vocabulary_size = vocabulary_size
+        self._fingerprint = tokenizer_fingerprint
+        self._options = options or LinkOptions()
+        # What is to be said, and the bytes of features in it.
+        self._outbox: deque[tuple[Callable[[DraftConversation], None], int]] = deque()
+        # Of features, in all: the first counted by whoever posts, the second by the link's own thread.
+        self._bytes_posted = self._bytes_gone = 0
+        self._connected = False
+        self._last_reason = ""
+        # The loop's thread sets these before anyone else reads them.
+        self._loop: asyncio.AbstractEventLoop
+        self._wake: asyncio.Event
+        self._stopping: asyncio.Event
+        ready = threading.Event()
+        self._thread = threading.Thread(target=lambda: run(self._main(ready)), name="draft-link", daemon=True)
+        self._thread.start()
+        ready.wait()
+
+    def open(self, sequence: OpenSequence) -> None:
+        self._post(lambda conversation: conversation.open(sequence))
+
+    def advance(self, advances: Sequence[SequenceAdvance]) -> None:
+        size = sum(len(advance.features.data) for advance in advances if advance.features is not None)
+        if size and not self._has_room(size):
+            advances = [replace(advance, features=None) for advance in advances]
+            size = 0
+        self._post(lambda conversation: conversation.advance(advances), size)
+
+    def send_features(self, features: Sequence[SequenceFeatures]) -> None:
+        size = sum(len(one.vectors.data) for one in features)
+        if self._has_room(size):
+            self._post(lambda conversation: conversation.send_features(features), size)
+
+    def close(self, sequence_ids: Sequence[int]) -> None:
+        self._post(lambda conversation: conversation.close(sequence_ids))
+
+    def stop(self) -> None:
+        """Leave the draft and end the thread. Nothing is delivered afterwards. Idempotent."""
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._stopping.set)
+        self._thread.join()
+
+    def _has_room(self, size: int) -> bool:
+        """Whether features of so many bytes may wait too. Without them a slow draft accepts less, and keeps up."""
+        return self._bytes_posted - self._bytes_gone + size <= self._options.max_waiting_feature_bytes
+
+    def _post(self, command: Callable[[DraftConversation], None], size: int = 0) -> None:
+        if not self._connected:
+            return
+        self._bytes_posted += size
+        self._outbox.append((command, size))
+        # A closed loop means that the link was stopped meanwhile.
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._wake.set)
+
+    # The link's own thread from here on.
+
+    async def _main(self, ready: threading.Event) -> None:
+        self._loop, self._wake, self._stopping = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
+        ready.set()
+        connecting = asyncio.create_task(self._connect_for_ever())
+        await self._stopping.wait()
+        connecting.cancel()
+        await asyncio.gather(connecting, return_exceptions=True)
+        # gRPC hands the last events of a cancelled call to whichever loop of the process polls first; one that finds
+        # this loop closed already would log an error.
+        await asyncio.sleep(_LAST_EVENTS_SECONDS)
+
+    async def _connect_for_ever(self) -> None:
+        options, backoff = self._options, self._options.min_backoff
+        while True:
+            conversation = DraftConversation(self._events, self._vocabulary_size)
+            try:
+                async with options.channel(self._address) as channel:
+                    await self._converse(draft_pb2_grpc.DraftServiceStub(channel), conversation)
+                reason = "the draft service ended the stream"
+            except OutriderError as error:
+                reason = error.message
+            except grpc.aio.AioRpcError as error:
+                reason = f"{error.code().name}: {error.details()}"
+            self._lost(reason)
+            # A draft that spoke and then fell is met again at once; one that never speaks is not hammered.
+            # Spread, so that the many targets of a draft that restarts do not come back together.
+            backoff = options.min_backoff if conversation.heard else min(2 * backoff, options.max_backoff)
+            await asyncio.sleep(backoff * random.uniform(0.5, 1.0))
+
+    def _lost(self, reason: str) -> None:
+        """Say why there is no draft: when it is lost, and when the reason has changed since."""
+        if self._connected or reason != self._last_reason:
+            self._connected, self._last_reason = False, reason
+            self._events.on_disconnected(reason)
+
+    async def _converse(self, stub: Any, conversation: DraftConversation) -> None:
+        """Check who is there, then talk until the stream ends or breaks."""
+        options = self._options
+        response = await stub.GetDraftInfo(
+            draft_pb2.GetDraftInfoRequest(), timeout=options.connect_timeout, metadata=options.metadata
+        )
+        info = info_from_pb(_readable(response))
+        self._check(info)
+        conversation.max_context = info.max_context
+        call = stub.Propose(metadata=options.metadata)
+        while self._outbox:
+            self._bytes_gone += self._outbox.popleft()[1]
+        self._connected, self._last_reason = True, ""
+        self._events.on_connected(info)
+        try:
+            await _until_one_ends(
+                self._read(call, conversation), self._write(call, conversation), self._watch(conversation)
+            )
+        finally:
+            call.cancel()
+
+    def _check(self, info: DraftInfo) -> None:
+        if info.vocabulary_size not in (0, self._vocabulary_size):
+            raise WrongVocabulary(
+                f"the draft's vocabulary has {info.vocabulary_size} tokens, ours {self._vocabulary_size}"
+            )
+        if info.tokenizer_fingerprint and self._fingerprint not in ("", info.tokenizer_fingerprint):
+            raise WrongVocabulary("the draft was made for another tokenizer")
+
+    async def _read(self, call: Any, conversation: DraftConversation) -> None:
+        while (frame := await call.read()) is not grpc.aio.EOF:
+            conversation.hear(_readable(frame))
+            if conversation.outgoing:
+                self._wake.set()
+
+    async def _write(self, call: Any, conversation: DraftConversation) -> None:
+        try:
+            while True:
+                size = 0
+                while self._outbox:
+                    command, more = self._outbox.popleft()
+                    command(conversation)
+                    size += more
+                try:
+                    while conversation.outgoing:
+                        await call.write(conversation.outgoing.popleft())
+                finally:
+                    self._bytes_gone += size
+                if not self._outbox:
+                    await self._wake.wait()
+                    self._wake.clear()
+        except asyncio.InvalidStateError:
+            # The call is over; its reader knows why.
+            await asyncio.sleep(self._options.answer_timeout)
+
+    async def _watch(self, conversation: DraftConversation) -> None:
+        while conversation.silence < self._options.answer_timeout:
+            await asyncio.sleep(self._options.answer_timeout / 4)
+        raise DraftUnavailable(f"no answer for {self._options.answer_timeout:g} s")
+
+
+def _readable(message: Any) -> Any:
+    """The message, where gRPC gives None for bytes that are none. Raises `DraftUnavailable` then."""
+    if message is None:
+        raise DraftUnavailable("the draft sent bytes that are no message")
+    return message
+
+
+async def _until_one_ends(*parts: Coroutine[Any, Any, None]) -> None:
+    """Run all until the first ends, cancel the others, and raise what it raised."""
+    tasks = [asyncio.create_task(part) for part in parts]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    for task in done:
+        task.result()

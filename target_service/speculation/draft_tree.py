@@ -1,0 +1,238 @@
+"""The target's copy of each sequence's growing tree: graft what the draft sends, cut what can be afforded, re-root.
+
+Growth may cross an advance on the wire. Each growth names the step it was made for, and ids never change their
+meaning, so a late growth is walked down the tokens committed since: what agrees with them lands under the new root,
+the rest is dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from collections.abc import Set
+
+from outrider.errors import InvalidField
+from outrider.tree import MAX_ROWS, DraftDistribution, TokenTree
+from outrider.wire.frames import ROOT_ID, SequenceGrowth
+
+# Steps a late growth may lie behind, and committed tokens whose node ids are remembered for it.
+MEMORY_STEPS = 64
+MEMORY_TOKENS = 256
+_ROOT = 0
+
+
+class GrowingTree:
+    """What the draft knows now about one sequence.
+
+    Nodes are numbered in order of arrival, 0 being the root, so parents come before children. A node id stands
+    either for a live node (its number) or for a committed token (minus the sequence's length up to it).
+    """
+
+    def __init__(self, token_ids: list[int], step: int) -> None:
+        """Start at the last of `token_ids`, which stays the sequence's own list and grows with each commit."""
+        self._committed = token_ids
+        self._length = len(token_ids)
+        self._step = step
+        self._lengths = {step: self._length}
+        self._next_id = 1
+        self._where: dict[int, int] = {}
+        # The step that the draft has answered, and the one that it was asked about last.
+        self.answered_step, self._asked_step = -1, step
+        self._held: SequenceGrowth | None = None
+        self._clear()
+
+    def _clear(self) -> None:
+        self._tokens = [self._committed[self._length - 1]]
+        self._parents = [_ROOT]
+        self._scores = [1.0]
+        self._children: list[dict[int, int]] = [{}]
+        self._laws: dict[int, DraftDistribution] = {}
+        self._where = {node_id: place for node_id, place in self._where.items() if place <= _ROOT}
+
+    @property
+    def step(self) -> int:
+        """The sequence's step as of the last commit."""
+        return self._step
+
+    @property
+    def answered(self) -> bool:
+        """Whether the draft has spoken since it was last asked."""
+        return self.answered_step >= self._asked_step
+
+    def ask(self) -> None:
+        """The draft was told of the last commit."""
+        self._asked_step = self._step
+
+    @property
+    def nodes(self) -> int:
+        """Live nodes below the root."""
+        return len(self._tokens) - 1
+
+    @property
+    def scores(self) -> SequenceOf[float]:
+        """Per live node, the root first: the probability of acceptance given that the parent is accepted. The root's is
+        1."""
+        return self._scores
+
+    @property
+    def parents(self) -> SequenceOf[int]:
+        """Per live node, the root first: the number of its parent."""
+        return self._parents
+
+    def length_at(self, step: int) -> int | None:
+        """Tokens that the sequence had at a step, if that is remembered."""
+        return self._lengths.get(step)
+
+    def lag(self, growth: SequenceGrowth) -> int:
+        """How many commits `growth` lies behind. Negative for a step that has not happened."""
+        return self._step - growth.base_step
+
+    def graft(self, growth: SequenceGrowth) -> None:
+        """Add the growth's nodes. Raises `InvalidField` for ids that were never given or steps that never were."""
+        self.hold(growth)
+        self.settle()
+
+    def hold(self, growth: SequenceGrowth) -> None:
+        """Take the growth in, and add its nodes when they are looked at: `settle` must come before that.
+
+        What replaces the tree may be replaced itself before anyone looks, as when drafts are followed and not used.
+        Raises `InvalidField` as `graft`, or leaves that to `settle`.
+        """
+        if growth.base_step > self._step:
+            raise InvalidField("growth.base_step", "lies ahead of the sequence")
+        if growth.first_node_id < self._next_id:
+            raise InvalidField("growth.first_node_id", "was given before")
+        self.answered_step = max(self.answered_step, growth.base_step)
+        self._next_id = growth.first_node_id + len(growth.token_ids)
+        if not growth.replaces or any(ROOT_ID < parent < growth.first_node_id for parent in growth.parent_ids):
+            # It stands on what came before.
+            self.settle()
+        if growth.replaces:
+            if self._held is not None:
+                self._keep_committed(self._held)
+            self._clear()
+            self._held = growth
+        else:
+            self._add(growth)
+
+    def settle(self) -> None:
+        """Add the nodes of a growth that is held. Raises `InvalidField` when it is malformed."""
+        held, self._held = self._held, None
+        if held is not None:
+            self._add(held)
+
+    def _keep_committed(self, growth: SequenceGrowth) -> None:
+        """Of a growth that is replaced unseen, remember the ids of tokens that were committed since it was made."""
+        lengths = {ROOT_ID: self._lengths.get(growth.base_step, self._length)}
+        for node_id, (parent_id, token) in enumerate(
+            zip(growth.parent_ids, growth.token_ids, strict=True), growth.first_node_id
+        ):
+            known = self._where.get(parent_id, _ROOT)
+            length = lengths.get(parent_id, -known if known < _ROOT else self._length)
+            if length < self._length and self._committed[length] == token:
+                lengths[node_id] = length + 1
+                self._where[node_id] = self._place_of(length + 1)
+
+    def _place_of(self, length: int) -> int:
+        """Where the committed token that ends the sequence at this length stands."""
+        return _ROOT if length == self._length else -length
+
+    def _add(self, growth: SequenceGrowth) -> None:
+        base = self._lengths.get(growth.base_step)
+        if base is None:
+            return
+        base_place = self._place_of(base)
+        for offset, (parent_id, token) in enumerate(zip(growth.parent_ids, growth.token_ids, strict=True)):
+            node_id = growth.first_node_id + offset
+            if parent_id >= node_id:
+                raise InvalidField(f"growth.parent_ids[{offset}]", "is not an earlier node")
+            parent = base_place if parent_id == ROOT_ID else self._where.get(parent_id)
+            if parent is None:
+                continue
+            place = self._place(parent, token, growth.scores[offset])
+            if place is not None:
+                self._where[node_id] = place
+        for parent_id, law in growth.distributions.items():
+            parent = base_place if parent_id == ROOT_ID else self._where.get(parent_id)
+            if parent is not None and parent >= _ROOT:
+                self._set_law(parent, law)
+
+    def _set_law(self, parent: int, law: DraftDistribution) -> None:
+        if not self._children[parent].keys() <= set(law.token_ids):
+            raise InvalidField("growth.distributions", "does not hold every child of its parent")
+        self._laws[parent] = law
+
+    def _place(self, parent: int, token: int, score: float) -> int | None:
+        """Where a child of `parent` stands: a live node, a committed token, or None when another was committed."""
+        if parent < _ROOT:
+            length = -parent
+            if self._committed[length] != token:
+                return None
+            return self._place_of(length + 1)
+        known = self._children[parent].get(token)
+        if known is not None:
+            self._scores[known] = score
+            return known
+        law = self._laws.get(parent)
+        if len(self._tokens) >= MAX_ROWS or (law is not None and token not in law.token_ids):
+            return None
+        node = len(self._tokens)
+        self._tokens.append(token)
+        self._parents.append(parent)
+        self._scores.append(score)
+        self._children.append({})
+        self._children[parent][token] = node
+        return node
+
+    def advance(self, committed: int, *, asked: bool = True) -> None:
+        """Re-root after `committed` tokens were appended to the sequence: keep the subtree they lead to. Unless the
+        draft is `asked` about them now, the answer to what it was asked before will do until `ask`."""
+        path: dict[int, int] = {}
+        node: int | None = _ROOT
+        for length in range(self._length, self._length + committed):
+            if node is None:
+                break
+            path[node] = -length
+            node = self._children[node].get(self._committed[length])
+        self._length += committed
+        self._step += 1
+        self._lengths[self._step] = self._length
+        self._lengths.pop(self._step - MEMORY_STEPS, None)
+        if asked:
+            self.ask()
+        self._reroot(node, path)
+
+    def _reroot(self, root: int | None, path: dict[int, int]) -> None:
+        """Keep what hangs below `root`; ids of committed nodes turn into the lengths in `path`."""
+        renumbered: dict[int, int] = {}
+        tokens, parents, scores, laws = self._tokens, self._parents, self._scores, self._laws
+        where, oldest = self._where, self._length - MEMORY_TOKENS
+        self._where = {}
+        self._clear()
+        if root is not None:
+            renumbered[root] = _ROOT
+            for node in range(root + 1, len(tokens)):
+                parent = renumbered.get(parents[node])
+                if parent is not None:
+                    renumbered[node] = self._append(tokens[node], parent, scores[node])
+            self._laws = {renumbered[node]: law for node, law in laws.items() if node in renumbered}
+        for node_id, place in where.items():
+            moved = place if place < _ROOT else renumbered.get(place, path.get(place))
+            if moved is not None and (moved >= _ROOT or -moved >= oldest):
+                self._where[node_id] = moved
+
+    def _append(self, token: int, parent: int, score: float) -> int:
+        placed = self._place(parent, token, score)
+        assert placed is not None
+        return placed
+
+    def cut(self, nodes: Set[int]) -> TokenTree:
+        """The tree of the root and `nodes`, which must hold every node's ancestors. Rows keep order of arrival."""
+        rows = {_ROOT: 0}
+        for node in sorted(nodes):
+            rows[node] = len(rows)
+        return TokenTree(
+            token_ids=tuple(self._tokens[node] for node in rows),
+            parents=tuple(rows[self._parents[node]] for node in rows),
+            scores=tuple(self._scores[node] for node in rows),
+            distributions={rows[node]: law for node, law in self._laws.items() if node in rows},
+        )

@@ -1,0 +1,325 @@
+"""The engine's side of its draft: trees by sequence, bounded waiting, and when not to draft at all."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
+
+from outrider.errors import InvalidField, NotSupported
+from outrider.wire.frames import (
+    DraftInfo,
+    DraftLink,
+    OpenSequence,
+    SequenceAdvance,
+    SequenceFailure,
+    SequenceGrowth,
+    TreeLimits,
+)
+from target_service.core.sequence import Sequence
+from target_service.execution.batch import StepItem
+from target_service.execution.node_tables import NodeTables
+from target_service.sampling.verifier import Verified
+from target_service.speculation.client.inbox import Connected, Disconnected, DraftEvent, DraftInbox
+from target_service.speculation.client.latency import DraftPace
+from target_service.speculation.config import DraftingConfig
+from target_service.speculation.draft_tree import GrowingTree
+from target_service.speculation.hidden_states.encoding import StepFeatures
+from target_service.speculation.hidden_states.sending import Features
+from tree_kernels.node_table import NODES
+
+log = logging.getLogger(__name__)
+# Sequences that a draft follows while its drafts are not used.
+FOLLOWED_ANYWAY = 1
+
+
+class Drafting(DraftInbox):
+    """Holds every drafted sequence's growing tree. A late, dead or lying draft costs speed and nothing else.
+
+    All but the inbox belongs to the engine's thread.
+    """
+
+    def __init__(
+        self, config: DraftingConfig, vocabulary_size: int, features: Features, tables: NodeTables | None = None
+    ) -> None:
+        """What is drafted goes into `tables` too, where the device chooses rows."""
+        super().__init__()
+        self._tables = tables
+        self.config = config
+        self._vocabulary_size = vocabulary_size
+        self._features = features
+        self._link: DraftLink | None = None
+        self._trees: dict[int, GrowingTree] = {}
+        self._wanting: dict[int, Sequence] = {}
+        self._newcomers: list[Sequence] = []
+        self.pace = DraftPace(config.failures_to_open)
+        # Commits that the draft was not told of yet, by sequence.
+        self._unsent: dict[int, list[SequenceAdvance]] = {}
+        self.info: DraftInfo | None = None
+        self.active = config.enabled
+        # Whether it was not active last because drafts were of no use.
+        self._dropped = False
+
+    def attach(self, link: DraftLink) -> None:
+        """Use `link` from now on. Called once, before the first step."""
+        self._link = link
+
+    @property
+    def connected(self) -> bool:
+        return self.info is not None
+
+    @property
+    def follows(self) -> bool:
+        """Whether there is a draft that follows some sequence now."""
+        return self.active and self.connected and bool(self._trees)
+
+    def tree_of(self, sequence: Sequence) -> GrowingTree | None:
+        """The sequence's growing tree; None when it is not drafted for."""
+        tree = self._trees.get(sequence.sequence_id)
+        try:
+            if tree is not None:
+                tree.settle()
+        except InvalidField as error:
+            self._refuse(sequence.sequence_id, error)
+            return None
+        return tree
+
+    def asks(self, sequence: Sequence) -> bool:
+        """Whether the sequence is to be drafted for when the load allows it."""
+        return sequence.sequence_id in self._wanting
+
+    def wants(self, sequence: Sequence) -> bool:
+        """Whether the sequence is to be drafted for at the present load, by a draft that is there or should be."""
+        return self.active and self.asks(sequence)
+
+    def add(self, sequence: Sequence) -> None:
+        """Ask for drafts for a new sequence, if it wants any, once the load is known with it."""
+        if self.config.enabled and sequence.request.speculate and not sequence.request.external:
+            self._wanting[sequence.sequence_id] = sequence
+            self._newcomers.append(sequence)
+
+    def remove(self, sequences: Iterable[Sequence]) -> None:
+        """Forget sequences, and tell the draft so."""
+        ids = [sequence.sequence_id for sequence in sequences]
+        for sequence_id in ids:
+            self._wanting.pop(sequence_id, None)
+            self._unsent.pop(sequence_id, None)
+            self._features.forget(sequence_id)
+            if self._tables is not None:
+                self._tables.leave(sequence_id)
+        self._close([sequence_id for sequence_id in ids if self._trees.pop(sequence_id, None) is not None])
+
+    @property
+    def reads_features(self) -> bool:
+        """Whether the draft wants the hidden states of every pass."""
+        return self._features.taken
+
+    def follow_load(self, running: int, useful: bool = True) -> None:
+        """Stop drafting above the configured load, and begin again well below it.
+
+        While drafts are not `useful`, a draft of more than one sequence is stopped too, for each frame takes time, and
+        one that reads features at any load."""
+        if not self.config.enabled:
+            return
+        anyway = self._tables is None and running <= FOLLOWED_ANYWAY and not self.reads_features
+        useful = useful or anyway
+        if self.active and (self.config.too_many(running) or not useful):
+            self.active, self._dropped = False, not useful
+            self._close(list(self._trees))
+            self._forget_trees()
+        elif not self.active and running <= self.config.resumes_at and useful:
+            self.active = True
+            # A head does poorly where it has no states of what came before, and would be judged by that.
+            fresh = self._dropped and self.reads_features
+            self._newcomers = [one for one in self._wanting.values() if not (fresh and one.step)]
+
+    def open_newcomers(self) -> None:
+        """Tell the draft of the sequences that it is to follow from now on. In this process it reads them meanwhile."""
+        for sequence in self._newcomers:
+            if self.asks(sequence) and sequence.sequence_id not in self._trees:
+                self._open(sequence)
+        self._newcomers = []
+
+    def listen(self) -> None:
+        """Take in everything the draft has said, without waiting."""
+        for event in self._heard():
+            self._handle(event)
+
+    def wait_for(self, sequences: SequenceOf[Sequence], patience: float = float("inf"), *, late: bool = True) -> int:
+        """Wait until the draft has answered the last commit of each sequence, for `patience` seconds at most and no
+        longer than is configured. Nanoseconds waited. A draft that took longer is `late`, or was hardly given time."""
+        self.listen()
+        if not self.pace.waiting_pays or self._answered(sequences):
+            return 0
+        begin = time.monotonic_ns()
+        deadline = time.monotonic() + min(self.config.wait_seconds, patience)
+        while not self._answered(sequences):
+            if not self._wait_until(deadline):
+                if late:
+                    self.pace.late()
+                break
+            self.listen()
+        else:
+            self.pace.in_time()
+        return time.monotonic_ns() - begin
+
+    def wait_for_anything(self, deadline_ns: int) -> None:
+        """Wait until the draft says something, to a time of the monotonic clock at most."""
+        self._wait_until(deadline_ns * 1e-9)
+
+    def collect(
+        self, items: SequenceOf[StepItem], states: StepFeatures | None, outcomes: SequenceOf[Verified | None]
+    ) -> None:
+        """Take in the hidden states of a step that was committed, before `advance` tells of it."""
+        self._features.collect(items, states, outcomes, self._wanting)
+
+    def advance(self, commits: SequenceOf[tuple[Sequence, int]]) -> None:
+        """Re-root after a step: (sequence, tokens committed) of all that ran in it. One frame to the draft."""
+        if not self._trees and not self.reads_features:
+            return
+        unsent = self._unsent
+        ahead, along = self._features.due(self._trees, commits)
+        if ahead:
+            # The draft has to know the tokens that they are of.
+            self._tell()
+        for sequence, committed in commits:
+            tree = self._trees.get(sequence.sequence_id)
+            if tree is not None:
+                features = along.get(sequence.sequence_id)
+                tokens = tuple(sequence.token_ids[-committed:])
+                told = unsent.setdefault(sequence.sequence_id, [])
+                # Passes that were launched at once are a step each, and of a token at least.
+                singles = sequence.step - tree.step - 1
+                for said in [*((token,) for token in tokens[:singles]), tokens[singles:]]:
+                    tree.advance(len(said), asked=False)
+                    told.append(SequenceAdvance(sequence.sequence_id, tree.step, said, features))
+        if ahead and self._link is not None and self.connected:
+            self._link.send_features(ahead)
+        self._tell()
+
+    def _tell(self) -> None:
+        """Send what the draft was not told of."""
+        advances: list[SequenceAdvance] = []
+        for sequence_id, unsent in self._unsent.items():
+            tree = self._trees.get(sequence_id)
+            if tree is not None:
+                tree.ask()
+                advances += unsent
+        self._unsent.clear()
+        if advances and self._link is not None and self.connected:
+            self.pace.told()
+            self._link.advance(advances)
+
+    def has_answered(self) -> bool:
+        """Whether the draft owes nothing for any sequence, with all that it has said by now."""
+        self.listen()
+        return all(tree.answered for tree in self._trees.values())
+
+    def _answered(self, sequences: SequenceOf[Sequence]) -> bool:
+        trees = (self._trees.get(sequence.sequence_id) for sequence in sequences)
+        return all(tree is None or tree.answered for tree in trees)
+
+    def _open(self, sequence: Sequence) -> None:
+        if self._link is None or not self.connected or not self.active:
+            return
+        request = sequence.request
+        if not self._trees:
+            self.pace.begin()
+        self.pace.told()
+        self._unsent.pop(sequence.sequence_id, None)
+        self._trees[sequence.sequence_id] = GrowingTree(sequence.token_ids, sequence.step)
+        if self._tables is not None:
+            self._tables.enter(sequence.sequence_id)
+            self._tables.clear(sequence.sequence_id)
+        self._link.open(
+            OpenSequence(
+                sequence_id=sequence.sequence_id,
+                token_ids=tuple(sequence.token_ids),
+                prompt_length=sequence.prompt_length,
+                step=sequence.step,
+                seed=request.seed,
+                mode=request.mode,
+                sampling=request.sampling,
+                limits=self._limits(request.max_draft_nodes),
+                vocabulary_size=self._vocabulary_size,
+                tenant=request.tenant,
+                corpus=request.corpus,
+                traceparent=request.traceparent,
+            )
+        )
+        if features := self._features.opened(sequence):
+            self._link.send_features(features)
+
+    def _forget_trees(self) -> None:
+        """Nobody is drafted for, and what was said of them is not used any more."""
+        if self._tables is not None:
+            for sequence_id in self._trees:
+                self._tables.clear(sequence_id)
+        self._trees.clear()
+
+    def _limits(self, max_nodes: int) -> TreeLimits:
+        """Of a sequence's trees. What the device chooses from may be larger than what a pass verifies of it."""
+        return TreeLimits(max_nodes=max_nodes if self._tables is None else NODES - 1)
+
+    def _close(self, sequence_ids: list[int]) -> None:
+        if sequence_ids and self._link is not None and self.connected:
+            self._link.close(sequence_ids)
+
+    def _handle(self, event: DraftEvent) -> None:
+        match event:
+            case SequenceGrowth():
+                self._graft(event)
+            case SequenceFailure():
+                log.info("the draft gave up on a sequence: %s", event.reason)
+                self._trees.pop(event.sequence_id, None)
+            case Connected():
+                self._forget_trees()
+                if not self._can_give(event.info):
+                    return
+                log.info("draft %s is connected", event.info.drafter)
+                self.info = event.info
+                for sequence in self._wanting.values():
+                    self._open(sequence)
+            case Disconnected():
+                log.warning("no draft: %s", event.reason)
+                self.info = None
+                self._forget_trees()
+                self._features.lost()
+
+    def _can_give(self, info: DraftInfo) -> bool:
+        """Whether the draft can have what it needs of this target."""
+        try:
+            self._features.ask(info.features)
+        except NotSupported as refused:
+            required = info.features is not None and info.features.required
+            log.warning("draft %s %s: %s", info.drafter, "is not used" if required else "gets no features", refused)
+            return not required
+        return True
+
+    def _graft(self, growth: SequenceGrowth) -> None:
+        tree = self._trees.get(growth.sequence_id)
+        if tree is None:
+            # Closed while the growth was on its way.
+            return
+        if growth.token_ids:
+            # Others say that it is there, not that it knows what it follows.
+            self.pace.heard()
+        try:
+            owed, base = not tree.answered, tree.length_at(growth.base_step)
+            tree.hold(growth)
+            if self._tables is not None and base is not None:
+                # When it was opened all slots may have been taken.
+                self._tables.enter(growth.sequence_id)
+                self._tables.grow(growth, base, self._wanting[growth.sequence_id].token_ids)
+            if owed and tree.answered:
+                self.pace.answered(self.heard_at)
+            if tree.lag(growth) <= 1:
+                self.pace.in_time()
+        except InvalidField as error:
+            self._refuse(growth.sequence_id, error)
+
+    def _refuse(self, sequence_id: int, error: InvalidField) -> None:
+        log.warning("a malformed growth ends drafting for its sequence: %s", error)
+        del self._trees[sequence_id]
+        self._close([sequence_id])

@@ -1,0 +1,34 @@
+"""What a step verifies of drafts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from outrider.tree import TokenTree
+from target_service.core.sequence import Sequence
+from target_service.speculation.policy.draft_times import Use
+
+
+@dataclass(frozen=True, slots=True)
+class Gathered:
+    """A tree per chunk, and what waiting for drafts cost."""
+
+    trees: list[TokenTree | None]
+    # Sequences that the step waited for.
+    drafted: tuple[Sequence, ...]
+    wait_ns: int
+    # Sequences that wanted a draft and went on without one.
+    fallbacks: int
+    use: Use
+    # What its rows take, as a multiple of what a plain step's take.
+    row_cost: float = 1.0
+
+    @property
+    def has_trees(self) -> bool:
+        """Whether any tree has more rows than its root."""
+        return any(tree is not None and tree.drafted for tree in self.trees)
+
+    @property
+    def answered(self) -> bool:
+        """Whether the draft said anything of the sequences that the step waited for."""
+        return len(self.drafted) > self.fallbacks

@@ -1,0 +1,226 @@
+"""The draft's part of a step: whether to wait for it, how many of its rows to verify, and pages for them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from collections.abc import Sequence as SequenceOf
+
+from outrider.sampling import VerificationMode
+from outrider.tree import TokenTree
+from target_service.core.kv_cache import OutOfPages
+from target_service.core.scheduler import Chunk, Schedule, Scheduler
+from target_service.core.sequence import Sequence
+from target_service.sampling.verifier import Verified
+from target_service.speculation.draft_tree import GrowingTree
+from target_service.speculation.drafts import FOLLOWED_ANYWAY, Drafting
+from target_service.speculation.policy.draft_switch import DraftSwitch
+from target_service.speculation.policy.draft_times import Use
+from target_service.speculation.policy.follow_switch import FollowSwitch
+from target_service.speculation.policy.gathered import Gathered
+from target_service.speculation.policy.live_sequence import LiveSequence
+from target_service.speculation.policy.row_budget import IN_ORDER_NODES, Offer, RowBudget
+from target_service.speculation.policy.row_policy import RowPolicy
+
+# Plain steps' time that it takes to tell a draft of a sequence, and to give a head the features that it needs by then.
+_TELLING, _TELLING_HEADS = 0.5, 12.0
+# Of every plain step: what is fed as the root is the sequence's own token, whichever this says.
+_ROOT_ALONE = TokenTree.root_only(0)
+# Plain steps that a draft follows along, after a drafted one and before the next. A head works more for that than it
+# loses by beginning anew, and the target works for it; so does any draft of many sequences.
+_FOLLOWED, _FOLLOWED_BY_HEADS, _FOLLOWED_BY_MANY = 32, 8, 6
+
+
+class Gathering:
+    """Cuts every sequence's growing tree to what pays."""
+
+    def __init__(
+        self,
+        drafting: Drafting,
+        scheduler: Scheduler,
+        budget: RowBudget,
+        live: Mapping[int, LiveSequence],
+        *,
+        max_draft_nodes: int,
+        chains: bool,
+        switch: DraftSwitch | None,
+        policy: RowPolicy,
+        follow: FollowSwitch | None,
+    ) -> None:
+        """`live` stays the engine's own table. `chains` keeps to one path of each tree, but for rejection sampling. A
+        `switch` of None always waits for drafts, and a `follow` of None always follows them."""
+        self._drafting = drafting
+        self._scheduler = scheduler
+        self._budget = budget
+        self._live = live
+        self._max_draft_nodes = max_draft_nodes
+        self._chains = chains
+        self._switch = switch
+        self._policy = policy
+        self._follow = follow
+        # How the next step uses drafts.
+        self._use = Use.AFTER
+        # Whether the last step chosen for could be launched behind the one under way.
+        self._goes_ahead = False
+
+    @property
+    def drafts_are_near(self) -> bool:
+        """Whether drafts are in use, or were lately, or may be soon."""
+        if self._policy.on:
+            return self._follow is None or self._follow.follows(max(1, len(self._scheduler.running)))
+        if self._switch is None:
+            return True
+        load, heads = self._scheduler.load, self._drafting.reads_features
+        if load and heads and self._switch.to_be_unfed(load, ahead=self._goes_ahead):
+            return False
+        followed = _FOLLOWED_BY_HEADS if heads else _FOLLOWED
+        return self._switch.drafts_are_near(_FOLLOWED_BY_MANY if load > FOLLOWED_ANYWAY else followed)
+
+    def follow_load(self) -> bool:
+        """Hear what the draft has said, and draft or not as the load allows. Whether that changed."""
+        was = self._drafting.active
+        self._drafting.listen()
+        self._drafting.follow_load(self._scheduler.load, self.drafts_are_near)
+        return self._drafting.active != was
+
+    def choose(self, running: SequenceOf[Sequence], *, alone: bool) -> Use:
+        """How the next step uses drafts; `alone`, the device verifies every sequence, and the step may be launched
+        behind the one under way. Called once per step, before it is scheduled."""
+        self._use, self._goes_ahead = Use.PLAIN, alone
+        if not self._drafting.connected or self._drafting.config.too_many(len(running)):
+            return self._use
+        if alone and self._policy.on and all(map(self._device_chooses, running)):
+            # Rows come from the device's tables then.
+            return self._use
+        wanting = [sequence for sequence in running if self._drafting.asks(sequence)]
+        if not wanting:
+            return self._use
+        if self._switch is None:
+            use = Use.AFTER
+        else:
+            records = [self._live[sequence.sequence_id].record for sequence in wanting]
+            others = len(running) - len(wanting)
+            # Against what plain steps make: more than a token each where the device drafts for them.
+            each = self._policy.tokens_each
+            promise = sum(map(self._budget.promise, records)) / each + others
+            if self._drafting.active and self._drafting.pace.beginning:
+                # Followed meanwhile: what it makes is not to be judged by how it begins.
+                return self._use
+            load = len(running)
+            if self._reads_prompts(running):
+                # Its time says nothing of drafts.
+                use = self._switch.best(load, promise)
+            else:
+                use = self._switch.choose(load, promise, ahead=alone, telling=self._telling(load))
+        if self._drafting.active:
+            self._use = use
+        return self._use
+
+    def _device_chooses(self, sequence: Sequence) -> bool:
+        """Whether the device may choose the sequence's rows by what they say."""
+        return sequence.request.mode is not VerificationMode.REJECTION
+
+    def _telling(self, load: int) -> float:
+        """Plain steps that it takes to tell the draft of sequences that it does not follow."""
+        if self._drafting.reads_features:
+            return _TELLING * load + _TELLING_HEADS
+        return _TELLING * load if load > FOLLOWED_ANYWAY else 0.0
+
+    def _reads_prompts(self, running: SequenceOf[Sequence]) -> bool:
+        """Whether the next step has rows of prompts."""
+        reading = (sequence.kv_length + 1 < len(sequence.token_ids) for sequence in running)
+        return self._scheduler.admits or any(reading)
+
+    def observe(self, load: int, seconds: float, gathered: Gathered, *, behind_tree: bool) -> None:
+        """Take note of what a step that only decoded took, from the end of the step before it.
+
+        `behind_tree`, that one had trees, and this one was launched while it ran.
+        """
+        if self._switch is None:
+            return
+        if gathered.use is Use.AFTER and gathered.drafted:
+            self._switch.observe_after(load, seconds, gathered.row_cost, answered=gathered.answered)
+        elif gathered.use is Use.PLAIN and not behind_tree:
+            # Feeding a head takes time that no plain step needs.
+            fed = self._drafting.active and self._drafting.reads_features
+            self._switch.observe_plain(load, seconds, fed=fed, ahead=self._goes_ahead)
+
+    def gather(self, schedule: Schedule) -> Gathered:
+        """Wait for the draft, if that was chosen, then cut every tree to the rows that pay."""
+        drafted = self._drafted(schedule) if self._use is not Use.PLAIN else []
+        patience = float("inf") if self._switch is None else self._switch.patience(len(self._scheduler.running))
+        return self._gather(schedule, drafted, self._drafting.wait_for(drafted, patience))
+
+    def _gather(self, schedule: Schedule, drafted: list[Sequence], wait_ns: int) -> Gathered:
+        """Trees cut to the rows that pay."""
+        offers: dict[int, Offer] = {}
+        unanswered: list[Sequence] = []
+        for sequence in drafted:
+            tree = self._drafting.tree_of(sequence)
+            sequence.totals.draft_wait_ns += wait_ns
+            if tree is None or not tree.answered:
+                unanswered.append(sequence)
+            self._offer(sequence, tree, offers)
+        trees = self._cut(schedule, offers)
+        for sequence in unanswered:
+            sequence.totals.fallback_steps += 1
+        fallbacks = len(unanswered)
+        chosen = [self._tree(chunk, trees) for chunk in schedule.chunks]
+        return Gathered(chosen, tuple(drafted), wait_ns, fallbacks, self._use, self._budget.step_cost)
+
+    def _drafted(self, schedule: Schedule) -> list[Sequence]:
+        chunks = (chunk for chunk in schedule.chunks if chunk.takes_tree)
+        return [chunk.sequence for chunk in chunks if self._drafting.wants(chunk.sequence)]
+
+    def _offer(self, sequence: Sequence, tree: GrowingTree | None, offers: dict[int, Offer]) -> None:
+        if tree is not None and tree.nodes:
+            live, in_order = self._live[sequence.sequence_id], sequence.request.mode is VerificationMode.REJECTION
+            offers[sequence.sequence_id] = Offer(
+                tree, live.record, self._max_nodes(sequence), in_order, self._chains and not in_order
+            )
+
+    def _cut(self, schedule: Schedule, offers: Mapping[int, Offer]) -> dict[int, TokenTree]:
+        spare = self._scheduler.max_step_rows - schedule.rows
+        others = sum(chunk.takes_tree for chunk in schedule.chunks) - len(offers)
+        cut = self._budget.cut(list(offers.values()), schedule.rows, spare, others)
+        return dict(zip(offers, cut, strict=True))
+
+    def learn(self, live: LiveSequence, tree: TokenTree, outcome: Verified, row_cost: float) -> None:
+        """Learn what a draft was worth in a step whose rows took so many plain ones, before it is committed. A client's
+        own trees say nothing of it."""
+        if live.sequence.request.external:
+            return
+        self._budget.observe(tree, outcome.walk.accepted_rows, live.record, row_cost)
+        self._budget.observe_drafted(live.record, 1 + outcome.accepted, row_cost)
+
+    def plain(self, schedule: Schedule) -> Gathered:
+        """Roots alone."""
+        return Gathered([self._tree(chunk, {}) for chunk in schedule.chunks], (), 0, 0, Use.PLAIN)
+
+    def _max_nodes(self, sequence: Sequence) -> int:
+        """Drafted rows the sequence may have: none past its last token, nor past its pages."""
+        if sequence.request.max_tokens - sequence.totals.completion_tokens - sequence.awaited_tokens <= 1:
+            return 0
+        limit = min(sequence.request.max_draft_nodes, self._max_draft_nodes)
+        return max(0, min(limit, self._scheduler.spare_rows(sequence)))
+
+    def _tree(self, chunk: Chunk, trees: Mapping[int, TokenTree]) -> TokenTree | None:
+        """The tree to verify behind a chunk, with pages held for it. None while the root is not reached."""
+        sequence = chunk.sequence
+        if not sequence.totals.started_ns:
+            sequence.totals.started_ns = time.monotonic_ns()
+        if not chunk.reaches_root:
+            return None
+        tree = sequence.external_tree or trees.get(sequence.sequence_id)
+        if tree is not None and chunk.takes_tree:
+            rows = len(tree)
+            if sequence.request.mode is VerificationMode.REJECTION:
+                # Whether there is room must not hang on how many nodes were drawn.
+                rows = max(rows, 1 + IN_ORDER_NODES)
+            try:
+                self._scheduler.reserve(sequence, sequence.kv_length + rows)
+                return tree
+            except OutOfPages:
+                # Others took the free pages; the sequence goes on without its draft.
+                pass
+        return _ROOT_ALONE

@@ -1,0 +1,101 @@
+"""Whether a pass is launched before its predecessor has ended, or held for the draft's answer to it.
+
+Launched ahead, a pass never waits: its rows come from what the draft said of an earlier root, and from the sequences'
+own texts. Held, it has trees of the very root that it begins with, which hold more tokens, and the device waits one
+round trip for them. Which makes more tokens a second hangs on how long that trip is beside a pass, on how far the draft
+sees, and on how many sequences are waited for; both are measured, by load, and each is tried again now and then.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+
+class Launch(Enum):
+    """How a pass is launched."""
+
+    AHEAD = "ahead"
+    HELD = "held"
+
+
+# Passes of a way at a load before it is judged: what they make varies by as much as the mean, so that the error of the
+# mean of 32 is a sixth of it.
+_TRIAL = 32
+# What one pass moves what is known of its way: the mean of some sixty.
+_SHARE = 0.03
+# Passes until the way that makes less is tried again, and for how many: a seventieth of the time, of which a part is
+# lost.
+_AGAIN, _FOR = 1024, 16
+# Waiting is tried where answers take this share of a pass at most: by `benchmarks/running_ahead/simulate.py` held
+# passes make half as many tokens again as others at best.
+_WORTH_TRYING = 0.6
+# What a way has to make beyond the other, so that noise does not change it.
+_MARGIN = 1.02
+
+
+@dataclass(slots=True)
+class Way:
+    """What passes of a kind made lately: tokens of a sequence, and seconds."""
+
+    tokens: float = 0.0
+    seconds: float = 0.0
+    count: int = 0
+
+    @property
+    def rate(self) -> float:
+        """Tokens of a sequence a second."""
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+    def observe(self, tokens: float, seconds: float) -> None:
+        self.count += 1
+        share = max(_SHARE, 1 / self.count)
+        self.tokens += share * (tokens - self.tokens)
+        # A pause of the machine counts for little.
+        bounded = min(seconds, 3 * self.seconds) if self.count > 1 else seconds
+        self.seconds += share * (bounded - self.seconds)
+
+
+@dataclass(slots=True)
+class _Load:
+    ways: dict[Launch, Way] = field(default_factory=lambda: {way: Way() for way in Launch})
+    best: Launch = Launch.AHEAD
+    since: int = 0
+
+
+class LaunchModes:
+    """Chooses pass by pass, by load in powers of two."""
+
+    def __init__(self, forced: Launch | None = None) -> None:
+        """`forced` is always chosen."""
+        self._forced = forced
+        self._loads: dict[int, _Load] = {}
+
+    def choose(self, load: int, answer_seconds: float, pass_seconds: float) -> Launch:
+        """How the next pass of so many sequences is launched, all of whose rows the device may choose, where answers
+        and passes take so long; 0 where that is not known."""
+        if self._forced is not None:
+            return self._forced
+        if not answer_seconds or answer_seconds > _WORTH_TRYING * pass_seconds:
+            return Launch.AHEAD
+        here = self._loads.setdefault(load.bit_length(), _Load())
+        for way in Launch:
+            if here.ways[way].count < _TRIAL:
+                return way
+        other = Launch.HELD if here.best is Launch.AHEAD else Launch.AHEAD
+        if here.ways[other].rate > _MARGIN * here.ways[here.best].rate:
+            here.best, other, here.since = other, here.best, 0
+        here.since += 1
+        if here.since <= _AGAIN:
+            return here.best
+        if here.since >= _AGAIN + _FOR:
+            here.since = 0
+        return other
+
+    def observe(self, load: int, way: Launch, tokens: float, seconds: float) -> None:
+        """A pass launched so made so many tokens of each sequence, in so many seconds since the one before ended."""
+        self._loads.setdefault(load.bit_length(), _Load()).ways[way].observe(tokens, seconds)
+
+    def forget(self) -> None:
+        """Another draft is there, or none."""
+        self._loads.clear()

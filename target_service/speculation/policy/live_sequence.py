@@ -1,0 +1,32 @@
+"""A sequence as the engine runs it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from target_service.core.sequence import Sequence, SequenceRequest, SequenceTotals
+from target_service.core.stopping import StopChecker
+from target_service.model.runner import ModelRunner
+from target_service.sampling.verifier import SequenceVerifier
+from target_service.speculation.policy.row_budget import SequenceRecord
+
+
+@dataclass(slots=True, eq=False)
+class LiveSequence:
+    """A sequence with what verifies and ends it."""
+
+    sequence: Sequence
+    verifier: SequenceVerifier
+    stops: StopChecker
+    record: SequenceRecord
+
+    @classmethod
+    def of(cls, sequence_id: int, request: SequenceRequest, runner: ModelRunner) -> LiveSequence:
+        """One that has not begun, to be run by `runner`."""
+        totals = SequenceTotals(prompt_tokens=len(request.token_ids))
+        return cls(
+            Sequence(sequence_id, request, list(request.token_ids), totals),
+            SequenceVerifier(request, runner.end_token_ids, runner.vocabulary_size),
+            StopChecker(request.sampling, runner.end_token_ids, request.max_tokens, runner.tokenizer),
+            SequenceRecord(),
+        )

@@ -1,0 +1,251 @@
+"""How many drafted rows pay: the rows that raise expected tokens per second, given what a step of n rows costs.
+
+A node is worth the probability that the walk reaches and keeps it: the product of calibrated scores along its path.
+Rows are taken best first over all sequences of the batch, and the count n is the one that maximises
+(sum of the n best) - rate * (cost(base rows + n) - cost(base rows)), where `rate` is the tokens per second that the
+batch makes in the long run: a row must earn what its time would earn elsewhere. Maximising each step's own ratio
+instead takes too many rows in poor steps and too few in rich ones. Zero is an answer: then the step is a plain one.
+The goodput rule of SmartSpec (arXiv 2406.14066), as renewal rewards ask for it, with the step's cost measured.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from itertools import islice
+
+from outrider.tree import TokenTree
+from target_service.speculation.draft_tree import GrowingTree
+from target_service.speculation.policy.step_cost import StepCost
+
+# All of these are chosen, not measured.
+# Scores are told apart by so many parts of one.
+_BUCKETS = 16
+# A drafter's own score counts as this many observations of its bucket.
+_PRIOR = 8.0
+# Each observation fades by half over about this many later ones of its bucket.
+_HALF_LIFE = 4000.0
+_KEEP = 0.5 ** (1.0 / _HALF_LIFE)
+# A sequence's own record counts against this many expected acceptances of the common one, and fades by half over some
+# 23 steps.
+_SEQUENCE_PRIOR = 4.0
+_SEQUENCE_KEEP = 0.97
+# A sequence is taken to gain this much from drafts, for this many steps' weight, until it has shown what it gains.
+_GAIN_PRIOR = 1.3
+_GAIN_STEPS = 6.0
+# What sequences make of drafted steps lately, seen from near (the mean of five) and from far (of twenty), and over all
+# of them (of fifty).
+_NEAR_KEEP = 0.8
+_FAR_KEEP = 0.95
+_USUAL_KEEP = 0.98
+# Before any, and for how many steps that counts.
+_USUAL_PRIOR, _USUAL_STEPS = 2.0, 4
+# Nodes of a sequence whose drafts are used in order of arrival: a number that no draw has a part in.
+IN_ORDER_NODES = 15
+# More than any probability, so that nodes used in order go first.
+_CERTAIN = 2.0
+# No node is certain, whatever its drafter says.
+_SUREST = 0.995
+
+
+class Calibration:
+    """What drafters' scores turn out to be worth: accepted / verified, by score, forgetting slowly."""
+
+    def __init__(self) -> None:
+        self._accepted = [(bucket + 0.5) / _BUCKETS * _PRIOR for bucket in range(_BUCKETS)]
+        self._verified = [_PRIOR] * _BUCKETS
+        # By bucket, and once more for a score of 1.
+        self._probabilities: list[float] = [(bucket + 0.5) / _BUCKETS for bucket in (*range(_BUCKETS), _BUCKETS - 1)]
+
+    def probability(self, score: float) -> float:
+        """The calibrated probability that a node of this score is accepted when its parent was."""
+        return self._probabilities[int(score * _BUCKETS)]
+
+    def probabilities(self, scores: Iterable[float]) -> list[float]:
+        """The same of many."""
+        known = self._probabilities
+        return [known[int(score * _BUCKETS)] for score in scores]
+
+    def observe(self, score: float, accepted: bool) -> None:
+        """Record one verified node whose parent was accepted."""
+        bucket = min(int(score * _BUCKETS), _BUCKETS - 1)
+        self._accepted[bucket] = self._accepted[bucket] * _KEEP + accepted
+        self._verified[bucket] = self._verified[bucket] * _KEEP + 1.0
+        self._probabilities[bucket] = self._accepted[bucket] / self._verified[bucket]
+        self._probabilities[_BUCKETS] = self._probabilities[_BUCKETS - 1]
+
+
+@dataclass(slots=True)
+class SequenceRecord:
+    """How one sequence's drafts do against what their calibrated scores promised."""
+
+    expected: float = _SEQUENCE_PRIOR
+    accepted: float = _SEQUENCE_PRIOR
+    tokens: float = _GAIN_PRIOR * _GAIN_STEPS
+    # Time spent, in plain steps.
+    steps: float = _GAIN_STEPS
+    # The same of steps that waited for drafts, over the last few and over the last dozens; 0 before the first.
+    near: float = 0.0
+    far: float = 0.0
+
+    @property
+    def gain(self) -> float:
+        """Tokens for each plain step's time, lately: what drafting makes of this sequence. At least 1."""
+        return max(1.0, self.tokens / self.steps)
+
+    @property
+    def factor(self) -> float:
+        """Above 1 where this sequence is easier to draft than most."""
+        return min(1.5, self.accepted / self.expected)
+
+    def observe(self, expected: float, accepted: int) -> None:
+        self.expected = self.expected * _SEQUENCE_KEEP + expected + (1 - _SEQUENCE_KEEP) * _SEQUENCE_PRIOR
+        self.accepted = self.accepted * _SEQUENCE_KEEP + accepted + (1 - _SEQUENCE_KEEP) * _SEQUENCE_PRIOR
+
+    def draw(self, gain: float, usual: float) -> None:
+        """Take note of what a step that waited for drafts made; a new sequence is taken to make what is `usual`."""
+        self.near = (self.near or usual) * _NEAR_KEEP + gain * (1 - _NEAR_KEEP)
+        self.far = (self.far or usual) * _FAR_KEEP + gain * (1 - _FAR_KEEP)
+
+    def spend(self, tokens: int, cost: float) -> None:
+        """Take note of a step that made `tokens` in the time of `cost` plain steps."""
+        self.tokens = self.tokens * _SEQUENCE_KEEP + tokens
+        self.steps = self.steps * _SEQUENCE_KEEP + cost
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """One sequence's tree, and how much of it may be used."""
+
+    tree: GrowingTree
+    record: SequenceRecord
+    max_nodes: int
+    # Nodes are used in order of arrival, since picking by token would skew rejection sampling.
+    in_order: bool = False
+    # Only one path is used, the likeliest child of each node.
+    chain: bool = False
+
+
+class RowBudget:
+    """Cuts every sequence's tree to the rows that pay."""
+
+    def __init__(self, cost: StepCost | None) -> None:
+        """`cost` of None takes every node that is allowed."""
+        self._cost = cost
+        self._usual, self._drafted = _USUAL_PRIOR, _USUAL_STEPS
+        # What the rows of the last step cut take, as a multiple of what a plain step's take.
+        self.step_cost = 1.0
+        # Drafted tokens that the rows of the last step cut are expected to bring.
+        self.promised = 0.0
+        self.calibration = Calibration()
+
+    def cut(self, offers: SequenceOf[Offer], base_rows: int, max_nodes: int, others: int = 0) -> list[TokenTree]:
+        """One tree per offer, at least the root.
+
+        Args:
+            offers: of the sequences that have drafts.
+            base_rows: rows of the step without drafts.
+            max_nodes: drafted rows of all offers together.
+            others: sequences that decode without drafts in this step.
+        """
+        streams = [self._ranked(index, offer) for index, offer in enumerate(offers)]
+        merged = streams[0] if len(streams) == 1 else heapq.merge(*streams, key=_falling)
+        ranked = list(islice(merged, max_nodes))
+        gain = sum(offer.record.gain for offer in offers) + others
+        count = self._count([worth for worth, _, _ in ranked], base_rows, gain)
+        chosen: list[set[int]] = [set() for _ in offers]
+        for _, index, node in ranked[:count]:
+            chosen[index].add(node)
+        self.promised = sum(worth for worth, _, _ in ranked[:count])
+        if self._cost is not None and base_rows:
+            self.step_cost = self._cost(base_rows + count) / self._cost(base_rows)
+        return [offer.tree.cut(nodes) for offer, nodes in zip(offers, chosen, strict=True)]
+
+    def _ranked(self, index: int, offer: Offer) -> list[tuple[float, int, int]]:
+        """(worth, sequence, node) of the nodes that may be used, in falling order of worth, parents first."""
+        tree = offer.tree
+        if offer.in_order:
+            nodes = min(tree.nodes, offer.max_nodes, IN_ORDER_NODES)
+            return [(_CERTAIN, index, node) for node in range(1, nodes + 1)]
+        scores, parents, factor = tree.scores, tree.parents, offer.record.factor
+        likelihoods = self.calibration.probabilities(scores)
+        worth = [1.0]
+        ranked: list[tuple[float, int, int]] = []
+        for node in range(1, len(scores)):
+            worth.append(worth[parents[node]] * min(_SUREST, likelihoods[node] * factor))
+            ranked.append((worth[node], index, node))
+        if offer.chain:
+            ranked = _likeliest_path(tree, ranked)
+        # Stable, and a child is worth less than its parent, so parents stay first.
+        ranked.sort(key=_falling)
+        return ranked[: offer.max_nodes]
+
+    def _count(self, worths: SequenceOf[float], base_rows: int, gain: float) -> int:
+        """How many of the ranked nodes to take; those used in order always, the others as they pay."""
+        if self._cost is None:
+            return len(worths)
+        base = self._cost(base_rows)
+        rate = gain / base
+        count = sum(worth >= _CERTAIN for worth in worths)
+        best_count, best_profit, profit = count, 0.0, 0.0
+        prices = self._cost.of_each_more(base_rows + count, len(worths) - count)
+        for n, price in enumerate(prices, count + 1):
+            profit += worths[n - 1] - rate * price
+            if profit > best_profit:
+                best_count, best_profit = n, profit
+        return best_count
+
+    def promise(self, record: SequenceRecord) -> float:
+        """Tokens that drafts make of a sequence in the time that a plain step and its share of the rows take.
+
+        The mean of two views: a run of bad luck must not end drafting, nor the past keep it from beginning again.
+        """
+        return (record.near + record.far) / 2 or self._usual
+
+    def observe_drafted(self, record: SequenceRecord, tokens: int, row_cost: float) -> None:
+        """Learn what a draft was worth: the `tokens` of a step that verifies it from its root on and takes `row_cost`
+        plain ones."""
+        gain = tokens / row_cost
+        record.draw(gain, self._usual)
+        self._drafted += 1
+        self._usual += max(1 - _USUAL_KEEP, 1 / self._drafted) * (gain - self._usual)
+
+    def observe_step(self, rows: int, seconds: float) -> None:
+        """Learn from the time of a step that only decoded."""
+        if self._cost is not None:
+            self._cost.observe(rows, seconds)
+
+    def observe(self, tree: TokenTree, accepted_rows: SequenceOf[int], record: SequenceRecord, row_cost: float) -> None:
+        """Learn from a verified tree, in a step that took `row_cost` plain ones: only children of accepted rows say
+        anything about their scores."""
+        path = (0, *accepted_rows)
+        expected = 0.0
+        for row in path:
+            for child in tree.children[row]:
+                score = tree.scores[child]
+                expected += self.calibration.probability(score)
+                self.calibration.observe(score, child in accepted_rows)
+        record.spend(len(path), row_cost)
+        if expected:
+            record.observe(expected, len(accepted_rows))
+
+
+def _falling(node: tuple[float, int, int]) -> float:
+    return -node[0]
+
+
+def _likeliest_path(tree: GrowingTree, ranked: SequenceOf[tuple[float, int, int]]) -> list[tuple[float, int, int]]:
+    """Of (worth, sequence, node) for every node in order of arrival: those on the path of likeliest children."""
+    best: dict[int, tuple[float, int, int]] = {}
+    for entry in ranked:
+        parent = tree.parents[entry[2]]
+        if parent not in best or entry[0] > best[parent][0]:
+            best[parent] = entry
+    path: list[tuple[float, int, int]] = []
+    node = 0
+    while node in best:
+        path.append(best[node])
+        node = best[node][2]
+    return path

@@ -1,0 +1,233 @@
+"""How many rows a pass gets whose rows the device chooses.
+
+The device ranks what is drafted by the probability of its path and takes the best (`tree_kernels.node_table`). How many
+it may take is chosen here, among the sizes that steps are captured for: those that make most tokens a second. What they
+make is known for every size at once, since each pass says what its best 1, 3, 7 .. rows promised; promises are held to
+what was accepted. What they take is measured, by load and size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
+from enum import Enum
+
+from outrider.sampling import VerificationMode
+from target_service.core.scheduler import Schedule
+from target_service.core.sequence import DevicePass
+from target_service.execution.batch import DeviceRows
+from target_service.model.cuda_graphs.sizes import row_sizes
+from target_service.sampling.verifier import Verified
+from target_service.speculation.policy.draft_times import Typical
+from target_service.speculation.policy.live_sequence import LiveSequence
+from target_service.speculation.policy.step_cost import StepCost
+from tree_kernels.node_table import KEPT, PROSPECTS
+
+# What one launch moves what promises are worth, and what passes promise: the mean of some fifty launches, which is a
+# quarter of a second at 8B size.
+_SHARE = 0.02
+# What the best 1, 3, 7 .. rows of a sequence are taken to bring before anything is known: prompt lookup alone, on the
+# answers that `lookup_costs.RIGHT` is from.
+_FIRST_PROSPECTS = (0.4, 0.7, 0.9, 1.0, 1.0, 1.0)
+# Below this a promise says nothing.
+_LEAST_PROMISE = 1e-3
+# Launches of a kind at one load before their time is believed, and launches until all are timed anew: contexts grow.
+_ENOUGH, _REFRESH = 4, 512
+# A size that is not timed yet is tried where it seems to make this share of what the best does.
+_WORTH_TIMING = 0.7
+# Launches without drafts before a try, from the first to the longest pause: some five seconds at 8B size.
+_PAUSE, _LONGEST_PAUSE = 64, 1024
+# What drafted passes have to make beyond plain ones, so that noise does not choose.
+_MARGIN = 1.02
+# Launches of a try, and what the first guess counts for in launches.
+_TRY, _PRIOR = 6, 3
+# What one pass moves the trust in a draft's scores for each token that it promised too much; a larger one follows the
+# noise of single passes (0.02 moved trust by a seventh up and down in a simulation).
+_TRUST_SHARE = 0.005
+# Ends that are chosen, not measured: from the lower one, where hardly a row pays, some 600 passes that each bring a
+# token more than promised lead back to full trust; the upper one keeps a lucky run from filling passes with wrong rows.
+_LEAST_TRUST, _MOST_TRUST = 0.05, 1.25
+
+
+class Kind(Enum):
+    """What passes have, beside the sequences' own texts: no draft, one that is behind by a pass, or one that was waited
+    for."""
+
+    ALONE = "alone"
+    AHEAD = "ahead"
+    HELD = "held"
+
+
+@dataclass(slots=True)
+class _Seen:
+    """What passes of a kind promised and kept lately."""
+
+    prospects: list[float] = field(default_factory=lambda: list(_FIRST_PROSPECTS))
+    # Two sums, of which the quotient is what a promise is worth.
+    accepted: float = 1.0
+    promised: float = 1.0
+    count: int = 0
+
+    def observe(self, passes: SequenceOf[DevicePass]) -> None:
+        count = len(passes)
+        self.count += 1
+        # Quickly at first, and whenever a draft is followed anew.
+        share = max(_SHARE, 1 / (_PRIOR + self.count))
+        self.accepted += share * (sum(one.accepted for one in passes) / count - self.accepted)
+        self.promised += share * (sum(one.promised for one in passes) / count - self.promised)
+        for i in range(len(PROSPECTS)):
+            self.prospects[i] += share * (sum(one.prospects[i] for one in passes) / count - self.prospects[i])
+
+    def tokens(self, drafted: float) -> float:
+        """Of a sequence in a pass with so many drafted rows of it, on average."""
+        return 1 + self.accepted / max(self.promised, _LEAST_PROMISE) * _between(drafted, self.prospects)
+
+
+class RowPolicy:
+    """Chooses launch by launch."""
+
+    def __init__(
+        self,
+        most: int,
+        cost: StepCost | None,
+        live: Mapping[int, LiveSequence],
+        disable_above: int = 1 << 30,
+    ) -> None:
+        """`most` rows of a sequence, 0 for none at any time, and none with more sequences than `disable_above`. `cost`
+        of None takes as many rows as are allowed, always. `live` stays the engine's own table."""
+        self.on = most > 0
+        self._limit = min(most, KEPT)
+        self._cost = cost
+        self._live = live
+        self._disable_above = disable_above
+        self._seen = {kind: _Seen() for kind in Kind}
+        self._since_drafts, self._pause, self._left = 0, _PAUSE, 0
+        self._was_alone = True
+        # What a pass takes, by load in powers of two, rows (0 for a plain one) and kind: as a multiple of what its
+        # roots should cost.
+        self._times: dict[tuple[int, int, Kind], Typical] = {}
+        self._since_timed = 0
+        # Tokens that a pass makes of a sequence, lately.
+        self.tokens_each = 1.0
+        # See `NodeTables.trust`.
+        self.trust = 1.0
+
+    def choose(self, schedule: Schedule, max_rows: int, kind: Kind, waits: float = 0.0) -> DeviceRows | None:
+        """The rows of a step of at most `max_rows` that `waits` so many seconds for its drafts; None where a plain step
+        is better, or some sequence's law does not allow any other."""
+        if not self.on or not all(chunk.takes_tree for chunk in schedule.chunks):
+            return None
+        sequences = len(schedule.chunks)
+        limits = [self._most(self._live[chunk.sequence.sequence_id]) for chunk in schedule.chunks]
+        sizes, best = self._sizes(limits, max_rows), 0
+        if sizes:
+            best = sizes[-1] if self._cost is None else self._tried(sizes, sequences, kind, waits)
+        if not best:
+            return None
+        room = best - sequences
+        return DeviceRows(best, tuple(min(room, limit or 0) for limit in limits))
+
+    def seconds(self, sequences: int, rows: int, kind: Kind) -> float:
+        """What a pass of so many sequences and `rows`, 0 for a plain one, takes; 0 where nobody knows yet."""
+        times = self._times.get((sequences.bit_length(), rows, kind))
+        if times is None or times.count < _ENOUGH or self._cost is None:
+            return 0.0
+        return times.value * self._cost(sequences)
+
+    def observe_time(self, sequences: int, device_rows: DeviceRows | None, seconds: float, kind: Kind) -> None:
+        """Take note of what a pass took."""
+        if self._cost is not None:
+            rows = device_rows.rows if device_rows is not None else 0
+            self._times.setdefault((sequences.bit_length(), rows, kind), Typical()).observe(
+                seconds / self._cost(sequences), _ENOUGH
+            )
+
+    def observe(self, outcomes: SequenceOf[Verified | None], kind: Kind, drafted: SequenceOf[bool]) -> None:
+        """Learn from what passes accepted whose rows the device chose; `drafted`, a draft has said something of the
+        sequence by now."""
+        passes = [one for outcome in outcomes if outcome is not None for one in outcome.device_passes]
+        if not passes:
+            self.tokens_each += _SHARE * (1 - self.tokens_each)
+            return
+        count = len(passes)
+        self._seen[kind].observe(passes)
+        self.tokens_each += _SHARE * (1 + sum(one.accepted for one in passes) / count - self.tokens_each)
+        known = zip(outcomes, drafted, strict=True)
+        told = [one for outcome, has in known if has and outcome is not None for one in outcome.device_passes]
+        if kind is not Kind.ALONE and told:
+            from_table = sum(one.accepted_from_table for one in told) / len(told)
+            excess = from_table - sum(one.promised_from_table for one in told) / len(told)
+            self.trust = min(_MOST_TRUST, max(_LEAST_TRUST, self.trust * (1 + _TRUST_SHARE * excess)))
+
+    def _most(self, live: LiveSequence) -> int | None:
+        """Rows that the sequence may have, None if its law does not allow any beside it."""
+        request = live.sequence.request
+        # What is verified is chosen by what it says, and rejection sampling does not allow that.
+        if not live.verifier.on_device or request.mode is VerificationMode.REJECTION or request.external:
+            return None
+        sequence = live.sequence
+        # None past its last token.
+        left = request.max_tokens - sequence.totals.completion_tokens - sequence.awaited_tokens - 1
+        return max(0, min(self._limit, request.max_draft_nodes, left)) if request.speculate else 0
+
+    def _sizes(self, limits: SequenceOf[int | None], max_rows: int) -> list[int]:
+        """Rows of all that a pass may have, those of its roots among them."""
+        sequences, allowed = len(limits), [limit for limit in limits if limit is not None]
+        if len(allowed) < sequences or sequences > self._disable_above or not any(allowed):
+            return []
+        larger = [size for size in row_sizes(max_rows) if size > sequences]
+        # The smallest that holds all, and those below.
+        return larger[: 1 + sum(size < sequences + sum(allowed) for size in larger)]
+
+    def _tried(self, sizes: SequenceOf[int], sequences: int, kind: Kind, waits: float) -> int:
+        """What makes most, or at times another, for else nobody would know what that takes by now."""
+        if self._was_alone and kind is not Kind.ALONE:
+            self._seen[kind].count, self._since_drafts, self._pause = 0, _PAUSE // 2, _PAUSE
+        self._was_alone = kind is Kind.ALONE
+        self._since_timed += 1
+        if self._since_timed > _REFRESH:
+            self._since_timed = 0
+            for rows in (0, *sizes):
+                self._times.pop((sequences.bit_length(), rows, kind), None)
+        worth = {rows: self._rate(sequences, rows, kind, waits) for rows in (0, *sizes)}
+        worth[0] *= _MARGIN
+        best = max(worth, key=lambda rows: worth[rows])
+        for rows in worth:
+            if not self.seconds(sequences, rows, kind) and worth[rows] > _WORTH_TIMING * worth[best]:
+                return rows
+        if best:
+            self._since_drafts, self._pause = 0, _PAUSE
+            return best
+        if self._left:
+            self._left -= 1
+            return sizes[0]
+        self._since_drafts += 1
+        if self._since_drafts <= self._pause:
+            return 0
+        self._since_drafts, self._pause, self._left = 0, min(_LONGEST_PAUSE, 2 * self._pause), _TRY - 1
+        return sizes[0]
+
+    def _rate(self, sequences: int, rows: int, kind: Kind, waits: float) -> float:
+        """Tokens of a sequence a second, in passes of so many rows, 0 for plain ones, that wait so long."""
+        tokens = self._seen[kind].tokens(max(0, rows - sequences) / sequences)
+        return tokens / (self._expected_seconds(sequences, rows, kind) + (waits if rows else 0.0))
+
+    def _expected_seconds(self, sequences: int, rows: int, kind: Kind) -> float:
+        """As measured, or by what rows cost beside those of a size that was."""
+        assert self._cost is not None
+        measured = self.seconds(sequences, rows, kind)
+        if measured:
+            return measured
+        plain = self.seconds(sequences, 0, kind) or self._cost(sequences)
+        return plain * self._cost(max(sequences, rows)) / self._cost(sequences)
+
+
+def _between(drafted: float, prospects: SequenceOf[float]) -> float:
+    """What so many rows of a sequence promise, on straight lines between those that are known."""
+    before, promised = 0.0, 0.0
+    for count, known in zip(PROSPECTS, prospects, strict=True):
+        if drafted <= count:
+            return promised + (known - promised) * (drafted - before) / (count - before)
+        before, promised = float(count), known
+    return promised

@@ -1,0 +1,209 @@
+"""What the target records of a request: one SERVER span, its phases as children, and totals as attributes.
+
+    trace = RequestTrace(tracing, context.invocation_metadata(), GENERATE)
+    trace.accepted(sequence_id, request, model)     # and pass trace.traceparent on in SequenceRequest
+    trace.step(verdict)                             # per verdict
+    trace.finished(finish, totals)                  # or trace.failed(error), or trace.abandoned(time_remaining)
+
+Every method but the constructor is nearly free for a request that is not traced.
+"""
+
+from __future__ import annotations
+
+import time
+
+from opentelemetry import trace
+from opentelemetry.trace import SpanKind
+
+from outrider.errors import OutriderError
+from outrider.telemetry import names as telemetry
+from outrider.telemetry.tracing import (
+    AttributeValue,
+    Clock,
+    Metadata,
+    Tracing,
+    context_from_metadata,
+    end_rpc,
+    traceparent_of,
+)
+from target_service.core.sequence import Finish, SequenceRequest, SequenceTotals, Verdict
+
+# Traces are for reading: a generation of thousands of steps would drown the rest, and the exporter's queue.
+MAX_STEP_SPANS = 512
+
+
+class RequestTrace:
+    """The span of one request. Used by one task; ends once, and whatever comes later is ignored."""
+
+    def __init__(self, tracing: Tracing, metadata: Metadata | None, name: str = telemetry.GENERATE) -> None:
+        """Begin, as a child of the caller's span if the metadata names one."""
+        self._tracer = tracing.tracer
+        self._clock = Clock()
+        attributes: dict[str, AttributeValue] = {
+            "rpc.system.name": "grpc",
+            "rpc.method": telemetry.GENERATE if name == telemetry.GENERATE else telemetry.VERIFY_METHOD,
+        }
+        self._span = self._tracer.start_span(
+            name,
+            context_from_metadata(metadata),
+            kind=SpanKind.SERVER,
+            attributes=attributes,
+            start_time=time.time_ns(),
+        )
+        self.recording = self._span.is_recording()
+        self.traceparent = traceparent_of(self._span)
+        self._in_span = trace.set_span_in_context(self._span)
+        self._steps_left = MAX_STEP_SPANS if tracing.steps and self.recording else 0
+        self._last_step_ns = 0
+        # What the verdicts said so far: all that is known of a request that is cancelled.
+        self._seen = SequenceTotals()
+        self._ended = False
+
+    def accepted(
+        self, sequence_id: int, request: SequenceRequest, model: str, *, chat: bool = False, asked_model: str = ""
+    ) -> None:
+        """Say what was asked."""
+        if not self.recording:
+            return
+        sampling = request.sampling
+        attributes: dict[str, AttributeValue] = {
+            "gen_ai.operation.name": "chat" if chat else "text_completion",
+            "gen_ai.provider.name": "outrider",
+            "gen_ai.request.model": asked_model or model,
+            "gen_ai.response.model": model,
+            "gen_ai.request.max_tokens": request.max_tokens,
+            "gen_ai.request.temperature": sampling.temperature,
+            "outrider.sequence_id": sequence_id,
+            "outrider.tenant": request.tenant,
+            "outrider.verification_mode": request.mode.value,
+        }
+        if sampling.top_k:
+            attributes["gen_ai.request.top_k"] = sampling.top_k
+        if sampling.top_p < 1.0:
+            attributes["gen_ai.request.top_p"] = sampling.top_p
+        self._span.set_attributes(attributes)
+
+    def step(self, verdict: Verdict) -> None:
+        """Take note of one step; a child span for it when steps are traced."""
+        if not self.recording:
+            return
+        seen = self._seen
+        if not seen.steps:
+            seen.started_ns, seen.first_token_ns = seen.arrived_ns + verdict.queue_ns, time.monotonic_ns()
+        seen.steps += 1
+        seen.completion_tokens += len(verdict.token_ids)
+        seen.accepted_tokens += verdict.drafted_tokens
+        if self._steps_left:
+            self._steps_left -= 1
+            self._step_span(verdict)
+
+    def _step_span(self, verdict: Verdict) -> None:
+        """From the end of the step before, or the time the step took, to now."""
+        now = time.time_ns()
+        span = self._tracer.start_span(
+            telemetry.STEP,
+            self._in_span,
+            start_time=max(self._last_step_ns, now - verdict.compute_ns),
+            attributes={
+                "outrider.step": verdict.step,
+                "outrider.committed_tokens": len(verdict.token_ids),
+                "outrider.accepted_tokens": verdict.drafted_tokens,
+            },
+        )
+        self._last_step_ns = now
+        span.end(end_time=now)
+
+    def finished(self, finish: Finish, totals: SequenceTotals) -> None:
+        """The request ended by itself."""
+        if self.recording and not self._ended:
+            self._span.set_attribute("gen_ai.response.finish_reasons", (finish.reason.value,))
+        self._end("OK", finish.reason.value, "", totals)
+
+    def failed(self, error: OutriderError) -> None:
+        """The request ended with an error."""
+        self._end(error.code.name, error.reason, error.reason)
+
+    def broken(self) -> None:
+        """The request ended with a bug."""
+        self._end("INTERNAL", "INTERNAL", "INTERNAL")
+
+    def abandoned(self, time_remaining: float | None) -> None:
+        """The caller went away, or its deadline passed; `time_remaining` is gRPC's, None without a deadline."""
+        expired = time_remaining is not None and time_remaining <= 0
+        code = "DEADLINE_EXCEEDED" if expired else "CANCELLED"
+        self._end(code, "cancelled")
+
+    def _end(self, code: str, outcome: str, reason: str = "", totals: SequenceTotals | None = None) -> None:
+        if self._ended:
+            return
+        self._ended = True
+        if not self.recording:
+            return
+        self._span.set_attribute("outrider.outcome", outcome)
+        if totals is not None:
+            self._span.set_attributes(totals_attributes(totals))
+            self._phases(totals)
+        elif self._seen.steps:
+            self._span.set_attributes(_seen_attributes(self._seen))
+            self._phases(self._seen)
+        end_rpc(self._span, code, reason)
+
+    def _phases(self, totals: SequenceTotals) -> None:
+        """Queue, prefill and decode, as far as the request came; the one it was in ends with the request."""
+        last = totals.finished_ns or time.monotonic_ns()
+        stages = (
+            (telemetry.QUEUE, totals.arrived_ns, totals.started_ns),
+            (telemetry.PREFILL, totals.started_ns, totals.first_token_ns),
+            (telemetry.DECODE, totals.first_token_ns, last),
+        )
+        for name, begin, end in stages:
+            if not begin:
+                return
+            span = self._tracer.start_span(name, self._in_span, start_time=self._clock.epoch_ns(begin))
+            if totals is not self._seen:
+                span.set_attributes(_phase_attributes(name, totals))
+            span.end(end_time=self._clock.epoch_ns(max(begin, end or last)))
+
+
+def totals_attributes(totals: SequenceTotals) -> dict[str, AttributeValue]:
+    """What a request's span says of its whole life."""
+    attributes: dict[str, AttributeValue] = {
+        "gen_ai.usage.input_tokens": totals.prompt_tokens,
+        "gen_ai.usage.output_tokens": totals.completion_tokens,
+        "outrider.steps": totals.steps,
+        "outrider.drafted_steps": totals.drafted_steps,
+        "outrider.drafted_tokens": totals.drafted_tokens,
+        "outrider.accepted_tokens": totals.accepted_tokens,
+        "outrider.drafted_by_depth": tuple(totals.drafted_by_depth),
+        "outrider.accepted_by_depth": tuple(totals.accepted_by_depth),
+        "outrider.draft_wait": totals.draft_wait_ns / 1e9,
+        "outrider.fallback_steps": totals.fallback_steps,
+        "outrider.preemptions": totals.preemptions,
+    }
+    if totals.steps:
+        attributes["outrider.mean_accepted_length"] = totals.completion_tokens / totals.steps
+    if totals.first_token_ns:
+        attributes["gen_ai.response.time_to_first_chunk"] = (totals.first_token_ns - totals.arrived_ns) / 1e9
+    return attributes
+
+
+def _seen_attributes(seen: SequenceTotals) -> dict[str, AttributeValue]:
+    return {
+        "gen_ai.usage.output_tokens": seen.completion_tokens,
+        "gen_ai.response.time_to_first_chunk": (seen.first_token_ns - seen.arrived_ns) / 1e9,
+        "outrider.steps": seen.steps,
+        "outrider.accepted_tokens": seen.accepted_tokens,
+    }
+
+
+def _phase_attributes(name: str, totals: SequenceTotals) -> dict[str, AttributeValue]:
+    if name == telemetry.PREFILL:
+        return {"gen_ai.usage.input_tokens": totals.prompt_tokens}
+    if name == telemetry.DECODE:
+        return {
+            "gen_ai.usage.output_tokens": totals.completion_tokens,
+            "outrider.steps": totals.steps,
+            "outrider.accepted_tokens": totals.accepted_tokens,
+            "outrider.draft_wait": totals.draft_wait_ns / 1e9,
+        }
+    return {}
