@@ -23,7 +23,7 @@ class Tracked:
 
     @property
     def head(self) -> tuple[int, int, int, int]:
-        """The head of its tree, see `growth_packing.pack`."""
+        """The head of its tree, see `drafters.packing.pack`."""
         draft = self.draft
         return signed(draft.sequence_id), signed(self.step), self.next_node_id, draft.vocabulary_size
 
@@ -32,7 +32,7 @@ class Tracked:
         tree = _below(tree, self.draft.vocabulary_size)
         first = self.next_node_id
         self.next_node_id += tree.drafted
-        shift, laws = first - 1, tree.distributions
+        shift, distributions = first - 1, tree.distributions
         return SequenceGrowth(
             sequence_id=self.draft.sequence_id,
             base_step=self.step,
@@ -40,7 +40,9 @@ class Tracked:
             parent_ids=tuple([parent + shift if parent else ROOT_ID for parent in tree.parents[1:]]),
             token_ids=tree.token_ids[1:],
             scores=tree.scores[1:],
-            distributions={row + shift if row else ROOT_ID: law for row, law in laws.items()} if laws else {},
+            distributions={row + shift if row else ROOT_ID: distribution for row, distribution in distributions.items()}
+            if distributions
+            else {},
             replaces=True,
         )
 

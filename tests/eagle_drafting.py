@@ -89,32 +89,33 @@ def opened(drafter: EagleDrafter, sequence: DraftSequence, states: Tensor) -> Dr
 class Node:
     """A node of the plain tree; `path` are the tokens from the root's child down to it."""
 
-    worth: float
+    path_prob: float
     score: float
     parent: int
     path: tuple[int, ...]
 
 
-def plain_growth(root: int, law_of: Callable[[tuple[int, ...]], Tensor], **options: Any) -> TokenTree:
+def plain_growth(root: int, distribution_of: Callable[[tuple[int, ...]], Tensor], **options: Any) -> TokenTree:
     """EAGLE-2's tree, written down one node at a time.
 
-    `law_of` gives the law [vocabulary] after a path below the root. `options` as SETTINGS, and `score(law, depth)`.
+    `distribution_of` gives the distribution [vocabulary] after a path below the root. `options` as SETTINGS, and
+    `score(distribution, depth)`.
     """
     shape = SETTINGS | options
-    score = options.get("score", lambda law, _: law)
+    score = options.get("score", lambda distribution, _: distribution)
     nodes = [Node(1.0, 1.0, 0, ())]
     frontier = [0]
     for depth in range(1, shape["num_steps"] + 1):
         first_new = len(nodes)
         for number in frontier:
             node = nodes[number]
-            scores = score(law_of(node.path), depth)
+            scores = score(distribution_of(node.path), depth)
             for token in scores.argsort(descending=True)[: shape["topk"]].tolist():
                 own = float(scores[token])
-                nodes.append(Node(node.worth * own, own, number, (*node.path, token)))
+                nodes.append(Node(node.path_prob * own, own, number, (*node.path, token)))
         added = range(first_new, len(nodes))
-        frontier = heapq.nlargest(shape["topk"], added, key=lambda number: nodes[number].worth)
-    ranked = sorted(range(1, len(nodes)), key=lambda number: -nodes[number].worth)
+        frontier = heapq.nlargest(shape["topk"], added, key=lambda number: nodes[number].path_prob)
+    ranked = sorted(range(1, len(nodes)), key=lambda number: -nodes[number].path_prob)
     rows = {number: row for row, number in enumerate([0, *ranked[: shape["num_draft_tokens"]]])}
     return TokenTree(
         tuple(nodes[number].path[-1] if number else root for number in rows),
@@ -130,23 +131,23 @@ def plain_tree(head: EagleHead, tokens: Sequence[int], states: Tensor, first: in
     root = len(plain.rows) - 1
     rows: dict[tuple[int, ...], int] = {(): root}
 
-    def law_of(path: tuple[int, ...]) -> Tensor:
+    def distribution_of(path: tuple[int, ...]) -> Tensor:
         if path not in rows:
             above = [rows[path[:length]] for length in range(1, len(path))]
             feature = plain.rows[rows[path[:-1]]].feature
             rows[path] = plain.add(path[-1], feature, len(tokens) - 2 + len(path), [*range(root + 1), *above])
-        return plain.law(rows[path])
+        return plain.distribution(rows[path])
 
-    return plain_growth(tokens[-1], law_of, **options)
+    return plain_growth(tokens[-1], distribution_of, **options)
 
 
 def same_tree(found: TokenTree, expected: TokenTree) -> None:
     assert (found.token_ids, found.parents) == (expected.token_ids, expected.parents)
     assert found.scores == pytest.approx(expected.scores, rel=1e-3)
     assert found.distributions.keys() == expected.distributions.keys()
-    for row, law in expected.distributions.items():
+    for row, distribution in expected.distributions.items():
         # Rounded to integers, sums in another order may differ by one or two.
-        weights = dict(zip(law.token_ids, law.weights, strict=True))
+        weights = dict(zip(distribution.token_ids, distribution.weights, strict=True))
         other = found.distributions[row]
         assert dict(zip(other.token_ids, other.weights, strict=True)) == pytest.approx(weights, abs=2)
 

@@ -27,7 +27,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def make_head(**changes: Any) -> EagleHead:
-    """A head in fp32, the same for every call with the same arguments; weights large enough for peaked laws."""
+    """A head in fp32, equal for equal arguments; weights large enough for peaked distributions."""
     settings: dict[str, Any] = {
         "kind": "eagle3",
         "hidden_size": HIDDEN,
@@ -106,7 +106,7 @@ class PlainHead:
         self.rows.append(_Row(keys, values, normed if config.norm_output else hidden, logits))
         return len(self.rows) - 1
 
-    def law(self, row: int, temperature: float = 1.0) -> Tensor:
+    def distribution(self, row: int, temperature: float = 1.0) -> Tensor:
         """[vocabulary] probabilities of what follows a row, by the target's ids."""
         probs = torch.softmax(self.rows[row].logits / temperature, dim=-1)
         ids = self.head.token_ids

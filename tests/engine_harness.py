@@ -136,7 +136,9 @@ class ScriptedDraft:
             parent_ids=tuple(0 if parent == 0 else first + parent - 1 for parent in tree.parents[1:]),
             token_ids=tree.token_ids[1:],
             scores=tree.scores[1:],
-            distributions={0 if row == 0 else first + row - 1: law for row, law in tree.distributions.items()},
+            distributions={
+                0 if row == 0 else first + row - 1: distribution for row, distribution in tree.distributions.items()
+            },
             replaces=self.replaces,
         )
 
@@ -169,7 +171,7 @@ def run(
 
     `followable` prepares each step before the one under way has ended, as on a device that verifies by itself;
     `on_device` does so with what such a device runs, in its plain form. `launch` takes the place of either.
-    `stride` is how many passes such steps begin with, which the engine may change.
+    `execution.multi_step` is how many passes such steps begin with, which the engine may change.
     """
     if launch is None and on_device:
         launch = DeviceSteps(runner, max_sequences=DEVICE_SEQUENCES, max_rows=512)

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 import torch
 from random_steps import DEVICE, integers, random_step
 
-from tree_kernels.node_table import LOOKUP, NODES, SAID_ROWS, SAID_TOKENS, TABLE, NodeTable, StepIntegers, preorder
+from tree_kernels.node_table import LOOKUP, NODES, REPORT_ROWS, REPORT_TOKENS, TABLE, NodeTable, StepIntegers, preorder
 from tree_kernels.verification import MODE, RECORD, ROWS, Mode, Verdicts
 
 MAX_SEQUENCES = 8
@@ -48,7 +48,7 @@ class Given(NamedTuple):
 
     step: StepIntegers
     tokens: torch.Tensor
-    awaited: torch.Tensor
+    pending: torch.Tensor
     moves: torch.Tensor
     frame: torch.Tensor
     growths: int
@@ -131,7 +131,7 @@ def given_for(case: Case, seed: int) -> Given:
     step.token_ids[first[::2]] = -1 - torch.randperm(MAX_SEQUENCES, generator=generator)[: len(first[::2])].int()
     slots = (int(step.page_table.max()) + 1) * case.page_size
     tokens = integers(generator, 0, case.vocabulary, slots)
-    awaited = integers(generator, 0, case.vocabulary, MAX_SEQUENCES)
+    pending = integers(generator, 0, case.vocabulary, MAX_SEQUENCES)
     moves = integers(generator, 0, 4, MAX_SEQUENCES)
     places, blocks = [-1] * MAX_SEQUENCES, [[-1] * (1 + TABLE)]
     free = rng.sample(range(MAX_SEQUENCES), MAX_SEQUENCES)
@@ -140,12 +140,12 @@ def given_for(case: Case, seed: int) -> Given:
             continue
         root, moved = int(step.token_ids[row]), 0
         if root < 0:
-            root, moved = int(awaited[-1 - root]), int(moves[-1 - root])
+            root, moved = int(pending[-1 - root]), int(moves[-1 - root])
         text = [*text_of(step, tokens, b, int(step.prefix_lengths[b]) + moved, case.page_size), root]
         places[b] = free.pop()
         blocks.append([places[b], *random_table(text, case.vocabulary, rng)])
     frame = torch.tensor([len(blocks), *places, *itertools.chain(*blocks)], dtype=torch.int32)
-    return Given(step, tokens, awaited, moves, frame, len(blocks))
+    return Given(step, tokens, pending, moves, frame, len(blocks))
 
 
 def table_for(case: Case, tokens: torch.Tensor, backend: Literal["triton", "torch"]) -> NodeTable:
@@ -155,7 +155,7 @@ def table_for(case: Case, tokens: torch.Tensor, backend: Literal["triton", "torc
         lookup_tokens=case.lookup_tokens, backend=backend,
     )  # fmt: skip
     for left in (
-        table.said, table.tables, table.passes, table.limits, table.counts, table.roots, table.ages, table.keys,
+        table.reports, table.tables, table.passes, table.limits, table.counts, table.roots, table.ages, table.keys,
         table.ranked, table.noted, table.all_keys, table.ranks,
     ):  # fmt: skip
         left.random_(-3, 1000)
@@ -193,10 +193,10 @@ def run_pass(table: NodeTable, step: StepIntegers, verdicts: Verdicts) -> None:
     table.go_on(step, verdicts)
 
 
-def said_by(table: NodeTable, b: int, turn: int) -> list[int]:
+def reports_of(table: NodeTable, b: int, turn: int) -> list[int]:
     """What was said of a pass, without what means nothing."""
-    said: list[int] = table.said[b, turn].tolist()
-    return said[: SAID_TOKENS + said[0] + 1] + said[SAID_ROWS : SAID_ROWS + said[0]]
+    reports: list[int] = table.reports[b, turn].tolist()
+    return reports[: REPORT_TOKENS + reports[0] + 1] + reports[REPORT_ROWS : REPORT_ROWS + reports[0]]
 
 
 def moved_on(case: Case, seed: int, backend: Literal["triton", "torch"]) -> list[object]:
@@ -212,7 +212,7 @@ def moved_on(case: Case, seed: int, backend: Literal["triton", "torch"]) -> list
     def note() -> None:
         found.append([getattr(step, name).tolist() for name in step.__slots__])
 
-    table.begin(step, given.awaited.to(device), given.moves.to(device) if seed % 2 else None)
+    table.begin(step, given.pending.to(device), given.moves.to(device) if seed % 2 else None)
     note()
     rng = random.Random(seed)
     for _ in range(PASSES):
@@ -220,6 +220,6 @@ def moved_on(case: Case, seed: int, backend: Literal["triton", "torch"]) -> list
         note()
     for b, rows in enumerate(case.rows):
         if rows:
-            found.append([said_by(table, b, turn) for turn in range(PASSES)])
+            found.append([reports_of(table, b, turn) for turn in range(PASSES)])
     count = len(case.rows)
     return [*found, table.passes[:count].tolist(), table.accepted[:count].tolist(), table.tokens.tolist()]

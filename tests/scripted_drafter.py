@@ -68,13 +68,13 @@ class ScriptedDrafter:
             return TokenTree.root_only(sequence.root)
         tokens = [sequence.root, sequence.root + 500, *(sequence.root + i for i in range(1, nodes))]
         parents = [0, 0, 0, *range(2, nodes)][: nodes + 1]
-        laws = {}
+        distributions = {}
         if sequence.mode is VerificationMode.REJECTION:
-            laws = {0: DraftDistribution((tokens[1], sequence.root + 1), (1, 3))}
+            distributions = {0: DraftDistribution((tokens[1], sequence.root + 1), (1, 3))}
             if nodes > 2:
-                laws[2] = DraftDistribution((sequence.root + 2,), (1,))
+                distributions[2] = DraftDistribution((sequence.root + 2,), (1,))
         scores = (1.0, *(0.5 for _ in range(nodes)))
-        return TokenTree(tuple(tokens[: nodes + 1]), tuple(parents), scores, laws)
+        return TokenTree(tuple(tokens[: nodes + 1]), tuple(parents), scores, distributions)
 
     def add_corpus(self, tenant: str, corpus: str, token_ids: Sequence[int]) -> CorpusGrowth:
         known = self.learnt.setdefault((tenant, corpus), [])

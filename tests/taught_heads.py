@@ -91,7 +91,7 @@ def _train(head: EagleHead, texts: Sequence[tuple[Sequence[int], Tensor]], steps
                 count = len(features)
                 output = head(ids[1 + step : 1 + step + count], features, torch.arange(step, step + count), attend)
                 targets = ids[2 + step : 2 + step + count]
-                loss = loss + functional.cross_entropy(head.logits(output.spoken)[: len(targets)], targets)
+                loss = loss + functional.cross_entropy(head.logits(output.lm_input)[: len(targets)], targets)
                 features = output.features[:-1]
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.drafters.acceptance_drafters import NAMES, TREE_NODES, DrafterSet
-from benchmarks.drafters.acceptance_run import Law, Talk, Tally
+from benchmarks.drafters.acceptance_run import Distribution, Talk, Tally
 from benchmarks.shared.machine import describe
 from benchmarks.shared.workload import Conversation, folder_of, read_conversations
 from outrider.sampling import VerificationMode
@@ -36,12 +36,12 @@ _ALL = "all"
 _PROMPT_ROWS = 1024
 
 
-def laws(options: argparse.Namespace) -> list[Law]:
+def distributions(options: argparse.Namespace) -> list[Distribution]:
     found = []
     for temperature in options.temperatures:
-        found.append(Law(temperature, VerificationMode.COUPLED if temperature else VerificationMode.GREEDY))
+        found.append(Distribution(temperature, VerificationMode.COUPLED if temperature else VerificationMode.GREEDY))
         if temperature and options.rejection:
-            found.append(Law(temperature, VerificationMode.REJECTION))
+            found.append(Distribution(temperature, VerificationMode.REJECTION))
     return found
 
 
@@ -79,7 +79,7 @@ def by_task(talk: Talk) -> dict[str, dict[str, Any]]:
 
 
 def measure(options: argparse.Namespace, conversations: Sequence[Conversation]) -> list[dict[str, Any]]:
-    """One result for every law and drafter; the model is loaded once."""
+    """One result for every distribution and drafter; the model is loaded once."""
     config = target_config(options)
     runner = load_model(config)
     drafters = DrafterSet(
@@ -94,31 +94,37 @@ def measure(options: argparse.Namespace, conversations: Sequence[Conversation]) 
         options.race_sharpness,
     )
     results = []
-    for law in laws(options):
+    for distribution in distributions(options):
         first: Talk | None = None
         for name in options.drafters:
             talk = Talk(runner, engine_config(config), drafters.make(name), conversations)
             begin = time.perf_counter()
-            talk.run(law, options.max_tokens, options.concurrency)
+            talk.run(distribution, options.max_tokens, options.concurrency)
             seconds = time.perf_counter() - begin
             first = first or talk
-            result = {"drafter": name, "temperature": law.temperature, "mode": law.mode.value, "tasks": by_task(talk)}
+            result = {
+                "drafter": name,
+                "temperature": distribution.temperature,
+                "mode": distribution.mode.value,
+                "tasks": by_task(talk),
+            }
             result |= {"drafter_stats": talk.drafter_stats}
             result |= {"seconds": round(seconds, 2), "same_outputs_as_first": agreement(talk, first)}
             results.append(result)
             whole = result["tasks"][_ALL]
-            said = f"{law.name:16s} {name:12s} {whole['tokens_per_step']:.3f} tokens/step over {whole['steps']} steps"
-            sys.stdout.write(f"{said}, {whole['drafted_rows_per_step']:.1f} rows drafted, {seconds:.1f} s\n")
+            figures = f"{whole['tokens_per_step']:.3f} tokens/step over {whole['steps']} steps, "
+            figures += f"{whole['drafted_rows_per_step']:.1f} rows drafted"
+            sys.stdout.write(f"{distribution.name:16s} {name:12s} {figures}, {seconds:.1f} s\n")
             sys.stdout.flush()
     return results
 
 
 def tables(results: Sequence[dict[str, Any]]) -> str:
-    """Markdown: a table for each law, tasks down, drafters across."""
+    """Markdown: a table for each distribution, tasks down, drafters across."""
     parts = []
-    for law in dict.fromkeys((one["temperature"], one["mode"]) for one in results):
-        chosen = [one for one in results if (one["temperature"], one["mode"]) == law]
-        parts.append(f"T = {law[0]:g}, {law[1].upper()}\n")
+    for distribution in dict.fromkeys((one["temperature"], one["mode"]) for one in results):
+        chosen = [one for one in results if (one["temperature"], one["mode"]) == distribution]
+        parts.append(f"T = {distribution[0]:g}, {distribution[1].upper()}\n")
         parts.append("| task | " + " | ".join(one["drafter"].replace("_", " ") for one in chosen) + " |")
         parts.append("|---|" + "---:|" * len(chosen))
         for task in chosen[0]["tasks"]:

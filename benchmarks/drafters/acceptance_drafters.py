@@ -34,7 +34,7 @@ class DrafterSet:
         embeddings: folder of the target.
         chain_steps: nodes of a chain.
         tree_steps, topk: levels of a tree, and nodes that each expands.
-        race_sharpness: how far COUPLED's race over the head's law is taken for the target's own.
+        race_sharpness: how far COUPLED's race over the head's distribution is taken for the target's own.
     """
 
     head: str

@@ -22,7 +22,7 @@ _FIRST_SEED = 1000
 
 
 @dataclass(frozen=True, slots=True)
-class Law:
+class Distribution:
     """How tokens are drawn and verified."""
 
     temperature: float
@@ -89,7 +89,7 @@ class _Turn:
 
 
 class Talk:
-    """One drafter's run over all conversations, in one law."""
+    """One drafter's run over all conversations, in one distribution."""
 
     def __init__(
         self, runner: ModelRunner, config: EngineConfig, drafter: Drafter, conversations: Sequence[Conversation]
@@ -110,7 +110,7 @@ class Talk:
         # (conversation, turn) -> tokens, to be compared with another run's.
         self.outputs: dict[tuple[int, int], list[int]] = {}
 
-    def run(self, law: Law, max_tokens: int, concurrency: int) -> None:
+    def run(self, distribution: Distribution, max_tokens: int, concurrency: int) -> None:
         """Hold every conversation to its end."""
         waiting = deque(
             _Turn(index, 0, ({"role": "user", "content": one.turns[0]},))
@@ -120,7 +120,7 @@ class Talk:
         try:
             while waiting or self._turns:
                 while waiting and len(self._turns) < concurrency:
-                    self._ask(waiting.popleft(), law, max_tokens)
+                    self._ask(waiting.popleft(), distribution, max_tokens)
                 if self._turns:
                     waiting.extendleft(self._answered())
             # Trees that were not drafted, for want of features or of room, would count as bad ones.
@@ -132,15 +132,15 @@ class Talk:
     def _say(self, verdict: Verdict) -> None:
         self._said[verdict.sequence_id].extend(verdict.token_ids)
 
-    def _ask(self, turn: _Turn, law: Law, max_tokens: int) -> None:
+    def _ask(self, turn: _Turn, distribution: Distribution, max_tokens: int) -> None:
         ids: Prompt = chat_tokens(self._tokenizer, turn.messages)
         if len(ids) >= LONGEST_PROMPT:
             return
         number = next(self._numbers)
         self._turns[number], self._said[number] = turn, []
-        sampling = SamplingParams(temperature=law.temperature, max_tokens=max_tokens)
+        sampling = SamplingParams(temperature=distribution.temperature, max_tokens=max_tokens)
         seed = _FIRST_SEED + 2 * turn.index + turn.number
-        self._engine.submit(SequenceRequest(ids, sampling, law.mode, seed, max_tokens), number)
+        self._engine.submit(SequenceRequest(ids, sampling, distribution.mode, seed, max_tokens), number)
 
     def _answered(self) -> Iterable[_Turn]:
         """Wait for an answer, count it, and say what its conversation asks next."""

@@ -72,10 +72,10 @@ def rows_that_pay(tree: TokenTree, slope: float, rate: float) -> int:
     With `rate` the tokens per cost of the whole run, this maximises that very rate (renewal reward theorem);
     maximising each step's own ratio does not.
     """
-    worth = [1.0]
+    path_prob = [1.0]
     for row in range(1, len(tree)):
-        worth.append(worth[tree.parents[row]] * tree.scores[row])
-    expected = list(itertools.accumulate(worth))
+        path_prob.append(path_prob[tree.parents[row]] * tree.scores[row])
+    expected = list(itertools.accumulate(path_prob))
     return max(range(len(tree)), key=lambda n: expected[n] - rate * (1.0 + slope * n))
 
 

@@ -48,7 +48,7 @@ from target_service.speculation.client.link import LinkOptions, StoppableLink, c
 LABEL = "acceptance SIMULATED, weights random"
 _DRAFT = ("-m", "benchmarks.engine.simulated_drafter")
 # Kernels are compiled and passes captured when a size is first met, which must not count as a draft that is stuck.
-_PATIENCE = 60.0
+_TIMEOUT_SECONDS = 60.0
 # Tokens that a sequence's pages and tree need beyond its text.
 _SLACK = 320
 # Tokens that the head's cache holds of a sequence beyond its text: the nodes that a tree expands, and pages.
@@ -116,7 +116,7 @@ def draft_beside(options: argparse.Namespace, answers: Path) -> Iterator[Connect
 
         def connect(events: DraftEvents, vocabulary_size: int) -> StoppableLink:
             wait_for(address, draft)
-            patient = LinkOptions(answer_timeout=_PATIENCE, ping_timeout=_PATIENCE)
+            patient = LinkOptions(answer_timeout=_TIMEOUT_SECONDS, ping_timeout=_TIMEOUT_SECONDS)
             # Of a head that was made for no tokenizer.
             return connect_draft(address, events, vocabulary_size, "", patient)
 

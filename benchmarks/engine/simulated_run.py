@@ -24,7 +24,7 @@ Connect = Callable[[DraftEvents, int], StoppableLink]
 # What was said to each prompt.
 Outputs = dict[Prompt, tuple[int, ...]]
 
-_PATIENCE = 600.0
+_TIMEOUT_SECONDS = 600.0
 # Tokens of the answers that warm a load up, and where the engine has to learn what steps take besides; those are said
 # again until drafts are in use, but not for ever.
 _WARM_UP, _WARM_UP_ADAPTIVE = 16, 160
@@ -105,7 +105,7 @@ class SimulatedRun:
         self._said[verdict.sequence_id].extend(verdict.token_ids)
 
     def _wait_for_draft(self) -> None:
-        deadline = time.monotonic() + _PATIENCE
+        deadline = time.monotonic() + _TIMEOUT_SECONDS
         while self._drafted and not self._engine.snapshot().draft_connected:
             if time.monotonic() > deadline:
                 raise RuntimeError("the draft service was not connected in time")

@@ -67,10 +67,11 @@ def others() -> Iterator[Measured]:
     yield time_us("coupled_token: whole vocabulary", lambda: coupled_token(probs, 1, 2))
     yield time_us("coupled_token: 1000 tokens left", lambda: coupled_token(filtered, 1, 2))
     ids = tuple(range(32))
-    law = {0: (ids, (1,) * 32)}
+    distribution = {0: (ids, (1,) * 32)}
     parents, tokens = (0,) * 9, (0, *range(8))
     yield time_us(
-        "rejection_walk: 8 siblings", lambda: rejection_walk(parents, tokens, law, lambda *_: probs, lambda: 0.99)
+        "rejection_walk: 8 siblings",
+        lambda: rejection_walk(parents, tokens, distribution, lambda *_: probs, lambda: 0.99),
     )
 
 

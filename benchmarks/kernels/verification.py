@@ -27,7 +27,7 @@ from tree_kernels.verification import DeviceVerifier, Mode, RowsToVerify, Verdic
 
 DEVICE = torch.device("cuda")
 _CALLS = 20
-LAWS = {
+DISTRIBUTIONS = {
     "greedy": RowsToVerify(0, 0),
     "coupled": RowsToVerify(0, 0, Mode.COUPLED, 7, 1000),
     "coupled, top_k 20, top_p 0.95": RowsToVerify(0, 0, Mode.COUPLED, 7, 1000, top_k=20, top_p=0.95),
@@ -41,7 +41,7 @@ LAWS = {
 class Case:
     """`sequences` trees of `rows` rows each. `text` logits fall off as words do (Zipf, 1.5), `flat` ones are normal."""
 
-    law: str
+    distribution: str
     rows: int
     vocabulary: int
     sequences: int = 1
@@ -49,8 +49,10 @@ class Case:
 
 
 def cases() -> list[Case]:
-    found = [Case(law, rows, v) for law in LAWS for v in (49152, 128256) for rows in (1, 16, 64)]
-    found += [Case(law, 8, 128256, sequences=32) for law in LAWS]
+    found = [
+        Case(distribution, rows, v) for distribution in DISTRIBUTIONS for v in (49152, 128256) for rows in (1, 16, 64)
+    ]
+    found += [Case(distribution, 8, 128256, sequences=32) for distribution in DISTRIBUTIONS]
     return [
         *found,
         Case("coupled, top_p 0.9", 1, 128256, logits="flat"),
@@ -75,7 +77,10 @@ def draw(case: Case) -> tuple[Tensor, Tensor, Tensor, list[RowsToVerify]]:
         own = parents[root:row].count(parent)
         tokens.append(best[root + parent][own % len(best[0])])
     integers = [torch.tensor(values, dtype=torch.int32, device=DEVICE) for values in (tokens, parents)]
-    asked = [LAWS[case.law]._replace(first_row=b * case.rows, rows=case.rows) for b in range(case.sequences)]
+    asked = [
+        DISTRIBUTIONS[case.distribution]._replace(first_row=b * case.rows, rows=case.rows)
+        for b in range(case.sequences)
+    ]
     return logits, integers[0], integers[1], asked
 
 
@@ -115,7 +120,7 @@ def run_case(case: Case) -> dict[str, Any]:
     def verifier(backend: Any) -> tuple[Callable[[], Verdicts], Tensor]:
         made = DeviceVerifier(DEVICE, case.vocabulary, case.sequences, len(logits), backend)
         parameters = torch.from_numpy(made.pack(asked)).to(DEVICE)
-        if case.law == "greedy":
+        if case.distribution == "greedy":
             return lambda: made.greedy(logits, token_ids, parents, parameters), parameters
         filtered = asked[0].filtered
         return lambda: made.sampled(logits, token_ids, parents, parameters, filtered=filtered), parameters
@@ -124,7 +129,7 @@ def run_case(case: Case) -> dict[str, Any]:
     expected, actual = meaning(verifier("torch")[0](), asked), meaning(ours(), asked)
     us, spread = time_us(ours)
     found = {**asdict(case), "correct": expected == actual, "us": us, "spread_us": spread}
-    if case.law == "greedy":
+    if case.distribution == "greedy":
         found["argmax_us"] = time_us(lambda: logits.argmax(-1))[0]
     return found
 

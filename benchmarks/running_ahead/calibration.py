@@ -56,26 +56,28 @@ def paths(table: Table, future: Sequence[int]) -> Iterator[tuple[float, float, i
     """Of every node: score, probability of its path, depth, whether its parent is right, and whether it is."""
     waiting = [(0, 1.0, 0, True)]
     while waiting:
-        node, worth, depth, right = waiting.pop()
+        node, path_prob, depth, right = waiting.pop()
         for token, (child, score) in table.children[node].items():
             same = right and depth < len(future) and token == future[depth]
-            yield score, worth * score, depth + 1, right, same
-            waiting.append((child, worth * score, depth + 1, same))
+            yield score, path_prob * score, depth + 1, right, same
+            waiting.append((child, path_prob * score, depth + 1, same))
 
 
 def by_bin(tables: Iterable[tuple[Table, Sequence[int]]]) -> list[dict[str, float]]:
     """By path probability: nodes, their mean probability, and the share that the text agrees with."""
-    counts, worths, rights = np.zeros(len(BINS)), np.zeros(len(BINS)), np.zeros(len(BINS))
+    counts, path_probs, rights = np.zeros(len(BINS)), np.zeros(len(BINS)), np.zeros(len(BINS))
     for table, future in tables:
-        found = [(worth, same) for _, worth, _, _, same in paths(table, future)]
+        found = [(path_prob, same) for _, path_prob, _, _, same in paths(table, future)]
         if found:
             own, same = np.array(found).T
             places = np.searchsorted(BINS, own, side="right") - 1
-            for sums, weights in ((counts, None), (worths, own), (rights, same)):
+            for sums, weights in ((counts, None), (path_probs, own), (rights, same)):
                 sums += np.bincount(places, weights, len(BINS))
     return [
-        {"from": low, "nodes": int(count), "promised": round(worth / count, 4), "right": round(right / count, 4)}
-        for low, count, worth, right in zip(BINS, counts.tolist(), worths.tolist(), rights.tolist(), strict=True)
+        {"from": low, "nodes": int(count), "promised": round(path_prob / count, 4), "right": round(right / count, 4)}
+        for low, count, path_prob, right in zip(
+            BINS, counts.tolist(), path_probs.tolist(), rights.tolist(), strict=True
+        )
         if count
     ]
 

@@ -35,7 +35,7 @@ class Drawn:
     Attributes:
         tokens, parents, levels: [n].
         scores: [n] probability given the parent.
-        worths: [n] probability of the path.
+        path probabilities: [n] probability of the path.
         expanded: [n] whether the head was asked what follows.
     """
 
@@ -43,7 +43,7 @@ class Drawn:
     parents: npt.NDArray[np.int32]
     levels: npt.NDArray[np.int32]
     scores: npt.NDArray[np.float64]
-    worths: npt.NDArray[np.float64]
+    path_probs: npt.NDArray[np.float64]
     expanded: npt.NDArray[np.bool_]
 
 
@@ -132,7 +132,7 @@ class HeadTrees:
             chosen = roots[begin : begin + self._batch]
             # Entry i has read token i + 1.
             entries = torch.tensor(chosen) - 1
-            state = RowOutput(output.carried[entries], output.spoken[entries])
+            state = RowOutput(output.carried[entries], output.lm_input[entries])
             found |= zip(chosen, self._grow(attend, chosen, state), strict=True)
         return found
 
@@ -147,7 +147,7 @@ class HeadTrees:
         places = None if ids is None else {token: place for place, token in enumerate(ids.tolist())}
         found = []
         for root in recording.roots:
-            logits = self._network.logits(output.spoken[root - 1])
+            logits = self._network.logits(output.lm_input[root - 1])
             token = recording.token_ids[root + 1]
             place = token if places is None else places.get(token, -1)
             found.append(-1 if place < 0 else int((logits > logits[place]).sum()))
@@ -157,7 +157,7 @@ class HeadTrees:
         forest = make_forest(len(roots), self._levels, self._width, self._breadth, drawn=False)
         rules, attend = self._rules(len(roots)), _TreeAttend(text, roots, forest.tail_parents.shape[1], self._levels)
         starts = torch.tensor(roots)
-        carried, logits = state.carried, self._network.logits(state.spoken)
+        carried, logits = state.carried, self._network.logits(state.lm_input)
         begins = [forest.sizes.copy()]
         for level in range(1, self._levels + 1):
             ones = torch.ones(len(logits))
@@ -175,8 +175,8 @@ class HeadTrees:
             attend.enter(forest, level)
             fed = torch.from_numpy(forest.tokens[trees, items])
             positions = starts[torch.from_numpy(trees)] + level - 1
-            carried, spoken = self._network.read(fed, carried[torch.from_numpy(sources)], positions, attend)
-            logits = self._network.logits(spoken)
+            carried, lm_input = self._network.read(fed, carried[torch.from_numpy(sources)], positions, attend)
+            logits = self._network.logits(lm_input)
         return [_drawn(forest, b, [int(sizes[b]) for sizes in begins]) for b in range(len(roots))]
 
     def _rules(self, count: int) -> Rules:
@@ -190,7 +190,7 @@ def _drawn(forest: Forest, b: int, sizes: Sequence[int]) -> Drawn:
     """`sizes` [levels + 1] are how many items a tree had after each level, the root alone first."""
     size = sizes[-1]
     levels = np.searchsorted(np.array(sizes), np.arange(size), side="right").astype(np.int32)
-    kept = forest.worths[b, :size] >= _LEAST_WORTH
+    kept = forest.path_probs[b, :size] >= _LEAST_WORTH
     # A child is never worth more than its parent, so that no node loses its own.
     numbers = (np.cumsum(kept) - 1).astype(np.int32)
     return Drawn(
@@ -198,7 +198,7 @@ def _drawn(forest: Forest, b: int, sizes: Sequence[int]) -> Drawn:
         parents=numbers[forest.parents[b, :size][kept]],
         levels=levels[kept],
         scores=forest.scores[b, :size][kept].copy(),
-        worths=forest.worths[b, :size][kept].copy(),
+        path_probs=forest.path_probs[b, :size][kept].copy(),
         expanded=forest.tails[b, :size][kept] >= 0,
     )
 
@@ -227,8 +227,8 @@ def pruned(drawn: Drawn, levels: int, width: int, breadth: int, nodes: int) -> t
             break
         kept.append(new)
         if level < levels:
-            best = new[np.argsort(-drawn.worths[new], kind="stable")[:width]]
+            best = new[np.argsort(-drawn.path_probs[new], kind="stable")[:width]]
             asked[best] = True
             missing += int((~drawn.expanded[best]).sum())
     items = np.concatenate(kept)
-    return items[np.argsort(-drawn.worths[items], kind="stable")[: nodes + 1]], missing
+    return items[np.argsort(-drawn.path_probs[items], kind="stable")[: nodes + 1]], missing

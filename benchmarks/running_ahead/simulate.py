@@ -112,7 +112,7 @@ def figures(tally: Tally, way: Way, wait: float) -> Figure:
     return {
         "passes": tally.passes,
         "tokens": mean(tally.tokens, tally.passes),
-        "promised": mean(tally.passes + tally.promised, tally.passes),
+        "promised": mean(tally.passes + tally.expected, tally.passes),
         "rows": mean(tally.rows, tally.passes),
         "hits": mean(tally.hits, tally.passes),
         "hit_tokens": mean(tally.hit_tokens, tally.hits),

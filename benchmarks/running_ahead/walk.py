@@ -133,7 +133,7 @@ class Rows:
 
     count: int
     accepted: int
-    promised: float
+    expected: float
 
 
 def rows_of(table: Table, node: int, chain: Chain, most: int, future: Sequence[int]) -> Rows:
@@ -143,8 +143,8 @@ def rows_of(table: Table, node: int, chain: Chain, most: int, future: Sequence[i
     """
     waiting: list[tuple[float, int, int, int, int, bool]] = []
     count = accepted = pushed = 0
-    promised = 0.0
-    worth, link, depth, right = 1.0, 0, 0, True
+    expected = 0.0
+    path_prob, link, depth, right = 1.0, 0, 0, True
     while True:
         below = table.children[node] if node != NOWHERE else {}
         looked, chance = NOWHERE, 0.0
@@ -152,7 +152,7 @@ def rows_of(table: Table, node: int, chain: Chain, most: int, future: Sequence[i
         if 0 <= link < len(chain.tokens):
             looked, chance = chain.tokens[link], chain.following if link else chain.first
             total += max(0.0, chance - below[looked][1]) if looked in below else chance
-        scale = worth / max(1.0, total)
+        scale = path_prob / max(1.0, total)
         said = future[depth] if right and depth < len(future) else NOWHERE
         for token, (child, score) in below.items():
             same = token == looked
@@ -172,11 +172,11 @@ def rows_of(table: Table, node: int, chain: Chain, most: int, future: Sequence[i
             heapq.heappush(waiting, (-scale * chance, pushed, NOWHERE, link + 1, depth + 1, looked == said))
             pushed += 1
         if not waiting or count == most:
-            return Rows(count, accepted, promised)
+            return Rows(count, accepted, expected)
         negative, _, node, link, depth, right = heapq.heappop(waiting)
-        worth = -negative
+        path_prob = -negative
         count += 1
-        promised += worth
+        expected += path_prob
         if right:
             accepted = max(accepted, depth)
 
@@ -215,7 +215,7 @@ class Tally:
     held_tokens: int = 0
     miss_tokens: int = 0
     rows: int = 0
-    promised: float = 0.0
+    expected: float = 0.0
 
     def add(self, other: Tally) -> None:
         for name, value in vars(other).items():
@@ -259,7 +259,7 @@ def walk(
             table, node = follow(table, text[base + 1 : root + 1], way.mend)
         hit = not left and bool(table.children[node])
         found = rows_of(table, node, chain, way.rows, future)
-        short = 1 + found.promised < way.least if way.hold == "promise" else not hit
+        short = 1 + found.expected < way.least if way.hold == "promise" else not hit
         held = way.behind > 0 and way.hold != "never" and short
         if held:
             found = rows_of((near or trees)[root], 0, chain, way.rows, future)
@@ -268,7 +268,7 @@ def walk(
         tally.passes += 1
         tally.tokens += said
         tally.rows += found.count
-        tally.promised += found.promised
+        tally.expected += found.expected
         if held:
             tally.held, tally.held_tokens = tally.held + 1, tally.held_tokens + said
         elif hit:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from target_service.core.sequence import SequenceEvent, SequenceFinished, Verdict
 
-_PATIENCE = 600.0
+_TIMEOUT_SECONDS = 600.0
 
 
 class EngineEvents:
@@ -35,7 +35,7 @@ class EngineEvents:
             RuntimeError: it failed.
             queue.Empty: none ended for ten minutes.
         """
-        ended = self._ended.get(timeout=_PATIENCE)
+        ended = self._ended.get(timeout=_TIMEOUT_SECONDS)
         if isinstance(ended, Exception):
             raise ended
         return ended

@@ -6,10 +6,10 @@
         [--delay-ms 2]
 
 Each mode in each placement has a target service of its own, and its draft in a service of its own on the second GPU
-(`second`) or the target's (`same`), or in the target's process (`inprocess`). Tries and random drafts need no GPU: in a
-service of their own they are the same for `second` and `same`, and are measured once. `plain` drafts nothing and looks
-nothing up; `lookup` is the device's own, which the others have beside their drafts (`--target '{"lookup_tokens": 0}'`
-takes it from them). `--delay-ms` adds so much to the round trip to the draft.
+(`second`) or the target's (`same`), or in the target's process (`draft_service.in_process`). Tries and random drafts
+need no GPU: in a service of their own they are the same for `second` and `same`, and are measured once. `plain` drafts
+nothing and looks nothing up; `lookup` is the device's own, which the others have beside their drafts (`--target
+'{"lookup_tokens": 0}'` takes it from them). `--delay-ms` adds so much to the round trip to the draft.
 
 A service is warmed up and, before every load, settles under it, with prompts that are not measured. Then come prompts
 that it has never seen, in the same order for every mode: closed loops, each stream asking again when its answer has

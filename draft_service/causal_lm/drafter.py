@@ -23,7 +23,7 @@ from draft_service.neural.cuda_graphs.drafting import drafting_on, first_batches
 from draft_service.neural.network import RowOutput
 from draft_service.neural.tail_attention import Attend
 from draft_service.neural.threads import in_passing_thread, launching_on
-from draft_service.neural.tree_drafting import Extension, Followed, TreeDrafting, Wanted
+from draft_service.neural.tree_drafting import CacheEntry, Extension, TreeDrafting, Wanted
 from outrider.errors import NotSupported
 from outrider.model_store import model_source
 from outrider.settings import SettingsError, setting
@@ -92,9 +92,9 @@ class ModelNetwork:
         hidden: Tensor = output.last_hidden_state[0]
         return RowOutput(hidden[:, :0], hidden)
 
-    def logits(self, spoken: Tensor) -> Tensor:
+    def logits(self, lm_input: Tensor) -> Tensor:
         """See `Network.logits`."""
-        logits: Tensor = self._lm_head(spoken)
+        logits: Tensor = self._lm_head(lm_input)
         return logits
 
 
@@ -133,7 +133,7 @@ class ModelDrafter:
         """Nothing to keep."""
 
     def open(self, sequence: DraftSequence) -> None:
-        sequence.state = Followed()
+        sequence.state = CacheEntry()
 
     def advance(self, sequence: DraftSequence, committed: Sequence[int]) -> None:
         """Nothing to do: what was committed is read with the next tree."""
@@ -216,13 +216,13 @@ class ModelDrafter:
 
     def _check(self, expected: Tensor) -> None:
         """Raise `NotSupported` unless the model says through our cache what it says on its own."""
-        followed = Followed()
+        followed = CacheEntry()
         tokens = _probe(self.vocabulary_size)
         self._started.reserve(followed, len(tokens))
         self._started.extend([Extension(followed, tokens[:5], 0)])
         self._started.extend([Extension(followed, tokens[5:], 5)])
         states = self._started.states
-        found = states.read(states.places([followed.pages])).spoken[0].float()
+        found = states.read(states.places([followed.pages])).lm_input[0].float()
         self._started.forget(followed)
         if (found - expected).norm() > _TOLERANCE * expected.norm():
             raise NotSupported("this model's attention is not plain causal attention; it cannot draft")

@@ -1,7 +1,7 @@
 """Trees as arrays, on their way from what grew them to bytes or to each other, without a Python object for each node.
 
 `TokenTree` is what a tree is everywhere else. A tree of 240 nodes costs a tenth of a millisecond as one, and more where
-two are merged, so those that need not carry laws stay as they were computed.
+two are merged, so those that need not carry distributions stay as they were computed.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ import numpy as np
 
 from draft_service.compiling import Numbers, Reals
 from draft_service.drafters.base import DraftSequence
-from draft_service.drafters.packing import Heads, PackedTrees, pack, room_for
+from draft_service.drafters.packing import PackedTrees, RowHeads, pack, room_for
 from outrider.sampling import VerificationMode
 from outrider.tree import TokenTree
 
 
 class Grown(NamedTuple):
-    """Trees of n sequences, in the order of `TokenTree`: row 0 is the root, worth falls, parents come first.
+    """Trees of n sequences, in the order of `TokenTree`: row 0 is the root, path probability falls, parents come first.
 
     What stands behind a tree's last row means nothing. All are contiguous.
     """
 
     trees: Numbers  # [n, 2, rows] tokens and parents
     scores: Reals  # [n, rows] given the parent
-    sizes: Heads  # [n, ..] rows of each tree, in column 0
+    sizes: RowHeads  # [n, ..] rows of each tree, in column 0
 
     @classmethod
     def of(cls, trees: Sequence[TokenTree]) -> Grown:
-        """Trees that a drafter made one by one; laws are left out."""
+        """Trees that a drafter made one by one; distributions are left out."""
         grown = cls.roots([tree.token_ids[0] for tree in trees], max(map(len, trees), default=1))
         for i, tree in enumerate(trees):
             rows = len(tree)
@@ -60,7 +60,7 @@ class Grown(NamedTuple):
         """As the bytes of a `GrowSequences`; None where a token is past its sequence's vocabulary.
 
         `heads`: for each sequence its id on the wire, its step, the id of its first new node and its vocabulary size,
-        see `growth_packing.pack`.
+        see `drafters.packing.pack`.
         """
         count, _, rows = self.trees.shape
         out = np.empty(room_for(count, rows), np.uint8)
@@ -102,7 +102,7 @@ class ArrayDrafter(Protocol):
         """See `Drafter.propose`."""
 
 
-class Here(NamedTuple):
+class Computed(NamedTuple):
     """Trees that are there already, as `Pending`."""
 
     grown: Grown
@@ -117,7 +117,7 @@ class Here(NamedTuple):
         return self.grown
 
 
-class Among(NamedTuple):
+class Scattered(NamedTuple):
     """`Pending` trees of the sequences at some `places`; the others, of these roots, have none."""
 
     roots: Sequence[int]
@@ -153,10 +153,10 @@ class Among(NamedTuple):
 def among(sequences: Sequence[DraftSequence], places: Sequence[int], pending: Pending | None) -> Pending:
     """The trees of all these sequences, when those of the ones at `places` are pending; None where there are none."""
     if pending is None:
-        return Here(Grown.roots([sequence.root for sequence in sequences], 1))
+        return Computed(Grown.roots([sequence.root for sequence in sequences], 1))
     if len(places) == len(sequences):
         return pending
-    return Among([sequence.root for sequence in sequences], places, pending)
+    return Scattered([sequence.root for sequence in sequences], places, pending)
 
 
 def warm_up(drafter: ArrayDrafter, sequences: Sequence[DraftSequence]) -> None:

@@ -2,8 +2,8 @@
 
 GREEDY and COUPLED take any tree, so the trees are joined: a child that several drafters propose is one node with the
 highest of their scores, and of all nodes the most worthy are kept. REJECTION does not: a node must have been drawn from
-the one law that its parent carries, so there the tree is that of the first drafter that has one. That choice looks at
-which drafters know nothing of a sequence, never at what was drawn, so the trees stay exact.
+the one distribution that its parent carries, so there the tree is that of the first drafter that has one. That choice
+looks at which drafters know nothing of a sequence, never at what was drawn, so the trees stay exact.
 
 Where a drafter computes on another device, the others work meanwhile.
 """
@@ -26,7 +26,7 @@ from draft_service.drafters.base import (
     features_of,
     tree_limits,
 )
-from draft_service.drafters.grown import ArrayDrafter, Grown, Here, Pending
+from draft_service.drafters.grown import ArrayDrafter, Computed, Grown, Pending
 from draft_service.drafters.merging import merge_grown
 from outrider.errors import NotSupported, OutriderError
 from outrider.sampling import VerificationMode
@@ -194,7 +194,7 @@ class _Merging(NamedTuple):
 def _begin(part: Drafter, sequences: Sequence[DraftSequence]) -> Pending:
     if isinstance(part, ArrayDrafter):
         return part.begin(sequences)
-    return Here(Grown.of(part.propose(sequences)))
+    return Computed(Grown.of(part.propose(sequences)))
 
 
 def _create(config: MergedConfig, make: MakePart) -> Drafter:

@@ -9,7 +9,7 @@ import numpy as np
 
 from draft_service.compiling import Numbers, Reals, compiled
 from draft_service.drafters.grown import Grown
-from draft_service.drafters.packing import Heads
+from draft_service.drafters.packing import RowHeads
 from outrider.tree import TokenTree
 
 
@@ -36,16 +36,16 @@ def merge_trees(trees: Sequence[TokenTree], nodes: int) -> TokenTree:
     kept, parents, kept_scores = [0], [0], [1.0]
     # The most worthy first; of equals, the one that was proposed first.
     waiting: list[tuple[float, int, int, float]] = []
-    worth, row = 1.0, 0
+    path_prob, row = 1.0, 0
     while True:
         below = children[kept[row]].values()
         total = max(1.0, sum(scores[node] for node in below))
         for node in below:
-            heapq.heappush(waiting, (-worth * scores[node] / total, node, row, scores[node] / total))
+            heapq.heappush(waiting, (-path_prob * scores[node] / total, node, row, scores[node] / total))
         if not waiting or len(kept) > nodes:
             break
         negative, node, parent, score = heapq.heappop(waiting)
-        worth, row = -negative, len(kept)
+        path_prob, row = -negative, len(kept)
         kept.append(node)
         parents.append(parent)
         kept_scores.append(score)
@@ -68,7 +68,13 @@ def merge_grown(parts: Sequence[Grown], nodes: Sequence[int]) -> Grown:
 
 @compiled
 def _merge(
-    trees: Numbers, scores: Reals, sizes: Heads, nodes: Heads, merged: Numbers, merged_scores: Reals, rows: Heads
+    trees: Numbers,
+    scores: Reals,
+    sizes: RowHeads,
+    nodes: RowHeads,
+    merged: Numbers,
+    merged_scores: Reals,
+    rows: RowHeads,
 ) -> None:
     """Merge the trees of n sequences by p drafters.
 
@@ -83,7 +89,7 @@ def _merge(
     tokens, parents = np.empty(room, np.int32), np.empty(room, np.int32)
     # Children of a node stand in a chain, in the order in which they were proposed; 0 is none.
     first, last, following = np.empty(room, np.int32), np.empty(room, np.int32), np.empty(room, np.int32)
-    own, totals, worths = np.empty(room), np.empty(room), np.empty(room)
+    own, totals, path_probs = np.empty(room), np.empty(room), np.empty(room)
     node_of, row_of = np.empty(most, np.int32), np.empty(room, np.int32)
     for b in range(count):
         known = 1
@@ -114,11 +120,11 @@ def _merge(
                 node = following[node]
             totals[above] = max(1.0, total)
         # Parents stand before their children and are worth as much at least, so the best nodes hold their ancestors.
-        worths[0] = -1.0
+        path_probs[0] = -1.0
         for node in range(1, known):
             above = parents[node]
-            worths[node] = worths[above] * own[node] / totals[above]
-        order = np.argsort(worths[1:known], kind="mergesort")
+            path_probs[node] = path_probs[above] * own[node] / totals[above]
+        order = np.argsort(path_probs[1:known], kind="mergesort")
         kept = min(nodes[b], known - 1)
         merged[b, 0, 0], merged[b, 1, 0], merged_scores[b, 0], row_of[0] = tokens[0], 0, 1.0, 0
         for row in range(1, kept + 1):

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from draft_service.compiling import Numbers, Reals, compiled
 from outrider.v1 import draft_pb2
 
-Heads = npt.NDArray[np.int64]
+RowHeads = npt.NDArray[np.int64]
 Octets = npt.NDArray[np.uint8]
 
 # Columns of a tree's head: sequence id (its 64 bits), step, first node's id, vocabulary size.
@@ -82,7 +82,7 @@ def _put_field(out: Octets, at: int, tag: int, number: int) -> int:
 
 
 @compiled
-def pack(trees: Numbers, scores: Reals, sizes: Heads, heads: Heads, out: Octets) -> int:
+def pack(trees: Numbers, scores: Reals, sizes: RowHeads, heads: RowHeads, out: Octets) -> int:
     """Encode trees whose root is row 0.
 
     Args:

@@ -23,7 +23,7 @@ class RandomConfig:
 
 
 class RandomDrafter:
-    """Proposes nonsense, reproducibly. In REJECTION mode every draw comes with the law it was drawn from."""
+    """Proposes nonsense, reproducibly. In REJECTION mode every draw comes with the distribution it was drawn from."""
 
     name = "random"
     max_context = 1 << 20
@@ -57,32 +57,32 @@ class RandomDrafter:
     def _tree(self, sequence: DraftSequence) -> TokenTree:
         coins, limits = self._coins, tree_limits(self.limits, sequence.limits)
         tokens, parents, scores, depths = [sequence.root], [0], [1.0], [0]
-        laws: dict[int, DraftDistribution] = {}
+        distributions: dict[int, DraftDistribution] = {}
         wanted = coins.randint(0, limits.max_nodes)
         row = 0
         # Rows are visited in order, so the children of a row stand together and in draw order.
         while row < len(tokens) and len(tokens) <= wanted:
             if depths[row] < limits.max_depth:
-                law = self._law(sequence.vocabulary_size)
-                drawn = self._draw(law, coins.randint(1, 3))[: wanted + 1 - len(tokens)]
+                distribution = self._distribution(sequence.vocabulary_size)
+                drawn = self._draw(distribution, coins.randint(1, 3))[: wanted + 1 - len(tokens)]
                 if sequence.mode is VerificationMode.REJECTION:
-                    laws[row] = law
+                    distributions[row] = distribution
                 for token in drawn:
                     tokens.append(token)
                     parents.append(row)
                     scores.append(coins.random())
                     depths.append(depths[row] + 1)
             row += 1
-        return TokenTree(tuple(tokens), tuple(parents), tuple(scores), laws)
+        return TokenTree(tuple(tokens), tuple(parents), tuple(scores), distributions)
 
-    def _law(self, vocabulary_size: int) -> DraftDistribution:
+    def _distribution(self, vocabulary_size: int) -> DraftDistribution:
         support = self._coins.sample(range(vocabulary_size), min(8, vocabulary_size))
         weights = [self._coins.randint(1, MAX_DISTRIBUTION_WEIGHT) for _ in support]
         return DraftDistribution(tuple(support), tuple(weights))
 
-    def _draw(self, law: DraftDistribution, count: int) -> list[int]:
+    def _draw(self, distribution: DraftDistribution, count: int) -> list[int]:
         """Up to `count` different tokens, drawn one after the other without replacement."""
-        tokens, weights = list(law.token_ids), list(law.weights)
+        tokens, weights = list(distribution.token_ids), list(distribution.weights)
         drawn: list[int] = []
         while tokens and len(drawn) < count:
             place = self._coins.choices(range(len(tokens)), weights)[0]

@@ -29,7 +29,7 @@ from draft_service.neural.cuda_graphs.drafting import FIRST_PROMPTS, drafting_on
 from draft_service.neural.network import RowOutput
 from draft_service.neural.tail_attention import Attend
 from draft_service.neural.threads import in_passing_thread, launching_on
-from draft_service.neural.tree_drafting import Extension, Followed, TreeDrafting, Wanted
+from draft_service.neural.tree_drafting import CacheEntry, Extension, TreeDrafting, Wanted
 from outrider.errors import InvalidField, UnknownModel
 from outrider.heads import head_source
 from outrider.model_store import model_source
@@ -57,16 +57,16 @@ class HeadNetwork:
             return RowOutput(*self._fused.forward(token_ids, carried, positions, attend))
         return RowOutput(*self._head(token_ids, carried, positions, attend))
 
-    def logits(self, spoken: Tensor) -> Tensor:
+    def logits(self, lm_input: Tensor) -> Tensor:
         """See `Network.logits`."""
-        return self._head.logits(spoken)
+        return self._head.logits(lm_input)
 
 
 @dataclass(slots=True, eq=False)
 class _State:
     """A sequence as the head follows it."""
 
-    followed: Followed
+    followed: CacheEntry
     window: FeatureWindow
 
 
@@ -112,7 +112,7 @@ class EagleDrafter:
     def open(self, sequence: DraftSequence) -> None:
         assert self.features is not None
         sequence.features = FeatureWindow(self.features.width, self._config.feature_window)
-        sequence.state = _State(Followed(), sequence.features)
+        sequence.state = _State(CacheEntry(), sequence.features)
 
     def advance(self, sequence: DraftSequence, committed: Sequence[int]) -> None:  # noqa: ARG002
         """Raises `InvalidField` when there are more features than tokens that can have one."""

@@ -78,8 +78,8 @@ class FusedHead:
             following = self._input_norms[index] if index < len(self._input_norms) else None
             hidden, after = linears.add_linear(gated, parts.down.weight, parts.down.bias, hidden, following)
             scaled = after or scaled
-        spoken = linears.norm_rows(hidden, self._last_norm)
-        return HeadOutput(spoken if head.config.norm_output else hidden, spoken)
+        lm_input = linears.norm_rows(hidden, self._last_norm)
+        return HeadOutput(lm_input if head.config.norm_output else hidden, lm_input)
 
 
 def fused(head: EagleHead) -> FusedHead | None:

@@ -46,7 +46,7 @@ class HeadOutput(NamedTuple):
     """What one pass makes of each row: the feature for the row's children, and what `logits` reads; both [.., H]."""
 
     features: Tensor
-    spoken: Tensor
+    lm_input: Tensor
 
 
 class EagleHead(nn.Module):
@@ -105,9 +105,9 @@ class EagleHead(nn.Module):
         normed = self.norm(rows)
         return HeadOutput(normed if self.config.norm_output else rows, normed)
 
-    def logits(self, spoken: Tensor) -> Tensor:
+    def logits(self, lm_input: Tensor) -> Tensor:
         """[.., H] to logits [.., V'] over the draft vocabulary."""
-        return cast(Tensor, self.lm_head(spoken))
+        return cast(Tensor, self.lm_head(lm_input))
 
 
 def _check_token_ids(config: HeadConfig, token_ids: Tensor | None) -> None:

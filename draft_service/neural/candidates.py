@@ -13,7 +13,7 @@ from draft_service.drafters.base import DraftSequence
 from outrider.sampling import VerificationMode
 from outrider.tree import MAX_DISTRIBUTION_SUPPORT
 
-# Below this temperature the target's law is a point.
+# Below this temperature the target's distribution is a point.
 _COLDEST = 0.05
 
 
@@ -24,11 +24,11 @@ class Candidates(NamedTuple):
     """
 
     token_ids: npt.NDArray[np.int32]  # [R, M] the target's ids
-    probs: npt.NDArray[np.float32]  # [R, M] of the whole law
+    probs: npt.NDArray[np.float32]  # [R, M] of the whole distribution
 
 
 def temperature_of(sequence: DraftSequence) -> float:
-    """What the logits are divided by. GREEDY ranks by the head's own law."""
+    """What the logits are divided by. GREEDY ranks by the head's own distribution."""
     if sequence.mode is VerificationMode.GREEDY:
         return 1.0
     return max(sequence.sampling.temperature or 1.0, _COLDEST)

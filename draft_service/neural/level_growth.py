@@ -5,11 +5,11 @@ worthy nodes of all levels make the tree, worth being the product of scores alon
 worth more than its parent, what is kept holds every ancestor.
 
 In GREEDY mode a node's score is its probability; in COUPLED mode its chance of winning the race that the target will
-run, as in `tree_growth`. In REJECTION mode children are drawn one after the other without replacement from a law of
-integer weights, as in `drawn_growth`: whether a row is drawn from once more is decided by its law, by how often it was
-drawn from and by the path above it, never by the token that would come out. A draw's worth is fixed before it is made
-and falls along paths and from draw to draw, so that neither which nodes are expanded nor which are kept at the end
-depends on a node's own token.
+run, as in `ngram.growth`. In REJECTION mode children are drawn one after the other without replacement from a
+distribution of integer weights, as in `drawn_growth`: whether a row is drawn from once more is decided by its
+distribution, by how often it was drawn from and by the path above it, never by the token that would come out. A draw's
+worth is fixed before it is made and falls along paths and from draw to draw, so that neither which nodes are expanded
+nor which are kept at the end depends on a node's own token.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ GREEDY, COUPLED, REJECTION = 0, 1, 2
 # Columns of `Rules.ints` and `Rules.reals`.
 MODE, NODES, DEPTH, TOP_K = range(4)
 TOP_P, MIN_P = range(2)
-# No law is trusted beyond this: the target's own is never the draft's exactly.
+# No distribution is trusted beyond this: the target's own is never the draft's exactly.
 _MOST_CONFIDENT = 0.95
 # Probability below which a token is as good as impossible.
 _LEAST = 1e-30
@@ -51,7 +51,7 @@ class Rules(NamedTuple):
     width: int  # nodes expanded at a level
     breadth: int  # most children of a node
     floor: float  # least worth of a node
-    sharpness: float  # how far the race over the draft's law is taken for the target's own
+    sharpness: float  # how far the race over the draft's distribution is taken for the target's own
 
 
 class Forest(NamedTuple):
@@ -59,7 +59,7 @@ class Forest(NamedTuple):
 
     tokens: Ints  # [B, C]
     parents: Ints  # [B, C] items
-    worths: Reals  # [B, C]
+    path_probs: Reals  # [B, C]
     scores: Reals  # [B, C]
     tails: Ints  # [B, C] row in the cache's tail, -1 when not expanded; the root's is 0
     sizes: Ints  # [B] items
@@ -68,18 +68,18 @@ class Forest(NamedTuple):
     frontier: Ints  # [B, W] items of the newest level that are to be expanded
     widths: Ints  # [B] how many
     sources: Ints  # [B, W] place of each one's parent in the frontier before
-    law_sizes: Ints  # [B, T] by row of the tail
-    law_tokens: Ints  # [B, T, MAX_DISTRIBUTION_SUPPORT]
-    law_weights: Ints  # [B, T, MAX_DISTRIBUTION_SUPPORT]
+    distribution_sizes: Ints  # [B, T] by row of the tail
+    distribution_tokens: Ints  # [B, T, MAX_DISTRIBUTION_SUPPORT]
+    distribution_weights: Ints  # [B, T, MAX_DISTRIBUTION_SUPPORT]
 
 
 def make_forest(sequences: int, levels: int, width: int, breadth: int, *, drawn: bool) -> Forest:
-    """Roots alone, each to be expanded. `drawn` makes room for laws."""
+    """Roots alone, each to be expanded. `drawn` makes room for distributions."""
     items, tails = 1 + breadth + (levels - 1) * width * breadth, 1 + (levels - 1) * width
     forest = Forest(
         tokens=np.zeros((sequences, items), np.int32),
         parents=np.zeros((sequences, items), np.int32),
-        worths=np.ones((sequences, items)),
+        path_probs=np.ones((sequences, items)),
         scores=np.ones((sequences, items)),
         tails=np.full((sequences, items), -1, np.int32),
         sizes=np.ones(sequences, np.int32),
@@ -88,9 +88,9 @@ def make_forest(sequences: int, levels: int, width: int, breadth: int, *, drawn:
         frontier=np.zeros((sequences, width), np.int32),
         widths=np.ones(sequences, np.int32),
         sources=np.zeros((sequences, width), np.int32),
-        law_sizes=np.zeros((sequences, tails), np.int32),
-        law_tokens=np.zeros((sequences, tails if drawn else 1, MAX_DISTRIBUTION_SUPPORT), np.int32),
-        law_weights=np.zeros((sequences, tails if drawn else 1, MAX_DISTRIBUTION_SUPPORT), np.int32),
+        distribution_sizes=np.zeros((sequences, tails), np.int32),
+        distribution_tokens=np.zeros((sequences, tails if drawn else 1, MAX_DISTRIBUTION_SUPPORT), np.int32),
+        distribution_weights=np.zeros((sequences, tails if drawn else 1, MAX_DISTRIBUTION_SUPPORT), np.int32),
     )
     forest.tails[:, 0] = 0
     return forest
@@ -145,46 +145,47 @@ def _race(
 
 
 @inlined
-def _add(forest: Forest, b: int, parent: int, token: int, score: float, worth: float) -> None:
+def _add(forest: Forest, b: int, parent: int, token: int, score: float, path_prob: float) -> None:
     item = forest.sizes[b]
     forest.tokens[b, item] = token
     forest.parents[b, item] = parent
     forest.scores[b, item] = score
-    forest.worths[b, item] = worth
+    forest.path_probs[b, item] = path_prob
     forest.sizes[b] += 1
 
 
 @inlined
 def _offer(forest: Forest, b: int, parent: int, tokens: Ints, scores: Reals, kept: int, rules: Rules) -> None:
     """Add the best children of an item, best first, up to the breadth."""
-    worth = forest.worths[b, parent]
+    path_prob = forest.path_probs[b, parent]
     for _ in range(min(rules.breadth, kept)):
         best = 0
         for i in range(kept):
             if scores[i] > scores[best]:
                 best = i
-        if scores[best] <= 0.0 or worth * scores[best] < rules.floor:
+        if scores[best] <= 0.0 or path_prob * scores[best] < rules.floor:
             return
         score = min(scores[best], 1.0)
-        _add(forest, b, parent, tokens[best], score, worth * score)
+        _add(forest, b, parent, tokens[best], score, path_prob * score)
         scores[best] = 0.0
 
 
 @inlined
-def _make_law(forest: Forest, b: int, tail: int, tokens: Ints, probs: Reals, kept: int, rest: float) -> float:
-    """Write the law of a row in integers. Returns how likely a draw from it is to be accepted, before it is made.
+def _make_distribution(forest: Forest, b: int, tail: int, tokens: Ints, probs: Reals, kept: int, rest: float) -> float:
+    """Write the distribution of a row in integers. Returns how likely a draw from it is to be accepted, before it is
+    made.
 
     That is taken to be the root of the chance that two draws agree: 1 for a point, and 1 / sqrt(n) for n equals.
     """
     total = 0
     for i in range(kept):
         weight = max(1, int(probs[i] / probs[0] * MAX_DISTRIBUTION_WEIGHT + 0.5))
-        forest.law_tokens[b, tail, i], forest.law_weights[b, tail, i] = tokens[i], weight
+        forest.distribution_tokens[b, tail, i], forest.distribution_weights[b, tail, i] = tokens[i], weight
         total += weight
-    forest.law_sizes[b, tail] = kept
+    forest.distribution_sizes[b, tail] = kept
     agree = 0.0
     for i in range(kept):
-        agree += (forest.law_weights[b, tail, i] / total) ** 2
+        agree += (forest.distribution_weights[b, tail, i] / total) ** 2
     return min(math.sqrt(agree) * (1.0 - rest), _MOST_CONFIDENT)
 
 
@@ -192,28 +193,35 @@ def _make_law(forest: Forest, b: int, tail: int, tokens: Ints, probs: Reals, kep
 def _draw_level(forest: Forest, b: int, confidences: Reals, left: Ints, rules: Rules) -> None:
     """Draw children of the frontier, always where the next draw is worth most, up to the width of a level."""
     count = forest.widths[b]
-    next_worths, draws = np.zeros(count), np.zeros(count, np.int32)
+    next_path_probs, draws = np.zeros(count), np.zeros(count, np.int32)
     for i in range(count):
-        next_worths[i] = forest.worths[b, forest.frontier[b, i]] * confidences[i]
+        next_path_probs[i] = forest.path_probs[b, forest.frontier[b, i]] * confidences[i]
     for _ in range(rules.width):
         best = 0
         for i in range(count):
-            if next_worths[i] > next_worths[best]:
+            if next_path_probs[i] > next_path_probs[best]:
                 best = i
-        if next_worths[best] <= 0.0 or next_worths[best] < rules.floor:
+        if next_path_probs[best] <= 0.0 or next_path_probs[best] < rules.floor:
             return
         parent = forest.frontier[b, best]
         tail = forest.tails[b, parent]
-        size = forest.law_sizes[b, tail]
+        size = forest.distribution_sizes[b, tail]
         rules.coins[b] += GOLDEN
         place = draw_place(left[best], size, coin_of(rules.coins[b]))
         left[best, place] = 0
-        worth = next_worths[best]
-        _add(forest, b, parent, forest.law_tokens[b, tail, place], worth / forest.worths[b, parent], worth)
+        path_prob = next_path_probs[best]
+        _add(
+            forest,
+            b,
+            parent,
+            forest.distribution_tokens[b, tail, place],
+            path_prob / forest.path_probs[b, parent],
+            path_prob,
+        )
         draws[best] += 1
-        next_worths[best] *= 1.0 - confidences[best]
+        next_path_probs[best] *= 1.0 - confidences[best]
         if draws[best] >= min(rules.breadth, size):
-            next_worths[best] = 0.0
+            next_path_probs[best] = 0.0
 
 
 @inlined
@@ -225,14 +233,14 @@ def _next_frontier(forest: Forest, b: int, begin: int, before: Ints, rules: Rule
     while count < rules.width:
         best = -1
         for item in range(begin, size):
-            if not taken[item - begin] and (best < 0 or forest.worths[b, item] > forest.worths[b, best]):
+            if not taken[item - begin] and (best < 0 or forest.path_probs[b, item] > forest.path_probs[b, best]):
                 best = item
         if best < 0:
             break
         taken[best - begin] = True
         better = 0
         for item in range(1, size):
-            if forest.worths[b, item] >= forest.worths[b, best] and item != best:
+            if forest.path_probs[b, item] >= forest.path_probs[b, best] and item != best:
                 better += 1
         if better >= nodes:
             break
@@ -273,8 +281,8 @@ def grow_level(forest: Forest, rules: Rules, level: int, last: bool, tokens: Int
             kept, rest = _filter(work, usable, rules.ints[b, TOP_K], rules.reals[b, TOP_P], rules.reals[b, MIN_P])
             if mode == REJECTION:
                 tail = forest.tails[b, item]
-                confidences[i] = _make_law(forest, b, tail, tokens[row + i], work, kept, rest)
-                left[i] = forest.law_weights[b, tail]
+                confidences[i] = _make_distribution(forest, b, tail, tokens[row + i], work, kept, rest)
+                left[i] = forest.distribution_weights[b, tail]
                 continue
             if mode == COUPLED:
                 position = rules.positions[b] + np.uint64(level - 1)
@@ -294,4 +302,4 @@ def grow_level(forest: Forest, rules: Rules, level: int, last: bool, tokens: Int
 def kept_items(forest: Forest, b: int, nodes: int) -> npt.NDArray[np.int64]:
     """The root and the `nodes` most worthy items of a tree, in falling order of worth; parents come first."""
     size = int(forest.sizes[b])
-    return np.argsort(-forest.worths[b, :size], kind="stable")[: nodes + 1]
+    return np.argsort(-forest.path_probs[b, :size], kind="stable")[: nodes + 1]

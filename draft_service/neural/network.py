@@ -21,7 +21,7 @@ class RowOutput(NamedTuple):
     """What a pass makes of each row: what its children are given, [R, C], and what `Network.logits` reads, [R, H]."""
 
     carried: Tensor
-    spoken: Tensor
+    lm_input: Tensor
 
 
 class Network(Protocol):
@@ -39,7 +39,7 @@ class Network(Protocol):
         """One pass over R rows: token_ids [R] integers, carried [R, C] or None for a network that needs none, positions
         [R] integers."""
 
-    def logits(self, spoken: Tensor) -> Tensor:
+    def logits(self, lm_input: Tensor) -> Tensor:
         """[R, H] -> [R, V']."""
 
 

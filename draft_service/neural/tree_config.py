@@ -19,7 +19,7 @@ class TreeShape:
         num_draft_tokens: nodes of the whole tree, the root not counted.
         min_score: least probability of the path to a node that is worth having.
         race_entrants: tokens that take part in COUPLED's race at each node.
-        race_sharpness: how far the race over the drafter's law is taken for the target's own.
+        race_sharpness: how far the race over the drafter's distribution is taken for the target's own.
         frontier: nodes that a level expands; 0 is as many as topk.
         rows_per_level: rows of a pass over a level of all sequences together; 0 is no bound.
         early_levels: levels that are handed out while the others are grown; 0 hands out whole trees only.

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from draft_service.drafters.base import DraftSequence, tree_limits
-from draft_service.drafters.grown import Grown, Here, Pending
+from draft_service.drafters.grown import Computed, Grown, Pending
 from draft_service.neural.candidates import candidates_wanted, most_probable, temperature_of
 from draft_service.neural.level_growth import (
     COUPLED,
@@ -45,7 +45,7 @@ _COIN_SALT = 0xA0761D6478BD642F
 
 
 @dataclass(slots=True, eq=False)
-class Followed:
+class CacheEntry:
     """What is kept of one sequence: `entries` rows in the cache, all of them certain. The output of the last one is in
     the drafting's `RootStates`."""
 
@@ -57,7 +57,7 @@ class Followed:
 class Extension:
     """Certain rows that a sequence's cache shall be extended by: `token_ids` [n], and the position of the first."""
 
-    followed: Followed
+    followed: CacheEntry
     token_ids: Sequence[int]
     first_position: int
 
@@ -67,7 +67,7 @@ class Wanted:
     """A tree that is wanted: of a sequence whose root is the last entry's token, `position` that of the root's
     children in the network's count."""
 
-    followed: Followed
+    followed: CacheEntry
     sequence: DraftSequence
     position: int
 
@@ -97,11 +97,11 @@ class TreeDrafting:
         on_cpu = network.device.type == "cpu"
         self._attention = TreeAttention("torch" if on_cpu else "triton", network.device)
 
-    def reserve(self, followed: Followed, rows: int) -> bool:
+    def reserve(self, followed: CacheEntry, rows: int) -> bool:
         """Room for so many more certain rows, and a tree below them. False when the cache is full."""
         return self.cache.extend(followed.pages, followed.entries + rows + self.shape.expanded)
 
-    def forget(self, followed: Followed) -> None:
+    def forget(self, followed: CacheEntry) -> None:
         """Free what a sequence holds."""
         self.cache.release(followed.pages)
         followed.entries = 0
@@ -138,7 +138,7 @@ class TreeDrafting:
     def begin(self, wanted: Sequence[Wanted]) -> Pending:
         """As `trees`, of no REJECTION request. What a GPU computes is fetched before the next call."""
         forest, rules = self._grow(wanted)
-        return Here(_grown(forest, rules, [one.sequence.root for one in wanted]))
+        return Computed(_grown(forest, rules, [one.sequence.root for one in wanted]))
 
     def _grow(self, wanted: Sequence[Wanted]) -> tuple[Forest, Rules]:
         """One pass per level for all sequences together."""
@@ -148,8 +148,8 @@ class TreeDrafting:
         forest = make_forest(len(wanted), shape.num_steps, shape.width, shape.topk, drawn=drawn)
         count = max(candidates_wanted(w.sequence.mode, shape.topk, shape.race_entrants) for w in wanted)
         temperatures = np.array([temperature_of(w.sequence) for w in wanted], dtype=np.float32)
-        carried, spoken = self.states.read(self.states.places([w.followed.pages for w in wanted]))
-        logits = self.network.logits(spoken)
+        carried, lm_input = self.states.read(self.states.places([w.followed.pages for w in wanted]))
+        logits = self.network.logits(lm_input)
         device, levels = self.network.device, int(rules.ints[:, DEPTH].max())
         for level in range(1, levels + 1):
             rows = torch.from_numpy(np.repeat(temperatures, forest.widths)).to(device)
@@ -158,7 +158,7 @@ class TreeDrafting:
             if not grow_level(forest, rules, level, level == levels, candidates.token_ids, candidates.probs):
                 break
             output = self._level(wanted, forest, before, carried, level)
-            carried, logits = output.carried, self.network.logits(output.spoken)
+            carried, logits = output.carried, self.network.logits(output.lm_input)
         return forest, rules
 
     def _extend(self, pieces: Sequence[tuple[Extension, int, int]], carried: Tensor | None) -> None:
@@ -260,13 +260,14 @@ def _tree(forest: Forest, b: int, sequence: DraftSequence, nodes: int) -> TokenT
     row_of[items] = np.arange(len(items))
     tokens, parents = forest.tokens[b, items], row_of[forest.parents[b, items]]
     tokens[0] = sequence.root
-    laws: dict[int, DraftDistribution] = {}
+    distributions: dict[int, DraftDistribution] = {}
     if sequence.mode is VerificationMode.REJECTION:
         for row in sorted(set(parents[1:].tolist())):
             tail = forest.tails[b, items[row]]
-            size = forest.law_sizes[b, tail]
-            laws[row] = DraftDistribution(
-                tuple(forest.law_tokens[b, tail, :size].tolist()), tuple(forest.law_weights[b, tail, :size].tolist())
+            size = forest.distribution_sizes[b, tail]
+            distributions[row] = DraftDistribution(
+                tuple(forest.distribution_tokens[b, tail, :size].tolist()),
+                tuple(forest.distribution_weights[b, tail, :size].tolist()),
             )
     scores = np.clip(forest.scores[b, items], 0.0, 1.0)
-    return TokenTree(tuple(tokens.tolist()), tuple(parents.tolist()), tuple(scores.tolist()), laws)
+    return TokenTree(tuple(tokens.tolist()), tuple(parents.tolist()), tuple(scores.tolist()), distributions)

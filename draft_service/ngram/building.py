@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 
 from draft_service.drafters.base import DraftSequence
-from draft_service.ngram.drawn_growth import Laws, grow_drawn
+from draft_service.ngram.drawn_growth import Distributions, grow_drawn
 from draft_service.ngram.growth import Shape, grow, pack
 from draft_service.ngram.prediction import MAX_CANDIDATES, MAX_MATCH, Evidence, Tries
 from outrider.sampling import VerificationMode
 from outrider.tree import DraftDistribution, TokenTree
 from outrider.wire.frames import TreeLimits
 
-# Below this temperature the target's law is a point, and raising frequencies further only overflows.
+# Below this temperature the target's distribution is a point, and raising frequencies further only overflows.
 _COLDEST = 0.1
 # How far the race over relative frequencies is taken for the target's own (fitted with
 # benchmarks/drafters/draft_quality.py).
@@ -46,21 +46,23 @@ def build_tree(
     )
     rows = limits.max_nodes + 1
     tree, scores = np.empty((2, rows), np.int32), np.empty(rows, np.float64)
-    laws: dict[int, DraftDistribution] = {}
+    distributions: dict[int, DraftDistribution] = {}
     if sequence.mode is VerificationMode.REJECTION:
         room = (rows, MAX_CANDIDATES)
-        drawn = Laws(np.empty(rows, np.int32), np.empty(room, np.int32), np.empty(room, np.int32))
+        drawn = Distributions(np.empty(rows, np.int32), np.empty(room, np.int32), np.empty(room, np.int32))
         coins = np.uint64((sequence.seed ^ _COIN_SALT) * (2 * len(sequence.token_ids) + 1) & _MASK64)
         rows = grow_drawn(tries, context, evidence, shape, coins, tree, scores, drawn)
-        laws = {row: _law(drawn, row) for row in set(tree[1, 1:rows].tolist())}
+        distributions = {row: _distribution(drawn, row) for row in set(tree[1, 1:rows].tolist())}
     else:
         seed, position = np.uint64(sequence.seed), np.uint64(len(sequence.token_ids))
         rows = grow(tries, context, evidence, shape, seed, position, tree, scores)
     tree[0, 0], tree[1, 0], scores[0] = sequence.root, 0, 1.0
     tokens, parents = tree[:, :rows].tolist()
-    return TokenTree(tuple(tokens), tuple(parents), tuple(scores[:rows].tolist()), laws)
+    return TokenTree(tuple(tokens), tuple(parents), tuple(scores[:rows].tolist()), distributions)
 
 
-def _law(laws: Laws, row: int) -> DraftDistribution:
-    size = laws.sizes[row]
-    return DraftDistribution(tuple(laws.tokens[row, :size].tolist()), tuple(laws.weights[row, :size].tolist()))
+def _distribution(distributions: Distributions, row: int) -> DraftDistribution:
+    size = distributions.sizes[row]
+    return DraftDistribution(
+        tuple(distributions.tokens[row, :size].tolist()), tuple(distributions.weights[row, :size].tolist())
+    )

@@ -34,7 +34,7 @@ _PIECE = 16
 
 
 @dataclass(slots=True)
-class _Followed:
+class _OpenSequence:
     """What the drafter keeps of one sequence: its own trie, where it stands in the tables, its limits, how many of its
     tokens the tenant's trie was given, and which the own trie gets with the next tree."""
 
@@ -46,7 +46,7 @@ class _Followed:
 
 
 class NgramDrafter:
-    """See `TrieConfig` for what can be set, `prediction` and `tree_growth` for how candidates are ranked."""
+    """See `TrieConfig` for what can be set, `prediction` and `ngram.growth` for how candidates are ranked."""
 
     name = "trie"
     vocabulary_size = 0
@@ -83,16 +83,16 @@ class NgramDrafter:
         own = NgramTrie(config.depth, capacity, NEVER_LOG2, first_rows=(len(recent) + 64) * config.depth)
         own.insert(recent, weight=UNIT)
         limits = tree_limits(self.limits, sequence.limits)
-        # A law goes with every drawn row, which takes another loop.
+        # A distribution goes with every drawn row, which takes another loop.
         nodes = 0 if sequence.mode is VerificationMode.REJECTION else limits.max_nodes
         power = race_power(sequence) if sequence.mode is VerificationMode.COUPLED else None
         place = self._batch.enter(own, sequence.token_ids, replace(limits, max_nodes=nodes), power, sequence.seed)
-        followed = _Followed(own, place, limits, taught=0 if config.learn_prompts else sequence.prompt_length)
+        followed = _OpenSequence(own, place, limits, taught=0 if config.learn_prompts else sequence.prompt_length)
         sequence.state = followed
         self._teach(sequence, followed)
 
     def advance(self, sequence: DraftSequence, committed: Sequence[int]) -> None:
-        followed: _Followed = sequence.state
+        followed: _OpenSequence = sequence.state
         own, fresh, depth = followed.own, followed.fresh, self._config.depth
         fresh.extend(committed)
         # A tree is about to be asked for, and the same call inserts what waits.
@@ -144,7 +144,7 @@ class NgramDrafter:
         """Note what the own tries use, and teach. Only now, since the learner's thread would take the interpreter from
         a tree that is being made."""
         for sequence, (_, used) in zip(sequences, counts, strict=True):
-            followed: _Followed = sequence.state
+            followed: _OpenSequence = sequence.state
             followed.own.used = used
             followed.fresh.clear()
             if len(sequence.token_ids) - followed.taught >= _PIECE:
@@ -178,14 +178,14 @@ class NgramDrafter:
                     if places.setdefault(id(trie), len(tries)) == len(tries):
                         tries.append(trie)
                 pair = numbers[names] = places[id(tenant)], places[id(shared)]
-            followed: _Followed = sequence.state
+            followed: _OpenSequence = sequence.state
             asked.append((followed.place, *pair, len(followed.fresh)))
             fresh += followed.fresh
         return tries, asked, fresh
 
     def _drawn(self, sequence: DraftSequence, tenant: NgramTrie, shared: NgramTrie) -> TokenTree:
         """A tree whose nodes are drawn; what waited for the own trie is in it."""
-        followed: _Followed = sequence.state
+        followed: _OpenSequence = sequence.state
         tries, config = (followed.own.arrays(), tenant.arrays(), shared.arrays()), self._config
         return build_tree(tries, sequence, self._evidence, followed.limits, config.breadth, config.min_score)
 
@@ -196,7 +196,7 @@ class NgramDrafter:
         rules[[HALF_LIFE, SHARPNESS]] = NEVER_LOG2, tree_building.SHARPNESS
         return rules
 
-    def _teach(self, sequence: DraftSequence, followed: _Followed) -> None:
+    def _teach(self, sequence: DraftSequence, followed: _OpenSequence) -> None:
         """Hand what is new to the tenant's trie, prompt and output each with its weight."""
         config, prompt, end = self._config, sequence.prompt_length, len(sequence.token_ids)
         if followed.taught < prompt:
@@ -204,7 +204,7 @@ class NgramDrafter:
         if followed.taught < end and config.learn_outputs:
             self._lesson(sequence, followed, end, UNIT * config.output_weight)
 
-    def _lesson(self, sequence: DraftSequence, followed: _Followed, end: int, weight: int) -> None:
+    def _lesson(self, sequence: DraftSequence, followed: _OpenSequence, end: int, weight: int) -> None:
         begin = followed.taught
         context = _as_tokens(sequence.token_ids[max(0, begin - self._config.depth) : begin])
         tokens = _as_tokens(sequence.token_ids[begin:end])

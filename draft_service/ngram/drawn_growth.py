@@ -1,8 +1,9 @@
-"""Sampled trees for REJECTION verification: children drawn without replacement from laws of integer weights.
+"""Sampled trees for REJECTION verification: children drawn without replacement from distributions of integer weights.
 
-Every decision to draw once more looks only at what was drawn before: at the law of the row, at how often it was drawn
-from, and at the path above it. So whether a child exists never depends on its own token, which is what the target's
-recursive rejection sampling needs; for the same reason scores say what the i-th draw is worth, whatever it shows.
+Every decision to draw once more looks only at what was drawn before: at the distribution of the row, at how often it
+was drawn from, and at the path above it. So whether a child exists never depends on its own token, which is what the
+target's recursive rejection sampling needs; for the same reason scores say what the i-th draw is worth, whatever it
+shows.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from draft_service.ngram.prediction import (
 )
 from outrider.tree import MAX_DISTRIBUTION_WEIGHT
 
-# No law is trusted beyond this: the target's own is never the drafter's exactly.
+# No distribution is trusted beyond this: the target's own is never the drafter's exactly.
 _MOST_CONFIDENT = 0.95
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX1, _MIX2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
@@ -45,8 +46,8 @@ def coin_of(state: np.uint64) -> float:
     return float(mixed >> _S11) * 2.0**-53
 
 
-class Laws(NamedTuple):
-    """The law that each row's children were drawn from; room for [1 + nodes] rows of MAX_CANDIDATES."""
+class Distributions(NamedTuple):
+    """The distribution that each row's children were drawn from; room for [1 + nodes] rows of MAX_CANDIDATES."""
 
     sizes: Numbers  # [..] support
     tokens: Numbers  # [.., MAX_CANDIDATES]
@@ -54,18 +55,18 @@ class Laws(NamedTuple):
 
 
 @compiled
-def heap_push(worths: Reals, heap: Numbers, place: int) -> None:
+def heap_push(path_probs: Reals, heap: Numbers, place: int) -> None:
     """Restore the heap (largest worth first) after an item was put at its end, `place`."""
     while place > 0:
         above = (place - 1) >> 1
-        if worths[heap[above]] >= worths[heap[place]]:
+        if path_probs[heap[above]] >= path_probs[heap[place]]:
             return
         heap[above], heap[place] = heap[place], heap[above]
         place = above
 
 
 @compiled
-def heap_pop(worths: Reals, heap: Numbers, size: int) -> int:
+def heap_pop(path_probs: Reals, heap: Numbers, size: int) -> int:
     """Take the most worthy item; `size` counts items before."""
     top = heap[0]
     size -= 1
@@ -75,16 +76,16 @@ def heap_pop(worths: Reals, heap: Numbers, size: int) -> int:
         child = 2 * place + 1
         if child >= size:
             return int(top)
-        if child + 1 < size and worths[heap[child + 1]] > worths[heap[child]]:
+        if child + 1 < size and path_probs[heap[child + 1]] > path_probs[heap[child]]:
             child += 1
-        if worths[heap[place]] >= worths[heap[child]]:
+        if path_probs[heap[place]] >= path_probs[heap[child]]:
             return int(top)
         heap[place], heap[child] = heap[child], heap[place]
         place = child
 
 
 @compiled
-def _make_law(probs: Reals, known: int, power: float, weights: Numbers) -> float:
+def _make_distribution(probs: Reals, known: int, power: float, weights: Numbers) -> float:
     """Integer weights of the candidates, into `weights`. Returns how much of the probability they hold."""
     largest, mass = 0.0, 0.0
     for i in range(known):
@@ -119,16 +120,23 @@ class _Rows(NamedTuple):
     draws: Numbers
     paths: Reals
     confidences: Reals
-    worths: Reals  # of drawing once more
+    path_probs: Reals  # of drawing once more
     heap: Numbers
 
 
 @inlined
 def _open_row(
-    tries: Tries, evidence: Evidence, shape: Shape, row: int, tree: Numbers, laws: Laws, rows: _Rows, scratch: Scratch
+    tries: Tries,
+    evidence: Evidence,
+    shape: Shape,
+    row: int,
+    tree: Numbers,
+    distributions: Distributions,
+    rows: _Rows,
+    scratch: Scratch,
 ) -> bool:
-    """Make the law of a new row. False when nothing is known to follow it."""
-    laws.sizes[row] = 0
+    """Make the distribution of a new row. False when nothing is known to follow it."""
+    distributions.sizes[row] = 0
     if rows.depths[row] >= shape.depth:
         return False
     if row > 0:
@@ -136,13 +144,13 @@ def _open_row(
     known = predict((tries[0][0], tries[1][0], tries[2][0]), rows.states, row, evidence, OPEN_FLOOR, scratch)
     if known == 0:
         return False
-    laws.sizes[row] = known
-    rows.confidences[row] = _make_law(scratch.weights, known, shape.power, laws.weights[row])
+    distributions.sizes[row] = known
+    rows.confidences[row] = _make_distribution(scratch.weights, known, shape.power, distributions.weights[row])
     for i in range(known):
-        laws.tokens[row, i] = scratch.candidates[i, 0]
-        rows.left[row, i] = laws.weights[row, i]
-    rows.worths[row] = rows.paths[row] * rows.confidences[row]
-    return bool(rows.worths[row] >= shape.floor)
+        distributions.tokens[row, i] = scratch.candidates[i, 0]
+        rows.left[row, i] = distributions.weights[row, i]
+    rows.path_probs[row] = rows.paths[row] * rows.confidences[row]
+    return bool(rows.path_probs[row] >= shape.floor)
 
 
 @compiled
@@ -154,7 +162,7 @@ def grow_drawn(
     coins: np.uint64,
     tree: Numbers,
     scores: Reals,
-    laws: Laws,
+    distributions: Distributions,
 ) -> int:
     """Draw a tree.
 
@@ -164,7 +172,7 @@ def grow_drawn(
         coins: seed of the draws; private to the draft, so independent of the target's coins.
         tree: [2, 1 + shape.nodes], tokens and parents, filled; row 0, the root, is left to the caller.
         scores: [1 + shape.nodes], filled likewise.
-        laws: filled, by row.
+        distributions: filled, by row.
 
     Returns:
         Rows, the root among them, in draw order.
@@ -184,26 +192,29 @@ def grow_drawn(
     start_states(tries, context, rows.states, scratch.state, evidence.rules[MAX_MATCH])
     row, size = 0, 0
     while row < limit:
-        if _open_row(tries, evidence, shape, row, tree, laws, rows, scratch):
+        if _open_row(tries, evidence, shape, row, tree, distributions, rows, scratch):
             rows.heap[size] = row
-            heap_push(rows.worths, rows.heap, size)
+            heap_push(rows.path_probs, rows.heap, size)
             size += 1
         row += 1
         if size == 0 or row == limit:
             return row
-        parent = heap_pop(rows.worths, rows.heap, size)
+        parent = heap_pop(rows.path_probs, rows.heap, size)
         size -= 1
         coins += GOLDEN
-        place = draw_place(rows.left[parent], laws.sizes[parent], coin_of(coins))
+        place = draw_place(rows.left[parent], distributions.sizes[parent], coin_of(coins))
         rows.left[parent, place] = 0
         rows.states[row] = UNKNOWN
-        tree[0, row], tree[1, row] = laws.tokens[parent, place], parent
-        scores[row] = rows.worths[parent] / rows.paths[parent]
-        rows.paths[row], rows.depths[row] = rows.worths[parent], rows.depths[parent] + 1
+        tree[0, row], tree[1, row] = distributions.tokens[parent, place], parent
+        scores[row] = rows.path_probs[parent] / rows.paths[parent]
+        rows.paths[row], rows.depths[row] = rows.path_probs[parent], rows.depths[parent] + 1
         rows.draws[parent] += 1
-        rows.worths[parent] *= 1.0 - rows.confidences[parent]
-        if rows.draws[parent] < min(shape.breadth, laws.sizes[parent]) and rows.worths[parent] >= shape.floor:
+        rows.path_probs[parent] *= 1.0 - rows.confidences[parent]
+        if (
+            rows.draws[parent] < min(shape.breadth, distributions.sizes[parent])
+            and rows.path_probs[parent] >= shape.floor
+        ):
             rows.heap[size] = parent
-            heap_push(rows.worths, rows.heap, size)
+            heap_push(rows.path_probs, rows.heap, size)
             size += 1
     return row

@@ -1,7 +1,8 @@
 """Deterministic trees for GREEDY and COUPLED verification: the most worthy node first.
 
 In COUPLED mode the candidates of a row run the very race that the target will run, with the target's noise, over the
-law that the tries predict; so a drafted token is the one the target is about to sample, not merely a likely one.
+distribution that the tries predict; so a drafted token is the one the target is about to sample, not merely a likely
+one.
 """
 
 from __future__ import annotations
@@ -74,10 +75,10 @@ def _race(known: int, shape: Shape, seed: np.uint64, position: np.uint64, candid
 
 
 @inlined
-def _rank(order: Numbers, worths: Reals, item: int, first: int, ranked: int, limit: int) -> int:
+def _rank(order: Numbers, path_probs: Reals, item: int, first: int, ranked: int, limit: int) -> int:
     """Put a new item where its worth belongs, from `first` on; the least worthy falls out past `limit`."""
     place = min(ranked, limit - 1)
-    while place > first and worths[order[place - 1], 0] < worths[item, 0]:
+    while place > first and path_probs[order[place - 1], 0] < path_probs[item, 0]:
         order[place] = order[place - 1]
         place -= 1
     order[place] = item
@@ -88,11 +89,11 @@ def _rank(order: Numbers, worths: Reals, item: int, first: int, ranked: int, lim
 def _offer(
     order: Numbers,
     items: Numbers,
-    worths: Reals,
+    path_probs: Reals,
     made: int,
     ranked: int,
     row: int,
-    worth: float,
+    path_prob: float,
     known: int,
     candidates: Numbers,
     weights: Reals,
@@ -104,16 +105,16 @@ def _offer(
         for i in range(known):
             if weights[i, 0] > score:
                 best, score = i, weights[i, 0]
-        if best < 0 or worth * score < shape.floor:
+        if best < 0 or path_prob * score < shape.floor:
             break
-        if ranked == shape.nodes and worth * score <= worths[order[ranked - 1], 0]:
+        if ranked == shape.nodes and path_prob * score <= path_probs[order[ranked - 1], 0]:
             break
         weights[best, 0] = 0.0
-        worths[made, 0], worths[made, 1] = worth * score, min(score, 1.0)
+        path_probs[made, 0], path_probs[made, 1] = path_prob * score, min(score, 1.0)
         items[made, 0] = row
         for i in range(1 + 2 * SOURCES):
             items[made, 1 + i] = candidates[best, i]
-        ranked = _rank(order, worths, made, row, ranked, shape.nodes)
+        ranked = _rank(order, path_probs, made, row, ranked, shape.nodes)
         made += 1
     return made, ranked
 
@@ -123,7 +124,7 @@ def _settle(
     row: int,
     order: Numbers,
     items: Numbers,
-    worths: Reals,
+    path_probs: Reals,
     tree: Numbers,
     scores: Reals,
     depths: Numbers,
@@ -131,11 +132,11 @@ def _settle(
 ) -> float:
     """Write down a row whose rank is final. Returns its worth."""
     item = order[row - 1]
-    tree[1, row], tree[0, row], scores[row] = items[item, 0], items[item, 1], worths[item, 1]
+    tree[1, row], tree[0, row], scores[row] = items[item, 0], items[item, 1], path_probs[item, 1]
     depths[row] = depths[tree[1, row]] + 1
     for i in range(2 * SOURCES):
         states[row, i] = items[item, 2 + i]
-    return float(worths[item, 0])
+    return float(path_probs[item, 0])
 
 
 @compiled
@@ -158,37 +159,39 @@ def grow_shape(
         scores: [1 + nodes], filled likewise.
 
     Returns:
-        Rows, the root among them. Parents stand before children, and worth falls from row to row.
+        Rows, the root among them. Parents stand before children, and path probability falls from row to row.
     """
     longest = evidence.rules[MAX_MATCH]
     rows, scratch = (tries[0][0], tries[1][0], tries[2][0]), make_scratch()
     candidates, weights = scratch.candidates, scratch.weights
     # Nodes that were thought of: parent row and candidate; worth and score. `order` ranks the best of them.
     room = (shape.nodes + 1) * shape.breadth
-    items, worths = np.empty((room, 2 + 2 * SOURCES), np.int32), np.empty((room, 2), np.float64)
+    items, path_probs = np.empty((room, 2 + 2 * SOURCES), np.int32), np.empty((room, 2), np.float64)
     order, depths = np.empty(shape.nodes + 1, np.int32), np.zeros(shape.nodes + 1, np.int32)
     states = np.empty((shape.nodes + 1, 2 * SOURCES), np.int32)
     start_states(tries, context, states, scratch.state, longest)
-    made, ranked, row, worth = 0, 0, 0, 1.0
+    made, ranked, row, path_prob = 0, 0, 0, 1.0
     while row < shape.nodes:
-        floor = worths[order[ranked - 1], 0] if ranked == shape.nodes else shape.floor
+        floor = path_probs[order[ranked - 1], 0] if ranked == shape.nodes else shape.floor
         # Rows fall in worth, and children in worth below their row: no later row can change the ranks.
-        if worth <= floor and row > 0:
+        if path_prob <= floor and row > 0:
             break
         if depths[row] < shape.depth:
             if row > 0:
                 resolve_states(tries, states, row, tree[1, row], tree[0, row], longest)
-            open_floor = OPEN_FLOOR if shape.coupled else max(OPEN_FLOOR, floor / worth)
+            open_floor = OPEN_FLOOR if shape.coupled else max(OPEN_FLOOR, floor / path_prob)
             known = predict(rows, states, row, evidence, open_floor, scratch)
             if shape.coupled:
                 _race(known, shape, seed, position + np.uint64(depths[row]), candidates, weights)
-            made, ranked = _offer(order, items, worths, made, ranked, row, worth, known, candidates, weights, shape)
+            made, ranked = _offer(
+                order, items, path_probs, made, ranked, row, path_prob, known, candidates, weights, shape
+            )
         if row == ranked:
             break
         row += 1
-        worth = _settle(row, order, items, worths, tree, scores, depths, states)
+        path_prob = _settle(row, order, items, path_probs, tree, scores, depths, states)
     for last in range(row + 1, ranked + 1):
-        _settle(last, order, items, worths, tree, scores, depths, states)
+        _settle(last, order, items, path_probs, tree, scores, depths, states)
     return ranked + 1
 
 

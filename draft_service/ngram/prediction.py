@@ -1,4 +1,4 @@
-"""What tries say of the next token: the law blended from every context that matches.
+"""What tries say of the next token: the distribution blended from every context that matches.
 
 A row's next token is guessed from every known window that ends at it, longest first, over up to three tries (the
 sequence's own, the tenant's, a shared corpus). A window that brings C occurrences which no longer window counted, with
@@ -198,7 +198,7 @@ def _longest(state: Numbers, trust: Reals, min_match: int) -> int:
 def predict(
     rows_of: tuple[Rows, Rows, Rows], states: Numbers, row: int, evidence: Evidence, floor: float, scratch: Scratch
 ) -> int:
-    """The law of the next token after `row`, as far as it is known, into `candidates` and `weights`.
+    """The distribution of the next token after `row`, as far as it is known, into `candidates` and `weights`.
 
     Args:
         rows_of: the three tries.
@@ -240,12 +240,12 @@ def predict(
             )
             if total > 0.0:
                 escape = trust[source, ESCAPE + length] * spread[found]
-                spoken = open_mass / (total + escape)
+                lm_input = open_mass / (total + escape)
                 if new > 0.0:
                     recent_first = rules[RECENT_FIRST] != 0
                     recency = trust[source, RECENCY]
-                    _share_out(spoken * new, new, found, recency, recent_first, places, fresh, weights)
-                open_mass = spoken * escape
+                    _share_out(lm_input * new, new, found, recency, recent_first, places, fresh, weights)
+                open_mass = lm_input * escape
         state[source] = rows[node, LINK]
         state[SOURCES + source] = length - 1
     return known

@@ -24,7 +24,7 @@ from outrider.wire.frames import OpenSequence
 
 
 @dataclass(slots=True)
-class _Followed:
+class _OpenSequence:
     """A traced sequence and its sums."""
 
     span: Span
@@ -49,7 +49,7 @@ class StreamTrace:
         )
         stream = self._span.get_span_context()
         self._links = [Link(stream)] if stream.is_valid else []
-        self._followed: dict[int, _Followed] = {}
+        self._followed: dict[int, _OpenSequence] = {}
 
     def opened(self, sequence: OpenSequence) -> None:
         """A sequence was opened: begin its span, when its request is traced."""
@@ -69,7 +69,7 @@ class StreamTrace:
             links=self._links,
         )
         if span.is_recording():
-            self._followed[sequence.sequence_id] = _Followed(span)
+            self._followed[sequence.sequence_id] = _OpenSequence(span)
 
     @property
     def follows(self) -> bool:

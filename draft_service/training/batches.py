@@ -20,15 +20,16 @@ _GRAIN = 128
 class Batch(NamedTuple):
     """Texts and the rows of their unrolling (`unrolling.unroll`) that have a loss, step by step.
 
-    `token_ids` [B, L] int64. `law_rows` [N] int64 are places in [B * L] whose laws are wanted of the target. `rows` [R]
-    int64 are places in [steps * B * L], `laws` [R] int64 the places of their laws in `law_rows`, and `next_tokens` [R]
-    int64 what the text says there. `counts` are the rows of each step, R in all.
+    `token_ids` [B, L] int64. `distribution_rows` [N] int64 are places in [B * L] whose distributions are wanted of the
+    target. `rows` [R] int64 are places in [steps * B * L], `distributions` [R] int64 the places of their distributions
+    in `distribution_rows`, and `next_tokens` [R] int64 what the text says there. `counts` are the rows of each step, R
+    in all.
     """
 
     token_ids: Tensor
-    law_rows: Tensor
+    distribution_rows: Tensor
     rows: Tensor
-    laws: Tensor
+    distributions: Tensor
     next_tokens: Tensor
     counts: tuple[int, ...]
 
@@ -109,33 +110,33 @@ def make_batch(
             still belongs to the prompt: for telling how far a draft from there would have come.
     """
     token_ids = np.zeros((size or len(chosen), padded), np.int64)
-    law_rows: list[NDArray[np.int64]] = []
+    distribution_rows: list[NDArray[np.int64]] = []
     rows: list[list[NDArray[np.int64]]] = [[] for _ in range(steps)]
-    laws: list[list[NDArray[np.int64]]] = [[] for _ in range(steps)]
+    distributions: list[list[NDArray[np.int64]]] = [[] for _ in range(steps)]
     known = 0
     for place, index in enumerate(chosen.tolist()):
         text = texts.text(index)
         token_ids[place, : len(text)] = text
-        # The law at place p is that of token p + 1.
+        # The distribution at place p is that of token p + 1.
         first = int(texts.prompt_lengths[index]) - 1
-        law_rows.append(place * padded + np.arange(first, len(text) - 1))
+        distribution_rows.append(place * padded + np.arange(first, len(text) - 1))
         for step in range(steps):
             begin, end = max(0, first - 1), len(text) - 2 - step
             if whole:
                 begin, end = first, len(text) - 1 - steps
             row = np.arange(begin, max(begin, end))
             rows[step].append((step * len(token_ids) + place) * padded + row)
-            laws[step].append(known + row + 1 + step - first)
+            distributions[step].append(known + row + 1 + step - first)
         known += len(text) - 1 - first
-    joined_laws = np.concatenate([one for step in laws for one in step])
-    flat = np.concatenate(law_rows)
-    # The next token of the last law of a row of texts never lies behind it.
-    said = token_ids.reshape(-1)[flat + 1][joined_laws]
+    joined_distributions = np.concatenate([one for step in distributions for one in step])
+    flat = np.concatenate(distribution_rows)
+    # The next token of the last distribution of a row of texts never lies behind it.
+    said = token_ids.reshape(-1)[flat + 1][joined_distributions]
     return Batch(
         torch.from_numpy(token_ids),
         torch.from_numpy(flat),
         torch.from_numpy(np.concatenate([one for step in rows for one in step])),
-        torch.from_numpy(joined_laws),
+        torch.from_numpy(joined_distributions),
         torch.from_numpy(said),
         tuple(sum(map(len, step)) for step in rows),
     )

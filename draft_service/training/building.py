@@ -101,7 +101,7 @@ def new_head(shape: HeadConfig, tokens: NDArray[np.int64] | None, weights: Teach
         # As sure as it may be of what it has not learnt: with the target's own norm and scale, the loss of
         # SmolLM2-135M's head began at 12 to 18 instead of 7, and was higher still after 42 steps.
         scale = head.lm_head.weight.norm(dim=1).mean()
-        # The same law, where the lm_head has to stay as it is.
+        # The same distribution, where the lm_head has to stay as it is.
         (cast(nn.RMSNorm, head.norm) if shape.tied_lm_head else head.lm_head).weight.div_(scale)
         # The high layer comes last: what it says goes through unchanged at first.
         through = torch.eye(shape.hidden_size) if into is None else into.T

@@ -1,4 +1,4 @@
-"""Soft cross-entropy of the head's law against the target's, without ever holding the logits of a whole batch."""
+"""Soft cross-entropy of the head's distribution against the target's, never holding a whole batch's logits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ class RowLosses(NamedTuple):
     rows: Tensor
 
 
-def soft_cross_entropy(spoken: Tensor, lm_head: Tensor, probs: Tensor, laws: Tensor, weights: Tensor) -> RowLosses:
+def soft_cross_entropy(
+    lm_input: Tensor, lm_head: Tensor, probs: Tensor, distributions: Tensor, weights: Tensor
+) -> RowLosses:
     """Sum over rows of weight * -sum_v target(v) * log head(v).
 
     The target's probabilities are not scaled up to the draft vocabulary: a row whose next token the head cannot say
@@ -28,11 +30,11 @@ def soft_cross_entropy(spoken: Tensor, lm_head: Tensor, probs: Tensor, laws: Ten
         spoken: [R, H] what the lm_head reads.
         lm_head: [V', H] its weight.
         probs: [N, V'] the target's probabilities.
-        laws: [R] int64 row of `probs` for each row.
+        distributions: [R] int64 row of `probs` for each row.
         weights: [R] fp32.
     """
     apply: Any = _SoftCrossEntropy.apply
-    total, rows = apply(spoken, lm_head, probs, laws, weights)
+    total, rows = apply(lm_input, lm_head, probs, distributions, weights)
     return RowLosses(total, rows)
 
 
@@ -40,38 +42,40 @@ class _SoftCrossEntropy(torch.autograd.Function):
     """Its gradient is computed beside its value, piece by piece, while the logits of a piece are there."""
 
     @staticmethod
-    def forward(ctx: Any, spoken: Tensor, lm_head: Tensor, probs: Tensor, laws: Tensor, weights: Tensor) -> Any:
-        of_spoken, of_head = ctx.needs_input_grad[:2]
-        spoken_grad = torch.empty_like(spoken) if of_spoken else None
+    def forward(
+        ctx: Any, lm_input: Tensor, lm_head: Tensor, probs: Tensor, distributions: Tensor, weights: Tensor
+    ) -> Any:
+        of_lm_input, of_head = ctx.needs_input_grad[:2]
+        lm_input_grad = torch.empty_like(lm_input) if of_lm_input else None
         # None of an lm_head that stays as it is.
         head_grad = torch.zeros(lm_head.shape, dtype=torch.float32, device=lm_head.device) if of_head else None
-        rows = torch.empty(len(spoken), dtype=torch.float32, device=spoken.device)
-        for start in range(0, len(spoken), _ROWS):
+        rows = torch.empty(len(lm_input), dtype=torch.float32, device=lm_input.device)
+        for start in range(0, len(lm_input), _ROWS):
             piece = slice(start, start + _ROWS)
-            target = probs.index_select(0, laws[piece]).float()
-            logits = (spoken[piece] @ lm_head.T).float()
+            target = probs.index_select(0, distributions[piece]).float()
+            logits = (lm_input[piece] @ lm_head.T).float()
             mass, norm = target.sum(-1), logits.logsumexp(-1)
             rows[piece] = mass * norm - (target * logits).sum(-1)
-            if spoken_grad is None and head_grad is None:
+            if lm_input_grad is None and head_grad is None:
                 continue
             share = logits.sub_(norm[:, None]).exp_().mul_(mass[:, None]).sub_(target)
-            grad = share.mul_(weights[piece, None]).to(spoken.dtype)
-            if spoken_grad is not None:
-                spoken_grad[piece] = grad @ lm_head
+            grad = share.mul_(weights[piece, None]).to(lm_input.dtype)
+            if lm_input_grad is not None:
+                lm_input_grad[piece] = grad @ lm_head
             if head_grad is not None:
-                head_grad += (grad.T @ spoken[piece]).float()
-        ctx.save_for_backward(spoken_grad, None if head_grad is None else head_grad.to(lm_head.dtype))
+                head_grad += (grad.T @ lm_input[piece]).float()
+        ctx.save_for_backward(lm_input_grad, None if head_grad is None else head_grad.to(lm_head.dtype))
         ctx.mark_non_differentiable(rows)
         return (rows * weights).sum(), rows
 
     @staticmethod
     def backward(ctx: Any, *upstream: Any) -> Any:
-        spoken_grad, head_grad = ctx.saved_tensors
-        grads = (None if grad is None else (grad * upstream[0]).to(grad.dtype) for grad in (spoken_grad, head_grad))
+        lm_input_grad, head_grad = ctx.saved_tensors
+        grads = (None if grad is None else (grad * upstream[0]).to(grad.dtype) for grad in (lm_input_grad, head_grad))
         return *grads, None, None, None
 
 
 @torch.no_grad()
-def most_probable(spoken: Tensor, lm_head: Tensor) -> Tensor:
+def most_probable(lm_input: Tensor, lm_head: Tensor) -> Tensor:
     """[R] int64 the token that the head would say in each row, counted in the draft vocabulary."""
-    return torch.cat([(piece @ lm_head.T).argmax(-1) for piece in torch.split(spoken, _ROWS)])
+    return torch.cat([(piece @ lm_head.T).argmax(-1) for piece in torch.split(lm_input, _ROWS)])

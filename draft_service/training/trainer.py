@@ -140,7 +140,7 @@ class Trainer:
         """One batch. Returns [steps] mean losses, without waiting for the device."""
         batch = self._next_batch()
         with torch.no_grad():
-            lesson = self._reader.read(batch.token_ids, batch.law_rows, self._wanted)
+            lesson = self._reader.read(batch.token_ids, batch.distribution_rows, self._wanted)
         losses, total = step_losses(
             self._unroll(self.head, lesson.states, batch.token_ids, self._config.steps),
             self.head.lm_head.weight,
@@ -183,21 +183,21 @@ class Trainer:
         )
 
 
-def step_losses(spoken: Tensor, lm_head: Tensor, probs: Tensor, batch: Batch, decay: float) -> tuple[Tensor, Tensor]:
+def step_losses(lm_input: Tensor, lm_head: Tensor, probs: Tensor, batch: Batch, decay: float) -> tuple[Tensor, Tensor]:
     """[steps] mean loss of every step, without gradient, and their mean weighted by `decay` ** step.
 
     Args:
         spoken: [steps, B, L, H] from `unroll`.
         lm_head: [V', H].
-        probs: [N, V'] of `Reader.read`, for `batch.law_rows`.
+        probs: [N, V'] of `Reader.read`, for `batch.distribution_rows`.
     """
-    device, steps = spoken.device, len(batch.counts)
+    device, steps = lm_input.device, len(batch.counts)
     counts = torch.tensor([max(1, count) for count in batch.counts], dtype=torch.float32)
     shares = decay ** torch.arange(steps, dtype=torch.float32)
     each = (shares / shares.sum() / counts).to(device, non_blocking=True)
     # The number of rows is told, so that nobody waits for the device to count them.
     step_of = torch.repeat_interleave(torch.arange(steps), torch.tensor(batch.counts)).to(device, non_blocking=True)
-    rows = spoken.flatten(0, 2).index_select(0, batch.rows)
-    losses = soft_cross_entropy(rows, lm_head, probs, batch.laws, each.index_select(0, step_of))
+    rows = lm_input.flatten(0, 2).index_select(0, batch.rows)
+    losses = soft_cross_entropy(rows, lm_head, probs, batch.distributions, each.index_select(0, step_of))
     means = torch.zeros(steps, device=device).index_add_(0, step_of, losses.rows)
     return means / counts.to(device, non_blocking=True), losses.total

@@ -32,14 +32,14 @@ def unroll(head: EagleHead, states: Tensor, token_ids: Tensor, steps: int) -> Te
     positions = torch.arange(length, device=token_ids.device).expand_as(token_ids)
     attention = UnrolledAttention(length, token_ids.device)
     features = head.project(states)
-    spoken = []
+    lm_input = []
     for step in range(steps):
         shifted = functional.pad(token_ids[:, 1 + step :], (0, min(1 + step, length)))
         output = head(shifted, features, positions + step, attention)
         features = output.features
-        spoken.append(output.spoken)
+        lm_input.append(output.lm_input)
         attention.next_step()
-    return torch.stack(spoken)
+    return torch.stack(lm_input)
 
 
 class UnrolledAttention:

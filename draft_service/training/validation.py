@@ -1,4 +1,5 @@
-"""How far drafts would come on text that was held back: simulated from laws alone, without a target in the loop.
+"""How far drafts would come on text that was held back: simulated from distributions alone, without a target in the
+loop.
 
 Of a text that the target wrote greedily, every next token is the target's choice. So a chain of greedy guesses from
 any place is accepted as far as the guesses are what the text says, and until then the head reads just what it would
@@ -85,10 +86,10 @@ class Validator:
 
     def _matches(self, head: EagleHead, batch: Batch) -> tuple[Tensor, Tensor]:
         """[roots, DEPTH] whether each guess is what the text says, and [roots] whether the target's would be."""
-        lesson = self._reader.read(batch.token_ids, batch.law_rows, self._wanted)
-        spoken = unroll(head, lesson.states, batch.token_ids, DEPTH).flatten(0, 2).index_select(0, batch.rows)
-        said = most_probable(spoken, head.lm_head.weight)
-        target = lesson.probs.argmax(-1).index_select(0, batch.laws[: batch.counts[0]])
+        lesson = self._reader.read(batch.token_ids, batch.distribution_rows, self._wanted)
+        lm_input = unroll(head, lesson.states, batch.token_ids, DEPTH).flatten(0, 2).index_select(0, batch.rows)
+        said = most_probable(lm_input, head.lm_head.weight)
+        target = lesson.probs.argmax(-1).index_select(0, batch.distributions[: batch.counts[0]])
         if self._wanted is not None:
             said, target = self._wanted[said], self._wanted[target]
         agreeing = target == batch.next_tokens[: batch.counts[0]]

@@ -37,7 +37,7 @@ def _write_kernel(  # type: ignore[no-untyped-def]
 
 
 def write_rows(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
-    """See `kv_move.write_kv`. Rows whose slot is negative are left out.
+    """See `paging.write_kv`. Rows whose slot is negative are left out.
 
     Raises:
         ValueError: the last dimension of `key` or `value` is not contiguous.

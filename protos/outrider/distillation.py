@@ -1,4 +1,4 @@
-"""What a drafter learns from its target, as plain values: text in the target's own words, states and laws.
+"""What a drafter learns from its target, as plain values: text in the target's own words, states and distributions.
 
 The trainer belongs to the draft service and the model to the target's, and neither imports the other: a trainer finds
 its teacher among the entry points of `TEACHER_GROUP`, as a target finds an in-process draft. The protocol stands here,
@@ -118,7 +118,7 @@ class TeacherWeights(NamedTuple):
 
 
 class Reader(Protocol):
-    """The target reading texts: batches in, hidden states and laws out, without gradients."""
+    """The target reading texts: batches in, hidden states and distributions out, without gradients."""
 
     def weights(self) -> TeacherWeights:
         """What a head may begin with. Not to be changed."""
@@ -128,8 +128,8 @@ class Reader(Protocol):
 
         Args:
             token_ids: [B, L] int64, padded at the end with any token.
-            rows: [R] int64, places in the flattened [B * L] texts whose laws are wanted.
-            wanted: [V'] int64 token ids of the laws; None for the whole vocabulary.
+            rows: [R] int64, places in the flattened [B * L] texts whose distributions are wanted.
+            wanted: [V'] int64 token ids of the distributions; None for the whole vocabulary.
         """
 
 

@@ -16,7 +16,7 @@ MAX_DISTRIBUTION_WEIGHT = 65535
 
 @dataclass(frozen=True, slots=True)
 class DraftDistribution:
-    """The law the children of one node were drawn from: integer weights on a truncated support.
+    """The distribution the children of one node were drawn from: integer weights on a truncated support.
 
     `token_ids[i]` has probability `weights[i] / sum(weights)`, exactly, on both sides of the wire.
     """
@@ -97,13 +97,13 @@ class TokenTree:
             # Written so that NaN fails.
             if not 0.0 <= score <= 1.0:
                 raise InvalidField(f"{field_path}.scores[{i}]", "is not in [0, 1]")
-        for row, law in (distributions or {}).items():
+        for row, distribution in (distributions or {}).items():
             if not 0 <= row < rows:
                 raise InvalidField(f"{field_path}.distributions", f"names row {row} of {rows}")
-            law.check(vocabulary_size, f"{field_path}.distributions[{row}]")
+            distribution.check(vocabulary_size, f"{field_path}.distributions[{row}]")
         for i in range(1, rows):
-            law_of_parent = (distributions or {}).get(parents[i])
-            if law_of_parent is not None and token_ids[i] not in law_of_parent.token_ids:
+            distribution_of_parent = (distributions or {}).get(parents[i])
+            if distribution_of_parent is not None and token_ids[i] not in distribution_of_parent.token_ids:
                 raise InvalidField(f"{field_path}.token_ids[{i}]", "is outside its parent's distribution")
         return cls(tuple(token_ids), tuple(parents), tuple(scores) or (1.0,) * rows, dict(distributions or {}))
 

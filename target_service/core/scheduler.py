@@ -129,12 +129,12 @@ class Scheduler:
             if known == 1:
                 return 1 if sequence.external_tree is not None else 0
             known -= 1
-        elif sequence.awaited is not None:
+        elif sequence.pending is not None:
             if sequence.full:
                 # The step under way says its last token.
                 return 0
             if known > 1:
-                # An awaited token is fed alone, once the others were.
+                # An pending token is fed alone, once the others were.
                 known -= 1
         return min(known, self._config.prefill_chunk)
 
@@ -198,10 +198,10 @@ class Scheduler:
         sequence has no room for it."""
         for chunk in schedule.chunks:
             sequence = chunk.sequence
-            if sequence.length + sequence.awaited_drafts > max_context:
+            if sequence.length + sequence.pending_drafts > max_context:
                 return False
             try:
-                self.reserve(sequence, sequence.kv_length + chunk.count + sequence.awaited_drafts)
+                self.reserve(sequence, sequence.kv_length + chunk.count + sequence.pending_drafts)
             except OutOfPages:
                 return False
         return True

@@ -78,8 +78,8 @@ class DevicePass(NamedTuple):
     drafted_from_table: int
     accepted: int
     accepted_from_table: int
-    promised: float
-    promised_from_table: float
+    expected: float
+    expected_from_table: float
     prospects: tuple[float, ...]
     age: int
     root_row: int
@@ -189,7 +189,7 @@ class StepStats:
     chosen_accepted: int = 0
     table_rows: int = 0
     table_accepted: int = 0
-    promised_tokens: float = 0.0
+    expected_tokens: float = 0.0
     # The last answer of the draft, from when it was told; 0 without one.
     round_trip_ns: int = 0
     # By the device's clock, of the launch before: at work, and idle until this one.
@@ -230,10 +230,10 @@ class Sequence:
     external_tree: TokenTree | None = None
     # While a step is prepared before the one under way has ended: the place of this sequence in that one, which will
     # say the next token. None when every token is known.
-    awaited: int | None = None
+    pending: int | None = None
     # How many tokens that step will say, and how many drafted ones it may accept besides.
-    awaited_tokens: int = 0
-    awaited_drafts: int = 0
+    pending_tokens: int = 0
+    pending_drafts: int = 0
 
     @property
     def prompt_length(self) -> int:
@@ -250,7 +250,7 @@ class Sequence:
     @property
     def length(self) -> int:
         """Tokens of prompt and output, awaited ones included."""
-        return len(self.token_ids) + self.awaited_tokens
+        return len(self.token_ids) + self.pending_tokens
 
     @property
     def full(self) -> bool:
@@ -258,10 +258,10 @@ class Sequence:
         return self.length - self.prompt_length >= self.request.max_tokens
 
     def feed(self, start: int, count: int) -> list[int]:
-        """Tokens `start` .. `start + count` as a step reads them: the last awaited one as -1 - `awaited`."""
+        """Tokens `start` .. `start + count` as a step reads them: the last awaited one as -1 - `pending`."""
         tokens = self.token_ids[start : start + count]
-        if self.awaited is not None and len(tokens) < count:
-            tokens.append(-1 - self.awaited)
+        if self.pending is not None and len(tokens) < count:
+            tokens.append(-1 - self.pending)
         return tokens
 
     def check(self) -> None:

@@ -1,4 +1,4 @@
-"""The target as a teacher: it writes text by the engine, and reads text into hidden states and laws.
+"""The target as a teacher: it writes text by the engine, and reads text into hidden states and distributions.
 
 `load` is what the entry point `outrider.teachers` names.
 """

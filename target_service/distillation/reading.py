@@ -1,4 +1,4 @@
-"""The model reading whole texts by itself: hidden states of some layers, and its laws of the next token.
+"""The model reading whole texts by itself: hidden states of some layers, and its distributions of the next token.
 
 Plain transformers with its own causal attention. Texts of a batch are padded at their ends, which no earlier token
 can see, so that no mask is needed and the fastest kernel serves.

@@ -51,7 +51,7 @@ from target_service.speculation.policy.step_cost import StepCost
 
 log = logging.getLogger(__name__)
 # A pass is held for its draft for so many times as long as answers take, and in seconds before the first.
-_PATIENCE, _FIRST_PATIENCE = 1.5, 0.01
+_WAIT_IN_ANSWERS, _FIRST_WAIT_SECONDS = 1.5, 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +214,7 @@ class EngineLoop:
         fed = self.drafting.active and self.drafting.reads_features
         # States are taken pass by pass, and there is room for those of so many rows.
         most = min(self.scheduler.max_step_rows, AHEAD_ROWS) if fed else self.scheduler.max_step_rows
-        waits = self.drafting.pace.answer_seconds if self._way is Launch.HELD else 0.0
+        waits = self.drafting.latency.answer_seconds if self._way is Launch.HELD else 0.0
         device_rows = self._policy.choose(schedule, most, self._kind(self._way), waits)
         # Only the device knows where what is behind drafts begins.
         several = behind is not None and (device_rows is not None or not behind.has_drafts)
@@ -223,11 +223,11 @@ class EngineLoop:
 
     def _choose_way(self, running: SequenceOf[Sequence]) -> Launch:
         """Whether the next pass waits for what the draft says of the one under way."""
-        if not (self._policy.on and self.drafting.follows and self.drafting.pace.waiting_pays):
+        if not (self._policy.on and self.drafting.follows and self.drafting.latency.waiting_pays):
             return Launch.AHEAD
         load, rows = len(running), self._rows
         takes = self._policy.seconds(load, rows, Kind.AHEAD) or self._policy.seconds(load, rows, Kind.HELD)
-        return self._modes.choose(load, self.drafting.pace.answer_seconds, takes)
+        return self._modes.choose(load, self.drafting.latency.answer_seconds, takes)
 
     def _kind(self, way: Launch) -> Kind:
         """What passes launched so are, to those who learn from them."""
@@ -241,7 +241,9 @@ class EngineLoop:
         if batch.device_rows is None or self._way is Launch.AHEAD:
             return 0
         sequences = [item.sequence for item in batch.items]
-        return self.drafting.wait_for(sequences, _PATIENCE * self.drafting.pace.answer_seconds or _FIRST_PATIENCE)
+        return self.drafting.wait_for(
+            sequences, _WAIT_IN_ANSWERS * self.drafting.latency.answer_seconds or _FIRST_WAIT_SECONDS
+        )
 
     def _await_drafts(self, batch: StepBatch, behind: Step) -> int:
         """Let drafts for a pass that is laid out come in, until there is just time to launch it before the one under
@@ -317,7 +319,7 @@ class EngineLoop:
             self._free_ns,
             self.features.take_sent(),
             device_ns,
-            self.drafting.pace.take_round_trip(),
+            self.drafting.latency.take_round_trip(),
             followed=self.drafting.follows,
         )
         # What is launched by now belongs to the next step.

@@ -121,7 +121,7 @@ def step_stats(
         chosen_accepted=sum(one.accepted for one in chosen),
         table_rows=sum(one.drafted_from_table for one in chosen),
         table_accepted=sum(one.accepted_from_table for one in chosen),
-        promised_tokens=sum(one.promised for one in chosen),
+        expected_tokens=sum(one.expected for one in chosen),
         round_trip_ns=round_trip_ns,
         busy_ns=device_ns[0],
         idle_ns=device_ns[1],

@@ -42,14 +42,14 @@ class Step:
         chosen = self.batch.device_rows
         for place, item in enumerate(self.batch.items):
             if item.tree is not None:
-                item.sequence.awaited, item.sequence.awaited_tokens = place, self.stride
+                item.sequence.pending, item.sequence.pending_tokens = place, self.stride
                 most = min(chosen.limits[place], MAX_PATH) * self.stride if chosen is not None else 0
-                item.sequence.awaited_drafts = max(item.tree.depths) + most
+                item.sequence.pending_drafts = max(item.tree.depths) + most
 
     def forget_tokens(self) -> None:
         """See `await_tokens`."""
         for item in self.batch.items:
-            item.sequence.awaited, item.sequence.awaited_tokens, item.sequence.awaited_drafts = None, 0, 0
+            item.sequence.pending, item.sequence.pending_tokens, item.sequence.pending_drafts = None, 0, 0
 
     def moved_on(self, before: SequenceOf[Verified | None]) -> Step:
         """The step, launched while another ran, now that it is known what that one accepted."""

@@ -115,16 +115,18 @@ def error_from_row(row: Row) -> OutriderError:
 
 
 def tree_to_row(tree: TokenTree) -> Row:
-    """A client's tree, with the laws it was drawn from."""
-    distributions = [(row, law.token_ids, law.weights) for row, law in tree.distributions.items()]
+    """A client's tree, with the distributions it was drawn from."""
+    distributions = [
+        (row, distribution.token_ids, distribution.weights) for row, distribution in tree.distributions.items()
+    ]
     return [tree.token_ids, tree.parents, tree.scores, distributions]
 
 
 def tree_from_row(row: Row) -> TokenTree:
     """See `tree_to_row`."""
     token_ids, parents, scores, distributions = row
-    laws = {parent: DraftDistribution(tuple(ids), tuple(weights)) for parent, ids, weights in distributions}
-    return TokenTree(tuple(token_ids), tuple(parents), tuple(scores), laws)
+    by_parent = {parent: DraftDistribution(tuple(ids), tuple(weights)) for parent, ids, weights in distributions}
+    return TokenTree(tuple(token_ids), tuple(parents), tuple(scores), by_parent)
 
 
 def request_to_fields(request: SequenceRequest) -> Fields:

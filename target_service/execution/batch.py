@@ -80,10 +80,10 @@ def lay_out(
 ) -> StepBatch:
     """Build the step. `trees[i]` belongs to `chunks[i]`; only a chunk of one row may carry drafted rows.
 
-    Of the passes of a `stride`, this is the first; the pages hold the keys of all. Row r of a sequence sits in cache
-    slot `kv_length + r`; its position is `kv_length` plus its depth. A token that the step under way will say is laid
-    out as `Sequence.feed` gives it, and as if that step accepted no drafted row. Where the device chooses rows,
-    all trees are roots alone, and the pages hold what all passes may accept.
+    Of the passes of a `execution.multi_step`, this is the first; the pages hold the keys of all. Row r of a sequence
+    sits in cache slot `kv_length + r`; its position is `kv_length` plus its depth. A token that the step under way will
+    say is laid out as `Sequence.feed` gives it, and as if that step accepted no drafted row. Where the device chooses
+    rows, all trees are roots alone, and the pages hold what all passes may accept.
     """
     token_ids, positions, slots, logit_rows = (list[int]() for _ in range(4))
     starts, pages = [0], list[SequenceOf[int]]()
@@ -107,7 +107,7 @@ def lay_out(
             logit_rows.extend(range(root_row, first_row + rows))
         slots.extend(cache.slots(sequence.pages, start, rows))
         starts.append(first_row + rows)
-        keys = start + keys_of(rows, stride, limit) + sequence.awaited_drafts
+        keys = start + keys_of(rows, stride, limit) + sequence.pending_drafts
         pages.append(sequence.pages[: cache.pages_for(keys)])
         parents.append(shape)
     prefixes = tuple(item.start for item in items)

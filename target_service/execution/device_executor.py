@@ -1,7 +1,7 @@
 """Steps that the device verifies by itself: the host reads back which rows were accepted, and nothing else.
 
-Sequences whose law hangs on more than logits and their parameters (penalties, biases, log-probabilities) are verified
-on the host, from the same logits, while the others are on the device.
+Sequences whose distribution hangs on more than logits and their parameters (penalties, biases, log-probabilities) are
+verified on the host, from the same logits, while the others are on the device.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from target_service.core.kv_cache import KVCache
 from target_service.core.sequence import MAX_STRIDE
 from target_service.execution import node_tables
 from target_service.execution.batch import StepBatch, StepItem
-from target_service.execution.device_rows import TableStep, room_for_said
+from target_service.execution.device_rows import TableStep, room_for_reports
 from target_service.execution.device_time import DeviceSpan
 from target_service.execution.host_executor import CopiedLater, HostSteps, Launched, Steps, move_on_host, verify_on_host
 from target_service.execution.node_tables import NodeTables
-from target_service.execution.post_pass import FollowUp, Kind
+from target_service.execution.post_pass import Kind, PostPass
 from target_service.model.forward import ForwardPass
 from target_service.model.runner import ModelRunner
 from target_service.sampling.verifier import SequenceVerifier, Verified
@@ -67,7 +67,7 @@ class DeviceSteps:
         self._results = [Verdicts.over(tensor, max_sequences) for tensor in pinned]
         # [_RESULTS, MAX_STRIDE - 1, max_sequences] int32
         self._following = torch.zeros(_RESULTS, MAX_STRIDE - 1, max_sequences, dtype=torch.int32, pin_memory=on_gpu)
-        self._said = room_for_said(_RESULTS, max_sequences, MAX_STRIDE, on_gpu=on_gpu)
+        self._reports = room_for_reports(_RESULTS, max_sequences, MAX_STRIDE, on_gpu=on_gpu)
         self.tables = NodeTables(max_sequences) if runner.node_table is not None else None
         self._count = 0
         # Of the step under way.
@@ -75,7 +75,7 @@ class DeviceSteps:
         self._nothing = torch.zeros(max_sequences, dtype=torch.int32, device=runner.device)
         # Drafted rows that it accepts, by place; None where it drafts itself.
         self._moves: Tensor | None = self._nothing
-        self._follow_up = FollowUp(runner, self._verifier, backend)
+        self._post_pass = PostPass(runner, self._verifier, backend)
 
     def warm_up(self) -> None:
         """Have every kernel compiled that a request may ask for, so that none waits for it. Seconds for each, once."""
@@ -91,7 +91,7 @@ class DeviceSteps:
             for distributions in (None, drawn):
                 for filtered in (False, True):
                     self._verifier.sampled(*step, distributions, filtered=filtered)
-        self._follow_up.capture_ahead()
+        self._post_pass.capture_ahead()
         if self.tables is not None:
             node_tables.warm_up()
 
@@ -148,7 +148,7 @@ class DeviceSteps:
             self._conclude(batch, rows, done)
         self._moves = None
         self._count += 1
-        return TableStep(len(rows), passes, table, self._said[self._count % _RESULTS], span)
+        return TableStep(len(rows), passes, table, self._reports[self._count % _RESULTS], span)
 
     def _graft(self, batch: StepBatch, table: NodeTable) -> None:
         """Bring what drafts said since the last launch into the device's tables, and who of the step has which."""
@@ -164,24 +164,24 @@ class DeviceSteps:
 
     def _conclude(self, batch: StepBatch, rows: SequenceOf[RowsToVerify], done: ForwardPass) -> None:
         """Verify a pass, bring accepted keys and values into place, and leave what was said for the next pass."""
-        laws = _laws_of(batch)
-        if laws:
-            packed = torch.from_numpy(self._verifier.pack_distributions(laws))
-            self._follow_up.run(Kind(batch.drafted), done, packed.to(done.logits.device))
+        distributions = _distributions_of(batch)
+        if distributions:
+            packed = torch.from_numpy(self._verifier.pack_distributions(distributions))
+            self._post_pass.run(Kind(batch.drafted), done, packed.to(done.logits.device))
             return
         chosen = batch.device_rows is not None
         greedy = all(one.mode is Mode.GREEDY for one in rows)
         filtered = not greedy and any(one.filtered for one in rows)
-        self._follow_up.run(Kind(batch.drafted or chosen, greedy, filtered, goes_on=chosen), done)
+        self._post_pass.run(Kind(batch.drafted or chosen, greedy, filtered, goes_on=chosen), done)
 
 
-def _laws_of(batch: StepBatch) -> dict[int, tuple[tuple[int, ...], tuple[int, ...]]]:
+def _distributions_of(batch: StepBatch) -> dict[int, tuple[tuple[int, ...], tuple[int, ...]]]:
     """Draft distributions by row of the step."""
     return {
-        item.first_row + row: (law.token_ids, law.weights)
+        item.first_row + row: (distribution.token_ids, distribution.weights)
         for item in batch.items
         if item.tree is not None
-        for row, law in item.tree.distributions.items()
+        for row, distribution in item.tree.distributions.items()
     }
 
 
@@ -240,6 +240,6 @@ def _on_device(item: StepItem, verifier: SequenceVerifier) -> RowsToVerify | Non
     if item.tree is None or not verifier.on_device:
         return None
     sequence = item.sequence
-    # Each awaited token is a step's.
-    step = sequence.step + sequence.awaited_tokens
+    # Each pending token is a step's.
+    step = sequence.step + sequence.pending_tokens
     return verifier.rows_to_verify(item.tree, item.first_row, sequence.length, step)

@@ -1,6 +1,7 @@
 """Runs a step that was laid out: forward, verify, and accepted keys and values into place.
 
-`HostSteps` is the plain form, in which the host looks at logits; `device_steps.DeviceSteps` must say the same.
+`HostSteps` is the plain form, in which the host looks at logits; `execution.device_executor.DeviceSteps` must say the
+same.
 """
 
 from __future__ import annotations
@@ -88,8 +89,8 @@ class Steps(Protocol):
         """Begin a step. `verifiers[i]` belongs to `batch.items[i]`. Awaited tokens are those of the step before, and
         begin as much later than they are laid out as that step accepts drafted rows.
 
-        `stride` passes are run, each feeding what the one before said; all trees are then roots alone. Where the device
-        chooses rows, every sequence is GREEDY or COUPLED and verified on the device.
+        `execution.multi_step` passes are run, each feeding what the one before said; all trees are then roots alone.
+        Where the device chooses rows, every sequence is GREEDY or COUPLED and verified on the device.
         """
 
 
@@ -175,8 +176,8 @@ class _OnHost:
             before = [outcome.walk.next_token, *outcome.following]
             rows = logits[item.first_logit : item.first_logit + 1]
             sequence = item.sequence
-            said_now = verifier.verify(item.tree, rows, sequence.output + before, sequence.step + passes)
-            followed.append(replace(outcome, following=(*outcome.following, said_now.walk.next_token)))
+            report_now = verifier.verify(item.tree, rows, sequence.output + before, sequence.step + passes)
+            followed.append(replace(outcome, following=(*outcome.following, report_now.walk.next_token)))
         return followed
 
 

@@ -10,7 +10,7 @@ from target_service.execution.batch import DeviceRows, keys_of
 # A client gets the tokens of a stride together, and a newcomer waits for its end.
 _LONGEST_SECONDS = 8e-3
 # Strides between two changes of mind.
-_PATIENCE = 8
+_STEPS_BEFORE = 8
 # The host is what a stride waits for when it is at work for more than this share of the time, and would not be with
 # half the stride when it is at work for less than that.
 _BUSY, _IDLE = 0.85, 0.35
@@ -53,7 +53,7 @@ class Stride:
         self._seen += 1
         self._seconds += seconds
         self._working += seconds - waited
-        if self._seen < _PATIENCE:
+        if self._seen < _STEPS_BEFORE:
             return
         busy, each = self._working / self._seconds, self._seconds / self._seen
         self._seen, self._seconds, self._working = 0, 0.0, 0.0
@@ -73,7 +73,7 @@ def _have_pages(
         return False
     sequences = [chunk.sequence for chunk in schedule.chunks]
     limits = device_rows.limits if device_rows is not None else (None,) * len(sequences)
-    keys = [one.awaited_drafts + keys_of(1, passes, limit) for one, limit in zip(sequences, limits, strict=True)]
+    keys = [one.pending_drafts + keys_of(1, passes, limit) for one, limit in zip(sequences, limits, strict=True)]
     if any(one.length + more > max_context for one, more in zip(sequences, keys, strict=True)):
         return False
     try:

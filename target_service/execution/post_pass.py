@@ -34,7 +34,7 @@ class Kind(NamedTuple):
     goes_on: bool = False
 
 
-class FollowUp:
+class PostPass:
     """Runs it, for one engine: graphs write to the verdicts of its verifier, so they are of no use to another engine
     that runs the same model."""
 
@@ -89,7 +89,7 @@ class FollowUp:
             move_accepted(cache.key_pool, cache.value_pool, done.slots, done.parameters, verdicts, self._backend)
             if table is not None:
                 table.keep_accepted(done.token_ids, done.slots, done.parameters, verdicts)
-        self._runner.awaited[: len(verdicts.next_tokens)].copy_(verdicts.next_tokens)
+        self._runner.pending[: len(verdicts.next_tokens)].copy_(verdicts.next_tokens)
         if kind.goes_on:
             assert table is not None and done.step is not None
             table.go_on(done.step, verdicts)
@@ -109,7 +109,7 @@ class FollowUp:
 
 
 def _kinds(*, drafts: bool, tables: bool) -> Iterator[Kind]:
-    """Everything that may follow a pass but laws of drafts; where it has room for `drafts`, those too."""
+    """Everything that may follow a pass but distributions of drafts; where it has room for `drafts`, those too."""
     for greedy, filtered in ((True, False), (False, False), (False, True)):
         yield Kind(False, greedy, filtered)
         if drafts:

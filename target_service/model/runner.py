@@ -21,7 +21,7 @@ from target_service.model.head_projection import DraftHead
 from target_service.model.hidden_state_hooks import LayerTaps
 from target_service.model.support import ModelRefused, kv_shape, longest_context
 from tree_kernels.attention import AttentionPlan, Backend, TreeAttention
-from tree_kernels.node_table import LOOKUP, NodeTable, StepIntegers, fill_awaited
+from tree_kernels.node_table import LOOKUP, NodeTable, StepIntegers, fill_pending
 from tree_kernels.paging import write_kv
 from tree_kernels.verification import RECORD, Mode, records_of
 
@@ -29,7 +29,7 @@ ATTENTION = "outrider_tree"
 # Of one step.
 MAX_SEQUENCES = 1024
 # Rows that taps have room for until a pass has more.
-_TAPPED_ROWS = 64
+_HOOKED_ROWS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,30 +98,30 @@ class ModelRunner:
         self.vocabulary_size = int(model.config.vocab_size)
         self._last_position = longest_context(model.config) - 1
         # [MAX_SEQUENCES] int32: tokens that the host has not seen yet, written and read on the device.
-        self.awaited = torch.zeros(MAX_SEQUENCES, dtype=torch.int32, device=model.device)
+        self.pending = torch.zeros(MAX_SEQUENCES, dtype=torch.int32, device=model.device)
         self.dtype = model.dtype
         self.device = model.device
         # Rows of passes chosen on the device, whose passes keep their tokens beside their keys; see `keep_tokens`.
         self.node_table: NodeTable | None = None
         # What a drafter reads of the model, and the part of its head that runs here.
-        self.taps: LayerTaps | None = None
+        self.hooks: LayerTaps | None = None
         self.draft_head: DraftHead | None = None
 
     @property
     def hidden_size(self) -> int:
         return int(self._model.config.hidden_size)
 
-    def tap(self, layers: tuple[int, ...]) -> None:
+    def hook(self, layers: tuple[int, ...]) -> None:
         """Keep the outputs of these decoder layers from the next pass on, and no others; see `LayerTaps`.
 
         Raises:
             NotSupported: the model has no such layers, or they cannot be chosen any more.
         """
-        if self.taps is None or self.taps.layers != layers:
-            taps = LayerTaps(self._model, layers, _TAPPED_ROWS)
-            if self.taps is not None:
-                self.taps.remove()
-            self.taps = taps
+        if self.hooks is None or self.hooks.layers != layers:
+            hooks = LayerTaps(self._model, layers, _HOOKED_ROWS)
+            if self.hooks is not None:
+                self.hooks.remove()
+            self.hooks = hooks
 
     def keep_tokens(
         self, max_sequences: int, lookup_tokens: int = LOOKUP, backend: Literal["triton", "torch"] | None = None
@@ -152,7 +152,7 @@ class ModelRunner:
         """
         slots = self._to_device(batch.slots)
         kept = (slots, self.cache.tokens) if self.node_table is not None else ()
-        known = fill_awaited(self._to_device(batch.token_ids), self.awaited, *kept)
+        known = fill_pending(self._to_device(batch.token_ids), self.pending, *kept)
         trees = zip(batch.attention.parents, batch.attention.row_counts, strict=True)
         parents = [parent for tree, rows in trees for parent in tree or (0,) * rows]
         return ForwardPass(
@@ -164,7 +164,7 @@ class ModelRunner:
         )
 
     def run_later(self, first: ForwardInput, passes: int, parameters: NDArray[numpy.int32]) -> ForwardPass:
-        """Run `first.later(passes)`, whose awaited tokens are there, right after the pass before that one.
+        """Run `first.later(passes)`, whose pending tokens are there, right after the pass before that one.
 
         `parameters` are those of `first`; their positions move on with the passes.
         """
@@ -208,7 +208,7 @@ class ModelRunner:
             self._to_device([0] * batch.room),
             self._to_device([0] * attention.sequences),
         )
-        table.begin(step, self.awaited, moves)
+        table.begin(step, self.pending, moves)
         return self._run_where_it_lies(batch, step)
 
     def run_again(self, batch: ForwardInput, done: ForwardPass) -> ForwardPass:

@@ -1,4 +1,4 @@
-"""From a row of logits to the law the next token is drawn from.
+"""From a row of logits to the distribution the next token is drawn from.
 
 Order, as in vLLM (v1/sample/sampler.py): logit bias, repetition penalty over prompt and output, presence and frequency
 penalties over the output, end tokens held back until min_tokens, temperature, min_p, top_k, top_p. transformers differs
@@ -62,62 +62,62 @@ class LogitShaper:
             seen = torch.unique(torch.cat([self._prompt_ids.to(device), said]))
             values, factor = logits[seen].double(), params.repetition_penalty
             scaled = torch.where(values > 0, values / factor, values * factor)
-            # Any finite penalty is legal; an infinite logit would make the law undefined.
+            # Any finite penalty is legal; an infinite logit would make the distribution undefined.
             logits[seen] = scaled.clamp(-_LARGEST, _LARGEST).float()
         if len(said):
             times = torch.tensor(list(counts.values()), dtype=torch.float32, device=device)
             logits[said] -= params.presence_penalty + params.frequency_penalty * times
 
     def probs(self, shaped: Tensor) -> Tensor:
-        """The law [V] in fp64 after temperature, min_p, top_k and top_p. At temperature 0, all on the argmax.
+        """The distribution [V] in fp64 after temperature, min_p, top_k and top_p. At temperature 0, all on the argmax.
 
         Of equally probable tokens a filter keeps the lower ids.
         """
         params = self._params
         if params.greedy:
-            law = torch.zeros_like(shaped, dtype=torch.float64)
-            law[torch.argmax(shaped)] = 1.0
-            return law
+            distribution = torch.zeros_like(shaped, dtype=torch.float64)
+            distribution[torch.argmax(shaped)] = 1.0
+            return distribution
         # The greatest becomes 0 first, so that no temperature, however small, makes it infinite.
-        law = torch.softmax((shaped.double() - shaped.max()) / params.temperature, dim=-1)
+        distribution = torch.softmax((shaped.double() - shaped.max()) / params.temperature, dim=-1)
         if params.min_p > 0:
-            law = torch.where(law >= params.min_p * law.max(), law, 0.0)
-        kept = _most_probable(law, params.top_k) if 0 < params.top_k < len(law) else None
+            distribution = torch.where(distribution >= params.min_p * distribution.max(), distribution, 0.0)
+        kept = _most_probable(distribution, params.top_k) if 0 < params.top_k < len(distribution) else None
         if params.top_p < 1:
-            kept = _nucleus(law, kept, params.top_p)
+            kept = _nucleus(distribution, kept, params.top_p)
         if kept is not None:
-            values = law[kept]
-            law = torch.zeros_like(law).index_copy_(0, kept, values)
-        return law / law.sum()
+            values = distribution[kept]
+            distribution = torch.zeros_like(distribution).index_copy_(0, kept, values)
+        return distribution / distribution.sum()
 
 
-def _most_probable(law: Tensor, count: int) -> Tensor:
+def _most_probable(distribution: Tensor, count: int) -> Tensor:
     """Ids of the `count` most probable tokens, most probable first, lower ids first among equals.
 
     [at most count]: tokens of no probability are left out, since sorting all of them would cost most of the time.
     """
-    threshold = torch.topk(law, count).values[-1]
+    threshold = torch.topk(distribution, count).values[-1]
     # Every token at the threshold takes part, so that which of them stay is decided by id alone.
-    candidates = law >= threshold if threshold > 0 else law > 0
+    candidates = distribution >= threshold if threshold > 0 else distribution > 0
     ids = candidates.nonzero()[:, 0]
-    order = torch.sort(law[ids], descending=True, stable=True).indices
+    order = torch.sort(distribution[ids], descending=True, stable=True).indices
     return ids[order[:count]]
 
 
-def _nucleus(law: Tensor, ranked: Tensor | None, top_p: float) -> Tensor:
+def _nucleus(distribution: Tensor, ranked: Tensor | None, top_p: float) -> Tensor:
     """Ids of the smallest set of most probable tokens that reaches `top_p`; at least one.
 
     `ranked` are the tokens that are left, most probable first; None when that is the whole vocabulary [V]. `top_p` is
     a share of what they weigh together.
     """
     if ranked is None:
-        share = top_p * law.sum()
-        ranked = _most_probable(law, min(_TOP_P_GLANCE, len(law)))
-        if law[ranked].sum() < share:
-            ranked = _most_probable(law, len(law))
+        share = top_p * distribution.sum()
+        ranked = _most_probable(distribution, min(_TOP_P_GLANCE, len(distribution)))
+        if distribution[ranked].sum() < share:
+            ranked = _most_probable(distribution, len(distribution))
     else:
-        share = top_p * law[ranked].sum()
-    values = law[ranked]
+        share = top_p * distribution[ranked].sum()
+    values = distribution[ranked]
     before = values.cumsum(0) - values
     return ranked[before < share]
 

@@ -77,7 +77,7 @@ class SequenceVerifier:
         self._seed = request.seed
         sampling = request.sampling
         self._device_mode = _DEVICE_MODES[request.mode]
-        self._law = (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
+        self._distribution = (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
         self._logprobs = request.sampling.logprobs
         self._on_device = not request.sampling.shapes_logits and request.sampling.logprobs is None
         self._shaper = LogitShaper(request.sampling, request.token_ids, end_token_ids, vocabulary_size)
@@ -86,7 +86,7 @@ class SequenceVerifier:
 
     @property
     def on_device(self) -> bool:
-        """Whether `DeviceVerifier` knows everything that this sequence's law depends on."""
+        """Whether `DeviceVerifier` knows everything that this sequence's distribution depends on."""
         return self._on_device
 
     def rows_to_verify(self, tree: TokenTree, first_row: int, length: int, step: int) -> RowsToVerify:
@@ -102,7 +102,7 @@ class SequenceVerifier:
             seed, position = self._coin_seed, step
         else:
             seed, position = self._seed, length
-        return RowsToVerify(first_row, len(tree), self._device_mode, seed, position, *self._law, tree.is_chain)
+        return RowsToVerify(first_row, len(tree), self._device_mode, seed, position, *self._distribution, tree.is_chain)
 
     def verify(self, tree: TokenTree, logits: Tensor, output: list[int], step: int) -> Verified:
         """Walk the tree.
@@ -117,7 +117,10 @@ class SequenceVerifier:
             walk = rejection_walk(
                 tree.parents,
                 tree.token_ids,
-                {row: (law.token_ids, law.weights) for row, law in tree.distributions.items()},
+                {
+                    row: (distribution.token_ids, distribution.weights)
+                    for row, distribution in tree.distributions.items()
+                },
                 lambda row, _: self._probs(tree, row, logits, output),
                 self._coins(step),
             )

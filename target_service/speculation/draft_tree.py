@@ -45,7 +45,7 @@ class GrowingTree:
         self._parents = [_ROOT]
         self._scores = [1.0]
         self._children: list[dict[int, int]] = [{}]
-        self._laws: dict[int, DraftDistribution] = {}
+        self._distributions: dict[int, DraftDistribution] = {}
         self._where = {node_id: place for node_id, place in self._where.items() if place <= _ROOT}
 
     @property
@@ -151,15 +151,15 @@ class GrowingTree:
             place = self._place(parent, token, growth.scores[offset])
             if place is not None:
                 self._where[node_id] = place
-        for parent_id, law in growth.distributions.items():
+        for parent_id, distribution in growth.distributions.items():
             parent = base_place if parent_id == ROOT_ID else self._where.get(parent_id)
             if parent is not None and parent >= _ROOT:
-                self._set_law(parent, law)
+                self._set_distribution(parent, distribution)
 
-    def _set_law(self, parent: int, law: DraftDistribution) -> None:
-        if not self._children[parent].keys() <= set(law.token_ids):
+    def _set_distribution(self, parent: int, distribution: DraftDistribution) -> None:
+        if not self._children[parent].keys() <= set(distribution.token_ids):
             raise InvalidField("growth.distributions", "does not hold every child of its parent")
-        self._laws[parent] = law
+        self._distributions[parent] = distribution
 
     def _place(self, parent: int, token: int, score: float) -> int | None:
         """Where a child of `parent` stands: a live node, a committed token, or None when another was committed."""
@@ -172,8 +172,8 @@ class GrowingTree:
         if known is not None:
             self._scores[known] = score
             return known
-        law = self._laws.get(parent)
-        if len(self._tokens) >= MAX_ROWS or (law is not None and token not in law.token_ids):
+        distribution = self._distributions.get(parent)
+        if len(self._tokens) >= MAX_ROWS or (distribution is not None and token not in distribution.token_ids):
             return None
         node = len(self._tokens)
         self._tokens.append(token)
@@ -204,7 +204,7 @@ class GrowingTree:
     def _reroot(self, root: int | None, path: dict[int, int]) -> None:
         """Keep what hangs below `root`; ids of committed nodes turn into the lengths in `path`."""
         renumbered: dict[int, int] = {}
-        tokens, parents, scores, laws = self._tokens, self._parents, self._scores, self._laws
+        tokens, parents, scores, distributions = self._tokens, self._parents, self._scores, self._distributions
         where, oldest = self._where, self._length - MEMORY_TOKENS
         self._where = {}
         self._clear()
@@ -214,7 +214,9 @@ class GrowingTree:
                 parent = renumbered.get(parents[node])
                 if parent is not None:
                     renumbered[node] = self._append(tokens[node], parent, scores[node])
-            self._laws = {renumbered[node]: law for node, law in laws.items() if node in renumbered}
+            self._distributions = {
+                renumbered[node]: distribution for node, distribution in distributions.items() if node in renumbered
+            }
         for node_id, place in where.items():
             moved = place if place < _ROOT else renumbered.get(place, path.get(place))
             if moved is not None and (moved >= _ROOT or -moved >= oldest):
@@ -234,5 +236,7 @@ class GrowingTree:
             token_ids=tuple(self._tokens[node] for node in rows),
             parents=tuple(rows[self._parents[node]] for node in rows),
             scores=tuple(self._scores[node] for node in rows),
-            distributions={rows[node]: law for node, law in self._laws.items() if node in rows},
+            distributions={
+                rows[node]: distribution for node, distribution in self._distributions.items() if node in rows
+            },
         )

@@ -22,7 +22,7 @@ from target_service.execution.batch import StepItem
 from target_service.execution.node_tables import NodeTables
 from target_service.sampling.verifier import Verified
 from target_service.speculation.client.inbox import Connected, Disconnected, DraftEvent, DraftInbox
-from target_service.speculation.client.latency import DraftPace
+from target_service.speculation.client.latency import DraftLatency
 from target_service.speculation.config import DraftingConfig
 from target_service.speculation.draft_tree import GrowingTree
 from target_service.speculation.hidden_states.encoding import StepFeatures
@@ -53,7 +53,7 @@ class Drafting(DraftInbox):
         self._trees: dict[int, GrowingTree] = {}
         self._wanting: dict[int, Sequence] = {}
         self._newcomers: list[Sequence] = []
-        self.pace = DraftPace(config.failures_to_open)
+        self.latency = DraftLatency(config.failures_to_open)
         # Commits that the draft was not told of yet, by sequence.
         self._unsent: dict[int, list[SequenceAdvance]] = {}
         self.info: DraftInfo | None = None
@@ -143,25 +143,25 @@ class Drafting(DraftInbox):
 
     def listen(self) -> None:
         """Take in everything the draft has said, without waiting."""
-        for event in self._heard():
+        for event in self._received():
             self._handle(event)
 
-    def wait_for(self, sequences: SequenceOf[Sequence], patience: float = float("inf"), *, late: bool = True) -> int:
-        """Wait until the draft has answered the last commit of each sequence, for `patience` seconds at most and no
+    def wait_for(self, sequences: SequenceOf[Sequence], max_wait: float = float("inf"), *, late: bool = True) -> int:
+        """Wait until the draft has answered the last commit of each sequence, for `max_wait` seconds at most and no
         longer than is configured. Nanoseconds waited. A draft that took longer is `late`, or was hardly given time."""
         self.listen()
-        if not self.pace.waiting_pays or self._answered(sequences):
+        if not self.latency.waiting_pays or self._answered(sequences):
             return 0
         begin = time.monotonic_ns()
-        deadline = time.monotonic() + min(self.config.wait_seconds, patience)
+        deadline = time.monotonic() + min(self.config.wait_seconds, max_wait)
         while not self._answered(sequences):
             if not self._wait_until(deadline):
                 if late:
-                    self.pace.late()
+                    self.latency.late()
                 break
             self.listen()
         else:
-            self.pace.in_time()
+            self.latency.in_time()
         return time.monotonic_ns() - begin
 
     def wait_for_anything(self, deadline_ns: int) -> None:
@@ -208,7 +208,7 @@ class Drafting(DraftInbox):
                 advances += unsent
         self._unsent.clear()
         if advances and self._link is not None and self.connected:
-            self.pace.told()
+            self.latency.told()
             self._link.advance(advances)
 
     def has_answered(self) -> bool:
@@ -225,8 +225,8 @@ class Drafting(DraftInbox):
             return
         request = sequence.request
         if not self._trees:
-            self.pace.begin()
-        self.pace.told()
+            self.latency.begin()
+        self.latency.told()
         self._unsent.pop(sequence.sequence_id, None)
         self._trees[sequence.sequence_id] = GrowingTree(sequence.token_ids, sequence.step)
         if self._tables is not None:
@@ -304,7 +304,7 @@ class Drafting(DraftInbox):
             return
         if growth.token_ids:
             # Others say that it is there, not that it knows what it follows.
-            self.pace.heard()
+            self.latency.heard()
         try:
             owed, base = not tree.answered, tree.length_at(growth.base_step)
             tree.hold(growth)
@@ -313,9 +313,9 @@ class Drafting(DraftInbox):
                 self._tables.enter(growth.sequence_id)
                 self._tables.grow(growth, base, self._wanting[growth.sequence_id].token_ids)
             if owed and tree.answered:
-                self.pace.answered(self.heard_at)
+                self.latency.answered(self.received_at)
             if tree.lag(growth) <= 1:
-                self.pace.in_time()
+                self.latency.in_time()
         except InvalidField as error:
             self._refuse(growth.sequence_id, error)
 

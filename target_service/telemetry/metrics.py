@@ -38,7 +38,7 @@ class PrometheusObserver:
         self._draft_accepted, self._lookup_accepted = (
             count("outrider_draft_rows_accepted", source) for source in _SOURCES
         )
-        self._promised = count("outrider_draft_tokens_promised")
+        self._expected = count("outrider_draft_tokens_promised")
         self._round_trip = histogram("outrider_draft_round_trip_seconds")
         self._busy, self._idle = (count("outrider_device_seconds", state) for state in ("busy", "idle"))
         self._fallback_steps = count("outrider_fallback_steps")
@@ -127,7 +127,7 @@ class PrometheusObserver:
         self._lookup_rows.value += stats.chosen_rows - stats.table_rows
         self._draft_accepted.value += stats.table_accepted
         self._lookup_accepted.value += stats.chosen_accepted - stats.table_accepted
-        self._promised.value += stats.promised_tokens
+        self._expected.value += stats.expected_tokens
 
     def on_finished(self, request: SequenceRequest, totals: SequenceTotals, outcome: str) -> None:
         metrics, trace_id = self.metrics, sampled_trace_id(request.traceparent)

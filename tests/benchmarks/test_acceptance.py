@@ -10,7 +10,7 @@ from teaching_model import save_teaching_model
 
 from benchmarks.drafters.acceptance import agreement, by_task, parse, tables, target_config
 from benchmarks.drafters.acceptance_drafters import NAMES, DrafterSet
-from benchmarks.drafters.acceptance_run import Law, Talk
+from benchmarks.drafters.acceptance_run import Distribution, Talk
 from benchmarks.shared.random_model import read_shape, write_head, write_model
 from benchmarks.shared.workload import Conversation
 from outrider.sampling import VerificationMode
@@ -18,8 +18,8 @@ from target_service.assembly import engine_config
 from target_service.model.loading.loader import load_runner
 from target_service.model.runner import ModelRunner
 
-GREEDY = Law(0.0, VerificationMode.GREEDY)
-COUPLED = Law(1.0, VerificationMode.COUPLED)
+GREEDY = Distribution(0.0, VerificationMode.GREEDY)
+COUPLED = Distribution(1.0, VerificationMode.COUPLED)
 CONVERSATIONS = [Conversation("chat", ("ab", "cd")), Conversation("code", ("ab",)), Conversation("code", ("xyz",))]
 
 
@@ -47,16 +47,16 @@ def runner(options) -> ModelRunner:  # type: ignore[no-untyped-def]
     return load_runner(target_config(options))
 
 
-def talk_of(runner: ModelRunner, options, name: str, law: Law) -> Talk:  # type: ignore[no-untyped-def]
+def talk_of(runner: ModelRunner, options, name: str, distribution: Distribution) -> Talk:  # type: ignore[no-untyped-def]
     drafters = DrafterSet(options.head, options.model, "cpu", "float32", tree_steps=3, topk=3)
     talk = Talk(runner, engine_config(target_config(options)), drafters.make(name), CONVERSATIONS)
-    talk.run(law, options.max_tokens, options.concurrency)
+    talk.run(distribution, options.max_tokens, options.concurrency)
     return talk
 
 
-@pytest.mark.parametrize("law", [GREEDY, COUPLED], ids=["greedy", "coupled"])
-def test_every_drafter_holds_the_same_conversations(runner: ModelRunner, options, law: Law) -> None:  # type: ignore[no-untyped-def]
-    talks = [talk_of(runner, options, name, law) for name in NAMES]
+@pytest.mark.parametrize("distribution", [GREEDY, COUPLED], ids=["greedy", "coupled"])
+def test_every_drafter_holds_the_same_conversations(runner: ModelRunner, options, distribution: Distribution) -> None:  # type: ignore[no-untyped-def]
+    talks = [talk_of(runner, options, name, distribution) for name in NAMES]
     assert [agreement(talk, talks[0]) for talk in talks] == [1.0] * len(NAMES)
     for talk in talks:
         assert talk.outputs.keys() == {(0, 0), (0, 1), (1, 0), (2, 0)}

@@ -117,7 +117,7 @@ def test_rows_are_the_most_probable_paths() -> None:
     found = rows_of(table, 0, Chain(), 3, [1, 3, 9])
     # 2 (0.6), 1 (0.3), 1 3 (0.3); 2 4 (0.24) is left out.
     assert (found.count, found.accepted) == (3, 2)
-    assert found.promised == pytest.approx(1.2)
+    assert found.expected == pytest.approx(1.2)
     assert rows_of(table, 0, Chain(), 2, [1, 3, 9]).accepted == 1
     assert rows_of(table, NOWHERE, Chain(), 2, [1]).count == 0
 
@@ -155,7 +155,7 @@ def test_a_looked_up_chain_hangs_where_it_leaves_the_tree() -> None:
     # 1 is one node, with the higher probability; below it 2 and 7 are scaled to 1.
     assert (found.count, found.accepted) == (4, 3)
     below = 0.8 * (0.5 + 0.9 + 0.9 * 0.9) / 1.4
-    assert found.promised == pytest.approx(0.8 + below)
+    assert found.expected == pytest.approx(0.8 + below)
 
 
 def test_rows_are_those_of_merged_trees() -> None:
@@ -293,10 +293,10 @@ def test_trees_are_those_of_the_drafter(drawn: tuple[EagleHead, Recording]) -> N
         drafter.close(sequence)
         items, missing = pruned(tree, 4, 3, 3, 20)
         assert missing == 0
-        assert tree.worths[items][1:] == pytest.approx(worths(expected)[1:], rel=1e-3)
+        assert tree.path_probs[items][1:] == pytest.approx(path_probs(expected)[1:], rel=1e-3)
 
 
-def worths(tree: TokenTree) -> list[float]:
+def path_probs(tree: TokenTree) -> list[float]:
     found = [1.0]
     for row in range(1, len(tree)):
         found.append(found[tree.parents[row]] * tree.scores[row])
@@ -309,7 +309,7 @@ def test_trees_are_kept_as_they_were_drawn(tmp_path: Path) -> None:
         parents=np.array([0, 0, 1], np.int32),
         levels=np.array([0, 1, 2], np.int32),
         scores=np.array([1.0, 0.5, 0.25]),
-        worths=np.array([1.0, 0.5, 0.125]),
+        path_probs=np.array([1.0, 0.5, 0.125]),
         expanded=np.array([True, True, False]),
     )
     write_trees(tmp_path / "trees.safetensors", {3: drawn, 12: drawn})

@@ -14,7 +14,7 @@ import pytest
 from child_processes import living_children
 
 from outrider_client.local.process import Child, ServiceDied, ServiceSlow, wait_serving
-from outrider_client.local.supervisor import Patience, ServiceCommand, Supervisor
+from outrider_client.local.supervisor import RestartTimes, ServiceCommand, Supervisor
 
 # A service as far as supervision goes: health, and an end on SIGTERM. Its arguments: address, and words to print.
 _SERVICE = """
@@ -34,7 +34,7 @@ async def serve():
 
 asyncio.run(serve())
 """
-_QUICK = Patience(start=60.0, stop=10.0, first_backoff=0.05, longest_backoff=0.2, healthy_after=30.0)
+_QUICK = RestartTimes(start=60.0, stop=10.0, first_backoff=0.05, longest_backoff=0.2, healthy_after=30.0)
 _SECONDS = 60.0
 
 

@@ -15,7 +15,7 @@ from draft_service.drafters.base import DraftSequence
 from draft_service.neural.network import RowOutput
 from draft_service.neural.tail_attention import Attend
 from draft_service.neural.tree_config import CacheShape, TreeShape
-from draft_service.neural.tree_drafting import Extension, Followed, TreeDrafting, Wanted
+from draft_service.neural.tree_drafting import CacheEntry, Extension, TreeDrafting, Wanted
 from outrider.sampling import SamplingParams, VerificationMode
 from outrider.settings import SettingsError
 from outrider.tree import TokenTree
@@ -28,7 +28,7 @@ TABLE = 4099
 
 
 class PathNetwork:
-    """A network whose law is looked up by the path: what it carries is the path's code."""
+    """A network whose distribution is looked up by the path: what it carries is the path's code."""
 
     layers, kv_heads, head_dim = 1, 1, 2
     dtype, device = torch.float32, torch.device("cpu")
@@ -45,15 +45,15 @@ class PathNetwork:
         codes = (carried[:, 0] * 31 + token_ids + positions) % TABLE
         return RowOutput(codes[:, None], codes[:, None])
 
-    def logits(self, spoken: Tensor) -> Tensor:
-        return self._logits[spoken[:, 0].long()]
+    def logits(self, lm_input: Tensor) -> Tensor:
+        return self._logits[lm_input[:, 0].long()]
 
 
 def drawn(both: list[TreeDrafting], sequences: list[DraftSequence]) -> list[list[TokenTree]]:
     """What each drafting makes of the same sequences, twice in a row with another start."""
     trees: list[list[TokenTree]] = []
     for drafting in both:
-        followed = [Followed() for _ in sequences]
+        followed = [CacheEntry() for _ in sequences]
         assert all(drafting.reserve(one, 2) for one in followed)
         own: list[TokenTree] = []
         for turn in range(2):

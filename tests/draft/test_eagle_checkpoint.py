@@ -168,7 +168,7 @@ def test_eagle3_loads_from_every_layout(layout: str, tmp_path: Path, target: Tar
     assert torch.equal(head.embed_tokens.weight, target.embedding())
     tokens, states = torch.randint(VOCABULARY, (5,)), torch.randn(5, 3 * HIDDEN)
     assert torch.equal(
-        head.logits(output(head, tokens, states).spoken), reference.logits(output(reference, tokens, states).spoken)
+        head.logits(output(head, tokens, states).lm_input), reference.logits(output(reference, tokens, states).lm_input)
     )
 
 
@@ -237,8 +237,8 @@ def test_what_is_saved_is_what_is_loaded(changes: dict[str, Any], tmp_path: Path
     assert "embed_tokens.weight" not in load_file(folder / "model.safetensors")
     tokens, states = torch.randint(VOCABULARY, (6,)), torch.randn(6, head.projection.input_width)
     expected, found = output(head, tokens, states), output(loaded, tokens, states)
-    assert torch.equal(found.features, expected.features) and torch.equal(found.spoken, expected.spoken)
-    assert torch.equal(loaded.logits(found.spoken), head.logits(expected.spoken))
+    assert torch.equal(found.features, expected.features) and torch.equal(found.lm_input, expected.lm_input)
+    assert torch.equal(loaded.logits(found.lm_input), head.logits(expected.lm_input))
 
 
 def test_the_norm_that_is_fed_back_is_the_one_asked_for() -> None:
@@ -248,8 +248,8 @@ def test_the_norm_that_is_fed_back_is_the_one_asked_for() -> None:
     normed.load_state_dict(plain.state_dict())
     tokens, states = torch.randint(VOCABULARY, (4,)), torch.randn(4, 3 * HIDDEN)
     before, after = output(plain, tokens, states), output(normed, tokens, states)
-    assert torch.equal(before.spoken, after.spoken) and torch.equal(after.features, after.spoken)
-    assert torch.equal(plain.norm(before.features), before.spoken)
+    assert torch.equal(before.lm_input, after.lm_input) and torch.equal(after.features, after.lm_input)
+    assert torch.equal(plain.norm(before.features), before.lm_input)
 
 
 def test_a_token_map_cuts_any_head(tmp_path: Path, target: TargetCheckpoint) -> None:

@@ -55,12 +55,12 @@ def test_every_shape_is_the_plain_heads(kind: dict[str, Any], steps: int, nodes:
 
 
 def race_of(seed: int, length: int, sharpness: float) -> Any:
-    """Scores of COUPLED: each token's chance of winning the race, when the law is trusted so far."""
+    """Scores of COUPLED: each token's chance of winning the race, when the distribution is trusted so far."""
 
-    def score(law: Tensor, depth: int) -> Tensor:
+    def score(distribution: Tensor, depth: int) -> Tensor:
         ids = np.arange(VOCABULARY)
         noises = noise.exponentials(noise.noise_words(seed, length + depth - 1, ids))
-        weights = (law / torch.from_numpy(noises)) ** sharpness
+        weights = (distribution / torch.from_numpy(noises)) ** sharpness
         return weights / weights.sum()
 
     return score
@@ -77,7 +77,7 @@ def test_coupled_trees_run_the_shared_race(sharpness: float) -> None:
 
 
 def test_a_sharp_race_drafts_the_token_that_the_target_will_draw() -> None:
-    """Where the head's law is the target's own, the first child is the target's draw, at every depth."""
+    """Where the head's distribution is the target's own, the first child is the target's draw, at every depth."""
     head = make_head(draft_vocab_size=VOCABULARY)
     tokens, states = text(12), states_of(head, 12)
     for seed in range(20):
@@ -87,7 +87,7 @@ def test_a_sharp_race_drafts_the_token_that_the_target_will_draw() -> None:
         row, visible = len(plain.rows) - 1, list(range(len(plain.rows)))
         for depth, token in enumerate(tree.token_ids[1:]):
             race = noise.exponentials(noise.noise_words(seed, len(tokens) + depth, np.arange(VOCABULARY)))
-            assert token == int((torch.from_numpy(race) / plain.law(row)).argmin())
+            assert token == int((torch.from_numpy(race) / plain.distribution(row)).argmin())
             row = plain.add(token, plain.rows[row].feature, len(tokens) - 1 + depth, visible)
             visible.append(row)
 
@@ -103,28 +103,32 @@ def test_what_a_request_filters_out_is_not_drafted(mode: VerificationMode, filte
     tokens, states = text(12), states_of(head, 12)
     plain = PlainHead(head)
     plain.read(tokens, states[:-1])
-    law = plain.law(len(plain.rows) - 1, 1.4)
-    allowed = allowed_by(law, **filters)
+    distribution = plain.distribution(len(plain.rows) - 1, 1.4)
+    allowed = allowed_by(distribution, **filters)
     for seed in range(5):
         tree = draft(make_drafter(head), tokens, states, mode, seed=seed, temperature=1.4, **filters)
         assert {tree.token_ids[child] for child in tree.children[0]} <= allowed
         if mode is REJECTION:
             drawn_from = tree.distributions[0]
             assert set(drawn_from.token_ids) == allowed
-            share = law[list(drawn_from.token_ids)] / law[list(allowed)].sum()
+            share = distribution[list(drawn_from.token_ids)] / distribution[list(allowed)].sum()
             weights = torch.tensor(drawn_from.weights, dtype=torch.float64)
             assert torch.allclose(weights / weights.sum(), share, atol=1e-4)
 
 
-def allowed_by(law: Tensor, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> set[int]:
+def allowed_by(distribution: Tensor, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> set[int]:
     """In the target's order: min_p, top_k, and top_p as a share of what they leave."""
-    ranked = [token for token in law.argsort(descending=True).tolist() if law[token] >= min_p * law.max()]
+    ranked = [
+        token
+        for token in distribution.argsort(descending=True).tolist()
+        if distribution[token] >= min_p * distribution.max()
+    ]
     ranked = ranked[: top_k or None]
-    share, before, kept = top_p * float(law[ranked].sum()), 0.0, set()
+    share, before, kept = top_p * float(distribution[ranked].sum()), 0.0, set()
     for token in ranked:
         if before < share:
             kept.add(token)
-        before += float(law[token])
+        before += float(distribution[token])
     return kept
 
 
@@ -173,11 +177,11 @@ def test_every_tree_is_well_formed(mode: VerificationMode, floor: float) -> None
         tokens, states = text(6 + seed, seed), states_of(head, 6 + seed, seed)
         tree = draft(drafter, tokens, states, mode, seed=seed)
         TokenTree.checked(tree.token_ids, tree.parents, tree.scores, tree.distributions, vocabulary_size=VOCABULARY)
-        worths = [1.0]
+        path_probs = [1.0]
         for row in range(1, len(tree)):
-            worths.append(worths[tree.parents[row]] * tree.scores[row])
-        assert all(worths[row] >= worths[row + 1] - 1e-12 for row in range(1, len(tree) - 1)), "best first"
-        assert all(worth >= floor - 1e-9 for worth in worths)
+            path_probs.append(path_probs[tree.parents[row]] * tree.scores[row])
+        assert all(path_probs[row] >= path_probs[row + 1] - 1e-12 for row in range(1, len(tree) - 1)), "best first"
+        assert all(path_prob >= floor - 1e-9 for path_prob in path_probs)
         assert tree.drafted <= 20 and max(tree.depths) <= 5
         assert all(len(children) <= 4 for children in tree.children)
         assert all(sum(tree.scores[child] for child in children) <= 1.0 + 1e-6 for children in tree.children)

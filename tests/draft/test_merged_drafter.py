@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draft_service.drafters.base import CorpusDrafter, Drafter, DraftSequence, create, features_of
-from draft_service.drafters.grown import ArrayDrafter, Grown, Here, Pending
+from draft_service.drafters.grown import ArrayDrafter, Computed, Grown, Pending
 from draft_service.drafters.merged import MergedConfig, MergedDrafter
 from draft_service.drafters.merging import merge_grown, merge_trees
 from draft_service.drafters.prompt_lookup import PromptLookupConfig, PromptLookupDrafter
@@ -75,10 +75,10 @@ def trees(draw: Any) -> TokenTree:
 def test_every_merged_tree_is_well_formed(proposed: list[TokenTree], nodes: int) -> None:
     merged = merge_trees(proposed, nodes)
     TokenTree.checked(merged.token_ids, merged.parents, merged.scores, vocabulary_size=10, max_rows=nodes + 1)
-    worths = [1.0]
+    path_probs = [1.0]
     for row in range(1, len(merged)):
-        worths.append(worths[merged.parents[row]] * merged.scores[row])
-    assert all(worths[row] >= worths[row + 1] - 1e-12 for row in range(1, len(merged) - 1))
+        path_probs.append(path_probs[merged.parents[row]] * merged.scores[row])
+    assert all(path_probs[row] >= path_probs[row + 1] - 1e-12 for row in range(1, len(merged) - 1))
     assert paths(merged) <= set().union(*(paths(one) for one in proposed))
     if nodes >= 20 and len(proposed) == 1:
         assert paths(merged) == paths(proposed[0])
@@ -188,7 +188,7 @@ def test_others_work_while_another_device_does(monkeypatch: pytest.MonkeyPatch) 
     head = merged._parts[0]
     events: list[str] = []
 
-    class Away(Here):
+    class Away(Computed):
         def fetch(self) -> Grown:
             events.append("head fetched")
             return self.grown

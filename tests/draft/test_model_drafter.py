@@ -63,7 +63,7 @@ def sequence_of(tokens: Sequence[int], mode: VerificationMode = GREEDY) -> Draft
 
 
 @torch.no_grad()
-def law_after(model: PreTrainedModel, tokens: Sequence[int]) -> Tensor:
+def distribution_after(model: PreTrainedModel, tokens: Sequence[int]) -> Tensor:
     return model(torch.tensor([tokens]), use_cache=False).logits[0, -1].double().softmax(-1)
 
 
@@ -78,7 +78,7 @@ def test_the_tree_is_that_of_the_models_own_forward(family: str, folders: dict[s
         sequence.token_ids.extend(tokens[len(sequence.token_ids) : length])
         (tree,) = drafter.propose([sequence])
         context = tokens[:length]
-        same_tree(tree, plain_growth(context[-1], lambda path, c=context: law_after(model, [*c, *path])))
+        same_tree(tree, plain_growth(context[-1], lambda path, c=context: distribution_after(model, [*c, *path])))
     drafter.close(sequence)
     drafter.close(sequence)
     assert drafter.stats() == {

@@ -28,7 +28,8 @@ def texts_of(shapes: Sequence[tuple[int, int]], temperatures: Sequence[float] = 
 
 
 def rows_by_definition(length: int, prompt: int, step: int) -> list[tuple[int, int]]:
-    """(row, place of the law) of a text: row i of a step guesses token i + 2 + step, and that stands in the answer.
+    """(row, place of the distribution) of a text: row i of a step guesses token i + 2 + step, and that stands in the
+    answer.
 
     The rows of later steps follow from those of step 0: a draft begins where its first guess is in the answer.
     """
@@ -44,16 +45,16 @@ def test_a_row_teaches_where_its_guess_stands_in_the_answer(size: int) -> None:
     assert batch.token_ids.shape == (size or 3, padded)
     found = [[] for _ in range(STEPS)]  # type: ignore[var-annotated]
     step_of = np.repeat(np.arange(STEPS), batch.counts)
-    for step, row, law, said in zip(step_of, batch.rows, batch.laws, batch.next_tokens, strict=True):
-        place = int(batch.law_rows[law])
+    for step, row, distribution, said in zip(step_of, batch.rows, batch.distributions, batch.next_tokens, strict=True):
+        place = int(batch.distribution_rows[distribution])
         within = int(row) - step * len(batch.token_ids) * padded
         found[step].append((within, place))
         assert int(said) == int(batch.token_ids.reshape(-1)[place + 1])
     for step in range(STEPS):
         expected = [
-            (place * padded + row, place * padded + law)
+            (place * padded + row, place * padded + distribution)
             for place, index in enumerate(chosen)
-            for row, law in rows_by_definition(*shapes[index], step)
+            for row, distribution in rows_by_definition(*shapes[index], step)
         ]
         assert found[step] == expected, step
 

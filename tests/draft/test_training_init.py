@@ -105,7 +105,7 @@ def test_a_tied_head_is_trained_without_its_lm_head_and_saved_without_it(
     assert not any("lm_head" in name for name in load_file(tmp_path / "more" / "head" / "model.safetensors"))
 
 
-def test_a_tied_head_begins_with_the_law_of_one_that_is_not(tmp_path: Path) -> None:
+def test_a_tied_head_begins_with_the_distribution_of_one_that_is_not(tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(0)
     embedding, lm_head = (torch.randn(50, 16, generator=generator) for _ in range(2))
     states, tokens = torch.randn(3, 48, generator=generator), np.arange(0, 50, 2)
@@ -113,8 +113,8 @@ def test_a_tied_head_begins_with_the_law_of_one_that_is_not(tmp_path: Path) -> N
     for tied in (False, True):
         shape = head_config(TrainingConfig(out=str(tmp_path / "head"), tied=tied), FACTS, 25)
         heads.append(new_head(shape, tokens, TeacherWeights(embedding, lm_head), seed=1))
-    laws = [head.logits(head.norm(head.project(states))) for head in heads]
-    torch.testing.assert_close(*laws)
+    distributions = [head.logits(head.norm(head.project(states))) for head in heads]
+    torch.testing.assert_close(*distributions)
     assert [head.lm_head.weight.requires_grad for head in heads] == [True, False]
 
 
@@ -130,10 +130,10 @@ def test_text_that_is_nowhere_is_refused(tmp_path: Path) -> None:
 
 def test_the_loss_teaches_rows_alike_whether_the_lm_head_learns_or_not() -> None:
     torch.manual_seed(0)
-    spoken, lm_head, probs = torch.randn(6, 4), torch.randn(9, 4), torch.rand(3, 9)
+    lm_input, lm_head, probs = torch.randn(6, 4), torch.randn(9, 4), torch.rand(3, 9)
     grads = []
     for learns in (True, False):
-        rows = spoken.clone().requires_grad_()
+        rows = lm_input.clone().requires_grad_()
         weight = lm_head.clone().requires_grad_(learns)
         loss = soft_cross_entropy(rows, weight, probs, torch.tensor([0, 1, 2, 0, 1, 2]), torch.ones(6)).total
         loss.backward()  # type: ignore[no-untyped-call]

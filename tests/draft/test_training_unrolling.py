@@ -82,17 +82,17 @@ def test_the_unrolled_head_compiles_as_one_graph() -> None:
 @pytest.mark.parametrize("rows", [5, 8193], ids=["one piece", "two pieces"])
 def test_the_loss_and_its_gradients_are_those_of_plain_autograd(rows: int) -> None:
     generator = torch.Generator().manual_seed(5)
-    spoken = torch.randn(rows, 6, generator=generator, requires_grad=True)
+    lm_input = torch.randn(rows, 6, generator=generator, requires_grad=True)
     lm_head = torch.randn(DRAFT, 6, generator=generator, requires_grad=True)
     # Of a larger vocabulary: they sum to less than one.
     probs = torch.randn(11, DRAFT + 20, generator=generator).softmax(-1)[:, :DRAFT]
-    laws = torch.randint(11, (rows,), generator=generator)
+    distributions = torch.randint(11, (rows,), generator=generator)
     weights = torch.rand(rows, generator=generator)
 
-    expected_rows = -(probs[laws] * (spoken @ lm_head.T).log_softmax(-1)).sum(-1)
-    expected = torch.autograd.grad((expected_rows * weights).sum() * 3, (spoken, lm_head))
-    losses = soft_cross_entropy(spoken, lm_head, probs, laws, weights)
-    found = torch.autograd.grad(losses.total * 3, (spoken, lm_head))
+    expected_rows = -(probs[distributions] * (lm_input @ lm_head.T).log_softmax(-1)).sum(-1)
+    expected = torch.autograd.grad((expected_rows * weights).sum() * 3, (lm_input, lm_head))
+    losses = soft_cross_entropy(lm_input, lm_head, probs, distributions, weights)
+    found = torch.autograd.grad(losses.total * 3, (lm_input, lm_head))
 
     torch.testing.assert_close(losses.rows, expected_rows.detach(), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(losses.total, (expected_rows * weights).sum(), rtol=1e-5, atol=1e-4)
@@ -102,8 +102,8 @@ def test_the_loss_and_its_gradients_are_those_of_plain_autograd(rows: int) -> No
 
 
 def test_the_most_probable_token_is_the_largest_logit() -> None:
-    spoken, lm_head = torch.eye(4)[[2, 0, 3]], torch.eye(4)
-    assert most_probable(spoken, lm_head).tolist() == [2, 0, 3]
+    lm_input, lm_head = torch.eye(4)[[2, 0, 3]], torch.eye(4)
+    assert most_probable(lm_input, lm_head).tolist() == [2, 0, 3]
 
 
 def test_a_head_in_half_precision_keeps_its_rotary_frequencies() -> None:
@@ -123,15 +123,17 @@ def test_a_gpu_unrolls_and_learns_as_a_cpu_does(dtype: torch.dtype) -> None:
     length, steps = 128, 3
     tokens, states = torch.tensor([text(length)]), states_of(head, length)[None]
     probs = torch.randn(length, DRAFT, generator=torch.Generator().manual_seed(1)).softmax(-1)
-    laws, weights = torch.arange(100).repeat(steps), torch.full((100 * steps,), 0.01)
+    distributions, weights = torch.arange(100).repeat(steps), torch.full((100 * steps,), 0.01)
     rows = torch.cat([step * length + torch.arange(100) for step in range(steps)])
     found = []
     for device, kind in (("cpu", torch.float32), ("cuda", dtype)):
         head.zero_grad()
         own = head.to(device=device, dtype=kind)
-        spoken = unroll(own, states.to(device, kind), tokens.to(device), steps).flatten(0, 2)[rows.to(device)]
-        law = probs.to(device, kind)
-        losses = soft_cross_entropy(spoken, own.lm_head.weight, law, laws.to(device), weights.to(device))
+        lm_input = unroll(own, states.to(device, kind), tokens.to(device), steps).flatten(0, 2)[rows.to(device)]
+        distribution = probs.to(device, kind)
+        losses = soft_cross_entropy(
+            lm_input, own.lm_head.weight, distribution, distributions.to(device), weights.to(device)
+        )
         losses.total.backward()
         gradient = own.projection.fc.weight.grad
         assert gradient is not None

@@ -1,4 +1,4 @@
-"""Trees: always well formed, longest matches first, candidates raced as the target races, draws by their law."""
+"""Trees: always well formed, longest matches first, candidates raced as by the target, draws by their distribution."""
 
 from __future__ import annotations
 
@@ -63,11 +63,11 @@ def draft(
     return build_tree((tries[0], tries[1], NOTHING), sequence, config.evidence(), limits, breadth, floor)
 
 
-def worths(tree: TokenTree) -> list[float]:
-    worth = [1.0]
+def path_probs(tree: TokenTree) -> list[float]:
+    path_prob = [1.0]
     for row in range(1, len(tree)):
-        worth.append(worth[tree.parents[row]] * tree.scores[row])
-    return worth
+        path_prob.append(path_prob[tree.parents[row]] * tree.scores[row])
+    return path_prob
 
 
 texts = st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=80)
@@ -86,8 +86,8 @@ def test_every_tree_is_well_formed(
     assert max(checked.depths) <= depth
     assert all(len(children) <= breadth for children in checked.children)
     assert all(sum(checked.scores[child] for child in children) <= 1.0 + 1e-9 for children in checked.children)
-    worth = worths(tree)
-    assert all(worth[row] >= worth[row + 1] - 1e-12 for row in range(1, len(tree) - 1)), "best first"
+    path_prob = path_probs(tree)
+    assert all(path_prob[row] >= path_prob[row + 1] - 1e-12 for row in range(1, len(tree) - 1)), "best first"
     drawn = {parent for parent in tree.parents[1:]} if mode is VerificationMode.REJECTION else set()
     assert tree.distributions.keys() == drawn
 
@@ -171,17 +171,20 @@ def _draws(seeds: int) -> tuple[list[TokenTree], dict[int, float]]:
         draft(text, [1], VerificationMode.REJECTION, seed=seed, temperature=1.0, nodes=3, depth=1)
         for seed in range(seeds)
     ]
-    law = trees[0].distributions[0]
-    return trees, {token: weight / sum(law.weights) for token, weight in zip(law.token_ids, law.weights, strict=True)}
+    distribution = trees[0].distributions[0]
+    return trees, {
+        token: weight / sum(distribution.weights)
+        for token, weight in zip(distribution.token_ids, distribution.weights, strict=True)
+    }
 
 
-def test_draws_follow_their_law_without_replacement() -> None:
+def test_draws_follow_their_distribution_without_replacement() -> None:
     trees, probs = _draws(4_000)
     firsts = Counter(tree.token_ids[1] for tree in trees)
     tokens = sorted(probs)
     expected = [probs[token] * len(trees) for token in tokens]
     assert stats.chisquare([firsts[token] for token in tokens], expected).pvalue > 1e-4
-    # Of those that drew 2 first, the second draw has the law that is left.
+    # Of those that drew 2 first, the second draw has the distribution that is left.
     seconds = Counter(tree.token_ids[2] for tree in trees if tree.token_ids[1] == 2)
     rest = [token for token in tokens if token != 2]
     left = np.array([probs[token] for token in rest])
@@ -195,7 +198,7 @@ def test_scores_of_draws_tell_nothing_of_their_tokens() -> None:
     assert len({tree.scores for tree in trees}) == 1
 
 
-def test_rejection_over_drawn_trees_keeps_the_targets_law() -> None:
+def test_rejection_over_drawn_trees_keeps_the_targets_distribution() -> None:
     rng = np.random.default_rng(5)
     text = rng.integers(0, 5, 200).tolist()
     target = torch.tensor(rng.dirichlet(np.full(VOCABULARY, 0.5)), dtype=torch.float64)
@@ -203,8 +206,10 @@ def test_rejection_over_drawn_trees_keeps_the_targets_law() -> None:
     samples = 4_000
     for seed in range(samples):
         tree = draft(text, text[-2:], VerificationMode.REJECTION, seed=seed, temperature=1.0, nodes=6, depth=2)
-        laws = {row: (law.token_ids, law.weights) for row, law in tree.distributions.items()}
-        walk = rejection_walk(tree.parents, tree.token_ids, laws, lambda _row, _depth: target, coins.random)
+        distributions = {
+            row: (distribution.token_ids, distribution.weights) for row, distribution in tree.distributions.items()
+        }
+        walk = rejection_walk(tree.parents, tree.token_ids, distributions, lambda _row, _depth: target, coins.random)
         outputs[tree.token_ids[walk.accepted_rows[0]] if walk.accepted_rows else walk.next_token] += 1
     expected = target.numpy() * samples
     likely = expected > 5

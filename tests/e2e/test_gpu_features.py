@@ -44,7 +44,7 @@ def test_captured_steps_keep_every_committed_tokens_state(drafted: bool, compile
     teacher = make_tiny()
     said = [plain(teacher, one) for one in wanted]
     propose = knowing_tree([[*one.token_ids, *out] for one, out in zip(wanted, said, strict=True)], VOCABULARY, 40, 0.8)
-    options = CaptureOptions(ROWS, SEQUENCES, layers=LayerOptions(compiled=compiled), tapped=STATES.layers)
+    options = CaptureOptions(ROWS, SEQUENCES, layers=LayerOptions(compiled=compiled), hooked=STATES.layers)
     plain_runner = make_runner(make_tiny().cuda(), attention="triton")
     plain_runner.draft_head = DraftHead(STATES.layers, None)
     taken = CapturedRunner(plain_runner, options)

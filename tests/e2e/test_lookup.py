@@ -159,7 +159,7 @@ def test_beside_a_draft(
     assert [one.token_ids for one in outcomes] == said
 
 
-def test_only_for_those_who_want_drafts_and_whose_law_allows_it(tiny_model: PreTrainedModel) -> None:
+def test_only_for_those_who_want_drafts_and_whose_distribution_allows_it(tiny_model: PreTrainedModel) -> None:
     runner = make_runner(tiny_model)
     runner.keep_tokens(DEVICE_SEQUENCES)
     greedy = requests(SAMPLINGS["greedy"])

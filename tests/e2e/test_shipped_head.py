@@ -111,7 +111,7 @@ def test_drafts_are_accepted(runner: ModelRunner) -> None:
     assert tokens / steps >= LEAST_ACCEPTED_LENGTH
 
 
-def test_rejection_keeps_the_targets_law(runner: ModelRunner) -> None:
+def test_rejection_keeps_the_targets_distribution(runner: ModelRunner) -> None:
     samples, length = 160, 4
     sampling = SamplingParams(temperature=1.5, top_k=3, ignore_eos=True)
     prompt = tuple(runner.tokenizer("The cat sat on the mat. The dog sat on the")["input_ids"])
@@ -122,7 +122,7 @@ def test_rejection_keeps_the_targets_law(runner: ModelRunner) -> None:
     config = replace(engine_config(max_running=32), max_waiting=samples)
     with real_drafter("eagle", runner.vocabulary_size) as connect:
         outcomes = run(runner, wanted, connect=connect, config=config)
-    exact = law(runner, prompt, sampling, length)
+    exact = distribution(runner, prompt, sampling, length)
     counts = Counter(one.token_ids for one in outcomes)
     assert set(counts) <= set(exact)
     common = [path for path, mass in exact.items() if mass * samples >= 5]
@@ -134,7 +134,7 @@ def test_rejection_keeps_the_targets_law(runner: ModelRunner) -> None:
 
 
 @torch.inference_mode()
-def law(
+def distribution(
     runner: ModelRunner, prompt: tuple[int, ...], sampling: SamplingParams, length: int
 ) -> dict[tuple[int, ...], float]:
     """The exact probability of every output of `length` tokens, by transformers' own attention."""

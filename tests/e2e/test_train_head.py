@@ -159,8 +159,8 @@ def test_the_saved_head_drafts_what_it_learnt_to(trained: Path, model: Path, tea
         # Row i of step s has read the s guesses behind the root i + 1.
         known = torch.tensor([[*tokens, *said]])
         padded = torch.cat([states, torch.zeros(len(said), states.shape[1])])[None]
-        spoken = unroll(head, padded, known, step + 1)[step, 0, len(tokens) - 2]
-        said.append(int(head.token_ids[head.logits(spoken).argmax()]))
+        lm_input = unroll(head, padded, known, step + 1)[step, 0, len(tokens) - 2]
+        said.append(int(head.token_ids[head.logits(lm_input).argmax()]))
     assert list(tree.token_ids[1:]) == said
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tree_kernels.verification import DeviceVerifier, Mode, RowsToVerify, Verdicts, coupled_token, move_accepted
-from tree_kernels.verification.torch_backend import law_of
+from tree_kernels.verification.torch_backend import distribution_of
 
 INTERPRETED = not torch.cuda.is_available()
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
@@ -32,14 +32,14 @@ class Step:
     token_ids: list[int]
     parents: list[int]
     asked: list[RowsToVerify]
-    laws: dict[int, tuple[list[int], list[int]]] = field(default_factory=dict)
+    distributions: dict[int, tuple[list[int], list[int]]] = field(default_factory=dict)
 
 
 def choice_of(asked: RowsToVerify, logits_row: Tensor, depth: int) -> int:
     """The target's token after a row, to draft what may be accepted; in REJECTION mode a draw of its own."""
     if asked.mode is Mode.GREEDY or asked.temperature == 0:
         return int(logits_row.argmax())
-    return coupled_token(law_of(logits_row, asked), asked.seed, asked.position + depth)
+    return coupled_token(distribution_of(logits_row, asked), asked.seed, asked.position + depth)
 
 
 def grow(asked: RowsToVerify, logits: Tensor, shape: str, rng: random.Random) -> tuple[list[int], list[int]]:
@@ -62,11 +62,11 @@ def grow(asked: RowsToVerify, logits: Tensor, shape: str, rng: random.Random) ->
     return tokens, parents
 
 
-def draft_laws(
+def draft_distributions(
     logits: Tensor, tokens: list[int], parents: list[int], rng: random.Random
 ) -> dict[int, tuple[list[int], list[int]]]:
     """Distributions of two rows in three that hold their children, likely tokens and others."""
-    laws = {}
+    distributions = {}
     for row in range(len(tokens)):
         own = [tokens[child] for child in range(1, len(tokens)) if parents[child] == row]
         if len(own) > 64 or rng.random() < 0.3:
@@ -76,8 +76,8 @@ def draft_laws(
         support = list(dict.fromkeys([*own, *others]))[:64]
         if support:
             rng.shuffle(support)
-            laws[row] = (support, [rng.choice((1, 7, 300, 65535)) for _ in support])
-    return laws
+            distributions[row] = (support, [rng.choice((1, 7, 300, 65535)) for _ in support])
+    return distributions
 
 
 def logits_of(kind: str, rows: int, vocabulary: int, generator: torch.Generator) -> Tensor:
@@ -121,8 +121,8 @@ def make_step(
             # A chain's parents must not be read.
             step.parents[first:end] = [0] * one.rows if one.is_chain else parents
             if one.mode is Mode.REJECTION:
-                laws = draft_laws(own.float(), tokens, parents, rng)
-                step.laws.update({first + row: law for row, law in laws.items()})
+                distributions = draft_distributions(own.float(), tokens, parents, rng)
+                step.distributions.update({first + row: distribution for row, distribution in distributions.items()})
         step.asked.append(one)
         first = end + SPARE_ROWS - 1
     step.logits = logits.to(DEVICE)
@@ -137,8 +137,10 @@ def arguments_of(step: Step, verifier: DeviceVerifier) -> Arguments:
     # One element into a buffer, so that nothing may rely on an address of eight bytes.
     packed = torch.from_numpy(verifier.pack(step.asked))
     parameters = torch.cat([packed[:1], packed]).to(DEVICE)[1:]
-    laws = torch.from_numpy(verifier.pack_distributions(step.laws)).to(DEVICE) if step.laws else None
-    return step.logits, integers[0], integers[1], parameters, laws
+    distributions = (
+        torch.from_numpy(verifier.pack_distributions(step.distributions)).to(DEVICE) if step.distributions else None
+    )
+    return step.logits, integers[0], integers[1], parameters, distributions
 
 
 def said(verdicts: Verdicts, asked: list[RowsToVerify]) -> list[tuple[list[int], int]]:
@@ -155,11 +157,11 @@ def verdicts_of(step: Step, backend: Any, call: str) -> list[tuple[list[int], in
     # On a GPU one size of everything, which keeps the number of kernels to compile small.
     sequences, rows = len(step.asked) + 1, len(step.token_ids) + 2 if INTERPRETED else 1024
     verifier = DeviceVerifier(DEVICE, step.vocabulary, sequences, rows, backend)
-    *inputs, laws = arguments_of(step, verifier)
+    *inputs, distributions = arguments_of(step, verifier)
     if call == "greedy":
         return said(verifier.greedy(*inputs), step.asked)
     filtered = any(one.filtered for one in step.asked) or not INTERPRETED
-    return said(verifier.sampled(*inputs, laws, filtered=filtered), step.asked)
+    return said(verifier.sampled(*inputs, distributions, filtered=filtered), step.asked)
 
 
 FILTERS: dict[str, dict[str, Any]] = {
@@ -272,8 +274,8 @@ def moves_differ(seed: int) -> bool:
     step = mixed(seed)
     sequences, rows = len(step.asked), len(step.token_ids)
     verifier = DeviceVerifier(DEVICE, step.vocabulary, sequences, rows, "triton")
-    *inputs, laws = arguments_of(step, verifier)
-    verdicts = verifier.sampled(*inputs, laws)
+    *inputs, distributions = arguments_of(step, verifier)
+    verdicts = verifier.sampled(*inputs, distributions)
     generator = torch.Generator().manual_seed(seed)
     pages = -(-rows // 16) + 1
     slots = torch.randperm(pages * 16, generator=generator)[:rows].to(DEVICE, torch.int32)

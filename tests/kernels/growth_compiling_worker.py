@@ -17,7 +17,8 @@ from tree_kernels.growth import triton_children as _triton_children
 POINTERS = {
     **dict.fromkeys(("peaks", "sums", "item_scores"), "*fp32"),
     **dict.fromkeys(("temperatures", "values"), "*fp32"),
-    **dict.fromkeys(("item_worths", "worths", "frontier_worths", "next_worths", "top_p", "min_p"), "*fp64"),
+    **dict.fromkeys(("item_path_probs", "path_probs", "frontier_path_probs", "next_path_probs"), "*fp64"),
+    **dict.fromkeys(("top_p", "min_p"), "*fp64"),
     **dict.fromkeys(("sources", "seeds", "positions"), "*i64"),
     **dict.fromkeys(("sharpness", "floor"), "fp32"),
     **dict.fromkeys(

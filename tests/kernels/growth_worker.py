@@ -67,7 +67,7 @@ def grown(case: dict[str, Any], device: torch.device | None) -> dict[str, Any]:
         children = children_of(case, logits.to(to), level, to, kernels=device is not None)
         step = _triton_growth if device is not None else growth
         step.grow(trees, children, limits.to(to), level, case["floor"], tail)
-        expanded = trees.frontier_worths[(level + 1) % 2] > 0
+        expanded = trees.frontier_path_probs[(level + 1) % 2] > 0
         next_tokens = torch.where(expanded, trees.next_tokens, -1)
         passes.append([next_tokens.tolist(), trees.sources.tolist(), *scores_of(children)])
     kept = growth.make_kept(trees, 12)
@@ -103,9 +103,9 @@ def scores_of(children: Children) -> tuple[list[list[float]], list[list[int]]]:
 
 
 def written(trees: Growth) -> dict[str, Any]:
-    there = trees.worths > 0
+    there = trees.path_probs > 0
     return {
-        "worths": trees.worths.tolist(),
+        "worths": trees.path_probs.tolist(),
         "tokens": torch.where(there, trees.tokens, -1).tolist(),
         "parents": torch.where(there, trees.parents, -1).tolist(),
     }

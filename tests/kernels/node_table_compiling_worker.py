@@ -49,7 +49,7 @@ def launch(case: Case) -> None:
     given = given_for(case, 0)
     table, verdicts = table_for(case, given.tokens, "triton"), random_verdicts(given.step, 3, random.Random(0))
     table.graft(given.frame, given.growths)
-    table.begin(given.step, given.awaited, given.moves)
+    table.begin(given.step, given.pending, given.moves)
     table.keep_accepted(given.step.token_ids, given.step.slots, given.step.parameters, verdicts)
     table.go_on(given.step, verdicts)
 

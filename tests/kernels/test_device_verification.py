@@ -1,4 +1,4 @@
-"""The loop over sequences behind `DeviceVerifier`: laws as the target's own, packing, and what is refused."""
+"""The loop over sequences behind `DeviceVerifier`: distributions as the target's own, packing, and what is refused."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tree_kernels.verification import (
     unpack_distributions,
     unpack_parameters,
 )
-from tree_kernels.verification.torch_backend import law_of
+from tree_kernels.verification.torch_backend import distribution_of
 
 V = 60
 FILTERS: dict[str, dict[str, Any]] = {
@@ -49,13 +49,13 @@ def integers(values: list[int]) -> Tensor:
 
 @pytest.mark.parametrize("parameters", FILTERS.values(), ids=FILTERS)
 @pytest.mark.parametrize("ties", [False, True], ids=["distinct", "ties"])
-def test_a_law_is_the_one_that_the_target_samples_from(parameters: dict[str, Any], ties: bool) -> None:
+def test_a_distribution_is_the_one_that_the_target_samples_from(parameters: dict[str, Any], ties: bool) -> None:
     shaper = LogitShaper(SamplingParams(**{"temperature": 1.0, **parameters}), (), (), V)
     for seed in range(20):
         row = random_logits(1, seed, ties)[0]
-        expected, law = shaper.probs(row), law_of(row, RowsToVerify(0, 1, Mode.COUPLED, **parameters))
-        assert torch.equal(law > 0, expected > 0)
-        torch.testing.assert_close(law, expected, rtol=1e-14, atol=0.0)
+        expected, distribution = shaper.probs(row), distribution_of(row, RowsToVerify(0, 1, Mode.COUPLED, **parameters))
+        assert torch.equal(distribution > 0, expected > 0)
+        torch.testing.assert_close(distribution, expected, rtol=1e-14, atol=0.0)
 
 
 def test_a_step_of_every_mode_says_what_each_sequence_says_alone() -> None:
@@ -63,7 +63,7 @@ def test_a_step_of_every_mode_says_what_each_sequence_says_alone() -> None:
     best = logits.argmax(-1).tolist()
     tokens = [0, best[0], 5, 0, 0, 1, 2, 3, 0, 0, 0, 0]
     parents = [0, 0, 1, 0, 0, 0, 0, 2, 0, 0, 0, 0]
-    laws = {4: ([1, 2, 9], [3, 4, 5])}
+    distributions = {4: ([1, 2, 9], [3, 4, 5])}
     asked = [
         RowsToVerify(0, 3),
         RowsToVerify(3, 0, Mode.COUPLED),
@@ -72,16 +72,20 @@ def test_a_step_of_every_mode_says_what_each_sequence_says_alone() -> None:
     ]
     verifier = DeviceVerifier("cpu", V, max_sequences=6, max_rows=12)
     parameters = torch.from_numpy(verifier.pack(asked))
-    packed_laws = torch.from_numpy(verifier.pack_distributions(laws))
-    verdicts = verifier.sampled(logits, integers(tokens), integers(parents), parameters, packed_laws)
+    packed_distributions = torch.from_numpy(verifier.pack_distributions(distributions))
+    verdicts = verifier.sampled(logits, integers(tokens), integers(parents), parameters, packed_distributions)
     coins = iter(uniforms(5, 9, 8).tolist())
     rejection = rejection_walk(
-        parents[4:8], tokens[4:8], {0: laws[4]}, lambda row, _: law_of(logits[4 + row], asked[3]), lambda: next(coins)
+        parents[4:8],
+        tokens[4:8],
+        {0: distributions[4]},
+        lambda row, _: distribution_of(logits[4 + row], asked[3]),
+        lambda: next(coins),
     )
     accepted = len(rejection.accepted_rows)
     count = verdicts.accepted_counts.tolist()
     assert count == [2 if best[1] == 5 else 1, 0, 0, accepted, 0, 0]
-    coupled = coupled_token(law_of(logits[3], asked[2]), 11, 2**40)
+    coupled = coupled_token(distribution_of(logits[3], asked[2]), 11, 2**40)
     assert verdicts.next_tokens.tolist() == [best[count[0]], -1, coupled, rejection.next_token, -1, -1]
     assert verdicts.accepted_rows[:1].tolist() == [1]
     assert verdicts.accepted_rows[4 : 4 + accepted].tolist() == list(rejection.accepted_rows)
@@ -115,8 +119,8 @@ def test_what_is_packed_is_what_is_unpacked() -> None:
     assert unpack_parameters(packed, 5)[:3] == asked
     rows = packed[-300:].tolist()
     assert rows[:9] == [2, 2, -1, 0, 0, 0, 0, -1, 1] and rows[263:] == [1, *[-1] * 36]
-    laws = {2: ([5, 1], [3, 9]), 0: ([7], [1])}
-    assert unpack_distributions(pack_distributions(laws, 4), 4) == laws
+    distributions = {2: ([5, 1], [3, 9]), 0: ([7], [1])}
+    assert unpack_distributions(pack_distributions(distributions, 4), 4) == distributions
 
 
 WRONG_ROWS = {
@@ -137,17 +141,19 @@ def test_more_sequences_than_room_are_refused() -> None:
         DeviceVerifier("cpu", V, 1, 4).pack([RowsToVerify(0, 1), RowsToVerify(1, 1)])
 
 
-WRONG_LAWS = {
+WRONG_DISTRIBUTIONS = {
     "too many ids": {0: (list(range(MAX_SUPPORT + 1)), [1] * (MAX_SUPPORT + 1))},
     "a weight too few": {0: ([1, 2], [1])},
     "no such row": {4: ([1], [1])},
 }
 
 
-@pytest.mark.parametrize("laws", WRONG_LAWS.values(), ids=WRONG_LAWS)
-def test_distributions_that_the_kernels_cannot_hold_are_refused(laws: dict[int, tuple[list[int], list[int]]]) -> None:
+@pytest.mark.parametrize("distributions", WRONG_DISTRIBUTIONS.values(), ids=WRONG_DISTRIBUTIONS)
+def test_distributions_that_the_kernels_cannot_hold_are_refused(
+    distributions: dict[int, tuple[list[int], list[int]]],
+) -> None:
     with pytest.raises(ValueError, match="expected"):
-        DeviceVerifier("cpu", V, 1, 4).pack_distributions(laws)
+        DeviceVerifier("cpu", V, 1, 4).pack_distributions(distributions)
 
 
 def test_tensors_that_do_not_fit_are_refused() -> None:

@@ -35,7 +35,7 @@ def test_every_step_is_verified_as_the_loop_does_on_a_gpu() -> None:
     check(work(WORKER, TRITON_INTERPRET="0"))
 
 
-LAWS: dict[str, dict[str, Any]] = {
+DISTRIBUTIONS: dict[str, dict[str, Any]] = {
     "greedy": {"mode": Mode.GREEDY},
     "coupled": {"mode": Mode.COUPLED},
     "coupled, filtered": {"mode": Mode.COUPLED, "top_p": 0.9, "min_p": 0.001},
@@ -46,10 +46,10 @@ LAWS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.gpu
 @needs_gpu
-@pytest.mark.parametrize("law", LAWS.values(), ids=LAWS)
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS.values(), ids=DISTRIBUTIONS)
 @pytest.mark.parametrize("vocabulary", [49152, 128256])
 def test_a_captured_graph_verifies_whatever_step_is_written_into_its_tensors(
-    law: dict[str, Any], vocabulary: int
+    distribution: dict[str, Any], vocabulary: int
 ) -> None:
     device, rows, sequences = torch.device("cuda"), 48, 5
     kernels = DeviceVerifier(device, vocabulary, sequences, rows)
@@ -57,7 +57,7 @@ def test_a_captured_graph_verifies_whatever_step_is_written_into_its_tensors(
     logits = torch.zeros(rows, vocabulary, device=device, dtype=torch.bfloat16)
     integers = torch.zeros(2 * rows + kernels.integers, dtype=torch.int32, device=device)
     token_ids, parents, parameters = integers.split([rows, rows, kernels.integers])
-    greedy = law["mode"] is Mode.GREEDY
+    greedy = distribution["mode"] is Mode.GREEDY
     call = kernels.greedy if greedy else kernels.sampled
     parameters.copy_(torch.from_numpy(kernels.pack([])))
     call(logits, token_ids, parents, parameters)
@@ -69,7 +69,7 @@ def test_a_captured_graph_verifies_whatever_step_is_written_into_its_tensors(
         asked, first, tree = [], 0, []
         for b in range(sequences - seed % 2):
             count = int(torch.randint(0, 10, (), generator=generator))
-            asked.append(RowsToVerify(first, count, seed=2**63 + seed, position=2**33 + b, **law))
+            asked.append(RowsToVerify(first, count, seed=2**63 + seed, position=2**33 + b, **distribution))
             tree += [int(torch.randint(row, (), generator=generator)) if row else 0 for row in range(count)]
             first += count
         logits.copy_(torch.randn(rows, vocabulary, generator=generator) * 6)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from kernel_worker import INTERPRETED, work
 
-from tree_kernels.node_table import StepIntegers, advance, fill_awaited, move_on
+from tree_kernels.node_table import StepIntegers, advance, fill_pending, move_on
 from tree_kernels.verification import Mode
 
 WORKER = "feeding_worker.py"
@@ -16,18 +16,18 @@ WORKER = "feeding_worker.py"
 LAST_POSITION = 40
 
 
-def test_awaited_tokens_are_filled_in() -> None:
+def test_pending_tokens_are_filled_in() -> None:
     token_ids = torch.tensor([7, -1, 0, -3, -2], dtype=torch.int32)
-    awaited = torch.tensor([100, 200, 300], dtype=torch.int32)
-    assert fill_awaited(token_ids, awaited).tolist() == [7, 100, 0, 300, 200]
+    pending = torch.tensor([100, 200, 300], dtype=torch.int32)
+    assert fill_pending(token_ids, pending).tolist() == [7, 100, 0, 300, 200]
     assert token_ids.tolist() == [7, -1, 0, -3, -2]
 
 
 def check(said: dict[str, Any]) -> None:
-    awaited = torch.tensor(said["awaited"], dtype=torch.int32)
+    pending = torch.tensor(said["awaited"], dtype=torch.int32)
     for one in said["found"]:
         token_ids = torch.tensor(one["token_ids"], dtype=torch.int32)
-        assert one["filled"] == fill_awaited(token_ids, awaited).tolist()
+        assert one["filled"] == fill_pending(token_ids, pending).tolist()
 
     for one in said["advanced"]:
         step = StepIntegers(*(torch.tensor(values, dtype=torch.int32) for values in one["before"]))

@@ -21,8 +21,8 @@ from random_tables import (
     moved_on,
     random_tree,
     random_verdicts,
+    reports_of,
     run_pass,
-    said_by,
     table_for,
 )
 
@@ -40,8 +40,8 @@ from tree_kernels.node_table import (
     NO_KEY,
     NODES,
     PROSPECTS,
-    SAID,
-    SAID_TOKENS,
+    REPORT,
+    REPORT_TOKENS,
     TABLE,
     NodeTable,
     StepIntegers,
@@ -109,8 +109,8 @@ def test_a_chain_goes_on_with_itself_and_costs_by_its_run() -> None:
 
 def test_what_fits() -> None:
     assert NODES + LOOKUP < 256 and TABLE == 2 + 5 * NODES and BLOCK == 1 + TABLE
-    assert SAID == SAID_TOKENS + (MAX_PATH + 1) + MAX_PATH and KEPT == 63
-    assert 8 + len(PROSPECTS) <= SAID_TOKENS and PROSPECTS[-1] <= KEPT
+    assert REPORT == REPORT_TOKENS + (MAX_PATH + 1) + MAX_PATH and KEPT == 63
+    assert 8 + len(PROSPECTS) <= REPORT_TOKENS and PROSPECTS[-1] <= KEPT
     with pytest.raises(ValueError, match="16"):
         NodeTable(torch.zeros(4).int(), 4, 9, max_sequences=1, max_passes=1, lookup_tokens=16)
     with pytest.raises(ValueError, match="241"):
@@ -141,16 +141,16 @@ def tree_of(seed: int) -> tuple[list[int], list[int], list[int]]:
 
 
 @given(SEEDS, st.lists(st.integers(0, 2), max_size=8), st.integers(1, 9))
-def test_a_walk_ends_where_the_text_does(seed: int, said: list[int], base: int) -> None:
+def test_a_walk_ends_where_the_text_does(seed: int, reports: list[int], base: int) -> None:
     tokens, parents, costs = tree_of(seed)
     table = preorder(tokens, parents, costs, base)
     nodes = nodes_of(torch.from_numpy(table))
     assert nodes is not None
     costs_by_path = dict(zip(paths_of(tokens, parents), costs, strict=True))
-    place = walk(nodes, [1] * base + said, base - 1 + len(said))
-    assert (place >= 0) == (tuple(said) in costs_by_path)
+    place = walk(nodes, [1] * base + reports, base - 1 + len(reports))
+    assert (place >= 0) == (tuple(reports) in costs_by_path)
     if place >= 0:
-        assert nodes.costs[place] == costs_by_path[tuple(said)] and nodes.depths[place] == len(said)
+        assert nodes.costs[place] == costs_by_path[tuple(reports)] and nodes.depths[place] == len(reports)
     # Of a text that has not come that far, or is farther than any node.
     assert walk(nodes, [1] * (base - 1), base - 2) == -1
     assert walk(nodes, [0] * 400, base - 1 + NODES) == -1
@@ -290,7 +290,7 @@ def test_steps_are_laid_out_as_trees(seed: int, case: Case) -> None:
     step, table = given.step, table_for(case, given.tokens, "torch")
     table.accepted.zero_()
     table.graft(given.frame, given.growths)
-    table.begin(step, given.awaited, given.moves)
+    table.begin(step, given.pending, given.moves)
     rng = random.Random(seed)
     for _ in range(PASSES):
         check_layout(step, table, case)
@@ -357,9 +357,13 @@ def test_a_tree_keeps_what_hangs_below_what_was_said(seed: int) -> None:
     table = table_for(case, text, "torch")
     graft(table, (tokens, parents, costs, 21))
     table.begin(step, torch.zeros(1).int(), torch.zeros(1).int())
-    said: Path = ()
+    reports: Path = ()
     for turn in range(PASSES):
-        below = {path[len(said) :]: cost - by_path[said] for path, cost in by_path.items() if path[: len(said)] == said}
+        below = {
+            path[len(reports) :]: cost - by_path[reports]
+            for path, cost in by_path.items()
+            if path[: len(reports)] == reports
+        }
         assert step.parents is not None
         rows = int(step.query_starts[1])
         laid_out = paths_of(step.token_ids[:rows].tolist(), step.parents[:rows].tolist())
@@ -373,18 +377,18 @@ def test_a_tree_keeps_what_hangs_below_what_was_said(seed: int) -> None:
         # The promise is of all rows' chances.
         chances = [2 ** (-below[each] / COST_OF_HALVING) * 1024 for each in laid_out[1:]]
         run_pass(table, step, verdicts)
-        figures = table.said[0, turn, :SAID_TOKENS].tolist()
-        assert figures[:3] == [count, rows - 1, rows - 1] and figures[4:7] == [0, count, len(said)]
+        figures = table.reports[0, turn, :REPORT_TOKENS].tolist()
+        assert figures[:3] == [count, rows - 1, rows - 1] and figures[4:7] == [0, count, len(reports)]
         assert figures[7] == figures[3] and figures[8 + len(PROSPECTS) :] == [0, 0]
-        for promised, best_rows in zip(figures[7 : 8 + len(PROSPECTS)], (KEPT, *PROSPECTS), strict=True):
+        for expected, best_rows in zip(figures[7 : 8 + len(PROSPECTS)], (KEPT, *PROSPECTS), strict=True):
             wanted = sum(chances[:best_rows])
-            assert wanted * 0.999 - 1 <= promised <= wanted * 1.011 + 1
+            assert wanted * 0.999 - 1 <= expected <= wanted * 1.011 + 1
         deepest = laid_out[path[-1]] if path else ()
-        assert said_by(table, 0, turn)[SAID_TOKENS:] == [*deepest, token, *path]
-        said = (*said, *deepest, token)
-        if said not in by_path:
+        assert reports_of(table, 0, turn)[REPORT_TOKENS:] == [*deepest, token, *path]
+        reports = (*reports, *deepest, token)
+        if reports not in by_path:
             break
-    assert int(table.passes[0]) == turn + 1 and int(table.accepted[0]) <= len(said)
+    assert int(table.passes[0]) == turn + 1 and int(table.accepted[0]) <= len(reports)
 
 
 @pytest.mark.parametrize(
@@ -415,7 +419,7 @@ def test_mending_by_hand(fed: int, age: int, rows: list[tuple[int, int]]) -> Non
     assert (table.keys[0, : end - 1] // KEYS_PER_COST).tolist() == costs
     verdicts = Verdicts.over(torch.zeros(2 * MAX_SEQUENCES + 64).int(), MAX_SEQUENCES)
     run_pass(table, step, verdicts)
-    assert table.said[0, 0, [1, 2, 6]].tolist() == [len(rows), len(rows), age]
+    assert table.reports[0, 0, [1, 2, 6]].tolist() == [len(rows), len(rows), age]
     # Of two tokens that were not foreseen nothing is left.
     if age < 0:
         assert int(step.query_starts[1]) == 1 and int(table.ages[0]) == -1
@@ -501,9 +505,9 @@ def test_getting_ready_leaves_what_is_there() -> None:
     step, text = one_sequence(8, 20)
     step.query_starts.zero_()
     table = table_for(Case(4, [8], 8, 20, 4), text, "torch")
-    before = [each.clone() for each in (table.said, table.tables, table.passes, table.places)]
+    before = [each.clone() for each in (table.reports, table.tables, table.passes, table.places)]
     table.warm_up(step)
-    assert all(map(torch.equal, before, (table.said, table.tables, table.passes, table.places)))
+    assert all(map(torch.equal, before, (table.reports, table.tables, table.passes, table.places)))
 
 
 def test_random_cases_are_what_they_should_be(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -519,14 +523,14 @@ def test_random_cases_are_what_they_should_be(monkeypatch: pytest.MonkeyPatch) -
         return found
 
     monkeypatch.setattr(_torch_node_table, "candidates", watched)
-    said: list[list[int]] = []
+    reports: list[list[int]] = []
     for place, case in enumerate(CASES):
         for passes in moved_on(case, place, "torch")[1 + PASSES : -3]:
             assert isinstance(passes, list)
-            said += passes
-    assert any(one[6] > 5 for one in said) and any(one[6] < 0 for one in said)
-    assert any(0 < one[2] < one[1] for one in said) and any(one[5] > 0 for one in said)
-    assert any(one[6] < 0 < one[5] for one in said)
+            reports += passes
+    assert any(one[6] > 5 for one in reports) and any(one[6] < 0 for one in reports)
+    assert any(0 < one[2] < one[1] for one in reports) and any(one[5] > 0 for one in reports)
+    assert any(one[6] < 0 < one[5] for one in reports)
     # The token before stands at the table's root or far below it, and is a leaf or not; with a chain or none.
     for deep, leaf, chained in itertools.product((False, True), repeat=3):
         assert any((d > 5, not rows, beside) == (deep, leaf, chained) for d, rows, _, beside in mended)

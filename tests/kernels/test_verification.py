@@ -77,13 +77,13 @@ def test_a_coupled_walk_says_what_plain_seeded_sampling_says(rows: int) -> None:
 
 
 def distance(counts: dict[int, int], probs: Tensor) -> float:
-    """Total variation between a sample and a law."""
+    """Total variation between a sample and a distribution."""
     total = sum(counts.values())
     return 0.5 * sum(abs(counts.get(t, 0) / total - float(p)) for t, p in enumerate(probs))
 
 
 def assert_shrinks(samples: list[int], probs: Tensor) -> None:
-    """The sample's distance to the law stays within what n independent draws give, for growing n.
+    """The sample's distance to the distribution stays within what n independent draws give, for growing n.
 
     The mean distance is at most sqrt(V / n) / 2, and one draw moves it by at most 1 / n (McDiarmid).
     """
@@ -94,13 +94,13 @@ def assert_shrinks(samples: list[int], probs: Tensor) -> None:
         assert distance(counts, probs) < 0.5 * math.sqrt(len(probs) / n) + math.sqrt(math.log(1e3) / (2 * n))
 
 
-def test_coupled_tokens_follow_the_law_over_positions_and_over_seeds() -> None:
+def test_coupled_tokens_follow_the_distribution_over_positions_and_over_seeds() -> None:
     probs = random_probs(1)
     assert_shrinks([coupled_token(probs, 99, position) for position in range(8000)], probs)
     assert_shrinks([coupled_token(probs, seed * 2**33 + 1, 5) for seed in range(8000)], probs)
 
 
-def test_rejection_with_coins_follows_the_law() -> None:
+def test_rejection_with_coins_follows_the_distribution() -> None:
     target = random_probs(2)
     ids, weights = (0, 2, 3, 6), (50, 10, 30, 10)
     rng = np.random.default_rng(0)
@@ -142,8 +142,8 @@ def test_a_tree_that_is_all_right_is_accepted_to_the_leaf() -> None:
     target = {0: 2, 2: 3, 3: 4, 4: 5}
     walk = match_walk(parents, tokens, lambda row, _: target[row])
     assert walk == Walk((2, 3, 4), 5)
-    law = rejection_walk(parents, tokens, {}, lambda row, _: torch.eye(V)[target[row]], lambda: 0.999999)
-    assert law == walk
+    distribution = rejection_walk(parents, tokens, {}, lambda row, _: torch.eye(V)[target[row]], lambda: 0.999999)
+    assert distribution == walk
 
 
 def test_a_tree_that_is_all_wrong_costs_nothing_but_its_rows() -> None:
@@ -182,7 +182,7 @@ def test_an_exhausted_support_leaves_what_the_draft_could_not_say() -> None:
     assert walk == Walk((), 2)
 
 
-def test_equal_laws_never_leave_an_empty_residual() -> None:
+def test_equal_distributions_never_leave_an_empty_residual() -> None:
     ids, weights = tuple(range(V)), (3, 1, 4, 1, 5, 9, 2)
     target = torch.tensor(weights).float() / sum(weights)
     for i in range(300):

@@ -77,11 +77,11 @@ def test_exponentials_are_positive_and_finite_at_both_ends() -> None:
     assert ends[0] > 0 and np.isfinite(ends[1])
 
 
-def test_the_winner_follows_the_law() -> None:
-    """20,000 races over five tokens: the chi-square distance from the law is that of honest sampling."""
-    law = np.array([0.5, 0.25, 0.15, 0.08, 0.02])
+def test_the_winner_follows_the_distribution() -> None:
+    """20,000 races over five tokens: the chi-square distance from the distribution is that of honest sampling."""
+    distribution = np.array([0.5, 0.25, 0.15, 0.08, 0.02])
     races = 20_000
     ids = np.arange(5)
-    winners = [int(np.argmin(exponentials(noise_words(7, position, ids)) / law)) for position in range(races)]
+    winners = [int(np.argmin(exponentials(noise_words(7, position, ids)) / distribution)) for position in range(races)]
     counts = np.bincount(winners, minlength=5)
-    assert stats.chisquare(counts, law * races).pvalue > 1e-4
+    assert stats.chisquare(counts, distribution * races).pvalue > 1e-4

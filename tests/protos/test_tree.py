@@ -98,7 +98,7 @@ def test_a_broken_rule_is_named(parts: dict[str, Any], field: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("law", "field"),
+    ("distribution", "field"),
     [
         pytest.param(DraftDistribution((), ()), "law.token_ids", id="empty"),
         pytest.param(DraftDistribution(tuple(range(65)), (1,) * 65), "law.token_ids", id="wide"),
@@ -109,9 +109,9 @@ def test_a_broken_rule_is_named(parts: dict[str, Any], field: str) -> None:
         pytest.param(DraftDistribution((1, 2), (65536, 1)), "law.weights[0]", id="weight 65536"),
     ],
 )
-def test_a_broken_distribution_is_named(law: DraftDistribution, field: str) -> None:
+def test_a_broken_distribution_is_named(distribution: DraftDistribution, field: str) -> None:
     with pytest.raises(InvalidField) as caught:
-        law.check(VOCABULARY, "law")
+        distribution.check(VOCABULARY, "law")
     assert caught.value.field == field
 
 

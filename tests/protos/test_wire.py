@@ -163,7 +163,7 @@ def test_random_bytes_give_a_sound_tree_or_an_error(wire: bytes) -> None:
     assert all(0 <= token < VOCABULARY for token in tree.token_ids)
 
 
-def law(**fields: Any) -> tree_pb2.DraftDistribution:
+def distribution(**fields: Any) -> tree_pb2.DraftDistribution:
     return tree_pb2.DraftDistribution(**({"parent": 0, "token_ids": [2, 3], "weights": [1, 1]} | fields))
 
 
@@ -176,12 +176,12 @@ def law(**fields: Any) -> tree_pb2.DraftDistribution:
         ({"token_ids": [1, 2], "parents": [0, 0], "scores": [1.0]}, "tree.scores"),
         ({"token_ids": [1, 2], "parents": [0, 0], "scores": [1.0, math.nan]}, "tree.scores[1]"),
         ({"token_ids": [1] * 9, "parents": [0, *range(8)]}, "tree.token_ids"),
-        ({"distributions": [law(), law()]}, "tree.distributions[1].parent"),
-        ({"distributions": [law(parent=2)]}, "tree.distributions"),
-        ({"distributions": [law(weights=[1])]}, "tree.distributions[0].weights"),
-        ({"distributions": [law(weights=[1, 0])]}, "tree.distributions[0].weights[1]"),
-        ({"distributions": [law(weights=[1, 65536])]}, "tree.distributions[0].weights[1]"),
-        ({"distributions": [law(token_ids=[2, 2])]}, "tree.distributions[0].token_ids"),
+        ({"distributions": [distribution(), distribution()]}, "tree.distributions[1].parent"),
+        ({"distributions": [distribution(parent=2)]}, "tree.distributions"),
+        ({"distributions": [distribution(weights=[1])]}, "tree.distributions[0].weights"),
+        ({"distributions": [distribution(weights=[1, 0])]}, "tree.distributions[0].weights[1]"),
+        ({"distributions": [distribution(weights=[1, 65536])]}, "tree.distributions[0].weights[1]"),
+        ({"distributions": [distribution(token_ids=[2, 2])]}, "tree.distributions[0].token_ids"),
     ],
     ids=lambda value: "" if isinstance(value, str) else str(value)[:60].replace("\n", " "),
 )

@@ -238,6 +238,6 @@ def test_a_step_that_reads_prompts_is_no_try() -> None:
 
 def test_patience_is_worth_a_few_plain_steps() -> None:
     switch = DraftSwitch()
-    assert switch.patience(1) == float("inf")
+    assert switch.max_wait(1) == float("inf")
     play(switch, 80, plain=0.5, drafted=0.6, gain=2.0)
-    assert 2 * 0.5 < switch.patience(1) < 20 * 0.5
+    assert 2 * 0.5 < switch.max_wait(1) < 20 * 0.5

@@ -207,7 +207,7 @@ def test_without_a_head_at_start_nothing_is_kept_before_the_first_draft(
     drive = Drive(make_runner(tiny_model), propose, keep=100, connects=False)
     drive.add(wanted)
     drive.steps(5)
-    assert drive.runner.taps is None and drive.loop.features.kept_bytes == 0
+    assert drive.runner.hooks is None and drive.loop.features.kept_bytes == 0
     drive.link.connect()
     drive.steps()
     assert drive.outputs == said

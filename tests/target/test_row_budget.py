@@ -56,11 +56,11 @@ def test_the_cut_is_the_best_of_all_subtrees(tree: GrowingTree, per_row: float, 
 
 
 def expected(cut: TokenTree, budget: RowBudget) -> float:
-    worth = [1.0]
+    path_prob = [1.0]
     for row in range(1, len(cut)):
         probability = min(0.995, budget.calibration.probability(cut.scores[row]))
-        worth.append(worth[cut.parents[row]] * probability)
-    return sum(worth[1:])
+        path_prob.append(path_prob[cut.parents[row]] * probability)
+    return sum(path_prob[1:])
 
 
 def test_rows_that_cost_nothing_are_all_taken() -> None:

@@ -28,7 +28,7 @@ from tree_kernels.verification import Walk
 MAX_ROWS = 256
 # No node is surer on the device.
 SUREST = 0.98
-# What a law of drafts is about: texts that are drafted well or badly.
+# What a distribution of drafts is about: texts that are drafted well or badly.
 CONTEXTS, NODES, LOOKED_UP = 6, 90, 15
 
 
@@ -64,7 +64,7 @@ class Node(NamedTuple):
     """What may follow a root: the chance that the device takes its path for, and the true one."""
 
     parent: int
-    promised: float
+    expected: float
     true: float
     of_table: bool
 
@@ -74,13 +74,14 @@ class Ranked(NamedTuple):
 
     nodes: list[Node]
     best: list[int]
-    promised: list[float]
+    expected: list[float]
     true: list[float]
 
 
 @dataclass
 class Drafts:
-    """A law of drafts: trees whose nodes are as likely as they say, times `quality` for each; `lookups` of the texts
+    """A distribution of drafts: trees whose nodes are as likely as they say, times `quality` for each; `lookups` of the
+    texts
     repeat themselves, for which each of the tokens looked up is right with the chance `repeats`."""
 
     sureness: float = 0.7
@@ -103,12 +104,12 @@ class Drafts:
         key = text, round(trust, 2), followed
         if key not in self._known:
             nodes = self._nodes(*key)
-            best = sorted(range(1, len(nodes)), key=lambda node: (-nodes[node].promised, node))[:KEPT]
-            promised, true = (
+            best = sorted(range(1, len(nodes)), key=lambda node: (-nodes[node].expected, node))[:KEPT]
+            expected, true = (
                 [0.0, *itertools.accumulate(chances)]
-                for chances in ([nodes[node].promised for node in best], [nodes[node].true for node in best])
+                for chances in ([nodes[node].expected for node in best], [nodes[node].true for node in best])
             )
-            self._known[key] = Ranked(nodes, best, promised, true)
+            self._known[key] = Ranked(nodes, best, expected, true)
         return self._known[key]
 
     def _nodes(self, text: int, trust: float, followed: bool) -> list[Node]:
@@ -116,13 +117,13 @@ class Drafts:
         nodes = [Node(-1, 1.0, 1.0, True)]
         for parent, score in zip(parents, scores, strict=True) if followed else ():
             above = nodes[parent]
-            chances = above.promised * min(SUREST, score * trust), above.true * score * self.quality
+            chances = above.expected * min(SUREST, score * trust), above.true * score * self.quality
             nodes.append(Node(parent, *chances, True))
         parent, left = 0, 1 - sum(node.true for node in nodes[1:] if not node.parent)
         for place in range(LOOKED_UP if repeats else 0):
             above = nodes[parent]
             chance = self.repeats * (1.0 if place else left)
-            nodes.append(Node(parent, above.promised * self.repeats, above.true * chance, False))
+            nodes.append(Node(parent, above.expected * self.repeats, above.true * chance, False))
             parent = len(nodes) - 1
         return nodes
 
@@ -210,7 +211,7 @@ class Engine:
         return max(0, rows - self._sequences) // self._sequences
 
     def _pass(self, ranked: Ranked, limit: int) -> Verified:
-        nodes, best, promised, _ = ranked
+        nodes, best, expected, _ = ranked
         chosen = best[:limit]
         path: list[int] = []
         at = 0
@@ -224,9 +225,9 @@ class Engine:
             drafted_from_table=sum(nodes[node].of_table for node in chosen),
             accepted=len(path),
             accepted_from_table=sum(nodes[node].of_table for node in path),
-            promised=promised[len(chosen)],
-            promised_from_table=sum(nodes[node].promised for node in chosen if nodes[node].of_table),
-            prospects=tuple(promised[min(count, len(best))] for count in PROSPECTS),
+            expected=expected[len(chosen)],
+            expected_from_table=sum(nodes[node].expected for node in chosen if nodes[node].of_table),
+            prospects=tuple(expected[min(count, len(best))] for count in PROSPECTS),
             age=0,
             root_row=0,
             path=(),
@@ -264,7 +265,7 @@ def runner(tiny_model: PreTrainedModel) -> ModelRunner:
 
 
 GOOD = Drafts()
-LAWS = {
+DISTRIBUTIONS = {
     "good": {},
     "good, and repeats": {"lookups": 0.5},
     "poor": {"sureness": 0.4, "quality": 0.6},
@@ -275,12 +276,12 @@ LAWS = {
 
 
 @pytest.mark.parametrize("sequences", [1, 8])
-@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 @pytest.mark.parametrize("device", DEVICES)
 def test_what_is_chosen_makes_nearly_what_the_best_size_makes(
-    runner: ModelRunner, device: str, law: str, sequences: int
+    runner: ModelRunner, device: str, distribution: str, sequences: int
 ) -> None:
-    engine = Engine(runner, DEVICES[device], Drafts(**LAWS[law]), sequences)  # type: ignore[arg-type]
+    engine = Engine(runner, DEVICES[device], Drafts(**DISTRIBUTIONS[distribution]), sequences)  # type: ignore[arg-type]
     engine.drafted = bool(engine.drafts.sureness)
     engine.run(2200)
     assert engine.lost(engine.launches[:400]) < 0.1
@@ -415,7 +416,7 @@ def test_steps_have_only_so_many_rows(policies: Policies, max_rows: int, costed:
 def test_those_get_them_who_want_them(
     policies: Policies, changes: dict[str, object], limits: tuple[int, ...] | None
 ) -> None:
-    """And none does beside a sequence whose law does not allow it."""
+    """And none does beside a sequence whose distribution does not allow it."""
     policy = RowPolicy(KEPT, None, policies.live)
     rows = policies.rows(policy, PLAIN, replace(PLAIN, **changes))  # type: ignore[arg-type]
     assert (rows and rows.limits) == limits
@@ -426,7 +427,7 @@ def test_nothing_is_drafted_past_the_last_token(runner: ModelRunner) -> None:
     policy = RowPolicy(KEPT, None, live)
     steps = schedule(runner, live, replace(PLAIN, max_tokens=20))
     sequence = live[0].sequence
-    sequence.totals.completion_tokens, sequence.awaited_tokens = 12, 4
+    sequence.totals.completion_tokens, sequence.pending_tokens = 12, 4
     sequence.kv_length += 4
     assert policy.choose(steps, MAX_ROWS, Kind.ALONE) == DeviceRows(4, (3,))
     sequence.totals.completion_tokens = 15

@@ -1,4 +1,4 @@
-"""Shaped logits and laws against a slow, plain definition, ties and extremes included."""
+"""Shaped logits and distributions against a slow, plain definition, ties and extremes included."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ PARAMS = st.builds(
 
 @settings(max_examples=400, deadline=None)
 @given(params=PARAMS, logits=LOGITS, prompt=st.lists(TOKENS, max_size=4), output=st.lists(TOKENS, max_size=6))
-def test_shaped_logits_and_law_equal_the_definition(
+def test_shaped_logits_and_distribution_equal_the_definition(
     params: SamplingParams, logits: list[float], prompt: list[int], output: list[int]
 ) -> None:
     ends = (3, 7)
@@ -131,7 +131,7 @@ def test_ties_are_kept_by_lowest_id(filters: dict[str, float], kept: list[int]) 
 
 @pytest.mark.parametrize("top_k", [0, 50, 5000], ids=["no top_k", "small top_k", "large top_k"])
 @pytest.mark.parametrize("spread", [0.0, 0.01, 6.0], ids=["all equal", "flat", "peaked"])
-def test_a_large_vocabulary_takes_the_same_law_as_the_definition(top_k: int, spread: float) -> None:
+def test_a_large_vocabulary_takes_the_same_distribution_as_the_definition(top_k: int, spread: float) -> None:
     torch.manual_seed(3)
     params = SamplingParams(temperature=0.8, top_k=top_k, top_p=0.93, min_p=1e-6)
     logits = torch.randn(6000) * spread
@@ -153,7 +153,7 @@ def test_a_large_vocabulary_takes_the_same_law_as_the_definition(top_k: int, spr
     ],
     ids=["coldest", "hottest", "largest penalty", "smallest penalty", "all biased down"],
 )
-def test_extremes_still_make_a_law(params: SamplingParams) -> None:
+def test_extremes_still_make_a_distribution(params: SamplingParams) -> None:
     shaper = shaper_of(params, prompt=range(VOCABULARY))
     probs = shaper.probs(shaper.shaped(torch.linspace(-4, 4, VOCABULARY), [1, 2, 0]))
     assert bool(torch.isfinite(probs).all())

@@ -177,10 +177,10 @@ def test_pages_for_what_a_step_may_accept_are_held_before_the_next_is_launched_b
     one = sequence(1, prompt=8)
     scheduled.add(one)
     play(scheduled.schedule(), scheduled)
-    one.kv_length, one.awaited, one.awaited_tokens, one.awaited_drafts = 9, 0, 1, 2
+    one.kv_length, one.pending, one.pending_tokens, one.pending_drafts = 9, 0, 1, 2
     plan = scheduled.schedule()
     assert scheduled.reserve_behind_trees(plan, max_context=12) and len(one.pages) == 3
     # One key more has no page, and one token more no position.
-    one.awaited_drafts = 3
+    one.pending_drafts = 3
     assert not scheduled.reserve_behind_trees(plan, max_context=100)
     assert not scheduled.reserve_behind_trees(plan, max_context=11)

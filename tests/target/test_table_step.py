@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from target_service.core.sequence import DevicePass
-from target_service.execution.device_rows import TableStep, room_for_said
-from tree_kernels.node_table import PROSPECTS, SAID, SAID_ROWS, SAID_TOKENS, NodeTable
+from target_service.execution.device_rows import TableStep, room_for_reports
+from tree_kernels.node_table import PROSPECTS, REPORT, REPORT_ROWS, REPORT_TOKENS, NodeTable
 
 MAX_SEQUENCES, MAX_PASSES = 3, 4
 UNIT = 1024
@@ -19,7 +19,7 @@ def table() -> NodeTable:
     tokens = torch.zeros(64, dtype=torch.int32)
     table = NodeTable(tokens, 16, 99, max_sequences=MAX_SEQUENCES, max_passes=MAX_PASSES, backend="torch")
     # What lies behind tokens and rows means nothing.
-    table.said.random_(-9, 1 << 20)
+    table.reports.random_(-9, 1 << 20)
     return table
 
 
@@ -34,11 +34,11 @@ def say(
 ) -> None:
     """`figures`: accepted, drafted, of the table, promised, first row, accepted of the table, age, promised of it."""
     assert figures[0] == len(rows) == len(tokens) - 1
-    said = table.said[place, turn]
+    reports = table.reports[place, turn]
     every = torch.tensor((*figures, *prospects), dtype=torch.int32)
-    said[: len(every)] = every
-    said[SAID_TOKENS : SAID_TOKENS + len(tokens)] = torch.tensor(tokens, dtype=torch.int32)
-    said[SAID_ROWS : SAID_ROWS + len(rows)] = torch.tensor(rows, dtype=torch.int32)
+    reports[: len(every)] = every
+    reports[REPORT_TOKENS : REPORT_TOKENS + len(tokens)] = torch.tensor(tokens, dtype=torch.int32)
+    reports[REPORT_ROWS : REPORT_ROWS + len(rows)] = torch.tensor(rows, dtype=torch.int32)
 
 
 def test_passes_become_outcomes(table: NodeTable) -> None:
@@ -47,7 +47,7 @@ def test_passes_become_outcomes(table: NodeTable) -> None:
     say(table, 0, 1, (0, 7, 0, 256, 2, 0, -1, 0), (43,), ())
     say(table, 1, 0, (0, 0, 0, 0, 8, 0, 0, 0), (50,), ())
     say(table, 1, 1, (1, 3, 3, 100, 10, 1, 1, 100), (51, 52), (2,))
-    first, second = TableStep(2, 2, table, room_for_said(1, MAX_SEQUENCES, MAX_PASSES, on_gpu=False)[0]).outcomes()
+    first, second = TableStep(2, 2, table, room_for_reports(1, MAX_SEQUENCES, MAX_PASSES, on_gpu=False)[0]).outcomes()
     assert first is not None and second is not None
     assert (first.walk.accepted_rows, first.walk.next_token, first.following) == ((), 40, (41, 42, 43))
     assert (second.walk.accepted_rows, second.walk.next_token, second.following) == ((), 50, (51, 52))
@@ -56,7 +56,7 @@ def test_passes_become_outcomes(table: NodeTable) -> None:
         DevicePass(7, 5, 2, 1, 1.5, 1.0, (0.5, 1.0, 1.5, 2.0, 2.5, 3.0), 3, 0, (1, 4)),
         DevicePass(7, 0, 0, 0, 0.25, 0.0, nothing, -1, 2, ()),
     )
-    assert second.device_passes[1].path == (2,) and second.device_passes[1].promised == 100 / UNIT
+    assert second.device_passes[1].path == (2,) and second.device_passes[1].expected == 100 / UNIT
     assert (first.passes, first.accepted, first.drafted_by_pass, first.accepted_by_pass) == (2, 2, (7, 7), (2, 0))
     assert (second.passes, second.accepted, second.accepted_by_pass) == (2, 1, (0, 1))
     # Nobody asked for them.
@@ -64,27 +64,27 @@ def test_passes_become_outcomes(table: NodeTable) -> None:
 
 
 def test_the_deepest_path_fits(table: NodeTable) -> None:
-    most = SAID - SAID_ROWS
+    most = REPORT - REPORT_ROWS
     tokens, rows = tuple(range(100, 101 + most)), tuple(range(1, 1 + most))
     say(table, 2, 0, (most, 63, 63, 9999, 5, most, 0, 9999), tokens, rows)
-    *_, outcome = TableStep(3, 1, table, room_for_said(1, MAX_SEQUENCES, MAX_PASSES, on_gpu=False)[0]).outcomes()
+    *_, outcome = TableStep(3, 1, table, room_for_reports(1, MAX_SEQUENCES, MAX_PASSES, on_gpu=False)[0]).outcomes()
     assert outcome is not None and (outcome.walk.next_token, *outcome.following) == tokens
     assert outcome.device_passes[0].path == rows
 
 
 def test_what_was_said_outlives_the_next_launch(table: NodeTable) -> None:
     """Its result is good until the next but one."""
-    hosts = room_for_said(2, MAX_SEQUENCES, MAX_PASSES, on_gpu=False)
+    hosts = room_for_reports(2, MAX_SEQUENCES, MAX_PASSES, on_gpu=False)
     steps = []
     for turn in range(2):
         say(table, 0, 0, (0, 3, 1, 0, 0, 0, 0, 0), (60 + turn,), ())
         steps.append(TableStep(1, 1, table, hosts[turn]))
-    said = [step.outcomes()[0] for step in steps]
-    assert [outcome and outcome.walk.next_token for outcome in said] == [60, 61]
+    reports = [step.outcomes()[0] for step in steps]
+    assert [outcome and outcome.walk.next_token for outcome in reports] == [60, 61]
 
 
 def test_without_a_gpu_it_has_ended_when_it_was_launched(table: NodeTable) -> None:
     say(table, 0, 0, (0, 0, 0, 0, 0, 0, 0, 0), (1,), ())
-    step = TableStep(1, 1, table, room_for_said(1, MAX_SEQUENCES, MAX_PASSES, on_gpu=False)[0])
+    step = TableStep(1, 1, table, room_for_reports(1, MAX_SEQUENCES, MAX_PASSES, on_gpu=False)[0])
     step.wait()
     assert step.ended() and step.followable and not step.on_device and step.span is None

@@ -41,8 +41,8 @@ def test_penalties_count_the_rows_own_path() -> None:
 def test_logprobs_belong_to_the_row_before_each_token() -> None:
     logits = pointing(1, 3, 0, 1, 2)
     verified = verify(SamplingParams(logprobs=1), logits)
-    law = torch.log_softmax(logits, dim=-1)
-    expected = [float(law[row, token]) for row, token in ((0, 1), (1, 3), (3, 1), (4, 2))]
+    distribution = torch.log_softmax(logits, dim=-1)
+    expected = [float(distribution[row, token]) for row, token in ((0, 1), (1, 3), (3, 1), (4, 2))]
     assert [one.logprob for one in verified.logprobs] == pytest.approx(expected)
     assert [one.top[0][0] for one in verified.logprobs] == [1, 3, 1, 2]
 

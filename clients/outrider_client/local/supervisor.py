@@ -27,7 +27,7 @@ class ServiceCommand:
 
 
 @dataclass(frozen=True)
-class Patience:
+class RestartTimes:
     """Times in seconds. Back-off doubles from `first_backoff` to `longest_backoff`, and starts over after a
     life of `healthy_after`."""
 
@@ -46,13 +46,13 @@ class Supervisor:
         target: ServiceCommand,
         draft: ServiceCommand | None,
         emit: Emit,
-        patience: Patience | None = None,
+        times: RestartTimes | None = None,
     ) -> None:
         """`emit(name, line)` gets every line of a service, and our own under the name "outrider"."""
         self._target = target
         self._draft = draft
         self._emit = emit
-        self._patience = patience or Patience()
+        self._times = times or RestartTimes()
         self._stopping = asyncio.Event()
         self._children: dict[str, Child] = {}
 
@@ -93,7 +93,7 @@ class Supervisor:
     async def _stop(self, name: str) -> None:
         child = self._children.get(name)
         if child is not None and child.status is None:
-            await child.stop(self._patience.stop)
+            await child.stop(self._times.stop)
 
     async def _run_target(self, on_ready: Callable[[], None]) -> int:
         child = await self._start(self._target)
@@ -116,7 +116,7 @@ class Supervisor:
 
     async def _when_ready(self, target: Child, on_ready: Callable[[], None]) -> None:
         try:
-            await wait_serving(target, self._target.address, self._patience.start, self._target.token, self._target.tls)
+            await wait_serving(target, self._target.address, self._times.start, self._target.token, self._target.tls)
         except ServiceDied:
             return
         except ServiceSlow as error:
@@ -126,15 +126,15 @@ class Supervisor:
 
     async def _keep_draft(self) -> None:
         assert self._draft is not None
-        backoff = self._patience.first_backoff
+        backoff = self._times.first_backoff
         loop = asyncio.get_running_loop()
         while not self._stopping.is_set():
             born = loop.time()
             status = await (await self._start(self._draft)).wait()
             if self._stopping.is_set():
                 return
-            if loop.time() - born >= self._patience.healthy_after:
-                backoff = self._patience.first_backoff
+            if loop.time() - born >= self._times.healthy_after:
+                backoff = self._times.first_backoff
             self._emit("outrider", f"{ServiceDied('draft', status)}; starting it again in {backoff:g} s")
             await asyncio.sleep(backoff)
-            backoff = min(2 * backoff, self._patience.longest_backoff)
+            backoff = min(2 * backoff, self._times.longest_backoff)

@@ -1,8 +1,9 @@
 """A neural drafter's work as captured CUDA graphs: what a step commits costs the host one launch, and so do its trees.
 
 A graph reads from tensors that stay where they are, and there is one per kind of work and power of two of sequences.
-Trees grow on the device as a whole (`tree_pass`); only those of REJECTION requests, which carry laws in integers, grow
-a level at a time, as all do without graphs, in captured passes. A prompt's rows, which are many, are read eagerly.
+Trees grow on the device as a whole (`tree_pass`); only those of REJECTION requests, which carry distributions in
+integers, grow a level at a time, as all do without graphs, in captured passes. A prompt's rows, which are many, are
+read eagerly.
 """
 
 from __future__ import annotations
@@ -154,7 +155,7 @@ class CapturedDrafting(TreeDrafting):
 
     @torch.inference_mode()
     def trees(self, wanted: Sequence[Wanted]) -> list[TokenTree]:
-        """The best trees: at once for all whose modes need no laws, level by level for the others."""
+        """The best trees: at once for all whose modes need no distributions, level by level for the others."""
         found: dict[int, TokenTree] = {}
         drawn = [i for i, one in enumerate(wanted) if one.sequence.mode is VerificationMode.REJECTION]
         at_once = [i for i, one in enumerate(wanted) if one.sequence.mode is not VerificationMode.REJECTION]
@@ -210,7 +211,7 @@ class CapturedDrafting(TreeDrafting):
         shape = self.shape.for_sequences(sequences)
         size = PassSize(sequences, sequences * (1 + shape.expanded), sequences * shape.width)
         output = self._replay(size, parts, tokens, carried, positions)
-        return RowOutput(output.carried[: len(tokens)], output.spoken[: len(tokens)])
+        return RowOutput(output.carried[: len(tokens)], output.lm_input[: len(tokens)])
 
     def _replay(
         self,

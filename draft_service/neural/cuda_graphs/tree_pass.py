@@ -142,14 +142,14 @@ class TreePass:
 
     def run_early(self) -> None:
         """The first levels of all sequences' trees, and what they hold to where `fetch` finds it."""
-        carried, spoken = self._states.read(self._integers.device["states"])
+        carried, lm_input = self._states.read(self._integers.device["states"])
         if self.parts > 1:
             # What the last trees had there would be taken for nodes of these.
-            self._growth.worths[:, self._growth.first_item(self._early + 1) :] = 0.0
-        self._grow(spoken, 1)
+            self._growth.path_probs[:, self._growth.first_item(self._early + 1) :] = 0.0
+        self._grow(lm_input, 1)
         for level in range(1, self._early):
-            carried, spoken = self._read(level, carried)
-            self._grow(spoken, level + 1)
+            carried, lm_input = self._read(level, carried)
+            self._grow(lm_input, level + 1)
         self._carried = carried
         keep(self._growth, self._found[0].result)
 
@@ -158,15 +158,15 @@ class TreePass:
         carried = self._carried
         assert carried is not None, "the early levels come first"
         for level in range(self._early, self._shape.num_steps):
-            carried, spoken = self._read(level, carried)
-            self._grow(spoken, level + 1)
+            carried, lm_input = self._read(level, carried)
+            self._grow(lm_input, level + 1)
         keep(self._growth, self._found[-1].result)
 
-    def _grow(self, spoken: Tensor, level: int) -> None:
+    def _grow(self, lm_input: Tensor, level: int) -> None:
         """Add the nodes of a level, given what the level above it puts out."""
         limits = self._integers.device["limits"].view(2, self.sequences)
         parents = self.plan.parents.view(self.sequences, self._tail)
-        children = self._children(self._network.logits(spoken), level)
+        children = self._children(self._network.logits(lm_input), level)
         grow(self._growth, children, limits, level, self._shape.min_score, parents)
 
     def _read(self, level: int, carried: Tensor) -> RowOutput:

@@ -74,7 +74,7 @@ class TreeAttention:
         return self._implementation.plan(batch)
 
     def run(self, plan: AttentionPlan, query: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float) -> Tensor:
-        """Attend in one layer. The tail's keys and values must be in the cache already (`kv_move.write_kv`).
+        """Attend in one layer. The tail's keys and values must be in the cache already (`paging.write_kv`).
 
         Args:
             plan: of this step, by this object.

@@ -60,7 +60,7 @@ class _Layout:
 
 @dataclass
 class _Schedule:
-    """Work space of one layout; see `_triton_schedule` for the integers."""
+    """Work space of one layout; see `attention.triton_schedule` for the integers."""
 
     # [groups, 8], [chunks, 16], [groups] and [3] int32.
     groups: Tensor

@@ -1,4 +1,4 @@
-"""The Triton kernel of tree attention. The words are those of `_triton_schedule`."""
+"""The Triton kernel of tree attention. The words are those of `attention.triton_schedule`."""
 
 from __future__ import annotations
 

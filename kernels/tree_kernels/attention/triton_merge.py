@@ -1,4 +1,4 @@
-"""Triton kernels that merge what the programs of one group left. The words are those of `_triton_schedule`."""
+"""Triton kernels that merge what the programs of one group left. The words are those of `attention.triton_schedule`."""
 
 from __future__ import annotations
 

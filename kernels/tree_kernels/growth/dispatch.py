@@ -3,8 +3,8 @@
 Symbols: B sequences; L levels; W nodes that a level expands; K children of each; F frontier nodes of a sequence, 1 at
 the first level and W below; V' tokens that the network can say; T = 1 + (L - 1) * W rows of the cache's tail, the
 root's first; C = 1 + K + (L - 1) * W * K items of a tree, the root first and then the children of every frontier in
-order. What is not there has a worth of 0: an item below nothing, a frontier place that is not taken. It is computed
-like the rest, and what came out of it is never kept.
+order. What is not there has a path probability of 0: an item below nothing, a frontier place that is not taken. It is
+computed like the rest, and what came out of it is never kept.
 
 Nothing here asks the device for anything, so that a whole tree can be captured in one CUDA graph.
 """
@@ -35,15 +35,15 @@ def make_growth(sequences: int, levels: int, width: int, breadth: int, device: t
     growth = Growth(
         tokens=zeros(items, torch.int32),
         parents=zeros(items, torch.int32),
-        worths=zeros(items, torch.float64),
+        path_probs=zeros(items, torch.float64),
         scores=zeros(items, torch.float32),
         frontier=zeros(width, torch.int32, 2),
-        frontier_worths=zeros(width, torch.float64, 2),
+        frontier_path_probs=zeros(width, torch.float64, 2),
         next_tokens=zeros(width, torch.int32),
         sources=zeros(width, torch.int64),
         breadth=breadth,
     )
-    growth.worths[:, 0] = 1.0
+    growth.path_probs[:, 0] = 1.0
     growth.scores[:, 0] = 1.0
     return growth
 
@@ -90,7 +90,7 @@ def race_winners(
         race: of the sequences.
         level: depth of the children, from 1.
         entrants: tokens of a row that race.
-        sharpness: how far the race over the network's law is taken for the target's own.
+        sharpness: how far the race over the network's distribution is taken for the target's own.
     """
     if logits.is_cuda and min(entrants, logits.shape[1]) <= MAX_KERNEL_ENTRANTS:
         from tree_kernels.growth import triton_children as _triton_children
@@ -135,34 +135,34 @@ def grow(growth: Growth, children: Children, limits: Tensor, level: int, floor: 
     places = 1 if level == 1 else width
     begin = growth.first_item(level)
     end = begin + places * breadth
-    worth = growth.frontier_worths[now, :, :, None] if level > 1 else growth.worths[:, :1, None]
+    path_prob = growth.frontier_path_probs[now, :, :, None] if level > 1 else growth.path_probs[:, :1, None]
     scores = children.scores.view(sequences, places, breadth)
     # Written so that NaN is no child.
-    there = (scores > 0.0) & (worth * scores >= floor) & (worth > 0.0)
+    there = (scores > 0.0) & (path_prob * scores >= floor) & (path_prob > 0.0)
     scores = scores.clamp(max=1.0)
-    worths = torch.where(there, worth * scores, 0.0).flatten(1)
+    path_probs = torch.where(there, path_prob * scores, 0.0).flatten(1)
     growth.tokens[:, begin:end] = children.tokens.view(sequences, -1)
-    growth.worths[:, begin:end] = worths
+    growth.path_probs[:, begin:end] = path_probs
     growth.scores[:, begin:end] = scores.flatten(1)
     if level > 1:
         growth.parents[:, begin:end] = growth.frontier[now, ..., None].expand(-1, -1, breadth).flatten(1)
     if 1 + (level - 1) * width < tail_parents.shape[1]:
-        _choose(growth, worths, limits, level, tail_parents)
+        _choose(growth, path_probs, limits, level, tail_parents)
 
 
-def _choose(growth: Growth, worths: Tensor, limits: Tensor, level: int, tail_parents: Tensor) -> None:
-    """Choose the next frontier among a level's items, whose worths are [B, F * K]; see `grow`."""
+def _choose(growth: Growth, path_probs: Tensor, limits: Tensor, level: int, tail_parents: Tensor) -> None:
+    """Choose the next frontier among a level's items, whose path probabilities are [B, F * K]; see `grow`."""
     _, sequences, width = growth.frontier.shape
     following, begin = (level + 1) % 2, growth.first_item(level)
-    end, places = begin + worths.shape[1], worths.shape[1] // growth.breadth
-    best, chosen = (part[:, :width] for part in worths.sort(dim=1, descending=True, stable=True))
+    end, places = begin + path_probs.shape[1], path_probs.shape[1] // growth.breadth
+    best, chosen = (part[:, :width] for part in path_probs.sort(dim=1, descending=True, stable=True))
     # The root may have fewer children than a level expands: then the first child stands in, and is worth nothing.
-    missing = max(0, width - worths.shape[1])
+    missing = max(0, width - path_probs.shape[1])
     best, chosen = torch.nn.functional.pad(best, (0, missing)), torch.nn.functional.pad(chosen, (0, missing))
-    better = (growth.worths[:, None, 1:end] >= best[..., None]).sum(-1) - 1
+    better = (growth.path_probs[:, None, 1:end] >= best[..., None]).sum(-1) - 1
     expanded = (best > 0.0) & (better < limits[0, :, None]) & (limits[1, :, None] > level)
     growth.frontier[following] = (chosen + begin).int()
-    growth.frontier_worths[following] = torch.where(expanded, best, 0.0)
+    growth.frontier_path_probs[following] = torch.where(expanded, best, 0.0)
     growth.next_tokens.copy_(growth.tokens[:, begin:end].gather(1, chosen))
     above = chosen // growth.breadth
     growth.sources.copy_(above + places * torch.arange(sequences, device=above.device)[:, None])
@@ -178,9 +178,9 @@ def make_kept(growth: Growth, nodes: int) -> Tensor:
         [B, 1 + 3 * N] int32, N = min(1 + nodes, C): how many rows there are, then tokens, parents (rows), and the bits
         of the scores (float32).
     """
-    sequences, items = growth.worths.shape
+    sequences, items = growth.path_probs.shape
     columns = 1 + 3 * min(1 + nodes, items)
-    return torch.zeros(sequences, columns, dtype=torch.int32, device=growth.worths.device)
+    return torch.zeros(sequences, columns, dtype=torch.int32, device=growth.path_probs.device)
 
 
 def keep(growth: Growth, kept: Tensor) -> None:
@@ -191,13 +191,13 @@ def keep(growth: Growth, kept: Tensor) -> None:
 
         _triton_growth.keep(growth, kept)
         return
-    sequences, items = growth.worths.shape
+    sequences, items = growth.path_probs.shape
     rows = (kept.shape[1] - 1) // 3
-    order = growth.worths.sort(dim=1, descending=True, stable=True).indices[:, :rows]
+    order = growth.path_probs.sort(dim=1, descending=True, stable=True).indices[:, :rows]
     row_of = torch.zeros(sequences, items, dtype=torch.int32, device=order.device)
     row_of.scatter_(1, order, torch.arange(rows, dtype=torch.int32, device=order.device).expand(sequences, -1))
     parents = row_of.gather(1, growth.parents.gather(1, order).long())
-    there = (growth.worths > 0.0).sum(1, keepdim=True).clamp(max=rows).int()
+    there = (growth.path_probs > 0.0).sum(1, keepdim=True).clamp(max=rows).int()
     scores = growth.scores.gather(1, order).view(torch.int32)
     kept.copy_(torch.cat([there, growth.tokens.gather(1, order), parents, scores], dim=1))
 

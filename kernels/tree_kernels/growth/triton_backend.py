@@ -20,7 +20,7 @@ _NUMBERS = ["sequences", "items", "begin", "level", "row", "rows", "tail", "floo
 
 @triton.jit
 def _offered(  # type: ignore[no-untyped-def]
-    frontier_worths, scores, b, item, floor, PLACES: tl.constexpr, WIDTH: tl.constexpr, BREADTH: tl.constexpr,
+    frontier_path_probs, scores, b, item, floor, PLACES: tl.constexpr, WIDTH: tl.constexpr, BREADTH: tl.constexpr,
     DEEP: tl.constexpr,
 ):  # fmt: skip
     """Worth and score of new items, fp64; 0 and the score where there is no child, and -1 behind the last item."""
@@ -28,7 +28,7 @@ def _offered(  # type: ignore[no-untyped-def]
     score = tl.load(scores + b * PLACES * BREADTH + item, mask=here, other=0.0)
     above = tl.full(item.shape, 1.0, tl.float64)
     if DEEP:
-        above = tl.load(frontier_worths + b * WIDTH + item // BREADTH, mask=here, other=0.0)
+        above = tl.load(frontier_path_probs + b * WIDTH + item // BREADTH, mask=here, other=0.0)
     there = (score > 0.0) & (above * score >= floor) & (above > 0.0)
     score = tl.minimum(score, 1.0)
     return tl.where(here, tl.where(there, above * score, 0.0), -1.0), score
@@ -36,21 +36,21 @@ def _offered(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=_NUMBERS)
 def _grow_kernel(  # type: ignore[no-untyped-def]
-    item_tokens, item_parents, item_worths, item_scores, frontier, frontier_worths, next_frontier, next_worths,
-    next_tokens, sources, tokens, scores, limits, tail_parents, sequences, items, begin, level, row, tail, floor,
-    PLACES: tl.constexpr, WIDTH: tl.constexpr, BREADTH: tl.constexpr, LAST: tl.constexpr, DEEP: tl.constexpr,
-    BLOCK: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_W: tl.constexpr,
+    item_tokens, item_parents, item_path_probs, item_scores, frontier, frontier_path_probs, next_frontier,
+    next_path_probs, next_tokens, sources, tokens, scores, limits, tail_parents, sequences, items, begin, level, row,
+    tail, floor, PLACES: tl.constexpr, WIDTH: tl.constexpr, BREADTH: tl.constexpr, LAST: tl.constexpr, DEEP:
+    tl.constexpr, BLOCK: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_W: tl.constexpr,
 ):  # fmt: skip
     """Program (sequence, block): BLOCK new items of a tree, and the places in the next frontier that they take.
     DEEP is any level but the first."""
     b = tl.program_id(0)
     item = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     here = item < PLACES * BREADTH
-    worth, score = _offered(frontier_worths, scores, b, item, floor, PLACES, WIDTH, BREADTH, DEEP)
+    path_prob, score = _offered(frontier_path_probs, scores, b, item, floor, PLACES, WIDTH, BREADTH, DEEP)
     token = tl.load(tokens + b * PLACES * BREADTH + item, mask=here, other=0)
     at = b * items + begin + item
     tl.store(item_tokens + at, token, mask=here)
-    tl.store(item_worths + at, worth, mask=here)
+    tl.store(item_path_probs + at, path_prob, mask=here)
     tl.store(item_scores + at, score.to(tl.float32), mask=here)
     if DEEP:
         tl.store(item_parents + at, tl.load(frontier + b * WIDTH + item // BREADTH, mask=here, other=0), mask=here)
@@ -59,20 +59,20 @@ def _grow_kernel(  # type: ignore[no-untyped-def]
         better = tl.full([BLOCK], -1, tl.int32)
         for first in tl.range(0, PLACES * BREADTH, BLOCK_J):
             other = first + tl.arange(0, BLOCK_J)
-            rival, _ = _offered(frontier_worths, scores, b, other, floor, PLACES, WIDTH, BREADTH, DEEP)
-            above = rival[None, :] > worth[:, None]
-            equal = (rival[None, :] == worth[:, None]) & (other < PLACES * BREADTH)[None, :]
+            rival, _ = _offered(frontier_path_probs, scores, b, other, floor, PLACES, WIDTH, BREADTH, DEEP)
+            above = rival[None, :] > path_prob[:, None]
+            equal = (rival[None, :] == path_prob[:, None]) & (other < PLACES * BREADTH)[None, :]
             place += tl.sum((above | (equal & (other[None, :] < item[:, None]))).to(tl.int32), 1)
             better += tl.sum((above | equal).to(tl.int32), 1)
         for first in tl.range(1, begin, BLOCK_J):
             other = first + tl.arange(0, BLOCK_J)
-            rival = tl.load(item_worths + b * items + other, mask=other < begin, other=-1.0)
-            better += tl.sum((rival[None, :] >= worth[:, None]).to(tl.int32), 1)
+            rival = tl.load(item_path_probs + b * items + other, mask=other < begin, other=-1.0)
+            better += tl.sum((rival[None, :] >= path_prob[:, None]).to(tl.int32), 1)
         taken = here & (place < WIDTH)
-        expanded = (worth > 0.0) & (better < tl.load(limits + b)) & (tl.load(limits + sequences + b) > level)
+        expanded = (path_prob > 0.0) & (better < tl.load(limits + b)) & (tl.load(limits + sequences + b) > level)
         to = b * WIDTH + place
         tl.store(next_frontier + to, begin + item, mask=taken)
-        tl.store(next_worths + to, tl.where(expanded, worth, 0.0), mask=taken)
+        tl.store(next_path_probs + to, tl.where(expanded, path_prob, 0.0), mask=taken)
         tl.store(next_tokens + to, token, mask=taken)
         tl.store(sources + to, (b * PLACES + item // BREADTH).to(tl.int64), mask=taken)
         parent = tl.zeros([BLOCK], tl.int32)
@@ -87,29 +87,29 @@ def _grow_kernel(  # type: ignore[no-untyped-def]
                 spare_at = b * WIDTH + spare
                 none = tl.zeros([BLOCK_W], tl.int32)
                 tl.store(next_frontier + spare_at, begin + none, mask=free)
-                tl.store(next_worths + spare_at, none.to(tl.float64), mask=free)
+                tl.store(next_path_probs + spare_at, none.to(tl.float64), mask=free)
                 tl.store(next_tokens + spare_at, tl.load(tokens + b * PLACES * BREADTH) + none, mask=free)
                 tl.store(sources + spare_at, (b * PLACES + none).to(tl.int64), mask=free)
                 tl.store(tail_parents + b * tail + row + spare, none, mask=free)
 
 
 @triton.jit(do_not_specialize=_NUMBERS)
-def _keep_kernel(tokens, parents, worths, scores, kept, items, rows, BLOCK: tl.constexpr, BLOCK_J: tl.constexpr):  # type: ignore[no-untyped-def]
+def _keep_kernel(tokens, parents, path_probs, scores, kept, items, rows, BLOCK: tl.constexpr, BLOCK_J: tl.constexpr):  # type: ignore[no-untyped-def]
     """Program (sequence, block): the rows that BLOCK items of a tree have among the best; see `growth.keep`."""
     b = tl.program_id(0)
     item = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     here = item < items
-    worth = tl.load(worths + b * items + item, mask=here, other=-1.0)
+    path_prob = tl.load(path_probs + b * items + item, mask=here, other=-1.0)
     parent = tl.load(parents + b * items + item, mask=here, other=0)
-    above = tl.load(worths + b * items + parent, mask=here, other=-1.0)
+    above = tl.load(path_probs + b * items + parent, mask=here, other=-1.0)
     place = tl.zeros([BLOCK], tl.int32)
     parent_place = tl.zeros([BLOCK], tl.int32)
     there = tl.zeros([BLOCK_J], tl.int32)
     for first in tl.range(0, items, BLOCK_J):
         other = first + tl.arange(0, BLOCK_J)
-        rival = tl.load(worths + b * items + other, mask=other < items, other=-2.0)
-        equal = (rival[None, :] == worth[:, None]) & (other[None, :] < item[:, None])
-        place += tl.sum(((rival[None, :] > worth[:, None]) | equal).to(tl.int32), 1)
+        rival = tl.load(path_probs + b * items + other, mask=other < items, other=-2.0)
+        equal = (rival[None, :] == path_prob[:, None]) & (other[None, :] < item[:, None])
+        place += tl.sum(((rival[None, :] > path_prob[:, None]) | equal).to(tl.int32), 1)
         equal = (rival[None, :] == above[:, None]) & (other[None, :] < parent[:, None])
         parent_place += tl.sum(((rival[None, :] > above[:, None]) | equal).to(tl.int32), 1)
         there += (rival > 0.0).to(tl.int32)
@@ -131,20 +131,20 @@ def grow(growth: Growth, children: Children, limits: Tensor, level: int, floor: 
     now, following = level % 2, (level + 1) % 2
     block = max(16, min(_ITEMS, triton.next_power_of_2(places * breadth)))
     _grow_kernel[(sequences, triton.cdiv(places * breadth, block))](
-        growth.tokens, growth.parents, growth.worths, growth.scores, growth.frontier[now], growth.frontier_worths[now],
-        growth.frontier[following], growth.frontier_worths[following], growth.next_tokens, growth.sources,
-        children.tokens, children.scores, limits, tail_parents, sequences, growth.tokens.shape[1],
-        growth.first_item(level), level, row, tail_parents.shape[1], floor,
-        PLACES=places, WIDTH=width, BREADTH=breadth, LAST=row >= tail_parents.shape[1], DEEP=level > 1, BLOCK=block,
-        BLOCK_J=block, BLOCK_W=triton.next_power_of_2(width), num_warps=4 if block == _ITEMS else 1,
+        growth.tokens, growth.parents, growth.path_probs, growth.scores, growth.frontier[now],
+        growth.frontier_path_probs[now], growth.frontier[following], growth.frontier_path_probs[following],
+        growth.next_tokens, growth.sources, children.tokens, children.scores, limits, tail_parents, sequences,
+        growth.tokens.shape[1], growth.first_item(level), level, row, tail_parents.shape[1], floor, PLACES=places,
+        WIDTH=width, BREADTH=breadth, LAST=row >= tail_parents.shape[1], DEEP=level > 1, BLOCK=block, BLOCK_J=block,
+        BLOCK_W=triton.next_power_of_2(width), num_warps=4 if block == _ITEMS else 1,
     )  # fmt: skip
 
 
 def keep(growth: Growth, kept: Tensor) -> None:
     """See `growth.keep`."""
-    sequences, items = growth.worths.shape
+    sequences, items = growth.path_probs.shape
     block = max(16, min(_ITEMS, triton.next_power_of_2(items)))
     _keep_kernel[(sequences, triton.cdiv(items, block))](
-        growth.tokens, growth.parents, growth.worths, growth.scores, kept, items, (kept.shape[1] - 1) // 3,
+        growth.tokens, growth.parents, growth.path_probs, growth.scores, kept, items, (kept.shape[1] - 1) // 3,
         BLOCK=block, BLOCK_J=block, num_warps=4 if block == _ITEMS else 1,
     )  # fmt: skip

@@ -3,8 +3,8 @@
 Symbols: B sequences; L levels; W nodes that a level expands; K children of each; F frontier nodes of a sequence, 1 at
 the first level and W below; V' tokens that the network can say; T = 1 + (L - 1) * W rows of the cache's tail, the
 root's first; C = 1 + K + (L - 1) * W * K items of a tree, the root first and then the children of every frontier in
-order. What is not there has a worth of 0: an item below nothing, a frontier place that is not taken. It is computed
-like the rest, and what came out of it is never kept.
+order. What is not there has a path probability of 0: an item below nothing, a frontier place that is not taken. It is
+computed like the rest, and what came out of it is never kept.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ class Growth(NamedTuple):
 
     tokens: Tensor  # [B, C] int32
     parents: Tensor  # [B, C] int32 items
-    worths: Tensor  # [B, C] float64
+    path_probs: Tensor  # [B, C] float64
     scores: Tensor  # [B, C] float32 given the parent
     # Of odd levels' frontiers and of even ones', since a level reads one and writes the other.
     frontier: Tensor  # [2, B, W] int32 items that are expanded
-    frontier_worths: Tensor  # [2, B, W] float64
+    frontier_path_probs: Tensor  # [2, B, W] float64
     next_tokens: Tensor  # [B, W] int32 of the frontier
     sources: Tensor  # [B, W] int64 row of each one's parent in the pass before, in which each sequence has F
     breadth: int  # K

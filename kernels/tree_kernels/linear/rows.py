@@ -43,7 +43,7 @@ class HeadRows:
     Attributes:
         cosines: [R, D], of the angles that each number of a head is turned by; the halves of a head turn together.
         sines: [R, D].
-        slots: [R] integers as in `kv_move.write_kv`: where keys and values go. On a GPU a negative one is left out.
+        slots: [R] integers as in `paging.write_kv`: where keys and values go. On a GPU a negative one is left out.
         key_cache: [pages, page_size, Hkv, D], contiguous.
         value_cache: [pages, page_size, Hkv, D], contiguous.
     """

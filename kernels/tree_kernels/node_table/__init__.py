@@ -1,7 +1,7 @@
 """Rows of a pass chosen on the device, from trees that a draft sent and from sequences' own text."""
 
 from tree_kernels.node_table.dispatch import NodeTable
-from tree_kernels.node_table.feeding import advance, fill_awaited, move_on
+from tree_kernels.node_table.feeding import advance, fill_pending, move_on
 from tree_kernels.node_table.layout import (
     BLOCK,
     KEPT,
@@ -15,9 +15,9 @@ from tree_kernels.node_table.layout import (
     NO_KEY,
     NODES,
     PROSPECTS,
-    SAID,
-    SAID_ROWS,
-    SAID_TOKENS,
+    REPORT,
+    REPORT_ROWS,
+    REPORT_TOKENS,
     TABLE,
     longest_run,
     preorder,
@@ -39,15 +39,15 @@ __all__ = [
     "NODES",
     "NO_KEY",
     "PROSPECTS",
+    "REPORT",
+    "REPORT_ROWS",
+    "REPORT_TOKENS",
     "RIGHT",
-    "SAID",
-    "SAID_ROWS",
-    "SAID_TOKENS",
     "TABLE",
     "NodeTable",
     "StepIntegers",
     "advance",
-    "fill_awaited",
+    "fill_pending",
     "longest_run",
     "move_on",
     "preorder",

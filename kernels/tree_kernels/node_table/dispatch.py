@@ -30,7 +30,7 @@ from tree_kernels.node_table.layout import (
     NO_KEY,
     NODES,
     PROSPECTS,
-    SAID,
+    REPORT,
     SURE,
     TABLE,
 )
@@ -88,7 +88,7 @@ class NodeTable:
         self.last_position = last_position
         self.max_sequences = max_sequences
         self.lookup_tokens = lookup_tokens
-        self.said = torch.zeros(max_sequences, max_passes, SAID, dtype=torch.int32, device=device)
+        self.reports = torch.zeros(max_sequences, max_passes, REPORT, dtype=torch.int32, device=device)
         self.tables = torch.zeros(max_sequences, TABLE, dtype=torch.int32, device=device)
         integers = torch.zeros(7, max_sequences, dtype=torch.int32, device=device)
         # Found for the next pass: how many candidates were kept (-1 of who is not there), the root's token and the age.
@@ -136,7 +136,7 @@ class NodeTable:
             self.page_size,
             self.last_position,
             max_sequences=self.max_sequences,
-            max_passes=self.said.shape[1],
+            max_passes=self.reports.shape[1],
             lookup_tokens=self.lookup_tokens,
             backend="triton" if self.on_triton else "torch",
         )
@@ -161,12 +161,12 @@ class NodeTable:
             raise ValueError(f"expected a frame of {needed} integers, got {len(frame)}")
         self._backend.graft(self, frame, growths)
 
-    def begin(self, step: StepIntegers, awaited: Tensor, moves: Tensor | None = None) -> None:
+    def begin(self, step: StepIntegers, pending: Tensor, moves: Tensor | None = None) -> None:
         """Choose the rows of a step that was just laid out, after moving it on. In place.
 
         Args:
             step: every sequence has one row, or none, and free rows stand behind them. A row feeds a token, or -1 - i
-                for `awaited[i]`; it is laid out as if the step before had accepted no drafted row. Its sequence's
+                for `pending[i]`; it is laid out as if the step before had accepted no drafted row. Its sequence's
                 record has as many rows as the sequence may get, the first included. The pages hold the keys that may
                 come. It has `parents` and `causal`.
             awaited: [any] int32.
@@ -179,11 +179,11 @@ class NodeTable:
         _check(step)
         if moves is None:
             moves = self._before.copy_(self.accepted)
-        self._backend.begin(self, step, awaited, moves)
+        self._backend.begin(self, step, pending, moves)
 
     def go_on(self, step: StepIntegers, verdicts: Verdicts) -> None:
         """Note what a pass of `step` said, make of it the next pass of the same sequences, and choose its rows. In
-        place, behind `keep_accepted`, and at most P times after a `begin`, for which `said` has room.
+        place, behind `keep_accepted`, and at most P times after a `begin`, for which `reports` has room.
 
         Args:
             step: as `begin` or the last call left it, and as it was run.

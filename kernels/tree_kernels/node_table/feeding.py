@@ -9,10 +9,10 @@ from tree_kernels.node_table.step_integers import StepIntegers
 from tree_kernels.verification.records import MODE, POSITION, RECORD, Mode
 
 
-def fill_awaited(
-    token_ids: Tensor, awaited: Tensor, slots: Tensor | None = None, tokens: Tensor | None = None
+def fill_pending(
+    token_ids: Tensor, pending: Tensor, slots: Tensor | None = None, tokens: Tensor | None = None
 ) -> Tensor:
-    """`token_ids` with every -1 - i replaced by `awaited[i]`, kept beside their keys where that is asked for.
+    """`token_ids` with every -1 - i replaced by `pending[i]`, kept beside their keys where that is asked for.
 
     Args:
         token_ids: [R] int32.
@@ -27,8 +27,8 @@ def fill_awaited(
         # Only here: Triton may be absent. One launch, where PyTorch takes four.
         from tree_kernels.node_table.triton_feeding import fill
 
-        return fill(token_ids, awaited, slots, tokens)
-    filled = torch.where(token_ids < 0, awaited[(-1 - token_ids).clamp(min=0)], token_ids)
+        return fill(token_ids, pending, slots, tokens)
+    filled = torch.where(token_ids < 0, pending[(-1 - token_ids).clamp(min=0)], token_ids)
     if slots is not None and tokens is not None:
         there = slots >= 0
         tokens[slots[there].long()] = filled[there]
@@ -66,7 +66,7 @@ def advance(step: StepIntegers, page_size: int, last_position: int) -> None:
 
 
 def move_on(step: StepIntegers, accepted_counts: Tensor, page_size: int, last_position: int) -> None:
-    """Move every row that feeds an awaited token as far on as the step before accepted drafted rows. In place.
+    """Move every row that feeds an pending token as far on as the step before accepted drafted rows. In place.
 
     The step is laid out as if nothing had been accepted. A sequence that awaits no token, or has more than one row,
     stays where it is.

@@ -53,13 +53,13 @@ BLOCK = 1 + TABLE
 # Rows of a sequence, from the best on, of which it is said what they would have promised.
 PROSPECTS = (1, 3, 7, 15, 31, 63)
 # What is said of a pass: figures, then tokens, then accepted rows.
-SAID_TOKENS = 16
-SAID_ROWS = SAID_TOKENS + MAX_PATH + 1
-SAID = SAID_ROWS + MAX_PATH
+REPORT_TOKENS = 16
+REPORT_ROWS = REPORT_TOKENS + MAX_PATH + 1
+REPORT = REPORT_ROWS + MAX_PATH
 # Tokens of a run that is looked up at most, and how far back it is looked for.
 LONGEST = 8
 WINDOW = 8192
-# Where in a record of `verification_records` it stands whether the rows are a chain.
+# Where in a record of `verification.records` it stands whether the rows are a chain.
 IS_CHAIN = 3
 # A chance of one, and how many costs have the same chance, where promises are added up.
 SURE = 1 << 20

@@ -18,7 +18,7 @@ class StepIntegers:
     token_ids: Tensor
     positions: Tensor
     slots: Tensor
-    # [any], as `verification_records.pack_parameters` lays them out, for at least B sequences.
+    # [any], as `verification.records.pack_parameters` lays them out, for at least B sequences.
     parameters: Tensor
     # [B + 1], [B] and [B].
     query_starts: Tensor

@@ -23,8 +23,8 @@ from tree_kernels.node_table.layout import (
     NO_KEY,
     NODES,
     PROSPECTS,
-    SAID_ROWS,
-    SAID_TOKENS,
+    REPORT_ROWS,
+    REPORT_TOKENS,
     SURE,
     WINDOW,
     link_of,
@@ -84,7 +84,7 @@ def graft(table: NodeTable, frame: Tensor, growths: int) -> None:
             table.tables[slot] = block[1:]
 
 
-def begin(table: NodeTable, step: StepIntegers, awaited: Tensor, moves: Tensor) -> None:
+def begin(table: NodeTable, step: StepIntegers, pending: Tensor, moves: Tensor) -> None:
     """See `NodeTable.begin`."""
     count = len(step.prefix_lengths)
     table.passes[:count] = 0
@@ -94,7 +94,7 @@ def begin(table: NodeTable, step: StepIntegers, awaited: Tensor, moves: Tensor) 
         table.limits[b] = step.parameters[b * RECORD + ROWS] - 1
         token, moved = int(step.token_ids[row]), 0
         if token < 0:
-            token, moved = int(awaited[-1 - token]), int(moves[-1 - token])
+            token, moved = int(pending[-1 - token]), int(moves[-1 - token])
         _find(table, step, b, token, moved)
     _lay_out(table, step)
 
@@ -106,15 +106,15 @@ def go_on(table: NodeTable, step: StepIntegers, verdicts: Verdicts) -> None:
         count, token = int(verdicts.accepted_counts[b]), int(verdicts.next_tokens[b])
         path = verdicts.accepted_rows[row : row + count].long()
         accepted_from_table = int((table.ranked[b, 1, path - 1] >> 16).sum())
-        from_table, promised, promised_from_table, *prospects = table.noted[:, b].tolist()
+        from_table, expected, expected_from_table, *prospects = table.noted[:, b].tolist()
         age = int(table.ages[b])
-        figures = [count, rows - 1, from_table, promised, row, accepted_from_table, age, promised_from_table]
+        figures = [count, rows - 1, from_table, expected, row, accepted_from_table, age, expected_from_table]
         figures += [*prospects, 0, 0]
-        said = table.said[b, int(table.passes[b])]
-        said[:SAID_TOKENS] = torch.tensor(figures, dtype=torch.int32)
-        said[SAID_TOKENS : SAID_TOKENS + count] = step.token_ids[row + path]
-        said[SAID_TOKENS + count] = token
-        said[SAID_ROWS : SAID_ROWS + count] = path.int()
+        reports = table.reports[b, int(table.passes[b])]
+        reports[:REPORT_TOKENS] = torch.tensor(figures, dtype=torch.int32)
+        reports[REPORT_TOKENS : REPORT_TOKENS + count] = step.token_ids[row + path]
+        reports[REPORT_TOKENS + count] = token
+        reports[REPORT_ROWS : REPORT_ROWS + count] = path.int()
         table.passes[b] += 1
         table.accepted[b] += count
         _find(table, step, b, token, count + 1)

@@ -27,9 +27,9 @@ from tree_kernels.node_table.layout import (
     NODES,
     PARENTS,
     PROSPECTS,
-    SAID,
-    SAID_ROWS,
-    SAID_TOKENS,
+    REPORT,
+    REPORT_ROWS,
+    REPORT_TOKENS,
     SURE,
     TABLE,
     TOKENS,
@@ -76,7 +76,7 @@ _RUN = tl.constexpr(_PER_RUN)
 _RECORD, _MODE, _POSITION = tl.constexpr(RECORD), tl.constexpr(MODE), tl.constexpr(POSITION)
 _RECORD_ROWS = tl.constexpr(ROWS)
 _COUPLED = tl.constexpr(int(Mode.COUPLED))
-_SAID, _SAID_TOKENS, _SAID_ROWS = tl.constexpr(SAID), tl.constexpr(SAID_TOKENS), tl.constexpr(SAID_ROWS)
+_REPORT, _REPORT_TOKENS, _REPORT_ROWS = tl.constexpr(REPORT), tl.constexpr(REPORT_TOKENS), tl.constexpr(REPORT_ROWS)
 
 
 @triton.jit
@@ -185,7 +185,7 @@ def _rank(  # type: ignore[no-untyped-def]
     CHAIN: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr, CANDIDATES: tl.constexpr, KEPT_ROWS:
     tl.constexpr, RIVALS: tl.constexpr,
 ):  # fmt: skip
-    """Find what may follow the sequence's root, and keep the best by rising keys; see `_torch_node_table._find`.
+    """Find what may follow the sequence's root, and keep the best by rising keys; see `node_table.torch_backend._find`.
 
     Candidate i is a place of the table below `NODES`, and a token of the chain from there on. There is a barrier before
     the first store to what other threads may read.
@@ -213,8 +213,8 @@ def _rank(  # type: ignore[no-untyped-def]
     # Walk: a node whose token the text, or the chain behind it, does not have leaves all below it out. Intervals of
     # places are nested or apart, so the farthest end of those up to a place says whether one of them covers it.
     position = tl.where(in_chain, i - _NODES + prefix + 1, base - 1 + own_depth)
-    said = _text_at(tokens, pages, prefix, root, end, chain, position, PAGE_SIZE)
-    differs = node & (i > 0) & (own_token != said)
+    reports = _text_at(tokens, pages, prefix, root, end, chain, position, PAGE_SIZE)
+    differs = node & (i > 0) & (own_token != reports)
     on_path = node & (tl.associative_scan(tl.where(differs, own_end, 0), 0, _larger) <= i)
     # The last token's place or else, of the token before, one that is to be mended. Of both the former is the larger.
     age = prefix + 1 - base
@@ -252,7 +252,7 @@ def _rank(  # type: ignore[no-untyped-def]
 
     parent = tl.where((own_parent == top) | inserted, -1, own_parent)
     parent = tl.where(in_chain, tl.where(depth > last_depth + 1, i - 1, last), parent)
-    token = tl.where(in_chain, said, own_token)
+    token = tl.where(in_chain, reports, own_token)
     _keep_best(
         chances, counts, keys, ranked, all_keys, ranks, b, limit, i, key, cost, token, parent, depth, near, near_end,
         CANDIDATES, KEPT_ROWS, RIVALS,
@@ -279,7 +279,7 @@ def _move(records, prefix_lengths, roots, b, prefix, root, moves):  # type: igno
 @triton.jit
 def _begin_kernel(  # type: ignore[no-untyped-def]
     token_ids, records, query_starts, prefix_lengths, page_starts, page_table, tokens, tables, places, lookup_costs,
-    chances, counts, roots, ages, keys, ranked, all_keys, ranks, passes, accepted, limits, awaited, moves,
+    chances, counts, roots, ages, keys, ranked, all_keys, ranks, passes, accepted, limits, pending, moves,
     CHAIN: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr, CANDIDATES: tl.constexpr, KEPT_ROWS:
     tl.constexpr, RIVALS: tl.constexpr,
 ):  # fmt: skip
@@ -290,7 +290,7 @@ def _begin_kernel(  # type: ignore[no-untyped-def]
     row = tl.load(query_starts + b)
     if tl.load(query_starts + b + 1) > row:
         token = tl.load(token_ids + row)
-        root = tl.load(awaited - 1 - token, mask=token < 0, other=0)
+        root = tl.load(pending - 1 - token, mask=token < 0, other=0)
         root = tl.where(token < 0, root, token)
         moved = tl.load(moves - 1 - token, mask=token < 0, other=0)
         limit = tl.load(records + b * _RECORD + _RECORD_ROWS) - 1
@@ -309,11 +309,11 @@ def _begin_kernel(  # type: ignore[no-untyped-def]
 def _go_on_kernel(  # type: ignore[no-untyped-def]
     token_ids, records, query_starts, prefix_lengths, page_starts, page_table, tokens, tables, places, lookup_costs,
     chances, counts, roots, ages, keys, ranked, all_keys, ranks, passes, accepted, limits, accepted_counts, next_tokens,
-    accepted_rows, noted, said, SAID_STRIDE: tl.constexpr, NOTED_STRIDE: tl.constexpr,
+    accepted_rows, noted, reports, REPORT_STRIDE: tl.constexpr, NOTED_STRIDE: tl.constexpr,
     CHAIN: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr, CANDIDATES: tl.constexpr, KEPT_ROWS:
     tl.constexpr, RIVALS: tl.constexpr,
 ):  # fmt: skip
-    """One sequence a program; see `NodeTable.go_on`. `said` [B, P, SAID]."""
+    """One sequence a program; see `NodeTable.go_on`. `reports` [B, P, SAID]."""
     b = tl.program_id(0)
     row = tl.load(query_starts + b)
     rows = tl.load(query_starts + b + 1) - row
@@ -321,8 +321,8 @@ def _go_on_kernel(  # type: ignore[no-untyped-def]
         count, root = tl.load(accepted_counts + b), tl.load(next_tokens + b)
         done, so_far = tl.load(passes + b), tl.load(accepted + b)
         age, limit = tl.load(ages + b), tl.load(limits + b)
-        from_table, promised = tl.load(noted + b), tl.load(noted + NOTED_STRIDE + b)
-        promised_from_table = tl.load(noted + 2 * NOTED_STRIDE + b)
+        from_table, expected = tl.load(noted + b), tl.load(noted + NOTED_STRIDE + b)
+        expected_from_table = tl.load(noted + 2 * NOTED_STRIDE + b)
         prospect = tl.arange(0, 8)
         prospects = tl.load(noted + (3 + prospect) * NOTED_STRIDE + b, mask=prospect < _PROSPECTS, other=0)
         prefix = tl.load(prefix_lengths + b) + count + 1
@@ -336,18 +336,18 @@ def _go_on_kernel(  # type: ignore[no-untyped-def]
             ranked, all_keys, ranks, b, prefix, root, limit, CHAIN, PAGE_SIZE, BLOCK, CANDIDATES, KEPT_ROWS, RIVALS,
         )  # fmt: skip
         _move(records, prefix_lengths, roots, b, prefix, root, count + 1)
-        out = said + b * SAID_STRIDE + done * _SAID
+        out = reports + b * REPORT_STRIDE + done * _REPORT
         tl.store(out, count)
         tl.store(out + 1, rows - 1)
         tl.store(out + 2, from_table)
-        tl.store(out + 3, promised)
+        tl.store(out + 3, expected)
         tl.store(out + 4, row)
         tl.store(out + 5, accepted_from_table)
         tl.store(out + 6, age)
-        tl.store(out + 7, promised_from_table)
+        tl.store(out + 7, expected_from_table)
         tl.store(out + 8 + prospect, prospects)
-        tl.store(out + _SAID_TOKENS + k, tl.where(k == count, root, token), mask=k <= count)
-        tl.store(out + _SAID_ROWS + k, path, mask=k < count)
+        tl.store(out + _REPORT_TOKENS + k, tl.where(k == count, root, token), mask=k <= count)
+        tl.store(out + _REPORT_ROWS + k, path, mask=k < count)
         tl.store(passes + b, done + 1)
         tl.store(accepted + b, so_far + count)
     else:
@@ -362,9 +362,9 @@ def graft(table: NodeTable, frame: Tensor, growths: int) -> None:
     )  # fmt: skip
 
 
-def begin(table: NodeTable, step: StepIntegers, awaited: Tensor, moves: Tensor) -> None:
+def begin(table: NodeTable, step: StepIntegers, pending: Tensor, moves: Tensor) -> None:
     """See `NodeTable.begin`."""
-    _begin_kernel[(len(step.prefix_lengths),)](*_tensors(table, step), awaited, moves, **_constants(table))
+    _begin_kernel[(len(step.prefix_lengths),)](*_tensors(table, step), pending, moves, **_constants(table))
     _lay_out(table, step)
 
 
@@ -372,7 +372,7 @@ def go_on(table: NodeTable, step: StepIntegers, verdicts: Verdicts) -> None:
     """See `NodeTable.go_on`."""
     _go_on_kernel[(len(step.prefix_lengths),)](
         *_tensors(table, step), verdicts.accepted_counts, verdicts.next_tokens, verdicts.accepted_rows, table.noted,
-        table.said, SAID_STRIDE=table.said.stride(0), NOTED_STRIDE=table.noted.stride(0), **_constants(table),
+        table.reports, REPORT_STRIDE=table.reports.stride(0), NOTED_STRIDE=table.noted.stride(0), **_constants(table),
     )  # fmt: skip
     _lay_out(table, step)
 
@@ -413,7 +413,7 @@ def _lay_out(table: NodeTable, step: StepIntegers) -> None:
         step.prefix_lengths, step.page_starts, step.page_table, step.causal, table.counts, table.roots, table.keys,
         table.ranked, table.noted, sequences, len(step.token_ids), table.last_position, PAGE_SIZE=table.page_size,
         RECORD=RECORD, FIRST_ROW=FIRST_ROW, ROWS=ROWS, IS_CHAIN=IS_CHAIN, NO_KEY=MOST_COST * KEYS_PER_COST,
-        NOTED_STRIDE=table.noted.stride(0), PROMISES=SURE // 1024, BLOCK_B=triton.next_power_of_2(sequences),
+        NOTED_STRIDE=table.noted.stride(0), EXPECTED=SURE // 1024, BLOCK_B=triton.next_power_of_2(sequences),
         KEPT_ROWS=_KEPT_ROWS, BOUNDS=16 if sequences <= _ONE_WARP else 8 if sequences <= _FOUR_WARPS else 4,
         num_warps=warps,
     )  # fmt: skip

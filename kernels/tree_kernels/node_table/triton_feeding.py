@@ -15,25 +15,25 @@ _BLOCK = 256
 
 @triton.jit
 def _fill_kernel(  # type: ignore[no-untyped-def]
-    token_ids, awaited, filled, slots, tokens, rows, KEEP: tl.constexpr, BLOCK: tl.constexpr
+    token_ids, pending, filled, slots, tokens, rows, KEEP: tl.constexpr, BLOCK: tl.constexpr
 ):
     """[rows] int32 each; BLOCK of them per program. `slots` and `tokens` are looked at where they are to be kept."""
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     token = tl.load(token_ids + row, mask=row < rows, other=0)
-    said = tl.load(awaited - 1 - token, mask=token < 0, other=0)
-    token = tl.where(token < 0, said, token)
+    reports = tl.load(pending - 1 - token, mask=token < 0, other=0)
+    token = tl.where(token < 0, reports, token)
     tl.store(filled + row, token, mask=row < rows)
     if KEEP:
         slot = tl.load(slots + row, mask=row < rows, other=-1)
         tl.store(tokens + slot, token, mask=slot >= 0)
 
 
-def fill(token_ids: Tensor, awaited: Tensor, slots: Tensor | None = None, tokens: Tensor | None = None) -> Tensor:
+def fill(token_ids: Tensor, pending: Tensor, slots: Tensor | None = None, tokens: Tensor | None = None) -> Tensor:
     """See `feeding.fill_awaited`."""
     filled = torch.empty_like(token_ids)
     keep = slots is not None and tokens is not None
     _fill_kernel[(triton.cdiv(len(token_ids), _BLOCK),)](
-        token_ids, awaited, filled, slots if keep else filled, tokens if keep else filled, len(token_ids),
+        token_ids, pending, filled, slots if keep else filled, tokens if keep else filled, len(token_ids),
         KEEP=keep, BLOCK=_BLOCK,
     )  # fmt: skip
     return filled

@@ -8,7 +8,7 @@ import triton.language as tl
 
 @triton.jit
 def _bound_for(keys, room, NO_KEY: tl.constexpr, BOUNDS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The largest bound with at most `room` of `keys` [n] below it; see `_torch_node_table.bound_for`."""
+    """The largest bound with at most `room` of `keys` [n] below it; see `node_table.torch_backend.bound_for`."""
     low = tl.full([], 0, tl.int32)
     high = tl.full([], NO_KEY, tl.int32)
     step = 1 + tl.arange(0, BOUNDS)
@@ -29,10 +29,10 @@ def lay_out_kernel(  # type: ignore[no-untyped-def]
     token_ids, positions, slots, owners, parents, records, query_starts, prefix_lengths, page_starts, page_table,
     causal, counts, roots, keys, ranked, noted, sequences, rows_in_all, last_position,
     PAGE_SIZE: tl.constexpr, RECORD: tl.constexpr, FIRST_ROW: tl.constexpr, ROWS: tl.constexpr, IS_CHAIN: tl.constexpr,
-    NO_KEY: tl.constexpr, NOTED_STRIDE: tl.constexpr, PROMISES: tl.constexpr, BLOCK_B: tl.constexpr,
+    NO_KEY: tl.constexpr, NOTED_STRIDE: tl.constexpr, EXPECTED: tl.constexpr, BLOCK_B: tl.constexpr,
     KEPT_ROWS: tl.constexpr, BOUNDS: tl.constexpr,
 ):  # fmt: skip
-    """One sequence a program, and the first one the free rows; see `_torch_node_table._lay_out`.
+    """One sequence a program, and the first one the free rows; see `node_table.torch_backend._lay_out`.
 
     Each program repeats the choice among all candidates [B * KEPT_ROWS].
     """
@@ -76,13 +76,13 @@ def lay_out_kernel(  # type: ignore[no-untyped-def]
         tl.store(records + b * RECORD + ROWS, rows)
         tl.store(records + b * RECORD + IS_CHAIN, 0)
         tl.store(noted + b, tl.sum(tl.where(mine, link >> 16, 0), axis=0))
-        tl.store(noted + NOTED_STRIDE + b, tl.sum(tl.where(mine, chance, 0), axis=0) // PROMISES)
+        tl.store(noted + NOTED_STRIDE + b, tl.sum(tl.where(mine, chance, 0), axis=0) // EXPECTED)
         from_table = mine & ((link >> 16) > 0)
-        tl.store(noted + 2 * NOTED_STRIDE + b, tl.sum(tl.where(from_table, chance, 0), axis=0) // PROMISES)
+        tl.store(noted + 2 * NOTED_STRIDE + b, tl.sum(tl.where(from_table, chance, 0), axis=0) // EXPECTED)
         for i in tl.static_range(0, 6):
             # The best 1, 3, 7 .. 63: see `node_table.PROSPECTS`. Row 0 is the root.
             near = (k <= count) & (k < (2 << i))
-            tl.store(noted + (3 + i) * NOTED_STRIDE + b, tl.sum(tl.where(near, chance, 0), axis=0) // PROMISES)
+            tl.store(noted + (3 + i) * NOTED_STRIDE + b, tl.sum(tl.where(near, chance, 0), axis=0) // EXPECTED)
     if b == 0:
         laid_out = tl.sum(taken.to(tl.int32), axis=0) + tl.sum(here.to(tl.int32), axis=0)
         for free in tl.range(laid_out, rows_in_all, KEPT_ROWS):

@@ -73,7 +73,7 @@ class RowsToVerify(NamedTuple):
 
     @property
     def filtered(self) -> bool:
-        """Whether any token is left out of the law."""
+        """Whether any token is left out of the distribution."""
         drawn = self.mode is not Mode.GREEDY and self.temperature > 0
         return drawn and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
 

@@ -14,8 +14,8 @@ from tree_kernels.verification.walks import Walk, coupled_token, match_walk, rej
 Distributions = Mapping[int, tuple[Sequence[int], Sequence[int]]]
 
 
-def law_of(logits_row: Tensor, asked: RowsToVerify) -> Tensor:
-    """The law [V] in fp64 of a row of logits [V] after temperature, min_p, top_k and top_p, in this order.
+def distribution_of(logits_row: Tensor, asked: RowsToVerify) -> Tensor:
+    """The distribution [V] in fp64 of a row of logits [V] after temperature, min_p, top_k and top_p, in this order.
 
     Of equally probable tokens the filters keep the lower ids. `top_p` is a share of what the filters before it left.
 
@@ -24,17 +24,17 @@ def law_of(logits_row: Tensor, asked: RowsToVerify) -> Tensor:
         asked: temperature above 0 and the filters.
     """
     shifted = logits_row.double() - logits_row.max().double()
-    law = torch.softmax(shifted / asked.temperature, dim=-1)
+    distribution = torch.softmax(shifted / asked.temperature, dim=-1)
     if asked.min_p > 0:
-        law = torch.where(law >= asked.min_p * law.max(), law, 0.0)
-    ranked = torch.sort(law, descending=True, stable=True).indices
+        distribution = torch.where(distribution >= asked.min_p * distribution.max(), distribution, 0.0)
+    ranked = torch.sort(distribution, descending=True, stable=True).indices
     if asked.top_k > 0:
         ranked = ranked[: asked.top_k]
     if asked.top_p < 1:
-        values = law[ranked]
+        values = distribution[ranked]
         before = values.cumsum(0) - values
         ranked = ranked[before < asked.top_p * values.sum()]
-    kept = torch.zeros_like(law).index_copy_(0, ranked, law[ranked])
+    kept = torch.zeros_like(distribution).index_copy_(0, ranked, distribution[ranked])
     return kept / kept.sum()
 
 
@@ -56,7 +56,7 @@ class TorchVerification:
         """Write verdicts [2 * max_sequences + max_rows] int32."""
         count = self._max_sequences
         max_rows = len(verdicts) - 2 * count
-        laws: Distributions = (
+        by_row: Distributions = (
             {} if distributions is None else unpack_distributions(distributions.cpu().numpy(), max_rows)
         )
         found = torch.zeros(len(verdicts), dtype=torch.int32)
@@ -67,7 +67,7 @@ class TorchVerification:
                 continue
             first, end = asked.first_row, asked.first_row + asked.rows
             own = [max(row - 1, 0) for row in range(asked.rows)] if asked.is_chain else tree[first:end]
-            walk = walk_of(asked, logits[first:end], tokens[first:end], own, laws)
+            walk = walk_of(asked, logits[first:end], tokens[first:end], own, by_row)
             accepted = len(walk.accepted_rows)
             found[b] = accepted
             found[count + b] = walk.next_token
@@ -75,7 +75,9 @@ class TorchVerification:
         verdicts.copy_(found)
 
 
-def walk_of(asked: RowsToVerify, logits: Tensor, token_ids: list[int], parents: list[int], laws: Distributions) -> Walk:
+def walk_of(
+    asked: RowsToVerify, logits: Tensor, token_ids: list[int], parents: list[int], distributions: Distributions
+) -> Walk:
     """One sequence's walk.
 
     Args:
@@ -83,7 +85,7 @@ def walk_of(asked: RowsToVerify, logits: Tensor, token_ids: list[int], parents: 
         logits: [rows, V] of the tree.
         token_ids: [rows].
         parents: [rows], parents[0] is not looked at.
-        laws: by row of the step, which the tree's row r is `asked.first_row + r` of.
+        distributions: by row of the step, which the tree's row r is `asked.first_row + r` of.
     """
     if asked.mode is Mode.GREEDY:
         return match_walk(parents, token_ids, lambda row, _: int(torch.argmax(logits[row])))
@@ -91,9 +93,13 @@ def walk_of(asked: RowsToVerify, logits: Tensor, token_ids: list[int], parents: 
         return match_walk(
             parents,
             token_ids,
-            lambda row, depth: coupled_token(law_of(logits[row], asked), asked.seed, asked.position + depth),
+            lambda row, depth: coupled_token(distribution_of(logits[row], asked), asked.seed, asked.position + depth),
         )
-    own = {row: laws[asked.first_row + row] for row in range(asked.rows) if asked.first_row + row in laws}
+    own = {
+        row: distributions[asked.first_row + row] for row in range(asked.rows) if asked.first_row + row in distributions
+    }
     # One for each row below the root, and one for the next token.
     coins = iter(uniforms(asked.seed, asked.position, asked.rows).tolist())
-    return rejection_walk(parents, token_ids, own, lambda row, _: law_of(logits[row], asked), lambda: next(coins))
+    return rejection_walk(
+        parents, token_ids, own, lambda row, _: distribution_of(logits[row], asked), lambda: next(coins)
+    )

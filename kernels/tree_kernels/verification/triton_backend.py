@@ -14,7 +14,7 @@ from tree_kernels.verification.triton_walk import walk_kernel
 
 _CHUNK = 2048
 _BLOCK = 128
-# Tokens that the filter lists, and searches, at a time. Text leaves short lists; flat laws would like more.
+# Tokens that the filter lists, and searches, at a time. Text leaves short lists; flat distributions would like more.
 _TILE = 2048
 _SEARCH = 1024
 # Each program of the filter lists up to V tokens for itself, 12 bytes each.

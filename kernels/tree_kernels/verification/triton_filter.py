@@ -1,4 +1,4 @@
-"""Triton: where top_k and top_p cut a row's law, without sorting the vocabulary.
+"""Triton: where top_k and top_p cut a row's distribution, without sorting the vocabulary.
 
 A cut is a weight and a token id: tokens above the weight stay, and of those at it the ones up to the id. Few tokens
 lie near it: top_k's is not below the k-th greatest logit of the row's blocks, and top_p's lies between two rungs, whose
@@ -126,8 +126,8 @@ def _search(  # type: ignore[no-untyped-def]
             bits = weight.to(tl.int64, bitcast=True)
             here = (bits >= low) & (bits < high) & ((weight > cut) | ((weight == cut) & (ids <= cut_id)))
             upper = here & (bits >= middle)
-            worth = weight if BY_MASS else tl.full([TILE], 1.0, tl.float64)
-            amount += tl.sum(tl.where(upper, worth, 0.0), 0)
+            path_prob = weight if BY_MASS else tl.full([TILE], 1.0, tl.float64)
+            amount += tl.sum(tl.where(upper, path_prob, 0.0), 0)
             next_low = tl.minimum(next_low, tl.min(tl.where(upper, bits, high), 0))
             next_high = tl.maximum(next_high, tl.max(tl.where(here & (bits < middle), bits + 1, low), 0))
         if amount >= goal:
@@ -146,9 +146,9 @@ def _search(  # type: ignore[no-untyped-def]
         ids = tl.load(list_ids + at, mask=at < count, other=0)
         tie = (weight == found) & ((weight > cut) | (ids <= cut_id))
         ties = before + tl.cumsum(tie.to(tl.int32), 0)
-        worth = found if BY_MASS else tl.full([], 1.0, tl.float64)
+        path_prob = found if BY_MASS else tl.full([], 1.0, tl.float64)
         # The ties before it fall short of the goal.
-        needed = tie & ((ties - 1).to(tl.float64) * worth < wanted)
+        needed = tie & ((ties - 1).to(tl.float64) * path_prob < wanted)
         last = tl.where(tl.sum(needed.to(tl.int32), 0) > 0, tl.max(tl.where(needed, ids, -1), 0), last)
         before += tl.sum(tie.to(tl.int32), 0)
     return tl.where(reached > 0, found, cut), tl.where(reached > 0, last, cut_id)

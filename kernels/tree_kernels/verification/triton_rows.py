@@ -1,8 +1,8 @@
-"""Triton: what every row of a verify step is looked at for: its likeliest token, its law, its noise.
+"""Triton: what every row of a verify step is looked at for: its likeliest token, its distribution, its noise.
 
 Words: a *chunk* is CHUNK tokens of a row, one program's share; a *block* is BLOCK tokens of a chunk, whose greatest
-logit tells a filter whether to look inside. Laws are not normalised: the likeliest token weighs 1. Integers of a
-record are numbered in `verification_records`.
+logit tells a filter whether to look inside. Distributions are not normalised: the likeliest token weighs 1. Integers of
+a record are numbered in `verification.records`.
 """
 
 from __future__ import annotations

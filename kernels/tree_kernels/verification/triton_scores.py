@@ -147,8 +147,8 @@ def score_kernel(  # type: ignore[no-untyped-def]
     """scores [R, chunks] fp64 and winners [R, chunks] int32; of REJECTION rows the scores are weights.
 
     The lowest score of a row is its choice: GREEDY the negated logit, COUPLED the race's finish. A REJECTION chunk's
-    weight leaves out the row's children and its distribution, which the walk keeps itself: what remains of the law
-    after subtraction can be as small as rounding, so it must not be found by subtracting from a sum.
+    weight leaves out the row's children and its distribution, which the walk keeps itself: what remains of the
+    distribution after subtraction can be as small as rounding, so it must not be found by subtracting from a sum.
     """
     row = tl.program_id(0)
     chunk = tl.program_id(1)

@@ -1,6 +1,6 @@
 """Triton: the way down each sequence's tree, one program a sequence.
 
-Verdicts are those of `device_verification.Verdicts`: accepted counts, next tokens, accepted rows.
+Verdicts are those of `verification.dispatch.Verdicts`: accepted counts, next tokens, accepted rows.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def _try_children(  # type: ignore[no-untyped-def]
 ):
     """Accept or reject a row's children in turn.
 
-    Returns the accepted child or BLOCK_R, what is left of the law, and the number of coins used. See
+    Returns the accepted child or BLOCK_R, what is left of the distribution, and the number of coins used. See
     `verification._Residual`, whose arithmetic this repeats.
     """
     index = tl.arange(0, BLOCK_R)
@@ -140,7 +140,8 @@ def _try_children(  # type: ignore[no-untyped-def]
             left = tl.maximum(kept - mass * draft_probs, 0.0)
             left_alone = tl.maximum(kept_alone - mass * tl.where(point, 1.0, 0.0), 0.0)
             left_mass = untouched + tl.sum(left, 0) + tl.sum(left_alone, 0)
-            # Where the two laws are equal no draft is ever rejected, except by rounding: keep the law then.
+            # Where the two distributions are equal no draft is ever rejected, except by rounding: keep the distribution
+            # then.
             some = left_mass > 0.0
             kept = tl.where(some, left, kept)
             kept_alone = tl.where(some, left_alone, kept_alone)

@@ -1,4 +1,5 @@
-"""Which drafted rows the target keeps, and what it says next. Every rule here leaves the target's law as it was.
+"""Which drafted rows the target keeps, and what it says next. Every rule here leaves the target's distribution as it
+was.
 
 Words: a row is *accepted* when the target agrees with it and with every row above it; the *next token* is the target's
 own, *bonus* if the path ended at a leaf, *recovered* otherwise. The root is committed already and is never listed.
@@ -110,16 +111,18 @@ def rejection_walk(
 ) -> Walk:
     """Recursive rejection sampling over a tree (REJECTION).
 
-    The output has the target's law if the children of each row with a distribution were drawn from it one after the
-    other without replacement, in row order, and the children of every other row were chosen without looking at the
-    target's coins (each is then a point mass). A child outside its row's distribution counts as a point mass too.
+    The output has the target's distribution if the children of each row with a distribution were drawn from it one
+    after the other without replacement, in row order, and the children of every other row were chosen without looking
+    at the target's coins (each is then a point mass). A child outside its row's distribution counts as a point mass
+    too.
 
     Args:
         parents: [rows], parents[i] < i; row 0 is the root. Rows are in draw order.
         token_ids: [rows]; siblings carry different tokens.
         distributions: by row of the parent, token ids and integer weights >= 1; token i had probability
             weights[i] / sum(weights).
-        probs_of: the target's law [V] after a row, given the row and its depth below the root; it need not sum to 1.
+        probs_of: the target's distribution [V] after a row, given the row and its depth below the root; it need not sum
+        to 1.
             Called once per row of the path, root first.
         coin: a fresh uniform in [0, 1); at most one for each row below the root, and one for the next token.
     """
@@ -147,7 +150,7 @@ def rejection_walk_with(
 
 
 class _Residual:
-    """What is left of the target's law at one row, after the children that it rejected.
+    """What is left of the target's distribution at one row, after the children that it rejected.
 
     `weights` [V] is not normalised: `_mass` is its sum.
     """
@@ -158,7 +161,7 @@ class _Residual:
         self._draft = dict(zip(*distribution, strict=True)) if distribution else {}
 
     def accepts(self, token_id: int, chance: Chance) -> bool:
-        """Accept with probability min(1, p / q); else take the draft's law away from the target's."""
+        """Accept with probability min(1, p / q); else take the draft's distribution away from the target's."""
         draft = self._draft if token_id in self._draft else {token_id: 1}
         total = sum(draft.values())
         draft_mass = self._mass * draft[token_id] / total
@@ -174,7 +177,8 @@ class _Residual:
         left = self.weights[index] - self._mass * torch.tensor(draft_probs, dtype=torch.float64)
         residual = self.weights.index_copy(0, index, left.clamp_(min=0.0))
         mass = float(residual.sum())
-        # Where the two laws are equal no draft is ever rejected, except by rounding: keep the law then.
+        # Where the two distributions are equal no draft is ever rejected, except by rounding: keep the distribution
+        # then.
         if mass > 0.0:
             self.weights, self._mass = residual, mass
 

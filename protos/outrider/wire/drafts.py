@@ -144,12 +144,14 @@ def growth_from_pb(
         raise InvalidField(f"{field_path}.first_node_id", f"is not in 1..{MAX_NODE_ID - nodes}")
     if nodes and not _sound(token_ids, parent_ids, scores, first, vocabulary_size):
         _name_fault(token_ids, parent_ids, scores, first, vocabulary_size, field_path)
-    laws: dict[int, DraftDistribution] = {}
+    distributions: dict[int, DraftDistribution] = {}
     if pb.distributions:
-        laws = distributions_from_pb(pb.distributions, vocabulary_size, f"{field_path}.distributions")
-        if max(laws) >= first + nodes:
+        distributions = distributions_from_pb(pb.distributions, vocabulary_size, f"{field_path}.distributions")
+        if max(distributions) >= first + nodes:
             raise InvalidField(f"{field_path}.distributions", "names a node that was never given")
-    return SequenceGrowth(pb.sequence_id, pb.base_step, first, parent_ids, token_ids, scores, laws, pb.replaces)
+    return SequenceGrowth(
+        pb.sequence_id, pb.base_step, first, parent_ids, token_ids, scores, distributions, pb.replaces
+    )
 
 
 def _sound(

@@ -115,21 +115,21 @@ def distributions_from_pb(
     pbs: Iterable[tree_pb2.DraftDistribution], vocabulary_size: int, field_path: str
 ) -> dict[int, DraftDistribution]:
     """Checked distributions by their parent, which the caller holds against its own rows or node ids."""
-    laws: dict[int, DraftDistribution] = {}
+    distributions: dict[int, DraftDistribution] = {}
     for i, pb in enumerate(pbs):
-        if pb.parent in laws:
+        if pb.parent in distributions:
             raise InvalidField(f"{field_path}[{i}].parent", "has a distribution already")
-        law = DraftDistribution(tuple(pb.token_ids), tuple(pb.weights))
-        law.check(vocabulary_size, f"{field_path}[{i}]")
-        laws[pb.parent] = law
-    return laws
+        distribution = DraftDistribution(tuple(pb.token_ids), tuple(pb.weights))
+        distribution.check(vocabulary_size, f"{field_path}[{i}]")
+        distributions[pb.parent] = distribution
+    return distributions
 
 
-def distributions_to_pb(laws: Mapping[int, DraftDistribution]) -> list[tree_pb2.DraftDistribution]:
-    """The laws by parent: a row of a tree, or a node id of a growth."""
+def distributions_to_pb(distributions: Mapping[int, DraftDistribution]) -> list[tree_pb2.DraftDistribution]:
+    """The distributions by parent: a row of a tree, or a node id of a growth."""
     return [
-        tree_pb2.DraftDistribution(parent=parent, token_ids=law.token_ids, weights=law.weights)
-        for parent, law in laws.items()
+        tree_pb2.DraftDistribution(parent=parent, token_ids=distribution.token_ids, weights=distribution.weights)
+        for parent, distribution in distributions.items()
     ]
 
 

@@ -25,7 +25,7 @@ from target_service.model.forward import ForwardInput, ForwardPass, rows_of
 from target_service.model.fused.preparing import LayerOptions, prepare_layers
 from target_service.model.hidden_state_hooks import LayerTaps
 from target_service.model.runner import ModelRunner, _attend, _Step
-from tree_kernels.node_table import fill_awaited
+from tree_kernels.node_table import fill_pending
 
 ATTENTION = "outrider_captured"
 # Versions of a layer that the compiler may make: one per number of rows, and frames that a layer falls into.
@@ -64,7 +64,7 @@ class CaptureOptions:
     max_rows: int = 512
     max_sequences: int = 256
     layers: LayerOptions = field(default_factory=LayerOptions)
-    tapped: tuple[int, ...] = ()
+    hooked: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
@@ -109,14 +109,14 @@ class CapturedRunner(ModelRunner):
         self.draft_head = runner.draft_head
         if runner.node_table is not None:
             self.keep_tokens(self._options.max_sequences, runner.node_table.lookup_tokens)
-        if self._options.tapped:
+        if self._options.hooked:
             # On the layers as they are prepared, and before any graph holds them.
-            self.taps = LayerTaps(self._model, self._options.tapped, self._buckets[-1].rows, grows=False)
+            self.hooks = LayerTaps(self._model, self._options.hooked, self._buckets[-1].rows, grows=False)
 
-    def tap(self, layers: tuple[int, ...]) -> None:
-        """See `ModelRunner.tap`. What graphs keep was chosen before they were captured."""
-        if self.taps is None or self.taps.layers != layers:
-            raise NotSupported(f"captured steps keep the states of layers {self._options.tapped}: set --draft-head")
+    def hook(self, layers: tuple[int, ...]) -> None:
+        """See `ModelRunner.hook`. What graphs keep was chosen before they were captured."""
+        if self.hooks is None or self.hooks.layers != layers:
+            raise NotSupported(f"captured steps keep the states of layers {self._options.hooked}: set --draft-head")
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:
@@ -164,7 +164,7 @@ class CapturedRunner(ModelRunner):
         """See `ModelRunner.run_device_rows`. Nobody waits."""
         table = self.node_table
         assert table is not None, "tokens are kept by then"
-        captured = self._replay(batch, parameters, lambda buffer: table.begin(buffer.step, self.awaited, moves))
+        captured = self._replay(batch, parameters, lambda buffer: table.begin(buffer.step, self.pending, moves))
         if captured is None:
             return super().run_device_rows(batch, parameters, moves)
         return _pass_of(captured)
@@ -257,7 +257,7 @@ class CapturedRunner(ModelRunner):
         buffer = StepBuffer(bucket, self._triton, self.device, self.cache.page_size, pages_each, verified)
         # Compiled for where this buffer's parts lie. No sequence has a row yet, so nothing moves on.
         buffer.advance(self._last_position)
-        buffer.move_on(self.awaited, self._last_position)
+        buffer.move_on(self.pending, self._last_position)
         if self.node_table is not None:
             self.node_table.warm_up(buffer.step)
         buffer.load(buffer.rehearsal(), self._last_position)
@@ -280,7 +280,7 @@ class CapturedRunner(ModelRunner):
         """Logits and token ids of all rows of the bucket."""
         step = _Step(self._attention, buffer.plan, buffer.slots, self.cache)
         kept = (buffer.slots, self.cache.tokens) if self.node_table is not None else ()
-        token_ids = fill_awaited(buffer.token_ids, self.awaited, *kept)
+        token_ids = fill_pending(buffer.token_ids, self.pending, *kept)
         output = self._model(
             input_ids=token_ids.unsqueeze(0),
             position_ids=buffer.positions.unsqueeze(0),

@@ -62,7 +62,7 @@ def choose_bucket(buckets: Iterable[Bucket], batch: AttentionBatch, room: int = 
     """The bucket with the fewest rows, then the fewest sequences, that holds the step and so many rows; None if none
     does.
 
-    `buckets` are in that order.
+    `cuda_graphs.sizes` are in that order.
     """
     trees = max((len(parents) for parents in batch.parents if parents is not None), default=0)
     fitting = (

@@ -102,7 +102,7 @@ def _captured(runner: ModelRunner, config: TargetConfig) -> ModelRunner:
         config.step_rows,
         config.max_running,
         layers=LayerOptions(invariant=config.batch_invariant),
-        tapped=head.layers if head is not None else (),
+        hooked=head.layers if head is not None else (),
     )
     return capture_steps(
         runner,

@@ -36,10 +36,10 @@ class DraftInbox:
         self._events: deque[DraftEvent] = deque()
         self._wake = threading.Condition()
         # When a growth came last, on the monotonic clock.
-        self.heard_at = 0.0
+        self.received_at = 0.0
 
     def on_growth(self, growths: SequenceOf[SequenceGrowth]) -> None:
-        self.heard_at = time.monotonic()
+        self.received_at = time.monotonic()
         self._queue(growths)
 
     def on_failure(self, failure: SequenceFailure) -> None:
@@ -56,7 +56,7 @@ class DraftInbox:
             self._events.extend(events)
             self._wake.notify_all()
 
-    def _heard(self) -> Iterator[DraftEvent]:
+    def _received(self) -> Iterator[DraftEvent]:
         """Everything that was said, in order, without waiting."""
         while self._events:
             yield self._events.popleft()

@@ -10,14 +10,14 @@ _SHARE = 0.1
 _BEGINNING = 5.0
 
 
-class DraftPace:
+class DraftLatency:
     """Clock and breaker of the engine's draft. Times are of the monotonic clock, in seconds."""
 
     def __init__(self, failures_to_open: int) -> None:
         """After so many late answers in a row waiting does not pay, until one comes in time."""
         self._failures_to_open = failures_to_open
         self._late = 0
-        self._told_at = 0.0
+        self._sent_at = 0.0
         self._begun_at = -_BEGINNING
         # Of the last answer, until it is taken.
         self._round_trip_ns = 0
@@ -50,13 +50,13 @@ class DraftPace:
 
     def told(self) -> None:
         """The draft was told of a step."""
-        self._told_at = time.monotonic()
+        self._sent_at = time.monotonic()
 
     def answered(self, at: float) -> None:
         """It has answered what it was told last, or something before that."""
-        if at > self._told_at:
-            self._round_trip_ns = round((at - self._told_at) * 1e9)
-            took = at - self._told_at
+        if at > self._sent_at:
+            self._round_trip_ns = round((at - self._sent_at) * 1e9)
+            took = at - self._sent_at
             self._answer_seconds += (_SHARE if self._answer_seconds else 1.0) * (took - self._answer_seconds)
 
     def take_round_trip(self) -> int:

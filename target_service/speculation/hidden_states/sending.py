@@ -1,7 +1,7 @@
 """The target's hidden states on their way to a drafter that asked for them: of committed tokens, and each one once.
 
-The states of a pass's committed rows come from `feature_encoding` as bytes. Here the last ones of every sequence are
-kept for a draft that connects late, and what the draft has not heard goes out.
+The states of a pass's committed rows come from `hidden_states.encoding` as bytes. Here the last ones of every sequence
+are kept for a draft that connects late, and what the draft has not heard goes out.
 """
 
 from __future__ import annotations
@@ -72,11 +72,11 @@ class Features:
     @property
     def taken(self) -> bool:
         """Whether the states of every pass are taken."""
-        return self._runner.taps is not None and self._wanted is not None and (self._listening or bool(self._keep))
+        return self._runner.hooks is not None and self._wanted is not None and (self._listening or bool(self._keep))
 
     def after_launch(self, rows: int) -> StepFeatures | None:
         """Those of the pass just launched, of so many rows. None when nobody wants them. Does not wait."""
-        states = self._runner.taps.take(rows) if self._runner.taps is not None and self.taken else None
+        states = self._runner.hooks.take(rows) if self._runner.hooks is not None and self.taken else None
         if states is None:
             return None
         assert self._wanted is not None
@@ -198,7 +198,7 @@ class Features:
 
     def _follow(self, wanted: FeatureRequest | None) -> None:
         if wanted is not None:
-            self._runner.tap(wanted.layers)
+            self._runner.hook(wanted.layers)
         if _form(wanted) != _form(self._wanted):
             self._kept.clear()
         self._wanted = wanted

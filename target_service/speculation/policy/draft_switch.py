@@ -44,7 +44,7 @@ class DraftSwitch:
         follow along."""
         return self._plain_steps < steps or self._left < steps
 
-    def choose(self, load: int, promise: float, *, ahead: bool, telling: float = 0.0) -> Use:
+    def choose(self, load: int, expected: float, *, ahead: bool, telling: float = 0.0) -> Use:
         """How the next step uses drafts. Called once per step.
 
         Args:
@@ -59,16 +59,16 @@ class DraftSwitch:
         if self._since_refresh > _REFRESH:
             # Contexts grow, and with them what a plain step takes.
             self._since_refresh, seen.plain_steps = 0, 1 + enough - ENOUGH
-        use = Use.PLAIN if seen.plain_steps < enough else self._decide(seen, load, promise, telling)
+        use = Use.PLAIN if seen.plain_steps < enough else self._decide(seen, load, expected, telling)
         self._plain_steps = 0 if use is not Use.PLAIN else self._plain_steps + 1
         return use
 
-    def best(self, load: int, promise: float) -> Use:
+    def best(self, load: int, expected: float) -> Use:
         """What pays by what is known, for steps that must not be tries since nobody would learn from them."""
         seen = self._at(load)
         if seen.plain_steps < ENOUGH or not seen.known:
             return Use.PLAIN
-        return Use.AFTER if seen.gain(load, promise) > _MARGIN else Use.PLAIN
+        return Use.AFTER if seen.gain(load, expected) > _MARGIN else Use.PLAIN
 
     def to_be_unfed(self, load: int, *, ahead: bool) -> bool:
         """Whether it is known what drafts of a head take, and not yet what a plain step takes that feeds none. There is
@@ -76,13 +76,13 @@ class DraftSwitch:
         seen = self._at(load)
         return seen.known and seen.unfed_steps < enough_plain(ahead=ahead)
 
-    def patience(self, load: int) -> float:
+    def max_wait(self, load: int) -> float:
         """Seconds for which to wait for a draft at most."""
         seen = self._at(load)
         return _WORTH * seen.plain if seen.plain_steps >= ENOUGH else float("inf")
 
-    def _decide(self, seen: LoadTimes, load: int, promise: float, telling: float) -> Use:
-        if not seen.known or seen.gain(load, promise) > _MARGIN:
+    def _decide(self, seen: LoadTimes, load: int, expected: float, telling: float) -> Use:
+        if not seen.known or seen.gain(load, expected) > _MARGIN:
             self._trying, self._left, self._paid = False, 0, self._paid + 1
             if self._paid > _RECOVERED:
                 self._pause = _FIRST_PAUSE
@@ -122,7 +122,7 @@ class DraftSwitch:
         if size not in self._loads:
             lower = max((known for known in self._loads if known < size), default=None)
             if lower is not None:
-                self._loads[size] = self._loads[lower].heir()
+                self._loads[size] = self._loads[lower].warm_start()
             else:
                 self._loads[size] = LoadTimes(enough=ENOUGH if size == 1 else ENOUGH_OF_MANY)
         return self._loads[size]

@@ -38,7 +38,7 @@ def enough_plain(*, ahead: bool) -> int:
 
 
 @dataclass(slots=True)
-class Typical:
+class Ewma:
     """What steps of a kind take, in plain steps or what is near to one: the median of the first few, in which kernels
     are compiled and graphs captured, and then what it drifts to; never more than the longest of the last few."""
 
@@ -65,9 +65,9 @@ class Typical:
         self.value = value
         self.last.clear()
 
-    def heir(self) -> Typical:
+    def warm_start(self) -> Ewma:
         """The same, which a few steps outweigh."""
-        return Typical(self.value, min(self.count, _INHERITED))
+        return Ewma(self.value, min(self.count, _INHERITED))
 
 
 @dataclass(slots=True)
@@ -80,7 +80,7 @@ class LoadTimes:
     unfed_steps: int = 0
     fed: float = 0.0
     # What a step that waited for drafts takes beyond its rows, and the share of those that were answered lately.
-    overhead: Typical = field(default_factory=Typical)
+    overhead: Ewma = field(default_factory=Ewma)
     answered: float = 1.0
     # Drafted steps of a kind that are enough to know it.
     enough: int = ENOUGH
@@ -110,10 +110,10 @@ class LoadTimes:
         self.answered += _SHARE * (answered - self.answered)
         self.overhead.observe(max(0.0, seconds / self.plain - row_cost), self.enough)
 
-    def gain(self, load: int, promise: float) -> float:
+    def gain(self, load: int, expected: float) -> float:
         """Tokens of steps that wait for drafts, which promise so many in a plain step's time and that of their rows,
         for each that plain steps would make in the same time."""
-        tokens = self.answered * promise / load + 1 - self.answered
+        tokens = self.answered * expected / load + 1 - self.answered
         return tokens / (1 + self.overhead.value)
 
     @property
@@ -121,8 +121,8 @@ class LoadTimes:
         """Whether enough was seen of drafts."""
         return self.inherited or self.overhead.count >= self.enough
 
-    def heir(self) -> LoadTimes:
+    def warm_start(self) -> LoadTimes:
         """What is taken for true at the next load, where drafts hardly ever come cheaper; a few steps outweigh it."""
         return LoadTimes(
-            overhead=self.overhead.heir(), answered=self.answered, enough=ENOUGH_OF_MANY, inherited=self.known
+            overhead=self.overhead.warm_start(), answered=self.answered, enough=ENOUGH_OF_MANY, inherited=self.known
         )

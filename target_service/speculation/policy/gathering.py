@@ -102,16 +102,16 @@ class Gathering:
             others = len(running) - len(wanting)
             # Against what plain steps make: more than a token each where the device drafts for them.
             each = self._policy.tokens_each
-            promise = sum(map(self._budget.promise, records)) / each + others
-            if self._drafting.active and self._drafting.pace.beginning:
+            expected = sum(map(self._budget.expected_tokens, records)) / each + others
+            if self._drafting.active and self._drafting.latency.beginning:
                 # Followed meanwhile: what it makes is not to be judged by how it begins.
                 return self._use
             load = len(running)
             if self._reads_prompts(running):
                 # Its time says nothing of drafts.
-                use = self._switch.best(load, promise)
+                use = self._switch.best(load, expected)
             else:
-                use = self._switch.choose(load, promise, ahead=alone, telling=self._telling(load))
+                use = self._switch.choose(load, expected, ahead=alone, telling=self._telling(load))
         if self._drafting.active:
             self._use = use
         return self._use
@@ -148,8 +148,8 @@ class Gathering:
     def gather(self, schedule: Schedule) -> Gathered:
         """Wait for the draft, if that was chosen, then cut every tree to the rows that pay."""
         drafted = self._drafted(schedule) if self._use is not Use.PLAIN else []
-        patience = float("inf") if self._switch is None else self._switch.patience(len(self._scheduler.running))
-        return self._gather(schedule, drafted, self._drafting.wait_for(drafted, patience))
+        max_wait = float("inf") if self._switch is None else self._switch.max_wait(len(self._scheduler.running))
+        return self._gather(schedule, drafted, self._drafting.wait_for(drafted, max_wait))
 
     def _gather(self, schedule: Schedule, drafted: list[Sequence], wait_ns: int) -> Gathered:
         """Trees cut to the rows that pay."""
@@ -199,7 +199,7 @@ class Gathering:
 
     def _max_nodes(self, sequence: Sequence) -> int:
         """Drafted rows the sequence may have: none past its last token, nor past its pages."""
-        if sequence.request.max_tokens - sequence.totals.completion_tokens - sequence.awaited_tokens <= 1:
+        if sequence.request.max_tokens - sequence.totals.completion_tokens - sequence.pending_tokens <= 1:
             return 0
         limit = min(sequence.request.max_draft_nodes, self._max_draft_nodes)
         return max(0, min(limit, self._scheduler.spare_rows(sequence)))

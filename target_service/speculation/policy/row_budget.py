@@ -138,7 +138,7 @@ class RowBudget:
         # What the rows of the last step cut take, as a multiple of what a plain step's take.
         self.step_cost = 1.0
         # Drafted tokens that the rows of the last step cut are expected to bring.
-        self.promised = 0.0
+        self.expected = 0.0
         self.calibration = Calibration()
 
     def cut(self, offers: SequenceOf[Offer], base_rows: int, max_nodes: int, others: int = 0) -> list[TokenTree]:
@@ -154,11 +154,11 @@ class RowBudget:
         merged = streams[0] if len(streams) == 1 else heapq.merge(*streams, key=_falling)
         ranked = list(islice(merged, max_nodes))
         gain = sum(offer.record.gain for offer in offers) + others
-        count = self._count([worth for worth, _, _ in ranked], base_rows, gain)
+        count = self._count([path_prob for path_prob, _, _ in ranked], base_rows, gain)
         chosen: list[set[int]] = [set() for _ in offers]
         for _, index, node in ranked[:count]:
             chosen[index].add(node)
-        self.promised = sum(worth for worth, _, _ in ranked[:count])
+        self.expected = sum(path_prob for path_prob, _, _ in ranked[:count])
         if self._cost is not None and base_rows:
             self.step_cost = self._cost(base_rows + count) / self._cost(base_rows)
         return [offer.tree.cut(nodes) for offer, nodes in zip(offers, chosen, strict=True)]
@@ -171,33 +171,33 @@ class RowBudget:
             return [(_CERTAIN, index, node) for node in range(1, nodes + 1)]
         scores, parents, factor = tree.scores, tree.parents, offer.record.factor
         likelihoods = self.calibration.probabilities(scores)
-        worth = [1.0]
+        path_prob = [1.0]
         ranked: list[tuple[float, int, int]] = []
         for node in range(1, len(scores)):
-            worth.append(worth[parents[node]] * min(_SUREST, likelihoods[node] * factor))
-            ranked.append((worth[node], index, node))
+            path_prob.append(path_prob[parents[node]] * min(_SUREST, likelihoods[node] * factor))
+            ranked.append((path_prob[node], index, node))
         if offer.chain:
             ranked = _likeliest_path(tree, ranked)
         # Stable, and a child is worth less than its parent, so parents stay first.
         ranked.sort(key=_falling)
         return ranked[: offer.max_nodes]
 
-    def _count(self, worths: SequenceOf[float], base_rows: int, gain: float) -> int:
+    def _count(self, path_probs: SequenceOf[float], base_rows: int, gain: float) -> int:
         """How many of the ranked nodes to take; those used in order always, the others as they pay."""
         if self._cost is None:
-            return len(worths)
+            return len(path_probs)
         base = self._cost(base_rows)
         rate = gain / base
-        count = sum(worth >= _CERTAIN for worth in worths)
+        count = sum(path_prob >= _CERTAIN for path_prob in path_probs)
         best_count, best_profit, profit = count, 0.0, 0.0
-        prices = self._cost.of_each_more(base_rows + count, len(worths) - count)
+        prices = self._cost.of_each_more(base_rows + count, len(path_probs) - count)
         for n, price in enumerate(prices, count + 1):
-            profit += worths[n - 1] - rate * price
+            profit += path_probs[n - 1] - rate * price
             if profit > best_profit:
                 best_count, best_profit = n, profit
         return best_count
 
-    def promise(self, record: SequenceRecord) -> float:
+    def expected_tokens(self, record: SequenceRecord) -> float:
         """Tokens that drafts make of a sequence in the time that a plain step and its share of the rows take.
 
         The mean of two views: a run of bad luck must not end drafting, nor the past keep it from beginning again.

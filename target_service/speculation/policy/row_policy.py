@@ -19,7 +19,7 @@ from target_service.core.sequence import DevicePass
 from target_service.execution.batch import DeviceRows
 from target_service.model.cuda_graphs.sizes import row_sizes
 from target_service.sampling.verifier import Verified
-from target_service.speculation.policy.draft_times import Typical
+from target_service.speculation.policy.draft_times import Ewma
 from target_service.speculation.policy.live_sequence import LiveSequence
 from target_service.speculation.policy.step_cost import StepCost
 from tree_kernels.node_table import KEPT, PROSPECTS
@@ -31,7 +31,7 @@ _SHARE = 0.02
 # answers that `lookup_costs.RIGHT` is from.
 _FIRST_PROSPECTS = (0.4, 0.7, 0.9, 1.0, 1.0, 1.0)
 # Below this a promise says nothing.
-_LEAST_PROMISE = 1e-3
+_LEAST_EXPECTED = 1e-3
 # Launches of a kind at one load before their time is believed, and launches until all are timed anew: contexts grow.
 _ENOUGH, _REFRESH = 4, 512
 # A size that is not timed yet is tried where it seems to make this share of what the best does.
@@ -66,7 +66,7 @@ class _Seen:
     prospects: list[float] = field(default_factory=lambda: list(_FIRST_PROSPECTS))
     # Two sums, of which the quotient is what a promise is worth.
     accepted: float = 1.0
-    promised: float = 1.0
+    expected: float = 1.0
     count: int = 0
 
     def observe(self, passes: SequenceOf[DevicePass]) -> None:
@@ -75,13 +75,13 @@ class _Seen:
         # Quickly at first, and whenever a draft is followed anew.
         share = max(_SHARE, 1 / (_PRIOR + self.count))
         self.accepted += share * (sum(one.accepted for one in passes) / count - self.accepted)
-        self.promised += share * (sum(one.promised for one in passes) / count - self.promised)
+        self.expected += share * (sum(one.expected for one in passes) / count - self.expected)
         for i in range(len(PROSPECTS)):
             self.prospects[i] += share * (sum(one.prospects[i] for one in passes) / count - self.prospects[i])
 
     def tokens(self, drafted: float) -> float:
         """Of a sequence in a pass with so many drafted rows of it, on average."""
-        return 1 + self.accepted / max(self.promised, _LEAST_PROMISE) * _between(drafted, self.prospects)
+        return 1 + self.accepted / max(self.expected, _LEAST_EXPECTED) * _between(drafted, self.prospects)
 
 
 class RowPolicy:
@@ -106,7 +106,7 @@ class RowPolicy:
         self._was_alone = True
         # What a pass takes, by load in powers of two, rows (0 for a plain one) and kind: as a multiple of what its
         # roots should cost.
-        self._times: dict[tuple[int, int, Kind], Typical] = {}
+        self._times: dict[tuple[int, int, Kind], Ewma] = {}
         self._since_timed = 0
         # Tokens that a pass makes of a sequence, lately.
         self.tokens_each = 1.0
@@ -115,7 +115,7 @@ class RowPolicy:
 
     def choose(self, schedule: Schedule, max_rows: int, kind: Kind, waits: float = 0.0) -> DeviceRows | None:
         """The rows of a step of at most `max_rows` that `waits` so many seconds for its drafts; None where a plain step
-        is better, or some sequence's law does not allow any other."""
+        is better, or some sequence's distribution does not allow any other."""
         if not self.on or not all(chunk.takes_tree for chunk in schedule.chunks):
             return None
         sequences = len(schedule.chunks)
@@ -139,7 +139,7 @@ class RowPolicy:
         """Take note of what a pass took."""
         if self._cost is not None:
             rows = device_rows.rows if device_rows is not None else 0
-            self._times.setdefault((sequences.bit_length(), rows, kind), Typical()).observe(
+            self._times.setdefault((sequences.bit_length(), rows, kind), Ewma()).observe(
                 seconds / self._cost(sequences), _ENOUGH
             )
 
@@ -157,18 +157,18 @@ class RowPolicy:
         told = [one for outcome, has in known if has and outcome is not None for one in outcome.device_passes]
         if kind is not Kind.ALONE and told:
             from_table = sum(one.accepted_from_table for one in told) / len(told)
-            excess = from_table - sum(one.promised_from_table for one in told) / len(told)
+            excess = from_table - sum(one.expected_from_table for one in told) / len(told)
             self.trust = min(_MOST_TRUST, max(_LEAST_TRUST, self.trust * (1 + _TRUST_SHARE * excess)))
 
     def _most(self, live: LiveSequence) -> int | None:
-        """Rows that the sequence may have, None if its law does not allow any beside it."""
+        """Rows that the sequence may have, None if its distribution does not allow any beside it."""
         request = live.sequence.request
         # What is verified is chosen by what it says, and rejection sampling does not allow that.
         if not live.verifier.on_device or request.mode is VerificationMode.REJECTION or request.external:
             return None
         sequence = live.sequence
         # None past its last token.
-        left = request.max_tokens - sequence.totals.completion_tokens - sequence.awaited_tokens - 1
+        left = request.max_tokens - sequence.totals.completion_tokens - sequence.pending_tokens - 1
         return max(0, min(self._limit, request.max_draft_nodes, left)) if request.speculate else 0
 
     def _sizes(self, limits: SequenceOf[int | None], max_rows: int) -> list[int]:
@@ -190,11 +190,11 @@ class RowPolicy:
             self._since_timed = 0
             for rows in (0, *sizes):
                 self._times.pop((sequences.bit_length(), rows, kind), None)
-        worth = {rows: self._rate(sequences, rows, kind, waits) for rows in (0, *sizes)}
-        worth[0] *= _MARGIN
-        best = max(worth, key=lambda rows: worth[rows])
-        for rows in worth:
-            if not self.seconds(sequences, rows, kind) and worth[rows] > _WORTH_TIMING * worth[best]:
+        path_prob = {rows: self._rate(sequences, rows, kind, waits) for rows in (0, *sizes)}
+        path_prob[0] *= _MARGIN
+        best = max(path_prob, key=lambda rows: path_prob[rows])
+        for rows in path_prob:
+            if not self.seconds(sequences, rows, kind) and path_prob[rows] > _WORTH_TIMING * path_prob[best]:
                 return rows
         if best:
             self._since_drafts, self._pause = 0, _PAUSE
@@ -225,9 +225,9 @@ class RowPolicy:
 
 def _between(drafted: float, prospects: SequenceOf[float]) -> float:
     """What so many rows of a sequence promise, on straight lines between those that are known."""
-    before, promised = 0.0, 0.0
+    before, expected = 0.0, 0.0
     for count, known in zip(PROSPECTS, prospects, strict=True):
         if drafted <= count:
-            return promised + (known - promised) * (drafted - before) / (count - before)
-        before, promised = float(count), known
-    return promised
+            return expected + (known - expected) * (drafted - before) / (count - before)
+        before, expected = float(count), known
+    return expected

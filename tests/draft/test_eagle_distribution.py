@@ -1,4 +1,4 @@
-"""REJECTION trees of a network keep the target's law, and their draws the law that they carry."""
+"""REJECTION trees of a network keep the target's distribution, and their draws the distribution that they carry."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from draft_service.drafters.base import DraftSequence
 from draft_service.neural.network import RowOutput
 from draft_service.neural.tail_attention import Attend
 from draft_service.neural.tree_config import CacheShape, TreeShape
-from draft_service.neural.tree_drafting import Extension, Followed, TreeDrafting, Wanted
+from draft_service.neural.tree_drafting import CacheEntry, Extension, TreeDrafting, Wanted
 from outrider.sampling import SamplingParams, VerificationMode
 from outrider.tree import TokenTree
 from tree_kernels.verification import rejection_walk
@@ -36,7 +36,7 @@ DRAFT_LOGITS, TARGET_LOGITS = table(1), table(2)
 
 
 class PathNetwork:
-    """A network whose law is looked up by the path: what it carries is the path's code."""
+    """A network whose distribution is looked up by the path: what it carries is the path's code."""
 
     layers, kv_heads, head_dim = 1, 1, 2
     dtype, device = torch.float32, torch.device("cpu")
@@ -47,14 +47,14 @@ class PathNetwork:
         codes = torch.where(carried[:, 0] < 0, torch.ones_like(carried[:, 0]), carried[:, 0] * VOCABULARY + token_ids)
         return RowOutput(codes[:, None], codes[:, None])
 
-    def logits(self, spoken: Tensor) -> Tensor:
-        return DRAFT_LOGITS[spoken[:, 0].long()]
+    def logits(self, lm_input: Tensor) -> Tensor:
+        return DRAFT_LOGITS[lm_input[:, 0].long()]
 
 
 def trees(shape: TreeShape, batches: int, temperature: float = 1.0) -> Iterator[tuple[int, TokenTree]]:
     """Trees after one and the same root, each with the seed it was drawn with."""
     drafting = TreeDrafting(PathNetwork(), shape, CacheShape(BATCH * 64, 64, 4096))
-    followed = [Followed() for _ in range(BATCH)]
+    followed = [CacheEntry() for _ in range(BATCH)]
     assert all(drafting.reserve(one, 1) for one in followed)
     drafting.extend([Extension(one, [0], 0) for one in followed], torch.full((len(followed), 1), -1.0))
     for batch in range(batches):
@@ -75,7 +75,7 @@ def shape_of(steps: int, topk: int, nodes: int, floor: float = 0.0) -> TreeShape
     return TreeShape(steps, topk, nodes, floor, topk, 1.0)
 
 
-def law_of(logits: Tensor, code: int) -> Tensor:
+def distribution_of(logits: Tensor, code: int) -> Tensor:
     return torch.softmax(logits[code].double(), dim=-1)
 
 
@@ -85,9 +85,15 @@ def outputs(tree: TokenTree, seed: int, length: int) -> tuple[int, ...]:
     codes = [1] * len(tree)
     for row in range(1, len(tree)):
         codes[row] = codes[tree.parents[row]] * VOCABULARY + tree.token_ids[row]
-    laws = {row: (law.token_ids, law.weights) for row, law in tree.distributions.items()}
+    distributions = {
+        row: (distribution.token_ids, distribution.weights) for row, distribution in tree.distributions.items()
+    }
     walk = rejection_walk(
-        tree.parents, tree.token_ids, laws, lambda row, _: law_of(TARGET_LOGITS, codes[row]), coins.random
+        tree.parents,
+        tree.token_ids,
+        distributions,
+        lambda row, _: distribution_of(TARGET_LOGITS, codes[row]),
+        coins.random,
     )
     said = [*(tree.token_ids[row] for row in walk.accepted_rows), walk.next_token]
     code = 1
@@ -95,7 +101,7 @@ def outputs(tree: TokenTree, seed: int, length: int) -> tuple[int, ...]:
         code = code * VOCABULARY + token
     while len(said) < length:
         # Plain decoding goes on where the step ended.
-        token = int(coins.choice(VOCABULARY, p=law_of(TARGET_LOGITS, code).numpy()))
+        token = int(coins.choice(VOCABULARY, p=distribution_of(TARGET_LOGITS, code).numpy()))
         said.append(token)
         code = code * VOCABULARY + token
     return tuple(said[:length])
@@ -106,7 +112,7 @@ def outputs(tree: TokenTree, seed: int, length: int) -> tuple[int, ...]:
     [shape_of(3, 1, 3), shape_of(2, 3, 6), shape_of(3, 3, 5), shape_of(4, 2, 4, 0.05), shape_of(3, 4, 12)],
     ids=["chain", "wide", "cut by rank", "cut by worth", "large"],
 )
-def test_outputs_have_the_targets_law(shape: TreeShape) -> None:
+def test_outputs_have_the_targets_distribution(shape: TreeShape) -> None:
     length, batches = 3, 16
     counts = Counter(outputs(tree, seed, length) for seed, tree in trees(shape, batches))
     samples = BATCH * batches
@@ -116,7 +122,7 @@ def test_outputs_have_the_targets_law(shape: TreeShape) -> None:
         path = [place // VOCABULARY**power % VOCABULARY for power in reversed(range(length))]
         probability, code = 1.0, 1
         for token in path:
-            probability *= float(law_of(TARGET_LOGITS, code)[token])
+            probability *= float(distribution_of(TARGET_LOGITS, code)[token])
             code = code * VOCABULARY + token
         expected[place], observed[place] = probability * samples, counts[tuple(path)]
     common = expected >= 5
@@ -127,29 +133,29 @@ def test_outputs_have_the_targets_law(shape: TreeShape) -> None:
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_children_are_drawn_from_the_law_they_carry(temperature: float) -> None:
-    """The first child by the law, the second by what it leaves; and whether there is a second says nothing of it."""
+def test_children_are_drawn_from_the_distribution_they_carry(temperature: float) -> None:
+    """The first child by it, the second by what it leaves; whether there is a second does not depend on either."""
     firsts, seconds = Counter[int](), Counter[tuple[int, int]]()
-    law = np.zeros(VOCABULARY)
+    distribution = np.zeros(VOCABULARY)
     count = 0
     for _, tree in trees(shape_of(2, 3, 6), 16, temperature):
         children = [tree.token_ids[child] for child in tree.children[0]]
         firsts[children[0]] += 1
         seconds[children[0], children[1]] += 1
         drawn_from = tree.distributions[0]
-        law[list(drawn_from.token_ids)] = np.array(drawn_from.weights) / sum(drawn_from.weights)
+        distribution[list(drawn_from.token_ids)] = np.array(drawn_from.weights) / sum(drawn_from.weights)
         count += 1
     head = torch.softmax(DRAFT_LOGITS[1].double() / temperature, dim=-1).numpy()
-    assert law == pytest.approx(head, abs=1e-4)
-    assert stats.chisquare([firsts[token] for token in range(VOCABULARY)], law * count).pvalue > LEAST
+    assert distribution == pytest.approx(head, abs=1e-4)
+    assert stats.chisquare([firsts[token] for token in range(VOCABULARY)], distribution * count).pvalue > LEAST
     pairs = [(a, b) for a in range(VOCABULARY) for b in range(VOCABULARY) if a != b]
-    chances = np.array([law[a] * law[b] / (1 - law[a]) for a, b in pairs]) * count
+    chances = np.array([distribution[a] * distribution[b] / (1 - distribution[a]) for a, b in pairs]) * count
     assert stats.chisquare([seconds[pair] for pair in pairs], chances * count / chances.sum()).pvalue > LEAST
 
 
-def test_the_law_test_would_notice() -> None:
-    """Trees that keep a node only when its token is likely skew the law, and the statistic sees it."""
-    expected = law_of(TARGET_LOGITS, 1).numpy()
+def test_the_distribution_test_would_notice() -> None:
+    """Trees that keep a node only when its token is likely skew the distribution, and the statistic sees it."""
+    expected = distribution_of(TARGET_LOGITS, 1).numpy()
     counts = Counter[int]()
     for seed, tree in trees(shape_of(1, 1, 1), 16):
         if DRAFT_LOGITS[1, tree.token_ids[1]] < DRAFT_LOGITS[1].max():

@@ -1,4 +1,4 @@
-"""Sampled output has the target's law, whatever was drafted: counted over many seeds on a model of seven tokens."""
+"""Sampled output has the target's distribution, whatever was drafted: counted over many seeds on seven tokens."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def small() -> PreTrainedModel:
 
 
 @torch.inference_mode()
-def law(model: PreTrainedModel, sampling: SamplingParams) -> dict[tuple[int, ...], float]:
+def distribution(model: PreTrainedModel, sampling: SamplingParams) -> dict[tuple[int, ...], float]:
     """The exact probability of every output of LENGTH tokens, by enumeration."""
     model.set_attn_implementation("eager")
     shaper = LogitShaper(sampling, PROMPT, (), VOCABULARY)
@@ -49,20 +49,20 @@ def law(model: PreTrainedModel, sampling: SamplingParams) -> dict[tuple[int, ...
 
 
 def drawn_tree(children: int) -> Propose:
-    """A tree of depth two, children drawn without replacement from a law that has little to do with the target's."""
+    """A tree of depth two, children drawn without replacement from one that has little to do with the target's."""
 
     def propose(tokens: Sequence[int], rng: random.Random) -> TokenTree:
-        token_ids, parents, laws = [tokens[-1]], [0], {}
+        token_ids, parents, distributions = [tokens[-1]], [0], {}
         for row in range(1 + children):
             weights = {token: rng.randrange(1, 9) for token in rng.sample(range(VOCABULARY), 5)}
-            laws[row] = DraftDistribution(tuple(weights), tuple(weights.values()))
+            distributions[row] = DraftDistribution(tuple(weights), tuple(weights.values()))
             left = dict(weights)
             for _ in range(children):
                 token = rng.choices(list(left), list(left.values()))[0]
                 del left[token]
                 token_ids.append(token)
                 parents.append(row)
-        return TokenTree(tuple(token_ids), tuple(parents), (1.0,) * len(token_ids), laws)
+        return TokenTree(tuple(token_ids), tuple(parents), (1.0,) * len(token_ids), distributions)
 
     return propose
 
@@ -87,10 +87,10 @@ def fixed_tree(tokens: Sequence[int], _: random.Random) -> TokenTree:
     ids=["plain", "filtered"],
 )
 @pytest.mark.parametrize("ahead", [False, True], ids=["one step after the other", "launched before tokens go out"])
-def test_outputs_have_the_targets_law(
+def test_outputs_have_the_targets_distribution(
     small: PreTrainedModel, mode: VerificationMode, propose: Propose | None, sampling: SamplingParams, ahead: bool
 ) -> None:
-    exact = law(small, sampling)
+    exact = distribution(small, sampling)
     config = replace(engine_config(max_running=64, disable_above=64), max_waiting=SAMPLES)
     # Seeds spread as callers' would: consecutive ones must do as well as random ones.
     wanted = [replace(request(PROMPT, LENGTH, sampling=sampling, mode=mode), seed=seed) for seed in range(SAMPLES)]
@@ -109,11 +109,11 @@ def test_outputs_have_the_targets_law(
         assert sum(outcome.finished.totals.accepted_tokens for outcome in outcomes) > SAMPLES / 20
 
 
-def test_the_law_test_would_notice() -> None:
+def test_the_distribution_test_would_notice() -> None:
     """A drafter that understates its own weights does skew rejection sampling, and the statistic sees it."""
     model = make_tiny(vocab_size=VOCABULARY)
     sampling = SamplingParams(temperature=1.3, ignore_eos=True)
-    exact = law(model, sampling)
+    exact = distribution(model, sampling)
     first = Counter({token: 0.0 for token in range(VOCABULARY)})
     for path, mass in exact.items():
         first[path[0]] += mass
@@ -137,6 +137,6 @@ def test_the_law_test_would_notice() -> None:
 
 
 def test_enumeration_is_whole(small: PreTrainedModel) -> None:
-    exact = law(small, SamplingParams(temperature=1.3))
+    exact = distribution(small, SamplingParams(temperature=1.3))
     assert sum(exact.values()) == pytest.approx(1.0)
     assert len(exact) == len(list(itertools.product(range(VOCABULARY), repeat=LENGTH)))

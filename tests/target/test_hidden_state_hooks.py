@@ -29,8 +29,8 @@ from target_service.speculation.hidden_states.sending import Features
 from tree_kernels.attention import AttentionBatch
 
 
-def taken(taps: LayerTaps, rows: int) -> torch.Tensor:
-    states = taps.take(rows)
+def taken(hooks: LayerTaps, rows: int) -> torch.Tensor:
+    states = hooks.take(rows)
     assert states is not None
     return states
 
@@ -43,22 +43,22 @@ def forward(model: PreTrainedModel, tokens: Sequence[int]) -> None:
 @pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3", "mistral"])
 def test_states_are_those_that_transformers_tells_of(model_type: str) -> None:
     model = make_tiny(model_type, num_hidden_layers=4)
-    taps = LayerTaps(model, (2, 0, 4), max_rows=16)
-    assert taps.width == 3 * 48
+    hooks = LayerTaps(model, (2, 0, 4), max_rows=16)
+    assert hooks.width == 3 * 48
     for length in (9, 3):
         tokens = list(range(3, 3 + length))
         forward(model, tokens)
-        torch.testing.assert_close(taken(taps, length), states_of(model, tokens, (2, 0, 4)))
+        torch.testing.assert_close(taken(hooks, length), states_of(model, tokens, (2, 0, 4)))
 
 
 def test_what_was_taken_is_not_overwritten_by_the_next_pass() -> None:
     model = make_tiny()
-    taps = LayerTaps(model, (0,), max_rows=8)
+    hooks = LayerTaps(model, (0,), max_rows=8)
     forward(model, [3, 4, 5])
-    first = taken(taps, 3)
+    first = taken(hooks, 3)
     kept = first.clone()
     forward(model, [9, 8, 7])
-    assert torch.equal(first, kept) and not torch.equal(taken(taps, 3), kept)
+    assert torch.equal(first, kept) and not torch.equal(taken(hooks, 3), kept)
 
 
 @pytest.mark.parametrize("rows", [6, MAX_ROWS + 3])
@@ -72,10 +72,10 @@ def test_layers_that_were_fused_are_read_too(rows: int) -> None:
     batch = ForwardInput(tokens, tuple(range(rows)), tuple(range(rows)), attention, (rows - 1,))
     found = []
     for runner in (plain, fused):
-        runner.tap((0, 1, 2))
-        assert runner.taps is not None
+        runner.hook((0, 1, 2))
+        assert runner.hooks is not None
         logits = runner.forward(batch)
-        found.append((taken(runner.taps, rows), logits))
+        found.append((taken(runner.hooks, rows), logits))
     for own, other in zip(*found, strict=True):
         torch.testing.assert_close(other, own, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(found[0][0][:, :48], states_of(make_tiny(), tokens, (0,)), rtol=1e-4, atol=1e-4)
@@ -93,10 +93,10 @@ def test_longer_passes_get_room_where_memory_may_move() -> None:
 
 def test_taken_off_they_keep_nothing() -> None:
     model = make_tiny()
-    taps = LayerTaps(model, (0, 2), max_rows=8)
-    taps.remove()
+    hooks = LayerTaps(model, (0, 2), max_rows=8)
+    hooks.remove()
     forward(model, [3, 4])
-    assert not taken(taps, 2).any()
+    assert not taken(hooks, 2).any()
     assert not any(module._forward_hooks for module in model.modules())
 
 
@@ -132,7 +132,7 @@ class TestHeadSetting:
         projection = runner.draft_head.projection
         assert projection.width == 16 and projection.fc_weight.dtype is torch.bfloat16
         features = Features(runner, keep=4)
-        assert runner.taps.layers == (0, 2) and features.after_launch(5) is not None
+        assert runner.hooks.layers == (0, 2) and features.after_launch(5) is not None
 
     def test_a_head_that_does_not_fit_is_said_at_start(self, model_folder: Path, tmp_path: Path) -> None:
         with pytest.raises(EngineRefused, match="layers"):

@@ -1,4 +1,4 @@
-"""With an EAGLE head as drafter, sampled output has the target's law: counted over many seeds on seven tokens."""
+"""With an EAGLE head, sampled output has the target's distribution: counted over many seeds on seven tokens."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SAMPLING = SamplingParams(temperature=1.5, top_k=5, top_p=0.95, ignore_eos=True)
 
 
 @torch.inference_mode()
-def law(model: PreTrainedModel, sampling: SamplingParams) -> dict[tuple[int, ...], float]:
+def distribution(model: PreTrainedModel, sampling: SamplingParams) -> dict[tuple[int, ...], float]:
     """The exact probability of every output of LENGTH tokens."""
     shaper = LogitShaper(sampling, PROMPT, (), VOCABULARY)
     known: dict[tuple[int, ...], float] = {(): 1.0}
@@ -43,10 +43,10 @@ def law(model: PreTrainedModel, sampling: SamplingParams) -> dict[tuple[int, ...
 
 @pytest.mark.parametrize("mode", [VerificationMode.REJECTION, VerificationMode.COUPLED], ids=lambda mode: mode.value)
 @pytest.mark.parametrize("topk", [1, 3], ids=["chain", "tree"])
-def test_outputs_have_the_targets_law(mode: VerificationMode, topk: int) -> None:
+def test_outputs_have_the_targets_distribution(mode: VerificationMode, topk: int) -> None:
     teacher = make_tiny(vocab_size=VOCABULARY)
     teacher.set_attn_implementation("eager")
-    exact = law(teacher, SAMPLING)
+    exact = distribution(teacher, SAMPLING)
     head = make_head(
         vocab_size=VOCABULARY,
         draft_vocab_size=VOCABULARY,

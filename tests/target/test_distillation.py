@@ -146,7 +146,9 @@ def test_too_many_sequences_or_too_long_texts_are_refused(teacher: Teacher) -> N
 
 
 @pytest.mark.parametrize("wanted", [None, torch.arange(5, 200, 3)], ids=["all tokens", "some tokens"])
-def test_states_and_laws_are_transformers_own(teacher: Teacher, model: Any, wanted: torch.Tensor | None) -> None:
+def test_states_and_distributions_are_transformers_own(
+    teacher: Teacher, model: Any, wanted: torch.Tensor | None
+) -> None:
     texts = [torch.randint(3, VOCABULARY, (length,)) for length in (9, 14, 5)]
     padded = torch.nn.utils.rnn.pad_sequence(texts, batch_first=True)
     rows = torch.tensor([0, 8, 14 + 3, 28 + 4])
@@ -160,8 +162,10 @@ def test_states_and_laws_are_transformers_own(teacher: Teacher, model: Any, want
         torch.testing.assert_close(lesson.states[place, : len(text)], states, rtol=1e-4, atol=1e-4)
         for probs, row in zip(lesson.probs, rows.tolist(), strict=True):
             if row // 14 == place:
-                law = output.logits[0, row % 14].softmax(-1)
-                torch.testing.assert_close(probs, law if wanted is None else law[wanted], rtol=1e-4, atol=1e-6)
+                distribution = output.logits[0, row % 14].softmax(-1)
+                torch.testing.assert_close(
+                    probs, distribution if wanted is None else distribution[wanted], rtol=1e-4, atol=1e-6
+                )
 
 
 def test_weights_are_the_models_own(teacher: Teacher, model: Any) -> None:

@@ -1,4 +1,4 @@
-"""The law of what a verify step says, by enumerating every tree a drafter may draw and every branch of the walk."""
+"""The distribution of what a verify step says, by enumerating every tree that may be drawn and every branch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from tree_kernels.verification import Walk, match_walk, rejection_walk_with
 
 Path = tuple[int, ...]
-Law = tuple[tuple[int, ...], tuple[int, ...]]
+Distribution = tuple[tuple[int, ...], tuple[int, ...]]
 TOLERANCE = 1e-12
 
 
@@ -66,7 +66,7 @@ class Tree:
     tokens: list[int] = field(default_factory=lambda: [0])
     parents: list[int] = field(default_factory=lambda: [0])
     paths: list[Path] = field(default_factory=lambda: [()])
-    distributions: dict[int, Law] = field(default_factory=dict)
+    distributions: dict[int, Distribution] = field(default_factory=dict)
 
 
 # children[i] of the i-th child: a shape is the tuple of its children's shapes.
@@ -84,7 +84,7 @@ SHAPES: dict[str, Shape] = {
 }
 
 
-def drawn_trees(shape: Shape, draft_of: Callable[[Path], Law]) -> Iterator[tuple[float, Tree]]:
+def drawn_trees(shape: Shape, draft_of: Callable[[Path], Distribution]) -> Iterator[tuple[float, Tree]]:
     """Every tree of a shape whose siblings are drawn without replacement, with its probability.
 
     Where a support is exhausted, the children that remain are dropped.
@@ -95,7 +95,7 @@ def drawn_trees(shape: Shape, draft_of: Callable[[Path], Law]) -> Iterator[tuple
 
 
 def _grow(
-    tree: Tree, pending: list[tuple[int, Shape]], draft_of: Callable[[Path], Law], probability: float
+    tree: Tree, pending: list[tuple[int, Shape]], draft_of: Callable[[Path], Distribution], probability: float
 ) -> Iterator[tuple[float, Tree]]:
     if not pending:
         yield probability, tree
@@ -135,8 +135,8 @@ def fixed_tree(shape: Shape, vocabulary: int) -> Tree:
     return tree
 
 
-def assert_law(outputs: Mapping[Path, float], target_of: Callable[[Path], Tensor], length: int) -> None:
-    """Outputs, continued by the target itself to `length` tokens, must have the target's own law."""
+def assert_distribution(outputs: Mapping[Path, float], target_of: Callable[[Path], Tensor], length: int) -> None:
+    """Outputs, continued by the target itself to `length` tokens, must have the target's own distribution."""
     assert math.isclose(sum(outputs.values()), 1.0, abs_tol=TOLERANCE)
     vocabulary = len(target_of(()))
     for text in itertools.product(range(vocabulary), repeat=length):
@@ -166,14 +166,14 @@ def depth_of(shape: Shape) -> int:
     return 1 + max(map(depth_of, shape)) if shape else 0
 
 
-def target_laws(kind: str, vocabulary: int) -> Callable[[Path], Tensor]:
-    """A different law after every path, the same at every call."""
+def target_distributions(kind: str, vocabulary: int) -> Callable[[Path], Tensor]:
+    """A different distribution after every path, the same at every call."""
 
-    def law(path: Path) -> Tensor:
+    def distribution(path: Path) -> Tensor:
         if kind == "point mass":
             return torch.eye(vocabulary, dtype=torch.float64)[sum(path, 1) % vocabulary]
         if kind == "as the draft":
-            ids, weights = draft_laws("full", vocabulary)(path)
+            ids, weights = draft_distributions("full", vocabulary)(path)
             probs = torch.zeros(vocabulary, dtype=torch.float64)
             probs[list(ids)] = torch.tensor(weights, dtype=torch.float64)
             return probs / probs.sum()
@@ -183,11 +183,11 @@ def target_laws(kind: str, vocabulary: int) -> Callable[[Path], Tensor]:
             probs[sum(path) % vocabulary] = 0.0
         return probs / probs.sum()
 
-    return law
+    return distribution
 
 
-def draft_laws(kind: str, vocabulary: int) -> Callable[[Path], Law]:
-    def law(path: Path) -> Law:
+def draft_distributions(kind: str, vocabulary: int) -> Callable[[Path], Distribution]:
+    def distribution(path: Path) -> Distribution:
         shift = sum(path)
         if kind == "truncated":
             return (shift % vocabulary, (shift + 1) % vocabulary), (3, 1 + len(path))
@@ -197,34 +197,34 @@ def draft_laws(kind: str, vocabulary: int) -> Callable[[Path], Law]:
             return ((shift + 1) % vocabulary,), (1,)
         return tuple(range(vocabulary)), tuple(1 + (t + shift) % vocabulary for t in range(vocabulary))
 
-    return law
+    return distribution
 
 
 @pytest.mark.parametrize("target", ["any", "with zeros", "point mass", "as the draft"])
 @pytest.mark.parametrize("draft", ["full", "truncated", "understated", "single"])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_rejection_has_the_targets_law_for_trees_drawn_without_replacement(
+def test_rejection_has_the_targets_distribution_for_trees_drawn_without_replacement(
     shape: Shape, draft: str, target: str
 ) -> None:
-    target_of = target_laws(target, vocabulary=3)
-    outputs = rejection_outputs(drawn_trees(shape, draft_laws(draft, vocabulary=3)), target_of)
-    assert_law(outputs, target_of, length=depth_of(shape) + 1)
+    target_of = target_distributions(target, vocabulary=3)
+    outputs = rejection_outputs(drawn_trees(shape, draft_distributions(draft, vocabulary=3)), target_of)
+    assert_distribution(outputs, target_of, length=depth_of(shape) + 1)
 
 
 @pytest.mark.parametrize("target", ["any", "with zeros", "point mass"])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_rejection_has_the_targets_law_for_fixed_trees(shape: Shape, target: str) -> None:
-    target_of = target_laws(target, vocabulary=5)
+def test_rejection_has_the_targets_distribution_for_fixed_trees(shape: Shape, target: str) -> None:
+    target_of = target_distributions(target, vocabulary=5)
     outputs = rejection_outputs(iter([(1.0, fixed_tree(shape, vocabulary=5))]), target_of)
-    assert_law(outputs, target_of, length=depth_of(shape) + 1)
+    assert_distribution(outputs, target_of, length=depth_of(shape) + 1)
 
 
 @pytest.mark.parametrize("drawn", [(LEAF,), (LEAF, LEAF)], ids=["support left", "support exhausted"])
-def test_rejection_has_the_targets_law_where_drawn_and_fixed_rows_mix(drawn: Shape) -> None:
-    target_of = target_laws("any", vocabulary=3)
+def test_rejection_has_the_targets_distribution_where_drawn_and_fixed_rows_mix(drawn: Shape) -> None:
+    target_of = target_distributions("any", vocabulary=3)
 
     def trees() -> Iterator[tuple[float, Tree]]:
-        for probability, tree in drawn_trees(drawn, draft_laws("truncated", vocabulary=3)):
+        for probability, tree in drawn_trees(drawn, draft_distributions("truncated", vocabulary=3)):
             # A child outside the distribution, and children of a row without one.
             outside = ({0, 1, 2} - set(tree.distributions[0][0])).pop()
             mixed = Tree([*tree.tokens, outside], [*tree.parents, 0], [*tree.paths, (outside,)], tree.distributions)
@@ -234,12 +234,12 @@ def test_rejection_has_the_targets_law_where_drawn_and_fixed_rows_mix(drawn: Sha
                 mixed.paths.append((*mixed.paths[1], token))
             yield probability, mixed
 
-    assert_law(rejection_outputs(trees(), target_of), target_of, length=3)
+    assert_distribution(rejection_outputs(trees(), target_of), target_of, length=3)
 
 
 def test_rejection_accepts_every_draft_where_draft_and_target_agree() -> None:
-    target_of = target_laws("as the draft", vocabulary=3)
-    for _, tree in drawn_trees(SHAPES["chain"], draft_laws("full", vocabulary=3)):
+    target_of = target_distributions("as the draft", vocabulary=3)
+    for _, tree in drawn_trees(SHAPES["chain"], draft_distributions("full", vocabulary=3)):
 
         def run(chance: BranchingChance, tree: Tree = tree) -> Walk:
             return rejection_walk_with(
@@ -251,9 +251,9 @@ def test_rejection_accepts_every_draft_where_draft_and_target_agree() -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_matching_a_draw_has_the_targets_law(shape: Shape) -> None:
-    """COUPLED: whatever draws from the target's law at each row, a walk that follows its draws has that law."""
-    target_of = target_laws("any", vocabulary=5)
+def test_matching_a_draw_has_the_targets_distribution(shape: Shape) -> None:
+    """COUPLED: whatever draws from the target's distribution at each row, a walk that follows its draws has it."""
+    target_of = target_distributions("any", vocabulary=5)
     tree = fixed_tree(shape, vocabulary=5)
     outputs: dict[Path, float] = defaultdict(float)
 
@@ -263,17 +263,17 @@ def test_matching_a_draw_has_the_targets_law(shape: Shape) -> None:
     for probability, walk in every_run(run):
         path = tree.paths[walk.accepted_rows[-1]] if walk.accepted_rows else ()
         outputs[(*path, walk.next_token)] += probability
-    assert_law(outputs, target_of, length=depth_of(shape) + 1)
+    assert_distribution(outputs, target_of, length=depth_of(shape) + 1)
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_matching_the_argmax_is_greedy_decoding(shape: Shape) -> None:
     """GREEDY: over every tree, the output is the beginning of the one greedy text."""
-    target_of = target_laws("any", vocabulary=3)
+    target_of = target_distributions("any", vocabulary=3)
     greedy: Path = ()
     for _ in range(depth_of(shape) + 1):
         greedy = (*greedy, int(target_of(greedy).argmax()))
-    for _, tree in drawn_trees(shape, draft_laws("full", vocabulary=3)):
+    for _, tree in drawn_trees(shape, draft_distributions("full", vocabulary=3)):
         walk = match_walk(tree.parents, tree.tokens, lambda row, _, t=tree: int(target_of(t.paths[row]).argmax()))
         said = (*(tree.tokens[row] for row in walk.accepted_rows), walk.next_token)
         assert said == greedy[: len(said)]
