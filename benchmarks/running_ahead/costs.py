@@ -1,4 +1,4 @@
-"""What passes, drafts and the way between them take, for `running_ahead.py`: an 8B target on an H200, one sequence."""
+"""What passes, drafts and the way between them take, for `simulate.py`: an 8B target on an H200, one sequence."""
 
 from __future__ import annotations
 

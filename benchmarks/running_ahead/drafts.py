@@ -1,4 +1,4 @@
-"""Drafts at every position of recorded answers, for `running_ahead.py`: of head, trie, both, and the text itself."""
+"""Drafts at every position of recorded answers, for `simulate.py`: of head, trie, both, and the text itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trees that an EAGLE head draws at every position of a recorded text, as large as they may be, for `running_ahead.py`.
+"""Trees that an EAGLE head draws at every position of a recorded text, as large as they may be, for `simulate.py`.
 
 The head reads the whole text once, and all trees share its keys. Growth is the drafter's own (`level_growth`), and so
 is the network; only keys are kept differently, because a drafter's cache has room for one tree of a sequence at a time.

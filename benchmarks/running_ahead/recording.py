@@ -1,4 +1,4 @@
-"""Greedy answers of a model with the hidden states that an EAGLE head reads, kept on disk for `running_ahead.py`."""
+"""Greedy answers of a model with the hidden states that an EAGLE head reads, kept on disk for `simulate.py`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The figures of `running_ahead.py` as Markdown tables."""
+"""The figures of `simulate.py` as Markdown tables."""
 
 from __future__ import annotations
 
