@@ -34,12 +34,17 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 # make test          everything that a CPU can prove
 .PHONY: test
 test: install
-	$(BIN)/python -m pytest -m "not full and not gpu and not compose and not sdk"
+	$(BIN)/python -m pytest -n logical --dist loadfile -m "not full and not gpu and not compose and not sdk and not install"
 
 # make test-full     the same and the long matrix: 42 real prompts, every drafter
 .PHONY: test-full
 test-full: install
-	$(BIN)/python -m pytest -m "not gpu and not compose and not sdk"
+	$(BIN)/python -m pytest -n logical --dist loadfile -m "not gpu and not compose and not sdk and not install"
+
+# make test-install  a wheel and a source distribution, installed in a clean environment, each role run
+.PHONY: test-install
+test-install: install
+	$(BIN)/python -m pytest -m install tests/install
 
 # make test-sdk      the TypeScript and Go clients against the real services
 .PHONY: test-sdk

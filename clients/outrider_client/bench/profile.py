@@ -7,7 +7,6 @@ import asyncio
 import urllib.request
 from collections.abc import Mapping
 
-from prometheus_client.parser import text_string_to_metric_families
 from rich import box
 from rich.table import Table
 
@@ -33,6 +32,9 @@ Spent = Mapping[str, float]
 
 def parse_phases(text: str) -> Spent:
     """Seconds by phase, "steps", and what `_COUNTED` names, from a target's metrics page."""
+    # Not part of a client's installation, and read only where a profile is asked for.
+    from prometheus_client.parser import text_string_to_metric_families
+
     found: dict[str, float] = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from outrider import __version__
 from outrider.runtime import prepare_grpc
+from outrider_client.cli.roles import missing_for
 
 _DESCRIPTION = """\
 Lossless speculative decoding over gRPC: a draft service guesses ahead, a target service checks whole trees of
@@ -33,7 +34,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     prepare_grpc()
     # Its own log lines would break into progress bars and answers; failures reach us as exceptions.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
-    from outrider_client.cli.commands import COMMANDS, run_command
+    try:
+        from outrider_client.cli.commands import COMMANDS, run_command
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "rich":
+            raise
+        sys.stderr.write("error: rich is not installed, which the command line needs: pip install rich\n")
+        return 1
 
     words = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(
@@ -60,6 +67,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Before parsing: flags of the services are theirs to read, and to explain.
     handed_on = next((command for command in COMMANDS if command.module and words[:1] == [command.name]), None)
     if handed_on is not None:
+        message = missing_for(handed_on.needs) if handed_on.needs else None
+        if message:
+            sys.stderr.write(f"error: {message}\n")
+            return 1
         os.execv(sys.executable, [sys.executable, "-m", str(handed_on.module), *words[1:]])
     arguments, unknown = parser.parse_known_args(words)
     if unknown:

@@ -15,6 +15,7 @@ from rich.markup import escape
 
 from outrider.errors import OutriderError
 from outrider.settings import SettingsError, load
+from outrider_client.cli.roles import missing_for
 from outrider_client.failures import ServiceUnreachable
 
 Options = TypeVar("Options")
@@ -35,7 +36,8 @@ def _not_run(_: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class Command:
-    """One command. With a `module`, everything after its name is handed to `python -m module`."""
+    """One command. With a `module`, everything after its name is handed to `python -m module`. `needs` is the extra of
+    the package that it cannot run without."""
 
     name: str
     summary: str
@@ -43,6 +45,7 @@ class Command:
     add_flags: Callable[[argparse.ArgumentParser], None] = _no_flags
     run: Callable[[argparse.Namespace], int] = _not_run
     module: str | None = None
+    needs: str | None = None
 
 
 def add_config_flag(parser: argparse.ArgumentParser) -> None:
@@ -61,6 +64,13 @@ def options(kind: type[Options], section: str, arguments: argparse.Namespace) ->
     return load(kind, section, arguments, os.environ, config_file(arguments))
 
 
+def check_installed(command: Command) -> None:
+    """Raises `CommandFailed` where what the command needs is not installed."""
+    message = missing_for(command.needs) if command.needs else None
+    if message:
+        raise CommandFailed(message)
+
+
 def error_console() -> Console:
     """Where messages go: what a command is asked for goes to the standard output instead."""
     return Console(stderr=True, highlight=False)
@@ -69,6 +79,7 @@ def error_console() -> Console:
 def run_command(command: Command, parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     """Run a command; its failures become a message and an exit status."""
     try:
+        check_installed(command)
         return command.run(arguments)
     except SettingsError as error:
         parser.error(str(error))

@@ -119,10 +119,20 @@ UP = Command(
     "when the target dies, the whole ends with its exit status. SIGTERM or Ctrl-C lets running requests finish.",
     _add_up_flags,
     _up,
+    needs="target",
 )
-TARGET = Command("target", "run the target service alone (its own flags; see --help)", module="target_service")
-DRAFT = Command("draft", "run the draft service alone (its own flags; see --help)", module="draft_service")
+TARGET = Command(
+    "target", "run the target service alone (its own flags; see --help)", module="target_service", needs="target"
+)
+DRAFT = Command(
+    "draft", "run the draft service alone (its own flags; see --help)", module="draft_service", needs="draft"
+)
 TRAIN_HEAD = Command(
-    "train-head", "train an EAGLE-3 head for a model, without data (see --help)", module="draft_service.training"
+    "train-head",
+    "train an EAGLE-3 head for a model, without data (see --help)",
+    module="draft_service.training",
+    needs="train",
 )
-MODEL = Command("model", "pull, list or locate models (see --help)", module="target_service.model.loading.store")
+MODEL = Command(
+    "model", "pull, list or locate models (see --help)", module="target_service.model.loading.store", needs="target"
+)

@@ -1,0 +1,108 @@
+"""A wheel as users get it: what it holds, and that each role runs from it. Needs an index of packages."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import venv
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from outrider import __version__
+
+pytestmark = [pytest.mark.install, pytest.mark.timeout(900)]
+ROOT = Path(__file__).parents[2]
+# A client's whole installation, by the names of distributions.
+LARGE = {"torch", "transformers", "triton", "numba", "numpy", "scipy", "opentelemetry-sdk", "prometheus-client"}
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a wheel and a source distribution of this checkout."""
+    folder = tmp_path_factory.mktemp("dist")
+    _run(sys.executable, "-m", "build", "--outdir", str(folder), str(ROOT))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def client(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The programs of a clean environment with a client alone."""
+    folder = tmp_path_factory.mktemp("client")
+    venv.create(folder, with_pip=True)
+    (wheel,) = built.glob("*.whl")
+    _run(str(folder / "bin" / "pip"), "install", "--quiet", "--disable-pip-version-check", str(wheel))
+    yield folder / "bin"
+
+
+def test_wheel_and_source_carry_the_version_and_no_tests(built: Path) -> None:
+    (wheel,), (source,) = built.glob("*.whl"), built.glob("*.tar.gz")
+    assert __version__ in wheel.name and __version__ in source.name
+    names = zipfile.ZipFile(wheel).namelist()
+    tops = {name.partition("/")[0] for name in names}
+    assert tops >= {"outrider", "outrider_client", "target_service", "draft_service", "tree_kernels"}
+    assert not [name for name in names if "test" in name.rpartition("/")[2]]
+    metadata = zipfile.ZipFile(wheel).read(next(name for name in names if name.endswith("METADATA"))).decode()
+    # The owner has named none.
+    assert "License" not in metadata.partition("\n\n")[0]
+
+
+def test_a_client_is_small(client: Path) -> None:
+    listed = _run(str(client / "pip"), "list", "--format", "freeze", "--disable-pip-version-check")
+    installed = {line.partition("==")[0].lower() for line in listed.splitlines()}
+    assert "grpcio" in installed and not installed & LARGE
+    assert len(installed) < 25
+
+
+def test_a_client_runs(client: Path) -> None:
+    assert _run(str(client / "outrider"), "--version").strip() == f"outrider {__version__}"
+    used = "import sys, outrider_client as c; c.Client, c.DraftClient; print(*[m for m in sys.modules if '.' not in m])"
+    loaded = set(_run(str(client / "python"), "-c", used).split())
+    assert "grpc" in loaded and not loaded & {"rich", "torch", "numpy"}
+    unreachable = _try(client / "outrider", "health", "--target", "127.0.0.1:1")
+    assert unreachable.returncode == 1
+    assert "UNREACHABLE" in unreachable.stdout + unreachable.stderr
+
+
+@pytest.mark.parametrize(("command", "extra"), [("target", "target"), ("up", "target"), ("demo", "all")])
+def test_a_missing_role_is_named_with_what_brings_it(client: Path, command: str, extra: str) -> None:
+    found = _try(client / "outrider", command)
+    assert found.returncode == 1
+    assert f"pip install 'outrider[{extra}]'" in found.stderr
+    assert "Traceback" not in found.stderr
+
+
+def test_a_command_line_without_rich_says_so(client: Path) -> None:
+    without = "import sys; sys.modules['rich'] = None; from outrider_client.cli import main; sys.exit(main(['health']))"
+    found = _try(client / "python", "-c", without)
+    assert (found.returncode, found.stderr) == (
+        1,
+        "error: rich is not installed, which the command line needs: pip install rich\n",
+    )
+
+
+@pytest.mark.parametrize("module", ["target_service", "draft_service", "draft_service.training"])
+def test_services_run_from_the_wheel(built: Path, tmp_path: Path, module: str) -> None:
+    """With what this environment has of their requirements, and the wheel's own files."""
+    (wheel,) = built.glob("*.whl")
+    zipfile.ZipFile(wheel).extractall(tmp_path)
+    where = "import sys, importlib.util; print(importlib.util.find_spec(sys.argv[1]).origin)"
+    origin = _run(sys.executable, "-c", where, module.partition(".")[0], path=str(tmp_path))
+    assert origin.startswith(str(tmp_path))
+    assert "usage:" in _run(sys.executable, "-m", module, "--help", path=str(tmp_path))
+
+
+def _try(*command: str | Path, path: str = "") -> subprocess.CompletedProcess[str]:
+    """Run a command that finds modules in its environment and in `path`, and nowhere in this checkout."""
+    environment = {**os.environ, "PYTHONPATH": path}
+    return subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment, cwd="/")
+
+
+def _run(*command: str, path: str = "") -> str:
+    """Standard output of a command that ends well."""
+    done = _try(*command, path=path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
