@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -88,8 +88,10 @@ class Draft:
         stream = Stream(call)
         if credit:
             await stream.credit(credit)
-        yield stream
-        call.cancel()
+        try:
+            yield stream
+        finally:
+            call.cancel()
 
     async def empty(self) -> None:
         """Wait until the drafter follows nothing, or fail."""
@@ -106,6 +108,16 @@ async def draft_over(drafter: Drafter | None = None, **settings: Any) -> AsyncIt
     server, worker = build_server(config, drafter, observer)
     await server.start()
     server.health.set_serving(True)
-    async with grpc.aio.insecure_channel(server.address) as channel:
-        yield Draft(drafter, server, worker, channel, observer)
-    await server.stop(0)
+    try:
+        async with grpc.aio.insecure_channel(server.address) as channel:
+            yield Draft(drafter, server, worker, channel, observer)
+    finally:
+        # One that runs on would end at some later test's cost.
+        await server.stop(0)
+
+
+async def becomes(read: Callable[[], float], value: float) -> None:
+    """Wait until a metric has a value, or fail: figures are taken after the frames that they are about."""
+    async with asyncio.timeout(5):
+        while read() != value:
+            await asyncio.sleep(0.002)

@@ -11,7 +11,7 @@ from typing import Any
 
 import grpc
 import pytest
-from draft_harness import PROPOSE, Draft, draft_over
+from draft_harness import PROPOSE, Draft, becomes, draft_over
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from scripted_drafter import VOCABULARY, ScriptedDrafter, opening
 
@@ -264,7 +264,7 @@ async def test_what_is_counted_in_is_counted_out(draft: Draft) -> None:
             await stream.open(opening(sequence_id))
             await stream.opened()
             await stream.growth()
-        assert figure(draft, "outrider_draft_sequences") == 4
+        await becomes(lambda: figure(draft, "outrider_draft_sequences"), 4)
         await stream.advance((0, 9, [1]), (1, 1, [13]))
         assert await stream.reason() == (0, "STEP_SKIPPED")
         await stream.growth()

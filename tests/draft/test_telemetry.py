@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from draft_harness import draft_over
+from draft_harness import becomes, draft_over
 from opentelemetry.trace import StatusCode
 from scripted_drafter import ScriptedDrafter
 from spans import PARENT, UNSAMPLED, Recorder, check
@@ -108,7 +108,7 @@ async def test_a_stream_is_counted_as_it_was() -> None:
                 await stream.opened()
                 nodes += len((await stream.growth()).sequences[0].token_ids)
             assert values(draft.observer)["streams"] == 1
-            assert values(draft.observer)["sequences"] == 2
+            await becomes(lambda: values(draft.observer)["sequences"], 2)
             await stream.advance((1, 1, [904, 905]))
             nodes += len((await stream.growth()).sequences[0].token_ids)
             await stream.advance((2, 9, [904]))
