@@ -24,7 +24,7 @@ export function withPolicies(inner: Transport, address: string, options: Connect
     },
     async stream(method, signal, timeoutMs, header, input, values) {
       if (method.methodKind !== "server_streaming") {
-        const limit = timeoutMs ?? (method.methodKind === "client_streaming" ? unaryMs : 0);
+        const limit = timeoutMs ?? 0;
         const call = () => inner.stream(method, signal, limit, header, input, values);
         return typed(await retry(address, 1, limit, signal, call), address, signal);
       }
