@@ -52,6 +52,12 @@ test-sdk: install
 	tests/sdk/install_toolchains.sh
 	PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/python -m pytest -m sdk tests/sdk
 
+# make go-module     gives the Go client the path that it is published under: GO_MODULE=github.com/you/outrider/clients/go
+GO_MODULE ?=
+.PHONY: go-module
+go-module:
+	clients/go/set_module.sh '$(GO_MODULE)'
+
 # make test-compose  the compose stack for real; needs a Docker engine
 .PHONY: test-compose
 test-compose: install

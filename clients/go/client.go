@@ -3,11 +3,8 @@ package outrider
 import (
 	"context"
 	"io"
-	"net"
-	"strings"
 
 	"google.golang.org/grpc"
-	"google.golang.org/grpc/metadata"
 
 	"outrider/clients/go/outriderv1"
 )
@@ -17,30 +14,18 @@ type Client struct {
 	Target outriderv1.TargetServiceClient
 	Draft  outriderv1.DraftServiceClient
 	conn   *grpc.ClientConn
+	calls  *calls
 }
 
-// Dial prepares a client of HOST:PORT or unix:PATH. It connects at the first call. Without options it speaks plain
-// text; pass grpc.WithTransportCredentials for TLS. A token is metadata of the call's context, see WithToken.
-func Dial(address string, options ...grpc.DialOption) (*Client, error) {
-	if len(options) == 0 {
-		options = append(options, grpc.WithInsecure())
-	}
-	if path := strings.TrimPrefix(address, "unix:"); path != address {
-		address = "passthrough:///localhost"
-		options = append(options, grpc.WithContextDialer(func(ctx context.Context, _ string) (net.Conn, error) {
-			return (&net.Dialer{}).DialContext(ctx, "unix", path)
-		}))
-	}
-	conn, err := grpc.Dial(address, options...)
+// Dial prepares a client of HOST:PORT or unix:PATH. It connects at the first call. It fails for an address that is
+// neither, and for TLS files that cannot be used.
+func Dial(address string, options Options) (*Client, error) {
+	calls := &calls{address: address, options: options.withDefaults()}
+	conn, err := calls.connect()
 	if err != nil {
 		return nil, err
 	}
-	return &Client{outriderv1.NewTargetServiceClient(conn), outriderv1.NewDraftServiceClient(conn), conn}, nil
-}
-
-// WithToken adds a bearer token to the calls made with the context.
-func WithToken(ctx context.Context, token string) context.Context {
-	return metadata.AppendToOutgoingContext(ctx, "authorization", "Bearer "+token)
+	return &Client{outriderv1.NewTargetServiceClient(conn), outriderv1.NewDraftServiceClient(conn), conn, calls}, nil
 }
 
 // Close cancels what runs and closes the connection.
@@ -69,28 +54,31 @@ func (c *Client) Chat(
 		})
 }
 
-// Generate is Chat for any request, and handles every event.
+// Generate is Chat for any request, and handles every event. A request that the service asks to send again later is
+// sent again, as long as nothing was answered yet. Without a deadline of the context, the client's GenerateTimeout holds.
 func (c *Client) Generate(
 	ctx context.Context,
 	request *outriderv1.GenerateRequest,
 	handle func(*outriderv1.GenerateResponse) error,
 ) error {
-	ctx, cancel := context.WithCancel(ctx)
+	ctx, cancel := withDeadline(ctx, c.calls.options.GenerateTimeout)
 	defer cancel()
-	stream, err := c.Target.Generate(ctx, request)
-	if err != nil {
-		return err
-	}
-	for {
-		response, err := stream.Recv()
-		if err == io.EOF {
-			return nil
-		}
-		if err != nil {
+	var stream outriderv1.TargetService_GenerateClient
+	var response *outriderv1.GenerateResponse
+	err := c.calls.retry(ctx, func() (err error) {
+		if stream, err = c.Target.Generate(ctx, request); err != nil {
 			return err
 		}
+		response, err = stream.Recv()
+		return err
+	})
+	for ; err == nil; response, err = stream.Recv() {
 		if err := handle(response); err != nil {
 			return err
 		}
 	}
+	if err == io.EOF {
+		return nil
+	}
+	return err
 }

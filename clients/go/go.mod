@@ -1,9 +1,15 @@
 module outrider/clients/go
 
-go 1.19
+go 1.24.0
 
-// What Debian 12 packages, and the oldest that the SDK is tested with; `go mod tidy` adds the rest.
 require (
-	google.golang.org/grpc v1.33.3
-	google.golang.org/protobuf v1.28.1
+	google.golang.org/genproto/googleapis/rpc v0.0.0-20251202230838-ff82c1b0f217
+	google.golang.org/grpc v1.79.3
+	google.golang.org/protobuf v1.36.10
+)
+
+require (
+	golang.org/x/net v0.48.0 // indirect
+	golang.org/x/sys v0.39.0 // indirect
+	golang.org/x/text v0.32.0 // indirect
 )

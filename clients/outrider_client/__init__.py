@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from outrider_client.draft import DraftClient
     from outrider_client.failures import ServiceUnreachable
     from outrider_client.generation import Generation, Speculation
+    from outrider_client.policy import Policy
     from outrider_client.results import Chunk, FinishReason, Result, Started, Verdict
+    from outrider_client.synchronous import SyncClient, SyncGeneration, SyncVerifySession
     from outrider_client.verification import VerifySession
 
 _HOMES = {
@@ -31,11 +33,15 @@ _HOMES = {
     "FinishReason": "outrider_client.results",
     "Generation": "outrider_client.generation",
     "OutriderError": "outrider.errors",
+    "Policy": "outrider_client.policy",
     "Result": "outrider_client.results",
     "SamplingParams": "outrider.sampling",
     "ServiceUnreachable": "outrider_client.failures",
     "Speculation": "outrider_client.generation",
     "Started": "outrider_client.results",
+    "SyncClient": "outrider_client.synchronous",
+    "SyncGeneration": "outrider_client.synchronous",
+    "SyncVerifySession": "outrider_client.synchronous",
     "Tls": "outrider_client.connection",
     "TokenTree": "outrider.tree",
     "Verdict": "outrider_client.results",
@@ -50,11 +56,15 @@ __all__ = [
     "FinishReason",
     "Generation",
     "OutriderError",
+    "Policy",
     "Result",
     "SamplingParams",
     "ServiceUnreachable",
     "Speculation",
     "Started",
+    "SyncClient",
+    "SyncGeneration",
+    "SyncVerifySession",
     "Tls",
     "TokenTree",
     "Verdict",

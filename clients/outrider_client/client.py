@@ -14,12 +14,14 @@ from outrider.wire.trees import sampling_to_pb
 from outrider_client.connection import Connection, Tls
 from outrider_client.failures import typed_errors
 from outrider_client.generation import Generation, Speculation
+from outrider_client.messages import Message as Message
+from outrider_client.messages import MessageLike, messages_to_pb
+from outrider_client.policy import PLAIN, Policy
 from outrider_client.results import TargetInfo
 from outrider_client.tracing import RequestSpan
 from outrider_client.verification import VerifySession
 
 TARGET_SERVICE = "outrider.v1.TargetService"
-Message = tuple[str, str]
 
 
 class Client:
@@ -32,7 +34,9 @@ class Client:
                 sys.stdout.write(chunk.text)
     """
 
-    def __init__(self, connection: Connection, tracing: Tracing | None = None) -> None:
+    def __init__(self, connection: Connection, tracing: Tracing | None = None, policy: Policy = PLAIN) -> None:
+        """On a connection made elsewhere, deadlines and retries are the caller's, unless a policy is given."""
+        self._policy = policy
         self._connection = connection
         self._tracing = tracing or Tracing()
         # The generated stubs give one class two types; on an aio channel it is this one.
@@ -49,13 +53,15 @@ class Client:
         token: str = "",
         tenant: str = "",
         tracing: Tracing | None = None,
+        policy: Policy | None = None,
     ) -> Client:
         """A client of the target at `address` (HOST:PORT or unix:PATH).
 
         The connection is made with the first call. `token` and `tenant` travel with every call. With
-        `tracing`, such as `Tracing(my_provider)`, every generation is a span, whose context travels along.
+        `tracing`, such as `Tracing(my_provider)`, every generation is a span, whose context travels along. `policy`
+        sets deadlines and retries; see `Policy` for what holds without one.
         """
-        return cls(Connection(address, tls=tls, token=token, tenant=tenant), tracing)
+        return cls(Connection(address, tls=tls, token=token, tenant=tenant), tracing, policy or Policy())
 
     @property
     def address(self) -> str:
@@ -77,7 +83,7 @@ class Client:
     def generate(
         self,
         *,
-        messages: Sequence[Message] = (),
+        messages: Sequence[MessageLike] = (),
         text: str = "",
         token_ids: Sequence[int] = (),
         sampling: SamplingParams | None = None,
@@ -88,19 +94,21 @@ class Client:
         """Continue a conversation, a text, or token ids: exactly one of them.
 
         Args:
-            messages: (role, content) pairs, put through the model's chat template. Roles: system, user, assistant.
+            messages: dicts with role and content, or (role, content) pairs, put through the model's chat template.
+                Roles: system, user, assistant.
             text: tokenised as it stands.
             token_ids: taken as they are.
             sampling: how tokens are drawn; greedy by default.
             speculation: how drafts are used.
             model: the served model's name; whatever is served by default.
-            timeout: seconds until the request is given up with `DeadlineExceeded`.
+            timeout: seconds until the request is given up with `DeadlineExceeded`; the policy's by default.
 
         Returns:
             The running request, which begins with the first read.
 
         Raises:
             InvalidField: no input, or more than one.
+            TypeError: messages of another shape.
         """
         if (bool(messages) + bool(text) + bool(len(token_ids))) != 1:
             raise InvalidField("input", "needs exactly one of messages, text and token_ids, and not empty")
@@ -112,25 +120,33 @@ class Client:
         if text:
             request.text = text
         elif messages:
-            request.chat.messages.extend(target_pb2.ChatMessage(role=role, content=said) for role, said in messages)
+            request.chat.messages.extend(messages_to_pb(messages))
         else:
             request.tokens.token_ids.extend(token_ids)
         span = RequestSpan(self._tracing, self.address, chat=bool(messages), model=model)
         metadata = self._connection.with_metadata(span.metadata())
-        return Generation(lambda: self._stub.Generate(request, metadata=metadata, timeout=timeout), self.address, span)
+        return Generation(
+            lambda left: self._stub.Generate(request, metadata=metadata, timeout=left),
+            self.address,
+            span,
+            policy=self._policy,
+            timeout=self._policy.generate_timeout if timeout is None else timeout,
+        )
 
     def verify(self) -> VerifySession:
         """A session in which the client drafts and the target verifies. Use it with `async with`."""
         call = self._stub.Verify(metadata=self._connection.metadata)
         return VerifySession(call, self.address)
 
-    async def info(self, timeout: float = 10.0) -> TargetInfo:
-        """What the target serves, and within which limits."""
+    async def info(self, timeout: float | None = None) -> TargetInfo:
+        """What the target serves, and within which limits. Without a timeout the policy's deadline holds."""
+        return TargetInfo.from_pb(await self._policy.call(timeout, self._info))
+
+    async def _info(self, left: float | None) -> target_pb2.GetTargetInfoResponse:
         with typed_errors(self.address):
-            response = await self._stub.GetTargetInfo(
-                target_pb2.GetTargetInfoRequest(), timeout=timeout, metadata=self._connection.metadata
+            return await self._stub.GetTargetInfo(
+                target_pb2.GetTargetInfoRequest(), timeout=left, metadata=self._connection.metadata
             )
-        return TargetInfo.from_pb(response)
 
     async def serving(self, timeout: float = 5.0) -> bool:
         """Whether the target answers that it is healthy."""

@@ -12,6 +12,7 @@ from outrider.wire.frames import DraftInfo, TreeLimits
 from outrider.wire.hidden_states import request_from_pb
 from outrider_client.connection import Connection, Tls
 from outrider_client.failures import typed_errors
+from outrider_client.policy import PLAIN, Policy
 
 DRAFT_SERVICE = "outrider.v1.DraftService"
 # As many as one message may carry.
@@ -34,15 +35,25 @@ class DraftClient:
             await draft.add_corpus([[1, 5, 9, 4]], tenant="docs")
     """
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Connection, policy: Policy = PLAIN) -> None:
+        """On a connection made elsewhere, deadlines and retries are the caller's, unless a policy is given."""
+        self._policy = policy
         self._connection = connection
         # The generated stubs give one class two types; on an aio channel it is this one.
         self._stub = cast("draft_pb2_grpc.DraftServiceAsyncStub", draft_pb2_grpc.DraftServiceStub(connection.channel))
 
     @classmethod
-    def connect(cls, address: str, *, tls: Tls | None = None, token: str = "", tenant: str = "") -> DraftClient:
+    def connect(
+        cls,
+        address: str,
+        *,
+        tls: Tls | None = None,
+        token: str = "",
+        tenant: str = "",
+        policy: Policy | None = None,
+    ) -> DraftClient:
         """A client of the draft at `address` (HOST:PORT or unix:PATH)."""
-        return cls(Connection(address, tls=tls, token=token, tenant=tenant))
+        return cls(Connection(address, tls=tls, token=token, tenant=tenant), policy or Policy())
 
     async def __aenter__(self) -> DraftClient:
         return self
@@ -52,12 +63,9 @@ class DraftClient:
     ) -> None:
         await self._connection.close()
 
-    async def info(self, timeout: float = 10.0) -> DraftInfo:
-        """What the service drafts with."""
-        with typed_errors(self._connection.address):
-            pb = await self._stub.GetDraftInfo(
-                draft_pb2.GetDraftInfoRequest(), timeout=timeout, metadata=self._connection.metadata
-            )
+    async def info(self, timeout: float | None = None) -> DraftInfo:
+        """What the service drafts with. Without a timeout the policy's deadline holds."""
+        pb = await self._policy.call(timeout, self._info)
         return DraftInfo(
             drafter=pb.drafter,
             vocabulary_size=pb.vocabulary_size,
@@ -67,6 +75,12 @@ class DraftClient:
             version=pb.version,
             features=request_from_pb(pb.features) if pb.HasField("features") else None,
         )
+
+    async def _info(self, left: float | None) -> draft_pb2.GetDraftInfoResponse:
+        with typed_errors(self._connection.address):
+            return await self._stub.GetDraftInfo(
+                draft_pb2.GetDraftInfoRequest(), timeout=left, metadata=self._connection.metadata
+            )
 
     async def add_corpus(
         self,

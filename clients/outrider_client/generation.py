@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Callable
@@ -16,6 +17,7 @@ from outrider.sampling import VerificationMode
 from outrider.v1 import target_pb2
 from outrider.wire.trees import mode_to_pb
 from outrider_client.failures import ServiceUnreachable, typed_error
+from outrider_client.policy import Policy
 from outrider_client.results import Chunk, RequestTimes, Result, SpeculationTotals, Started, reason_from_pb
 from outrider_client.tracing import RequestSpan
 
@@ -59,8 +61,22 @@ class Generation:
         result = await generation.result()
     """
 
-    def __init__(self, begin: Callable[[], _Call], address: str, span: RequestSpan) -> None:
-        """`begin` makes the call; it runs with the first read, so that times start when the request does."""
+    def __init__(
+        self,
+        begin: Callable[[float | None], _Call],
+        address: str,
+        span: RequestSpan,
+        *,
+        policy: Policy,
+        timeout: float | None,
+    ) -> None:
+        """`begin`, given the seconds left, makes the call. It runs with the first read: times start with the request.
+
+        The call is made again as `policy` says, within `timeout` seconds in all.
+        """
+        self._policy = policy
+        self._timeout = timeout
+        self._cancelled = False
         self._begin = begin
         self._address = address
         self._span = span
@@ -85,6 +101,7 @@ class Generation:
 
     def cancel(self) -> None:
         """End the request. Does nothing once it has finished."""
+        self._cancelled = True
         if self._call is not None and self._result is None:
             self._call.cancel()
             self._span.end("CANCELLED")
@@ -111,17 +128,31 @@ class Generation:
         return self._result
 
     async def _read(self) -> target_pb2.GenerateResponse:
-        if self._call is None:
-            self._begun_at = time.perf_counter()
-            self._call = self._begin()
-        try:
-            event = await self._call.read()
-        except grpc.RpcError as error:
-            raise self._failed(typed_error(error, self._address)) from error
+        event = await (self._first_event() if self._call is None else self._next_event(self._call))
         if not isinstance(event, target_pb2.GenerateResponse):
             # gRPC's end-of-stream marker, before the event that must come last.
             raise self._failed(OutriderError("the stream ended without its last event"))
         return event
+
+    async def _next_event(self, call: _Call) -> object:
+        try:
+            return await call.read()
+        except grpc.RpcError as error:
+            raise self._failed(typed_error(error, self._address)) from error
+
+    async def _first_event(self) -> object:
+        """Make the call, again where the target asks for it: as long as nothing was answered, nothing is lost."""
+        self._begun_at = time.perf_counter()
+        attempt = self._policy.attempt(self._timeout)
+        while not self._cancelled:
+            self._call = self._begin(attempt.seconds_left())
+            try:
+                return await self._call.read()
+            except grpc.RpcError as error:
+                failure = typed_error(error, self._address)
+                if not await attempt.again(failure):
+                    raise self._failed(failure) from error
+        raise asyncio.CancelledError
 
     async def _read_end(self) -> None:
         """Read the call's status, so that the target does not take our going for a cancellation."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,8 +36,19 @@ class ScriptedTarget(target_pb2_grpc.TargetServiceServicer):
     step_seconds: float = 0.0
     requests: list[tuple[target_pb2.GenerateRequest, str, dict[str, str]]] = field(default_factory=list)
     cancelled: int = 0
+    # How many of the first calls are refused, when each call came, and how long it would wait.
+    refusals: int = 0
+    came: list[float] = field(default_factory=list)
+    deadlines: list[float | None] = field(default_factory=list)
+
+    def _receive(self, context: Any) -> None:
+        self.came.append(time.monotonic())
+        self.deadlines.append(context.time_remaining())
+        if len(self.came) <= self.refusals:
+            raise errors.QuotaExceeded("the queue is full")
 
     async def Generate(self, request: target_pb2.GenerateRequest, context: Any) -> None:  # type: ignore[override]
+        self._receive(context)
         metadata = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
         self.requests.append((request, current_tenant(), metadata))
         if request.model not in ("", "scripted"):
@@ -114,8 +126,9 @@ class ScriptedTarget(target_pb2_grpc.TargetServiceServicer):
     async def GetTargetInfo(  # type: ignore[override]
         self,
         _request: target_pb2.GetTargetInfoRequest,
-        _context: Any,
+        context: Any,
     ) -> target_pb2.GetTargetInfoResponse:
+        self._receive(context)
         return target_pb2.GetTargetInfoResponse(
             model="scripted",
             vocabulary_size=len(WORDS),

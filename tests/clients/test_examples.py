@@ -47,3 +47,39 @@ async def test_client_that_drafts_for_itself(running: Any) -> None:
     out = await _run((_ROOT / "clients/python/verify.py").read_text(), running.address)
     # The first guess is what followed 100 where it stood before.
     assert out.splitlines() == ["step 0: 5 guesses kept", "step 1: 0 guesses kept", "step 2: 0 guesses kept"]
+
+
+async def _example(name: str, address: str) -> list[str]:
+    return (await _run((_ROOT / "clients/python" / f"{name}.py").read_text(), address)).splitlines()
+
+
+async def test_chat_keeps_the_conversation(running: Any) -> None:
+    out = await _example("chat", running.address)
+    assert [line for line in out if line.startswith("> ")] == ["> What is a bridge?", "> Which is the longest?"]
+    (_, *_), (second, *_) = running.target.requests
+    said = [(message.role, message.content) for message in second.chat.messages]
+    assert [role for role, _ in said] == ["user", "assistant", "user"]
+    assert said[1][1] == out[1]
+
+
+async def test_seeded_sampling(running: Any) -> None:
+    assert (await _example("sampling", running.address))[-1] == "the same without drafts: True"
+    requests = [request for request, _, _ in running.target.requests]
+    assert [request.sampling.seed for request in requests] == [7, 7]
+    assert [request.speculation.enabled for request in requests] == [True, False]
+
+
+async def test_errors(running: Any) -> None:
+    answered, unreachable, *others = await _example("errors", running.address)
+    assert answered == "answered with 8 tokens"
+    assert unreachable.startswith("cannot reach 127.0.0.1:1: ")
+    assert others == [
+        "at fault: input",
+        "not a request: messages[0].content: expected a string, got NoneType",
+        "refused: UNKNOWN_MODEL",
+    ]
+
+
+def test_every_example_is_run() -> None:
+    tested = Path(__file__).read_text()
+    assert [path.stem for path in (_ROOT / "clients/python").glob("*.py") if path.stem not in tested] == []

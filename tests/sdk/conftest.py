@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import re
-import socket
-import subprocess
-import sys
 import urllib.request
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -18,85 +14,14 @@ from typing import Any
 import pytest
 import pytest_asyncio
 from google.protobuf import json_format
+from sdk.toolchains import BUILDS, Toolchain, free_port, go, typescript
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from outrider.v1 import target_pb2 as pb
 from outrider_client.local.stack import Stack, private_directory
 
-ROOT = Path(__file__).parents[2]
-CLIENTS = ROOT / "clients"
-GO_WORKSPACE = ROOT / "build" / "go"
 CASE_SECONDS = 60.0
-
-
-@dataclass(frozen=True)
-class Toolchain:
-    """How one language's SDK is built, run and generated."""
-
-    language: str
-    # Where it is built, and with which environment.
-    folder: Path
-    environment: dict[str, str]
-    conformance: tuple[str, ...]
-    example: tuple[str, ...]
-    build: tuple[tuple[str, ...], ...]
-    generate: tuple[str, ...]
-    generated: str
-
-    def run(self, *argv: str, folder: Path | None = None) -> None:
-        """Run a build step, and fail with what it printed."""
-        where = folder or self.folder
-        done = subprocess.run(argv, cwd=where, env=self.environment, capture_output=True, text=True, timeout=280)
-        if done.returncode:
-            pytest.fail(f"{' '.join(argv)}\n{done.stdout}{done.stderr}", pytrace=False)
-
-
-def typescript() -> Toolchain:
-    folder = CLIENTS / "typescript"
-    installed = folder / "node_modules" / ".package-lock.json"
-    fresh = installed.exists() and installed.stat().st_mtime >= (folder / "package-lock.json").stat().st_mtime
-    install = () if fresh else (("npm", "ci", "--ignore-scripts"),)
-    return Toolchain(
-        language="typescript",
-        folder=folder,
-        environment=_environment(str(folder / "node_modules" / ".bin")),
-        conformance=("node", str(folder / "dist" / "conformance" / "main.js")),
-        example=("node", str(folder / "dist" / "examples" / "chat.js")),
-        build=(*install, ("npm", "run", "build")),
-        generate=("buf", "generate", str(ROOT), "--template", "buf.gen.yaml"),
-        generated="src/gen",
-    )
-
-
-def go() -> Toolchain:
-    """Debian's Go libraries are a GOPATH; the SDK is linked into one of its own under its import path."""
-    link = GO_WORKSPACE / "src" / "outrider" / "clients" / "go"
-    link.parent.mkdir(parents=True, exist_ok=True)
-    if not link.is_symlink():
-        link.symlink_to(CLIENTS / "go", target_is_directory=True)
-    programs = {name: str(GO_WORKSPACE / "bin" / name) for name in ("conformance", "chat")}
-    paths = {"GOPATH": f"{GO_WORKSPACE}:/usr/share/gocode", "PWD": str(link)}
-    return Toolchain(
-        language="go",
-        folder=link,
-        environment=_environment() | {"GO111MODULE": "off", "GOFLAGS": ""} | paths,
-        conformance=(programs["conformance"],),
-        example=(programs["chat"],),
-        build=(
-            ("go", "build", "-o", programs["conformance"], "./conformance"),
-            ("go", "build", "-o", programs["chat"], "./examples/chat"),
-            ("go", "vet", "./..."),
-        ),
-        generate=("buf", "generate", str(ROOT), "--template", "buf.gen.yaml", "--path", str(ROOT / "protos/outrider")),
-        generated="outriderv1",
-    )
-
-
-def _environment(*folders: str) -> dict[str, str]:
-    """The process's own, with programs of these folders and of this Python's first."""
-    path = os.pathsep.join([*folders, str(Path(sys.executable).parent), os.environ["PATH"]])
-    return os.environ | {"PATH": path}
 
 
 @dataclass(frozen=True)
@@ -140,11 +65,16 @@ class Sdk:
             given["request"] = json_format.MessageToDict(request)
         return json.loads(await self._output(*self.toolchain.conformance, case, given=json.dumps(given)))
 
-    async def run_example(self) -> str:
-        """What the example prints."""
-        return await self._output(*self.toolchain.example, self.services.target)
+    async def run_example(self, name: str, *arguments: str) -> tuple[int, str, str]:
+        """How an example ends, and what it prints on standard output and on standard error."""
+        return await self._ended(*self.toolchain.examples[name], *arguments)
 
     async def _output(self, *argv: str, given: str = "") -> str:
+        status, out, err = await self._ended(*argv, given=given)
+        assert status == 0, err
+        return out
+
+    async def _ended(self, *argv: str, given: str = "") -> tuple[int, str, str]:
         process = await asyncio.create_subprocess_exec(
             *argv,
             stdin=asyncio.subprocess.PIPE,
@@ -157,8 +87,7 @@ class Sdk:
             process.kill()
             await process.wait()
             raise
-        assert process.returncode == 0, err.decode()
-        return out.decode()
+        return process.returncode or 0, out.decode(), err.decode()
 
 
 def letter_tokenizer(vocabulary_size: int) -> PreTrainedTokenizerFast:
@@ -182,11 +111,6 @@ def model_folder(tiny_model: PreTrainedModel, tmp_path_factory: pytest.TempPathF
     return folder
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
-
-
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def services(model_folder: Path) -> AsyncIterator[Services]:
     """A draft and a target process on Unix sockets."""
@@ -207,8 +131,7 @@ async def services(model_folder: Path) -> AsyncIterator[Services]:
 def toolchain(request: pytest.FixtureRequest) -> Toolchain:
     """A language whose SDK has been built."""
     toolchain: Toolchain = request.param()
-    for argv in toolchain.build:
-        toolchain.run(*argv)
+    BUILDS[toolchain.language](toolchain)
     return toolchain
 
 

@@ -65,7 +65,11 @@ class TestGenerate:
 
     async def test_known_continuations_are_drafted(self, sdk: Any) -> None:
         await sdk.run("generate", asking(GREEDY))
-        again = await sdk.run("generate", asking(GREEDY))
+        # A draft that shares a busy machine may come too late for a step, or for all of them.
+        for _ in range(10):
+            again = await sdk.run("generate", asking(GREEDY))
+            if again["drafted"]:
+                break
         assert again["drafted"] > 0
         assert again["steps"] < again["completionTokens"]
 

@@ -12,8 +12,8 @@ import (
 var document = []uint32{10, 11, 12, 13, 14, 15}
 
 // draft speaks to the draft service as a target does: teaches it a document and asks how it goes on.
-func draft(in *Input) interface{} {
-	client, err := outrider.Dial(in.Draft)
+func draft(in *Input) any {
+	client, err := outrider.Dial(in.Draft, outrider.Options{})
 	must(err)
 	defer client.Close()
 	ctx := context.Background()
@@ -26,7 +26,7 @@ func draft(in *Input) interface{} {
 	taught, err := teaching.CloseAndRecv()
 	must(err)
 	first, second := propose(ctx, client)
-	return map[string]interface{}{
+	return map[string]any{
 		"drafter": info.Drafter, "tokens": taught.Tokens, "growth": [][]uint32{first, second},
 	}
 }

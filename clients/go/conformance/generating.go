@@ -45,19 +45,19 @@ func ask(ctx context.Context, in *Input, pause time.Duration) (*answer, error) {
 	return said, err
 }
 
-func generate(in *Input) interface{} {
+func generate(in *Input) any {
 	said, err := ask(context.Background(), in, 0)
 	must(err)
 	return said
 }
 
-func slowConsumer(in *Input) interface{} {
+func slowConsumer(in *Input) any {
 	said, err := ask(context.Background(), in, time.Duration(in.PauseMs)*time.Millisecond)
 	must(err)
 	return said
 }
 
-func concurrent(in *Input) interface{} {
+func concurrent(in *Input) any {
 	outputs := make([][]uint32, in.Sequences)
 	var group sync.WaitGroup
 	for i := range outputs {
@@ -73,19 +73,19 @@ func concurrent(in *Input) interface{} {
 	return outputs
 }
 
-func refused(in *Input) interface{} {
+func refused(in *Input) any {
 	_, err := ask(context.Background(), in, 0)
 	return failure(err)
 }
 
-func deadline(in *Input) interface{} {
+func deadline(in *Input) any {
 	ctx, cancel := context.WithTimeout(context.Background(), time.Duration(in.TimeoutMs)*time.Millisecond)
 	defer cancel()
 	_, err := ask(ctx, in, 0)
 	return failure(err)
 }
 
-func cancelAfterBegin(in *Input) interface{} {
+func cancelAfterBegin(in *Input) any {
 	client := in.client()
 	defer client.Close()
 	ctx, cancel := context.WithCancel(context.Background())
@@ -96,7 +96,7 @@ func cancelAfterBegin(in *Input) interface{} {
 	return failure(err)
 }
 
-func cancelAfterFirstResponse(in *Input) interface{} {
+func cancelAfterFirstResponse(in *Input) any {
 	client := in.client()
 	defer client.Close()
 	ctx, cancel := context.WithCancel(context.Background())
@@ -106,7 +106,7 @@ func cancelAfterFirstResponse(in *Input) interface{} {
 	}))
 }
 
-func chat(in *Input) interface{} {
+func chat(in *Input) any {
 	client := in.client()
 	defer client.Close()
 	var text strings.Builder
@@ -118,27 +118,27 @@ func chat(in *Input) interface{} {
 	return text.String()
 }
 
-func info(in *Input) interface{} {
+func info(in *Input) any {
 	client := in.client()
 	defer client.Close()
 	said, err := client.Target.GetTargetInfo(context.Background(), &outriderv1.GetTargetInfoRequest{})
 	must(err)
-	return map[string]interface{}{
+	return map[string]any{
 		"model": said.Model, "vocabularySize": said.VocabularySize, "dtype": said.Dtype, "drafter": said.Drafter,
 	}
 }
 
 // How a call fails without a token, and with it.
-func token(in *Input) interface{} {
+func token(in *Input) any {
 	client, ctx := in.client(), context.Background()
 	defer client.Close()
 	_, without := client.Target.GetTargetInfo(ctx, &outriderv1.GetTargetInfoRequest{})
 	_, with := client.Target.GetTargetInfo(outrider.WithToken(ctx, in.Token), &outriderv1.GetTargetInfoRequest{})
-	return []map[string]interface{}{failure(without), failure(with)}
+	return []map[string]any{failure(without), failure(with)}
 }
 
 // The target does not serve the draft's methods.
-func unimplemented(in *Input) interface{} {
+func unimplemented(in *Input) any {
 	client := in.client()
 	defer client.Close()
 	_, err := client.Draft.GetDraftInfo(context.Background(), &outriderv1.GetDraftInfoRequest{})

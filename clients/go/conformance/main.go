@@ -4,6 +4,7 @@ package main
 
 import (
 	"encoding/json"
+	"errors"
 	"log"
 	"os"
 
@@ -25,7 +26,11 @@ type Input struct {
 	PauseMs   int64
 	TimeoutMs int64
 	Token     string
-	Words     []struct {
+	Attempts  int
+	// TLS, checked against the authority in CA; Certificate and Key are the client's own.
+	TLS                              bool
+	CA, Certificate, Key, ServerName string
+	Words                            []struct {
 		Seed     uint64   `json:",string"`
 		Position uint64   `json:",string"`
 		TokenIDs []uint32 `json:"token_ids"`
@@ -44,7 +49,7 @@ func (in *Input) request() *outriderv1.GenerateRequest {
 }
 
 func (in *Input) client() *outrider.Client {
-	client, err := outrider.Dial(in.Target)
+	client, err := outrider.Dial(in.Target, outrider.Options{})
 	must(err)
 	return client
 }
@@ -56,18 +61,19 @@ func must(err error) {
 }
 
 // failure is how a call fails, as the tests compare it.
-func failure(err error) map[string]interface{} {
-	problem := outrider.ProblemOf(err)
+func failure(err error) map[string]any {
+	problem := outrider.ErrorOf(err)
 	fields := []string{}
 	for _, field := range problem.Fields {
 		fields = append(fields, field.Path)
 	}
-	return map[string]interface{}{
+	return map[string]any{
 		"code": problem.Code, "message": problem.Message, "reason": problem.Reason, "fields": fields,
+		"line": err.Error(), "is": errors.Is(err, problem.Reason),
 	}
 }
 
-func noise(in *Input) interface{} {
+func noise(in *Input) any {
 	words, exponentials, winners := [][]uint32{}, [][]float64{}, []int{}
 	for _, vector := range in.Words {
 		drawn, times := []uint32{}, []float64{}
@@ -80,10 +86,10 @@ func noise(in *Input) interface{} {
 	for _, race := range in.Races {
 		winners = append(winners, outrider.RaceWinner(race.Seed, race.Position, race.Weights))
 	}
-	return map[string]interface{}{"words": words, "exponentials": exponentials, "winners": winners}
+	return map[string]any{"words": words, "exponentials": exponentials, "winners": winners}
 }
 
-var cases = map[string]func(*Input) interface{}{
+var cases = map[string]func(*Input) any{
 	"noise":                    noise,
 	"info":                     info,
 	"generate":                 generate,
@@ -101,6 +107,9 @@ var cases = map[string]func(*Input) interface{}{
 	"refusedTree":              refusedTree,
 	"emptyStream":              emptyStream,
 	"draft":                    draft,
+	"call":                     call,
+	"stream":                   stream,
+	"reasons":                  reasons,
 }
 
 func main() {

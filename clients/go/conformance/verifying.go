@@ -40,7 +40,7 @@ func open(client *outrider.Client) *outrider.Verification {
 	return verification
 }
 
-func verify(in *Input) interface{} {
+func verify(in *Input) any {
 	client, request := in.client(), in.request()
 	defer client.Close()
 	prompt := request.GetTokens().TokenIds
@@ -59,11 +59,11 @@ func verify(in *Input) interface{} {
 		steps++
 	}
 	must(verification.End())
-	return map[string]interface{}{"tokenIds": output, "accepted": accepted, "steps": steps, "finishReason": reason}
+	return map[string]any{"tokenIds": output, "accepted": accepted, "steps": steps, "finishReason": reason}
 }
 
 // pingPong lets sequences take turns on one stream, one token each time.
-func pingPong(in *Input) interface{} {
+func pingPong(in *Input) any {
 	client, request := in.client(), in.request()
 	defer client.Close()
 	verification := open(client)
@@ -92,7 +92,7 @@ func pingPong(in *Input) interface{} {
 }
 
 // refusedTree: a malformed tree is refused with its field, and the sequence goes on.
-func refusedTree(in *Input) interface{} {
+func refusedTree(in *Input) any {
 	client := in.client()
 	defer client.Close()
 	verification := open(client)
@@ -113,7 +113,7 @@ func refusedTree(in *Input) interface{} {
 }
 
 // emptyStream: a stream that says nothing ends cleanly.
-func emptyStream(in *Input) interface{} {
+func emptyStream(in *Input) any {
 	client := in.client()
 	defer client.Close()
 	must(open(client).End())

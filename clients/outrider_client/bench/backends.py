@@ -14,6 +14,7 @@ from outrider.settings import SettingsError
 from outrider_client.bench.samples import Sample
 from outrider_client.client import Client, Message
 from outrider_client.generation import Speculation
+from outrider_client.policy import PLAIN
 from outrider_client.terminal.options import BenchOptions, ClientOptions
 
 _LINE_LIMIT = 16 * 1024 * 1024
@@ -40,7 +41,7 @@ class TargetBackend:
         name = self._reach.tenant if self._reach.token else tenant or self._reach.tenant
         if name not in self._clients:
             self._clients[name] = Client.connect(
-                self._address, tls=self._reach.tls_options(), token=self._reach.token, tenant=name
+                self._address, tls=self._reach.tls_options(), token=self._reach.token, tenant=name, policy=PLAIN
             )
         return self._clients[name]
 

@@ -1,6 +1,6 @@
 import { create, type MessageInitShape } from "@bufbuild/protobuf";
-import { type AddCorpusRequest, AddCorpusRequestSchema, FrameQueue, Outrider, ProposeRequestSchema } from "outrider-client";
-import type { ProposeRequest, ProposeResponse } from "outrider-client";
+import { AddCorpusRequestSchema, FrameQueue, Outrider, ProposeRequestSchema } from "outrider-client";
+import type { AddCorpusRequest, ProposeRequest, ProposeResponse } from "outrider-client";
 
 import type { Input } from "./input.js";
 

@@ -1,5 +1,5 @@
 import { fromJson, type JsonValue } from "@bufbuild/protobuf";
-import { type GenerateRequest, GenerateRequestSchema, problemOf } from "outrider-client";
+import { type GenerateRequest, GenerateRequestSchema, errorOf, OutriderError } from "outrider-client";
 
 /** What the tests write to standard input; which fields are set depends on the case. */
 export interface Input {
@@ -13,6 +13,13 @@ export interface Input {
   pauseMs: number;
   timeoutMs: number;
   token: string;
+  attempts: number;
+  /** TLS, checked against the authority in `ca`; `certificate` and `key` are the client's own. */
+  tls: boolean;
+  ca: string;
+  certificate: string;
+  key: string;
+  serverName: string;
   words: { seed: string; position: string; token_ids: number[] }[];
   races: { seed: string; position: string; weights: number[] }[];
 }
@@ -30,7 +37,13 @@ export async function failure(call: () => Promise<unknown>): Promise<object> {
   try {
     return { unexpected: await call() };
   } catch (error) {
-    const { code, message, reason, fields } = problemOf(error);
-    return { code: Number(code), message, reason, fields: fields.map(({ path }) => path) };
+    return described(error);
   }
+}
+
+export function described(error: unknown): object {
+  const { code, message, rawMessage, reason, fields } = errorOf(error);
+  const paths = fields.map(({ path }) => path);
+  const is = error instanceof OutriderError;
+  return { code: Number(code), message: rawMessage, reason, fields: paths, line: message, is };
 }

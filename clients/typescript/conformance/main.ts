@@ -4,6 +4,7 @@ import { text } from "node:stream/consumers";
 
 import { exponential, noiseWord, raceWinner } from "outrider-client";
 
+import * as connecting from "./connecting.js";
 import * as drafting from "./drafting.js";
 import * as generating from "./generating.js";
 import type { Input } from "./input.js";
@@ -17,7 +18,8 @@ function noise({ words, races }: Input): object {
   return { words: drawn, exponentials: drawn.map((row) => row.map(exponential)), winners };
 }
 
-const CASES: Record<string, (input: Input) => unknown> = { noise, ...generating, ...verifying, ...drafting };
+type Case = (input: Input) => unknown;
+const CASES: Record<string, Case> = { noise, ...generating, ...verifying, ...drafting, ...connecting };
 const run = CASES[process.argv[2] ?? ""];
 if (!run) throw new Error(`cases: ${Object.keys(CASES).join(", ")}`);
 process.stdout.write(JSON.stringify(await run(JSON.parse(await text(process.stdin)) as Input)));

@@ -1,8 +1,20 @@
-import { Outrider } from "outrider-client";
+// Streams the answer to one question.
+import { Outrider, OutriderError } from "outrider-client";
 
-const outrider = new Outrider(process.argv[2] ?? "127.0.0.1:50051");
-const question = { role: "user", content: "Why is the sky blue?" };
+const [address, question] = process.argv.slice(2);
+if (address === undefined || question === undefined) {
+  console.error("usage: chat.js ADDRESS QUESTION");
+  process.exit(2);
+}
 
-for await (const chunk of outrider.chat([question])) {
-  process.stdout.write(chunk.text);
+try {
+  const outrider = new Outrider(address);
+  for await (const chunk of outrider.chat([{ role: "user", content: question }])) {
+    process.stdout.write(chunk.text);
+  }
+  process.stdout.write("\n");
+} catch (error) {
+  if (!(error instanceof OutriderError || error instanceof TypeError)) throw error;
+  console.error(error.message);
+  process.exitCode = 1;
 }

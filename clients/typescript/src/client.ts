@@ -1,7 +1,8 @@
 import type { MessageInitShape } from "@bufbuild/protobuf";
 import { type CallOptions, type Client, createClient } from "@connectrpc/connect";
 
-import { type ConnectOptions, createTransport } from "./connection.js";
+import { withPolicies } from "./calls.js";
+import { connect, type ConnectOptions } from "./connection.js";
 import { DraftService } from "./gen/outrider/v1/draft_pb.js";
 import {
   type ChatMessageSchema,
@@ -24,15 +25,20 @@ export class Outrider {
   readonly target: Client<typeof TargetService>;
   readonly draft: Client<typeof DraftService>;
 
+  readonly #close: () => void;
+
+  /** `address` is `HOST:PORT` or `unix:PATH`. Connects at the first call. Throws for TLS files that cannot be read. */
   constructor(address: string, options: ConnectOptions = {}) {
-    const transport = createTransport(address, options);
+    const [connection, close] = connect(address, options);
+    const transport = withPolicies(connection, address, options);
+    this.#close = close;
     this.target = createClient(TargetService, transport);
     this.draft = createClient(DraftService, transport);
   }
 
   /**
-   * Streams the answer to a conversation, a chunk per step of the engine, or per few. Leaving the loop early, or aborting
-   * `options.signal`, cancels the request. Throws `ConnectError`; see `problemOf`.
+   * Streams the answer to a conversation, a chunk per step of the engine, or per few. Leaving the loop early, or
+   * aborting `options.signal`, cancels the request. Throws `OutriderError`.
    */
   async *chat(
     messages: MessageInitShape<typeof ChatMessageSchema>[],
@@ -43,6 +49,11 @@ export class Outrider {
     for await (const { event } of this.target.generate({ ...settings, input }, options)) {
       if (event.case === "chunk") yield event.value;
     }
+  }
+
+  /** Cancels what runs and closes the connection. An idle one keeps no process alive. */
+  close(): void {
+    this.#close();
   }
 
   /** A stream of trees that the caller drafts itself. */

@@ -1,24 +1,63 @@
+import { readFileSync } from "node:fs";
 import { connect as connectSocket } from "node:net";
 
 import type { Interceptor, Transport } from "@connectrpc/connect";
-import { createGrpcTransport } from "@connectrpc/connect-node";
+import { createGrpcTransport, type GrpcTransportOptions, Http2SessionManager } from "@connectrpc/connect-node";
+
+/** How to check the service, and who we are. `ca`, `certificate` and `key` are paths of PEM files. */
+export interface TlsOptions {
+  /** The authority that signed the service's certificate. Default: those of Node. */
+  ca?: string;
+  /** The client's own, for mutual TLS. Give both or none. */
+  certificate?: string;
+  key?: string;
+  /** What the certificate must name, where it differs from the address. */
+  serverName?: string;
+}
 
 export interface ConnectOptions {
   /** Sent as a bearer token with every call. */
   token?: string;
-  /** Whether to speak TLS, checked against the system's roots. Default false. */
-  tls?: boolean;
+  /** Whether to speak TLS, and how. Default false: plain text. */
+  tls?: boolean | TlsOptions;
+  /** Deadline of calls with one answer. 0: none. Default 10 seconds. */
+  timeoutMs?: number;
+  /** Deadline of a whole generation, waiting for its turn included. 0: none. Default 10 minutes. */
+  generateTimeoutMs?: number;
+  /** How often to make a call that the service asks to try again later, the first time included. Default 4. */
+  attempts?: number;
 }
 
-/** A gRPC transport to `HOST:PORT` or `unix:PATH`. */
-export function createTransport(address: string, { token, tls = false }: ConnectOptions = {}): Transport {
+/** A plain gRPC transport to `HOST:PORT` or `unix:PATH`, and what closes its connection. */
+export function connect(address: string, { token, tls = false }: ConnectOptions): [Transport, () => void] {
+  checkAddress(address);
   const interceptors = token === undefined ? [] : [bearer(token)];
-  if (address.startsWith("unix:")) {
-    const path = address.slice("unix:".length);
-    const nodeOptions = { createConnection: () => connectSocket(path) };
-    return createGrpcTransport({ baseUrl: "http://localhost", nodeOptions, interceptors });
+  const unixPath = address.startsWith("unix:") ? address.slice("unix:".length) : undefined;
+  const baseUrl = `${tls ? "https" : "http"}://${unixPath === undefined ? address : "localhost"}`;
+  const nodeOptions: NonNullable<GrpcTransportOptions["nodeOptions"]> = {
+    ...(tls ? tlsOptions(tls === true ? {} : tls) : {}),
+    ...(unixPath === undefined ? {} : { createConnection: () => connectSocket(unixPath) }),
+  };
+  const sessionManager = new Http2SessionManager(baseUrl, {}, nodeOptions);
+  return [createGrpcTransport({ baseUrl, sessionManager, interceptors }), () => sessionManager.abort()];
+}
+
+function checkAddress(address: string): void {
+  if (/^unix:.+/.test(address) || /^(\[[0-9A-Fa-f:.%]+\]|[^\s:/[\]]+):\d{1,5}$/.test(address)) return;
+  throw new TypeError(`address ${JSON.stringify(address)}: expected HOST:PORT or unix:PATH`);
+}
+
+function tlsOptions({ ca, certificate, key, serverName }: TlsOptions): object {
+  if ((certificate === undefined) !== (key === undefined)) {
+    throw new TypeError("tls: a certificate needs its key, and a key its certificate");
   }
-  return createGrpcTransport({ baseUrl: `${tls ? "https" : "http"}://${address}`, interceptors });
+  return {
+    minVersion: "TLSv1.2",
+    ...(ca === undefined ? {} : { ca: readFileSync(ca) }),
+    ...(certificate === undefined ? {} : { cert: readFileSync(certificate) }),
+    ...(key === undefined ? {} : { key: readFileSync(key) }),
+    ...(serverName === undefined ? {} : { servername: serverName }),
+  };
 }
 
 function bearer(token: string): Interceptor {

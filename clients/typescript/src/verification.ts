@@ -1,7 +1,7 @@
 import { create, type MessageInitShape } from "@bufbuild/protobuf";
 import { type CallOptions, type Client, Code, ConnectError } from "@connectrpc/connect";
 
-import { errorOfStatus } from "./errors.js";
+import { errorOf, errorOfStatus, type OutriderError } from "./errors.js";
 import {
   type OpenVerificationSchema,
   type TargetService,
@@ -30,7 +30,7 @@ export class Verification {
   async open(sequence: MessageInitShape<typeof OpenVerificationSchema>): Promise<VerificationOpened> {
     this.#send({ case: "open", value: sequence });
     const { frame } = await this.#hear();
-    if (frame.case !== "opened") throw new ConnectError(`expected opened, got ${frame.case}`, Code.Internal);
+    if (frame.case !== "opened") throw unexpected("opened", frame.case);
     return frame.value;
   }
 
@@ -38,7 +38,7 @@ export class Verification {
   async verify(tree: MessageInitShape<typeof VerifyTreeSchema>): Promise<Verdict> {
     this.#send({ case: "tree", value: tree });
     const { frame } = await this.#hear();
-    if (frame.case !== "verdict") throw new ConnectError(`expected a verdict, got ${frame.case}`, Code.Internal);
+    if (frame.case !== "verdict") throw unexpected("a verdict", frame.case);
     return frame.value;
   }
 
@@ -59,8 +59,12 @@ export class Verification {
 
   async #hear(): Promise<VerifyResponse> {
     const { value, done } = await this.#answers.next();
-    if (done) throw new ConnectError("the stream ended", Code.Unavailable);
+    if (done) throw errorOf(new ConnectError("the service ended the stream", Code.Aborted));
     if (value.frame.case === "status") throw errorOfStatus(value.frame.value.status);
     return value;
   }
+}
+
+function unexpected(expected: string, got: string | undefined): OutriderError {
+  return errorOf(new ConnectError(`expected ${expected}, got ${got}`, Code.Internal));
 }

@@ -1,3 +1,4 @@
+// Command chat streams the answer to one question.
 package main
 
 import (
@@ -11,12 +12,17 @@ import (
 )
 
 func main() {
-	client, err := outrider.Dial(os.Args[1])
+	log.SetFlags(0)
+	if len(os.Args) != 3 {
+		fmt.Fprintln(os.Stderr, "usage: chat ADDRESS QUESTION")
+		os.Exit(2)
+	}
+	client, err := outrider.Dial(os.Args[1], outrider.Options{})
 	if err != nil {
 		log.Fatal(err)
 	}
 	defer client.Close()
-	question := outrider.User("Why is the sky blue?")
+	question := outrider.User(os.Args[2])
 	err = client.Chat(context.Background(), question, nil, func(chunk *outriderv1.GenerateChunk) error {
 		_, err := fmt.Print(chunk.Text)
 		return err
@@ -24,4 +30,5 @@ func main() {
 	if err != nil {
 		log.Fatal(err)
 	}
+	fmt.Println()
 }

@@ -1,0 +1,82 @@
+"""How long calls may take, and when one is made again: in one place, for every client of this package."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from outrider.errors import OutriderError
+
+Answer = TypeVar("Answer")
+# Callers that were refused together spread out: each waits up to this much longer than it was asked to.
+_SPREAD = 0.25
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Deadlines in seconds (None: none), and how often to make a call, the first time included.
+
+    A call is made again only when the service says when (`RetryInfo`: its queue is full, or it is about to stop) and
+    nothing was answered yet. The waits double, and never pass the deadline. A refused connection fails at once.
+    """
+
+    call_timeout: float | None = 10.0
+    generate_timeout: float | None = 600.0
+    attempts: int = 4
+
+    def __post_init__(self) -> None:
+        for name in ("call_timeout", "generate_timeout"):
+            seconds = getattr(self, name)
+            if seconds is not None and not seconds > 0:
+                raise ValueError(f"{name}: expected a positive number of seconds or None, got {seconds}")
+        if self.attempts < 1:
+            raise ValueError(f"attempts: expected at least 1, got {self.attempts}")
+
+    def attempt(self, timeout: float | None) -> Attempt:
+        """The first attempt at a call that may take `timeout` seconds in all. Needs a running event loop."""
+        end = None if timeout is None else asyncio.get_running_loop().time() + timeout
+        return Attempt(self, end)
+
+    async def call(self, timeout: float | None, begin: Callable[[float | None], Awaitable[Answer]]) -> Answer:
+        """What `begin`, given the seconds left, answers in the end. It raises errors of `outrider.errors`."""
+        attempt = self.attempt(self.call_timeout if timeout is None else timeout)
+        while True:
+            try:
+                return await begin(attempt.seconds_left())
+            except OutriderError as error:
+                if not await attempt.again(error):
+                    raise
+
+
+# For programs that decide themselves how long a generation may take and what to do about a refusal.
+PLAIN = Policy(generate_timeout=None, attempts=1)
+
+
+class Attempt:
+    """Where one call stands: how often it was made, and when it must have ended."""
+
+    def __init__(self, policy: Policy, end: float | None) -> None:
+        """`end` is the event loop's time."""
+        self._policy = policy
+        self._end = end
+        self._made = 1
+
+    def seconds_left(self) -> float | None:
+        """Until the deadline; None without one."""
+        return None if self._end is None else max(0.0, self._end - asyncio.get_running_loop().time())
+
+    async def again(self, error: Exception) -> bool:
+        """Whether to make the call again, after waiting as long as the error asks."""
+        after = error.retry_after if isinstance(error, OutriderError) else None
+        if after is None or self._made >= self._policy.attempts:
+            return False
+        wait = after * 2 ** (self._made - 1) * (1 + random.uniform(0, _SPREAD))
+        left = self.seconds_left()
+        if left is not None and wait >= left:
+            return False
+        self._made += 1
+        await asyncio.sleep(wait)
+        return True

@@ -1,0 +1,263 @@
+"""The client for programs without an event loop: the async client, run on one of its own in a thread."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from outrider.sampling import SamplingParams, VerificationMode
+from outrider.telemetry.tracing import Tracing
+from outrider.tree import TokenTree
+from outrider_client.client import Client
+from outrider_client.connection import Tls
+from outrider_client.generation import Generation, Speculation
+from outrider_client.messages import MessageLike
+from outrider_client.policy import Policy
+from outrider_client.results import Chunk, FinishReason, Result, Started, TargetInfo, Verdict
+from outrider_client.verification import VerifiedSequence, VerifySession
+
+Answer = TypeVar("Answer")
+
+
+class _LoopThread:
+    """An event loop in a thread, which ends with the program."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="outrider-client", daemon=True)
+        self._thread.start()
+
+    def run(self, work: Coroutine[Any, Any, Answer]) -> Answer:
+        """What the coroutine returns. An interrupt, such as Ctrl-C, cancels it."""
+        if self._loop.is_closed():
+            work.close()
+            raise RuntimeError("the client is closed")
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def soon(self, work: Callable[[], None]) -> None:
+        """Call a function on the loop's thread, without waiting; nothing once the loop has ended."""
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(work)
+
+    def stop(self) -> None:
+        """End the loop and its thread. Does nothing the second time."""
+        if not self._loop.is_closed():
+            self.run(self._loop.shutdown_asyncgens())
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
+
+
+class SyncGeneration:
+    """A running request. Iterate over it for chunks; `result()` reads the rest and returns the totals.
+
+    Leaving a `with` block, `close()`, or dropping it ends the request and frees what it held on the target.
+    """
+
+    def __init__(self, loop: _LoopThread, generation: Generation) -> None:
+        self._run = loop.run
+        self._soon = loop.soon
+        self._generation = generation
+        self._chunks = aiter(generation)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __iter__(self) -> Iterator[Chunk]:
+        return self
+
+    def __next__(self) -> Chunk:
+        chunk = self._run(self._next())
+        if chunk is None:
+            raise StopIteration
+        return chunk
+
+    @property
+    def started(self) -> Started | None:
+        """What the target accepted; None until the first event has arrived."""
+        return self._generation.started
+
+    def result(self) -> Result:
+        """The totals and the whole output, after reading what has not been read yet."""
+        return self._run(self._generation.result())
+
+    def close(self) -> None:
+        """End the request. Does nothing once it has finished."""
+        self._soon(self._generation.cancel)
+
+    def __del__(self) -> None:
+        # A loop over the chunks that is left early drops its iterator.
+        self.close()
+
+    async def _next(self) -> Chunk | None:
+        return await anext(self._chunks, None)
+
+
+class SyncVerifiedSequence:
+    """A sequence that the caller drafts for; see `VerifiedSequence`."""
+
+    def __init__(self, loop: _LoopThread, sequence: VerifiedSequence) -> None:
+        self._run = loop.run
+        self._sequence = sequence
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The prompt and everything committed since; the last is the root of the next tree."""
+        return self._sequence.token_ids
+
+    @property
+    def max_rows(self) -> int:
+        """How many nodes a tree may have, the root among them."""
+        return self._sequence.max_rows
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """Why the sequence ended; None while it goes on."""
+        return self._sequence.finish_reason
+
+    def verify(self, tree: TokenTree) -> Verdict:
+        """One step: what the target keeps of `tree`, and its own next token."""
+        return self._run(self._sequence.verify(tree))
+
+    def close(self) -> None:
+        """End the sequence and free its cache. Does nothing for one that has finished."""
+        self._run(self._sequence.close())
+
+
+class SyncVerifySession:
+    """One `Verify` stream, which carries many sequences. Use it with `with`."""
+
+    def __init__(self, loop: _LoopThread, session: VerifySession) -> None:
+        self._loop = loop
+        self._session = session
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def open(
+        self,
+        token_ids: Sequence[int],
+        *,
+        sampling: SamplingParams | None = None,
+        mode: VerificationMode | None = None,
+    ) -> SyncVerifiedSequence:
+        """Start a sequence from a prompt of at least one token, whose last is the first root."""
+        sequence = self._loop.run(self._session.open(token_ids, sampling=sampling, mode=mode))
+        return SyncVerifiedSequence(self._loop, sequence)
+
+    def close(self) -> None:
+        """End every open sequence, then the stream."""
+        self._loop.run(self._session.close())
+
+
+class SyncClient:
+    """Talks to one target service, from a program without an event loop. Errors are those of `Client`.
+
+    Example:
+        with SyncClient.connect("127.0.0.1:50051") as client:
+            for chunk in client.generate(messages=[{"role": "user", "content": "What is a bridge?"}]):
+                sys.stdout.write(chunk.text)
+    """
+
+    def __init__(self, loop: _LoopThread, client: Client) -> None:
+        self._loop = loop
+        self._client = client
+        self._closed = False
+
+    @classmethod
+    def connect(
+        cls,
+        address: str,
+        *,
+        tls: Tls | None = None,
+        token: str = "",
+        tenant: str = "",
+        tracing: Tracing | None = None,
+        policy: Policy | None = None,
+    ) -> SyncClient:
+        """A client of the target at `address` (HOST:PORT or unix:PATH); arguments as in `Client.connect`."""
+
+        async def made() -> Client:
+            return Client.connect(address, tls=tls, token=token, tenant=tenant, tracing=tracing, policy=policy)
+
+        loop = _LoopThread()
+        try:
+            return cls(loop, loop.run(made()))
+        except BaseException:
+            loop.stop()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Cancel what runs and close the connection. Does nothing the second time."""
+        if not self._closed:
+            self._closed = True
+            try:
+                self._loop.run(self._client.close())
+            finally:
+                self._loop.stop()
+
+    def generate(
+        self,
+        *,
+        messages: Sequence[MessageLike] = (),
+        text: str = "",
+        token_ids: Sequence[int] = (),
+        sampling: SamplingParams | None = None,
+        speculation: Speculation | None = None,
+        model: str = "",
+        timeout: float | None = None,
+    ) -> SyncGeneration:
+        """Continue a conversation, a text, or token ids: exactly one of them. Arguments as in `Client.generate`."""
+        generation = self._client.generate(
+            messages=messages,
+            text=text,
+            token_ids=token_ids,
+            sampling=sampling,
+            speculation=speculation,
+            model=model,
+            timeout=timeout,
+        )
+        return SyncGeneration(self._loop, generation)
+
+    def verify(self) -> SyncVerifySession:
+        """A session in which the caller drafts and the target verifies. Use it with `with`."""
+
+        async def opened() -> VerifySession:
+            return self._client.verify()
+
+        return SyncVerifySession(self._loop, self._loop.run(opened()))
+
+    def info(self, timeout: float | None = None) -> TargetInfo:
+        """What the target serves, and within which limits. Without a timeout the policy's deadline holds."""
+        return self._loop.run(self._client.info(timeout))
+
+    def serving(self, timeout: float = 5.0) -> bool:
+        """Whether the target answers that it is healthy."""
+        return self._loop.run(self._client.serving(timeout))

@@ -1,0 +1,181 @@
+"""Deadlines and retries of the SDK, messages of every shape, and the client without an event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from outrider import errors
+from outrider_client import Client, FinishReason, Policy, SamplingParams, ServiceUnreachable, SyncClient, TokenTree
+
+SHORT = 0.1
+CALLS: dict[str, Callable[[Client], Awaitable[object]]] = {
+    "info": lambda client: client.info(),
+    "generate": lambda client: client.generate(text="x").result(),
+}
+
+
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Services that ask to wait for a moment only."""
+    monkeypatch.setattr(errors.QuotaExceeded, "retry_after", SHORT)
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+class TestRetries:
+    async def test_waits_longer_each_time(self, running: Any, call: Callable[[Client], Awaitable[object]]) -> None:
+        running.target.refusals = 2
+        async with Client.connect(running.address) as client:
+            await call(client)
+        first, second, third = running.target.came
+        assert second - first >= SHORT
+        assert third - second >= 2 * SHORT
+
+    async def test_attempts_are_bounded(self, running: Any, call: Callable[[Client], Awaitable[object]]) -> None:
+        running.target.refusals = 9
+        async with Client.connect(running.address, policy=Policy(attempts=2)) as client:
+            with pytest.raises(errors.QuotaExceeded):
+                await call(client)
+        assert len(running.target.came) == 2
+
+    async def test_no_wait_past_the_deadline(self, running: Any, call: Callable[[Client], Awaitable[object]]) -> None:
+        running.target.refusals = 9
+        policy = Policy(call_timeout=SHORT * 0.9, generate_timeout=SHORT * 0.9)
+        async with Client.connect(running.address, policy=policy) as client:
+            with pytest.raises(errors.QuotaExceeded):
+                await call(client)
+        assert len(running.target.came) == 1
+
+
+@pytest.mark.parametrize(("name", "seconds"), [("info", 10), ("generate", 600)])
+async def test_default_deadlines(running: Any, name: str, seconds: float) -> None:
+    async with Client.connect(running.address) as client:
+        await CALLS[name](client)
+    assert seconds - 5 < running.target.deadlines[0] <= seconds
+
+
+async def test_a_refusal_that_stays_is_not_tried_again(running: Any) -> None:
+    async with Client.connect(running.address) as client:
+        with pytest.raises(errors.UnknownModel):
+            await client.generate(text="x", model="other").result()
+    assert len(running.target.came) == 1
+
+
+async def test_cancelled_while_it_waits(running: Any) -> None:
+    running.target.refusals = 1
+    async with Client.connect(running.address) as client:
+        generation = client.generate(text="x")
+        reading = asyncio.create_task(generation.result())
+        while not running.target.came:
+            await asyncio.sleep(0.01)
+        generation.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await reading
+    assert len(running.target.came) == 1
+
+
+@pytest.mark.parametrize(
+    "given", [{"call_timeout": 0}, {"generate_timeout": -1}, {"attempts": 0}], ids=["call", "generate", "attempts"]
+)
+def test_policy_has_bounds(given: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(given))):
+        Policy(**given)
+
+
+class TestMessages:
+    async def test_dicts_and_pairs(self, running: Any) -> None:
+        async with Client.connect(running.address) as client:
+            await client.generate(messages=[("system", "a"), {"role": "user", "content": "b"}]).result()
+        request, _, _ = running.target.requests[0]
+        assert [(message.role, message.content) for message in request.chat.messages] == [
+            ("system", "a"),
+            ("user", "b"),
+        ]
+
+    @pytest.mark.parametrize(
+        ("messages", "problem"),
+        [
+            ("hello", "messages: expected a list of messages, got str"),
+            ({"role": "user", "content": "a"}, "messages: expected a list of messages, got dict"),
+            (["hello"], r"messages\[0\]: expected \(role, content\) or .*, got str"),
+            ([("user", "a", "b")], r"messages\[0\]: expected .*, got tuple of 3"),
+            ([("user", "a"), {"role": "user"}], r"messages\[1\]: lacks 'content'"),
+            ([{"role": "user", "content": "a", "name": "b"}], r"messages\[0\]: has no field 'name'"),
+            ([{"role": "user", "content": ["a"]}], r"messages\[0\].content: expected a string, got list of 1"),
+            ([(1, "a")], r"messages\[0\].role: expected a string, got int"),
+        ],
+    )
+    async def test_type_errors_say_where(self, running: Any, messages: Any, problem: str) -> None:
+        async with Client.connect(running.address) as client:
+            with pytest.raises(TypeError, match=problem):
+                client.generate(messages=messages)
+
+
+class TestSynchronous:
+    """In another thread than the server's event loop."""
+
+    async def test_everything(self, running: Any) -> None:
+        def program() -> None:
+            with SyncClient.connect(running.address) as client:
+                assert client.info().model == "scripted"
+                assert client.serving()
+                generation = client.generate(text="x", sampling=SamplingParams(max_tokens=7))
+                assert [chunk.token_ids for chunk in generation] == [(0, 1, 2), (3, 4, 5), (6,)]
+                assert generation.started is not None
+                assert generation.result().token_ids == tuple(range(7))
+                with client.verify() as session:
+                    sequence = session.open([1, 9])
+                    assert sequence.max_rows == 64
+                    while sequence.finish_reason is None:
+                        sequence.verify(TokenTree.root_only(sequence.token_ids[-1]))
+                    assert sequence.finish_reason is FinishReason.LENGTH
+                    assert sequence.token_ids == [1, 9, 5, 5, 5]
+
+        await asyncio.to_thread(program)
+
+    async def test_errors_are_typed(self, running: Any, unused_tcp_port: int) -> None:
+        def program() -> None:
+            with SyncClient.connect(running.address) as client:
+                with pytest.raises(errors.UnknownModel):
+                    client.generate(text="x", model="other").result()
+                with pytest.raises(errors.InvalidField):
+                    client.generate()
+            with SyncClient.connect(f"127.0.0.1:{unused_tcp_port}") as client, pytest.raises(ServiceUnreachable):
+                client.info()
+
+        await asyncio.to_thread(program)
+
+    @pytest.mark.parametrize("leave", ["with", "break"])
+    async def test_leaving_early_cancels(self, running: Any, leave: str) -> None:
+        running.target.step_seconds = 0.05
+        sampling = SamplingParams(max_tokens=1000)
+
+        def program() -> None:
+            if leave == "with":
+                with client.generate(text="x", sampling=sampling) as generation:
+                    next(generation)
+            else:
+                for _ in client.generate(text="x", sampling=sampling):
+                    break
+
+        client = await asyncio.to_thread(SyncClient.connect, running.address)
+        try:
+            await asyncio.to_thread(program)
+            async with asyncio.timeout(5):
+                while not running.target.cancelled:
+                    await asyncio.sleep(0.02)
+        finally:
+            await asyncio.to_thread(client.close)
+
+    async def test_closed(self, running: Any) -> None:
+        def program() -> None:
+            client = SyncClient.connect(running.address)
+            client.close()
+            client.close()
+            with pytest.raises(RuntimeError, match="closed"):
+                client.info()
+
+        await asyncio.to_thread(program)
