@@ -14,8 +14,8 @@ _ROOT = Path(__file__).parents[2]
 _ADDRESS = "127.0.0.1:50051"
 
 
-def _readme_example() -> str:
-    found = re.search(r"```python\n(.*?)```", (_ROOT / "clients/README.md").read_text(), re.DOTALL)
+def _readme_example(path: str) -> str:
+    found = re.search(r"```python\n(.*?)```", (_ROOT / path).read_text(), re.DOTALL)
     assert found is not None
     return found.group(1)
 
@@ -36,8 +36,8 @@ async def _run(source: str, address: str) -> str:
 
 @pytest.mark.parametrize(
     "source",
-    [_readme_example(), (_ROOT / "clients/python/generate.py").read_text()],
-    ids=["readme", "generate"],
+    [_readme_example("README.md"), _readme_example("clients/README.md"), (_ROOT / "clients/python/generate.py").read_text()],
+    ids=["readme", "clients", "generate"],
 )
 async def test_ten_lines_stream_an_answer(running: Any, source: str) -> None:
     assert (await _run(source, running.address)).startswith("one two three four")
