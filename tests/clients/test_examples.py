@@ -36,7 +36,11 @@ async def _run(source: str, address: str) -> str:
 
 @pytest.mark.parametrize(
     "source",
-    [_readme_example("README.md"), _readme_example("clients/README.md"), (_ROOT / "clients/python/generate.py").read_text()],
+    [
+        _readme_example("README.md"),
+        _readme_example("clients/README.md"),
+        (_ROOT / "clients/python/generate.py").read_text(),
+    ],
     ids=["readme", "clients", "generate"],
 )
 async def test_ten_lines_stream_an_answer(running: Any, source: str) -> None:
