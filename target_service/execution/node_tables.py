@@ -42,6 +42,8 @@ class _Tree:
     tokens: Ints = field(default_factory=lambda: np.zeros(NODES, np.int32))
     parents: Ints = field(default_factory=lambda: np.zeros(NODES, np.int32))
     scores: Reals = field(default_factory=lambda: np.ones(NODES, np.float64))
+    # [2, NODES]: each node's first child and next sibling; 0 is none.
+    links: Ints = field(default_factory=lambda: np.zeros((2, NODES), np.int32))
     # (first id, places of its nodes) of every growth since, in order; -1 is the place of what was left out.
     named: list[tuple[int, Ids]] = field(default_factory=list)
 
@@ -49,6 +51,7 @@ class _Tree:
         """Begin anew with a root."""
         self.base, self.count = base, 1
         self.tokens[0], self.parents[0], self.scores[0] = root, 0, 1.0
+        self.links[:, 0] = 0
         self.named.clear()
 
     def place_of(self, node_id: int) -> int:
@@ -117,7 +120,9 @@ class NodeTables:
             above[number] = tree.place_of(int(ids[number]))
         places = np.zeros(len(ids), np.int64)
         tokens, scores = np.array(growth.token_ids, np.int32), np.array(growth.scores, np.float64)
-        tree.count = insert(tree.tokens, tree.parents, tree.scores, tree.count, above, tokens, scores, places)
+        tree.count = insert(
+            tree.tokens, tree.parents, tree.scores, tree.links, tree.count, above, tokens, scores, places
+        )
         tree.named.append((first, places))
         tree.changed = True
 
@@ -128,8 +133,8 @@ class NodeTables:
         if not growth.replaces and tree.count and tree.base <= base and not full:
             place = 0
             for token in token_ids[tree.base : base]:
-                place = _child(tree, place, token)
-                if place < 0:
+                place = child_of(tree.tokens, tree.links, place, token)
+                if place == 0:
                     break
             else:
                 return place
@@ -162,19 +167,32 @@ class NodeTables:
         return frame, len(changed)
 
 
-def _child(tree: _Tree, place: int, token: int) -> int:
-    found = np.flatnonzero((tree.parents[1 : tree.count] == place) & (tree.tokens[1 : tree.count] == token))
-    return int(found[0]) + 1 if len(found) else _NOBODY
+@numba.njit(nogil=True)  # type: ignore[untyped-decorator]
+def child_of(tokens: Ints, links: Ints, place: int, token: int) -> int:
+    """Where a node's child of this token stands; 0 where there is none. `tokens` [room], `links` [2, room]."""
+    child = links[0, place]
+    while child != 0 and tokens[child] != token:
+        child = links[1, child]
+    return int(child)
 
 
 @numba.njit(nogil=True)  # type: ignore[untyped-decorator]
 def insert(
-    tokens: Ints, parents: Ints, scores: Reals, count: int, above: Ids, new_tokens: Ints, new_scores: Reals, places: Ids
+    tokens: Ints,
+    parents: Ints,
+    scores: Reals,
+    links: Ints,
+    count: int,
+    above: Ids,
+    new_tokens: Ints,
+    new_scores: Reals,
+    places: Ids,
 ) -> int:
     """Add nodes to a tree that has so many, place 0 its root. A child that is there takes the newer score.
 
     Args:
         tokens, parents, scores: [room], written.
+        links: [2, room] first children and next siblings, written.
         above: [n] the place of each new node's parent, or -2 - i for the i-th new one; -1 leaves the node out.
         new_tokens, new_scores: [n].
         places: [n], written: where each of them stands; -1 of those for which there is no parent or no room.
@@ -187,14 +205,15 @@ def insert(
         places[i] = -1
         if parent < 0:
             continue
-        place = 1
-        while place < count and (parents[place] != parent or tokens[place] != new_tokens[i]):
-            place += 1
-        if place == len(tokens):
-            continue
-        if place == count:
-            tokens[place], parents[place] = new_tokens[i], parent
+        place = child_of(tokens, links, parent, new_tokens[i])
+        if place == 0:
+            if count == len(tokens):
+                continue
+            place = count
             count += 1
+            tokens[place], parents[place] = new_tokens[i], parent
+            links[0, place], links[1, place] = 0, links[0, parent]
+            links[0, parent] = place
         scores[place] = new_scores[i]
         places[i] = place
     return count
@@ -235,5 +254,8 @@ def warm_up() -> None:
     tree = _Tree(0)
     tree.begin(1, 0)
     nothing = np.zeros(1, np.int64)
-    count = insert(tree.tokens, tree.parents, tree.scores, 1, nothing, np.ones(1, np.int32), np.ones(1), nothing)
+    count = insert(
+        tree.tokens, tree.parents, tree.scores, tree.links, 1, nothing, np.ones(1, np.int32), np.ones(1), nothing
+    )
+    child_of(tree.tokens, tree.links, 0, 1)
     build_table(tree.tokens, tree.parents, tree.scores, count, 1.0, 1, np.zeros(TABLE, np.int32))
