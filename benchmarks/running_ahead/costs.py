@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from benchmarks.running_ahead.walk import Tally, Way
 
 # Rows of a pass, the root among them, and milliseconds. Assumed, growing as measured steps of an 8B shape did: 16 rows
-# took 1.09 times as long as one, 64 rows 1.20 times (docs/performance.md).
+# took 1.09 times as long as one, 64 rows 1.20 times (benchmarks/results/2026-11-22-notes.md).
 _PASS = ((1, 4.37), (4, 4.45), (16, 4.75), (32, 4.95), (64, 5.3))
 PLAIN_MS = _PASS[0][1]
 
@@ -26,7 +26,7 @@ class DraftCost:
 
 
 # A round trip with all that it needs on both sides, and a head's levels of up to 64 rows; a trie's tree has no levels.
-# A level of an 8B shape's head took 0.21 ms (docs/performance.md); the rest is assumed.
+# A level of an 8B shape's head took 0.21 ms (benchmarks/results/2026-11-22-notes.md); the rest is assumed.
 HEAD_COST = DraftCost(1.2, 0.22)
 TRIE_COST = DraftCost(1.2, 0.0)
 # Of a draft that answers while a pass runs: reading what was committed, the round trip, and the time there is. Assumed.

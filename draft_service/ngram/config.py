@@ -84,9 +84,9 @@ class TrieConfig:
 
 
 # The next four were fitted together by random search with `benchmarks/drafters/draft_quality.py` on half of its traces,
-# for tokens per step at 8 and 16 rows and with the rows that pay; docs/performance.md has the figures of the other
-# half. Triples are of the sequence's own trie, its tenant's, a shared corpus's. What the unseen is worth after a
-# context of m tokens, in occurrences: scale * m**-power + least.
+# for tokens per step at 8 and 16 rows and with the rows that pay; benchmarks/results/2026-11-22-notes.md has those of
+# the other half. Triples are of the sequence's own trie, its tenant's, a shared corpus's. What the unseen is worth
+# after a context of m tokens, in occurrences: scale * m**-power + least.
 UNSEEN = ((2.8, 0.85, 0.02), (18.0, 1.7, 0.01), (18.0, 1.7, 0.01))
 # Occurrences that the most recent continuation gets on top.
 RECENT = (1.1, 0.45, 0.0)
