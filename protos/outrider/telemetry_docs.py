@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
-from outrider.metric_table import DRAFT, RPC, TARGET, MetricSpec
+from outrider.metric_table import DRAFT, GATEWAY, RPC, TARGET, MetricSpec
 from outrider.telemetry import ATTRIBUTES, SPANS
 
 _MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -54,6 +54,7 @@ _TABLES: Mapping[str, Callable[[], str]] = MappingProxyType(
         "target": lambda: _metrics(TARGET),
         "draft": lambda: _metrics(DRAFT),
         "rpc": lambda: _metrics(RPC),
+        "gateway": lambda: _metrics(GATEWAY),
         "vllm": _vllm,
     }
 )

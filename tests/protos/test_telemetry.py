@@ -12,7 +12,7 @@ import yaml
 from opentelemetry.semconv._incubating.attributes import gen_ai_attributes, rpc_attributes
 from opentelemetry.semconv.attributes import error_attributes, server_attributes
 
-from outrider.metric_table import DRAFT, FINE_SECONDS, RPC, TARGET, MetricSpec
+from outrider.metric_table import DRAFT, FINE_SECONDS, GATEWAY, RPC, TARGET, MetricSpec
 from outrider.telemetry import ATTRIBUTES, METRICS, SPANS
 from outrider.telemetry_docs import render
 
@@ -21,7 +21,8 @@ DOCUMENT = ROOT / "docs" / "observability.md"
 RECORDING = (
     *("protos/outrider/tracing.py", "protos/outrider/rpc_metrics.py", "target_service/tracing.py"),
     *("target_service/metrics.py", "draft_service/tracing.py", "draft_service/metrics.py"),
-    "clients/outrider_client/tracing.py",
+    *("clients/outrider_client/tracing.py", "clients/outrider_gateway/metrics.py"),
+    "clients/outrider_gateway/targets.py",
 )
 NAME = re.compile(r"(outrider|gen_ai|rpc|error|server)[._][a-z0-9_.]+")
 CONVENTIONS = {
@@ -41,7 +42,7 @@ def literals(path: str) -> set[str]:
 
 def test_names_are_unique() -> None:
     assert len({(span.name, span.kind) for span in SPANS}) == len(SPANS)
-    assert len(METRICS) == len((*TARGET, *DRAFT, *RPC))
+    assert len(METRICS) == len((*TARGET, *DRAFT, *RPC, *GATEWAY))
 
 
 def test_spans_carry_what_the_table_has_and_the_table_nothing_else() -> None:

@@ -8,7 +8,7 @@ from outrider_client.commands.demo import DEMO
 from outrider_client.commands.generate import GENERATE
 from outrider_client.commands.head import HEAD
 from outrider_client.commands.health import HEALTH
-from outrider_client.commands.services import DRAFT, MODEL, TARGET, TRAIN_HEAD, UP
+from outrider_client.commands.services import DRAFT, GATEWAY, MODEL, TARGET, TRAIN_HEAD, UP
 
 COMMANDS: tuple[Command, ...] = (
     DEMO,
@@ -22,6 +22,7 @@ COMMANDS: tuple[Command, ...] = (
     CORPUS,
     TARGET,
     DRAFT,
+    GATEWAY,
     TRAIN_HEAD,
 )
 
