@@ -13,7 +13,7 @@ from outrider.runtime import configure_logging, prepare_grpc, run
 from outrider.settings import SettingsError, add_flags, load
 from outrider_gateway.config import CONFIG_VARIABLE, GatewayConfig
 
-_NEEDED = ("starlette", "uvicorn", "httptools")
+_NEEDED = ("starlette", "uvicorn", "httptools", "orjson")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import uuid
 from collections.abc import Callable, Mapping
@@ -88,19 +87,15 @@ class Generating:
         answers = await self._names.answers(asked)
         writer = request.writer = EventWriter(request.send, request.id)
         results: dict[int, Result] = {}
-        # Choices are written by tasks of their own, and events must not interleave.
-        turn = asyncio.Lock()
 
         async def on_chunk(index: int, chunk: Chunk) -> None:
             event = answers.chunk(index, chunk)
             if event is not None:
-                async with turn:
-                    await writer.write(event)
+                await writer.write(event)
 
         async def on_result(index: int, result: Result) -> None:
             results[index] = result
-            async with turn:
-                await writer.write(answers.last(index, result))
+            await writer.write(answers.last(index, result))
 
         async with while_connected(receive):
             await answering.run(on_chunk, on_result)

@@ -29,7 +29,7 @@ from outrider_client.supervisor import ServiceCommand, Supervisor
 
 _COLOURS = {"target": "cyan", "draft": "magenta", "gateway": "green", "outrider": "bold"}
 # What the gateway needs that comes with an extra of its own.
-_GATEWAY_NEEDS = ("starlette", "uvicorn", "httptools")
+_GATEWAY_NEEDS = ("starlette", "uvicorn", "httptools", "orjson")
 
 
 def _add_up_flags(parser: argparse.ArgumentParser) -> None:
