@@ -82,7 +82,9 @@ async def target_over(
     server = GrpcServer(ServingOptions(**options), [service])
     await server.start()
     server.health.set_serving(True)
-    async with grpc.aio.insecure_channel(server.address) as channel:
-        yield Target(engine, sequences, server, channel)
-    await server.stop(0)
-    await asyncio.to_thread(engine.stop, 0)
+    try:
+        async with grpc.aio.insecure_channel(server.address) as channel:
+            yield Target(engine, sequences, server, channel)
+    finally:
+        await server.stop(0)
+        await asyncio.to_thread(engine.stop, 0)

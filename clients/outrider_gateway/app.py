@@ -16,6 +16,7 @@ from outrider_gateway.endpoints import Generating
 from outrider_gateway.failures import Refused
 from outrider_gateway.metrics import GatewayMetrics
 from outrider_gateway.names import Names
+from outrider_gateway.page import page_routes
 from outrider_gateway.targets import Targets
 from outrider_gateway.translation import chat_request, completion_request
 
@@ -40,6 +41,8 @@ class Application:
             Route("/health/ready", self._ready),
             Route("/metrics", self._metrics_page),
         ]
+        if config.page:
+            routes += page_routes()
         self.asgi = Starlette(routes=routes, exception_handlers={HTTPException: _not_found, Refused: _refused})
 
     @property

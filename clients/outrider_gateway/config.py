@@ -20,6 +20,7 @@ class GatewayConfig:
 
     target: str = setting("127.0.0.1:50051", "target services, HOST:PORT or unix:PATH, with commas between")
     listen: str = setting("127.0.0.1:8000", "HOST:PORT to serve HTTP on")
+    page: bool = setting(True, "serve the chat page at /")
     tokenizer: str = setting("", "model or folder whose tokenizer names tokens; the served model's when empty")
 
     max_running: int = setting(256, "answers being written at once; requests for more are refused with 429")

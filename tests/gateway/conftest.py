@@ -47,7 +47,8 @@ class Gateway:
 async def gateway_before(
     addresses: list[str], targets: list[Target], token: str = "unused", **settings: Any
 ) -> AsyncIterator[Gateway]:
-    config = GatewayConfig(target=",".join(addresses), listen="127.0.0.1:0", **settings)
+    # A test that fails in the middle of an answer should not wait for its end.
+    config = GatewayConfig(target=",".join(addresses), listen="127.0.0.1:0", **{"drain_seconds": 2.0, **settings})
     async with GatewayServer(config, AccessOptions()) as server:
         url = f"http://{server.address}"
         async with (
