@@ -15,8 +15,9 @@ from scripted_engine import SERVED, ScriptedEngine
 from scripted_service import Target, byte_tokenizer, target_over
 from transformers import PreTrainedModel
 
+from outrider_client.client import Client
 from outrider_client.options import AccessOptions
-from outrider_client.stack import Stack
+from outrider_client.stack import Stack, wait_for_drafter
 from outrider_gateway.config import GatewayConfig
 from outrider_gateway.server import GatewayServer
 
@@ -98,13 +99,19 @@ def model(tiny_model: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory)
 
 @pytest.fixture(scope="session")
 def real_target(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of a target service with that model, in a process of its own, which drafts with a trie."""
+    """The address of a target service with that model and a draft service with a trie, in processes of their own."""
     with asyncio.Runner() as runner:
         stack = Stack(tmp_path_factory.mktemp("sockets"))
 
         async def start() -> str:
-            flags = ("--model", model, "--dtype", "float32", "--threads", "1", "--draft", "inprocess:trie")
-            return await stack.start("target", "target_service", *flags)
+            draft = await stack.start("draft", "draft_service", "--drafter", "trie")
+            flags = ("--model", model, "--dtype", "float32", "--threads", "1", "--draft", draft)
+            # A tiny model is faster than any draft: without this nothing would be drafted.
+            flags += ("--row-budget", "all", "--draft-wait-ms", "200")
+            target = await stack.start("target", "target_service", *flags)
+            async with Client.connect(target) as client:
+                assert await wait_for_drafter(client) == "trie"
+            return target
 
         try:
             yield runner.run(start())
