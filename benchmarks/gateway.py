@@ -7,8 +7,9 @@ that says one token for every sequence in each step and takes `--step-ms` for it
 measured is what stands between it and its clients. gRPC is read with the Python client; HTTP with a reader that only
 looks for events, so that no HTTP library's own cost counts. Both paths take turns, round by round.
 
-- first token: one request at a time on warm connections, from sending it to the first text. The engine looks for work
-  every millisecond, which both paths wait for alike; differences are of medians over all requests of a round.
+- first token: one request at a time on warm connections, from sending it to the first text, after a pause of random
+  length. The engine looks for work every millisecond, which both paths wait for alike; differences are of the medians
+  over all requests of a round.
 - throughput: `--streams` answers at once, tokens over the time from the first request to the last token.
 """
 
@@ -19,6 +20,7 @@ import asyncio
 import contextlib
 import json
 import os
+import random
 import statistics
 import subprocess
 import sys
@@ -132,7 +134,10 @@ async def grpc_read(client: Client, tokens: int) -> tuple[float, int]:
 async def first_tokens(read: Read, requests: int) -> float:
     """The median time to the first token, in milliseconds, of requests one after the other."""
     times = []
+    pauses = random.Random(0)
     for _ in range(requests):
+        # Without this a path's own length would decide where in the engine's millisecond its requests arrive.
+        await asyncio.sleep(pauses.uniform(0.0, 0.004))
         begin = time.perf_counter()
         first, _ = await read(1)
         times.append((first - begin) * 1e3)
