@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from types import TracebackType
 from typing import cast
@@ -67,6 +68,15 @@ class Client:
     def address(self) -> str:
         """Where the target is reached, as given to `connect`."""
         return self._connection.address
+
+    def acting_for(self, *, token: str = "", tenant: str = "") -> Client:
+        """A client on this one's connection for another caller, whose credentials take the place of this one's.
+
+        For servers that pass on what their own callers said. Closing either closes the connection of both.
+        """
+        other = copy.copy(self)
+        other._connection = self._connection.acting_for(token, tenant)
+        return other
 
     async def __aenter__(self) -> Client:
         return self

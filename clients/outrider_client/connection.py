@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -55,17 +56,19 @@ class Connection:
     def __init__(self, address: str, *, tls: Tls | None = None, token: str = "", tenant: str = "") -> None:
         """`address` is HOST:PORT or unix:PATH. Must be called from a running event loop."""
         self.address = address
-        self.metadata: tuple[tuple[str, str], ...] = ()
-        if token:
-            self.metadata += ((TOKEN_KEY, f"Bearer {token}"),)
-            if tls is None and not address.startswith(_LOCAL):
-                logger.warning("the token travels to %s in plain text: use TLS", address)
-        if tenant:
-            self.metadata += ((TENANT_KEY, tenant),)
+        self.metadata = _metadata(token, tenant)
+        if token and tls is None and not address.startswith(_LOCAL):
+            logger.warning("the token travels to %s in plain text: use TLS", address)
         if tls is None:
             self.channel = grpc.aio.insecure_channel(address, options=_OPTIONS)
         else:
             self.channel = grpc.aio.secure_channel(address, tls.credentials(), options=_OPTIONS)
+
+    def acting_for(self, token: str = "", tenant: str = "") -> Connection:
+        """The same channel for another caller, whose credentials take the place of this one's."""
+        other = copy.copy(self)
+        other.metadata = _metadata(token, tenant)
+        return other
 
     def with_metadata(self, extra: Sequence[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
         """The metadata of one call."""
@@ -83,3 +86,9 @@ class Connection:
     async def close(self) -> None:
         """Cancel what runs and close the channel."""
         await self.channel.close()
+
+
+def _metadata(token: str, tenant: str) -> tuple[tuple[str, str], ...]:
+    """What tells a service who calls."""
+    pairs = ((TOKEN_KEY, f"Bearer {token}" if token else ""), (TENANT_KEY, tenant))
+    return tuple((key, value) for key, value in pairs if value)

@@ -31,6 +31,7 @@ async def serve():
     sys.stdout.flush()
     await stop.wait()
     await server.stop(0)
+    sys.stdout.write("goodbye" + chr(10))
 
 asyncio.run(serve())
 """
@@ -93,6 +94,25 @@ async def test_dead_draft_is_started_again(tmp_path: Path) -> None:
     assert lines.count("outrider", "in 0.1 s") == 1
     os.kill(os.getpid(), signal.SIGINT)
     assert await asyncio.wait_for(running, _SECONDS) == 0
+
+
+async def test_gateway_is_started_again_and_stops_first(tmp_path: Path) -> None:
+    lines = Lines()
+    gateway, draft = service("gateway", tmp_path), service("draft", tmp_path)
+    supervisor = Supervisor(service("target", tmp_path), draft, lines.emit, _QUICK, gateway)
+    running = asyncio.create_task(supervisor.run())
+    await lines.wait("gateway", "hello")
+    _kill("hello from gateway")
+    await lines.wait("gateway", "hello", times=2)
+    await lines.wait("target", "hello")
+    await lines.wait("draft", "hello")
+    assert lines.count("outrider", "the gateway service was killed by SIGKILL") == 1
+    os.kill(os.getpid(), signal.SIGTERM)
+    await lines.wait("gateway", "goodbye")
+    assert await asyncio.wait_for(running, _SECONDS) == 0
+    goodbyes = [name for name, line in lines.heard if line == "goodbye"]
+    assert goodbyes[-3:] == ["gateway", "target", "draft"]
+    assert not living_children("hello from")
 
 
 def _kill(words: str) -> None:

@@ -17,6 +17,7 @@ PACKAGES = {
     "target_service": "target_service",
     "draft_service": "draft_service",
     "outrider_client": "clients/outrider_client",
+    "outrider_gateway": "clients/outrider_gateway",
 }
 # Which of our packages each may import, beside itself.
 ALLOWED: dict[str, set[str]] = {
@@ -25,6 +26,7 @@ ALLOWED: dict[str, set[str]] = {
     "target_service": {"outrider", "tree_kernels"},
     "draft_service": {"outrider", "tree_kernels"},
     "outrider_client": {"outrider"},
+    "outrider_gateway": {"outrider", "outrider_client"},
 }
 # Where gRPC may be imported: servers and interceptors, links and calls, and what translates errors and credentials.
 GRPC_EDGES = {

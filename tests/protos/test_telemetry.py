@@ -14,7 +14,7 @@ from opentelemetry.semconv.attributes import error_attributes, server_attributes
 
 from outrider.telemetry.docs import render
 from outrider.telemetry.names import ATTRIBUTES, METRICS, SPANS
-from outrider.telemetry.table import DRAFT, FINE_SECONDS, RPC, TARGET, MetricSpec
+from outrider.telemetry.table import DRAFT, FINE_SECONDS, GATEWAY, RPC, TARGET, MetricSpec
 
 ROOT = Path(__file__).parent.parent.parent
 DOCUMENT = ROOT / "docs" / "observability.md"
@@ -29,7 +29,8 @@ RECORDING = (
         "draft_service/telemetry/tracing.py",
         "draft_service/telemetry/metrics.py",
     ),
-    "clients/outrider_client/tracing.py",
+    *("clients/outrider_client/tracing.py", "clients/outrider_gateway/metrics.py"),
+    "clients/outrider_gateway/targets.py",
 )
 NAME = re.compile(r"(outrider|gen_ai|rpc|error|server)[._][a-z0-9_.]+")
 CONVENTIONS = {
@@ -49,7 +50,7 @@ def literals(path: str) -> set[str]:
 
 def test_names_are_unique() -> None:
     assert len({(span.name, span.kind) for span in SPANS}) == len(SPANS)
-    assert len(METRICS) == len((*TARGET, *DRAFT, *RPC))
+    assert len(METRICS) == len((*TARGET, *DRAFT, *RPC, *GATEWAY))
 
 
 def test_spans_carry_what_the_table_has_and_the_table_nothing_else() -> None:

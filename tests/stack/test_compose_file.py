@@ -17,6 +17,7 @@ from draft_service.config import DraftConfig
 from draft_service.eagle.config import EagleConfig
 from draft_service.ngram.config import TrieConfig
 from outrider.settings import load
+from outrider_gateway.config import GatewayConfig
 from target_service.config import TargetConfig
 
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "compose.yaml").read_text())
@@ -51,7 +52,7 @@ def test_every_container_is_locked_in(name: str) -> None:
     assert all(filled(port).startswith("127.0.0.1:") for port in service.get("ports", []))
 
 
-@pytest.mark.parametrize("name", ["target", "target-gpu", "draft", "model"])
+@pytest.mark.parametrize("name", ["target", "target-gpu", "draft", "gateway", "model"])
 def test_our_containers_are_nobody_in_particular(name: str) -> None:
     user, _, group = SERVICES[name]["user"].partition(":")
     assert int(user) == int(group) >= 10000
@@ -73,6 +74,7 @@ def test_images_are_pinned_by_a_variable_with_a_default(name: str) -> None:
         ("draft", "draft", DraftConfig),
         ("draft", "trie", TrieConfig),
         ("draft", "eagle", EagleConfig),
+        ("gateway", "gateway", GatewayConfig),
     ],
 )
 def test_environments_are_settings(name: str, section: str, config: type[Any]) -> None:
@@ -82,7 +84,8 @@ def test_environments_are_settings(name: str, section: str, config: type[Any]) -
 
 
 @pytest.mark.parametrize(
-    ("name", "section", "config"), [("target", "target", TargetConfig), ("draft", "draft", DraftConfig)]
+    ("name", "section", "config"),
+    [("target", "target", TargetConfig), ("draft", "draft", DraftConfig), ("gateway", "gateway", GatewayConfig)],
 )
 def test_containers_outlive_their_draining(name: str, section: str, config: type[Any]) -> None:
     drain = load(config, section, None, filled(SERVICES[name]["environment"])).drain_seconds
@@ -98,6 +101,14 @@ def test_health_checks_call_the_module_with_the_service_port(name: str) -> None:
     assert command[4].rpartition(":")[2] == listen.rpartition(":")[2]
 
 
+def test_the_gateway_answers_for_its_own_health() -> None:
+    service = SERVICES["gateway"]
+    port = service["environment"]["OUTRIDER_GATEWAY_LISTEN"].rpartition(":")[2]
+    assert f"http://127.0.0.1:{port}/health'" in service["healthcheck"]["test"][-1]
+    assert filled(service["ports"]) == [f"127.0.0.1:8000:{port}"]
+    assert service["mem_limit"]
+
+
 def test_the_draft_is_on_the_inner_network_only() -> None:
     assert COMPOSE["networks"]["inside"] == {"internal": True}
     assert SERVICES["draft"]["networks"] == ["inside"]
@@ -106,7 +117,13 @@ def test_the_draft_is_on_the_inner_network_only() -> None:
 
 def test_extras_come_with_their_profile_only() -> None:
     profiles = {name: service.get("profiles", []) for name, service in SERVICES.items()}
-    assert {name for name, asked in profiles.items() if not asked} == {"model", "draft", "target", "prometheus"}
+    assert {name for name, asked in profiles.items() if not asked} == {
+        "model",
+        "draft",
+        "target",
+        "gateway",
+        "prometheus",
+    }
     assert profiles["target-gpu"] == ["gpu"]
     assert profiles["grafana"] == profiles["jaeger"] == ["observability"]
     devices = SERVICES["target-gpu"]["deploy"]["resources"]["reservations"]["devices"]

@@ -6,6 +6,7 @@ import os
 import platform
 import re
 import subprocess
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 
@@ -23,10 +24,10 @@ def describe_machine() -> dict[str, object]:
     }
 
 
-def describe_versions() -> dict[str, str]:
-    """Versions of Python and of the packages that matter, where they are installed."""
+def describe_versions(more: Sequence[str] = ()) -> dict[str, str]:
+    """Versions of Python and of the packages that matter, `more` among them, where they are installed."""
     versions = {"python": platform.python_version()}
-    for name in _PACKAGES:
+    for name in (*_PACKAGES, *more):
         try:
             versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:

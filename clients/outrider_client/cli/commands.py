@@ -8,7 +8,7 @@ from outrider_client.cli.demo import DEMO
 from outrider_client.cli.generate import GENERATE
 from outrider_client.cli.head import HEAD
 from outrider_client.cli.health import HEALTH
-from outrider_client.cli.services import DRAFT, MODEL, TARGET, TRAIN_HEAD, UP
+from outrider_client.cli.services import DRAFT, GATEWAY, MODEL, TARGET, TRAIN_HEAD, UP
 
 COMMANDS: tuple[Command, ...] = (
     DEMO,
@@ -22,6 +22,7 @@ COMMANDS: tuple[Command, ...] = (
     CORPUS,
     TARGET,
     DRAFT,
+    GATEWAY,
     TRAIN_HEAD,
 )
 

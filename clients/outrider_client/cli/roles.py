@@ -11,6 +11,7 @@ _MODULES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "target": ("torch", "transformers", "numba", "prometheus_client"),
         "draft": ("numba", "numpy", "prometheus_client"),
+        "gateway": ("starlette", "uvicorn", "httptools", "orjson", "prometheus_client"),
         "train": ("torch", "transformers", "rich"),
         "all": ("torch", "transformers", "numba", "prometheus_client", "opentelemetry.sdk"),
     }

@@ -22,11 +22,12 @@ from outrider_client.cli.base import (
     options,
 )
 from outrider_client.cli.placement import named_settings, place, visible_gpus
+from outrider_client.cli.roles import missing_for
 from outrider_client.local.stack import private_directory, service_argv
 from outrider_client.local.supervisor import ServiceCommand, Supervisor
 from outrider_client.terminal.options import ClientOptions, UpOptions
 
-_COLOURS = {"target": "cyan", "draft": "magenta", "outrider": "bold"}
+_COLOURS = {"target": "cyan", "draft": "magenta", "gateway": "green", "outrider": "bold"}
 
 
 def _add_up_flags(parser: argparse.ArgumentParser) -> None:
@@ -40,7 +41,8 @@ def _up(arguments: argparse.Namespace) -> int:
     reach = options(ClientOptions, "client", arguments)
     if not 0 < up.port < 65536:
         raise SettingsError("--port must be in 1..65535")
-    _check_free(up.host, up.port)
+    _check_free(up.host, up.port, "--port")
+    http = _http_address(up.http)
     console = error_console()
     with private_directory() as directory:
         path = config_file(arguments)
@@ -66,19 +68,44 @@ def _up(arguments: argparse.Namespace) -> int:
             token=reach.token,
             tls=reach.tls_options(),
         )
-        return _supervise(console, target, draft, placed.said)
+        return _supervise(console, target, draft, _gateway(http, listen, shared), placed.said)
 
 
-def _check_free(host: str, port: int) -> None:
+def _http_address(http: str) -> str:
+    """Where the gateway is to listen: a port alone is one of this machine's own. Empty for no gateway."""
+    if not http:
+        return ""
+    host, _, port = f"127.0.0.1:{http}".rpartition(":") if http.isdecimal() else http.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise SettingsError(f"--http: {http!r} is neither a port nor HOST:PORT")
+    message = missing_for("gateway")
+    if message:
+        raise CommandFailed(f"--http: {message}")
+    _check_free(host.strip("[]"), int(port), "--http")
+    return f"{host}:{port}"
+
+
+def _gateway(http: str, target: str, shared: tuple[str, ...]) -> ServiceCommand | None:
+    """The gateway before the target; it reaches it as `[client]` says, like every client."""
+    if not http:
+        return None
+    return ServiceCommand(
+        "gateway", service_argv("outrider_gateway", "--listen", http, "--target", target, *shared), http
+    )
+
+
+def _check_free(host: str, port: int, flag: str) -> None:
     """Say so now when the port is taken; the target would load its model first."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         socket.create_server((host, port), family=family).close()
     except OSError as error:
-        raise CommandFailed(f"cannot listen on {host}:{port}: {error.strerror}; --port takes another") from None
+        raise CommandFailed(f"cannot listen on {host}:{port}: {error.strerror}; {flag} takes another") from None
 
 
-def _supervise(console: Console, target: ServiceCommand, draft: ServiceCommand | None, placed: str) -> int:
+def _supervise(
+    console: Console, target: ServiceCommand, draft: ServiceCommand | None, gateway: ServiceCommand | None, placed: str
+) -> int:
     def emit(name: str, line: str) -> None:
         console.print(Text.assemble((f"{name:<8} | ", _COLOURS[name]), line), soft_wrap=True)
 
@@ -86,13 +113,18 @@ def _supervise(console: Console, target: ServiceCommand, draft: ServiceCommand |
         beside = f", with a draft on {draft.address}" if draft else ", without a draft"
         emit("outrider", f"ready on {target.address}{beside}")
         flag = "" if target.address == "127.0.0.1:50051" else f" --target {target.address}"
-        emit("outrider", f"try `outrider chat{flag}` in another terminal; Ctrl-C here stops both")
+        if gateway:
+            emit(
+                "outrider",
+                f"OpenAI-compatible API at http://{gateway.address}/v1, chat page at http://{gateway.address}",
+            )
+        emit("outrider", f"try `outrider chat{flag}` in another terminal; Ctrl-C here stops all")
 
     if placed:
         emit("outrider", placed)
 
     async def supervise() -> int:
-        return await Supervisor(target, draft, emit).run(ready)
+        return await Supervisor(target, draft, emit, gateway=gateway).run(ready)
 
     try:
         return run(supervise())
@@ -115,8 +147,9 @@ def _split(flags: str) -> list[str]:
 UP = Command(
     "up",
     "run a draft and a target on this machine, supervised",
-    "Runs both services on this machine, with a private socket between them. A draft that dies is started again;\n"
-    "when the target dies, the whole ends with its exit status. SIGTERM or Ctrl-C lets running requests finish.",
+    "Runs both services on this machine, with a private socket between them, and a gateway with --http. A draft or a\n"
+    "gateway that dies is started again; when the target dies, the whole ends with its exit status. SIGTERM or Ctrl-C\n"
+    "lets running requests finish.",
     _add_up_flags,
     _up,
     needs="target",
@@ -126,6 +159,12 @@ TARGET = Command(
 )
 DRAFT = Command(
     "draft", "run the draft service alone (its own flags; see --help)", module="draft_service", needs="draft"
+)
+GATEWAY = Command(
+    "gateway",
+    "an OpenAI-compatible HTTP server in front of targets (its own flags; see --help)",
+    module="outrider_gateway",
+    needs="gateway",
 )
 TRAIN_HEAD = Command(
     "train-head",

@@ -1,4 +1,4 @@
-"""Both services on one machine: a dead draft is started again, a dead target ends the whole."""
+"""Services on one machine: a dead draft or gateway is started again, a dead target ends the whole."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class RestartTimes:
 
 
 class Supervisor:
-    """Runs a target and, beside it, a draft whose death costs speed and nothing else."""
+    """Runs a target and what stands beside it: a draft, whose death costs speed and nothing else, and a gateway."""
 
     def __init__(
         self,
@@ -47,10 +47,11 @@ class Supervisor:
         draft: ServiceCommand | None,
         emit: Emit,
         times: RestartTimes | None = None,
+        gateway: ServiceCommand | None = None,
     ) -> None:
         """`emit(name, line)` gets every line of a service, and our own under the name "outrider"."""
         self._target = target
-        self._draft = draft
+        self._beside = [command for command in (draft, gateway) if command is not None]
         self._emit = emit
         self._times = times or RestartTimes()
         self._stopping = asyncio.Event()
@@ -61,17 +62,17 @@ class Supervisor:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_signal)
-        draft = asyncio.create_task(self._keep_draft()) if self._draft is not None else None
+        kept = {command.name: asyncio.create_task(self._keep(command)) for command in self._beside}
         try:
             return await self._run_target(on_ready)
         finally:
             self._stopping.set()
-            if draft is not None:
+            for name, task in kept.items():
                 # It may be between two lives, with nothing to wait for but its back-off.
-                draft.cancel()
+                task.cancel()
                 with contextlib.suppress(asyncio.CancelledError):
-                    await draft
-                await self._stop("draft")
+                    await task
+                await self._stop(name)
             for number in (signal.SIGINT, signal.SIGTERM):
                 loop.remove_signal_handler(number)
 
@@ -103,7 +104,8 @@ class Supervisor:
         try:
             await asyncio.wait({died, asked}, return_when=asyncio.FIRST_COMPLETED)
             if asked.done():
-                # The target first: while it drains, its draft still helps.
+                # The gateway first, whose answers come from the target; then the target, which its draft still helps.
+                await self._stop("gateway")
                 await self._stop("target")
                 return 0
             status = died.result()
@@ -124,17 +126,16 @@ class Supervisor:
             return
         on_ready()
 
-    async def _keep_draft(self) -> None:
-        assert self._draft is not None
+    async def _keep(self, command: ServiceCommand) -> None:
         backoff = self._times.first_backoff
         loop = asyncio.get_running_loop()
         while not self._stopping.is_set():
             born = loop.time()
-            status = await (await self._start(self._draft)).wait()
+            status = await (await self._start(command)).wait()
             if self._stopping.is_set():
                 return
             if loop.time() - born >= self._times.healthy_after:
                 backoff = self._times.first_backoff
-            self._emit("outrider", f"{ServiceDied('draft', status)}; starting it again in {backoff:g} s")
+            self._emit("outrider", f"{ServiceDied(command.name, status)}; starting it again in {backoff:g} s")
             await asyncio.sleep(backoff)
             backoff = min(2 * backoff, self._times.longest_backoff)

@@ -109,6 +109,7 @@ class UpOptions:
     model: str = setting("", "model to serve; the target's own setting when empty")
     dtype: str = setting("", "dtype of the model; the target's own setting when empty")
     drafter: str = setting("", "drafter; the draft's own setting when empty, and no draft service at all for none")
+    http: str = setting("", "also serve an OpenAI-compatible API and a chat page on this port, or HOST:PORT")
     draft_listen: str = setting("", "address the draft listens on; a private socket when empty")
     target_flags: str = setting("", "more flags for the target, quoted as one word")
     draft_flags: str = setting("", "more flags for the draft, quoted as one word")

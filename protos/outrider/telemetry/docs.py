@@ -9,7 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from outrider.telemetry.names import ATTRIBUTES, SPANS
-from outrider.telemetry.table import DRAFT, RPC, TARGET, MetricSpec
+from outrider.telemetry.table import DRAFT, GATEWAY, RPC, TARGET, MetricSpec
 
 _MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -54,6 +54,7 @@ _TABLES: Mapping[str, Callable[[], str]] = MappingProxyType(
         "target": lambda: _metrics(TARGET),
         "draft": lambda: _metrics(DRAFT),
         "rpc": lambda: _metrics(RPC),
+        "gateway": lambda: _metrics(GATEWAY),
         "vllm": _vllm,
     }
 )

@@ -16,6 +16,8 @@ __all__ = ["ATTRIBUTES", "METRICS", "SPANS", "Attribute", "MetricSpec", "SpanSpe
 TARGET_SERVICE = "outrider-target"
 DRAFT_SERVICE = "outrider-draft"
 CLIENT = "outrider-client"
+# A client like any other: its spans are a client's.
+GATEWAY_SERVICE = "outrider-gateway"
 
 
 @dataclass(frozen=True, slots=True)

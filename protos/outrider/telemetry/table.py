@@ -227,6 +227,35 @@ RPC = (
     MetricSpec("outrider_rpc_calls", "counter", "Calls that ended, by method and gRPC status.", ("method", "code")),
     MetricSpec("outrider_rpc_in_flight", "gauge", "Calls under way, by method.", ("method",)),
 )
+GATEWAY = (
+    MetricSpec(
+        "outrider_gateway_requests",
+        "counter",
+        "HTTP requests for answers that ended, by endpoint and status; 499 where the client went away first.",
+        ("endpoint", "status"),
+    ),
+    MetricSpec(
+        "outrider_gateway_request_seconds",
+        "histogram",
+        "From the request's arrival to the end of its answer.",
+        ("endpoint",),
+        unit="seconds",
+        buckets=LONG_SECONDS,
+    ),
+    MetricSpec(
+        "outrider_gateway_time_to_first_token_seconds",
+        "histogram",
+        "From the request's arrival to the first token of its answer, streamed or not.",
+        unit="seconds",
+        buckets=LONG_SECONDS,
+    ),
+    MetricSpec("outrider_gateway_tokens", "counter", "Tokens of answers that were completed."),
+    MetricSpec(
+        "outrider_gateway_retries", "counter", "Answers begun anew on another target, before their first token."
+    ),
+    MetricSpec("outrider_gateway_running", "gauge", "Answers being written, by target.", ("target",)),
+    MetricSpec("outrider_gateway_target_healthy", "gauge", "1 while requests may go to the target.", ("target",)),
+)
 TARGET = (*_SPECULATION, *_STEPS, *_ENGINE, *_REQUESTS)
 DRAFT = (
     MetricSpec("outrider_draft_streams", "gauge", "Propose streams open: connected target workers."),
@@ -267,4 +296,4 @@ DRAFT = (
     ),
     MetricSpec("outrider_draft_info", "gauge", "Always 1; what drafts.", ("drafter", "version")),
 )
-METRICS = {spec.name: spec for spec in (*TARGET, *DRAFT, *RPC)}
+METRICS = {spec.name: spec for spec in (*TARGET, *DRAFT, *RPC, *GATEWAY)}

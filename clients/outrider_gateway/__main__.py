@@ -1,0 +1,57 @@
+"""`python -m outrider_gateway`: serve HTTP in front of target services until told to stop."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from outrider.runtime import configure_logging, prepare_grpc, run
+from outrider.settings import SettingsError, add_flags, load
+from outrider_gateway.config import CONFIG_VARIABLE, GatewayConfig
+
+_NEEDED = ("starlette", "uvicorn", "httptools", "orjson")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serve; returns the process's exit status: 2 for settings that cannot work."""
+    prepare_grpc()
+    # gRPC reads its environment as it is imported, which the client's options do.
+    from outrider_client.terminal.options import AccessOptions
+
+    parser = argparse.ArgumentParser(
+        prog="outrider gateway",
+        description="An OpenAI-compatible HTTP server in front of one target service or several.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", metavar="FILE", help="TOML file with settings (default: OUTRIDER_CONFIG)")
+    add_flags(parser, GatewayConfig)
+    flags = parser.parse_args(argv)
+    name = flags.config or os.environ.get(CONFIG_VARIABLE)
+    path = Path(name) if name else None
+    try:
+        config = load(GatewayConfig, "gateway", flags, os.environ, path)
+        # The section and the environment of every client; here they are how the gateway itself reaches its targets.
+        access = load(AccessOptions, "client", None, _access_variables(), path)
+        missing = [module for module in _NEEDED if importlib.util.find_spec(module) is None]
+        if missing:
+            raise SettingsError(f"{', '.join(missing)} not installed: pip install 'outrider[gateway]'")
+        configure_logging(config.log_level)
+        from outrider_gateway.server import serve
+
+        return run(serve(config, access))
+    except SettingsError as error:
+        sys.stderr.write(f"{parser.prog}: error: {error}\n")
+        return 2
+
+
+def _access_variables() -> dict[str, str]:
+    """The environment without the one setting of `[client]` that is not about access."""
+    return {name: value for name, value in os.environ.items() if name != "OUTRIDER_CLIENT_TARGET"}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,106 @@
+"""Getting a request's answers from targets: all choices at once, and again elsewhere while nothing was said."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from time import perf_counter
+
+from opentelemetry.context import attach, detach
+
+from outrider.errors import Draining
+from outrider_client.failures import ServiceUnreachable
+from outrider_client.generation import Generation
+from outrider_client.results import Chunk, Result
+from outrider_gateway.asked import Asked
+from outrider_gateway.caller import Caller
+from outrider_gateway.metrics import GatewayMetrics
+from outrider_gateway.targets import Target, Targets
+
+# What is done with a chunk of the answer of an index. Reading goes on when it returns, so a slow reader is waited for.
+OnChunk = Callable[[int, Chunk], Awaitable[None]]
+OnResult = Callable[[int, Result], Awaitable[None]]
+
+
+class Answering:
+    """The answers to one request. `on_chunk` and `on_result` are awaited as they come, in order for each index."""
+
+    def __init__(
+        self,
+        targets: Targets,
+        metrics: GatewayMetrics,
+        asked: Asked,
+        caller: Caller,
+        timeout: float | None,
+        arrived: float,
+    ) -> None:
+        """`arrived` is when the request came, on `perf_counter`."""
+        self._targets = targets
+        self._metrics = metrics
+        self._asked = asked
+        self._caller = caller
+        self._key = caller.key(asked.cache_key)
+        self._timeout = timeout
+        self._arrived = arrived
+        self._said_something = False
+
+    async def run(self, on_chunk: OnChunk, on_result: OnResult) -> None:
+        """Write all answers. The first failure ends them all, as does cancelling; raises what calls raise."""
+        if self._asked.answers == 1:
+            await self._answer(0, on_chunk, on_result)
+            return
+        tasks = [asyncio.create_task(self._answer(index, on_chunk, on_result)) for index in range(self._asked.answers)]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _answer(self, index: int, on_chunk: OnChunk, on_result: OnResult) -> None:
+        tried: list[Target] = []
+        while True:
+            target = self._targets.pick(self._key, self._asked.model, tried)
+            silent = True
+            with target.writing():
+                generation = self._begin(target, index)
+                try:
+                    async for chunk in generation:
+                        silent = False
+                        self._spoken()
+                        await on_chunk(index, chunk)
+                    result = await generation.result()
+                    self._metrics.tokens.add(result.completion_tokens)
+                    await on_result(index, result)
+                    return
+                except (ServiceUnreachable, Draining):
+                    target.lost()
+                    tried.append(target)
+                    if not silent or len(tried) == len(self._targets.all):
+                        raise
+                finally:
+                    generation.cancel()
+            self._metrics.retries.add()
+
+    def _begin(self, target: Target, index: int) -> Generation:
+        """The call, in the caller's name and in its trace."""
+        asked, prompt = self._asked, self._asked.prompt(index)
+        client = target.client.acting_for(token=self._caller.token, tenant=self._caller.tenant)
+        previous = attach(self._caller.context)
+        try:
+            return client.generate(
+                messages=prompt.messages,
+                text=prompt.text,
+                token_ids=prompt.token_ids,
+                sampling=asked.seeded(index),
+                speculation=asked.speculation,
+                model=asked.model,
+                timeout=self._timeout,
+            )
+        finally:
+            detach(previous)
+
+    def _spoken(self) -> None:
+        if not self._said_something:
+            self._said_something = True
+            self._metrics.first_token.observe(perf_counter() - self._arrived)

@@ -1,0 +1,167 @@
+"""Answers in OpenAI's form, whole or in chunks, for both endpoints."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+import outrider
+from outrider_client.results import Chunk, FinishReason, Result
+from outrider_gateway.asked import Asked
+from outrider_gateway.prediction import prediction_details
+from outrider_gateway.token_texts import Pieces, TokenTexts, merged
+
+_FINISH = {FinishReason.END_OF_SEQUENCE: "stop", FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
+_FINGERPRINT = f"outrider-{outrider.__version__}"
+
+
+class Answers:
+    """Makes the JSON of one request's answers, from chunks and results in the order in which they come."""
+
+    def __init__(self, asked: Asked, model: str, texts: TokenTexts, end_token_ids: Sequence[int]) -> None:
+        """`model` is the served model's name. `end_token_ids` end answers, and are no part of their text."""
+        self._asked = asked
+        self._texts = texts
+        ends = () if asked.sampling.ignore_eos else end_token_ids
+        self._silent = frozenset((*ends, *asked.sampling.stop_token_ids))
+        self._head = {
+            "id": ("chatcmpl-" if asked.chat else "cmpl-") + uuid.uuid4().hex,
+            "object": _object(asked),
+            "created": int(time.time()),
+            "model": model,
+            "system_fingerprint": _FINGERPRINT,
+        }
+        self._pieces = [texts.pieces() if asked.drafts else None for _ in range(asked.answers)]
+        self._offsets = [0] * asked.answers
+        self._begun = [False] * asked.answers
+        self._listed: list[list[Any]] = [[] for _ in range(asked.answers)]
+
+    @property
+    def id(self) -> str:
+        return str(self._head["id"])
+
+    def chunk(self, index: int, chunk: Chunk) -> dict[str, Any] | None:
+        """The event of a chunk; None for one that tells a client nothing."""
+        listed = self._list(index, chunk)
+        pieces = self._pieces[index]
+        if not chunk.text and not listed and pieces is None:
+            return None
+        if self._asked.chat:
+            delta = {"content": chunk.text} if self._begun[index] else {"role": "assistant", "content": chunk.text}
+            choice: dict[str, Any] = {"index": index, "delta": delta, "logprobs": listed, "finish_reason": None}
+        else:
+            choice = {"index": index, "text": chunk.text, "logprobs": listed, "finish_reason": None}
+        self._begun[index] = True
+        event = self._event([choice])
+        if pieces is not None:
+            event["outrider"] = _drafting(chunk, pieces)
+        return event
+
+    def last(self, index: int, result: Result) -> dict[str, Any]:
+        """The event that ends an answer."""
+        finish = _finish(result)
+        if self._asked.chat:
+            delta = {} if self._begun[index] else {"role": "assistant", "content": ""}
+            choice: dict[str, Any] = {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish}
+        else:
+            choice = {"index": index, "text": "", "logprobs": None, "finish_reason": finish}
+        event = self._event([choice])
+        if self._asked.drafts:
+            event["outrider"] = {"index": index, "totals": totals(result)}
+        return event
+
+    def usage_event(self, results: Sequence[Result]) -> dict[str, Any]:
+        """The event with the usage of the whole request, which has no choice."""
+        return self._event([]) | {"usage": self._usage(results)}
+
+    def keep(self, index: int, chunk: Chunk) -> None:
+        """Note a chunk of an answer that is sent whole."""
+        listed = self._list(index, chunk)
+        if listed is not None:
+            self._listed[index].append(listed)
+
+    def whole(self, results: Sequence[Result]) -> dict[str, Any]:
+        """The answer that is not streamed."""
+        choices = [self._choice(index, result) for index, result in enumerate(results)]
+        answer: dict[str, Any] = {**self._head, "choices": choices, "usage": self._usage(results)}
+        if self._asked.drafts:
+            answer["outrider"] = {"totals": [totals(result) for result in results]}
+        return answer
+
+    def _choice(self, index: int, result: Result) -> dict[str, Any]:
+        parts = self._listed[index]
+        if not self._asked.chat:
+            listed: Any = merged(parts) if self._asked.logprobs else None
+            return {"index": index, "text": result.text, "logprobs": listed, "finish_reason": _finish(result)}
+        listed = None
+        if self._asked.logprobs:
+            listed = {"content": [entry for part in parts for entry in part["content"]], "refusal": None}
+        message = {"role": "assistant", "content": result.text, "refusal": None}
+        return {"index": index, "message": message, "logprobs": listed, "finish_reason": _finish(result)}
+
+    def _list(self, index: int, chunk: Chunk) -> Any:
+        """The chunk's tokens with their probabilities; None where they were not asked for."""
+        if not self._asked.logprobs:
+            return None
+        if self._asked.chat:
+            return {"content": self._texts.chat(chunk, self._silent), "refusal": None}
+        offset = self._offsets[index]
+        self._offsets[index] += len(chunk.text)
+        return self._texts.completion(chunk, self._silent, offset)
+
+    def _event(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        event = {**self._head, "choices": choices}
+        if self._asked.include_usage:
+            event["usage"] = None
+        return event
+
+    def _usage(self, results: Sequence[Result]) -> dict[str, Any]:
+        """Tokens of all answers; those of a prompt count once, however many answers it has."""
+        read = sum(result.prompt_tokens for result in results[:: self._asked.choices])
+        said = sum(result.completion_tokens for result in results)
+        return {
+            "prompt_tokens": read,
+            "completion_tokens": said,
+            "total_tokens": read + said,
+            **prediction_details(self._asked.prediction is not None, results),
+        }
+
+
+def totals(result: Result) -> dict[str, Any]:
+    """What drafting did for one answer: our own addition, for those who ask."""
+    drafting = result.speculation
+    decode = result.times.decode
+    return {
+        "steps": drafting.steps,
+        "drafted_tokens": drafting.drafted_tokens,
+        "accepted_tokens": drafting.accepted_tokens,
+        "fallback_steps": drafting.fallback_steps,
+        "mean_accepted_length": round(result.mean_accepted_length, 3),
+        "completion_tokens": result.completion_tokens,
+        # The first token is the prompt's: the rest take the time of decoding.
+        "tokens_per_second": round((result.completion_tokens - 1) / decode, 2) if decode else None,
+        "queue_ms": round(result.times.queue * 1e3, 3),
+        "prefill_ms": round(result.times.prefill * 1e3, 3),
+        "decode_ms": round(decode * 1e3, 3),
+    }
+
+
+def _drafting(chunk: Chunk, pieces: Pieces) -> dict[str, Any]:
+    return {
+        "step": chunk.step,
+        "tokens": len(chunk.token_ids),
+        "accepted_by_step": list(chunk.drafts_by_step or (chunk.drafted_tokens,)),
+        "pieces": [{"text": text, "drafted": drafted} for text, drafted in pieces.of(chunk)],
+    }
+
+
+def _object(asked: Asked) -> str:
+    if not asked.chat:
+        return "text_completion"
+    return "chat.completion.chunk" if asked.stream else "chat.completion"
+
+
+def _finish(result: Result) -> str | None:
+    return None if result.finish_reason is None else _FINISH[result.finish_reason]

@@ -1,0 +1,86 @@
+"""The HTTP application: routes, health, models, and errors in OpenAI's form."""
+
+from __future__ import annotations
+
+import uuid
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import BaseRoute, Route
+
+from outrider_gateway.caller import caller_from
+from outrider_gateway.config import GatewayConfig
+from outrider_gateway.endpoints import Generating
+from outrider_gateway.failures import Refused
+from outrider_gateway.metrics import GatewayMetrics
+from outrider_gateway.names import Names
+from outrider_gateway.page import page_routes
+from outrider_gateway.targets import Targets
+from outrider_gateway.translation import chat_request, completion_request
+
+
+class Application:
+    """What the routes share. `draining` is set when the gateway is about to stop."""
+
+    def __init__(self, config: GatewayConfig, targets: Targets, names: Names, metrics: GatewayMetrics) -> None:
+        self.draining = False
+        self._targets = targets
+        self._names = names
+        self._metrics = metrics
+        metrics.gauges(targets.readings)
+        chat = Generating("chat", chat_request, config, targets, names, metrics)
+        completions = Generating("completions", completion_request, config, targets, names, metrics)
+        routes: list[BaseRoute] = [
+            Route("/v1/chat/completions", chat, methods=["POST"]),
+            Route("/v1/completions", completions, methods=["POST"]),
+            Route("/v1/models", self._models),
+            Route("/v1/models/{model:path}", self._model),
+            Route("/health", self._alive),
+            Route("/health/ready", self._ready),
+            Route("/metrics", self._metrics_page),
+        ]
+        if config.page:
+            routes += page_routes()
+        self.asgi = Starlette(routes=routes, exception_handlers={HTTPException: _not_found, Refused: _refused})
+
+    @property
+    def running(self) -> int:
+        """Answers being written."""
+        return self._targets.running
+
+    async def _models(self, request: Request) -> Response:
+        models = await self._names.models(caller_from(request.scope["headers"]))
+        return JSONResponse({"object": "list", "data": models})
+
+    async def _model(self, request: Request) -> Response:
+        caller = caller_from(request.scope["headers"])
+        return JSONResponse(await self._names.model(request.path_params["model"], caller))
+
+    async def _alive(self, _request: Request) -> Response:
+        return JSONResponse({"status": "ok"})
+
+    async def _ready(self, _request: Request) -> Response:
+        targets = {target.address: target.healthy for target in self._targets.all}
+        ready = any(targets.values()) and not self.draining
+        status = "ok" if ready else "draining" if self.draining else "no healthy target"
+        return JSONResponse({"status": status, "targets": targets}, 200 if ready else 503)
+
+    async def _metrics_page(self, _request: Request) -> Response:
+        page, content_type = self._metrics.page()
+        return Response(page, headers={"content-type": content_type})
+
+
+async def _refused(_request: Request, error: Exception) -> Response:
+    assert isinstance(error, Refused)
+    headers = {"x-request-id": uuid.uuid4().hex, **error.headers()}
+    return JSONResponse(error.body(), error.status, headers)
+
+
+async def _not_found(request: Request, error: Exception) -> Response:
+    """A path or a method that does not exist."""
+    assert isinstance(error, HTTPException)
+    what = f"{request.method} {request.url.path}"
+    refused = Refused(error.status_code, f"{what}: {error.detail}", code="unknown_url")
+    return JSONResponse(refused.body(), error.status_code, error.headers)

@@ -1,0 +1,82 @@
+"""What a request asks for, in the contract's own values, whichever endpoint it came to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+
+from outrider.sampling import SamplingParams
+from outrider_client.client import Message
+from outrider_client.generation import Speculation
+
+# What each endpoint calls the contract's fields; `input` is what is continued.
+CHAT_FIELDS: Mapping[str, str] = MappingProxyType(
+    {
+        "input": "messages",
+        "chat.messages": "messages",
+        "logprobs": "top_logprobs",
+        "speculation": "outrider",
+    }
+)
+COMPLETION_FIELDS: Mapping[str, str] = MappingProxyType(
+    {
+        "input": "prompt",
+        "text": "prompt",
+        "tokens.token_ids": "prompt",
+        "speculation": "outrider",
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What is continued: exactly one of the three is set."""
+
+    messages: tuple[Message, ...] = ()
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One request. It has `choices` answers to each of its prompts.
+
+    `prediction` is the text that the caller expects, `logprobs` whether tokens are listed with their probabilities,
+    `drafts` whether answers say what was drafted, and `cache_key` what else than the tenant keeps requests together.
+    """
+
+    chat: bool
+    prompts: tuple[Prompt, ...]
+    sampling: SamplingParams
+    speculation: Speculation
+    model: str = ""
+    choices: int = 1
+    stream: bool = False
+    include_usage: bool = False
+    logprobs: bool = False
+    drafts: bool = False
+    prediction: str | None = None
+    cache_key: str = ""
+
+    @property
+    def answers(self) -> int:
+        """Answers in all."""
+        return len(self.prompts) * self.choices
+
+    @property
+    def fields(self) -> Mapping[str, str]:
+        """The request's names of the contract's fields."""
+        return CHAT_FIELDS if self.chat else COMPLETION_FIELDS
+
+    def prompt(self, index: int) -> Prompt:
+        """What the answer of this index continues."""
+        return self.prompts[index // self.choices]
+
+    def seeded(self, index: int) -> SamplingParams:
+        """How the answer of this index is drawn: with a seed, each choice has its own, the first the one given."""
+        place = index % self.choices
+        seed = self.sampling.seed
+        if seed is None or not place:
+            return self.sampling
+        return replace(self.sampling, seed=(seed + place) % 2**64)

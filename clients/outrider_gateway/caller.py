@@ -1,0 +1,58 @@
+"""Who calls, from the headers of a request: what is passed on to the target, which alone decides what it is worth."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from opentelemetry.context import Context
+
+from outrider.telemetry.tracing import context_from_metadata
+from outrider_gateway.failures import Refused
+
+_TENANT = b"outrider-tenant"
+_TRACE = (b"traceparent", b"tracestate")
+_MAX_BYTES = 4096
+
+Headers = Iterable[tuple[bytes, bytes]]
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """A caller's token, tenant and trace context; each may be empty."""
+
+    token: str
+    tenant: str
+    context: Context
+
+    def key(self, cache_key: str) -> str:
+        """What keeps the caller's requests on one target."""
+        return f"{self.token}\0{self.tenant}\0{cache_key}"
+
+
+def caller_from(headers: Headers) -> Caller:
+    """The caller of a request. Raises `Refused` for credentials that cannot be passed on."""
+    token = tenant = ""
+    trace: list[tuple[str, str]] = []
+    for name, value in headers:
+        if name == b"authorization":
+            token = _bearer(value)
+        elif name == _TENANT:
+            tenant = _printable(value, 400, "the header outrider-tenant")
+        elif name in _TRACE:
+            trace.append((name.decode(), value.decode("latin-1")))
+    return Caller(token, tenant, context_from_metadata(trace))
+
+
+def _bearer(value: bytes) -> str:
+    scheme, _, token = value.partition(b" ")
+    if scheme.lower() != b"bearer":
+        raise Refused(401, "only bearer tokens are taken", kind="authentication_error", code="invalid_api_key")
+    return _printable(token.strip(), 401, "the bearer token")
+
+
+def _printable(value: bytes, status: int, what: str) -> str:
+    """gRPC carries printable ASCII only."""
+    if len(value) > _MAX_BYTES or any(not 0x20 <= byte < 0x7F for byte in value):
+        raise Refused(status, f"{what} must be at most {_MAX_BYTES} characters of printable ASCII")
+    return value.decode("ascii")

@@ -1,0 +1,74 @@
+"""Settings of the gateway. Each default lives here and nowhere else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from outrider.settings import SettingsError, setting
+
+# Names the settings file where no flag does.
+CONFIG_VARIABLE = "OUTRIDER_CONFIG"
+
+
+@dataclass(frozen=True)
+class GatewayConfig:
+    """Everything `outrider gateway` takes, by flag, environment (`OUTRIDER_GATEWAY_*`) or `[gateway]` table.
+
+    Raises `SettingsError` for values outside their limits.
+    """
+
+    target: str = setting("127.0.0.1:50051", "target services, HOST:PORT or unix:PATH, with commas between")
+    listen: str = setting("127.0.0.1:8000", "HOST:PORT to serve HTTP on")
+    page: bool = setting(True, "serve the chat page at /")
+    tokenizer: str = setting("", "model or folder whose tokenizer names tokens; the served model's when empty")
+
+    max_running: int = setting(256, "answers being written at once; requests for more are refused with 429")
+    max_choices: int = setting(16, "answers that one request may ask for")
+    max_body_bytes: int = setting(4 * 1024 * 1024, "largest request body")
+    max_connections: int = setting(1024, "connections at once; more are refused with 503")
+    body_seconds: float = setting(30.0, "time a request's body may take to arrive")
+    request_seconds: float = setting(1800.0, "time until an answer is given up; 0 waits for ever")
+    drain_seconds: float = setting(30.0, "time running answers get after SIGTERM")
+
+    health_seconds: float = setting(2.0, "time between two looks at the health of a target")
+    load_bound: float = setting(1.25, "load that a target may have, as a multiple of the mean, before tenants move on")
+
+    tls_certificate: str = setting("", "PEM certificate chain; plain HTTP when empty")
+    tls_key: str = setting("", "PEM private key")
+    otlp_endpoint: str = setting("", "OTLP gRPC endpoint for traces; off when empty")
+    trace_ratio: float = setting(1.0, "share of requests without a parent trace that are traced")
+    log_level: str = setting("info", "log level", choices=("debug", "info", "warning", "error"))
+
+    def __post_init__(self) -> None:
+        for name in ("max_running", "max_choices", "max_body_bytes", "max_connections"):
+            _need(getattr(self, name) >= 1, name, "must be at least 1")
+        for name in ("body_seconds", "health_seconds"):
+            _need(getattr(self, name) > 0, name, "must be above 0")
+        for name in ("request_seconds", "drain_seconds"):
+            _need(getattr(self, name) >= 0, name, "must not be negative")
+        _need(self.load_bound >= 1, "load_bound", "must be at least 1")
+        _need(bool(self.targets), "target", "names no target")
+        _need(len(set(self.targets)) == len(self.targets), "target", "names a target twice")
+        _need(bool(self.tls_certificate) == bool(self.tls_key), "tls_certificate", "needs --tls-key, and the other way")
+        for path in filter(None, (self.tls_certificate, self.tls_key)):
+            _need(Path(path).is_file(), "tls_certificate", f"{path}: no such file")
+        host_and_port(self.listen)
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """The address of every target."""
+        return tuple(address.strip() for address in self.target.split(",") if address.strip())
+
+
+def host_and_port(listen: str) -> tuple[str, int]:
+    """The two parts of HOST:PORT, brackets of IPv6 removed. Raises `SettingsError`."""
+    host, _, port = listen.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise SettingsError(f"--listen: {listen!r} is not HOST:PORT")
+    return host.strip("[]"), int(port)
+
+
+def _need(ok: bool, name: str, problem: str) -> None:
+    if not ok:
+        raise SettingsError(f"--{name.replace('_', '-')}: {problem}")

@@ -1,0 +1,140 @@
+"""What a request can be refused with, in OpenAI's form: a status, and which field was wrong.
+
+Refused
+├── BadField      400   a field of the request breaks its limits, or is not supported
+├── TooLarge      413
+├── TooMany       429   the gateway runs as many answers as it may
+└── NoTarget      503   no target is healthy
+
+Errors of the contract become one of the rows of `_STATUS`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from outrider.errors import (
+    InvalidField,
+    OutriderError,
+    PositionOutOfRange,
+    UnknownCorpus,
+    UnknownModel,
+)
+from outrider_client.failures import ServiceUnreachable
+
+# By the name of the gRPC status: HTTP status and OpenAI's type of error.
+_STATUS: Mapping[str, tuple[int, str]] = MappingProxyType(
+    {
+        "INVALID_ARGUMENT": (400, "invalid_request_error"),
+        "OUT_OF_RANGE": (400, "invalid_request_error"),
+        "FAILED_PRECONDITION": (400, "invalid_request_error"),
+        "UNAUTHENTICATED": (401, "authentication_error"),
+        "PERMISSION_DENIED": (403, "permission_error"),
+        "NOT_FOUND": (404, "invalid_request_error"),
+        "RESOURCE_EXHAUSTED": (429, "rate_limit_error"),
+        "UNAVAILABLE": (503, "server_error"),
+        "DEADLINE_EXCEEDED": (504, "server_error"),
+    }
+)
+_RETRY_SECONDS = 1.0
+_SAMPLING = re.compile(r"^sampling\.")
+
+
+class Refused(Exception):
+    """An answer that is an error. `param` names the field at fault, `code` is for programs."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+        retry_after: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.kind = kind
+        self.param = param
+        self.code = code
+        self.retry_after = retry_after
+
+    def body(self) -> dict[str, Any]:
+        """The JSON of the answer, as OpenAI has it."""
+        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+
+    def headers(self) -> dict[str, str]:
+        """What else a client should know before it tries again."""
+        headers = {} if self.retry_after is None else {"retry-after": f"{self.retry_after:.0f}"}
+        if self.status == 401:
+            headers["www-authenticate"] = "Bearer"
+        return headers
+
+
+class BadField(Refused):
+    def __init__(self, param: str, problem: str, code: str | None = None) -> None:
+        super().__init__(400, f"{param}: {problem}", param=param, code=code)
+
+
+class TooLarge(Refused):
+    def __init__(self, limit: int) -> None:
+        super().__init__(413, f"the body has more than {limit} bytes", code="request_too_large")
+
+
+class TooMany(Refused):
+    def __init__(self, limit: int) -> None:
+        super().__init__(
+            429,
+            f"the gateway writes {limit} answers at once, and no more now",
+            kind="rate_limit_error",
+            code="rate_limit_exceeded",
+            retry_after=_RETRY_SECONDS,
+        )
+
+
+class NoTarget(Refused):
+    def __init__(self) -> None:
+        super().__init__(
+            503, "no target is healthy", kind="server_error", code="target_unavailable", retry_after=_RETRY_SECONDS
+        )
+
+
+def refusal(error: OutriderError | ServiceUnreachable, fields: Mapping[str, str]) -> Refused:
+    """What the caller is told of a failed call. `fields` has the request's names of the contract's fields."""
+    if isinstance(error, ServiceUnreachable):
+        return NoTarget()
+    status, kind = _STATUS.get(error.code.name, (500, "server_error"))
+    if type(error) is OutriderError:
+        # Not ours: the transport's, or a proxy's.
+        status, kind = _STATUS.get(error.metadata.get("code", ""), (500, "server_error"))
+    param, message, code = _named(error, fields)
+    return Refused(status, message, kind=kind, param=param, code=code, retry_after=error.retry_after)
+
+
+def _named(error: OutriderError, fields: Mapping[str, str]) -> tuple[str | None, str, str | None]:
+    """The field at fault, the message and the code."""
+    if isinstance(error, InvalidField):
+        param = _renamed(error.field, fields)
+        return param, f"{param}: {error.problem}", "invalid_value"
+    if isinstance(error, UnknownModel):
+        return "model", error.message, "model_not_found"
+    if isinstance(error, PositionOutOfRange):
+        return fields["input"], error.message, "context_length_exceeded"
+    if isinstance(error, UnknownCorpus):
+        return "outrider.corpus", error.message, "corpus_not_found"
+    code = "invalid_api_key" if error.reason == "UNAUTHENTICATED" else error.reason.lower()
+    return None, error.message, code
+
+
+def _renamed(path: str, fields: Mapping[str, str]) -> str:
+    """`sampling.top_p` is `top_p`, `chat.messages[2].role` is `messages[2].role`."""
+    path = _SAMPLING.sub("", path)
+    for name in sorted(fields, key=len, reverse=True):
+        if path == name or path.startswith((f"{name}.", f"{name}[")):
+            return fields[name] + path[len(name) :]
+    return path

@@ -1,0 +1,135 @@
+"""ASGI by hand where it must be exact: reading a body within limits, writing events, noticing that a client left."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+import orjson
+from starlette.types import Receive, Scope, Send
+
+from outrider_gateway.failures import Refused, TooLarge
+
+JSON_TYPE = "application/json"
+_EVENTS = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    # Proxies of nginx's kind would collect events.
+    (b"x-accel-buffering", b"no"),
+)
+
+
+class ClientGone(Exception):
+    """The client closed its connection before its answer was complete."""
+
+
+async def read_json(scope: Scope, receive: Receive, limit: int, seconds: float) -> Mapping[str, Any]:
+    """The request's JSON object. Raises `Refused`, or `ClientGone`."""
+    headers = dict(scope["headers"])
+    # Browsers ask before they send JSON to another origin, and send plain text without asking.
+    if headers.get(b"content-type", b"").partition(b";")[0].strip().lower() != JSON_TYPE.encode():
+        raise Refused(415, f"the body must be {JSON_TYPE}")
+    length = headers.get(b"content-length", b"0")
+    if length.isdigit() and int(length) > limit:
+        raise TooLarge(limit)
+    try:
+        async with asyncio.timeout(seconds):
+            raw = await _read(receive, limit)
+    except TimeoutError:
+        raise Refused(408, f"the body did not arrive within {seconds:g} s") from None
+    return _parsed(raw)
+
+
+async def _read(receive: Receive, limit: int) -> bytes:
+    pieces, size = [], 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        piece = message.get("body", b"")
+        size += len(piece)
+        if size > limit:
+            raise TooLarge(limit)
+        pieces.append(piece)
+        if not message.get("more_body", False):
+            return b"".join(pieces)
+
+
+def _parsed(raw: bytes) -> Mapping[str, Any]:
+    # orjson refuses what protobuf could not carry on: halves of surrogate pairs, NaN, any depth.
+    try:
+        body = orjson.loads(raw)
+    except orjson.JSONDecodeError as error:
+        raise Refused(400, f"the body is not valid JSON: {error.msg}", code="invalid_json") from None
+    if not isinstance(body, dict):
+        raise Refused(400, "the body must be a JSON object", code="invalid_json")
+    return body
+
+
+@contextlib.asynccontextmanager
+async def while_connected(receive: Receive) -> AsyncIterator[None]:
+    """Run the block, and cancel it when the client goes away: `ClientGone` is raised then. For after the body."""
+    task = asyncio.current_task()
+    assert task is not None
+    gone = False
+
+    async def watch() -> None:
+        nonlocal gone
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        gone = True
+        task.cancel()
+
+    watcher = asyncio.create_task(watch())
+    try:
+        yield
+    except asyncio.CancelledError:
+        # Somebody else may have cancelled as well, such as a server that is about to stop.
+        if gone and task.uncancel() == 0:
+            raise ClientGone from None
+        raise
+    finally:
+        watcher.cancel()
+
+
+class EventWriter:
+    """Writes server-sent events. The answer begins with the first, so that until then it can still be an error."""
+
+    def __init__(self, send: Send, request_id: str) -> None:
+        self._send = send
+        self._request_id = request_id
+        # Choices are written by tasks of their own, and none may come before the answer's head.
+        self._turn = asyncio.Lock()
+        self.begun = False
+
+    async def write(self, event: Mapping[str, Any]) -> None:
+        """Returns when the client's connection takes more."""
+        data = b"data: " + orjson.dumps(event) + b"\n\n"
+        async with self._turn:
+            await self._write(data)
+
+    async def end(self, done: bool) -> None:
+        """The end of the stream; `done` says so in words, which an answer that broke off must not."""
+        if done:
+            await self._write(b"data: [DONE]\n\n")
+        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _write(self, data: bytes) -> None:
+        if not self.begun:
+            self.begun = True
+            headers = [*_EVENTS, (b"x-request-id", self._request_id.encode())]
+            await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+        await self._send({"type": "http.response.body", "body": data, "more_body": True})
+
+
+async def send_json(
+    send: Send, status: int, body: Mapping[str, Any], request_id: str, headers: Mapping[str, str] | None = None
+) -> None:
+    """A whole answer."""
+    data = orjson.dumps(body)
+    pairs = {"content-type": JSON_TYPE, "content-length": str(len(data)), "x-request-id": request_id, **(headers or {})}
+    raw = [(name.encode(), value.encode()) for name, value in pairs.items()]
+    await send({"type": "http.response.start", "status": status, "headers": raw})
+    await send({"type": "http.response.body", "body": data})

@@ -1,0 +1,36 @@
+"""What the gateway counts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, CollectorRegistry, ProcessCollector, generate_latest
+
+from outrider.telemetry.registry import MetricSet, Reading
+from outrider.telemetry.table import GATEWAY
+
+
+class GatewayMetrics:
+    """The series of one gateway, and their page."""
+
+    def __init__(self) -> None:
+        self._set = MetricSet(GATEWAY)
+        self._registry = CollectorRegistry()
+        ProcessCollector(registry=self._registry)
+        self._registry.register(self._set)
+        self.first_token = self._set.histogram("outrider_gateway_time_to_first_token_seconds")
+        self.tokens = self._set.counter("outrider_gateway_tokens")
+        self.retries = self._set.counter("outrider_gateway_retries")
+
+    def gauges(self, source: Callable[[], Iterable[Reading]]) -> None:
+        """Ask `source` for the values of gauges at every scrape."""
+        self._set.gauges(source)
+
+    def ended(self, endpoint: str, status: int, seconds: float) -> None:
+        """A request for answers ended."""
+        self._set.counter("outrider_gateway_requests", endpoint, str(status)).add()
+        self._set.histogram("outrider_gateway_request_seconds", endpoint).observe(seconds)
+
+    def page(self) -> tuple[bytes, str]:
+        """The text of /metrics, and its content type."""
+        return generate_latest(self._registry), CONTENT_TYPE_PLAIN_0_0_4

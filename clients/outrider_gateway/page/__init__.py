@@ -1,0 +1,43 @@
+"""The chat page at `/`: three files of this folder, served as they stand, which ask nobody but this server."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+# By path: the file, and its type.
+_FILES = {
+    "/": ("index.html", "text/html; charset=utf-8"),
+    "/page/chat.css": ("chat.css", "text/css; charset=utf-8"),
+    "/page/chat.js": ("chat.js", "text/javascript; charset=utf-8"),
+    "/page/stream.js": ("stream.js", "text/javascript; charset=utf-8"),
+    "/page/icon.svg": ("icon.svg", "image/svg+xml"),
+}
+HEADERS = {
+    "content-security-policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self'; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "cache-control": "no-cache",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "referrer-policy": "no-referrer",
+    "x-content-type-options": "nosniff",
+}
+
+
+def page_routes() -> list[Route]:
+    """A route for every file of the page."""
+    return [_route(path, name, content_type) for path, (name, content_type) in _FILES.items()]
+
+
+def _route(path: str, name: str, content_type: str) -> Route:
+    content = (files(__package__) / name).read_bytes()
+
+    async def serve(_request: Request) -> Response:
+        return Response(content, headers={**HEADERS, "content-type": content_type})
+
+    return Route(path, serve)

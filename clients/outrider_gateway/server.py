@@ -1,0 +1,158 @@
+"""The gateway's process: uvicorn around the application, from listening to the end of the last answer."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import signal
+import socket
+import time
+from collections.abc import Iterator
+
+import uvicorn
+
+import outrider
+from outrider.runtime import settled
+from outrider.settings import SettingsError
+from outrider.telemetry import names as telemetry
+from outrider.telemetry.tracing import Tracing, set_up_tracing
+from outrider_client.client import Client
+from outrider_client.terminal.options import AccessOptions
+from outrider_gateway.app import Application
+from outrider_gateway.config import GatewayConfig, host_and_port
+from outrider_gateway.metrics import GatewayMetrics
+from outrider_gateway.names import Names
+from outrider_gateway.targets import Targets
+
+logger = logging.getLogger(__name__)
+
+_KEEP_ALIVE_SECONDS = 65
+_BACKLOG = 1024
+_LOCAL = ("127.0.0.1", "::1", "localhost")
+
+
+class GatewayServer:
+    """The gateway as an async context manager, inside which it answers at `address`."""
+
+    def __init__(self, config: GatewayConfig, access: AccessOptions) -> None:
+        """`access` is how the gateway itself reaches its targets, for their health; callers bring their own."""
+        self._config = config
+        self._access = access
+        self._leave = contextlib.AsyncExitStack()
+        self.address = ""
+
+    async def __aenter__(self) -> GatewayServer:
+        config, access = self._config, self._access
+        async with contextlib.AsyncExitStack() as leave:
+            listening = leave.enter_context(contextlib.closing(_listen(config.listen)))
+            host, port = listening.getsockname()[:2]
+            self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+            tracing = leave.enter_context(_tracing(config))
+            clients = [Client(access.connection(address), tracing) for address in config.targets]
+            targets = Targets(clients, look_seconds=config.health_seconds, load_bound=config.load_bound)
+            await leave.enter_async_context(targets)
+            names = Names(targets, config.tokenizer, int(time.time()))
+            self.application = Application(config, targets, names, GatewayMetrics())
+            self._server = _Uvicorn(_uvicorn_config(config, self.application))
+            self._serving = asyncio.create_task(self._server.serve([listening]))
+            leave.push_async_callback(self._stop)
+            while not self._server.started and not self._serving.done():
+                await asyncio.sleep(0.005)
+            self._leave = leave.pop_all()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._leave.aclose()
+
+    def drain(self, *, at_once: bool = False) -> None:
+        """Take no new connection, and end when running answers have ended, or `at_once`."""
+        self.application.draining = True
+        self._server.should_exit = True
+        self._server.force_exit = self._server.force_exit or at_once
+
+    async def ended(self) -> None:
+        """Wait for the end that `drain` asked for."""
+        await asyncio.wait([self._serving])
+
+    async def _stop(self) -> None:
+        self.drain()
+        await self.ended()
+
+    def say_where(self) -> None:
+        """One line for the log, and one more where tokens are not safe."""
+        scheme = "https" if self._config.tls_certificate else "http"
+        host, _ = host_and_port(self._config.listen)
+        logger.info("serving %s://%s for %s", scheme, self.address, ", ".join(self._config.targets))
+        if scheme == "http" and host not in _LOCAL:
+            logger.warning("%s is reachable from elsewhere without TLS: tokens travel in plain text", self.address)
+
+
+async def serve(config: GatewayConfig, access: AccessOptions) -> int:
+    """Serve until SIGTERM or SIGINT; a second one does not wait. Returns the process's exit status."""
+    loop = asyncio.get_running_loop()
+    async with GatewayServer(config, access) as server:
+
+        def on_signal() -> None:
+            if server.application.draining:
+                logger.info("stopping at once")
+            else:
+                logger.info("draining for at most %g s", config.drain_seconds)
+            server.drain(at_once=server.application.draining)
+
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, on_signal)
+        # Last: whoever reads it may send a signal.
+        server.say_where()
+        with settled():
+            await server.ended()
+    logger.info("stopped")
+    return 0
+
+
+class _Uvicorn(uvicorn.Server):
+    """Uvicorn that leaves signals to us: it would end the process by the signal that it got."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _uvicorn_config(config: GatewayConfig, application: Application) -> uvicorn.Config:
+    return uvicorn.Config(
+        application.asgi,
+        http="httptools",
+        ws="none",
+        lifespan="off",
+        # Ours are set up already. A line for every request is what metrics are for.
+        log_config=None,
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        limit_concurrency=config.max_connections,
+        timeout_keep_alive=_KEEP_ALIVE_SECONDS,
+        timeout_graceful_shutdown=math.ceil(config.drain_seconds),
+        ssl_certfile=config.tls_certificate or None,
+        ssl_keyfile=config.tls_key or None,
+    )
+
+
+def _listen(listen: str) -> socket.socket:
+    host, port = host_and_port(listen)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=_BACKLOG)
+    except OSError as error:
+        raise SettingsError(f"cannot listen on {listen}: {error.strerror}") from None
+
+
+@contextlib.contextmanager
+def _tracing(config: GatewayConfig) -> Iterator[Tracing]:
+    tracing = set_up_tracing(
+        telemetry.GATEWAY_SERVICE, config.otlp_endpoint, ratio=config.trace_ratio, version=outrider.__version__
+    )
+    try:
+        yield tracing
+    finally:
+        tracing.shutdown()

@@ -1,0 +1,131 @@
+"""The targets behind the gateway: which are healthy, what they serve, and which one takes a request."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Collection, Iterator, Sequence
+
+from outrider.errors import OutriderError
+from outrider.telemetry.registry import Reading
+from outrider_client.client import Client
+from outrider_client.failures import ServiceUnreachable
+from outrider_client.results import TargetInfo
+from outrider_gateway.balancing import choose
+from outrider_gateway.failures import NoTarget
+
+logger = logging.getLogger(__name__)
+
+_LOOK_SECONDS = 5.0
+# Answers that say who may call, not how the target fares.
+_ABOUT_THE_CALLER = ("UNAUTHENTICATED", "PERMISSION_DENIED")
+
+
+class Target:
+    """One target service. `info` is what it last said of itself, `running` the answers that it is writing for us."""
+
+    def __init__(self, client: Client) -> None:
+        self.client = client
+        self.healthy = False
+        self.info: TargetInfo | None = None
+        self.running = 0
+        self.doubted = asyncio.Event()
+
+    @property
+    def address(self) -> str:
+        return self.client.address
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        """Count an answer for as long as the block runs."""
+        self.running += 1
+        try:
+            yield
+        finally:
+            self.running -= 1
+
+    def lost(self) -> None:
+        """A call found it gone or about to stop: no more requests until it was looked at."""
+        self._becomes(False, "a call failed")
+        self.doubted.set()
+
+    async def look(self) -> None:
+        """Ask it for its health, and what it serves."""
+        try:
+            serving = await self.client.serving(_LOOK_SECONDS)
+            if serving:
+                self.info = await self.client.info(_LOOK_SECONDS)
+            self._becomes(serving, "not serving")
+        except ServiceUnreachable as error:
+            self._becomes(False, str(error))
+        except OutriderError as error:
+            self._becomes(error.code.name in _ABOUT_THE_CALLER, error.reason)
+
+    def _becomes(self, healthy: bool, reason: str) -> None:
+        if healthy != self.healthy:
+            logger.log(
+                logging.INFO if healthy else logging.WARNING,
+                "target %s is %s",
+                self.address,
+                "healthy" if healthy else f"left out: {reason}",
+            )
+        self.healthy = healthy
+
+
+class Targets:
+    """All targets. Use it with `async with`: inside, each is looked at again and again."""
+
+    def __init__(self, clients: Sequence[Client], *, look_seconds: float, load_bound: float) -> None:
+        self.all = tuple(Target(client) for client in clients)
+        self._look_seconds = look_seconds
+        self._load_bound = load_bound
+        self._watches: list[asyncio.Task[None]] = []
+
+    async def __aenter__(self) -> Targets:
+        await asyncio.gather(*(target.look() for target in self.all))
+        self._watches = [asyncio.create_task(self._watch(target)) for target in self.all]
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for watch in self._watches:
+            watch.cancel()
+        await asyncio.gather(*self._watches, return_exceptions=True)
+        await asyncio.gather(*(target.client.close() for target in self.all))
+
+    @property
+    def healthy(self) -> list[Target]:
+        return [target for target in self.all if target.healthy]
+
+    @property
+    def running(self) -> int:
+        """Answers being written, on all targets."""
+        return sum(target.running for target in self.all)
+
+    def pick(self, key: str, model: str, avoiding: Collection[Target] = ()) -> Target:
+        """The target for a request of the tenant `key`. Raises `NoTarget`.
+
+        Where some serve the model that is asked for, only they count; where none does, any can say so.
+        """
+        able = [target for target in self.healthy if target not in avoiding]
+        serving = [target for target in able if target.info is not None and target.info.model == model]
+        loads = {target.address: target.running for target in serving or able}
+        if not loads:
+            raise NoTarget
+        address = choose(key, loads, self._load_bound)
+        return next(target for target in able if target.address == address)
+
+    def readings(self) -> Iterator[Reading]:
+        """The gauges of all targets."""
+        for target in self.all:
+            yield "outrider_gateway_running", (target.address,), target.running
+            yield "outrider_gateway_target_healthy", (target.address,), float(target.healthy)
+
+    async def _watch(self, target: Target) -> None:
+        while True:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(target.doubted.wait(), self._look_seconds)
+                target.doubted.clear()
+                # One that drains still answers for a moment.
+                await asyncio.sleep(min(0.2, self._look_seconds))
+            await target.look()

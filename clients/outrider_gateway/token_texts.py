@@ -1,0 +1,88 @@
+"""What tokens are called in answers. The contract has ids; names come from a tokenizer, where it is at hand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from outrider_client.local.models import Tokenizer
+from outrider_client.results import Chunk, TokenLogprobs
+from outrider_client.terminal.painting import Painter
+
+_REPLACEMENT = "\ufffd"
+# The painter decodes the whole output with every chunk. Beyond this it is told to judge by words.
+_EXACT_TOKENS = 2048
+
+
+class TokenTexts:
+    """Names of tokens; `token_id:17` without a tokenizer."""
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self._tokenizer = tokenizer
+
+    def name(self, token_id: int) -> str:
+        if self._tokenizer is None:
+            return f"token_id:{token_id}"
+        return self._tokenizer.decode((token_id,))
+
+    def chat(self, chunk: Chunk, silent: Iterable[int]) -> list[dict[str, Any]]:
+        """The chunk's tokens as /v1/chat/completions lists them, but for those in `silent`, which have no text."""
+        return [
+            {**self._entry(token_id, entry.logprob), "top_logprobs": [self._entry(*top) for top in entry.top]}
+            for token_id, entry in _spoken(chunk, silent)
+        ]
+
+    def completion(self, chunk: Chunk, silent: Iterable[int], offset: int) -> dict[str, list[Any]]:
+        """The same as /v1/completions lists them; `offset` is how much text stood before the first."""
+        lists: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        for token_id, entry in _spoken(chunk, silent):
+            name = self.name(token_id)
+            lists["tokens"].append(name)
+            lists["token_logprobs"].append(entry.logprob)
+            lists["top_logprobs"].append({self.name(top): logprob for top, logprob in entry.top})
+            lists["text_offset"].append(offset)
+            offset += 0 if self._tokenizer is None else len(name)
+        return lists
+
+    def pieces(self) -> Pieces:
+        """For telling drafted text from the model's own, in one answer."""
+        return Pieces(self._tokenizer)
+
+    def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
+        name = self.name(token_id)
+        # Part of a character has bytes, but not any that its text tells.
+        exact = self._tokenizer is not None and _REPLACEMENT not in name
+        return {"token": name, "logprob": logprob, "bytes": list(name.encode()) if exact else None}
+
+
+class Pieces:
+    """Splits the text of one answer's chunks into drafted and own parts."""
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self._painter = Painter(tokenizer)
+        self._tokens = 0
+
+    def of(self, chunk: Chunk) -> list[tuple[str, bool]]:
+        """The chunk's text in pieces, each with whether it was drafted."""
+        before = self._tokens
+        self._tokens += len(chunk.token_ids)
+        if before <= _EXACT_TOKENS < self._tokens:
+            self._painter = Painter(None)
+        return self._painter.parts(chunk)
+
+
+def merged(parts: Iterable[Mapping[str, list[Any]]]) -> dict[str, list[Any]]:
+    """One set of lists from those of several chunks."""
+    whole: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+    for part in parts:
+        for name, values in part.items():
+            whole[name] += values
+    return whole
+
+
+def _spoken(chunk: Chunk, silent: Iterable[int]) -> list[tuple[int, TokenLogprobs]]:
+    return [
+        (token_id, entry)
+        for token_id, entry in zip(chunk.token_ids, chunk.logprobs, strict=False)
+        if token_id not in silent
+    ]

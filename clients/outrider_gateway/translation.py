@@ -1,0 +1,246 @@
+"""From OpenAI's request bodies to what is asked of a target. Every field is taken, refused by name, or has no effect
+at OpenAI's own default."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from outrider.errors import InvalidField
+from outrider.sampling import MAX_LOGPROBS, MAX_STOP_STRINGS, SamplingParams, VerificationMode
+from outrider_client.generation import Speculation
+from outrider_gateway import message_text
+from outrider_gateway.asked import CHAT_FIELDS, COMPLETION_FIELDS, Asked, Prompt
+from outrider_gateway.failures import BadField, refusal
+from outrider_gateway.fields import Fields, items, number, text, whole
+from outrider_gateway.prediction import read_prediction
+
+# As OpenAI: the answers of /v1/completions are short unless asked to be long.
+_COMPLETION_TOKENS = 16
+_MAX_UINT32 = 2**32 - 1
+_MAX_TOKEN = 2**31 - 1
+# What names the caller's user or session, for a provider's own books.
+_WITHOUT_EFFECT = ("user", "safety_identifier", "prompt_cache_retention")
+
+
+@dataclass(frozen=True, slots=True)
+class _Defaults:
+    """Values with which a field that is not supported asks for nothing."""
+
+    values: tuple[Any, ...]
+
+
+# Fields that change an answer and cannot be had. They are refused, unless they say what happens anyhow.
+_CHAT_UNSUPPORTED: Mapping[str, _Defaults] = {
+    "tools": _Defaults(([],)),
+    "tool_choice": _Defaults(("none", "auto")),
+    "parallel_tool_calls": _Defaults((True, False)),
+    "functions": _Defaults(([],)),
+    "function_call": _Defaults(("none", "auto")),
+    "response_format": _Defaults(({"type": "text"},)),
+    "modalities": _Defaults((["text"],)),
+    "audio": _Defaults(()),
+    "web_search_options": _Defaults(()),
+    "reasoning_effort": _Defaults(()),
+    "verbosity": _Defaults(()),
+    "store": _Defaults((False,)),
+    "metadata": _Defaults(({},)),
+    "service_tier": _Defaults(("auto", "default")),
+}
+_COMPLETION_UNSUPPORTED: Mapping[str, _Defaults] = {
+    "echo": _Defaults((False,)),
+    "suffix": _Defaults(("",)),
+}
+
+
+def chat_request(body: Mapping[str, Any], max_choices: int) -> Asked:
+    """The body of /v1/chat/completions. Raises `BadField`."""
+    fields = Fields(body)
+    prompt = Prompt(messages=message_text.messages(fields.take("messages")))
+    longest = "max_completion_tokens" if body.get("max_completion_tokens") is not None else "max_tokens"
+    max_tokens = fields.whole("max_completion_tokens", 1, _MAX_UINT32)
+    # Deprecated at OpenAI, and what most clients send; the newer name wins.
+    older = fields.whole("max_tokens", 1, _MAX_UINT32)
+    logprobs = fields.flag("logprobs")
+    top = fields.whole("top_logprobs", 0, MAX_LOGPROBS)
+    if top is not None and not logprobs:
+        raise BadField("top_logprobs", "needs logprobs to be true", "invalid_value")
+    sampling = _sampling(fields, older if max_tokens is None else max_tokens, (top or 0) if logprobs else None)
+    prediction = read_prediction(fields)
+    _refuse(fields, _CHAT_UNSUPPORTED)
+    asked = _asked(fields, True, (prompt,), sampling, logprobs, prediction, max_choices)
+    _check(sampling, {**CHAT_FIELDS, "max_tokens": longest})
+    return asked
+
+
+def completion_request(body: Mapping[str, Any], max_choices: int) -> Asked:
+    """The body of /v1/completions. Raises `BadField`."""
+    fields = Fields(body)
+    prompts = _prompts(fields.take("prompt"))
+    max_tokens = fields.whole("max_tokens", 1, _MAX_UINT32)
+    logprobs = fields.whole("logprobs", 0, MAX_LOGPROBS)
+    sampling = _sampling(fields, _COMPLETION_TOKENS if max_tokens is None else max_tokens, logprobs)
+    best_of = fields.whole("best_of", 1, 2**31)
+    if best_of is not None and best_of != (body.get("n") or 1):
+        raise BadField("best_of", "must equal n: this server ranks no answers", "unsupported_parameter")
+    _refuse(fields, _COMPLETION_UNSUPPORTED)
+    asked = _asked(fields, False, prompts, sampling, logprobs is not None, None, max_choices)
+    _check(sampling, COMPLETION_FIELDS)
+    return asked
+
+
+def _asked(
+    fields: Fields,
+    chat: bool,
+    prompts: tuple[Prompt, ...],
+    sampling: SamplingParams,
+    logprobs: bool,
+    prediction: str | None,
+    max_choices: int,
+) -> Asked:
+    """What both endpoints have in common; nothing of the body is left afterwards."""
+    choices = fields.whole("n", 1, max_choices) or 1
+    if len(prompts) * choices > max_choices:
+        raise BadField("prompt", f"asks for more than {max_choices} answers, n to each entry", "invalid_value")
+    stream = fields.flag("stream")
+    include_usage = _stream_options(fields, stream)
+    speculation, drafts = _extension(fields)
+    model = fields.text("model")
+    cache_key = fields.text("prompt_cache_key")
+    fields.ignore(_WITHOUT_EFFECT)
+    fields.end()
+    return Asked(
+        chat, prompts, sampling, speculation, model, choices, stream, include_usage, logprobs, drafts, prediction,
+        cache_key,
+    )  # fmt: skip
+
+
+def _prompts(value: Any) -> tuple[Prompt, ...]:
+    """A text, token ids, or a list of either."""
+    if value is None:
+        raise BadField("prompt", "is missing", "missing_required_parameter")
+    if isinstance(value, str) or (isinstance(value, list) and value and _is_id(value[0])):
+        return (_prompt(value, "prompt"),)
+    entries = items(value, "prompt")
+    if not entries:
+        raise BadField("prompt", "is empty", "invalid_value")
+    return tuple(_prompt(entry, f"prompt[{i}]") for i, entry in enumerate(entries))
+
+
+def _prompt(value: Any, path: str) -> Prompt:
+    if not value:
+        raise BadField(path, "is empty", "invalid_value")
+    if isinstance(value, str):
+        return Prompt(text=value)
+    return Prompt(token_ids=tuple(whole(i, f"{path}[{at}]", 0, _MAX_TOKEN) for at, i in enumerate(items(value, path))))
+
+
+def _is_id(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _sampling(fields: Fields, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+    """OpenAI's sampling parameters, at its defaults, and the contract's further ones under the names vLLM gave them."""
+    seed = fields.whole("seed", -(2**63), 2**64 - 1)
+    stop_ids = fields.take("stop_token_ids")
+    return SamplingParams(
+        temperature=fields.number("temperature", 1.0, 0.0, 1e6),
+        top_k=_top_k(fields),
+        top_p=fields.number("top_p", 1.0, 0.0, 1.0),
+        min_p=fields.number("min_p", 0.0, 0.0, 1.0),
+        repetition_penalty=fields.number("repetition_penalty", 1.0, 0.0, 1e6),
+        presence_penalty=fields.number("presence_penalty", 0.0, -2.0, 2.0),
+        frequency_penalty=fields.number("frequency_penalty", 0.0, -2.0, 2.0),
+        logit_bias=_logit_bias(fields.take("logit_bias")),
+        min_tokens=fields.whole("min_tokens", 0, _MAX_UINT32) or 0,
+        max_tokens=max_tokens,
+        stop=_stop(fields.take("stop")),
+        stop_token_ids=()
+        if stop_ids is None
+        else tuple(whole(i, "stop_token_ids", 0, _MAX_TOKEN) for i in items(stop_ids, "stop_token_ids")),
+        ignore_eos=fields.flag("ignore_eos"),
+        # The contract's seeds have no sign.
+        seed=None if seed is None else seed % 2**64,
+        logprobs=logprobs,
+    )
+
+
+def _top_k(fields: Fields) -> int:
+    """-1 is what other servers take for "off"."""
+    top_k = fields.whole("top_k", -1, _MAX_UINT32)
+    return max(top_k or 0, 0)
+
+
+def _stop(value: Any) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    if isinstance(value, str):
+        return (value,)
+    stops = items(value, "stop")
+    if len(stops) > MAX_STOP_STRINGS:
+        raise BadField("stop", f"has more than {MAX_STOP_STRINGS} entries", "invalid_value")
+    return tuple(text(stop, f"stop[{i}]") for i, stop in enumerate(stops))
+
+
+def _logit_bias(value: Any) -> dict[int, float]:
+    """A map of token ids, which JSON writes as strings."""
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise BadField("logit_bias", "must be an object", "invalid_type")
+    bias = {}
+    for token, amount in value.items():
+        if not token.isdecimal() or len(token) > 10 or int(token) > _MAX_TOKEN:
+            raise BadField("logit_bias", f"{token[:20]!r} is not a token id", "invalid_value")
+        bias[int(token)] = number(amount, f"logit_bias.{token}", -100.0, 100.0)
+    return bias
+
+
+def _stream_options(fields: Fields, stream: bool) -> bool:
+    inner = fields.inner("stream_options")
+    if inner is None:
+        return False
+    if not stream:
+        raise BadField("stream_options", "needs stream to be true", "invalid_value")
+    include_usage = inner.flag("include_usage")
+    # Padding against traffic analysis, which this server does not add.
+    inner.ignore(("include_obfuscation",))
+    inner.end()
+    return include_usage
+
+
+def _extension(fields: Fields) -> tuple[Speculation, bool]:
+    """Our own object `outrider`: how drafts are used, and whether the answer says what was drafted."""
+    inner = fields.inner("outrider")
+    if inner is None:
+        return Speculation(), False
+    mode = inner.text("mode", "auto")
+    modes = {mode.value: mode for mode in VerificationMode}
+    if mode != "auto" and mode not in modes:
+        raise BadField(inner.path("mode"), f"must be auto, {', '.join(modes)}", "invalid_value")
+    speculation = Speculation(
+        # Not set where drafts are wanted: a target without a draft then simply has none.
+        enabled=None if inner.flag("speculation", True) else False,
+        mode=modes.get(mode),
+        max_nodes=inner.whole("max_nodes", 0, _MAX_UINT32),
+        corpus=inner.text("corpus"),
+    )
+    drafts = inner.flag("drafts")
+    inner.end()
+    return speculation, drafts
+
+
+def _refuse(fields: Fields, unsupported: Mapping[str, _Defaults]) -> None:
+    for name, harmless in unsupported.items():
+        value = fields.take(name)
+        if value is not None and value not in harmless.values:
+            raise BadField(name, "is not supported by this server", "unsupported_parameter")
+
+
+def _check(sampling: SamplingParams, names: Mapping[str, str]) -> None:
+    """Every limit that does not depend on the model: the rest is the target's to say."""
+    try:
+        sampling.check(_MAX_TOKEN + 1)
+    except InvalidField as error:
+        raise refusal(error, names) from None

@@ -1,0 +1,423 @@
+"""The gateway over HTTP, before real servers with a scripted engine: "a" is continued with "bcd"."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import sys
+from typing import Any
+
+import httpx
+import pytest
+from scripted_engine import ScriptedEngine
+
+from outrider.serving import Authenticator
+
+TOKEN = "sixteen-letters!"
+CHAT = {"model": "counter", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4, "temperature": 0}
+TEXT = {"model": "counter", "prompt": "a", "max_tokens": 3, "temperature": 0}
+
+
+def events(body: str) -> list[Any]:
+    """The events of a stream, [DONE] as a string."""
+    data = [line.removeprefix("data: ") for line in body.split("\n\n") if line]
+    return [entry if entry == "[DONE]" else json.loads(entry) for entry in data]
+
+
+def series(page: str, name: str) -> float:
+    return float(next(line.rpartition(" ")[2] for line in page.splitlines() if line.startswith(name)))
+
+
+async def test_completion(gateway: Any) -> None:
+    answer = await gateway.http.post("/v1/completions", json=TEXT)
+    assert answer.status_code == 200
+    body = answer.json()
+    assert body["object"] == "text_completion"
+    assert body["model"] == "counter"
+    assert body["choices"] == [{"index": 0, "text": "bcd", "logprobs": None, "finish_reason": "length"}]
+    assert body["usage"] == {"prompt_tokens": 1, "completion_tokens": 3, "total_tokens": 4}
+    assert answer.headers["x-request-id"]
+
+
+async def test_chat_stream(gateway: Any) -> None:
+    asked = {**CHAT, "stream": True, "stream_options": {"include_usage": True}}
+    answer = await gateway.http.post("/v1/chat/completions", json=asked)
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    *parts, usage, done = events(answer.text)
+    assert done == "[DONE]"
+    assert usage["choices"] == []
+    assert usage["usage"]["completion_tokens"] == 4
+    assert parts[0]["choices"][0]["delta"]["role"] == "assistant"
+    assert "".join(part["choices"][0]["delta"].get("content", "") for part in parts) == "^_`a"
+    assert [part["choices"][0]["finish_reason"] for part in parts][-1] == "length"
+    assert {part["object"] for part in parts} == {"chat.completion.chunk"}
+    assert len({part["id"] for part in parts}) == 1
+    assert all(part["usage"] is None for part in parts)
+    assert not any("outrider" in part for part in parts)
+
+
+async def test_drafts_are_told_when_asked_for(gateway: Any) -> None:
+    asked = {**CHAT, "stream": True, "outrider": {"drafts": True}}
+    *parts, last, done = events((await gateway.http.post("/v1/chat/completions", json=asked)).text)
+    assert done == "[DONE]"
+    pieces = [piece for part in parts for piece in part["outrider"]["pieces"]]
+    assert "".join(piece["text"] for piece in pieces) == "^_`a"
+    assert not any(piece["drafted"] for piece in pieces)
+    assert last["outrider"]["totals"]["completion_tokens"] == 4
+    assert last["outrider"]["totals"]["mean_accepted_length"] == 1.0
+    assert gateway.targets[0].engine.requests[-1].speculate
+    plain = {**CHAT, "outrider": {"speculation": False, "drafts": True}}
+    answer = (await gateway.http.post("/v1/chat/completions", json=plain)).json()
+    assert answer["outrider"]["totals"][0]["steps"] == 4
+    assert not gateway.targets[0].engine.requests[-1].speculate
+
+
+async def test_several_prompts_and_choices(gateway: Any) -> None:
+    asked = {**TEXT, "prompt": ["a", "k"], "n": 2, "seed": 7, "temperature": 1}
+    body = (await gateway.http.post("/v1/completions", json=asked)).json()
+    assert [choice["text"] for choice in body["choices"]] == ["bcd", "bcd", "lmn", "lmn"]
+    assert [choice["index"] for choice in body["choices"]] == [0, 1, 2, 3]
+    assert body["usage"] == {"prompt_tokens": 2, "completion_tokens": 12, "total_tokens": 14}
+    assert sorted(request.seed for request in gateway.targets[0].engine.requests) == [7, 7, 8, 8]
+    parts = events((await gateway.http.post("/v1/completions", json={**asked, "stream": True})).text)[:-1]
+    said = ["", "", "", ""]
+    for part in parts:
+        said[part["choices"][0]["index"]] += part["choices"][0]["text"]
+    assert said == ["bcd", "bcd", "lmn", "lmn"]
+    assert sum(part["choices"][0]["finish_reason"] is not None for part in parts) == 4
+
+
+async def test_logprobs_without_a_tokenizer_at_hand(gateway: Any) -> None:
+    asked = {**CHAT, "max_tokens": 1, "logprobs": True, "top_logprobs": 2}
+    body = (await gateway.http.post("/v1/chat/completions", json=asked)).json()
+    (entry,) = body["choices"][0]["logprobs"]["content"]
+    assert entry["token"] == f"token_id:{ord('^') + 3}"
+    assert entry["logprob"] == -0.5
+    assert entry["bytes"] is None
+    assert [(top["token"], top["logprob"]) for top in entry["top_logprobs"]] == [
+        ("token_id:0", -1.0),
+        ("token_id:1", -2.0),
+    ]
+    lists = (await gateway.http.post("/v1/completions", json={**TEXT, "logprobs": 1})).json()
+    assert lists["choices"][0]["logprobs"]["tokens"] == ["token_id:101", "token_id:102", "token_id:103"]
+    assert lists["choices"][0]["logprobs"]["top_logprobs"] == [{"token_id:0": -1.0}] * 3
+
+
+async def test_models(gateway: Any) -> None:
+    listed = (await gateway.http.get("/v1/models")).json()
+    assert [model["id"] for model in listed["data"]] == ["counter"]
+    assert listed["data"][0]["outrider"]["drafter"] == "trie"
+    assert listed["data"][0]["outrider"]["prediction"] is False
+    assert (await gateway.http.get("/v1/models/counter")).json()["max_model_len"] == 256
+    missing = await gateway.http.get("/v1/models/some/other")
+    assert (missing.status_code, missing.json()["error"]["code"]) == (404, "model_not_found")
+
+
+@pytest.mark.parametrize(
+    ("path", "asked", "status", "param", "code"),
+    [
+        ("chat/completions", {**CHAT, "tools": [{}]}, 400, "tools", "unsupported_parameter"),
+        ("chat/completions", {**CHAT, "model": "other"}, 404, "model", "model_not_found"),
+        ("chat/completions", {**CHAT, "logit_bias": {"5000": 1}}, 400, "logit_bias[5000]", "invalid_value"),
+        ("chat/completions", {**CHAT, "outrider": {"mode": "coupled"}}, 400, "outrider.mode", "invalid_value"),
+        ("completions", {**TEXT, "prompt": "a" * 300}, 400, "prompt", "context_length_exceeded"),
+        ("completions", {**TEXT, "prompt": [5000]}, 400, "prompt[0]", "invalid_value"),
+        ("completions", {**TEXT, "temperature": 0, "top_k": "x"}, 400, "top_k", "invalid_type"),
+        (
+            "chat/completions",
+            {**CHAT, "messages": [CHAT["messages"][0], {"role": "system", "content": "late"}]},
+            400,
+            "messages",
+            "invalid_value",
+        ),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_errors_have_openais_form(
+    gateway: Any, path: str, asked: dict[str, Any], status: int, param: str, code: str, stream: bool
+) -> None:
+    answer = await gateway.http.post(f"/v1/{path}", json={**asked, "stream": stream})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"], error["code"]) == (status, param, code)
+    assert error["type"] == "invalid_request_error"
+    assert error["message"]
+
+
+@pytest.mark.parametrize(
+    ("content", "status"),
+    [
+        (b"", 400),
+        (b"[]", 400),
+        (b"{", 400),
+        (b'{"prompt": NaN}', 400),
+        (b'{"prompt": "\\ud800"}', 400),
+        (b'{"prompt": ' + b"[" * 100_000, 400),
+        (b'{"seed": ' + b"9" * 5000 + b"}", 400),
+        (b"\xff\xfe", 400),
+        (b'{"prompt": "' + b"a" * 2_000_000 + b'"}', 413),
+    ],
+    ids=["empty", "list", "open", "nan", "surrogate", "deep", "long", "latin", "large"],
+)
+async def test_bodies_that_are_none(gateways: Any, content: bytes, status: int) -> None:
+    async with gateways(max_body_bytes=1_000_000) as gateway:
+        headers = {"content-type": "application/json"}
+        for body in (content, _piecewise(content)):
+            answer = await gateway.http.post("/v1/completions", content=body, headers=headers)
+            assert answer.status_code == status
+            assert answer.json()["error"]["message"]
+        assert gateway.targets[0].engine.requests == []
+
+
+async def _piecewise(content: bytes) -> Any:
+    for start in range(0, len(content), 65536):
+        yield content[start : start + 65536]
+
+
+async def test_surrogate_pairs_are_text(gateway: Any) -> None:
+    answer = await gateway.http.post("/v1/completions", content=json.dumps({**TEXT, "prompt": "🙂"}), headers=_JSON)
+    assert answer.status_code == 200
+
+
+_JSON = {"content-type": "application/json"}
+
+
+async def test_other_content_types_are_refused(gateway: Any) -> None:
+    answer = await gateway.http.post(
+        "/v1/completions", content=json.dumps(TEXT), headers={"content-type": "text/plain"}
+    )
+    assert answer.status_code == 415
+
+
+async def test_paths_and_methods_that_are_not_there(gateway: Any) -> None:
+    for method, path, status in (
+        ("GET", "/v1/nothing", 404),
+        ("GET", "/v1/completions", 405),
+        ("POST", "/health", 405),
+    ):
+        answer = await gateway.http.request(method, path)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (status, "unknown_url")
+
+
+async def test_slow_bodies_time_out(gateways: Any) -> None:
+    async with gateways(body_seconds=0.1) as gateway:
+        reader, writer = await asyncio.open_connection(*gateway.server.address.split(":"))
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n")
+        writer.write(b"content-length: 10\r\n\r\n{")
+        assert b" 408 " in await asyncio.wait_for(reader.readline(), 5)
+        writer.close()
+
+
+async def test_client_that_leaves_ends_its_request(gateways: Any) -> None:
+    engine = ScriptedEngine(tick=0.01)
+    async with gateways(engine) as gateway:
+        for asked in ({**TEXT, "max_tokens": 250, "stream": True}, {**TEXT, "max_tokens": 250, "n": 2}):
+            before = len(engine.cancelled)
+            async with httpx.AsyncClient(base_url=gateway.url) as leaving:
+                with pytest.raises((asyncio.CancelledError, TimeoutError)):
+                    async with asyncio.timeout(0.2), leaving.stream("POST", "/v1/completions", json=asked) as answer:
+                        async for _ in answer.aiter_lines():
+                            pass
+            await gateway.idle()
+            assert len(engine.cancelled) == before + asked.get("n", 1)
+        page = (await gateway.http.get("/metrics")).text
+        assert series(page, 'outrider_gateway_requests_total{endpoint="completions",status="499"}') == 2
+
+
+async def test_slow_reader_is_waited_for(gateways: Any) -> None:
+    """An answer longer than all buffers on the way, to a client that begins to read late."""
+    engine = ScriptedEngine(tick=0)
+    async with gateways(engine, served={"max_context": 20_000}) as gateway:
+        asked = {**TEXT, "max_tokens": 15_000, "stream": True, "ignore_eos": True, "logprobs": 5}
+        async with gateway.http.stream("POST", "/v1/completions", json=asked) as answer:
+            await asyncio.sleep(1.0)
+            parts = events((await answer.aread()).decode())
+        assert parts[-1] == "[DONE]"
+        assert sum(len(part["choices"][0]["logprobs"]["tokens"]) for part in parts[:-2]) == 15_000
+        await gateway.idle()
+
+
+async def test_no_more_answers_than_the_limit(gateways: Any) -> None:
+    async with gateways(ScriptedEngine(tick=0.01), max_running=2) as gateway:
+        running = asyncio.create_task(gateway.http.post("/v1/completions", json={**TEXT, "max_tokens": 100, "n": 2}))
+        while gateway.server.application.running < 2:
+            await asyncio.sleep(0.005)
+        refused = await gateway.http.post("/v1/completions", json=TEXT)
+        assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+        assert refused.json()["error"]["type"] == "rate_limit_error"
+        assert (await running).status_code == 200
+
+
+async def test_full_target_is_429(gateways: Any) -> None:
+    engine = ScriptedEngine(tick=0.01, max_sequences=1)
+    async with gateways(engine) as gateway:
+        running = asyncio.create_task(gateway.http.post("/v1/completions", json={**TEXT, "max_tokens": 100}))
+        while not engine.open_sequences:
+            await asyncio.sleep(0.005)
+        refused = await gateway.http.post("/v1/completions", json=TEXT)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "quota_exceeded")
+        assert (await running).status_code == 200
+
+
+async def test_deadline_is_504(gateways: Any) -> None:
+    async with gateways(ScriptedEngine(tick=0.05), request_seconds=0.2) as gateway:
+        answer = await gateway.http.post("/v1/completions", json={**TEXT, "max_tokens": 100})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (504, "deadline_exceeded")
+
+
+async def test_error_after_the_first_token_is_the_last_event(gateways: Any) -> None:
+    engine = ScriptedEngine(tick=0.01)
+    async with gateways(engine) as gateway:
+        asked = {**TEXT, "max_tokens": 250, "stream": True}
+        async with gateway.http.stream("POST", "/v1/completions", json=asked) as answer:
+            lines = answer.aiter_lines()
+            first = await anext(lines)
+            engine.die(RuntimeError("broken"))
+            rest = [line async for line in lines if line]
+        assert json.loads(first.removeprefix("data: "))["choices"][0]["text"] == "b"
+        assert json.loads(rest[-1].removeprefix("data: "))["error"]["code"] == "engine_dead"
+
+
+async def test_tokens_are_the_tenants_own(gateways: Any) -> None:
+    serving = {"authenticator": Authenticator({TOKEN: "acme"})}
+    async with gateways(serving=serving, token=TOKEN) as gateway:
+        assert [model.id async for model in gateway.openai.models.list()] == ["counter"]
+        for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": f"Basic {TOKEN}"}):
+            for answer in (
+                await gateway.http.post("/v1/completions", json=TEXT, headers=headers),
+                await gateway.http.get("/v1/models", headers=headers),
+            ):
+                assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
+                assert answer.headers["www-authenticate"] == "Bearer"
+        good = {"authorization": f"Bearer {TOKEN}"}
+        assert (await gateway.http.post("/v1/completions", json=TEXT, headers=good)).status_code == 200
+        other = await gateway.http.post("/v1/completions", json=TEXT, headers={**good, "outrider-tenant": "other"})
+        assert other.status_code == 403
+        assert gateway.targets[0].engine.requests[-1].tenant == "acme"
+
+
+async def test_tenant_and_trace_are_passed_on(gateway: Any) -> None:
+    parent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    headers = {"outrider-tenant": "acme", "traceparent": parent}
+    await gateway.http.post("/v1/completions", json=TEXT, headers=headers)
+    request = gateway.targets[0].engine.requests[-1]
+    assert request.tenant == "acme"
+    assert request.traceparent.split("-")[1] == parent.split("-")[1]
+    broken = await gateway.http.post("/v1/completions", json=TEXT, headers={"traceparent": "nonsense"})
+    assert broken.status_code == 200
+
+
+async def test_health_and_metrics(gateway: Any) -> None:
+    await gateway.http.post("/v1/completions", json=TEXT)
+    assert (await gateway.http.get("/health")).json() == {"status": "ok"}
+    ready = await gateway.http.get("/health/ready")
+    assert (ready.status_code, list(ready.json()["targets"].values())) == (200, [True])
+    page = (await gateway.http.get("/metrics")).text
+    assert series(page, 'outrider_gateway_requests_total{endpoint="completions",status="200"}') == 1
+    assert series(page, "outrider_gateway_tokens_total") == 3
+    assert series(page, "outrider_gateway_time_to_first_token_seconds_count") == 1
+    assert series(page, "outrider_gateway_target_healthy") == 1
+
+
+class TestSeveralTargets:
+    async def test_a_tenant_stays_and_load_is_bounded(self, gateways: Any) -> None:
+        engines = [ScriptedEngine(tick=0.005) for _ in range(3)]
+        async with gateways(*engines) as gateway:
+            for _ in range(6):
+                await gateway.http.post("/v1/completions", json=TEXT, headers={"outrider-tenant": "acme"})
+            assert sorted(len(engine.requests) for engine in engines) == [0, 0, 6]
+            asked = {**TEXT, "max_tokens": 60}
+            headers = {"outrider-tenant": "acme"}
+            await asyncio.gather(
+                *(gateway.http.post("/v1/completions", json=asked, headers=headers) for _ in range(12))
+            )
+            counts = sorted(len(engine.requests) for engine in engines)
+            assert sum(counts) == 18
+            assert counts[0] >= 2
+
+    async def test_target_that_goes_before_the_first_token_is_replaced(self, gateways: Any) -> None:
+        engines = [ScriptedEngine(), ScriptedEngine()]
+        async with gateways(*engines, health_seconds=60.0) as gateway:
+            await gateway.http.post("/v1/completions", json=TEXT)
+            first = next(i for i, engine in enumerate(engines) if engine.requests)
+            await gateway.targets[first].server.stop(0)
+            answer = await gateway.http.post("/v1/completions", json=TEXT)
+            assert answer.json()["choices"][0]["text"] == "bcd"
+            assert len(engines[1 - first].requests) == 1
+            ready = (await gateway.http.get("/health/ready")).json()
+            assert sorted(ready["targets"].values()) == [False, True]
+            assert series((await gateway.http.get("/metrics")).text, "outrider_gateway_retries_total") == 1
+
+    async def test_draining_target_is_replaced(self, gateways: Any) -> None:
+        engines = [ScriptedEngine(), ScriptedEngine()]
+        async with gateways(*engines, health_seconds=60.0) as gateway:
+            await gateway.http.post("/v1/completions", json=TEXT)
+            first = next(i for i, engine in enumerate(engines) if engine.requests)
+            engines[first].drain()
+            assert (await gateway.http.post("/v1/completions", json=TEXT)).status_code == 200
+            assert len(engines[1 - first].requests) == 1
+
+    async def test_nothing_left_is_503(self, gateways: Any) -> None:
+        async with gateways() as gateway:
+            await gateway.targets[0].server.stop(0)
+            for _ in range(2):
+                answer = await gateway.http.post("/v1/completions", json=TEXT)
+                assert (answer.status_code, answer.json()["error"]["code"]) == (503, "target_unavailable")
+                assert answer.headers["retry-after"] == "1"
+            assert (await gateway.http.get("/health/ready")).status_code == 503
+            assert (await gateway.http.get("/health")).status_code == 200
+
+
+async def test_drain_lets_running_answers_finish(gateways: Any) -> None:
+    engine = ScriptedEngine(tick=0.01)
+    async with gateways(engine) as gateway:
+        asked = {**TEXT, "max_tokens": 100, "stream": True}
+        async with gateway.http.stream("POST", "/v1/completions", json=asked) as answer:
+            lines = answer.aiter_lines()
+            await anext(lines)
+            gateway.server.drain()
+            await asyncio.sleep(0.3)
+            with pytest.raises(httpx.TransportError):
+                async with httpx.AsyncClient() as late:
+                    await late.get(f"{gateway.url}/health")
+            rest = [line async for line in lines if line]
+        assert rest[-1] == "data: [DONE]"
+        await asyncio.wait_for(gateway.server.ended(), 5)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_process_ends_on_a_signal(gateway: Any, number: signal.Signals) -> None:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "outrider_client.cli", "gateway", "--listen", "127.0.0.1:0"),
+        *("--target", gateway.targets[0].server.address),
+        stderr=asyncio.subprocess.PIPE,
+    )
+    assert process.stderr is not None
+    said = b""
+    async with asyncio.timeout(60):
+        while b"serving http://" not in said:
+            said += await process.stderr.readline()
+        process.send_signal(number)
+        said += await process.stderr.read()
+    assert await process.wait() == 0
+    assert b"stopped" in said and b"Traceback" not in said
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--listen", "8000"], "--listen: '8000' is not HOST:PORT"),
+        (["--target", ","], "--target: names no target"),
+        (["--target", "a:1,a:1"], "--target: names a target twice"),
+        (["--load-bound", "0.5"], "--load-bound: must be at least 1"),
+        (["--tls-certificate", "x"], "--tls-certificate: needs --tls-key"),
+        (["--config", "/absent"], "/absent"),
+    ],
+)
+async def test_settings_that_cannot_work(flags: list[str], message: str) -> None:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "outrider_gateway", *flags, stderr=asyncio.subprocess.PIPE
+    )
+    _, said = await asyncio.wait_for(process.communicate(), 60)
+    assert process.returncode == 2
+    assert message in said.decode() and "Traceback" not in said.decode()

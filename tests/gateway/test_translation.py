@@ -1,0 +1,211 @@
+"""OpenAI's request bodies, field by field."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from outrider.sampling import SamplingParams, VerificationMode
+from outrider_client.generation import Speculation
+from outrider_gateway.asked import Asked, Prompt
+from outrider_gateway.failures import Refused
+from outrider_gateway.translation import chat_request, completion_request
+
+HELLO: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
+
+
+def chat(**more: Any) -> Asked:
+    return chat_request({**HELLO, **more}, 8)
+
+
+def completion(**more: Any) -> Asked:
+    return completion_request({"model": "m", "prompt": "once", **more}, 8)
+
+
+def test_bare_requests_have_openais_defaults() -> None:
+    asked = chat()
+    assert asked.prompts == (Prompt(messages=(("user", "hello"),)),)
+    assert asked.sampling == SamplingParams(temperature=1.0)
+    assert asked.speculation == Speculation()
+    assert (asked.model, asked.choices, asked.stream, asked.logprobs) == ("m", 1, False, False)
+    assert completion().sampling == SamplingParams(temperature=1.0, max_tokens=16)
+    assert completion().prompts == (Prompt(text="once"),)
+
+
+def test_every_sampling_field_arrives() -> None:
+    asked = chat(
+        temperature=0.5, top_p=0.9, top_k=40, min_p=0.1, repetition_penalty=1.1, presence_penalty=-1,
+        frequency_penalty=2, logit_bias={"17": -100, "5": 1.5}, min_tokens=2, max_completion_tokens=9, max_tokens=3,
+        stop=["a", "b"], stop_token_ids=[4], ignore_eos=True, seed=7, logprobs=True, top_logprobs=3,
+    )  # fmt: skip
+    assert asked.sampling == SamplingParams(
+        temperature=0.5, top_p=0.9, top_k=40, min_p=0.1, repetition_penalty=1.1, presence_penalty=-1,
+        frequency_penalty=2, logit_bias={17: -100.0, 5: 1.5}, min_tokens=2, max_tokens=9,
+        stop=("a", "b"), stop_token_ids=(4,), ignore_eos=True, seed=7, logprobs=3,
+    )  # fmt: skip
+    assert asked.logprobs
+
+
+def test_drafting_options_arrive() -> None:
+    asked = chat(outrider={"speculation": False, "mode": "coupled", "max_nodes": 5, "corpus": "docs", "drafts": True})
+    assert asked.speculation == Speculation(False, VerificationMode.COUPLED, 5, "docs")
+    assert asked.drafts
+    assert chat(outrider={"speculation": True}).speculation == Speculation()
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [("plain", "plain"), ([{"type": "text", "text": "one"}, {"type": "text", "text": "two"}], "one\ntwo")],
+)
+def test_contents(content: Any, said: str) -> None:
+    turns = [{"role": "developer", "content": "brief"}, {"role": "user", "content": content, "name": "ann"}]
+    assert chat(messages=turns).prompts[0].messages == (("system", "brief"), ("user", said))
+
+
+def test_an_answer_can_be_sent_back_as_it_came() -> None:
+    answer = {"role": "assistant", "content": "yes", "refusal": None, "annotations": [], "tool_calls": None}
+    assert chat(messages=[*HELLO["messages"], answer]).prompts[0].messages[1] == ("assistant", "yes")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "prompts"),
+    [
+        ("once", (Prompt(text="once"),)),
+        ([5, 6], (Prompt(token_ids=(5, 6)),)),
+        (["a", "b"], (Prompt(text="a"), Prompt(text="b"))),
+        ([[5], [6, 7]], (Prompt(token_ids=(5,)), Prompt(token_ids=(6, 7)))),
+    ],
+)
+def test_prompts(prompt: Any, prompts: tuple[Prompt, ...]) -> None:
+    assert completion(prompt=prompt).prompts == prompts
+
+
+def test_choices_have_prompts_and_seeds_of_their_own() -> None:
+    asked = completion(prompt=["a", "b"], n=2, seed=2**63 - 1)
+    assert [asked.prompt(i).text for i in range(asked.answers)] == ["a", "a", "b", "b"]
+    assert [asked.seeded(i).seed for i in range(asked.answers)] == [2**63 - 1, 2**63, 2**63 - 1, 2**63]
+    assert chat(seed=-1).sampling.seed == 2**64 - 1
+
+
+@pytest.mark.parametrize(
+    "harmless",
+    [
+        {"tools": []}, {"tools": None}, {"tool_choice": "none"}, {"response_format": {"type": "text"}},
+        {"modalities": ["text"]}, {"store": False}, {"metadata": {}}, {"service_tier": "auto"}, {"user": "ann"},
+        {"safety_identifier": "x"}, {"stop": []}, {"stop": None}, {"top_k": -1}, {"prediction": None}, {"n": None},
+        {"stream": True, "stream_options": {"include_usage": True, "include_obfuscation": False}},
+    ],
+)  # fmt: skip
+def test_harmless_fields_are_taken(harmless: dict[str, Any]) -> None:
+    asked = chat(**harmless)
+    assert asked.sampling == SamplingParams(temperature=1.0)
+    assert asked.include_usage == ("stream_options" in harmless)
+
+
+@pytest.mark.parametrize(
+    ("more", "param"),
+    [
+        ({"messages": None}, "messages"),
+        ({"messages": []}, "messages"),
+        ({"messages": "hello"}, "messages"),
+        ({"messages": ["hello"]}, "messages[0]"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
+        ({"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]}, "messages[0].tool_calls"),
+        ({"messages": [{"role": "user", "content": "x", "mood": 1}]}, "messages[0].mood"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"temperature": -1}, "temperature"),
+        ({"temperature": True}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"top_p": 1.5}, "top_p"),
+        ({"top_k": 1.5}, "top_k"),
+        ({"top_k": 2**32}, "top_k"),
+        ({"min_p": 2}, "min_p"),
+        ({"presence_penalty": 3}, "presence_penalty"),
+        ({"frequency_penalty": -3}, "frequency_penalty"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"logit_bias": []}, "logit_bias"),
+        ({"logit_bias": {"word": 1}}, "logit_bias"),
+        ({"logit_bias": {"\u00b2": 1}}, "logit_bias"),
+        ({"logit_bias": {"5": 101}}, "logit_bias.5"),
+        ({"logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens"),
+        ({"min_tokens": 9, "max_tokens": 3}, "min_tokens"),
+        ({"seed": 2**64}, "seed"),
+        ({"seed": 0.5}, "seed"),
+        ({"n": 0}, "n"),
+        ({"n": 9}, "n"),
+        ({"stop": 5}, "stop"),
+        ({"stop": ["a", 5]}, "stop[1]"),
+        ({"stop": [""]}, "stop[0]"),
+        ({"stop": ["a"] * 17}, "stop"),
+        ({"stop_token_ids": ["a"]}, "stop_token_ids"),
+        ({"logprobs": 1}, "logprobs"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"stream": "yes"}, "stream"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"stream": True, "stream_options": {"other": 1}}, "stream_options.other"),
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"functions": [{}]}, "functions"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"modalities": ["text", "audio"]}, "modalities"),
+        ({"audio": {"voice": "x"}}, "audio"),
+        ({"reasoning_effort": "high"}, "reasoning_effort"),
+        ({"store": True}, "store"),
+        ({"web_search_options": {}}, "web_search_options"),
+        ({"prediction": {"type": "content", "content": "x"}}, "prediction"),
+        ({"prediction": "x"}, "prediction"),
+        ({"prediction": {"type": "words", "content": "x"}}, "prediction.type"),
+        ({"prediction": {"type": "content"}}, "prediction.content"),
+        ({"outrider": True}, "outrider"),
+        ({"outrider": {"mode": "magic"}}, "outrider.mode"),
+        ({"outrider": {"max_nodes": -1}}, "outrider.max_nodes"),
+        ({"outrider": {"other": 1}}, "outrider.other"),
+        ({"model": 5}, "model"),
+        ({"mystery": 1}, "mystery"),
+    ],
+)  # fmt: skip
+def test_refusals_name_the_field(more: dict[str, Any], param: str) -> None:
+    with pytest.raises(Refused) as raised:
+        chat(**more)
+    assert raised.value.status == 400
+    assert raised.value.param == param
+    assert raised.value.body()["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("more", "param"),
+    [
+        ({"prompt": None}, "prompt"),
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": ["a", ""]}, "prompt[1]"),
+        ({"prompt": [5, "a"]}, "prompt[1]"),
+        ({"prompt": ["a", 5]}, "prompt[1]"),
+        ({"prompt": [2**31]}, "prompt[0]"),
+        ({"prompt": ["a"] * 5, "n": 2}, "prompt"),
+        ({"echo": True}, "echo"),
+        ({"suffix": "x"}, "suffix"),
+        ({"best_of": 3}, "best_of"),
+        ({"logprobs": True}, "logprobs"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"messages": []}, "messages"),
+        ({"tools": []}, "tools"),
+    ],
+)
+def test_refusals_of_completions(more: dict[str, Any], param: str) -> None:
+    with pytest.raises(Refused) as raised:
+        completion(**more)
+    assert (raised.value.status, raised.value.param) == (400, param)
+
+
+def test_best_of_may_say_what_happens_anyhow() -> None:
+    assert completion(best_of=2, n=2).choices == 2
+    assert completion(best_of=1, echo=False, suffix="", logprobs=2).sampling.logprobs == 2

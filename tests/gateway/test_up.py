@@ -1,0 +1,58 @@
+"""`outrider up --http`: target and gateway from one command."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from collections.abc import Callable
+
+import httpx
+import pytest
+
+
+async def test_up_serves_http(model: str, unused_tcp_port_factory: Callable[[], int]) -> None:
+    port, http = unused_tcp_port_factory(), unused_tcp_port_factory()
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "outrider_client.cli", "up", "--drafter", "none", "--model", model),
+        *("--dtype", "float32", "--target-flags", "--threads 1", "--port", str(port), "--http", str(http)),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
+    assert process.stdout is not None
+    said = b""
+    async with asyncio.timeout(240):
+        while b"OpenAI-compatible API at" not in said:
+            line = await process.stdout.readline()
+            assert line, said.decode()
+            said += line
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{http}") as client:
+            # The gateway looks at its targets every two seconds.
+            while (await client.get("/health/ready")).status_code != 200:
+                await asyncio.sleep(0.1)
+            asked = {"prompt": "once", "max_tokens": 4}
+            answer = (await client.post("/v1/completions", json=asked)).json()
+        assert answer["usage"]["completion_tokens"] == 4
+        process.send_signal(signal.SIGTERM)
+        said += await process.stdout.read()
+    assert await process.wait() == 0
+    assert b"Traceback" not in said
+
+
+@pytest.mark.parametrize(
+    ("http", "status", "message"),
+    [("many", 2, "--http: 'many' is neither a port nor HOST:PORT"), ("busy", 1, "--http takes another")],
+)
+async def test_up_says_what_is_wrong_with_http(
+    http: str, status: int, message: str, unused_tcp_port_factory: Callable[[], int]
+) -> None:
+    async with await asyncio.start_server(lambda *_: None, "127.0.0.1", 0) as busy:
+        taken = busy.sockets[0].getsockname()[1]
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "outrider_client.cli", "up", "--port", str(unused_tcp_port_factory())),
+            *("--http", str(taken) if http == "busy" else http),
+            stderr=asyncio.subprocess.PIPE,
+        )
+        _, said = await asyncio.wait_for(process.communicate(), 60)
+    assert process.returncode == status
+    assert message in said.decode()

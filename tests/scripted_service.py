@@ -1,0 +1,90 @@
+"""A target service over the scripted engine, and a tokenizer of single bytes to go with it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+from scripted_engine import SERVED, ScriptedEngine
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from outrider.serving import GrpcServer, Service, ServingOptions
+from outrider.telemetry.tracing import Tracing
+from outrider.v1 import target_pb2_grpc
+from target_service.api.admission import Admission, ServedModel
+from target_service.api.server import SERVICE_NAME, StreamLimits, TargetServicer
+from target_service.core.events import Sequences
+
+
+def _byte_characters() -> dict[int, str]:
+    """The printable stand-in of each byte in a byte-level vocabulary, as GPT-2 chose them."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
+
+
+def byte_tokenizer() -> Any:
+    """A tokenizer of single bytes, byte b being id 3 + b; ids 0 to 2 are pad, begin and end."""
+    characters = _byte_characters()
+    vocabulary = {"<pad>": 0, "<s>": 1, "</s>": 2} | {characters[byte]: 3 + byte for byte in range(256)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
+    fast.chat_template = (
+        "{% for m in messages %}{% if m.role == 'system' and not loop.first %}"
+        "{{ raise_exception('system must be first') }}{% endif %}"
+        "[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    return fast
+
+
+@dataclass
+class Target:
+    """A target service over the scripted engine, and a channel to it."""
+
+    engine: ScriptedEngine
+    sequences: Sequences
+    server: GrpcServer
+    channel: grpc.aio.Channel
+
+    @property
+    def stub(self) -> Any:
+        return target_pb2_grpc.TargetServiceStub(self.channel)
+
+    async def idle(self) -> None:
+        """Wait until nobody listens and the engine holds nothing, or fail after two seconds."""
+        async with asyncio.timeout(2):
+            while len(self.sequences) or self.engine.open_sequences:
+                await asyncio.sleep(0.002)
+
+
+@asynccontextmanager
+async def target_over(
+    engine: ScriptedEngine | None = None,
+    served: ServedModel = SERVED,
+    limits: StreamLimits | None = None,
+    tracing: Tracing | None = None,
+    **options: Any,
+) -> AsyncIterator[Target]:
+    engine = engine or ScriptedEngine()
+    sequences = Sequences(engine, asyncio.get_running_loop())
+    engine.start(sequences.deliver)
+    servicer = TargetServicer(
+        sequences, Admission(served), limits or StreamLimits(), lambda: "trie", tracing or Tracing()
+    )
+    service = Service(SERVICE_NAME, lambda to: target_pb2_grpc.add_TargetServiceServicer_to_server(servicer, to))
+    server = GrpcServer(ServingOptions(**options), [service])
+    await server.start()
+    server.health.set_serving(True)
+    try:
+        async with grpc.aio.insecure_channel(server.address) as channel:
+            yield Target(engine, sequences, server, channel)
+    finally:
+        await server.stop(0)
+        await asyncio.to_thread(engine.stop, 0)
