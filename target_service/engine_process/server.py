@@ -13,6 +13,7 @@ import signal
 import socket
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Protocol
 
 from outrider.errors import OutriderError
@@ -150,7 +151,7 @@ class EngineHost:
         self._engine = hosted.engine
         with settled():
             # Only now, since settling takes a while too.
-            self._outbox.send(pack(Ready(hosted.served)))
+            self._outbox.send(pack(Ready(replace(hosted.served, tokenizer=None))))
             self._serve(hosted.engine)
         hosted.stop()
         self._outbox.flush(_FLUSH_SECONDS)
