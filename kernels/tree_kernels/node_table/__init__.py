@@ -4,6 +4,7 @@ from tree_kernels.node_table.dispatch import NodeTable
 from tree_kernels.node_table.feeding import advance, fill_pending, move_on
 from tree_kernels.node_table.layout import (
     BLOCK,
+    EXPECTED_UNIT,
     KEPT,
     KEYS_PER_COST,
     LONGEST,
@@ -19,6 +20,7 @@ from tree_kernels.node_table.layout import (
     REPORT_ROWS,
     REPORT_TOKENS,
     TABLE,
+    Figure,
     longest_run,
     preorder,
 )
@@ -28,6 +30,7 @@ from tree_kernels.node_table.step_integers import StepIntegers
 __all__ = [
     "BLOCK",
     "COST_OF_HALVING",
+    "EXPECTED_UNIT",
     "KEPT",
     "KEYS_PER_COST",
     "LONGEST",
@@ -44,6 +47,7 @@ __all__ = [
     "REPORT_TOKENS",
     "RIGHT",
     "TABLE",
+    "Figure",
     "NodeTable",
     "StepIntegers",
     "advance",

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from enum import IntEnum
 from typing import NamedTuple
 
 import numpy as np
@@ -59,11 +60,27 @@ REPORT = REPORT_ROWS + MAX_PATH
 # Tokens of a run that is looked up at most, and how far back it is looked for.
 LONGEST = 8
 WINDOW = 8192
-# Where in a record of `verification.records` it stands whether the rows are a chain.
-IS_CHAIN = 3
 # A chance of one, and how many costs have the same chance, where promises are added up.
 SURE = 1 << 20
 COSTS_PER_CHANCE = 64
+
+
+# Of one token: the unit of what a report expects.
+EXPECTED_UNIT = 1024
+
+
+class Figure(IntEnum):
+    """Where in the report of a pass its figures stand; see `NodeTable.reports`. Zeros follow the `PROSPECTS`."""
+
+    ACCEPTED = 0
+    DRAFTED = 1
+    DRAFTED_FROM_TABLE = 2
+    EXPECTED = 3
+    FIRST_ROW = 4
+    ACCEPTED_FROM_TABLE = 5
+    AGE = 6
+    EXPECTED_FROM_TABLE = 7
+    FIRST_PROSPECT = 8
 
 
 class Run(NamedTuple):
