@@ -51,7 +51,7 @@ class ServingEngine(SequenceEngine, Protocol):
 
 
 class EngineHost(Protocol):
-    """Whoever runs an engine: `SharedEngine` here, or `engine_process.link.EngineLink` for one in another process."""
+    """Whoever runs an engine: `SharedEngine` here, or `engine_process.client.EngineLink` for one in another process."""
 
     @property
     def served(self) -> ServedModel: ...

@@ -1,4 +1,4 @@
-"""The engine's own process: `python -m target_service.engine_process FD`, started by `link.EngineLink`.
+"""The engine's own process: `python -m target_service.engine_process FD`, started by `client.EngineLink`.
 
 It loads the model, measures, connects the draft, and runs the engine; what to run comes in over one socket, and what
 happened goes out, in one report per step. It ends when it is told to, when a step fails, and when the socket closes,

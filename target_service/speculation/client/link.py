@@ -20,6 +20,7 @@ import grpc
 
 from outrider.errors import DraftUnavailable, OutriderError, WrongVocabulary
 from outrider.runtime import run
+from outrider.settings import MAX_MESSAGE_BYTES
 from outrider.v1 import draft_pb2, draft_pb2_grpc
 from outrider.wire.drafts import info_from_pb
 from outrider.wire.frames import DraftEvents, DraftInfo, DraftLink, OpenSequence, SequenceAdvance, SequenceFeatures
@@ -52,7 +53,7 @@ class LinkOptions:
     answer_timeout: float = 5.0
     keepalive: float = 10.0
     ping_timeout: float = 2.0
-    max_message_bytes: int = 4 * 1024 * 1024
+    max_message_bytes: int = MAX_MESSAGE_BYTES
     # Features that may wait for a draft that reads slowly; more are dropped.
     max_waiting_feature_bytes: int = 32 * 1024 * 1024
     channel_options: tuple[tuple[str, Any], ...] = field(default=())
