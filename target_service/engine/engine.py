@@ -49,12 +49,12 @@ class Engine(EngineFront):
 
     @property
     def draft_events(self) -> DraftEvents:
-        """Where a draft link delivers what it hears."""
+        """Where a draft link delivers what it receives."""
         return self._loop.drafting
 
     @property
     def draft_info(self) -> DraftInfo | None:
-        """What the draft service says of itself; None while there is none."""
+        """What the draft service reports of itself; None while there is none."""
         return self._loop.drafting.info
 
     def attach_draft(self, link: DraftLink) -> None:

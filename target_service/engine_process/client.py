@@ -49,7 +49,7 @@ logger = logging.getLogger(__name__)
 ENGINE_COMMAND = (sys.executable, "-m", "target_service.engine_process")
 # Longer than any step takes; a step that takes longer still will not end.
 STOP_SECONDS = 5.0
-# How long a process may take to end that nobody listens to any more.
+# How long a process may take to end once its socket is closed.
 _EXIT_SECONDS = 2.0
 _RECEIVE_BYTES = 1 << 16
 # What a socket holds of reports while the event loop is busy; the kernel may grant less.
@@ -57,7 +57,7 @@ _BUFFER_BYTES = 1 << 22
 
 
 class EngineLink(EngineFront, asyncio.Protocol):
-    """Starts the engine's process and speaks for it. What `Engine` refuses is refused here, without asking it.
+    """Starts the engine's process and stands for it. What `Engine` refuses is refused here, without asking it.
 
     Use: construct, `wait_until_ready` (which blocks, before there is an event loop), `start`, `stop`.
     """
@@ -114,12 +114,12 @@ class EngineLink(EngineFront, asyncio.Protocol):
     # What `lifecycle.serve_engine` asks of whoever hosts an engine.
 
     def engine(self, observer: EngineObserver | None) -> EngineLink:
-        """This link. `observer` hears on the event loop what the engine did."""
+        """This link. `observer` is called on the event loop."""
         self._observer = observer
         return self
 
     async def start(self, sequences: Sequences) -> None:
-        """Let `sequences` hear of events. The engine runs already."""
+        """Dispatch events to `sequences` from now on. The engine runs already."""
         self._sequences = sequences
         self.last_beat_ns = time.monotonic_ns()
         await asyncio.get_running_loop().create_unix_connection(lambda: self, sock=self._socket)
@@ -158,7 +158,7 @@ class EngineLink(EngineFront, asyncio.Protocol):
             self._send(Cancel(sequence_id))
 
     def snapshot(self) -> EngineSnapshot:
-        """What the engine said last, and the sequences that it has not ended as far as is known here. Any thread."""
+        """The last snapshot that was reported, with the sequences that are open here. Any thread."""
         return replace(self._snapshot, sequences=len(self._open))
 
     def _send(self, message: Message) -> None:

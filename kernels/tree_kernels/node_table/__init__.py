@@ -22,7 +22,6 @@ from tree_kernels.node_table.layout import (
     TABLE,
     Figure,
     longest_run,
-    preorder,
 )
 from tree_kernels.node_table.lookup_costs import COST_OF_HALVING, RIGHT
 from tree_kernels.node_table.step_integers import StepIntegers
@@ -54,5 +53,4 @@ __all__ = [
     "fill_pending",
     "longest_run",
     "move_on",
-    "preorder",
 ]

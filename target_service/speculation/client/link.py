@@ -199,7 +199,7 @@ class GrpcDraftLink:
             self._lost(reason)
             # A draft that spoke and then fell is met again at once; one that never speaks is not hammered.
             # Spread, so that the many targets of a draft that restarts do not come back together.
-            backoff = options.min_backoff if conversation.heard else min(2 * backoff, options.max_backoff)
+            backoff = options.min_backoff if conversation.received else min(2 * backoff, options.max_backoff)
             await asyncio.sleep(backoff * random.uniform(0.5, 1.0))
 
     def _lost(self, reason: str) -> None:
@@ -239,7 +239,7 @@ class GrpcDraftLink:
 
     async def _read(self, call: Any, conversation: DraftConversation) -> None:
         while (frame := await call.read()) is not grpc.aio.EOF:
-            conversation.hear(_readable(frame))
+            conversation.receive(_readable(frame))
             if conversation.outgoing:
                 self._wake.set()
 

@@ -44,14 +44,14 @@ class DraftSwitch:
         follow along."""
         return self._plain_steps < steps or self._left < steps
 
-    def choose(self, load: int, expected: float, *, ahead: bool, telling: float = 0.0) -> Use:
+    def choose(self, load: int, expected: float, *, ahead: bool, sending: float = 0.0) -> Use:
         """How the next step uses drafts. Called once per step.
 
         Args:
             load: sequences that run.
-            promise: tokens that drafts make of them in the time that a plain step and the drafted rows take.
+            expected: tokens that drafts make of them in the time that a plain step and the drafted rows take.
             ahead: a plain step may be launched behind the one under way.
-            telling: plain steps that it takes to tell the draft what it has to know for a try.
+            sending: plain steps that it takes to send the draft what it has to know for a try.
         """
         seen = self._at(load)
         enough = enough_plain(ahead=ahead)
@@ -59,7 +59,7 @@ class DraftSwitch:
         if self._since_refresh > _REFRESH:
             # Contexts grow, and with them what a plain step takes.
             self._since_refresh, seen.plain.count = 0, 1 + enough - ENOUGH
-        use = Use.PLAIN if seen.plain.count < enough else self._decide(seen, load, expected, telling)
+        use = Use.PLAIN if seen.plain.count < enough else self._decide(seen, load, expected, sending)
         self._plain_steps = 0 if use is not Use.PLAIN else self._plain_steps + 1
         return use
 
@@ -81,14 +81,14 @@ class DraftSwitch:
         seen = self._at(load)
         return _WORTH * seen.plain.value if seen.plain.count >= ENOUGH else float("inf")
 
-    def _decide(self, seen: LoadTimes, load: int, expected: float, telling: float) -> Use:
+    def _decide(self, seen: LoadTimes, load: int, expected: float, sending: float) -> Use:
         if not seen.known or seen.gain(load, expected) > _MARGIN:
             self._trying, self._left, self._paid = False, 0, self._paid + 1
             if self._paid > _RECOVERED:
                 self._pause = _FIRST_PAUSE
             return Use.AFTER
         self._paid = 0
-        return Use.AFTER if self._try(_TRY * seen.overhead.value + telling) else Use.PLAIN
+        return Use.AFTER if self._try(_TRY * seen.overhead.value + sending) else Use.PLAIN
 
     def _try(self, cost: float) -> bool:
         """Whether a drafted step is due although drafts do not pay: else nobody would know that they pay again. A few

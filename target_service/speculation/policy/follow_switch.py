@@ -1,7 +1,7 @@
 """Whether a draft that runs ahead is worth following at a load: by what whole passes make in the same time without it.
 
 To follow a draft the target sends it every token, and a head its hidden states; it takes in trees, and hosts have only
-so much time for that. Where that costs more than the drafts bring, the draft is not told of anything for a while.
+so much time for that. Where that costs more than the drafts bring, nothing is sent to the draft for a while.
 """
 
 from __future__ import annotations

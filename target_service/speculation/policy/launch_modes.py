@@ -1,6 +1,6 @@
 """Whether a pass is launched before its predecessor has ended, or held for the draft's answer to it.
 
-Launched ahead, a pass never waits: its rows come from what the draft said of an earlier root, and from the sequences'
+Launched ahead, a pass never waits: its rows come from what was drafted at an earlier root, and from the sequences'
 own texts. Held, it has trees of the very root that it begins with, which hold more tokens, and the device waits one
 round trip for them. Which makes more tokens a second hangs on how long that trip is beside a pass, on how far the draft
 sees, and on how many sequences are waited for; both are measured, by load, and each is tried again now and then.

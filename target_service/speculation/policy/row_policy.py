@@ -149,7 +149,7 @@ class RowPolicy:
             times.observe(seconds / self._cost(sequences))
 
     def observe(self, outcomes: SequenceOf[Verified | None], kind: Kind, drafted: SequenceOf[bool]) -> None:
-        """Learn from what passes accepted whose rows the device chose; `drafted`, a draft has said something of the
+        """Learn from what passes accepted whose rows the device chose; `drafted`, the draft has drafted for the
         sequence by now."""
         passes = [one for outcome in outcomes if outcome is not None for one in outcome.device_passes]
         if not passes:
@@ -158,10 +158,10 @@ class RowPolicy:
         self._seen[kind].observe(passes)
         self._tokens_each.observe(1 + sum(one.accepted for one in passes) / len(passes))
         known = zip(outcomes, drafted, strict=True)
-        told = [one for outcome, has in known if has and outcome is not None for one in outcome.device_passes]
-        if kind is not Kind.ALONE and told:
-            from_table = sum(one.accepted_from_table for one in told) / len(told)
-            excess = from_table - sum(one.expected_from_table for one in told) / len(told)
+        followed = [one for outcome, has in known if has and outcome is not None for one in outcome.device_passes]
+        if kind is not Kind.ALONE and followed:
+            from_table = sum(one.accepted_from_table for one in followed) / len(followed)
+            excess = from_table - sum(one.expected_from_table for one in followed) / len(followed)
             self.trust = min(_MOST_TRUST, max(_LEAST_TRUST, self.trust * (1 + _TRUST_SHARE * excess)))
 
     def _most(self, live: LiveSequence) -> int | None:
