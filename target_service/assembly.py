@@ -45,6 +45,7 @@ def engine_config(config: TargetConfig) -> EngineConfig:
         max_waiting=config.max_waiting,
         max_draft_nodes=config.max_draft_nodes,
         chains=config.batch_invariant,
+        lockstep=config.lockstep,
     )
 
 

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from outrider.settings import setting
+from outrider.settings import MAX_MESSAGE_BYTES, setting
 
 # As `tree_kernels.node_table.LOOKUP`, which would bring torch along.
 MOST_LOOKED_UP = 15
+# As `outrider.tree.MAX_ROWS` but for the root, which would bring gRPC along.
+MOST_DRAFTED = 255
+# Sequences of one step at most.
+MAX_SEQUENCES = 1024
 
 
 @dataclass(frozen=True)
@@ -28,13 +32,18 @@ class TargetConfig:
     draft_tls_key: str = setting("", "PEM private key of that certificate")
     speculation: bool = setting(True, "ask the draft service for trees; off is a one-row tree through the same code")
     speculative_disable_queue_size: int = setting(
-        64, "stop drafting while more than this many sequences run (on again at three quarters of it)"
+        64, "stop drafting while more than this many sequences run (on again at three quarters of it)", ge=0
     )
-    max_draft_nodes: int = setting(63, "drafted rows a sequence may have in one step")
+    max_draft_nodes: int = setting(63, "drafted rows a sequence may have in one step", ge=0, le=MOST_DRAFTED)
     draft_wait_ms: float = setting(
-        50.0, "longest wait for a draft that is late, per step; never longer than eight plain steps take"
+        50.0,
+        "bound of every wait for a draft",
+        ge=0,
+        deprecated="waits follow the measured times of steps and answers, within 50 ms",
     )
-    draft_failures_to_open: int = setting(3, "late drafts in a row after which a sequence's draft is not waited for")
+    draft_failures_to_open: int = setting(
+        3, "late drafts in a row after which a sequence's draft is not waited for", ge=1
+    )
     draft_head: str = setting(
         "",
         "EAGLE head that the draft runs, whose projection is applied here: a name from `outrider head list`, a folder, "
@@ -45,25 +54,40 @@ class TargetConfig:
         -1,
         "tokens of each sequence that the device drafts itself from the text so far, at most; up to 15, 0 for none, -1 "
         "for 15 on a GPU whose steps are captured and none elsewhere",
+        ge=-1,
+        le=MOST_LOOKED_UP,
     )
     row_budget: str = setting(
         "adaptive", "rows per tree: what pays by measured step cost and acceptance, or all", choices=("adaptive", "all")
     )
 
-    page_size: int = setting(16, "tokens per KV page: 1, 16 or 64")
+    page_size: int = setting(16, "tokens per KV page", choices=(1, 16, 64))
     kv_tokens: int = setting(
-        0, "tokens the KV cache holds; 0 takes memory-share of a GPU, elsewhere 30 % of free memory, at most 65536"
+        0,
+        "tokens the KV cache holds; 0 takes memory-share of a GPU, elsewhere 30 % of free memory, at most 65536",
+        ge=0,
     )
-    memory_share: float = setting(0.85, "share of the GPU memory free after capturing steps that the KV cache takes")
-    capture_seconds: float = setting(120.0, "time at start for capturing steps as CUDA graphs; 0 runs them eagerly")
-    max_context: int = setting(0, "longest sequence, prompt and output; 0 takes the model's own, at most 8192")
-    max_running: int = setting(64, "sequences that run at once")
-    max_waiting: int = setting(256, "sequences that wait; more are refused with RESOURCE_EXHAUSTED")
-    max_step_rows: int = setting(0, "rows of one forward pass, over all sequences; 0 takes 512, and 2048 on a GPU")
-    prefill_chunk: int = setting(0, "prompt tokens of one sequence in one step; 0 takes half of a pass")
+    memory_share: float = setting(
+        0.85, "share of the GPU memory free after capturing steps that the KV cache takes", gt=0, le=1
+    )
+    capture_seconds: float = setting(
+        120.0, "time at start for capturing steps as CUDA graphs; 0 runs them eagerly", ge=0
+    )
+    max_context: int = setting(0, "longest sequence, prompt and output; 0 takes the model's own, at most 8192", ge=0)
+    max_running: int = setting(64, "sequences that run at once", ge=1, le=MAX_SEQUENCES)
+    max_waiting: int = setting(256, "sequences that wait; more are refused with RESOURCE_EXHAUSTED", ge=0)
+    max_step_rows: int = setting(
+        0, "rows of one forward pass, over all sequences; 0 takes 512, and 2048 on a GPU", ge=0
+    )
+    prefill_chunk: int = setting(0, "prompt tokens of one sequence in one step; 0 takes half of a pass", ge=0)
 
     attention: str = setting(
         "auto", "tree attention backend", choices=("auto", "reference", "torch", "triton", "flashinfer")
+    )
+    lockstep: bool = setting(
+        False,
+        "on a GPU, run the plain loop that a CPU runs: one eager step after the other, verified by the host; slower, "
+        "to hold the fast loop against",
     )
     engine_process: str = setting(
         "auto",
@@ -73,12 +97,12 @@ class TargetConfig:
     batch_invariant: bool = setting(
         False, "on a GPU, make no bit of an output depend on what else runs; drafts are then chains, and steps slower"
     )
-    threads: int = setting(0, "CPU threads for torch; 0 leaves torch's own choice")
-    max_message_bytes: int = setting(4 * 1024 * 1024, "largest message accepted")
-    max_sequences_per_stream: int = setting(256, "open sequences of one Verify stream")
-    verify_idle_seconds: float = setting(120.0, "time a sequence of a Verify stream may go without a tree")
-    drain_seconds: float = setting(30.0, "time running requests get after SIGTERM")
-    heartbeat_seconds: float = setting(30.0, "a step that takes longer makes health NOT_SERVING")
+    threads: int = setting(0, "CPU threads for torch; 0 leaves torch's own choice", ge=0)
+    max_message_bytes: int = setting(MAX_MESSAGE_BYTES, "largest message accepted", ge=1024)
+    max_sequences_per_stream: int = setting(256, "open sequences of one Verify stream", ge=1)
+    verify_idle_seconds: float = setting(120.0, "time a sequence of a Verify stream may go without a tree", gt=0)
+    drain_seconds: float = setting(30.0, "time running requests get after SIGTERM", ge=0)
+    heartbeat_seconds: float = setting(30.0, "a step that takes longer makes health NOT_SERVING", gt=0)
     reflection: bool = setting(False, "serve gRPC reflection")
     admin_listen: str = setting("", "loopback HOST:PORT for channelz; off when empty")
     auth_tokens: str = setting("", "file of `TOKEN TENANT` lines; callers without a token are refused when set")
@@ -86,7 +110,7 @@ class TargetConfig:
     tls_key: str = setting("", "PEM private key")
     tls_client_ca: str = setting("", "PEM roots for client certificates; required of clients when set")
     otlp_endpoint: str = setting("", "OTLP gRPC endpoint for traces; off when empty")
-    trace_ratio: float = setting(1.0, "share of requests without a parent trace that are traced")
+    trace_ratio: float = setting(1.0, "share of requests without a parent trace that are traced", ge=0, le=1)
     trace_steps: bool = setting(False, "a child span per step in traced requests")
     log_level: str = setting("info", "log level", choices=("debug", "info", "warning", "error"))
 
@@ -104,7 +128,8 @@ class TargetConfig:
     @property
     def captures(self) -> bool:
         """Whether steps are captured as CUDA graphs."""
-        return self.device.startswith("cuda") and self.capture_seconds > 0 and self.attention in ("auto", "triton")
+        wanted = self.capture_seconds > 0 and not self.lockstep
+        return self.device.startswith("cuda") and wanted and self.attention in ("auto", "triton")
 
     @property
     def chunk_rows(self) -> int:

@@ -51,7 +51,7 @@ class ServingEngine(SequenceEngine, Protocol):
 
 
 class EngineHost(Protocol):
-    """Whoever runs an engine: `SharedEngine` here, or `engine_process.link.EngineLink` for one in another process."""
+    """Whoever runs an engine: `SharedEngine` here, or `engine_process.client.EngineLink` for one in another process."""
 
     @property
     def served(self) -> ServedModel: ...
@@ -92,12 +92,12 @@ class SharedEngine:
         self.served = served_model(config, runner)
 
     def engine(self, observer: EngineObserver | None) -> Engine:
-        """Assemble it. `observer` hears in the engine's thread what it did; raises what `assemble` raises."""
+        """Assemble it. `observer` is called in the engine's thread; raises what `assemble` raises."""
         self._assembled = assemble(self._config, self._runner, observer)
         return self._assembled.engine
 
     async def start(self, sequences: Sequences) -> None:
-        """Let `sequences` hear of events."""
+        """Deliver events to `sequences` from now on."""
         assert self._assembled is not None, "there is no engine yet"
         self._assembled.engine.start(sequences.deliver)
 

@@ -8,13 +8,8 @@ import grpc
 
 from outrider.serving import Authenticator, TlsFiles
 from outrider.settings import SettingsError
-from outrider.tree import MAX_ROWS
-from target_service.config import MOST_LOOKED_UP, TargetConfig
+from target_service.config import TargetConfig
 from target_service.speculation.client.link import LinkOptions
-
-# As `model.runner.MAX_SEQUENCES`, which would bring torch along.
-_MOST_SEQUENCES = 1024
-_PAGE_SIZES = (1, 16, 64)
 
 
 class EngineRefused(Exception):
@@ -41,46 +36,9 @@ def engine_stands_apart(config: TargetConfig) -> bool:
 
 
 def check_settings(config: TargetConfig) -> None:
-    """Raise `SettingsError` for values that no service can run with, before a model is loaded for them."""
-    least = {
-        "max_running": 1,
-        "max_waiting": 0,
-        "max_step_rows": 0,
-        "prefill_chunk": 0,
-        "max_draft_nodes": 0,
-        "lookup_tokens": -1,
-        "draft_wait_ms": 0,
-        "draft_failures_to_open": 1,
-        "speculative_disable_queue_size": 0,
-        "kv_tokens": 0,
-        "max_context": 0,
-        "threads": 0,
-        "max_message_bytes": 1024,
-        "max_sequences_per_stream": 1,
-        "drain_seconds": 0,
-        "capture_seconds": 0,
-    }
-    for name, bound in least.items():
-        # Written so that NaN fails.
-        if not getattr(config, name) >= bound:
-            raise SettingsError(f"--{name.replace('_', '-')}: must be at least {bound}")
-    for name in ("heartbeat_seconds", "verify_idle_seconds"):
-        if not getattr(config, name) > 0:
-            raise SettingsError(f"--{name.replace('_', '-')}: must be above 0")
-    if config.max_draft_nodes >= MAX_ROWS:
-        raise SettingsError(f"--max-draft-nodes: must be at most {MAX_ROWS - 1}")
-    if config.lookup_tokens > MOST_LOOKED_UP:
-        raise SettingsError(f"--lookup-tokens: must be at most {MOST_LOOKED_UP}")
+    """Raise `SettingsError` for settings that do not go together, and files that cannot be used."""
     if config.lookup_tokens > 0 and not config.captures:
         raise SettingsError("--lookup-tokens: needs captured steps on a GPU; elsewhere there is --draft inprocess:trie")
-    if config.page_size not in _PAGE_SIZES:
-        raise SettingsError(f"--page-size: must be one of {', '.join(map(str, _PAGE_SIZES))}")
-    if config.max_running > _MOST_SEQUENCES:
-        raise SettingsError(f"--max-running: must be at most {_MOST_SEQUENCES}")
-    if not 0 < config.memory_share <= 1:
-        raise SettingsError("--memory-share: must be above 0 and at most 1")
-    if not 0 <= config.trace_ratio <= 1:
-        raise SettingsError("--trace-ratio: must be in [0, 1]")
     TlsFiles(config.tls_certificate, config.tls_key, config.tls_client_ca).check()
     Authenticator.from_file(config.auth_tokens)
     link_options(config)

@@ -8,9 +8,10 @@ from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
 import torch
+from preorder_tables import preorder
 from random_steps import DEVICE, integers, random_step
 
-from tree_kernels.node_table import LOOKUP, NODES, REPORT_ROWS, REPORT_TOKENS, TABLE, NodeTable, StepIntegers, preorder
+from tree_kernels.node_table import LOOKUP, NODES, REPORT_ROWS, REPORT_TOKENS, TABLE, NodeTable, StepIntegers
 from tree_kernels.verification import MODE, RECORD, ROWS, Mode, Verdicts
 
 MAX_SEQUENCES = 8

@@ -1,7 +1,8 @@
 """The scripted engine in a process of its own: `python scripted_engine_process.py FD`, for tests of the link.
 
 A prompt that begins with `FATAL` fails the engine's next step, one that begins with `HANGS` is never stepped and holds
-whoever stops the engine. A model named "refused" is refused, and one named "broken" is a bug while loading.
+whoever stops the engine; one that begins with `GARBLED` sends bytes that are no message. A model named "refused" is
+refused, and one named "broken" is a bug while loading.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from target_service.core.sequence import SequenceRequest, SequenceTotals
 from target_service.engine_process.server import Reporter, serve_engine
 from target_service.preflight import EngineRefused
 
-FATAL, HANGS = 298, 299
+GARBLED, FATAL, HANGS = 297, 298, 299
 
 
 class ScriptedHost(ScriptedEngine):
@@ -42,6 +43,8 @@ class ScriptedHost(ScriptedEngine):
     def submit(self, request: SequenceRequest, sequence_id: int | None = None) -> int:
         if request.token_ids[0] == FATAL:
             self.die(RuntimeError("a kernel failed on swordfish"))
+        if request.token_ids[0] == GARBLED:
+            self._reporter._outbox.send(b"\0\0\0\4nope")
         self._hangs = self._hangs or request.token_ids[0] == HANGS
         if self._hangs:
             self.paused.set()

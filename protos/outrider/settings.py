@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import logging
 import tomllib
 import types
 import typing
@@ -24,6 +25,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 Config = TypeVar("Config")
+logger = logging.getLogger(__name__)
+# Bytes of the largest message that a service takes unless it is configured otherwise.
+MAX_MESSAGE_BYTES = 4 * 1024 * 1024
 _TRUE = {"1", "true", "yes", "on"}
 _FALSE = {"0", "false", "no", "off"}
 
@@ -32,9 +36,28 @@ class SettingsError(ValueError):
     """A setting that does not exist or does not parse; the message names where it came from."""
 
 
-def setting(default: Any, help: str, *, choices: tuple[str, ...] = ()) -> Any:
-    """A dataclass field with a help text. `choices` restricts a string."""
-    return dataclasses.field(default=default, metadata={"help": help, "choices": choices})
+def setting(
+    default: Any,
+    help: str,
+    *,
+    choices: tuple[Any, ...] = (),
+    ge: float | None = None,
+    gt: float | None = None,
+    le: float | None = None,
+    deprecated: str = "",
+) -> Any:
+    """A dataclass field with a help text.
+
+    Args:
+        choices: the only values it may have; none for any.
+        ge: the least value of a number.
+        gt: a value that a number must be above.
+        le: the greatest value of a number.
+        deprecated: why nobody needs it any more. It is accepted, with a warning.
+    """
+    bounds = {"ge": ge, "gt": gt, "le": le}
+    metadata = {"help": help, "choices": choices, "bounds": bounds, "deprecated": deprecated}
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 def _type_of(config: type[Any], name: str) -> tuple[type[Any], bool]:
@@ -54,10 +77,24 @@ def _parse(config: type[Any], field: dataclasses.Field[Any], value: object, sour
         parsed = _convert(kind, value)
     except ValueError as error:
         raise SettingsError(f"{source}: {error}") from None
-    choices = field.metadata.get("choices")
+    choices = field.metadata["choices"]
     if choices and parsed not in choices:
-        raise SettingsError(f"{source}: {parsed!r} is not one of {', '.join(choices)}")
+        raise SettingsError(f"{source}: {parsed!r} is not one of {', '.join(map(str, choices))}")
+    _check_bounds(parsed, field.metadata["bounds"], source)
+    if field.metadata["deprecated"]:
+        logger.warning("%s is deprecated: %s", source, field.metadata["deprecated"])
     return parsed
+
+
+def _check_bounds(value: Any, bounds: Mapping[str, float | None], source: str) -> None:
+    """Written so that NaN fails."""
+    least, above, most = (bounds[name] for name in ("ge", "gt", "le"))
+    if least is not None and not value >= least:
+        raise SettingsError(f"{source}: must be at least {least}")
+    if above is not None and not value > above:
+        raise SettingsError(f"{source}: must be above {above}")
+    if most is not None and not value <= most:
+        raise SettingsError(f"{source}: must be at most {most}")
 
 
 def _convert(kind: type[Any], value: object) -> Any:
@@ -87,13 +124,14 @@ def add_flags(parser: argparse.ArgumentParser, config: type[Any], but: Collectio
         flag = "--" + field.name.replace("_", "-")
         kind, _ = _type_of(config, field.name)
         shown = "none" if field.default is None else field.default
-        help_text = f"{field.metadata['help']} (default: {shown if shown != '' else 'none'})".replace("%", "%%")
+        note = f"; deprecated: {field.metadata['deprecated']}" if field.metadata["deprecated"] else ""
+        help_text = f"{field.metadata['help']}{note} (default: {shown if shown != '' else 'none'})".replace("%", "%%")
         if kind is bool:
             parser.add_argument(
                 flag, dest=field.name, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=help_text
             )
         else:
-            metavar = "|".join(field.metadata["choices"]) or kind.__name__.upper()
+            metavar = "|".join(map(str, field.metadata["choices"])) or kind.__name__.upper()
             parser.add_argument(flag, dest=field.name, default=argparse.SUPPRESS, help=help_text, metavar=metavar)
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Iterator
 
+import msgspec
+
 from outrider.errors import QuotaExceeded
 from target_service.core.sequence import SequenceEvent, Verdict
 
@@ -65,7 +67,8 @@ def _join(run: list[Verdict]) -> Verdict:
     if len(run) == 1:
         return run[0]
     first = run[0].drafts_by_step
-    return run[-1]._replace(
+    return msgspec.structs.replace(
+        run[-1],
         accepted_rows=run[0].accepted_rows,
         token_ids=tuple([token for verdict in run for token in verdict.token_ids]),
         drafted_tokens=run[0].drafted_tokens,

@@ -18,13 +18,13 @@ from jinja2 import TemplateError
 from outrider.distillation import WritingOrder, WrittenText
 from outrider.sampling import SamplingParams
 from outrider.settings import SettingsError
-from target_service.config import TargetConfig
+from target_service.config import MAX_SEQUENCES, TargetConfig
 from target_service.core.scheduler import SchedulerConfig
 from target_service.core.sequence import FinishReason, SequenceFailed, SequenceFinished, SequenceRequest
 from target_service.engine.loop import EngineConfig, EngineLoop
 from target_service.execution.device_executor import DeviceSteps
 from target_service.model.loading.loader import load_runner
-from target_service.model.runner import MAX_SEQUENCES, ModelRunner
+from target_service.model.runner import ModelRunner
 from target_service.speculation.config import DraftingConfig
 from target_service.speculation.policy.live_sequence import LiveSequence
 

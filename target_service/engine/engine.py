@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 
-from outrider.errors import (
-    Draining,
-    EngineDead,
-    OutriderError,
-    PositionOutOfRange,
-    QuotaExceeded,
-    UnknownSequence,
-    WrongRoot,
-)
+from outrider.errors import Draining, EngineDead, OutriderError
 from outrider.tree import TokenTree
 from outrider.wire.frames import DraftEvents, DraftInfo, DraftLink
 from target_service.core.events import EngineSnapshot
-from target_service.core.sequence import SequenceEvent, SequenceFailed, SequenceRequest, Verdict
+from target_service.core.front import EngineFront
+from target_service.core.sequence import SequenceEvent, SequenceRequest
 from target_service.engine.loop import EngineConfig, EngineLoop
 from target_service.engine.stats import EngineObserver
 from target_service.model.runner import ModelRunner
-from target_service.speculation.policy.live_sequence import LiveSequence
 from target_service.speculation.policy.step_cost import StepCost
 
 __all__ = ["Engine", "EngineConfig", "EngineObserver", "EngineSnapshot"]
@@ -35,7 +26,7 @@ log = logging.getLogger(__name__)
 _IDLE_BEAT = 0.05
 
 
-class Engine:
+class Engine(EngineFront):
     """Runs sequences to their end. Every public method may be called from any thread."""
 
     def __init__(
@@ -47,28 +38,23 @@ class Engine:
         observer: EngineObserver | None = None,
     ) -> None:
         """`step_cost` of None verifies every drafted row that is allowed."""
+        super().__init__(config.max_waiting)
         self._runner = runner
-        self._max_waiting = config.max_waiting
         self._loop = EngineLoop(runner, config, step_cost=step_cost, observer=observer)
-        self._ids = itertools.count(1)
-        # Every sequence from submit to its last event; the loop's own table lags by the commands in the queue.
-        self._open: dict[int, LiveSequence] = {}
         self._commands: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
         self._deliver: Callable[[list[SequenceEvent]], None] = lambda _: None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        self._draining = self._stopping = False
-        self.failure: BaseException | None = None
-        self.last_beat_ns = time.monotonic_ns()
+        self._stopping = False
 
     @property
     def draft_events(self) -> DraftEvents:
-        """Where a draft link delivers what it hears."""
+        """Where a draft link delivers what it receives."""
         return self._loop.drafting
 
     @property
     def draft_info(self) -> DraftInfo | None:
-        """What the draft service says of itself; None while there is none."""
+        """What the draft service reports of itself; None while there is none."""
         return self._loop.drafting.info
 
     def attach_draft(self, link: DraftLink) -> None:
@@ -89,42 +75,24 @@ class Engine:
             PositionOutOfRange: prompt and output could never fit the KV cache or the model's context.
             EngineDead: the loop has failed.
         """
-        if self.failure is not None:
-            raise EngineDead("the engine has failed")
-        if self._draining:
-            raise Draining("the target is draining")
-        cache = self._runner.cache
+        cache, running = self._runner.cache, self._loop.scheduler.running
         capacity = min(self._runner.max_context, cache.num_pages * cache.page_size)
-        needed = len(request.token_ids) + request.max_tokens
-        if needed > capacity:
-            raise PositionOutOfRange("prompt and output do not fit", tokens=needed, capacity=capacity)
         with self._wake:
-            waiting = len(self._open) - len(self._loop.scheduler.running)
-            if waiting >= self._max_waiting:
-                raise QuotaExceeded("too many requests wait", waiting=waiting)
-            sequence_id = next(self._ids) if sequence_id is None else sequence_id
+            sequence_id = self._admit(request, capacity=capacity, running=len(running), sequence_id=sequence_id)
             live = self._loop.make(sequence_id, request)
-            self._open[sequence_id] = live
+            self._add(sequence_id, request)
             self._commands.append(lambda: self._loop.add(live))
             self._wake.notify_all()
         return sequence_id
 
     def verify(self, sequence_id: int, tree: TokenTree) -> None:
-        """Verify a client's tree in the next step.
-
-        Raises:
-            UnknownSequence: no such sequence.
-            WrongRoot: the tree's root is not the last committed token.
-        """
-        live = self._open.get(sequence_id)
-        if live is None:
-            raise UnknownSequence("the sequence is not open")
-        sequence = live.sequence
-        if tree.token_ids[0] != sequence.root:
-            raise WrongRoot("the tree's root is not the last committed token")
+        """Verify a client's tree in the next step. Raises what `check_tree` raises."""
+        self.check_tree(sequence_id, tree)
 
         def put() -> None:
-            sequence.external_tree = tree
+            # It may have ended meanwhile.
+            if sequence_id in self._loop.live:
+                self._loop.live[sequence_id].sequence.external_tree = tree
 
         self._command(put)
 
@@ -133,13 +101,9 @@ class Engine:
 
         def end() -> None:
             if self._loop.end(sequence_id, "cancelled") is not None:
-                self._open.pop(sequence_id, None)
+                self._forget(sequence_id)
 
         self._command(end)
-
-    def drain(self) -> None:
-        """Refuse new requests; those under way go on."""
-        self._draining = True
 
     def stop(self, grace: float) -> None:
         """Drain for at most `grace` seconds, fail what is left, and end the loop."""
@@ -196,12 +160,10 @@ class Engine:
             self._emit(events)
 
     def _emit(self, events: list[SequenceEvent]) -> None:
-        for event in events:
-            if not isinstance(event, Verdict):
-                self._open.pop(event.sequence_id, None)
+        self._observe(events)
         self._deliver(events)
 
     def _fail_all(self, error: OutriderError) -> None:
-        """The last event of every sequence that is still open."""
-        self._draining = True
-        self._emit([SequenceFailed(sequence_id, error) for sequence_id in list(self._open)])
+        """Send the last event of every sequence that is still open."""
+        self.drain()
+        self._emit(self._failed(error))

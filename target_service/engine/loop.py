@@ -29,7 +29,7 @@ from target_service.engine.step import Step
 from target_service.execution.batch import DeviceRows, StepBatch, lay_out
 from target_service.execution.device_executor import best_steps
 from target_service.execution.device_time import DeviceTime
-from target_service.execution.host_executor import Steps
+from target_service.execution.host_executor import HostSteps, Steps
 from target_service.execution.launch_time import LaunchTime
 from target_service.execution.multi_step import Stride
 from target_service.model.runner import ModelRunner
@@ -64,6 +64,8 @@ class EngineConfig:
     max_draft_nodes: int
     # Verify one path of each tree, whose rows see what they would see one at a time.
     chains: bool = False
+    # Run one step after the other, verified by the host.
+    lockstep: bool = False
 
 
 class EngineLoop:
@@ -84,10 +86,12 @@ class EngineLoop:
         stride: Stride | None = None,
         modes: LaunchModes | None = None,
     ) -> None:
-        """`steps` of None takes the runner's best. `step_cost` of None verifies every drafted row that is allowed, and
-        waits for drafts whether they pay or not."""
+        """`steps` of None takes the runner's best, or the plain ones in lockstep. `step_cost` of None verifies every
+        drafted row that is allowed, and waits for drafts whether they pay or not."""
         self._runner = runner
         bounds = config.scheduler
+        if steps is None and config.lockstep:
+            steps = HostSteps(runner)
         self._steps = steps or best_steps(runner, max_sequences=bounds.max_running, max_rows=bounds.max_step_rows)
         self._observer = observer
         self._budget = RowBudget(step_cost)

@@ -1,4 +1,4 @@
-"""What a step tells of itself: its phases, and the figures that metrics are made of."""
+"""What a step reports: its phases, and the figures that metrics are made of."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from target_service.speculation.policy.gathered import Gathered
 
 
 class EngineObserver(Protocol):
-    """Hears what the engine did. Called from the engine's thread; must be quick and must not raise."""
+    """Gets what the engine did. Called from the engine's thread; must be quick and must not raise."""
 
     def on_step(self, stats: StepStats) -> None:
         """One step ran."""
@@ -57,7 +57,7 @@ class StepClock:
         return self.forwarded - self._waits_since
 
     def end_forward(self) -> None:
-        """What the device has to say is there."""
+        """The device's results are there."""
         self.forwarded = time.monotonic_ns()
 
     def end_verify(self) -> None:

@@ -7,7 +7,6 @@ serves needs no second thread for its engine.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import socket
 import subprocess
@@ -17,27 +16,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
-from outrider.errors import (
-    Draining,
-    EngineDead,
-    PositionOutOfRange,
-    QuotaExceeded,
-    UnknownSequence,
-    WrongRoot,
-)
+from outrider.errors import EngineDead
 from outrider.tree import TokenTree
 from outrider.wire.frames import DraftInfo
 from target_service.api.admission import ServedModel
 from target_service.config import TargetConfig
 from target_service.core.events import EngineSnapshot, Sequences
-from target_service.core.sequence import (
-    SequenceEvent,
-    SequenceFailed,
-    SequenceFinished,
-    SequenceRequest,
-    SequenceTotals,
-    Verdict,
-)
+from target_service.core.front import EngineFront
+from target_service.core.sequence import SequenceEvent, SequenceFinished, SequenceRequest, SequenceTotals
 from target_service.engine_process.messages import (
     Cancel,
     Configure,
@@ -63,38 +49,31 @@ logger = logging.getLogger(__name__)
 ENGINE_COMMAND = (sys.executable, "-m", "target_service.engine_process")
 # Longer than any step takes; a step that takes longer still will not end.
 STOP_SECONDS = 5.0
-# How long a process may take to end that nobody listens to any more.
+# How long a process may take to end once its socket is closed.
 _EXIT_SECONDS = 2.0
 _RECEIVE_BYTES = 1 << 16
 # What a socket holds of reports while the event loop is busy; the kernel may grant less.
 _BUFFER_BYTES = 1 << 22
 
 
-class EngineLink(asyncio.Protocol):
-    """Starts the engine's process and speaks for it. Ids are minted here; all that `Engine` refuses is refused here.
+class EngineLink(EngineFront, asyncio.Protocol):
+    """Starts the engine's process and stands for it. What `Engine` refuses is refused here, without asking it.
 
     Use: construct, `wait_until_ready` (which blocks, before there is an event loop), `start`, `stop`.
     """
 
     def __init__(self, config: TargetConfig, command: Sequence[str] = ENGINE_COMMAND) -> None:
         """Start `command` with the number of its socket as last argument."""
-        self._max_waiting = config.max_waiting
+        super().__init__(config.max_waiting)
         self._frames = Frames()
-        self._ids = itertools.count(1)
-        # Every sequence from `submit` until the engine says that it is gone.
-        self._open: dict[int, SequenceRequest] = {}
-        # The last committed token of sequences whose client drafts.
-        self._roots: dict[int, int] = {}
         self._observer: EngineObserver | None = None
         self._sequences: Sequences | None = None
         self._transport: asyncio.Transport | None = None
         self._closed = asyncio.Event()
         self._snapshot = EngineSnapshot(0, 0, 0, 0, 0, speculating=False, draft_connected=False)
-        self._draining = self._stopping = False
+        self._stopping = False
         self._served: ServedModel | None = None
         self.draft_info: DraftInfo | None = None
-        self.failure: BaseException | None = None
-        self.last_beat_ns = time.monotonic_ns()
         self._socket, theirs = socket.socketpair()
         with theirs:
             for end in (self._socket, theirs):
@@ -135,19 +114,20 @@ class EngineLink(asyncio.Protocol):
     # What `lifecycle.serve_engine` asks of whoever hosts an engine.
 
     def engine(self, observer: EngineObserver | None) -> EngineLink:
-        """This link. `observer` hears on the event loop what the engine did."""
+        """This link. `observer` is called on the event loop."""
         self._observer = observer
         return self
 
     async def start(self, sequences: Sequences) -> None:
-        """Let `sequences` hear of events. The engine runs already."""
+        """Dispatch events to `sequences` from now on. The engine runs already."""
         self._sequences = sequences
         self.last_beat_ns = time.monotonic_ns()
         await asyncio.get_running_loop().create_unix_connection(lambda: self, sock=self._socket)
 
     async def stop(self) -> None:
         """Fail what is left, and end the process; kill it when a step hangs."""
-        self._draining = self._stopping = True
+        self.drain()
+        self._stopping = True
         if self._transport is not None:
             self._send(Stop())
             try:
@@ -162,30 +142,14 @@ class EngineLink(asyncio.Protocol):
 
     def submit(self, request: SequenceRequest) -> int:
         """See `Engine.submit`; what it counts may be a step old, as there."""
-        if self.failure is not None:
-            raise EngineDead("the engine has failed")
-        if self._draining:
-            raise Draining("the target is draining")
-        needed, capacity = len(request.token_ids) + request.max_tokens, self.served.max_context
-        if needed > capacity:
-            raise PositionOutOfRange("prompt and output do not fit", tokens=needed, capacity=capacity)
-        waiting = len(self._open) - self._snapshot.running
-        if waiting >= self._max_waiting:
-            raise QuotaExceeded("too many requests wait", waiting=waiting)
-        sequence_id = next(self._ids)
-        self._open[sequence_id] = request
-        if request.external:
-            self._roots[sequence_id] = request.token_ids[-1]
+        sequence_id = self._admit(request, capacity=self.served.max_context, running=self._snapshot.running)
+        self._add(sequence_id, request)
         self._send(Submit(sequence_id, request))
         return sequence_id
 
     def verify(self, sequence_id: int, tree: TokenTree) -> None:
         """See `Engine.verify`."""
-        root = self._roots.get(sequence_id)
-        if root is None:
-            raise UnknownSequence("the sequence is not open")
-        if tree.token_ids[0] != root:
-            raise WrongRoot("the tree's root is not the last committed token")
+        self.check_tree(sequence_id, tree)
         self._send(Verify(sequence_id, tree))
 
     def cancel(self, sequence_id: int) -> None:
@@ -193,12 +157,8 @@ class EngineLink(asyncio.Protocol):
         if sequence_id in self._open:
             self._send(Cancel(sequence_id))
 
-    def drain(self) -> None:
-        """Refuse new requests; those under way go on."""
-        self._draining = True
-
     def snapshot(self) -> EngineSnapshot:
-        """What the engine said last, and the sequences that it has not ended as far as is known here. Any thread."""
+        """The last snapshot that was reported, with the sequences that are open here. Any thread."""
         return replace(self._snapshot, sequences=len(self._open))
 
     def _send(self, message: Message) -> None:
@@ -213,7 +173,7 @@ class EngineLink(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         for message in self._frames.feed(data):
             if isinstance(message, Report):
-                self._hear(message)
+                self._receive(message)
             elif isinstance(message, Drafter):
                 self.draft_info = message.info
             elif isinstance(message, Dead):
@@ -227,9 +187,9 @@ class EngineLink(asyncio.Protocol):
         self._closed.set()
         if not self._stopping:
             self._fail("the engine's process has ended")
-        self._end_all(EngineDead("the engine has failed"))
+        self._end_all()
 
-    def _hear(self, report: Report) -> None:
+    def _receive(self, report: Report) -> None:
         self._snapshot, self.last_beat_ns = report.snapshot, report.beat_ns
         observer = self._observer
         if observer is not None:
@@ -240,13 +200,9 @@ class EngineLink(asyncio.Protocol):
         for sequence_id, totals, outcome in report.ended:
             self._close(sequence_id, totals, outcome)
         for event in report.events:
-            if isinstance(event, Verdict):
-                if event.sequence_id in self._roots:
-                    self._roots[event.sequence_id] = event.token_ids[-1]
-            elif isinstance(event, SequenceFinished):
+            if isinstance(event, SequenceFinished):
                 self._close(event.sequence_id, event.totals, event.finish.reason.value)
-            else:
-                self._forget(event.sequence_id)
+        self._observe(report.events)
         self._dispatch(report.events)
 
     def _close(self, sequence_id: int, totals: SequenceTotals, outcome: str) -> None:
@@ -254,20 +210,15 @@ class EngineLink(asyncio.Protocol):
         if request is not None and self._observer is not None:
             self._observer.on_finished(request, totals, outcome)
 
-    def _forget(self, sequence_id: int) -> SequenceRequest | None:
-        self._roots.pop(sequence_id, None)
-        return self._open.pop(sequence_id, None)
-
     def _fail(self, reason: str) -> None:
         if self.failure is None:
             self.failure = EngineDead(reason)
-        self._end_all(EngineDead("the engine has failed"))
+        self._end_all()
 
-    def _end_all(self, error: EngineDead) -> None:
-        """The last event of every sequence that is still open."""
-        failed: list[SequenceEvent] = [SequenceFailed(sequence_id, error) for sequence_id in self._open]
-        self._open.clear()
-        self._roots.clear()
+    def _end_all(self) -> None:
+        """Dispatch the last event of every sequence that is still open."""
+        failed = self._failed(EngineDead("the engine has failed"))
+        self._observe(failed)
         self._dispatch(failed)
 
     def _dispatch(self, events: list[SequenceEvent]) -> None:

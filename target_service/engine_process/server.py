@@ -1,8 +1,8 @@
-"""The engine's own process: `python -m target_service.engine_process FD`, started by `link.EngineLink`.
+"""The engine's own process: `python -m target_service.engine_process FD`, started by `client.EngineLink`.
 
 It loads the model, measures, connects the draft, and runs the engine; what to run comes in over one socket, and what
-happened goes out, in one report per step. It ends when it is told to, when a step fails, and when the socket closes,
-which is how it learns that the process that serves is gone.
+happened goes out, in one report per step. It ends when it is asked to, when a step fails, and when the socket closes,
+which means that the process that serves is gone.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import signal
 import socket
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Protocol
 
 from outrider.errors import OutriderError
@@ -55,8 +56,8 @@ _BEAT_SECONDS = 0.05
 # are read at once. Chosen, not measured.
 _FLUSH_SECONDS = 2.0
 _RECEIVE_BYTES = 1 << 16
-# What events tell of, so that the observer need not.
-_TOLD = frozenset(reason.value for reason in FinishReason)
+# Outcomes that events report already.
+_IN_EVENTS = frozenset(reason.value for reason in FinishReason)
 
 
 class HostedEngine(Protocol):
@@ -85,7 +86,7 @@ class Hosted(Protocol):
 
 
 class Reporter:
-    """Collects what the engine tells between two reports. An `EngineObserver`."""
+    """Collects what the engine did between two reports. An `EngineObserver`."""
 
     def __init__(self, outbox: Outbox) -> None:
         self._outbox = outbox
@@ -111,7 +112,7 @@ class Reporter:
 
     def on_finished(self, request: SequenceRequest, totals: SequenceTotals, outcome: str) -> None:
         sequence_id = self._ids.pop(id(request), None)
-        if sequence_id is not None and outcome not in _TOLD:
+        if sequence_id is not None and outcome not in _IN_EVENTS:
             with self._lock:
                 self._ended.append((sequence_id, totals, outcome))
 
@@ -140,7 +141,7 @@ class EngineHost:
 
     def run(self, config: TargetConfig, frames: Frames, build: Callable[[TargetConfig, Reporter], Hosted]) -> int:
         """Build an engine and run it to its end. Returns the exit status."""
-        threading.Thread(target=self._obey, args=(frames,), name="commands", daemon=True).start()
+        threading.Thread(target=self._run_commands, args=(frames,), name="commands", daemon=True).start()
         try:
             hosted = build(config, self._reporter)
         except EngineRefused as refusal:
@@ -150,7 +151,7 @@ class EngineHost:
         self._engine = hosted.engine
         with settled():
             # Only now, since settling takes a while too.
-            self._outbox.send(pack(Ready(hosted.served)))
+            self._outbox.send(pack(Ready(replace(hosted.served, tokenizer=None))))
             self._serve(hosted.engine)
         hosted.stop()
         self._outbox.flush(_FLUSH_SECONDS)
@@ -167,15 +168,15 @@ class EngineHost:
         if engine.failure is not None:
             self._outbox.send(pack(Dead("the engine has failed")))
 
-    def _obey(self, frames: Frames) -> None:
-        """Do what the other process asks, until it is gone."""
+    def _run_commands(self, frames: Frames) -> None:
+        """Run the other process's commands, until it is gone."""
         try:
             while data := self._receive():
                 for message in frames.feed(data):
                     self._command(message)
-        # A process that no longer listens must end, whatever the bug was, so that the other one hears of it.
+        # A process that no longer reads must end, whatever the bug was, so that the other one finds out.
         except Exception:
-            logger.exception("bug while obeying")
+            logger.exception("bug in a command")
         if not self._stopping.is_set():
             # Nobody is left to report to, and whatever loads or computes now would only hold the device.
             os._exit(1)
@@ -200,7 +201,7 @@ class EngineHost:
             try:
                 engine.verify(message.sequence_id, message.tree)
             except OutriderError as error:
-                # It has ended meanwhile, and the other side is about to hear of it.
+                # It has ended meanwhile, which is on its way to the other side.
                 logger.debug("a tree that came too late: %s", error.reason)
 
     def _submit(self, engine: HostedEngine, message: Submit) -> None:

@@ -9,18 +9,14 @@ from target_service.core.sequence import DevicePass
 from target_service.execution.device_time import DeviceSpan
 from target_service.execution.host_executor import CopiedLater
 from target_service.sampling.verifier import Verified
-from tree_kernels.node_table import PROSPECTS, REPORT, REPORT_ROWS, REPORT_TOKENS, NodeTable
+from tree_kernels.node_table import EXPECTED_UNIT, PROSPECTS, REPORT, REPORT_ROWS, REPORT_TOKENS, Figure, NodeTable
 from tree_kernels.verification import Walk
 
-# Columns of what is said of a pass; see `NodeTable`.
-ACCEPTED, DRAFTED, FROM_TABLE, EXPECTED, FIRST_ROW, ACCEPTED_FROM_TABLE, AGE, EXPECTED_FROM_TABLE = range(8)
-_PROSPECTS = slice(8, 8 + len(PROSPECTS))
-# The promise is in this share of a token.
-_EXPECTED_UNIT = 1024
+_PROSPECTS = slice(Figure.FIRST_PROSPECT, Figure.FIRST_PROSPECT + len(PROSPECTS))
 
 
 def room_for_reports(turns: int, max_sequences: int, max_passes: int, *, on_gpu: bool) -> Tensor:
-    """[turns, max_sequences, max_passes, SAID] int32 on the host, as `NodeTable.reports` has them."""
+    """[turns, max_sequences, max_passes, REPORT] int32 on the host, as `NodeTable.reports` has them."""
     return torch.zeros(turns, max_sequences, max_passes, REPORT, dtype=torch.int32, pin_memory=on_gpu)
 
 
@@ -33,7 +29,7 @@ class TableStep(CopiedLater):
     def __init__(
         self, sequences: int, passes: int, table: NodeTable, host: Tensor, span: DeviceSpan | None = None
     ) -> None:
-        """`host` [max_sequences, max_passes, SAID] gets what `table` says of this step's passes."""
+        """`host` [max_sequences, max_passes, REPORT] gets what `table` says of this step's passes."""
         self.span = span
         self._passes = passes
         self._reports = host[:sequences]
@@ -50,7 +46,7 @@ class TableStep(CopiedLater):
             passes: list[DevicePass] = []
             for one in sequence:
                 figures = one[:REPORT_TOKENS].tolist()
-                count = figures[ACCEPTED]
+                count = figures[Figure.ACCEPTED]
                 tokens += one[REPORT_TOKENS : REPORT_TOKENS + count + 1].tolist()
                 path = tuple(one[REPORT_ROWS : REPORT_ROWS + count].tolist())
                 passes.append(_pass_of(figures, path))
@@ -61,14 +57,14 @@ class TableStep(CopiedLater):
 
 def _pass_of(figures: list[int], path: tuple[int, ...]) -> DevicePass:
     return DevicePass(
-        drafted=figures[DRAFTED],
-        drafted_from_table=figures[FROM_TABLE],
-        accepted=figures[ACCEPTED],
-        accepted_from_table=figures[ACCEPTED_FROM_TABLE],
-        expected=figures[EXPECTED] / _EXPECTED_UNIT,
-        expected_from_table=figures[EXPECTED_FROM_TABLE] / _EXPECTED_UNIT,
-        prospects=tuple([expected / _EXPECTED_UNIT for expected in figures[_PROSPECTS]]),
-        age=figures[AGE],
-        root_row=figures[FIRST_ROW],
+        drafted=figures[Figure.DRAFTED],
+        drafted_from_table=figures[Figure.DRAFTED_FROM_TABLE],
+        accepted=figures[Figure.ACCEPTED],
+        accepted_from_table=figures[Figure.ACCEPTED_FROM_TABLE],
+        expected=figures[Figure.EXPECTED] / EXPECTED_UNIT,
+        expected_from_table=figures[Figure.EXPECTED_FROM_TABLE] / EXPECTED_UNIT,
+        prospects=tuple([expected / EXPECTED_UNIT for expected in figures[_PROSPECTS]]),
+        age=figures[Figure.AGE],
+        root_row=figures[Figure.FIRST_ROW],
         path=path,
     )

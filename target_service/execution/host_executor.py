@@ -120,8 +120,8 @@ class HostSteps:
         if min(token_ids) >= 0:
             return token_ids
         assert self._last is not None, "a token is awaited from no step"
-        said = [_last_token(outcome) if outcome else -1 for outcome in self._last.outcomes()]
-        return tuple(token if token >= 0 else said[-1 - token] for token in token_ids)
+        sampled = [_last_token(outcome) if outcome else -1 for outcome in self._last.outcomes()]
+        return tuple(token if token >= 0 else sampled[-1 - token] for token in token_ids)
 
 
 class _OnHost:
@@ -167,9 +167,9 @@ class _OnHost:
         return [0 if outcome is None else len(outcome.walk.accepted_rows) for outcome in self.outcomes()]
 
     def _follow(self, outcomes: SequenceOf[Verified | None], passes: int) -> list[Verified | None]:
-        """One more pass, with the token that each sequence said in it."""
-        said = [-1 if one is None else _last_token(one) for one in outcomes]
-        logits = self._runner.forward(replace(self._batch.input.later(passes), token_ids=tuple(said)))
+        """One more pass, with the token that each sequence got in it."""
+        sampled = [-1 if one is None else _last_token(one) for one in outcomes]
+        logits = self._runner.forward(replace(self._batch.input.later(passes), token_ids=tuple(sampled)))
         followed: list[Verified | None] = []
         for item, verifier, outcome in zip(self._batch.items, self._verifiers, outcomes, strict=True):
             assert item.tree is not None and outcome is not None, "every sequence of a stride says a token in each pass"

@@ -92,13 +92,8 @@ class NodeTables:
         if tree is not None and tree.count:
             tree.count, tree.changed = 0, True
 
-    def slot_of(self, sequence_id: int) -> int:
-        """The sequence's slot; -1 without one."""
-        tree = self._trees.get(sequence_id)
-        return -1 if tree is None else tree.slot
-
     def holds(self, sequence_id: int) -> bool:
-        """Whether a draft has said anything of the sequence that was not cleared since."""
+        """Whether it has nodes of the sequence that were not cleared since."""
         tree = self._trees.get(sequence_id)
         return tree is not None and tree.count > 0
 

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 
+from target_service.config import MAX_SEQUENCES
 from target_service.core.kv_cache import KVCache
 from target_service.core.sequence import MAX_STRIDE
 from target_service.model.forward import ForwardInput, ForwardPass
@@ -26,8 +27,6 @@ from tree_kernels.paging import write_kv
 from tree_kernels.verification import RECORD, Mode, records_of
 
 ATTENTION = "outrider_tree"
-# Of one step.
-MAX_SEQUENCES = 1024
 # Rows that taps have room for until a pass has more.
 _HOOKED_ROWS = 64
 

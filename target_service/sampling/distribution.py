@@ -57,16 +57,16 @@ class LogitShaper:
     def _penalise(self, logits: Tensor, output_ids: Sequence[int]) -> None:
         params = self._params
         counts, device = Counter(output_ids), logits.device
-        said = torch.tensor(list(counts), dtype=torch.int64, device=device)
+        generated = torch.tensor(list(counts), dtype=torch.int64, device=device)
         if params.repetition_penalty != 1.0:
-            seen = torch.unique(torch.cat([self._prompt_ids.to(device), said]))
+            seen = torch.unique(torch.cat([self._prompt_ids.to(device), generated]))
             values, factor = logits[seen].double(), params.repetition_penalty
             scaled = torch.where(values > 0, values / factor, values * factor)
             # Any finite penalty is legal; an infinite logit would make the distribution undefined.
             logits[seen] = scaled.clamp(-_LARGEST, _LARGEST).float()
-        if len(said):
+        if len(generated):
             times = torch.tensor(list(counts.values()), dtype=torch.float32, device=device)
-            logits[said] -= params.presence_penalty + params.frequency_penalty * times
+            logits[generated] -= params.presence_penalty + params.frequency_penalty * times
 
     def probs(self, shaped: Tensor) -> Tensor:
         """The distribution [V] in fp64 after temperature, min_p, top_k and top_p. At temperature 0, all on the argmax.

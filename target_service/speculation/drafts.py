@@ -100,7 +100,7 @@ class Drafting(DraftInbox):
             self._newcomers.append(sequence)
 
     def remove(self, sequences: Iterable[Sequence]) -> None:
-        """Forget sequences, and tell the draft so."""
+        """Forget sequences, here and at the draft."""
         ids = [sequence.sequence_id for sequence in sequences]
         for sequence_id in ids:
             self._wanting.pop(sequence_id, None)
@@ -135,14 +135,14 @@ class Drafting(DraftInbox):
             self._newcomers = [one for one in self._wanting.values() if not (fresh and one.step)]
 
     def open_newcomers(self) -> None:
-        """Tell the draft of the sequences that it is to follow from now on. In this process it reads them meanwhile."""
+        """Send the draft the sequences that it is to follow from now on. In this process it reads them meanwhile."""
         for sequence in self._newcomers:
             if self.asks(sequence) and sequence.sequence_id not in self._trees:
                 self._open(sequence)
         self._newcomers = []
 
     def listen(self) -> None:
-        """Take in everything the draft has said, without waiting."""
+        """Take in everything that has arrived from the draft, without waiting."""
         for event in self._received():
             self._handle(event)
 
@@ -165,13 +165,13 @@ class Drafting(DraftInbox):
         return time.monotonic_ns() - begin
 
     def wait_for_anything(self, deadline_ns: int) -> None:
-        """Wait until the draft says something, to a time of the monotonic clock at most."""
+        """Wait until something arrives from the draft, to a time of the monotonic clock at most."""
         self._wait_until(deadline_ns * 1e-9)
 
     def collect(
         self, items: SequenceOf[StepItem], states: StepFeatures | None, outcomes: SequenceOf[Verified | None]
     ) -> None:
-        """Take in the hidden states of a step that was committed, before `advance` tells of it."""
+        """Take in the hidden states of a step that was committed, before `advance` sends it."""
         self._features.collect(items, states, outcomes, self._wanting)
 
     def advance(self, commits: SequenceOf[tuple[Sequence, int]]) -> None:
@@ -182,24 +182,24 @@ class Drafting(DraftInbox):
         ahead, along = self._features.due(self._trees, commits)
         if ahead:
             # The draft has to know the tokens that they are of.
-            self._tell()
+            self._send()
         for sequence, committed in commits:
             tree = self._trees.get(sequence.sequence_id)
             if tree is not None:
                 features = along.get(sequence.sequence_id)
                 tokens = tuple(sequence.token_ids[-committed:])
-                told = unsent.setdefault(sequence.sequence_id, [])
+                waiting = unsent.setdefault(sequence.sequence_id, [])
                 # Passes that were launched at once are a step each, and of a token at least.
                 singles = sequence.step - tree.step - 1
-                for said in [*((token,) for token in tokens[:singles]), tokens[singles:]]:
-                    tree.advance(len(said), asked=False)
-                    told.append(SequenceAdvance(sequence.sequence_id, tree.step, said, features))
+                for committed_at_once in [*((token,) for token in tokens[:singles]), tokens[singles:]]:
+                    tree.advance(len(committed_at_once), asked=False)
+                    waiting.append(SequenceAdvance(sequence.sequence_id, tree.step, committed_at_once, features))
         if ahead and self._link is not None and self.connected:
             self._link.send_features(ahead)
-        self._tell()
+        self._send()
 
-    def _tell(self) -> None:
-        """Send what the draft was not told of."""
+    def _send(self) -> None:
+        """Send the commits that the draft does not know yet."""
         advances: list[SequenceAdvance] = []
         for sequence_id, unsent in self._unsent.items():
             tree = self._trees.get(sequence_id)
@@ -208,11 +208,11 @@ class Drafting(DraftInbox):
                 advances += unsent
         self._unsent.clear()
         if advances and self._link is not None and self.connected:
-            self.latency.told()
+            self.latency.sent()
             self._link.advance(advances)
 
     def has_answered(self) -> bool:
-        """Whether the draft owes nothing for any sequence, with all that it has said by now."""
+        """Whether the draft owes nothing for any sequence, with all that has arrived by now."""
         self.listen()
         return all(tree.answered for tree in self._trees.values())
 
@@ -226,7 +226,7 @@ class Drafting(DraftInbox):
         request = sequence.request
         if not self._trees:
             self.latency.begin()
-        self.latency.told()
+        self.latency.sent()
         self._unsent.pop(sequence.sequence_id, None)
         self._trees[sequence.sequence_id] = GrowingTree(sequence.token_ids, sequence.step)
         if self._tables is not None:
@@ -252,7 +252,7 @@ class Drafting(DraftInbox):
             self._link.send_features(features)
 
     def _forget_trees(self) -> None:
-        """Nobody is drafted for, and what was said of them is not used any more."""
+        """Nobody is drafted for, and what was drafted for them is not used any more."""
         if self._tables is not None:
             for sequence_id in self._trees:
                 self._tables.clear(sequence_id)
@@ -304,7 +304,7 @@ class Drafting(DraftInbox):
             return
         if growth.token_ids:
             # Others say that it is there, not that it knows what it follows.
-            self.latency.heard()
+            self.latency.received()
         try:
             owed, base = not tree.answered, tree.length_at(growth.base_step)
             tree.hold(growth)

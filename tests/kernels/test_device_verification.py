@@ -20,6 +20,7 @@ from tree_kernels.verification import (
     coupled_token,
     pack_distributions,
     pack_parameters,
+    records,
     rejection_walk,
     unpack_distributions,
     unpack_parameters,
@@ -121,6 +122,21 @@ def test_what_is_packed_is_what_is_unpacked() -> None:
     assert rows[:9] == [2, 2, -1, 0, 0, 0, 0, -1, 1] and rows[263:] == [1, *[-1] * 36]
     distributions = {2: ([5, 1], [3, 9]), 0: ([7], [1])}
     assert unpack_distributions(pack_distributions(distributions, 4), 4) == distributions
+
+
+def test_every_field_stands_where_kernels_look_for_it() -> None:
+    asked = RowsToVerify(3, 4, Mode.REJECTION, 2**63 + 5, 2**33 + 7, 0.3, 40, 0.95, 0.01, True)
+    packed = pack_parameters([RowsToVerify(0, 1), asked], 2, 300, V)
+    record = packed[records.RECORD : 2 * records.RECORD]
+
+    def at(place: int, kind: str) -> Any:
+        return record[place:].view(kind)[0] if kind == "i4" else record[place : place + 2].view(kind)[0]
+
+    integers = (records.FIRST_ROW, records.ROWS, records.MODE, records.IS_CHAIN, records.TOP_K, records.FILTERED)
+    assert [at(place, "i4") for place in integers] == [3, 4, Mode.REJECTION, 1, 40, 1]
+    assert [at(place, "u8") for place in (records.SEED, records.POSITION)] == [2**63 + 5, 2**33 + 7]
+    floats = (records.TEMPERATURE, records.TOP_P, records.MIN_P)
+    assert [at(place, "f8") for place in floats] == [0.3, 0.95, 0.01]
 
 
 WRONG_ROWS = {

@@ -12,7 +12,9 @@ import pytest
 
 from draft_service.config import DraftConfig
 from outrider.settings import SettingsError, add_flags, load, setting
-from target_service.config import TargetConfig
+from outrider.tree import MAX_ROWS
+from target_service.config import MOST_DRAFTED, MOST_LOOKED_UP, TargetConfig
+from tree_kernels.node_table import LOOKUP
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,10 @@ class Example:
     share: float = setting(0.5, "a share")
     enabled: bool = setting(True, "a switch")
     limit: int | None = setting(None, "a limit, if any")
+    level: int = setting(2, "one of a few", choices=(1, 2))
+    bounded: float = setting(0.5, "within bounds", gt=0, le=1)
+    rows: int = setting(4, "no fewer than two", ge=2)
+    old: int = setting(1, "no longer used", deprecated="found by itself")
 
 
 def from_flags(*arguments: str, **sources: Any) -> Example:
@@ -66,12 +72,26 @@ def test_flags_parse(arguments: list[str], expected: Example) -> None:
         ({"OUTRIDER_EXAMPLE_ENABLED": "maybe"}, "OUTRIDER_EXAMPLE_ENABLED: 'maybe' is not true or false"),
         ({"OUTRIDER_EXAMPLE_KIND": "c"}, "OUTRIDER_EXAMPLE_KIND: 'c' is not one of a, b"),
         ({"OUTRIDER_EXAMPLE_COLOUR": "red"}, "OUTRIDER_EXAMPLE_COLOUR: no such setting"),
+        ({"OUTRIDER_EXAMPLE_LEVEL": "3"}, "OUTRIDER_EXAMPLE_LEVEL: 3 is not one of 1, 2"),
+        ({"OUTRIDER_EXAMPLE_ROWS": "1"}, "OUTRIDER_EXAMPLE_ROWS: must be at least 2"),
+        ({"OUTRIDER_EXAMPLE_BOUNDED": "0"}, "OUTRIDER_EXAMPLE_BOUNDED: must be above 0"),
+        ({"OUTRIDER_EXAMPLE_BOUNDED": "1.5"}, "OUTRIDER_EXAMPLE_BOUNDED: must be at most 1"),
+        ({"OUTRIDER_EXAMPLE_BOUNDED": "nan"}, "OUTRIDER_EXAMPLE_BOUNDED: must be above 0"),
     ],
-    ids=["word for a number", "empty number", "neither true nor false", "not a choice", "unknown"],
+    ids=[
+        *("word for a number", "empty number", "neither true nor false", "not a choice", "unknown"),
+        *("not a number of the choices", "too small", "not above", "too large", "NaN"),
+    ],
 )
 def test_a_bad_variable_is_named(environment: dict[str, str], message: str) -> None:
     with pytest.raises(SettingsError, match=message):
         load(Example, "example", environment=environment)
+
+
+def test_a_deprecated_setting_is_taken_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    assert load(Example, "example").old == 1 and not caplog.records
+    assert from_flags("--old", "7").old == 7
+    assert "--old is deprecated: found by itself" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -117,6 +137,19 @@ def test_the_services_take_every_setting_from_every_source(config: type, section
             path = tmp_path / "settings.toml"
             path.write_text(f'[{section}]\n{field.name} = "x"\n')
             assert getattr(load(config, section, path=path), field.name) == "x"
+
+
+@pytest.mark.parametrize(("config", "section"), [(TargetConfig, "target"), (DraftConfig, "draft")])
+def test_defaults_keep_their_own_bounds(config: type, section: str) -> None:
+    for field in dataclasses.fields(config):
+        environment = {f"OUTRIDER_{section.upper()}_{field.name.upper()}": str(field.default)}
+        assert load(config, section, environment=environment) == config()
+
+
+def test_bounds_that_are_known_elsewhere_too_are_the_same() -> None:
+    """Settings are read before gRPC and torch are loaded, which the modules that know these bounds load."""
+    assert MOST_DRAFTED == MAX_ROWS - 1
+    assert MOST_LOOKED_UP == LOOKUP
 
 
 def test_the_services_agree_on_names_they_share() -> None:

@@ -36,11 +36,11 @@ class Talk:
         return sum(frame.credit.frames for frame in self.said())
 
     def hear_growth(self, *parts: draft_pb2.SequenceGrowth) -> None:
-        self.conversation.hear(draft_pb2.ProposeResponse(growth=draft_pb2.GrowSequences(sequences=parts)))
+        self.conversation.receive(draft_pb2.ProposeResponse(growth=draft_pb2.GrowSequences(sequences=parts)))
 
     def hear_opened(self, wire_id: int) -> None:
         opened = draft_pb2.SequenceOpened(sequence_id=wire_id)
-        self.conversation.hear(draft_pb2.ProposeResponse(opened=opened))
+        self.conversation.receive(draft_pb2.ProposeResponse(opened=opened))
 
 
 def part(wire_id: int, base_step: int = 0, **fields: Any) -> draft_pb2.SequenceGrowth:
@@ -106,7 +106,7 @@ def test_a_failure_ends_its_sequence(talk: Talk) -> None:
     talk.conversation.open(opening(8))
     talk.said()
     status = failure_to_pb(1, Draining("soon gone"))
-    talk.conversation.hear(draft_pb2.ProposeResponse(status=status))
+    talk.conversation.receive(draft_pb2.ProposeResponse(status=status))
     (failure,) = talk.listener.failures
     assert (failure.sequence_id, failure.reason) == (7, "DRAINING")
     talk.conversation.advance([step(1, 20, sequence_id=7), step(1, 20, sequence_id=8)])
@@ -116,7 +116,7 @@ def test_a_failure_ends_its_sequence(talk: Talk) -> None:
 
 def test_a_failure_of_nobody_is_nothing(talk: Talk) -> None:
     talk.conversation.open(opening(7))
-    talk.conversation.hear(draft_pb2.ProposeResponse(status=failure_to_pb(99, Draining("soon gone"))))
+    talk.conversation.receive(draft_pb2.ProposeResponse(status=failure_to_pb(99, Draining("soon gone"))))
     assert talk.listener.failures == []
 
 
@@ -193,9 +193,9 @@ class TestCredit:
 
     def test_frames_of_a_newer_kind_have_their_price(self, talk: Talk) -> None:
         for _ in range(CREDIT_WINDOW):
-            talk.conversation.hear(draft_pb2.ProposeResponse())
+            talk.conversation.receive(draft_pb2.ProposeResponse())
         with pytest.raises(CreditExceeded):
-            talk.conversation.hear(draft_pb2.ProposeResponse())
+            talk.conversation.receive(draft_pb2.ProposeResponse())
 
     @pytest.mark.parametrize("kind", ["opened", "status"])
     def test_answers_to_nothing_are_cut_off(self, talk: Talk, kind: str) -> None:
@@ -205,16 +205,16 @@ class TestCredit:
             if kind == "opened":
                 talk.hear_opened(1)
             else:
-                talk.conversation.hear(draft_pb2.ProposeResponse(status=failure_to_pb(1, Draining("no"))))
+                talk.conversation.receive(draft_pb2.ProposeResponse(status=failure_to_pb(1, Draining("no"))))
 
 
 def test_silence_counts_from_the_first_question_to_any_answer(talk: Talk) -> None:
     assert talk.conversation.silence == 0
     talk.conversation.open(opening(1))
     talk.conversation.advance([step(1, 20)])
-    assert talk.conversation.silence > 0 and not talk.conversation.heard
+    assert talk.conversation.silence > 0 and not talk.conversation.received
     talk.hear_opened(1)
-    assert talk.conversation.silence == 0 and talk.conversation.heard
+    assert talk.conversation.silence == 0 and talk.conversation.received
     talk.conversation.advance([step(2, 20)])
     assert talk.conversation.silence > 0
     talk.conversation.close([1])
@@ -244,7 +244,7 @@ def test_no_answer_is_owed_for_features_but_a_failure_may_come(talk: Talk) -> No
     talk.hear_opened(1)
     talk.conversation.send_features([SequenceFeatures(7, 0, vectors(128))])
     assert talk.conversation.silence == 0.0
-    talk.conversation.hear(draft_pb2.ProposeResponse(status=failure_to_pb(1, Draining("soon gone"))))
+    talk.conversation.receive(draft_pb2.ProposeResponse(status=failure_to_pb(1, Draining("soon gone"))))
     assert [failure.sequence_id for failure in talk.listener.failures] == [7]
     with pytest.raises(CreditExceeded):
         talk.hear_opened(1)

@@ -25,7 +25,7 @@ def play(
     makes `gain` tokens of a sequence; plain steps may be launched `ahead`."""
     chosen = []
     for _ in range(steps):
-        use = switch.choose(load, gain * load, ahead=ahead, telling=0.0 if load < 9 else 10.0)
+        use = switch.choose(load, gain * load, ahead=ahead, sending=0.0 if load < 9 else 10.0)
         if use is Use.AFTER:
             switch.observe_after(load, drafted, row_cost=1.0)
         else:
@@ -236,7 +236,7 @@ def test_a_step_that_reads_prompts_is_no_try() -> None:
     assert pays(switch, 2.0) and not pays(switch, 1.1)
 
 
-def test_patience_is_worth_a_few_plain_steps() -> None:
+def test_waits_are_bounded_by_a_few_plain_steps() -> None:
     switch = DraftSwitch()
     assert switch.max_wait(1) == float("inf")
     play(switch, 80, plain=0.5, drafted=0.6, gain=2.0)

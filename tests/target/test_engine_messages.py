@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import msgspec
 import pytest
 
 from outrider.errors import InvalidField, all_errors
@@ -18,6 +19,7 @@ from target_service.core.sequence import (
     Finish,
     FinishReason,
     SequenceEvent,
+    SequenceFailed,
     SequenceFinished,
     SequenceRequest,
     SequenceTotals,
@@ -42,7 +44,6 @@ from target_service.engine_process.messages import (
     pack,
     unpack,
 )
-from target_service.engine_process.rows import error_from_row, error_to_row
 
 SNAPSHOT = EngineSnapshot(3, 2, 5, 100, 200, speculating=True, draft_connected=False)
 TOTALS = SequenceTotals(
@@ -134,7 +135,12 @@ def test_values_are_as_immutable_as_they_were() -> None:
 @pytest.mark.parametrize("kind", all_errors(), ids=lambda kind: kind.__name__)
 def test_every_error_keeps_its_reason_and_facts(kind: Any) -> None:
     error = InvalidField("tree.parents[3]", "a: b") if kind is InvalidField else kind("no: room", limit=3, name="x")
-    received = error_from_row(error_to_row(error))
+    sent = unpack(pack(report(SequenceFailed(7, error)))[LENGTH_BYTES:])
+    assert isinstance(sent, Report)
+    (event,) = sent.events
+    assert isinstance(event, SequenceFailed)
+    received = event.error
+    assert event.sequence_id == 7
     assert type(received) is kind
     assert (received.message, received.metadata, str(received)) == (error.message, error.metadata, str(error))
     if isinstance(error, InvalidField):
@@ -149,3 +155,23 @@ def test_frames_are_found_however_bytes_arrive(size: int) -> None:
     for begin in range(0, len(stream), size):
         received += frames.feed(stream[begin : begin + size])
     assert received == list(MESSAGES.values())
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"[]",
+        b"\xff" * 9,
+        msgspec.msgpack.encode(["Nothing", 1]),
+        msgspec.msgpack.encode(["Cancel"]),
+        msgspec.msgpack.encode(["Cancel", "1"]),
+        msgspec.msgpack.encode(["Report", [["Verdict", 1]], [], [], [], {}, 0]),
+        msgspec.msgpack.encode(["Report", [["SequenceFailed", 1, ["DRAINING"]]], [], [], [], {}, 0]),
+        pack(MESSAGES["plain"])[LENGTH_BYTES:-1],
+    ],
+    ids=["empty", "text", "noise", "unknown", "short", "type", "verdict", "error", "cut"],
+)
+def test_malformed_frames_are_refused(body: bytes) -> None:
+    with pytest.raises(msgspec.DecodeError):
+        Frames().feed(len(body).to_bytes(LENGTH_BYTES, "big") + body)

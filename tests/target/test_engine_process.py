@@ -18,7 +18,7 @@ import grpc
 import psutil
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from scripted_engine_process import FATAL, HANGS
+from scripted_engine_process import FATAL, GARBLED, HANGS
 
 from outrider.v1 import target_pb2 as pb
 from outrider.v1 import target_pb2_grpc, tree_pb2
@@ -156,7 +156,7 @@ class TestEnds:
         assert await asyncio.wait_for(service.task, 10) == 0
         assert not psutil.pid_exists(service.link.pid)
 
-    @pytest.mark.parametrize("how", ["killed", "step_fails"])
+    @pytest.mark.parametrize("how", ["killed", "step_fails", "garbled"])
     async def test_death_of_the_engine(self, service: Service, how: str, caplog: pytest.LogCaptureFixture) -> None:
         watch = await service.watch()
         call = service.stub.Generate(pb.GenerateRequest(tokens={"token_ids": [5]}, sampling=LONG))
@@ -165,7 +165,7 @@ class TestEnds:
             os.kill(service.link.pid, signal.SIGKILL)
         else:
             with pytest.raises(grpc.aio.AioRpcError):
-                await service.tokens(FATAL, max_tokens=2)
+                await service.tokens(FATAL if how == "step_fails" else GARBLED, max_tokens=2)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             while await call.read() is not grpc.aio.EOF:
                 pass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,8 +11,10 @@ from engine_harness import ScriptedDraft, engine_config, make_runner, plain, ran
 from transformers import PreTrainedModel
 
 from outrider.errors import QuotaExceeded
+from outrider.sampling import SamplingParams
 from outrider.wire.frames import OpenSequence
 from target_service.core.sequence import SequenceFailed, SequenceFinished, Verdict
+from target_service.engine import loop as loop_module
 from target_service.engine.loop import EngineLoop
 from target_service.execution.batch import StepBatch
 from target_service.execution.device_executor import DeviceSteps
@@ -73,6 +76,35 @@ def test_kernels_are_warmed_up_without_a_trace(tiny_model: PreTrainedModel) -> N
     while loop.live:
         said += [token for event in loop.step() or () if isinstance(event, Verdict) for token in event.token_ids]
     assert tuple(said) == plain(tiny_model, wanted)
+
+
+def test_lockstep_says_what_the_fast_loop_says(tiny_model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device's loop in torch on a CPU, where a GPU's would run; in lockstep it is not even made."""
+    made: list[DeviceSteps] = []
+
+    def device_steps(runner: ModelRunner, *, max_sequences: int, max_rows: int) -> DeviceSteps:
+        made.append(DeviceSteps(runner, max_sequences=max_sequences, max_rows=max_rows))
+        return made[-1]
+
+    monkeypatch.setattr(loop_module, "best_steps", device_steps)
+    seeded = SamplingParams(temperature=0.8, ignore_eos=True)
+    wanted = [request([5, 6, 7], 12), request([9] * 20, 9), request([3], 7, sampling=seeded)]
+    said: dict[bool, list[list[int]]] = {}
+    for lockstep in (False, True):
+        runner, before = make_runner(tiny_model), len(made)
+        runner.keep_tokens(engine_config().scheduler.max_running, 7)
+        loop = EngineLoop(runner, replace(engine_config(), lockstep=lockstep))
+        loop.drafting.attach(ScriptedDraft(loop.drafting, random_tree(runner.vocabulary_size, 8)))
+        loop.drafting.listen()
+        for number, one in enumerate(wanted):
+            loop.add(loop.make(number, one))
+        said[lockstep] = [[] for _ in wanted]
+        while loop.live:
+            for event in loop.step() or ():
+                if isinstance(event, Verdict):
+                    said[lockstep][event.sequence_id] += event.token_ids
+        assert len(made) - before == (not lockstep)
+    assert said[True] == said[False] == [list(plain(tiny_model, one)) for one in wanted]
 
 
 class NotedSteps(HostSteps):

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from preorder_tables import preorder
 
 from outrider.errors import InvalidField
 from outrider.wire.frames import SequenceGrowth
 from target_service.execution.node_tables import NodeTables
-from tree_kernels.node_table import BLOCK, COST_OF_HALVING, MOST_COST, NODES, TABLE, preorder
+from tree_kernels.node_table import BLOCK, COST_OF_HALVING, MOST_COST, NODES, TABLE
 
 SLOTS = 3
 # What `NodeTables` takes for the surest that a node can be.
@@ -364,29 +365,35 @@ def test_what_waits_for_its_turn_is_brought_with_it() -> None:
     assert device.step(1, 2) == 1 and paths_of(device.table_of(1)) == {(5,)}
 
 
+def slot_of(tables: NodeTables, sequence_id: int) -> int:
+    """The sequence's slot; -1 without one."""
+    tree = tables._trees.get(sequence_id)
+    return -1 if tree is None else tree.slot
+
+
 def test_slots_are_given_out_and_back() -> None:
     tables, _ = entered(*range(SLOTS), 8)
-    assert sorted(tables.slot_of(sequence_id) for sequence_id in range(SLOTS)) == list(range(SLOTS))
-    assert tables.slot_of(8) == -1
+    assert sorted(slot_of(tables, sequence_id) for sequence_id in range(SLOTS)) == list(range(SLOTS))
+    assert slot_of(tables, 8) == -1
     # What is drafted for it meanwhile goes nowhere.
     tables.grow(growth(1, [0], [5], sequence_id=8), 1, [9])
-    freed = tables.slot_of(1)
+    freed = slot_of(tables, 1)
     tables.leave(1)
     tables.leave(1)
-    assert tables.slot_of(1) == -1
+    assert slot_of(tables, 1) == -1
     tables.enter(8)
     tables.enter(8)
-    assert tables.slot_of(8) == freed
+    assert slot_of(tables, 8) == freed
 
 
 def test_nothing_of_a_tenant_stays_for_the_next() -> None:
     tables, device = entered(1)
     tables.grow(growth(1, [0, 1], [5, 6], sequence_id=1), 1, [9])
     device.step(1)
-    slot = tables.slot_of(1)
+    slot = slot_of(tables, 1)
     tables.leave(1)
     tables.enter(2)
-    assert tables.slot_of(2) == slot and device.step(2) == 1
+    assert slot_of(tables, 2) == slot and device.step(2) == 1
     assert device.slots[slot] is None
     # Ids begin again with each sequence.
     tables.grow(growth(3, [2], [7], sequence_id=2), 1, [9])

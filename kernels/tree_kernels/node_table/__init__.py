@@ -4,6 +4,7 @@ from tree_kernels.node_table.dispatch import NodeTable
 from tree_kernels.node_table.feeding import advance, fill_pending, move_on
 from tree_kernels.node_table.layout import (
     BLOCK,
+    EXPECTED_UNIT,
     KEPT,
     KEYS_PER_COST,
     LONGEST,
@@ -19,8 +20,8 @@ from tree_kernels.node_table.layout import (
     REPORT_ROWS,
     REPORT_TOKENS,
     TABLE,
+    Figure,
     longest_run,
-    preorder,
 )
 from tree_kernels.node_table.lookup_costs import COST_OF_HALVING, RIGHT
 from tree_kernels.node_table.step_integers import StepIntegers
@@ -28,6 +29,7 @@ from tree_kernels.node_table.step_integers import StepIntegers
 __all__ = [
     "BLOCK",
     "COST_OF_HALVING",
+    "EXPECTED_UNIT",
     "KEPT",
     "KEYS_PER_COST",
     "LONGEST",
@@ -44,11 +46,11 @@ __all__ = [
     "REPORT_TOKENS",
     "RIGHT",
     "TABLE",
+    "Figure",
     "NodeTable",
     "StepIntegers",
     "advance",
     "fill_pending",
     "longest_run",
     "move_on",
-    "preorder",
 ]

@@ -46,14 +46,15 @@ class NodeTable:
     every tensor stays where it is, so that all calls but `graft` can be captured.
 
     Attributes:
-        said: [B, P, SAID] int32 by sequence and pass. Its figures: accepted rows, drafted rows, those of them that are
-            nodes of the table (also where lookup says the same, and of a mended tree), the tokens that they promised in
-            1/1024 (the chances of their paths, added up and rounded down as a whole), the first row, accepted rows that
-            are nodes of the table, the age (tokens between the table's root and the pass's, -1 where there was no table
-            or it does not hold the text, mended or not), what rows of the table promised, and what the best
-            `PROSPECTS` candidates of the sequence would have, whether or not there was room for them; the last two are
-            0. From `SAID_TOKENS` on the accepted tokens and then the target's own; from `SAID_ROWS` on the accepted
-            rows, relative to the root. What lies behind either means nothing.
+        reports: [B, P, REPORT] int32 by sequence and pass. Its figures stand where `Figure` says: accepted rows,
+            drafted rows, those of them that are nodes of the table (also where lookup drafts the same, and of a mended
+            tree), the tokens that drafted rows are expected to bring in 1/`EXPECTED_UNIT` (the chances of their paths,
+            added up and rounded down as a whole), the first row, accepted rows that are nodes of the table, the age
+            (tokens between the table's root and the pass's, -1 where there was no table or it does not hold the text,
+            mended or not), what rows of the table are expected to bring, and what the best `PROSPECTS` candidates of
+            the sequence would, whether or not there was room for them. From `REPORT_TOKENS` on the accepted tokens and
+            then the target's own; from `REPORT_ROWS` on the accepted rows, relative to the root. What lies behind
+            either means nothing.
         passes: [B] int32, how many of them were said since `begin`.
         accepted: [B] int32, drafted rows that were accepted since `begin`.
         limits: [B] int32, rows that may be drafted of a sequence, since `begin`.

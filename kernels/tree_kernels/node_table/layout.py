@@ -23,10 +23,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from enum import IntEnum
 from typing import NamedTuple
-
-import numpy as np
-from numpy.typing import NDArray
 
 from tree_kernels.node_table.lookup_costs import COST_OF_HALVING
 
@@ -59,11 +57,27 @@ REPORT = REPORT_ROWS + MAX_PATH
 # Tokens of a run that is looked up at most, and how far back it is looked for.
 LONGEST = 8
 WINDOW = 8192
-# Where in a record of `verification.records` it stands whether the rows are a chain.
-IS_CHAIN = 3
 # A chance of one, and how many costs have the same chance, where promises are added up.
 SURE = 1 << 20
 COSTS_PER_CHANCE = 64
+
+
+# Of one token: the unit of what a report expects.
+EXPECTED_UNIT = 1024
+
+
+class Figure(IntEnum):
+    """Where in the report of a pass its figures stand; see `NodeTable.reports`. Zeros follow the `PROSPECTS`."""
+
+    ACCEPTED = 0
+    DRAFTED = 1
+    DRAFTED_FROM_TABLE = 2
+    EXPECTED = 3
+    FIRST_ROW = 4
+    ACCEPTED_FROM_TABLE = 5
+    AGE = 6
+    EXPECTED_FROM_TABLE = 7
+    FIRST_PROSPECT = 8
 
 
 class Run(NamedTuple):
@@ -72,41 +86,6 @@ class Run(NamedTuple):
 
     length: int
     end: int
-
-
-def preorder(tokens: Sequence[int], parents: Sequence[int], costs: Sequence[int], base: int) -> NDArray[np.int32]:
-    """A tree as a table.
-
-    Args:
-        tokens: [n] of its nodes, the root first and siblings' different.
-        parents: [n], parents[i] < i; the root's is not looked at.
-        costs: [n] of paths from the root, rising along every edge.
-        base: tokens of the sequence up to the root, with it.
-
-    Returns:
-        [TABLE] int32; what lies behind the nodes means nothing.
-
-    Raises:
-        ValueError: more than `NODES`.
-    """
-    count = len(tokens)
-    if count > NODES:
-        raise ValueError(f"expected at most {NODES} nodes, got {count}")
-    children: list[list[int]] = [[] for _ in tokens]
-    for i in range(1, count):
-        children[parents[i]].append(i)
-    table = np.zeros(TABLE, dtype=np.int32)
-    table[:2] = base, count
-    rows = table[2:].reshape(5, NODES)
-    waiting, place = [(0, 0, 0)] if count else [], 0
-    while waiting:
-        node, above, depth = waiting.pop()
-        rows[:, place] = tokens[node], above, place + 1, depth, costs[node]
-        waiting += [(child, place, depth + 1) for child in reversed(children[node])]
-        place += 1
-    for i in range(count - 1, 0, -1):
-        rows[2, rows[1, i]] = max(rows[2, rows[1, i]], rows[2, i])
-    return table
 
 
 def longest_run(text: Sequence[int]) -> Run:

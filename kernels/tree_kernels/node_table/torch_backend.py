@@ -12,7 +12,7 @@ from torch import Tensor
 from tree_kernels.node_table.layout import (
     BLOCK,
     COSTS_PER_CHANCE,
-    IS_CHAIN,
+    EXPECTED_UNIT,
     KEPT,
     KEYS_PER_COST,
     LONGEST,
@@ -27,13 +27,14 @@ from tree_kernels.node_table.layout import (
     REPORT_TOKENS,
     SURE,
     WINDOW,
+    Figure,
     link_of,
     longest_run,
 )
 from tree_kernels.node_table.lookup_costs import FIRST_COST, NEXT_COST
 from tree_kernels.node_table.step_integers import StepIntegers
 from tree_kernels.verification.dispatch import Verdicts
-from tree_kernels.verification.records import FIRST_ROW, MODE, POSITION, RECORD, ROWS, Mode
+from tree_kernels.verification.records import FIRST_ROW, IS_CHAIN, MODE, POSITION, RECORD, ROWS, Mode
 
 if TYPE_CHECKING:
     from tree_kernels.node_table.dispatch import NodeTable
@@ -105,13 +106,15 @@ def go_on(table: NodeTable, step: StepIntegers, verdicts: Verdicts) -> None:
     for b, row, rows in _trees(step):
         count, token = int(verdicts.accepted_counts[b]), int(verdicts.next_tokens[b])
         path = verdicts.accepted_rows[row : row + count].long()
-        accepted_from_table = int((table.ranked[b, 1, path - 1] >> 16).sum())
-        from_table, expected, expected_from_table, *prospects = table.noted[:, b].tolist()
-        age = int(table.ages[b])
-        figures = [count, rows - 1, from_table, expected, row, accepted_from_table, age, expected_from_table]
-        figures += [*prospects, 0, 0]
         reports = table.reports[b, int(table.passes[b])]
-        reports[:REPORT_TOKENS] = torch.tensor(figures, dtype=torch.int32)
+        reports[:REPORT_TOKENS] = 0
+        reports[Figure.ACCEPTED], reports[Figure.DRAFTED], reports[Figure.FIRST_ROW] = count, rows - 1, row
+        reports[Figure.ACCEPTED_FROM_TABLE] = (table.ranked[b, 1, path - 1] >> 16).sum()
+        reports[Figure.AGE] = table.ages[b]
+        from_table, expected, expected_from_table = table.noted[:3, b]
+        reports[Figure.DRAFTED_FROM_TABLE], reports[Figure.EXPECTED] = from_table, expected
+        reports[Figure.EXPECTED_FROM_TABLE] = expected_from_table
+        reports[Figure.FIRST_PROSPECT : Figure.FIRST_PROSPECT + len(PROSPECTS)] = table.noted[3:, b]
         reports[REPORT_TOKENS : REPORT_TOKENS + count] = step.token_ids[row + path]
         reports[REPORT_TOKENS + count] = token
         reports[REPORT_ROWS : REPORT_ROWS + count] = path.int()
@@ -293,7 +296,7 @@ def _lay_out_one(table: NodeTable, step: StepIntegers, b: int, rows: slice) -> N
     step.owners[rows] = b
     record = step.parameters[b * RECORD : (b + 1) * RECORD]
     record[FIRST_ROW], record[ROWS], record[IS_CHAIN] = rows.start, 1 + taken, 0
-    unit, of_table = SURE // 1024, (links >> 16).bool()
+    unit, of_table = SURE // EXPECTED_UNIT, (links >> 16).bool()
     table.noted[0, b], table.noted[1, b] = of_table.sum(), chances.sum() // unit
     table.noted[2, b] = chances[of_table].sum() // unit
     kept = table.ranked[b, 2, : max(0, int(table.counts[b]))]

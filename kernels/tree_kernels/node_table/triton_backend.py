@@ -15,7 +15,7 @@ from tree_kernels.node_table.layout import (
     COSTS_PER_CHANCE,
     DEPTHS,
     ENDS,
-    IS_CHAIN,
+    EXPECTED_UNIT,
     KEPT,
     KEYS_PER_COST,
     LONGEST,
@@ -34,10 +34,11 @@ from tree_kernels.node_table.layout import (
     TABLE,
     TOKENS,
     WINDOW,
+    Figure,
 )
 from tree_kernels.node_table.step_integers import StepIntegers
 from tree_kernels.node_table.triton_rows import graft_kernel, keep_kernel, lay_out_kernel
-from tree_kernels.verification.records import FIRST_ROW, MODE, POSITION, RECORD, ROWS, Mode
+from tree_kernels.verification.records import FIRST_ROW, IS_CHAIN, MODE, POSITION, RECORD, ROWS, Mode
 
 if TYPE_CHECKING:
     from tree_kernels.node_table.dispatch import NodeTable
@@ -76,6 +77,11 @@ _RUN = tl.constexpr(_PER_RUN)
 _RECORD, _MODE, _POSITION = tl.constexpr(RECORD), tl.constexpr(MODE), tl.constexpr(POSITION)
 _RECORD_ROWS = tl.constexpr(ROWS)
 _COUPLED = tl.constexpr(int(Mode.COUPLED))
+_ACCEPTED, _ACCEPTED_FROM_TABLE = tl.constexpr(int(Figure.ACCEPTED)), tl.constexpr(int(Figure.ACCEPTED_FROM_TABLE))
+_DRAFTED, _DRAFTED_FROM_TABLE = tl.constexpr(int(Figure.DRAFTED)), tl.constexpr(int(Figure.DRAFTED_FROM_TABLE))
+_EXPECTED, _EXPECTED_FROM_TABLE = tl.constexpr(int(Figure.EXPECTED)), tl.constexpr(int(Figure.EXPECTED_FROM_TABLE))
+_FIRST_ROW, _AGE = tl.constexpr(int(Figure.FIRST_ROW)), tl.constexpr(int(Figure.AGE))
+_FIRST_PROSPECT = tl.constexpr(int(Figure.FIRST_PROSPECT))
 _REPORT, _REPORT_TOKENS, _REPORT_ROWS = tl.constexpr(REPORT), tl.constexpr(REPORT_TOKENS), tl.constexpr(REPORT_ROWS)
 
 
@@ -313,7 +319,7 @@ def _go_on_kernel(  # type: ignore[no-untyped-def]
     CHAIN: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr, CANDIDATES: tl.constexpr, KEPT_ROWS:
     tl.constexpr, RIVALS: tl.constexpr,
 ):  # fmt: skip
-    """One sequence a program; see `NodeTable.go_on`. `reports` [B, P, SAID]."""
+    """One sequence a program; see `NodeTable.go_on`. `reports` [B, P, REPORT]."""
     b = tl.program_id(0)
     row = tl.load(query_starts + b)
     rows = tl.load(query_starts + b + 1) - row
@@ -337,15 +343,15 @@ def _go_on_kernel(  # type: ignore[no-untyped-def]
         )  # fmt: skip
         _move(records, prefix_lengths, roots, b, prefix, root, count + 1)
         out = reports + b * REPORT_STRIDE + done * _REPORT
-        tl.store(out, count)
-        tl.store(out + 1, rows - 1)
-        tl.store(out + 2, from_table)
-        tl.store(out + 3, expected)
-        tl.store(out + 4, row)
-        tl.store(out + 5, accepted_from_table)
-        tl.store(out + 6, age)
-        tl.store(out + 7, expected_from_table)
-        tl.store(out + 8 + prospect, prospects)
+        tl.store(out + _ACCEPTED, count)
+        tl.store(out + _DRAFTED, rows - 1)
+        tl.store(out + _DRAFTED_FROM_TABLE, from_table)
+        tl.store(out + _EXPECTED, expected)
+        tl.store(out + _FIRST_ROW, row)
+        tl.store(out + _ACCEPTED_FROM_TABLE, accepted_from_table)
+        tl.store(out + _AGE, age)
+        tl.store(out + _EXPECTED_FROM_TABLE, expected_from_table)
+        tl.store(out + _FIRST_PROSPECT + prospect, prospects)
         tl.store(out + _REPORT_TOKENS + k, tl.where(k == count, root, token), mask=k <= count)
         tl.store(out + _REPORT_ROWS + k, path, mask=k < count)
         tl.store(passes + b, done + 1)
@@ -413,7 +419,7 @@ def _lay_out(table: NodeTable, step: StepIntegers) -> None:
         step.prefix_lengths, step.page_starts, step.page_table, step.causal, table.counts, table.roots, table.keys,
         table.ranked, table.noted, sequences, len(step.token_ids), table.last_position, PAGE_SIZE=table.page_size,
         RECORD=RECORD, FIRST_ROW=FIRST_ROW, ROWS=ROWS, IS_CHAIN=IS_CHAIN, NO_KEY=MOST_COST * KEYS_PER_COST,
-        NOTED_STRIDE=table.noted.stride(0), EXPECTED=SURE // 1024, BLOCK_B=triton.next_power_of_2(sequences),
+        NOTED_STRIDE=table.noted.stride(0), EXPECTED=SURE // EXPECTED_UNIT, BLOCK_B=triton.next_power_of_2(sequences),
         KEPT_ROWS=_KEPT_ROWS, BOUNDS=16 if sequences <= _ONE_WARP else 8 if sequences <= _FOUR_WARPS else 4,
         num_warps=warps,
     )  # fmt: skip

@@ -1,7 +1,7 @@
 """What a step asks of verification, in integers that travel to the device with the rest of the step.
 
-Layout of the parameters, int32: a record of 16 for each of `max_sequences` sequences (`RECORD`), then for each of
-`max_rows` rows the index of the sequence that it is verified for, or -1.
+Layout of the parameters, int32: a record of `RECORD` for each of `max_sequences` sequences, then for each of `max_rows`
+rows the index of the sequence that it is verified for, or -1.
 
 Layout of the distributions, int32: `max_rows` + 1 starts, then pairs of token id and weight; the row's own pairs lie
 between its start and the next row's.
@@ -21,19 +21,28 @@ from tree_kernels.attention.tree_mask import MAX_TREE_ROWS
 
 # Pairs of one distribution: a kernel holds them all.
 MAX_SUPPORT = 64
-RECORD = 16
-# Where in a record its first row, its rows and its mode stand, and where its position begins.
-FIRST_ROW, ROWS, MODE, POSITION = 0, 1, 2, 6
 _MASK = 2**64 - 1
-_RECORD_TYPE = np.dtype(
-    [
-        ("first_row", "<i4"), ("rows", "<i4"), ("mode", "<i4"), ("is_chain", "<i4"), ("seed", "<u8"),
-        ("position", "<u8"), ("top_k", "<i4"), ("filtered", "<i4"), ("temperature", "<f8"), ("top_p", "<f8"),
-        ("min_p", "<f8"),
-    ]
-)  # fmt: skip
+# The record: its fields, and how `struct` and numpy both spell their types. All else here and in the kernels is derived
+# from it.
+_FIELDS = {
+    "first_row": "i", "rows": "i", "mode": "i", "is_chain": "i", "seed": "Q", "position": "Q", "top_k": "i",
+    "filtered": "i", "temperature": "d", "top_p": "d", "min_p": "d",
+}  # fmt: skip
+_RECORD_TYPE = np.dtype([(name, f"<{kind}") for name, kind in _FIELDS.items()])
 # The same for one record. Of a few sequences an array of records costs several times as much.
-_RECORD_BYTES = struct.Struct("<iiiiQQiiddd")
+_RECORD_BYTES = struct.Struct("<" + "".join(_FIELDS.values()))
+_INTEGER_BYTES = 4
+
+
+def _place(name: str) -> int:
+    """Where in a record a field begins, in integers."""
+    return struct.calcsize("<" + "".join(_FIELDS.values())[: list(_FIELDS).index(name)]) // _INTEGER_BYTES
+
+
+RECORD = _RECORD_BYTES.size // _INTEGER_BYTES
+FIRST_ROW, ROWS, MODE, IS_CHAIN = _place("first_row"), _place("rows"), _place("mode"), _place("is_chain")
+SEED, POSITION, TOP_K, FILTERED = _place("seed"), _place("position"), _place("top_k"), _place("filtered")
+TEMPERATURE, TOP_P, MIN_P = _place("temperature"), _place("top_p"), _place("min_p")
 
 
 class Mode(IntEnum):

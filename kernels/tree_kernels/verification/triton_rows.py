@@ -1,8 +1,8 @@
 """Triton: what every row of a verify step is looked at for: its likeliest token, its distribution, its noise.
 
 Words: a *chunk* is CHUNK tokens of a row, one program's share; a *block* is BLOCK tokens of a chunk, whose greatest
-logit tells a filter whether to look inside. Distributions are not normalised: the likeliest token weighs 1. Integers of
-a record are numbered in `verification.records`.
+logit tells a filter whether to look inside. Distributions are not normalised: the likeliest token weighs 1. What a
+record's integers are, `verification.records` says alone.
 """
 
 from __future__ import annotations
@@ -10,25 +10,20 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tree_kernels.verification.records import RECORD
+from tree_kernels.verification import records
 
-FIRST_ROW = tl.constexpr(0)
-ROWS = tl.constexpr(1)
-MODE = tl.constexpr(2)
-IS_CHAIN = tl.constexpr(3)
-SEED = tl.constexpr(4)
-POSITION = tl.constexpr(6)
-TOP_K = tl.constexpr(8)
-FILTERED = tl.constexpr(9)
-TEMPERATURE = tl.constexpr(10)
-TOP_P = tl.constexpr(12)
-MIN_P = tl.constexpr(14)
-GREEDY = tl.constexpr(0)
-COUPLED = tl.constexpr(1)
-REJECTION = tl.constexpr(2)
+_RECORD = tl.constexpr(records.RECORD)
+FIRST_ROW, ROWS = tl.constexpr(records.FIRST_ROW), tl.constexpr(records.ROWS)
+MODE, IS_CHAIN = tl.constexpr(records.MODE), tl.constexpr(records.IS_CHAIN)
+SEED, POSITION = tl.constexpr(records.SEED), tl.constexpr(records.POSITION)
+TOP_K, FILTERED = tl.constexpr(records.TOP_K), tl.constexpr(records.FILTERED)
+TEMPERATURE = tl.constexpr(records.TEMPERATURE)
+TOP_P, MIN_P = tl.constexpr(records.TOP_P), tl.constexpr(records.MIN_P)
+GREEDY, COUPLED, REJECTION = (
+    tl.constexpr(int(mode)) for mode in (records.Mode.GREEDY, records.Mode.COUPLED, records.Mode.REJECTION)
+)
 # Into how many parts of equal ratio a row's weights are divided before top_p is searched in one of them.
 RUNGS = tl.constexpr(16)
-_RECORD = tl.constexpr(RECORD)
 
 
 @triton.jit

@@ -56,7 +56,7 @@ class CaptureOptions:
 
     Attributes:
         max_rows: of all sequences of a step; larger steps run eagerly.
-        max_sequences: of a step; at most `runner.MAX_SEQUENCES`.
+        max_sequences: of a step; at most `config.MAX_SEQUENCES`.
         layers: how layers are prepared.
         tapped: decoder layers whose outputs every step keeps; see `LayerTaps`.
     """

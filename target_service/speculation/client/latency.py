@@ -6,7 +6,7 @@ import time
 
 # What one answer moves the time that the next is expected to take.
 _SHARE = 0.1
-# For so long a draft may read a prompt, and compile what it needs for that, before its silence says anything of it.
+# For so long a draft may read a prompt, and compile what it needs for that, before its silence means anything.
 _BEGINNING = 5.0
 
 
@@ -44,23 +44,23 @@ class DraftLatency:
         self._begun_at = time.monotonic()
         self._late = 0
 
-    def heard(self) -> None:
+    def received(self) -> None:
         """It has drafted something."""
         self._begun_at = -_BEGINNING
 
-    def told(self) -> None:
-        """The draft was told of a step."""
+    def sent(self) -> None:
+        """A step was sent to the draft."""
         self._sent_at = time.monotonic()
 
     def answered(self, at: float) -> None:
-        """It has answered what it was told last, or something before that."""
+        """It has answered what was sent last, or something before that."""
         if at > self._sent_at:
             self._round_trip_ns = round((at - self._sent_at) * 1e9)
             took = at - self._sent_at
             self._answer_seconds += (_SHARE if self._answer_seconds else 1.0) * (took - self._answer_seconds)
 
     def take_round_trip(self) -> int:
-        """Nanoseconds from telling the draft to its last answer; 0 where none came since the last call."""
+        """Nanoseconds from sending to the draft to its last answer; 0 where none came since the last call."""
         taken, self._round_trip_ns = self._round_trip_ns, 0
         return taken
 

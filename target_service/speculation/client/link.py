@@ -20,6 +20,7 @@ import grpc
 
 from outrider.errors import DraftUnavailable, OutriderError, WrongVocabulary
 from outrider.runtime import run
+from outrider.settings import MAX_MESSAGE_BYTES
 from outrider.v1 import draft_pb2, draft_pb2_grpc
 from outrider.wire.drafts import info_from_pb
 from outrider.wire.frames import DraftEvents, DraftInfo, DraftLink, OpenSequence, SequenceAdvance, SequenceFeatures
@@ -52,7 +53,7 @@ class LinkOptions:
     answer_timeout: float = 5.0
     keepalive: float = 10.0
     ping_timeout: float = 2.0
-    max_message_bytes: int = 4 * 1024 * 1024
+    max_message_bytes: int = MAX_MESSAGE_BYTES
     # Features that may wait for a draft that reads slowly; more are dropped.
     max_waiting_feature_bytes: int = 32 * 1024 * 1024
     channel_options: tuple[tuple[str, Any], ...] = field(default=())
@@ -198,7 +199,7 @@ class GrpcDraftLink:
             self._lost(reason)
             # A draft that spoke and then fell is met again at once; one that never speaks is not hammered.
             # Spread, so that the many targets of a draft that restarts do not come back together.
-            backoff = options.min_backoff if conversation.heard else min(2 * backoff, options.max_backoff)
+            backoff = options.min_backoff if conversation.received else min(2 * backoff, options.max_backoff)
             await asyncio.sleep(backoff * random.uniform(0.5, 1.0))
 
     def _lost(self, reason: str) -> None:
@@ -238,7 +239,7 @@ class GrpcDraftLink:
 
     async def _read(self, call: Any, conversation: DraftConversation) -> None:
         while (frame := await call.read()) is not grpc.aio.EOF:
-            conversation.hear(_readable(frame))
+            conversation.receive(_readable(frame))
             if conversation.outgoing:
                 self._wake.set()
 

@@ -58,20 +58,20 @@ class DraftConversation:
         # features.
         self._answers = 0
         self._asked_at: float | None = None
-        # Longest sequence the draft follows; 0 when it has not said. A longer one is not even sent: as a message
+        # Longest sequence the draft follows; 0 when that is not known. A longer one is not even sent: as a message
         # past the draft's size limit it would cost every sequence its stream.
         self.max_context = 0
-        self.heard = False
+        self.received = False
         self.outgoing: deque[draft_pb2.ProposeRequest] = deque()
         self._grant()
 
     @property
     def silence(self) -> float:
-        """Seconds for which the draft has owed an answer and said nothing."""
+        """Seconds for which the draft has owed an answer and sent nothing."""
         return 0.0 if self._asked_at is None else time.monotonic() - self._asked_at
 
     def open(self, sequence: OpenSequence) -> None:
-        """Say that a sequence starts, under a fresh id. An earlier life of it that is still open is closed."""
+        """Send that a sequence starts, under a fresh id. An earlier life of it that is still open is closed."""
         self.close([sequence.sequence_id])
         if self.max_context and len(sequence.token_ids) > self.max_context:
             error = PositionOutOfRange("the sequence is longer than the draft follows")
@@ -85,7 +85,7 @@ class DraftConversation:
         self._ask(draft_pb2.ProposeRequest(open=opened), answers=1)
 
     def advance(self, advances: Iterable[SequenceAdvance]) -> None:
-        """Say what one step committed. Sequences that the draft has given up on are left out."""
+        """Send what one step committed. Sequences that the draft has given up on are left out."""
         parts, wire_ids, with_features = [], self._wire_ids, False
         for advance in advances:
             wire_id = wire_ids.get(advance.sequence_id)
@@ -114,7 +114,7 @@ class DraftConversation:
             self.outgoing.append(draft_pb2.ProposeRequest(features=draft_pb2.SendFeatures(sequences=some)))
 
     def close(self, sequence_ids: Iterable[int]) -> None:
-        """Say that sequences end. Ids that are not open are ignored."""
+        """Send that sequences end. Ids that are not open are ignored."""
         wire_ids = [self._wire_ids.pop(each) for each in sequence_ids if each in self._wire_ids]
         for wire_id in wire_ids:
             del self._sequence_ids[wire_id]
@@ -124,8 +124,8 @@ class DraftConversation:
         if not self._wire_ids:
             self._asked_at = None
 
-    def hear(self, frame: draft_pb2.ProposeResponse) -> None:
-        """Check one frame of the draft and deliver what it says.
+    def receive(self, frame: draft_pb2.ProposeResponse) -> None:
+        """Check one frame of the draft and deliver what it holds.
 
         Raises `CreditExceeded` for more frames than were allowed, `InvalidField` for an unreadable failure.
         """
@@ -139,7 +139,7 @@ class DraftConversation:
             # A frame of a kind unknown here, from a newer draft, is ignored but has its price.
             self._charge_credit()
             self._grow(frame.growth.sequences)
-        self.heard = True
+        self.received = True
 
     def _grow(self, parts: Iterable[draft_pb2.SequenceGrowth]) -> None:
         growths: list[SequenceGrowth] = []

@@ -40,7 +40,7 @@ class Features:
         self._fresh: dict[int, bool] = {}
         self._encoder = FeatureEncoder()
         self.sent_vectors = self.sent_bytes = 0
-        self._told = (0, 0)
+        self._reported = (0, 0)
         self._head_is_named = runner.draft_head is not None
         if runner.draft_head is not None:
             layers, projection = runner.draft_head.layers, runner.draft_head.projection
@@ -161,8 +161,8 @@ class Features:
 
     def take_sent(self) -> tuple[int, int]:
         """Vectors and bytes sent since the last call."""
-        told, self._told = self._told, (self.sent_vectors, self.sent_bytes)
-        return self.sent_vectors - told[0], self.sent_bytes - told[1]
+        reported, self._reported = self._reported, (self.sent_vectors, self.sent_bytes)
+        return self.sent_vectors - reported[0], self.sent_bytes - reported[1]
 
     def forget(self, sequence_id: int) -> None:
         """The sequence has ended."""

@@ -7,7 +7,7 @@ whole steps with drafts take longer than plain ones of as many rows.
 
 from __future__ import annotations
 
-from target_service.speculation.policy.draft_times import ENOUGH, ENOUGH_OF_MANY, LoadTimes, Use, enough_plain
+from target_service.speculation.policy.draft_times import ENOUGH, ENOUGH_OF_MANY, LoadTimes, StepTime, Use, enough_plain
 
 # Plain steps that waiting for a draft may last: more tokens than that a step hardly ever makes.
 _WORTH = 8.0
@@ -44,29 +44,29 @@ class DraftSwitch:
         follow along."""
         return self._plain_steps < steps or self._left < steps
 
-    def choose(self, load: int, expected: float, *, ahead: bool, telling: float = 0.0) -> Use:
+    def choose(self, load: int, expected: float, *, ahead: bool, sending: float = 0.0) -> Use:
         """How the next step uses drafts. Called once per step.
 
         Args:
             load: sequences that run.
-            promise: tokens that drafts make of them in the time that a plain step and the drafted rows take.
+            expected: tokens that drafts make of them in the time that a plain step and the drafted rows take.
             ahead: a plain step may be launched behind the one under way.
-            telling: plain steps that it takes to tell the draft what it has to know for a try.
+            sending: plain steps that it takes to send the draft what it has to know for a try.
         """
         seen = self._at(load)
         enough = enough_plain(ahead=ahead)
-        self._since_refresh += seen.plain_steps >= enough
+        self._since_refresh += seen.plain.count >= enough
         if self._since_refresh > _REFRESH:
             # Contexts grow, and with them what a plain step takes.
-            self._since_refresh, seen.plain_steps = 0, 1 + enough - ENOUGH
-        use = Use.PLAIN if seen.plain_steps < enough else self._decide(seen, load, expected, telling)
+            self._since_refresh, seen.plain.count = 0, 1 + enough - ENOUGH
+        use = Use.PLAIN if seen.plain.count < enough else self._decide(seen, load, expected, sending)
         self._plain_steps = 0 if use is not Use.PLAIN else self._plain_steps + 1
         return use
 
     def best(self, load: int, expected: float) -> Use:
         """What pays by what is known, for steps that must not be tries since nobody would learn from them."""
         seen = self._at(load)
-        if seen.plain_steps < ENOUGH or not seen.known:
+        if seen.plain.count < ENOUGH or not seen.known:
             return Use.PLAIN
         return Use.AFTER if seen.gain(load, expected) > _MARGIN else Use.PLAIN
 
@@ -79,16 +79,16 @@ class DraftSwitch:
     def max_wait(self, load: int) -> float:
         """Seconds for which to wait for a draft at most."""
         seen = self._at(load)
-        return _WORTH * seen.plain if seen.plain_steps >= ENOUGH else float("inf")
+        return _WORTH * seen.plain.value if seen.plain.count >= ENOUGH else float("inf")
 
-    def _decide(self, seen: LoadTimes, load: int, expected: float, telling: float) -> Use:
+    def _decide(self, seen: LoadTimes, load: int, expected: float, sending: float) -> Use:
         if not seen.known or seen.gain(load, expected) > _MARGIN:
             self._trying, self._left, self._paid = False, 0, self._paid + 1
             if self._paid > _RECOVERED:
                 self._pause = _FIRST_PAUSE
             return Use.AFTER
         self._paid = 0
-        return Use.AFTER if self._try(_TRY * seen.overhead.value + telling) else Use.PLAIN
+        return Use.AFTER if self._try(_TRY * seen.overhead.value + sending) else Use.PLAIN
 
     def _try(self, cost: float) -> bool:
         """Whether a drafted step is due although drafts do not pay: else nobody would know that they pay again. A few
@@ -114,7 +114,7 @@ class DraftSwitch:
 
         `row_cost` is what its rows take, as a multiple of what a plain step's take.
         """
-        if self._at(load).plain:
+        if self._at(load).plain.count:
             self._at(load).observe_after(seconds, row_cost, answered=answered)
 
     def _at(self, load: int) -> LoadTimes:
@@ -124,5 +124,5 @@ class DraftSwitch:
             if lower is not None:
                 self._loads[size] = self._loads[lower].warm_start()
             else:
-                self._loads[size] = LoadTimes(enough=ENOUGH if size == 1 else ENOUGH_OF_MANY)
+                self._loads[size] = LoadTimes(overhead=StepTime.of(ENOUGH if size == 1 else ENOUGH_OF_MANY))
         return self._loads[size]

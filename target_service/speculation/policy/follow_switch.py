@@ -1,7 +1,7 @@
 """Whether a draft that runs ahead is worth following at a load: by what whole passes make in the same time without it.
 
 To follow a draft the target sends it every token, and a head its hidden states; it takes in trees, and hosts have only
-so much time for that. Where that costs more than the drafts bring, the draft is not told of anything for a while.
+so much time for that. Where that costs more than the drafts bring, nothing is sent to the draft for a while.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from statistics import median
+
+from target_service.speculation.policy.running_means import PassRate
 
 # Passes without a draft at a load before it is followed there, for else nobody would know what it brings: a quarter of
 # a second at 8B size.
@@ -30,48 +31,12 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 1.5, 60.0
 _RECOVERED = 1.05
 # What one pass moves the means: those of some two hundred.
 _SHARE = 0.01
-# Passes whose median is what a pass takes at first, in which kernels may be compiled, and how much of a longer one
-# counts later.
-_FIRST, _LONGEST = 9, 3.0
-
-
-@dataclass(slots=True)
-class _Passes:
-    """What passes of a kind made lately, and how much that varies."""
-
-    count: int = 0
-    tokens: float = 0.0
-    squares: float = 0.0
-    seconds: float = 0.0
-    first: list[float] = field(default_factory=list)
-
-    def observe(self, tokens: float, seconds: float) -> None:
-        self.count += 1
-        share = max(_SHARE, 1 / self.count)
-        self.tokens += share * (tokens - self.tokens)
-        self.squares += share * (tokens * tokens - self.squares)
-        if self.count <= _FIRST:
-            self.first.append(seconds)
-            self.seconds = median(self.first)
-        else:
-            self.seconds += share * (min(seconds, _LONGEST * self.seconds) - self.seconds)
-
-    @property
-    def rate(self) -> float:
-        """Tokens of a sequence a second."""
-        return self.tokens / self.seconds if self.seconds else 0.0
-
-    @property
-    def variance(self) -> float:
-        """Of the mean of tokens, as a share of its square."""
-        spread = max(0.0, self.squares - self.tokens * self.tokens)
-        return spread / max(self.tokens * self.tokens, 1e-9) / max(1.0, min(self.count, 2 / _SHARE))
 
 
 @dataclass(slots=True)
 class _Load:
-    alone: _Passes = field(default_factory=_Passes)
-    followed: _Passes = field(default_factory=_Passes)
+    alone: PassRate = field(default_factory=lambda: PassRate(_SHARE))
+    followed: PassRate = field(default_factory=lambda: PassRate(_SHARE))
     until: float = 0.0
     pause: float = _FIRST_PAUSE
 
@@ -113,7 +78,7 @@ class FollowSwitch:
         if here.alone.count < _ALONE_FIRST:
             return
         if here.fails:
-            here.until, here.followed = self._clock() + here.pause, _Passes()
+            here.until, here.followed = self._clock() + here.pause, PassRate(_SHARE)
             here.pause = min(_LONGEST_PAUSE, 2 * here.pause)
         elif here.followed.count >= _DROPPED[-1][0] and here.gain > _RECOVERED:
             here.pause = _FIRST_PAUSE
@@ -121,4 +86,4 @@ class FollowSwitch:
     def forget(self) -> None:
         """Another draft is there: what the last one was worth says nothing of it."""
         for here in self._loads.values():
-            here.followed, here.until, here.pause = _Passes(), 0.0, _FIRST_PAUSE
+            here.followed, here.until, here.pause = PassRate(_SHARE), 0.0, _FIRST_PAUSE

@@ -22,8 +22,8 @@ from target_service.speculation.policy.live_sequence import LiveSequence
 from target_service.speculation.policy.row_budget import IN_ORDER_NODES, Offer, RowBudget
 from target_service.speculation.policy.row_policy import RowPolicy
 
-# Plain steps' time that it takes to tell a draft of a sequence, and to give a head the features that it needs by then.
-_TELLING, _TELLING_HEADS = 0.5, 12.0
+# Plain steps' time that it takes to send a draft a sequence, and to give a head the features that it needs by then.
+_SENDING, _SENDING_HEADS = 0.5, 12.0
 # Of every plain step: what is fed as the root is the sequence's own token, whichever this says.
 _ROOT_ALONE = TokenTree.root_only(0)
 # Plain steps that a draft follows along, after a drafted one and before the next. A head works more for that than it
@@ -77,7 +77,7 @@ class Gathering:
         return self._switch.drafts_are_near(_FOLLOWED_BY_MANY if load > FOLLOWED_ANYWAY else followed)
 
     def follow_load(self) -> bool:
-        """Hear what the draft has said, and draft or not as the load allows. Whether that changed."""
+        """Take in what has arrived from the draft, and draft or not as the load allows. Whether that changed."""
         was = self._drafting.active
         self._drafting.listen()
         self._drafting.follow_load(self._scheduler.load, self.drafts_are_near)
@@ -111,7 +111,7 @@ class Gathering:
                 # Its time says nothing of drafts.
                 use = self._switch.best(load, expected)
             else:
-                use = self._switch.choose(load, expected, ahead=alone, telling=self._telling(load))
+                use = self._switch.choose(load, expected, ahead=alone, sending=self._sending(load))
         if self._drafting.active:
             self._use = use
         return self._use
@@ -120,11 +120,11 @@ class Gathering:
         """Whether the device may choose the sequence's rows by what they say."""
         return sequence.request.mode is not VerificationMode.REJECTION
 
-    def _telling(self, load: int) -> float:
-        """Plain steps that it takes to tell the draft of sequences that it does not follow."""
+    def _sending(self, load: int) -> float:
+        """Plain steps that it takes to send the draft the sequences that it does not follow."""
         if self._drafting.reads_features:
-            return _TELLING * load + _TELLING_HEADS
-        return _TELLING * load if load > FOLLOWED_ANYWAY else 0.0
+            return _SENDING * load + _SENDING_HEADS
+        return _SENDING * load if load > FOLLOWED_ANYWAY else 0.0
 
     def _reads_prompts(self, running: SequenceOf[Sequence]) -> bool:
         """Whether the next step has rows of prompts."""

@@ -1,6 +1,6 @@
 """Whether a pass is launched before its predecessor has ended, or held for the draft's answer to it.
 
-Launched ahead, a pass never waits: its rows come from what the draft said of an earlier root, and from the sequences'
+Launched ahead, a pass never waits: its rows come from what was drafted at an earlier root, and from the sequences'
 own texts. Held, it has trees of the very root that it begins with, which hold more tokens, and the device waits one
 round trip for them. Which makes more tokens a second hangs on how long that trip is beside a pass, on how far the draft
 sees, and on how many sequences are waited for; both are measured, by load, and each is tried again now and then.
@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+
+from target_service.speculation.policy.running_means import PassRate
 
 
 class Launch(Enum):
@@ -35,30 +37,8 @@ _MARGIN = 1.02
 
 
 @dataclass(slots=True)
-class Way:
-    """What passes of a kind made lately: tokens of a sequence, and seconds."""
-
-    tokens: float = 0.0
-    seconds: float = 0.0
-    count: int = 0
-
-    @property
-    def rate(self) -> float:
-        """Tokens of a sequence a second."""
-        return self.tokens / self.seconds if self.seconds else 0.0
-
-    def observe(self, tokens: float, seconds: float) -> None:
-        self.count += 1
-        share = max(_SHARE, 1 / self.count)
-        self.tokens += share * (tokens - self.tokens)
-        # A pause of the machine counts for little.
-        bounded = min(seconds, 3 * self.seconds) if self.count > 1 else seconds
-        self.seconds += share * (bounded - self.seconds)
-
-
-@dataclass(slots=True)
 class _Load:
-    ways: dict[Launch, Way] = field(default_factory=lambda: {way: Way() for way in Launch})
+    ways: dict[Launch, PassRate] = field(default_factory=lambda: {way: PassRate(_SHARE) for way in Launch})
     best: Launch = Launch.AHEAD
     since: int = 0
 

@@ -18,6 +18,7 @@ from itertools import islice
 
 from outrider.tree import TokenTree
 from target_service.speculation.draft_tree import GrowingTree
+from target_service.speculation.policy.running_means import RunningMean
 from target_service.speculation.policy.step_cost import StepCost
 
 # All of these are chosen, not measured.
@@ -39,7 +40,7 @@ _GAIN_STEPS = 6.0
 # of them (of fifty).
 _NEAR_KEEP = 0.8
 _FAR_KEEP = 0.95
-_USUAL_KEEP = 0.98
+_USUAL_SHARE = 0.02
 # Before any, and for how many steps that counts.
 _USUAL_PRIOR, _USUAL_STEPS = 2.0, 4
 # Nodes of a sequence whose drafts are used in order of arrival: a number that no draw has a part in.
@@ -64,7 +65,7 @@ class Calibration:
         return self._probabilities[int(score * _BUCKETS)]
 
     def probabilities(self, scores: Iterable[float]) -> list[float]:
-        """The same of many."""
+        """The calibrated probabilities of several scores, see `probability`."""
         known = self._probabilities
         return [known[int(score * _BUCKETS)] for score in scores]
 
@@ -134,7 +135,7 @@ class RowBudget:
     def __init__(self, cost: StepCost | None) -> None:
         """`cost` of None takes every node that is allowed."""
         self._cost = cost
-        self._usual, self._drafted = _USUAL_PRIOR, _USUAL_STEPS
+        self._usual = RunningMean(_USUAL_SHARE, _USUAL_PRIOR, _USUAL_STEPS)
         # What the rows of the last step cut take, as a multiple of what a plain step's take.
         self.step_cost = 1.0
         # Drafted tokens that the rows of the last step cut are expected to bring.
@@ -202,15 +203,14 @@ class RowBudget:
 
         The mean of two views: a run of bad luck must not end drafting, nor the past keep it from beginning again.
         """
-        return (record.near + record.far) / 2 or self._usual
+        return (record.near + record.far) / 2 or self._usual.value
 
     def observe_drafted(self, record: SequenceRecord, tokens: int, row_cost: float) -> None:
         """Learn what a draft was worth: the `tokens` of a step that verifies it from its root on and takes `row_cost`
         plain ones."""
         gain = tokens / row_cost
-        record.draw(gain, self._usual)
-        self._drafted += 1
-        self._usual += max(1 - _USUAL_KEEP, 1 / self._drafted) * (gain - self._usual)
+        record.draw(gain, self._usual.value)
+        self._usual.observe(gain)
 
     def observe_step(self, rows: int, seconds: float) -> None:
         """Learn from the time of a step that only decoded."""

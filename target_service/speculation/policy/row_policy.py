@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field
 from enum import Enum
 
 from outrider.sampling import VerificationMode
@@ -19,8 +18,9 @@ from target_service.core.sequence import DevicePass
 from target_service.execution.batch import DeviceRows
 from target_service.model.cuda_graphs.sizes import row_sizes
 from target_service.sampling.verifier import Verified
-from target_service.speculation.policy.draft_times import Ewma
+from target_service.speculation.policy.draft_times import StepTime
 from target_service.speculation.policy.live_sequence import LiveSequence
+from target_service.speculation.policy.running_means import RunningMean
 from target_service.speculation.policy.step_cost import StepCost
 from tree_kernels.node_table import KEPT, PROSPECTS
 
@@ -59,29 +59,31 @@ class Kind(Enum):
     HELD = "held"
 
 
-@dataclass(slots=True)
 class _Seen:
-    """What passes of a kind promised and kept lately."""
+    """What passes of a kind were expected to bring, and brought, lately."""
 
-    prospects: list[float] = field(default_factory=lambda: list(_FIRST_PROSPECTS))
-    # Two sums, of which the quotient is what a promise is worth.
-    accepted: float = 1.0
-    expected: float = 1.0
-    count: int = 0
+    def __init__(self) -> None:
+        # Of the best 1, 3, 7 .. rows.
+        self._prospects = [RunningMean(_SHARE, tokens, _PRIOR) for tokens in _FIRST_PROSPECTS]
+        # Their quotient is what an expectation is worth.
+        self._accepted, self._expected = RunningMean(_SHARE, 1.0, _PRIOR), RunningMean(_SHARE, 1.0, _PRIOR)
+
+    def restart(self) -> None:
+        """Learn quickly again: a draft is followed anew."""
+        for mean in (self._accepted, self._expected, *self._prospects):
+            mean.count = _PRIOR
 
     def observe(self, passes: SequenceOf[DevicePass]) -> None:
         count = len(passes)
-        self.count += 1
-        # Quickly at first, and whenever a draft is followed anew.
-        share = max(_SHARE, 1 / (_PRIOR + self.count))
-        self.accepted += share * (sum(one.accepted for one in passes) / count - self.accepted)
-        self.expected += share * (sum(one.expected for one in passes) / count - self.expected)
-        for i in range(len(PROSPECTS)):
-            self.prospects[i] += share * (sum(one.prospects[i] for one in passes) / count - self.prospects[i])
+        self._accepted.observe(sum(one.accepted for one in passes) / count)
+        self._expected.observe(sum(one.expected for one in passes) / count)
+        for i, prospect in enumerate(self._prospects):
+            prospect.observe(sum(one.prospects[i] for one in passes) / count)
 
     def tokens(self, drafted: float) -> float:
         """Of a sequence in a pass with so many drafted rows of it, on average."""
-        return 1 + self.accepted / max(self.expected, _LEAST_EXPECTED) * _between(drafted, self.prospects)
+        worth = self._accepted.value / max(self._expected.value, _LEAST_EXPECTED)
+        return 1 + worth * _between(drafted, self._prospects)
 
 
 class RowPolicy:
@@ -106,12 +108,16 @@ class RowPolicy:
         self._was_alone = True
         # What a pass takes, by load in powers of two, rows (0 for a plain one) and kind: as a multiple of what its
         # roots should cost.
-        self._times: dict[tuple[int, int, Kind], Ewma] = {}
+        self._times: dict[tuple[int, int, Kind], StepTime] = {}
         self._since_timed = 0
-        # Tokens that a pass makes of a sequence, lately.
-        self.tokens_each = 1.0
+        self._tokens_each = RunningMean.settled(_SHARE, 1.0)
         # See `NodeTables.trust`.
         self.trust = 1.0
+
+    @property
+    def tokens_each(self) -> float:
+        """Tokens that a pass makes of a sequence, lately."""
+        return self._tokens_each.value
 
     def choose(self, schedule: Schedule, max_rows: int, kind: Kind, waits: float = 0.0) -> DeviceRows | None:
         """The rows of a step of at most `max_rows` that `waits` so many seconds for its drafts; None where a plain step
@@ -139,25 +145,23 @@ class RowPolicy:
         """Take note of what a pass took."""
         if self._cost is not None:
             rows = device_rows.rows if device_rows is not None else 0
-            self._times.setdefault((sequences.bit_length(), rows, kind), Ewma()).observe(
-                seconds / self._cost(sequences), _ENOUGH
-            )
+            times = self._times.setdefault((sequences.bit_length(), rows, kind), StepTime.of(_ENOUGH))
+            times.observe(seconds / self._cost(sequences))
 
     def observe(self, outcomes: SequenceOf[Verified | None], kind: Kind, drafted: SequenceOf[bool]) -> None:
-        """Learn from what passes accepted whose rows the device chose; `drafted`, a draft has said something of the
+        """Learn from what passes accepted whose rows the device chose; `drafted`, the draft has drafted for the
         sequence by now."""
         passes = [one for outcome in outcomes if outcome is not None for one in outcome.device_passes]
         if not passes:
-            self.tokens_each += _SHARE * (1 - self.tokens_each)
+            self._tokens_each.observe(1.0)
             return
-        count = len(passes)
         self._seen[kind].observe(passes)
-        self.tokens_each += _SHARE * (1 + sum(one.accepted for one in passes) / count - self.tokens_each)
+        self._tokens_each.observe(1 + sum(one.accepted for one in passes) / len(passes))
         known = zip(outcomes, drafted, strict=True)
-        told = [one for outcome, has in known if has and outcome is not None for one in outcome.device_passes]
-        if kind is not Kind.ALONE and told:
-            from_table = sum(one.accepted_from_table for one in told) / len(told)
-            excess = from_table - sum(one.expected_from_table for one in told) / len(told)
+        followed = [one for outcome, has in known if has and outcome is not None for one in outcome.device_passes]
+        if kind is not Kind.ALONE and followed:
+            from_table = sum(one.accepted_from_table for one in followed) / len(followed)
+            excess = from_table - sum(one.expected_from_table for one in followed) / len(followed)
             self.trust = min(_MOST_TRUST, max(_LEAST_TRUST, self.trust * (1 + _TRUST_SHARE * excess)))
 
     def _most(self, live: LiveSequence) -> int | None:
@@ -183,7 +187,8 @@ class RowPolicy:
     def _tried(self, sizes: SequenceOf[int], sequences: int, kind: Kind, waits: float) -> int:
         """What makes most, or at times another, for else nobody would know what that takes by now."""
         if self._was_alone and kind is not Kind.ALONE:
-            self._seen[kind].count, self._since_drafts, self._pause = 0, _PAUSE // 2, _PAUSE
+            self._seen[kind].restart()
+            self._since_drafts, self._pause = _PAUSE // 2, _PAUSE
         self._was_alone = kind is Kind.ALONE
         self._since_timed += 1
         if self._since_timed > _REFRESH:
@@ -223,11 +228,11 @@ class RowPolicy:
         return plain * self._cost(max(sequences, rows)) / self._cost(sequences)
 
 
-def _between(drafted: float, prospects: SequenceOf[float]) -> float:
+def _between(drafted: float, prospects: SequenceOf[RunningMean]) -> float:
     """What so many rows of a sequence promise, on straight lines between those that are known."""
     before, expected = 0.0, 0.0
     for count, known in zip(PROSPECTS, prospects, strict=True):
         if drafted <= count:
-            return expected + (known - expected) * (drafted - before) / (count - before)
-        before, expected = float(count), known
+            return expected + (known.value - expected) * (drafted - before) / (count - before)
+        before, expected = float(count), known.value
     return expected

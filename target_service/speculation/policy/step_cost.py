@@ -5,6 +5,8 @@ from __future__ import annotations
 import bisect
 from collections.abc import Sequence as SequenceOf
 
+from target_service.speculation.policy.running_means import bounded
+
 # What one live step may move the cost of its size, and how far from the estimate a step is believed: one step moves it
 # by a twentieth at most, ten that take half as long again move it two thirds of the way. Chosen, not measured.
 _LIVE_SHARE = 0.1
@@ -63,6 +65,6 @@ class StepCost:
         if i and rows - self._rows[i - 1] < self._rows[i] - rows:
             i -= 1
         # Bounded, so that one pause of the machine does not count as what rows cost.
-        ratio = min(_LIVE_BOUND, max(1 / _LIVE_BOUND, seconds / self(rows)))
-        self._measured[i] *= 1 + _LIVE_SHARE * (ratio - 1)
+        expected = self(rows)
+        self._measured[i] *= 1 + _LIVE_SHARE * (bounded(seconds, expected, _LIVE_BOUND) / expected - 1)
         self._smooth()

@@ -1,0 +1,97 @@
+"""The front of an engine: what it refuses, and which sequences are open. Whether the engine runs in this process or in
+another, requests meet the same checks."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterable
+
+from outrider.errors import (
+    Draining,
+    EngineDead,
+    OutriderError,
+    PositionOutOfRange,
+    QuotaExceeded,
+    UnknownSequence,
+    WrongRoot,
+)
+from outrider.tree import TokenTree
+from target_service.core.sequence import SequenceEvent, SequenceFailed, SequenceRequest, Verdict
+
+
+class EngineFront:
+    """Checks requests and trees, mints sequence ids, and knows every sequence from its submission to its last event.
+
+    Attributes:
+        failure: why the engine has failed; None while it has not.
+        last_beat_ns: when its loop came round last, in monotonic nanoseconds.
+    """
+
+    def __init__(self, max_waiting: int) -> None:
+        self._max_waiting = max_waiting
+        self._ids = itertools.count(1)
+        # What the engine's own table holds lags behind by the commands under way.
+        self._open: dict[int, SequenceRequest] = {}
+        # The last committed token of sequences whose client drafts.
+        self._roots: dict[int, int] = {}
+        self._draining = False
+        self.failure: BaseException | None = None
+        self.last_beat_ns = time.monotonic_ns()
+
+    def drain(self) -> None:
+        """Refuse new requests; those under way go on."""
+        self._draining = True
+
+    def check_tree(self, sequence_id: int, tree: TokenTree) -> None:
+        """Check a client's tree.
+
+        Raises:
+            UnknownSequence: no such sequence, or one whose client does not draft.
+            WrongRoot: the tree's root is not the last committed token.
+        """
+        root = self._roots.get(sequence_id)
+        if root is None:
+            raise UnknownSequence("the sequence is not open")
+        if tree.token_ids[0] != root:
+            raise WrongRoot("the tree's root is not the last committed token")
+
+    def _admit(self, request: SequenceRequest, *, capacity: int, running: int, sequence_id: int | None = None) -> int:
+        """The id of a request that is taken: the one given, or the next. See `Engine.submit` for what it raises.
+
+        `capacity` tokens at most fit one sequence; of those open, `running` do not wait.
+        """
+        if self.failure is not None:
+            raise EngineDead("the engine has failed")
+        if self._draining:
+            raise Draining("the target is draining")
+        needed = len(request.token_ids) + request.max_tokens
+        if needed > capacity:
+            raise PositionOutOfRange("prompt and output do not fit", tokens=needed, capacity=capacity)
+        waiting = len(self._open) - running
+        if waiting >= self._max_waiting:
+            raise QuotaExceeded("too many requests wait", waiting=waiting)
+        return next(self._ids) if sequence_id is None else sequence_id
+
+    def _add(self, sequence_id: int, request: SequenceRequest) -> None:
+        """The sequence is open from now on. Before anything can happen to it."""
+        self._open[sequence_id] = request
+        if request.external:
+            self._roots[sequence_id] = request.token_ids[-1]
+
+    def _forget(self, sequence_id: int) -> SequenceRequest | None:
+        """The sequence has ended. Its request, if it was open."""
+        self._roots.pop(sequence_id, None)
+        return self._open.pop(sequence_id, None)
+
+    def _observe(self, events: Iterable[SequenceEvent]) -> None:
+        """Move roots on, and forget what has ended. Before anybody sees the events."""
+        for event in events:
+            if not isinstance(event, Verdict):
+                self._forget(event.sequence_id)
+            elif event.sequence_id in self._roots:
+                self._roots[event.sequence_id] = event.token_ids[-1]
+
+    def _failed(self, error: OutriderError) -> list[SequenceEvent]:
+        """The last event of every sequence that is still open."""
+        return [SequenceFailed(sequence_id, error) for sequence_id in list(self._open)]
