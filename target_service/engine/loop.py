@@ -193,7 +193,7 @@ class EngineLoop:
         alone = step.launched.followable and all(map(self._goes_on_alone, running))
         use = self._gathering.choose(running, alone=alone)
         self._way = self._choose_way(running) if alone and use is Use.PLAIN else Launch.AHEAD
-        if use is Use.AFTER or not alone or self._way is Launch.HELD:
+        if use is Use.AFTER or not alone or self._way is Launch.HELD or self._gathering.awaits_tokens(running):
             return None
         step.await_tokens()
         try:
@@ -337,7 +337,8 @@ class EngineLoop:
                 self._follow.observe(stats.sequences, made, seconds / step.stride, followed=followed)
                 if followed and step.batch.device_rows is not None:
                     self._modes.observe(stats.sequences, way, made, seconds / step.stride)
-            if gathered.use is Use.PLAIN and not step.behind_tree and step.launched.followable:
+            plain = gathered.use is Use.PLAIN and not gathered.has_trees
+            if plain and not step.behind_tree and step.launched.followable:
                 took = stats.forward_ns * 1e-9 / step.stride
                 self._policy.observe_time(stats.sequences, step.batch.device_rows, took, self._kind(way))
             if ended_ns and step.ahead and gathered.use is Use.PLAIN and not step.behind_tree:
@@ -366,7 +367,8 @@ class EngineLoop:
             if live is None or item.tree is None or outcome is None:
                 continue
             if step.gathered.answered or item.tree.drafted:
-                self._gathering.learn(live, item.tree, outcome, step.gathered.row_cost)
+                gathered = step.gathered
+                self._gathering.learn(live, item.tree, outcome, gathered.row_cost, waited=gathered.answered)
             verdicts.append(commit(live, item.tree, outcome, compute_ns, kept=item.kept))
             # Not otherwise: what lies past the committed tokens may belong to passes that are under way.
             if item.tree.drafted:

@@ -143,6 +143,7 @@ def request_from_fields(fields: Fields) -> SequenceRequest:
         **fields
         | {
             "token_ids": tuple(fields["token_ids"]),
+            "prediction": tuple(fields["prediction"]),
             "mode": VerificationMode(fields["mode"]),
             "sampling": SamplingParams(**sampling | tuples | {"logit_bias": dict(sampling["logit_bias"])}),
         }
