@@ -28,7 +28,7 @@ _LONGEST_RUN, _MOST_PLACES, _GUESSED = 16, 64, 4
 _NEAR = 16
 # A run after which nobody waits for another draft.
 _SURE_RUN = 8
-# After so many offers in a row of which nothing was right, the run that the next takes has doubled as often.
+# With each offer in a row of which nothing was right, up to so many, the run that the next one takes doubles.
 _MOST_DOUBLINGS = 6
 # Accepted tokens of an offer that clear the record of those before.
 _RIGHT_AGAIN = 2
@@ -57,6 +57,8 @@ class PredictedAnswer:
     _said: int = 0
     _followed: bool = False
     _failures: int = 0
+    # Whether any offer was right.
+    _proven: bool = False
     # Where each pair of neighbours ends, made when the model first leaves the prediction.
     _ends_of_pairs: dict[tuple[int, int], list[int]] | None = None
 
@@ -85,14 +87,14 @@ class PredictedAnswer:
     def judge(self, accepted: int) -> None:
         """So many tokens of what was offered came. Where none ever does, the next offer takes a longer run."""
         if accepted >= _RIGHT_AGAIN:
-            self._failures = 0
+            self._failures, self._proven = 0, True
         elif not accepted:
             self._failures = min(_MOST_DOUBLINGS, self._failures + 1)
 
     def _places(self) -> Iterator[tuple[int, float, int]]:
         """(place, score of its token, run) of what may come next and is believed enough to be offered."""
         end = len(self.token_ids)
-        needed = 1 << self._failures if self._failures else 0
+        needed = (1 if self._proven else 2) << self._failures if self._failures else 0
         if self._place is not None:
             if self._place < end and self._run >= needed:
                 yield self._place, _right(self._run), self._run
