@@ -45,6 +45,7 @@ from target_service.speculation.policy.gathered import Gathered
 from target_service.speculation.policy.gathering import Gathering
 from target_service.speculation.policy.launch_modes import Launch, LaunchModes
 from target_service.speculation.policy.live_sequence import LiveSequence
+from target_service.speculation.policy.predicted_nodes import graft_predictions, note_passes
 from target_service.speculation.policy.row_budget import RowBudget
 from target_service.speculation.policy.row_policy import Kind, RowPolicy
 from target_service.speculation.policy.step_cost import StepCost
@@ -269,6 +270,8 @@ class EngineLoop:
         stride, device_rows = self._passes(schedule, gathered, behind)
         batch = lay_out(schedule.chunks, gathered.trees, self._runner.cache, stride, device_rows)
         verifiers = [self.live[item.sequence.sequence_id].verifier for item in batch.items]
+        if device_rows is not None and self._steps.tables is not None:
+            graft_predictions((item.sequence for item in batch.items), self.live, self._steps.tables)
         if behind is not None:
             clock.hold(self._await_drafts(batch, behind))
         else:
@@ -369,7 +372,10 @@ class EngineLoop:
             if step.gathered.answered or item.tree.drafted:
                 gathered = step.gathered
                 self._gathering.learn(live, item.tree, outcome, gathered.row_cost, waited=gathered.answered)
-            verdicts.append(commit(live, item.tree, outcome, compute_ns, kept=item.kept))
+            verdict = commit(live, item.tree, outcome, compute_ns, kept=item.kept)
+            verdicts.append(verdict)
+            if outcome.device_passes and self._steps.tables is not None:
+                note_passes(live, outcome.device_passes, len(verdict.token_ids), self._steps.tables)
             # Not otherwise: what lies past the committed tokens may belong to passes that are under way.
             if item.tree.drafted:
                 self.scheduler.trim(item.sequence)
@@ -379,7 +385,8 @@ class EngineLoop:
         """Let the policy learn from a pass whose rows the device chose, once the draft knows what it said."""
         if self._policy.on and not step.batch.prefill_rows and not step.batch.drafted:
             kind, tables = self._kind(Launch.AHEAD if step.ahead else Launch.HELD), self._steps.tables
-            drafted = [tables is not None and tables.holds(item.sequence.sequence_id) for item in step.batch.items]
+            # Of a table that holds a prediction too, nobody knows what the draft promised.
+            drafted = [tables is not None and tables.of_draft(one.sequence.sequence_id) for one in step.batch.items]
             self._policy.observe(outcomes, kind, drafted)
 
     def _advance(self, verdicts: SequenceOf[Verdict]) -> None:

@@ -7,8 +7,8 @@ from collections.abc import Set
 from dataclasses import dataclass
 
 from outrider.tree import MAX_ROWS, TokenTree
+from target_service.core.predicted_chain import PredictedChain
 from target_service.speculation.draft_tree import GrowingTree
-from target_service.speculation.prediction import PredictedChain
 
 _ROOT = 0
 

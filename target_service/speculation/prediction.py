@@ -12,7 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
-from typing import NamedTuple
+
+from target_service.core.predicted_chain import PredictedChain
 
 # All of these are chosen, not measured; what scores are worth is learnt (`row_budget.Calibration`).
 # By the length of the run, from 0 on: how often the next token comes as predicted.
@@ -32,13 +33,6 @@ _SURE_RUN = 8
 _MOST_DOUBLINGS = 6
 # Accepted tokens of an offer that clear the record of those before.
 _RIGHT_AGAIN = 2
-
-
-class PredictedChain(NamedTuple):
-    """Tokens that may follow the sequence's last, and how likely each is where the one before came."""
-
-    token_ids: tuple[int, ...]
-    scores: tuple[float, ...]
 
 
 @dataclass(slots=True, eq=False)
@@ -78,6 +72,13 @@ class PredictedAnswer:
         """Whether there is anything to offer."""
         self._catch_up()
         return next(self._places(), None) is not None
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """Of what is offered now: its places in the prediction less the sequence's length. They stay the same for as
+        long as the sequence goes on as it did."""
+        self._catch_up()
+        return tuple([place - self.seen for place, _, _ in self._places()])
 
     def chains(self, most: int) -> list[PredictedChain]:
         """What may come next, the likeliest first: chains of up to `most` tokens."""

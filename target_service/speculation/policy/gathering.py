@@ -119,10 +119,15 @@ class Gathering:
 
     def awaits_tokens(self, running: SequenceOf[Sequence]) -> bool:
         """Whether the host has to see what the step under way says, since it cuts a prediction that may go on."""
-        if self._policy.on and all(map(self._device_chooses, running)):
+        if self._device_decides(running):
             return False
         predictions = (self._live[sequence.sequence_id].prediction for sequence in running)
         return any(prediction is not None and prediction.promises for prediction in predictions)
+
+    def _device_decides(self, sequences: SequenceOf[Sequence]) -> bool:
+        """Whether the device chooses the rows of all of them, predicted ones too."""
+        verified = (self._live[sequence.sequence_id].verifier.on_device for sequence in sequences)
+        return self._policy.on and all(verified) and all(map(self._device_chooses, sequences))
 
     def _is_led(self, sequence: Sequence) -> bool:
         """Whether the sequence follows its prediction so surely that it waits for no draft."""
@@ -177,9 +182,9 @@ class Gathering:
             if tree is None or not tree.answered:
                 unanswered.append(sequence)
             self._offer(sequence, tree, offers)
-        for chunk in schedule.chunks:
-            if chunk.takes_tree:
-                self._offer_prediction(chunk.sequence, offers)
+        taking = [chunk.sequence for chunk in schedule.chunks if chunk.takes_tree]
+        for sequence in () if self._device_decides(taking) else taking:
+            self._offer_prediction(sequence, offers)
         trees = self._cut(schedule, offers)
         for sequence in unanswered:
             sequence.totals.fallback_steps += 1
