@@ -65,6 +65,7 @@ def served_model(config: TargetConfig, runner: ModelRunner) -> ServedModel:
         tokenizer_fingerprint=runner.tokenizer_fingerprint,
         tokenizer=runner.tokenizer,
         speculation=speculates(config) or runner.node_table is not None,
+        predictions=config.speculation,
     )
 
 
@@ -89,7 +90,7 @@ def assemble(config: TargetConfig, runner: ModelRunner, observer: EngineObserver
     Raises `SettingsError` for a draft that cannot be, and what the drafter of an in-process link raises.
     """
     cost = None
-    if (speculates(config) or runner.node_table is not None) and config.row_budget == "adaptive":
+    if (config.speculation or runner.node_table is not None) and config.row_budget == "adaptive":
         logger.info("measuring what a step costs by its rows")
         cost = in_passing_thread(lambda: measure_step_cost(runner, config.step_rows))
     engine = Engine(runner, engine_config(config), step_cost=cost, observer=observer)

@@ -192,5 +192,7 @@ class Generation:
             time_to_first_token=(received.first_token_at or ended_at) - self._begun_at,
             duration=ended_at - self._begun_at,
             trace_id=self._span.trace_id,
+            accepted_prediction_tokens=pb.usage.accepted_prediction_tokens,
+            rejected_prediction_tokens=pb.usage.rejected_prediction_tokens,
         )
         self._span.finished(self._result)

@@ -155,6 +155,9 @@ class Result:
     time_to_first_token: float
     duration: float
     trace_id: str = ""
+    # Of the request's prediction: tokens that were verified and kept, and verified in vain.
+    accepted_prediction_tokens: int = 0
+    rejected_prediction_tokens: int = 0
 
     @property
     def tokens_per_second(self) -> float:

@@ -34,6 +34,8 @@ class ServedModel:
     tokenizer: Any | None = None
     # Whether speculation is on, and anything drafts.
     speculation: bool = False
+    # Whether speculation is on at all, so that predictions are verified.
+    predictions: bool = True
 
 
 class Admission:
@@ -58,6 +60,7 @@ class Admission:
             raise InvalidField("speculation.max_nodes", f"must be at most {served.max_rows - 1}")
         corpus = name_from_pb(options.corpus, "speculation.corpus")
         prompt = await self._prompts.token_ids(request)
+        prediction = await self._prompts.prediction(request)
         asked = options.enabled if options.HasField("enabled") else True
         return SequenceRequest(
             token_ids=prompt,
@@ -69,6 +72,7 @@ class Admission:
             speculate=asked and served.speculation and max_nodes > 0,
             max_draft_nodes=max_nodes,
             corpus=corpus,
+            prediction=prediction if asked and served.predictions and max_nodes > 0 else (),
             traceparent=traceparent,
         )
 

@@ -1,4 +1,4 @@
-"""What a request wants continued, as token ids."""
+"""What a request wants continued, and what it expects, as token ids."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from outrider.wire.trees import check_token_ids
 ROLES = ("system", "user", "assistant")
 # Longer texts are tokenised in a thread, so that they do not hold up the streams of others.
 _LONG_TEXT = 8192
+# Bytes of a predicted text for each token of the context: what is longer is not tokenised.
+_BYTES_A_TOKEN = 16
 
 
 class Prompts:
@@ -45,6 +47,28 @@ class Prompts:
             text = self._render(request.chat)
             return self._fitting(await self._encode(text, special=False), "chat.messages")
         raise InvalidField("input", "one of text, chat and tokens must be set")
+
+    async def prediction(self, request: target_pb2.GenerateRequest) -> tuple[int, ...]:
+        """The prediction of `request`, empty without one. No longer than the context, which no answer can be.
+
+        Raises:
+            InvalidField: too long, or an id outside the vocabulary.
+            NotSupported: text without a tokenizer.
+        """
+        kind, most = request.prediction.WhichOneof("content"), self._max_prompt + 1
+        if kind == "tokens":
+            field_path, token_ids = "prediction.tokens.token_ids", tuple(request.prediction.tokens.token_ids)
+        elif kind == "text" and request.prediction.text:
+            field_path, text = "prediction.text", request.prediction.text
+            if len(text.encode()) > _BYTES_A_TOKEN * most:
+                raise InvalidField(field_path, f"has more than {_BYTES_A_TOKEN * most} bytes")
+            token_ids = await self._encode(text, special=False)
+        else:
+            return ()
+        if len(token_ids) > most:
+            raise InvalidField(field_path, f"has {len(token_ids)} tokens; at most {most} are allowed")
+        check_token_ids(token_ids, self._vocabulary_size, field_path)
+        return token_ids
 
     def checked(self, token_ids: Sequence[int], field_path: str) -> tuple[int, ...]:
         """Token ids from outside, held against the vocabulary and the context."""

@@ -32,7 +32,7 @@ def started(sequence_id: int, request: SequenceRequest, model: str) -> pb.Genera
             prompt_tokens=len(request.token_ids),
             seed=request.seed,
             mode=mode_to_pb(request.mode),
-            speculating=request.speculate,
+            speculating=request.speculate or bool(request.prediction),
             model=model,
         )
     )
@@ -58,7 +58,7 @@ def finished(event: SequenceFinished) -> pb.GenerateResponse:
     finish, totals = event.finish, event.totals
     reply = pb.GenerateFinished(
         finish_reason=_REASONS[finish.reason],
-        usage=pb.Usage(prompt_tokens=totals.prompt_tokens, completion_tokens=totals.completion_tokens),
+        usage=_usage(totals),
         speculation=_speculation(totals),
         times=_times(totals),
     )
@@ -118,6 +118,15 @@ def _logprobs(logprobs: Sequence[TokenLogprobs]) -> list[pb.TokenLogprobs]:
 
 def _timings(event: Verdict) -> tree_pb2.Timings:
     return timings_to_pb(event.queue_ns, event.compute_ns)
+
+
+def _usage(totals: SequenceTotals) -> pb.Usage:
+    return pb.Usage(
+        prompt_tokens=totals.prompt_tokens,
+        completion_tokens=totals.completion_tokens,
+        accepted_prediction_tokens=totals.accepted_predicted_tokens,
+        rejected_prediction_tokens=totals.predicted_tokens - totals.accepted_predicted_tokens,
+    )
 
 
 def _speculation(totals: SequenceTotals) -> pb.SpeculationTotals:

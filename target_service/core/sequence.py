@@ -33,6 +33,8 @@ class SequenceRequest:
     speculate: bool = True
     max_draft_nodes: int = 63
     corpus: str = ""
+    # The answer that the caller expects; empty without one.
+    prediction: tuple[int, ...] = ()
     # The client drafts: each step waits for `Engine.verify`.
     external: bool = False
     traceparent: str = ""
@@ -140,6 +142,9 @@ class SequenceTotals:
     draft_wait_ns: int = 0
     fallback_steps: int = 0
     preemptions: int = 0
+    # Of the request's prediction: tokens that were verified, and those of them that were accepted.
+    predicted_tokens: int = 0
+    accepted_predicted_tokens: int = 0
 
 
 class SequenceFinished(_Event, frozen=True):

@@ -7,6 +7,7 @@ import time
 from outrider.tree import TokenTree
 from target_service.core.sequence import Finish, Sequence, SequenceState, Verdict
 from target_service.sampling.verifier import Verified
+from target_service.speculation.merged_tree import PredictedTree
 from target_service.speculation.policy.live_sequence import LiveSequence
 
 
@@ -38,6 +39,9 @@ def commit(live: LiveSequence, tree: TokenTree, outcome: Verified, compute_ns: i
         compute_ns=compute_ns,
         drafts_by_step=by_step if any(by_step[1:]) else (),
     )
+    if isinstance(tree, PredictedTree):
+        sequence.totals.predicted_tokens += tree.predicted_rows
+        sequence.totals.accepted_predicted_tokens += tree.accepted_predicted(accepted)
     if tree.drafted:
         _count_drafts(sequence, tree.drafted, max(tree.depths), len(accepted))
     # Passes behind the end of the sequence are nobody's.

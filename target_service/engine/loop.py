@@ -45,6 +45,7 @@ from target_service.speculation.policy.gathered import Gathered
 from target_service.speculation.policy.gathering import Gathering
 from target_service.speculation.policy.launch_modes import Launch, LaunchModes
 from target_service.speculation.policy.live_sequence import LiveSequence
+from target_service.speculation.policy.predicted_nodes import graft_predictions, note_passes
 from target_service.speculation.policy.row_budget import RowBudget
 from target_service.speculation.policy.row_policy import Kind, RowPolicy
 from target_service.speculation.policy.step_cost import StepCost
@@ -197,7 +198,7 @@ class EngineLoop:
         alone = step.launched.followable and all(map(self._goes_on_alone, running))
         use = self._gathering.choose(running, alone=alone)
         self._way = self._choose_way(running) if alone and use is Use.PLAIN else Launch.AHEAD
-        if use is Use.AFTER or not alone or self._way is Launch.HELD:
+        if use is Use.AFTER or not alone or self._way is Launch.HELD or self._gathering.awaits_tokens(running):
             return None
         step.await_tokens()
         try:
@@ -273,6 +274,8 @@ class EngineLoop:
         stride, device_rows = self._passes(schedule, gathered, behind)
         batch = lay_out(schedule.chunks, gathered.trees, self._runner.cache, stride, device_rows)
         verifiers = [self.live[item.sequence.sequence_id].verifier for item in batch.items]
+        if device_rows is not None and self._steps.tables is not None:
+            graft_predictions((item.sequence for item in batch.items), self.live, self._steps.tables)
         if behind is not None:
             clock.hold(self._await_drafts(batch, behind))
         else:
@@ -341,7 +344,8 @@ class EngineLoop:
                 self._follow.observe(stats.sequences, made, seconds / step.stride, followed=followed)
                 if followed and step.batch.device_rows is not None:
                     self._modes.observe(stats.sequences, way, made, seconds / step.stride)
-            if gathered.use is Use.PLAIN and not step.behind_tree and step.launched.followable:
+            plain = gathered.use is Use.PLAIN and not gathered.has_trees
+            if plain and not step.behind_tree and step.launched.followable:
                 took = stats.forward_ns * 1e-9 / step.stride
                 self._policy.observe_time(stats.sequences, step.batch.device_rows, took, self._kind(way))
             if ended_ns and step.ahead and gathered.use is Use.PLAIN and not step.behind_tree:
@@ -370,8 +374,12 @@ class EngineLoop:
             if live is None or item.tree is None or outcome is None:
                 continue
             if step.gathered.answered or item.tree.drafted:
-                self._gathering.learn(live, item.tree, outcome, step.gathered.row_cost)
-            verdicts.append(commit(live, item.tree, outcome, compute_ns, kept=item.kept))
+                gathered = step.gathered
+                self._gathering.learn(live, item.tree, outcome, gathered.row_cost, waited=gathered.answered)
+            verdict = commit(live, item.tree, outcome, compute_ns, kept=item.kept)
+            verdicts.append(verdict)
+            if outcome.device_passes and self._steps.tables is not None:
+                note_passes(live, outcome.device_passes, len(verdict.token_ids), self._steps.tables)
             # Not otherwise: what lies past the committed tokens may belong to passes that are under way.
             if item.tree.drafted:
                 self.scheduler.trim(item.sequence)
@@ -381,7 +389,8 @@ class EngineLoop:
         """Let the policy learn from a pass whose rows the device chose, once the draft knows what it said."""
         if self._policy.on and not step.batch.prefill_rows and not step.batch.drafted:
             kind, tables = self._kind(Launch.AHEAD if step.ahead else Launch.HELD), self._steps.tables
-            drafted = [tables is not None and tables.holds(item.sequence.sequence_id) for item in step.batch.items]
+            # Of a table that holds a prediction too, nobody knows what the draft promised.
+            drafted = [tables is not None and tables.of_draft(one.sequence.sequence_id) for one in step.batch.items]
             self._policy.observe(outcomes, kind, drafted)
 
     def _advance(self, verdicts: SequenceOf[Verdict]) -> None:

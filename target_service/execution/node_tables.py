@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from outrider.errors import InvalidField
 from outrider.wire.frames import ROOT_ID, SequenceGrowth
+from target_service.core.predicted_chain import PredictedChain
 from tree_kernels.node_table import COST_OF_HALVING, MOST_COST, NODES, TABLE
 
 Ints = npt.NDArray[np.int32]
@@ -46,6 +47,8 @@ class _Tree:
     links: Ints = field(default_factory=lambda: np.zeros((2, NODES), np.int32))
     # (first id, places of its nodes) of every growth since, in order; -1 is the place of what was left out.
     named: list[tuple[int, Ids]] = field(default_factory=list)
+    # What is predicted besides; None where nothing is.
+    predicted: PredictedNodes | None = None
 
     def begin(self, base: int, root: int) -> None:
         """Begin anew with a root."""
@@ -60,6 +63,32 @@ class _Tree:
             if first <= node_id:
                 return int(places[node_id - first]) if node_id - first < len(places) else _NOBODY
         return _NOBODY
+
+
+@dataclass(frozen=True, slots=True)
+class PredictedNodes:
+    """Chains that were predicted when the sequence had `base` tokens.
+
+    `places` are what they begin with, as places of the prediction less `base`: the same for as long as the sequence
+    follows them, or does not.
+    """
+
+    base: int
+    places: tuple[int, ...]
+    chains: tuple[PredictedChain, ...]
+    # The sequence's own list, which grows with each commit.
+    token_ids: SequenceOf[int]
+
+    def from_base(self, base: int) -> list[tuple[SequenceOf[int], SequenceOf[float]]]:
+        """Tokens and scores of every chain as they follow the sequence's first `base` tokens, which are known."""
+        if base <= self.base:
+            said = self.token_ids[base : self.base]
+            sure = [1.0] * len(said)
+            return [([*said, *chain.token_ids], [*sure, *chain.scores]) for chain in self.chains]
+        said = self.token_ids[self.base : base]
+        count = len(said)
+        held = [chain for chain in self.chains if list(chain.token_ids[:count]) == list(said)]
+        return [(chain.token_ids[count:], chain.scores[count:]) for chain in held]
 
 
 class NodeTables:
@@ -96,6 +125,23 @@ class NodeTables:
         """Whether it has nodes of the sequence that were not cleared since."""
         tree = self._trees.get(sequence_id)
         return tree is not None and tree.count > 0
+
+    def of_draft(self, sequence_id: int) -> bool:
+        """Whether all that is known of the sequence's next tokens is what a draft said."""
+        return self.holds(sequence_id) and self.predicted(sequence_id) is None
+
+    def predict(self, sequence_id: int, predicted: PredictedNodes | None) -> None:
+        """Hang what is predicted into the sequence's tree, instead of what was before. A sequence without a slot gets
+        one, if any is free."""
+        self.enter(sequence_id)
+        tree = self._trees.get(sequence_id)
+        if tree is not None and tree.predicted is not predicted:
+            tree.predicted, tree.changed = predicted, True
+
+    def predicted(self, sequence_id: int) -> PredictedNodes | None:
+        """What is predicted of the sequence's next tokens, as it was last given."""
+        tree = self._trees.get(sequence_id)
+        return None if tree is None else tree.predicted
 
     def grow(self, growth: SequenceGrowth, base: int, token_ids: SequenceOf[int]) -> None:
         """Take in nodes for a sequence whose `token_ids` were `base` many when they were drafted.
@@ -154,12 +200,38 @@ class NodeTables:
         blocks = frame[1 + self._slots :].reshape(len(changed), _BLOCK)
         for block, tree in zip(blocks, changed, strict=True):
             block[0] = tree.slot
+            if tree.predicted is not None:
+                tree, trust = with_predicted(tree, tree.predicted, self.trust), 1.0
+            else:
+                trust = self.trust
             if tree.count:
-                build_table(tree.tokens, tree.parents, tree.scores, tree.count, self.trust, tree.base, block[1:])
+                build_table(tree.tokens, tree.parents, tree.scores, tree.count, trust, tree.base, block[1:])
             else:
                 block[1:3] = 0
+        for tree in changed:
             tree.changed = False
         return frame, len(changed)
+
+
+def with_predicted(tree: _Tree, predicted: PredictedNodes, trust: float) -> _Tree:
+    """A tree with what is predicted, its draft's scores multiplied with `trust`. A node that both say has the larger
+    score."""
+    merged = _Tree(tree.slot, tree.base, tree.count)
+    merged.tokens[:], merged.parents[:], merged.scores[:] = tree.tokens, tree.parents, tree.scores * trust
+    merged.links[:] = tree.links
+    if not merged.count:
+        merged.begin(predicted.base, predicted.token_ids[predicted.base - 1])
+    for token_ids, scores in predicted.from_base(merged.base):
+        places, before, count = np.zeros(len(token_ids), np.int64), merged.scores.copy(), merged.count
+        # Each hangs below the one before it, the first below the root.
+        above = np.arange(-1, len(token_ids) - 1) * -1 - 2
+        above[:1] = 0
+        tokens, chances = np.array(token_ids, np.int32), np.array(scores, np.float64)
+        merged.count = insert(
+            merged.tokens, merged.parents, merged.scores, merged.links, count, above, tokens, chances, places
+        )
+        merged.scores[1:count] = np.maximum(merged.scores[1:count], before[1:count])
+    return merged
 
 
 @numba.njit(nogil=True)  # type: ignore[untyped-decorator]

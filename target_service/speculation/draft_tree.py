@@ -74,6 +74,11 @@ class GrowingTree:
         return self._scores
 
     @property
+    def token_ids(self) -> SequenceOf[int]:
+        """Per live node, the root first."""
+        return self._tokens
+
+    @property
     def parents(self) -> SequenceOf[int]:
         """Per live node, the root first: the number of its parent."""
         return self._parents

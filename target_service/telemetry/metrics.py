@@ -18,6 +18,7 @@ _DRAFTED, _ACCEPTED = "outrider_spec_decode_num_drafts_per_depth", "outrider_spe
 # (a pass of a trie or head commits two to four tokens), and get theirs when they come.
 _EXPECTED_DEPTHS = 16
 _SOURCES = ("draft", "lookup")
+_PREDICTED = ("accepted", "rejected")
 _EXPECTED_OUTCOMES = ("end_of_sequence", "stop", "length", "cancelled")
 
 
@@ -57,6 +58,7 @@ class PrometheusObserver:
         self._forward = histogram("outrider_step_phase_seconds", "forward")
         self._verify = histogram("outrider_step_phase_seconds", "verify")
         self._commit = histogram("outrider_step_phase_seconds", "commit")
+        self._predicted = {outcome: count("outrider_prediction_tokens", outcome) for outcome in _PREDICTED}
         for outcome in _EXPECTED_OUTCOMES:
             count("outrider_requests", outcome)
         for place in range(_EXPECTED_DEPTHS):
@@ -134,6 +136,8 @@ class PrometheusObserver:
         metrics.counter("outrider_requests", outcome).add()
         metrics.counter("outrider_prompt_tokens").add(totals.prompt_tokens)
         metrics.counter("outrider_preemptions").add(totals.preemptions)
+        self._predicted["accepted"].add(totals.accepted_predicted_tokens)
+        self._predicted["rejected"].add(totals.predicted_tokens - totals.accepted_predicted_tokens)
         for place, (drafted, accepted) in enumerate(
             zip_longest(totals.drafted_by_depth, totals.accepted_by_depth, fillvalue=0)
         ):

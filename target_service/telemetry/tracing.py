@@ -174,6 +174,8 @@ def totals_attributes(totals: SequenceTotals) -> dict[str, AttributeValue]:
         "outrider.drafted_steps": totals.drafted_steps,
         "outrider.drafted_tokens": totals.drafted_tokens,
         "outrider.accepted_tokens": totals.accepted_tokens,
+        "outrider.predicted_tokens": totals.predicted_tokens,
+        "outrider.accepted_predicted_tokens": totals.accepted_predicted_tokens,
         "outrider.drafted_by_depth": tuple(totals.drafted_by_depth),
         "outrider.accepted_by_depth": tuple(totals.accepted_by_depth),
         "outrider.draft_wait": totals.draft_wait_ns / 1e9,

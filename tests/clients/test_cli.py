@@ -89,6 +89,17 @@ async def test_generate_as_json(running: Any, outrider: Any) -> None:
     assert (request.text, list(request.sampling.stop), request.speculation.enabled) == ("count", ["x", "y"], False)
 
 
+async def test_generate_with_a_prediction(running: Any, outrider: Any, tmp_path: Path) -> None:
+    path = tmp_path / "expected.txt"
+    path.write_text("one two three")
+    words = ["generate", "count", "--target", running.address, "--prediction", str(path)]
+    status, _, err = await outrider(*words)
+    assert status == 0, err
+    assert running.target.requests[0][0].prediction.text == "one two three"
+    status, _, err = await outrider(*words[:-1], str(tmp_path / "missing.txt"))
+    assert status == 1 and "missing.txt" in err and "Traceback" not in err
+
+
 async def test_errors_are_for_people(running: Any, outrider: Any, unused_tcp_port: int) -> None:
     status, out, err = await outrider("generate", "x", "--target", f"127.0.0.1:{unused_tcp_port}")
     assert (status, out) == (1, "")

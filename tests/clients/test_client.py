@@ -54,6 +54,15 @@ async def test_result_alone_reads_everything(running: Any) -> None:
     assert request.speculation.HasField("enabled") and not request.speculation.enabled
 
 
+async def test_predictions_are_text_or_token_ids(running: Any) -> None:
+    async with Client.connect(running.address) as client:
+        for prediction in ("one two", [5, 6], "", None):
+            await client.generate(token_ids=[1], prediction=prediction).result()
+    text, token_ids, empty, none = (request.prediction for request, _, _ in running.target.requests)
+    assert text.text == "one two" and list(token_ids.tokens.token_ids) == [5, 6]
+    assert empty.WhichOneof("content") == "text" and none.WhichOneof("content") is None
+
+
 @pytest.mark.parametrize(
     "given", [{}, {"text": "a", "token_ids": [1]}, {"messages": []}], ids=["nothing", "two", "empty"]
 )

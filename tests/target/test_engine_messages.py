@@ -76,6 +76,7 @@ MESSAGES: dict[str, Message] = {
             tenant="acmé",
             speculate=False,
             corpus="c",
+            prediction=(4, 5, 6),
             external=True,
             traceparent="00-" + "a" * 32 + "-" + "b" * 16 + "-01",
         ),

@@ -157,6 +157,14 @@ def test_outcomes_and_depths_that_come_unexpected(observer: PrometheusObserver) 
     assert found["time_to_first_token_seconds_count", ()] == 0
 
 
+def test_tokens_of_predictions_are_counted_at_the_end(observer: PrometheusObserver) -> None:
+    for totals in (SequenceTotals(), SequenceTotals(predicted_tokens=9, accepted_predicted_tokens=7)):
+        observer.on_finished(request([1], 4), totals, "stop")
+    found = samples(observer)
+    assert found["prediction_tokens_total", (("outcome", "accepted"),)] == 7
+    assert found["prediction_tokens_total", (("outcome", "rejected"),)] == 2
+
+
 def test_exemplars_carry_the_trace_and_nothing_else(observer: PrometheusObserver) -> None:
     now = time.monotonic_ns()
     totals = SequenceTotals(arrived_ns=now - 10**8, started_ns=now - 10**8, first_token_ns=now - 10**7, finished_ns=now)

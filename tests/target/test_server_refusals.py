@@ -36,6 +36,15 @@ BAD_FIELDS = {
     "stop-token-outside": (asking(sampling={"stop_token_ids": [2**32 - 1]}), "sampling.stop_token_ids[0]"),
     "min-over-max": (asking(sampling={"min_tokens": 3, "max_tokens": 2}), "sampling.min_tokens"),
     "many-nodes": (asking(speculation={"max_nodes": SERVED.max_rows}), "speculation.max_nodes"),
+    "predicted-outside": (
+        asking(prediction={"tokens": {"token_ids": [1, VOCABULARY]}}),
+        "prediction.tokens.token_ids[1]",
+    ),
+    "long-prediction": (
+        asking(prediction={"tokens": {"token_ids": [1] * (SERVED.max_context + 1)}}),
+        "prediction.tokens.token_ids",
+    ),
+    "long-predicted-text": (asking(prediction={"text": "é" * (8 * SERVED.max_context + 1)}), "prediction.text"),
     "bad-corpus": (asking(speculation={"corpus": "../x"}), "speculation.corpus"),
     "greedy-at-heat": (
         asking(sampling={"temperature": 1}, speculation={"mode": "VERIFICATION_MODE_GREEDY"}),

@@ -122,3 +122,22 @@ async def test_logs_hold_no_prompt(target: Any, caplog: pytest.LogCaptureFixture
         with pytest.raises(grpc.aio.AioRpcError):
             await spoken(target, text="opensesame", sampling={"temperature": -1})
     assert "opensesame" not in caplog.text
+
+
+async def test_a_predicted_text_is_tokenised_as_it_stands(target: Any, byte_tokenizer: Any) -> None:
+    limits = {"max_tokens": 2}
+    await spoken(target, text="a", prediction=pb.Prediction(text="bcd"), sampling=limits)
+    assert target.engine.requests[-1].prediction == tuple(byte_tokenizer.encode("bcd", add_special_tokens=False))
+    await spoken(target, text="a", prediction=pb.Prediction(tokens=pb.TokenInput(token_ids=[5, 6])), sampling=limits)
+    assert target.engine.requests[-1].prediction == (5, 6)
+    for nothing in (pb.Prediction(), pb.Prediction(text=""), pb.Prediction(tokens=pb.TokenInput())):
+        await spoken(target, text="a", prediction=nothing, sampling=limits)
+        assert target.engine.requests[-1].prediction == ()
+
+
+async def test_a_prediction_is_left_out_where_speculation_is_not_wanted(target: Any) -> None:
+    for options in ({"enabled": False}, {"max_nodes": 0}):
+        await spoken(
+            target, text="a", prediction=pb.Prediction(text="bcd"), speculation=options, sampling={"max_tokens": 2}
+        )
+        assert target.engine.requests[-1].prediction == ()

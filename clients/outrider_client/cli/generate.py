@@ -30,6 +30,9 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be repeated"
     )
+    parser.add_argument(
+        "--prediction", metavar="FILE", type=Path, help="file with the answer that is expected, such as a text to edit"
+    )
     parser.add_argument("--json", action="store_true", help="print the result as JSON instead of streaming text")
     parser.add_argument("--colour", action="store_true", help="show drafted and own tokens in two colours")
     add_flags(parser, ClientOptions)
@@ -65,6 +68,7 @@ async def _generate(arguments: argparse.Namespace, reach: ClientOptions, wanted:
             text=prompt if arguments.raw else "",
             sampling=wanted.sampling(tuple(arguments.stop)),
             speculation=wanted.speculating(),
+            prediction=read_text(arguments.prediction) if arguments.prediction else None,
             timeout=reach.deadline,
         )
         if not arguments.json:
@@ -92,9 +96,11 @@ async def _stream(generation: Generation, painter: Painter | None) -> None:
 def summary(result: Result) -> str:
     """The totals of a generation in one line."""
     reason = result.finish_reason.value if result.finish_reason else "unfinished"
+    predicted = result.accepted_prediction_tokens + result.rejected_prediction_tokens
+    of_prediction = f"{result.accepted_prediction_tokens} of {predicted} predicted kept, " if predicted else ""
     return (
         f"{result.completion_tokens} tokens in {result.speculation.steps} steps, "
-        f"{result.mean_accepted_length:.2f} per step, {result.tokens_per_second:.1f} tokens/s, "
+        f"{result.mean_accepted_length:.2f} per step, {result.tokens_per_second:.1f} tokens/s, {of_prediction}"
         f"first token after {result.time_to_first_token * 1e3:.0f} ms, ended by {reason}"
     )
 

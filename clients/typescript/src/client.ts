@@ -7,6 +7,7 @@ import { DraftService } from "./gen/outrider/v1/draft_pb.js";
 import {
   type ChatMessageSchema,
   type GenerateChunk,
+  type PredictionSchema,
   type SpeculationOptionsSchema,
   TargetService,
 } from "./gen/outrider/v1/target_pb.js";
@@ -18,6 +19,7 @@ export interface GenerateSettings {
   model?: string;
   sampling?: MessageInitShape<typeof SamplingParametersSchema>;
   speculation?: MessageInitShape<typeof SpeculationOptionsSchema>;
+  prediction?: MessageInitShape<typeof PredictionSchema>;
 }
 
 /** A client of one target service. `target` and `draft` are the generated clients, for everything not named here. */

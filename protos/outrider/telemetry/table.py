@@ -86,6 +86,13 @@ _SPECULATION = (
         unit="seconds",
         buckets=MICRO_SECONDS,
     ),
+    MetricSpec(
+        "outrider_prediction_tokens",
+        "counter",
+        "Tokens of requests' predictions that were verified, by outcome: accepted or rejected. Added when a request "
+        "ends.",
+        ("outcome",),
+    ),
     MetricSpec("outrider_fallback_steps", "counter", "Sequence steps that wanted a draft and went on without one."),
     MetricSpec("outrider_speculation_switches", "counter", "Times that load switched drafting on or off.", ("to",)),
     MetricSpec("outrider_speculation_active", "gauge", "1 while drafts are asked for and a draft service is there."),

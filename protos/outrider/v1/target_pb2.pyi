@@ -61,6 +61,7 @@ class GenerateRequest(google.protobuf.message.Message):
     TOKENS_FIELD_NUMBER: builtins.int
     SAMPLING_FIELD_NUMBER: builtins.int
     SPECULATION_FIELD_NUMBER: builtins.int
+    PREDICTION_FIELD_NUMBER: builtins.int
     model: builtins.str
     """model is the served model's name. Default: whatever is served; NOT_FOUND when it is another."""
     text: builtins.str
@@ -81,6 +82,12 @@ class GenerateRequest(google.protobuf.message.Message):
     def speculation(self) -> global___SpeculationOptions:
         """speculation says how drafts are used. It never changes what is said."""
 
+    @property
+    def prediction(self) -> global___Prediction:
+        """prediction is what the caller expects the answer to be, for example a text that is to be edited. It is verified as a
+        draft is, and never changes what is said. Default none. It is not looked at where speculation.enabled is false.
+        """
+
     def __init__(
         self,
         *,
@@ -90,12 +97,42 @@ class GenerateRequest(google.protobuf.message.Message):
         tokens: global___TokenInput | None = ...,
         sampling: outrider.v1.tree_pb2.SamplingParameters | None = ...,
         speculation: global___SpeculationOptions | None = ...,
+        prediction: global___Prediction | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["chat", b"chat", "input", b"input", "sampling", b"sampling", "speculation", b"speculation", "text", b"text", "tokens", b"tokens"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["chat", b"chat", "input", b"input", "model", b"model", "sampling", b"sampling", "speculation", b"speculation", "text", b"text", "tokens", b"tokens"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_prediction", b"_prediction", "chat", b"chat", "input", b"input", "prediction", b"prediction", "sampling", b"sampling", "speculation", b"speculation", "text", b"text", "tokens", b"tokens"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_prediction", b"_prediction", "chat", b"chat", "input", b"input", "model", b"model", "prediction", b"prediction", "sampling", b"sampling", "speculation", b"speculation", "text", b"text", "tokens", b"tokens"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_prediction", b"_prediction"]) -> typing.Literal["prediction"] | None: ...
+    @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["input", b"input"]) -> typing.Literal["text", "chat", "tokens"] | None: ...
 
 global___GenerateRequest = GenerateRequest
+
+@typing.final
+class Prediction(google.protobuf.message.Message):
+    """Prediction is an expected answer. An empty one predicts nothing."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TEXT_FIELD_NUMBER: builtins.int
+    TOKENS_FIELD_NUMBER: builtins.int
+    text: builtins.str
+    """text is tokenised as it stands; FAILED_PRECONDITION for a model without a tokenizer."""
+    @property
+    def tokens(self) -> global___TokenInput:
+        """tokens are taken as they are, each below the vocabulary size."""
+
+    def __init__(
+        self,
+        *,
+        text: builtins.str = ...,
+        tokens: global___TokenInput | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["content", b"content", "text", b"text", "tokens", b"tokens"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["content", b"content", "text", b"text", "tokens", b"tokens"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["content", b"content"]) -> typing.Literal["text", "tokens"] | None: ...
+
+global___Prediction = Prediction
 
 @typing.final
 class ChatInput(google.protobuf.message.Message):
@@ -141,14 +178,14 @@ global___ChatMessage = ChatMessage
 
 @typing.final
 class TokenInput(google.protobuf.message.Message):
-    """TokenInput is a prompt in token ids."""
+    """TokenInput is a text in token ids."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     TOKEN_IDS_FIELD_NUMBER: builtins.int
     @property
     def token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """token_ids, at least one, each below the vocabulary size."""
+        """token_ids, each below the vocabulary size; at least one for a prompt."""
 
     def __init__(
         self,
@@ -425,17 +462,29 @@ class Usage(google.protobuf.message.Message):
 
     PROMPT_TOKENS_FIELD_NUMBER: builtins.int
     COMPLETION_TOKENS_FIELD_NUMBER: builtins.int
+    ACCEPTED_PREDICTION_TOKENS_FIELD_NUMBER: builtins.int
+    REJECTED_PREDICTION_TOKENS_FIELD_NUMBER: builtins.int
     prompt_tokens: builtins.int
     """prompt_tokens read."""
     completion_tokens: builtins.int
     """completion_tokens produced, the end token included."""
+    accepted_prediction_tokens: builtins.int
+    """accepted_prediction_tokens of the request's prediction that were verified and became part of the completion. Those
+    that the draft said too are counted, and those that the model said before they were offered are not.
+    """
+    rejected_prediction_tokens: builtins.int
+    """rejected_prediction_tokens of the request's prediction that were verified and not kept. A token that is offered in
+    several steps counts each time.
+    """
     def __init__(
         self,
         *,
         prompt_tokens: builtins.int = ...,
         completion_tokens: builtins.int = ...,
+        accepted_prediction_tokens: builtins.int = ...,
+        rejected_prediction_tokens: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["completion_tokens", b"completion_tokens", "prompt_tokens", b"prompt_tokens"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["accepted_prediction_tokens", b"accepted_prediction_tokens", "completion_tokens", b"completion_tokens", "prompt_tokens", b"prompt_tokens", "rejected_prediction_tokens", b"rejected_prediction_tokens"]) -> None: ...
 
 global___Usage = Usage
 

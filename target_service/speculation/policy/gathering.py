@@ -14,6 +14,7 @@ from target_service.core.sequence import Sequence
 from target_service.sampling.verifier import Verified
 from target_service.speculation.draft_tree import GrowingTree
 from target_service.speculation.drafts import FOLLOWED_ANYWAY, Drafting
+from target_service.speculation.merged_tree import MergedTree, PredictedTree
 from target_service.speculation.policy.draft_switch import DraftSwitch
 from target_service.speculation.policy.draft_times import Use
 from target_service.speculation.policy.follow_switch import FollowSwitch
@@ -92,7 +93,7 @@ class Gathering:
         if alone and self._policy.on and all(map(self._device_chooses, running)):
             # Rows come from the device's tables then.
             return self._use
-        wanting = [sequence for sequence in running if self._drafting.asks(sequence)]
+        wanting = [sequence for sequence in running if self._drafting.asks(sequence) and not self._is_led(sequence)]
         if not wanting:
             return self._use
         if self._switch is None:
@@ -116,6 +117,23 @@ class Gathering:
             self._use = use
         return self._use
 
+    def awaits_tokens(self, running: SequenceOf[Sequence]) -> bool:
+        """Whether the host has to see what the step under way says, since it cuts a prediction that may go on."""
+        if self._device_decides(running):
+            return False
+        predictions = (self._live[sequence.sequence_id].prediction for sequence in running)
+        return any(prediction is not None and prediction.promises for prediction in predictions)
+
+    def _device_decides(self, sequences: SequenceOf[Sequence]) -> bool:
+        """Whether the device chooses the rows of all of them, predicted ones too."""
+        verified = (self._live[sequence.sequence_id].verifier.on_device for sequence in sequences)
+        return self._policy.on and all(verified) and all(map(self._device_chooses, sequences))
+
+    def _is_led(self, sequence: Sequence) -> bool:
+        """Whether the sequence follows its prediction so surely that it waits for no draft."""
+        prediction = self._live[sequence.sequence_id].prediction
+        return prediction is not None and prediction.leads
+
     def _device_chooses(self, sequence: Sequence) -> bool:
         """Whether the device may choose the sequence's rows by what they say."""
         return sequence.request.mode is not VerificationMode.REJECTION
@@ -137,6 +155,9 @@ class Gathering:
         `behind_tree`, that one had trees, and this one was launched while it ran.
         """
         if self._switch is None:
+            return
+        if gathered.use is Use.PLAIN and gathered.has_trees:
+            # Of predictions, for which nothing was waited for.
             return
         if gathered.use is Use.AFTER and gathered.drafted:
             self._switch.observe_after(load, seconds, gathered.row_cost, answered=gathered.answered)
@@ -161,6 +182,9 @@ class Gathering:
             if tree is None or not tree.answered:
                 unanswered.append(sequence)
             self._offer(sequence, tree, offers)
+        taking = [chunk.sequence for chunk in schedule.chunks if chunk.takes_tree]
+        for sequence in () if self._device_decides(taking) else taking:
+            self._offer_prediction(sequence, offers)
         trees = self._cut(schedule, offers)
         for sequence in unanswered:
             sequence.totals.fallback_steps += 1
@@ -179,19 +203,50 @@ class Gathering:
                 tree, live.record, self._max_nodes(sequence), in_order, self._chains and not in_order
             )
 
+    def _offer_prediction(self, sequence: Sequence, offers: dict[int, Offer]) -> None:
+        """Hang what is predicted into what is drafted. In rejection sampling it takes the place of that: drawn siblings
+        and foretold ones do not mix."""
+        live = self._live[sequence.sequence_id]
+        if live.prediction is None:
+            return
+        # The target says the last token itself.
+        left = sequence.request.max_tokens - sequence.totals.completion_tokens - sequence.pending_tokens - 1
+        most = min(left, self._max_nodes(sequence))
+        chains = live.prediction.chains(most)
+        if not chains:
+            return
+        drafted = offers.get(sequence.sequence_id)
+        rejection = sequence.request.mode is VerificationMode.REJECTION
+        grown = drafted.tree if drafted is not None and not rejection else None
+        assert not isinstance(grown, MergedTree)
+        tree = MergedTree(sequence.root, grown, chains)
+        offers[sequence.sequence_id] = Offer(
+            tree, live.record, most, chain=self._chains and not rejection, predicted_record=live.predicted_record
+        )
+
     def _cut(self, schedule: Schedule, offers: Mapping[int, Offer]) -> dict[int, TokenTree]:
         spare = self._scheduler.max_step_rows - schedule.rows
         others = sum(chunk.takes_tree for chunk in schedule.chunks) - len(offers)
         cut = self._budget.cut(list(offers.values()), schedule.rows, spare, others)
         return dict(zip(offers, cut, strict=True))
 
-    def learn(self, live: LiveSequence, tree: TokenTree, outcome: Verified, row_cost: float) -> None:
-        """Learn what a draft was worth in a step whose rows took so many plain ones, before it is committed. A client's
-        own trees say nothing of it."""
+    def learn(
+        self, live: LiveSequence, tree: TokenTree, outcome: Verified, row_cost: float, *, waited: bool = True
+    ) -> None:
+        """Learn what a draft and a prediction were worth in a step whose rows took so many plain ones, before it is
+        committed; `waited`, for a draft. A client's own trees say nothing of it."""
         if live.sequence.request.external:
             return
-        self._budget.observe(tree, outcome.walk.accepted_rows, live.record, row_cost)
-        self._budget.observe_drafted(live.record, 1 + outcome.accepted, row_cost)
+        accepted_rows, accepted = outcome.walk.accepted_rows, outcome.accepted
+        self._budget.observe(tree, accepted_rows, live.record, row_cost)
+        if isinstance(tree, PredictedTree):
+            if tree.predicted_rows and live.prediction is not None:
+                self._budget.observe_predicted(tree, accepted_rows, live.predicted_record)
+                live.prediction.judge(tree.accepted_predicted(accepted_rows))
+            if not waited:
+                return
+            accepted = tree.accepted_drafted(accepted_rows)
+        self._budget.observe_drafted(live.record, 1 + accepted, row_cost)
 
     def plain(self, schedule: Schedule) -> Gathered:
         """Roots alone."""

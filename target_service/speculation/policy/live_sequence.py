@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from target_service.core.sequence import Sequence, SequenceRequest, SequenceTotals
 from target_service.core.stopping import StopChecker
 from target_service.model.runner import ModelRunner
 from target_service.sampling.verifier import SequenceVerifier
 from target_service.speculation.policy.row_budget import SequenceRecord
+from target_service.speculation.prediction import PredictedAnswer, predicted_answer
 
 
 @dataclass(slots=True, eq=False)
@@ -19,14 +20,19 @@ class LiveSequence:
     verifier: SequenceVerifier
     stops: StopChecker
     record: SequenceRecord
+    # What the caller expects, and how that does.
+    prediction: PredictedAnswer | None = None
+    predicted_record: SequenceRecord = field(default_factory=SequenceRecord)
 
     @classmethod
     def of(cls, sequence_id: int, request: SequenceRequest, runner: ModelRunner) -> LiveSequence:
         """One that has not begun, to be run by `runner`."""
         totals = SequenceTotals(prompt_tokens=len(request.token_ids))
+        sequence = Sequence(sequence_id, request, list(request.token_ids), totals)
         return cls(
-            Sequence(sequence_id, request, list(request.token_ids), totals),
+            sequence,
             SequenceVerifier(request, runner.end_token_ids, runner.vocabulary_size),
             StopChecker(request.sampling, runner.end_token_ids, request.max_tokens, runner.tokenizer),
             SequenceRecord(),
+            predicted_answer(request.prediction, sequence.token_ids),
         )

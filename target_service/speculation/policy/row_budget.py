@@ -18,6 +18,7 @@ from itertools import islice
 
 from outrider.tree import TokenTree
 from target_service.speculation.draft_tree import GrowingTree
+from target_service.speculation.merged_tree import MergedTree, PredictedTree
 from target_service.speculation.policy.running_means import RunningMean
 from target_service.speculation.policy.step_cost import StepCost
 
@@ -120,13 +121,15 @@ class SequenceRecord:
 class Offer:
     """One sequence's tree, and how much of it may be used."""
 
-    tree: GrowingTree
+    tree: GrowingTree | MergedTree
     record: SequenceRecord
     max_nodes: int
     # Nodes are used in order of arrival, since picking by token would skew rejection sampling.
     in_order: bool = False
     # Only one path is used, the likeliest child of each node.
     chain: bool = False
+    # That of the sequence's prediction, where the tree holds some of it.
+    predicted_record: SequenceRecord | None = None
 
 
 class RowBudget:
@@ -140,7 +143,8 @@ class RowBudget:
         self.step_cost = 1.0
         # Drafted tokens that the rows of the last step cut are expected to bring.
         self.expected = 0.0
-        self.calibration = Calibration()
+        # What the scores of drafts and of predictions are worth.
+        self.calibration, self.of_predictions = Calibration(), Calibration()
 
     def cut(self, offers: SequenceOf[Offer], base_rows: int, max_nodes: int, others: int = 0) -> list[TokenTree]:
         """One tree per offer, at least the root.
@@ -172,16 +176,27 @@ class RowBudget:
             return [(_CERTAIN, index, node) for node in range(1, nodes + 1)]
         scores, parents, factor = tree.scores, tree.parents, offer.record.factor
         likelihoods = self.calibration.probabilities(scores)
+        chances = [min(_SUREST, likelihood * factor) for likelihood in likelihoods]
+        if isinstance(tree, MergedTree) and offer.predicted_record is not None:
+            chances = self._merged_chances(tree, chances, offer.predicted_record.factor)
         path_prob = [1.0]
         ranked: list[tuple[float, int, int]] = []
         for node in range(1, len(scores)):
-            path_prob.append(path_prob[parents[node]] * min(_SUREST, likelihoods[node] * factor))
+            path_prob.append(path_prob[parents[node]] * chances[node])
             ranked.append((path_prob[node], index, node))
         if offer.chain:
             ranked = _likeliest_path(tree, ranked)
         # Stable, and a child is worth less than its parent, so parents stay first.
         ranked.sort(key=_falling)
         return ranked[: offer.max_nodes]
+
+    def _merged_chances(self, tree: MergedTree, drafted: SequenceOf[float], factor: float) -> list[float]:
+        """By node, the chance that the surer of draft and prediction gives it."""
+        predicted = self.of_predictions.probabilities(tree.predicted)
+        return [
+            max(chance if own else 0.0, min(_SUREST, likelihood * factor) if said else 0.0)
+            for chance, own, likelihood, said in zip(drafted, tree.scores, predicted, tree.predicted, strict=True)
+        ]
 
     def _count(self, path_probs: SequenceOf[float], base_rows: int, gain: float) -> int:
         """How many of the ranked nodes to take; those used in order always, the others as they pay."""
@@ -218,25 +233,44 @@ class RowBudget:
             self._cost.observe(rows, seconds)
 
     def observe(self, tree: TokenTree, accepted_rows: SequenceOf[int], record: SequenceRecord, row_cost: float) -> None:
-        """Learn from a verified tree, in a step that took `row_cost` plain ones: only children of accepted rows say
-        anything about their scores."""
-        path = (0, *accepted_rows)
-        expected = 0.0
-        for row in path:
-            for child in tree.children[row]:
-                score = tree.scores[child]
-                expected += self.calibration.probability(score)
-                self.calibration.observe(score, child in accepted_rows)
-        record.spend(len(path), row_cost)
-        if expected:
-            record.observe(expected, len(accepted_rows))
+        """Learn from a verified tree, in a step that took `row_cost` plain ones."""
+        record.spend(1 + len(accepted_rows), row_cost)
+        own = tree.accepted_drafted(accepted_rows) if isinstance(tree, PredictedTree) else len(accepted_rows)
+        _learn(self.calibration, tree, tree.scores, accepted_rows, own, record)
+
+    def observe_predicted(self, tree: PredictedTree, accepted_rows: SequenceOf[int], record: SequenceRecord) -> None:
+        """Learn from it what predictions are worth."""
+        said = tree.accepted_predicted(accepted_rows)
+        _learn(self.of_predictions, tree, tree.predicted, accepted_rows, said, record)
+
+
+def _learn(
+    calibration: Calibration,
+    tree: TokenTree,
+    scores: SequenceOf[float],
+    accepted_rows: SequenceOf[int],
+    accepted: int,
+    record: SequenceRecord,
+) -> None:
+    """Learn what the scores of one source are worth: only children of accepted rows say anything about theirs. A row
+    that the source does not say has a score of 0 in a tree of several."""
+    several, expected = isinstance(tree, PredictedTree), 0.0
+    for row in (0, *accepted_rows):
+        for child in tree.children[row]:
+            if scores[child] or not several:
+                expected += calibration.probability(scores[child])
+                calibration.observe(scores[child], child in accepted_rows)
+    if expected:
+        record.observe(expected, accepted)
 
 
 def _falling(node: tuple[float, int, int]) -> float:
     return -node[0]
 
 
-def _likeliest_path(tree: GrowingTree, ranked: SequenceOf[tuple[float, int, int]]) -> list[tuple[float, int, int]]:
+def _likeliest_path(
+    tree: GrowingTree | MergedTree, ranked: SequenceOf[tuple[float, int, int]]
+) -> list[tuple[float, int, int]]:
     """Of (worth, sequence, node) for every node in order of arrival: those on the path of likeliest children."""
     best: dict[int, tuple[float, int, int]] = {}
     for entry in ranked:

@@ -16,7 +16,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file outrider/v1/target.proto.
  */
 export const file_outrider_v1_target: GenFile = /*@__PURE__*/
-  fileDesc("ChhvdXRyaWRlci92MS90YXJnZXQucHJvdG8SC291dHJpZGVyLnYxIvUBCg9HZW5lcmF0ZVJlcXVlc3QSDQoFbW9kZWwYASABKAkSDgoEdGV4dBgCIAEoCUgAEiYKBGNoYXQYAyABKAsyFi5vdXRyaWRlci52MS5DaGF0SW5wdXRIABIpCgZ0b2tlbnMYBCABKAsyFy5vdXRyaWRlci52MS5Ub2tlbklucHV0SAASMQoIc2FtcGxpbmcYBSABKAsyHy5vdXRyaWRlci52MS5TYW1wbGluZ1BhcmFtZXRlcnMSNAoLc3BlY3VsYXRpb24YBiABKAsyHy5vdXRyaWRlci52MS5TcGVjdWxhdGlvbk9wdGlvbnNCBwoFaW5wdXQiNwoJQ2hhdElucHV0EioKCG1lc3NhZ2VzGAEgAygLMhgub3V0cmlkZXIudjEuQ2hhdE1lc3NhZ2UiLAoLQ2hhdE1lc3NhZ2USDAoEcm9sZRgBIAEoCRIPCgdjb250ZW50GAIgASgJIh8KClRva2VuSW5wdXQSEQoJdG9rZW5faWRzGAEgAygNIpkBChJTcGVjdWxhdGlvbk9wdGlvbnMSFAoHZW5hYmxlZBgBIAEoCEgAiAEBEisKBG1vZGUYAiABKA4yHS5vdXRyaWRlci52MS5WZXJpZmljYXRpb25Nb2RlEhYKCW1heF9ub2RlcxgDIAEoDUgBiAEBEg4KBmNvcnB1cxgEIAEoCUIKCghfZW5hYmxlZEIMCgpfbWF4X25vZGVzItMBChBHZW5lcmF0ZVJlc3BvbnNlEi8KB3N0YXJ0ZWQYASABKAsyHC5vdXRyaWRlci52MS5HZW5lcmF0ZVN0YXJ0ZWRIABIrCgVjaHVuaxgCIAEoCzIaLm91dHJpZGVyLnYxLkdlbmVyYXRlQ2h1bmtIABIxCghmaW5pc2hlZBgDIAEoCzIdLm91dHJpZGVyLnYxLkdlbmVyYXRlRmluaXNoZWRIABIlCgd0aW1pbmdzGAQgASgLMhQub3V0cmlkZXIudjEuVGltaW5nc0IHCgVldmVudCKcAQoPR2VuZXJhdGVTdGFydGVkEhMKC3NlcXVlbmNlX2lkGAEgASgEEhUKDXByb21wdF90b2tlbnMYAiABKA0SDAoEc2VlZBgDIAEoBhIrCgRtb2RlGAQgASgOMh0ub3V0cmlkZXIudjEuVmVyaWZpY2F0aW9uTW9kZRITCgtzcGVjdWxhdGluZxgFIAEoCBINCgVtb2RlbBgGIAEoCSKcAQoNR2VuZXJhdGVDaHVuaxIRCgl0b2tlbl9pZHMYASADKA0SDAoEdGV4dBgCIAEoCRIWCg5kcmFmdGVkX3Rva2VucxgDIAEoDRIsCghsb2dwcm9icxgEIAMoCzIaLm91dHJpZGVyLnYxLlRva2VuTG9ncHJvYnMSDAoEc3RlcBgFIAEoBBIWCg5kcmFmdHNfYnlfc3RlcBgGIAMoDSJGCg1Ub2tlbkxvZ3Byb2JzEg8KB2xvZ3Byb2IYASABKAISJAoDdG9wGAIgAygLMhcub3V0cmlkZXIudjEuVG9wTG9ncHJvYiIvCgpUb3BMb2dwcm9iEhAKCHRva2VuX2lkGAEgASgNEg8KB2xvZ3Byb2IYAiABKAIigQIKEEdlbmVyYXRlRmluaXNoZWQSMAoNZmluaXNoX3JlYXNvbhgBIAEoDjIZLm91dHJpZGVyLnYxLkZpbmlzaFJlYXNvbhIXCg1zdG9wX3Rva2VuX2lkGAIgASgNSAASFQoLc3RvcF9zdHJpbmcYAyABKAlIABIhCgV1c2FnZRgEIAEoCzISLm91dHJpZGVyLnYxLlVzYWdlEjMKC3NwZWN1bGF0aW9uGAUgASgLMh4ub3V0cmlkZXIudjEuU3BlY3VsYXRpb25Ub3RhbHMSKAoFdGltZXMYBiABKAsyGS5vdXRyaWRlci52MS5SZXF1ZXN0VGltZXNCCQoHbWF0Y2hlZCI5CgVVc2FnZRIVCg1wcm9tcHRfdG9rZW5zGAEgASgNEhkKEWNvbXBsZXRpb25fdG9rZW5zGAIgASgNItcBChFTcGVjdWxhdGlvblRvdGFscxINCgVzdGVwcxgBIAEoBBIVCg1kcmFmdGVkX3N0ZXBzGAIgASgEEhYKDmRyYWZ0ZWRfdG9rZW5zGAMgASgEEhcKD2FjY2VwdGVkX3Rva2VucxgEIAEoBBIYChBkcmFmdGVkX2J5X2RlcHRoGAUgAygEEhkKEWFjY2VwdGVkX2J5X2RlcHRoGAYgAygEEh4KFmRyYWZ0X3dhaXRfbmFub3NlY29uZHMYByABKAQSFgoOZmFsbGJhY2tfc3RlcHMYCCABKAQiYgoMUmVxdWVzdFRpbWVzEhkKEXF1ZXVlX25hbm9zZWNvbmRzGAEgASgEEhsKE3ByZWZpbGxfbmFub3NlY29uZHMYAiABKAQSGgoSZGVjb2RlX25hbm9zZWNvbmRzGAMgASgEIqEBCg1WZXJpZnlSZXF1ZXN0Ei0KBG9wZW4YASABKAsyHS5vdXRyaWRlci52MS5PcGVuVmVyaWZpY2F0aW9uSAASJwoEdHJlZRgCIAEoCzIXLm91dHJpZGVyLnYxLlZlcmlmeVRyZWVIABIvCgVjbG9zZRgDIAEoCzIeLm91dHJpZGVyLnYxLkNsb3NlVmVyaWZpY2F0aW9uSABCBwoFZnJhbWUimQEKEE9wZW5WZXJpZmljYXRpb24SEgoKY2xpZW50X3RhZxgBIAEoBBIRCgl0b2tlbl9pZHMYAiADKA0SMQoIc2FtcGxpbmcYAyABKAsyHy5vdXRyaWRlci52MS5TYW1wbGluZ1BhcmFtZXRlcnMSKwoEbW9kZRgEIAEoDjIdLm91dHJpZGVyLnYxLlZlcmlmaWNhdGlvbk1vZGUiVQoKVmVyaWZ5VHJlZRITCgtzZXF1ZW5jZV9pZBgBIAEoBBIMCgRzdGVwGAIgASgEEiQKBHRyZWUYAyABKAsyFi5vdXRyaWRlci52MS5Ub2tlblRyZWUiKAoRQ2xvc2VWZXJpZmljYXRpb24SEwoLc2VxdWVuY2VfaWQYASABKAQizwEKDlZlcmlmeVJlc3BvbnNlEjEKBm9wZW5lZBgBIAEoCzIfLm91dHJpZGVyLnYxLlZlcmlmaWNhdGlvbk9wZW5lZEgAEicKB3ZlcmRpY3QYAiABKAsyFC5vdXRyaWRlci52MS5WZXJkaWN0SAASMQoGc3RhdHVzGAMgASgLMh8ub3V0cmlkZXIudjEuVmVyaWZpY2F0aW9uU3RhdHVzSAASJQoHdGltaW5ncxgEIAEoCzIULm91dHJpZGVyLnYxLlRpbWluZ3NCBwoFZnJhbWUimAEKElZlcmlmaWNhdGlvbk9wZW5lZBISCgpjbGllbnRfdGFnGAEgASgEEhMKC3NlcXVlbmNlX2lkGAIgASgEEgwKBHN0ZXAYAyABKAQSDAoEc2VlZBgEIAEoBhIrCgRtb2RlGAUgASgOMh0ub3V0cmlkZXIudjEuVmVyaWZpY2F0aW9uTW9kZRIQCghtYXhfcm93cxgGIAEoDSLJAQoHVmVyZGljdBITCgtzZXF1ZW5jZV9pZBgBIAEoBBIMCgRzdGVwGAIgASgEEhUKDWFjY2VwdGVkX3Jvd3MYAyADKA0SEQoJdG9rZW5faWRzGAQgAygNEhEKCW5leHRfc3RlcBgFIAEoBBIwCg1maW5pc2hfcmVhc29uGAYgASgOMhkub3V0cmlkZXIudjEuRmluaXNoUmVhc29uEiwKCGxvZ3Byb2JzGAcgAygLMhoub3V0cmlkZXIudjEuVG9rZW5Mb2dwcm9icyJvChJWZXJpZmljYXRpb25TdGF0dXMSEwoLc2VxdWVuY2VfaWQYASABKAQSEgoKY2xpZW50X3RhZxgCIAEoBBIMCgRzdGVwGAMgASgEEiIKBnN0YXR1cxgEIAEoCzISLmdvb2dsZS5ycGMuU3RhdHVzIhYKFEdldFRhcmdldEluZm9SZXF1ZXN0IqECChVHZXRUYXJnZXRJbmZvUmVzcG9uc2USDQoFbW9kZWwYASABKAkSFwoPdm9jYWJ1bGFyeV9zaXplGAIgASgNEh0KFXRva2VuaXplcl9maW5nZXJwcmludBgDIAEoCRITCgttYXhfY29udGV4dBgEIAEoDRIQCghtYXhfcm93cxgFIAEoDRINCgVkdHlwZRgGIAEoCRIRCglwYWdlX3NpemUYByABKA0SEQoJa3ZfdG9rZW5zGAggASgEEiwKBW1vZGVzGAkgAygOMh0ub3V0cmlkZXIudjEuVmVyaWZpY2F0aW9uTW9kZRIPCgdkcmFmdGVyGAogASgJEhUKDWVuZF90b2tlbl9pZHMYCyADKA0SDwoHdmVyc2lvbhgMIAEoCSqCAQoMRmluaXNoUmVhc29uEh0KGUZJTklTSF9SRUFTT05fVU5TUEVDSUZJRUQQABIhCh1GSU5JU0hfUkVBU09OX0VORF9PRl9TRVFVRU5DRRABEhYKEkZJTklTSF9SRUFTT05fU1RPUBACEhgKFEZJTklTSF9SRUFTT05fTEVOR1RIEAMy+QEKDVRhcmdldFNlcnZpY2USSQoIR2VuZXJhdGUSHC5vdXRyaWRlci52MS5HZW5lcmF0ZVJlcXVlc3QaHS5vdXRyaWRlci52MS5HZW5lcmF0ZVJlc3BvbnNlMAESRQoGVmVyaWZ5Ehoub3V0cmlkZXIudjEuVmVyaWZ5UmVxdWVzdBobLm91dHJpZGVyLnYxLlZlcmlmeVJlc3BvbnNlKAEwARJWCg1HZXRUYXJnZXRJbmZvEiEub3V0cmlkZXIudjEuR2V0VGFyZ2V0SW5mb1JlcXVlc3QaIi5vdXRyaWRlci52MS5HZXRUYXJnZXRJbmZvUmVzcG9uc2VCK1opb3V0cmlkZXIvY2xpZW50cy9nby9vdXRyaWRlcnYxO291dHJpZGVydjFiBnByb3RvMw", [file_google_rpc_status, file_outrider_v1_tree]);
+  fileDesc("ChhvdXRyaWRlci92MS90YXJnZXQucHJvdG8SC291dHJpZGVyLnYxIrYCCg9HZW5lcmF0ZVJlcXVlc3QSDQoFbW9kZWwYASABKAkSDgoEdGV4dBgCIAEoCUgAEiYKBGNoYXQYAyABKAsyFi5vdXRyaWRlci52MS5DaGF0SW5wdXRIABIpCgZ0b2tlbnMYBCABKAsyFy5vdXRyaWRlci52MS5Ub2tlbklucHV0SAASMQoIc2FtcGxpbmcYBSABKAsyHy5vdXRyaWRlci52MS5TYW1wbGluZ1BhcmFtZXRlcnMSNAoLc3BlY3VsYXRpb24YBiABKAsyHy5vdXRyaWRlci52MS5TcGVjdWxhdGlvbk9wdGlvbnMSMAoKcHJlZGljdGlvbhgHIAEoCzIXLm91dHJpZGVyLnYxLlByZWRpY3Rpb25IAYgBAUIHCgVpbnB1dEINCgtfcHJlZGljdGlvbiJSCgpQcmVkaWN0aW9uEg4KBHRleHQYASABKAlIABIpCgZ0b2tlbnMYAiABKAsyFy5vdXRyaWRlci52MS5Ub2tlbklucHV0SABCCQoHY29udGVudCI3CglDaGF0SW5wdXQSKgoIbWVzc2FnZXMYASADKAsyGC5vdXRyaWRlci52MS5DaGF0TWVzc2FnZSIsCgtDaGF0TWVzc2FnZRIMCgRyb2xlGAEgASgJEg8KB2NvbnRlbnQYAiABKAkiHwoKVG9rZW5JbnB1dBIRCgl0b2tlbl9pZHMYASADKA0imQEKElNwZWN1bGF0aW9uT3B0aW9ucxIUCgdlbmFibGVkGAEgASgISACIAQESKwoEbW9kZRgCIAEoDjIdLm91dHJpZGVyLnYxLlZlcmlmaWNhdGlvbk1vZGUSFgoJbWF4X25vZGVzGAMgASgNSAGIAQESDgoGY29ycHVzGAQgASgJQgoKCF9lbmFibGVkQgwKCl9tYXhfbm9kZXMi0wEKEEdlbmVyYXRlUmVzcG9uc2USLwoHc3RhcnRlZBgBIAEoCzIcLm91dHJpZGVyLnYxLkdlbmVyYXRlU3RhcnRlZEgAEisKBWNodW5rGAIgASgLMhoub3V0cmlkZXIudjEuR2VuZXJhdGVDaHVua0gAEjEKCGZpbmlzaGVkGAMgASgLMh0ub3V0cmlkZXIudjEuR2VuZXJhdGVGaW5pc2hlZEgAEiUKB3RpbWluZ3MYBCABKAsyFC5vdXRyaWRlci52MS5UaW1pbmdzQgcKBWV2ZW50IpwBCg9HZW5lcmF0ZVN0YXJ0ZWQSEwoLc2VxdWVuY2VfaWQYASABKAQSFQoNcHJvbXB0X3Rva2VucxgCIAEoDRIMCgRzZWVkGAMgASgGEisKBG1vZGUYBCABKA4yHS5vdXRyaWRlci52MS5WZXJpZmljYXRpb25Nb2RlEhMKC3NwZWN1bGF0aW5nGAUgASgIEg0KBW1vZGVsGAYgASgJIpwBCg1HZW5lcmF0ZUNodW5rEhEKCXRva2VuX2lkcxgBIAMoDRIMCgR0ZXh0GAIgASgJEhYKDmRyYWZ0ZWRfdG9rZW5zGAMgASgNEiwKCGxvZ3Byb2JzGAQgAygLMhoub3V0cmlkZXIudjEuVG9rZW5Mb2dwcm9icxIMCgRzdGVwGAUgASgEEhYKDmRyYWZ0c19ieV9zdGVwGAYgAygNIkYKDVRva2VuTG9ncHJvYnMSDwoHbG9ncHJvYhgBIAEoAhIkCgN0b3AYAiADKAsyFy5vdXRyaWRlci52MS5Ub3BMb2dwcm9iIi8KClRvcExvZ3Byb2ISEAoIdG9rZW5faWQYASABKA0SDwoHbG9ncHJvYhgCIAEoAiKBAgoQR2VuZXJhdGVGaW5pc2hlZBIwCg1maW5pc2hfcmVhc29uGAEgASgOMhkub3V0cmlkZXIudjEuRmluaXNoUmVhc29uEhcKDXN0b3BfdG9rZW5faWQYAiABKA1IABIVCgtzdG9wX3N0cmluZxgDIAEoCUgAEiEKBXVzYWdlGAQgASgLMhIub3V0cmlkZXIudjEuVXNhZ2USMwoLc3BlY3VsYXRpb24YBSABKAsyHi5vdXRyaWRlci52MS5TcGVjdWxhdGlvblRvdGFscxIoCgV0aW1lcxgGIAEoCzIZLm91dHJpZGVyLnYxLlJlcXVlc3RUaW1lc0IJCgdtYXRjaGVkIoEBCgVVc2FnZRIVCg1wcm9tcHRfdG9rZW5zGAEgASgNEhkKEWNvbXBsZXRpb25fdG9rZW5zGAIgASgNEiIKGmFjY2VwdGVkX3ByZWRpY3Rpb25fdG9rZW5zGAMgASgNEiIKGnJlamVjdGVkX3ByZWRpY3Rpb25fdG9rZW5zGAQgASgNItcBChFTcGVjdWxhdGlvblRvdGFscxINCgVzdGVwcxgBIAEoBBIVCg1kcmFmdGVkX3N0ZXBzGAIgASgEEhYKDmRyYWZ0ZWRfdG9rZW5zGAMgASgEEhcKD2FjY2VwdGVkX3Rva2VucxgEIAEoBBIYChBkcmFmdGVkX2J5X2RlcHRoGAUgAygEEhkKEWFjY2VwdGVkX2J5X2RlcHRoGAYgAygEEh4KFmRyYWZ0X3dhaXRfbmFub3NlY29uZHMYByABKAQSFgoOZmFsbGJhY2tfc3RlcHMYCCABKAQiYgoMUmVxdWVzdFRpbWVzEhkKEXF1ZXVlX25hbm9zZWNvbmRzGAEgASgEEhsKE3ByZWZpbGxfbmFub3NlY29uZHMYAiABKAQSGgoSZGVjb2RlX25hbm9zZWNvbmRzGAMgASgEIqEBCg1WZXJpZnlSZXF1ZXN0Ei0KBG9wZW4YASABKAsyHS5vdXRyaWRlci52MS5PcGVuVmVyaWZpY2F0aW9uSAASJwoEdHJlZRgCIAEoCzIXLm91dHJpZGVyLnYxLlZlcmlmeVRyZWVIABIvCgVjbG9zZRgDIAEoCzIeLm91dHJpZGVyLnYxLkNsb3NlVmVyaWZpY2F0aW9uSABCBwoFZnJhbWUimQEKEE9wZW5WZXJpZmljYXRpb24SEgoKY2xpZW50X3RhZxgBIAEoBBIRCgl0b2tlbl9pZHMYAiADKA0SMQoIc2FtcGxpbmcYAyABKAsyHy5vdXRyaWRlci52MS5TYW1wbGluZ1BhcmFtZXRlcnMSKwoEbW9kZRgEIAEoDjIdLm91dHJpZGVyLnYxLlZlcmlmaWNhdGlvbk1vZGUiVQoKVmVyaWZ5VHJlZRITCgtzZXF1ZW5jZV9pZBgBIAEoBBIMCgRzdGVwGAIgASgEEiQKBHRyZWUYAyABKAsyFi5vdXRyaWRlci52MS5Ub2tlblRyZWUiKAoRQ2xvc2VWZXJpZmljYXRpb24SEwoLc2VxdWVuY2VfaWQYASABKAQizwEKDlZlcmlmeVJlc3BvbnNlEjEKBm9wZW5lZBgBIAEoCzIfLm91dHJpZGVyLnYxLlZlcmlmaWNhdGlvbk9wZW5lZEgAEicKB3ZlcmRpY3QYAiABKAsyFC5vdXRyaWRlci52MS5WZXJkaWN0SAASMQoGc3RhdHVzGAMgASgLMh8ub3V0cmlkZXIudjEuVmVyaWZpY2F0aW9uU3RhdHVzSAASJQoHdGltaW5ncxgEIAEoCzIULm91dHJpZGVyLnYxLlRpbWluZ3NCBwoFZnJhbWUimAEKElZlcmlmaWNhdGlvbk9wZW5lZBISCgpjbGllbnRfdGFnGAEgASgEEhMKC3NlcXVlbmNlX2lkGAIgASgEEgwKBHN0ZXAYAyABKAQSDAoEc2VlZBgEIAEoBhIrCgRtb2RlGAUgASgOMh0ub3V0cmlkZXIudjEuVmVyaWZpY2F0aW9uTW9kZRIQCghtYXhfcm93cxgGIAEoDSLJAQoHVmVyZGljdBITCgtzZXF1ZW5jZV9pZBgBIAEoBBIMCgRzdGVwGAIgASgEEhUKDWFjY2VwdGVkX3Jvd3MYAyADKA0SEQoJdG9rZW5faWRzGAQgAygNEhEKCW5leHRfc3RlcBgFIAEoBBIwCg1maW5pc2hfcmVhc29uGAYgASgOMhkub3V0cmlkZXIudjEuRmluaXNoUmVhc29uEiwKCGxvZ3Byb2JzGAcgAygLMhoub3V0cmlkZXIudjEuVG9rZW5Mb2dwcm9icyJvChJWZXJpZmljYXRpb25TdGF0dXMSEwoLc2VxdWVuY2VfaWQYASABKAQSEgoKY2xpZW50X3RhZxgCIAEoBBIMCgRzdGVwGAMgASgEEiIKBnN0YXR1cxgEIAEoCzISLmdvb2dsZS5ycGMuU3RhdHVzIhYKFEdldFRhcmdldEluZm9SZXF1ZXN0IqECChVHZXRUYXJnZXRJbmZvUmVzcG9uc2USDQoFbW9kZWwYASABKAkSFwoPdm9jYWJ1bGFyeV9zaXplGAIgASgNEh0KFXRva2VuaXplcl9maW5nZXJwcmludBgDIAEoCRITCgttYXhfY29udGV4dBgEIAEoDRIQCghtYXhfcm93cxgFIAEoDRINCgVkdHlwZRgGIAEoCRIRCglwYWdlX3NpemUYByABKA0SEQoJa3ZfdG9rZW5zGAggASgEEiwKBW1vZGVzGAkgAygOMh0ub3V0cmlkZXIudjEuVmVyaWZpY2F0aW9uTW9kZRIPCgdkcmFmdGVyGAogASgJEhUKDWVuZF90b2tlbl9pZHMYCyADKA0SDwoHdmVyc2lvbhgMIAEoCSqCAQoMRmluaXNoUmVhc29uEh0KGUZJTklTSF9SRUFTT05fVU5TUEVDSUZJRUQQABIhCh1GSU5JU0hfUkVBU09OX0VORF9PRl9TRVFVRU5DRRABEhYKEkZJTklTSF9SRUFTT05fU1RPUBACEhgKFEZJTklTSF9SRUFTT05fTEVOR1RIEAMy+QEKDVRhcmdldFNlcnZpY2USSQoIR2VuZXJhdGUSHC5vdXRyaWRlci52MS5HZW5lcmF0ZVJlcXVlc3QaHS5vdXRyaWRlci52MS5HZW5lcmF0ZVJlc3BvbnNlMAESRQoGVmVyaWZ5Ehoub3V0cmlkZXIudjEuVmVyaWZ5UmVxdWVzdBobLm91dHJpZGVyLnYxLlZlcmlmeVJlc3BvbnNlKAEwARJWCg1HZXRUYXJnZXRJbmZvEiEub3V0cmlkZXIudjEuR2V0VGFyZ2V0SW5mb1JlcXVlc3QaIi5vdXRyaWRlci52MS5HZXRUYXJnZXRJbmZvUmVzcG9uc2VCK1opb3V0cmlkZXIvY2xpZW50cy9nby9vdXRyaWRlcnYxO291dHJpZGVydjFiBnByb3RvMw", [file_google_rpc_status, file_outrider_v1_tree]);
 
 /**
  * GenerateRequest asks for one continuation.
@@ -76,6 +76,14 @@ export type GenerateRequest = Message<"outrider.v1.GenerateRequest"> & {
    * @generated from field: outrider.v1.SpeculationOptions speculation = 6;
    */
   speculation?: SpeculationOptions;
+
+  /**
+   * prediction is what the caller expects the answer to be, for example a text that is to be edited. It is verified as a
+   * draft is, and never changes what is said. Default none. It is not looked at where speculation.enabled is false.
+   *
+   * @generated from field: optional outrider.v1.Prediction prediction = 7;
+   */
+  prediction?: Prediction;
 };
 
 /**
@@ -84,6 +92,44 @@ export type GenerateRequest = Message<"outrider.v1.GenerateRequest"> & {
  */
 export const GenerateRequestSchema: GenMessage<GenerateRequest> = /*@__PURE__*/
   messageDesc(file_outrider_v1_target, 0);
+
+/**
+ * Prediction is an expected answer. An empty one predicts nothing.
+ *
+ * @generated from message outrider.v1.Prediction
+ */
+export type Prediction = Message<"outrider.v1.Prediction"> & {
+  /**
+   * content of the answer. A text of more bytes than 16 times the model's context, and one of more tokens than the
+   * context, are INVALID_ARGUMENT.
+   *
+   * @generated from oneof outrider.v1.Prediction.content
+   */
+  content: {
+    /**
+     * text is tokenised as it stands; FAILED_PRECONDITION for a model without a tokenizer.
+     *
+     * @generated from field: string text = 1;
+     */
+    value: string;
+    case: "text";
+  } | {
+    /**
+     * tokens are taken as they are, each below the vocabulary size.
+     *
+     * @generated from field: outrider.v1.TokenInput tokens = 2;
+     */
+    value: TokenInput;
+    case: "tokens";
+  } | { case: undefined; value?: undefined };
+};
+
+/**
+ * Describes the message outrider.v1.Prediction.
+ * Use `create(PredictionSchema)` to create a new message.
+ */
+export const PredictionSchema: GenMessage<Prediction> = /*@__PURE__*/
+  messageDesc(file_outrider_v1_target, 1);
 
 /**
  * ChatInput is a conversation.
@@ -104,7 +150,7 @@ export type ChatInput = Message<"outrider.v1.ChatInput"> & {
  * Use `create(ChatInputSchema)` to create a new message.
  */
 export const ChatInputSchema: GenMessage<ChatInput> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 1);
+  messageDesc(file_outrider_v1_target, 2);
 
 /**
  * ChatMessage is one turn.
@@ -132,16 +178,16 @@ export type ChatMessage = Message<"outrider.v1.ChatMessage"> & {
  * Use `create(ChatMessageSchema)` to create a new message.
  */
 export const ChatMessageSchema: GenMessage<ChatMessage> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 2);
+  messageDesc(file_outrider_v1_target, 3);
 
 /**
- * TokenInput is a prompt in token ids.
+ * TokenInput is a text in token ids.
  *
  * @generated from message outrider.v1.TokenInput
  */
 export type TokenInput = Message<"outrider.v1.TokenInput"> & {
   /**
-   * token_ids, at least one, each below the vocabulary size.
+   * token_ids, each below the vocabulary size; at least one for a prompt.
    *
    * @generated from field: repeated uint32 token_ids = 1;
    */
@@ -153,7 +199,7 @@ export type TokenInput = Message<"outrider.v1.TokenInput"> & {
  * Use `create(TokenInputSchema)` to create a new message.
  */
 export const TokenInputSchema: GenMessage<TokenInput> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 3);
+  messageDesc(file_outrider_v1_target, 4);
 
 /**
  * SpeculationOptions say how drafts are used for one request.
@@ -195,7 +241,7 @@ export type SpeculationOptions = Message<"outrider.v1.SpeculationOptions"> & {
  * Use `create(SpeculationOptionsSchema)` to create a new message.
  */
 export const SpeculationOptionsSchema: GenMessage<SpeculationOptions> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 4);
+  messageDesc(file_outrider_v1_target, 5);
 
 /**
  * GenerateResponse is one event of a generation.
@@ -247,7 +293,7 @@ export type GenerateResponse = Message<"outrider.v1.GenerateResponse"> & {
  * Use `create(GenerateResponseSchema)` to create a new message.
  */
 export const GenerateResponseSchema: GenMessage<GenerateResponse> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 5);
+  messageDesc(file_outrider_v1_target, 6);
 
 /**
  * GenerateStarted tells what was accepted.
@@ -303,7 +349,7 @@ export type GenerateStarted = Message<"outrider.v1.GenerateStarted"> & {
  * Use `create(GenerateStartedSchema)` to create a new message.
  */
 export const GenerateStartedSchema: GenMessage<GenerateStarted> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 6);
+  messageDesc(file_outrider_v1_target, 7);
 
 /**
  * GenerateChunk carries the tokens of one step, or of several steps in a row: where they were launched at once, or for
@@ -364,7 +410,7 @@ export type GenerateChunk = Message<"outrider.v1.GenerateChunk"> & {
  * Use `create(GenerateChunkSchema)` to create a new message.
  */
 export const GenerateChunkSchema: GenMessage<GenerateChunk> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 7);
+  messageDesc(file_outrider_v1_target, 8);
 
 /**
  * TokenLogprobs are log-probabilities before penalties and filters.
@@ -392,7 +438,7 @@ export type TokenLogprobs = Message<"outrider.v1.TokenLogprobs"> & {
  * Use `create(TokenLogprobsSchema)` to create a new message.
  */
 export const TokenLogprobsSchema: GenMessage<TokenLogprobs> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 8);
+  messageDesc(file_outrider_v1_target, 9);
 
 /**
  * TopLogprob is one alternative.
@@ -420,7 +466,7 @@ export type TopLogprob = Message<"outrider.v1.TopLogprob"> & {
  * Use `create(TopLogprobSchema)` to create a new message.
  */
 export const TopLogprobSchema: GenMessage<TopLogprob> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 9);
+  messageDesc(file_outrider_v1_target, 10);
 
 /**
  * GenerateFinished ends a generation.
@@ -485,7 +531,7 @@ export type GenerateFinished = Message<"outrider.v1.GenerateFinished"> & {
  * Use `create(GenerateFinishedSchema)` to create a new message.
  */
 export const GenerateFinishedSchema: GenMessage<GenerateFinished> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 10);
+  messageDesc(file_outrider_v1_target, 11);
 
 /**
  * Usage counts tokens.
@@ -506,6 +552,22 @@ export type Usage = Message<"outrider.v1.Usage"> & {
    * @generated from field: uint32 completion_tokens = 2;
    */
   completionTokens: number;
+
+  /**
+   * accepted_prediction_tokens of the request's prediction that were verified and became part of the completion. Those
+   * that the draft said too are counted, and those that the model said before they were offered are not.
+   *
+   * @generated from field: uint32 accepted_prediction_tokens = 3;
+   */
+  acceptedPredictionTokens: number;
+
+  /**
+   * rejected_prediction_tokens of the request's prediction that were verified and not kept. A token that is offered in
+   * several steps counts each time.
+   *
+   * @generated from field: uint32 rejected_prediction_tokens = 4;
+   */
+  rejectedPredictionTokens: number;
 };
 
 /**
@@ -513,7 +575,7 @@ export type Usage = Message<"outrider.v1.Usage"> & {
  * Use `create(UsageSchema)` to create a new message.
  */
 export const UsageSchema: GenMessage<Usage> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 11);
+  messageDesc(file_outrider_v1_target, 12);
 
 /**
  * SpeculationTotals sum up what drafting did for one request. Mean accepted length counting the target's own token
@@ -584,7 +646,7 @@ export type SpeculationTotals = Message<"outrider.v1.SpeculationTotals"> & {
  * Use `create(SpeculationTotalsSchema)` to create a new message.
  */
 export const SpeculationTotalsSchema: GenMessage<SpeculationTotals> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 12);
+  messageDesc(file_outrider_v1_target, 13);
 
 /**
  * RequestTimes are the phases of one request.
@@ -619,7 +681,7 @@ export type RequestTimes = Message<"outrider.v1.RequestTimes"> & {
  * Use `create(RequestTimesSchema)` to create a new message.
  */
 export const RequestTimesSchema: GenMessage<RequestTimes> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 13);
+  messageDesc(file_outrider_v1_target, 14);
 
 /**
  * VerifyRequest is one frame from a client that drafts for itself.
@@ -664,7 +726,7 @@ export type VerifyRequest = Message<"outrider.v1.VerifyRequest"> & {
  * Use `create(VerifyRequestSchema)` to create a new message.
  */
 export const VerifyRequestSchema: GenMessage<VerifyRequest> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 14);
+  messageDesc(file_outrider_v1_target, 15);
 
 /**
  * OpenVerification starts a sequence.
@@ -706,7 +768,7 @@ export type OpenVerification = Message<"outrider.v1.OpenVerification"> & {
  * Use `create(OpenVerificationSchema)` to create a new message.
  */
 export const OpenVerificationSchema: GenMessage<OpenVerification> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 15);
+  messageDesc(file_outrider_v1_target, 16);
 
 /**
  * VerifyTree asks for one step.
@@ -742,7 +804,7 @@ export type VerifyTree = Message<"outrider.v1.VerifyTree"> & {
  * Use `create(VerifyTreeSchema)` to create a new message.
  */
 export const VerifyTreeSchema: GenMessage<VerifyTree> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 16);
+  messageDesc(file_outrider_v1_target, 17);
 
 /**
  * CloseVerification ends a sequence.
@@ -763,7 +825,7 @@ export type CloseVerification = Message<"outrider.v1.CloseVerification"> & {
  * Use `create(CloseVerificationSchema)` to create a new message.
  */
 export const CloseVerificationSchema: GenMessage<CloseVerification> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 17);
+  messageDesc(file_outrider_v1_target, 18);
 
 /**
  * VerifyResponse is one frame to a client that drafts for itself.
@@ -815,7 +877,7 @@ export type VerifyResponse = Message<"outrider.v1.VerifyResponse"> & {
  * Use `create(VerifyResponseSchema)` to create a new message.
  */
 export const VerifyResponseSchema: GenMessage<VerifyResponse> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 18);
+  messageDesc(file_outrider_v1_target, 19);
 
 /**
  * VerificationOpened acknowledges an open.
@@ -871,7 +933,7 @@ export type VerificationOpened = Message<"outrider.v1.VerificationOpened"> & {
  * Use `create(VerificationOpenedSchema)` to create a new message.
  */
 export const VerificationOpenedSchema: GenMessage<VerificationOpened> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 19);
+  messageDesc(file_outrider_v1_target, 20);
 
 /**
  * Verdict is the result of one step.
@@ -935,7 +997,7 @@ export type Verdict = Message<"outrider.v1.Verdict"> & {
  * Use `create(VerdictSchema)` to create a new message.
  */
 export const VerdictSchema: GenMessage<Verdict> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 20);
+  messageDesc(file_outrider_v1_target, 21);
 
 /**
  * VerificationStatus reports that a frame failed.
@@ -977,7 +1039,7 @@ export type VerificationStatus = Message<"outrider.v1.VerificationStatus"> & {
  * Use `create(VerificationStatusSchema)` to create a new message.
  */
 export const VerificationStatusSchema: GenMessage<VerificationStatus> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 21);
+  messageDesc(file_outrider_v1_target, 22);
 
 /**
  * GetTargetInfoRequest asks what is served.
@@ -992,7 +1054,7 @@ export type GetTargetInfoRequest = Message<"outrider.v1.GetTargetInfoRequest"> &
  * Use `create(GetTargetInfoRequestSchema)` to create a new message.
  */
 export const GetTargetInfoRequestSchema: GenMessage<GetTargetInfoRequest> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 22);
+  messageDesc(file_outrider_v1_target, 23);
 
 /**
  * GetTargetInfoResponse describes the target.
@@ -1090,7 +1152,7 @@ export type GetTargetInfoResponse = Message<"outrider.v1.GetTargetInfoResponse">
  * Use `create(GetTargetInfoResponseSchema)` to create a new message.
  */
 export const GetTargetInfoResponseSchema: GenMessage<GetTargetInfoResponse> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 23);
+  messageDesc(file_outrider_v1_target, 24);
 
 /**
  * FinishReason says why a sequence ended.
