@@ -9,7 +9,7 @@ import torch
 from kernel_worker import INTERPRETED, work
 
 from tree_kernels.node_table import StepIntegers, advance, fill_pending, move_on
-from tree_kernels.verification import Mode
+from tree_kernels.verification import MODE, POSITION, RECORD, Mode
 
 WORKER = "feeding_worker.py"
 # As in the worker.
@@ -45,19 +45,20 @@ def check(said: dict[str, Any]) -> None:
 
 def test_a_step_moves_on_by_what_was_accepted() -> None:
     """A sequence that races, one that throws coins, one that knows its token, and a chunk of two rows."""
-    integers = [[-2, -1, 7, 5, -3], [3, 7, 9, 4, 5], [3, 7, 9, 4, 5], [0] * 64, [0, 1, 2, 3, 5], [3, 7, 9, 4]]
+    parameters = [0] * 4 * RECORD
+    integers = [[-2, -1, 7, 5, -3], [3, 7, 9, 4, 5], [3, 7, 9, 4, 5], parameters, [0, 1, 2, 3, 5], [3, 7, 9, 4]]
     pages = [[0, 2, 5, 7], [3, 5, 1, 9, 0, 2, 4, 6, 8]]
     step = StepIntegers(*(torch.tensor(values, dtype=torch.int32) for values in [*integers, *pages, [0] * 5]))
-    records = step.parameters.view(-1, 16)
-    records[:, 2] = torch.tensor([Mode.COUPLED, Mode.REJECTION, Mode.COUPLED, Mode.COUPLED])
-    records[:, 6] = -1
+    records = step.parameters.view(-1, RECORD)
+    records[:, MODE] = torch.tensor([Mode.COUPLED, Mode.REJECTION, Mode.COUPLED, Mode.COUPLED])
+    records[:, POSITION] = -1
     move_on(step, torch.tensor([1, 3, 2], dtype=torch.int32), page_size=4, last_position=9)
     assert step.token_ids.tolist() == integers[0]
     assert step.prefix_lengths.tolist() == [6, 8, 9, 4]
     assert step.positions.tolist() == [6, 8, 9, 4, 5]
     # The first has come to its second page, the second to its third.
     assert step.slots.tolist() == [5 * 4 + 2, 0 * 4, 9, 4, 5]
-    assert records[:, 6].tolist() == [2, -1, -1, -1] and records[:, 7].tolist() == [1, 0, 0, 0]
+    assert records[:, POSITION].tolist() == [2, -1, -1, -1] and records[:, POSITION + 1].tolist() == [1, 0, 0, 0]
 
 
 def test_a_step_becomes_the_one_after_it() -> None:
@@ -66,7 +67,7 @@ def test_a_step_becomes_the_one_after_it() -> None:
         [7, 9, 0],
         [3, 8, 0],
         [13, 6, -1],
-        [*range(16)] * 3,
+        [*range(RECORD)] * 3,
         [0, 1, 1, 2],
         [3, 5, 6],
         [0, 2, 2],
@@ -79,7 +80,8 @@ def test_a_step_becomes_the_one_after_it() -> None:
     assert step.positions.tolist() == [4, 8, 0]
     assert step.prefix_lengths.tolist() == [4, 5, 7]
     assert step.slots.tolist() == [5 * 4, 9 * 4 + 3, -1]
-    assert [step.parameters[16 * b + 6].item() for b in range(3)] == [7, 6, 7]
+    moved = [step.parameters[RECORD * b + POSITION].item() - POSITION for b in range(3)]
+    assert moved == [1, 0, 1]
 
 
 def test_the_kernel_fills_in_the_same() -> None:

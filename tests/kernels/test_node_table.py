@@ -62,6 +62,7 @@ from tree_kernels.node_table.torch_backend import (
     walk,
 )
 from tree_kernels.verification import RECORD, ROWS, Verdicts, match_walk
+from tree_kernels.verification.records import FIRST_ROW, IS_CHAIN
 
 WORKER = "node_table_worker.py"
 Path = tuple[int, ...]
@@ -320,7 +321,7 @@ def check_layout(step: StepIntegers, table: NodeTable, case: Case) -> None:
         assert step.slots[first:end].tolist() == (pages * case.page_size + keys % case.page_size).tolist()
         assert set(step.owners[first:end].tolist()) == {b}
         record = step.parameters[b * RECORD : (b + 1) * RECORD].tolist()
-        assert record[:2] == [first, end - first] and record[3] == 0
+        assert (record[FIRST_ROW], record[ROWS], record[IS_CHAIN]) == (first, end - first, 0)
         taken = end - first - 1
         dearest += table.keys[b, :taken].tolist()
         given_up += table.keys[b, taken:].tolist()

@@ -43,7 +43,7 @@ def test_drafted_tokens_stay_first(drafted: list[int], tokens: list[tuple[int, i
 
 
 def test_steps_keep_their_drafts() -> None:
-    several = verdict(2, 1, 2, 3, 4, drafted=2)._replace(drafts_by_step=(0, 2))
+    several = verdict(2, 1, 2, 3, 4, drafted=2, drafts_by_step=(0, 2))
     (said,) = joined([several, verdict(4, 5, 6), verdict(5, 7)])
     assert isinstance(said, Verdict)
     assert (said.token_ids, said.drafted_tokens) == ((1, 2, 3, 4, 5, 6, 7), 2)

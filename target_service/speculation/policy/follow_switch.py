@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -61,7 +62,7 @@ class FollowSwitch:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         """`clock` in seconds."""
         self._clock = clock
-        self._loads: dict[int, _Load] = {}
+        self._loads: defaultdict[int, _Load] = defaultdict(_Load)
 
     def follows(self, load: int) -> bool:
         """Whether a draft is to be followed while so many sequences run."""
@@ -70,7 +71,7 @@ class FollowSwitch:
 
     def observe(self, load: int, tokens: float, seconds: float, *, followed: bool) -> None:
         """A pass that only decoded made so many tokens of each sequence, in so many seconds since the one before."""
-        here = self._loads.setdefault(load.bit_length(), _Load())
+        here = self._loads[load.bit_length()]
         if not followed:
             here.alone.observe(tokens, seconds)
             return

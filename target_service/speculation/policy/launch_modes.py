@@ -8,6 +8,7 @@ sees, and on how many sequences are waited for; both are measured, by load, and 
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -49,7 +50,7 @@ class LaunchModes:
     def __init__(self, forced: Launch | None = None) -> None:
         """`forced` is always chosen."""
         self._forced = forced
-        self._loads: dict[int, _Load] = {}
+        self._loads: defaultdict[int, _Load] = defaultdict(_Load)
 
     def choose(self, load: int, answer_seconds: float, pass_seconds: float) -> Launch:
         """How the next pass of so many sequences is launched, all of whose rows the device may choose, where answers
@@ -58,7 +59,7 @@ class LaunchModes:
             return self._forced
         if not answer_seconds or answer_seconds > _WORTH_TRYING * pass_seconds:
             return Launch.AHEAD
-        here = self._loads.setdefault(load.bit_length(), _Load())
+        here = self._loads[load.bit_length()]
         for way in Launch:
             if here.ways[way].count < _TRIAL:
                 return way
@@ -74,7 +75,7 @@ class LaunchModes:
 
     def observe(self, load: int, way: Launch, tokens: float, seconds: float) -> None:
         """A pass launched so made so many tokens of each sequence, in so many seconds since the one before ended."""
-        self._loads.setdefault(load.bit_length(), _Load()).ways[way].observe(tokens, seconds)
+        self._loads[load.bit_length()].ways[way].observe(tokens, seconds)
 
     def forget(self) -> None:
         """Another draft is there, or none."""
