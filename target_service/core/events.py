@@ -29,6 +29,8 @@ class EngineSnapshot:
     draft_connected: bool
     # Memory of hidden states that wait for a draft to connect.
     kept_feature_bytes: int = 0
+    # Of `sequences`, those whose pages went to others while their client sent no tree: they wait for nothing here.
+    evicted: int = 0
 
 
 class SequenceEngine(Protocol):

@@ -99,7 +99,8 @@ class Engine:
         if needed > capacity:
             raise PositionOutOfRange("prompt and output do not fit", tokens=needed, capacity=capacity)
         with self._wake:
-            waiting = len(self._open) - len(self._loop.scheduler.running)
+            scheduler = self._loop.scheduler
+            waiting = len(self._open) - len(scheduler.running) - scheduler.evicted
             if waiting >= self._max_waiting:
                 raise QuotaExceeded("too many requests wait", waiting=waiting)
             sequence_id = next(self._ids) if sequence_id is None else sequence_id
@@ -124,7 +125,7 @@ class Engine:
             raise WrongRoot("the tree's root is not the last committed token")
 
         def put() -> None:
-            sequence.external_tree = tree
+            self._loop.scheduler.verify(sequence, tree)
 
         self._command(put)
 
@@ -164,6 +165,7 @@ class Engine:
             speculating=loop.drafting.active and loop.drafting.connected,
             draft_connected=loop.drafting.connected,
             kept_feature_bytes=loop.features.kept_bytes,
+            evicted=loop.scheduler.evicted,
         )
 
     def _command(self, command: Callable[[], None]) -> None:

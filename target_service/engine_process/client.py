@@ -169,7 +169,7 @@ class EngineLink(asyncio.Protocol):
         needed, capacity = len(request.token_ids) + request.max_tokens, self.served.max_context
         if needed > capacity:
             raise PositionOutOfRange("prompt and output do not fit", tokens=needed, capacity=capacity)
-        waiting = len(self._open) - self._snapshot.running
+        waiting = len(self._open) - self._snapshot.running - self._snapshot.evicted
         if waiting >= self._max_waiting:
             raise QuotaExceeded("too many requests wait", waiting=waiting)
         sequence_id = next(self._ids)

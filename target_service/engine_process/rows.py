@@ -16,6 +16,7 @@ from outrider.tree import DraftDistribution, TokenTree
 from outrider.wire.frames import DraftInfo, FeatureRequest, TreeLimits
 from target_service.api.admission import ServedModel
 from target_service.core.events import EngineSnapshot
+from target_service.core.fairness import Share
 from target_service.core.sequence import (
     Finish,
     FinishReason,
@@ -132,7 +133,7 @@ def tree_from_row(row: Row) -> TokenTree:
 def request_to_fields(request: SequenceRequest) -> Fields:
     """A request, its sampling parameters as fields of their own."""
     sampling = _fields(request.sampling) | {"logit_bias": list(request.sampling.logit_bias.items())}
-    return _fields(request) | {"mode": request.mode.value, "sampling": sampling}
+    return _fields(request) | {"mode": request.mode.value, "sampling": sampling, "share": _fields(request.share)}
 
 
 def request_from_fields(fields: Fields) -> SequenceRequest:
@@ -144,6 +145,7 @@ def request_from_fields(fields: Fields) -> SequenceRequest:
         | {
             "token_ids": tuple(fields["token_ids"]),
             "mode": VerificationMode(fields["mode"]),
+            "share": Share(**fields["share"]),
             "sampling": SamplingParams(**sampling | tuples | {"logit_bias": dict(sampling["logit_bias"])}),
         }
     )
