@@ -133,11 +133,11 @@ class Scheduler:
         chunks: list[Chunk] = []
         chosen, free_places = self._share_places()
         # Decoding first, so that long prompts cannot starve it.
-        for sequence in [one for one in chosen if one.kv_length + 1 >= one.length]:
+        decoding, reading = _by_stage(chosen)
+        for sequence in decoding:
             if rows and self._holds_chunk(sequence, 1):
                 chunks.append(Chunk(sequence, 1))
                 rows -= 1
-        reading = [one for one in chosen if one.kv_length + 1 < one.length]
         if rows:
             reading += self._admit(free_places)
         for sequence, count in self._share_rows(reading, rows):
@@ -165,30 +165,34 @@ class Scheduler:
     def _share_places(self) -> tuple[list[Sequence], dict[str, int]]:
         """Running sequences that take part in the next step, and how many waiting ones may join, by tenant."""
         ready = [sequence for sequence in self.running if self._due(sequence)]
-        wanted = Counter[str]()
+        wanted: dict[str, int] = {}
         shares: dict[str, Share] = {}
         for sequence in ready:
-            wanted[sequence.request.tenant] += 1
-            shares[sequence.request.tenant] = sequence.request.share
+            request = sequence.request
+            if request.tenant in wanted:
+                wanted[request.tenant] += 1
+            else:
+                wanted[request.tenant], shares[request.tenant] = 1, request.share
         for tenant, queue in self._waiting.items():
             if self._yielding(queue[0]) is not None:
-                wanted[tenant] += len(queue)
+                wanted[tenant] = wanted.get(tenant, 0) + len(queue)
                 shares[tenant] = queue[0].request.share
-        for tenant, share in shares.items():
-            wanted[tenant] = min(wanted[tenant], share.running or wanted[tenant])
+        allowed = {tenant: min(count, shares[tenant].running or count) for tenant, count in wanted.items()}
         # Every place takes a row.
         places = min(self._config.max_running, self.max_step_rows)
-        if wanted.total() > places:
-            items = {tenant: [1] * min(count, places) for tenant, count in wanted.items()}
-            wanted = Counter(tenant for tenant, _ in self._places.divide(items, shares, places))
+        if sum(allowed.values()) > places:
+            items = {tenant: [1] * min(count, places) for tenant, count in allowed.items()}
+            allowed = Counter(tenant for tenant, _ in self._places.divide(items, shares, places))
         else:
             self._places.rest()
+            if allowed == wanted and not self._waiting:
+                return ready, {}
         chosen = []
         for sequence in ready:
-            if wanted[sequence.request.tenant]:
-                wanted[sequence.request.tenant] -= 1
+            if allowed.get(sequence.request.tenant):
+                allowed[sequence.request.tenant] -= 1
                 chosen.append(sequence)
-        return chosen, wanted
+        return chosen, allowed
 
     def _share_rows(self, reading: list[Sequence], rows: int) -> list[tuple[Sequence, int]]:
         """Known tokens that each of these feeds, of so many at most."""
@@ -385,3 +389,12 @@ class Scheduler:
 def _age(sequence: Sequence) -> int:
     """Rises with the time at which a sequence came."""
     return sequence.sequence_id
+
+
+def _by_stage(sequences: list[Sequence]) -> tuple[list[Sequence], list[Sequence]]:
+    """Those that feed their root next, and those that have more to read before."""
+    decoding: list[Sequence] = []
+    reading: list[Sequence] = []
+    for sequence in sequences:
+        (decoding if sequence.kv_length + 1 >= sequence.length else reading).append(sequence)
+    return decoding, reading

@@ -18,12 +18,14 @@ from scripted_engine import SERVED, ScriptedEngine
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from outrider.limits import TenantTable
 from outrider.serving import GrpcServer, Service, ServingOptions, current_tenant
 from outrider.telemetry.tracing import Tracing
 from outrider.v1 import target_pb2_grpc
 from target_service.api.admission import Admission, ServedModel
 from target_service.api.server import SERVICE_NAME, StreamLimits, TargetServicer
 from target_service.core.events import Sequences
+from target_service.core.quotas import TenantQuotas
 
 ECHO = "test.Echo"
 
@@ -186,27 +188,31 @@ async def target_over(
     served: ServedModel = SERVED,
     limits: StreamLimits | None = None,
     tracing: Tracing | None = None,
+    table: TenantTable | None = None,
     **options: Any,
 ) -> AsyncIterator[Target]:
     engine = engine or ScriptedEngine()
-    sequences = Sequences(engine, asyncio.get_running_loop())
+    quotas = TenantQuotas(table)
+    sequences = Sequences(engine, asyncio.get_running_loop(), quotas)
     engine.start(sequences.deliver)
     servicer = TargetServicer(
-        sequences, Admission(served), limits or StreamLimits(), lambda: "trie", tracing or Tracing()
+        sequences, Admission(served, quotas), limits or StreamLimits(), lambda: "trie", tracing or Tracing()
     )
     service = Service(SERVICE_NAME, lambda to: target_pb2_grpc.add_TargetServiceServicer_to_server(servicer, to))
     server = GrpcServer(ServingOptions(**options), [service])
     await server.start()
     server.health.set_serving(True)
-    async with grpc.aio.insecure_channel(server.address) as channel:
-        yield Target(engine, sequences, server, channel)
-    await server.stop(0)
-    await asyncio.to_thread(engine.stop, 0)
+    try:
+        async with grpc.aio.insecure_channel(server.address) as channel:
+            yield Target(engine, sequences, server, channel)
+    finally:
+        await server.stop(0)
+        await asyncio.to_thread(engine.stop, 0)
 
 
 @pytest.fixture
 def targets() -> Any:
-    """`target_over(engine, served, limits, **serving_options)`: an async context manager of a `Target`."""
+    """`target_over(engine, served, limits, tracing, table, **serving_options)`: a context manager of a `Target`."""
     return target_over
 
 
