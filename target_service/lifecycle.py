@@ -29,6 +29,7 @@ from target_service.engine.engine import Engine
 from target_service.engine.stats import EngineObserver
 from target_service.engine_process.client import STOP_SECONDS
 from target_service.model.runner import ModelRunner
+from target_service.preflight import speculates
 from target_service.telemetry.metrics import PrometheusObserver
 
 logger = logging.getLogger(__name__)
@@ -175,7 +176,9 @@ async def serve_engine(config: TargetConfig, host: EngineHost, stopping: asyncio
         sequences = Sequences(engine, asyncio.get_running_loop(), quotas)
         server = _make_server(config, served, sequences, engine, tracing, calls)
         if observer is not None:
-            observer.watch(engine.snapshot, lambda: engine.last_beat_ns, lambda: engine.failure)
+            observer.watch(
+                engine.snapshot, lambda: engine.last_beat_ns, lambda: engine.failure, drafted=speculates(config)
+            )
             collectors = [observer.metrics, calls.metrics]
             metrics = MetricsServer(config.metrics_listen, collectors, observer.vllm_names)
             stack.callback(metrics.close)
