@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from outrider.runtime import configure_logging, prepare_grpc, run, switch_threads_often
@@ -63,25 +64,44 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.exit(2, f"{parser.prog}: error: {error}\n")
 
 
-def _serve_shared(config: TargetConfig) -> int:
-    from target_service.assembly import load_model
-    from target_service.lifecycle import serve
+@contextmanager
+def _answering_scrapes(config: TargetConfig) -> Iterator[None]:
+    """Answer scrapes while a model loads, with what is known of the process: one that loads is up, and not ready."""
+    if not config.metrics_listen:
+        yield
+        return
+    from outrider.telemetry.registry import MetricsServer
 
-    return run(serve(config, load_model(config)))
+    metrics = MetricsServer(config.metrics_listen, ())
+    try:
+        yield
+    finally:
+        metrics.close()
+
+
+def _serve_shared(config: TargetConfig) -> int:
+    with _answering_scrapes(config):
+        from target_service.assembly import load_model
+        from target_service.lifecycle import serve
+
+        runner = load_model(config)
+    return run(serve(config, runner))
 
 
 def _serve_apart(config: TargetConfig) -> int:
     from target_service.engine_process.client import EngineLink
 
+    # Before there are threads here, of which the other process would know nothing.
     link = EngineLink(config)
-    # Imported while the other process loads the model.
-    from transformers import AutoTokenizer
+    with _answering_scrapes(config):
+        # Imported while the other process loads the model.
+        from transformers import AutoTokenizer
 
-    from target_service.lifecycle import serve_engine
-    from target_service.model.loading.store import resolve
+        from target_service.lifecycle import serve_engine
+        from target_service.model.loading.store import resolve
 
-    link.wait_until_ready()
-    link.use_tokenizer(AutoTokenizer.from_pretrained(str(resolve(config.model))))
+        link.wait_until_ready()
+        link.use_tokenizer(AutoTokenizer.from_pretrained(str(resolve(config.model))))
     return run(serve_engine(config, link))
 
 

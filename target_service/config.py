@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from outrider.limits import TenantLimits
 from outrider.settings import MAX_MESSAGE_BYTES, setting
 
 # As `tree_kernels.node_table.LOOKUP`, which would bring torch along.
@@ -76,6 +77,22 @@ class TargetConfig:
     max_context: int = setting(0, "longest sequence, prompt and output; 0 takes the model's own, at most 8192", ge=0)
     max_running: int = setting(64, "sequences that run at once", ge=1, le=MAX_SEQUENCES)
     max_waiting: int = setting(256, "sequences that wait; more are refused with RESOURCE_EXHAUSTED", ge=0)
+    tenant_running: int = setting(
+        0, "sequences of one tenant in one step; 0 is no bound, for tenants share by weight as it is", ge=0
+    )
+    tenant_waiting: int = setting(
+        0, "requests of one tenant that have said nothing yet; 0 takes half of max-waiting", ge=0
+    )
+    tenant_sequences: int = setting(512, "open sequences of one tenant; 0 is no bound", ge=0)
+    tenant_streams: int = setting(
+        0, "calls of one tenant at once; 0 takes max-running and half of max-waiting together, and 16", ge=0
+    )
+    tenant_kv_tokens: int = setting(
+        0, "tokens of one tenant in the KV cache; 0 is no bound, for tenants share by weight as it is", ge=0
+    )
+    tenant_requests_per_second: float = setting(500.0, "requests of one tenant on average; 0 is no bound", ge=0)
+    tenant_burst: int = setting(1000, "requests of one tenant that may come at once after a pause", ge=0)
+    tenant_texts: int = setting(16, "texts of one tenant that wait for the tokeniser; 0 is no bound", ge=0)
     max_step_rows: int = setting(
         0, "rows of one forward pass, over all sequences; 0 takes 512, and 2048 on a GPU", ge=0
     )
@@ -105,7 +122,11 @@ class TargetConfig:
     heartbeat_seconds: float = setting(30.0, "a step that takes longer makes health NOT_SERVING", gt=0)
     reflection: bool = setting(False, "serve gRPC reflection")
     admin_listen: str = setting("", "loopback HOST:PORT for channelz; off when empty")
-    auth_tokens: str = setting("", "file of `TOKEN TENANT` lines; callers without a token are refused when set")
+    auth_tokens: str = setting(
+        "",
+        "file of `TOKEN TENANT` lines, and of `tenant NAME limit=number ...` lines; callers without a token are "
+        "refused when set",
+    )
     tls_certificate: str = setting("", "PEM certificate chain; plain text when empty")
     tls_key: str = setting("", "PEM private key")
     tls_client_ca: str = setting("", "PEM roots for client certificates; required of clients when set")
@@ -113,6 +134,23 @@ class TargetConfig:
     trace_ratio: float = setting(1.0, "share of requests without a parent trace that are traced", ge=0, le=1)
     trace_steps: bool = setting(False, "a child span per step in traced requests")
     log_level: str = setting("info", "log level", choices=("debug", "info", "warning", "error"))
+
+    @property
+    def tenant_limits(self) -> TenantLimits:
+        """What a tenant may take that the tokens' file says nothing else of. One alone cannot fill the queue.
+
+        Raises `SettingsError` for numbers that cannot be meant.
+        """
+        return TenantLimits(
+            running=self.tenant_running,
+            waiting=self.tenant_waiting or max(1, self.max_waiting // 2),
+            sequences=self.tenant_sequences,
+            streams=self.tenant_streams or self.max_running + self.max_waiting // 2 + 16,
+            kv_tokens=self.tenant_kv_tokens,
+            requests_per_second=self.tenant_requests_per_second,
+            burst=self.tenant_burst,
+            texts=self.tenant_texts,
+        )
 
     @property
     def step_rows(self) -> int:

@@ -10,6 +10,7 @@ from contextlib import AsyncExitStack
 from typing import Protocol
 
 from outrider import __version__
+from outrider.limits import TenantTable
 from outrider.runtime import settled
 from outrider.serving import Authenticator, GrpcServer, Service, ServingOptions, TlsFiles, serve_until_stopped
 from outrider.telemetry.names import TARGET_SERVICE
@@ -23,10 +24,12 @@ from target_service.api.server import SERVICE_NAME, StreamLimits, TargetServicer
 from target_service.assembly import Assembled, assemble, served_model
 from target_service.config import TargetConfig
 from target_service.core.events import EngineSnapshot, SequenceEngine, Sequences
+from target_service.core.quotas import TenantQuotas
 from target_service.engine.engine import Engine
 from target_service.engine.stats import EngineObserver
 from target_service.engine_process.client import STOP_SECONDS
 from target_service.model.runner import ModelRunner
+from target_service.preflight import speculates
 from target_service.telemetry.metrics import PrometheusObserver
 
 logger = logging.getLogger(__name__)
@@ -129,7 +132,7 @@ def _make_server(
         return LOOKUP if config.lookup_rows else ""
 
     limits = StreamLimits(max_sequences=config.max_sequences_per_stream, idle_seconds=config.verify_idle_seconds)
-    servicer = TargetServicer(sequences, Admission(served), limits, drafter, tracing)
+    servicer = TargetServicer(sequences, Admission(served, sequences.quotas), limits, drafter, tracing)
     options = ServingOptions(
         listen=config.listen,
         max_message_bytes=config.max_message_bytes,
@@ -169,10 +172,13 @@ async def serve_engine(config: TargetConfig, host: EngineHost, stopping: asyncio
         stack.push_async_callback(asyncio.to_thread, tracing.shutdown)
         stack.push_async_callback(host.stop)
         engine = host.engine(observer)
-        sequences = Sequences(engine, asyncio.get_running_loop())
+        quotas = TenantQuotas(TenantTable.from_file(config.auth_tokens, config.tenant_limits))
+        sequences = Sequences(engine, asyncio.get_running_loop(), quotas)
         server = _make_server(config, served, sequences, engine, tracing, calls)
         if observer is not None:
-            observer.watch(engine.snapshot, lambda: engine.last_beat_ns, lambda: engine.failure)
+            observer.watch(
+                engine.snapshot, lambda: engine.last_beat_ns, lambda: engine.failure, drafted=speculates(config)
+            )
             collectors = [observer.metrics, calls.metrics]
             metrics = MetricsServer(config.metrics_listen, collectors, observer.vllm_names)
             stack.callback(metrics.close)

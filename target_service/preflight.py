@@ -6,6 +6,7 @@ from pathlib import Path
 
 import grpc
 
+from outrider.limits import TenantTable
 from outrider.serving import Authenticator, TlsFiles
 from outrider.settings import SettingsError
 from target_service.config import TargetConfig
@@ -41,6 +42,7 @@ def check_settings(config: TargetConfig) -> None:
         raise SettingsError("--lookup-tokens: needs captured steps on a GPU; elsewhere there is --draft inprocess:trie")
     TlsFiles(config.tls_certificate, config.tls_key, config.tls_client_ca).check()
     Authenticator.from_file(config.auth_tokens)
+    TenantTable.from_file(config.auth_tokens, config.tenant_limits)
     link_options(config)
 
 

@@ -16,8 +16,8 @@ from outrider.wire.trees import error_of
 class Conversation:
     """One Verify stream, frame by frame."""
 
-    def __init__(self, target: Any) -> None:
-        self.call = target.stub.Verify()
+    def __init__(self, target: Any, **options: Any) -> None:
+        self.call = target.stub.Verify(**options)
 
     async def send(self, frame: pb.VerifyRequest) -> None:
         await self.call.write(frame)

@@ -13,12 +13,14 @@ from scripted_engine import SERVED, ScriptedEngine
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from outrider.limits import TenantTable
 from outrider.serving import GrpcServer, Service, ServingOptions
 from outrider.telemetry.tracing import Tracing
 from outrider.v1 import target_pb2_grpc
 from target_service.api.admission import Admission, ServedModel
 from target_service.api.server import SERVICE_NAME, StreamLimits, TargetServicer
 from target_service.core.events import Sequences
+from target_service.core.quotas import TenantQuotas
 
 
 def _byte_characters() -> dict[int, str]:
@@ -70,13 +72,15 @@ async def target_over(
     served: ServedModel = SERVED,
     limits: StreamLimits | None = None,
     tracing: Tracing | None = None,
+    table: TenantTable | None = None,
     **options: Any,
 ) -> AsyncIterator[Target]:
     engine = engine or ScriptedEngine()
-    sequences = Sequences(engine, asyncio.get_running_loop())
+    quotas = TenantQuotas(table)
+    sequences = Sequences(engine, asyncio.get_running_loop(), quotas)
     engine.start(sequences.deliver)
     servicer = TargetServicer(
-        sequences, Admission(served), limits or StreamLimits(), lambda: "trie", tracing or Tracing()
+        sequences, Admission(served, quotas), limits or StreamLimits(), lambda: "trie", tracing or Tracing()
     )
     service = Service(SERVICE_NAME, lambda to: target_pb2_grpc.add_TargetServiceServicer_to_server(servicer, to))
     server = GrpcServer(ServingOptions(**options), [service])

@@ -17,6 +17,10 @@ from draft_service.ngram.prediction import UNIT
 from draft_service.ngram.trie import NgramTrie
 from outrider.errors import PermissionDenied, QuotaExceeded, UnknownCorpus
 
+# Shared corpora never give way, so that together they take this share at most and the tenants' tries keep the rest.
+_SHARED_SHARE = 0.5
+# A name that is taken stays taken.
+_MOST_CORPORA = 16
 # Documents may take this share of a tenant's trie, so that what its sequences say keeps room.
 _DOCUMENT_SHARE = 0.5
 
@@ -96,6 +100,8 @@ class Corpora:
         with self._lock:
             corpus = self._shared.get(name)
             if corpus is None:
+                if sum(shared.owner == tenant for shared in self._shared.values()) >= _MOST_CORPORA:
+                    raise QuotaExceeded("the tenant has as many corpora as it may", limit=_MOST_CORPORA).after(None)
                 corpus = SharedCorpus(tenant, NgramTrie(self._config.depth, self._config.corpus_capacity, NEVER_LOG2))
                 self._shared[name] = corpus
                 self._rows += len(corpus.trie.rows)
@@ -112,7 +118,8 @@ class Corpora:
             tries = [shared.trie for shared in self._shared.values()]
             mine = [shared.trie for shared in self._shared.values() if shared.owner == tenant]
         own_room = self._config.corpus_capacity - sum(trie.nodes for trie in mine)
-        return max(0, min(own_room, self._config.capacity - sum(trie.nodes for trie in tries)))
+        shared_room = int(self._config.capacity * _SHARED_SHARE) - sum(trie.nodes for trie in tries)
+        return max(0, min(own_room, shared_room))
 
     def _settle(self, trie: NgramTrie, rows_before: int, keep: str) -> None:
         """Drop whole tenants, the longest unused first, while all tries together take more than the capacity."""

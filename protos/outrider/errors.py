@@ -12,7 +12,7 @@ OutriderError
 ├── WrongRoot             FAILED_PRECONDITION  a tree whose root is not the last committed token
 ├── WrongVocabulary       FAILED_PRECONDITION  draft and target do not speak the same token ids
 ├── NotSupported          FAILED_PRECONDITION  this drafter or model cannot do what was asked
-├── QuotaExceeded         RESOURCE_EXHAUSTED   queue full, too many sequences, corpus quota
+├── QuotaExceeded         RESOURCE_EXHAUSTED   a queue, a tenant's limit or a corpus quota is full
 ├── CreditExceeded        RESOURCE_EXHAUSTED   a peer that sends past its credit
 ├── Unauthenticated       UNAUTHENTICATED
 ├── PermissionDenied      PERMISSION_DENIED
@@ -41,7 +41,7 @@ class OutriderError(Exception):
     code: ClassVar[grpc.StatusCode] = grpc.StatusCode.INTERNAL
     reason: ClassVar[str] = "INTERNAL"
     # Seconds after which trying again makes sense; None when it does not.
-    retry_after: ClassVar[float | None] = None
+    retry_after: float | None = None
 
     def __init__(self, message: str, **metadata: str | int | float) -> None:
         super().__init__(message)
@@ -114,7 +114,12 @@ class NotSupported(OutriderError):
 class QuotaExceeded(OutriderError):
     code = grpc.StatusCode.RESOURCE_EXHAUSTED
     reason = "QUOTA_EXCEEDED"
-    retry_after = 1.0
+    retry_after: float | None = 1.0
+
+    def after(self, seconds: float | None) -> QuotaExceeded:
+        """The error, with when to try again; None is never."""
+        self.retry_after = seconds
+        return self
 
 
 class CreditExceeded(OutriderError):

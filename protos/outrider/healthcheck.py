@@ -10,6 +10,8 @@ from pathlib import Path
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from outrider.limits import TENANT_WORD
+
 
 def check(address: str, service: str = "", *, timeout: float = 3.0, ca: str = "", tokens: str = "") -> str:
     """The status of `service` by name: SERVING, NOT_SERVING, or the gRPC status of a call that failed.
@@ -32,7 +34,9 @@ def check(address: str, service: str = "", *, timeout: float = 3.0, ca: str = ""
 
 
 def _first_token(lines: str) -> str:
-    return next(words[0] for line in lines.splitlines() if (words := line.split()) and not words[0].startswith("#"))
+    # The parser of the services, less its checks: no comment, and no line about a tenant.
+    words = (line.split() for line in lines.splitlines())
+    return next(line[0] for line in words if line and not line[0].startswith("#") and line[0] != TENANT_WORD)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -11,6 +11,9 @@ from outrider.sampling import SamplingParams, VerificationMode
 from outrider.v1 import target_pb2
 from outrider.wire.trees import mode_from_pb, name_from_pb, sampling_from_pb
 from target_service.api.prompts import Prompts
+from target_service.api.text_pool import TextPool
+from target_service.core.fairness import Share
+from target_service.core.quotas import TenantQuotas
 from target_service.core.sequence import SequenceRequest
 
 # Output tokens of a request that does not say how many.
@@ -41,15 +44,19 @@ class ServedModel:
 class Admission:
     """Checks requests against the served model. What it returns, the engine can run."""
 
-    def __init__(self, served: ServedModel) -> None:
+    def __init__(self, served: ServedModel, quotas: TenantQuotas | None = None) -> None:
+        """`quotas` of None refuse nobody."""
         self.served = served
-        self._prompts = Prompts(served.tokenizer, served.vocabulary_size, served.max_context - 1)
+        self.quotas = quotas or TenantQuotas()
+        self._prompts = Prompts(served.tokenizer, served.vocabulary_size, served.max_context - 1, TextPool(self.quotas))
 
     async def generation(self, request: target_pb2.GenerateRequest, tenant: str, traceparent: str) -> SequenceRequest:
         """What `Generate` runs.
 
-        Raises `UnknownModel`, `NotSupported`, `InvalidField` with the field's path, `PositionOutOfRange`.
+        Raises `UnknownModel`, `NotSupported`, `InvalidField` with the field's path, `PositionOutOfRange`, and
+        `QuotaExceeded` for a tenant that asks too often.
         """
+        self.quotas.request(tenant)
         served, options = self.served, request.speculation
         if request.model not in ("", served.name):
             raise UnknownModel("another model is served", served=served.name)
@@ -59,16 +66,18 @@ class Admission:
         if max_nodes > served.max_rows - 1:
             raise InvalidField("speculation.max_nodes", f"must be at most {served.max_rows - 1}")
         corpus = name_from_pb(options.corpus, "speculation.corpus")
-        prompt = await self._prompts.token_ids(request)
-        prediction = await self._prompts.prediction(request)
+        prompt = await self._prompts.token_ids(request, tenant)
+        prediction = await self._prompts.prediction(request, tenant)
+        share = self.quotas.share(tenant)
         asked = options.enabled if options.HasField("enabled") else True
         return SequenceRequest(
             token_ids=prompt,
             sampling=sampling,
             mode=mode,
             seed=_seed(sampling),
-            max_tokens=self._max_tokens(sampling, len(prompt)),
+            max_tokens=self._max_tokens(sampling, len(prompt), share),
             tenant=tenant,
+            share=share,
             speculate=asked and served.speculation and max_nodes > 0,
             max_draft_nodes=max_nodes,
             corpus=corpus,
@@ -77,17 +86,20 @@ class Admission:
         )
 
     def verification(self, request: target_pb2.OpenVerification, tenant: str, traceparent: str) -> SequenceRequest:
-        """What an open of `Verify` starts. Raises `NotSupported`, `InvalidField`, `PositionOutOfRange`."""
+        """What an open of `Verify` starts. Raises what `generation` does."""
+        self.quotas.request(tenant)
         sampling = self._sampling(request.sampling, "open.sampling")
         mode = _mode(sampling, mode_from_pb(request.mode, "open.mode"), "open.mode")
         prompt = self._prompts.checked(request.token_ids, "open.token_ids")
+        share = self.quotas.share(tenant)
         return SequenceRequest(
             token_ids=prompt,
             sampling=sampling,
             mode=mode,
             seed=_seed(sampling),
-            max_tokens=self._max_tokens(sampling, len(prompt)),
+            max_tokens=self._max_tokens(sampling, len(prompt), share),
             tenant=tenant,
+            share=share,
             speculate=False,
             max_draft_nodes=self.served.max_rows - 1,
             external=True,
@@ -100,10 +112,12 @@ class Admission:
             raise NotSupported("the model has no tokenizer; use stop_token_ids")
         return sampling
 
-    def _max_tokens(self, sampling: SamplingParams, prompt_length: int) -> int:
+    def _max_tokens(self, sampling: SamplingParams, prompt_length: int, share: Share) -> int:
         """Output tokens at most; the context ends the output with LENGTH when it is what binds."""
-        asked = DEFAULT_MAX_TOKENS if sampling.max_tokens is None else sampling.max_tokens
-        return min(asked, self.served.max_context - prompt_length)
+        room = self.served.max_context - prompt_length
+        if sampling.max_tokens is not None:
+            return min(sampling.max_tokens, room)
+        return min(DEFAULT_MAX_TOKENS, room, max(1, (share.kv_tokens or room + prompt_length) - prompt_length))
 
 
 def _mode(sampling: SamplingParams, asked: VerificationMode | None, field_path: str) -> VerificationMode:

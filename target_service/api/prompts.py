@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jinja2 import TemplateError
@@ -11,28 +10,37 @@ from jinja2 import TemplateError
 from outrider.errors import InvalidField, NotSupported, PositionOutOfRange
 from outrider.v1 import target_pb2
 from outrider.wire.trees import check_token_ids
+from target_service.api.text_pool import TextPool
 
 ROLES = ("system", "user", "assistant")
-# Longer texts are tokenised in a thread, so that they do not hold up the streams of others.
-_LONG_TEXT = 8192
+# Longer texts, and longer conversations, are worked on in a thread, so that they do not hold up the streams of others.
+_LONG_TEXT, _LONG_CHAT = 2048, 16
+# Bytes of text for each token of the context at most: several times what any language takes, so that what is refused
+# unread would not have fitted. Long runs of spaces might have.
+BYTES_PER_TOKEN = 32
+# Messages of a conversation at most; a template takes several tokens for each.
+MAX_MESSAGES = 4096
 # Bytes of a predicted text for each token of the context: what is longer is not tokenised.
-_BYTES_A_TOKEN = 16
+_PREDICTED_BYTES_PER_TOKEN = 16
 
 
 class Prompts:
     """Turns text, conversations and token ids into a prompt of 1 to `max_prompt` token ids."""
 
-    def __init__(self, tokenizer: Any | None, vocabulary_size: int, max_prompt: int) -> None:
+    def __init__(self, tokenizer: Any | None, vocabulary_size: int, max_prompt: int, pool: TextPool) -> None:
         """`tokenizer` is a transformers tokenizer, or None where only token ids are taken."""
         self._tokenizer = tokenizer
         self._vocabulary_size = vocabulary_size
         self._max_prompt = max_prompt
+        self._pool = pool
 
-    async def token_ids(self, request: target_pb2.GenerateRequest) -> tuple[int, ...]:
-        """The prompt of `request`.
+    async def token_ids(self, request: target_pb2.GenerateRequest, tenant: str) -> tuple[int, ...]:
+        """The prompt of `request`. Lengths and counts are looked at before anything else is.
 
         Raises:
-            InvalidField: nothing to continue, an id outside the vocabulary, a role that does not exist.
+            InvalidField: nothing to continue, an id outside the vocabulary, a role that does not exist, too many
+                messages.
+            QuotaExceeded: too many long texts wait.
             NotSupported: text without a tokenizer, a chat without a chat template.
             PositionOutOfRange: longer than the context leaves room for one more token.
         """
@@ -42,17 +50,19 @@ class Prompts:
         if kind == "text":
             if not request.text:
                 raise InvalidField("text", "is empty")
-            return self._fitting(await self._encode(request.text, special=True), "text")
+            self._check_length(len(request.text.encode()), "text")
+            encoded = await self._run(tenant, len(request.text) > _LONG_TEXT, lambda: self._encode(request.text))
+            return self._fitting(encoded, "text")
         if kind == "chat":
-            text = self._render(request.chat)
-            return self._fitting(await self._encode(text, special=False), "chat.messages")
+            return self._fitting(await self._conversation(request.chat, tenant), "chat.messages")
         raise InvalidField("input", "one of text, chat and tokens must be set")
 
-    async def prediction(self, request: target_pb2.GenerateRequest) -> tuple[int, ...]:
+    async def prediction(self, request: target_pb2.GenerateRequest, tenant: str) -> tuple[int, ...]:
         """The prediction of `request`, empty without one. No longer than the context, which no answer can be.
 
         Raises:
             InvalidField: too long, or an id outside the vocabulary.
+            QuotaExceeded: too many long texts wait.
             NotSupported: text without a tokenizer.
         """
         kind, most = request.prediction.WhichOneof("content"), self._max_prompt + 1
@@ -60,9 +70,9 @@ class Prompts:
             field_path, token_ids = "prediction.tokens.token_ids", tuple(request.prediction.tokens.token_ids)
         elif kind == "text" and request.prediction.text:
             field_path, text = "prediction.text", request.prediction.text
-            if len(text.encode()) > _BYTES_A_TOKEN * most:
-                raise InvalidField(field_path, f"has more than {_BYTES_A_TOKEN * most} bytes")
-            token_ids = await self._encode(text, special=False)
+            if len(text.encode()) > _PREDICTED_BYTES_PER_TOKEN * most:
+                raise InvalidField(field_path, f"has more than {_PREDICTED_BYTES_PER_TOKEN * most} bytes")
+            token_ids = await self._run(tenant, len(text) > _LONG_TEXT, lambda: self._encode(text, special=False))
         else:
             return ()
         if len(token_ids) > most:
@@ -72,26 +82,47 @@ class Prompts:
 
     def checked(self, token_ids: Sequence[int], field_path: str) -> tuple[int, ...]:
         """Token ids from outside, held against the vocabulary and the context."""
-        prompt = self._fitting(tuple(token_ids), field_path)
+        self._check_count(len(token_ids), field_path)
+        prompt = tuple(token_ids)
         check_token_ids(prompt, self._vocabulary_size, field_path)
         return prompt
 
     def _fitting(self, prompt: tuple[int, ...], field_path: str) -> tuple[int, ...]:
-        if not prompt:
-            raise InvalidField(field_path, "holds no token")
-        if len(prompt) > self._max_prompt:
-            raise PositionOutOfRange(
-                f"{field_path}: the prompt is longer than the context", tokens=len(prompt), limit=self._max_prompt
-            )
+        self._check_count(len(prompt), field_path)
         return prompt
 
-    async def _encode(self, text: str, *, special: bool) -> tuple[int, ...]:
-        if len(text) > _LONG_TEXT:
-            return await asyncio.to_thread(self._encode_now, text, special)
-        return self._encode_now(text, special)
+    def _check_count(self, tokens: int, field_path: str) -> None:
+        if not tokens:
+            raise InvalidField(field_path, "holds no token")
+        if tokens > self._max_prompt:
+            raise PositionOutOfRange(
+                f"{field_path}: the prompt is longer than the context", tokens=tokens, limit=self._max_prompt
+            )
 
-    def _encode_now(self, text: str, special: bool) -> tuple[int, ...]:
+    def _check_length(self, size: int, field_path: str) -> None:
+        limit = BYTES_PER_TOKEN * self._max_prompt
+        if size > limit:
+            raise PositionOutOfRange(f"{field_path}: the text is longer than the context", bytes=size, limit=limit)
+
+    async def _run(self, tenant: str, long: bool, work: Callable[[], tuple[int, ...]]) -> tuple[int, ...]:
+        """Work on a text: in a thread where it is long, and here where that takes less than getting there."""
+        self._need_tokenizer()
+        return await self._pool.run(tenant, work) if long else work()
+
+    def _encode(self, text: str, *, special: bool = True) -> tuple[int, ...]:
         return tuple(self._need_tokenizer().encode(text, add_special_tokens=special))
+
+    async def _conversation(self, chat: target_pb2.ChatInput, tenant: str) -> tuple[int, ...]:
+        count = len(chat.messages)
+        if count > MAX_MESSAGES:
+            raise InvalidField("chat.messages", f"has more than {MAX_MESSAGES} messages")
+        size = sum(len(message.content.encode()) for message in chat.messages)
+        self._check_length(size, "chat.messages")
+
+        def work() -> tuple[int, ...]:
+            return self._encode(self._render(chat), special=False)
+
+        return await self._run(tenant, size > _LONG_TEXT or count > _LONG_CHAT, work)
 
     def _render(self, chat: target_pb2.ChatInput) -> str:
         """The conversation through the model's chat template, up to where the assistant begins to speak."""

@@ -71,9 +71,9 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
     async def Generate(  # type: ignore[override]
         self, request: target_pb2.GenerateRequest, context: GenerateContext
     ) -> None:
-        trace = RequestTrace(self._tracing, context.invocation_metadata())
-        with _ending(trace, context):
-            asked = await self._admission.generation(request, current_tenant(), trace.traceparent)
+        trace, tenant = RequestTrace(self._tracing, context.invocation_metadata()), current_tenant()
+        with _ending(trace, context), self._admission.quotas.stream(tenant):
+            asked = await self._admission.generation(request, tenant, trace.traceparent)
             inbox = Inbox(self._limits.unread_steps, self._sequences.cancel)
             sequence_id = self._sequences.submit(asked, inbox.put)
             try:
@@ -108,10 +108,17 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
     async def Verify(  # type: ignore[override]
         self, request_iterator: AsyncIterator[target_pb2.VerifyRequest], context: VerifyContext
     ) -> None:
+        tenant = current_tenant()
+        with self._admission.quotas.stream(tenant):
+            await self._verify(tenant, request_iterator, context)
+
+    async def _verify(
+        self, tenant: str, request_iterator: AsyncIterator[target_pb2.VerifyRequest], context: VerifyContext
+    ) -> None:
         session = VerifySession(
             self._sequences,
             self._admission,
-            tenant=current_tenant(),
+            tenant=tenant,
             trace=lambda: RequestTrace(self._tracing, context.invocation_metadata(), VERIFY_SEQUENCE),
             max_sequences=self._limits.max_sequences,
             idle_seconds=self._limits.idle_seconds,

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from outrider.tree import TokenTree
+from target_service.core.quotas import TenantQuotas
 from target_service.core.sequence import SequenceEvent, SequenceRequest, Verdict
 
 logger = logging.getLogger(__name__)
@@ -29,6 +30,8 @@ class EngineSnapshot:
     draft_connected: bool
     # Memory of hidden states that wait for a draft to connect.
     kept_feature_bytes: int = 0
+    # Of `sequences`, those whose pages went to others while their client sent no tree: they wait for nothing here.
+    evicted: int = 0
 
 
 class SequenceEngine(Protocol):
@@ -42,22 +45,34 @@ class SequenceEngine(Protocol):
 class Sequences:
     """The engine's sequences as handlers on the event loop see them. All but `deliver` belongs to the loop."""
 
-    def __init__(self, engine: SequenceEngine, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self, engine: SequenceEngine, loop: asyncio.AbstractEventLoop, quotas: TenantQuotas | None = None
+    ) -> None:
+        """`quotas` of None refuse nobody."""
         self._engine = engine
         self._loop = loop
         self._sinks: dict[int, Sink] = {}
+        self.quotas = quotas or TenantQuotas()
+        # By id: those that have said nothing yet, and all.
+        self._silent: set[int] = set()
+        self._tenants: dict[int, str] = {}
 
     def __len__(self) -> int:
         """Sequences that someone listens to."""
         return len(self._sinks)
 
     def submit(self, request: SequenceRequest, sink: Sink) -> int:
-        """Start a sequence whose events go to `sink`. Returns its id; raises what `Engine.submit` raises.
+        """Start a sequence whose events go to `sink`. Returns its id; raises what `Engine.submit` raises, and
+        `QuotaExceeded` where its tenant has enough.
 
         No event is missed: they are handed over in a later turn of the loop than the one that submits.
         """
+        self.quotas.check_sequence(request)
         sequence_id = self._engine.submit(request)
         self._sinks[sequence_id] = sink
+        self._silent.add(sequence_id)
+        self._tenants[sequence_id] = request.tenant
+        self.quotas.opened(sequence_id, request)
         return sequence_id
 
     def verify(self, sequence_id: int, tree: TokenTree) -> None:
@@ -67,6 +82,7 @@ class Sequences:
     def cancel(self, sequence_id: int) -> None:
         """Stop listening, and end the sequence unless it has ended."""
         if self._sinks.pop(sequence_id, None) is not None:
+            self._forget(sequence_id)
             self._engine.cancel(sequence_id)
 
     def deliver(self, events: list[SequenceEvent]) -> None:
@@ -82,5 +98,15 @@ class Sequences:
         for event in events:
             last = not isinstance(event, Verdict)
             sink = self._sinks.pop(event.sequence_id, None) if last else self._sinks.get(event.sequence_id)
-            if sink is not None:
-                sink(event)
+            if sink is None:
+                continue
+            if last:
+                self._forget(event.sequence_id)
+            elif event.sequence_id in self._silent:
+                self._silent.discard(event.sequence_id)
+                self.quotas.began(event.sequence_id, self._tenants[event.sequence_id])
+            sink(event)
+
+    def _forget(self, sequence_id: int) -> None:
+        self._silent.discard(sequence_id)
+        self.quotas.ended(sequence_id, self._tenants.pop(sequence_id))

@@ -56,10 +56,13 @@ class EngineFront:
         if tree.token_ids[0] != root:
             raise WrongRoot("the tree's root is not the last committed token")
 
-    def _admit(self, request: SequenceRequest, *, capacity: int, running: int, sequence_id: int | None = None) -> int:
+    def _admit(
+        self, request: SequenceRequest, *, capacity: int, not_waiting: int, sequence_id: int | None = None
+    ) -> int:
         """The id of a request that is taken: the one given, or the next. See `Engine.submit` for what it raises.
 
-        `capacity` tokens at most fit one sequence; of those open, `running` do not wait.
+        `capacity` tokens at most fit one sequence; of those open, `not_waiting` run, or gave their pages to
+        others while their client sent no tree.
         """
         if self.failure is not None:
             raise EngineDead("the engine has failed")
@@ -68,7 +71,7 @@ class EngineFront:
         needed = len(request.token_ids) + request.max_tokens
         if needed > capacity:
             raise PositionOutOfRange("prompt and output do not fit", tokens=needed, capacity=capacity)
-        waiting = len(self._open) - running
+        waiting = len(self._open) - not_waiting
         if waiting >= self._max_waiting:
             raise QuotaExceeded("too many requests wait", waiting=waiting)
         return next(self._ids) if sequence_id is None else sequence_id

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from outrider.tree import TokenTree
+from target_service.core.fairness import FairShare, Share
 from target_service.core.kv_cache import KVCache, OutOfPages
 from target_service.core.sequence import Sequence, SequenceState
+
+_RUNS = (SequenceState.PREFILL, SequenceState.RUNNING)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,17 +53,21 @@ class Schedule:
 
 
 class Scheduler:
-    """Continuous batching: running sequences always go on, waiting ones join as KV pages and rows allow.
+    """Continuous batching: running sequences go on, waiting ones join as places, rows and KV pages allow.
 
-    Waiting sequences are taken round robin over tenants, first come first served within one. When pages run out
-    one sequence gives its pages back and waits again; its tokens stay, and are fed anew. Sequences whose client
-    has sent no tree go first, for they may idle as long as they like, then the youngest.
+    Where there is not enough of these for all, tenants get theirs by weight, in every step and not only as they join,
+    and within a tenant the first to come goes first. Who gets no place in a step keeps its pages. When pages run out
+    one sequence gives its pages back and waits again; its tokens stay, and are fed anew. Idle ones, whose client has
+    sent no tree, go first, for they may idle as long as they like; they wait again once there is a tree. Then the
+    youngest of the tenant goes that holds most for its weight. The oldest of all goes last, so that it ends some day.
     """
 
     def __init__(self, config: SchedulerConfig, cache: KVCache) -> None:
         self._config = config
         self._cache = cache
         self._waiting: dict[str, deque[Sequence]] = {}
+        self._evicted: dict[int, Sequence] = {}
+        self._places, self._rows = FairShare(), FairShare()
         self.running: list[Sequence] = []
         # Rows of a step at most: what is configured, or less where that did not fit the device's memory.
         self.max_step_rows = config.max_step_rows
@@ -73,6 +81,11 @@ class Scheduler:
     @property
     def waiting(self) -> int:
         return sum(map(len, self._waiting.values()))
+
+    @property
+    def evicted(self) -> int:
+        """Sequences that hold no pages and want none, until their client sends a tree."""
+        return len(self._evicted)
 
     @property
     def load(self) -> int:
@@ -89,9 +102,17 @@ class Scheduler:
         yield from self.running
         for queue in self._waiting.values():
             yield from queue
+        yield from self._evicted.values()
 
     def add(self, sequence: Sequence) -> None:
         self._waiting.setdefault(sequence.request.tenant, deque()).append(sequence)
+
+    def verify(self, sequence: Sequence, tree: TokenTree) -> None:
+        """A client's tree is to be verified next."""
+        sequence.external_tree = tree
+        if self._evicted.pop(sequence.sequence_id, None) is not None:
+            sequence.state = SequenceState.WAITING
+            self._requeue(sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """Forget the sequence and give its pages back."""
@@ -100,6 +121,8 @@ class Scheduler:
             queue.remove(sequence)
             if not queue:
                 del self._waiting[sequence.request.tenant]
+        elif sequence.state is SequenceState.EVICTED:
+            del self._evicted[sequence.sequence_id]
         else:
             self.running.remove(sequence)
         self._release(sequence)
@@ -108,19 +131,20 @@ class Scheduler:
         """The next step. Empty when nothing can run."""
         rows = self.max_step_rows
         chunks: list[Chunk] = []
+        chosen, free_places = self._share_places()
         # Decoding first, so that long prompts cannot starve it.
-        for sequence in sorted(self.running, key=lambda s: s.kv_length + 1 < s.length):
-            if rows == 0 or len(chunks) == self._config.max_running or sequence.state is SequenceState.WAITING:
-                # More than `max_running` have something to do where clients of idle ones sent their trees at once.
-                continue
-            count = min(self._due(sequence), rows)
-            if count and self._hold(sequence, sequence.kv_length + count):
+        decoding, reading = _by_stage(chosen)
+        for sequence in decoding:
+            if rows and self._holds_chunk(sequence, 1):
+                chunks.append(Chunk(sequence, 1))
+                rows -= 1
+        if rows:
+            reading += self._admit(free_places)
+        for sequence, count in self._share_rows(reading, rows):
+            if self._holds_chunk(sequence, count):
                 chunks.append(Chunk(sequence, count))
-                rows -= count
         # A sequence scheduled early in the loop may have been preempted for a later one.
-        chunks = [chunk for chunk in chunks if chunk.sequence.state is not SequenceState.WAITING]
-        self._admit(chunks, rows)
-        return Schedule(tuple(chunks))
+        return Schedule(tuple([chunk for chunk in chunks if chunk.sequence.state in _RUNS]))
 
     def _due(self, sequence: Sequence) -> int:
         """Known tokens to feed next. A client that drafts feeds its root with its tree only."""
@@ -138,36 +162,152 @@ class Scheduler:
                 known -= 1
         return min(known, self._config.prefill_chunk)
 
-    def _admit(self, chunks: list[Chunk], rows: int) -> None:
-        while rows and self._waiting and max(len(chunks), self._busy()) < self._config.max_running:
-            tenant, queue = next(iter(self._waiting.items()))
-            sequence = queue[0]
-            # A whole prompt and one page beyond it, so that a newcomer does not preempt the others at once.
-            if self._cache.pages_for(len(sequence.token_ids)) + 1 > self._cache.free_pages and self.running:
-                break
-            queue.popleft()
-            del self._waiting[tenant]
+    def _share_places(self) -> tuple[list[Sequence], dict[str, int]]:
+        """Running sequences that take part in the next step, and how many waiting ones may join, by tenant."""
+        ready = [sequence for sequence in self.running if self._due(sequence)]
+        wanted: dict[str, int] = {}
+        shares: dict[str, Share] = {}
+        for sequence in ready:
+            request = sequence.request
+            if request.tenant in wanted:
+                wanted[request.tenant] += 1
+            else:
+                wanted[request.tenant], shares[request.tenant] = 1, request.share
+        for tenant, queue in self._waiting.items():
+            if self._yielding(queue[0]) is not None:
+                wanted[tenant] = wanted.get(tenant, 0) + len(queue)
+                shares[tenant] = queue[0].request.share
+        allowed = {tenant: min(count, shares[tenant].running or count) for tenant, count in wanted.items()}
+        # Every place takes a row.
+        places = min(self._config.max_running, self.max_step_rows)
+        if sum(allowed.values()) > places:
+            items = {tenant: [1] * min(count, places) for tenant, count in allowed.items()}
+            allowed = Counter(tenant for tenant, _ in self._places.divide(items, shares, places))
+        else:
+            self._places.rest()
+            if allowed == wanted and not self._waiting:
+                return ready, {}
+        chosen = []
+        for sequence in ready:
+            if allowed.get(sequence.request.tenant):
+                allowed[sequence.request.tenant] -= 1
+                chosen.append(sequence)
+        return chosen, allowed
+
+    def _share_rows(self, reading: list[Sequence], rows: int) -> list[tuple[Sequence, int]]:
+        """Known tokens that each of these feeds, of so many at most."""
+        due = [(sequence, self._due(sequence)) for sequence in reading]
+        if sum(count for _, count in due) <= rows:
+            self._rows.rest()
+            return [(sequence, count) for sequence, count in due if count]
+        lines: dict[str, deque[tuple[Sequence, int]]] = defaultdict(deque)
+        for sequence, count in due:
+            if count:
+                lines[sequence.request.tenant].append((sequence, count))
+        wanted = {tenant: [count for _, count in line] for tenant, line in lines.items()}
+        shares = {tenant: line[0][0].request.share for tenant, line in lines.items()}
+        return [(lines[tenant].popleft()[0], count) for tenant, count in self._rows.divide(wanted, shares, rows)]
+
+    def _admit(self, places: dict[str, int]) -> list[Sequence]:
+        """Let as many of each tenant's waiting sequences join as it has places for, and pages."""
+        admitted: list[Sequence] = []
+        turns = deque(tenant for tenant in self._waiting if places.get(tenant))
+        promised = 0
+        while turns:
+            tenant = turns.popleft()
+            queue = self._waiting[tenant]
+            victims = self._yielding(queue[0], promised)
+            if victims is None:
+                continue
+            for victim in victims:
+                self._preempt(victim)
+            # Preempting may have put another one first.
+            queue = self._waiting.pop(tenant)
+            sequence = queue.popleft()
+            places[tenant] -= 1
             if queue:
                 # To the end of the round.
                 self._waiting[tenant] = queue
+                if places[tenant]:
+                    turns.append(tenant)
             sequence.state = SequenceState.PREFILL
             self.running.append(sequence)
-            count = min(self._due(sequence), rows)
-            if count and self._hold(sequence, count):
-                chunks.append(Chunk(sequence, count))
-                rows -= count
+            admitted.append(sequence)
+            promised += self._pages_wanted(sequence)
+        return [sequence for sequence in admitted if sequence.state is SequenceState.PREFILL]
 
-    def _hold(self, sequence: Sequence, tokens: int) -> bool:
-        """Hold pages for `tokens`, preempting younger sequences if need be. False when `sequence` lost its own."""
-        while True:
-            try:
-                self.reserve(sequence, tokens)
-                return True
-            except OutOfPages:
-                victim = self._victim()
-                self._preempt(victim)
-                if victim is sequence:
-                    return False
+    def _pages_wanted(self, sequence: Sequence) -> int:
+        """A whole prompt and one page beyond it, so that a newcomer does not preempt the others at once."""
+        return min(self._cache.pages_for(len(sequence.token_ids)) + 1, self._cache.num_pages)
+
+    def _yielding(self, newcomer: Sequence, promised: int = 0) -> list[Sequence] | None:
+        """Running sequences that must give way for a waiting one to join, where `promised` pages are spoken for: idle
+        ones, then those of a tenant that would still hold as much for its weight. None where it has to wait."""
+        wanted, tenant, share = self._pages_wanted(newcomer), newcomer.request.tenant, newcomer.request.share
+        held = self._held(tenant) if share.kv_tokens or wanted + promised > self._cache.free_pages else 0
+        if share.kv_tokens and held and held + wanted > share.kv_tokens // self._cache.page_size:
+            return None
+        missing = wanted + promised - self._cache.free_pages
+        victims: list[Sequence] = []
+        if missing <= 0:
+            return victims
+        for victim, left in (*self._giving_way(idle=True), *self._giving_way(idle=False)):
+            if not self._idle(victim) and (victim.request.tenant == tenant or left * share.weight < held + wanted):
+                continue
+            victims.append(victim)
+            missing -= len(victim.pages)
+            if missing <= 0:
+                return victims
+        return None
+
+    def _giving_way(self, *, idle: bool) -> Iterator[tuple[Sequence, float]]:
+        """Running sequences with pages in the order in which they give way, idle ones or the others, and what their
+        tenant holds for its weight then."""
+        held = Counter[str]()
+        lines: dict[str, list[Sequence]] = defaultdict(list)
+        for sequence in self.running:
+            held[sequence.request.tenant] += len(sequence.pages)
+            if self._idle(sequence) is idle:
+                lines[sequence.request.tenant].append(sequence)
+        if not idle and lines:
+            oldest = min((line[0] for line in lines.values()), key=_age)
+            lines[oldest.request.tenant].remove(oldest)
+        weights = {tenant: line[0].request.share.weight for tenant, line in lines.items() if line}
+        while weights:
+            tenant = max(weights, key=lambda name: held[name] / weights[name])
+            victim = lines[tenant].pop()
+            held[tenant] -= len(victim.pages)
+            if victim.pages:
+                yield victim, held[tenant] / weights[tenant]
+            if not lines[tenant]:
+                del weights[tenant]
+
+    def _held(self, tenant: str) -> int:
+        """Pages that a tenant's sequences hold."""
+        return sum(len(sequence.pages) for sequence in self.running if sequence.request.tenant == tenant)
+
+    def _holds_chunk(self, sequence: Sequence, count: int) -> bool:
+        """Hold pages for `count` tokens more, others giving way if need be. False when `sequence` lost its own, before
+        or for this."""
+        while sequence.state in _RUNS:
+            limited = self._at_limit(sequence, count)
+            if not limited:
+                try:
+                    self.reserve(sequence, sequence.kv_length + count)
+                    return True
+                except OutOfPages:
+                    pass
+            self._preempt(self._victim(sequence, own=limited))
+        return False
+
+    def _at_limit(self, sequence: Sequence, count: int) -> bool:
+        """Whether the sequence needs a page more than its tenant may hold. One alone may always go on."""
+        limit = sequence.request.share.kv_tokens // self._cache.page_size
+        missing = self._cache.pages_for(sequence.kv_length + count) - len(sequence.pages)
+        if not limit or missing <= 0:
+            return False
+        held = self._held(sequence.request.tenant)
+        return held > len(sequence.pages) and held + missing > limit
 
     def _busy(self) -> int:
         """Running sequences that a step would move on. The others hold pages, and no place."""
@@ -181,10 +321,13 @@ class Scheduler:
             and (sequence.external_tree is None)
         )
 
-    def _victim(self) -> Sequence:
-        """Who gives way: an idle sequence if there is one, else the youngest."""
-        idle = (sequence for sequence in reversed(self.running) if self._idle(sequence))
-        return next(idle, self.running[-1])
+    def _victim(self, sequence: Sequence, *, own: bool) -> Sequence:
+        """Who gives way to `sequence`, which lacks pages: itself, where nobody else should. One of its `own` tenant's
+        where that holds what it may."""
+        for victim, _ in (*self._giving_way(idle=True), *self._giving_way(idle=False)):
+            if not own or victim.request.tenant == sequence.request.tenant:
+                return victim
+        return sequence
 
     def reserve(self, sequence: Sequence, tokens: int) -> None:
         """Hold pages for `tokens` of the sequence, or raise `OutOfPages` and change nothing."""
@@ -219,22 +362,39 @@ class Scheduler:
             del sequence.pages[keep:]
 
     def _preempt(self, sequence: Sequence) -> None:
-        idle = self._idle(sequence)
+        evicted = self._idle(sequence)
         self.running.remove(sequence)
         self._release(sequence)
-        sequence.state = SequenceState.WAITING
         sequence.totals.preemptions += 1
+        if evicted:
+            sequence.state = SequenceState.EVICTED
+            self._evicted[sequence.sequence_id] = sequence
+        else:
+            sequence.state = SequenceState.WAITING
+            self._requeue(sequence)
+
+    def _requeue(self, sequence: Sequence) -> None:
+        """First in line, and its tenant's line too: it was served before all that wait."""
         tenant = sequence.request.tenant
         queue = self._waiting.pop(tenant, deque())
-        if idle:
-            queue.append(sequence)
-            self._waiting[tenant] = queue
-        else:
-            # First in line: it was served before all that wait.
-            queue.appendleft(sequence)
-            self._waiting = {tenant: queue, **self._waiting}
+        queue.appendleft(sequence)
+        self._waiting = {tenant: queue, **self._waiting}
 
     def _release(self, sequence: Sequence) -> None:
         self._cache.release(sequence.pages)
         del sequence.pages[:]
         sequence.kv_length = 0
+
+
+def _age(sequence: Sequence) -> int:
+    """Rises with the time at which a sequence came."""
+    return sequence.sequence_id
+
+
+def _by_stage(sequences: list[Sequence]) -> tuple[list[Sequence], list[Sequence]]:
+    """Those that feed their root next, and those that have more to read before."""
+    decoding: list[Sequence] = []
+    reading: list[Sequence] = []
+    for sequence in sequences:
+        (decoding if sequence.kv_length + 1 >= sequence.length else reading).append(sequence)
+    return decoding, reading

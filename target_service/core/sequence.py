@@ -14,6 +14,7 @@ from outrider.errors import OutriderError
 from outrider.sampling import SamplingParams, VerificationMode
 from outrider.tree import TokenTree
 from outrider.wire.frames import DEFAULT_TENANT
+from target_service.core.fairness import Share
 
 # Passes that are launched at once at most.
 MAX_STRIDE = 4
@@ -30,6 +31,8 @@ class SequenceRequest:
     # Output tokens at most: sampling.max_tokens, or what the context leaves.
     max_tokens: int
     tenant: str = DEFAULT_TENANT
+    # What the tenant may take of the engine.
+    share: Share = field(default_factory=Share)
     speculate: bool = True
     max_draft_nodes: int = 63
     corpus: str = ""
@@ -208,11 +211,15 @@ class StepStats:
 
 
 class SequenceState(Enum):
-    """Where a sequence is. WAITING -> PREFILL -> RUNNING -> (gone); a preempted sequence goes back to WAITING."""
+    """Where a sequence is. WAITING -> PREFILL -> RUNNING -> (gone); a preempted sequence goes back to WAITING.
+
+    EVICTED is one whose client had sent no tree when its pages were needed; it waits again once there is a tree.
+    """
 
     WAITING = "waiting"
     PREFILL = "prefill"
     RUNNING = "running"
+    EVICTED = "evicted"
 
 
 @dataclass(slots=True, eq=False)

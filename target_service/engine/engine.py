@@ -78,7 +78,10 @@ class Engine(EngineFront):
         cache, running = self._runner.cache, self._loop.scheduler.running
         capacity = min(self._runner.max_context, cache.num_pages * cache.page_size)
         with self._wake:
-            sequence_id = self._admit(request, capacity=capacity, running=len(running), sequence_id=sequence_id)
+            evicted = self._loop.scheduler.evicted
+            sequence_id = self._admit(
+                request, capacity=capacity, not_waiting=len(running) + evicted, sequence_id=sequence_id
+            )
             live = self._loop.make(sequence_id, request)
             self._add(sequence_id, request)
             self._commands.append(lambda: self._loop.add(live))
@@ -92,7 +95,7 @@ class Engine(EngineFront):
         def put() -> None:
             # It may have ended meanwhile.
             if sequence_id in self._loop.live:
-                self._loop.live[sequence_id].sequence.external_tree = tree
+                self._loop.scheduler.verify(self._loop.live[sequence_id].sequence, tree)
 
         self._command(put)
 
@@ -128,6 +131,7 @@ class Engine(EngineFront):
             speculating=loop.drafting.active and loop.drafting.connected,
             draft_connected=loop.drafting.connected,
             kept_feature_bytes=loop.features.kept_bytes,
+            evicted=loop.scheduler.evicted,
         )
 
     def _command(self, command: Callable[[], None]) -> None:

@@ -142,7 +142,8 @@ class EngineLink(EngineFront, asyncio.Protocol):
 
     def submit(self, request: SequenceRequest) -> int:
         """See `Engine.submit`; what it counts may be a step old, as there."""
-        sequence_id = self._admit(request, capacity=self.served.max_context, running=self._snapshot.running)
+        held = self._snapshot.running + self._snapshot.evicted
+        sequence_id = self._admit(request, capacity=self.served.max_context, not_waiting=held)
         self._add(sequence_id, request)
         self._send(Submit(sequence_id, request))
         return sequence_id

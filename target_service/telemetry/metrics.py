@@ -73,8 +73,11 @@ class PrometheusObserver:
         snapshot: Callable[[], EngineSnapshot],
         last_beat_ns: Callable[[], int],
         failure: Callable[[], BaseException | None],
+        *,
+        drafted: bool = True,
     ) -> None:
-        """Read the engine's gauges at every scrape. Each callable runs in the scraping thread."""
+        """Read the engine's gauges at every scrape. Each callable runs in the scraping thread. Where nothing is
+        `drafted` there is no draft that could be missing, and no figure says that one is."""
 
         def read() -> Iterator[Reading]:
             now = snapshot()
@@ -84,7 +87,8 @@ class PrometheusObserver:
             yield "outrider_kv_pages", ("free",), now.pages_total - now.pages_used
             yield "outrider_kv_usage_ratio", (), now.pages_used / max(1, now.pages_total)
             yield "outrider_speculation_active", (), float(now.speculating)
-            yield "outrider_draft_connected", (), float(now.draft_connected)
+            if drafted:
+                yield "outrider_draft_connected", (), float(now.draft_connected)
             yield "outrider_feature_bytes_kept", (), now.kept_feature_bytes
             yield "outrider_engine_up", (), float(failure() is None)
             yield "outrider_engine_heartbeat_age_seconds", (), (time.monotonic_ns() - last_beat_ns()) * _NS

@@ -262,3 +262,25 @@ def test_a_snapshot_that_cannot_be_written_harms_nothing(tmp_path: Path, caplog:
 def test_senseless_settings_are_refused(bad: dict[str, int]) -> None:
     with pytest.raises(SettingsError):
         TrieConfig(**bad)  # type: ignore[arg-type]
+
+
+def test_shared_corpora_leave_room_for_tenants() -> None:
+    with running(tenant_capacity=1_000, corpus_capacity=4_000, capacity=8_000) as drafter:
+        for owner in ("first", "second", "third"):
+            with pytest.raises(QuotaExceeded):
+                for start in range(0, 9_000, 300):
+                    drafter.add_corpus(owner, f"of-{owner}", [start + place for place in range(300)])
+        for tenant in ("a", "b"):
+            say(drafter, list(range(50)), tenant=tenant)
+        assert drafter.stats()["trie_tenants"] == 2
+
+
+def test_a_tenant_takes_no_more_names_than_it_may() -> None:
+    with running(corpus_capacity=1_000) as drafter:
+        for number in range(16):
+            drafter.add_corpus("maker", f"name-{number}", [1, 2, 3])
+        with pytest.raises(QuotaExceeded) as refused:
+            drafter.add_corpus("maker", "one-more", [1, 2, 3])
+        assert refused.value.retry_after is None
+        drafter.add_corpus("maker", "name-3", [4, 5])
+        drafter.add_corpus("other", "one-more", [1, 2, 3])

@@ -6,6 +6,7 @@ import logging
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from engine_harness import (
@@ -22,6 +23,7 @@ from engine_harness import (
 from transformers import PreTrainedModel
 
 from outrider.sampling import SamplingParams, VerificationMode
+from target_service.core.fairness import Share
 from target_service.core.sequence import SequenceRequest
 from target_service.speculation.policy.step_cost import StepCost
 
@@ -276,11 +278,26 @@ def test_preemption_does_not_matter(
     case: tuple[list[SequenceRequest], list[Sequence[int]]], tiny_model: PreTrainedModel
 ) -> None:
     wanted, said = case
-    # 9 pages of 16 tokens for five sequences that need up to 4 each.
-    runner = make_runner(tiny_model, page_size=16, kv_tokens=9 * 16)
+    # 144 pages of a token for five sequences that need up to 64 each.
+    runner = make_runner(tiny_model, page_size=1, kv_tokens=9 * 16)
     outcomes = run(runner, wanted, propose=drafter("knowing", wanted, said))
     assert [o.token_ids for o in outcomes] == said
     assert sum(o.finished.totals.preemptions for o in outcomes) > 0
+
+
+@pytest.mark.parametrize("how", [{}, {"followable": True}, {"on_device": True, "stride": 2}], ids=str)
+def test_taking_turns_with_other_tenants_does_not_matter(
+    case: tuple[list[SequenceRequest], list[Sequence[int]]], tiny_model: PreTrainedModel, how: dict[str, Any]
+) -> None:
+    wanted, said = case
+    # Two places and few pages for three tenants: places change hands in mid-output, and pages too.
+    shared = [
+        replace(one, tenant="abc"[i % 3], share=Share(1.0 + i % 2, kv_tokens=128 * (i % 2)))
+        for i, one in enumerate(wanted)
+    ]
+    runner = make_runner(tiny_model, page_size=1, kv_tokens=9 * 16)
+    outcomes = run(runner, shared, config=engine_config(max_running=2), stagger=3, **how)
+    assert [o.token_ids for o in outcomes] == said
 
 
 def test_load_switches_drafting_off_and_on(

@@ -40,9 +40,10 @@ async def test_a_service_that_is_not_there() -> None:
 
 async def test_a_token_file_of_the_service_itself(tmp_path: Path) -> None:
     tokens = tmp_path / "tokens"
-    tokens.write_text("# who may call\nsixteen-characters-or-more acme\n")
+    tokens.write_text("# who may call\ntenant acme weight=2\nsixteen-characters-or-more acme\n")
     async with running(authenticator=Authenticator.from_file(str(tokens))) as address:
-        assert await asyncio.to_thread(check, address) == "UNAUTHENTICATED"
+        # Probes have no token, and need none.
+        assert await asyncio.to_thread(check, address) == "SERVING"
         assert await asyncio.to_thread(lambda: check(address, tokens=str(tokens))) == "SERVING"
 
 

@@ -22,6 +22,10 @@ UP = "0+{}x60"
 # Alert -> series (over 60 minutes, one sample a minute) that must make it fire at some time, and that must not.
 CASES: dict[str, tuple[dict[str, str], dict[str, str]]] = {
     "TargetDown": ({'up{job="outrider-target"}': "0x60"}, {'up{job="outrider-target"}': "1x60"}),
+    "TargetNotReady": (
+        {'up{job="outrider-target"}': "1x60"},
+        {'up{job="outrider-target"}': "1x60", "outrider_engine_up": "_x15 1x45"},
+    ),
     "EngineFailed": ({"outrider_engine_up": "0x60"}, {"outrider_engine_up": "1x60"}),
     "EngineStuck": (
         {"outrider_engine_heartbeat_age_seconds": "0+60x60"},

@@ -138,7 +138,7 @@ def byte_tokenizer() -> Any:
 
 @pytest.fixture
 def targets() -> Any:
-    """`target_over(engine, served, limits, **serving_options)`: an async context manager of a `Target`."""
+    """`target_over(engine, served, limits, tracing, table, **serving_options)`: a context manager of a `Target`."""
     return target_over
 
 

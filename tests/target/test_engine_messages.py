@@ -15,6 +15,7 @@ from outrider.wire.frames import DraftInfo, FeatureRequest, TreeLimits
 from target_service.api.admission import ServedModel
 from target_service.config import TargetConfig
 from target_service.core.events import EngineSnapshot
+from target_service.core.fairness import Share
 from target_service.core.sequence import (
     Finish,
     FinishReason,
@@ -74,6 +75,7 @@ MESSAGES: dict[str, Message] = {
             seed=2**64 - 1,
             max_tokens=77,
             tenant="acmé",
+            share=Share(2.5, 3, 4096),
             speculate=False,
             corpus="c",
             prediction=(4, 5, 6),

@@ -245,7 +245,7 @@ async def test_every_method_that_reflection_finds_wants_a_token(running: Any, tm
             "grpc.health.v1.Health",
             "grpc.reflection.v1alpha.ServerReflection",
         }
-        for path in paths:
+        for path in (path for path in paths if not path.startswith("/grpc.health.v1.Health/")):
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 async for _ in service.channel.stream_stream(path)(iter([b""]), timeout=5):
                     pass

@@ -212,3 +212,10 @@ def test_switches_by_load_are_counted(observer: PrometheusObserver) -> None:
     found = samples(observer)
     assert found["speculation_switches_total", (("to", "off"),)] == 2
     assert found["speculation_switches_total", (("to", "on"),)] == 1
+
+
+def test_no_draft_is_missed_where_none_is_to_be() -> None:
+    observer = PrometheusObserver("m", "float32", "0")
+    idle = EngineSnapshot(0, 0, 0, 0, 8, speculating=False, draft_connected=False)
+    observer.watch(lambda: idle, time.monotonic_ns, lambda: None, drafted=False)
+    assert "outrider_draft_connected" not in {metric.name for metric in observer.metrics.collect() if metric.samples}

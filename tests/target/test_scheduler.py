@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import random
+from collections import Counter
+
 import pytest
 import torch
 
 from outrider.sampling import SamplingParams, VerificationMode
 from outrider.tree import TokenTree
+from target_service.core.fairness import Share
 from target_service.core.kv_cache import KVCache
 from target_service.core.scheduler import Schedule, Scheduler, SchedulerConfig
 from target_service.core.sequence import Sequence, SequenceRequest, SequenceState, SequenceTotals
@@ -20,9 +24,20 @@ def scheduler(pages: KVCache, running: int = 8, rows: int = 64, chunk: int = 32)
     return Scheduler(SchedulerConfig(max_running=running, max_step_rows=rows, prefill_chunk=chunk), pages)
 
 
-def sequence(number: int, prompt: int = 8, tenant: str = "default", external: bool = False) -> Sequence:
+def sequence(
+    number: int, prompt: int = 8, tenant: str = "default", external: bool = False, share: Share | None = None
+) -> Sequence:
     tokens = tuple(range(1, prompt + 1))
-    wanted = SequenceRequest(tokens, SamplingParams(), VerificationMode.GREEDY, 0, 16, tenant=tenant, external=external)
+    wanted = SequenceRequest(
+        tokens,
+        SamplingParams(),
+        VerificationMode.GREEDY,
+        0,
+        16,
+        tenant=tenant,
+        share=share or Share(),
+        external=external,
+    )
     return Sequence(number, wanted, list(tokens), SequenceTotals(prompt_tokens=prompt))
 
 
@@ -184,3 +199,145 @@ def test_pages_for_what_a_step_may_accept_are_held_before_the_next_is_launched_b
     one.pending_drafts = 3
     assert not scheduled.reserve_behind_trees(plan, max_context=100)
     assert not scheduled.reserve_behind_trees(plan, max_context=11)
+
+
+class TestTenants:
+    def test_a_short_request_does_not_wait_for_anothers_long_ones(self) -> None:
+        scheduled = scheduler(cache(pages=400), running=8)
+        for number in range(1, 41):
+            scheduled.add(sequence(number, tenant="loud"))
+        for _ in range(10):
+            play(scheduled.schedule(), scheduled)
+        scheduled.add(sequence(99, tenant="quiet"))
+        for _ in range(5):
+            assert 99 in {number for number, _ in play(scheduled.schedule(), scheduled)}
+        # Whoever lost a place meanwhile kept its pages, and goes on.
+        scheduled.remove(next(one for one in scheduled.running if one.sequence_id == 99))
+        assert {number for number, _ in play(scheduled.schedule(), scheduled)} == set(range(1, 9))
+        assert not any(one.totals.preemptions for one in scheduled.sequences())
+
+    @pytest.mark.parametrize("weight", [1.0, 3.0])
+    def test_places_are_shared_by_weight_while_running(self, weight: float) -> None:
+        scheduled = scheduler(cache(pages=2000), running=8)
+        for number in range(1, 33):
+            scheduled.add(sequence(number, tenant="first"))
+        for _ in range(3):
+            play(scheduled.schedule(), scheduled)
+        for number in range(33, 65):
+            scheduled.add(sequence(number, tenant="second", share=Share(weight)))
+        served = Counter[str]()
+        for _ in range(50):
+            served.update("second" if number > 32 else "first" for number, _ in play(scheduled.schedule(), scheduled))
+        assert served["second"] / served.total() == pytest.approx(weight / (1 + weight), abs=0.03)
+        assert served.total() == 50 * 8
+
+    def test_a_tenant_runs_no_more_than_it_may_even_alone(self) -> None:
+        scheduled = scheduler(cache(), running=8)
+        for number in range(1, 6):
+            scheduled.add(sequence(number, share=Share(running=2)))
+        for _ in range(3):
+            assert len(play(scheduled.schedule(), scheduled)) == 2
+
+    def test_a_short_prompt_is_read_beside_anothers_long_ones(self) -> None:
+        scheduled = scheduler(cache(pages=1000), running=8, rows=64, chunk=32)
+        for number in range(1, 5):
+            scheduled.add(sequence(number, prompt=1000, tenant="loud"))
+        for _ in range(4):
+            play(scheduled.schedule(), scheduled)
+        scheduled.add(sequence(9, prompt=30, tenant="quiet"))
+        read = [count for _ in range(2) for number, count in play(scheduled.schedule(), scheduled) if number == 9]
+        assert sum(read) >= 30
+
+    def test_a_tenants_pages_are_bounded(self) -> None:
+        pages = cache(pages=64, page_size=16)
+        scheduled = scheduler(pages, running=8)
+        bound = Share(kv_tokens=160)
+        for number in range(1, 6):
+            scheduled.add(sequence(number, prompt=40, share=bound))
+        for _ in range(60):
+            play(scheduled.schedule(), scheduled)
+            assert pages.used_pages <= 10
+        # One alone still goes on to its end.
+        assert max(one.totals.completion_tokens for one in scheduled.sequences()) > 40
+
+    def test_pages_held_by_one_tenant_go_to_another_by_share(self) -> None:
+        pages = cache(pages=16, page_size=16)
+        scheduled = scheduler(pages, running=8)
+        for number in range(1, 5):
+            scheduled.add(sequence(number, prompt=50, tenant="loud"))
+        for _ in range(8):
+            play(scheduled.schedule(), scheduled)
+        assert pages.free_pages < 3
+        scheduled.add(sequence(9, prompt=40, tenant="quiet"))
+        play(scheduled.schedule(), scheduled)
+        assert any(one.sequence_id == 9 for one in scheduled.running)
+        preempted = [one.sequence_id for one in scheduled.sequences() if one.totals.preemptions]
+        assert preempted == [4]
+
+    @pytest.mark.parametrize("seed", range(12))
+    def test_everything_ends_and_no_page_is_lost(self, seed: int) -> None:
+        """Random loads of three tenants that want more than there is."""
+        chance = random.Random(seed)
+        pages = cache(pages=24, page_size=8)
+        scheduled = scheduler(pages, running=4, rows=24, chunk=16)
+        shares = [Share(), Share(weight=4.0), Share(running=2, kv_tokens=96)]
+        left = {}
+        for number in range(1, 31):
+            tenant = chance.randrange(3)
+            external = chance.random() < 0.3
+            one = sequence(number, chance.randint(2, 80), str(tenant), external, shares[tenant])
+            left[number] = one
+            scheduled.add(one)
+        for _ in range(4000):
+            play(scheduled.schedule(), scheduled)
+            pages.check_integrity([one.pages for one in scheduled.sequences()])
+            for number, one in list(left.items()):
+                if one.totals.completion_tokens >= 8:
+                    scheduled.remove(left.pop(number))
+                elif one.request.external and one.external_tree is None and chance.random() < 0.5:
+                    scheduled.verify(one, TokenTree.root_only(one.root))
+            if not left:
+                break
+        assert not left
+        assert pages.used_pages == 0
+
+
+class TestIdle:
+    def fill(self, scheduled: Scheduler, count: int) -> list[Sequence]:
+        idle = [sequence(number, prompt=30, tenant="idler", external=True) for number in range(1, count + 1)]
+        for one in idle:
+            scheduled.add(one)
+        for _ in range(count):
+            play(scheduled.schedule(), scheduled)
+        return idle
+
+    def test_idle_ones_that_hold_every_page_give_way_to_a_newcomer(self) -> None:
+        pages = cache(pages=9, page_size=16)
+        scheduled = scheduler(pages)
+        idle = self.fill(scheduled, 4)
+        assert pages.free_pages <= 1
+        scheduled.add(sequence(9, prompt=40))
+        assert play(scheduled.schedule(), scheduled) == [(9, 32)]
+        pages.check_integrity([one.pages for one in scheduled.sequences()])
+        assert scheduled.evicted >= 2 and not scheduled.waiting
+        assert all(one.kv_length == 0 for one in idle if one.state is SequenceState.EVICTED)
+
+    def test_an_evicted_one_wants_nothing_until_its_tree_comes(self) -> None:
+        pages = cache(pages=4, page_size=16)
+        scheduled = scheduler(pages)
+        first, second = self.fill(scheduled, 2)
+        assert first.state is SequenceState.EVICTED or second.state is SequenceState.EVICTED
+        for _ in range(5):
+            assert not scheduled.schedule().chunks
+        gone = first if first.state is SequenceState.EVICTED else second
+        scheduled.verify(gone, TokenTree.root_only(gone.root))
+        assert play(scheduled.schedule(), scheduled) == [(gone.sequence_id, 29)]
+        assert play(scheduled.schedule(), scheduled) == [(gone.sequence_id, 1)]
+        assert gone.totals.completion_tokens == 1
+
+    def test_an_evicted_one_can_be_removed(self) -> None:
+        pages = cache(pages=4, page_size=16)
+        scheduled = scheduler(pages)
+        for one in self.fill(scheduled, 2):
+            scheduled.remove(one)
+        assert not list(scheduled.sequences()) and pages.used_pages == 0

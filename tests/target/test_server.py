@@ -28,7 +28,9 @@ class TestGenerate:
         assert started.mode == tree_pb2.VERIFICATION_MODE_COUPLED
         assert (started.speculating, started.model) == (True, "counter")
         assert tokens_of(chunks) == [21, 22, 23, 24, 25]
-        assert [response.chunk.step for response in chunks] == [0, 1, 2, 3, 4]
+        # A reader that lags gets several steps in one chunk, which has the last one's number.
+        steps = [response.chunk.step for response in chunks]
+        assert steps == sorted(set(steps)) and steps[-1] == 4
         assert (chunks[0].timings.queue_nanoseconds, chunks[0].timings.compute_nanoseconds) == (5, 7)
         finished = last.finished
         assert finished.finish_reason == pb.FINISH_REASON_LENGTH

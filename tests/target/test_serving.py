@@ -112,7 +112,7 @@ class TestTenants:
             assert await echo.call(channel, "Unary", metadata=(("authorization", f"Bearer {TOKEN}"),)) == b"acme"
 
     async def test_every_method_of_every_service_wants_a_token(self, echo: Any) -> None:
-        """Health, reflection and channelz are doors too."""
+        """Reflection and channelz are doors too. Health is for probes, which have none."""
         options: dict[str, Any] = {
             "authenticator": Authenticator({TOKEN: "acme"}),
             "reflection": True,
@@ -122,8 +122,6 @@ class TestTenants:
             served = {
                 server.address: [
                     *(f"/{echo.name}/{method}" for method in echo.methods),
-                    "/grpc.health.v1.Health/Check",
-                    "/grpc.health.v1.Health/Watch",
                     "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
                 ],
                 server.admin_address: [
@@ -137,6 +135,19 @@ class TestTenants:
                         with pytest.raises(grpc.aio.AioRpcError) as caught:
                             await channel.stream_unary(path)(iter([b""]), timeout=5)
                         assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED, path
+
+    @pytest.mark.parametrize("bearer", [(), (("authorization", "Bearer wrong"),)], ids=["none", "wrong"])
+    async def test_health_answers_without_a_token_and_nothing_else_does(self, echo: Any, bearer: Any) -> None:
+        options = {"authenticator": Authenticator({TOKEN: "acme"})}
+        async with echo.serving(echo.Echo(), **options) as server, grpc.aio.insecure_channel(server.address) as channel:
+            stub, request = health_pb2_grpc.HealthStub(channel), health_pb2.HealthCheckRequest()
+            assert (await stub.Check(request, metadata=bearer)).status == health_pb2.HealthCheckResponse.SERVING
+            watch = stub.Watch(request, metadata=bearer)
+            assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
+            watch.cancel()
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await echo.call(channel, "Unary", metadata=bearer)
+            assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
 
 
 class TestTokenFile:

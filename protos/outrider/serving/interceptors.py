@@ -13,6 +13,7 @@ from google.protobuf.message import DecodeError
 from grpc_status import rpc_status
 
 from outrider.errors import InvalidField, OutriderError
+from outrider.serving import health
 from outrider.serving.tenancy import Authenticator, set_current_tenant
 from outrider.wire.trees import status_of
 
@@ -119,7 +120,8 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 
 
 class AuthInterceptor(grpc.aio.ServerInterceptor):
-    """Finds the tenant of every call, to whichever service, and turns strangers away before the handler runs.
+    """Finds the tenant of every call, and turns strangers away before the handler runs. Health is for everybody: probes
+    have no token, and it says nothing but whether the service serves.
 
     Must stand after `ErrorInterceptor` in the list, which makes a status of what this one raises.
     """
@@ -131,6 +133,8 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
     ) -> Handler | None:
         handler = await continuation(handler_call_details)
+        if str(handler_call_details.method).startswith(f"/{health.SERVICE_NAME}/"):
+            return handler
 
         @asynccontextmanager
         async def guard(context: Context) -> AsyncIterator[None]:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import hmac
-import re
 from collections.abc import Iterable, Mapping
 from contextvars import ContextVar
 from pathlib import Path
 
 from outrider.errors import InvalidField, PermissionDenied, Unauthenticated
+from outrider.limits import TENANT_NAME, TENANT_WORD
 from outrider.settings import SettingsError
 from outrider.wire.frames import DEFAULT_TENANT
 
 TENANT_KEY = "outrider-tenant"
 TOKEN_KEY = "authorization"
-_TENANT = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _MIN_TOKEN_BYTES = 16
 
 Metadata = Iterable[tuple[str, str | bytes]]
@@ -45,7 +44,8 @@ class Authenticator:
 
     @classmethod
     def from_file(cls, path: str) -> Authenticator:
-        """Read `TOKEN TENANT` lines; `#` begins a comment. An empty path asks for no tokens.
+        """Read `TOKEN TENANT` lines; `#` begins a comment, and `tenant` a line that `TenantTable` reads. An empty path
+        asks for no tokens.
 
         Raises `SettingsError` for an unreadable file and for lines that cannot be meant.
         """
@@ -58,10 +58,10 @@ class Authenticator:
         tenants: dict[str, str] = {}
         for number, line in enumerate(lines, start=1):
             words = line.split()
-            if not words or words[0].startswith("#"):
+            if not words or words[0].startswith("#") or words[0] == TENANT_WORD:
                 continue
             # The line itself stays out of the message: it may hold a secret.
-            if len(words) != 2 or not _TENANT.fullmatch(words[1]):
+            if len(words) != 2 or not TENANT_NAME.fullmatch(words[1]):
                 raise SettingsError(f"{path}:{number}: expected `TOKEN TENANT`, tenant of [A-Za-z0-9._-]{{1,64}}")
             if len(words[0]) < _MIN_TOKEN_BYTES or words[0] in tenants:
                 raise SettingsError(f"{path}:{number}: token is repeated or has under {_MIN_TOKEN_BYTES} characters")
@@ -80,7 +80,7 @@ class Authenticator:
         pairs = list(metadata)
         named = [value for key, value in pairs if key == TENANT_KEY]
         for value in named:
-            if not isinstance(value, str) or not _TENANT.fullmatch(value):
+            if not isinstance(value, str) or not TENANT_NAME.fullmatch(value):
                 raise InvalidField(f"metadata.{TENANT_KEY}", "must be 1 to 64 characters of [A-Za-z0-9._-]")
         if len(set(named)) > 1:
             raise InvalidField(f"metadata.{TENANT_KEY}", "is given more than once")

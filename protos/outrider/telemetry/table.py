@@ -99,7 +99,7 @@ _SPECULATION = (
     MetricSpec("outrider_feature_vectors", "counter", "Hidden states of tokens sent to a draft that reads them."),
     MetricSpec("outrider_feature_bytes", "counter", "Bytes of hidden states sent to the draft."),
     MetricSpec("outrider_feature_bytes_kept", "gauge", "Memory of hidden states kept for a draft that connects late."),
-    MetricSpec("outrider_draft_connected", "gauge", "1 while a draft service is connected."),
+    MetricSpec("outrider_draft_connected", "gauge", "1 while a draft is connected; absent where none is to be."),
 )
 _STEPS = (
     MetricSpec("outrider_steps", "counter", "Engine steps: forward passes."),

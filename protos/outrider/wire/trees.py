@@ -186,11 +186,17 @@ def _duration(seconds: float) -> Duration:
 
 def error_of(status: status_pb2.Status) -> OutriderError:
     """The typed error behind a status; a plain `OutriderError` for one that is not ours."""
-    info, violation = error_details_pb2.ErrorInfo(), error_details_pb2.BadRequest()
+    info, violation, retry = (
+        error_details_pb2.ErrorInfo(),
+        error_details_pb2.BadRequest(),
+        error_details_pb2.RetryInfo(),
+    )
+    again = False
     for detail in status.details:
         # Unpack leaves its argument alone, and answers False, when the detail is of another type.
         detail.Unpack(info)
         detail.Unpack(violation)
+        again = detail.Unpack(retry) or again
     kinds = {kind.reason: kind for kind in all_errors()}
     kind = kinds.get(info.reason, OutriderError) if info.domain == DOMAIN else OutriderError
     if kind is InvalidField:
@@ -200,6 +206,7 @@ def error_of(status: status_pb2.Status) -> OutriderError:
         return InvalidField(info.metadata.get("field", ""), status.message)
     error = kind(status.message)
     error.metadata = dict(info.metadata)
+    error.retry_after = retry.retry_delay.ToNanoseconds() / 1e9 if again else None
     return error
 
 

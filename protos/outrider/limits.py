@@ -1,0 +1,117 @@
+"""What each tenant may take of a service: one set of limits for all, and others by name in the tokens' file.
+
+    tenant acme weight=4 running=32 requests_per_second=50
+
+A line like this, in the file that `--auth-tokens` names, changes what it mentions for one tenant.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from outrider.settings import SettingsError
+
+# The first word of a line about a tenant; no token is that short.
+TENANT_WORD = "tenant"
+TENANT_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_MOST_WEIGHT = 1000.0
+
+
+@dataclass(frozen=True, slots=True)
+class TenantLimits:
+    """Bounds of one tenant; 0 is none of its own, and the service's own bounds hold for all tenants together.
+
+    Attributes:
+        weight: against other tenants' weights, while there is not enough for all; 0.001 .. 1000.
+        running: sequences in one step of the engine.
+        waiting: requests that have not said a token yet.
+        sequences: open sequences: those that run, wait, or stand between two trees of a client.
+        streams: calls at once.
+        kv_tokens: tokens of running sequences whose keys and values are held.
+        requests_per_second, burst: requests on average, and how many may come at once after a pause.
+        texts: texts that wait for the tokeniser.
+    """
+
+    weight: float = 1.0
+    running: int = 0
+    waiting: int = 0
+    sequences: int = 0
+    streams: int = 0
+    kv_tokens: int = 0
+    requests_per_second: float = 0.0
+    burst: int = 0
+    texts: int = 0
+
+    def __post_init__(self) -> None:
+        if not 1 / _MOST_WEIGHT <= self.weight <= _MOST_WEIGHT:
+            raise SettingsError(f"weight must be in [{1 / _MOST_WEIGHT:g}, {_MOST_WEIGHT:g}]")
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if not (math.isfinite(value) and value >= 0):
+                raise SettingsError(f"{field.name} must be at least 0")
+        if self.requests_per_second and not self.burst:
+            raise SettingsError("requests_per_second needs a burst of at least 1")
+
+
+_KINDS = {field.name: float if field.type == "float" else int for field in dataclasses.fields(TenantLimits)}
+
+
+class TenantTable:
+    """Limits by tenant."""
+
+    def __init__(self, default: TenantLimits | None = None, named: Mapping[str, TenantLimits] | None = None) -> None:
+        """`default` holds for every tenant that is not `named`."""
+        self.default = default or TenantLimits()
+        self._named = dict(named or {})
+
+    def of(self, tenant: str) -> TenantLimits:
+        """The tenant's limits."""
+        return self._named.get(tenant, self.default)
+
+    @classmethod
+    def from_file(cls, path: str, default: TenantLimits) -> TenantTable:
+        """Read `tenant NAME limit=number ...` lines, and pass over all others. An empty path names nobody.
+
+        Raises `SettingsError` for an unreadable file and for lines that cannot be meant.
+        """
+        if not path:
+            return cls(default)
+        try:
+            lines = Path(path).read_text().splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise SettingsError(f"{path}: {error}") from None
+        named: dict[str, TenantLimits] = {}
+        for number, line in enumerate(lines, start=1):
+            words = line.split()
+            if words[:1] == [TENANT_WORD]:
+                try:
+                    tenant, limits = _parse(words[1:], default)
+                except ValueError as error:
+                    raise SettingsError(f"{path}:{number}: {error}") from None
+                if tenant in named:
+                    raise SettingsError(f"{path}:{number}: {tenant} has a line already")
+                named[tenant] = limits
+        return cls(default, named)
+
+
+def _parse(words: list[str], default: TenantLimits) -> tuple[str, TenantLimits]:
+    if not words or not TENANT_NAME.fullmatch(words[0]):
+        raise SettingsError(f"expected `tenant NAME limit=number ...`, name of {TENANT_NAME.pattern}")
+    changes: dict[str, float] = {}
+    for word in words[1:]:
+        name, equals, number = word.partition("=")
+        name = name.replace("-", "_")
+        if name not in _KINDS or not equals:
+            raise SettingsError(f"expected limit=number, of {', '.join(_KINDS)}")
+        if name in changes:
+            raise SettingsError(f"{name} is given twice")
+        try:
+            changes[name] = _KINDS[name](number)
+        except ValueError:
+            raise SettingsError(f"{name} must be a number") from None
+    return words[0], dataclasses.replace(default, **changes)  # type: ignore[arg-type]

@@ -1,0 +1,66 @@
+"""Weighted fair queuing over tenants. Pure: no clock; what counts is who was served how much while others waited."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What one tenant may take of the engine. 0 is no bound of its own."""
+
+    # Against the weights of others, while there is not enough for all.
+    weight: float = 1.0
+    # Sequences in one step.
+    running: int = 0
+    # Tokens whose keys and values are held, in whole pages.
+    kv_tokens: int = 0
+
+
+class FairShare:
+    """Divides what there is of one thing in each step: places, or rows.
+
+    Each tenant has a *pass*: what it was served while somebody went short, divided by its weight. The tenant with the
+    lowest is served next. Passes are counted from the lowest of those who went short, and nobody's is lower: who asks
+    for less than its share saves nothing up, and who comes new begins level with the others.
+    """
+
+    def __init__(self) -> None:
+        self._passes: dict[str, float] = {}
+
+    def rest(self) -> None:
+        """There was enough for all: nobody owes anybody anything."""
+        self._passes.clear()
+
+    def divide(
+        self, wanted: Mapping[str, Sequence[int]], shares: Mapping[str, Share], room: int
+    ) -> list[tuple[str, int]]:
+        """Serve `room` units. `wanted` are each tenant's items in their order, by size, none empty.
+
+        Returns whose next item is served, in order, and how much of it: all, but for the last.
+        """
+        heap = [(self._passes.get(tenant, 0.0), rank, tenant) for rank, tenant in enumerate(wanted)]
+        heapq.heapify(heap)
+        served: list[tuple[str, int]] = []
+        places, passes = dict.fromkeys(wanted, 0), dict[str, float]()
+        while heap and room > 0:
+            paid, rank, tenant = heapq.heappop(heap)
+            items, place = wanted[tenant], places[tenant]
+            amount = min(items[place], room)
+            served.append((tenant, amount))
+            room -= amount
+            places[tenant] = place + 1
+            paid += amount / shares[tenant].weight
+            if place + 1 < len(items) or amount < items[place]:
+                heapq.heappush(heap, (paid, rank, tenant))
+            else:
+                passes[tenant] = paid
+        if not heap:
+            self.rest()
+            return served
+        floor = heap[0][0]
+        passes |= {tenant: paid for paid, _, tenant in heap}
+        self._passes = {tenant: paid - floor for tenant, paid in passes.items() if paid > floor}
+        return served

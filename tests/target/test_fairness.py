@@ -1,0 +1,69 @@
+"""Weighted fair queuing: who gets how much of what there is, step after step."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from target_service.core.fairness import FairShare, Share
+
+
+def served(fair: FairShare, wanted: dict[str, list[int]], weights: dict[str, float], room: int) -> Counter[str]:
+    total: Counter[str] = Counter()
+    for tenant, amount in fair.divide(wanted, {name: Share(weights.get(name, 1.0)) for name in wanted}, room):
+        total[tenant] += amount
+    return total
+
+
+def over_steps(wanted: dict[str, list[int]], weights: dict[str, float], room: int, steps: int) -> Counter[str]:
+    fair, total = FairShare(), Counter[str]()
+    for _ in range(steps):
+        total += served(fair, wanted, weights, room)
+    return total
+
+
+def test_one_who_asks_for_little_gets_it_from_the_first_step_on() -> None:
+    fair = FairShare()
+    for _ in range(3):
+        assert served(fair, {"loud": [1] * 300, "quiet": [1]}, {}, 64) == {"loud": 63, "quiet": 1}
+
+
+@pytest.mark.parametrize("weights", [{}, {"a": 3.0}, {"a": 0.25, "b": 8.0}], ids=str)
+def test_over_time_each_gets_by_its_weight(weights: dict[str, float]) -> None:
+    total = over_steps({"a": [1] * 64, "b": [1] * 64, "c": [1] * 64}, weights, 7, 600)
+    whole = sum(weights.get(name, 1.0) for name in "abc")
+    for name in "abc":
+        assert total[name] == pytest.approx(600 * 7 * weights.get(name, 1.0) / whole, abs=8)
+
+
+def test_more_tenants_than_places_take_turns() -> None:
+    wanted = {str(number): [1] * 8 for number in range(100)}
+    total = over_steps(wanted, {"0": 100.0}, 4, 1000)
+    assert min(total[str(number)] for number in range(1, 100)) >= 15
+
+
+def test_items_of_many_sizes_are_shared_by_size() -> None:
+    total = over_steps({"long": [256] * 10, "short": [10] * 60}, {}, 512, 50)
+    assert total["long"] == pytest.approx(total["short"], rel=0.05)
+
+
+def test_who_waits_for_nothing_saves_nothing_up() -> None:
+    fair = FairShare()
+    for _ in range(100):
+        served(fair, {"steady": [1] * 8, "rare": [1]}, {}, 4)
+    # A burst after a modest time gets its half, and not the whole for a hundred steps.
+    total = Counter[str]()
+    for _ in range(10):
+        total += served(fair, {"steady": [1] * 8, "rare": [1] * 8}, {}, 4)
+    assert total["steady"] >= 19
+
+
+def test_a_newcomer_begins_level() -> None:
+    fair = FairShare()
+    for _ in range(100):
+        served(fair, {"old": [1] * 8, "other": [1] * 8}, {}, 4)
+    total = Counter[str]()
+    for _ in range(30):
+        total += served(fair, {"old": [1] * 8, "other": [1] * 8, "new": [1] * 8}, {}, 3)
+    assert {name: count for name, count in total.items() if not 28 <= count <= 32} == {}
