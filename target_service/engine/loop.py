@@ -374,8 +374,7 @@ class EngineLoop:
             if live is None or item.tree is None or outcome is None:
                 continue
             if step.gathered.answered or item.tree.drafted:
-                gathered = step.gathered
-                self._gathering.learn(live, item.tree, outcome, gathered.row_cost, waited=gathered.answered)
+                self._gathering.learn(live, item.tree, outcome, step.gathered.row_cost)
             verdict = commit(live, item.tree, outcome, compute_ns, kept=item.kept)
             verdicts.append(verdict)
             if outcome.device_passes and self._steps.tables is not None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import itertools
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from conftest import make_tiny
-from engine_harness import Propose, engine_config, make_runner, request, run
+from engine_harness import Outcome, Propose, engine_config, make_runner, request, run
 from scipy import stats
 from transformers import PreTrainedModel
 
@@ -72,6 +72,20 @@ def fixed_tree(tokens: Sequence[int], _: random.Random) -> TokenTree:
     return TokenTree((tokens[-1], 3, 5, 0, 3), (0, 0, 0, 1, 2), (1.0, 0.5, 0.5, 0.5, 0.5))
 
 
+def assert_follow(outcomes: Sequence[Outcome], exact: Mapping[tuple[int, ...], float]) -> None:
+    """The outputs have that distribution: chi-squared over those that are common enough, and the rest as one."""
+    counts = Counter(outcome.token_ids for outcome in outcomes)
+    assert set(counts) <= set(exact)
+    common = [path for path, mass in exact.items() if mass * SAMPLES >= 5]
+    rare = 1.0 - sum(exact[path] for path in common)
+    observed = np.array([*(counts[path] for path in common), SAMPLES - sum(counts[path] for path in common)], float)
+    expected = np.array([*(exact[path] for path in common), rare]) * SAMPLES
+    if expected[-1] < 5:
+        observed, expected = observed[:-1], expected[:-1] * observed[:-1].sum() / expected[:-1].sum()
+    # Some 50 cases run; one in a million is no accident.
+    assert stats.chisquare(observed, expected).pvalue > 1e-6
+
+
 @pytest.mark.parametrize("mode", [VerificationMode.REJECTION, VerificationMode.COUPLED], ids=lambda m: m.value)
 @pytest.mark.parametrize(
     "propose",
@@ -95,18 +109,30 @@ def test_outputs_have_the_targets_distribution(
     # Seeds spread as callers' would: consecutive ones must do as well as random ones.
     wanted = [replace(request(PROMPT, LENGTH, sampling=sampling, mode=mode), seed=seed) for seed in range(SAMPLES)]
     outcomes = run(make_runner(small, kv_tokens=4096), wanted, propose=propose, config=config, followable=ahead)
-    counts = Counter(outcome.token_ids for outcome in outcomes)
-    assert set(counts) <= set(exact)
-    common = [path for path, mass in exact.items() if mass * SAMPLES >= 5]
-    rare = 1.0 - sum(exact[path] for path in common)
-    observed = np.array([*(counts[path] for path in common), SAMPLES - sum(counts[path] for path in common)], float)
-    expected = np.array([*(exact[path] for path in common), rare]) * SAMPLES
-    if expected[-1] < 5:
-        observed, expected = observed[:-1], expected[:-1] * observed[:-1].sum() / expected[:-1].sum()
-    # 40 cases run; one in a million is no accident.
-    assert stats.chisquare(observed, expected).pvalue > 1e-6
+    assert_follow(outcomes, exact)
     if propose is not None:
         assert sum(outcome.finished.totals.accepted_tokens for outcome in outcomes) > SAMPLES / 20
+
+
+@pytest.mark.parametrize("mode", [VerificationMode.REJECTION, VerificationMode.COUPLED], ids=lambda m: m.value)
+@pytest.mark.parametrize("propose", [None, drawn_tree(2)], ids=["no draft", "two children"])
+def test_predictions_leave_the_distribution_as_it_is(
+    small: PreTrainedModel, mode: VerificationMode, propose: Propose | None
+) -> None:
+    """The likeliest output, one that is unlikely, and what begins in the middle of one."""
+    sampling = SamplingParams(temperature=1.3, ignore_eos=True)
+    exact = distribution(small, sampling)
+    falling = sorted(exact, key=exact.__getitem__, reverse=True)
+    predictions = (falling[0], falling[len(falling) // 2], (3, *falling[1], *falling[2]))
+    config = replace(engine_config(max_running=64, disable_above=64), max_waiting=SAMPLES)
+    wanted = [
+        replace(request(PROMPT, LENGTH, sampling=sampling, mode=mode), seed=seed, prediction=predictions[seed % 3])
+        for seed in range(SAMPLES)
+    ]
+    outcomes = run(make_runner(small, kv_tokens=4096), wanted, propose=propose, config=config)
+    assert_follow(outcomes, exact)
+    # The first token comes with the prompt, and the last is the target's own: one of three can be a predicted one.
+    assert sum(outcome.finished.totals.accepted_predicted_tokens for outcome in outcomes) > SAMPLES / 100
 
 
 def test_the_distribution_test_would_notice() -> None:

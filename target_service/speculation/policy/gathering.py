@@ -230,23 +230,19 @@ class Gathering:
         cut = self._budget.cut(list(offers.values()), schedule.rows, spare, others)
         return dict(zip(offers, cut, strict=True))
 
-    def learn(
-        self, live: LiveSequence, tree: TokenTree, outcome: Verified, row_cost: float, *, waited: bool = True
-    ) -> None:
+    def learn(self, live: LiveSequence, tree: TokenTree, outcome: Verified, row_cost: float) -> None:
         """Learn what a draft and a prediction were worth in a step whose rows took so many plain ones, before it is
-        committed; `waited`, for a draft. A client's own trees say nothing of it."""
+        committed. A client's own trees say nothing of it."""
         if live.sequence.request.external:
             return
-        accepted_rows, accepted = outcome.walk.accepted_rows, outcome.accepted
+        accepted_rows = outcome.walk.accepted_rows
         self._budget.observe(tree, accepted_rows, live.record, row_cost)
-        if isinstance(tree, PredictedTree):
-            if tree.predicted_rows and live.prediction is not None:
-                self._budget.observe_predicted(tree, accepted_rows, live.predicted_record)
-                live.prediction.judge(tree.accepted_predicted(accepted_rows))
-            if not waited:
-                return
-            accepted = tree.accepted_drafted(accepted_rows)
-        self._budget.observe_drafted(live.record, 1 + accepted, row_cost)
+        if isinstance(tree, PredictedTree) and tree.predicted_rows and live.prediction is not None:
+            # What its rows took and brought is not the draft's doing.
+            self._budget.observe_predicted(tree, accepted_rows, live.predicted_record)
+            live.prediction.judge(tree.accepted_predicted(accepted_rows))
+            return
+        self._budget.observe_drafted(live.record, 1 + outcome.accepted, row_cost)
 
     def plain(self, schedule: Schedule) -> Gathered:
         """Roots alone."""
