@@ -16,7 +16,9 @@ from outrider.errors import CreditExceeded, InvalidField, PositionOutOfRange
 from outrider.v1 import draft_pb2
 from outrider.wire.drafts import MAX_NODES, advance_to_pb, failure_from_pb, growth_from_pb, open_to_pb
 from outrider.wire.frames import (
+    MAX_CLOSED_PER_FRAME,
     MAX_FEATURE_BYTES,
+    MAX_SEQUENCES_PER_FRAME,
     DraftEvents,
     OpenSequence,
     SequenceAdvance,
@@ -94,7 +96,8 @@ class DraftConversation:
                 part.sequence_id = wire_id
                 parts.append(part)
                 with_features = with_features or advance.features is not None
-        for some in _in_frames(parts) if with_features or not parts else [parts]:
+        alone = parts and not with_features and len(parts) <= MAX_SEQUENCES_PER_FRAME
+        for some in [parts] if alone else _in_frames(parts):
             frame = draft_pb2.ProposeRequest(advance=draft_pb2.AdvanceSequences(sequences=some))
             self._ask(frame, answers=len(some))
 
@@ -118,8 +121,8 @@ class DraftConversation:
         wire_ids = [self._wire_ids.pop(each) for each in sequence_ids if each in self._wire_ids]
         for wire_id in wire_ids:
             del self._sequence_ids[wire_id]
-        if wire_ids:
-            close = draft_pb2.CloseSequences(sequence_ids=wire_ids)
+        for begin in range(0, len(wire_ids), MAX_CLOSED_PER_FRAME):
+            close = draft_pb2.CloseSequences(sequence_ids=wire_ids[begin : begin + MAX_CLOSED_PER_FRAME])
             self.outgoing.append(draft_pb2.ProposeRequest(close=close))
         if not self._wire_ids:
             self._asked_at = None
@@ -197,12 +200,12 @@ class DraftConversation:
 
 
 def _in_frames(parts: list[_Part]) -> Iterator[list[_Part]]:
-    """The parts of one frame, or of several where features make them too large for one."""
+    """The parts of one frame, or of several where they, or their features, are too many for one."""
     some: list[_Part] = []
     size = 0
     for part in parts:
         more = len(part.features.data)
-        if some and size + more > MAX_FRAME_FEATURE_BYTES:
+        if some and (size + more > MAX_FRAME_FEATURE_BYTES or len(some) == MAX_SEQUENCES_PER_FRAME):
             yield some
             some, size = [], 0
         some.append(part)
