@@ -270,7 +270,7 @@ class _ProposeStream:
         return failures + self._unknown(unknown)
 
     def _unknown(self, sequence_ids: list[int]) -> list[draft_pb2.ProposeResponse]:
-        """One status for all of a frame: whoever sent it was told of each when it failed, or closed it, or made it up."""
+        """One status for all of a frame: whoever sent it was told of each when it failed, ended it, or made it up."""
         if not sequence_ids:
             return []
         error = UnknownSequence("the sequence is not open on this stream", others=len(sequence_ids) - 1)

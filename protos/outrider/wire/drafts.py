@@ -143,6 +143,8 @@ def growth_from_pb(
     nodes, first = len(token_ids), pb.first_node_id
     if nodes > max_nodes:
         raise InvalidField(f"{field_path}.token_ids", f"has more than {max_nodes} entries")
+    if len(pb.distributions) > MAX_ROWS:
+        raise InvalidField(f"{field_path}.distributions", f"has more than {MAX_ROWS} entries")
     if len(parent_ids) != nodes:
         raise InvalidField(f"{field_path}.parent_ids", f"needs {nodes} entries, has {len(parent_ids)}")
     if len(scores) != nodes:

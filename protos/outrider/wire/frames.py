@@ -186,3 +186,6 @@ class DraftLink(Protocol):
 
     def close(self, sequence_ids: Sequence[int]) -> None:
         """End sequences."""
+
+    def cut_off(self, reason: str) -> None:
+        """Part from a draft that cannot be borne: it is gone then, for this reason, and for a while."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -35,6 +35,11 @@ CREDIT_WINDOW = 32
 GROWTHS_PER_FRAME = 4
 # Unused earnings that are kept: a draft that rarely speaks may not save up for a flood.
 MAX_ALLOWANCE = 256
+# Growths, nodes and distributions that an open, an advance or a piece of features earns: those of four whole trees,
+# where a draft owes one and may send another once it knows more. Frames alone would be credit for any number of them.
+WORK_PER_ANSWER = 4 * (1 + 2 * MAX_NODES)
+# Earnings that are kept are those of so many answers, or of one for each open sequence.
+MAX_ANSWERS_KEPT = 64
 # Features in one frame. With one more piece a frame is still well below a draft's limit of 4 MiB for a message.
 MAX_FRAME_FEATURE_BYTES = 2 * MAX_FEATURE_BYTES
 
@@ -56,6 +61,8 @@ class DraftConversation:
         self._last_wire_id = 0
         self._credit = 0
         self._allowance = CREDIT_WINDOW
+        # Growths, nodes and distributions that the draft may still send.
+        self._work = 0
         # Acknowledgements and failures that the draft may still send: at most one per open, advance and piece of
         # features.
         self._answers = 0
@@ -112,8 +119,7 @@ class DraftConversation:
                 parts.append(part)
         for some in _in_frames(parts):
             # No answer is owed, but a failure may come, and growth once there is enough of them.
-            self._answers += len(some)
-            self._earn()
+            self._earn(len(some))
             self.outgoing.append(draft_pb2.ProposeRequest(features=draft_pb2.SendFeatures(sequences=some)))
 
     def close(self, sequence_ids: Iterable[int]) -> None:
@@ -130,7 +136,8 @@ class DraftConversation:
     def hear(self, frame: draft_pb2.ProposeResponse) -> None:
         """Check one frame of the draft and deliver what it says.
 
-        Raises `CreditExceeded` for more frames than were allowed, `InvalidField` for an unreadable failure.
+        Raises `CreditExceeded` for more frames, or more in them, than was allowed, `InvalidField` for an unreadable
+        failure.
         """
         self._asked_at = None
         kind = frame.WhichOneof("frame")
@@ -141,6 +148,7 @@ class DraftConversation:
         else:
             # A frame of a kind unknown here, from a newer draft, is ignored but has its price.
             self._charge_credit()
+            self._charge_work(frame.growth.sequences)
             self._grow(frame.growth.sequences)
         self.heard = True
 
@@ -168,13 +176,15 @@ class DraftConversation:
             self._events.on_failure(replace(failure, sequence_id=sequence_id))
 
     def _ask(self, frame: draft_pb2.ProposeRequest, answers: int) -> None:
-        self._answers += answers
-        self._earn()
+        self._earn(answers)
         self.outgoing.append(frame)
         if self._asked_at is None:
             self._asked_at = time.monotonic()
 
-    def _earn(self) -> None:
+    def _earn(self, answers: int) -> None:
+        self._answers += answers
+        most = WORK_PER_ANSWER * max(MAX_ANSWERS_KEPT, len(self._wire_ids))
+        self._work = min(self._work + WORK_PER_ANSWER * answers, most)
         self._allowance = min(self._allowance + GROWTHS_PER_FRAME, MAX_ALLOWANCE)
         self._grant()
 
@@ -188,6 +198,14 @@ class DraftConversation:
             raise CreditExceeded("the draft sends more than it has credit for")
         self._credit -= 1
         self._grant()
+
+    def _charge_work(self, parts: Sequence[draft_pb2.SequenceGrowth]) -> None:
+        """Before any of it is looked at."""
+        if len(parts) > MAX_SEQUENCES_PER_FRAME:
+            raise CreditExceeded(f"the draft sends more than {MAX_SEQUENCES_PER_FRAME} growths in a frame")
+        self._work -= sum(1 + len(part.token_ids) + len(part.distributions) for part in parts)
+        if self._work < 0:
+            raise CreditExceeded("the draft sends more nodes than it was asked for")
 
     def _grant(self) -> None:
         """Fill the window again once half of it is used, as far as the allowance goes."""
