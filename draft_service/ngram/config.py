@@ -50,8 +50,10 @@ class TrieConfig:
             raise SettingsError("branch_length, breadth and output_weight must be at least 1")
         if not 0.0 < self.min_score <= 1.0:
             raise SettingsError("min_score must be in (0, 1]")
-        if self.half_life_tokens < 1 or self.half_life_tokens & (self.half_life_tokens - 1):
-            raise SettingsError("half_life_tokens must be a power of two")
+        if not 1 <= self.half_life_tokens <= 1 << NEVER_LOG2 or self.half_life_tokens & (self.half_life_tokens - 1):
+            raise SettingsError(f"half_life_tokens must be a power of two, at most 2**{NEVER_LOG2}")
+        if not 1 <= self.max_context <= MAX_CONTEXT:
+            raise SettingsError(f"max_context must be 1..{MAX_CONTEXT}")
         if min(self.tenant_capacity, self.corpus_capacity, self.own_tokens) < 128:
             raise SettingsError("tenant_capacity, corpus_capacity and own_tokens must be at least 128")
         if self.capacity < max(self.tenant_capacity, self.corpus_capacity):
@@ -97,3 +99,5 @@ SPREAD = 1.25
 # The half-life of tries that do not forget with age, a sequence's own and a shared corpus: counts halve each time that
 # 2**30 more tokens are learnt. A sequence ends long before, and the clock is 32 bits wide.
 NEVER_LOG2 = 30
+# A sequence's own trie counts its tokens with a clock that is never set back; and no model has such a context.
+MAX_CONTEXT = 1 << 24

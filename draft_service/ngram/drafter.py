@@ -226,10 +226,24 @@ class NgramDrafter:
             return
         folder = Path(self._config.snapshot)
         try:
-            self._corpora.restore(snapshot.load(folder, self._settings()))
-        except ValueError as error:
-            aside = snapshot.set_aside(folder)
-            log.error("the trie snapshot was refused, and every trie starts empty: %s (moved to %s)", error, aside)
+            loaded = snapshot.load(folder, self._settings())
+        except snapshot.SnapshotRefused as error:
+            log.error("the trie snapshot was refused, and every trie starts empty: %s", error)
+            self._keep_refused(folder)
+            return
+        unsound = self._corpora.restore(loaded.tries)
+        damaged = [*loaded.damaged, *((stored.tenant, stored.corpus) for stored in unsound)]
+        for tenant, corpus in damaged:
+            log.error("a damaged trie of the snapshot is refused, and starts empty: tenant %r, %r", tenant, corpus)
+        if damaged:
+            self._keep_refused(folder)
+
+    def _keep_refused(self, folder: Path) -> None:
+        """For whoever looks for what happened: the next snapshot replaces this one."""
+        try:
+            log.error("the snapshot as it was is kept at %s", snapshot.keep_refused(folder))
+        except OSError as error:
+            log.error("the snapshot as it was is not kept: %s", error)
 
     def _warm_up(self) -> None:
         """Run every compiled loop once on a throw-away sequence."""
