@@ -14,6 +14,7 @@ from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from outrider.serving import health
+from outrider.serving.calls import CallLimits, Calls
 from outrider.serving.credentials import TlsFiles
 from outrider.serving.health import HealthServicer
 from outrider.serving.interceptors import AuthInterceptor, ErrorInterceptor
@@ -39,14 +40,21 @@ class ServingOptions:
 
     listen: str = "127.0.0.1:0"
     max_message_bytes: int = 4 * 1024 * 1024
-    # Calls at once, health checks among them; more are refused with RESOURCE_EXHAUSTED.
+    # Calls at once, health checks not among them; more are refused with RESOURCE_EXHAUSTED.
     max_concurrent_calls: int = 1024
+    # A caller that sends headers has so many seconds to send a lone request.
+    request_seconds: float = 10.0
     authenticator: Authenticator = field(default_factory=Authenticator)
     tls: TlsFiles = field(default_factory=TlsFiles)
     reflection: bool = False
     admin_listen: str = ""
     # Pings that come too soon after each other before a client is sent away; 0 bears any number.
     ping_strikes: int = 2
+
+    @property
+    def call_limits(self) -> CallLimits:
+        """Of calls at once."""
+        return CallLimits(self.max_concurrent_calls)
 
     def channel_options(self) -> list[tuple[str, Any]]:
         """C-core arguments. Keepalive alone does not notice a frozen peer; the ping timeout does."""
@@ -55,7 +63,7 @@ class ServingOptions:
             ("grpc.max_send_message_length", -1),
             ("grpc.max_metadata_size", MAX_METADATA_BYTES),
             ("grpc.absolute_max_metadata_size", 2 * MAX_METADATA_BYTES),
-            ("grpc.max_concurrent_streams", self.max_concurrent_calls),
+            ("grpc.max_concurrent_streams", self.call_limits.per_connection),
             ("grpc.keepalive_time_ms", 20_000),
             ("grpc.keepalive_timeout_ms", 5_000),
             ("grpc.http2.ping_timeout_ms", 5_000),
@@ -84,8 +92,10 @@ class GrpcServer:
         self.health = HealthServicer(service.name for service in services)
         self.address = ""
         self.admin_address = ""
-        self._guards = [*interceptors, ErrorInterceptor(), AuthInterceptor(options.authenticator)]
-        self._server = self._make(options.max_concurrent_calls)
+        calls = Calls(options.call_limits, by_tenant=options.authenticator.required)
+        known = AuthInterceptor(options.authenticator, calls, options.request_seconds)
+        self._guards = [*interceptors, ErrorInterceptor(), known]
+        self._server = self._make(options.call_limits.backstop)
         for service in services:
             service.add(self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self.health, self._server)
