@@ -15,6 +15,8 @@ from target_service.speculation.client.link import LinkOptions
 # As `model.runner.MAX_SEQUENCES`, which would bring torch along.
 _MOST_SEQUENCES = 1024
 _PAGE_SIZES = (1, 16, 64)
+# Of tokens; no model has such a context, and tables by position are made for all of it.
+_LONGEST_CONTEXT = 1 << 24
 
 
 class EngineRefused(Exception):
@@ -77,6 +79,10 @@ def check_settings(config: TargetConfig) -> None:
         raise SettingsError(f"--page-size: must be one of {', '.join(map(str, _PAGE_SIZES))}")
     if config.max_running > _MOST_SEQUENCES:
         raise SettingsError(f"--max-running: must be at most {_MOST_SEQUENCES}")
+    if config.max_context > _LONGEST_CONTEXT:
+        raise SettingsError(f"--max-context: must be at most {_LONGEST_CONTEXT}")
+    if config.draft and not _is_address(config.draft):
+        raise SettingsError(f"--draft: {config.draft!r} is not HOST:PORT, unix:PATH or inprocess:DRAFTER")
     if not 0 < config.memory_share <= 1:
         raise SettingsError("--memory-share: must be above 0 and at most 1")
     if not 0 <= config.trace_ratio <= 1:
@@ -100,6 +106,15 @@ def link_options(config: TargetConfig) -> LinkOptions:
     elif config.draft_tls_certificate or config.draft_tls_key:
         raise SettingsError("--draft-tls-certificate needs --draft-tls-ca")
     return LinkOptions(metadata=metadata, credentials=credentials, max_message_bytes=config.max_message_bytes)
+
+
+def _is_address(text: str) -> bool:
+    """Whether gRPC would take it for an address, and an operator has meant one."""
+    scheme, _, rest = text.partition(":")
+    if scheme in ("unix", "inprocess", "dns", "ipv4", "ipv6", "unix-abstract"):
+        return bool(rest)
+    host, _, port = text.rpartition(":")
+    return bool(host) and port.isascii() and port.isdigit() and 0 < int(port) < 65536
 
 
 def _read(path: str) -> bytes:

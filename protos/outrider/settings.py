@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import tomllib
 import types
 import typing
@@ -26,15 +27,24 @@ from typing import Any, TypeVar
 Config = TypeVar("Config")
 _TRUE = {"1", "true", "yes", "on"}
 _FALSE = {"0", "false", "no", "off"}
+# Tables that a file may have: services and the command line share one, and each reads its own. A table of another name
+# is a mistake whose settings nobody would miss.
+SECTIONS = frozenset(
+    (
+        *("target", "draft", "training", "trie", "prompt_lookup", "random", "eagle", "model", "merged"),
+        *("client", "generate", "bench", "up", "demo"),
+    )
+)
 
 
 class SettingsError(ValueError):
     """A setting that does not exist or does not parse; the message names where it came from."""
 
 
-def setting(default: Any, help: str, *, choices: tuple[str, ...] = ()) -> Any:
-    """A dataclass field with a help text. `choices` restricts a string."""
-    return dataclasses.field(default=default, metadata={"help": help, "choices": choices})
+def setting(default: Any, help: str, *, choices: tuple[str, ...] = (), secret: bool = False) -> Any:
+    """A dataclass field with a help text. `choices` restricts a string; a `secret` has no flag, since every user of a
+    machine may read the flags of its processes."""
+    return dataclasses.field(default=default, metadata={"help": help, "choices": choices, "secret": secret})
 
 
 def _type_of(config: type[Any], name: str) -> tuple[type[Any], bool]:
@@ -72,18 +82,24 @@ def _convert(kind: type[Any], value: object) -> Any:
         if isinstance(value, bool):
             raise ValueError(f"{value!r} is not a number")
         try:
-            return kind(value)
-        except (TypeError, ValueError):
-            raise ValueError(f"{value!r} is not {'a whole number' if kind is int else 'a number'}") from None
+            number = kind(value)
+        except (TypeError, ValueError, OverflowError):
+            number = math.nan
+        # 1e400 is infinite in a file, and 2.5 would lose its half.
+        if not math.isfinite(number) or (isinstance(value, float) and number != value):
+            raise ValueError(f"{value!r} is not {'a whole number' if kind is int else 'a number'}")
+        return number
     if not isinstance(value, str):
         raise ValueError(f"{value!r} is not text")
     return value
 
 
 def add_flags(parser: argparse.ArgumentParser, config: type[Any], but: Collection[str] = ()) -> None:
-    """Add `--field-name` for every field, with its help and default, `but` for those named so. A flag not given leaves
-    no trace."""
-    for field in (field for field in dataclasses.fields(config) if field.name not in but):
+    """Add `--field-name` for every field, with its help and default, `but` for secrets and those named so. A flag not
+    given leaves no trace."""
+    for field in dataclasses.fields(config):
+        if field.name in but or field.metadata["secret"]:
+            continue
         flag = "--" + field.name.replace("_", "-")
         kind, _ = _type_of(config, field.name)
         shown = "none" if field.default is None else field.default
@@ -133,6 +149,8 @@ def _file_section(path: Path | None, section: str) -> Mapping[str, object]:
         document = tomllib.loads(path.read_text())
     except (OSError, tomllib.TOMLDecodeError) as error:
         raise SettingsError(f"{path}: {error}") from None
+    if unknown := sorted(set(document) - SECTIONS - {section}):
+        raise SettingsError(f"{path}: there is no table [{unknown[0]}]; there are {', '.join(sorted(SECTIONS))}")
     table = document.get(section, {})
     if not isinstance(table, dict):
         raise SettingsError(f"{path}: [{section}] is not a table")

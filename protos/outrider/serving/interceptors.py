@@ -152,7 +152,8 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
 
     def __init__(self, authenticator: Authenticator, calls: Calls, request_seconds: float) -> None:
         """`request_seconds`: what a lone request may take to come."""
-        self._authenticator = authenticator
+        # May be exchanged for another while calls come.
+        self.authenticator = authenticator
         self._calls = calls
         self._request_seconds = request_seconds
 
@@ -164,7 +165,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
 
         @asynccontextmanager
         async def guard(context: Context) -> AsyncIterator[None]:
-            tenant = self._authenticator.tenant(context.invocation_metadata() or ())
+            tenant = self.authenticator.tenant(context.invocation_metadata() or ())
             set_current_tenant(tenant)
             with self._calls.health() if for_health else self._calls.of(tenant):
                 yield
