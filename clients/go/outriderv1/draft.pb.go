@@ -291,7 +291,7 @@ type OpenSequence struct {
 	Sampling *SamplingParameters `protobuf:"bytes,9,opt,name=sampling,proto3" json:"sampling,omitempty"`
 	// limits bound every tree of this sequence.
 	Limits *TreeLimits `protobuf:"bytes,10,opt,name=limits,proto3" json:"limits,omitempty"`
-	// vocabulary_size of the target. FAILED_PRECONDITION when the draft's differs.
+	// vocabulary_size of the target, at most 2^31 - 1. FAILED_PRECONDITION when the draft's differs.
 	VocabularySize uint32 `protobuf:"varint,11,opt,name=vocabulary_size,json=vocabularySize,proto3" json:"vocabulary_size,omitempty"`
 	// traceparent is the W3C trace context of the request, for a span link. Default none.
 	Traceparent string `protobuf:"bytes,12,opt,name=traceparent,proto3" json:"traceparent,omitempty"`
@@ -535,7 +535,7 @@ type AdvanceSequences struct {
 	sizeCache     protoimpl.SizeCache
 	unknownFields protoimpl.UnknownFields
 
-	// sequences that ran in the step.
+	// sequences that ran in the step, at most 256; INVALID_ARGUMENT past that, which ends the stream.
 	Sequences []*SequenceAdvance `protobuf:"bytes,1,rep,name=sequences,proto3" json:"sequences,omitempty"`
 }
 
@@ -584,7 +584,7 @@ type SequenceAdvance struct {
 	sizeCache     protoimpl.SizeCache
 	unknownFields protoimpl.UnknownFields
 
-	// sequence_id of an open sequence; NOT_FOUND otherwise.
+	// sequence_id of an open sequence; NOT_FOUND otherwise, said once for all such of a frame.
 	SequenceId uint64 `protobuf:"varint,1,opt,name=sequence_id,json=sequenceId,proto3" json:"sequence_id,omitempty"`
 	// step after this commit. The same step again is ignored (idempotent), a lower one is ABORTED, a step that skips
 	// one is FAILED_PRECONDITION.
@@ -667,7 +667,7 @@ type SendFeatures struct {
 	sizeCache     protoimpl.SizeCache
 	unknownFields protoimpl.UnknownFields
 
-	// sequences with features.
+	// sequences with features, at most 256; INVALID_ARGUMENT past that, which ends the stream.
 	Sequences []*SequenceFeatures `protobuf:"bytes,1,rep,name=sequences,proto3" json:"sequences,omitempty"`
 }
 
@@ -716,7 +716,7 @@ type SequenceFeatures struct {
 	sizeCache     protoimpl.SizeCache
 	unknownFields protoimpl.UnknownFields
 
-	// sequence_id of an open sequence; NOT_FOUND otherwise.
+	// sequence_id of an open sequence; NOT_FOUND otherwise, said once for all such of a frame.
 	SequenceId uint64 `protobuf:"varint,1,opt,name=sequence_id,json=sequenceId,proto3" json:"sequence_id,omitempty"`
 	// position of the first row's token, counted from 0 at the prompt's first. Pieces come in rising order. What was
 	// sent before is ignored; where a piece begins late, the tokens between never get theirs.
@@ -785,7 +785,7 @@ type CloseSequences struct {
 	sizeCache     protoimpl.SizeCache
 	unknownFields protoimpl.UnknownFields
 
-	// sequence_ids to end.
+	// sequence_ids to end, at most 4096; INVALID_ARGUMENT past that, which ends the stream.
 	SequenceIds []uint64 `protobuf:"varint,1,rep,packed,name=sequence_ids,json=sequenceIds,proto3" json:"sequence_ids,omitempty"`
 }
 
@@ -883,7 +883,7 @@ type GrowSequences struct {
 	sizeCache     protoimpl.SizeCache
 	unknownFields protoimpl.UnknownFields
 
-	// sequences whose trees grow.
+	// sequences whose trees grow, at most 256. A draft that sends more, or more nodes than it was asked for, is cut off.
 	Sequences []*SequenceGrowth `protobuf:"bytes,1,rep,name=sequences,proto3" json:"sequences,omitempty"`
 }
 
