@@ -39,6 +39,7 @@ class TestUnixSocket:
         second = GrpcServer(ServingOptions(listen=address), [])
         with pytest.raises(SettingsError, match="another process does"):
             await second.start()
+        await second.stop(0)
         async with grpc.aio.insecure_channel(address) as channel:
             assert await echo.call(channel, "Unary") == b"default"
         await first.stop(0)
@@ -55,8 +56,10 @@ class TestUnixSocket:
 
     async def test_what_is_no_socket_is_left_alone(self, tmp_path: Path) -> None:
         (tmp_path / "s").write_text("a letter")
+        server = GrpcServer(ServingOptions(listen=f"unix:{tmp_path}/s"), [])
         with pytest.raises(SettingsError, match="no socket"):
-            await GrpcServer(ServingOptions(listen=f"unix:{tmp_path}/s"), []).start()
+            await server.start()
+        await server.stop(0)
         assert (tmp_path / "s").read_text() == "a letter"
 
 
