@@ -18,7 +18,7 @@ from draft_service.config import CONFIG_VARIABLE, DraftConfig, drafter_config
 from draft_service.drafters.base import Drafter, create, device_of, features_of
 from draft_service.session import Admission, ProposeSession
 from outrider import __version__
-from outrider.errors import OutriderError, WrongVocabulary
+from outrider.errors import DraftUnavailable, OutriderError, WrongVocabulary
 from outrider.wire.frames import (
     DEFAULT_TENANT,
     DraftEvents,
@@ -94,6 +94,14 @@ class InprocessLink:
 
     def close(self, sequence_ids: Sequence[int]) -> None:
         self._run(lambda session: session.close(sequence_ids))
+
+    def cut_off(self, reason: str) -> None:
+        """Go on without the drafter, for good: what is wrong with it, reconnecting does not mend."""
+
+        def work(_session: ProposeSession) -> None:
+            raise DraftUnavailable(reason)
+
+        self._run(work)
 
     def stop(self) -> None:
         """End every sequence and stop the drafter, also one that failed. Idempotent."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -12,11 +13,11 @@ from typing import Any, TypeVar
 import grpc
 
 from draft_service.drafters.base import CorpusDrafter, Drafter, device_of
-from draft_service.frame_reader import Inbox
+from draft_service.frame_reader import Inbox, slices
 from draft_service.session import Admission, PackedGrowth, ProposeSession
 from draft_service.telemetry.observer import DraftObserver, QuietObserver
 from draft_service.telemetry.tracing import StreamTrace
-from outrider.errors import InvalidField, NotSupported, OutriderError
+from outrider.errors import InvalidField, NotSupported, OutriderError, UnknownSequence
 from outrider.serving import current_tenant
 from outrider.telemetry.tracing import Tracing
 from outrider.v1 import draft_pb2, draft_pb2_grpc
@@ -28,14 +29,14 @@ from outrider.wire.drafts import (
     limits_to_pb,
     open_from_pb,
 )
-from outrider.wire.frames import DraftInfo
+from outrider.wire.frames import MAX_CLOSED_PER_FRAME, MAX_SEQUENCES_PER_FRAME, MAX_VOCABULARY, DraftInfo
 from outrider.wire.hidden_states import features_from_pb
 from outrider.wire.trees import check_token_ids, name_from_pb
 
+logger = logging.getLogger(__name__)
+
 SERVICE_NAME: str = draft_pb2.DESCRIPTOR.services_by_name["DraftService"].full_name
 MAX_CORPUS_TOKENS = 65536
-# What a token id may be where no vocabulary is known: tries hold them as int32.
-_ANY_VOCABULARY = 2**31 - 1
 
 Result = TypeVar("Result")
 ProposeContext = grpc.aio.ServicerContext[draft_pb2.ProposeRequest, draft_pb2.ProposeResponse]
@@ -75,10 +76,14 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         self._observer.on_stream(1)
         code, reason = "CANCELLED", ""
         try:
-            async with Inbox(context.read) as inbox:
+            async with Inbox(context.read, draft_pb2.ProposeRequest.ByteSize) as inbox:
                 while frames := await inbox.take():
-                    for answer in await self._on_drafter(stream.take_all, frames):
-                        await context.write(answer)
+                    for number, some in enumerate(slices(frames)):
+                        if number:
+                            # Other streams go on in between, also where all is done on the event loop.
+                            await asyncio.sleep(0)
+                        for answer in await self._on_drafter(stream.take_all, some):
+                            await context.write(answer)
                     # What has come meanwhile goes first: trees are made of the newest that is known.
                     while not inbox.waiting and (growth := await self._on_drafter(stream.growth)) is not None:
                         await context.write(growth)
@@ -130,7 +135,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
             if len(request.token_ids) > MAX_CORPUS_TOKENS:
                 raise InvalidField("token_ids", f"has more than {MAX_CORPUS_TOKENS} entries")
             token_ids = tuple(request.token_ids)
-            check_token_ids(token_ids, self._info.vocabulary_size or _ANY_VOCABULARY, "token_ids")
+            check_token_ids(token_ids, self._info.vocabulary_size or MAX_VOCABULARY, "token_ids")
             # Off the event loop: streams in flight must not wait for a document.
             learnt = await asyncio.to_thread(drafter.add_corpus, tenant, corpus, token_ids)
             self._observer.on_corpus(learnt.tokens)
@@ -164,6 +169,7 @@ class _ProposeStream:
         if kind == "open":
             return [self._open(frame.open)]
         if kind == "close":
+            _check_count(len(frame.close.sequence_ids), MAX_CLOSED_PER_FRAME, "close.sequence_ids")
             before = len(self._session)
             self._session.close(frame.close.sequence_ids)
             self._note(self._observer.on_closed, before - len(self._session), aborted=False)
@@ -214,9 +220,10 @@ class _ProposeStream:
 
     def _open(self, pb: draft_pb2.OpenSequence) -> draft_pb2.ProposeResponse:
         try:
-            sequence = open_from_pb(pb)
+            sequence = open_from_pb(pb, self._session.max_context)
             limits = self._session.open(sequence)
-        except OutriderError as error:
+        # A bug that one sequence meets is not for the others of its stream, which may be everybody's.
+        except Exception as error:
             return self._failed(pb.sequence_id, error)
         self._note(self._observer.on_opened, len(sequence.token_ids))
         self._trace.opened(sequence)
@@ -224,37 +231,65 @@ class _ProposeStream:
         return draft_pb2.ProposeResponse(opened=opened)
 
     def _advance(self, frame: draft_pb2.AdvanceSequences) -> list[draft_pb2.ProposeResponse]:
+        _check_count(len(frame.sequences), MAX_SEQUENCES_PER_FRAME, "advance.sequences")
         failures: list[draft_pb2.ProposeResponse] = []
-        session, trace, tokens = self._session, self._trace, 0
+        session, trace, advanced, tokens = self._session, self._trace, 0, 0
+        unknown: list[int] = []
         for i, pb in enumerate(frame.sequences):
             try:
                 vocabulary_size = session.vocabulary_of(pb.sequence_id)
                 advance = advance_from_pb(pb, vocabulary_size, f"advance.sequences[{i}]")
                 session.advance(advance)
-            except OutriderError as error:
+            except UnknownSequence:
+                unknown.append(pb.sequence_id)
+                continue
+            # See `_open`.
+            except Exception as error:
                 failures.append(self._failed(pb.sequence_id, error))
                 continue
-            tokens += len(advance.token_ids)
+            advanced, tokens = advanced + 1, tokens + len(advance.token_ids)
             if trace.follows:
                 trace.advanced(advance.sequence_id, len(advance.token_ids))
-        self._note(self._observer.on_advanced, len(frame.sequences) - len(failures), tokens)
-        return failures
+        self._note(self._observer.on_advanced, advanced, tokens)
+        return failures + self._unknown(unknown)
 
     def _features(self, frame: draft_pb2.SendFeatures) -> list[draft_pb2.ProposeResponse]:
+        _check_count(len(frame.sequences), MAX_SEQUENCES_PER_FRAME, "features.sequences")
         failures: list[draft_pb2.ProposeResponse] = []
+        unknown: list[int] = []
         for i, pb in enumerate(frame.sequences):
             try:
+                self._session.vocabulary_of(pb.sequence_id)
                 self._session.take_features(features_from_pb(pb, f"features.sequences[{i}]"))
-            except OutriderError as error:
+            except UnknownSequence:
+                unknown.append(pb.sequence_id)
+            # See `_open`.
+            except Exception as error:
                 failures.append(self._failed(pb.sequence_id, error))
         self._session.absorb(pb.sequence_id for pb in frame.sequences)
-        return failures
+        return failures + self._unknown(unknown)
 
-    def _failed(self, sequence_id: int, error: OutriderError) -> draft_pb2.ProposeResponse:
-        """Say so; whatever failed, the sequence is closed then, on both sides."""
+    def _unknown(self, sequence_ids: list[int]) -> list[draft_pb2.ProposeResponse]:
+        """One status for all of a frame: whoever sent it was told of each when it failed, ended it, or made it up."""
+        if not sequence_ids:
+            return []
+        error = UnknownSequence("the sequence is not open on this stream", others=len(sequence_ids) - 1)
+        return [self._failed(sequence_ids[0], error)]
+
+    def _failed(self, sequence_id: int, error: Exception) -> draft_pb2.ProposeResponse:
+        """Say so; whatever failed, the sequence is closed then, on both sides. A bug is logged, and only called one."""
+        if not isinstance(error, OutriderError):
+            logger.error("bug in the drafter, at one sequence", exc_info=error)
+            error = OutriderError("internal error")
         before = len(self._session)
         self._session.close([sequence_id])
         self._note(self._observer.on_closed, before - len(self._session), aborted=True)
         self._note(self._observer.on_failed, error.reason)
         self._trace.failed(sequence_id, error.reason)
         return draft_pb2.ProposeResponse(status=failure_to_pb(sequence_id, error))
+
+
+def _check_count(count: int, limit: int, field_path: str) -> None:
+    """Raise `InvalidField`, which ends the stream, for a frame of more parts than one may have."""
+    if count > limit:
+        raise InvalidField(field_path, f"has more than {limit} entries")

@@ -97,6 +97,7 @@ def build_server(
         listen=config.listen,
         max_message_bytes=config.max_message_bytes,
         authenticator=authenticator,
+        read_tokens=partial(Authenticator.from_file, config.auth_tokens),
         tls=TlsFiles(config.tls_certificate, config.tls_key, config.tls_client_ca),
         reflection=config.reflection,
         admin_listen=config.admin_listen,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from typing import NamedTuple
 
 from draft_service.drafters.base import Drafter, DraftSequence, FeatureDrafter, tree_limits
@@ -16,7 +17,6 @@ from draft_service.tracked import Tracked
 from outrider.errors import (
     Draining,
     InvalidField,
-    OutriderError,
     PermissionDenied,
     PositionOutOfRange,
     QuotaExceeded,
@@ -30,6 +30,7 @@ from outrider.sampling import VerificationMode
 from outrider.tree import TokenTree
 from outrider.wire.frames import (
     MAX_OUTSTANDING_CREDIT,
+    MAX_SEQUENCES_PER_FRAME,
     OpenSequence,
     SequenceAdvance,
     SequenceFeatures,
@@ -37,9 +38,6 @@ from outrider.wire.frames import (
     TreeLimits,
     Vectors,
 )
-
-# Keeps a frame of full trees well under the message size limit: 256 trees of 255 nodes are 0.6 MB.
-MAX_SEQUENCES_PER_FRAME = 256
 
 
 class Admission:
@@ -109,6 +107,11 @@ class ProposeSession:
         return len(self._open)
 
     @property
+    def max_context(self) -> int:
+        """Tokens of the longest sequence that may be opened."""
+        return self._drafter.max_context
+
+    @property
     def owes(self) -> bool:
         """Whether any sequence is owed a growth."""
         return bool(self._due)
@@ -146,7 +149,7 @@ class ProposeSession:
         self._admission.enter(self._caller, sequence)
         try:
             self._drafter.open(draft)
-        except OutriderError:
+        except BaseException:
             self._admission.leave()
             raise
         self._open[sequence.sequence_id] = Tracked(draft, sequence.step)
@@ -192,13 +195,14 @@ class ProposeSession:
             self._drafter.absorb(drafts)
 
     def close(self, sequence_ids: Iterable[int]) -> None:
-        """End sequences; ids that are not open are ignored."""
-        for sequence_id in sequence_ids:
-            tracked = self._open.pop(sequence_id, None)
-            self._due.pop(sequence_id, None)
-            if tracked is not None:
-                self._admission.leave()
-                self._drafter.close(tracked.draft)
+        """End sequences; ids that are not open are ignored. What the drafter raises for one comes after all others."""
+        with ExitStack() as ending:
+            for sequence_id in sequence_ids:
+                tracked = self._open.pop(sequence_id, None)
+                self._due.pop(sequence_id, None)
+                if tracked is not None:
+                    self._admission.leave()
+                    ending.callback(self._drafter.close, tracked.draft)
 
     def end(self) -> None:
         """End every sequence: the stream is over, with close frames or without."""

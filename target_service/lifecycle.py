@@ -7,6 +7,7 @@ import logging
 import threading
 import time
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import Protocol
 
 from outrider import __version__
@@ -139,6 +140,7 @@ def _make_server(
         # Twice what the engine takes: the rest is for health, information, and those it refuses with a reason.
         max_concurrent_calls=2 * (config.max_running + config.max_waiting) + 64,
         authenticator=Authenticator.from_file(config.auth_tokens),
+        read_tokens=partial(Authenticator.from_file, config.auth_tokens),
         tls=TlsFiles(config.tls_certificate, config.tls_key, config.tls_client_ca),
         reflection=config.reflection,
         admin_listen=config.admin_listen,

@@ -12,6 +12,9 @@ from outrider.settings import SettingsError
 from target_service.config import TargetConfig
 from target_service.speculation.client.link import LinkOptions
 
+# Of tokens; no model has such a context, and tables by position are made for all of it.
+_LONGEST_CONTEXT = 1 << 24
+
 
 class EngineRefused(Exception):
     """No engine can run with these settings; `status` is what the process should exit with."""
@@ -40,6 +43,10 @@ def check_settings(config: TargetConfig) -> None:
     """Raise `SettingsError` for settings that do not go together, and files that cannot be used."""
     if config.lookup_tokens > 0 and not config.captures:
         raise SettingsError("--lookup-tokens: needs captured steps on a GPU; elsewhere there is --draft inprocess:trie")
+    if config.max_context > _LONGEST_CONTEXT:
+        raise SettingsError(f"--max-context: must be at most {_LONGEST_CONTEXT}")
+    if config.draft and not _is_address(config.draft):
+        raise SettingsError(f"--draft: {config.draft!r} is not HOST:PORT, unix:PATH or inprocess:DRAFTER")
     TlsFiles(config.tls_certificate, config.tls_key, config.tls_client_ca).check()
     Authenticator.from_file(config.auth_tokens)
     TenantTable.from_file(config.auth_tokens, config.tenant_limits)
@@ -60,6 +67,15 @@ def link_options(config: TargetConfig) -> LinkOptions:
     elif config.draft_tls_certificate or config.draft_tls_key:
         raise SettingsError("--draft-tls-certificate needs --draft-tls-ca")
     return LinkOptions(metadata=metadata, credentials=credentials, max_message_bytes=config.max_message_bytes)
+
+
+def _is_address(text: str) -> bool:
+    """Whether gRPC would take it for an address, and an operator has meant one."""
+    scheme, _, rest = text.partition(":")
+    if scheme in ("unix", "inprocess", "dns", "ipv4", "ipv6", "unix-abstract"):
+        return bool(rest)
+    host, _, port = text.rpartition(":")
+    return bool(host) and port.isascii() and port.isdigit() and 0 < int(port) < 65536
 
 
 def _read(path: str) -> bytes:

@@ -18,7 +18,7 @@ from target_service.speculation.client.link import GrpcDraftLink, LinkOptions
 
 SERVICE_NAME = "outrider.v1.DraftService"
 INFO = DraftInfo("fake", VOCABULARY, "ab" * 32, TreeLimits(63, 8), 1024, "9")
-FAST = LinkOptions(min_backoff=0.01, max_backoff=0.05, connect_timeout=0.5)
+FAST = LinkOptions(min_backoff=0.01, max_backoff=0.05, connect_timeout=0.5, fault_backoff=0.02, max_fault_backoff=0.05)
 
 
 class FakeDraft(draft_pb2_grpc.DraftServiceServicer):

@@ -10,7 +10,8 @@ of 8 int32 (half a cache line, so that a visit costs one miss):
     PREVIOUS    the sibling seen after this one, 0 for the first
     COUNT       occurrences times their weight, halved for every half-life since SEEN
     LINK        the node of the same window without its first token
-    SEEN        the trie's clock (tokens inserted so far) at the last occurrence; in the root, the clock itself
+    SEEN        the trie's clock at the last occurrence; in the root, the clock itself: tokens inserted so far, set back
+                by whole half-lives before it overflows
 
 Children are found through an open-addressing table of int64: 32 bits of hash, 32 bits of node, 0 for empty.
 """
@@ -30,6 +31,8 @@ TOKEN, PARENT, FIRST_CHILD, NEXT, PREVIOUS, COUNT, LINK, SEEN = range(8)
 COLUMNS = 8
 ROOT = 0
 MAX_COUNT = 1 << 30
+# The clock is set back before it gets here, far enough from what int32 holds for one more piece of tokens.
+MAX_CLOCK = (1 << 31) - (1 << 20)
 # Linear probing stays short below this share of used slots.
 MAX_LOAD = 0.7
 _MIX = np.uint64(0x9E3779B97F4A7C15)
@@ -77,6 +80,24 @@ def decayed(rows: Rows, node: int, half_life_log2: int) -> int:
     """The node's count as of the trie's clock."""
     age = (rows[ROOT, SEEN] >> half_life_log2) - (rows[node, SEEN] >> half_life_log2)
     return int(rows[node, COUNT] >> min(age, 31))
+
+
+@compiled
+def set_clock_back(rows: Rows, used: int, half_life_log2: int) -> None:
+    """Set the clock, and every time that was taken from it, back by about half, in whole half-lives.
+
+    Counts as of the clock stay what they are: one that was last seen before the new beginning is halved for its age up
+    to there. Half-lives of at most 2**30 tokens have at least one to go back by.
+    """
+    back = np.int64(max(1, (rows[ROOT, SEEN] >> half_life_log2) // 2)) << half_life_log2
+    for node in range(used):
+        seen = np.int64(rows[node, SEEN])
+        if seen < back:
+            age = (back >> half_life_log2) - (seen >> half_life_log2)
+            rows[node, COUNT] = rows[node, COUNT] >> min(age, 31)
+            rows[node, SEEN] = 0
+        else:
+            rows[node, SEEN] = seen - back
 
 
 @compiled

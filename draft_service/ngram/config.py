@@ -35,6 +35,7 @@ class TrieConfig:
     tenant_capacity: int = setting(4_000_000, "nodes of one tenant's trie; the least useful go first")
     corpus_capacity: int = setting(8_000_000, "nodes of one shared corpus; past it, adding is refused")
     own_tokens: int = setting(32_768, "latest tokens of a sequence that its own trie holds")
+    own_capacity: int = setting(16_000_000, "nodes over the own tries of all open sequences; past it, they forget")
     max_context: int = setting(131_072, "longest sequence followed, in tokens")
     max_backlog: int = setting(1_000_000, "tokens that may wait to be learnt; past it, new ones are not learnt")
 
@@ -50,10 +51,12 @@ class TrieConfig:
             raise SettingsError("branch_length, breadth and output_weight must be at least 1")
         if not 0.0 < self.min_score <= 1.0:
             raise SettingsError("min_score must be in (0, 1]")
-        if self.half_life_tokens < 1 or self.half_life_tokens & (self.half_life_tokens - 1):
-            raise SettingsError("half_life_tokens must be a power of two")
-        if min(self.tenant_capacity, self.corpus_capacity, self.own_tokens) < 128:
-            raise SettingsError("tenant_capacity, corpus_capacity and own_tokens must be at least 128")
+        if not 1 <= self.half_life_tokens <= 1 << NEVER_LOG2 or self.half_life_tokens & (self.half_life_tokens - 1):
+            raise SettingsError(f"half_life_tokens must be a power of two, at most 2**{NEVER_LOG2}")
+        if not 1 <= self.max_context <= MAX_CONTEXT:
+            raise SettingsError(f"max_context must be 1..{MAX_CONTEXT}")
+        if min(self.tenant_capacity, self.corpus_capacity, self.own_tokens, self.own_capacity) < 128:
+            raise SettingsError("tenant_capacity, corpus_capacity, own_tokens and own_capacity must be at least 128")
         if self.capacity < max(self.tenant_capacity, self.corpus_capacity):
             raise SettingsError("capacity must not be below tenant_capacity or corpus_capacity")
 
@@ -97,3 +100,5 @@ SPREAD = 1.25
 # The half-life of tries that do not forget with age, a sequence's own and a shared corpus: counts halve each time that
 # 2**30 more tokens are learnt. A sequence ends long before, and the clock is 32 bits wide.
 NEVER_LOG2 = 30
+# A sequence's own trie counts its tokens with a clock that is never set back; and no model has such a context.
+MAX_CONTEXT = 1 << 24

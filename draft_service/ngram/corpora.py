@@ -155,19 +155,26 @@ class Corpora:
                 for name, corpus in self._shared.items()
             ]
 
-    def restore(self, stored: Sequence[StoredTrie]) -> None:
-        """Take in all of a snapshot, or raise `ValueError` and take nothing. Call before anything is learnt."""
+    def restore(self, stored: Sequence[StoredTrie]) -> list[StoredTrie]:
+        """Take in a snapshot; returns what does not form a trie, which is left out. Call before anything is learnt."""
         config = self._config
         tenants: OrderedDict[str, NgramTrie] = OrderedDict()
         shared: dict[str, SharedCorpus] = {}
+        unsound: list[StoredTrie] = []
         for item in stored:
+            capacity = config.corpus_capacity if item.corpus else config.tenant_capacity
+            half_life = NEVER_LOG2 if item.corpus else config.half_life_log2
+            try:
+                trie = NgramTrie.restored(item.rows, config.depth, capacity, half_life)
+            except ValueError:
+                unsound.append(item)
+                continue
             if item.corpus:
-                trie = NgramTrie.restored(item.rows, config.depth, config.corpus_capacity, NEVER_LOG2)
                 shared[item.corpus] = SharedCorpus(item.tenant, trie)
             else:
-                trie = NgramTrie.restored(item.rows, config.depth, config.tenant_capacity, config.half_life_log2)
                 tenants[item.tenant] = trie
         with self._lock:
             self._tenants, self._shared = tenants, shared
             self._rows = sum(len(trie.rows) for trie in tenants.values())
             self._rows += sum(len(corpus.trie.rows) for corpus in shared.values())
+        return unsound

@@ -22,6 +22,7 @@ from draft_service.ngram.building import build_tree, race_power
 from draft_service.ngram.config import NEVER_LOG2, TrieConfig
 from draft_service.ngram.corpora import Corpora
 from draft_service.ngram.learning import Learner
+from draft_service.ngram.own_tries import OwnRows
 from draft_service.ngram.prediction import UNIT
 from draft_service.ngram.trie import NgramTrie
 from outrider.sampling import VerificationMode
@@ -59,6 +60,7 @@ class NgramDrafter:
         self._corpora = Corpora(config)
         self._learner = Learner(config.max_backlog, self._save if config.snapshot else None, config.snapshot_seconds)
         self._nothing = NgramTrie(2, 4)
+        self._own_rows = OwnRows(config)
         self._batch = TrieBatch(self._evidence, self._rules(), self.limits.max_nodes)
 
     def start(self) -> None:
@@ -79,9 +81,9 @@ class NgramDrafter:
             self._corpora.shared(sequence.corpus)
         config = self._config
         recent = _as_tokens(sequence.token_ids[-config.own_tokens :])
-        capacity = 2 * config.own_tokens * config.depth
-        own = NgramTrie(config.depth, capacity, NEVER_LOG2, first_rows=(len(recent) + 64) * config.depth)
+        own = self._own_rows.made(len(recent) + ROOM)
         own.insert(recent, weight=UNIT)
+        self._own_rows.entered(own)
         limits = tree_limits(self.limits, sequence.limits)
         # A distribution goes with every drawn row, which takes another loop.
         nodes = 0 if sequence.mode is VerificationMode.REJECTION else limits.max_nodes
@@ -95,20 +97,25 @@ class NgramDrafter:
         followed: _OpenSequence = sequence.state
         own, fresh, depth = followed.own, followed.fresh, self._config.depth
         fresh.extend(committed)
+        before = len(own.rows)
         # A tree is about to be asked for, and the same call inserts what waits.
         if len(fresh) > ROOM:
+            self._own_rows.bound(own)
             tail = _as_tokens(sequence.token_ids[-(len(fresh) + depth) :])
             own.insert(tail[-len(fresh) :], tail[: -len(fresh)], UNIT)
             self._batch.restart(followed.place, own, sequence.token_ids)
             fresh.clear()
         elif own.used + len(fresh) * depth > len(own.rows):
+            self._own_rows.bound(own)
             own.make_room(len(fresh) * depth)
             self._batch.moved(followed.place, own)
+        self._own_rows.grew(own, before)
 
     def close(self, sequence: DraftSequence) -> None:
         if sequence.state is not None:
             self._teach(sequence, sequence.state)
             self._batch.leave(sequence.state.place)
+            self._own_rows.left(sequence.state.own)
             sequence.state = None
 
     def propose(self, sequences: Sequence[DraftSequence]) -> list[TokenTree]:
@@ -157,6 +164,7 @@ class NgramDrafter:
     def stats(self) -> Mapping[str, float]:
         learner = self._learner
         return self._corpora.figures() | {
+            "trie_own_rows": self._own_rows.taken,
             "trie_backlog_tokens": learner.backlog,
             "trie_learnt_tokens_total": learner.learnt_tokens,
             "trie_dropped_tokens_total": learner.dropped_tokens,
@@ -226,10 +234,24 @@ class NgramDrafter:
             return
         folder = Path(self._config.snapshot)
         try:
-            self._corpora.restore(snapshot.load(folder, self._settings()))
-        except ValueError as error:
-            aside = snapshot.set_aside(folder)
-            log.error("the trie snapshot was refused, and every trie starts empty: %s (moved to %s)", error, aside)
+            loaded = snapshot.load(folder, self._settings())
+        except snapshot.SnapshotRefused as error:
+            log.error("the trie snapshot was refused, and every trie starts empty: %s", error)
+            self._keep_refused(folder)
+            return
+        unsound = self._corpora.restore(loaded.tries)
+        damaged = [*loaded.damaged, *((stored.tenant, stored.corpus) for stored in unsound)]
+        for tenant, corpus in damaged:
+            log.error("a damaged trie of the snapshot is refused, and starts empty: tenant %r, %r", tenant, corpus)
+        if damaged:
+            self._keep_refused(folder)
+
+    def _keep_refused(self, folder: Path) -> None:
+        """For whoever looks for what happened: the next snapshot replaces this one."""
+        try:
+            log.error("the snapshot as it was is kept at %s", snapshot.keep_refused(folder))
+        except OSError as error:
+            log.error("the snapshot as it was is not kept: %s", error)
 
     def _warm_up(self) -> None:
         """Run every compiled loop once on a throw-away sequence."""

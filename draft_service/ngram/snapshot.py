@@ -1,7 +1,7 @@
-"""Tries on disk: one safetensors file, checksummed, replaced whole or not at all.
+"""Tries on disk: one safetensors file, each trie with its checksum, replaced whole or not at all.
 
-The file holds what tenants said, so it is readable by its owner alone. A file that is damaged, or that was written
-with other settings, is refused and set aside; nothing of it is used.
+The file holds what tenants said, so it is readable by its owner alone. A file that cannot be read, or that was written
+with other settings, is refused; a trie in it that is damaged costs its tenant and nobody else.
 """
 
 from __future__ import annotations
@@ -9,49 +9,70 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from draft_service.ngram.arrays import Rows
 from draft_service.ngram.corpora import StoredTrie
 
 FILE_NAME = "tries.safetensors"
-_FORMAT = "outrider-tries-1"
+_FORMAT = "outrider-tries-2"
+_PARTIAL_PREFIX = FILE_NAME + ".partial-"
 
 
 class SnapshotRefused(ValueError):
     """A snapshot that must not be used; the message says why."""
 
 
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What a snapshot holds, and the tenant and corpus of each trie in it that is damaged."""
+
+    tries: list[StoredTrie] = field(default_factory=list)
+    damaged: list[tuple[str, str]] = field(default_factory=list)
+
+
 def save(folder: Path, tries: Sequence[StoredTrie], settings: dict[str, int]) -> None:
-    """Write a snapshot. Raises `OSError` when the disk does not take it; the one before is then still whole."""
+    """Write a snapshot. Raises `OSError` when the disk does not take it; the one before is then still whole, and
+    nothing of the new one is left."""
     folder.mkdir(parents=True, exist_ok=True)
+    for left in folder.glob(_PARTIAL_PREFIX + "*"):
+        # Of a process that was killed at it.
+        left.unlink(missing_ok=True)
     tensors = {str(i): np.ascontiguousarray(stored.rows) for i, stored in enumerate(tries)}
-    names = [[stored.tenant, stored.corpus] for stored in tries]
     metadata = {
         "format": _FORMAT,
-        "names": json.dumps(names),
+        "names": json.dumps([[stored.tenant, stored.corpus] for stored in tries]),
         "settings": json.dumps(settings, sort_keys=True),
-        "sha256": _checksum(tensors, names),
+        "sha256": json.dumps([_checksum(stored.tenant, stored.corpus, stored.rows) for stored in tries]),
     }
-    path, partial = folder / FILE_NAME, folder / (FILE_NAME + ".partial")
-    # Made before it is filled, so that it is never readable by others.
-    os.close(os.open(partial, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600))
-    save_file(tensors, partial, metadata)
-    os.chmod(partial, 0o600)
-    with partial.open("rb") as written:
-        os.fsync(written.fileno())
-    partial.replace(path)
+    # Made before it is filled, under a name that nobody knows, so that it is never readable by others and never a link.
+    descriptor, name = tempfile.mkstemp(prefix=_PARTIAL_PREFIX, dir=folder)
+    os.close(descriptor)
+    partial = Path(name)
+    try:
+        save_file(tensors, partial, metadata)
+        os.chmod(partial, 0o600)
+        with partial.open("rb") as written:
+            os.fsync(written.fileno())
+        partial.replace(folder / FILE_NAME)
+    except SafetensorError as error:
+        raise OSError(str(error)) from error
+    finally:
+        partial.unlink(missing_ok=True)
 
 
-def load(folder: Path, settings: dict[str, int]) -> list[StoredTrie]:
-    """Read a snapshot; none is an empty list. Raises `SnapshotRefused`."""
+def load(folder: Path, settings: dict[str, int]) -> Loaded:
+    """Read a snapshot; none is an empty one. Raises `SnapshotRefused`."""
     path = folder / FILE_NAME
     if not path.exists():
-        return []
+        return Loaded()
     try:
         with safe_open(path, framework="numpy") as file:
             metadata = file.metadata() or {}
@@ -59,28 +80,31 @@ def load(folder: Path, settings: dict[str, int]) -> list[StoredTrie]:
                 raise SnapshotRefused("it is not a snapshot of tries")
             if metadata.get("settings") != json.dumps(settings, sort_keys=True):
                 raise SnapshotRefused("it was written with other settings")
-            names = json.loads(metadata["names"])
-            tensors = {str(i): file.get_tensor(str(i)) for i in range(len(names))}
-    except (SafetensorError, OSError, KeyError, ValueError) as error:
+            names, checksums = json.loads(metadata["names"]), json.loads(metadata["sha256"])
+            loaded = Loaded()
+            for i, ((tenant, corpus), checksum) in enumerate(zip(names, checksums, strict=True)):
+                rows = file.get_tensor(str(i))
+                if _checksum(tenant, corpus, rows) == checksum:
+                    loaded.tries.append(StoredTrie(tenant, corpus, rows))
+                else:
+                    loaded.damaged.append((tenant, corpus))
+    except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
         if isinstance(error, SnapshotRefused):
             raise
         raise SnapshotRefused("it cannot be read") from error
-    if metadata.get("sha256") != _checksum(tensors, names):
-        raise SnapshotRefused("its checksum does not match")
-    return [StoredTrie(tenant, corpus, tensors[str(i)]) for i, (tenant, corpus) in enumerate(names)]
+    return loaded
 
 
-def set_aside(folder: Path) -> Path:
-    """Move a refused snapshot out of the way of the next one, and say where it is."""
+def keep_refused(folder: Path) -> Path:
+    """Give a snapshot that was refused, in whole or in part, a second name that the next one leaves alone."""
     refused = folder / (FILE_NAME + ".refused")
-    (folder / FILE_NAME).replace(refused)
+    refused.unlink(missing_ok=True)
+    os.link(folder / FILE_NAME, refused)
     return refused
 
 
-def _checksum(tensors: dict[str, np.ndarray[tuple[int, ...], np.dtype[np.int32]]], names: list[list[str]]) -> str:
-    digest = hashlib.sha256(json.dumps(names).encode())
-    for i in range(len(names)):
-        tensor = tensors[str(i)]
-        digest.update(f"{tensor.dtype} {tensor.shape}".encode())
-        digest.update(tensor.data)
+def _checksum(tenant: str, corpus: str, rows: Rows) -> str:
+    rows = np.ascontiguousarray(rows)
+    digest = hashlib.sha256(json.dumps([tenant, corpus, str(rows.dtype), rows.shape]).encode())
+    digest.update(rows.data)
     return digest.hexdigest()

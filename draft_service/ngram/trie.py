@@ -12,6 +12,7 @@ from draft_service.ngram.arrays import (
     COUNT,
     FIRST_CHILD,
     LINK,
+    MAX_CLOCK,
     NEXT,
     PARENT,
     PREVIOUS,
@@ -25,6 +26,7 @@ from draft_service.ngram.arrays import (
     find,
     insert,
     match,
+    set_clock_back,
 )
 from draft_service.ngram.eviction import copy_survivors, enter_all, slots_for, sound, survivors
 
@@ -72,7 +74,7 @@ class NgramTrie:
 
     @property
     def tokens(self) -> int:
-        """Tokens inserted over the trie's life: its clock."""
+        """The clock: tokens inserted, but for what it was set back by."""
         return int(self.rows[ROOT, SEEN])
 
     @property
@@ -116,6 +118,8 @@ class NgramTrie:
         before = np.ascontiguousarray(before[-(self.depth - 1) :], dtype=np.int32)
         piece = token_ids[start : start + size]
         self.make_room(size * self.depth)
+        if self.tokens > MAX_CLOCK:
+            self._set_clock_back()
         with self.lock:
             used = insert(self.rows, self.slots, self.used, before, piece, self.depth, weight, self.half_life_log2)
             made, self.used = used - self.used, used
@@ -137,6 +141,12 @@ class NgramTrie:
         enter_all(rows, slots, self.used)
         with self.lock:
             self._use(rows, slots)
+
+    def _set_clock_back(self) -> None:
+        rows = self.rows.copy()
+        set_clock_back(rows, self.used, self.half_life_log2)
+        with self.lock:
+            self._use(rows, self.slots)
 
     def evict(self, target: int) -> None:
         """Keep at most `target` rows, the most useful: seen most, counted with decay, and most recently."""

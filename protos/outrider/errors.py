@@ -19,7 +19,7 @@ OutriderError
 ├── DeadlineExceeded      DEADLINE_EXCEEDED
 ├── Draining              UNAVAILABLE          the service is about to stop
 ├── DraftUnavailable      UNAVAILABLE          never reaches a client: the target goes on without drafts
-└── EngineDead            INTERNAL             the engine loop failed; the process is about to exit
+└── EngineDead            UNAVAILABLE          the engine loop failed; the process is about to exit, another may serve
 """
 
 from __future__ import annotations
@@ -155,8 +155,9 @@ class DraftUnavailable(OutriderError):
 
 
 class EngineDead(OutriderError):
-    code = grpc.StatusCode.INTERNAL
+    code = grpc.StatusCode.UNAVAILABLE
     reason = "ENGINE_DEAD"
+    retry_after = 1.0
 
 
 def all_errors() -> tuple[type[OutriderError], ...]:

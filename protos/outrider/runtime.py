@@ -19,6 +19,9 @@ GRPC_EXPERIMENTS = "-event_engine_client,-event_engine_listener"
 # Seconds after which a thread that computes in Python lets another one go on. With CPython's 5 ms a commit waits in the
 # draft link for as long as the engine computes, and the draft starts after that.
 SWITCH_SECONDS = 0.0002
+# Control characters and what some readers take for line breaks, as they are written in Python.
+_CONTROLS = (*range(0x20), *range(0x7F, 0xA0), 0x2028, 0x2029)
+_VISIBLE = {number: repr(chr(number))[1:-1] for number in _CONTROLS if number != ord("\t")}
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
@@ -30,6 +33,13 @@ def prepare_grpc(environment: MutableMapping[str, str] | None = None) -> None:
 def switch_threads_often() -> None:
     """Let a thread that was woken go on soon while others compute. For a process that answers within a step."""
     sys.setswitchinterval(SWITCH_SECONDS)
+
+
+class OneLineFormatter(logging.Formatter):
+    """Writes each message on one line: what a peer said cannot begin another one, nor move a terminal's cursor."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        return super().formatMessage(record).translate(_VISIBLE)
 
 
 @contextmanager
@@ -47,7 +57,9 @@ def settled() -> Iterator[None]:
 
 def configure_logging(level: str) -> None:
     """Log to stderr at `level`. Libraries that chat at info level are held at warning."""
-    logging.basicConfig(level=level.upper(), format=LOG_FORMAT, stream=sys.stderr)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(OneLineFormatter(LOG_FORMAT))
+    logging.basicConfig(level=level.upper(), handlers=[handler])
     for name in ("httpx", "filelock", "urllib3", "numba"):
         logging.getLogger(name).setLevel(logging.WARNING)
 

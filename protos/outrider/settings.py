@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import logging
+import math
 import tomllib
 import types
 import typing
@@ -30,6 +31,14 @@ logger = logging.getLogger(__name__)
 MAX_MESSAGE_BYTES = 4 * 1024 * 1024
 _TRUE = {"1", "true", "yes", "on"}
 _FALSE = {"0", "false", "no", "off"}
+# Tables that a file may have: services and the command line share one, and each reads its own. A table of another name
+# is a mistake whose settings nobody would miss.
+SECTIONS = frozenset(
+    (
+        *("target", "draft", "training", "trie", "prompt_lookup", "random", "eagle", "model", "merged"),
+        *("client", "generate", "bench", "up", "demo", "gateway"),
+    )
+)
 
 
 class SettingsError(ValueError):
@@ -45,6 +54,7 @@ def setting(
     gt: float | None = None,
     le: float | None = None,
     deprecated: str = "",
+    secret: bool = False,
 ) -> Any:
     """A dataclass field with a help text.
 
@@ -54,9 +64,10 @@ def setting(
         gt: a value that a number must be above.
         le: the greatest value of a number.
         deprecated: why nobody needs it any more. It is accepted, with a warning.
+        secret: it has no flag, since every user of a machine may read the flags of its processes.
     """
     bounds = {"ge": ge, "gt": gt, "le": le}
-    metadata = {"help": help, "choices": choices, "bounds": bounds, "deprecated": deprecated}
+    metadata = {"help": help, "choices": choices, "bounds": bounds, "deprecated": deprecated, "secret": secret}
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -109,18 +120,24 @@ def _convert(kind: type[Any], value: object) -> Any:
         if isinstance(value, bool):
             raise ValueError(f"{value!r} is not a number")
         try:
-            return kind(value)
-        except (TypeError, ValueError):
-            raise ValueError(f"{value!r} is not {'a whole number' if kind is int else 'a number'}") from None
+            number = kind(value)
+        except (TypeError, ValueError, OverflowError):
+            number = math.nan
+        # 1e400 is infinite in a file, and 2.5 would lose its half.
+        if not math.isfinite(number) or (isinstance(value, float) and number != value):
+            raise ValueError(f"{value!r} is not {'a whole number' if kind is int else 'a number'}")
+        return number
     if not isinstance(value, str):
         raise ValueError(f"{value!r} is not text")
     return value
 
 
 def add_flags(parser: argparse.ArgumentParser, config: type[Any], but: Collection[str] = ()) -> None:
-    """Add `--field-name` for every field, with its help and default, `but` for those named so. A flag not given leaves
-    no trace."""
-    for field in (field for field in dataclasses.fields(config) if field.name not in but):
+    """Add `--field-name` for every field, with its help and default, `but` for secrets and those named so. A flag not
+    given leaves no trace."""
+    for field in dataclasses.fields(config):
+        if field.name in but or field.metadata["secret"]:
+            continue
         flag = "--" + field.name.replace("_", "-")
         kind, _ = _type_of(config, field.name)
         shown = "none" if field.default is None else field.default
@@ -171,6 +188,8 @@ def _file_section(path: Path | None, section: str) -> Mapping[str, object]:
         document = tomllib.loads(path.read_text())
     except (OSError, tomllib.TOMLDecodeError) as error:
         raise SettingsError(f"{path}: {error}") from None
+    if unknown := sorted(set(document) - SECTIONS - {section}):
+        raise SettingsError(f"{path}: there is no table [{unknown[0]}]; there are {', '.join(sorted(SECTIONS))}")
     table = document.get(section, {})
     if not isinstance(table, dict):
         raise SettingsError(f"{path}: [{section}] is not a table")

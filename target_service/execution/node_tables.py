@@ -29,6 +29,9 @@ _NOBODY = -1
 _BLOCK = 1 + TABLE
 # No node is certain, whatever its drafter says.
 _SUREST = 0.98
+# Growths that are remembered of a tree, by their ids; more begin it anew. Chosen, not measured: a draft sends one or
+# two a step, and whole trees as a rule.
+_MEMORY_GROWTHS = 64
 
 
 @dataclass(slots=True, eq=False)
@@ -170,7 +173,7 @@ class NodeTables:
     def _root_of(self, tree: _Tree, growth: SequenceGrowth, base: int, token_ids: SequenceOf[int]) -> int:
         """The place of the token that the growth starts from. Where the tree does not hold it, or is full, it begins
         anew."""
-        full = tree.count + len(growth.token_ids) > NODES
+        full = tree.count + len(growth.token_ids) > NODES or len(tree.named) >= _MEMORY_GROWTHS
         if not growth.replaces and tree.count and tree.base <= base and not full:
             place = 0
             for token in token_ids[tree.base : base]:

@@ -17,6 +17,9 @@ from outrider.wire.frames import ROOT_ID, SequenceGrowth
 # Steps a late growth may lie behind, and committed tokens whose node ids are remembered for it.
 MEMORY_STEPS = 64
 MEMORY_TOKENS = 256
+# Node ids that are remembered between two commits. A draft sends a tree or two then; one that names the same node again
+# and again would have every commit look through all its names.
+MEMORY_IDS = 8 * MAX_ROWS
 _ROOT = 0
 
 
@@ -156,6 +159,8 @@ class GrowingTree:
             place = self._place(parent, token, growth.scores[offset])
             if place is not None:
                 self._where[node_id] = place
+        if len(self._where) > MEMORY_IDS:
+            raise InvalidField("growth.first_node_id", f"more than {MEMORY_IDS} nodes were named at one step")
         for parent_id, distribution in growth.distributions.items():
             parent = base_place if parent_id == ROOT_ID else self._where.get(parent_id)
             if parent is not None and parent >= _ROOT:

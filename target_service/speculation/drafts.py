@@ -23,6 +23,7 @@ from target_service.execution.node_tables import NodeTables
 from target_service.sampling.verifier import Verified
 from target_service.speculation.client.inbox import Connected, Disconnected, DraftEvent, DraftInbox
 from target_service.speculation.client.latency import DraftLatency
+from target_service.speculation.client.listening import ListeningTime
 from target_service.speculation.config import DraftingConfig
 from target_service.speculation.draft_tree import GrowingTree
 from target_service.speculation.hidden_states.encoding import StepFeatures
@@ -54,6 +55,7 @@ class Drafting(DraftInbox):
         self._wanting: dict[int, Sequence] = {}
         self._newcomers: list[Sequence] = []
         self.latency = DraftLatency(config.failures_to_open)
+        self._listening = ListeningTime()
         # Commits that the draft was not told of yet, by sequence.
         self._unsent: dict[int, list[SequenceAdvance]] = {}
         self.info: DraftInfo | None = None
@@ -142,9 +144,15 @@ class Drafting(DraftInbox):
         self._newcomers = []
 
     def listen(self) -> None:
-        """Take in everything that has arrived from the draft, without waiting."""
+        """Take in what has arrived from the draft, without waiting: all of it, unless that takes too long."""
+        listening = self._listening
+        listening.begin()
         for event in self._received():
             self._handle(event)
+            if listening.over:
+                break
+        if listening.end(emptied=not self._waiting):
+            self._cut_off()
 
     def wait_for(self, sequences: SequenceOf[Sequence], max_wait: float = float("inf"), *, late: bool = True) -> int:
         """Wait until the draft has answered the last commit of each sequence, for `max_wait` seconds at most and no
@@ -155,7 +163,8 @@ class Drafting(DraftInbox):
         begin = time.monotonic_ns()
         deadline = time.monotonic() + min(self.config.wait_seconds, max_wait)
         while not self._answered(sequences):
-            if not self._wait_until(deadline):
+            # A draft that says something else all the time is no less late.
+            if time.monotonic() >= deadline or not self._wait_until(deadline):
                 if late:
                     self.latency.late()
                 break
@@ -286,6 +295,15 @@ class Drafting(DraftInbox):
                 self.info = None
                 self._forget_trees()
                 self._features.lost()
+
+    def _cut_off(self) -> None:
+        """Part from a draft that says more than can be taken in."""
+        log.error("the draft is cut off: what it says takes more time than the engine has for it")
+        self._forget_growth()
+        self._listening.forget()
+        self._forget_trees()
+        if self._link is not None:
+            self._link.cut_off("what it says takes more time than the engine has for it")
 
     def _can_give(self, info: DraftInfo) -> bool:
         """Whether the draft can have what it needs of this target."""

@@ -28,7 +28,7 @@ async def settle() -> None:
 
 async def test_all_that_came_is_taken_at_once() -> None:
     frames: asyncio.Queue[object] = asyncio.Queue()
-    async with Inbox(source(frames)) as inbox:
+    async with Inbox(source(frames), lambda _: 1) as inbox:
         for number in range(3):
             frames.put_nowait(number)
         await settle()
@@ -44,7 +44,7 @@ async def test_all_that_came_is_taken_at_once() -> None:
 
 async def test_the_end_comes_behind_the_last_frame() -> None:
     frames: asyncio.Queue[object] = asyncio.Queue()
-    async with Inbox(source(frames)) as inbox:
+    async with Inbox(source(frames), lambda _: 1) as inbox:
         frames.put_nowait("last")
         frames.put_nowait(grpc.aio.EOF)
         await settle()
@@ -54,7 +54,7 @@ async def test_the_end_comes_behind_the_last_frame() -> None:
 
 async def test_what_reading_raises_is_raised() -> None:
     frames: asyncio.Queue[object] = asyncio.Queue()
-    async with Inbox(source(frames)) as inbox:
+    async with Inbox(source(frames), lambda _: 1) as inbox:
         frames.put_nowait(ConnectionError("gone"))
         with pytest.raises(ConnectionError, match="gone"):
             await inbox.take()
@@ -64,7 +64,7 @@ async def test_no_more_than_a_bounded_number_of_frames_is_read_ahead() -> None:
     frames: asyncio.Queue[object] = asyncio.Queue()
     for number in range(1000):
         frames.put_nowait(number)
-    async with Inbox(source(frames)) as inbox:
+    async with Inbox(source(frames), lambda _: 1) as inbox:
         await settle()
         for _ in range(400):
             await asyncio.sleep(0)
@@ -73,3 +73,15 @@ async def test_no_more_than_a_bounded_number_of_frames_is_read_ahead() -> None:
         while len(taken) < 1000:
             taken += await inbox.take()
         assert taken == list(range(1000))
+
+
+async def test_what_waits_is_bounded_by_its_bytes() -> None:
+    """Whoever sends large frames waits until those that came are handled."""
+    frames: asyncio.Queue[object] = asyncio.Queue()
+    async with Inbox(source(frames), lambda _: 3 << 20) as inbox:
+        for number in range(10):
+            frames.put_nowait(number)
+        await settle()
+        assert await inbox.take() == [0, 1, 2]
+        await settle()
+        assert await inbox.take() == [3, 4, 5]

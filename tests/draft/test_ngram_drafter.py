@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -284,3 +285,31 @@ def test_a_tenant_takes_no_more_names_than_it_may() -> None:
         assert refused.value.retry_after is None
         drafter.add_corpus("maker", "name-3", [4, 5])
         drafter.add_corpus("other", "one-more", [1, 2, 3])
+
+
+def test_own_tries_are_bounded_together() -> None:
+    """Each took up to 18 MB outside of every capacity."""
+    rng = np.random.default_rng(3)
+    with running(own_capacity=200_000, learn_prompts=False, learn_outputs=False) as drafter:
+        sequences = []
+        for number in range(20):
+            said = rng.integers(0, 30_000, 8_000).tolist()
+            sequences.append(DraftSequence(number, said, len(said), 30_000))
+            drafter.open(sequences[-1])
+        least = 4 * 64 * TrieConfig().depth
+        assert drafter.stats()["trie_own_rows"] <= 200_000 + 20 * least
+        assert drafter.stats()["trie_own_rows"] == sum(len(one.state.own.rows) for one in sequences)
+        for one in sequences:
+            for size in (1, 40, 200, 3):
+                fresh = rng.integers(0, 30_000, size).tolist()
+                one.token_ids += fresh
+                drafter.advance(one, fresh)
+                drafter.propose([one])
+            one.state.own.check_integrity()
+            # What it said last is not what it forgets first.
+            assert one.state.own.node_of(one.token_ids[-4:-1]) is not None
+        assert drafter.stats()["trie_own_rows"] <= 200_000 + 20 * least
+        assert drafter.stats()["trie_own_rows"] == sum(len(one.state.own.rows) for one in sequences)
+        for one in sequences:
+            drafter.close(one)
+        assert drafter.stats()["trie_own_rows"] == 0

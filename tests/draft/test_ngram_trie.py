@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draft_service.ngram.arrays import ROOT, SEEN
+from draft_service.ngram.arrays import MAX_CLOCK, ROOT, SEEN
 from draft_service.ngram.trie import NgramTrie
 
 DEPTH = 4
@@ -175,3 +175,31 @@ def test_the_clock_lives_in_the_root() -> None:
     trie = NgramTrie(DEPTH, 1_000)
     trie.insert(ids([5] * 10))
     assert int(trie.rows[ROOT, SEEN]) == trie.tokens == 10
+
+
+@pytest.mark.parametrize("half_life_log2", [0, 3, 20, 30])
+def test_the_clock_is_set_back_before_it_overflows(half_life_log2: int) -> None:
+    """It ran over after 2**31 tokens, and the snapshot with it was refused."""
+    trie = NgramTrie(DEPTH, 1000, half_life_log2)
+    trie.insert(ids([1, 2, 3]), weight=1 << 20)
+    trie.rows[ROOT, SEEN] = MAX_CLOCK - 2
+    trie.insert(ids([1, 2, 5, 6]), weight=1 << 10)
+    assert trie.tokens > MAX_CLOCK
+    nodes = [[1, 2], [1, 2, 3], [2, 5], [6]]
+    before = [trie.count(window) for window in nodes]
+    trie._set_clock_back()
+    assert 0 < trie.tokens <= 2 + MAX_CLOCK - (1 << half_life_log2) and trie.tokens < 1.6 * 2**30
+    assert [trie.count(window) for window in nodes] == before
+    trie.check_integrity()
+
+
+def test_tokens_past_what_the_clock_holds_are_learnt_and_restored() -> None:
+    trie = NgramTrie(DEPTH, 1000)
+    trie.insert(ids([1, 2, 3]))
+    trie.rows[ROOT, SEEN] = MAX_CLOCK
+    for _ in range(100):
+        trie.insert(ids([1, 2, 4] * 40), weight=16)
+    assert 0 < trie.tokens < MAX_CLOCK
+    trie.check_integrity()
+    again = NgramTrie.restored(trie.rows[: trie.used].copy(), DEPTH, 1000, 20)
+    assert again.count([1, 2, 4]) == trie.count([1, 2, 4]) > 0

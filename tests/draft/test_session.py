@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from scripted_drafter import VOCABULARY, ScriptedDrafter, opening, step
 
 from draft_service.drafters.base import DraftSequence, create
-from draft_service.session import MAX_SEQUENCES_PER_FRAME, Admission, ProposeSession
+from draft_service.session import Admission, ProposeSession
 from outrider.errors import (
     InvalidField,
     OutriderError,
@@ -22,7 +22,7 @@ from outrider.errors import (
 from outrider.sampling import SamplingParams, VerificationMode
 from outrider.tree import TokenTree
 from outrider.wire.drafts import growth_from_pb, growth_to_pb
-from outrider.wire.frames import MAX_OUTSTANDING_CREDIT, ROOT_ID, SequenceGrowth, TreeLimits
+from outrider.wire.frames import MAX_OUTSTANDING_CREDIT, MAX_SEQUENCES_PER_FRAME, ROOT_ID, SequenceGrowth, TreeLimits
 
 
 def make(

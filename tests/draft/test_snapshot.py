@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +13,11 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
+from draft_service.ngram.arrays import SEEN
+from draft_service.ngram.config import TrieConfig
 from draft_service.ngram.corpora import StoredTrie
-from draft_service.ngram.snapshot import FILE_NAME, SnapshotRefused, load, save, set_aside
+from draft_service.ngram.drafter import NgramDrafter
+from draft_service.ngram.snapshot import FILE_NAME, Loaded, SnapshotRefused, keep_refused, load, save
 from draft_service.ngram.trie import NgramTrie
 
 SETTINGS = {"depth": 4, "unit": 16}
@@ -29,15 +33,16 @@ def tries() -> list[StoredTrie]:
 def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
     save(tmp_path / "deep" / "folder", tries(), SETTINGS)
     loaded = load(tmp_path / "deep" / "folder", SETTINGS)
-    for before, after in zip(tries(), loaded, strict=True):
+    assert loaded.damaged == []
+    for before, after in zip(tries(), loaded.tries, strict=True):
         assert (before.tenant, before.corpus) == (after.tenant, after.corpus)
         assert np.array_equal(before.rows, after.rows)
 
 
 def test_none_is_empty(tmp_path: Path) -> None:
-    assert load(tmp_path, SETTINGS) == []
+    assert load(tmp_path, SETTINGS) == Loaded()
     save(tmp_path, [], SETTINGS)
-    assert load(tmp_path, SETTINGS) == []
+    assert load(tmp_path, SETTINGS) == Loaded()
 
 
 def test_only_the_owner_may_read(tmp_path: Path) -> None:
@@ -48,7 +53,7 @@ def test_only_the_owner_may_read(tmp_path: Path) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
-def test_any_changed_byte_is_refused(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+def test_a_changed_byte_costs_one_trie_or_all(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     folder = tmp_path_factory.mktemp("snapshot")
     save(folder, tries(), SETTINGS)
     content = bytearray((folder / FILE_NAME).read_bytes())
@@ -57,8 +62,16 @@ def test_any_changed_byte_is_refused(tmp_path_factory: pytest.TempPathFactory, d
     place = data.draw(st.integers(8 + header, len(content) - 1) | st.integers(0, 7))
     content[place] ^= data.draw(st.integers(1, 255))
     (folder / FILE_NAME).write_bytes(content)
-    with pytest.raises(SnapshotRefused):
-        load(folder, SETTINGS)
+    if place < 8:
+        with pytest.raises(SnapshotRefused):
+            load(folder, SETTINGS)
+        return
+    loaded = load(folder, SETTINGS)
+    # Every byte behind the header is one trie's.
+    assert len(loaded.damaged) == 1 and len(loaded.tries) == len(tries()) - 1
+    whole = {(stored.tenant, stored.corpus): stored.rows for stored in tries()}
+    for stored in loaded.tries:
+        assert np.array_equal(stored.rows, whole[stored.tenant, stored.corpus])
 
 
 @settings(max_examples=30, deadline=None)
@@ -83,9 +96,10 @@ def test_other_settings_are_refused(tmp_path: Path) -> None:
     [
         ("format", "else"),
         ("names", "[]"),
-        ("names", '[["b", ""]]'),
+        ("names", "[7]"),
         ("names", "{"),
         ("sha256", "00"),
+        ("sha256", "[]"),
         ("settings", "{}"),
     ],
 )
@@ -99,9 +113,97 @@ def test_changed_metadata_is_refused(tmp_path: Path, key: str, value: str) -> No
         load(tmp_path, SETTINGS)
 
 
-def test_a_refused_file_is_set_aside(tmp_path: Path) -> None:
+def test_a_trie_under_another_name_is_refused(tmp_path: Path) -> None:
+    """What one tenant said is never another's."""
+    save(tmp_path, tries()[:1], SETTINGS)
+    path = tmp_path / FILE_NAME
+    with safe_open(path, framework="numpy") as file:
+        metadata, rows = file.metadata(), file.get_tensor("0")
+    save_file({"0": rows}, path, metadata | {"names": '[["b", ""]]'})
+    assert load(tmp_path, SETTINGS) == Loaded([], [("b", "")])
+
+
+def test_a_refused_file_is_kept(tmp_path: Path) -> None:
     (tmp_path / FILE_NAME).write_text(json.dumps("junk"))
     with pytest.raises(SnapshotRefused):
         load(tmp_path, SETTINGS)
-    assert set_aside(tmp_path).read_text() == '"junk"'
-    assert load(tmp_path, SETTINGS) == []
+    refused = keep_refused(tmp_path)
+    save(tmp_path, tries(), SETTINGS)
+    assert refused.read_text() == '"junk"' and len(load(tmp_path, SETTINGS).tries) == 3
+
+
+def test_a_full_disk_leaves_the_snapshot_before(tmp_path: Path) -> None:
+    save(tmp_path, tries(), SETTINGS)
+    before = (tmp_path / FILE_NAME).read_bytes()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) // 2, limits[1]))
+    try:
+        with pytest.raises(OSError):
+            save(tmp_path, tries(), SETTINGS)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert (tmp_path / FILE_NAME).read_bytes() == before
+    assert [path.name for path in tmp_path.iterdir()] == [FILE_NAME]
+
+
+def test_what_a_killed_process_left_is_removed_and_no_link_is_followed(tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("untouched")
+    folder = tmp_path / "snapshots"
+    folder.mkdir()
+    for name in (FILE_NAME, FILE_NAME + ".partial", FILE_NAME + ".partial-left"):
+        (folder / name).symlink_to(victim)
+    save(folder, tries(), SETTINGS)
+    assert victim.read_text() == "untouched"
+    assert not (folder / FILE_NAME).is_symlink() and len(load(folder, SETTINGS).tries) == 3
+    assert not (folder / (FILE_NAME + ".partial-left")).exists()
+
+
+class TestDrafter:
+    """The trie drafter across a restart."""
+
+    def drafter(self, folder: Path) -> NgramDrafter:
+        return NgramDrafter(TrieConfig(snapshot=str(folder)))
+
+    def taught(self, folder: Path) -> None:
+        drafter = self.drafter(folder)
+        for tenant, token in (("a", 10), ("b", 20)):
+            drafter.add_corpus(tenant, "", [token, token + 1, token + 2])
+        drafter.stop()
+
+    def known(self, folder: Path) -> dict[str, int]:
+        drafter = self.drafter(folder)
+        drafter._restore()
+        tries = {"a": (10, 11), "b": (20, 21)}
+        counts = {tenant: drafter._corpora.tenant(tenant).count(window) for tenant, window in tries.items()}
+        drafter._learner._thread.shutdown()
+        return counts
+
+    def test_a_damaged_trie_costs_its_tenant_only(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        self.taught(tmp_path)
+        whole = self.known(tmp_path)
+        assert whole["a"] > 0 and whole["b"] > 0
+        path = tmp_path / FILE_NAME
+        content = bytearray(path.read_bytes())
+        content[-1] ^= 1
+        path.write_bytes(content)
+        left = self.known(tmp_path)
+        assert sorted(left.values()) == [0, whole["a"]]
+        assert "damaged trie" in caplog.text and (tmp_path / (FILE_NAME + ".refused")).exists()
+
+    def test_an_unsound_trie_costs_its_tenant_only(self, tmp_path: Path) -> None:
+        """With a checksum that is right, as of a clock that ran over before it was written."""
+        self.taught(tmp_path)
+        loaded = load(tmp_path, self.drafter(tmp_path)._settings())
+        loaded.tries[0].rows[0, SEEN] = -(2**31)
+        save(tmp_path, loaded.tries, self.drafter(tmp_path)._settings())
+        assert sum(count > 0 for count in self.known(tmp_path).values()) == 1
+
+    def test_a_full_disk_does_not_end_the_service(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+        try:
+            self.taught(tmp_path)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert "was not written" in caplog.text and list(tmp_path.iterdir()) == []

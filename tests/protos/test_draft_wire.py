@@ -60,7 +60,7 @@ def refused(field: str, convert: Any, *arguments: Any) -> None:
 
 
 def test_frames_come_back_equal() -> None:
-    assert open_from_pb(draft_pb2.OpenSequence.FromString(open_to_pb(OPEN).SerializeToString())) == OPEN
+    assert open_from_pb(draft_pb2.OpenSequence.FromString(open_to_pb(OPEN).SerializeToString()), 1024) == OPEN
     advance = SequenceAdvance(3, 4, (1, 2, 99))
     assert advance_from_pb(advance_to_pb(advance), VOCABULARY) == advance
     wire = growth_to_pb(GROWTH).SerializeToString()
@@ -82,9 +82,9 @@ def test_a_failure_keeps_its_reason() -> None:
 def test_an_open_without_a_mode_takes_it_from_the_temperature() -> None:
     pb = open_to_pb(OPEN)
     pb.mode = tree_pb2.VERIFICATION_MODE_UNSPECIFIED
-    assert open_from_pb(pb).mode is VerificationMode.COUPLED
+    assert open_from_pb(pb, 1024).mode is VerificationMode.COUPLED
     pb.sampling.temperature = 0
-    assert open_from_pb(pb).mode is VerificationMode.GREEDY
+    assert open_from_pb(pb, 1024).mode is VerificationMode.GREEDY
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_a_bad_open_is_named(fields: dict[str, Any], field: str) -> None:
     for name in fields:
         pb.ClearField(name)
     pb.MergeFrom(draft_pb2.OpenSequence(**fields))
-    refused(field, open_from_pb, pb)
+    refused(field, lambda bad: open_from_pb(bad, 1024), pb)
 
 
 @pytest.mark.parametrize(

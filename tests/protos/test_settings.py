@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,12 @@ from typing import Any
 import pytest
 
 from draft_service.config import DraftConfig
-from outrider.settings import SettingsError, add_flags, load, setting
+from outrider.settings import SECTIONS, SettingsError, add_flags, load, setting
 from outrider.tree import MAX_ROWS
 from target_service.config import MOST_DRAFTED, MOST_LOOKED_UP, TargetConfig
 from tree_kernels.node_table import LOOKUP
+
+ROOT = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,7 @@ def test_defaults_hold_without_sources() -> None:
 
 def test_flag_beats_environment_beats_file(tmp_path: Path) -> None:
     path = tmp_path / "settings.toml"
-    path.write_text('[example]\nname = "file"\ncount = 1\nshare = 0.1\n[other]\nwhatever = 1\n')
+    path.write_text('[example]\nname = "file"\ncount = 1\nshare = 0.1\n[target]\nwhatever = 1\n')
     environment = {"OUTRIDER_EXAMPLE_COUNT": "2", "OUTRIDER_EXAMPLE_SHARE": "0.2", "OUTRIDER_OTHER_X": "1"}
     loaded = from_flags("--share", "0.3", environment=environment, path=path)
     assert (loaded.name, loaded.count, loaded.share) == ("file", 2, 0.3)
@@ -76,7 +79,7 @@ def test_flags_parse(arguments: list[str], expected: Example) -> None:
         ({"OUTRIDER_EXAMPLE_ROWS": "1"}, "OUTRIDER_EXAMPLE_ROWS: must be at least 2"),
         ({"OUTRIDER_EXAMPLE_BOUNDED": "0"}, "OUTRIDER_EXAMPLE_BOUNDED: must be above 0"),
         ({"OUTRIDER_EXAMPLE_BOUNDED": "1.5"}, "OUTRIDER_EXAMPLE_BOUNDED: must be at most 1"),
-        ({"OUTRIDER_EXAMPLE_BOUNDED": "nan"}, "OUTRIDER_EXAMPLE_BOUNDED: must be above 0"),
+        ({"OUTRIDER_EXAMPLE_BOUNDED": "nan"}, "OUTRIDER_EXAMPLE_BOUNDED: .nan. is not a number"),
     ],
     ids=[
         *("word for a number", "empty number", "neither true nor false", "not a choice", "unknown"),
@@ -102,8 +105,24 @@ def test_a_deprecated_setting_is_taken_with_a_warning(caplog: pytest.LogCaptureF
         ("[example]\nname = 1\n", "example.name: 1 is not text"),
         ("example = 1\n", r"\[example\] is not a table"),
         ("[example\n", "settings.toml"),
+        ("[exampel]\ncount = 1\n", r"there is no table \[exampel\]"),
+        ("[example]\ncount = 1e400\n", "example.count: inf is not a whole number"),
+        ("[example]\nshare = 1e400\n", "example.share: inf is not a number"),
+        ("[example]\nshare = nan\n", "example.share: nan is not a number"),
+        ("[example]\ncount = 2.5\n", "example.count: 2.5 is not a whole number"),
     ],
-    ids=["unknown", "bool for a number", "number for text", "no table", "no TOML"],
+    ids=[
+        "unknown",
+        "bool for a number",
+        "number for text",
+        "no table",
+        "no TOML",
+        "typo",
+        "huge",
+        "huge share",
+        "nan",
+        "half",
+    ],
 )
 def test_a_bad_file_is_named(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "settings.toml"
@@ -158,3 +177,13 @@ def test_the_services_agree_on_names_they_share() -> None:
     shared = [field for field in dataclasses.fields(DraftConfig) if field.name in target]
     assert {field.name for field in shared} >= {"listen", "metrics_listen", "auth_tokens", "tls_key", "log_level"}
     assert all(field.type == target[field.name] for field in shared)
+
+
+def test_every_table_that_is_read_is_known() -> None:
+    """A new section has to be added, or its table would be refused; and one that nobody reads would be taken."""
+    read = set()
+    for path in (*ROOT.glob("*_service/**/*.py"), *ROOT.glob("clients/*/**/*.py")):
+        text = path.read_text()
+        read |= set(re.findall(r'(?:load|options)\(\w+, "(\w+)", ', text))
+        read |= set(re.findall(r'DrafterSpec\("\w+", "(\w+)"', text))
+    assert read == SECTIONS

@@ -11,7 +11,14 @@ from scripted_drafter import VOCABULARY, Listener, opening, step
 from outrider.errors import CreditExceeded, Draining
 from outrider.v1 import draft_pb2
 from outrider.wire.drafts import failure_to_pb
-from outrider.wire.frames import MAX_FEATURE_BYTES, SequenceAdvance, SequenceFeatures, Vectors
+from outrider.wire.frames import (
+    MAX_CLOSED_PER_FRAME,
+    MAX_FEATURE_BYTES,
+    MAX_SEQUENCES_PER_FRAME,
+    SequenceAdvance,
+    SequenceFeatures,
+    Vectors,
+)
 from target_service.speculation.client.stream import (
     CREDIT_WINDOW,
     GROWTHS_PER_FRAME,
@@ -270,3 +277,19 @@ def test_frames_with_features_stay_below_the_message_limit(talk: Talk) -> None:
     kinds = [frame.WhichOneof("frame") for frame in frames]
     assert kinds == ["features"] * 4 + ["advance"] * 4
     assert [part.sequence_id for frame in frames[4:] for part in frame.advance.sequences] == list(range(1, 9))
+
+
+def test_no_frame_has_more_parts_than_a_draft_takes(talk: Talk) -> None:
+    count = MAX_SEQUENCES_PER_FRAME + 3
+    for number in range(count):
+        talk.conversation.open(opening(number))
+    talk.said()
+    talk.conversation.advance([step(1, 20, sequence_id=number) for number in range(count)])
+    advances = [frame.advance for frame in talk.said() if frame.HasField("advance")]
+    assert [len(frame.sequences) for frame in advances] == [MAX_SEQUENCES_PER_FRAME, 3]
+    for number in range(count, MAX_CLOSED_PER_FRAME + 3):
+        talk.conversation.open(opening(number))
+    talk.said()
+    talk.conversation.close(range(MAX_CLOSED_PER_FRAME + 3))
+    closes = [frame.close for frame in talk.said()]
+    assert [len(frame.sequence_ids) for frame in closes] == [MAX_CLOSED_PER_FRAME, 3]

@@ -169,7 +169,7 @@ class TestEnds:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             while await call.read() is not grpc.aio.EOF:
                 pass
-        assert caught.value.code() is grpc.StatusCode.INTERNAL
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
         assert "swordfish" not in str(caught.value.details())
         assert (await watch.read()).status == NOT_SERVING
         assert await asyncio.wait_for(service.task, 10) == 1

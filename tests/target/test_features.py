@@ -84,12 +84,12 @@ RUNS: dict[str, dict[str, Any]] = {
     "small chunks": {"config": engine_config(prefill_chunk=7)},
     "chunks of one": {"config": engine_config(prefill_chunk=1)},
     "small steps": {"config": engine_config(prefill_chunk=16, max_step_rows=20)},
-    "preempted": {"kv_tokens": 9 * 16},
+    "preempted": {"kv_tokens": 9 * 16, "stagger": 2},
     "steps ahead": {"followable": True, "plain": True, "step_cost": COST},
     "steps ahead, preempted": {"followable": True, "plain": True, "step_cost": COST, "kv_tokens": 9 * 16, "stagger": 2},
     "steps ahead, on the device": {"on_device": True, "plain": True, "step_cost": COST, "stagger": 2},
     "verified on the device": {"on_device": True, "stagger": 2},
-    "kept too": {"keep": 8, "kv_tokens": 9 * 16},
+    "kept too": {"keep": 8, "kv_tokens": 9 * 16, "stagger": 2},
 }
 
 

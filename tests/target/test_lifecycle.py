@@ -187,7 +187,7 @@ class TestEnds:
             service.runner.failure = RuntimeError("a kernel failed")
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await service.tokens(tokens=PROMPT, sampling=FIFTY)
-            assert caught.value.code() is grpc.StatusCode.INTERNAL
+            assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
             assert "kernel" not in str(caught.value.details())
             assert (await watch.read()).status == NOT_SERVING
             assert await asyncio.wait_for(service.task, 10) == 1

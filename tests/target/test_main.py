@@ -49,7 +49,7 @@ class TestSettings:
             (["--lookup-tokens", "16", "--device", "cuda"], "--lookup-tokens: must be at most 15"),
             (["--lookup-tokens", "7"], "--lookup-tokens: needs captured steps on a GPU"),
             (["--heartbeat-seconds", "0"], "--heartbeat-seconds: must be above 0"),
-            (["--draft-wait-ms", "nan"], "--draft-wait-ms: must be at least 0"),
+            (["--draft-wait-ms", "nan"], "--draft-wait-ms: 'nan' is not a number"),
             (["--trace-ratio", "2"], "--trace-ratio: must be at most 1"),
             (["--memory-share", "0"], "--memory-share: must be above 0"),
             (["--capture-seconds", "-1"], "--capture-seconds: must be at least 0"),

@@ -136,7 +136,7 @@ class TestRefusals:
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await stream.read()
             code = caught.value.code()
-        assert code is grpc.StatusCode.INTERNAL
+        assert code is grpc.StatusCode.UNAVAILABLE
 
     @pytest.mark.parametrize(
         "payload",

@@ -299,7 +299,7 @@ type OpenSequence struct {
 	Sampling *SamplingParameters `protobuf:"bytes,9,opt,name=sampling,proto3" json:"sampling,omitempty"`
 	// limits bound every tree of this sequence.
 	Limits *TreeLimits `protobuf:"bytes,10,opt,name=limits,proto3" json:"limits,omitempty"`
-	// vocabulary_size of the target. FAILED_PRECONDITION when the draft's differs.
+	// vocabulary_size of the target, at most 2^31 - 1. FAILED_PRECONDITION when the draft's differs.
 	VocabularySize uint32 `protobuf:"varint,11,opt,name=vocabulary_size,json=vocabularySize,proto3" json:"vocabulary_size,omitempty"`
 	// traceparent is the W3C trace context of the request, for a span link. Default none.
 	Traceparent   string `protobuf:"bytes,12,opt,name=traceparent,proto3" json:"traceparent,omitempty"`
@@ -534,7 +534,7 @@ func (x *SequenceOpened) GetLimits() *TreeLimits {
 // AdvanceSequences tells what one engine step committed.
 type AdvanceSequences struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// sequences that ran in the step.
+	// sequences that ran in the step, at most 256; INVALID_ARGUMENT past that, which ends the stream.
 	Sequences     []*SequenceAdvance `protobuf:"bytes,1,rep,name=sequences,proto3" json:"sequences,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -580,7 +580,7 @@ func (x *AdvanceSequences) GetSequences() []*SequenceAdvance {
 // SequenceAdvance moves one sequence's root.
 type SequenceAdvance struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// sequence_id of an open sequence; NOT_FOUND otherwise.
+	// sequence_id of an open sequence; NOT_FOUND otherwise, said once for all such of a frame.
 	SequenceId uint64 `protobuf:"varint,1,opt,name=sequence_id,json=sequenceId,proto3" json:"sequence_id,omitempty"`
 	// step after this commit. The same step again is ignored (idempotent), a lower one is ABORTED, a step that skips
 	// one is FAILED_PRECONDITION.
@@ -660,7 +660,7 @@ func (x *SequenceAdvance) GetFeatures() *Tensor {
 // draft that only now has what it needs may send one.
 type SendFeatures struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// sequences with features.
+	// sequences with features, at most 256; INVALID_ARGUMENT past that, which ends the stream.
 	Sequences     []*SequenceFeatures `protobuf:"bytes,1,rep,name=sequences,proto3" json:"sequences,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -706,7 +706,7 @@ func (x *SendFeatures) GetSequences() []*SequenceFeatures {
 // SequenceFeatures are hidden states of consecutive tokens of one sequence.
 type SequenceFeatures struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// sequence_id of an open sequence; NOT_FOUND otherwise.
+	// sequence_id of an open sequence; NOT_FOUND otherwise, said once for all such of a frame.
 	SequenceId uint64 `protobuf:"varint,1,opt,name=sequence_id,json=sequenceId,proto3" json:"sequence_id,omitempty"`
 	// position of the first row's token, counted from 0 at the prompt's first. Pieces come in rising order. What was
 	// sent before is ignored; where a piece begins late, the tokens between never get theirs.
@@ -772,7 +772,7 @@ func (x *SequenceFeatures) GetFeatures() *Tensor {
 // CloseSequences ends sequences.
 type CloseSequences struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// sequence_ids to end.
+	// sequence_ids to end, at most 4096; INVALID_ARGUMENT past that, which ends the stream.
 	SequenceIds   []uint64 `protobuf:"varint,1,rep,packed,name=sequence_ids,json=sequenceIds,proto3" json:"sequence_ids,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -864,7 +864,7 @@ func (x *Credit) GetFrames() uint32 {
 // GrowSequences adds nodes to trees.
 type GrowSequences struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// sequences whose trees grow.
+	// sequences whose trees grow, at most 256. A draft that sends more, or more nodes than it was asked for, is cut off.
 	Sequences     []*SequenceGrowth `protobuf:"bytes,1,rep,name=sequences,proto3" json:"sequences,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache

@@ -38,10 +38,10 @@ class TargetBackend:
 
     def client(self, tenant: str = "") -> Client:
         """The client that acts for a tenant. With a token, the token decides the tenant."""
-        name = self._reach.tenant if self._reach.token else tenant or self._reach.tenant
+        name = self._reach.tenant if self._reach.secret() else tenant or self._reach.tenant
         if name not in self._clients:
             self._clients[name] = Client.connect(
-                self._address, tls=self._reach.tls_options(), token=self._reach.token, tenant=name, policy=PLAIN
+                self._address, tls=self._reach.tls_options(), token=self._reach.secret(), tenant=name, policy=PLAIN
             )
         return self._clients[name]
 

@@ -65,7 +65,7 @@ def _up(arguments: argparse.Namespace) -> int:
             "target",
             service_argv("target_service", *flags, *shared, *placed.target, *target_words),
             listen,
-            token=reach.token,
+            token=reach.secret(),
             tls=reach.tls_options(),
         )
         return _supervise(console, target, draft, _gateway(http, listen, shared), placed.said)

@@ -18,7 +18,8 @@ DEFAULT_MODEL = "smollm2-135m-instruct"
 class AccessOptions:
     """Who we are to a service, by flag, environment (`OUTRIDER_CLIENT_*`) or `[client]` table."""
 
-    token: str = setting("", "bearer token sent with every call")
+    token: str = setting("", "bearer token sent with every call", secret=True)
+    token_file: str = setting("", "file with the token; or OUTRIDER_CLIENT_TOKEN holds it")
     tenant: str = setting("", "tenant to act for; the service's default when empty")
     tls: bool = setting(False, "use TLS")
     tls_ca: str = setting("", "PEM roots to check the service with; implies TLS")
@@ -29,6 +30,15 @@ class AccessOptions:
     @property
     def deadline(self) -> float | None:
         return self.timeout or None
+
+    def secret(self) -> str:
+        """The token, if there is one. Raises `SettingsError` for a file that cannot be read."""
+        if self.token or not self.token_file:
+            return self.token
+        try:
+            return Path(self.token_file).read_text().strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise SettingsError(f"{self.token_file}: {error}") from None
 
     def tls_options(self) -> Tls | None:
         """What `Client.connect` takes. Raises `SettingsError` for files that are not there."""
@@ -42,7 +52,7 @@ class AccessOptions:
         return Tls(*(Path(path) if path else None for path in (self.tls_ca, self.tls_certificate, self.tls_key)))
 
     def connection(self, address: str) -> Connection:
-        return Connection(address, tls=self.tls_options(), token=self.token, tenant=self.tenant)
+        return Connection(address, tls=self.tls_options(), token=self.secret(), tenant=self.tenant)
 
 
 @dataclass(frozen=True)

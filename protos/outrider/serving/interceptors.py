@@ -1,7 +1,8 @@
-"""Server interceptors: errors become statuses with details, and nobody unknown gets in."""
+"""Server interceptors: errors become statuses with details, and nobody unknown, or one too many, gets in."""
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -12,8 +13,10 @@ import grpc
 from google.protobuf.message import DecodeError
 from grpc_status import rpc_status
 
-from outrider.errors import InvalidField, OutriderError
+from outrider.errors import DeadlineExceeded, InvalidField, OutriderError, PermissionDenied, Unauthenticated
 from outrider.serving import health
+from outrider.serving.calls import Calls
+from outrider.serving.refusals import RefusalLog
 from outrider.serving.tenancy import Authenticator, set_current_tenant
 from outrider.wire.trees import status_of
 
@@ -46,7 +49,7 @@ def guarded(handler: Handler, guard: Guard) -> Handler:
 def _guarded_coroutine(behaviour: Any, guard: Guard) -> Any:
     async def handle(request: Any, context: Context) -> Any:
         async with guard(context):
-            return await behaviour(_parsed(request), context)
+            return await behaviour(request, context)
 
     return handle
 
@@ -54,59 +57,80 @@ def _guarded_coroutine(behaviour: Any, guard: Guard) -> Any:
 def _guarded_generator(behaviour: Any, guard: Guard) -> Any:
     async def handle(request: Any, context: Context) -> AsyncIterator[Any]:
         # Closed here and not by the garbage collector, so that a cancelled call frees what it holds at once.
-        async with guard(context), aclosing(behaviour(_parsed(request), context)) as responses:
+        async with guard(context), aclosing(behaviour(request, context)) as responses:
             async for response in responses:
                 yield response
 
     return handle
 
 
-def _parsed(request: Any) -> Any:
-    """The request, or the error that parsing it left in its place."""
-    if isinstance(request, InvalidField):
-        raise request
-    return request
+def _read_inside(handler: Handler, seconds: float) -> Handler:
+    """`handler`, where it takes a lone request, as one that begins at the headers and reads its request itself.
 
-
-def _parsing(handler: Handler) -> Handler:
-    """`handler` with malformed bytes turned into `InvalidField`, where gRPC would answer UNKNOWN and log a bug.
-
-    gRPC parses a lone request before any handler runs, so its error travels as a value; a stream's is raised where
-    the handler reads.
+    gRPC reads a lone request before any handler runs: a caller that sends headers alone would take a place before it
+    is asked who it is, for as long as it likes, and bytes that are no message would be a bug in gRPC's eyes. Raises
+    `DeadlineExceeded` when the request takes longer than `seconds`, `InvalidField` for malformed bytes.
     """
-    parse = handler.request_deserializer
-    if parse is None:
-        return handler
-    streaming = handler.request_streaming
+    kind, _ = _KINDS[bool(handler.request_streaming), bool(handler.response_streaming)]
+    _, make = _KINDS[True, bool(handler.response_streaming)]
+    parse, inner = _checked(handler.request_deserializer), getattr(handler, kind)
 
-    def tolerant(payload: bytes) -> Any:
+    async def request_of(context: Context) -> Any:
+        try:
+            async with asyncio.timeout(seconds):
+                request = await context.read()
+        except TimeoutError:
+            raise DeadlineExceeded("no request has come") from None
+        if request is grpc.aio.EOF:
+            raise InvalidField("request", "is missing")
+        return request
+
+    async def answer(_requests: Any, context: Context) -> Any:
+        return await inner(await request_of(context), context)
+
+    async def answers(_requests: Any, context: Context) -> AsyncIterator[Any]:
+        async with aclosing(inner(await request_of(context), context)) as responses:
+            async for response in responses:
+                yield response
+
+    reading = answers if inspect.isasyncgenfunction(inner) else answer
+    made: Handler = make(inner if handler.request_streaming else reading, parse, handler.response_serializer)
+    return made
+
+
+def _checked(parse: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:
+    """`parse` that raises `InvalidField` for malformed bytes, where the handler reads."""
+    if parse is None:
+        return None
+
+    def checked(payload: bytes) -> Any:
         try:
             return parse(payload)
         except DecodeError:
-            error = InvalidField("request", "is not a valid message")
-        if streaming:
-            raise error
-        return error
+            raise InvalidField("request", "is not a valid message") from None
 
-    kind, make = _KINDS[bool(streaming), bool(handler.response_streaming)]
-    made: Handler = make(getattr(handler, kind), tolerant, handler.response_serializer)
-    return made
+    return checked
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
     """Turns `OutriderError` into its status with `google.rpc` details, and any bug into a bare INTERNAL."""
 
+    def __init__(self) -> None:
+        self._refusals = RefusalLog()
+
     async def intercept_service(
         self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
     ) -> Handler | None:
         handler = await continuation(handler_call_details)
-        method = handler_call_details.method
+        method = str(handler_call_details.method)
 
         @asynccontextmanager
         async def guard(context: Context) -> AsyncIterator[None]:
             try:
                 yield
             except OutriderError as error:
+                if isinstance(error, Unauthenticated | PermissionDenied) or _is_malformed(error):
+                    self._refusals.add(method, context.peer(), error)
                 await context.abort_with_status(rpc_status.to_status(status_of(error)))
             except grpc.aio.AbortError:
                 raise
@@ -116,29 +140,44 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
                 logger.exception("bug while handling %s", method)
                 await context.abort(grpc.StatusCode.INTERNAL, "internal error")
 
-        return None if handler is None else guarded(_parsing(handler), guard)
+        return None if handler is None else guarded(handler, guard)
 
 
 class AuthInterceptor(grpc.aio.ServerInterceptor):
-    """Finds the tenant of every call, and turns strangers away before the handler runs. Health is for everybody: probes
-    have no token, and it says nothing but whether the service serves.
+    """Finds the tenant of every call by its headers: strangers are turned away before a message of theirs is read, and
+    callers of too many calls too. Health is for everybody: probes have no token, and it says nothing but whether the
+    service serves.
 
-    Must stand after `ErrorInterceptor` in the list, which makes a status of what this one raises.
+    Must stand last in the list, after `ErrorInterceptor`, which makes a status of what this one raises.
     """
 
-    def __init__(self, authenticator: Authenticator) -> None:
-        self._authenticator = authenticator
+    def __init__(self, authenticator: Authenticator, calls: Calls, request_seconds: float) -> None:
+        """`request_seconds`: what a lone request may take to come."""
+        # May be exchanged for another while calls come.
+        self.authenticator = authenticator
+        self._calls = calls
+        self._request_seconds = request_seconds
 
     async def intercept_service(
         self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
     ) -> Handler | None:
         handler = await continuation(handler_call_details)
-        if str(handler_call_details.method).startswith(f"/{health.SERVICE_NAME}/"):
-            return handler
+        for_health = str(handler_call_details.method).startswith(f"/{health.SERVICE_NAME}/")
 
         @asynccontextmanager
         async def guard(context: Context) -> AsyncIterator[None]:
-            set_current_tenant(self._authenticator.tenant(context.invocation_metadata() or ()))
-            yield
+            if for_health:
+                with self._calls.health():
+                    yield
+                return
+            tenant = self.authenticator.tenant(context.invocation_metadata() or ())
+            set_current_tenant(tenant)
+            with self._calls.of(tenant):
+                yield
 
-        return None if handler is None else guarded(handler, guard)
+        return None if handler is None else guarded(_read_inside(handler, self._request_seconds), guard)
+
+
+def _is_malformed(error: OutriderError) -> bool:
+    """Whether a call's bytes were no message, which no client of ours sends."""
+    return isinstance(error, InvalidField) and error.field == "request"

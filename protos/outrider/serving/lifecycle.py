@@ -37,11 +37,11 @@ async def serve_until_stopped(
     """Run a started server until SIGTERM, SIGINT or the worker's death; returns the process's exit status.
 
     On a signal (`stopping` stands in for one): NOT_SERVING, drain for at most `drain_seconds`, stop. A second
-    signal skips the wait.
+    signal skips the wait. SIGHUP has the tokens read anew.
     """
     stopping = stopping or asyncio.Event()
     impatient = asyncio.Event()
-    with _signals(lambda: impatient.set() if stopping.is_set() else stopping.set()):
+    with _signals(lambda: impatient.set() if stopping.is_set() else stopping.set(), server.reload):
         server.health.set_serving(worker.alive())
         failure = await _watch(server, worker, stopping)
         server.health.close()
@@ -57,16 +57,18 @@ async def serve_until_stopped(
 
 
 @contextmanager
-def _signals(handle: Callable[[], None]) -> Iterator[None]:
-    """Call `handle` on SIGTERM and SIGINT; only the main thread can have signals."""
+def _signals(stop: Callable[[], None], reload: Callable[[], None]) -> Iterator[None]:
+    """Call `stop` on SIGTERM and SIGINT, `reload` on SIGHUP; only the main thread can have signals."""
     loop = asyncio.get_running_loop()
-    names = (signal.SIGTERM, signal.SIGINT) if threading.current_thread() is threading.main_thread() else ()
-    for name in names:
+    handlers = {signal.SIGTERM: stop, signal.SIGINT: stop, signal.SIGHUP: reload}
+    if threading.current_thread() is not threading.main_thread():
+        handlers = {}
+    for name, handle in handlers.items():
         loop.add_signal_handler(name, handle)
     try:
         yield
     finally:
-        for name in names:
+        for name in handlers:
             loop.remove_signal_handler(name)
 
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import ipaddress
 import logging
+import socket
+import stat
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -14,6 +17,7 @@ from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from outrider.serving import health
+from outrider.serving.calls import CallLimits, Calls
 from outrider.serving.credentials import TlsFiles
 from outrider.serving.health import HealthServicer
 from outrider.serving.interceptors import AuthInterceptor, ErrorInterceptor
@@ -39,14 +43,23 @@ class ServingOptions:
 
     listen: str = "127.0.0.1:0"
     max_message_bytes: int = MAX_MESSAGE_BYTES
-    # Calls at once, health checks among them; more are refused with RESOURCE_EXHAUSTED.
+    # Calls at once, health checks not among them; more are refused with RESOURCE_EXHAUSTED.
     max_concurrent_calls: int = 1024
+    # A caller that sends headers has so many seconds to send a lone request.
+    request_seconds: float = 10.0
     authenticator: Authenticator = field(default_factory=Authenticator)
+    # Reads the tokens anew, for `GrpcServer.reload`.
+    read_tokens: Callable[[], Authenticator] | None = None
     tls: TlsFiles = field(default_factory=TlsFiles)
     reflection: bool = False
     admin_listen: str = ""
     # Pings that come too soon after each other before a client is sent away; 0 bears any number.
     ping_strikes: int = 2
+
+    @property
+    def call_limits(self) -> CallLimits:
+        """Of calls at once."""
+        return CallLimits(self.max_concurrent_calls)
 
     def channel_options(self) -> list[tuple[str, Any]]:
         """C-core arguments. Keepalive alone does not notice a frozen peer; the ping timeout does."""
@@ -55,7 +68,7 @@ class ServingOptions:
             ("grpc.max_send_message_length", -1),
             ("grpc.max_metadata_size", MAX_METADATA_BYTES),
             ("grpc.absolute_max_metadata_size", 2 * MAX_METADATA_BYTES),
-            ("grpc.max_concurrent_streams", self.max_concurrent_calls),
+            ("grpc.max_concurrent_streams", self.call_limits.per_connection),
             ("grpc.keepalive_time_ms", 20_000),
             ("grpc.keepalive_timeout_ms", 5_000),
             ("grpc.http2.ping_timeout_ms", 5_000),
@@ -84,8 +97,10 @@ class GrpcServer:
         self.health = HealthServicer(service.name for service in services)
         self.address = ""
         self.admin_address = ""
-        self._guards = [*interceptors, ErrorInterceptor(), AuthInterceptor(options.authenticator)]
-        self._server = self._make(options.max_concurrent_calls)
+        calls = Calls(options.call_limits, by_tenant=options.authenticator.required)
+        self._known = AuthInterceptor(options.authenticator, calls, options.request_seconds)
+        self._guards = [*interceptors, ErrorInterceptor(), self._known]
+        self._server = self._make(options.call_limits.backstop)
         for service in services:
             service.add(self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self.health, self._server)
@@ -116,6 +131,18 @@ class GrpcServer:
         if credentials is None and not self.options.authenticator.required and not _is_local(self.options.listen):
             logger.warning("%s is reachable from elsewhere without TLS and without tokens", self.address)
 
+    def reload(self) -> None:
+        """Read the tokens anew: calls that begin from now on are held against them. What cannot be read changes
+        nothing. Certificates are followed without being told."""
+        if self.options.read_tokens is None:
+            return
+        try:
+            self._known.authenticator = self.options.read_tokens()
+        except SettingsError as error:
+            logger.error("the tokens stay what they were: %s", error)
+        else:
+            logger.info("the tokens were read anew")
+
     async def stop(self, grace: float) -> None:
         """Refuse new calls, give running ones `grace` seconds, then cancel them."""
         self.health.close()
@@ -125,6 +152,8 @@ class GrpcServer:
 
 
 def _bind(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None) -> str:
+    if address.startswith("unix:"):
+        _refuse_taken(Path(address.removeprefix("unix:")))
     try:
         if credentials is None:
             port = server.add_insecure_port(address)
@@ -135,6 +164,27 @@ def _bind(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredent
     if port == 0 and not address.startswith("unix:"):
         raise SettingsError(f"cannot listen on {address}")
     return address if address.startswith("unix:") else f"{address.rpartition(':')[0]}:{port}"
+
+
+def _refuse_taken(path: Path) -> None:
+    """Raise `SettingsError` where another process listens: gRPC would take its socket away without a word. One that was
+    left behind is gRPC's to replace."""
+    try:
+        mode = path.lstat().st_mode
+    except OSError:
+        return
+    if not stat.S_ISSOCK(mode):
+        raise SettingsError(f"cannot listen on unix:{path}: there is something that is no socket")
+    with socket.socket(socket.AF_UNIX) as probe:
+        # Where it listens, it is there at once, or has a queue that is full.
+        probe.settimeout(1.0)
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            return
+        except OSError as error:
+            raise SettingsError(f"cannot listen on unix:{path}: {error}") from None
+    raise SettingsError(f"cannot listen on unix:{path}: another process does")
 
 
 def _is_local(address: str) -> bool:

@@ -8,13 +8,14 @@ counter that falls. prometheus_client does the rest: registry, both text formats
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 from wsgiref.simple_server import WSGIRequestHandler, make_server
 
 from prometheus_client import (
@@ -199,7 +200,32 @@ def _buckets(histogram: Histogram) -> list[tuple[str, float] | tuple[str, float,
     return buckets
 
 
+# Requests at once, and what each may take to come: more, or slower ones, are hung up on. A scraper sends one of a few
+# hundred bytes every few seconds.
+_MOST_REQUESTS = 16
+_REQUEST_SECONDS = 5.0
+
+
 class _QuietHandler(WSGIRequestHandler):
+    timeout = _REQUEST_SECONDS
+
+    def handle(self) -> None:
+        """One request; one that stops half-way, or comes byte by byte, is given up."""
+        hang_up = threading.Timer(_REQUEST_SECONDS, self._hang_up)
+        hang_up.daemon = True
+        hang_up.start()
+        try:
+            super().handle()
+        except OSError:
+            # A timeout, or a caller that has gone.
+            self.close_connection = True
+        finally:
+            hang_up.cancel()
+
+    def _hang_up(self) -> None:
+        with contextlib.suppress(OSError):
+            self.connection.shutdown(socket.SHUT_RDWR)
+
     def log_message(self, format: str, *args: object) -> None:
         """A scrape every few seconds is no news."""
 
@@ -223,7 +249,7 @@ class MetricsServer:
         self._vllm = CollectorRegistry()
         if vllm is not None:
             self._vllm.register(vllm)
-        server_class = _Ipv6Server if ":" in host else ThreadingWSGIServer
+        server_class = _Ipv6Server if ":" in host else _BoundedServer
         try:
             self._server = make_server(host, int(port), self._answer, server_class, handler_class=_QuietHandler)
         except (OSError, ValueError, OverflowError) as error:
@@ -250,5 +276,25 @@ class MetricsServer:
         return [b"metrics are at /metrics and /metrics/vllm\n"]
 
 
-class _Ipv6Server(ThreadingWSGIServer):
+class _BoundedServer(ThreadingWSGIServer):
+    """Hangs up on those that are too many, where `ThreadingWSGIServer` starts a thread for each."""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self._places = threading.BoundedSemaphore(_MOST_REQUESTS)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if self._places.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._places.release()
+
+
+class _Ipv6Server(_BoundedServer):
     address_family = socket.AF_INET6

@@ -133,7 +133,7 @@ class OpenSequence(google.protobuf.message.Message):
     mode: outrider.v1.tree_pb2.VerificationMode.ValueType
     """mode is how the target will verify."""
     vocabulary_size: builtins.int
-    """vocabulary_size of the target. FAILED_PRECONDITION when the draft's differs."""
+    """vocabulary_size of the target, at most 2^31 - 1. FAILED_PRECONDITION when the draft's differs."""
     traceparent: builtins.str
     """traceparent is the W3C trace context of the request, for a span link. Default none."""
     @property
@@ -227,7 +227,7 @@ class AdvanceSequences(google.protobuf.message.Message):
     SEQUENCES_FIELD_NUMBER: builtins.int
     @property
     def sequences(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___SequenceAdvance]:
-        """sequences that ran in the step."""
+        """sequences that ran in the step, at most 256; INVALID_ARGUMENT past that, which ends the stream."""
 
     def __init__(
         self,
@@ -249,7 +249,7 @@ class SequenceAdvance(google.protobuf.message.Message):
     TOKEN_IDS_FIELD_NUMBER: builtins.int
     FEATURES_FIELD_NUMBER: builtins.int
     sequence_id: builtins.int
-    """sequence_id of an open sequence; NOT_FOUND otherwise."""
+    """sequence_id of an open sequence; NOT_FOUND otherwise, said once for all such of a frame."""
     step: builtins.int
     """step after this commit. The same step again is ignored (idempotent), a lower one is ABORTED, a step that skips
     one is FAILED_PRECONDITION.
@@ -292,7 +292,7 @@ class SendFeatures(google.protobuf.message.Message):
     SEQUENCES_FIELD_NUMBER: builtins.int
     @property
     def sequences(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___SequenceFeatures]:
-        """sequences with features."""
+        """sequences with features, at most 256; INVALID_ARGUMENT past that, which ends the stream."""
 
     def __init__(
         self,
@@ -313,7 +313,7 @@ class SequenceFeatures(google.protobuf.message.Message):
     POSITION_FIELD_NUMBER: builtins.int
     FEATURES_FIELD_NUMBER: builtins.int
     sequence_id: builtins.int
-    """sequence_id of an open sequence; NOT_FOUND otherwise."""
+    """sequence_id of an open sequence; NOT_FOUND otherwise, said once for all such of a frame."""
     position: builtins.int
     """position of the first row's token, counted from 0 at the prompt's first. Pieces come in rising order. What was
     sent before is ignored; where a piece begins late, the tokens between never get theirs.
@@ -345,7 +345,7 @@ class CloseSequences(google.protobuf.message.Message):
     SEQUENCE_IDS_FIELD_NUMBER: builtins.int
     @property
     def sequence_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """sequence_ids to end."""
+        """sequence_ids to end, at most 4096; INVALID_ARGUMENT past that, which ends the stream."""
 
     def __init__(
         self,
@@ -383,7 +383,7 @@ class GrowSequences(google.protobuf.message.Message):
     SEQUENCES_FIELD_NUMBER: builtins.int
     @property
     def sequences(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___SequenceGrowth]:
-        """sequences whose trees grow."""
+        """sequences whose trees grow, at most 256. A draft that sends more, or more nodes than it was asked for, is cut off."""
 
     def __init__(
         self,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from math import isfinite
 from operator import gt
 
-from outrider.errors import InvalidField, OutriderError
+from outrider.errors import InvalidField, OutriderError, PositionOutOfRange
 from outrider.tree import MAX_ROWS, DraftDistribution
 from outrider.v1 import draft_pb2
 from outrider.wire.frames import (
@@ -23,6 +23,7 @@ from outrider.wire.frames import (
 from outrider.wire.hidden_states import request_from_pb, request_to_pb, vectors_from_pb, vectors_to_pb
 from outrider.wire.trees import (
     check_token_ids,
+    check_vocabulary_size,
     distributions_from_pb,
     distributions_to_pb,
     error_of,
@@ -54,11 +55,17 @@ def limits_to_pb(limits: TreeLimits) -> draft_pb2.TreeLimits:
     return draft_pb2.TreeLimits(max_nodes=limits.max_nodes, max_depth=limits.max_depth)
 
 
-def open_from_pb(pb: draft_pb2.OpenSequence) -> OpenSequence:
-    """A checked open. Token ids are held against the vocabulary size that the open itself declares."""
+def open_from_pb(pb: draft_pb2.OpenSequence, max_context: int) -> OpenSequence:
+    """A checked open. Token ids are held against the vocabulary size that the open itself declares.
+
+    Raises `PositionOutOfRange` for more of them than `max_context`, before any is looked at.
+    """
+    if len(pb.token_ids) > max_context:
+        raise PositionOutOfRange("the sequence is longer than the drafter follows", limit=max_context)
     vocabulary_size = pb.vocabulary_size
     if vocabulary_size < 1:
         raise InvalidField("open.vocabulary_size", "must be at least 1")
+    check_vocabulary_size(vocabulary_size, "open.vocabulary_size")
     token_ids = tuple(pb.token_ids)
     if not token_ids:
         raise InvalidField("open.token_ids", "needs at least 1 entry")
@@ -136,6 +143,8 @@ def growth_from_pb(
     nodes, first = len(token_ids), pb.first_node_id
     if nodes > max_nodes:
         raise InvalidField(f"{field_path}.token_ids", f"has more than {max_nodes} entries")
+    if len(pb.distributions) > MAX_ROWS:
+        raise InvalidField(f"{field_path}.distributions", f"has more than {MAX_ROWS} entries")
     if len(parent_ids) != nodes:
         raise InvalidField(f"{field_path}.parent_ids", f"needs {nodes} entries, has {len(parent_ids)}")
     if len(scores) != nodes:
@@ -218,6 +227,7 @@ def info_from_pb(pb: draft_pb2.GetDraftInfoResponse) -> DraftInfo:
     """What a draft says of itself, within bounds."""
     if len(pb.drafter) > _MAX_DRAFTER_NAME:
         raise InvalidField("drafter", f"is longer than {_MAX_DRAFTER_NAME} characters")
+    check_vocabulary_size(pb.vocabulary_size, "vocabulary_size")
     return DraftInfo(
         drafter=pb.drafter,
         vocabulary_size=pb.vocabulary_size,

@@ -18,6 +18,13 @@ MAX_FEATURE_BYTES = 1 << 20
 # A growth names a sequence's root, whatever it is at base_step, by this id.
 ROOT_ID = 0
 MAX_OUTSTANDING_CREDIT = 1024
+# Token ids stand in arrays of int32 wherever they are kept, and so does their number.
+MAX_VOCABULARY = 2**31 - 1
+# Parts of one frame, each about one sequence: with trees of 255 nodes such a frame has 0.6 MB, and with as many tokens
+# as a step can commit it has 65,536 of them.
+MAX_SEQUENCES_PER_FRAME = 256
+# Sequences that one frame closes.
+MAX_CLOSED_PER_FRAME = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,3 +186,6 @@ class DraftLink(Protocol):
 
     def close(self, sequence_ids: Sequence[int]) -> None:
         """End sequences."""
+
+    def cut_off(self, reason: str) -> None:
+        """Part from a draft that cannot be borne: it is gone then, for this reason, and for a while."""

@@ -20,7 +20,7 @@ from outrider.errors import DOMAIN, InvalidField, OutriderError, all_errors
 from outrider.sampling import SamplingParams, VerificationMode
 from outrider.tree import MAX_ROWS, DraftDistribution, TokenTree
 from outrider.v1 import tree_pb2
-from outrider.wire.frames import DEFAULT_TENANT
+from outrider.wire.frames import DEFAULT_TENANT, MAX_VOCABULARY
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _MODES = {
@@ -56,6 +56,12 @@ def name_from_pb(text: str, field_path: str) -> str:
     if text and not _NAME.fullmatch(text):
         raise InvalidField(field_path, "needs at most 64 characters of [A-Za-z0-9._-]")
     return text
+
+
+def check_vocabulary_size(size: int, field_path: str) -> None:
+    """Raise `InvalidField` for a vocabulary whose ids do not fit where they are kept."""
+    if size > MAX_VOCABULARY:
+        raise InvalidField(field_path, f"is more than {MAX_VOCABULARY}")
 
 
 def check_token_ids(token_ids: Sequence[int], vocabulary_size: int, field_path: str) -> None:

@@ -61,6 +61,18 @@ class DraftInbox:
         while self._events:
             yield self._events.popleft()
 
+    @property
+    def _waiting(self) -> bool:
+        """Whether something was said that was not taken."""
+        return bool(self._events)
+
+    def _forget_growth(self) -> None:
+        """Drop what was said of sequences, and keep what was said of the draft itself."""
+        with self._wake:
+            kept = [event for event in self._events if isinstance(event, Connected | Disconnected)]
+            self._events.clear()
+            self._events.extend(kept)
+
     def _wait_until(self, deadline: float) -> bool:
         """Wait for something to be said, to a time of the monotonic clock. Whether there is something."""
         with self._wake:

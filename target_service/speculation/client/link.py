@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import grpc
 
-from outrider.errors import DraftUnavailable, OutriderError, WrongVocabulary
+from outrider.errors import CreditExceeded, DraftUnavailable, InvalidField, OutriderError, WrongVocabulary
 from outrider.runtime import run
 from outrider.settings import MAX_MESSAGE_BYTES
 from outrider.v1 import draft_pb2, draft_pb2_grpc
@@ -48,6 +48,9 @@ class LinkOptions:
     credentials: grpc.ChannelCredentials | None = None
     min_backoff: float = 0.05
     max_backoff: float = 2.0
+    # Between meetings with a draft that sends what it may not; doubled each time, until one does well.
+    fault_backoff: float = 1.0
+    max_fault_backoff: float = 60.0
     connect_timeout: float = 2.0
     # A draft that owes an answer for so long is stuck, even if its transport still answers pings.
     answer_timeout: float = 5.0
@@ -129,6 +132,8 @@ class GrpcDraftLink:
         self._loop: asyncio.AbstractEventLoop
         self._wake: asyncio.Event
         self._stopping: asyncio.Event
+        self._cut_off: asyncio.Event
+        self._cut_off_for = ""
         ready = threading.Event()
         self._thread = threading.Thread(target=lambda: run(self._main(ready)), name="draft-link", daemon=True)
         self._thread.start()
@@ -151,6 +156,16 @@ class GrpcDraftLink:
 
     def close(self, sequence_ids: Sequence[int]) -> None:
         self._post(lambda conversation: conversation.close(sequence_ids))
+
+    def cut_off(self, reason: str) -> None:
+        """End the conversation, also with a draft that reads nothing, and meet the draft again after a while."""
+
+        def cut() -> None:
+            self._cut_off_for = reason
+            self._cut_off.set()
+
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(cut)
 
     def stop(self) -> None:
         """Leave the draft and end the thread. Nothing is delivered afterwards. Idempotent."""
@@ -175,6 +190,7 @@ class GrpcDraftLink:
 
     async def _main(self, ready: threading.Event) -> None:
         self._loop, self._wake, self._stopping = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
+        self._cut_off = asyncio.Event()
         ready.set()
         connecting = asyncio.create_task(self._connect_for_ever())
         await self._stopping.wait()
@@ -186,7 +202,9 @@ class GrpcDraftLink:
 
     async def _connect_for_ever(self) -> None:
         options, backoff = self._options, self._options.min_backoff
+        fault_backoff = 0.0
         while True:
+            at_fault = False
             conversation = DraftConversation(self._events, self._vocabulary_size)
             try:
                 async with options.channel(self._address) as channel:
@@ -194,13 +212,18 @@ class GrpcDraftLink:
                 reason = "the draft service ended the stream"
             except OutriderError as error:
                 reason = error.message
+                at_fault = isinstance(error, CreditExceeded | InvalidField)
             except grpc.aio.AioRpcError as error:
                 reason = f"{error.code().name}: {error.details()}"
             self._lost(reason)
             # A draft that spoke and then fell is met again at once; one that never speaks is not hammered.
             # Spread, so that the many targets of a draft that restarts do not come back together.
             backoff = options.min_backoff if conversation.received else min(2 * backoff, options.max_backoff)
-            await asyncio.sleep(backoff * random.uniform(0.5, 1.0))
+            if at_fault:
+                fault_backoff = min(max(2 * fault_backoff, options.fault_backoff), options.max_fault_backoff)
+            elif conversation.received:
+                fault_backoff = 0.0
+            await asyncio.sleep(max(backoff, fault_backoff) * random.uniform(0.5, 1.0))
 
     def _lost(self, reason: str) -> None:
         """Say why there is no draft: when it is lost, and when the reason has changed since."""
@@ -220,11 +243,15 @@ class GrpcDraftLink:
         call = stub.Propose(metadata=options.metadata)
         while self._outbox:
             self._bytes_gone += self._outbox.popleft()[1]
+        self._cut_off.clear()
         self._connected, self._last_reason = True, ""
         self._events.on_connected(info)
         try:
             await _until_one_ends(
-                self._read(call, conversation), self._write(call, conversation), self._watch(conversation)
+                self._read(call, conversation),
+                self._write(call, conversation),
+                self._watch(conversation),
+                self._until_cut_off(),
             )
         finally:
             call.cancel()
@@ -267,6 +294,10 @@ class GrpcDraftLink:
         while conversation.silence < self._options.answer_timeout:
             await asyncio.sleep(self._options.answer_timeout / 4)
         raise DraftUnavailable(f"no answer for {self._options.answer_timeout:g} s")
+
+    async def _until_cut_off(self) -> None:
+        await self._cut_off.wait()
+        raise CreditExceeded(self._cut_off_for)
 
 
 def _readable(message: Any) -> Any:

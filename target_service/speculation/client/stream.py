@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -16,7 +16,9 @@ from outrider.errors import CreditExceeded, InvalidField, PositionOutOfRange
 from outrider.v1 import draft_pb2
 from outrider.wire.drafts import MAX_NODES, advance_to_pb, failure_from_pb, growth_from_pb, open_to_pb
 from outrider.wire.frames import (
+    MAX_CLOSED_PER_FRAME,
     MAX_FEATURE_BYTES,
+    MAX_SEQUENCES_PER_FRAME,
     DraftEvents,
     OpenSequence,
     SequenceAdvance,
@@ -33,6 +35,11 @@ CREDIT_WINDOW = 32
 GROWTHS_PER_FRAME = 4
 # Unused earnings that are kept: a draft that rarely speaks may not save up for a flood.
 MAX_ALLOWANCE = 256
+# Growths, nodes and distributions that an open, an advance or a piece of features earns: those of four whole trees,
+# where a draft owes one and may send another once it knows more. Frames alone would be credit for any number of them.
+WORK_PER_ANSWER = 4 * (1 + 2 * MAX_NODES)
+# Earnings that are kept are those of so many answers, or of one for each open sequence.
+MAX_ANSWERS_KEPT = 64
 # Features in one frame. With one more piece a frame is still well below a draft's limit of 4 MiB for a message.
 MAX_FRAME_FEATURE_BYTES = 2 * MAX_FEATURE_BYTES
 
@@ -54,6 +61,8 @@ class DraftConversation:
         self._last_wire_id = 0
         self._credit = 0
         self._allowance = CREDIT_WINDOW
+        # Growths, nodes and distributions that the draft may still send.
+        self._work = 0
         # Acknowledgements and failures that the draft may still send: at most one per open, advance and piece of
         # features.
         self._answers = 0
@@ -94,7 +103,8 @@ class DraftConversation:
                 part.sequence_id = wire_id
                 parts.append(part)
                 with_features = with_features or advance.features is not None
-        for some in _in_frames(parts) if with_features or not parts else [parts]:
+        alone = parts and not with_features and len(parts) <= MAX_SEQUENCES_PER_FRAME
+        for some in [parts] if alone else _in_frames(parts):
             frame = draft_pb2.ProposeRequest(advance=draft_pb2.AdvanceSequences(sequences=some))
             self._ask(frame, answers=len(some))
 
@@ -109,8 +119,7 @@ class DraftConversation:
                 parts.append(part)
         for some in _in_frames(parts):
             # No answer is owed, but a failure may come, and growth once there is enough of them.
-            self._answers += len(some)
-            self._earn()
+            self._earn(len(some))
             self.outgoing.append(draft_pb2.ProposeRequest(features=draft_pb2.SendFeatures(sequences=some)))
 
     def close(self, sequence_ids: Iterable[int]) -> None:
@@ -118,8 +127,8 @@ class DraftConversation:
         wire_ids = [self._wire_ids.pop(each) for each in sequence_ids if each in self._wire_ids]
         for wire_id in wire_ids:
             del self._sequence_ids[wire_id]
-        if wire_ids:
-            close = draft_pb2.CloseSequences(sequence_ids=wire_ids)
+        for begin in range(0, len(wire_ids), MAX_CLOSED_PER_FRAME):
+            close = draft_pb2.CloseSequences(sequence_ids=wire_ids[begin : begin + MAX_CLOSED_PER_FRAME])
             self.outgoing.append(draft_pb2.ProposeRequest(close=close))
         if not self._wire_ids:
             self._asked_at = None
@@ -127,7 +136,8 @@ class DraftConversation:
     def receive(self, frame: draft_pb2.ProposeResponse) -> None:
         """Check one frame of the draft and deliver what it holds.
 
-        Raises `CreditExceeded` for more frames than were allowed, `InvalidField` for an unreadable failure.
+        Raises `CreditExceeded` for more frames, or more in them, than was allowed, `InvalidField` for an unreadable
+        failure.
         """
         self._asked_at = None
         kind = frame.WhichOneof("frame")
@@ -138,6 +148,7 @@ class DraftConversation:
         else:
             # A frame of a kind unknown here, from a newer draft, is ignored but has its price.
             self._charge_credit()
+            self._charge_work(frame.growth.sequences)
             self._grow(frame.growth.sequences)
         self.received = True
 
@@ -165,13 +176,15 @@ class DraftConversation:
             self._events.on_failure(replace(failure, sequence_id=sequence_id))
 
     def _ask(self, frame: draft_pb2.ProposeRequest, answers: int) -> None:
-        self._answers += answers
-        self._earn()
+        self._earn(answers)
         self.outgoing.append(frame)
         if self._asked_at is None:
             self._asked_at = time.monotonic()
 
-    def _earn(self) -> None:
+    def _earn(self, answers: int) -> None:
+        self._answers += answers
+        most = WORK_PER_ANSWER * max(MAX_ANSWERS_KEPT, len(self._wire_ids))
+        self._work = min(self._work + WORK_PER_ANSWER * answers, most)
         self._allowance = min(self._allowance + GROWTHS_PER_FRAME, MAX_ALLOWANCE)
         self._grant()
 
@@ -186,6 +199,14 @@ class DraftConversation:
         self._credit -= 1
         self._grant()
 
+    def _charge_work(self, parts: Sequence[draft_pb2.SequenceGrowth]) -> None:
+        """Before any of it is looked at."""
+        if len(parts) > MAX_SEQUENCES_PER_FRAME:
+            raise CreditExceeded(f"the draft sends more than {MAX_SEQUENCES_PER_FRAME} growths in a frame")
+        self._work -= sum(1 + len(part.token_ids) + len(part.distributions) for part in parts)
+        if self._work < 0:
+            raise CreditExceeded("the draft sends more nodes than it was asked for")
+
     def _grant(self) -> None:
         """Fill the window again once half of it is used, as far as the allowance goes."""
         if self._credit > CREDIT_WINDOW // 2 or not self._allowance:
@@ -197,12 +218,12 @@ class DraftConversation:
 
 
 def _in_frames(parts: list[_Part]) -> Iterator[list[_Part]]:
-    """The parts of one frame, or of several where features make them too large for one."""
+    """The parts of one frame, or of several where they, or their features, are too many for one."""
     some: list[_Part] = []
     size = 0
     for part in parts:
         more = len(part.features.data)
-        if some and size + more > MAX_FRAME_FEATURE_BYTES:
+        if some and (size + more > MAX_FRAME_FEATURE_BYTES or len(some) == MAX_SEQUENCES_PER_FRAME):
             yield some
             some, size = [], 0
         some.append(part)

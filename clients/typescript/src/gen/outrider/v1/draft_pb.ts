@@ -209,7 +209,7 @@ export type OpenSequence = Message<"outrider.v1.OpenSequence"> & {
   limits?: TreeLimits;
 
   /**
-   * vocabulary_size of the target. FAILED_PRECONDITION when the draft's differs.
+   * vocabulary_size of the target, at most 2^31 - 1. FAILED_PRECONDITION when the draft's differs.
    *
    * @generated from field: uint32 vocabulary_size = 11;
    */
@@ -293,7 +293,7 @@ export const SequenceOpenedSchema: GenMessage<SequenceOpened> = /*@__PURE__*/
  */
 export type AdvanceSequences = Message<"outrider.v1.AdvanceSequences"> & {
   /**
-   * sequences that ran in the step.
+   * sequences that ran in the step, at most 256; INVALID_ARGUMENT past that, which ends the stream.
    *
    * @generated from field: repeated outrider.v1.SequenceAdvance sequences = 1;
    */
@@ -314,7 +314,7 @@ export const AdvanceSequencesSchema: GenMessage<AdvanceSequences> = /*@__PURE__*
  */
 export type SequenceAdvance = Message<"outrider.v1.SequenceAdvance"> & {
   /**
-   * sequence_id of an open sequence; NOT_FOUND otherwise.
+   * sequence_id of an open sequence; NOT_FOUND otherwise, said once for all such of a frame.
    *
    * @generated from field: uint64 sequence_id = 1;
    */
@@ -363,7 +363,7 @@ export const SequenceAdvanceSchema: GenMessage<SequenceAdvance> = /*@__PURE__*/
  */
 export type SendFeatures = Message<"outrider.v1.SendFeatures"> & {
   /**
-   * sequences with features.
+   * sequences with features, at most 256; INVALID_ARGUMENT past that, which ends the stream.
    *
    * @generated from field: repeated outrider.v1.SequenceFeatures sequences = 1;
    */
@@ -384,7 +384,7 @@ export const SendFeaturesSchema: GenMessage<SendFeatures> = /*@__PURE__*/
  */
 export type SequenceFeatures = Message<"outrider.v1.SequenceFeatures"> & {
   /**
-   * sequence_id of an open sequence; NOT_FOUND otherwise.
+   * sequence_id of an open sequence; NOT_FOUND otherwise, said once for all such of a frame.
    *
    * @generated from field: uint64 sequence_id = 1;
    */
@@ -421,7 +421,7 @@ export const SequenceFeaturesSchema: GenMessage<SequenceFeatures> = /*@__PURE__*
  */
 export type CloseSequences = Message<"outrider.v1.CloseSequences"> & {
   /**
-   * sequence_ids to end.
+   * sequence_ids to end, at most 4096; INVALID_ARGUMENT past that, which ends the stream.
    *
    * @generated from field: repeated uint64 sequence_ids = 1;
    */
@@ -463,7 +463,7 @@ export const CreditSchema: GenMessage<Credit> = /*@__PURE__*/
  */
 export type GrowSequences = Message<"outrider.v1.GrowSequences"> & {
   /**
-   * sequences whose trees grow.
+   * sequences whose trees grow, at most 256. A draft that sends more, or more nodes than it was asked for, is cut off.
    *
    * @generated from field: repeated outrider.v1.SequenceGrowth sequences = 1;
    */

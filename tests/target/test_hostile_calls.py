@@ -1,0 +1,156 @@
+"""Callers who mean harm before they are known, or with too many calls: others are served, and health is heard."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import AsyncExitStack
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from outrider.errors import DeadlineExceeded, InvalidField, OutriderError, QuotaExceeded, Unauthenticated
+from outrider.serving import Authenticator
+from outrider.serving.calls import CallLimits, Calls
+from outrider.v1 import target_pb2, target_pb2_grpc
+from outrider.wire.trees import error_of_rpc
+
+ACME, OTHER = "acme-token-of-length", "other-token-of-length"
+LOCKED = {"authenticator": Authenticator({ACME: "acme", OTHER: "other"})}
+FRESH = [("grpc.use_local_subchannel_pool", 1)]
+
+
+def bearer(token: str) -> tuple[tuple[str, str], ...]:
+    return (("authorization", f"Bearer {token}"),)
+
+
+async def healthy(address: str, **options: Any) -> bool:
+    async with grpc.aio.insecure_channel(address, options=FRESH) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=10, **options)
+    return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+
+def headers_alone(channel: grpc.aio.Channel, path: str, **options: Any) -> Any:
+    """A call whose request never comes."""
+    return channel.stream_unary(path)(**options)
+
+
+async def error_of(call: Any) -> OutriderError:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call
+    return error_of_rpc(caught.value)
+
+
+async def test_strangers_who_send_headers_alone_are_turned_away_at_once(echo: Any) -> None:
+    """Their calls took every place, for as long as they liked."""
+    async with echo.serving(echo.Echo(), max_concurrent_calls=4, **LOCKED) as server, AsyncExitStack() as stack:
+        waiting = []
+        for _ in range(8):
+            channel = await stack.enter_async_context(grpc.aio.insecure_channel(server.address, options=FRESH))
+            waiting += [headers_alone(channel, f"/{echo.name}/Unary") for _ in range(4)]
+        begun = time.monotonic()
+        errors = await asyncio.wait_for(asyncio.gather(*(error_of(call) for call in waiting)), 8)
+        assert all(isinstance(error, Unauthenticated) for error in errors)
+        # Long before a request would have been due.
+        assert time.monotonic() - begun < 8
+        channel = await stack.enter_async_context(grpc.aio.insecure_channel(server.address, options=FRESH))
+        assert await echo.call(channel, "Unary", metadata=bearer(ACME), timeout=10) == b"acme"
+
+
+@pytest.mark.parametrize("method", ["Unary", "Generate"])
+async def test_a_request_has_its_time_to_come(echo: Any, method: str) -> None:
+    async with (
+        echo.serving(echo.Echo(), max_concurrent_calls=2, request_seconds=0.3) as server,
+        grpc.aio.insecure_channel(server.address) as channel,
+    ):
+        calls = [headers_alone(channel, f"/{echo.name}/{method}") for _ in range(2)]
+        for call in calls:
+            assert isinstance(await error_of(call), DeadlineExceeded)
+        assert await echo.call(channel, method) == b"default"
+
+
+async def test_health_is_heard_while_every_place_is_taken(echo: Any) -> None:
+    async with echo.serving(echo.Echo(), max_concurrent_calls=4) as server, AsyncExitStack() as stack:
+        for _ in range(4):
+            channel = await stack.enter_async_context(grpc.aio.insecure_channel(server.address, options=FRESH))
+            stream = channel.unary_stream(f"/{echo.name}/Generate")(b"forever")
+            await stream.read()
+        error = await error_of(channel.unary_unary(f"/{echo.name}/Unary")(b""))
+        assert isinstance(error, QuotaExceeded)
+        assert await healthy(server.address)
+
+
+async def test_those_who_watch_health_take_nobodys_place(echo: Any) -> None:
+    limit = CallLimits().health
+    async with echo.serving(echo.Echo(), max_concurrent_calls=4) as server, AsyncExitStack() as stack:
+        refused = 0
+        for _ in range(2 + limit // 8):
+            channel = await stack.enter_async_context(grpc.aio.insecure_channel(server.address, options=FRESH))
+            stub = health_pb2_grpc.HealthStub(channel)
+            for watch in [stub.Watch(health_pb2.HealthCheckRequest()) for _ in range(4)]:
+                try:
+                    await watch.read()
+                except grpc.aio.AioRpcError as error:
+                    refused += isinstance(error_of_rpc(error), QuotaExceeded)
+        assert refused == 0
+        channel = await stack.enter_async_context(grpc.aio.insecure_channel(server.address, options=FRESH))
+        assert await echo.call(channel, "Unary", timeout=10) == b"default"
+
+
+async def test_one_tenant_leaves_places_to_others(echo: Any) -> None:
+    async with echo.serving(echo.Echo(), max_concurrent_calls=8, **LOCKED) as server, AsyncExitStack() as stack:
+        streams = []
+        for _ in range(6):
+            channel = await stack.enter_async_context(grpc.aio.insecure_channel(server.address, options=FRESH))
+            streams.append(channel.unary_stream(f"/{echo.name}/Generate")(b"forever", metadata=bearer(ACME)))
+            await streams[-1].read()
+        error = await error_of(channel.unary_unary(f"/{echo.name}/Unary")(b"", metadata=bearer(ACME)))
+        assert isinstance(error, QuotaExceeded) and "tenant" in error.message
+        assert await echo.call(channel, "Unary", metadata=bearer(OTHER)) == b"other"
+        streams[0].cancel()
+        async with asyncio.timeout(10):
+            while True:
+                try:
+                    assert await echo.call(channel, "Unary", metadata=bearer(ACME)) == b"acme"
+                    break
+                except grpc.aio.AioRpcError:
+                    await asyncio.sleep(0.01)
+
+
+def test_what_was_taken_is_given_back() -> None:
+    calls = Calls(CallLimits(total=4, health=1), by_tenant=True)
+    for _ in range(3):
+        with pytest.raises(KeyError), calls.of("a"), calls.of("a"), calls.of("a"):
+            with pytest.raises(QuotaExceeded, match="this tenant"), calls.of("a"):
+                pass
+            with calls.of("b"), pytest.raises(QuotaExceeded, match="too many calls at once"), calls.of("c"):
+                pass
+            with calls.health(), pytest.raises(QuotaExceeded, match="health"), calls.health():
+                pass
+            raise KeyError
+    assert not calls._tenants
+
+
+@pytest.mark.parametrize("method", ["GetTargetInfo", "Generate", "Verify"])
+async def test_bytes_that_are_no_message_are_a_field_of_the_caller(
+    target: Any, method: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Unary calls were answered UNKNOWN with the name of a class, and each left a traceback in the log."""
+    path = f"/{target_pb2.DESCRIPTOR.services_by_name['TargetService'].full_name}/{method}"
+    assert hasattr(target_pb2_grpc.TargetServiceServicer, method)
+    for _ in range(5):
+        error = await error_of(target.channel.stream_unary(path)(iter([b"\xff\xff\xff"]), timeout=10))
+        assert isinstance(error, InvalidField) and error.field == "request"
+    lines = [record for record in caplog.records if record.name.startswith("outrider.serving")]
+    assert len(lines) == 1 and "Traceback" not in caplog.text and method in lines[0].getMessage()
+
+
+async def test_refused_callers_are_a_line_in_the_log(echo: Any, caplog: pytest.LogCaptureFixture) -> None:
+    async with echo.serving(echo.Echo(), **LOCKED) as server, grpc.aio.insecure_channel(server.address) as channel:
+        for _ in range(20):
+            await error_of(channel.unary_unary(f"/{echo.name}/Unary")(b"", metadata=bearer("wrong" * 5)))
+    lines = [record.getMessage() for record in caplog.records if "refused" in record.getMessage()]
+    assert len(lines) == 1 and "127.0.0.1" in lines[0] and "wrong" not in lines[0]
