@@ -94,6 +94,7 @@ class Answering:
                 token_ids=prompt.token_ids,
                 sampling=asked.seeded(index),
                 speculation=asked.speculation,
+                prediction=asked.prediction,
                 model=asked.model,
                 timeout=self._timeout,
             )

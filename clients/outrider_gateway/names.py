@@ -9,7 +9,6 @@ from outrider.errors import OutriderError
 from outrider_client.failures import ServiceUnreachable
 from outrider_client.local.models import find_tokenizer
 from outrider_client.results import TargetInfo
-from outrider_gateway import prediction
 from outrider_gateway.answers import Answers
 from outrider_gateway.asked import Asked
 from outrider_gateway.caller import Caller
@@ -83,6 +82,6 @@ class Names:
                 "modes": [mode.value for mode in info.modes],
                 "dtype": info.dtype,
                 "version": info.version,
-                "prediction": prediction.TAKEN,
+                "prediction": True,
             },
         }

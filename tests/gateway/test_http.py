@@ -108,7 +108,7 @@ async def test_models(gateway: Any) -> None:
     listed = (await gateway.http.get("/v1/models")).json()
     assert [model["id"] for model in listed["data"]] == ["counter"]
     assert listed["data"][0]["outrider"]["drafter"] == "trie"
-    assert listed["data"][0]["outrider"]["prediction"] is False
+    assert listed["data"][0]["outrider"]["prediction"] is True
     assert (await gateway.http.get("/v1/models/counter")).json()["max_model_len"] == 256
     missing = await gateway.http.get("/v1/models/some/other")
     assert (missing.status_code, missing.json()["error"]["code"]) == (404, "model_not_found")

@@ -71,7 +71,7 @@ class TestInBrowser:
             await page.open(gateway.url)
             await page.until("document.getElementById('served').textContent === 'counter, drafter trie'")
             assert await page.look("document.activeElement.id") == "message"
-            assert await page.look("document.getElementById('prediction').disabled")
+            assert not await page.look("document.getElementById('prediction').disabled")
             await page.look("document.getElementById('tokens').value = 60")
             await page.write("hello")
             await page.press("Enter")

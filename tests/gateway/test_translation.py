@@ -160,7 +160,6 @@ def test_harmless_fields_are_taken(harmless: dict[str, Any]) -> None:
         ({"reasoning_effort": "high"}, "reasoning_effort"),
         ({"store": True}, "store"),
         ({"web_search_options": {}}, "web_search_options"),
-        ({"prediction": {"type": "content", "content": "x"}}, "prediction"),
         ({"prediction": "x"}, "prediction"),
         ({"prediction": {"type": "words", "content": "x"}}, "prediction.type"),
         ({"prediction": {"type": "content"}}, "prediction.content"),
