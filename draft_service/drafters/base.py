@@ -74,7 +74,7 @@ class Drafter(Protocol):
         """Take note of `committed`, the tokens that were just appended to `sequence.token_ids`."""
 
     def propose(self, sequences: Sequence[DraftSequence]) -> list[TokenTree]:
-        """One tree per sequence, in order. Row 0 is the root; rows stand in falling order of worth, parents first,
+        """One tree per sequence, in order. Row 0 is the root; rows stand likeliest first, parents first,
         so that a prefix of the rows is the best smaller tree; scores are conditional on the parent."""
 
     def close(self, sequence: DraftSequence) -> None:

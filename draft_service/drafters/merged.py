@@ -1,7 +1,7 @@
 """Several drafters for the same sequence, their trees merged: which one knows best changes from text to text.
 
 GREEDY and COUPLED take any tree, so the trees are joined: a child that several drafters propose is one node with the
-highest of their scores, and of all nodes the most worthy are kept. REJECTION does not: a node must have been drawn from
+highest of their scores, and of all nodes the likeliest are kept. REJECTION does not: a node must have been drawn from
 the one distribution that its parent carries, so there the tree is that of the first drafter that has one. That choice
 looks at which drafters know nothing of a sequence, never at what was drawn, so the trees stay exact.
 

@@ -14,7 +14,7 @@ from outrider.tree import TokenTree
 
 
 def merge_trees(trees: Sequence[TokenTree], nodes: int) -> TokenTree:
-    """The best `nodes` nodes of trees with one and the same root, in falling order of worth, parents first.
+    """The best `nodes` nodes of trees with one and the same root, likeliest first, parents first.
 
     A node that several trees have takes the highest of its scores. Siblings whose scores then sum to more than 1 are
     scaled, since only one of them can be accepted. Distributions are left out. `merge_grown` does the same.
@@ -34,7 +34,7 @@ def merge_trees(trees: Sequence[TokenTree], nodes: int) -> TokenTree:
             scores[node] = max(scores[node], tree.scores[row])
             node_of.append(node)
     kept, parents, kept_scores = [0], [0], [1.0]
-    # The most worthy first; of equals, the one that was proposed first.
+    # The likeliest first; of equals, the one that was proposed first.
     waiting: list[tuple[float, int, int, float]] = []
     path_prob, row = 1.0, 0
     while True:

@@ -1,7 +1,7 @@
 """Trees that grow a level at a time, as in EAGLE-2 (arXiv 2406.16858): expand the best, rank all, keep the best.
 
 A network sees a whole level in one pass. At each level the `width` best new nodes are expanded; in the end the most
-worthy nodes of all levels make the tree, worth being the product of scores along a node's path. Since a child is never
+worthy nodes of all levels make the tree, by the product of scores along a node's path. Since a child is never
 worth more than its parent, what is kept holds every ancestor.
 
 In GREEDY mode a node's score is its probability; in COUPLED mode its chance of winning the race that the target will
@@ -50,7 +50,7 @@ class Rules(NamedTuple):
     coins: Words  # [B] state of the draft's own coins
     width: int  # nodes expanded at a level
     breadth: int  # most children of a node
-    floor: float  # least worth of a node
+    floor: float  # least path probability of a node
     sharpness: float  # how far the race over the draft's distribution is taken for the target's own
 
 
@@ -300,6 +300,6 @@ def grow_level(forest: Forest, rules: Rules, level: int, last: bool, tokens: Int
 
 
 def kept_items(forest: Forest, b: int, nodes: int) -> npt.NDArray[np.int64]:
-    """The root and the `nodes` most worthy items of a tree, in falling order of worth; parents come first."""
+    """The root and the `nodes` likeliest items of a tree, likeliest first; parents come first."""
     size = int(forest.sizes[b])
     return np.argsort(-forest.path_probs[b, :size], kind="stable")[: nodes + 1]

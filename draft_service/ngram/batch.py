@@ -32,7 +32,8 @@ ROWS, ROWS_LENGTH, SLOTS, SLOTS_LENGTH = range(4)
 # bounds of its tree (0 nodes: none is grown here); whether candidates race, with which seed.
 USED, KNOWN, LENGTH, NODES, DEPTH, COUPLED, SEED = range(4, 11)
 COLUMNS_OF_SEQUENCE = 11
-# Entries of `rules`: least worth and breadth, depth of the own tries and their half-life, sharpness of races.
+# Entries of `rules`: least path probability and breadth, depth of the own tries and their half-life, sharpness of
+# races.
 FLOOR, BREADTH, TRIE_DEPTH, HALF_LIFE, SHARPNESS = range(5)
 _FIRST_PLACES = 16
 

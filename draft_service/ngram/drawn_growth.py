@@ -56,7 +56,7 @@ class Distributions(NamedTuple):
 
 @compiled
 def heap_push(path_probs: Reals, heap: Numbers, place: int) -> None:
-    """Restore the heap (largest worth first) after an item was put at its end, `place`."""
+    """Restore the heap (largest path probability first) after an item was put at its end, `place`."""
     while place > 0:
         above = (place - 1) >> 1
         if path_probs[heap[above]] >= path_probs[heap[place]]:
@@ -67,7 +67,7 @@ def heap_push(path_probs: Reals, heap: Numbers, place: int) -> None:
 
 @compiled
 def heap_pop(path_probs: Reals, heap: Numbers, size: int) -> int:
-    """Take the most worthy item; `size` counts items before."""
+    """Take the item of the likeliest path; `size` counts items before."""
     top = heap[0]
     size -= 1
     heap[0] = heap[size]

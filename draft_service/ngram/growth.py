@@ -1,4 +1,4 @@
-"""Deterministic trees for GREEDY and COUPLED verification: the most worthy node first.
+"""Deterministic trees for GREEDY and COUPLED verification: the node of the likeliest path first.
 
 In COUPLED mode the candidates of a row run the very race that the target will run, with the target's noise, over the
 distribution that the tries predict; so a drafted token is the one the target is about to sample, not merely a likely
@@ -32,8 +32,8 @@ OPEN_FLOOR = 0.1
 class Shape(NamedTuple):
     """What the tree may be, and how its candidates race.
 
-    Nodes, depth and breadth bound it; `floor` is the least worth of a node; `coupled` turns on the race, in which
-    `power` (1 / temperature) is the exponent on probabilities and `sharpness` how far the race is trusted.
+    Nodes, depth and breadth bound it; `floor` is the least path probability of a node; `coupled` turns on the race, in
+    which `power` (1 / temperature) is the exponent on probabilities and `sharpness` how far the race is trusted.
     """
 
     nodes: int
@@ -76,7 +76,7 @@ def _race(known: int, shape: Shape, seed: np.uint64, position: np.uint64, candid
 
 @inlined
 def _rank(order: Numbers, path_probs: Reals, item: int, first: int, ranked: int, limit: int) -> int:
-    """Put a new item where its worth belongs, from `first` on; the least worthy falls out past `limit`."""
+    """Put a new item where its path probability belongs, from `first` on; the least likely falls out past `limit`."""
     place = min(ranked, limit - 1)
     while place > first and path_probs[order[place - 1], 0] < path_probs[item, 0]:
         order[place] = order[place - 1]
@@ -130,7 +130,7 @@ def _settle(
     depths: Numbers,
     states: Numbers,
 ) -> float:
-    """Write down a row whose rank is final. Returns its worth."""
+    """Write down a row whose rank is final. Returns its path probability."""
     item = order[row - 1]
     tree[1, row], tree[0, row], scores[row] = items[item, 0], items[item, 1], path_probs[item, 1]
     depths[row] = depths[tree[1, row]] + 1
@@ -150,7 +150,7 @@ def grow_shape(
     tree: Numbers,
     scores: Reals,
 ) -> int:
-    """Grow a tree, the most worthy node first: worth is the product of scores along a node's path.
+    """Grow a tree, the likeliest path first: its probability is the product of scores along a node's path.
 
     Args:
         context: the sequence's last tokens, the root last.
@@ -164,7 +164,7 @@ def grow_shape(
     longest = evidence.rules[MAX_MATCH]
     rows, scratch = (tries[0][0], tries[1][0], tries[2][0]), make_scratch()
     candidates, weights = scratch.candidates, scratch.weights
-    # Nodes that were thought of: parent row and candidate; worth and score. `order` ranks the best of them.
+    # Nodes that were thought of: parent row and candidate; path probability and score. `order` ranks the best of them.
     room = (shape.nodes + 1) * shape.breadth
     items, path_probs = np.empty((room, 2 + 2 * SOURCES), np.int32), np.empty((room, 2), np.float64)
     order, depths = np.empty(shape.nodes + 1, np.int32), np.zeros(shape.nodes + 1, np.int32)
@@ -173,7 +173,7 @@ def grow_shape(
     made, ranked, row, path_prob = 0, 0, 0, 1.0
     while row < shape.nodes:
         floor = path_probs[order[ranked - 1], 0] if ranked == shape.nodes else shape.floor
-        # Rows fall in worth, and children in worth below their row: no later row can change the ranks.
+        # Rows fall in path probability, and children below their row: no later row can change the ranks.
         if path_prob <= floor and row > 0:
             break
         if depths[row] < shape.depth:

@@ -140,16 +140,16 @@ def tree_of(seed: int) -> tuple[list[int], list[int], list[int]]:
 
 
 @given(SEEDS, st.lists(st.integers(0, 2), max_size=8), st.integers(1, 9))
-def test_a_walk_ends_where_the_text_does(seed: int, reports: list[int], base: int) -> None:
+def test_a_walk_ends_where_the_text_does(seed: int, text: list[int], base: int) -> None:
     tokens, parents, costs = tree_of(seed)
     table = preorder(tokens, parents, costs, base)
     nodes = nodes_of(torch.from_numpy(table))
     assert nodes is not None
     costs_by_path = dict(zip(paths_of(tokens, parents), costs, strict=True))
-    place = walk(nodes, [1] * base + reports, base - 1 + len(reports))
-    assert (place >= 0) == (tuple(reports) in costs_by_path)
+    place = walk(nodes, [1] * base + text, base - 1 + len(text))
+    assert (place >= 0) == (tuple(text) in costs_by_path)
     if place >= 0:
-        assert nodes.costs[place] == costs_by_path[tuple(reports)] and nodes.depths[place] == len(reports)
+        assert nodes.costs[place] == costs_by_path[tuple(text)] and nodes.depths[place] == len(text)
     # Of a text that has not come that far, or is farther than any node.
     assert walk(nodes, [1] * (base - 1), base - 2) == -1
     assert walk(nodes, [0] * 400, base - 1 + NODES) == -1
@@ -356,12 +356,12 @@ def test_a_tree_keeps_what_hangs_below_what_was_said(seed: int) -> None:
     table = table_for(case, text, "torch")
     graft(table, (tokens, parents, costs, 21))
     table.begin(step, torch.zeros(1).int(), torch.zeros(1).int())
-    reports: Path = ()
+    committed: Path = ()
     for turn in range(PASSES):
         below = {
-            path[len(reports) :]: cost - by_path[reports]
+            path[len(committed) :]: cost - by_path[committed]
             for path, cost in by_path.items()
-            if path[: len(reports)] == reports
+            if path[: len(committed)] == committed
         }
         assert step.parents is not None
         rows = int(step.query_starts[1])
@@ -377,17 +377,17 @@ def test_a_tree_keeps_what_hangs_below_what_was_said(seed: int) -> None:
         chances = [2 ** (-below[each] / COST_OF_HALVING) * 1024 for each in laid_out[1:]]
         run_pass(table, step, verdicts)
         figures = table.reports[0, turn, :REPORT_TOKENS].tolist()
-        assert figures[:3] == [count, rows - 1, rows - 1] and figures[4:7] == [0, count, len(reports)]
+        assert figures[:3] == [count, rows - 1, rows - 1] and figures[4:7] == [0, count, len(committed)]
         assert figures[7] == figures[3] and figures[8 + len(PROSPECTS) :] == [0, 0]
         for expected, best_rows in zip(figures[7 : 8 + len(PROSPECTS)], (KEPT, *PROSPECTS), strict=True):
             wanted = sum(chances[:best_rows])
             assert wanted * 0.999 - 1 <= expected <= wanted * 1.011 + 1
         deepest = laid_out[path[-1]] if path else ()
         assert reports_of(table, 0, turn)[REPORT_TOKENS:] == [*deepest, token, *path]
-        reports = (*reports, *deepest, token)
-        if reports not in by_path:
+        committed = (*committed, *deepest, token)
+        if committed not in by_path:
             break
-    assert int(table.passes[0]) == turn + 1 and int(table.accepted[0]) <= len(reports)
+    assert int(table.passes[0]) == turn + 1 and int(table.accepted[0]) <= len(committed)
 
 
 @pytest.mark.parametrize(

@@ -79,8 +79,8 @@ def test_what_was_said_outlives_the_next_launch(table: NodeTable) -> None:
     for turn in range(2):
         say(table, 0, 0, (0, 3, 1, 0, 0, 0, 0, 0), (60 + turn,), ())
         steps.append(TableStep(1, 1, table, hosts[turn]))
-    reports = [step.outcomes()[0] for step in steps]
-    assert [outcome and outcome.walk.next_token for outcome in reports] == [60, 61]
+    outcomes = [step.outcomes()[0] for step in steps]
+    assert [outcome and outcome.walk.next_token for outcome in outcomes] == [60, 61]
 
 
 def test_without_a_gpu_it_has_ended_when_it_was_launched(table: NodeTable) -> None:

@@ -121,7 +121,7 @@ def grow(growth: Growth, children: Children, limits: Tensor, level: int, floor: 
         children: of the frontier, F rows of each sequence.
         limits: [2, B] int32: most nodes and most depth of each tree.
         level: depth of the children, from 1.
-        floor: least worth of a node.
+        floor: least path probability of a node.
         tail_parents: [B, T] int32, rows of the tail; those of the new frontier are written, if there is another level.
     """
     if growth.tokens.is_cuda:
@@ -172,7 +172,7 @@ def _choose(growth: Growth, path_probs: Tensor, limits: Tensor, level: int, tail
 
 
 def make_kept(growth: Growth, nodes: int) -> Tensor:
-    """Where `keep` puts the root and the `nodes` most worthy items of each tree.
+    """Where `keep` puts the root and the `nodes` likeliest items of each tree.
 
     Returns:
         [B, 1 + 3 * N] int32, N = min(1 + nodes, C): how many rows there are, then tokens, parents (rows), and the bits
@@ -184,7 +184,7 @@ def make_kept(growth: Growth, nodes: int) -> Tensor:
 
 
 def keep(growth: Growth, kept: Tensor) -> None:
-    """Write each tree's best items, in falling order of worth, so that parents come first, to `kept`; see `make_kept`.
+    """Write each tree's best items, likeliest first, so that parents come first, to `kept`; see `make_kept`.
     What stands behind a tree's last row means nothing."""
     if kept.is_cuda:
         from tree_kernels.growth import triton_backend as _triton_growth

@@ -219,8 +219,8 @@ def _rank(  # type: ignore[no-untyped-def]
     # Walk: a node whose token the text, or the chain behind it, does not have leaves all below it out. Intervals of
     # places are nested or apart, so the farthest end of those up to a place says whether one of them covers it.
     position = tl.where(in_chain, i - _NODES + prefix + 1, base - 1 + own_depth)
-    reports = _text_at(tokens, pages, prefix, root, end, chain, position, PAGE_SIZE)
-    differs = node & (i > 0) & (own_token != reports)
+    text_token = _text_at(tokens, pages, prefix, root, end, chain, position, PAGE_SIZE)
+    differs = node & (i > 0) & (own_token != text_token)
     on_path = node & (tl.associative_scan(tl.where(differs, own_end, 0), 0, _larger) <= i)
     # The last token's place or else, of the token before, one that is to be mended. Of both the former is the larger.
     age = prefix + 1 - base
@@ -258,7 +258,7 @@ def _rank(  # type: ignore[no-untyped-def]
 
     parent = tl.where((own_parent == top) | inserted, -1, own_parent)
     parent = tl.where(in_chain, tl.where(depth > last_depth + 1, i - 1, last), parent)
-    token = tl.where(in_chain, reports, own_token)
+    token = tl.where(in_chain, text_token, own_token)
     _keep_best(
         chances, counts, keys, ranked, all_keys, ranks, b, limit, i, key, cost, token, parent, depth, near, near_end,
         CANDIDATES, KEPT_ROWS, RIVALS,

@@ -20,8 +20,8 @@ def _fill_kernel(  # type: ignore[no-untyped-def]
     """[rows] int32 each; BLOCK of them per program. `slots` and `tokens` are looked at where they are to be kept."""
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     token = tl.load(token_ids + row, mask=row < rows, other=0)
-    reports = tl.load(pending - 1 - token, mask=token < 0, other=0)
-    token = tl.where(token < 0, reports, token)
+    known = tl.load(pending - 1 - token, mask=token < 0, other=0)
+    token = tl.where(token < 0, known, token)
     tl.store(filled + row, token, mask=row < rows)
     if KEEP:
         slot = tl.load(slots + row, mask=row < rows, other=-1)

@@ -169,7 +169,7 @@ class RowBudget:
         return [offer.tree.cut(nodes) for offer, nodes in zip(offers, chosen, strict=True)]
 
     def _ranked(self, index: int, offer: Offer) -> list[tuple[float, int, int]]:
-        """(worth, sequence, node) of the nodes that may be used, in falling order of worth, parents first."""
+        """(path probability, sequence, node) of the nodes that may be used, likeliest first, parents first."""
         tree = offer.tree
         if offer.in_order:
             nodes = min(tree.nodes, offer.max_nodes, IN_ORDER_NODES)
@@ -271,7 +271,7 @@ def _falling(node: tuple[float, int, int]) -> float:
 def _likeliest_path(
     tree: GrowingTree | MergedTree, ranked: SequenceOf[tuple[float, int, int]]
 ) -> list[tuple[float, int, int]]:
-    """Of (worth, sequence, node) for every node in order of arrival: those on the path of likeliest children."""
+    """of (path probability, sequence, node) for every node in order of arrival: those on the path of likeliest children."""
     best: dict[int, tuple[float, int, int]] = {}
     for entry in ranked:
         parent = tree.parents[entry[2]]

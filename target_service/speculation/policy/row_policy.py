@@ -195,11 +195,11 @@ class RowPolicy:
             self._since_timed = 0
             for rows in (0, *sizes):
                 self._times.pop((sequences.bit_length(), rows, kind), None)
-        path_prob = {rows: self._rate(sequences, rows, kind, waits) for rows in (0, *sizes)}
-        path_prob[0] *= _MARGIN
-        best = max(path_prob, key=lambda rows: path_prob[rows])
-        for rows in path_prob:
-            if not self.seconds(sequences, rows, kind) and path_prob[rows] > _WORTH_TIMING * path_prob[best]:
+        rates = {rows: self._rate(sequences, rows, kind, waits) for rows in (0, *sizes)}
+        rates[0] *= _MARGIN
+        best = max(rates, key=lambda rows: rates[rows])
+        for rows in rates:
+            if not self.seconds(sequences, rows, kind) and rates[rows] > _WORTH_TIMING * rates[best]:
                 return rows
         if best:
             self._since_drafts, self._pause = 0, _PAUSE
