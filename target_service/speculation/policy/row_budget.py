@@ -271,7 +271,7 @@ def _falling(node: tuple[float, int, int]) -> float:
 def _likeliest_path(
     tree: GrowingTree | MergedTree, ranked: SequenceOf[tuple[float, int, int]]
 ) -> list[tuple[float, int, int]]:
-    """of (path probability, sequence, node) for every node in order of arrival: those on the path of likeliest children."""
+    """of (path probability, sequence, node) for every node as it came: those on the path of likeliest children."""
     best: dict[int, tuple[float, int, int]] = {}
     for entry in ranked:
         parent = tree.parents[entry[2]]
