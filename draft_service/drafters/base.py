@@ -52,6 +52,8 @@ class DraftSequence:
 class Drafter(Protocol):
     """Guesses continuations. Calls for sequences come from one thread at a time; each is fast, and none blocks.
 
+    What inherits this need not say what it has nothing to do for.
+
     `limits` are the most a tree of this drafter has, the root not counted; `max_context` is the longest sequence
     it follows, in tokens; a `vocabulary_size` of 0 means any.
     """
@@ -63,25 +65,31 @@ class Drafter(Protocol):
 
     def start(self) -> None:
         """Load, compile and warm up, so that no request pays for it. May take seconds. Called once, first."""
+        return
 
     def stop(self) -> None:
         """Write what must survive and end threads. Called once, last."""
+        return
 
-    def open(self, sequence: DraftSequence) -> None:
+    def open(self, sequence: DraftSequence) -> None:  # noqa: ARG002
         """Start following a sequence. Raises `UnknownCorpus`, or `NotSupported`, and then holds nothing of it."""
+        return
 
-    def advance(self, sequence: DraftSequence, committed: Sequence[int]) -> None:
+    def advance(self, sequence: DraftSequence, committed: Sequence[int]) -> None:  # noqa: ARG002
         """Take note of `committed`, the tokens that were just appended to `sequence.token_ids`."""
+        return
 
     def propose(self, sequences: Sequence[DraftSequence]) -> list[TokenTree]:
         """One tree per sequence, in order. Row 0 is the root; rows stand in falling order of worth, parents first,
         so that a prefix of the rows is the best smaller tree; scores are conditional on the parent."""
 
-    def close(self, sequence: DraftSequence) -> None:
+    def close(self, sequence: DraftSequence) -> None:  # noqa: ARG002
         """Forget a sequence. Idempotent."""
+        return
 
     def stats(self) -> Mapping[str, float]:
         """Figures for metrics, by snake_case name with unit, such as `trie_nodes`. Any thread."""
+        return {}
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,7 +56,7 @@ class MergedConfig:
         return tuple(name.strip() for name in self.merged_drafters.split(","))
 
 
-class MergedDrafter:
+class MergedDrafter(Drafter):
     """See `MergedConfig`. At most one of the drafters may want features."""
 
     name = "merged"

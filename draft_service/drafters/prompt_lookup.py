@@ -5,10 +5,10 @@ The smallest useful drafter (Saxena, "Prompt lookup decoding", 2023), and the me
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from draft_service.drafters.base import Drafter, DrafterSpec, DraftSequence, MakePart, tree_limits
+from draft_service.drafters.base import Drafter, DrafterSpec, DraftSequence, tree_limits
 from outrider.settings import SettingsError, setting
 from outrider.tree import MAX_ROWS, TokenTree
 from outrider.wire.frames import TreeLimits
@@ -37,7 +37,7 @@ class _Index:
     indexed: int
 
 
-class PromptLookupDrafter:
+class PromptLookupDrafter(Drafter):
     """One chain per sequence, from the sequence's own tokens alone; a deterministic guess in every mode."""
 
     name = "prompt_lookup"
@@ -48,12 +48,6 @@ class PromptLookupDrafter:
         self._config = config
         self.limits = TreeLimits(config.lookup_tokens, config.lookup_tokens)
 
-    def start(self) -> None:
-        """Nothing to load."""
-
-    def stop(self) -> None:
-        """Nothing to keep."""
-
     def open(self, sequence: DraftSequence) -> None:
         sequence.state = _Index({}, 1)
         self._catch_up(sequence)
@@ -63,9 +57,6 @@ class PromptLookupDrafter:
 
     def close(self, sequence: DraftSequence) -> None:
         sequence.state = None
-
-    def stats(self) -> Mapping[str, float]:
-        return {}
 
     def propose(self, sequences: Sequence[DraftSequence]) -> list[TokenTree]:
         return [self._chain(sequence) for sequence in sequences]
@@ -94,8 +85,4 @@ class PromptLookupDrafter:
         return TokenTree.root_only(sequence.root)
 
 
-def _create(config: PromptLookupConfig, _: MakePart) -> Drafter:
-    return PromptLookupDrafter(config)
-
-
-SPEC = DrafterSpec("prompt_lookup", "prompt_lookup", PromptLookupConfig, _create)
+SPEC = DrafterSpec("prompt_lookup", "prompt_lookup", PromptLookupConfig, lambda config, _: PromptLookupDrafter(config))

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from draft_service.compiling import Reals
-from draft_service.drafters.base import CorpusGrowth, Drafter, DrafterSpec, DraftSequence, MakePart, tree_limits
+from draft_service.drafters.base import CorpusGrowth, Drafter, DrafterSpec, DraftSequence, tree_limits
 from draft_service.drafters.grown import Grown, Pending
 from draft_service.ngram import building as tree_building
 from draft_service.ngram import snapshot
@@ -45,7 +45,7 @@ class _OpenSequence:
     fresh: list[int] = field(default_factory=list)
 
 
-class NgramDrafter:
+class NgramDrafter(Drafter):
     """See `TrieConfig` for what can be set, `prediction` and `ngram.growth` for how candidates are ranked."""
 
     name = "trie"
@@ -282,8 +282,4 @@ def _as_tokens(token_ids: Sequence[int]) -> Tokens:
     return np.array(token_ids, dtype=np.int32)
 
 
-def _create(config: TrieConfig, _: MakePart) -> Drafter:
-    return NgramDrafter(config)
-
-
-SPEC = DrafterSpec("trie", "trie", TrieConfig, _create)
+SPEC = DrafterSpec("trie", "trie", TrieConfig, lambda config, _: NgramDrafter(config))
