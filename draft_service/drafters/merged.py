@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from draft_service.drafters.base import (
     CorpusDrafter,
@@ -160,8 +159,9 @@ class MergedCorpusDrafter(MergedDrafter):
         return learner.add_corpus(tenant, corpus, token_ids)
 
 
-class _Merging(NamedTuple):
-    """Trees of all drafters that are to be merged, as `Pending`."""
+@dataclass(frozen=True, slots=True)
+class _Merging(Pending):
+    """Trees of all drafters, which are merged when they are fetched."""
 
     parts: Sequence[Pending]
     nodes: Sequence[int]

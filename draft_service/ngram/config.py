@@ -97,3 +97,5 @@ SPREAD = 1.25
 # The half-life of tries that do not forget with age, a sequence's own and a shared corpus: counts halve each time that
 # 2**30 more tokens are learnt. A sequence ends long before, and the clock is 32 bits wide.
 NEVER_LOG2 = 30
+# How far the race over relative frequencies is taken for the target's own. Fitted likewise.
+RACE_SHARPNESS = 0.5

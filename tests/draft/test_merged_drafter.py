@@ -189,13 +189,15 @@ def test_others_work_while_another_device_does(monkeypatch: pytest.MonkeyPatch) 
     events: list[str] = []
 
     class Away(Computed):
+        elsewhere = True
+
         def fetch(self) -> Grown:
             events.append("head fetched")
             return self.grown
 
     def begin(sequences: Sequence[DraftSequence]) -> Pending:
         events.append("head begun")
-        return Away(Grown.of(head.propose(sequences)), elsewhere=True)
+        return Away(Grown.of(head.propose(sequences)))
 
     def grow(sequences: Sequence[DraftSequence]) -> Grown:
         events.append("trie grown")

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from trie_trees import build_tree
 
 from draft_service.drafters.base import DraftSequence, tree_limits
 from draft_service.ngram.batch import ROOM
-from draft_service.ngram.building import build_tree
 from draft_service.ngram.config import NEVER_LOG2, TrieConfig
 from draft_service.ngram.drafter import NgramDrafter
 from draft_service.ngram.prediction import UNIT
