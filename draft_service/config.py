@@ -9,10 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from draft_service.drafters.base import drafter_spec
-from outrider.settings import load, setting
-
-# Names the settings file where no flag does.
-CONFIG_VARIABLE = "OUTRIDER_CONFIG"
+from outrider.settings import MAX_MESSAGE_BYTES, load, setting
 
 
 @dataclass(frozen=True)
@@ -27,7 +24,7 @@ class DraftConfig:
     tokenizer_fingerprint: str = setting("", "SHA-256 of the tokenizer that targets must have; empty takes any")
     max_sequences: int = setting(1024, "open sequences, over all streams; more are refused")
 
-    max_message_bytes: int = setting(4 * 1024 * 1024, "largest message accepted")
+    max_message_bytes: int = setting(MAX_MESSAGE_BYTES, "largest message accepted")
     drain_seconds: float = setting(5.0, "time open sequences get after SIGTERM")
     reflection: bool = setting(False, "serve gRPC reflection")
     admin_listen: str = setting("", "loopback HOST:PORT for channelz; off when empty")

@@ -14,11 +14,12 @@ from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 
-from draft_service.config import CONFIG_VARIABLE, DraftConfig, drafter_config
+from draft_service.config import DraftConfig, drafter_config
 from draft_service.drafters.base import Drafter, create, device_of, features_of
 from draft_service.session import Admission, ProposeSession
 from outrider import __version__
 from outrider.errors import OutriderError, WrongVocabulary
+from outrider.settings import CONFIG_VARIABLE
 from outrider.wire.frames import (
     DEFAULT_TENANT,
     DraftEvents,

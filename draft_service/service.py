@@ -14,7 +14,7 @@ from pathlib import Path
 
 import grpc
 
-from draft_service.config import CONFIG_VARIABLE, DraftConfig, drafter_config
+from draft_service.config import DraftConfig, drafter_config
 from draft_service.drafters.base import Drafter, create, drafter_spec, features_of
 from draft_service.server import SERVICE_NAME, DraftServicer
 from draft_service.session import Admission
@@ -24,7 +24,7 @@ from outrider import __version__
 from outrider.errors import OutriderError
 from outrider.runtime import configure_logging, run, settled
 from outrider.serving import Authenticator, GrpcServer, Service, ServingOptions, TlsFiles, serve_until_stopped
-from outrider.settings import SettingsError, add_flags, load
+from outrider.settings import CONFIG_VARIABLE, SettingsError, add_flags, load
 from outrider.telemetry.names import DRAFT_SERVICE
 from outrider.telemetry.registry import MetricsServer
 from outrider.telemetry.rpc import RpcMetricsInterceptor

@@ -9,24 +9,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from draft_service.drafters.base import Drafter, DrafterSpec, DraftSequence, tree_limits
-from outrider.settings import SettingsError, setting
+from outrider.settings import Settings, SettingsError, setting
 from outrider.tree import MAX_ROWS, TokenTree
 from outrider.wire.frames import TreeLimits
 
 
 @dataclass(frozen=True)
-class PromptLookupConfig:
+class PromptLookupConfig(Settings):
     """Settings of prompt lookup: flags, environment (`OUTRIDER_PROMPT_LOOKUP_*`) or the `[prompt_lookup]` table."""
 
-    lookup_tokens: int = setting(10, "tokens drafted, one after the other")
-    lookup_min: int = setting(2, "shortest run of tokens that is looked up")
-    lookup_max: int = setting(4, "longest run of tokens that is looked up")
+    lookup_tokens: int = setting(10, "tokens drafted, one after the other", ge=1, le=MAX_ROWS - 1)
+    lookup_min: int = setting(2, "shortest run of tokens that is looked up", ge=1)
+    lookup_max: int = setting(4, "longest run of tokens that is looked up", le=16)
 
     def __post_init__(self) -> None:
-        if not 1 <= self.lookup_tokens < MAX_ROWS:
-            raise SettingsError(f"lookup_tokens must be 1..{MAX_ROWS - 1}")
-        if not 1 <= self.lookup_min <= self.lookup_max <= 16:
-            raise SettingsError("1 <= lookup_min <= lookup_max <= 16 must hold")
+        super().__post_init__()
+        if self.lookup_min > self.lookup_max:
+            raise SettingsError("lookup_min must not be above lookup_max")
 
 
 @dataclass(slots=True)

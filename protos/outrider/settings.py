@@ -1,11 +1,13 @@
 """Settings: frozen dataclasses filled from flags, environment and a TOML file, each default in one place.
 
-A settings class is a frozen dataclass whose fields are made with `setting(default, help)`. Precedence: flag, then
-environment (`OUTRIDER_<SECTION>_<FIELD>`), then the `[section]` table of the file, then the default.
+A settings class is a frozen dataclass whose fields are made with `setting(default, help)`; where they have bounds, it
+inherits `Settings`. Precedence: flag, then environment (`OUTRIDER_<SECTION>_<FIELD>`), then the `[section]` table of
+the file, then the default.
 
     @dataclass(frozen=True)
-    class DraftConfig:
+    class DraftConfig(Settings):
         listen: str = setting("127.0.0.1:50052", "address to serve on")
+        max_sequences: int = setting(1024, "open sequences", ge=1)
 
     parser = argparse.ArgumentParser()
     add_flags(parser, DraftConfig)
@@ -24,17 +26,47 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 Config = TypeVar("Config")
+# Names the settings file where no flag does.
+CONFIG_VARIABLE = "OUTRIDER_CONFIG"
+# Bytes of the largest message that a service takes unless it is configured otherwise.
+MAX_MESSAGE_BYTES = 4 * 1024 * 1024
 _TRUE = {"1", "true", "yes", "on"}
 _FALSE = {"0", "false", "no", "off"}
 
 
 class SettingsError(ValueError):
-    """A setting that does not exist or does not parse; the message names where it came from."""
+    """A setting that does not exist, does not parse or is out of bounds; the message names where it came from."""
 
 
-def setting(default: Any, help: str, *, choices: tuple[str, ...] = ()) -> Any:
-    """A dataclass field with a help text. `choices` restricts a string."""
-    return dataclasses.field(default=default, metadata={"help": help, "choices": choices})
+def setting(
+    default: Any,
+    help: str,
+    *,
+    choices: tuple[Any, ...] = (),
+    ge: float | None = None,
+    gt: float | None = None,
+    le: float | None = None,
+) -> Any:
+    """A dataclass field with a help text.
+
+    Args:
+        choices: the only values it may have; none for any.
+        ge: the least value of a number.
+        gt: a value that a number must be above.
+        le: the greatest value of a number.
+    """
+    bounds = {"ge": ge, "gt": gt, "le": le}
+    return dataclasses.field(default=default, metadata={"help": help, "choices": choices, "bounds": bounds})
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """Holds numbers to their bounds also where no `load` does: those that a program gives."""
+
+    def __post_init__(self) -> None:
+        """Raises `SettingsError` for the first number outside of its bounds."""
+        for field in dataclasses.fields(self):
+            _check_bounds(getattr(self, field.name), field.metadata["bounds"], "--" + field.name.replace("_", "-"))
 
 
 def _type_of(config: type[Any], name: str) -> tuple[type[Any], bool]:
@@ -57,7 +89,19 @@ def _parse(config: type[Any], field: dataclasses.Field[Any], value: object, sour
     choices = field.metadata.get("choices")
     if choices and parsed not in choices:
         raise SettingsError(f"{source}: {parsed!r} is not one of {', '.join(choices)}")
+    _check_bounds(parsed, field.metadata["bounds"], source)
     return parsed
+
+
+def _check_bounds(value: Any, bounds: Mapping[str, float | None], source: str) -> None:
+    """Written so that NaN fails."""
+    least, above, most = (bounds[name] for name in ("ge", "gt", "le"))
+    if least is not None and not value >= least:
+        raise SettingsError(f"{source}: must be at least {least}")
+    if above is not None and not value > above:
+        raise SettingsError(f"{source}: must be above {above}")
+    if most is not None and not value <= most:
+        raise SettingsError(f"{source}: must be at most {most}")
 
 
 def _convert(kind: type[Any], value: object) -> Any:

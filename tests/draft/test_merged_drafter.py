@@ -278,7 +278,7 @@ def test_figures_of_all_parts_are_there() -> None:
         (("--merged-drafters", "prompt_lookup,random", "--lookup-min", "0"), "lookup"),
         (("--merged-drafters", "prompt_lookup,random", "--head", "absent"), "unrecognized arguments: --head"),
         # Which both have.
-        (("--num-draft-tokens", "-1"), "num_draft_tokens"),
+        (("--num-draft-tokens", "-1"), "num-draft-tokens"),
     ],
     ids=["of-the-first", "of-the-second", "of-neither", "of-both"],
 )

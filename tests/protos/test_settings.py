@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from draft_service.config import DraftConfig
-from outrider.settings import SettingsError, add_flags, load, setting
+from outrider.settings import Settings, SettingsError, add_flags, load, setting
 from target_service.config import TargetConfig
 
 
@@ -23,6 +23,29 @@ class Example:
     share: float = setting(0.5, "a share")
     enabled: bool = setting(True, "a switch")
     limit: int | None = setting(None, "a limit, if any")
+
+
+@dataclass(frozen=True)
+class Bounded(Settings):
+    whole: int = setting(3, "from 1 to 8", ge=1, le=8)
+    share: float = setting(0.5, "above 0", gt=0)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"whole": 0}, "whole: must be at least 1"),
+        ({"whole": 9}, "whole: must be at most 8"),
+        ({"share": 0.0}, "share: must be above 0"),
+        ({"share": float("nan")}, "share: must be above 0"),
+    ],
+)
+def test_a_number_out_of_bounds_is_named(values: dict[str, Any], message: str) -> None:
+    assert Bounded(whole=8, share=0.1) == load(
+        Bounded, "bounded", environment={"OUTRIDER_BOUNDED_WHOLE": "8", "OUTRIDER_BOUNDED_SHARE": "0.1"}
+    )
+    with pytest.raises(SettingsError, match=message):
+        Bounded(**values)
 
 
 def from_flags(*arguments: str, **sources: Any) -> Example:

@@ -18,7 +18,7 @@ from outrider.serving.credentials import TlsFiles
 from outrider.serving.health import HealthServicer
 from outrider.serving.interceptors import AuthInterceptor, ErrorInterceptor
 from outrider.serving.tenancy import Authenticator
-from outrider.settings import SettingsError
+from outrider.settings import MAX_MESSAGE_BYTES, SettingsError
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ class ServingOptions:
     """How a server is reached and what it bears. Fields mean what the settings of the same name say."""
 
     listen: str = "127.0.0.1:0"
-    max_message_bytes: int = 4 * 1024 * 1024
+    max_message_bytes: int = MAX_MESSAGE_BYTES
     # Calls at once, health checks among them; more are refused with RESOURCE_EXHAUSTED.
     max_concurrent_calls: int = 1024
     authenticator: Authenticator = field(default_factory=Authenticator)
