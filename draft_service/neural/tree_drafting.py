@@ -104,6 +104,7 @@ class TreeDrafting:
     def forget(self, followed: CacheEntry) -> None:
         """Free what a sequence holds."""
         self.cache.release(followed.pages)
+        followed.pages.clear()
         followed.entries = 0
 
     @torch.inference_mode()

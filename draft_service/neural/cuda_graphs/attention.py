@@ -56,7 +56,7 @@ def capacity(sequences: int, tail: int, cache: PagedCache, *, tree: bool) -> Att
     return AttentionBatch(
         query_starts=tuple(range(0, sequences * tail + 1, tail)),
         prefix_lengths=(_USUAL_CONTEXT,) * sequences,
-        pages=((0,) * (cache.used_pages + cache.free_pages), *((),) * (sequences - 1)),
+        pages=((0,) * cache.num_pages, *((),) * (sequences - 1)),
         page_size=cache.page_size,
         parents=(chain if tree else None,) * sequences,
     )
