@@ -49,4 +49,4 @@ def drafter_config(
     Raises `NotSupported` for a drafter that is not listed, `SettingsError` for settings it does not have.
     """
     spec = drafter_spec(name)
-    return load(spec.config, spec.section, flags, environment, path)
+    return load(spec.config, spec.name, flags, environment, path)

@@ -15,9 +15,10 @@ from draft_service.drafters.base import Drafter, DraftSequence
 from draft_service.drafters.grown import Pending, among, warm_up
 from draft_service.neural.config import NeuralConfig
 from draft_service.neural.cuda_graphs.drafting import drafting_on, first_batches
+from draft_service.neural.devices import launching_on
 from draft_service.neural.network import Network
-from draft_service.neural.threads import in_passing_thread, launching_on
 from draft_service.neural.tree_drafting import CacheEntry, TreeDrafting, Wanted
+from outrider.runtime import in_passing_thread
 from outrider.sampling import VerificationMode
 from outrider.tree import TokenTree
 

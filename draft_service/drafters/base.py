@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+from outrider import __version__
 from outrider.errors import NotSupported
 from outrider.sampling import SamplingParams, VerificationMode
 from outrider.tree import TokenTree
-from outrider.wire.frames import DEFAULT_TENANT, FeatureRequest, TreeLimits
+from outrider.wire.frames import DEFAULT_TENANT, DraftInfo, FeatureRequest, TreeLimits
 
 if TYPE_CHECKING:
     # Drafters without features run without PyTorch.
@@ -143,6 +144,19 @@ def features_of(drafter: object) -> FeatureRequest | None:
     return drafter.features if isinstance(drafter, FeatureDrafter) else None
 
 
+def info_of(drafter: Drafter, vocabulary_size: int, tokenizer_fingerprint: str = "") -> DraftInfo:
+    """What a target learns of a drafter: its limits and features, and the vocabulary and tokenizer that it serves."""
+    return DraftInfo(
+        drafter=drafter.name,
+        vocabulary_size=vocabulary_size,
+        tokenizer_fingerprint=tokenizer_fingerprint,
+        limits=drafter.limits,
+        max_context=drafter.max_context,
+        version=__version__,
+        features=features_of(drafter),
+    )
+
+
 # Makes another listed drafter, with its own settings, for one that is made of others.
 MakePart = Callable[[str], Drafter]
 
@@ -156,12 +170,11 @@ def device_of(drafter: object) -> str:
 class DrafterSpec:
     """How a drafter is configured and made.
 
-    `section` names its table in the configuration file; `parts` tells from its settings which listed drafters it is
-    made of.
+    `name` is also that of its table in the configuration file; `parts` tells from its settings which listed drafters it
+    is made of.
     """
 
     name: str
-    section: str
     config: type[Any]
     create: Callable[[Any, MakePart], Drafter]
     parts: Callable[[Any], Sequence[str]] = lambda _: ()

@@ -204,4 +204,4 @@ def _create(config: MergedConfig, make: MakePart) -> Drafter:
     return (MergedCorpusDrafter if learns else MergedDrafter)(config, parts)
 
 
-SPEC = DrafterSpec("merged", "merged", MergedConfig, _create, parts=lambda config: config.names)
+SPEC = DrafterSpec("merged", MergedConfig, _create, parts=lambda config: config.names)

@@ -24,9 +24,9 @@ from draft_service.eagle.head_config import HeadConfig, HeadRefused
 from draft_service.eagle.target_checkpoint import TargetCheckpoint
 from draft_service.neural.cuda_graphs.attention import StaticAttend
 from draft_service.neural.cuda_graphs.drafting import FIRST_PROMPTS
+from draft_service.neural.devices import launching_on
 from draft_service.neural.network import Network, RowOutput
 from draft_service.neural.tail_attention import Attend
-from draft_service.neural.threads import launching_on
 from draft_service.neural.tree_drafting import Extension
 from draft_service.neural_drafter import NeuralDrafter
 from outrider.errors import InvalidField, UnknownModel
@@ -201,5 +201,5 @@ def _target_of(config: EagleConfig, shape: HeadConfig) -> tuple[TargetCheckpoint
         return None, refused.message
 
 
-SPEC = DrafterSpec("eagle", "eagle", EagleConfig, lambda config, _: EagleDrafter(config))
+SPEC = DrafterSpec("eagle", EagleConfig, lambda config, _: EagleDrafter(config))
 """Named in `DRAFTERS`."""

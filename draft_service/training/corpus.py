@@ -125,8 +125,8 @@ def answer_counts(texts: Texts, vocab_size: int) -> NDArray[np.int64]:
     edges = np.zeros(len(texts.token_ids) + 1, np.int64)
     np.add.at(edges, texts.starts[:-1] + texts.prompt_lengths, 1)
     np.add.at(edges, texts.starts[1:], -1)
-    lm_input = np.cumsum(edges[:-1])
-    return np.bincount(texts.token_ids, weights=lm_input, minlength=vocab_size).astype(np.int64)
+    in_answer = np.cumsum(edges[:-1])
+    return np.bincount(texts.token_ids, weights=in_answer, minlength=vocab_size).astype(np.int64)
 
 
 def choose_tokens(counts: NDArray[np.int64], size: int) -> NDArray[np.int64] | None:
