@@ -11,9 +11,6 @@ from typing import Any
 from draft_service.drafters.base import drafter_spec
 from outrider.settings import MAX_MESSAGE_BYTES, load, setting
 
-# Names the settings file where no flag does.
-CONFIG_VARIABLE = "OUTRIDER_CONFIG"
-
 
 @dataclass(frozen=True)
 class DraftConfig:
@@ -52,4 +49,4 @@ def drafter_config(
     Raises `NotSupported` for a drafter that is not listed, `SettingsError` for settings it does not have.
     """
     spec = drafter_spec(name)
-    return load(spec.config, spec.section, flags, environment, path)
+    return load(spec.config, spec.name, flags, environment, path)

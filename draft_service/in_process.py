@@ -14,15 +14,14 @@ from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 
-from draft_service.config import CONFIG_VARIABLE, DraftConfig, drafter_config
-from draft_service.drafters.base import Drafter, create, device_of, features_of
+from draft_service.config import DraftConfig, drafter_config
+from draft_service.drafters.base import Drafter, create, device_of, info_of
 from draft_service.session import Admission, ProposeSession
-from outrider import __version__
 from outrider.errors import DraftUnavailable, OutriderError, WrongVocabulary
+from outrider.settings import CONFIG_VARIABLE
 from outrider.wire.frames import (
     DEFAULT_TENANT,
     DraftEvents,
-    DraftInfo,
     OpenSequence,
     SequenceAdvance,
     SequenceFailure,
@@ -57,17 +56,7 @@ class InprocessLink:
         self._admission = Admission(DraftConfig.max_sequences)
         self._session: ProposeSession | None = ProposeSession(drafter, self._admission, DEFAULT_TENANT)
         self._stopped = False
-        events.on_connected(
-            DraftInfo(
-                drafter=drafter.name,
-                vocabulary_size=drafter.vocabulary_size,
-                tokenizer_fingerprint="",
-                limits=drafter.limits,
-                max_context=drafter.max_context,
-                version=__version__,
-                features=features_of(drafter),
-            )
-        )
+        events.on_connected(info_of(drafter, drafter.vocabulary_size))
 
     def open(self, sequence: OpenSequence) -> None:
         def work(session: ProposeSession) -> None:
@@ -178,7 +167,7 @@ class ThreadedLink(InprocessLink):
     def _work(self) -> None:
         """Until `stop`: do all that waits, and then answer once, so that trees are of the newest commits."""
         # Only here: drafters without a GPU run without PyTorch.
-        from draft_service.neural.threads import on_stream_of_its_own
+        from draft_service.neural.devices import on_stream_of_its_own
 
         try:
             with on_stream_of_its_own(device_of(self._drafter)):

@@ -1,4 +1,7 @@
-"""The shared noise of COUPLED verification for numba code, bit-equal to `outrider.noise` (a test holds it)."""
+"""Chance in compiled loops: the shared noise of COUPLED verification, and the draft's own coins.
+
+The noise is bit-equal to `outrider.noise`, which a test holds.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import math
 
 import numpy as np
 
-from draft_service.compiling import compiled
+from draft_service.compiling import Numbers, compiled
 from outrider import noise
 
 # Typed constants, since numba turns uint64 mixed with a plain int into a float.
@@ -15,6 +18,9 @@ _W0, _W1 = np.uint64(noise.PHILOX_W0), np.uint64(noise.PHILOX_W1)
 _ROUNDS = noise.PHILOX_ROUNDS
 _LOW, _SHIFT = np.uint64(0xFFFFFFFF), np.uint64(32)
 _TWO, _THREE = np.uint64(2), np.uint64(3)
+GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_MIX1, _MIX2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+_S27, _S30, _S31, _S11 = np.uint64(27), np.uint64(30), np.uint64(31), np.uint64(11)
 
 
 @compiled
@@ -45,3 +51,32 @@ def exponential(seed: np.uint64, position: np.uint64, token: np.uint64) -> float
     """E of one token at one position: strictly positive."""
     uniform = (float(noise_word(seed, position, token)) + 0.5) * 2.0**-32
     return -math.log1p(-uniform)
+
+
+def first_coin(seed: int, salt: int, length: int) -> int:
+    """The state of the coins for a tree behind `length` tokens; the salt keeps them apart from all else that is made
+    from the request's seed."""
+    return (seed ^ salt) * (2 * length + 1) & 0xFFFFFFFFFFFFFFFF
+
+
+@compiled
+def coin_of(state: np.uint64) -> float:
+    """Uniform in [0, 1) from one state of splitmix64 (Steele, Lea, Flood 2014); the caller adds `GOLDEN` per coin."""
+    mixed = (state ^ (state >> _S30)) * _MIX1
+    mixed = (mixed ^ (mixed >> _S27)) * _MIX2
+    mixed ^= mixed >> _S31
+    return float(mixed >> _S11) * 2.0**-53
+
+
+@compiled
+def draw_place(left: Numbers, size: int, coin: float) -> int:
+    """The place of a draw by the weights left, at least one of them positive. The caller zeroes its weight."""
+    total = 0
+    for i in range(size):
+        total += left[i]
+    point = int(coin * total)
+    for i in range(size):
+        point -= left[i]
+        if point < 0:
+            return i
+    return 0

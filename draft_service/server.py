@@ -15,7 +15,7 @@ import grpc
 from draft_service.drafters.base import CorpusDrafter, Drafter, device_of
 from draft_service.frame_reader import Inbox, slices
 from draft_service.session import Admission, PackedGrowth, ProposeSession
-from draft_service.telemetry.observer import DraftObserver, QuietObserver
+from draft_service.telemetry.observer import DraftObserver
 from draft_service.telemetry.tracing import StreamTrace
 from outrider.errors import InvalidField, NotSupported, OutriderError, UnknownSequence
 from outrider.serving import current_tenant
@@ -56,7 +56,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         self._drafter = drafter
         self._admission = admission
         self._info = info
-        self._observer = observer or QuietObserver()
+        self._observer = observer or DraftObserver()
         self._tracing = tracing or Tracing()
         on_gpu = device_of(drafter) != "cpu"
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="drafter") if on_gpu else None

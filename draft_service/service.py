@@ -14,8 +14,8 @@ from pathlib import Path
 
 import grpc
 
-from draft_service.config import CONFIG_VARIABLE, DraftConfig, drafter_config
-from draft_service.drafters.base import Drafter, create, drafter_spec, features_of
+from draft_service.config import DraftConfig, drafter_config
+from draft_service.drafters.base import Drafter, create, drafter_spec, info_of
 from draft_service.server import SERVICE_NAME, DraftServicer
 from draft_service.session import Admission
 from draft_service.telemetry.metrics import PrometheusDraftObserver
@@ -24,13 +24,12 @@ from outrider import __version__
 from outrider.errors import OutriderError
 from outrider.runtime import configure_logging, run, settled
 from outrider.serving import Authenticator, GrpcServer, Service, ServingOptions, TlsFiles, serve_until_stopped
-from outrider.settings import SettingsError, add_flags, load
+from outrider.settings import CONFIG_VARIABLE, SettingsError, add_flags, load
 from outrider.telemetry.names import DRAFT_SERVICE
 from outrider.telemetry.registry import MetricsServer
 from outrider.telemetry.rpc import RpcMetricsInterceptor
 from outrider.telemetry.tracing import Tracing, set_up_tracing
 from outrider.v1 import draft_pb2_grpc
-from outrider.wire.frames import DraftInfo
 
 logger = logging.getLogger(__name__)
 
@@ -83,15 +82,7 @@ def build_server(
         vocabulary_size,
         trusted_tenant=config.trusted_tenant if authenticator.required else None,
     )
-    info = DraftInfo(
-        drafter=drafter.name,
-        vocabulary_size=vocabulary_size,
-        tokenizer_fingerprint=config.tokenizer_fingerprint,
-        limits=drafter.limits,
-        max_context=drafter.max_context,
-        version=__version__,
-        features=features_of(drafter),
-    )
+    info = info_of(drafter, vocabulary_size, config.tokenizer_fingerprint)
     servicer = DraftServicer(drafter, admission, info, observer, tracing)
     options = ServingOptions(
         listen=config.listen,

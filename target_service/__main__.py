@@ -10,11 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from outrider.runtime import configure_logging, prepare_grpc, run, switch_threads_often
-from outrider.settings import SettingsError, add_flags, load
+from outrider.settings import CONFIG_VARIABLE, SettingsError, add_flags, load
 from target_service.config import TargetConfig
 
-# Names the settings file where no flag does.
-CONFIG_VARIABLE = "OUTRIDER_CONFIG"
 _DESCRIPTION = """Serve a model over gRPC, with speculative decoding when a draft service is given.
 
 Every setting may also come from the environment (OUTRIDER_TARGET_MAX_RUNNING=8) or from the [target] table of the

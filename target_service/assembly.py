@@ -6,6 +6,7 @@ import logging
 from dataclasses import dataclass
 
 from outrider.errors import NotSupported, OutriderError
+from outrider.runtime import in_passing_thread
 from outrider.settings import SettingsError
 from target_service.api.admission import ServedModel
 from target_service.config import TargetConfig
@@ -14,7 +15,6 @@ from target_service.engine.engine import Engine, EngineConfig
 from target_service.engine.stats import EngineObserver
 from target_service.model.loading.loader import load_runner
 from target_service.model.runner import ModelRunner
-from target_service.model.threads import in_passing_thread
 from target_service.preflight import EngineRefused, link_options, speculates
 from target_service.speculation.client.link import StoppableLink, connect_draft
 from target_service.speculation.config import DraftingConfig

@@ -167,11 +167,11 @@ def main() -> None:
     environment = {}
     for item in arguments.set:
         name, _, value = item.partition("=")
-        environment[f"OUTRIDER_{spec.section.upper()}_{name.upper()}"] = value
+        environment[f"OUTRIDER_{spec.name.upper()}_{name.upper()}"] = value
     traces = load(arguments.traces, arguments.half)
     figures = {}
     for rows in arguments.rows.split(","):
-        drafter = create(spec.name, load_settings(spec.config, spec.section, environment=environment))
+        drafter = create(spec.name, load_settings(spec.config, spec.name, environment=environment))
         drafter.start()
         figures[rows] = report(score(drafter, traces, None if rows == "pays" else int(rows), arguments.slope))
         drafter.stop()

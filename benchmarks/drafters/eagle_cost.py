@@ -113,7 +113,7 @@ class Load:
         began = wait(device)
         self._drafter.absorb(self._sequences)
         read = wait(device)
-        wanted = [Wanted(one.state.followed, one, len(one.token_ids) - 1) for one in self._sequences]
+        wanted = [Wanted(one.state, one, len(one.token_ids) - 1) for one in self._sequences]
         work, replay = drafting.tree_pass(wanted)
         work.load(wanted)
         loaded = wait(device)

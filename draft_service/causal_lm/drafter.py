@@ -16,18 +16,15 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
-from draft_service.drafters.base import Drafter, DrafterSpec, DraftSequence, MakePart
-from draft_service.drafters.grown import Pending, among, warm_up
+from draft_service.drafters.base import DrafterSpec, DraftSequence
 from draft_service.neural.config import NeuralConfig
-from draft_service.neural.cuda_graphs.drafting import drafting_on, first_batches
-from draft_service.neural.network import RowOutput
+from draft_service.neural.network import Network, RowOutput
 from draft_service.neural.tail_attention import Attend
-from draft_service.neural.threads import in_passing_thread, launching_on
-from draft_service.neural.tree_drafting import CacheEntry, Extension, TreeDrafting, Wanted
+from draft_service.neural.tree_drafting import CacheEntry, Extension
+from draft_service.neural_drafter import NeuralDrafter
 from outrider.errors import NotSupported
 from outrider.model_store import model_source
 from outrider.settings import SettingsError, setting
-from outrider.tree import TokenTree
 
 _ATTENTION = "outrider_draft"
 # What shapes logits after the lm_head, which drafting leaves out.
@@ -98,7 +95,7 @@ class ModelNetwork:
         return logits
 
 
-class ModelDrafter:
+class ModelDrafter(NeuralDrafter):
     """See `ModelConfig` for what can be set."""
 
     name = "model"
@@ -116,114 +113,51 @@ class ModelDrafter:
         self._config = config
         self._source = model_source(config.draft_model)
         settings = _settings_of(self._source)
-        self.limits = config.tree.limits
-        self.device = config.device
         # Trees must not reach past the end of position tables.
         longest = int(getattr(settings, "max_position_embeddings", config.max_context + config.tree.num_steps))
-        self.max_context = min(config.max_context, longest - config.tree.num_steps)
-        self.vocabulary_size = int(settings.vocab_size)
-        self._drafting: TreeDrafting | None = None
-        self._full = self._rows = 0
-
-    def start(self) -> None:
-        """Load the model, hold it to its own forward pass, and run once what drafting runs."""
-        in_passing_thread(self._start)
-
-    def stop(self) -> None:
-        """Nothing to keep."""
-
-    def open(self, sequence: DraftSequence) -> None:
-        sequence.state = CacheEntry()
-
-    def advance(self, sequence: DraftSequence, committed: Sequence[int]) -> None:
-        """Nothing to do: what was committed is read with the next tree."""
-
-    def close(self, sequence: DraftSequence) -> None:
-        if sequence.state is not None:
-            self._started.forget(sequence.state)
-            sequence.state = None
-
-    def propose(self, sequences: Sequence[DraftSequence]) -> list[TokenTree]:
-        trees = [TokenTree.root_only(sequence.root) for sequence in sequences]
-        with launching_on(self._config.device):
-            places, wanted = self._prepare(sequences)
-            if wanted:
-                for place, tree in zip(places, self._started.trees(wanted), strict=True):
-                    trees[place] = tree
-        return trees
-
-    def begin(self, sequences: Sequence[DraftSequence]) -> Pending:
-        """See `ArrayDrafter.begin`."""
-        with launching_on(self._config.device):
-            places, wanted = self._prepare(sequences)
-            return among(sequences, places, self._started.begin(wanted) if wanted else None)
-
-    def _prepare(self, sequences: Sequence[DraftSequence]) -> tuple[list[int], list[Wanted]]:
-        """Read what was committed to those that the cache has room for. Returns where they stand, and their
-        trees-to-be."""
-        places = [place for place, sequence in enumerate(sequences) if self._reserve(sequence)]
-        ready = [sequences[place] for place in places]
-        extensions = []
-        for sequence in ready:
-            entries = sequence.state.entries
-            extensions.append(Extension(sequence.state, sequence.token_ids[entries:], entries))
-            self._rows += len(sequence.token_ids) - entries
-        self._started.extend(extensions)
-        return places, [Wanted(sequence.state, sequence, len(sequence.token_ids)) for sequence in ready]
+        super().__init__(config, int(settings.vocab_size), min(config.max_context, longest - config.tree.num_steps))
 
     def stats(self) -> Mapping[str, float]:
-        pages = self._drafting.cache.used_pages if self._drafting is not None else 0
         return {
-            "model_cache_used_tokens": pages * self._config.page_size,
+            "model_cache_used_tokens": self._cached_tokens,
             "model_read_rows_total": self._rows,
             "model_cache_full_total": self._full,
         }
 
-    @property
-    def _started(self) -> TreeDrafting:
-        assert self._drafting is not None, "the drafter was not started"
-        return self._drafting
+    def _ready(self, sequence: DraftSequence) -> bool:
+        return self._has_room(sequence, len(sequence.token_ids) - sequence.state.entries)
 
-    def _start(self) -> None:
-        with launching_on(self._config.device):
-            self._load()
+    def _read(self, sequences: Sequence[DraftSequence]) -> None:
+        extensions = []
+        for sequence in sequences:
+            entries = sequence.state.entries
+            extensions.append(Extension(sequence.state, sequence.token_ids[entries:], entries))
+            self._rows += len(sequence.token_ids) - entries
+        self.drafting.extend(extensions)
 
-    def _load(self) -> None:
+    def _load(self) -> Network:
         config = self._config
-        if config.threads:
-            torch.set_num_threads(config.threads)
         model: Any = AutoModelForCausalLM.from_pretrained(
             self._source, dtype=getattr(torch, config.dtype), use_safetensors=True
         )
         model = model.to(config.device).eval().requires_grad_(False)
-        expected = _own_hidden(model)
-        self._drafting = drafting_on(ModelNetwork(model), config)
-        self._check(expected)
-        for mode, count in first_batches(self._drafting, config):
-            sequences = [DraftSequence(i, [0], 1, self.vocabulary_size, mode=mode) for i in range(count)]
-            for sequence in sequences:
-                self.open(sequence)
-            warm_up(self, sequences)
-            for sequence in sequences:
-                self.close(sequence)
-        self._rows = self._full = 0
+        self._own_hidden = _own_hidden(model)
+        return ModelNetwork(model)
 
-    def _reserve(self, sequence: DraftSequence) -> bool:
-        if self._started.reserve(sequence.state, len(sequence.token_ids) - sequence.state.entries):
-            return True
-        self._full += 1
-        return False
+    def _warm_up(self) -> None:
+        self._check(self._own_hidden)
+        super()._warm_up()
 
     def _check(self, expected: Tensor) -> None:
         """Raise `NotSupported` unless the model says through our cache what it says on its own."""
         followed = CacheEntry()
         tokens = _probe(self.vocabulary_size)
-        self._started.reserve(followed, len(tokens))
-        self._started.extend([Extension(followed, tokens[:5], 0)])
-        self._started.extend([Extension(followed, tokens[5:], 5)])
-        states = self._started.states
+        self.drafting.reserve(followed, len(tokens))
+        self.drafting.extend([Extension(followed, tokens[:5], 0)])
+        self.drafting.extend([Extension(followed, tokens[5:], 5)])
+        states = self.drafting.states
         found = states.read(states.places([followed.pages])).lm_input[0].float()
-        self._started.forget(followed)
+        self.drafting.forget(followed)
         if (found - expected).norm() > _TOLERANCE * expected.norm():
             raise NotSupported("this model's attention is not plain causal attention; it cannot draft")
 
@@ -252,8 +186,4 @@ def _own_hidden(model: Any) -> Tensor:
     return hidden[0, -1].float()
 
 
-def _create(config: ModelConfig, _: MakePart) -> Drafter:
-    return ModelDrafter(config)
-
-
-SPEC = DrafterSpec("model", "model", ModelConfig, _create)
+SPEC = DrafterSpec("model", ModelConfig, lambda config, _: ModelDrafter(config))

@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+from outrider import __version__
 from outrider.errors import NotSupported
 from outrider.sampling import SamplingParams, VerificationMode
 from outrider.tree import TokenTree
-from outrider.wire.frames import DEFAULT_TENANT, FeatureRequest, TreeLimits
+from outrider.wire.frames import DEFAULT_TENANT, DraftInfo, FeatureRequest, TreeLimits
 
 if TYPE_CHECKING:
     # Drafters without features run without PyTorch.
@@ -52,6 +53,8 @@ class DraftSequence:
 class Drafter(Protocol):
     """Guesses continuations. Calls for sequences come from one thread at a time; each is fast, and none blocks.
 
+    What inherits this need not say what it has nothing to do for.
+
     `limits` are the most a tree of this drafter has, the root not counted; `max_context` is the longest sequence
     it follows, in tokens; a `vocabulary_size` of 0 means any.
     """
@@ -63,25 +66,31 @@ class Drafter(Protocol):
 
     def start(self) -> None:
         """Load, compile and warm up, so that no request pays for it. May take seconds. Called once, first."""
+        return
 
     def stop(self) -> None:
         """Write what must survive and end threads. Called once, last."""
+        return
 
-    def open(self, sequence: DraftSequence) -> None:
+    def open(self, sequence: DraftSequence) -> None:  # noqa: ARG002
         """Start following a sequence. Raises `UnknownCorpus`, or `NotSupported`, and then holds nothing of it."""
+        return
 
-    def advance(self, sequence: DraftSequence, committed: Sequence[int]) -> None:
+    def advance(self, sequence: DraftSequence, committed: Sequence[int]) -> None:  # noqa: ARG002
         """Take note of `committed`, the tokens that were just appended to `sequence.token_ids`."""
+        return
 
     def propose(self, sequences: Sequence[DraftSequence]) -> list[TokenTree]:
         """One tree per sequence, in order. Row 0 is the root; rows stand likeliest first, parents first,
         so that a prefix of the rows is the best smaller tree; scores are conditional on the parent."""
 
-    def close(self, sequence: DraftSequence) -> None:
+    def close(self, sequence: DraftSequence) -> None:  # noqa: ARG002
         """Forget a sequence. Idempotent."""
+        return
 
     def stats(self) -> Mapping[str, float]:
         """Figures for metrics, by snake_case name with unit, such as `trie_nodes`. Any thread."""
+        return {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +144,19 @@ def features_of(drafter: object) -> FeatureRequest | None:
     return drafter.features if isinstance(drafter, FeatureDrafter) else None
 
 
+def info_of(drafter: Drafter, vocabulary_size: int, tokenizer_fingerprint: str = "") -> DraftInfo:
+    """What a target learns of a drafter: its limits and features, and the vocabulary and tokenizer that it serves."""
+    return DraftInfo(
+        drafter=drafter.name,
+        vocabulary_size=vocabulary_size,
+        tokenizer_fingerprint=tokenizer_fingerprint,
+        limits=drafter.limits,
+        max_context=drafter.max_context,
+        version=__version__,
+        features=features_of(drafter),
+    )
+
+
 # Makes another listed drafter, with its own settings, for one that is made of others.
 MakePart = Callable[[str], Drafter]
 
@@ -148,12 +170,11 @@ def device_of(drafter: object) -> str:
 class DrafterSpec:
     """How a drafter is configured and made.
 
-    `section` names its table in the configuration file; `parts` tells from its settings which listed drafters it is
-    made of.
+    `name` is also that of its table in the configuration file; `parts` tells from its settings which listed drafters it
+    is made of.
     """
 
     name: str
-    section: str
     config: type[Any]
     create: Callable[[Any, MakePart], Drafter]
     parts: Callable[[Any], Sequence[str]] = lambda _: ()

@@ -6,7 +6,9 @@ two are merged, so those that need not carry distributions stay as they were com
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -68,23 +70,29 @@ class Grown(NamedTuple):
         return None if size < 0 else PackedTrees((self.sizes[:, 0] - 1).tolist(), out[:size].tobytes())
 
 
-class Pending(Protocol):
-    """Trees that were asked for. `elsewhere`: another device works at them until they are fetched."""
+class Pending(ABC):
+    """Trees that were asked for."""
 
     @property
-    def elsewhere(self) -> bool: ...
+    def elsewhere(self) -> bool:
+        """Whether another device works at them until they are fetched."""
+        return False
 
     @property
     def early(self) -> bool:
         """Whether smaller trees are there sooner; the whole ones hold them."""
+        return False
 
     @property
     def fresh(self) -> bool:
         """Whether they may still be fetched: not once the drafter was asked for others that took their place."""
+        return True
 
     def fetch_early(self) -> Grown:
-        """Wait for those; the whole trees where there are no others."""
+        """Wait for the smaller ones; for the whole trees where there are no others."""
+        return self.fetch()
 
+    @abstractmethod
     def fetch(self) -> Grown:
         """Wait for them, or compute them, while they are `fresh`."""
 
@@ -102,23 +110,19 @@ class ArrayDrafter(Protocol):
         """See `Drafter.propose`."""
 
 
-class Computed(NamedTuple):
-    """Trees that are there already, as `Pending`."""
+@dataclass(frozen=True)
+class Computed(Pending):
+    """Trees that are there already."""
 
     grown: Grown
-    elsewhere: bool = False
-    early: bool = False
-    fresh: bool = True
-
-    def fetch_early(self) -> Grown:
-        return self.grown
 
     def fetch(self) -> Grown:
         return self.grown
 
 
-class Scattered(NamedTuple):
-    """`Pending` trees of the sequences at some `places`; the others, of these roots, have none."""
+@dataclass(frozen=True, slots=True)
+class Scattered(Pending):
+    """Trees of the sequences at some `places`; the others, of these roots, have none."""
 
     roots: Sequence[int]
     places: Sequence[int]

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from draft_service.drafters.base import (
     CorpusDrafter,
@@ -30,24 +29,25 @@ from draft_service.drafters.grown import ArrayDrafter, Computed, Grown, Pending
 from draft_service.drafters.merging import merge_grown
 from outrider.errors import NotSupported, OutriderError
 from outrider.sampling import VerificationMode
-from outrider.settings import SettingsError, setting
+from outrider.settings import Settings, SettingsError, setting
 from outrider.tree import MAX_ROWS, TokenTree
 from outrider.wire.frames import FeatureRequest, TreeLimits
 
 
 @dataclass(frozen=True)
-class MergedConfig:
+class MergedConfig(Settings):
     """Settings of the merged drafter: flags, environment (`OUTRIDER_MERGED_*`) or the `[merged]` table.
 
     The drafters that are merged have theirs from the same sources; a flag that several have is for each of them.
     """
 
     merged_drafters: str = setting("eagle,trie", "drafters to merge, comma-separated; the first goes first where one")
-    merged_nodes: int = setting(0, "nodes of a merged tree; 0 takes the largest of the drafters' own")
+    merged_nodes: int = setting(
+        0, "nodes of a merged tree; 0 takes the largest of the drafters' own", ge=0, le=MAX_ROWS - 1
+    )
 
     def __post_init__(self) -> None:
-        if not 0 <= self.merged_nodes < MAX_ROWS:
-            raise SettingsError(f"merged_nodes must be 0..{MAX_ROWS - 1}")
+        super().__post_init__()
         if len(self.names) < 2 or len(set(self.names)) != len(self.names) or "merged" in self.names:
             raise SettingsError("merged_drafters needs two or more different drafters")
 
@@ -56,7 +56,7 @@ class MergedConfig:
         return tuple(name.strip() for name in self.merged_drafters.split(","))
 
 
-class MergedDrafter:
+class MergedDrafter(Drafter):
     """See `MergedConfig`. At most one of the drafters may want features."""
 
     name = "merged"
@@ -160,8 +160,9 @@ class MergedCorpusDrafter(MergedDrafter):
         return learner.add_corpus(tenant, corpus, token_ids)
 
 
-class _Merging(NamedTuple):
-    """Trees of all drafters that are to be merged, as `Pending`."""
+@dataclass(frozen=True, slots=True)
+class _Merging(Pending):
+    """Trees of all drafters, which are merged when they are fetched."""
 
     parts: Sequence[Pending]
     nodes: Sequence[int]
@@ -203,4 +204,4 @@ def _create(config: MergedConfig, make: MakePart) -> Drafter:
     return (MergedCorpusDrafter if learns else MergedDrafter)(config, parts)
 
 
-SPEC = DrafterSpec("merged", "merged", MergedConfig, _create, parts=lambda config: config.names)
+SPEC = DrafterSpec("merged", MergedConfig, _create, parts=lambda config: config.names)

@@ -5,28 +5,27 @@ The smallest useful drafter (Saxena, "Prompt lookup decoding", 2023), and the me
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from draft_service.drafters.base import Drafter, DrafterSpec, DraftSequence, MakePart, tree_limits
-from outrider.settings import SettingsError, setting
+from draft_service.drafters.base import Drafter, DrafterSpec, DraftSequence, tree_limits
+from outrider.settings import Settings, SettingsError, setting
 from outrider.tree import MAX_ROWS, TokenTree
 from outrider.wire.frames import TreeLimits
 
 
 @dataclass(frozen=True)
-class PromptLookupConfig:
+class PromptLookupConfig(Settings):
     """Settings of prompt lookup: flags, environment (`OUTRIDER_PROMPT_LOOKUP_*`) or the `[prompt_lookup]` table."""
 
-    lookup_tokens: int = setting(10, "tokens drafted, one after the other")
-    lookup_min: int = setting(2, "shortest run of tokens that is looked up")
-    lookup_max: int = setting(4, "longest run of tokens that is looked up")
+    lookup_tokens: int = setting(10, "tokens drafted, one after the other", ge=1, le=MAX_ROWS - 1)
+    lookup_min: int = setting(2, "shortest run of tokens that is looked up", ge=1)
+    lookup_max: int = setting(4, "longest run of tokens that is looked up", le=16)
 
     def __post_init__(self) -> None:
-        if not 1 <= self.lookup_tokens < MAX_ROWS:
-            raise SettingsError(f"lookup_tokens must be 1..{MAX_ROWS - 1}")
-        if not 1 <= self.lookup_min <= self.lookup_max <= 16:
-            raise SettingsError("1 <= lookup_min <= lookup_max <= 16 must hold")
+        super().__post_init__()
+        if self.lookup_min > self.lookup_max:
+            raise SettingsError("lookup_min must not be above lookup_max")
 
 
 @dataclass(slots=True)
@@ -37,7 +36,7 @@ class _Index:
     indexed: int
 
 
-class PromptLookupDrafter:
+class PromptLookupDrafter(Drafter):
     """One chain per sequence, from the sequence's own tokens alone; a deterministic guess in every mode."""
 
     name = "prompt_lookup"
@@ -48,12 +47,6 @@ class PromptLookupDrafter:
         self._config = config
         self.limits = TreeLimits(config.lookup_tokens, config.lookup_tokens)
 
-    def start(self) -> None:
-        """Nothing to load."""
-
-    def stop(self) -> None:
-        """Nothing to keep."""
-
     def open(self, sequence: DraftSequence) -> None:
         sequence.state = _Index({}, 1)
         self._catch_up(sequence)
@@ -63,9 +56,6 @@ class PromptLookupDrafter:
 
     def close(self, sequence: DraftSequence) -> None:
         sequence.state = None
-
-    def stats(self) -> Mapping[str, float]:
-        return {}
 
     def propose(self, sequences: Sequence[DraftSequence]) -> list[TokenTree]:
         return [self._chain(sequence) for sequence in sequences]
@@ -94,8 +84,4 @@ class PromptLookupDrafter:
         return TokenTree.root_only(sequence.root)
 
 
-def _create(config: PromptLookupConfig, _: MakePart) -> Drafter:
-    return PromptLookupDrafter(config)
-
-
-SPEC = DrafterSpec("prompt_lookup", "prompt_lookup", PromptLookupConfig, _create)
+SPEC = DrafterSpec("prompt_lookup", PromptLookupConfig, lambda config, _: PromptLookupDrafter(config))

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from draft_service.drafters.base import Drafter, DrafterSpec, DraftSequence, MakePart, tree_limits
+from draft_service.drafters.base import Drafter, DrafterSpec, DraftSequence, tree_limits
 from outrider.sampling import VerificationMode
 from outrider.settings import setting
 from outrider.tree import MAX_DISTRIBUTION_WEIGHT, DraftDistribution, TokenTree
@@ -22,7 +22,7 @@ class RandomConfig:
     random_seed: int = setting(0, "seed of the trees; the same calls give the same trees")
 
 
-class RandomDrafter:
+class RandomDrafter(Drafter):
     """Proposes nonsense, reproducibly. In REJECTION mode every draw comes with the distribution it was drawn from."""
 
     name = "random"
@@ -32,24 +32,6 @@ class RandomDrafter:
     def __init__(self, config: RandomConfig) -> None:
         self.limits = TreeLimits(config.random_nodes, config.random_depth)
         self._coins = random.Random(config.random_seed)
-
-    def start(self) -> None:
-        """Nothing to load."""
-
-    def stop(self) -> None:
-        """Nothing to keep."""
-
-    def open(self, sequence: DraftSequence) -> None:
-        """Nothing to remember."""
-
-    def advance(self, sequence: DraftSequence, committed: Sequence[int]) -> None:
-        """Nothing to learn."""
-
-    def close(self, sequence: DraftSequence) -> None:
-        """Nothing to forget."""
-
-    def stats(self) -> Mapping[str, float]:
-        return {}
 
     def propose(self, sequences: Sequence[DraftSequence]) -> list[TokenTree]:
         return [self._tree(sequence) for sequence in sequences]
@@ -91,8 +73,4 @@ class RandomDrafter:
         return drawn
 
 
-def _create(config: RandomConfig, _: MakePart) -> Drafter:
-    return RandomDrafter(config)
-
-
-SPEC = DrafterSpec("random", "random", RandomConfig, _create)
+SPEC = DrafterSpec("random", RandomConfig, lambda config, _: RandomDrafter(config))

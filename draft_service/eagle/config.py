@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from draft_service.neural.config import NeuralConfig
-from outrider.settings import SettingsError, setting
+from outrider.settings import setting
 
 
 @dataclass(frozen=True)
@@ -26,9 +26,6 @@ class EagleConfig(NeuralConfig):
     feature_dtype: str = setting(
         "bfloat16", "type of features on the wire", choices=("float32", "bfloat16", "float8_e4m3")
     )
-    feature_window: int = setting(8192, "features of a sequence that may wait for its next tree; the oldest go first")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.feature_window < 1:
-            raise SettingsError("feature_window must be at least 1")
+    feature_window: int = setting(
+        8192, "features of a sequence that may wait for its next tree; the oldest go first", ge=1
+    )

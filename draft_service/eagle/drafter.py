@@ -9,14 +9,12 @@ overwritten by the next.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from draft_service.drafters.base import Drafter, DrafterSpec, DraftSequence, MakePart
-from draft_service.drafters.grown import Pending, among, warm_up
+from draft_service.drafters.base import DrafterSpec, DraftSequence
 from draft_service.drafters.hidden_states import FeatureWindow
 from draft_service.eagle.checkpoint import load_head, projection_fingerprint, read_config, read_token_map
 from draft_service.eagle.config import EagleConfig
@@ -25,17 +23,16 @@ from draft_service.eagle.head import EagleHead
 from draft_service.eagle.head_config import HeadConfig, HeadRefused
 from draft_service.eagle.target_checkpoint import TargetCheckpoint
 from draft_service.neural.cuda_graphs.attention import StaticAttend
-from draft_service.neural.cuda_graphs.drafting import FIRST_PROMPTS, drafting_on, first_batches
-from draft_service.neural.network import RowOutput
+from draft_service.neural.cuda_graphs.drafting import FIRST_PROMPTS
+from draft_service.neural.devices import launching_on
+from draft_service.neural.network import Network, RowOutput
 from draft_service.neural.tail_attention import Attend
-from draft_service.neural.threads import in_passing_thread, launching_on
-from draft_service.neural.tree_drafting import CacheEntry, Extension, TreeDrafting, Wanted
+from draft_service.neural.tree_drafting import Extension
+from draft_service.neural_drafter import NeuralDrafter
 from outrider.errors import InvalidField, UnknownModel
 from outrider.heads import head_source
 from outrider.model_store import model_source
-from outrider.sampling import VerificationMode
 from outrider.settings import SettingsError
-from outrider.tree import TokenTree
 from outrider.wire.frames import FeatureRequest
 
 
@@ -62,18 +59,13 @@ class HeadNetwork:
         return self._head.logits(lm_input)
 
 
-@dataclass(slots=True, eq=False)
-class _State:
-    """A sequence as the head follows it."""
-
-    followed: CacheEntry
-    window: FeatureWindow
-
-
-class EagleDrafter:
+class EagleDrafter(NeuralDrafter):
     """See `EagleConfig` for what can be set, and `FeatureDrafter` for how features come in."""
 
     name = "eagle"
+    # Entry i is of token i + 1.
+    children_at = -1
+    first_prompts = FIRST_PROMPTS
 
     def __init__(self, config: EagleConfig, head: EagleHead | None = None) -> None:
         """Reads the head's configuration; its weights follow in `start`, unless a `head` is given.
@@ -93,71 +85,32 @@ class EagleDrafter:
         self._source = head_source(config.head) if head is None else ""
         shape = read_config(self._source) if head is None else head.config
         self._target, self._no_target = _target_of(config, shape)
-        self.limits = config.tree.limits
-        self.device = config.device
-        self.max_context = config.max_context
-        self.vocabulary_size = shape.vocab_size
+        super().__init__(config, shape.vocab_size, config.max_context)
         self.tokenizer_fingerprint = shape.tokenizer_fingerprint
         self.features: FeatureRequest | None = self._request(shape)
-        self._drafting: TreeDrafting | None = None
-        self._misses = self._full = self._rows = 0
-
-    def start(self) -> None:
-        """Load the weights, and compile and run once what drafting runs."""
-        in_passing_thread(self._start)
-
-    def stop(self) -> None:
-        """Nothing to keep."""
+        self._misses = 0
 
     def open(self, sequence: DraftSequence) -> None:
+        super().open(sequence)
         assert self.features is not None
         sequence.features = FeatureWindow(self.features.width, self._config.feature_window)
-        sequence.state = _State(CacheEntry(), sequence.features)
 
     def advance(self, sequence: DraftSequence, committed: Sequence[int]) -> None:  # noqa: ARG002
         """Raises `InvalidField` when there are more features than tokens that can have one."""
-        known, end = len(sequence.token_ids) - 1, sequence.state.window.end
+        known, end = len(sequence.token_ids) - 1, _window(sequence).end
         if end > known:
             raise InvalidField("features", f"are {end}, and {known} tokens can have one")
-
-    def close(self, sequence: DraftSequence) -> None:
-        if sequence.state is not None:
-            self.drafting.forget(sequence.state.followed)
-            sequence.state = sequence.features = None
 
     def absorb(self, sequences: Sequence[DraftSequence]) -> None:
         """See `FeatureDrafter.absorb`."""
         # A feature's entry needs the token after its own.
-        paired = [one for one in sequences if one.state.window.end < len(one.token_ids)]
-        with launching_on(self._config.device):
-            self._read([sequence for sequence in paired if self._has_room(sequence)])
-
-    def propose(self, sequences: Sequence[DraftSequence]) -> list[TokenTree]:
-        trees = [TokenTree.root_only(sequence.root) for sequence in sequences]
-        with launching_on(self._config.device):
-            places, wanted = self._prepare(sequences)
-            if wanted:
-                for place, tree in zip(places, self.drafting.trees(wanted), strict=True):
-                    trees[place] = tree
-        return trees
-
-    def begin(self, sequences: Sequence[DraftSequence]) -> Pending:
-        """See `ArrayDrafter.begin`."""
-        with launching_on(self._config.device):
-            places, wanted = self._prepare(sequences)
-            return among(sequences, places, self.drafting.begin(wanted) if wanted else None)
-
-    def _prepare(self, sequences: Sequence[DraftSequence]) -> tuple[list[int], list[Wanted]]:
-        """Read what arrived of those that can be drafted for. Returns where they stand, and their trees-to-be."""
-        places = [place for place, sequence in enumerate(sequences) if self._ready(sequence)]
-        ready = [sequences[place] for place in places]
-        self._read(ready)
-        return places, [Wanted(one.state.followed, one, len(one.token_ids) - 1) for one in ready]
+        paired = [one for one in sequences if _window(one).end < len(one.token_ids)]
+        with launching_on(self.device):
+            self._read([one for one in paired if self._has_room(one, len(_window(one)))])
 
     def stats(self) -> Mapping[str, float]:
-        pages = self._drafting.cache.used_pages if self._drafting is not None else 0
         return {
-            "eagle_cache_used_tokens": pages * self._config.page_size,
+            "eagle_cache_used_tokens": self._cached_tokens,
             "eagle_feature_rows_total": self._rows,
             "eagle_missing_features_total": self._misses,
             "eagle_cache_full_total": self._full,
@@ -169,24 +122,10 @@ class EagleDrafter:
         assert self._head is not None, "the drafter was not started"
         return self._head
 
-    @property
-    def drafting(self) -> TreeDrafting:
-        """What drafts with the head, once it is loaded."""
-        assert self._drafting is not None, "the drafter was not started"
-        return self._drafting
-
-    def _start(self) -> None:
-        with launching_on(self._config.device):
-            self._load()
-            self._warm_up()
-
-    def _load(self) -> None:
-        config = self._config
-        if config.threads:
-            torch.set_num_threads(config.threads)
+    def _load(self) -> Network:
         if self._head is None:
             self._head = self._loaded()
-        self._drafting = drafting_on(HeadNetwork(self._head), config)
+        return HeadNetwork(self._head)
 
     def _loaded(self) -> EagleHead:
         config = self._config
@@ -219,26 +158,17 @@ class EagleDrafter:
 
     def _ready(self, sequence: DraftSequence) -> bool:
         """Whether features reach the token before the root, and the cache has room."""
-        state: _State = sequence.state
-        known, window = len(sequence.token_ids) - 1, state.window
-        if window.end != known or not (len(window) or state.followed.entries):
+        known, window = len(sequence.token_ids) - 1, _window(sequence)
+        if window.end != known or not (len(window) or sequence.state.entries):
             self._misses += 1
             return False
-        return self._has_room(sequence)
-
-    def _has_room(self, sequence: DraftSequence) -> bool:
-        state: _State = sequence.state
-        if self.drafting.reserve(state.followed, len(state.window)):
-            return True
-        self._full += 1
-        return False
+        return self._has_room(sequence, len(window))
 
     @torch.inference_mode()
     def _read(self, sequences: Sequence[DraftSequence]) -> None:
-        """Extend the cache by what arrived."""
         assert self.features is not None
-        waiting = [sequence for sequence in sequences if len(sequence.state.window)]
-        taken = [sequence.state.window.take() for sequence in waiting]
+        waiting = [sequence for sequence in sequences if len(_window(sequence))]
+        taken = [_window(sequence).take() for sequence in waiting]
         if not taken:
             return
         # In one copy to the device, and one pass of the projection.
@@ -248,26 +178,15 @@ class EagleDrafter:
         extensions = []
         for sequence, (begin, own) in zip(waiting, taken, strict=True):
             tokens = sequence.token_ids[begin + 1 : begin + 1 + len(own)]
-            extensions.append(Extension(sequence.state.followed, tokens, begin))
+            extensions.append(Extension(sequence.state, tokens, begin))
         self._rows += len(vectors)
         self.drafting.extend(extensions, features)
         staging.sent()
 
-    def _warm_up(self) -> None:
-        """Draft once for throw-away sequences, see `first_batches`."""
-        assert self.features is not None
-        prompts = [(VerificationMode.GREEDY, 1, rows) for rows in FIRST_PROMPTS]
-        for mode, count, rows in prompts + [(*batch, 1) for batch in first_batches(self.drafting, self._config)]:
-            tokens = [0] * (rows + 1)
-            sequences = [DraftSequence(i, [*tokens], 1, self.vocabulary_size, mode=mode) for i in range(count)]
-            for sequence in sequences:
-                self.open(sequence)
-                assert sequence.features is not None
-                sequence.features.append(torch.zeros(rows, self.features.width), 0)
-            warm_up(self, sequences)
-            for sequence in sequences:
-                self.close(sequence)
-        self._rows = self._full = 0
+
+def _window(sequence: DraftSequence) -> FeatureWindow:
+    assert sequence.features is not None, "an EAGLE drafter's sequences have a window"
+    return sequence.features
 
 
 def _target_of(config: EagleConfig, shape: HeadConfig) -> tuple[TargetCheckpoint | None, str]:
@@ -282,9 +201,5 @@ def _target_of(config: EagleConfig, shape: HeadConfig) -> tuple[TargetCheckpoint
         return None, refused.message
 
 
-def _create(config: EagleConfig, _: MakePart) -> Drafter:
-    return EagleDrafter(config)
-
-
-SPEC = DrafterSpec("eagle", "eagle", EagleConfig, _create)
+SPEC = DrafterSpec("eagle", EagleConfig, lambda config, _: EagleDrafter(config))
 """Named in `DRAFTERS`."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 
 from torch import Tensor
 
 from draft_service.eagle.head_config import HeadRefused, TargetFacts
 from draft_service.eagle.weights import Weights
+from outrider.heads import tokenizer_fingerprint
 
 _EMBEDDINGS = ("model.embed_tokens.weight", "embed_tokens.weight", "transformer.wte.weight")
 _LM_HEADS = ("lm_head.weight", "output.weight")
@@ -43,14 +43,10 @@ class TargetCheckpoint:
         raise HeadRefused(f"{self._source} has none of {', '.join(names)}")
 
     def _fingerprint(self) -> str:
-        """As the target computes it: SHA-256 over each token's id and text, by rising id. Empty without a tokenizer."""
+        """Empty without a tokenizer."""
         folder = self._weights.folder
         if not (folder / "tokenizer.json").is_file():
             return ""
         from transformers import AutoTokenizer
 
-        tokenizer = AutoTokenizer.from_pretrained(str(folder))
-        digest = hashlib.sha256()
-        for text, token_id in sorted(tokenizer.get_vocab().items(), key=lambda item: (item[1], item[0])):
-            digest.update(f"{token_id}\t{text}\n".encode())
-        return digest.hexdigest()
+        return tokenizer_fingerprint(AutoTokenizer.from_pretrained(str(folder)))

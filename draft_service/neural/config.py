@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from draft_service.neural.tree_config import CacheShape, TreeShape
-from outrider.settings import setting
+from outrider.settings import Settings, setting
+from outrider.tree import MAX_ROWS
 
 
 class _Sizes(NamedTuple):
@@ -29,26 +30,35 @@ _CAPTURED = _Sizes(num_steps=6, topk=8, num_draft_tokens=239, frontier=16, rows_
 
 
 @dataclass(frozen=True)
-class NeuralConfig:
+class NeuralConfig(Settings):
     """How trees grow, and what the network runs on."""
 
-    num_steps: int = setting(0, "levels of a tree, each of which costs a pass; 0 takes 3, or 6 where captured")
-    topk: int = setting(0, "children of a node; 1 drafts a chain; 0 takes 4, or 8 where trees are captured")
+    num_steps: int = setting(0, "levels of a tree, each of which costs a pass; 0 takes 3, or 6 where captured", ge=0)
+    topk: int = setting(0, "children of a node; 1 drafts a chain; 0 takes 4, or 8 where trees are captured", ge=0)
     frontier: int = setting(
-        0, "nodes that each level expands; 0 takes as many as topk, or 16 where trees are captured and topk is not set"
+        0,
+        "nodes that each level expands; 0 takes as many as topk, or 16 where trees are captured and topk is not set",
+        ge=0,
     )
     rows_per_level: int = setting(
         0,
         "most nodes that a level expands over all sequences of a frame: with many of them trees become narrower and "
         "smaller, so that a frame takes no longer; 0 takes 64 where trees are captured, and no bound elsewhere",
+        ge=0,
     )
     early_levels: int = setting(
-        0, "levels that are sent while the others are grown; 0 takes 3 where trees are captured, and none elsewhere"
+        0,
+        "levels that are sent while the others are grown; 0 takes 3 where trees are captured, and none elsewhere",
+        ge=0,
     )
-    num_draft_tokens: int = setting(0, "nodes of a tree, the root not counted; 0 takes 12, or 239 where captured")
-    min_score: float = setting(0.001, "least probability of the path to a node that is worth drafting")
+    num_draft_tokens: int = setting(
+        0, "nodes of a tree, the root not counted; 0 takes 12, or 239 where captured", ge=0, le=MAX_ROWS - 1
+    )
+    min_score: float = setting(0.001, "least probability of the path to a node that is worth drafting", ge=0, le=1)
     race_entrants: int = setting(128, "tokens of a node that run the shared race of COUPLED requests")
-    race_sharpness: float = setting(1.0, "how far the race over the draft's law is taken for the target's own")
+    race_sharpness: float = setting(
+        1.0, "how far the race over the draft's distribution is taken for the target's own", gt=0
+    )
 
     dtype: str = setting("bfloat16", "type of weights and cache", choices=("float32", "bfloat16"))
     device: str = setting("cpu", "device to run on")
@@ -56,12 +66,13 @@ class NeuralConfig:
     cuda_graphs: bool = setting(False, "draft in captured CUDA graphs, on a GPU")
     captured_sequences: int = setting(8, "sequences that graphs are captured for at the start; for more when first met")
     kv_tokens: int = setting(65536, "tokens of all sequences in the cache; what does not fit is not drafted for")
-    page_size: int = setting(64, "tokens of a page of the cache")
-    max_rows: int = setting(2048, "rows of one pass over what arrived together")
+    page_size: int = setting(64, "tokens of a page of the cache", ge=1)
+    max_rows: int = setting(2048, "rows of one pass over what arrived together", ge=1)
     max_context: int = setting(131_072, "longest sequence followed, in tokens")
 
     def __post_init__(self) -> None:
-        # They check themselves.
+        super().__post_init__()
+        # They check what must hold between several settings.
         _ = self.tree, self.cache
 
     @property

@@ -6,7 +6,7 @@ worth more than its parent, what is kept holds every ancestor.
 
 In GREEDY mode a node's score is its probability; in COUPLED mode its chance of winning the race that the target will
 run, as in `ngram.growth`. In REJECTION mode children are drawn one after the other without replacement from a
-distribution of integer weights, as in `drawn_growth`: whether a row is drawn from once more is decided by its
+distribution of integer weights, as in `ngram.drawn_growth`: whether a row is drawn from once more is decided by its
 distribution, by how often it was drawn from and by the path above it, never by the token that would come out. A draw's
 worth is fixed before it is made and falls along paths and from draw to draw, so that neither which nodes are expanded
 nor which are kept at the end depends on a node's own token.
@@ -21,8 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from draft_service.compiling import compiled, inlined
-from draft_service.ngram.drawn_growth import GOLDEN, coin_of, draw_place
-from draft_service.noise import exponential
+from draft_service.noise import GOLDEN, coin_of, draw_place, exponential
 from outrider.tree import MAX_DISTRIBUTION_SUPPORT, MAX_DISTRIBUTION_WEIGHT
 
 Ints = npt.NDArray[np.int32]

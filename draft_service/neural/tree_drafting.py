@@ -7,7 +7,7 @@ what its logits are made of.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -34,12 +34,12 @@ from draft_service.neural.paged_cache import PagedCache
 from draft_service.neural.staging import Staging
 from draft_service.neural.tail_attention import TailAttention, TailPart
 from draft_service.neural.tree_config import CacheShape, TreeShape
+from draft_service.noise import first_coin
 from outrider.sampling import VerificationMode
 from outrider.tree import DraftDistribution, TokenTree
 from tree_kernels.attention import TreeAttention
 
 _MODES = {VerificationMode.GREEDY: GREEDY, VerificationMode.COUPLED: COUPLED, VerificationMode.REJECTION: REJECTION}
-_MASK64 = (1 << 64) - 1
 # Keeps the draft's coins apart from everything else that is made from the request's seed.
 _COIN_SALT = 0xA0761D6478BD642F
 
@@ -104,6 +104,7 @@ class TreeDrafting:
     def forget(self, followed: CacheEntry) -> None:
         """Free what a sequence holds."""
         self.cache.release(followed.pages)
+        followed.pages.clear()
         followed.entries = 0
 
     @torch.inference_mode()
@@ -132,7 +133,11 @@ class TreeDrafting:
     def trees(self, wanted: Sequence[Wanted]) -> list[TokenTree]:
         """The best trees, in whatever mode."""
         forest, rules = self._grow(wanted)
-        return [_tree(forest, b, one.sequence, int(rules.ints[b, NODES])) for b, one in enumerate(wanted)]
+        trees = _grown(forest, rules, [one.sequence.root for one in wanted]).as_trees()
+        for b, one in enumerate(wanted):
+            if one.sequence.mode is VerificationMode.REJECTION:
+                trees[b] = _with_distributions(trees[b], forest, b)
+        return trees
 
     @torch.inference_mode()
     def begin(self, wanted: Sequence[Wanted]) -> Pending:
@@ -225,7 +230,7 @@ def _rules(wanted: Sequence[Wanted], shape: TreeShape) -> Rules:
         reals[b] = (1.0, 0.0) if greedy else (sampling.top_p, sampling.min_p)
     lengths = [len(one.sequence.token_ids) for one in wanted]
     seeds = [one.sequence.seed for one in wanted]
-    coins = [(seed ^ _COIN_SALT) * (2 * length + 1) & _MASK64 for seed, length in zip(seeds, lengths, strict=True)]
+    coins = [first_coin(seed, _COIN_SALT, length) for seed, length in zip(seeds, lengths, strict=True)]
     return Rules(
         ints=ints,
         reals=reals,
@@ -254,20 +259,15 @@ def _grown(forest: Forest, rules: Rules, roots: Sequence[int]) -> Grown:
     return grown
 
 
-def _tree(forest: Forest, b: int, sequence: DraftSequence, nodes: int) -> TokenTree:
-    items = kept_items(forest, b, nodes)
-    row_of = np.zeros(int(forest.sizes[b]), np.int32)
-    row_of[items] = np.arange(len(items))
-    tokens, parents = forest.tokens[b, items], row_of[forest.parents[b, items]]
-    tokens[0] = sequence.root
+def _with_distributions(tree: TokenTree, forest: Forest, b: int) -> TokenTree:
+    """The tree with what the children of its rows were drawn from."""
+    items = kept_items(forest, b, tree.drafted)
     distributions: dict[int, DraftDistribution] = {}
-    if sequence.mode is VerificationMode.REJECTION:
-        for row in sorted(set(parents[1:].tolist())):
-            tail = forest.tails[b, items[row]]
-            size = forest.distribution_sizes[b, tail]
-            distributions[row] = DraftDistribution(
-                tuple(forest.distribution_tokens[b, tail, :size].tolist()),
-                tuple(forest.distribution_weights[b, tail, :size].tolist()),
-            )
-    scores = np.clip(forest.scores[b, items], 0.0, 1.0)
-    return TokenTree(tuple(tokens.tolist()), tuple(parents.tolist()), tuple(scores.tolist()), distributions)
+    for row in sorted(set(tree.parents[1:])):
+        tail = forest.tails[b, items[row]]
+        size = forest.distribution_sizes[b, tail]
+        distributions[row] = DraftDistribution(
+            tuple(forest.distribution_tokens[b, tail, :size].tolist()),
+            tuple(forest.distribution_weights[b, tail, :size].tolist()),
+        )
+    return replace(tree, distributions=distributions)

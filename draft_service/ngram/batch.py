@@ -17,7 +17,7 @@ from draft_service.compiling import Numbers, Reals, compiled, inlined, pointer
 from draft_service.drafters.grown import Grown
 from draft_service.drafters.packing import signed
 from draft_service.ngram.arrays import COLUMNS, Tokens, insert
-from draft_service.ngram.growth import Shape, grow_shape
+from draft_service.ngram.growth import Shape, grow
 from draft_service.ngram.prediction import UNIT, Evidence, Trie
 from draft_service.ngram.trie import NgramTrie
 from outrider.wire.frames import TreeLimits
@@ -101,7 +101,7 @@ def learn_and_grow(
             three = own, _trie_at(tries, asked[i, 1]), _trie_at(tries, asked[i, 2])
             context = window[longest - row[KNOWN] : longest]
             seed, position = np.uint64(row[SEED]), np.uint64(row[LENGTH])
-            rows[i, 0] = grow_shape(three, context, evidence, shape, seed, position, trees[i], scores[i])
+            rows[i, 0] = grow(three, context, evidence, shape, seed, position, trees[i], scores[i])
 
 
 class TrieBatch:
@@ -150,9 +150,7 @@ class TrieBatch:
         self._table[place, KNOWN : LENGTH + 1] = len(recent), len(token_ids)
         self.moved(place, own)
 
-    def grow(
-        self, tries: Sequence[NgramTrie], asked: Sequence[Asked], fresh: Sequence[int]
-    ) -> tuple[list[list[int]], list[list[list[int]]], list[list[float]]]:
+    def grow(self, tries: Sequence[NgramTrie], asked: Sequence[Asked], fresh: Sequence[int]) -> Grown:
         """Insert what waits for these sequences, and grow their trees.
 
         The caller holds the locks of `tries`, which another thread teaches, and has made room in the own ones.
@@ -163,16 +161,9 @@ class TrieBatch:
             fresh: tokens that were committed since the last call, tree by tree.
 
         Returns:
-            For each tree its rows and the rows that the own trie uses now; tokens and parents; scores. The last two
-            are as long as the largest tree.
+            The trees, which the next call overwrites; `sizes` has, beside the rows of each, those that the own trie
+            uses now.
         """
-        grown = self.grow_arrays(tries, asked, fresh)
-        counts: list[list[int]] = grown.sizes.tolist()
-        most = max(counts)[0]
-        return counts, grown.trees[:, :, :most].tolist(), grown.scores[:, :most].tolist()
-
-    def grow_arrays(self, tries: Sequence[NgramTrie], asked: Sequence[Asked], fresh: Sequence[int]) -> Grown:
-        """As `grow`, with the trees as arrays that the next call overwrites; `sizes` has both counts."""
         count = len(asked)
         if count > len(self._trees):
             self._trees = np.empty((count, 2, self._rows), np.int32)

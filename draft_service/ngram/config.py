@@ -7,56 +7,52 @@ from dataclasses import dataclass
 import numpy as np
 
 from draft_service.ngram.prediction import ESCAPE, HALF_LIFE, MAX_SIBLINGS, PRECEDENCE, RECENCY, SOURCES, Evidence
-from outrider.settings import SettingsError, setting
+from outrider.settings import Settings, SettingsError, setting
 from outrider.tree import MAX_ROWS
 from outrider.wire.frames import TreeLimits
 
+# A sequence's own trie counts its tokens with a clock that is never set back; and no model has such a context.
+MAX_CONTEXT = 1 << 24
+
 
 @dataclass(frozen=True)
-class TrieConfig:
+class TrieConfig(Settings):
     """Settings of the trie drafter: flags, environment (`OUTRIDER_TRIE_*`) or the `[trie]` table."""
 
-    num_draft_tokens: int = setting(32, "nodes of a tree, the root not counted")
-    branch_length: int = setting(32, "longest path below the root")
-    breadth: int = setting(8, "most children of a node; 1 drafts a single branch")
-    min_match: int = setting(1, "shortest context, in tokens, that may speak")
-    max_match: int = setting(8, "longest context, in tokens; memory per token grows with it")
+    num_draft_tokens: int = setting(32, "nodes of a tree, the root not counted", ge=1, le=MAX_ROWS - 1)
+    branch_length: int = setting(32, "longest path below the root", ge=1)
+    breadth: int = setting(8, "most children of a node; 1 drafts a single branch", ge=1)
+    min_match: int = setting(1, "shortest context, in tokens, that may speak", ge=1)
+    max_match: int = setting(8, "longest context, in tokens; memory per token grows with it", le=32)
     selection: str = setting(
         "probable", "which continuations come first: most probable, or most recent", choices=("probable", "recent")
     )
-    min_score: float = setting(0.01, "least probability of the path to a node that is worth sending")
+    min_score: float = setting(0.01, "least probability of the path to a node that is worth sending", gt=0, le=1)
 
     learn_prompts: bool = setting(True, "teach prompts to the tenant's trie")
     learn_outputs: bool = setting(True, "teach committed output to the tenant's trie")
-    output_weight: int = setting(2, "occurrences that one in an output counts as, against one in a prompt")
-    half_life_tokens: int = setting(1 << 20, "tokens learnt until an old count is halved; a power of two")
+    output_weight: int = setting(2, "occurrences that one in an output counts as, against one in a prompt", ge=1)
+    half_life_tokens: int = setting(1 << 20, "tokens learnt until an old count is halved; a power of two", ge=1)
 
     capacity: int = setting(16_000_000, "nodes over all tenants and corpora, at about 50 bytes")
-    tenant_capacity: int = setting(4_000_000, "nodes of one tenant's trie; the least useful go first")
-    corpus_capacity: int = setting(8_000_000, "nodes of one shared corpus; past it, adding is refused")
-    own_tokens: int = setting(32_768, "latest tokens of a sequence that its own trie holds")
-    own_capacity: int = setting(16_000_000, "nodes over the own tries of all open sequences; past it, they forget")
-    max_context: int = setting(131_072, "longest sequence followed, in tokens")
+    tenant_capacity: int = setting(4_000_000, "nodes of one tenant's trie; the least useful go first", ge=128)
+    corpus_capacity: int = setting(8_000_000, "nodes of one shared corpus; past it, adding is refused", ge=128)
+    own_tokens: int = setting(32_768, "latest tokens of a sequence that its own trie holds", ge=128)
+    own_capacity: int = setting(
+        16_000_000, "nodes over the own tries of all open sequences; past it, they forget", ge=128
+    )
+    max_context: int = setting(131_072, "longest sequence followed, in tokens", ge=1, le=MAX_CONTEXT)
     max_backlog: int = setting(1_000_000, "tokens that may wait to be learnt; past it, new ones are not learnt")
 
     snapshot: str = setting("", "folder to keep tries in across restarts; none when empty")
     snapshot_seconds: float = setting(300.0, "time between snapshots; one is also written at the end")
 
     def __post_init__(self) -> None:
-        if not 1 <= self.num_draft_tokens < MAX_ROWS:
-            raise SettingsError(f"num_draft_tokens must be 1..{MAX_ROWS - 1}")
-        if not 1 <= self.min_match <= self.max_match <= 32:
-            raise SettingsError("1 <= min_match <= max_match <= 32 must hold")
-        if self.branch_length < 1 or self.breadth < 1 or self.output_weight < 1:
-            raise SettingsError("branch_length, breadth and output_weight must be at least 1")
-        if not 0.0 < self.min_score <= 1.0:
-            raise SettingsError("min_score must be in (0, 1]")
-        if not 1 <= self.half_life_tokens <= 1 << NEVER_LOG2 or self.half_life_tokens & (self.half_life_tokens - 1):
-            raise SettingsError(f"half_life_tokens must be a power of two, at most 2**{NEVER_LOG2}")
-        if not 1 <= self.max_context <= MAX_CONTEXT:
-            raise SettingsError(f"max_context must be 1..{MAX_CONTEXT}")
-        if min(self.tenant_capacity, self.corpus_capacity, self.own_tokens, self.own_capacity) < 128:
-            raise SettingsError("tenant_capacity, corpus_capacity, own_tokens and own_capacity must be at least 128")
+        super().__post_init__()
+        if self.min_match > self.max_match:
+            raise SettingsError("min_match must not be above max_match")
+        if self.half_life_tokens & (self.half_life_tokens - 1):
+            raise SettingsError("half_life_tokens must be a power of two")
         if self.capacity < max(self.tenant_capacity, self.corpus_capacity):
             raise SettingsError("capacity must not be below tenant_capacity or corpus_capacity")
 
@@ -100,5 +96,5 @@ SPREAD = 1.25
 # The half-life of tries that do not forget with age, a sequence's own and a shared corpus: counts halve each time that
 # 2**30 more tokens are learnt. A sequence ends long before, and the clock is 32 bits wide.
 NEVER_LOG2 = 30
-# A sequence's own trie counts its tokens with a clock that is never set back; and no model has such a context.
-MAX_CONTEXT = 1 << 24
+# How far the race over relative frequencies is taken for the target's own. Fitted likewise.
+RACE_SHARPNESS = 0.5

@@ -7,20 +7,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
 from draft_service.compiling import Reals
-from draft_service.drafters.base import CorpusGrowth, Drafter, DrafterSpec, DraftSequence, MakePart, tree_limits
+from draft_service.drafters.base import CorpusGrowth, Drafter, DrafterSpec, DraftSequence, tree_limits
 from draft_service.drafters.grown import Grown, Pending
-from draft_service.ngram import building as tree_building
 from draft_service.ngram import snapshot
 from draft_service.ngram.arrays import Tokens
 from draft_service.ngram.batch import BREADTH, FLOOR, HALF_LIFE, ROOM, SHARPNESS, TRIE_DEPTH, Asked, TrieBatch
-from draft_service.ngram.building import build_tree, race_power
-from draft_service.ngram.config import NEVER_LOG2, TrieConfig
+from draft_service.ngram.config import NEVER_LOG2, RACE_SHARPNESS, TrieConfig
 from draft_service.ngram.corpora import Corpora
+from draft_service.ngram.drawn_growth import draw_tree
+from draft_service.ngram.growth import Shape
 from draft_service.ngram.learning import Learner
 from draft_service.ngram.own_tries import OwnRows
 from draft_service.ngram.prediction import UNIT
@@ -32,6 +31,8 @@ from outrider.wire.frames import TreeLimits
 log = logging.getLogger(__name__)
 # Committed tokens are taught to the tenant's trie in pieces of this size, to spare the queue.
 _PIECE = 16
+# Below this temperature the target's distribution is a point, and raising frequencies further only overflows.
+_COLDEST = 0.1
 
 
 @dataclass(slots=True)
@@ -46,7 +47,7 @@ class _OpenSequence:
     fresh: list[int] = field(default_factory=list)
 
 
-class NgramDrafter:
+class NgramDrafter(Drafter):
     """See `TrieConfig` for what can be set, `prediction` and `ngram.growth` for how candidates are ranked."""
 
     name = "trie"
@@ -87,7 +88,7 @@ class NgramDrafter:
         limits = tree_limits(self.limits, sequence.limits)
         # A distribution goes with every drawn row, which takes another loop.
         nodes = 0 if sequence.mode is VerificationMode.REJECTION else limits.max_nodes
-        power = race_power(sequence) if sequence.mode is VerificationMode.COUPLED else None
+        power = _race_power(sequence) if sequence.mode is VerificationMode.COUPLED else None
         place = self._batch.enter(own, sequence.token_ids, replace(limits, max_nodes=nodes), power, sequence.seed)
         followed = _OpenSequence(own, place, limits, taught=0 if config.learn_prompts else sequence.prompt_length)
         sequence.state = followed
@@ -123,16 +124,16 @@ class NgramDrafter:
             return []
         tries, asked, fresh = self._asked(sequences)
         with _Held(tries):
-            counts, grown, scores = self._batch.grow(tries, asked, fresh)
-            trees = [
-                self._drawn(sequence, tries[tenant], tries[shared])
+            grown = self._batch.grow(tries, asked, fresh)
+            drawn = {
+                place: self._drawn(sequence, tries[tenant], tries[shared])
+                for place, (sequence, (_, tenant, shared, _)) in enumerate(zip(sequences, asked, strict=True))
                 if sequence.mode is VerificationMode.REJECTION
-                else TokenTree(tuple(rows[0][:size]), tuple(rows[1][:size]), tuple(scored[:size]))
-                for sequence, (_, tenant, shared, _), (size, _), rows, scored in zip(
-                    sequences, asked, counts, grown, scores, strict=True
-                )
-            ]
-        self._settle(sequences, counts)
+            }
+        trees = grown.as_trees() if len(drawn) < len(sequences) else list(drawn.values())
+        for place, tree in drawn.items():
+            trees[place] = tree
+        self._settle(sequences, grown)
         return trees
 
     def begin(self, sequences: Sequence[DraftSequence]) -> Pending:
@@ -143,14 +144,14 @@ class NgramDrafter:
         """The trees of sequences none of which is of a REJECTION request. Overwritten by the next ones."""
         tries, asked, fresh = self._asked(sequences)
         with _Held(tries):
-            grown = self._batch.grow_arrays(tries, asked, fresh)
-        self._settle(sequences, grown.sizes.tolist())
+            grown = self._batch.grow(tries, asked, fresh)
+        self._settle(sequences, grown)
         return grown
 
-    def _settle(self, sequences: Sequence[DraftSequence], counts: list[list[int]]) -> None:
+    def _settle(self, sequences: Sequence[DraftSequence], grown: Grown) -> None:
         """Note what the own tries use, and teach. Only now, since the learner's thread would take the interpreter from
         a tree that is being made."""
-        for sequence, (_, used) in zip(sequences, counts, strict=True):
+        for sequence, (_, used) in zip(sequences, grown.sizes.tolist(), strict=True):
             followed: _OpenSequence = sequence.state
             followed.own.used = used
             followed.fresh.clear()
@@ -194,14 +195,19 @@ class NgramDrafter:
     def _drawn(self, sequence: DraftSequence, tenant: NgramTrie, shared: NgramTrie) -> TokenTree:
         """A tree whose nodes are drawn; what waited for the own trie is in it."""
         followed: _OpenSequence = sequence.state
-        tries, config = (followed.own.arrays(), tenant.arrays(), shared.arrays()), self._config
-        return build_tree(tries, sequence, self._evidence, followed.limits, config.breadth, config.min_score)
+        tries = followed.own.arrays(), tenant.arrays(), shared.arrays()
+        return draw_tree(tries, sequence, self._evidence, self._drawn_shape(sequence, followed.limits))
+
+    def _drawn_shape(self, sequence: DraftSequence, limits: TreeLimits) -> Shape:
+        config = self._config
+        bounds = limits.max_nodes, limits.max_depth, config.breadth, config.min_score
+        return Shape(*bounds, coupled=False, power=_race_power(sequence), sharpness=RACE_SHARPNESS)
 
     def _rules(self) -> Reals:
         rules = np.zeros(5)
         config = self._config
         rules[[FLOOR, BREADTH, TRIE_DEPTH]] = config.min_score, config.breadth, config.depth
-        rules[[HALF_LIFE, SHARPNESS]] = NEVER_LOG2, tree_building.SHARPNESS
+        rules[[HALF_LIFE, SHARPNESS]] = NEVER_LOG2, RACE_SHARPNESS
         return rules
 
     def _teach(self, sequence: DraftSequence, followed: _OpenSequence) -> None:
@@ -257,27 +263,21 @@ class NgramDrafter:
         """Run every compiled loop once on a throw-away sequence."""
         NgramTrie(2, 64).evict(4)
         own = NgramTrie(self._config.depth, 4096)
-        for mode in VerificationMode:
-            sequence = DraftSequence(0, [1, 2, 1, 2, 1], 5, 4, mode=mode)
-            own.insert(_as_tokens(sequence.token_ids), weight=UNIT)
-            nothing = self._nothing.arrays()
-            build_tree((own.arrays(), nothing, nothing), sequence, self._evidence, TreeLimits(4, 4), 2, 0.01)
+        drawn = DraftSequence(0, [1, 2, 1, 2, 1], 5, 4, mode=VerificationMode.REJECTION)
+        own.insert(_as_tokens(drawn.token_ids), weight=UNIT)
+        nothing = self._nothing.arrays()
+        draw_tree((own.arrays(), nothing, nothing), drawn, self._evidence, self._drawn_shape(drawn, TreeLimits(4, 4)))
         place = self._batch.enter(own, [1, 2, 1], self.limits, None, 0)
-        self._batch.grow_arrays([self._nothing], [(place, 0, 0, 2)], [2, 1]).packed([(0, 0, 1, 4)])
+        self._batch.grow([self._nothing], [(place, 0, 0, 2)], [2, 1]).packed([(0, 0, 1, 4)])
         self._batch.leave(place)
 
 
-class _Asked(NamedTuple):
-    """Trees that are `Pending`."""
+@dataclass(frozen=True, slots=True)
+class _Asked(Pending):
+    """Trees that are grown when they are fetched."""
 
     drafter: NgramDrafter
     sequences: Sequence[DraftSequence]
-    elsewhere: bool = False
-    early: bool = False
-    fresh: bool = True
-
-    def fetch_early(self) -> Grown:
-        return self.fetch()
 
     def fetch(self) -> Grown:
         return self.drafter.grow(self.sequences)
@@ -300,12 +300,13 @@ class _Held:
             trie.lock.release()
 
 
+def _race_power(sequence: DraftSequence) -> float:
+    """The exponent on probabilities in the race of a sampled sequence."""
+    return 1.0 / max(sequence.sampling.temperature or 1.0, _COLDEST)
+
+
 def _as_tokens(token_ids: Sequence[int]) -> Tokens:
     return np.array(token_ids, dtype=np.int32)
 
 
-def _create(config: TrieConfig, _: MakePart) -> Drafter:
-    return NgramDrafter(config)
-
-
-SPEC = DrafterSpec("trie", "trie", TrieConfig, _create)
+SPEC = DrafterSpec("trie", TrieConfig, lambda config, _: NgramDrafter(config))

@@ -13,8 +13,9 @@ from typing import NamedTuple
 import numpy as np
 
 from draft_service.compiling import Numbers, Reals, compiled, inlined
+from draft_service.drafters.base import DraftSequence
 from draft_service.ngram.arrays import Tokens
-from draft_service.ngram.growth import OPEN_FLOOR, Shape, unpack
+from draft_service.ngram.growth import OPEN_FLOOR, Shape
 from draft_service.ngram.prediction import (
     MAX_CANDIDATES,
     MAX_MATCH,
@@ -28,22 +29,13 @@ from draft_service.ngram.prediction import (
     resolve_states,
     start_states,
 )
-from outrider.tree import MAX_DISTRIBUTION_WEIGHT
+from draft_service.noise import GOLDEN, coin_of, draw_place, first_coin
+from outrider.tree import MAX_DISTRIBUTION_WEIGHT, DraftDistribution, TokenTree
 
 # No distribution is trusted beyond this: the target's own is never the drafter's exactly.
 _MOST_CONFIDENT = 0.95
-GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-_MIX1, _MIX2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
-_S27, _S30, _S31, _S11 = np.uint64(27), np.uint64(30), np.uint64(31), np.uint64(11)
-
-
-@compiled
-def coin_of(state: np.uint64) -> float:
-    """Uniform in [0, 1) from one state of splitmix64 (Steele, Lea, Flood 2014); the caller adds `GOLDEN` per coin."""
-    mixed = (state ^ (state >> _S30)) * _MIX1
-    mixed = (mixed ^ (mixed >> _S27)) * _MIX2
-    mixed ^= mixed >> _S31
-    return float(mixed >> _S11) * 2.0**-53
+# Keeps the draft's coins apart from everything else that is made from the request's seed.
+_COIN_SALT = 0xD1B54A32D192ED03
 
 
 class Distributions(NamedTuple):
@@ -97,20 +89,6 @@ def _make_distribution(probs: Reals, known: int, power: float, weights: Numbers)
     return min(mass, _MOST_CONFIDENT)
 
 
-@compiled
-def draw_place(left: Numbers, size: int, coin: float) -> int:
-    """The place of a draw by the weights left, at least one of them positive. The caller zeroes its weight."""
-    total = 0
-    for i in range(size):
-        total += left[i]
-    point = int(coin * total)
-    for i in range(size):
-        point -= left[i]
-        if point < 0:
-            return i
-    return 0
-
-
 class _Rows(NamedTuple):
     """What is known of the rows drawn so far: [1 + nodes] each, `left` and `states` with a second axis."""
 
@@ -158,7 +136,7 @@ def grow_drawn(
     tries: Tries,
     context: Tokens,
     evidence: Evidence,
-    packed: Reals,
+    shape: Shape,
     coins: np.uint64,
     tree: Numbers,
     scores: Reals,
@@ -168,7 +146,6 @@ def grow_drawn(
 
     Args:
         context: the sequence's last tokens, the root last.
-        packed: a packed `Shape`.
         coins: seed of the draws; private to the draft, so independent of the target's coins.
         tree: [2, 1 + shape.nodes], tokens and parents, filled; row 0, the root, is left to the caller.
         scores: [1 + shape.nodes], filled likewise.
@@ -177,7 +154,7 @@ def grow_drawn(
     Returns:
         Rows, the root among them, in draw order.
     """
-    shape, scratch = unpack(packed), make_scratch()
+    scratch = make_scratch()
     limit = shape.nodes + 1
     rows = _Rows(
         np.empty((limit, 2 * SOURCES), np.int32),
@@ -218,3 +195,26 @@ def grow_drawn(
             heap_push(rows.path_probs, rows.heap, size)
             size += 1
     return row
+
+
+def draw_tree(tries: Tries, sequence: DraftSequence, evidence: Evidence, shape: Shape) -> TokenTree:
+    """Draw the tree of one sequence from its tries (own, tenant's, shared)."""
+    context = np.array(sequence.token_ids[-int(evidence.rules[MAX_MATCH]) :], dtype=np.int32)
+    room = shape.nodes + 1
+    tree, scores = np.zeros((2, room), np.int32), np.ones(room)
+    drawn = Distributions(
+        np.empty(room, np.int32), np.empty((room, MAX_CANDIDATES), np.int32), np.empty((room, MAX_CANDIDATES), np.int32)
+    )
+    coins = np.uint64(first_coin(sequence.seed, _COIN_SALT, len(sequence.token_ids)))
+    rows = grow_drawn(tries, context, evidence, shape, coins, tree, scores, drawn)
+    tree[0, 0] = sequence.root
+    tokens, parents = tree[:, :rows].tolist()
+    distributions = {row: _distribution(drawn, row) for row in set(parents[1:])}
+    return TokenTree(tuple(tokens), tuple(parents), tuple(scores[:rows].tolist()), distributions)
+
+
+def _distribution(distributions: Distributions, row: int) -> DraftDistribution:
+    size = distributions.sizes[row]
+    return DraftDistribution(
+        tuple(distributions.tokens[row, :size].tolist()), tuple(distributions.weights[row, :size].tolist())
+    )

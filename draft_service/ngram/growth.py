@@ -45,17 +45,6 @@ class Shape(NamedTuple):
     sharpness: float
 
 
-def pack(shape: Shape) -> Reals:
-    """The shape as `grow` takes it, since one array is passed faster than seven numbers."""
-    return np.array(shape, dtype=np.float64)
-
-
-@compiled
-def unpack(packed: Reals) -> Shape:
-    """The inverse of `pack`."""
-    return Shape(int(packed[0]), int(packed[1]), int(packed[2]), packed[3], packed[4] != 0.0, packed[5], packed[6])
-
-
 @compiled
 def _race(known: int, shape: Shape, seed: np.uint64, position: np.uint64, candidates: Numbers, weights: Reals) -> None:
     """Turn probabilities into chances of winning the shared race, given its noise.
@@ -140,7 +129,7 @@ def _settle(
 
 
 @compiled
-def grow_shape(
+def grow(
     tries: Tries,
     context: Tokens,
     evidence: Evidence,
@@ -193,18 +182,3 @@ def grow_shape(
     for last in range(row + 1, ranked + 1):
         _settle(last, order, items, path_probs, tree, scores, depths, states)
     return ranked + 1
-
-
-@compiled
-def grow(
-    tries: Tries,
-    context: Tokens,
-    evidence: Evidence,
-    packed: Reals,
-    seed: np.uint64,
-    position: np.uint64,
-    tree: Numbers,
-    scores: Reals,
-) -> int:
-    """`grow_shape` for callers in Python; `packed` is a packed `Shape`."""
-    return grow_shape(tries, context, evidence, unpack(packed), seed, position, tree, scores)

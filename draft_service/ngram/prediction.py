@@ -240,12 +240,12 @@ def predict(
             )
             if total > 0.0:
                 escape = trust[source, ESCAPE + length] * spread[found]
-                mass_of_one = open_mass / (total + escape)
+                each = open_mass / (total + escape)
                 if new > 0.0:
                     recent_first = rules[RECENT_FIRST] != 0
                     recency = trust[source, RECENCY]
-                    _share_out(mass_of_one * new, new, found, recency, recent_first, places, fresh, weights)
-                open_mass = mass_of_one * escape
+                    _share_out(each * new, new, found, recency, recent_first, places, fresh, weights)
+                open_mass = each * escape
         state[source] = rows[node, LINK]
         state[SOURCES + source] = length - 1
     return known

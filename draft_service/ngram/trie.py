@@ -3,29 +3,18 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
 
 import numpy as np
 
 from draft_service.ngram.arrays import (
     COLUMNS,
-    COUNT,
-    FIRST_CHILD,
-    LINK,
     MAX_CLOCK,
-    NEXT,
-    PARENT,
-    PREVIOUS,
     ROOT,
     SEEN,
-    TOKEN,
     Rows,
     Slots,
     Tokens,
-    decayed,
-    find,
     insert,
-    match,
     set_clock_back,
 )
 from draft_service.ngram.eviction import copy_survivors, enter_all, slots_for, sound, survivors
@@ -171,52 +160,6 @@ class NgramTrie:
         trie.rows[: len(rows)] = rows
         enter_all(trie.rows, trie.slots, trie.used)
         return trie
-
-    def node_of(self, window: Sequence[int]) -> int | None:
-        """The node of a window, or None. For tests and inspection."""
-        node = ROOT
-        for token in window:
-            node = int(find(self.rows, self.slots, node, token))
-            if node == ROOT:
-                return None
-        return node
-
-    def count(self, window: Sequence[int]) -> int:
-        """The decayed count of a window, 0 when unknown. For tests and inspection."""
-        node = self.node_of(window)
-        return 0 if node is None else int(decayed(self.rows, node, self.half_life_log2))
-
-    def longest_match(self, context: Sequence[int], longest: int) -> int:
-        """Length of the longest known window, of at most `longest` tokens, that ends `context`."""
-        return int(match(self.rows, self.slots, np.array(context, dtype=np.int32), longest)[1])
-
-    def check_integrity(self) -> None:
-        """Raise AssertionError unless every pointer, sibling list and table entry is as it must be. O(nodes)."""
-        rows = self.rows[: self.used]
-        number = np.arange(self.used)
-        assert 1 <= self.used <= len(self.rows) <= self.capacity
-        assert np.all(rows[1:, PARENT] < number[1:]) and np.all(rows[1:, LINK] < number[1:])
-        assert np.all(rows[:, [PARENT, LINK, NEXT, PREVIOUS, FIRST_CHILD]] >= 0)
-        assert np.all(rows[:, [NEXT, PREVIOUS, FIRST_CHILD]] < self.used)
-        assert np.all(rows[1:, COUNT] >= 0) and np.all(rows[1:, SEEN] <= rows[ROOT, SEEN])
-        assert np.count_nonzero(self.slots) == self.used - 1
-        children = 0
-        for node in range(self.used):
-            previous, child = 0, int(rows[node, FIRST_CHILD])
-            while child:
-                assert rows[child, PARENT] == node and rows[child, PREVIOUS] == previous
-                assert find(self.rows, self.slots, node, int(rows[child, TOKEN])) == child
-                assert previous == 0 or rows[previous, SEEN] >= rows[child, SEEN]
-                self._check_link(child)
-                children += 1
-                previous, child = child, int(rows[child, NEXT])
-        assert children == self.used - 1
-
-    def _check_link(self, node: int) -> None:
-        """A node's link is reached by its own last token from its parent's link."""
-        parent, token = int(self.rows[node, PARENT]), int(self.rows[node, TOKEN])
-        expected = ROOT if parent == ROOT else find(self.rows, self.slots, int(self.rows[parent, LINK]), token)
-        assert int(self.rows[node, LINK]) == expected
 
 
 def _address(array: Rows | Slots) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 
+from draft_service.telemetry.observer import DraftObserver
 from outrider.telemetry.registry import MetricSet, Reading
 from outrider.telemetry.table import DRAFT
 
@@ -11,8 +12,8 @@ from outrider.telemetry.table import DRAFT
 _NS = 1e-9
 
 
-class PrometheusDraftObserver:
-    """Counts what the service tells it. Satisfies `draft_service.telemetry.observer.DraftObserver`."""
+class PrometheusDraftObserver(DraftObserver):
+    """Counts what the service reports."""
 
     def __init__(self, drafter: str, version: str, stats: Callable[[], Mapping[str, float]]) -> None:
         """`stats` is `Drafter.stats`; it is called in the scraping thread."""

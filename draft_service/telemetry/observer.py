@@ -1,12 +1,11 @@
-"""What the draft service tells its metrics."""
+"""What the draft service reports to its metrics."""
 
 from __future__ import annotations
 
-from typing import Protocol
 
-
-class DraftObserver(Protocol):
-    """Hears what the service did. Called on the event loop, so it must not block."""
+class DraftObserver:
+    """Receives what the service did, and drops it: the one of a service without metrics. Called on the event loop, so
+    what inherits it must not block."""
 
     def on_stream(self, change: int) -> None:
         """A `Propose` stream began (1) or ended (-1)."""
@@ -28,21 +27,3 @@ class DraftObserver(Protocol):
 
     def on_corpus(self, tokens: int) -> None:
         """A corpus, or a piece of it, was learnt."""
-
-
-class QuietObserver:
-    """An observer for services without metrics."""
-
-    def on_stream(self, change: int) -> None: ...
-
-    def on_opened(self, context_tokens: int) -> None: ...
-
-    def on_advanced(self, sequences: int, tokens: int) -> None: ...
-
-    def on_growth(self, sequences: int, nodes: int, queue_ns: int, compute_ns: int) -> None: ...
-
-    def on_closed(self, sequences: int, aborted: bool) -> None: ...
-
-    def on_failed(self, reason: str) -> None: ...
-
-    def on_corpus(self, tokens: int) -> None: ...

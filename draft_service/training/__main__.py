@@ -13,10 +13,8 @@ from rich.console import Console
 
 from draft_service.training.config import TrainingConfig
 from outrider.runtime import configure_logging, prepare_grpc
-from outrider.settings import SettingsError, add_flags, load
+from outrider.settings import CONFIG_VARIABLE, SettingsError, add_flags, load
 
-# Names the settings file where no flag does.
-CONFIG_VARIABLE = "OUTRIDER_CONFIG"
 _PROG = "outrider train-head"
 _DESCRIPTION = """Train an EAGLE-3 head for a model that Outrider serves, without any data set.
 

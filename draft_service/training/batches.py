@@ -131,12 +131,12 @@ def make_batch(
     joined_distributions = np.concatenate([one for step in distributions for one in step])
     flat = np.concatenate(distribution_rows)
     # The next token of the last distribution of a row of texts never lies behind it.
-    said = token_ids.reshape(-1)[flat + 1][joined_distributions]
+    next_tokens = token_ids.reshape(-1)[flat + 1][joined_distributions]
     return Batch(
         torch.from_numpy(token_ids),
         torch.from_numpy(flat),
         torch.from_numpy(np.concatenate([one for step in rows for one in step])),
         torch.from_numpy(joined_distributions),
-        torch.from_numpy(said),
+        torch.from_numpy(next_tokens),
         tuple(sum(map(len, step)) for step in rows),
     )

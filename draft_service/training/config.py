@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from outrider.settings import SettingsError, setting
+from outrider.settings import Settings, SettingsError, setting
 
 _AMOUNT = re.compile(r"(\d+(?:\.\d+)?)([kM]?)")
 _UNITS = {"": 1, "k": 1_000, "M": 1_000_000}
@@ -14,7 +14,7 @@ _GPU_SEQUENCES, _CPU_SEQUENCES = 256, 16
 
 
 @dataclass(frozen=True)
-class TrainingConfig:
+class TrainingConfig(Settings):
     """What `python -m draft_service.training` takes: flags, environment (`OUTRIDER_TRAINING_*`) or `[training]`."""
 
     model: str = setting("smollm2-135m-instruct", "target to learn from: a name the target knows, a folder, a hub id")
@@ -22,7 +22,7 @@ class TrainingConfig:
     device: str = setting("cpu", "torch device of target and head")
     dtype: str = setting("bfloat16", "type they compute in; the head's weights are kept in fp32 beside it")
     teacher: str = setting("local", "an entry point of outrider.teachers, or MODULE:FUNCTION")
-    minutes: float = setting(0.0, "wall time of the whole, to which writing and schedule adapt; 0 is unbounded")
+    minutes: float = setting(0.0, "wall time of the whole, to which writing and schedule adapt; 0 is unbounded", ge=0)
     seed: int = setting(0, "of everything that is drawn")
     resume: bool = setting(False, "go on with the run in FOLDER.run")
 
@@ -30,49 +30,45 @@ class TrainingConfig:
     text: str = setting("", "folder of text that is written already, `text` of another run; none is written then")
     tokens: str = setting("20M", "tokens of text to write: a number, with k or M")
     writing_share: float = setting(0.5, "share of --minutes after which writing ends, however much there is")
-    writers: int = setting(1, "processes that write at once; more than one pays on a GPU")
+    writers: int = setting(1, "processes that write at once; more than one pays on a GPU", ge=1)
     sequences: int = setting(0, "texts that each writes at once; 0 is 256 on a GPU and 16 elsewhere")
     prompts: str = setting("", "file of prompts to answer first: JSON lines with `turns`, or a prompt a line")
     sampled_prompts: bool = setting(True, "let the target make up prompts, by itself or after those of the file")
     temperatures: str = setting("0,0.7,1", "temperatures of answers, in turn; 0 must be one, to validate with")
-    max_length: int = setting(1024, "tokens of a prompt and its answer")
-    max_prompt: int = setting(192, "tokens of a prompt that the target makes up; longer ones are dropped")
-    max_answer: int = setting(512, "tokens of an answer; small models repeat themselves without end")
-    turns: int = setting(2, "questions of a conversation that the target makes up, at most")
+    max_length: int = setting(1024, "tokens of a prompt and its answer", ge=16)
+    max_prompt: int = setting(192, "tokens of a prompt that the target makes up; longer ones are dropped", ge=1)
+    max_answer: int = setting(512, "tokens of an answer; small models repeat themselves without end", ge=1)
+    turns: int = setting(2, "questions of a conversation that the target makes up, at most", ge=1)
 
     style: str = setting("eagle3.1", "architecture of the head", choices=("eagle3", "eagle3.1"))
-    layers: int = setting(1, "layers of the head")
+    layers: int = setting(1, "layers of the head", ge=1)
     hidden: int = setting(0, "width of the head; 0 takes the target's, another carries its own token embedding")
     intermediate: int = setting(0, "width of the head's MLP; 0 takes the target's, or 8/3 of --hidden")
     tied: bool = setting(False, "speak through the target's own lm_head, which is neither trained nor saved")
     vocabulary: int = setting(16384, "tokens that the head can say, the most frequent ones; 0 is all of them")
 
-    steps: int = setting(5, "steps of training-time test: how deep a draft the head learns to make")
+    steps: int = setting(5, "steps of training-time test: how deep a draft the head learns to make", ge=1)
     decay: float = setting(0.8, "weight of each step's loss relative to the one before")
     epochs: float = setting(6.0, "passes over the text at most")
-    batch_tokens: int = setting(16384, "tokens of a batch, with padding")
+    batch_tokens: int = setting(16384, "tokens of a batch, with padding", ge=1)
     learning_rate: float = setting(1e-3, "AdamW's, at its highest")
     warmup: float = setting(0.04, "share of training until then")
     weight_decay: float = setting(0.01, "AdamW's, of matrices")
     clip: float = setting(1.0, "largest norm of a gradient")
     compile: bool = setting(False, "compile the training step; costs a minute for every length of texts")
 
-    validation: int = setting(48, "greedy texts that are held back to validate with")
+    validation: int = setting(48, "greedy texts that are held back to validate with", ge=1)
     validation_seconds: float = setting(30.0, "time between validations, each of which saves the head and the run")
     log_level: str = setting("info", "log level", choices=("debug", "info", "warning", "error"))
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not self.out:
             raise SettingsError("--out names the folder for the head")
-        for name in ("writers", "layers", "steps", "validation", "batch_tokens", "max_prompt", "max_answer", "turns"):
-            if getattr(self, name) < 1:
-                raise SettingsError(f"--{name.replace('_', '-')} must be at least 1")
-        if self.max_length < 16:
-            raise SettingsError("--max-length must be at least 16")
         if self.batch_tokens < self.max_length:
             raise SettingsError("--batch-tokens must hold at least one text of --max-length")
-        if self.minutes < 0 or not 0 < self.writing_share < 1:
-            raise SettingsError("--minutes cannot be negative, and --writing-share lies between 0 and 1")
+        if not 0 < self.writing_share < 1:
+            raise SettingsError("--writing-share lies between 0 and 1")
         if self.tied and self.hidden:
             raise SettingsError("--tied needs a head of the target's width: leave out --hidden")
         if self.text and not Path(self.text).is_dir():

@@ -27,7 +27,7 @@ def soft_cross_entropy(
     weighs as little as the head can do for it, where EAGLE-3 drops it or keeps it by its most probable token.
 
     Args:
-        spoken: [R, H] what the lm_head reads.
+        lm_input: [R, H] what the lm_head reads.
         lm_head: [V', H] its weight.
         probs: [N, V'] the target's probabilities.
         distributions: [R] int64 row of `probs` for each row.

@@ -93,8 +93,8 @@ class _Course:
     def train(self, teacher: Teacher, tokens: NDArray[np.int64] | None, first: EagleHead | None) -> None:
         """From the last checkpoint, or from the beginning, to the end. `first` in place of a new head."""
         config, facts = self._config, teacher.facts
-        said = facts.vocab_size if tokens is None else len(tokens)
-        shape = head_config(config, facts, said) if first is None else first.config
+        size = facts.vocab_size if tokens is None else len(tokens)
+        shape = head_config(config, facts, size) if first is None else first.config
         reader = teacher.reader(shape.layers_of(facts.num_layers))
         learnt, held = hold_back(self._texts, config.validation, len(config.temperature_list))
         if not len(learnt):

@@ -187,7 +187,7 @@ def step_losses(lm_input: Tensor, lm_head: Tensor, probs: Tensor, batch: Batch, 
     """[steps] mean loss of every step, without gradient, and their mean weighted by `decay` ** step.
 
     Args:
-        spoken: [steps, B, L, H] from `unroll`.
+        lm_input: [steps, B, L, H] from `unroll`.
         lm_head: [V', H].
         probs: [N, V'] of `Reader.read`, for `batch.distribution_rows`.
     """

@@ -88,12 +88,12 @@ class Validator:
         """[roots, DEPTH] whether each guess is what the text says, and [roots] whether the target's would be."""
         lesson = self._reader.read(batch.token_ids, batch.distribution_rows, self._wanted)
         lm_input = unroll(head, lesson.states, batch.token_ids, DEPTH).flatten(0, 2).index_select(0, batch.rows)
-        said = most_probable(lm_input, head.lm_head.weight)
+        guessed = most_probable(lm_input, head.lm_head.weight)
         target = lesson.probs.argmax(-1).index_select(0, batch.distributions[: batch.counts[0]])
         if self._wanted is not None:
-            said, target = self._wanted[said], self._wanted[target]
+            guessed, target = self._wanted[guessed], self._wanted[target]
         agreeing = target == batch.next_tokens[: batch.counts[0]]
-        return (said == batch.next_tokens).view(DEPTH, -1).T, agreeing
+        return (guessed == batch.next_tokens).view(DEPTH, -1).T, agreeing
 
 
 def acceptance_of(matches: Tensor, agreeing: Tensor) -> Acceptance:

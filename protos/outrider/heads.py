@@ -10,7 +10,7 @@ import importlib.util
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from outrider.errors import NotSupported
 
@@ -38,8 +38,8 @@ class ShippedHead:
     def accepted_length(self) -> float | None:
         """Tokens a step with chains on its target's own greedy text, by its training record; None without one."""
         record = self.folder / _RECORD
-        told = json.loads(record.read_text()).get("acceptance") if record.is_file() else None
-        return float(told["mean_length"]) if told else None
+        measured = json.loads(record.read_text()).get("acceptance") if record.is_file() else None
+        return float(measured["mean_length"]) if measured else None
 
 
 def shipped_heads() -> tuple[ShippedHead, ...]:
@@ -64,6 +64,14 @@ def weight_fingerprint(weight: Tensor) -> str:
     import torch
 
     return hashlib.sha256(weight.to(torch.bfloat16).contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+def tokenizer_fingerprint(tokenizer: Any) -> str:
+    """SHA-256, in hex, over the vocabulary of transformers' tokenizer: each token's id and text, by rising id."""
+    digest = hashlib.sha256()
+    for text, token_id in sorted(tokenizer.get_vocab().items(), key=lambda item: (item[1], item[0])):
+        digest.update(f"{token_id}\t{text}\n".encode())
+    return digest.hexdigest()
 
 
 def head_source(head: str) -> str:

@@ -1,11 +1,13 @@
 """Settings: frozen dataclasses filled from flags, environment and a TOML file, each default in one place.
 
-A settings class is a frozen dataclass whose fields are made with `setting(default, help)`. Precedence: flag, then
-environment (`OUTRIDER_<SECTION>_<FIELD>`), then the `[section]` table of the file, then the default.
+A settings class is a frozen dataclass whose fields are made with `setting(default, help)`; where they have bounds, it
+inherits `Settings`. Precedence: flag, then environment (`OUTRIDER_<SECTION>_<FIELD>`), then the `[section]` table of
+the file, then the default.
 
     @dataclass(frozen=True)
-    class DraftConfig:
+    class DraftConfig(Settings):
         listen: str = setting("127.0.0.1:50052", "address to serve on")
+        max_sequences: int = setting(1024, "open sequences", ge=1)
 
     parser = argparse.ArgumentParser()
     add_flags(parser, DraftConfig)
@@ -27,6 +29,8 @@ from typing import Any, TypeVar
 
 Config = TypeVar("Config")
 logger = logging.getLogger(__name__)
+# Names the settings file where no flag does.
+CONFIG_VARIABLE = "OUTRIDER_CONFIG"
 # Bytes of the largest message that a service takes unless it is configured otherwise.
 MAX_MESSAGE_BYTES = 4 * 1024 * 1024
 _TRUE = {"1", "true", "yes", "on"}
@@ -42,7 +46,7 @@ SECTIONS = frozenset(
 
 
 class SettingsError(ValueError):
-    """A setting that does not exist or does not parse; the message names where it came from."""
+    """A setting that does not exist, does not parse or is out of bounds; the message names where it came from."""
 
 
 def setting(
@@ -69,6 +73,16 @@ def setting(
     bounds = {"ge": ge, "gt": gt, "le": le}
     metadata = {"help": help, "choices": choices, "bounds": bounds, "deprecated": deprecated, "secret": secret}
     return dataclasses.field(default=default, metadata=metadata)
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """Holds numbers to their bounds also where no `load` does: those that a program gives."""
+
+    def __post_init__(self) -> None:
+        """Raises `SettingsError` for the first number outside of its bounds."""
+        for field in dataclasses.fields(self):
+            _check_bounds(getattr(self, field.name), field.metadata["bounds"], "--" + field.name.replace("_", "-"))
 
 
 def _type_of(config: type[Any], name: str) -> tuple[type[Any], bool]:

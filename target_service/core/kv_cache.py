@@ -1,21 +1,16 @@
-"""The paged KV cache: pools per layer, and who may use which page.
-
-Attention reads a sequence whose pages are consecutive in place, and gathers any other one's keys and values first, so
-pages are handed out in runs that can grow.
-"""
+"""The paged KV cache: pools per layer over the pages that are handed out."""
 
 from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
+from tree_kernels.pages import OutOfPages, Pages
 
-class OutOfPages(Exception):
-    """Fewer pages are free than were asked for. Nothing was allocated."""
+__all__ = ["KVCache", "OutOfPages"]
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -27,13 +22,12 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     return torch.frombuffer(memory, dtype=dtype, count=count).view(shape)
 
 
-class KVCache:
+class KVCache(Pages):
     """Keys and values of all sequences, in pages of `page_size` tokens.
 
     `keys[layer]` is [num_pages, page_size, kv_heads, key_width], `values[layer]` likewise with value_width; they are
-    parts of `key_pool` [layers, num_pages, ...] and `value_pool`.
-    A slot is `page * page_size + offset`. `tokens` [slots] int32 are those whose keys these are, where a runner keeps
-    them.
+    parts of `key_pool` [layers, num_pages, ...] and `value_pool`. `tokens` [slots] int32 are those that these are the
+    keys of, where a runner keeps them.
     """
 
     def __init__(
@@ -47,95 +41,10 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        if num_pages < 1 or page_size < 1:
-            raise ValueError(f"expected at least one page of at least one token, got {num_pages} of {page_size}")
-        self.num_pages = num_pages
-        self.page_size = page_size
+        super().__init__(num_pages, page_size)
         shape = (layers, num_pages, page_size, kv_heads)
         self.key_pool = _zeros((*shape, key_width), dtype, device)
         self.value_pool = _zeros((*shape, value_width), dtype, device)
         self.keys = list(self.key_pool)
         self.values = list(self.value_pool)
         self.tokens = torch.zeros(num_pages * page_size, dtype=torch.int32, device=device)
-        # Free pages as the longest runs start .. end, found by either bound.
-        self._end_of = {0: num_pages}
-        self._start_of = {num_pages: 0}
-        self._free_pages = num_pages
-
-    @property
-    def free_pages(self) -> int:
-        return self._free_pages
-
-    @property
-    def used_pages(self) -> int:
-        return self.num_pages - self._free_pages
-
-    def pages_for(self, tokens: int) -> int:
-        """Pages that hold this many tokens."""
-        return -(-tokens // self.page_size)
-
-    def allocate(self, count: int, after: int | None = None) -> list[int]:
-        """Take `count` pages, or raise `OutOfPages` and take none.
-
-        They follow page `after`, the last of the sequence that grows, as far as those are free. The others are
-        consecutive if any free run has room for them.
-        """
-        if count > self._free_pages:
-            raise OutOfPages(f"expected {count} free pages, have {self._free_pages}")
-        taken: list[int] = []
-        if after is not None and after + 1 in self._end_of:
-            taken = self._take(after + 1, count, at=after + 1)
-        while len(taken) < count:
-            missing = count - len(taken)
-            start = max(self._end_of, key=self._length)
-            # In the middle of the longest run, so that its neighbour below and the newcomer can both grow.
-            slack = max(0, self._length(start) - missing) if start > 0 else 0
-            taken += self._take(start, missing, at=start + slack // 2)
-        return taken
-
-    def release(self, pages: Sequence[int]) -> None:
-        """Give pages back. Each must have been allocated and not yet released."""
-        start = end = pages[0] if pages else 0
-        for page in pages:
-            if page != end:
-                self._give(start, end)
-                start = page
-            end = page + 1
-        self._give(start, end)
-
-    def _length(self, start: int) -> int:
-        return self._end_of[start] - start
-
-    def _take(self, start: int, count: int, at: int) -> list[int]:
-        """At most `count` pages from `at` on, out of the free run that begins at `start`."""
-        end = self._end_of.pop(start)
-        del self._start_of[end]
-        stop = min(at + count, end)
-        for low, high in ((start, at), (stop, end)):
-            if low < high:
-                self._end_of[low], self._start_of[high] = high, low
-        self._free_pages -= stop - at
-        return list(range(at, stop))
-
-    def _give(self, start: int, end: int) -> None:
-        """Free the pages start .. end, and join them with the free runs they touch."""
-        if start == end:
-            return
-        self._free_pages += end - start
-        start, end = self._start_of.pop(start, start), self._end_of.pop(end, end)
-        self._end_of[start], self._start_of[end] = end, start
-
-    def slots(self, pages: Sequence[int], start: int, count: int) -> list[int]:
-        """The slots of tokens start .. start + count of a sequence that holds `pages`."""
-        size = self.page_size
-        return [pages[t // size] * size + t % size for t in range(start, start + count)]
-
-    def check_integrity(self, owned: Iterable[Sequence[int]]) -> None:
-        """Raise AssertionError unless every page is free or owned, and exactly once."""
-        assert self._start_of == {end: start for start, end in self._end_of.items()}, "a free run has two bounds"
-        free = [page for start, end in self._end_of.items() for page in range(start, end)]
-        assert len(free) == self._free_pages, f"{len(free)} pages are free, {self._free_pages} were counted"
-        pages = [*free, *(page for sequence in owned for page in sequence)]
-        assert len(pages) == self.num_pages, f"{len(pages)} pages accounted for, of {self.num_pages}"
-        assert sorted(pages) == list(range(self.num_pages)), "a page is accounted for twice"
-        assert not self._end_of.keys() & self._start_of.keys(), "two free runs touch"

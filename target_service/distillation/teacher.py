@@ -8,12 +8,13 @@ from typing import Any
 from transformers import AutoConfig, AutoTokenizer
 
 from outrider.distillation import Reader, TeacherFacts, TeacherSettings, WritingOrder, WrittenText
+from outrider.heads import tokenizer_fingerprint
 from outrider.settings import SettingsError
 from target_service.config import TargetConfig
 from target_service.distillation.reading import TextReader
 from target_service.distillation.writing import ChatTexts, TextWriter, writing_runner
 from target_service.model.loading.store import resolve
-from target_service.model.support import ModelRefused, check_supported, longest_context, tokenizer_fingerprint
+from target_service.model.support import ModelRefused, check_supported, longest_context
 
 
 def load(settings: TeacherSettings) -> LocalTeacher:

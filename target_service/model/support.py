@@ -1,8 +1,7 @@
-"""Which models can be served, and what the tokenizer's identity is."""
+"""Which models can be served."""
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,11 +104,3 @@ def _check_model(kind: str, model: PreTrainedModel) -> None:
         raise ModelRefused(f"{kind}: its tokens see later ones")
     if any("sinks" in name for name, _ in model.named_parameters()):
         raise ModelRefused(f"{kind}: attention sinks are not served")
-
-
-def tokenizer_fingerprint(tokenizer: Any) -> str:
-    """SHA-256, in hex, over the tokenizer's vocabulary: each token's text and id, by rising id."""
-    digest = hashlib.sha256()
-    for text, token_id in sorted(tokenizer.get_vocab().items(), key=lambda item: (item[1], item[0])):
-        digest.update(f"{token_id}\t{text}\n".encode())
-    return digest.hexdigest()

@@ -12,6 +12,7 @@ from static_drafting import StaticDrafting, static_kv  # noqa: F401
 from torch import Tensor
 
 from draft_service.drafters.base import DraftSequence
+from draft_service.neural.config import NeuralConfig
 from draft_service.neural.network import RowOutput
 from draft_service.neural.tail_attention import Attend
 from draft_service.neural.tree_config import CacheShape, TreeShape
@@ -207,10 +208,10 @@ def test_a_level_has_no_more_rows_than_it_may(rows: int, topk: int, frontier: in
 
 @pytest.mark.parametrize(
     ("frontier", "steps", "rows", "fault"),
-    [(24, 12, 0, "frontier"), (-1, 3, 0, "frontier"), (2, 3, -1, "rows_per_level"), (0, 40, 0, "topk")],
+    [(24, 12, 0, "frontier"), (-1, 3, 0, "frontier"), (2, 3, -1, "rows-per-level"), (0, 40, 0, "topk")],
 )
 def test_shapes_that_cannot_be_are_refused(frontier: int, steps: int, rows: int, fault: str) -> None:
     with pytest.raises(SettingsError, match=fault):
-        TreeShape(steps, 8, 239, 0.0, 40, 1.0, frontier, rows)
+        NeuralConfig(num_steps=steps, topk=8, num_draft_tokens=239, frontier=frontier, rows_per_level=rows)
     # Few nodes of many children.
     TreeShape(100, 30, 239, 0.0, 40, 1.0, frontier=2)

@@ -87,7 +87,7 @@ def test_every_drafter_is_configured_by_its_own_section(name: str) -> None:
     spec = drafter_spec(name)
     parser = argparse.ArgumentParser()
     add_flags(parser, spec.config)
-    assert load(spec.config, spec.section, parser.parse_args([]), {}) == spec.config()
+    assert load(spec.config, spec.name, parser.parse_args([]), {}) == spec.config()
     assert spec.name == name
 
 

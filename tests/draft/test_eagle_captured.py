@@ -25,9 +25,9 @@ from eagle_heads import KINDS, make_head
 from kernel_worker import INTERPRETED, work
 from static_drafting import StaticDrafting, static_kv  # noqa: F401
 
+from draft_service import neural_drafter
 from draft_service.drafters.grown import ArrayDrafter, Grown
 from draft_service.drafters.packing import PackedTrees
-from draft_service.eagle import drafter as drafter_module
 from draft_service.eagle.config import EagleConfig
 from draft_service.eagle.drafter import EagleDrafter, HeadNetwork
 from draft_service.eagle.head import EagleHead
@@ -203,7 +203,7 @@ def test_triton_sees_the_rows_that_the_device_chose() -> None:
 
 
 def test_what_common_batches_replay_is_captured_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drafter_module, "drafting_on", lambda net, own: StaticDrafting(net, own.tree, own.cache))
+    monkeypatch.setattr(neural_drafter, "drafting_on", lambda net, own: StaticDrafting(net, own.tree, own.cache))
     drafting = make_drafter(make_head(), captured_sequences=5).drafting
     assert isinstance(drafting, StaticDrafting)
     assert set(drafting._trees) == {(count, coupled) for count in (1, 2, 4) for coupled in (False, True)}

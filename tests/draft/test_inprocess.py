@@ -13,7 +13,7 @@ from scripted_drafter import VOCABULARY, Listener, ScriptedDrafter, opening, ste
 from draft_service import in_process as inprocess
 from draft_service.drafters.base import DraftSequence
 from draft_service.in_process import InprocessLink, ThreadedLink, connect
-from draft_service.neural import threads
+from draft_service.neural import devices
 from outrider.errors import NotSupported, UnknownCorpus
 from outrider.settings import SettingsError
 from outrider.tree import TokenTree
@@ -181,7 +181,7 @@ def test_a_thread_that_cannot_begin_is_a_lost_draft(
     def refuse(_: str) -> None:
         raise RuntimeError("no such device")
 
-    monkeypatch.setattr(threads, "on_stream_of_its_own", refuse)
+    monkeypatch.setattr(devices, "on_stream_of_its_own", refuse)
     link = ThreadedLink(drafter, heard)
     heard.until(lambda heard: heard.losses)
     link.open(opening(1))
@@ -194,7 +194,7 @@ def test_a_drafter_on_a_gpu_gets_a_thread(
     device: str, kind: type[InprocessLink], drafter: ScriptedDrafter, heard: Listener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drafter.device = device  # type: ignore[attr-defined]
-    monkeypatch.setattr(threads, "on_stream_of_its_own", lambda _: nullcontext())
+    monkeypatch.setattr(devices, "on_stream_of_its_own", lambda _: nullcontext())
     monkeypatch.setattr(inprocess, "create", lambda *_: drafter)
     link = connect("random", heard, VOCABULARY, "")
     link.stop()

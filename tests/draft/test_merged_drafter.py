@@ -189,13 +189,15 @@ def test_others_work_while_another_device_does(monkeypatch: pytest.MonkeyPatch) 
     events: list[str] = []
 
     class Away(Computed):
+        elsewhere = True
+
         def fetch(self) -> Grown:
             events.append("head fetched")
             return self.grown
 
     def begin(sequences: Sequence[DraftSequence]) -> Pending:
         events.append("head begun")
-        return Away(Grown.of(head.propose(sequences)), elsewhere=True)
+        return Away(Grown.of(head.propose(sequences)))
 
     def grow(sequences: Sequence[DraftSequence]) -> Grown:
         events.append("trie grown")
@@ -276,7 +278,7 @@ def test_figures_of_all_parts_are_there() -> None:
         (("--merged-drafters", "prompt_lookup,random", "--lookup-min", "0"), "lookup"),
         (("--merged-drafters", "prompt_lookup,random", "--head", "absent"), "unrecognized arguments: --head"),
         # Which both have.
-        (("--num-draft-tokens", "-1"), "num_draft_tokens"),
+        (("--num-draft-tokens", "-1"), "num-draft-tokens"),
     ],
     ids=["of-the-first", "of-the-second", "of-neither", "of-both"],
 )

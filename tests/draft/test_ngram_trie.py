@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from trie_checks import check_integrity, count, longest_match
 
 from draft_service.ngram.arrays import MAX_CLOCK, ROOT, SEEN
 from draft_service.ngram.trie import NgramTrie
@@ -39,9 +40,9 @@ def test_counts_are_those_of_a_dictionary(texts: list[list[int]]) -> None:
         trie.insert(ids(text))
         expected += windows(text, DEPTH)
     assert trie.nodes == len(expected)
-    assert {window: trie.count(window) for window in expected} == dict(expected)
+    assert {window: count(trie, window) for window in expected} == dict(expected)
     assert trie.tokens == sum(map(len, texts))
-    trie.check_integrity()
+    check_integrity(trie)
 
 
 @settings(max_examples=60, deadline=None)
@@ -53,8 +54,8 @@ def test_pieces_with_context_count_as_the_whole(text: list[int], data: st.DataOb
     for begin, end in itertools.pairwise(cuts):
         pieces.insert(ids(text[begin:end]), ids(text[:begin]))
     assert pieces.nodes == whole.nodes
-    assert all(pieces.count(window) == whole.count(window) for window in windows(text, DEPTH))
-    pieces.check_integrity()
+    assert all(count(pieces, window) == count(whole, window) for window in windows(text, DEPTH))
+    check_integrity(pieces)
 
 
 @settings(max_examples=60, deadline=None)
@@ -67,7 +68,7 @@ def test_the_longest_match_is_the_longest_known_suffix(
         trie.insert(ids(text))
         known += windows(text, DEPTH)
     suffixes = [n for n in range(1, min(longest, len(context)) + 1) if tuple(context[-n:]) in known]
-    assert trie.longest_match(context, longest) == max(suffixes, default=0)
+    assert longest_match(trie, context, longest) == max(suffixes, default=0)
 
 
 @settings(max_examples=60, deadline=None)
@@ -77,7 +78,7 @@ def test_eviction_keeps_the_bound_and_the_structure(texts: list[list[int]], capa
     for text in texts:
         trie.insert(ids(text))
         assert trie.used <= len(trie.rows) <= capacity
-        trie.check_integrity()
+        check_integrity(trie)
 
 
 def test_eviction_drops_the_least_useful() -> None:
@@ -89,16 +90,16 @@ def test_eviction_drops_the_least_useful() -> None:
         trie.insert(ids(often))
         trie.insert(rng.integers(300, 5_000, 40).astype(np.int32))
     assert trie.evictions > 0
-    assert trie.count(often[:DEPTH]) > 100
-    assert trie.count(once[:DEPTH]) == 0
-    trie.check_integrity()
+    assert count(trie, often[:DEPTH]) > 100
+    assert count(trie, once[:DEPTH]) == 0
+    check_integrity(trie)
 
 
 def test_a_weight_counts_as_so_many_occurrences() -> None:
     trie = NgramTrie(DEPTH, 1_000)
     trie.insert(ids([1, 2, 3]), weight=5)
     trie.insert(ids([1, 2]), weight=2)
-    assert (trie.count([1, 2]), trie.count([2, 3])) == (7, 5)
+    assert (count(trie, [1, 2]), count(trie, [2, 3])) == (7, 5)
 
 
 @pytest.mark.parametrize("half_lives", [1, 2, 3])
@@ -107,9 +108,9 @@ def test_counts_halve_with_every_half_life(half_lives: int) -> None:
     trie.insert(ids([1, 2, 3]), weight=64)
     # The clock stands at 3; this many tokens later it stands in the named half-life.
     trie.insert(ids([9] * (64 * half_lives)))
-    assert trie.count([1, 2, 3]) == 64 >> half_lives
+    assert count(trie, [1, 2, 3]) == 64 >> half_lives
     trie.insert(ids([1, 2, 3]), weight=64)
-    assert trie.count([1, 2, 3]) == 64 + (64 >> half_lives)
+    assert count(trie, [1, 2, 3]) == 64 + (64 >> half_lives)
 
 
 def test_children_stand_in_order_of_recency() -> None:
@@ -135,10 +136,10 @@ def test_restored_rows_are_the_same_trie() -> None:
     trie = NgramTrie(DEPTH, 10_000)
     trie.insert(np.random.default_rng(1).integers(0, 20, 500).astype(np.int32))
     copy = NgramTrie.restored(trie.rows[: trie.used], DEPTH, 10_000, trie.half_life_log2)
-    copy.check_integrity()
+    check_integrity(copy)
     assert np.array_equal(copy.rows[: copy.used], trie.rows[: trie.used])
     copy.insert(ids([1, 2, 3]))
-    copy.check_integrity()
+    check_integrity(copy)
 
 
 @pytest.mark.parametrize("column", range(1, 8), ids=["parent", "child", "next", "previous", "count", "link", "seen"])
@@ -186,11 +187,11 @@ def test_the_clock_is_set_back_before_it_overflows(half_life_log2: int) -> None:
     trie.insert(ids([1, 2, 5, 6]), weight=1 << 10)
     assert trie.tokens > MAX_CLOCK
     nodes = [[1, 2], [1, 2, 3], [2, 5], [6]]
-    before = [trie.count(window) for window in nodes]
+    before = [count(trie, window) for window in nodes]
     trie._set_clock_back()
     assert 0 < trie.tokens <= 2 + MAX_CLOCK - (1 << half_life_log2) and trie.tokens < 1.6 * 2**30
-    assert [trie.count(window) for window in nodes] == before
-    trie.check_integrity()
+    assert [count(trie, window) for window in nodes] == before
+    check_integrity(trie)
 
 
 def test_tokens_past_what_the_clock_holds_are_learnt_and_restored() -> None:
@@ -200,6 +201,6 @@ def test_tokens_past_what_the_clock_holds_are_learnt_and_restored() -> None:
     for _ in range(100):
         trie.insert(ids([1, 2, 4] * 40), weight=16)
     assert 0 < trie.tokens < MAX_CLOCK
-    trie.check_integrity()
+    check_integrity(trie)
     again = NgramTrie.restored(trie.rows[: trie.used].copy(), DEPTH, 1000, 20)
-    assert again.count([1, 2, 4]) == trie.count([1, 2, 4]) > 0
+    assert count(again, [1, 2, 4]) == count(trie, [1, 2, 4]) > 0

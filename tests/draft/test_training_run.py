@@ -71,7 +71,7 @@ def test_a_file_half_written_is_not_read(tmp_path: Path) -> None:
         ({"sampled_prompts": False}, "prompts"),
         ({"batch_tokens": 512}, "at least one text"),
         ({"steps": 0}, "--steps"),
-        ({"minutes": -1.0}, "negative"),
+        ({"minutes": -1.0}, "--minutes: must be at least 0"),
     ],
     ids=["tokens", "no greedy", "no number", "no prompts", "small batches", "no steps", "no time"],
 )

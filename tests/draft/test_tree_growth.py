@@ -12,9 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
+from trie_trees import build_tree
 
 from draft_service.drafters.base import DraftSequence
-from draft_service.ngram.building import build_tree
 from draft_service.ngram.config import TrieConfig
 from draft_service.ngram.prediction import UNIT
 from draft_service.ngram.trie import NgramTrie

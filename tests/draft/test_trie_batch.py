@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from trie_checks import check_integrity
+from trie_trees import build_tree
 
 from draft_service.drafters.base import DraftSequence, tree_limits
 from draft_service.ngram.batch import ROOM
-from draft_service.ngram.building import build_tree
 from draft_service.ngram.config import NEVER_LOG2, TrieConfig
 from draft_service.ngram.drafter import NgramDrafter
 from draft_service.ngram.prediction import UNIT
@@ -136,7 +137,7 @@ def test_tries_may_move_and_forget_between_frames() -> None:
         trees = made.propose(sequences)
     for sequence, tree in zip(sequences, trees, strict=True):
         own: NgramTrie = sequence.state.own
-        own.check_integrity()
+        check_integrity(own)
         assert own.tokens == len(sequence.token_ids) and own.evictions > 0, "more was said than it holds"
         assert tree.token_ids[:4] == (3, 1, 2, 3)
     made.stop()

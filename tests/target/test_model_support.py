@@ -12,11 +12,12 @@ import torch
 from conftest import make_tiny
 from transformers import AutoConfig, PreTrainedConfig
 
+from outrider.heads import tokenizer_fingerprint
 from target_service.config import TargetConfig
 from target_service.model.loading.loader import load_runner
 from target_service.model.loading.self_check import check_runner, own_logits
 from target_service.model.runner import runner_for
-from target_service.model.support import ModelRefused, check_supported, longest_context, tokenizer_fingerprint
+from target_service.model.support import ModelRefused, check_supported, longest_context
 
 
 def config_of(model_type: str, **settings: Any) -> PreTrainedConfig:

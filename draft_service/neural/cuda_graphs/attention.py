@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from draft_service.neural.devices import Milestone
 from draft_service.neural.paged_cache import PagedCache
 from tree_kernels.attention import AttentionBatch, plan_integers
 from tree_kernels.paging import write_kv
@@ -56,7 +57,7 @@ def capacity(sequences: int, tail: int, cache: PagedCache, *, tree: bool) -> Att
     return AttentionBatch(
         query_starts=tuple(range(0, sequences * tail + 1, tail)),
         prefix_lengths=(_USUAL_CONTEXT,) * sequences,
-        pages=((0,) * (cache.used_pages + cache.free_pages), *((),) * (sequences - 1)),
+        pages=((0,) * cache.num_pages, *((),) * (sequences - 1)),
         page_size=cache.page_size,
         parents=(chain if tree else None,) * sequences,
     )
@@ -105,7 +106,7 @@ class StaticIntegers:
         on_gpu = device.type == "cuda"
         self._pinned = torch.zeros(size, dtype=torch.int32, pin_memory=on_gpu)
         self._integers = torch.zeros(size, dtype=torch.int32, device=device)
-        self._copied = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
+        self._copied = Milestone(on_gpu=on_gpu)
         numbers = self._pinned.numpy()
         self.host: dict[str, npt.NDArray[Any]] = {}
         self.device: dict[str, Tensor] = {}
@@ -127,8 +128,7 @@ class StaticIntegers:
 
     def wait(self) -> None:
         """Until the last copy has read the pinned memory."""
-        if self._copied is not None:
-            self._copied.synchronize()
+        self._copied.wait()
 
     def write_plan(
         self,
@@ -159,5 +159,4 @@ class StaticIntegers:
         """Copy everything to the device. Does not wait for it."""
         end = self._pages_at + self._pages
         self._integers[:end].copy_(self._pinned[:end], non_blocking=True)
-        if self._copied is not None:
-            self._copied.record()
+        self._copied.record()

@@ -118,8 +118,9 @@ class Captured(NamedTuple):
     replays: Sequence[Callable[[], None]]
 
 
-class _Drawn(NamedTuple):
-    """Trees that a pass is drawing, as `Pending`."""
+@dataclass(frozen=True, slots=True)
+class _Drawn(Pending):
+    """Trees that a pass is drawing."""
 
     work: TreePass
     turn: int

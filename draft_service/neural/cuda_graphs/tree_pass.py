@@ -19,6 +19,7 @@ from draft_service.drafters.base import DraftSequence, tree_limits
 from draft_service.drafters.grown import Grown
 from draft_service.neural.candidates import temperature_of
 from draft_service.neural.cuda_graphs.attention import StaticAttend, StaticAttention, StaticIntegers, TreePlan, capacity
+from draft_service.neural.devices import Milestone
 from draft_service.neural.network import RowOutput
 from draft_service.neural.tree_drafting import TreeDrafting, Wanted
 from outrider.sampling import VerificationMode
@@ -32,19 +33,13 @@ class _Found:
 
     def __init__(self, result: Tensor) -> None:
         """`result` as `tree_kernels.growth.make_kept` makes it."""
-        on_gpu = result.is_cuda
         self.result = result
-        self.fetched = torch.zeros(result.shape, dtype=torch.int32, pin_memory=on_gpu)
-        self._done = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
+        self.fetched = torch.zeros(result.shape, dtype=torch.int32, pin_memory=result.is_cuda)
+        self.done = Milestone(on_gpu=result.is_cuda)
 
     def send_back(self) -> None:
         self.fetched.copy_(self.result, non_blocking=True)
-        if self._done is not None:
-            self._done.record()
-
-    def wait(self) -> None:
-        if self._done is not None:
-            self._done.synchronize()
+        self.done.record()
 
 
 class TreePass:
@@ -84,8 +79,8 @@ class TreePass:
         )
         self.plan: TreePlan = self._integers.plan
         self._growth = make_growth(sequences, levels, width, shape.topk, device)
-        said = drafting.network.token_ids
-        self._token_ids = None if said is None else torch.from_numpy(said).to(device)
+        ids = drafting.network.token_ids
+        self._token_ids = None if ids is None else torch.from_numpy(ids).to(device)
         self.elsewhere = device.type == "cuda"
         # Levels of the first part, and what either part finds.
         self._early = shape.early_levels or levels
@@ -185,7 +180,7 @@ class TreePass:
     def fetch(self, part: int) -> Grown:
         """Wait for the trees of a part, in the order in which they were wanted."""
         kept = self._found[part]
-        kept.wait()
+        kept.done.wait()
         count, room = len(self._roots), (kept.result.shape[1] - 1) // 3
         found = kept.fetched.numpy()[:count]
         trees = np.ascontiguousarray(found[:, 1 : 1 + 2 * room].reshape(count, 2, room))

@@ -1,23 +1,28 @@
-"""Where PyTorch computes: in which threads of a CPU, and on which of several GPUs."""
+"""Where PyTorch launches kernels: on which of several GPUs, and on which stream."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
 
-def in_passing_thread(work: Callable[[], None]) -> None:
-    """Run `work` in a thread that ends with it; raises what it does.
+class Milestone:
+    """A place in what a GPU was asked to do, which the host can wait for. On a CPU there is nothing to wait for."""
 
-    OpenMP keeps a team of workers for every thread that ever computed, and once the teams together have more workers
-    than there are cores, each operation pays for waking them. A drafter starts in another thread than it drafts in, so
-    it loads and warms up in one that takes its team along.
-    """
-    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="passing") as pool:
-        pool.submit(work).result()
+    def __init__(self, *, on_gpu: bool) -> None:
+        self._event = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
+
+    def record(self) -> None:
+        """It is behind all that was asked for so far."""
+        if self._event is not None:
+            self._event.record()
+
+    def wait(self) -> None:
+        """Until the GPU has come to where it was recorded last."""
+        if self._event is not None:
+            self._event.synchronize()
 
 
 def launching_on(device: str) -> AbstractContextManager[object]:

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from target_service.model.threads import in_passing_thread
+from outrider.runtime import in_passing_thread
 
 
 def test_the_thread_has_ended_when_the_result_is_there() -> None:
