@@ -265,7 +265,7 @@ def test_a_wrong_setting_ends_the_command_with_status_two(tmp_path: Path) -> Non
     command = [sys.executable, "-m", "draft_service.training", "--out", str(tmp_path / "head"), "--model", "no/such"]
     done = subprocess.run([*command, "--steps", "0"], capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
-    assert "--steps must be at least 1" in done.stderr
+    assert "--steps: must be at least 1" in done.stderr
 
 
 @pytest.mark.parametrize("style", ["eagle3", "eagle3.1"])
