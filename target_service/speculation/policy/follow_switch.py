@@ -28,7 +28,8 @@ _GRANTED = 1.5
 # And then not followed for so many seconds, twice as long each time it is dropped again: a good one is back within two
 # seconds, and one that halves the speed for 32 passes in vain costs two per cent in the long run.
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.5, 60.0
-# What it has to make for its pauses to be short again.
+# What it has to make of the others for its pauses to be short again: more than the noise of a kept draft that makes as
+# much. Chosen, not measured.
 _RECOVERED = 1.05
 # What one pass moves the means: those of some two hundred.
 _SHARE = 0.01
