@@ -7,7 +7,6 @@ import logging
 import threading
 import time
 from contextlib import AsyncExitStack
-from functools import partial
 from typing import Protocol
 
 from outrider import __version__
@@ -132,6 +131,12 @@ def _make_server(
             return engine.draft_info.drafter
         return LOOKUP if config.lookup_rows else ""
 
+    def read_tokens() -> Authenticator:
+        """The tokens' file holds what tenants may take too; a file that cannot be read changes neither."""
+        authenticator = Authenticator.from_file(config.auth_tokens)
+        sequences.quotas.table = TenantTable.from_file(config.auth_tokens, config.tenant_limits)
+        return authenticator
+
     limits = StreamLimits(max_sequences=config.max_sequences_per_stream, idle_seconds=config.verify_idle_seconds)
     servicer = TargetServicer(sequences, Admission(served, sequences.quotas), limits, drafter, tracing)
     options = ServingOptions(
@@ -140,7 +145,7 @@ def _make_server(
         # Twice what the engine takes: the rest is for health, information, and those it refuses with a reason.
         max_concurrent_calls=2 * (config.max_running + config.max_waiting) + 64,
         authenticator=Authenticator.from_file(config.auth_tokens),
-        read_tokens=partial(Authenticator.from_file, config.auth_tokens),
+        read_tokens=read_tokens,
         tls=TlsFiles(config.tls_certificate, config.tls_key, config.tls_client_ca),
         reflection=config.reflection,
         admin_listen=config.admin_listen,

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import re
+import signal
 import threading
 import urllib.request
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -97,7 +99,39 @@ def running(tiny_model: Any, byte_tokenizer: Any, tmp_path: Any) -> Any:
 
 
 PROMPT = {"token_ids": [10, 20, 30]}
+TOKEN = "a-token-of-twenty-characters"
 FIFTY = {"max_tokens": 50, "ignore_eos": True}
+
+
+async def test_a_tenants_limits_are_read_anew_on_sighup(running: Any, tmp_path: Path) -> None:
+    path = tmp_path / "tokens"
+    path.write_text(f"{TOKEN} acme\n")
+    who = (("authorization", f"Bearer {TOKEN}"),)
+
+    async with running(auth_tokens=str(path)) as service:
+
+        async def refused() -> bool:
+            asked = pb.GenerateRequest(tokens=PROMPT, sampling={"max_tokens": 8, "ignore_eos": True})
+            try:
+                async for _ in service.stub.Generate(asked, metadata=who):
+                    pass
+            except grpc.aio.AioRpcError as error:
+                assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+                return True
+            return False
+
+        assert not await refused()
+        path.write_text(f"{TOKEN} acme\ntenant acme kv_tokens=5\n")
+        assert not await refused()
+        signal.raise_signal(signal.SIGHUP)
+        async with asyncio.timeout(10):
+            while not await refused():
+                await asyncio.sleep(0.01)
+        # One that cannot be read changes nothing.
+        path.write_text(f"{TOKEN} acme\ntenant acme kv_tokens=many\n")
+        signal.raise_signal(signal.SIGHUP)
+        await asyncio.sleep(0.1)
+        assert await refused()
 
 
 class TestWork:
