@@ -114,7 +114,7 @@ class TargetConfig:
     batch_invariant: bool = setting(
         False, "on a GPU, make no bit of an output depend on what else runs; drafts are then chains, and steps slower"
     )
-    threads: int = setting(0, "CPU threads for torch; 0 leaves torch's own choice", ge=0)
+    threads: int = setting(0, "CPU threads for torch; 0 takes 1 beside a GPU and torch's own choice elsewhere", ge=0)
     max_message_bytes: int = setting(MAX_MESSAGE_BYTES, "largest message accepted", ge=1024)
     max_sequences_per_stream: int = setting(256, "open sequences of one Verify stream", ge=1)
     verify_idle_seconds: float = setting(120.0, "time a sequence of a Verify stream may go without a tree", gt=0)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -11,6 +10,12 @@ from outrider.errors import InvalidField
 from outrider.wire.frames import Vectors
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float8_e4m3": torch.float8_e4m3fn}
+# Of each type: integers as wide, all bits but the sign's, and the least of these bits that are no finite number.
+_BITS: dict[str, tuple[type[np.unsignedinteger], int, int]] = {
+    "float32": (np.uint32, 0x7FFFFFFF, 0x7F800000),
+    "bfloat16": (np.uint16, 0x7FFF, 0x7F80),
+    "float8_e4m3": (np.uint8, 0x7F, 0x7F),
+}
 
 
 def read_vectors(vectors: Vectors, field_path: str = "features") -> Tensor:
@@ -19,16 +24,24 @@ def read_vectors(vectors: Vectors, field_path: str = "features") -> Tensor:
     Raises:
         InvalidField: an element is not a finite number.
     """
+    finite = _are_finite(vectors.data, vectors.dtype)
     elements = torch.frombuffer(bytearray(vectors.data), dtype=_DTYPES[vectors.dtype])
     rows = elements.view(vectors.count, vectors.width)
     if vectors.scales or vectors.dtype == "float8_e4m3":
         rows = rows.float()
     if vectors.scales:
         rows = rows * torch.tensor(vectors.scales)[:, None]
-    # A NaN or an infinity is the largest of all; asking each element takes ten times as long.
-    if not math.isfinite(rows.abs().max()):
+        finite = finite and bool(np.isfinite(rows.numpy()).all())
+    if not finite:
         raise InvalidField(f"{field_path}.data", "holds elements that are not finite")
     return rows
+
+
+def _are_finite(data: bytes, dtype: str) -> bool:
+    """Whether all elements are finite numbers. Not asked of PyTorch, which would wake a thread on every core for it."""
+    integers, number, least = _BITS[dtype]
+    bits = np.frombuffer(data, integers)
+    return not len(bits) or int((bits & integers(number)).max()) < least
 
 
 class FeatureWindow:

@@ -85,11 +85,12 @@ def test_rows_encoded_behind_a_pass_are_those_encoded_when_wanted(dtype: str, pr
         picked = sorted(random.Random(rows).sample(range(rows), min(rows, 5)))
         if dtype == "float8_e4m3":
             # Scales may differ in their last bit with the kernel, and elements by a step with them.
-            both = features.of_rows(picked), wanted[picked]
+            both = torch.from_numpy(features.of_rows(picked)), wanted[picked]
             got, expected = (one[:, :-4].view(torch.float8_e4m3fn).float() for one in both)
             torch.testing.assert_close(got, expected, rtol=0.13, atol=0.02)
         else:
-            got, expected = (one.view(getattr(torch, dtype)) for one in (features.of_rows(picked), wanted))
+            both = torch.from_numpy(features.of_rows(picked)), wanted
+            got, expected = (one.view(getattr(torch, dtype)) for one in both)
             torch.testing.assert_close(got, expected[picked], rtol=1e-2, atol=1e-2)
 
 

@@ -315,7 +315,7 @@ def test_a_vector_takes_the_bytes_of_its_type(dtype: str, tolerance: float, tiny
 def test_bytes_of_float8_have_a_scale_for_every_vector() -> None:
     vectors = torch.tensor([[1000.0, -3.0, 0.5], [0.0, 0.0, 0.0], [1e-20, 2e-20, -1e-20]])
     kept = KeptVectors()
-    kept.append(0, encode(vectors, "float8_e4m3"))
+    kept.append(0, encode(vectors, "float8_e4m3").numpy())
     travelled = kept.vectors(0, 3, FeatureRequest((0,), 3, "float8_e4m3"))
     torch.testing.assert_close(read_vectors(travelled), vectors, rtol=0.07, atol=0.0)
 
@@ -323,12 +323,12 @@ def test_bytes_of_float8_have_a_scale_for_every_vector() -> None:
 def test_kept_vectors_stay_at_their_positions() -> None:
     kept, form = KeptVectors(), FeatureRequest((0,), 2, "float32")
     rows = torch.arange(20.0).view(10, 2)
-    kept.append(0, encode(rows[:4], "float32"))
-    kept.append(4, encode(rows[4:9], "float32"))
+    kept.append(0, encode(rows[:4], "float32").numpy())
+    kept.append(4, encode(rows[4:9], "float32").numpy())
     kept.trim(6)
     assert (kept.begin, kept.end, kept.nbytes) == (3, 9, 48)
     assert torch.equal(read_vectors(kept.vectors(5, 8, form)), rows[5:8])
-    kept.append(20, encode(rows[9:], "float32"))
+    kept.append(20, encode(rows[9:], "float32").numpy())
     assert (kept.begin, kept.end, kept.nbytes) == (20, 21, 8)
 
 

@@ -195,12 +195,21 @@ class CapturedDrafting(TreeDrafting):
         self, parts: Sequence[TailPart], tokens: list[int], carried: Tensor | None, positions: list[int]
     ) -> None:
         sequences = _power_of_two(len(parts))
-        if len(tokens) > sequences * _COMMITTED:
+        if len(tokens) <= sequences * _COMMITTED:
+            size = PassSize(sequences, sequences * _COMMITTED, sequences * _COMMITTED)
+            self._replay(size, parts, tokens, carried, positions)
+            return
+        if len(parts) == 1:
             # Eagerly: passes without parents are never captured by `_read`.
-            return super()._commit(parts, tokens, carried, positions)
-        size = PassSize(sequences, sequences * _COMMITTED, sequences * _COMMITTED)
-        self._replay(size, parts, tokens, carried, positions)
-        return None
+            super()._commit(parts, tokens, carried, positions)
+            return
+        # A prompt comes with what others have committed. One by one, since a kernel would be compiled for each number
+        # of sequences that are read eagerly, with all their trees waiting for seconds.
+        end = 0
+        for part in parts:
+            begin, end = end, end + part.rows
+            own = None if carried is None else carried[begin:end]
+            self._commit([part], tokens[begin:end], own, positions[begin:end])
 
     def _read(
         self, parts: Sequence[TailPart], tokens: list[int], carried: Tensor | None, positions: list[int]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from torch import Tensor
+import numpy.typing as npt
 
 from outrider.wire.frames import FeatureRequest, Vectors
 
@@ -25,8 +25,8 @@ class KeptVectors:
     def nbytes(self) -> int:
         return len(self._bytes)
 
-    def append(self, position: int, rows: Tensor) -> None:
-        """Add vectors [n, bytes of each] uint8, the first one's token at `position`, not below `end`.
+    def append(self, position: int, rows: npt.NDArray[np.uint8]) -> None:
+        """Add vectors [n, bytes of each], the first one's token at `position`, not below `end`.
 
         Where that lies past `end`, what was kept before is dropped, since nothing joins the two.
         """
@@ -34,7 +34,7 @@ class KeptVectors:
             self._bytes.clear()
             self.begin = self.end = position
         self.row_bytes = rows.shape[1]
-        self._bytes += rows.numpy().tobytes()
+        self._bytes += rows.tobytes()
         self.end += len(rows)
 
     def trim(self, keep: int) -> None:
