@@ -48,7 +48,8 @@ class NeuralConfig(Settings):
     )
     early_levels: int = setting(
         0,
-        "levels that are sent while the others are grown; 0 takes 3 where trees are captured, and none elsewhere",
+        "levels that are sent while the others are grown, for one sequence; 0 takes 3 where trees are captured, and "
+        "none elsewhere",
         ge=0,
     )
     num_draft_tokens: int = setting(

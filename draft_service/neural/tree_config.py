@@ -22,7 +22,8 @@ class TreeShape:
         race_sharpness: how far the race over the drafter's distribution is taken for the target's own.
         frontier: nodes that a level expands; 0 is as many as topk.
         rows_per_level: rows of a pass over a level of all sequences together; 0 is no bound.
-        early_levels: levels that are handed out while the others are grown; 0 hands out whole trees only.
+        early_levels: levels that are handed out while the others are grown, to a target of one sequence; 0 hands out
+            whole trees only.
     """
 
     num_steps: int
@@ -59,14 +60,17 @@ class TreeShape:
         """The shape of trees that so many sequences get together, so that their levels keep to `rows_per_level`.
 
         Levels are narrowed to a power of two, one node at least, and trees hold fewer nodes in proportion, but a chain
-        at least. The count is rounded up to a power of two, for which passes are captured.
+        at least. The count is rounded up to a power of two, for which passes are captured. Several sequences get whole
+        trees only: passes of several take longer, so that there is time for those, and for each growth that comes the
+        target's host pays, sequence by sequence.
         """
         room = max(1, self.rows_per_level >> (count - 1).bit_length())
+        shape = replace(self, early_levels=0) if count > 1 and self.early_levels else self
         if not self.rows_per_level or self.width <= room:
-            return self
+            return shape
         width = 1 << (room.bit_length() - 1)
         nodes = min(self.num_draft_tokens, max(self.num_steps, self.num_draft_tokens * width // self.width))
-        return replace(self, frontier=width, num_draft_tokens=nodes)
+        return replace(shape, frontier=width, num_draft_tokens=nodes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -232,7 +232,7 @@ class EngineLoop:
             return Launch.AHEAD
         load, rows = len(running), self._rows
         takes = self._policy.seconds(load, rows, Kind.AHEAD) or self._policy.seconds(load, rows, Kind.HELD)
-        return self._modes.choose(load, self.drafting.latency.answer_seconds, takes)
+        return self._modes.choose(load, self.drafting.latency.answer_seconds, self._launch_time.seconds, takes)
 
     def _kind(self, way: Launch) -> Kind:
         """What passes launched so are, to those who learn from them."""
@@ -341,7 +341,8 @@ class EngineLoop:
             if ended_ns and self._policy.on and not step.batch.drafted:
                 made = stats.committed_tokens / max(1, stats.sequences) / step.stride
                 followed = self.drafting.follows
-                self._follow.observe(stats.sequences, made, seconds / step.stride, followed=followed)
+                if not followed or way is self._modes.preferred(stats.sequences):
+                    self._follow.observe(stats.sequences, made, seconds / step.stride, followed=followed)
                 if followed and step.batch.device_rows is not None:
                     self._modes.observe(stats.sequences, way, made, seconds / step.stride)
             plain = gathered.use is Use.PLAIN and not gathered.has_trees

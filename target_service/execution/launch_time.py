@@ -20,6 +20,11 @@ class LaunchTime:
         self._takes_ns = 0.0
         self._slack_ns = float(_SLACK_NS)
 
+    @property
+    def seconds(self) -> float:
+        """What a launch takes the host, lately; 0 before the first."""
+        return self._takes_ns * 1e-9
+
     def latest(self, begun_ns: int, seconds: float) -> int:
         """The latest time to begin a launch behind a pass that began at `begun_ns` (monotonic) and takes `seconds`; 0
         where nobody knows what it takes, which is now."""

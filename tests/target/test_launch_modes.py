@@ -10,7 +10,7 @@ import pytest
 from target_service.speculation.policy.launch_modes import Launch, LaunchModes
 
 AHEAD, HELD = Launch.AHEAD, Launch.HELD
-ONE_PASS, ANSWER = 6e-3, 2e-3
+ONE_PASS, ANSWER, LAUNCH = 6e-3, 2e-3, 0.5e-3
 # Passes of each way before either is chosen.
 TRIAL = 32
 
@@ -31,7 +31,7 @@ class Engine:
     def run(self, passes: int) -> list[Launch]:
         ways = []
         for _ in range(passes):
-            way = self.modes.choose(self.load, ANSWER, ONE_PASS)
+            way = self.modes.choose(self.load, ANSWER, LAUNCH, ONE_PASS)
             shape = 1 / self.noise**2
             tokens = self._dice.gammavariate(shape, self.tokens[way] / shape)
             seconds = ONE_PASS + (ANSWER if way is HELD else 0.0)
@@ -53,18 +53,18 @@ def steady_from(ways: list[Launch], better: Launch, passes: int = 60) -> int:
 def test_what_is_forced_is_chosen(forced: Launch) -> None:
     modes = LaunchModes(forced)
     for answer_seconds, pass_seconds in ((ANSWER, ONE_PASS), (ONE_PASS, ONE_PASS), (0.0, ONE_PASS), (ANSWER, 0.0)):
-        assert modes.choose(8, answer_seconds, pass_seconds) is forced
+        assert modes.choose(8, answer_seconds, LAUNCH, pass_seconds) is forced
     for _ in range(200):
         modes.observe(8, forced, 1.0, ONE_PASS)
         modes.observe(8, HELD if forced is AHEAD else AHEAD, 9.0, ONE_PASS)
-    assert modes.choose(8, ANSWER, ONE_PASS) is forced
+    assert modes.choose(8, ANSWER, LAUNCH, ONE_PASS) is forced
 
 
 @pytest.mark.parametrize(
     ("answer_seconds", "pass_seconds", "tried"),
     [
-        (0.59 * ONE_PASS, ONE_PASS, True),
-        (0.61 * ONE_PASS, ONE_PASS, False),
+        (0.49 * ONE_PASS - LAUNCH, ONE_PASS, True),
+        (0.51 * ONE_PASS - LAUNCH, ONE_PASS, False),
         (0.0, ONE_PASS, False),
         (ANSWER, 0.0, False),
         (0.0, 0.0, False),
@@ -75,7 +75,7 @@ def test_none_waits_where_answers_take_long_or_nobody_knows(
 ) -> None:
     modes, ways = LaunchModes(), []
     for _ in range(3000):
-        ways.append(modes.choose(8, answer_seconds, pass_seconds))
+        ways.append(modes.choose(8, answer_seconds, LAUNCH, pass_seconds))
         modes.observe(8, ways[-1], 3.0, ONE_PASS)
     assert (HELD in ways) is tried
 
@@ -83,15 +83,18 @@ def test_none_waits_where_answers_take_long_or_nobody_knows(
 def test_one_that_was_better_is_not_chosen_while_answers_take_long() -> None:
     engine = Engine(BETTER[HELD])
     assert engine.run(200)[-1] is HELD
-    assert engine.modes.choose(8, ONE_PASS, ONE_PASS) is AHEAD
-    assert engine.modes.choose(8, ANSWER, ONE_PASS) is HELD
+    assert engine.modes.choose(8, ONE_PASS, LAUNCH, ONE_PASS) is AHEAD
+    assert engine.modes.choose(8, ANSWER, LAUNCH, ONE_PASS) is HELD
 
 
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("noise", [0.1, 0.3])
 @pytest.mark.parametrize("better", Launch)
 def test_the_better_way_is_found(better: Launch, noise: float, seed: int) -> None:
-    ways = Engine(BETTER[better], noise, seed).run(8000)
+    engine = Engine(BETTER[better], noise, seed)
+    assert engine.modes.preferred(engine.load) is AHEAD
+    ways = engine.run(8000)
+    assert engine.modes.preferred(engine.load) is better
     assert ways[: 2 * TRIAL].count(HELD) == TRIAL
     assert steady_from(ways, better) <= 130
     # And the other is tried seldom, but tried.
@@ -131,8 +134,8 @@ def test_another_draft_is_measured_anew() -> None:
 def test_loads_are_told_apart_by_powers_of_two() -> None:
     engine = Engine(BETTER[HELD])
     engine.run(200)
-    assert all(engine.modes.choose(load, ANSWER, ONE_PASS) is HELD for load in (8, 11, 15))
+    assert all(engine.modes.choose(load, ANSWER, LAUNCH, ONE_PASS) is HELD for load in (8, 11, 15))
     engine.load, engine.tokens = 4, BETTER[AHEAD]
     assert engine.run(200)[-1] is AHEAD
-    assert all(engine.modes.choose(load, ANSWER, ONE_PASS) is AHEAD for load in (4, 7, 16))
-    assert engine.modes.choose(8, ANSWER, ONE_PASS) is HELD
+    assert all(engine.modes.choose(load, ANSWER, LAUNCH, ONE_PASS) is AHEAD for load in (4, 7, 16))
+    assert engine.modes.choose(8, ANSWER, LAUNCH, ONE_PASS) is HELD

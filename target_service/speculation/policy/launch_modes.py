@@ -30,9 +30,9 @@ _SHARE = 0.03
 # Passes until the way that makes less is tried again, and for how many: a seventieth of the time, of which a part is
 # lost.
 _AGAIN, _FOR = 1024, 16
-# Waiting is tried where answers take this share of a pass at most: by `benchmarks/running_ahead/simulate.py` held
-# passes make half as many tokens again as others at best.
-_WORTH_TRYING = 0.6
+# Waiting is tried where it takes this share of a pass at most: by `benchmarks/running_ahead/simulate.py` held passes
+# make half as many tokens again as others at best (on H200s 3.53 and 2.40 a pass, at 8B size).
+_WORTH_TRYING = 0.5
 # What a way has to make beyond the other, so that noise does not change it.
 _MARGIN = 1.02
 
@@ -52,12 +52,15 @@ class LaunchModes:
         self._forced = forced
         self._loads: defaultdict[int, _Load] = defaultdict(_Load)
 
-    def choose(self, load: int, answer_seconds: float, pass_seconds: float) -> Launch:
-        """How the next pass of so many sequences is launched, all of whose rows the device may choose, where answers
-        and passes take so long; 0 where that is not known."""
+    def choose(self, load: int, answer_seconds: float, launch_seconds: float, pass_seconds: float) -> Launch:
+        """How the next pass of so many sequences is launched, all of whose rows the device may choose, where answers,
+        launches and passes take so long; 0 where that is not known.
+
+        While a pass is held the device stands still until the answer is there, and then until the pass is launched.
+        """
         if self._forced is not None:
             return self._forced
-        if not answer_seconds or answer_seconds > _WORTH_TRYING * pass_seconds:
+        if not answer_seconds or answer_seconds + launch_seconds > _WORTH_TRYING * pass_seconds:
             return Launch.AHEAD
         here = self._loads[load.bit_length()]
         for way in Launch:
@@ -72,6 +75,10 @@ class LaunchModes:
         if here.since >= _AGAIN + _FOR:
             here.since = 0
         return other
+
+    def preferred(self, load: int) -> Launch:
+        """The way that makes most by what is known; what passes of the other make is a trial's."""
+        return self._forced or self._loads[load.bit_length()].best
 
     def observe(self, load: int, way: Launch, tokens: float, seconds: float) -> None:
         """A pass launched so made so many tokens of each sequence, in so many seconds since the one before ended."""

@@ -1,0 +1,257 @@
+"""Writes prompts of the seven kinds that benchmarks ask, of texts of your own, for `outrider train-head --prompts`.
+
+    python -m benchmarks.drafters.task_prompts OUT.jsonl --english FOLDER --german FOLDER --code FOLDER [--count 40000]
+
+A head that learns from what a model makes up for itself meets texts of other kinds when it serves: long passages to
+answer from, sentences to translate, functions to complete. So: passages to summarise and to answer questions about, and
+topics of questions and essays, from the English files (text or HTML); sentences from the German ones; functions with
+docstrings from Python files; sums in words are drawn. No prompt of a benchmark is in it, unless it is in your files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import html
+import json
+import random
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+Turns = list[str]
+# Shares of the kinds: those of short prompts more, since those of long ones take many tokens to read and teach as few.
+_SHARES = {"chat": 22, "qa": 16, "math": 16, "code": 14, "translation": 12, "summary": 10, "rag": 10}
+# Characters of a passage: what leaves room for an answer in 1,024 tokens of English text.
+_LEAST_PASSAGE, _MOST_PASSAGE = 500, 2800
+_MOST_CODE = 1400
+_READ_AS_TEXT = {".txt", ".html", ".htm", ".cor", ".u8", ".md", ".rst", ""}
+_TAG, _SPACES = re.compile(r"<(script|style).*?</\1>|<[^>]+>", re.S), re.compile(r"\s+")
+# Words that begin with a capital letter in the middle of a sentence: what a text is about.
+_NAME = re.compile(r"(?<=[a-z,] )([A-Z][a-z]{3,}(?: [A-Z][a-z]{2,}){0,2})")
+_NOUN = re.compile(r"\bthe ([a-z]{5,14})\b")
+
+_CHAT = (
+    "Write a short blog post about {a}, with an introduction and three key points.",
+    "Compose a persuasive email to a colleague who is doubtful about {a}.",
+    "Explain {a} to a ten-year-old child.",
+    "Pretend to be a teacher and tell your class about {a}.",
+    "What are the advantages and the disadvantages of {a}? Answer in fewer than 150 words.",
+    "Write a short story in which {a} and {b} play a part.",
+    "Describe the connection between {a} and {b}, and give examples.",
+    "Give me five tips for somebody who is new to {a}.",
+    "Draft a professional summary of what one should know about {a}.",
+    "Imagine that you are an expert on {a}. What would you say to a beginner?",
+    "Write a dialogue between two friends who disagree about {a}.",
+    "How does {a} influence {b}? List the main factors.",
+    "Compare {a} with {b} in a table with three rows.",
+    "Write a poem about {a}.",
+    "Develop an outline for a presentation on {a}, with subheadings.",
+    "Which steps would you take to learn about {a}?",
+)
+_FOLLOW_UPS = (
+    "Rewrite your answer in one paragraph.",
+    "Can you make it shorter?",
+    "Now explain it with an example.",
+    "Give the three most important points of it as a list.",
+    "Write it again in a more formal tone.",
+    "What would somebody say who disagrees?",
+)
+_QUESTIONS = (
+    "What is {a}?",
+    "What does {a} mean?",
+    "Who invented {a}?",
+    "Where does the word {a} come from?",
+    "When was {a} first used?",
+    "What is the difference between {a} and {b}?",
+    "Why is {a} important?",
+    "Who was {A}?",
+    "Where is {A}?",
+    "What is {A} known for?",
+    "When did {A} begin?",
+    "How many kinds of {a} are there?",
+    "What is another word for {a}?",
+)
+_ABOUT = (
+    "What does the text say about {A}?",
+    "Who or what is {A}?",
+    "Why is {A} mentioned?",
+    "What is the main point of this text?",
+    "How is {a} described?",
+    "Which problems does the text name?",
+)
+_SUMMARIES = (
+    "Summarize: {p}",
+    "Summarize: {p}",
+    "{p}\n\nSummarize the text above in three sentences.",
+    "Give a short summary of the following text.\n\n{p}",
+)
+_PASSAGES = ("{p}\n{q}", "{p}\n{q}", "Answer the question with the help of this text.\n\n{p}\n\nQuestion: {q}")
+_TRANSLATIONS = ("Translate German to English: {s}",)
+_COMPLETE = "Complete the code I provided.\n\n{c}"
+_CODE = (_COMPLETE, _COMPLETE, "Explain this function:\n\n{c}")
+_NAMES = (
+    "Anna",
+    "Ben",
+    "Carla",
+    "David",
+    "Emma",
+    "Frank",
+    "Grace",
+    "Henry",
+    "Ida",
+    "Jack",
+    "Kim",
+    "Laura",
+    "Omar",
+    "Ruth",
+)
+_THINGS = ("apples", "books", "pencils", "cookies", "marbles", "stamps", "tickets", "flowers", "cards", "eggs", "toys")
+_SUMS = (
+    "{n} has {i} {t}. {m} gives {n} {j} more, and then {n} sells {k} of them. How many {t} does {n} have left?",
+    "A box holds {j} {t}. {n} buys {i} boxes and gives away {k} {t}. How many {t} are left?",
+    "{n} earns ${i} an hour and works {j} hours a day for {s} days. How much does {n} earn?",
+    "{n} buys {j} {t} for ${s} each and pays with a ${h} note. How much change does {n} get?",
+    "A train goes at {h} miles per hour for {s} hours and then at {i} miles per hour for {s} hours. How far is that?",
+    "{n} reads {i} pages on Monday, twice as many on Tuesday, and {k} on Wednesday. How many pages is that in all?",
+    "A shop sells {h} {t} in a week. {p}% of them are red. How many are not red?",
+    "{n} is {j} years older than {m}. {m} is {i} years old. How old will {n} be in {s} years?",
+    "{n} and {m} share {h} {t}. {n} gets {s} times as many as {m}. How many {t} does each of them get?",
+    "The price of a coat was ${h}. It was reduced by {p}%, and then by another ${s}. What does it cost now?",
+    "{n} has {s} shelves with {i} {t} each. {k} {t} fall down. How many {t} are still on the shelves?",
+    "A garden is {i} feet long and {j} feet wide. A fence around it costs ${s} a foot. What does {n} pay for it?",
+)
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    return (path for path in sorted(folder.rglob("*")) if path.is_file() and path.suffix in _READ_AS_TEXT)
+
+
+def _paragraphs(folder: Path) -> Iterator[str]:
+    """Running text of all files of a folder, tags and line breaks taken out."""
+    for path in _files(folder):
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (UnicodeDecodeError, OSError):
+            continue
+        blocks = re.split(r"</?(?:p|li|div|dd|h\d)\b[^>]*>", text) if "<p" in text else re.split(r"\n\s*\n|\n%\n", text)
+        for block in blocks:
+            words = _SPACES.sub(" ", html.unescape(_TAG.sub(" ", block))).strip()
+            if words:
+                yield words
+
+
+def _passages(paragraphs: list[str], dice: random.Random) -> list[str]:
+    """Neighbouring paragraphs joined to passages of many lengths."""
+    found: list[str] = []
+    begun, wanted = "", 0
+    for paragraph in paragraphs:
+        if len(paragraph) < 80 or not paragraph[0].isalnum():
+            continue
+        wanted = wanted or dice.randint(_LEAST_PASSAGE, _MOST_PASSAGE)
+        begun = f"{begun} {paragraph}".strip()
+        if len(begun) >= wanted:
+            cut = begun[:_MOST_PASSAGE].rfind(". ") + 1
+            if cut > _LEAST_PASSAGE:
+                found.append(begun[:cut])
+            begun, wanted = "", 0
+    return found
+
+
+def _sentences(paragraphs: list[str]) -> list[str]:
+    split = (one for paragraph in paragraphs for one in re.split(r"(?<=[.!?]) (?=[A-ZÄÖÜ])", paragraph))
+    plain = re.compile(r"[A-ZÄÖÜ][\w ,.;:'\"!?()äöüÄÖÜß-]+[.!?]")
+    return [one for one in split if 40 <= len(one) <= 300 and plain.fullmatch(one) and one.count(" ") >= 5]
+
+
+def _functions(folder: Path) -> list[str]:
+    """Functions with a docstring, cut behind it."""
+    found: list[str] = []
+    for path in sorted(folder.rglob("*.py")):
+        try:
+            source = path.read_text(encoding="utf-8")
+            tree = ast.parse(source)
+        except (SyntaxError, UnicodeDecodeError, ValueError, OSError):
+            continue
+        lines = source.splitlines()
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef) and ast.get_docstring(node) and len(node.body) > 1:
+                end = node.body[0].end_lineno
+                code = "\n".join(line[node.col_offset :] for line in lines[node.lineno - 1 : end])
+                if 80 < len(code) < _MOST_CODE:
+                    found.append(code + "\n")
+    return found
+
+
+def makers(english: Path, german: Path, code: Path, dice: random.Random) -> dict[str, Callable[[], Turns]]:
+    """What makes a prompt of each kind."""
+    paragraphs = list(_paragraphs(english))
+    passages, functions = _passages(paragraphs, dice), _functions(code)
+    sentences = _sentences(list(_paragraphs(german)))
+    about = " ".join(paragraphs)
+    names, nouns = sorted(set(_NAME.findall(about))), sorted(set(_NOUN.findall(about)))
+    if not (passages and sentences and functions and names and nouns):
+        raise SystemExit("a folder has no text that prompts could be made of")
+
+    def filled(form: str) -> str:
+        return form.format(a=dice.choice(nouns), b=dice.choice(nouns), A=dice.choice(names))
+
+    def chat() -> Turns:
+        return [filled(dice.choice(_CHAT)), dice.choice(_FOLLOW_UPS)][: dice.randint(1, 2)]
+
+    def summed() -> Turns:
+        small, large = dice.randint(2, 9), 10 * dice.randint(4, 30)
+        numbers = {"i": dice.randint(12, 60), "j": dice.randint(3, 25), "k": dice.randint(2, 11)}
+        numbers |= {"s": small, "h": large}
+        named = dict(zip("nm", dice.sample(_NAMES, 2), strict=True))
+        form = dice.choice(_SUMS)
+        return [form.format(t=dice.choice(_THINGS), p=5 * dice.randint(1, 12), **numbers, **named)]
+
+    def answered_from() -> Turns:
+        passage = dice.choice(passages)
+        name, noun = (dice.choice(form.findall(passage) or others) for form, others in ((_NAME, names), (_NOUN, nouns)))
+        question = dice.choice(_ABOUT).format(A=name, a="the " + noun)
+        return [dice.choice(_PASSAGES).format(p=passage, q=question)]
+
+    return {
+        "chat": chat,
+        "qa": lambda: [filled(dice.choice(_QUESTIONS))],
+        "math": summed,
+        "code": lambda: [dice.choice(_CODE).format(c=dice.choice(functions))],
+        "translation": lambda: [dice.choice(_TRANSLATIONS).format(s=dice.choice(sentences))],
+        "summary": lambda: [dice.choice(_SUMMARIES).format(p=dice.choice(passages))],
+        "rag": answered_from,
+    }
+
+
+def prompts(make: dict[str, Callable[[], Turns]], count: int, dice: random.Random) -> Iterator[Turns]:
+    """So many different ones, kinds by their shares."""
+    seen: set[str] = set()
+    kinds, shares = list(_SHARES), list(_SHARES.values())
+    for _ in range(20 * count):
+        turns = make[dice.choices(kinds, shares)[0]]()
+        if turns[0] not in seen:
+            seen.add(turns[0])
+            yield turns
+        if len(seen) == count:
+            return
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path, help="JSON lines, each with `turns`")
+    parser.add_argument("--english", type=Path, required=True, help="folder of text or HTML files")
+    parser.add_argument("--german", type=Path, required=True, help="folder of text or HTML files")
+    parser.add_argument("--code", type=Path, required=True, help="folder of Python files")
+    parser.add_argument("--count", type=int, default=40_000)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    dice = random.Random(options.seed)
+    make = makers(options.english, options.german, options.code, dice)
+    with options.out.open("w") as file:
+        for turns in prompts(make, options.count, dice):
+            file.write(json.dumps({"turns": turns}, ensure_ascii=False) + "\n")
+
+
+if __name__ == "__main__":
+    main()
