@@ -39,11 +39,11 @@ class Step:
     def await_tokens(self) -> None:
         """Let its sequences be scheduled and laid out as if it had said its tokens, and accepted no drafted one, until
         `forget_tokens`."""
-        chosen = self.batch.device_rows
+        chosen = self.batch.device_rows.most if self.batch.device_rows is not None else None
         for place, item in enumerate(self.batch.items):
             if item.tree is not None:
                 item.sequence.pending, item.sequence.pending_tokens = place, self.stride
-                most = min(chosen.limits[place], MAX_PATH) * self.stride if chosen is not None else 0
+                most = min(chosen[place], MAX_PATH) * self.stride if chosen is not None else 0
                 item.sequence.pending_drafts = max(item.tree.depths) + most
 
     def forget_tokens(self) -> None:

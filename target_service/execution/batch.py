@@ -38,10 +38,20 @@ class StepItem(NamedTuple):
 
 class DeviceRows(NamedTuple):
     """What the device chooses from its node tables: it makes a pass of so many `rows` at most, of which each sequence
-    gets no more than its limit besides its root, by place in the batch."""
+    gets no more than its limit besides its root, by place in the batch.
+
+    Limits are the sequences' own, whatever the pass has room for: so many candidates are ranked, and what is said of
+    the best 1, 3, 7 .. of them has to hold for passes of other sizes too.
+    """
 
     rows: int
     limits: tuple[int, ...]
+
+    @property
+    def most(self) -> tuple[int, ...]:
+        """Drafted rows that each sequence can get, the others' roots being rows too."""
+        room = self.rows - len(self.limits)
+        return tuple(min(limit, room) for limit in self.limits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +99,7 @@ def lay_out(
     starts, pages = [0], list[SequenceOf[int]]()
     parents: list[tuple[int, ...] | None] = []
     items: list[StepItem] = []
-    limits = device_rows.limits if device_rows is not None else (None,) * len(chunks)
+    limits = device_rows.most if device_rows is not None else (None,) * len(chunks)
     for chunk, tree, limit in zip(chunks, trees, limits, strict=True):
         sequence, start = chunk.sequence, chunk.sequence.kv_length
         first_row = len(token_ids)

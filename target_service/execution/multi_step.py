@@ -72,7 +72,7 @@ def _have_pages(
     if not all(chunk.takes_tree for chunk in schedule.chunks):
         return False
     sequences = [chunk.sequence for chunk in schedule.chunks]
-    limits = device_rows.limits if device_rows is not None else (None,) * len(sequences)
+    limits = device_rows.most if device_rows is not None else (None,) * len(sequences)
     keys = [one.pending_drafts + keys_of(1, passes, limit) for one, limit in zip(sequences, limits, strict=True)]
     if any(one.length + more > max_context for one, more in zip(sequences, keys, strict=True)):
         return False

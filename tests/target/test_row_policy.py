@@ -201,7 +201,7 @@ class Engine:
                 could[each] += 1 + ranked.true[min(self._each(each), len(ranked.best))]
             said = None
             if rows is not None:
-                said = self._pass(ranked, min(self._each(size), rows.limits[place]))
+                said = self._pass(ranked, min(self._each(size), rows.most[place]), rows.limits[place])
             outcomes.append(said or Verified(Walk((), 3), ()))
         took = self.seconds(size, followed=followed) * self._dice.lognormvariate(0, 0.03)
         self.launches.append(Launch(size, followed, could[size], could))
@@ -210,9 +210,10 @@ class Engine:
     def _each(self, rows: int) -> int:
         return max(0, rows - self._sequences) // self._sequences
 
-    def _pass(self, ranked: Ranked, limit: int) -> Verified:
+    def _pass(self, ranked: Ranked, taken: int, limit: int) -> Verified:
+        """Of which so many rows are `taken`, and as many ranked as the `limit` allows."""
         nodes, best, expected, _ = ranked
-        chosen = best[:limit]
+        chosen, best = best[:taken], best[:limit]
         path: list[int] = []
         at = 0
         while at >= 0:
@@ -393,7 +394,7 @@ def test_steps_have_only_so_many_rows(policies: Policies, max_rows: int, costed:
         rows = policies.rows(policy, *[PLAIN] * 4, max_rows=max_rows)
         sizes.add(rows.rows if rows is not None else 0)
         if rows is not None:
-            assert rows.rows <= max_rows and all(limit <= rows.rows - 4 for limit in rows.limits)
+            assert rows.rows <= max_rows and all(most <= rows.rows - 4 for most in rows.most)
         policy.observe_time(4, rows, 1e-3 * (1 + turn % 3), Kind.ALONE)
     assert sizes <= {0, *(size for size in row_sizes(max_rows) if size > 4)}
     assert (sizes == {0}) is (max_rows == 4)

@@ -131,8 +131,7 @@ class RowPolicy:
             best = sizes[-1] if self._cost is None else self._tried(sizes, sequences, kind, waits)
         if not best:
             return None
-        room = best - sequences
-        return DeviceRows(best, tuple(min(room, limit or 0) for limit in limits))
+        return DeviceRows(best, tuple(limit or 0 for limit in limits))
 
     def seconds(self, sequences: int, rows: int, kind: Kind) -> float:
         """What a pass of so many sequences and `rows`, 0 for a plain one, takes; 0 where nobody knows yet."""
