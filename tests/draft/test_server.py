@@ -16,9 +16,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from scripted_drafter import VOCABULARY, ScriptedDrafter, opening
 
 from draft_service.config import DraftConfig
-from draft_service.drafters.base import DraftSequence
-from draft_service.server import SERVICE_NAME
+from draft_service.drafters.base import DraftSequence, info_of
+from draft_service.server import SERVICE_NAME, DraftServicer
 from draft_service.service import build_server
+from draft_service.session import Admission
 from outrider import __version__
 from outrider.errors import (
     InvalidField,
@@ -59,6 +60,46 @@ async def test_one_advance_frame_is_answered_by_one_growth_frame(draft: Draft) -
             await stream.growth()
         await stream.advance(*((sequence_id, 1, [20]) for sequence_id in (3, 1, 2)))
         assert [part.sequence_id for part in (await stream.growth()).sequences] == [3, 1, 2]
+
+
+class Talkative:
+    """A call whose target has said all that it will ever say: there is always a frame to read."""
+
+    def __init__(self, *frames: draft_pb2.ProposeRequest) -> None:
+        self._frames = iter(frames)
+        self.growths = 0
+
+    def invocation_metadata(self) -> tuple[()]:
+        return ()
+
+    async def read(self) -> Any:
+        return next(self._frames, grpc.aio.EOF)
+
+    async def write(self, response: draft_pb2.ProposeResponse) -> None:
+        self.growths += response.WhichOneof("frame") == "growth"
+
+
+async def test_growth_goes_out_though_a_frame_is_always_waiting() -> None:
+    """Where the drafter works beside the event loop, frames come faster than they are handled."""
+    drafter = ScriptedDrafter(max_context=4000)
+    drafter.device = "cuda:0"  # type: ignore[attr-defined]
+    steps = 1000
+    advances = (
+        draft_pb2.AdvanceSequences(sequences=[draft_pb2.SequenceAdvance(sequence_id=1, step=number, token_ids=[20])])
+        for number in range(1, 1 + steps)
+    )
+    call = Talkative(
+        draft_pb2.ProposeRequest(credit=draft_pb2.Credit(frames=500)),
+        draft_pb2.ProposeRequest(open=open_to_pb(opening())),
+        *(draft_pb2.ProposeRequest(advance=advance) for advance in advances),
+    )
+    servicer = DraftServicer(drafter, Admission(10, VOCABULARY), info_of(drafter, VOCABULARY, ""))
+    try:
+        await servicer.Propose(call, call)  # type: ignore[arg-type]
+    finally:
+        servicer.close()
+    # One for every few frames that are taken at a time, and not one at the end.
+    assert call.growths > 5
 
 
 async def test_growth_waits_for_credit_and_then_is_the_newest(draft: Draft) -> None:
