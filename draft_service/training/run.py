@@ -42,10 +42,11 @@ def train_head(config: TrainingConfig, command: Sequence[str]) -> Path:
     if config.max_length > teacher.facts.max_context:
         raise SettingsError(f"--max-length is more than the model's context of {teacher.facts.max_context}")
     first = head_to_begin_with(config, teacher.facts)
+    corpus = folder.begin()
     if not folder.written and not config.text:
         with phase("writing") as shown:
-            write_texts(teacher, config, folder.corpus, budget, shown)
-    texts = folder.corpus.load()
+            write_texts(teacher, config, corpus, budget, shown)
+    texts = corpus.load()
     if not (texts.temperatures == 0).any() or len(texts) < 2:
         raise SettingsError("too little text was written to train and to validate: give it more --tokens or --minutes")
     counts = answer_counts(texts, teacher.facts.vocab_size)

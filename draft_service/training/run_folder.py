@@ -40,22 +40,27 @@ class RunFolder:
     """Where a run keeps what it needs to go on. Every file is whole: it is written beside its place, and moved."""
 
     def __init__(self, config: TrainingConfig) -> None:
-        """Make it, or find it again.
+        """Look whether it may be made, or gone on with; `begin` comes before all else.
 
         Raises:
             SettingsError: a run is there and is not to be resumed, or has other settings.
         """
+        self._config = config
         self._folder = config.run_folder
-        settings = self._folder / "settings.json"
-        if settings.exists():
+        self._settings = self._folder / "settings.json"
+        if self._settings.exists():
             if not config.resume:
                 raise SettingsError(f"{self._folder} holds a run: --resume goes on with it, or name another --out")
-            _check_same(json.loads(settings.read_text()), config)
+            _check_same(json.loads(self._settings.read_text()), config)
         elif config.resume:
             raise SettingsError(f"{self._folder} holds no run to go on with")
+
+    def begin(self) -> Corpus:
+        """Make it, with its settings, and return where its text is. A run that was refused before leaves nothing."""
+        config = self._config
         self._folder.mkdir(parents=True, exist_ok=True)
-        settings.write_text(json.dumps(asdict(config), indent=2) + "\n")
-        self.corpus = Corpus(Path(config.text) if config.text else self._folder / "text")
+        self._settings.write_text(json.dumps(asdict(config), indent=2) + "\n")
+        return Corpus(Path(config.text) if config.text else self._folder / "text")
 
     @property
     def written(self) -> bool:

@@ -155,6 +155,7 @@ def test_a_run_that_is_killed_leaves_its_best_head(
     monkeypatch.setattr(run, "training_record", lambda *_: {})
     monkeypatch.setattr(run, "save_head", lambda *_, **__: saved.append("head"))
     folder = RunFolder(config)
+    folder.begin()
     corpus = Corpus(tmp_path / "text")
     corpus.add([WrittenText(0, (1, 2, 3), 1, 0.0)], 0)
     course = run._Course(config, COMMAND, Budget(0.0), folder, corpus.load(), np.zeros(4, np.int64))

@@ -88,7 +88,11 @@ def test_amounts_of_tokens(tmp_path: Path, text: str, amount: int) -> None:
 def test_a_run_is_resumed_only_when_asked_and_with_its_own_settings(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="no run"):
         RunFolder(config_of(tmp_path, resume=True))
-    RunFolder(config_of(tmp_path, steps=3))
+    # One that is refused before it has begun leaves nothing behind.
+    for _ in range(2):
+        begun = RunFolder(config_of(tmp_path, steps=3))
+    assert not list(tmp_path.iterdir())
+    begun.begin()
     with pytest.raises(SettingsError, match="--resume"):
         RunFolder(config_of(tmp_path, steps=3))
     with pytest.raises(SettingsError, match="--steps 3"):
@@ -98,6 +102,7 @@ def test_a_run_is_resumed_only_when_asked_and_with_its_own_settings(tmp_path: Pa
 
 def test_a_checkpoint_comes_back_as_it_was(tmp_path: Path) -> None:
     folder = RunFolder(config_of(tmp_path))
+    folder.begin()
     assert folder.checkpoint() is None
     folder.save_checkpoint({"a": torch.arange(3)}, {"step": 5, "losses": [{"loss": [1.5]}]})
     found = folder.checkpoint()
