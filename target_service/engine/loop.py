@@ -266,6 +266,19 @@ class EngineLoop:
             drafting.listen()
         return time.monotonic_ns() - begun
 
+    def _let_drafts_in(self, batch: StepBatch, behind: Step | None, clock: StepClock) -> int:
+        """Let drafts come in for a pass that is laid out, and then nothing more. Nanoseconds that it was held while
+        nothing ran."""
+        held_ns = 0
+        if behind is not None:
+            clock.hold(self._await_drafts(batch, behind))
+        else:
+            held_ns = self._hold(batch)
+        if self._steps.tables is not None:
+            self._steps.tables.trust = self._policy.trust
+        clock.end_plan()
+        return held_ns
+
     def _goes_on_alone(self, sequence: Sequence) -> bool:
         """Whether neither the host nor a client has to see the sequence's tokens before they are fed."""
         return not sequence.request.external and self.live[sequence.sequence_id].verifier.on_device
@@ -276,14 +289,14 @@ class EngineLoop:
         verifiers = [self.live[item.sequence.sequence_id].verifier for item in batch.items]
         if device_rows is not None and self._steps.tables is not None:
             graft_predictions((item.sequence for item in batch.items), self.live, self._steps.tables)
-        if behind is not None:
-            clock.hold(self._await_drafts(batch, behind))
-        else:
-            gathered = replace(gathered, wait_ns=gathered.wait_ns + self._hold(batch))
-        if self._steps.tables is not None:
-            self._steps.tables.trust = self._policy.trust
-        clock.end_plan()
-        launched = self._steps.launch(batch, verifiers, stride)
+        held_ns = 0
+
+        def ready() -> None:
+            nonlocal held_ns
+            held_ns = self._let_drafts_in(batch, behind, clock)
+
+        launched = self._steps.launch(batch, verifiers, stride, ready)
+        gathered = replace(gathered, wait_ns=gathered.wait_ns + held_ns)
         if behind is not None:
             # What comes now is the host's alone.
             self._launch_time.observe(time.monotonic_ns() - clock.planned, late=behind.launched.ended())

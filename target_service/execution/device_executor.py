@@ -7,6 +7,7 @@ verified on the host, from the same logits, while the others are on the device.
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from typing import Literal
 
@@ -21,7 +22,15 @@ from target_service.execution import node_tables
 from target_service.execution.batch import StepBatch, StepItem
 from target_service.execution.device_rows import TableStep, room_for_reports
 from target_service.execution.device_time import DeviceSpan
-from target_service.execution.host_executor import CopiedLater, HostSteps, Launched, Steps, move_on_host, verify_on_host
+from target_service.execution.host_executor import (
+    CopiedLater,
+    HostSteps,
+    Launched,
+    Steps,
+    at_once,
+    move_on_host,
+    verify_on_host,
+)
 from target_service.execution.node_tables import NodeTables
 from target_service.execution.post_pass import Kind, PostPass
 from target_service.model.forward import ForwardPass
@@ -95,9 +104,14 @@ class DeviceSteps:
         if self.tables is not None:
             node_tables.warm_up()
 
-    def launch(self, batch: StepBatch, verifiers: SequenceOf[SequenceVerifier], stride: int = 1) -> Launched:
+    def launch(
+        self,
+        batch: StepBatch,
+        verifiers: SequenceOf[SequenceVerifier],
+        stride: int = 1,
+        ready: Callable[[], None] = at_once,
+    ) -> Launched:
         """See `Steps.launch`."""
-        span = DeviceSpan() if self.in_background else None
         pairs = zip(batch.items, verifiers, strict=True)
         rows = [_on_device(item, verifier) or RowsToVerify(0, 0) for item, verifier in pairs]
         parameters = self._verifier.pack(rows)
@@ -105,7 +119,9 @@ class DeviceSteps:
         if batch.device_rows is not None:
             # What each may get; how many rows it has is found behind every pass.
             records_of(parameters, len(rows))["rows"] += batch.device_rows.limits
-            return self._launch_device_rows(batch, rows, parameters, stride, span)
+            return self._launch_device_rows(batch, rows, parameters, stride, ready)
+        ready()
+        span = DeviceSpan() if self.in_background else None
         if moves is not self._nothing and min(batch.input.token_ids) < 0:
             assert stride == 1, "only the device knows where later passes would begin"
             if moves is None:
@@ -135,13 +151,20 @@ class DeviceSteps:
         rows: SequenceOf[RowsToVerify],
         parameters: NDArray[numpy.int32],
         passes: int,
-        span: DeviceSpan | None,
+        ready: Callable[[], None],
     ) -> Launched:
         """Each pass is moved on behind the one before it, and its rows are chosen there; see `NodeTable`."""
-        table = self._runner.node_table
+        table, span = self._runner.node_table, None
         assert table is not None, "rows are chosen from tables, which need the tokens that were kept"
-        self._graft(batch, table)
-        done = self._runner.run_device_rows(batch.input, parameters, self._moves)
+
+        def before() -> None:
+            nonlocal span
+            ready()
+            # Not sooner, or the time that the device stands still meanwhile would be taken for work.
+            span = DeviceSpan() if self.in_background else None
+            self._graft(batch, table)
+
+        done = self._runner.run_device_rows(batch.input, parameters, self._moves, before)
         self._conclude(batch, rows, done)
         for _ in range(1, passes):
             done = self._runner.run_again(batch.input, done)

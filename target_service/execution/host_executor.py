@@ -6,6 +6,7 @@ same.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 from typing import Protocol
@@ -20,6 +21,10 @@ from target_service.execution.node_tables import NodeTables
 from target_service.model.runner import ModelRunner
 from target_service.sampling.verifier import SequenceVerifier, Verified
 from tree_kernels.verification import move_kv
+
+
+def at_once() -> None:
+    """Nothing is waited for."""
 
 
 class Launched(Protocol):
@@ -85,9 +90,18 @@ class Steps(Protocol):
     def tables(self) -> NodeTables | None:
         """Where drafts for steps with `StepBatch.device_rows` go; None where the device chooses no rows."""
 
-    def launch(self, batch: StepBatch, verifiers: SequenceOf[SequenceVerifier], stride: int = 1) -> Launched:
+    def launch(
+        self,
+        batch: StepBatch,
+        verifiers: SequenceOf[SequenceVerifier],
+        stride: int = 1,
+        ready: Callable[[], None] = at_once,
+    ) -> Launched:
         """Begin a step. `verifiers[i]` belongs to `batch.items[i]`. Awaited tokens are those of the step before, and
         begin as much later than they are laid out as that step accepts drafted rows.
+
+        `ready` is called once, before anything of the step runs. Where the device chooses rows it comes last of all
+        that the host has to prepare: it may wait for drafts, which are brought to the device when it returns.
 
         `execution.multi_step` passes are run, each feeding what the one before said; all trees are then roots alone.
         Where the device chooses rows, every sequence is GREEDY or COUPLED and verified on the device.
@@ -107,8 +121,15 @@ class HostSteps:
         self._followable = followable
         self._last: _OnHost | None = None
 
-    def launch(self, batch: StepBatch, verifiers: SequenceOf[SequenceVerifier], stride: int = 1) -> Launched:
+    def launch(
+        self,
+        batch: StepBatch,
+        verifiers: SequenceOf[SequenceVerifier],
+        stride: int = 1,
+        ready: Callable[[], None] = at_once,
+    ) -> Launched:
         """See `Steps.launch`."""
+        ready()
         if self._last is not None and min(batch.input.token_ids) < 0:
             batch = batch.moved_on(self._last.accepted_counts())
         logits = self._runner.forward(replace(batch.input, token_ids=self._known(batch.input.token_ids)))

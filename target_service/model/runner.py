@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, Literal
@@ -185,10 +185,15 @@ class ModelRunner:
         return self.run(batch.moved_on(counts), moved)
 
     def run_device_rows(
-        self, batch: ForwardInput, parameters: NDArray[numpy.int32], moves: Tensor | None = None
+        self,
+        batch: ForwardInput,
+        parameters: NDArray[numpy.int32],
+        moves: Tensor | None = None,
+        before: Callable[[], None] | None = None,
     ) -> ForwardPass:
         """Run a step of roots alone whose drafted rows the device chooses, moved on by `moves`; see `NodeTable.begin`.
-        Here the host waits for that, and the layout goes there and back."""
+        `before` is called once, when all is ready but what rows are chosen from. Here the host waits for that, and the
+        layout goes there and back."""
         table, attention = self.node_table, batch.attention
         assert table is not None, "tokens are kept by then"
         page_counts = [len(held) for held in attention.pages]
@@ -207,6 +212,9 @@ class ModelRunner:
             self._to_device([0] * batch.room),
             self._to_device([0] * attention.sequences),
         )
+        if before is not None:
+            with torch.inference_mode(False):
+                before()
         table.begin(step, self.pending, moves)
         return self._run_where_it_lies(batch, step)
 

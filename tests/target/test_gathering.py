@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -172,3 +172,41 @@ def test_a_sequence_that_waited_for_its_turn_is_drafted_for_like_others(
     assert sum(step.batch.device_rows is not None for step in launched) > 0.5 * len(launched)
     accepted = [finished[number].accepted_tokens for number in range(len(wanted))]
     assert min(accepted) > 3, f"accepted {accepted}"
+
+
+def test_what_a_draft_says_last_is_in_the_pass_that_waited(
+    tiny_model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A launch is prepared first, and takes drafts in when nothing else is left to do."""
+    wanted = request([5, 7, 9], 24)
+    truth = (*wanted.token_ids, *plain(tiny_model, wanted))
+    runner = make_runner(tiny_model)
+    runner.keep_tokens(2, 0)
+    steps = DeviceSteps(runner, max_sequences=2, max_rows=64, backend="torch")
+    loop = EngineLoop(runner, engine_config(max_running=2), steps=steps)
+    loop.drafting.attach(ScriptedDraft(loop.drafting, knowing_tree([truth], runner.vocabulary_size, 3, right=1.0)))
+    loop.drafting.listen()
+    live = loop.make(1, wanted)
+    loop.add(live)
+    assert steps.tables is not None
+    begun: list[str] = []
+    let_in, pack, frame = EngineLoop._let_drafts_in, steps._verifier.pack, steps.tables.frame
+
+    def noted(name: str, inner: Callable[..., object]) -> Callable[..., object]:
+        def outer(*arguments: object) -> object:
+            begun.append(name)
+            return inner(*arguments)
+
+        return outer
+
+    monkeypatch.setattr(EngineLoop, "_let_drafts_in", noted("drafts", let_in))
+    monkeypatch.setattr(steps._verifier, "pack", noted("prepared", pack))
+    monkeypatch.setattr(steps.tables, "frame", noted("grafted", frame))
+    while loop.live:
+        loop.step()
+    assert tuple(live.sequence.token_ids) == truth
+    assert live.sequence.totals.accepted_tokens > 3
+    chosen = [begun[place : place + 3] for place, name in enumerate(begun) if name == "prepared"]
+    assert ["prepared", "drafts", "grafted"] in chosen
+    # Of steps without tables nothing is grafted, and what waits comes in the same place.
+    assert all(order[1:2] == ["drafts"] for order in chosen)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -18,7 +18,7 @@ from target_service.engine import loop as loop_module
 from target_service.engine.loop import EngineLoop
 from target_service.execution.batch import StepBatch
 from target_service.execution.device_executor import DeviceSteps
-from target_service.execution.host_executor import HostSteps, Launched
+from target_service.execution.host_executor import HostSteps, Launched, at_once
 from target_service.model.runner import ModelRunner
 from target_service.sampling.verifier import SequenceVerifier
 
@@ -30,10 +30,16 @@ class SmallDevice(HostSteps):
         super().__init__(runner)
         self._rows = rows
 
-    def launch(self, batch: StepBatch, verifiers: Sequence[SequenceVerifier], stride: int = 1) -> Launched:
+    def launch(
+        self,
+        batch: StepBatch,
+        verifiers: Sequence[SequenceVerifier],
+        stride: int = 1,
+        ready: Callable[[], None] = at_once,
+    ) -> Launched:
         if len(batch.input.token_ids) > self._rows:
             raise torch.OutOfMemoryError("out of memory")
-        return super().launch(batch, verifiers, stride)
+        return super().launch(batch, verifiers, stride, ready)
 
 
 @pytest.mark.parametrize("rows", [8, 40])
@@ -115,9 +121,15 @@ class NotedSteps(HostSteps):
         self._notes = notes
         self.in_background = in_background
 
-    def launch(self, batch: StepBatch, verifiers: Sequence[SequenceVerifier], stride: int = 1) -> Launched:
+    def launch(
+        self,
+        batch: StepBatch,
+        verifiers: Sequence[SequenceVerifier],
+        stride: int = 1,
+        ready: Callable[[], None] = at_once,
+    ) -> Launched:
         self._notes.append("launch")
-        return super().launch(batch, verifiers, stride)
+        return super().launch(batch, verifiers, stride, ready)
 
 
 @pytest.mark.parametrize("in_background", [True, False])

@@ -159,14 +159,26 @@ class CapturedRunner(ModelRunner):
 
     @torch.inference_mode()
     def run_device_rows(
-        self, batch: ForwardInput, parameters: NDArray[numpy.int32], moves: Tensor | None = None
+        self,
+        batch: ForwardInput,
+        parameters: NDArray[numpy.int32],
+        moves: Tensor | None = None,
+        before: Callable[[], None] | None = None,
     ) -> ForwardPass:
         """See `ModelRunner.run_device_rows`. Nobody waits."""
         table = self.node_table
         assert table is not None, "tokens are kept by then"
-        captured = self._replay(batch, parameters, lambda buffer: table.begin(buffer.step, self.pending, moves))
+
+        def begin(buffer: StepBuffer) -> None:
+            if before is not None:
+                # Whatever a caller does there is none of the pass's computing.
+                with torch.inference_mode(False):
+                    before()
+            table.begin(buffer.step, self.pending, moves)
+
+        captured = self._replay(batch, parameters, begin)
         if captured is None:
-            return super().run_device_rows(batch, parameters, moves)
+            return super().run_device_rows(batch, parameters, moves, before)
         return _pass_of(captured)
 
     @torch.inference_mode()
