@@ -18,6 +18,7 @@ from draft_service.neural.cuda_graphs.drafting import drafting_on, first_batches
 from draft_service.neural.devices import launching_on
 from draft_service.neural.network import Network
 from draft_service.neural.tree_drafting import CacheEntry, TreeDrafting, Wanted
+from outrider.devices import check_device
 from outrider.runtime import in_passing_thread
 from outrider.sampling import VerificationMode
 from outrider.tree import TokenTree
@@ -31,6 +32,8 @@ class NeuralDrafter(Drafter, ABC):
     first_prompts: ClassVar[Sequence[int]] = ()
 
     def __init__(self, config: NeuralConfig, vocabulary_size: int, max_context: int) -> None:
+        """Raises `SettingsError` for a device that is not there."""
+        check_device(config.device)
         self.limits = config.tree.limits
         self.device = config.device
         self.vocabulary_size = vocabulary_size

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
+from outrider.devices import check_device
 from outrider.errors import NotSupported, OutriderError
 from outrider.runtime import in_passing_thread
 from outrider.settings import SettingsError
@@ -26,6 +27,7 @@ logger = logging.getLogger(__name__)
 def load_model(config: TargetConfig) -> ModelRunner:
     """The model, its KV cache allocated. Raises `EngineRefused` when it cannot be served."""
     try:
+        check_device(config.device)
         return in_passing_thread(lambda: load_runner(config))
     except (OSError, ValueError, NotSupported) as error:
         raise EngineRefused(1, f"cannot serve {config.model}: {error}") from None

@@ -7,7 +7,7 @@ from pathlib import Path
 import grpc
 
 from outrider.limits import TenantTable
-from outrider.serving import Authenticator, TlsFiles
+from outrider.serving import Authenticator, TlsFiles, check_free
 from outrider.settings import SettingsError
 from target_service.config import TargetConfig
 from target_service.speculation.client.link import LinkOptions
@@ -51,6 +51,8 @@ def check_settings(config: TargetConfig) -> None:
     Authenticator.from_file(config.auth_tokens)
     TenantTable.from_file(config.auth_tokens, config.tenant_limits)
     link_options(config)
+    # A model takes long to load for a service that cannot listen.
+    check_free(config.listen)
 
 
 def link_options(config: TargetConfig) -> LinkOptions:

@@ -54,7 +54,14 @@ class Connection:
     """A channel and the metadata that every call on it carries."""
 
     def __init__(self, address: str, *, tls: Tls | None = None, token: str = "", tenant: str = "") -> None:
-        """`address` is HOST:PORT or unix:PATH. Must be called from a running event loop."""
+        """`address` is HOST:PORT or unix:PATH. Must be called from a running event loop.
+
+        Raises `ValueError` for the address of a web page.
+        """
+        scheme, found, rest = address.partition("://")
+        if found and scheme in ("http", "https", "grpc", "grpcs"):
+            secure = " with TLS" if scheme.endswith("s") else ""
+            raise ValueError(f"{address} is no address of a service: leave out {scheme}:// and say {rest}{secure}")
         self.address = address
         self.metadata = _metadata(token, tenant)
         if token and tls is None and not address.startswith(_LOCAL):

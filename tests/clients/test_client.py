@@ -86,6 +86,13 @@ async def test_deadline_is_typed(running: Any) -> None:
             await client.generate(text="x", timeout=0.3).result()
 
 
+async def test_the_address_of_a_web_page_is_none() -> None:
+    with pytest.raises(ValueError, match=r"leave out http:// and say 127\.0\.0\.1:50051$"):
+        Client.connect("http://127.0.0.1:50051")
+    with pytest.raises(ValueError, match="with TLS"):
+        Client.connect("https://models:50051")
+
+
 async def test_nobody_there(unused_tcp_port: int) -> None:
     async with Client.connect(f"127.0.0.1:{unused_tcp_port}") as client:
         with pytest.raises(ServiceUnreachable, match=str(unused_tcp_port)):

@@ -13,7 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from outrider.errors import OutriderError, StepSkipped, all_errors
-from outrider.serving import Authenticator, GrpcServer, Service, ServingOptions
+from outrider.serving import Authenticator, GrpcServer, Service, ServingOptions, check_free
 from outrider.settings import SettingsError
 from outrider.wire.trees import error_of_rpc
 
@@ -214,8 +214,27 @@ class TestServer:
     async def test_port_in_use_is_an_error(self, echo: Any) -> None:
         async with echo.serving(echo.Echo()) as server:
             second = GrpcServer(ServingOptions(listen=server.address), [])
-            with pytest.raises(SettingsError, match="cannot listen"):
+            with pytest.raises(SettingsError, match="already in use"):
                 await second.start()
+            with pytest.raises(SettingsError, match="already in use"):
+                check_free(server.address)
+
+    @pytest.mark.parametrize(
+        ("address", "message"),
+        [
+            ("nowhere", "not HOST:PORT"),
+            ("127.0.0.1:http", "not HOST:PORT"),
+            ("no.such.host.invalid:1", "cannot listen on no.such.host.invalid:1: "),
+            ("192.0.2.1:50051", "Cannot assign"),
+        ],
+    )
+    async def test_an_address_that_cannot_be_is_refused_with_the_reason(self, address: str, message: str) -> None:
+        with pytest.raises(SettingsError, match=message):
+            check_free(address)
+
+    @pytest.mark.parametrize("address", ["127.0.0.1:0", "localhost:0", ":0", "unix:/no/folder/here/s"])
+    async def test_an_address_that_is_free_may_be_taken(self, address: str) -> None:
+        check_free(address)
 
     async def test_unix_socket(self, echo: Any, tmp_path: Path) -> None:
         server = GrpcServer(ServingOptions(listen=f"unix:{tmp_path}/s"), [Service(echo.name, echo.Echo().add)])

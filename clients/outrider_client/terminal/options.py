@@ -52,7 +52,12 @@ class AccessOptions:
         return Tls(*(Path(path) if path else None for path in (self.tls_ca, self.tls_certificate, self.tls_key)))
 
     def connection(self, address: str) -> Connection:
-        return Connection(address, tls=self.tls_options(), token=self.secret(), tenant=self.tenant)
+        """To a service. Raises `SettingsError` for what is no address of one."""
+        tls, token = self.tls_options(), self.secret()
+        try:
+            return Connection(address, tls=tls, token=token, tenant=self.tenant)
+        except ValueError as error:
+            raise SettingsError(str(error)) from None
 
 
 @dataclass(frozen=True)

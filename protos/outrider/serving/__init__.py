@@ -12,7 +12,7 @@ from outrider.serving.credentials import TlsFiles
 from outrider.serving.health import HealthServicer
 from outrider.serving.interceptors import AuthInterceptor, ErrorInterceptor, guarded
 from outrider.serving.lifecycle import Worker, serve_until_stopped
-from outrider.serving.server import GrpcServer, Service, ServingOptions
+from outrider.serving.server import GrpcServer, Service, ServingOptions, check_free
 from outrider.serving.tenancy import TENANT_KEY, Authenticator, current_tenant
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "ServingOptions",
     "TlsFiles",
     "Worker",
+    "check_free",
     "current_tenant",
     "guarded",
     "serve_until_stopped",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import logging
 import socket
@@ -151,6 +152,41 @@ class GrpcServer:
             await self._admin.stop(0)
 
 
+def check_free(address: str) -> None:
+    """Raise `SettingsError`, with the system's reason, where nobody could listen on this address now: HOST:PORT or
+    unix:PATH. For a service that has much to load before it listens."""
+    if address.startswith("unix:"):
+        _refuse_taken(Path(address.removeprefix("unix:")))
+        return
+    host, _, port = address.rpartition(":")
+    if not (port.isascii() and port.isdigit()):
+        raise SettingsError(f"cannot listen on {address}: it is not HOST:PORT or unix:PATH")
+    try:
+        found = socket.getaddrinfo(host.strip("[]") or None, int(port), type=socket.SOCK_STREAM)
+        failures = [error for one in found if (error := _refusal(one[0], one[4])) is not None]
+    except OSError as error:
+        raise SettingsError(f"cannot listen on {address}: {error.strerror or error}") from None
+    # Of a name's addresses one is enough, as long as nobody else has another.
+    taken = [error for error in failures if error.errno in (errno.EADDRINUSE, errno.EACCES)]
+    if taken or len(failures) == len(found):
+        raise SettingsError(f"cannot listen on {address}: {(taken or failures)[0].strerror}")
+
+
+def _refusal(family: int, where: tuple[Any, ...]) -> OSError | None:
+    """Why the system lets nobody listen there; None where it does."""
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        # As gRPC does: a connection that has ended lately keeps nobody out.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        try:
+            probe.bind(where)
+            probe.listen()
+        except OSError as error:
+            return error
+    return None
+
+
 def _bind(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None) -> str:
     if address.startswith("unix:"):
         _refuse_taken(Path(address.removeprefix("unix:")))
@@ -160,6 +196,8 @@ def _bind(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredent
         else:
             port = server.add_secure_port(address, credentials)
     except RuntimeError as error:
+        # gRPC does not say why.
+        check_free(address)
         raise SettingsError(f"cannot listen on {address}: {error}") from None
     if port == 0 and not address.startswith("unix:"):
         raise SettingsError(f"cannot listen on {address}")

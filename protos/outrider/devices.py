@@ -1,0 +1,27 @@
+"""Whether PyTorch can compute where it is asked to: what both services ask before they load a model."""
+
+from __future__ import annotations
+
+from outrider.settings import SettingsError
+
+
+def check_device(device: str) -> None:
+    """Raise `SettingsError`, with what is there instead, for a device that this machine or this PyTorch has not."""
+    # Only here: clients read this package without PyTorch.
+    import torch
+
+    try:
+        wanted = torch.device(device)
+    except RuntimeError:
+        raise SettingsError(f"device {device!r} is none that PyTorch knows, such as cpu, cuda or cuda:1") from None
+    if wanted.type != "cuda":
+        return
+    if torch.version.cuda is None and torch.version.hip is None:
+        raise SettingsError(
+            f"device {device}: PyTorch {torch.__version__} was built without CUDA; install a build that has it"
+        )
+    count = torch.cuda.device_count()
+    if not count:
+        raise SettingsError(f"device {device}: PyTorch finds no GPU; is there a driver, and CUDA_VISIBLE_DEVICES set?")
+    if (wanted.index or 0) >= count:
+        raise SettingsError(f"device {device}: there are {count} GPUs, counted from 0")

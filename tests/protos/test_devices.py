@@ -1,0 +1,38 @@
+"""A device that is not there is refused with what is there."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from outrider.devices import check_device
+from outrider.settings import SettingsError
+
+
+@pytest.mark.parametrize("device", ["cpu", "cpu:0"])
+def test_a_processor_is_always_there(device: str) -> None:
+    check_device(device)
+
+
+@pytest.mark.parametrize(
+    ("built_for", "gpus", "device", "message"),
+    [
+        (None, 0, "cuda", "built without CUDA"),
+        ("13.0", 0, "cuda:0", "finds no GPU"),
+        ("13.0", 2, "cuda:2", "there are 2 GPUs"),
+        ("13.0", 2, "gpu", "none that PyTorch knows"),
+        ("13.0", 2, "cuda:1", ""),
+        ("13.0", 1, "cuda", ""),
+    ],
+)
+def test_what_is_missing_is_named(
+    monkeypatch: pytest.MonkeyPatch, built_for: str | None, gpus: int, device: str, message: str
+) -> None:
+    monkeypatch.setattr(torch.version, "cuda", built_for)
+    monkeypatch.setattr(torch.version, "hip", None, raising=False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    if not message:
+        check_device(device)
+        return
+    with pytest.raises(SettingsError, match=message):
+        check_device(device)
