@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from draft_service.eagle.checkpoint import load_head
 from draft_service.eagle.head import EagleHead
 from draft_service.eagle.head_config import HeadConfig
+from draft_service.eagle.layers import Layer
 from draft_service.eagle.target_checkpoint import TargetCheckpoint
 from draft_service.training.config import TrainingConfig
 from outrider.distillation import TeacherFacts, TeacherWeights
@@ -127,7 +128,27 @@ def head_to_begin_with(config: TrainingConfig, facts: TeacherFacts) -> EagleHead
     if head.config.kind != "eagle3" or len(known) > 1:
         raise SettingsError(f"--init {config.init}: no EAGLE-3 head for this model's tokenizer")
     head.config = replace(head.config, target=facts.model, tokenizer_fingerprint=facts.tokenizer_fingerprint)
+    if config.layers > head.config.num_layers:
+        head = deepened(head, config.layers, config.seed)
     return _kept_from_training(head.requires_grad_(True).train())
+
+
+def deepened(head: EagleHead, layers: int, seed: int) -> EagleHead:
+    """The same head with layers added behind its own, so many in all: they write nothing at first, so that it says what
+    it said, and learn from there."""
+    deeper = EagleHead(replace(head.config, num_layers=layers), head.token_ids)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for added in list(deeper.layers)[len(head.layers) :]:
+            for parameter in added.parameters():
+                if parameter.ndim == 2:
+                    parameter.normal_(0.0, _DEVIATION, generator=generator)
+            added = cast(Layer, added)
+            for last in (added.self_attn.o_proj, added.mlp.down_proj):
+                for parameter in last.parameters():
+                    parameter.zero_()
+    deeper.load_state_dict(head.state_dict(), strict=False)
+    return deeper
 
 
 def _kept_from_training(head: EagleHead) -> EagleHead:

@@ -26,7 +26,9 @@ class TrainingConfig(Settings):
     seed: int = setting(0, "of everything that is drawn")
     resume: bool = setting(False, "go on with the run in FOLDER.run")
 
-    init: str = setting("", "head to begin with, a name or folder: its shape and token map, and no flag of those")
+    init: str = setting(
+        "", "head to begin with, a name or folder: its shape and token map, and no flag of those but more --layers"
+    )
     text: str = setting("", "folder of text that is written already, `text` of another run; none is written then")
     tokens: str = setting("20M", "tokens of text to write: a number, with k or M")
     writing_share: float = setting(0.5, "share of --minutes after which writing ends, however much there is")

@@ -79,6 +79,17 @@ def test_training_goes_on_from_a_head_on_text_that_is_there(model: Path, first: 
     assert after["finished"]
 
 
+def test_layers_that_are_added_change_nothing_at_first(model: Path, first: Path, tmp_path: Path) -> None:
+    settings = SMALL | {"init": str(first), "text": text_of(first), "layers": 3}
+    head = train_head(TrainingConfig(model=str(model), out=str(tmp_path / "head"), **settings), COMMAND)
+    before, after = record_of(first), record_of(head)
+    assert after["validations"][0]["mean_length"] == pytest.approx(before["acceptance"]["mean_length"], abs=1e-3)
+    trained = load_head(head, target=TargetCheckpoint(model))
+    assert trained.config.num_layers == 3 and after["parameters"] > before["parameters"]
+    # And learn.
+    assert all(bool(weights.abs().sum() > 0) for weights in trained.layers[2].parameters())
+
+
 def test_a_head_to_begin_with_must_be_there(model: Path, tmp_path: Path) -> None:
     teacher = load_teacher("local", TeacherSettings(str(model), "cpu", "float32"))
     config = TrainingConfig(model=str(model), out=str(tmp_path / "head"), init="./nowhere")
