@@ -23,7 +23,15 @@ from draft_service.telemetry.observer import DraftObserver
 from outrider import __version__
 from outrider.errors import OutriderError
 from outrider.runtime import configure_logging, run, settled
-from outrider.serving import Authenticator, GrpcServer, Service, ServingOptions, TlsFiles, serve_until_stopped
+from outrider.serving import (
+    Authenticator,
+    GrpcServer,
+    Service,
+    ServingOptions,
+    TlsFiles,
+    check_free,
+    serve_until_stopped,
+)
 from outrider.settings import CONFIG_VARIABLE, SettingsError, add_flags, load
 from outrider.telemetry.names import DRAFT_SERVICE
 from outrider.telemetry.registry import MetricsServer
@@ -138,6 +146,8 @@ def run_service(arguments: Sequence[str]) -> int:
         settings_of = partial(drafter_config, flags=flags, environment=os.environ, path=path)
         drafter = create(config.drafter, settings_of(config.drafter), settings_of)
         configure_logging(config.log_level)
+        # A head takes long to load for a service that cannot listen.
+        check_free(config.listen)
         return run(serve(config, drafter))
     except (SettingsError, OutriderError) as error:
         parser.exit(2, f"{parser.prog}: error: {error}\n")

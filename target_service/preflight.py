@@ -73,6 +73,9 @@ def link_options(config: TargetConfig) -> LinkOptions:
 
 def _is_address(text: str) -> bool:
     """Whether gRPC would take it for an address, and an operator has meant one."""
+    if "://" in text:
+        # Of a web page. What gRPC makes of it is a name that nobody has.
+        return False
     scheme, _, rest = text.partition(":")
     if scheme in ("unix", "inprocess", "dns", "ipv4", "ipv6", "unix-abstract"):
         return bool(rest)

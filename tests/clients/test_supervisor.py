@@ -129,6 +129,15 @@ async def test_dead_target_ends_the_whole(tmp_path: Path, status: int, expected:
     assert not living_children("hello from")
 
 
+async def test_a_draft_that_refuses_its_settings_ends_the_whole(tmp_path: Path) -> None:
+    """It would refuse them again."""
+    lines = Lines()
+    supervisor = Supervisor(service("target", tmp_path), failing("draft", 2), lines.emit, _QUICK)
+    assert await asyncio.wait_for(supervisor.run(), _SECONDS) == 2
+    assert lines.count("outrider", "the draft service refuses its settings") == 1
+    assert not living_children("hello from")
+
+
 async def test_killed_target_is_a_failure(tmp_path: Path) -> None:
     lines = Lines()
     running = asyncio.create_task(Supervisor(service("target", tmp_path), None, lines.emit, _QUICK).run())

@@ -213,11 +213,12 @@ class TestSettings:
         ("change", "message"),
         [
             ({"draft": "foo"}, "is not HOST:PORT"),
+            ({"draft": "http://host:50052"}, "is not HOST:PORT"),
             ({"draft": "host:99999"}, "is not HOST:PORT"),
             ({"draft": "unix:"}, "is not HOST:PORT"),
             ({"max_context": 999_999_999}, "at most"),
         ],
-        ids=["word", "port", "path", "context"],
+        ids=["word", "page", "port", "path", "context"],
     )
     def test_what_cannot_be_meant_is_refused(self, change: dict[str, Any], message: str) -> None:
         with pytest.raises(SettingsError, match=message):
@@ -225,7 +226,7 @@ class TestSettings:
 
     @pytest.mark.parametrize("draft", ["draft:50052", "127.0.0.1:1", "[::1]:50052", "unix:/run/d", "inprocess:trie"])
     def test_addresses_are_taken(self, draft: str) -> None:
-        check_settings(TargetConfig(draft=draft))
+        check_settings(TargetConfig(draft=draft, listen="127.0.0.1:0"))
 
 
 class TestClientToken:

@@ -12,6 +12,8 @@ from outrider_client.connection import Tls
 from outrider_client.local.process import Child, ServiceDied, ServiceSlow, wait_serving
 
 Emit = Callable[[str, str], None]
+# The exit status of a service whose settings cannot work. Another start would change nothing.
+SETTINGS_REFUSED = 2
 
 
 @dataclass(frozen=True)
@@ -56,9 +58,12 @@ class Supervisor:
         self._times = times or RestartTimes()
         self._stopping = asyncio.Event()
         self._children: dict[str, Child] = {}
+        # What the whole ends with when it is asked to stop.
+        self._status = 0
 
     async def run(self, on_ready: Callable[[], None] = lambda: None) -> int:
-        """Run until a signal or the target's end. Returns the exit status: 0 after a signal, else non-zero."""
+        """Run until a signal, the target's end, or settings that something beside it refuses. Returns the exit status:
+        0 after a signal, else non-zero."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_signal)
@@ -107,7 +112,7 @@ class Supervisor:
                 # The gateway first, whose answers come from the target; then the target, which its draft still helps.
                 await self._stop("gateway")
                 await self._stop("target")
-                return 0
+                return self._status
             status = died.result()
             self._emit("outrider", str(ServiceDied("target", status)))
             return status if status > 0 else 1
@@ -129,11 +134,18 @@ class Supervisor:
     async def _keep(self, command: ServiceCommand) -> None:
         backoff = self._times.first_backoff
         loop = asyncio.get_running_loop()
+        first = True
         while not self._stopping.is_set():
             born = loop.time()
             status = await (await self._start(command)).wait()
             if self._stopping.is_set():
                 return
+            if first and status == SETTINGS_REFUSED:
+                self._emit("outrider", f"the {command.name} service refuses its settings, see above")
+                self._status = status
+                self._stopping.set()
+                return
+            first = False
             if loop.time() - born >= self._times.healthy_after:
                 backoff = self._times.first_backoff
             self._emit("outrider", f"{ServiceDied(command.name, status)}; starting it again in {backoff:g} s")

@@ -26,6 +26,14 @@ log = logging.getLogger(__name__)
 _LAYOUT = "2"
 
 
+# For the hub's first answer. Chosen, not measured: many round trips around the world.
+_HUB_SECONDS = 5.0
+
+
+class HubUnreachable(OSError):
+    """A hub id cannot be looked up; the message says why."""
+
+
 class PullFailed(OSError):
     """A model could not be fetched; the message says what to do."""
 
@@ -79,6 +87,26 @@ def resolve(model: str) -> Path | str:
     if model in KNOWN_MODELS and not Path(model).is_dir():
         return pull(model)
     return model
+
+
+def check_hub(model: str) -> None:
+    """Raise `OSError` soon where a hub id is asked for that was never fetched, and the hub does not answer:
+    transformers would try for half a minute. Folders need none, and must be there."""
+    # Only here: `list` and `path` do without.
+    import httpx
+    from huggingface_hub import constants, get_session, try_to_load_from_cache
+
+    if model.startswith(("/", ".", "~")) and not Path(model).is_dir():
+        raise FileNotFoundError("there is no such folder")
+    if Path(model).is_dir() or constants.HF_HUB_OFFLINE or try_to_load_from_cache(model, "config.json") is not None:
+        return
+    try:
+        get_session().head(constants.ENDPOINT, timeout=_HUB_SECONDS)
+    except httpx.HTTPError as error:
+        raise HubUnreachable(
+            f"it is no folder, it was not fetched before, and {constants.ENDPOINT} does not answer ({error}); "
+            "name a folder, or one of `outrider model list`"
+        ) from None
 
 
 def pull(name: str) -> Path:
