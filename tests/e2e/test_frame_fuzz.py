@@ -125,7 +125,7 @@ def test_a_draft_bears_any_frame(trie: NgramDrafter, frames: list[draft_pb2.Prop
     try:
         for frame in frames:
             stream.take(frame)
-            while stream.growth() is not None:
+            while stream.grow():
                 pass
     except OutriderError:
         # The stream ends, and says why.
