@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
-import socket
 import sys
 
 from rich.console import Console
 from rich.text import Text
 
+from outrider.ports import port_refusal
 from outrider.runtime import run
 from outrider.settings import SettingsError, add_flags
 from outrider_client.cli.base import (
@@ -96,11 +96,9 @@ def _gateway(http: str, target: str, shared: tuple[str, ...]) -> ServiceCommand 
 
 def _check_free(host: str, port: int, flag: str) -> None:
     """Say so now when the port is taken; the target would load its model first."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        socket.create_server((host, port), family=family).close()
-    except OSError as error:
-        raise CommandFailed(f"cannot listen on {host}:{port}: {error.strerror}; {flag} takes another") from None
+    refusal = port_refusal(host, port)
+    if refusal is not None:
+        raise CommandFailed(f"cannot listen on {host}:{port}: {refusal.strerror}; {flag} takes another")
 
 
 def _supervise(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import ipaddress
 import logging
 import socket
@@ -17,6 +16,7 @@ from grpc_channelz.v1 import channelz, channelz_pb2_grpc
 from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from outrider.ports import port_refusal
 from outrider.serving import health
 from outrider.serving.calls import CallLimits, Calls
 from outrider.serving.credentials import TlsFiles
@@ -161,30 +161,9 @@ def check_free(address: str) -> None:
     host, _, port = address.rpartition(":")
     if not (port.isascii() and port.isdigit()):
         raise SettingsError(f"cannot listen on {address}: it is not HOST:PORT or unix:PATH")
-    try:
-        found = socket.getaddrinfo(host.strip("[]") or None, int(port), type=socket.SOCK_STREAM)
-        failures = [error for one in found if (error := _refusal(one[0], one[4])) is not None]
-    except OSError as error:
-        raise SettingsError(f"cannot listen on {address}: {error.strerror or error}") from None
-    # Of a name's addresses one is enough, as long as nobody else has another.
-    taken = [error for error in failures if error.errno in (errno.EADDRINUSE, errno.EACCES)]
-    if taken or len(failures) == len(found):
-        raise SettingsError(f"cannot listen on {address}: {(taken or failures)[0].strerror}")
-
-
-def _refusal(family: int, where: tuple[Any, ...]) -> OSError | None:
-    """Why the system lets nobody listen there; None where it does."""
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        # As gRPC does: a connection that has ended lately keeps nobody out.
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if family == socket.AF_INET6:
-            probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-        try:
-            probe.bind(where)
-            probe.listen()
-        except OSError as error:
-            return error
-    return None
+    refusal = port_refusal(host, int(port))
+    if refusal is not None:
+        raise SettingsError(f"cannot listen on {address}: {refusal.strerror or refusal}")
 
 
 def _bind(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None) -> str:
