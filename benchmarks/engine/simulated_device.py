@@ -18,7 +18,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,7 @@ from target_service.config import TargetConfig  # noqa: E402
 from target_service.core.sequence import SequenceRequest, Verdict  # noqa: E402
 from target_service.engine.loop import EngineLoop  # noqa: E402
 from target_service.execution.batch import StepBatch  # noqa: E402
-from target_service.execution.host_executor import at_once  # noqa: E402
+from target_service.execution.host_executor import Ready  # noqa: E402
 from target_service.model.runner import ModelRunner, runner_for  # noqa: E402
 from target_service.sampling.verifier import SequenceVerifier, Verified  # noqa: E402
 from target_service.speculation.client.link import connect_draft  # noqa: E402
@@ -106,13 +106,7 @@ class SimulatedSteps:
         """What a sequence is going to say."""
         self._ahead[sequence_id] = list(output)
 
-    def launch(
-        self,
-        batch: StepBatch,
-        _verifiers: Sequence[SequenceVerifier],
-        stride: int = 1,
-        ready: Callable[[], None] = at_once,
-    ) -> _Running:
+    def launch(self, batch: StepBatch, _verifiers: Sequence[SequenceVerifier], stride: int, ready: Ready) -> _Running:
         """See `Steps.launch`."""
         ready()
         launched_at = time.perf_counter() + self._times.host

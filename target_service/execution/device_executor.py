@@ -7,7 +7,6 @@ verified on the host, from the same logits, while the others are on the device.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from typing import Literal
 
@@ -26,8 +25,8 @@ from target_service.execution.host_executor import (
     CopiedLater,
     HostSteps,
     Launched,
+    Ready,
     Steps,
-    at_once,
     move_on_host,
     verify_on_host,
 )
@@ -104,13 +103,7 @@ class DeviceSteps:
         if self.tables is not None:
             node_tables.warm_up()
 
-    def launch(
-        self,
-        batch: StepBatch,
-        verifiers: SequenceOf[SequenceVerifier],
-        stride: int = 1,
-        ready: Callable[[], None] = at_once,
-    ) -> Launched:
+    def launch(self, batch: StepBatch, verifiers: SequenceOf[SequenceVerifier], stride: int, ready: Ready) -> Launched:
         """See `Steps.launch`."""
         pairs = zip(batch.items, verifiers, strict=True)
         rows = [_on_device(item, verifier) or RowsToVerify(0, 0) for item, verifier in pairs]
@@ -151,7 +144,7 @@ class DeviceSteps:
         rows: SequenceOf[RowsToVerify],
         parameters: NDArray[numpy.int32],
         passes: int,
-        ready: Callable[[], None],
+        ready: Ready,
     ) -> Launched:
         """Each pass is moved on behind the one before it, and its rows are chosen there; see `NodeTable`."""
         table, span = self._runner.node_table, None

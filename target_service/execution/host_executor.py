@@ -22,9 +22,8 @@ from target_service.model.runner import ModelRunner
 from target_service.sampling.verifier import SequenceVerifier, Verified
 from tree_kernels.verification import move_kv
 
-
-def at_once() -> None:
-    """Nothing is waited for."""
+# See `Steps.launch`.
+Ready = Callable[[], None]
 
 
 class Launched(Protocol):
@@ -90,13 +89,7 @@ class Steps(Protocol):
     def tables(self) -> NodeTables | None:
         """Where drafts for steps with `StepBatch.device_rows` go; None where the device chooses no rows."""
 
-    def launch(
-        self,
-        batch: StepBatch,
-        verifiers: SequenceOf[SequenceVerifier],
-        stride: int = 1,
-        ready: Callable[[], None] = at_once,
-    ) -> Launched:
+    def launch(self, batch: StepBatch, verifiers: SequenceOf[SequenceVerifier], stride: int, ready: Ready) -> Launched:
         """Begin a step. `verifiers[i]` belongs to `batch.items[i]`. Awaited tokens are those of the step before, and
         begin as much later than they are laid out as that step accepts drafted rows.
 
@@ -121,13 +114,7 @@ class HostSteps:
         self._followable = followable
         self._last: _OnHost | None = None
 
-    def launch(
-        self,
-        batch: StepBatch,
-        verifiers: SequenceOf[SequenceVerifier],
-        stride: int = 1,
-        ready: Callable[[], None] = at_once,
-    ) -> Launched:
+    def launch(self, batch: StepBatch, verifiers: SequenceOf[SequenceVerifier], stride: int, ready: Ready) -> Launched:
         """See `Steps.launch`."""
         ready()
         if self._last is not None and min(batch.input.token_ids) < 0:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -18,7 +18,7 @@ from target_service.engine import loop as loop_module
 from target_service.engine.loop import EngineLoop
 from target_service.execution.batch import StepBatch
 from target_service.execution.device_executor import DeviceSteps
-from target_service.execution.host_executor import HostSteps, Launched, at_once
+from target_service.execution.host_executor import HostSteps, Launched, Ready
 from target_service.model.runner import ModelRunner
 from target_service.sampling.verifier import SequenceVerifier
 
@@ -30,13 +30,7 @@ class SmallDevice(HostSteps):
         super().__init__(runner)
         self._rows = rows
 
-    def launch(
-        self,
-        batch: StepBatch,
-        verifiers: Sequence[SequenceVerifier],
-        stride: int = 1,
-        ready: Callable[[], None] = at_once,
-    ) -> Launched:
+    def launch(self, batch: StepBatch, verifiers: Sequence[SequenceVerifier], stride: int, ready: Ready) -> Launched:
         if len(batch.input.token_ids) > self._rows:
             raise torch.OutOfMemoryError("out of memory")
         return super().launch(batch, verifiers, stride, ready)
@@ -121,13 +115,7 @@ class NotedSteps(HostSteps):
         self._notes = notes
         self.in_background = in_background
 
-    def launch(
-        self,
-        batch: StepBatch,
-        verifiers: Sequence[SequenceVerifier],
-        stride: int = 1,
-        ready: Callable[[], None] = at_once,
-    ) -> Launched:
+    def launch(self, batch: StepBatch, verifiers: Sequence[SequenceVerifier], stride: int, ready: Ready) -> Launched:
         self._notes.append("launch")
         return super().launch(batch, verifiers, stride, ready)
 
