@@ -206,6 +206,12 @@ def test_a_level_has_no_more_rows_than_it_may(rows: int, topk: int, frontier: in
     assert shape.for_sequences(count) == shape
 
 
+@pytest.mark.parametrize(("count", "early"), [(1, 3), (2, 0), (8, 0), (33, 0)])
+def test_one_sequence_alone_gets_its_first_levels_early(count: int, early: int) -> None:
+    whole = TreeShape(6, 8, 239, 0.0, 40, 1.0, 16, 64, early_levels=3)
+    assert whole.for_sequences(count).early_levels == early
+
+
 @pytest.mark.parametrize(
     ("frontier", "steps", "rows", "fault"),
     [(24, 12, 0, "frontier"), (-1, 3, 0, "frontier"), (2, 3, -1, "rows-per-level"), (0, 40, 0, "topk")],

@@ -15,6 +15,7 @@ from target_service.model.runner import ModelRunner
 from target_service.model.support import ModelRefused
 from tree_kernels.attention import AttentionBatch
 
+# Of the text: no multiple of a page, a tile or a group of heads, so that none of them hides a fault. Chosen.
 _TOKENS = 13
 # The text is fed in two parts, so that the second reads the first from the cache.
 _FIRST = 8
