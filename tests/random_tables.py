@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 import torch
 from preorder_tables import preorder
 from random_steps import DEVICE, integers, random_step
 
-from tree_kernels.node_table import LOOKUP, NODES, REPORT_ROWS, REPORT_TOKENS, TABLE, NodeTable, StepIntegers
+from tree_kernels.node_table import LOOKUP, NODES, REPORT_ROWS, REPORT_TOKENS, Mailboxes, NodeTable, StepIntegers
 from tree_kernels.verification import MODE, RECORD, ROWS, Mode, Verdicts
 
 MAX_SEQUENCES = 8
@@ -45,14 +45,15 @@ CASES = (
 
 
 class Given(NamedTuple):
-    """A step of roots, the text [slots] int32, what is awaited and by how much it moves [B] int32, and the frame."""
+    """A step of roots, the text [slots] int32, what is awaited and by how much it moves [B] int32, each sequence's slot
+    [B] int32, and the tables by slot."""
 
     step: StepIntegers
     tokens: torch.Tensor
     pending: torch.Tensor
     moves: torch.Tensor
-    frame: torch.Tensor
-    growths: int
+    places: torch.Tensor
+    tables: dict[int, list[int]]
 
 
 def text_of(step: StepIntegers, tokens: torch.Tensor, b: int, end: int, page_size: int) -> list[int]:
@@ -134,7 +135,7 @@ def given_for(case: Case, seed: int) -> Given:
     tokens = integers(generator, 0, case.vocabulary, slots)
     pending = integers(generator, 0, case.vocabulary, MAX_SEQUENCES)
     moves = integers(generator, 0, 4, MAX_SEQUENCES)
-    places, blocks = [-1] * MAX_SEQUENCES, [[-1] * (1 + TABLE)]
+    places, tables = [-1] * MAX_SEQUENCES, dict[int, list[int]]()
     free = rng.sample(range(MAX_SEQUENCES), MAX_SEQUENCES)
     for b, row in enumerate(step.query_starts[:-1].tolist()):
         if not roots[b] or rng.random() < 0.15:
@@ -144,9 +145,18 @@ def given_for(case: Case, seed: int) -> Given:
             root, moved = int(pending[-1 - root]), int(moves[-1 - root])
         text = [*text_of(step, tokens, b, int(step.prefix_lengths[b]) + moved, case.page_size), root]
         places[b] = free.pop()
-        blocks.append([places[b], *random_table(text, case.vocabulary, rng)])
-    frame = torch.tensor([len(blocks), *places, *itertools.chain(*blocks)], dtype=torch.int32)
-    return Given(step, tokens, pending, moves, frame, len(blocks))
+        tables[places[b]] = random_table(text, case.vocabulary, rng)
+    return Given(step, tokens, pending, moves, torch.tensor(places, dtype=torch.int32), tables)
+
+
+def seat(table: NodeTable, places: torch.Tensor, tables: Mapping[int, Sequence[int]]) -> None:
+    """Give the step's sequences their slots [B], and slots their tables, by way of boxes."""
+    mail = Mailboxes(table.max_sequences, pinned=places.is_cuda)
+    for slot, given in tables.items():
+        mail.next_table(slot)[:] = given
+        mail.put(slot)
+    table.seat(places)
+    table.take(mail)
 
 
 def table_for(case: Case, tokens: torch.Tensor, backend: Literal["triton", "torch"]) -> NodeTable:
@@ -207,7 +217,7 @@ def moved_on(case: Case, seed: int, backend: Literal["triton", "torch"]) -> list
     table = table_for(case, given.tokens.to(device), backend)
     # Left over from a launch before.
     table.accepted.copy_(given.moves)
-    table.graft(given.frame.to(device), given.growths)
+    seat(table, given.places.to(device), given.tables)
     found: list[object] = []
 
     def note() -> None:

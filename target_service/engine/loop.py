@@ -30,7 +30,6 @@ from target_service.execution.batch import DeviceRows, StepBatch, lay_out
 from target_service.execution.device_executor import best_steps
 from target_service.execution.device_time import DeviceTime
 from target_service.execution.host_executor import HostSteps, Steps
-from target_service.execution.launch_time import LaunchTime
 from target_service.execution.multi_step import Stride
 from target_service.model.runner import ModelRunner
 from target_service.sampling.verifier import Verified
@@ -48,11 +47,18 @@ from target_service.speculation.policy.live_sequence import LiveSequence
 from target_service.speculation.policy.predicted_nodes import graft_predictions, note_passes
 from target_service.speculation.policy.row_budget import RowBudget
 from target_service.speculation.policy.row_policy import Kind, RowPolicy
+from target_service.speculation.policy.running_means import RunningTime
 from target_service.speculation.policy.step_cost import StepCost
 
 log = logging.getLogger(__name__)
 # A pass is held for its draft for so many times as long as answers take, and in seconds before the first.
 _WAIT_IN_ANSWERS, _FIRST_WAIT_SECONDS = 1.5, 0.01
+# So long before a pass should end its host stops listening to the draft, lest it wakes late for what the pass says: a
+# thread takes some 0.1 ms to wake. What comes later is for the pass after the next.
+_LAST_DRAFTS_NS = 150_000
+# Launches are timed as the median of the first few, in which kernels are compiled, and then as a mean of some ten, in
+# which one that something held up counts for three.
+_FIRST_LAUNCHES, _LAUNCH_SHARE, _MOST_LAUNCH = 9, 0.1, 3.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +124,8 @@ class EngineLoop:
         )
         self._stride = stride or Stride()
         self._ahead: Step | None = None
-        self._launch_time = LaunchTime()
+        # What it takes to launch a pass that is laid out, in seconds.
+        self._launching = RunningTime(_LAUNCH_SHARE, first_few=_FIRST_LAUNCHES, most=_MOST_LAUNCH)
         self._modes = modes or LaunchModes()
         # How the next pass is launched, and how many rows the last one had that the device chose.
         self._way, self._rows = Launch.AHEAD, 0
@@ -160,6 +167,7 @@ class EngineLoop:
         self._ahead = self._launch_after(step)
         self.drafting.open_newcomers()
         step.clock.begin_wait()
+        self._feed(step)
         step.launched.wait()
         step.clock.end_forward()
         outcomes = step.launched.outcomes()
@@ -232,7 +240,7 @@ class EngineLoop:
             return Launch.AHEAD
         load, rows = len(running), self._rows
         takes = self._policy.seconds(load, rows, Kind.AHEAD) or self._policy.seconds(load, rows, Kind.HELD)
-        return self._modes.choose(load, self.drafting.latency.answer_seconds, self._launch_time.seconds, takes)
+        return self._modes.choose(load, self.drafting.latency.answer_seconds, self._launching.value, takes)
 
     def _kind(self, way: Launch) -> Kind:
         """What passes launched so are, to those who learn from them."""
@@ -250,30 +258,26 @@ class EngineLoop:
             sequences, _WAIT_IN_ANSWERS * self.drafting.latency.answer_seconds or _FIRST_WAIT_SECONDS
         )
 
-    def _await_drafts(self, batch: StepBatch, behind: Step) -> int:
-        """Let drafts for a pass that is laid out come in, until there is just time to launch it before the one under
-        way ends. Nanoseconds that this took."""
-        drafting, begun = self.drafting, time.monotonic_ns()
-        if batch.device_rows is None or not drafting.follows:
-            return 0
-        rows = behind.batch.device_rows.rows if behind.batch.device_rows is not None else 0
-        takes = behind.stride * self._policy.seconds(len(behind.batch.items), rows, self._kind(Launch.AHEAD))
-        deadline = self._launch_time.latest(max(behind.clock.launched, self._free_ns), takes)
+    def _feed(self, step: Step) -> None:
+        """While a step runs, publish what the draft says: the device looks for it when it comes to the one behind."""
+        drafting, tables = self.drafting, self._steps.tables
+        if self._ahead is None or self._ahead.batch.device_rows is None or tables is None or not drafting.follows:
+            return
+        rows = step.batch.device_rows.rows if step.batch.device_rows is not None else 0
+        kind = self._kind(Launch.AHEAD if step.ahead else Launch.HELD)
+        takes = step.stride * self._policy.seconds(len(step.batch.items), rows, kind)
+        ends = max(step.clock.launched, self._free_ns) + int(takes * 1e9) - _LAST_DRAFTS_NS
         drafting.listen()
+        tables.publish()
         # An answer may be followed by a larger tree.
-        while time.monotonic_ns() < deadline:
-            drafting.wait_for_anything(deadline)
+        while takes and time.monotonic_ns() < ends and not step.launched.ended():
+            drafting.wait_for_anything(ends)
             drafting.listen()
-        return time.monotonic_ns() - begun
+            tables.publish()
 
-    def _let_drafts_in(self, batch: StepBatch, behind: Step | None, clock: StepClock) -> int:
-        """Let drafts come in for a pass that is laid out, and then nothing more. Nanoseconds that it was held while
-        nothing ran."""
-        held_ns = 0
-        if behind is not None:
-            clock.hold(self._await_drafts(batch, behind))
-        else:
-            held_ns = self._hold(batch)
+    def _let_drafts_in(self, behind: Step | None, batch: StepBatch, clock: StepClock) -> int:
+        """Hold a pass that is ready for its draft, if that was chosen. Nanoseconds that this took."""
+        held_ns = self._hold(batch) if behind is None else 0
         if self._steps.tables is not None:
             self._steps.tables.trust = self._policy.trust
         clock.end_plan()
@@ -293,13 +297,13 @@ class EngineLoop:
 
         def ready() -> None:
             nonlocal held_ns
-            held_ns = self._let_drafts_in(batch, behind, clock)
+            held_ns = self._let_drafts_in(behind, batch, clock)
 
         launched = self._steps.launch(batch, verifiers, stride, ready)
         gathered = replace(gathered, wait_ns=gathered.wait_ns + held_ns)
         if behind is not None:
             # What comes now is the host's alone.
-            self._launch_time.observe(time.monotonic_ns() - clock.planned, late=behind.launched.ended())
+            self._launching.observe((time.monotonic_ns() - clock.planned) * 1e-9)
         # Under a load that is not drafted for, nothing is taken; when it falls, heads begin with what follows.
         rows = len(batch.input.token_ids) if device_rows is None else device_rows.rows
         features = self.features.after_launch(rows) if self.drafting.active else None
@@ -330,8 +334,6 @@ class EngineLoop:
 
     def _observe(self, step: Step, outcomes: SequenceOf[Verified | None], verdicts: SequenceOf[Verdict]) -> None:
         """Let row budget and switch learn what steps cost, and the observer hear of the step."""
-        # The host waited for drafts while it laid out the next.
-        held_ns = self._ahead.clock.held_ns if self._ahead is not None else 0
         device_ns = self._device_time.take(step.launched.span, follows=bool(self._ended_ns))
         stats = step.stats(
             outcomes,
@@ -363,7 +365,7 @@ class EngineLoop:
                 took = stats.forward_ns * 1e-9 / step.stride
                 self._policy.observe_time(stats.sequences, step.batch.device_rows, took, self._kind(way))
             if ended_ns and step.ahead and gathered.use is Use.PLAIN and not step.behind_tree:
-                self._stride.observe(step.stride, seconds, (step.clock.waited_ns + held_ns) * 1e-9)
+                self._stride.observe(step.stride, seconds, step.clock.waited_ns * 1e-9)
         if self._observer is not None:
             self._observer.on_step(stats)
 

@@ -32,16 +32,10 @@ class StepClock:
         self.begun = time.monotonic_ns()
         self.planned = self.launched = self.forwarded = self.verified = self.committed = self.begun
         self._waits_since = self.begun
-        # Waited for drafts, when the step was laid out and not launched yet.
-        self.held_ns = 0
 
     def end_plan(self) -> None:
         """The step is laid out."""
         self.planned = time.monotonic_ns()
-
-    def hold(self, waited_ns: int) -> None:
-        """The step was laid out, and then held for drafts for so long."""
-        self.held_ns = waited_ns
 
     def end_launch(self) -> None:
         """The host is free again. Where it computes the step itself, the forward pass is over too."""
@@ -107,7 +101,7 @@ def step_stats(
         committed_tokens=sum(len(verdict.token_ids) for verdict in verdicts),
         fallback_sequences=gathered.fallbacks,
         draft_wait_ns=gathered.wait_ns,
-        plan_ns=clock.planned - clock.begun - gathered.wait_ns - clock.held_ns,
+        plan_ns=clock.planned - clock.begun - gathered.wait_ns,
         launch_ns=clock.launched - clock.planned if on_device else 0,
         forward_ns=clock.forwarded - max(clock.planned, free_ns),
         verify_ns=clock.verified - clock.forwarded,

@@ -35,7 +35,7 @@ from target_service.execution.post_pass import Kind, PostPass
 from target_service.model.forward import ForwardPass
 from target_service.model.runner import ModelRunner
 from target_service.sampling.verifier import SequenceVerifier, Verified
-from tree_kernels.node_table import NodeTable
+from tree_kernels.node_table import Mailboxes, NodeTable
 from tree_kernels.verification import DeviceVerifier, Mode, RowsToVerify, Verdicts, Walk, records_of
 
 # Results under way at most: that of a step, and that of the one launched after it.
@@ -76,7 +76,9 @@ class DeviceSteps:
         # [_RESULTS, MAX_STRIDE - 1, max_sequences] int32
         self._following = torch.zeros(_RESULTS, MAX_STRIDE - 1, max_sequences, dtype=torch.int32, pin_memory=on_gpu)
         self._reports = room_for_reports(_RESULTS, max_sequences, MAX_STRIDE, on_gpu=on_gpu)
-        self.tables = NodeTables(max_sequences) if runner.node_table is not None else None
+        self.tables: NodeTables | None = None
+        if runner.node_table is not None:
+            self.tables = NodeTables(max_sequences, Mailboxes(max_sequences, pinned=on_gpu))
         self._count = 0
         # Of the step under way.
         self._verdicts = self._verifier.verdicts
@@ -147,36 +149,38 @@ class DeviceSteps:
         ready: Ready,
     ) -> Launched:
         """Each pass is moved on behind the one before it, and its rows are chosen there; see `NodeTable`."""
-        table, span = self._runner.node_table, None
-        assert table is not None, "rows are chosen from tables, which need the tokens that were kept"
+        table, tables, span = self._runner.node_table, self.tables, None
+        assert table is not None and tables is not None, "rows are chosen from tables, which need the tokens kept"
 
         def before() -> None:
             nonlocal span
             ready()
             # Not sooner, or the time that the device stands still meanwhile would be taken for work.
             span = DeviceSpan() if self.in_background else None
-            self._graft(batch, table)
+            self._seat(batch, table)
+            table.take(tables.mail)
 
         done = self._runner.run_device_rows(batch.input, parameters, self._moves, before)
-        self._conclude(batch, rows, done)
         for _ in range(1, passes):
-            done = self._runner.run_again(batch.input, done)
+            # What came while the pass ran.
+            table.take(tables.mail)
             self._conclude(batch, rows, done)
+            done = self._runner.run_again(batch.input, done)
+        self._conclude(batch, rows, done)
         self._moves = None
         self._count += 1
         return TableStep(len(rows), passes, table, self._reports[self._count % _RESULTS], span)
 
-    def _graft(self, batch: StepBatch, table: NodeTable) -> None:
-        """Bring what drafts said since the last launch into the device's tables, and who of the step has which."""
+    def _seat(self, batch: StepBatch, table: NodeTable) -> None:
+        """Publish what drafts have said by now, and say who of the step has which table."""
         assert self.tables is not None, "there is one where the runner has a table"
-        frame = self.tables.frame([item.sequence.sequence_id for item in batch.items])
-        if frame is None:
-            return
-        integers, count = frame
-        # PyTorch keeps pinned memory that a copy still reads from being given out again.
-        pinned = torch.empty(len(integers), dtype=torch.int32, pin_memory=self.in_background)
-        pinned.numpy()[:] = integers
-        table.graft(pinned.to(table.tokens.device, non_blocking=True), count)
+        self.tables.publish()
+        places = self.tables.places([item.sequence.sequence_id for item in batch.items])
+        if places is not None:
+            # PyTorch keeps pinned memory that a copy still reads from being given out again.
+            pinned = torch.empty(len(places), dtype=torch.int32, pin_memory=self.in_background)
+            pinned.numpy()[:] = places
+            table.seat(pinned)
 
     def _conclude(self, batch: StepBatch, rows: SequenceOf[RowsToVerify], done: ForwardPass) -> None:
         """Verify a pass, bring accepted keys and values into place, and leave what was said for the next pass."""

@@ -1,8 +1,8 @@
 """The host's side of the device's node tables: which slot each sequence has, and growth on its way into it.
 
 A draft's growth names nodes by ids and parents; the device wants the whole tree of a sequence in depth-first order with
-the cost of every path (`tree_kernels.node_table`). What arrives is kept by sequence, and brought to the device with the
-next launch, in one copy for all.
+the cost of every path (`tree_kernels.node_table`). What arrives is kept by sequence, and published in a box of the
+slot's, where the device finds it when it comes to the next pass, launched or not.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy.typing as npt
 from outrider.errors import InvalidField
 from outrider.wire.frames import ROOT_ID, SequenceGrowth
 from target_service.core.predicted_chain import PredictedChain
-from tree_kernels.node_table import COST_OF_HALVING, MOST_COST, NODES, TABLE
+from tree_kernels.node_table import COST_OF_HALVING, MOST_COST, NODES, TABLE, Mailboxes
 
 Ints = npt.NDArray[np.int32]
 Ids = npt.NDArray[np.int64]
@@ -25,8 +25,6 @@ Reals = npt.NDArray[np.float64]
 
 # A parent that is not there: the node is left out, and what hangs below it.
 _NOBODY = -1
-# A table's blocks in a frame: its slot, and the table.
-_BLOCK = 1 + TABLE
 # No node is certain, whatever its drafter says.
 _SUREST = 0.98
 # Growths that are remembered of a tree, by their ids; more begin it anew. Chosen, not measured: a draft sends one or
@@ -41,7 +39,7 @@ class _Tree:
     slot: int
     base: int = 0
     count: int = 0
-    # Whether the device has another tree than this.
+    # Whether another tree than this was published last.
     changed: bool = True
     tokens: Ints = field(default_factory=lambda: np.zeros(NODES, np.int32))
     parents: Ints = field(default_factory=lambda: np.zeros(NODES, np.int32))
@@ -95,14 +93,15 @@ class PredictedNodes:
 
 
 class NodeTables:
-    """Slots by sequence, and what is to be grafted. Belongs to the engine's thread."""
+    """Slots by sequence, and what is to be published. Belongs to the engine's thread."""
 
-    def __init__(self, slots: int) -> None:
-        """As many `slots` as the device has tables."""
+    def __init__(self, slots: int, mail: Mailboxes) -> None:
+        """As many `slots` as the device has tables and `mail` has boxes."""
         self._slots = slots
+        self.mail = mail
         self._free = list(range(slots - 1, -1, -1))
         self._trees: dict[int, _Tree] = {}
-        # What the device knows of who is in the step.
+        # Of the last step.
         self._places: tuple[int, ...] = ()
         # Scores are multiplied by it: what they turned out to be worth lately.
         self.trust = 1.0
@@ -185,35 +184,33 @@ class NodeTables:
         tree.begin(base, token_ids[base - 1])
         return 0
 
-    def frame(self, sequence_ids: SequenceOf[int]) -> tuple[Ints, int] | None:
-        """What the device has to be given before a step of these sequences, and how many tables are in it. None where
-        it has everything.
-
-        Returns:
-            [1 + slots + tables * (1 + TABLE)] int32, as `NodeTable.graft` takes it.
-        """
-        trees = self._trees
-        places = tuple(trees[each].slot if each in trees else -1 for each in sequence_ids)
-        changed = [trees[each] for each in sequence_ids if each in trees and trees[each].changed]
-        if not changed and places == self._places:
+    def places(self, sequence_ids: SequenceOf[int]) -> Ints | None:
+        """[slots] which slot each sequence of a step has, -1 for none; None where the step before had the same."""
+        places = tuple(self._trees[each].slot if each in self._trees else -1 for each in sequence_ids)
+        if places == self._places:
             return None
         self._places = places
-        frame = np.full(1 + self._slots + _BLOCK * len(changed), -1, np.int32)
-        frame[0], frame[1 : 1 + len(places)] = len(changed), places
-        blocks = frame[1 + self._slots :].reshape(len(changed), _BLOCK)
-        for block, tree in zip(blocks, changed, strict=True):
-            block[0] = tree.slot
-            if tree.predicted is not None:
-                tree, trust = with_predicted(tree, tree.predicted, self.trust), 1.0
-            else:
-                trust = self.trust
-            if tree.count:
-                build_table(tree.tokens, tree.parents, tree.scores, tree.count, trust, tree.base, block[1:])
-            else:
-                block[1:3] = 0
-        for tree in changed:
-            tree.changed = False
-        return frame, len(changed)
+        found = np.full(self._slots, -1, np.int32)
+        found[: len(places)] = places
+        return found
+
+    def publish(self) -> None:
+        """Let the device find every tree as it is now."""
+        for tree in self._trees.values():
+            if tree.changed:
+                self._publish(tree)
+
+    def _publish(self, tree: _Tree) -> None:
+        tree.changed = False
+        table, trust = self.mail.next_table(tree.slot), self.trust
+        said = tree
+        if tree.predicted is not None:
+            said, trust = with_predicted(tree, tree.predicted, trust), 1.0
+        if said.count:
+            build_table(said.tokens, said.parents, said.scores, said.count, trust, said.base, table)
+        else:
+            table[:2] = 0
+        self.mail.put(tree.slot)
 
 
 def with_predicted(tree: _Tree, predicted: PredictedNodes, trust: float) -> _Tree:

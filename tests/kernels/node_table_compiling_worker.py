@@ -10,13 +10,13 @@ from typing import Any
 
 import random_tables
 import torch
-from random_tables import CASES, Case, given_for, random_verdicts, table_for
+from random_tables import CASES, Case, given_for, random_verdicts, seat, table_for
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
 from tree_kernels.node_table import triton_backend as _triton_node_table
 
-KERNELS = ("_begin_kernel", "_go_on_kernel", "lay_out_kernel", "keep_kernel", "graft_kernel")
+KERNELS = ("_begin_kernel", "_go_on_kernel", "lay_out_kernel", "keep_kernel", "take_kernel")
 MAX_SEQUENCES = 256
 TYPES = {torch.int32: "*i32"}
 
@@ -48,7 +48,7 @@ def launch(case: Case) -> None:
     """All that is launched around a pass."""
     given = given_for(case, 0)
     table, verdicts = table_for(case, given.tokens, "triton"), random_verdicts(given.step, 3, random.Random(0))
-    table.graft(given.frame, given.growths)
+    seat(table, given.places, given.tables)
     table.begin(given.step, given.pending, given.moves)
     table.keep_accepted(given.step.token_ids, given.step.slots, given.step.parameters, verdicts)
     table.go_on(given.step, verdicts)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_worker import INTERPRETED, work
 from preorder_tables import preorder
-from random_steps import integers, random_step
+from random_steps import random_step
 from random_tables import (
     CASES,
     LAST_POSITION,
@@ -24,11 +24,11 @@ from random_tables import (
     random_verdicts,
     reports_of,
     run_pass,
+    seat,
     table_for,
 )
 
 from tree_kernels.node_table import (
-    BLOCK,
     COST_OF_HALVING,
     KEPT,
     KEYS_PER_COST,
@@ -44,6 +44,7 @@ from tree_kernels.node_table import (
     REPORT,
     REPORT_TOKENS,
     TABLE,
+    Mailboxes,
     NodeTable,
     StepIntegers,
     longest_run,
@@ -109,7 +110,7 @@ def test_a_chain_goes_on_with_itself_and_costs_by_its_run() -> None:
 
 
 def test_what_fits() -> None:
-    assert NODES + LOOKUP < 256 and TABLE == 2 + 5 * NODES and BLOCK == 1 + TABLE
+    assert NODES + LOOKUP < 256 and TABLE == 2 + 5 * NODES
     assert REPORT == REPORT_TOKENS + (MAX_PATH + 1) + MAX_PATH and KEPT == 63
     assert 8 + len(PROSPECTS) <= REPORT_TOKENS and PROSPECTS[-1] <= KEPT
     with pytest.raises(ValueError, match="16"):
@@ -288,7 +289,7 @@ def test_steps_are_laid_out_as_trees(seed: int, case: Case) -> None:
     given = given_for(case, seed)
     step, table = given.step, table_for(case, given.tokens, "torch")
     table.accepted.zero_()
-    table.graft(given.frame, given.growths)
+    seat(table, given.places, given.tables)
     table.begin(step, given.pending, given.moves)
     rng = random.Random(seed)
     for _ in range(PASSES):
@@ -426,9 +427,8 @@ def test_mending_by_hand(fed: int, age: int, rows: list[tuple[int, int]]) -> Non
 
 def graft(table: NodeTable, *trees: tuple[list[int], list[int], list[int], int]) -> None:
     """Give the step's sequences these tables, in slots of the same order."""
-    places = [b if b < len(trees) else -1 for b in range(MAX_SEQUENCES)]
-    blocks = [[b, *preorder(*tree).tolist()] for b, tree in enumerate(trees)]
-    table.graft(torch.tensor([len(trees), *places, *itertools.chain(*blocks)]).int(), len(trees))
+    places = torch.tensor([b if b < len(trees) else -1 for b in range(MAX_SEQUENCES)]).int()
+    seat(table, places, {b: preorder(*tree).tolist() for b, tree in enumerate(trees)})
 
 
 @pytest.mark.parametrize(
@@ -496,8 +496,8 @@ def test_what_is_refused() -> None:
         table.begin(bare, nothing)
     with pytest.raises(ValueError, match="parents"):
         table.go_on(bare, Verdicts.over(nothing, MAX_SEQUENCES))
-    with pytest.raises(ValueError, match=f"{1 + MAX_SEQUENCES + BLOCK}"):
-        table.graft(integers(torch.Generator(), 0, 1, 1 + MAX_SEQUENCES), 1)
+    with pytest.raises(ValueError, match=f"{MAX_SEQUENCES} boxes, got {MAX_SEQUENCES - 1}"):
+        table.take(Mailboxes(MAX_SEQUENCES - 1, pinned=False))
 
 
 def test_getting_ready_leaves_what_is_there() -> None:
@@ -557,3 +557,50 @@ def test_the_kernels_compile_for_a_gpu() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_the_kernels_choose_the_same_on_a_gpu() -> None:
     check(work(WORKER, TRITON_INTERPRET="0"))
+
+
+def gpu_table() -> tuple[NodeTable, Mailboxes]:
+    """On a GPU, its kernel compiled."""
+    table = NodeTable(
+        torch.zeros(64, dtype=torch.int32, device="cuda"), 4, LAST_POSITION, max_sequences=MAX_SEQUENCES, max_passes=1
+    )
+    mail = Mailboxes(MAX_SEQUENCES, pinned=True)
+    table.take(mail)
+    torch.cuda.synchronize()
+    return table, mail
+
+
+@pytest.mark.gpu
+def test_what_is_put_after_a_launch_is_taken_when_the_device_comes_to_it() -> None:
+    table, mail = gpu_table()
+    # Some 0.1 s of a device at work.
+    torch.cuda._sleep(200_000_000)
+    before = torch.cuda.Event()
+    before.record()
+    table.take(mail)
+    mail.next_table(3)[:] = range(TABLE)
+    mail.put(3)
+    assert not before.query(), "the device came to it before the host was ready"
+    torch.cuda.synchronize()
+    assert table.taken.tolist() == [0, 0, 0, 1, 0, 0, 0, 0]
+    assert table.tables[3].tolist() == list(range(TABLE)) and not table.tables[2].any()
+
+
+@pytest.mark.gpu
+def test_a_table_is_taken_whole_while_others_are_written() -> None:
+    """As fast as a host can write them, which is faster than any draft sends them."""
+    table, mail = gpu_table()
+    seen: set[int] = set()
+    for turn in range(200):
+        for _ in range(20):
+            table.take(mail)
+        for number in range(40):
+            mail.next_table(5)[:] = 1 + 40 * turn + number
+            mail.put(5)
+        torch.cuda.synchronize()
+        taken = table.tables[5].tolist()
+        # One that was written over while it was read holds no tree.
+        values = {taken[0], *taken[2:]}
+        assert taken[1] == 0 or values == {taken[1]}, f"turn {turn}"
+        seen.add(taken[1])
+    assert len(seen) > 100

@@ -190,7 +190,7 @@ def test_what_a_draft_says_last_is_in_the_pass_that_waited(
     loop.add(live)
     assert steps.tables is not None
     begun: list[str] = []
-    let_in, pack, frame = EngineLoop._let_drafts_in, steps._verifier.pack, steps.tables.frame
+    let_in, pack, publish = EngineLoop._let_drafts_in, steps._verifier.pack, steps.tables.publish
 
     def noted(name: str, inner: Callable[..., object]) -> Callable[..., object]:
         def outer(*arguments: object) -> object:
@@ -201,12 +201,12 @@ def test_what_a_draft_says_last_is_in_the_pass_that_waited(
 
     monkeypatch.setattr(EngineLoop, "_let_drafts_in", noted("drafts", let_in))
     monkeypatch.setattr(steps._verifier, "pack", noted("prepared", pack))
-    monkeypatch.setattr(steps.tables, "frame", noted("grafted", frame))
+    monkeypatch.setattr(steps.tables, "publish", noted("published", publish))
     while loop.live:
         loop.step()
     assert tuple(live.sequence.token_ids) == truth
     assert live.sequence.totals.accepted_tokens > 3
     chosen = [begun[place : place + 3] for place, name in enumerate(begun) if name == "prepared"]
-    assert ["prepared", "drafts", "grafted"] in chosen
-    # Of steps without tables nothing is grafted, and what waits comes in the same place.
+    assert ["prepared", "drafts", "published"] in chosen
+    # Of steps without tables nothing is published, and what waits comes in the same place.
     assert all(order[1:2] == ["drafts"] for order in chosen)

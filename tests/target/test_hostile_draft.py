@@ -217,8 +217,9 @@ async def test_a_link_that_is_cut_off_says_so_and_meets_the_draft_again() -> Non
 
 def test_growths_of_one_node_that_exists_do_not_pile_up_in_the_device_tables() -> None:
     from target_service.execution.node_tables import NodeTables
+    from tree_kernels.node_table import Mailboxes
 
-    tables = NodeTables(2)
+    tables = NodeTables(2, Mailboxes(2, pinned=False))
     tables.enter(1)
     for number in range(5000):
         tables.grow(SequenceGrowth(1, 0, 1 + number, (0,), (7,), (0.5,)), 1, [9])

@@ -15,7 +15,8 @@ from preorder_tables import preorder
 from outrider.errors import InvalidField
 from outrider.wire.frames import SequenceGrowth
 from target_service.execution.node_tables import NodeTables
-from tree_kernels.node_table import BLOCK, COST_OF_HALVING, MOST_COST, NODES, TABLE
+from tree_kernels.node_table import COST_OF_HALVING, MOST_COST, NODES, TURNS, Mailboxes
+from tree_kernels.node_table.mailboxes import LAST_NUMBER
 
 SLOTS = 3
 # What `NodeTables` takes for the surest that a node can be.
@@ -53,28 +54,27 @@ class Table:
 
 
 class Device:
-    """The tables of a device that is given every frame."""
+    """A device that looks into every box before each of its steps."""
 
     def __init__(self, tables: NodeTables) -> None:
         self._tables = tables
+        self._taken = [0] * SLOTS
         self.slots: list[Table | None] = [None] * SLOTS
         self.places = [-1] * SLOTS
 
-    def step(self, *sequence_ids: int) -> int | None:
-        """Tables that were brought before a step of these sequences; None where there was no frame."""
-        found = self._tables.frame(sequence_ids)
-        if found is None:
-            return None
-        frame, count = found
-        assert frame.dtype == np.int32 and len(frame) == 1 + SLOTS + count * BLOCK and frame[0] == count
-        self.places = frame[1 : 1 + SLOTS].tolist()
-        blocks = frame[1 + SLOTS :].reshape(count, BLOCK)
-        slots = blocks[:, 0].tolist()
-        assert len(set(slots)) == count and all(0 <= slot < SLOTS for slot in slots)
-        for slot, table in zip(slots, blocks[:, 1:], strict=True):
-            assert len(table) == TABLE
-            self.slots[slot] = Table.of(table)
-        return count
+    def step(self, *sequence_ids: int) -> int:
+        """Publish, take, and seat these sequences. Tables that were taken."""
+        self._tables.publish()
+        places = self._tables.places(sequence_ids)
+        if places is not None:
+            assert places.dtype == np.int32 and len(places) == SLOTS
+            self.places = places.tolist()
+        mail, before = self._tables.mail, self._taken
+        self._taken = mail.newest.tolist()
+        news = [slot for slot in range(SLOTS) if self._taken[slot] != before[slot]]
+        for slot in news:
+            self.slots[slot] = Table.of(mail.tables[slot, self._taken[slot] % TURNS].tolist())
+        return len(news)
 
     def table_of(self, place: int) -> Table | None:
         """What the sequence at a place of the step finds."""
@@ -96,7 +96,7 @@ def growth(
 
 
 def entered(*sequence_ids: int) -> tuple[NodeTables, Device]:
-    tables = NodeTables(SLOTS)
+    tables = NodeTables(SLOTS, Mailboxes(SLOTS, pinned=False))
     for sequence_id in sequence_ids:
         tables.enter(sequence_id)
     return tables, Device(tables)
@@ -137,14 +137,13 @@ def test_a_growth_becomes_the_table_of_its_tree(
     tables.trust = trust
     ids = [parent + first - 1 if parent else 0 for parent in parents]
     tables.grow(growth(first, ids, tokens, scores, replaces=True), 4, [1, 2, 3, 90])
-    found = tables.frame([7])
-    assert found is not None
-    (frame, count), costs = found, [0]
+    tables.publish()
+    (number, *others), costs = tables.mail.newest.tolist(), [0]
     for parent, score in zip(parents, scores, strict=True):
         costs.append(costs[parent] + cost_of(score, trust))
     expected = preorder([90, *tokens], [0, *parents], costs, 4)
-    table = frame[1 + SLOTS + 1 :]
-    assert count == 1 and table[:2].tolist() == [4, 1 + len(tokens)]
+    table = tables.mail.tables[0, number].tolist()
+    assert number == 1 and not any(others) and table[:2] == [4, 1 + len(tokens)]
     assert Table.of(table) == Table.of(expected)
     nodes = Table.of(table)
     assert nodes is not None
@@ -334,12 +333,11 @@ def test_costs_have_bounds() -> None:
     assert surest >= 1
 
 
-def test_without_news_there_is_no_frame() -> None:
+def test_without_news_nothing_is_published() -> None:
     tables, device = entered(1, 2)
-    assert device.step(1, 2) == 2
-    assert device.step(1, 2) is None
+    assert device.step(1, 2) == 2 and device.step(1, 2) == 0
     tables.grow(growth(1, [0], [5], sequence_id=2), 1, [9])
-    assert device.step(1, 2) == 1 and device.step(1, 2) is None
+    assert device.step(1, 2) == 1 and device.step(1, 2) == 0
     assert device.table_of(0) is None and paths_of(device.table_of(1)) == {(5,)}
 
 
@@ -347,22 +345,41 @@ def test_a_step_of_others_says_who_they_are() -> None:
     tables, device = entered(1, 2)
     tables.grow(growth(1, [0], [5], sequence_id=1), 1, [9])
     tables.grow(growth(1, [0], [6], sequence_id=2), 1, [9])
-    for order, found in (((1, 2), [{(5,)}, {(6,)}]), ((2, 1), [{(6,)}, {(5,)}]), ((2,), [{(6,)}]), ((1, 2), None)):
-        count = device.step(*order)
-        assert count == (2 if found and order == (1, 2) else 0)
-        for place, paths in enumerate(found or ()):
+    for order, found in (((1, 2), [{(5,)}, {(6,)}]), ((2, 1), [{(6,)}, {(5,)}]), ((2,), [{(6,)}])):
+        assert device.step(*order) == (2 if order == (1, 2) else 0)
+        for place, paths in enumerate(found):
             assert paths_of(device.table_of(place)) == paths
         assert device.places[len(order) :] == [-1] * (SLOTS - len(order))
     # One that has no table, at any place.
     assert device.step(8, 1) == 0 and device.table_of(0) is None and paths_of(device.table_of(1)) == {(5,)}
+    assert tables.places([8, 1]) is None
 
 
-def test_what_waits_for_its_turn_is_brought_with_it() -> None:
+def test_what_is_said_is_there_before_its_turn() -> None:
+    """A step that was launched before it finds it, whoever it is of."""
     tables, device = entered(1, 2)
     device.step(1, 2)
     tables.grow(growth(1, [0], [5], sequence_id=2), 1, [9])
-    assert device.step(1) == 0
-    assert device.step(1, 2) == 1 and paths_of(device.table_of(1)) == {(5,)}
+    assert device.step(1) == 1
+    assert device.step(1, 2) == 0 and paths_of(device.table_of(1)) == {(5,)}
+
+
+def test_the_newest_table_is_whole_while_further_ones_are_written() -> None:
+    mail = Mailboxes(SLOTS, pinned=False)
+    for number in range(1, 3 * TURNS):
+        mail.next_table(1)[:] = number
+        mail.put(1)
+        assert mail.newest.tolist() == [0, number, 0]
+        mail.next_table(1)[:] = -1
+        assert bool((mail.tables[1, number % TURNS] == number).all())
+
+
+def test_numbers_of_tables_begin_again() -> None:
+    mail = Mailboxes(1, pinned=False)
+    mail.newest[0] = LAST_NUMBER
+    mail.next_table(0)[:] = 7
+    mail.put(0)
+    assert mail.newest.tolist() == [0] and bool((mail.tables[0, 0] == 7).all())
 
 
 def slot_of(tables: NodeTables, sequence_id: int) -> int:
@@ -409,7 +426,7 @@ def test_what_is_cleared_is_cleared_on_the_device() -> None:
     tables.clear(8)
     assert device.step(7) == 1 and device.table_of(0) is None
     tables.clear(7)
-    assert device.step(7) is None
+    assert device.step(7) == 0
 
 
 def test_trust_counts_from_the_next_growth_on() -> None:

@@ -3,7 +3,6 @@
 from tree_kernels.node_table.dispatch import NodeTable
 from tree_kernels.node_table.feeding import advance, fill_pending, move_on
 from tree_kernels.node_table.layout import (
-    BLOCK,
     EXPECTED_UNIT,
     KEPT,
     KEYS_PER_COST,
@@ -24,10 +23,10 @@ from tree_kernels.node_table.layout import (
     longest_run,
 )
 from tree_kernels.node_table.lookup_costs import COST_OF_HALVING, RIGHT
+from tree_kernels.node_table.mailboxes import TURNS, Mailboxes
 from tree_kernels.node_table.step_integers import StepIntegers
 
 __all__ = [
-    "BLOCK",
     "COST_OF_HALVING",
     "EXPECTED_UNIT",
     "KEPT",
@@ -46,7 +45,9 @@ __all__ = [
     "REPORT_TOKENS",
     "RIGHT",
     "TABLE",
+    "TURNS",
     "Figure",
+    "Mailboxes",
     "NodeTable",
     "StepIntegers",
     "advance",

@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from tree_kernels.node_table.layout import (
-    BLOCK,
     COSTS_PER_CHANCE,
     KEPT,
     LOOKUP,
@@ -35,6 +34,7 @@ from tree_kernels.node_table.layout import (
     TABLE,
 )
 from tree_kernels.node_table.lookup_costs import COST_OF_HALVING, FIRST_COST, NEXT_COST
+from tree_kernels.node_table.mailboxes import Mailboxes
 from tree_kernels.node_table.step_integers import StepIntegers
 from tree_kernels.verification.dispatch import Verdicts
 
@@ -43,7 +43,7 @@ class NodeTable:
     """Moves a step of GREEDY and COUPLED trees on, pass by pass, and chooses its rows.
 
     Symbols: B = `max_sequences`, P = `max_passes`, R rows of a step. Nothing is read back, no shape depends on data and
-    every tensor stays where it is, so that all calls but `graft` can be captured.
+    every tensor stays where it is, so that all calls can be captured.
 
     Attributes:
         reports: [B, P, REPORT] int32 by sequence and pass. Its figures stand where `Figure` says: accepted rows,
@@ -60,6 +60,7 @@ class NodeTable:
         limits: [B] int32, rows that may be drafted of a sequence, since `begin`.
         places: [B] int32, the table of the step's b-th sequence; -1 for none.
         tables: [B, TABLE] int32, see above.
+        taken: [B] int32, the number of the table in each slot; see `Mailboxes`.
         lookup_tokens: of a chain that is looked up at most.
     """
 
@@ -91,9 +92,9 @@ class NodeTable:
         self.lookup_tokens = lookup_tokens
         self.reports = torch.zeros(max_sequences, max_passes, REPORT, dtype=torch.int32, device=device)
         self.tables = torch.zeros(max_sequences, TABLE, dtype=torch.int32, device=device)
-        integers = torch.zeros(7, max_sequences, dtype=torch.int32, device=device)
+        integers = torch.zeros(8, max_sequences, dtype=torch.int32, device=device)
         # Found for the next pass: how many candidates were kept (-1 of who is not there), the root's token and the age.
-        self.passes, self.accepted, self.limits, self.places, self.counts, self.roots, self.ages = integers
+        self.passes, self.accepted, self.limits, self.places, self.counts, self.roots, self.ages, self.taken = integers
         self.places.fill_(-1)
         self.counts.fill_(-1)
         # [B, KEPT + 1] keys of the kept candidates, rising, `NO_KEY` behind them. Of each [B, 3, KEPT + 1] the token,
@@ -141,26 +142,29 @@ class NodeTable:
             lookup_tokens=self.lookup_tokens,
             backend="triton" if self.on_triton else "torch",
         )
-        own.graft(torch.zeros(1 + self.max_sequences + BLOCK, dtype=torch.int32, device=self.tokens.device), 1)
+        own.take(Mailboxes(self.max_sequences, pinned=self.tokens.is_cuda))
         nothing = torch.zeros(2 * self.max_sequences + 1, dtype=torch.int32, device=self.tokens.device)
         own.begin(step, nothing)
         own.go_on(step, Verdicts.over(nothing, self.max_sequences))
 
-    def graft(self, frame: Tensor, growths: int) -> None:
-        """Take in new tables, and which table each sequence of the next step has. This call is not captured.
+    def seat(self, places: Tensor) -> None:
+        """Say which table each sequence of the next step has. In place, behind whatever runs.
 
         Args:
-            frame: [at least 1 + B + growths * BLOCK] int32: `growths`, the `places`, then for each growth a slot and
-                that slot's whole new table. No slot comes twice; one that is not there is left out.
-            growths: as the frame has it, for the host to know.
+            places: [B] int32, -1 for none.
+        """
+        self.places.copy_(places, non_blocking=True)
+
+    def take(self, mail: Mailboxes) -> None:
+        """Take the newest table out of every box that has another than was taken last. What is put there while the
+        device is at it may be taken or not, and a box that is written over while it is read holds no tree.
 
         Raises:
-            ValueError: the frame is shorter.
+            ValueError: there are not as many boxes as slots.
         """
-        needed = 1 + self.max_sequences + growths * BLOCK
-        if len(frame) < needed:
-            raise ValueError(f"expected a frame of {needed} integers, got {len(frame)}")
-        self._backend.graft(self, frame, growths)
+        if len(mail.newest) != self.max_sequences:
+            raise ValueError(f"expected {self.max_sequences} boxes, got {len(mail.newest)}")
+        self._backend.take(self, mail)
 
     def begin(self, step: StepIntegers, pending: Tensor, moves: Tensor | None = None) -> None:
         """Choose the rows of a step that was just laid out, after moving it on. In place.

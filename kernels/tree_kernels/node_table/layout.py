@@ -46,8 +46,6 @@ MEND_EXCHANGED, MEND_INSERTED = (round(-math.log2(chance) * COST_OF_HALVING) for
 # Integers of a table, and where in it the arrays begin.
 TABLE = 2 + 5 * NODES
 TOKENS, PARENTS, ENDS, DEPTHS, COSTS = (2 + NODES * array for array in range(5))
-# A frame's integers for one growth: the slot, and its table.
-BLOCK = 1 + TABLE
 # Rows of a sequence, from the best on, of which it is said what they would have promised.
 PROSPECTS = (1, 3, 7, 15, 31, 63)
 # What is said of a pass: figures, then tokens, then accepted rows.

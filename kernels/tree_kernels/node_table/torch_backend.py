@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from tree_kernels.node_table.layout import (
-    BLOCK,
     COSTS_PER_CHANCE,
     EXPECTED_UNIT,
     KEPT,
@@ -32,12 +31,14 @@ from tree_kernels.node_table.layout import (
     longest_run,
 )
 from tree_kernels.node_table.lookup_costs import FIRST_COST, NEXT_COST
+from tree_kernels.node_table.mailboxes import TURNS
 from tree_kernels.node_table.step_integers import StepIntegers
 from tree_kernels.verification.dispatch import Verdicts
 from tree_kernels.verification.records import FIRST_ROW, IS_CHAIN, MODE, POSITION, RECORD, ROWS, Mode
 
 if TYPE_CHECKING:
     from tree_kernels.node_table.dispatch import NodeTable
+    from tree_kernels.node_table.mailboxes import Mailboxes
 
 
 class Nodes(NamedTuple):
@@ -75,14 +76,12 @@ class Candidate(NamedTuple):
         return self.cost * KEYS_PER_COST + self.number
 
 
-def graft(table: NodeTable, frame: Tensor, growths: int) -> None:
-    """See `NodeTable.graft`."""
-    head = 1 + table.max_sequences
-    table.places.copy_(frame[1:head])
-    for block in frame[head : head + growths * BLOCK].view(growths, BLOCK):
-        slot = int(block[0])
-        if 0 <= slot < table.max_sequences:
-            table.tables[slot] = block[1:]
+def take(table: NodeTable, mail: Mailboxes) -> None:
+    """See `NodeTable.take`."""
+    for slot, number in enumerate(mail.newest.tolist()):
+        if number != int(table.taken[slot]):
+            table.tables[slot] = mail.tables[slot, number % TURNS]
+            table.taken[slot] = number
 
 
 def begin(table: NodeTable, step: StepIntegers, pending: Tensor, moves: Tensor) -> None:

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from tree_kernels.attention.tree_mask import MAX_TREE_ROWS
 from tree_kernels.node_table.layout import (
-    BLOCK,
     COSTS,
     COSTS_PER_CHANCE,
     DEPTHS,
@@ -36,12 +35,14 @@ from tree_kernels.node_table.layout import (
     WINDOW,
     Figure,
 )
+from tree_kernels.node_table.mailboxes import LAST_NUMBER, TURNS
 from tree_kernels.node_table.step_integers import StepIntegers
-from tree_kernels.node_table.triton_rows import graft_kernel, keep_kernel, lay_out_kernel
+from tree_kernels.node_table.triton_rows import keep_kernel, lay_out_kernel, take_kernel
 from tree_kernels.verification.records import FIRST_ROW, IS_CHAIN, MODE, POSITION, RECORD, ROWS, Mode
 
 if TYPE_CHECKING:
     from tree_kernels.node_table.dispatch import NodeTable
+    from tree_kernels.node_table.mailboxes import Mailboxes
     from tree_kernels.verification.dispatch import Verdicts
 
 # Keys that are compared at once when a run is looked for; a longer run counts for more than a later one.
@@ -54,6 +55,8 @@ _KEPT_ROWS = KEPT + 1
 _RIVALS = 64
 # Above the key of any node, however unlikely.
 _LARGEST = 1 << 62
+# Of a program that takes a table. Chosen: ten integers a thread.
+_TAKING_WARPS = 4
 # Up to so many sequences one warp chooses for all, and up to so many four do.
 _ONE_WARP, _FOUR_WARPS = 2, 64
 
@@ -360,11 +363,11 @@ def _go_on_kernel(  # type: ignore[no-untyped-def]
         tl.store(counts + b, -1)
 
 
-def graft(table: NodeTable, frame: Tensor, growths: int) -> None:
-    """See `NodeTable.graft`."""
-    graft_kernel[(growths + 1,)](
-        frame, table.places, table.tables, table.max_sequences, TABLE=TABLE, FRAME_BLOCK=BLOCK,
-        WIDTH=triton.next_power_of_2(max(TABLE, table.max_sequences)), num_warps=8,
+def take(table: NodeTable, mail: Mailboxes) -> None:
+    """See `NodeTable.take`."""
+    take_kernel[(table.max_sequences,)](
+        mail.newest, mail.tables, table.taken, table.tables, TURNS=TURNS, LAST_NUMBER=LAST_NUMBER, TABLE=TABLE,
+        WIDTH=triton.next_power_of_2(TABLE), THREADS=32 * _TAKING_WARPS, num_warps=_TAKING_WARPS,
     )  # fmt: skip
 
 

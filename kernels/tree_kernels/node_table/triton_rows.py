@@ -112,17 +112,27 @@ def keep_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def graft_kernel(  # type: ignore[no-untyped-def]
-    frame, places, tables, sequences, TABLE: tl.constexpr, FRAME_BLOCK: tl.constexpr, WIDTH: tl.constexpr
-):
-    """The first program copies the places, each other one a table; see `NodeTable.graft`."""
-    growth = tl.program_id(0) - 1
-    i = tl.arange(0, WIDTH)
-    if growth < 0:
-        tl.store(places + i, tl.load(frame + 1 + i, mask=i < sequences, other=-1), mask=i < sequences)
-    else:
-        block = frame + 1 + sequences + growth * FRAME_BLOCK
-        slot = tl.load(block)
-        if (slot >= 0) & (slot < sequences):
-            new = tl.load(block + 1 + i, mask=i < TABLE, other=0)
-            tl.store(tables + slot * TABLE + i, new, mask=i < TABLE)
+def _number_of(newest, slot, THREADS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The number of the newest table in a box. The host may write it meanwhile, and yet all threads get the same: every
+    one of them reads it, and the largest counts."""
+    return tl.max(tl.load(newest + slot + tl.zeros([THREADS], tl.int32), volatile=True), axis=0)
+
+
+@triton.jit
+def take_kernel(  # type: ignore[no-untyped-def]
+    newest, boxes, taken, tables, TURNS: tl.constexpr, LAST_NUMBER: tl.constexpr, TABLE: tl.constexpr,
+    WIDTH: tl.constexpr, THREADS: tl.constexpr,
+):  # fmt: skip
+    """One slot a program; see `NodeTable.take`."""
+    slot = tl.program_id(0)
+    number = _number_of(newest, slot, THREADS)
+    if number != tl.load(taken + slot):
+        i = tl.arange(0, WIDTH)
+        box = boxes + (slot * TURNS + number % TURNS) * TABLE
+        new = tl.load(box + i, mask=i < TABLE, other=0, volatile=True)
+        # Every thread has read by now, before any of them says that it has.
+        tl.debug_barrier()
+        written = (_number_of(newest, slot, THREADS) - number) & LAST_NUMBER
+        torn = written >= TURNS - 1
+        tl.store(tables + slot * TABLE + i, tl.where(torn & (i == 1), 0, new), mask=i < TABLE)
+        tl.store(taken + slot, tl.where(torn, -1, number))
