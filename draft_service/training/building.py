@@ -24,6 +24,8 @@ from outrider.settings import SettingsError
 
 # Of the noise that weights begin with: `initializer_range` of Llama's configuration in transformers.
 _DEVIATION = 0.02
+# Of the mean square of the target's rows. Chosen, not measured: small beside 1, and large beside rounding.
+_RIDGE = 1e-3
 # The MLP of a head with a width of its own is 8/3 of that, rounded up to this, as Llama's is to 256. Chosen, not
 # measured: below 8 the matrices do not fill the tiles of tensor cores, and 256 adds an eighth at a width of 256.
 _MLP_GRAIN = 64
@@ -149,6 +151,39 @@ def deepened(head: EagleHead, layers: int, seed: int) -> EagleHead:
                     parameter.zero_()
     deeper.load_state_dict(head.state_dict(), strict=False)
     return deeper
+
+
+def saying(head: EagleHead, tokens: NDArray[np.int64] | None, target_lm_head: Tensor) -> EagleHead:
+    """The same head for other tokens. What it could say before it says as it did; what it could not begins as the
+    target says it, turned as the head's own rows are from the target's.
+
+    Args:
+        head: in fp32 on the CPU, to be trained.
+        tokens: [V'] target ids, rising; None for all.
+        target_lm_head: [vocab_size, target_hidden_size].
+
+    Raises:
+        SettingsError: it speaks through the target's lm_head, or is of another width.
+    """
+    if head.config.tied_lm_head or head.config.hidden_size != head.config.target_hidden_size:
+        raise SettingsError("--new-vocabulary takes a head of the target's width with an lm_head of its own")
+    rows = target_lm_head.double().cpu()
+    every = torch.arange(len(rows))
+    before = every if head.token_ids is None else head.token_ids.cpu()
+    after = every if tokens is None else torch.from_numpy(tokens)
+    known, own = rows[before], head.lm_head.weight.detach().double()
+    # The least squares of `rows @ turn = own`, held back where the target's rows say nothing of a direction.
+    square = known.T @ known
+    square.diagonal().add_(_RIDGE * square.diagonal().mean())
+    turn = torch.linalg.solve(square, known.T @ own)
+    said = rows @ turn
+    said[before] = own
+    found = EagleHead(replace(head.config, draft_vocab_size=len(after)), None if tokens is None else after)
+    kept = {name: tensor for name, tensor in head.state_dict().items() if name != "lm_head.weight"}
+    found.load_state_dict(kept, strict=False)
+    with torch.no_grad():
+        found.lm_head.weight.copy_(said[after])
+    return _kept_from_training(found.requires_grad_(True).train())
 
 
 def _kept_from_training(head: EagleHead) -> EagleHead:

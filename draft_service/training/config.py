@@ -29,6 +29,9 @@ class TrainingConfig(Settings):
     init: str = setting(
         "", "head to begin with, a name or folder: its shape and token map, and no flag of those but more --layers"
     )
+    new_vocabulary: bool = setting(
+        False, "with --init: let the text choose the --vocabulary tokens that the head can say, not the head"
+    )
     text: str = setting("", "folder of text that is written already, `text` of another run; none is written then")
     tokens: str = setting("20M", "tokens of text to write: a number, with k or M")
     writing_share: float = setting(0.5, "share of --minutes after which writing ends, however much there is")
@@ -73,6 +76,8 @@ class TrainingConfig(Settings):
             raise SettingsError("--writing-share lies between 0 and 1")
         if self.tied and self.hidden:
             raise SettingsError("--tied needs a head of the target's width: leave out --hidden")
+        if self.new_vocabulary and not self.init:
+            raise SettingsError("--new-vocabulary is of the head that --init names")
         if self.text and not Path(self.text).is_dir():
             raise SettingsError(f"--text {self.text} is no folder")
         if not (self.prompts or self.sampled_prompts):

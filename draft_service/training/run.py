@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from draft_service.eagle.checkpoint import save_head
 from draft_service.eagle.head import EagleHead
 from draft_service.training.batches import BatchPlan
-from draft_service.training.building import head_config, head_to_begin_with, new_head
+from draft_service.training.building import head_config, head_to_begin_with, new_head, saying
 from draft_service.training.config import TrainingConfig
 from draft_service.training.corpus import Texts, answer_counts, choose_tokens, coverage
 from draft_service.training.progress import Budget, phase
@@ -62,9 +62,9 @@ def train_head(config: TrainingConfig, command: Sequence[str]) -> Path:
 def _token_map(
     config: TrainingConfig, folder: RunFolder, counts: NDArray[np.int64], first: EagleHead | None
 ) -> NDArray[np.int64] | None:
-    """That of the run: the first time it is that of the head that training begins with, or made of the text."""
+    """That of the run: the first time it is made of the text, or that of the head that training begins with."""
     if not folder.written:
-        if first is None:
+        if first is None or config.new_vocabulary:
             folder.save_tokens(choose_tokens(counts, config.vocabulary))
         else:
             folder.save_tokens(None if first.token_ids is None else first.token_ids.numpy())
@@ -102,7 +102,10 @@ class _Course:
             raise SettingsError("too little text was written to train on: give it more --tokens or --minutes")
         plans = [BatchPlan(part, config.batch_tokens, config.max_length, config.seed) for part in (learnt, held)]
         validator = Validator(held, reader, tokens, plans[1])
-        head = first or new_head(shape, tokens, reader.weights(), config.seed)
+        if first is None:
+            head = new_head(shape, tokens, reader.weights(), config.seed)
+        else:
+            head = saying(first, tokens, reader.weights().lm_head) if config.new_vocabulary else first
         trainer = Trainer(config, head, reader, plans[0], tokens, validator)
         found = self._folder.checkpoint()
         if found is not None:

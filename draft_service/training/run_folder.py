@@ -31,7 +31,7 @@ from outrider.settings import SettingsError
 # What text and weights depend on, and a run that goes on cannot change.
 _FIXED = (
     *("model", "dtype", "seed", "prompts", "sampled_prompts", "temperatures", "max_length", "max_prompt"),
-    *("max_answer", "turns", "writers", "text", "init"),
+    *("max_answer", "turns", "writers", "text", "init", "new_vocabulary"),
     *("style", "layers", "hidden", "intermediate", "tied", "vocabulary", "steps", "batch_tokens", "validation"),
 )
 

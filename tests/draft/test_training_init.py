@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -16,7 +17,7 @@ from teaching_model import save_teaching_model
 from draft_service.eagle.checkpoint import load_head
 from draft_service.eagle.target_checkpoint import TargetCheckpoint
 from draft_service.training import run
-from draft_service.training.building import head_config, head_to_begin_with, new_head
+from draft_service.training.building import head_config, head_to_begin_with, new_head, saying
 from draft_service.training.config import TrainingConfig
 from draft_service.training.corpus import Corpus
 from draft_service.training.loss import soft_cross_entropy
@@ -95,6 +96,45 @@ def test_a_head_to_begin_with_must_be_there(model: Path, tmp_path: Path) -> None
     config = TrainingConfig(model=str(model), out=str(tmp_path / "head"), init="./nowhere")
     with pytest.raises(SettingsError, match="nowhere"):
         head_to_begin_with(config, teacher.facts)
+
+
+def test_the_text_may_choose_what_a_head_can_say(model: Path, first: Path, tmp_path: Path) -> None:
+    settings = SMALL | {"init": str(first), "text": text_of(first), "vocabulary": 60, "new_vocabulary": True}
+    head = train_head(TrainingConfig(model=str(model), out=str(tmp_path / "head"), **settings), COMMAND)
+    said = [load_head(folder, target=TargetCheckpoint(model)).token_ids for folder in (first, head)]
+    assert said[0] is not None and said[1] is not None
+    assert len(said[0]) == 100 and len(said[1]) == 60 and set(said[1].tolist()) < set(said[0].tolist())
+
+
+@pytest.mark.parametrize("tokens", [np.arange(0, 50, 3), None], ids=["some", "all"])
+def test_a_head_says_what_it_said_and_the_rest_as_its_target_does(
+    tmp_path: Path, tokens: npt.NDArray[np.int64] | None
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    embedding, lm_head, turn = (torch.randn(rows, 16, generator=generator) for rows in (50, 50, 16))
+    shape, before = head_config(TrainingConfig(out=str(tmp_path / "head")), FACTS, 25), np.arange(0, 50, 2)
+    head = new_head(shape, before, TeacherWeights(embedding, lm_head), seed=1)
+    with torch.no_grad():
+        head.lm_head.weight.copy_(lm_head[before] @ turn)
+    found = saying(head, tokens, lm_head)
+    states = torch.randn(3, 48, generator=generator)
+    for one in (head, found):
+        torch.testing.assert_close(one.project(states), head.project(states))
+    wanted = lm_head @ turn if tokens is None else lm_head[tokens] @ turn
+    torch.testing.assert_close(found.lm_head.weight, wanted, rtol=0.05, atol=0.05)
+    known = [place for place, token in enumerate(range(50) if tokens is None else tokens) if token % 2 == 0]
+    assert torch.equal(found.lm_head.weight[known], wanted[known])
+    trained = {name for name, weights in found.named_parameters() if weights.requires_grad}
+    assert trained == {name for name, weights in head.named_parameters() if weights.requires_grad}
+
+
+def test_a_head_without_a_vocabulary_of_its_own_gets_no_new_one(tmp_path: Path) -> None:
+    weights = TeacherWeights(torch.randn(50, 16), torch.randn(50, 16))
+    shape = head_config(TrainingConfig(out=str(tmp_path / "head"), tied=True), FACTS, 25)
+    with pytest.raises(SettingsError, match="lm_head of its own"):
+        saying(new_head(shape, np.arange(25), weights, seed=1), None, weights.lm_head)
+    with pytest.raises(SettingsError, match="--init"):
+        TrainingConfig(out=str(tmp_path / "head"), new_vocabulary=True)
 
 
 def test_a_tied_head_is_trained_without_its_lm_head_and_saved_without_it(
