@@ -130,9 +130,9 @@ def take_kernel(  # type: ignore[no-untyped-def]
         i = tl.arange(0, WIDTH)
         box = boxes + (slot * TURNS + number % TURNS) * TABLE
         new = tl.load(box + i, mask=i < TABLE, other=0, volatile=True)
-        # Every thread has read by now, before any of them says that it has.
+        tl.store(tables + slot * TABLE + i, new, mask=i < TABLE)
+        # All was read, since it is stored; and every thread knows what was taken before, which changes now.
         tl.debug_barrier()
-        written = (_number_of(newest, slot, THREADS) - number) & LAST_NUMBER
-        torn = written >= TURNS - 1
-        tl.store(tables + slot * TABLE + i, tl.where(torn & (i == 1), 0, new), mask=i < TABLE)
+        torn = ((_number_of(newest, slot, THREADS) - number) & LAST_NUMBER) >= TURNS - 1
+        tl.store(tables + slot * TABLE + i, tl.zeros_like(i), mask=torn & (i == 1))
         tl.store(taken + slot, tl.where(torn, -1, number))
