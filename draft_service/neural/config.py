@@ -23,17 +23,18 @@ class _Sizes(NamedTuple):
 
 # Trees that a target waits for, and those that are drawn while it verifies the last ones, so that they have to hold
 # what will follow these too. The latter by `benchmarks/running_ahead/simulate.py`: a tree of four levels says nearly
-# what a deeper one does where it is waited for; one pass ahead, more than six levels of sixteen nodes gain next to
-# nothing, and come too late for a pass of an 8B model: a level takes 0.35 ms there.
+# what a deeper one does where it is waited for; one pass ahead, eight levels of sixteen nodes make 2 to 3 % more than
+# six. Nine came too late for one pass in ten of an 8B shape on an H200, where a level takes 0.27 ms
+# (`benchmarks/results/2026-11-23-h200-launched-at-once.md`).
 _PLAIN = _Sizes(num_steps=3, topk=4, num_draft_tokens=12, frontier=0, rows_per_level=0, early_levels=0)
-_CAPTURED = _Sizes(num_steps=6, topk=8, num_draft_tokens=239, frontier=16, rows_per_level=64, early_levels=3)
+_CAPTURED = _Sizes(num_steps=8, topk=8, num_draft_tokens=239, frontier=16, rows_per_level=64, early_levels=4)
 
 
 @dataclass(frozen=True)
 class NeuralConfig(Settings):
     """How trees grow, and what the network runs on."""
 
-    num_steps: int = setting(0, "levels of a tree, each of which costs a pass; 0 takes 3, or 6 where captured", ge=0)
+    num_steps: int = setting(0, "levels of a tree, each of which costs a pass; 0 takes 3, or 8 where captured", ge=0)
     topk: int = setting(0, "children of a node; 1 drafts a chain; 0 takes 4, or 8 where trees are captured", ge=0)
     frontier: int = setting(
         0,
@@ -48,7 +49,7 @@ class NeuralConfig(Settings):
     )
     early_levels: int = setting(
         0,
-        "levels that are sent while the others are grown, for one sequence; 0 takes 3 where trees are captured, and "
+        "levels that are sent while the others are grown, for one sequence; 0 takes 4 where trees are captured, and "
         "none elsewhere",
         ge=0,
     )

@@ -49,6 +49,7 @@ from target_service.speculation.policy.row_budget import RowBudget
 from target_service.speculation.policy.row_policy import Kind, RowPolicy
 from target_service.speculation.policy.running_means import RunningTime
 from target_service.speculation.policy.step_cost import StepCost
+from target_service.speculation.policy.unaided import Unaided
 
 log = logging.getLogger(__name__)
 # A pass is held for its draft for so many times as long as answers take, and in seconds before the first.
@@ -111,6 +112,9 @@ class EngineLoop:
         most = config.max_draft_nodes if chosen else 0
         self._policy = RowPolicy(most, step_cost, self.live, config.drafting.disable_above)
         self._follow = FollowSwitch()
+        self._unaided = Unaided(runner.node_table.lookup_tokens if runner.node_table is not None else 0)
+        # Steps whose turn it was to be compared.
+        self._compared = 0
         self._gathering = Gathering(
             self.drafting,
             self.scheduler,
@@ -357,7 +361,8 @@ class EngineLoop:
                 made = stats.committed_tokens / max(1, stats.sequences) / step.stride
                 followed = self.drafting.follows
                 if not followed or way is self._modes.preferred(stats.sequences):
-                    self._follow.observe(stats.sequences, made, seconds / step.stride, followed=followed)
+                    self._follow.observe(stats.sequences, seconds / step.stride, followed=followed)
+                    self._compare(step, verdicts, stats.chosen_rows, followed=followed)
                 if followed and step.batch.device_rows is not None:
                     self._modes.observe(stats.sequences, way, made, seconds / step.stride)
             plain = gathered.use is Use.PLAIN and not gathered.has_trees
@@ -368,6 +373,22 @@ class EngineLoop:
                 self._stride.observe(step.stride, seconds, step.clock.waited_ns * 1e-9)
         if self._observer is not None:
             self._observer.on_step(stats)
+
+    def _compare(self, step: Step, verdicts: SequenceOf[Verdict], drafted: int, *, followed: bool) -> None:
+        """Let the switch learn what the draft brings, of one sequence of a step, with so many drafted rows, at a
+        time."""
+        found = self._unaided.take()
+        if found is not None:
+            self._follow.compare(found.load, found.made, found.unaided)
+        if followed and step.stride == 1 and verdicts:
+            self._compared += 1
+            verdict = verdicts[self._compared % len(verdicts)]
+            live = self.live.get(verdict.sequence_id)
+            if live is not None and self.drafting.is_followed(live.sequence) and live.verifier.on_device:
+                made = len(verdict.token_ids)
+                # Rows that no draft fills are chains': as many as are each sequence's share, or were right.
+                rows = max(made - 1, -(-drafted // len(verdicts)))
+                self._unaided.note(len(verdicts), live.sequence, made, rows)
 
     def _follow_load(self) -> None:
         if self.drafting.info is not self._draft:

@@ -87,6 +87,10 @@ class Drafting(DraftInbox):
             return None
         return tree
 
+    def is_followed(self, sequence: Sequence) -> bool:
+        """Whether the draft follows the sequence now."""
+        return self.connected and sequence.sequence_id in self._trees
+
     def asks(self, sequence: Sequence) -> bool:
         """Whether the sequence is to be drafted for when the load allows it."""
         return sequence.sequence_id in self._wanting

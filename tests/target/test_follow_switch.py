@@ -9,15 +9,18 @@ import pytest
 
 from target_service.speculation.policy.follow_switch import FollowSwitch
 
-ONE_PASS, TOKENS = 6e-3, 3.0
+ONE_PASS = 6e-3
+# Passes of a kind of text, and of each comparison.
+TEXT, COMPARED = 40, 6
 # Passes without a draft before it is followed.
 ALONE_FIRST = 48
 
 
 @dataclass
 class Engine:
-    """Passes whose tokens vary by `noise` of their mean, and more of them a second by `gain` where a draft is followed:
-    in passes that take as much longer as `longer` says."""
+    """Passes of a text that goes from loops to lists and back: without a draft they make 1 to 7 tokens, for 40 passes
+    at a time. Where a draft is followed they make more of them a second by `gain`, in passes that take as much longer
+    as `longer` says, and their tokens vary by `noise` besides. One pass in six is compared."""
 
     gain: float
     noise: float = 0.0
@@ -37,13 +40,17 @@ class Engine:
         begun, until = len(self.passes), self.now + seconds
         while len(self.passes) < begun + passes and self.now < until:
             followed = self.switch.follows(self.load)
-            mean = TOKENS * (self.gain * self.longer if followed else 1.0)
-            shape = 1 / self.noise**2 if self.noise else 0.0
-            tokens = self._dice.gammavariate(shape, mean / shape) if shape else mean
+            if len(self.passes) % TEXT == 0:
+                self._unaided = self._dice.choice((1.0, 1.3, 2.0, 7.0))
             took = ONE_PASS * (self.longer if followed else 1.0) * self._dice.lognormvariate(0, 0.02)
             self.now += took
-            self.switch.observe(self.load, tokens, took, followed=followed)
             self.passes.append((followed, took))
+            self.switch.observe(self.load, took, followed=followed)
+            if followed and len(self.passes) % COMPARED == 0:
+                shape = 1 / self.noise**2 if self.noise else 0.0
+                made = self._unaided * self.gain * self.longer
+                made = self._dice.gammavariate(shape, made / shape) if shape else made
+                self.switch.compare(self.load, made, self._unaided)
         return [followed for followed, _ in self.passes[begun:]]
 
     def lost(self) -> float:
@@ -70,22 +77,22 @@ def test_a_load_is_measured_alone_first() -> None:
 
 
 @pytest.mark.parametrize("seed", range(12))
-@pytest.mark.parametrize("noise", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("noise", [0.0, 0.3, 0.6])
 @pytest.mark.parametrize("longer", [1.0, 2.0])
 def test_one_that_halves_the_speed_is_dropped_at_once(longer: float, noise: float, seed: int) -> None:
     engine = Engine(0.5, noise, longer, seed)
     # What varies more takes longer to see.
-    assert first_trial(engine.run(passes=500)) <= (40 if noise < 1.0 else 96)
+    assert first_trial(engine.run(passes=500)) <= (45 if noise < 0.6 else 150)
 
 
 @pytest.mark.parametrize("seed", range(12))
-@pytest.mark.parametrize("noise", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("noise", [0.0, 0.3, 0.6])
 @pytest.mark.parametrize("longer", [1.0, 2.0])
 def test_one_that_halves_the_speed_costs_little(longer: float, noise: float, seed: int) -> None:
     """Of the tokens of a minute."""
     engine = Engine(0.5, noise, longer, seed)
     engine.run(seconds=60)
-    assert engine.lost() < 0.03
+    assert engine.lost() < (0.03 if noise < 0.6 else 0.05)
 
 
 def test_pauses_double() -> None:
@@ -116,14 +123,14 @@ def test_one_that_makes_more_is_kept(noise: float, seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_one_that_makes_more_is_kept_however_passes_vary(seed: int) -> None:
-    assert not is_dropped(Engine(1.3, 1.0, seed=seed).run(passes=5000))
+    assert not is_dropped(Engine(1.3, 0.6, seed=seed).run(passes=5000))
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_one_that_halves_the_speed_is_dropped_after_a_slow_start(seed: int) -> None:
     """The first pass of all took half a second, as where something is compiled or captured."""
     engine = Engine(0.5, 0.1, seed=seed)
-    engine.switch.observe(1, TOKENS, 0.5, followed=False)
+    engine.switch.observe(1, 0.5, followed=False)
     assert first_trial(engine.run(passes=500)) <= 40
 
 
@@ -144,8 +151,8 @@ def test_pauses_are_short_again_after_a_good_one() -> None:
     engine.gain = 1.3
     engine.run(seconds=40.0)
     engine.gain = 0.5
-    engine.run(passes=120)
-    assert not engine.switch.follows(1)
+    while engine.switch.follows(1):
+        engine.run(passes=1)
     begun = engine.now
     engine.now = begun + 1.55
     assert engine.switch.follows(1)

@@ -407,7 +407,8 @@ def test_steps_have_only_so_many_rows(policies: Policies, max_rows: int, costed:
         ({"max_draft_nodes": 5}, (63, 5)),
         ({"max_draft_nodes": 0}, (63, 0)),
         ({"speculate": False}, (63, 0)),
-        ({"max_tokens": 9}, (63, 8)),
+        ({"max_tokens": 9}, (63, 63)),
+        ({"max_tokens": 4}, (63, 24)),
         ({"max_tokens": 1}, (63, 0)),
         ({"external": True}, None),
         ({"mode": VerificationMode.REJECTION}, None),
@@ -430,7 +431,8 @@ def test_nothing_is_drafted_past_the_last_token(runner: ModelRunner) -> None:
     sequence = live[0].sequence
     sequence.totals.completion_tokens, sequence.pending_tokens = 12, 4
     sequence.kv_length += 4
-    assert policy.choose(steps, MAX_ROWS, Kind.ALONE) == DeviceRows(4, (3,))
+    # Several guesses for each of the three tokens before it.
+    assert policy.choose(steps, MAX_ROWS, Kind.ALONE) == DeviceRows(32, (24,))
     sequence.totals.completion_tokens = 15
     assert policy.choose(steps, MAX_ROWS, Kind.ALONE) is None
 

@@ -19,6 +19,7 @@ from tree_kernels.node_table.layout import (
     REPORT_ROWS,
     REPORT_TOKENS,
     TABLE,
+    WINDOW,
     Figure,
     longest_run,
 )
@@ -46,6 +47,7 @@ __all__ = [
     "RIGHT",
     "TABLE",
     "TURNS",
+    "WINDOW",
     "Figure",
     "Mailboxes",
     "NodeTable",

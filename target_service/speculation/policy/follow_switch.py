@@ -2,6 +2,10 @@
 
 To follow a draft the target sends it every token, and a head its hidden states; it takes in trees, and hosts have only
 so much time for that. Where that costs more than the drafts bring, nothing is sent to the draft for a while.
+
+Tokens are compared pass by pass with what the same pass would have made without the draft (`unaided`), and only times
+with those of other passes, which hardly hang on what is said: on an H200, of passes before and after, a draft that made
+a third more was dropped for most of the time, because texts differ more than that.
 """
 
 from __future__ import annotations
@@ -12,49 +16,88 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from target_service.speculation.policy.running_means import PassRate
+from target_service.speculation.policy.running_means import RunningMean, RunningTime
 
-# Passes without a draft at a load before it is followed there, for else nobody would know what it brings: a quarter of
+# Passes without a draft at a load before it is followed there, for else nobody would know what it costs: a quarter of
 # a second at 8B size.
 _ALONE_FIRST = 48
-# A draft is dropped where so many passes that followed it made less than this share of what others make, for all that
-# what passes make varies; and at once below the last, which is no accident: a draft that costs a third is dropped after
-# the first 32. More passes tell smaller losses from noise.
-_DROPPED = ((32, 0.8), (64, 0.9), (192, 1.0))
-_HOPELESS = 0.65
-# Standard errors that are granted. With 1.5 a draft that makes 30 % more was kept in 99 of 100 simulated runs of 5,000
-# passes whose tokens vary by as much as their mean, and in 73 with none (the `Engine` of test_follow_switch.py).
-_GRANTED = 1.5
+# A draft is dropped where so many comparisons say less than this, for all that passes vary. At one request there is one
+# for about six passes; a draft that costs a third is dropped after some 40.
+_DROPPED = ((6, 0.8), (12, 0.9), (36, 1.0))
+# Standard errors that are granted. With 2 a draft that makes 30 % more was kept in 59 of 60 simulated runs of 5,000
+# passes whose tokens vary by 0.6 of what they are without it, and in 58 of 60 with 20 % more (the `Engine` of
+# test_follow_switch.py). A worthless draft's vary little: its rows are not taken.
+_GRANTED = 2.0
 # And then not followed for so many seconds, twice as long each time it is dropped again: a good one is back within two
-# seconds, and one that halves the speed for 32 passes in vain costs two per cent in the long run.
+# seconds, and one that halves the speed for 40 passes in vain costs two per cent in the long run.
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.5, 60.0
 # What it has to make of the others for its pauses to be short again: more than the noise of a kept draft that makes as
 # much. Chosen, not measured.
 _RECOVERED = 1.05
-# What one pass moves the means: those of some two hundred.
-_SHARE = 0.01
+# What one pass moves the mean times: those of some two hundred; the median of the first few, in which kernels are
+# compiled, begins them, and no pass counts for more than three.
+_SHARE, _FIRST_FEW, _MOST = 0.01, 9, 3.0
+# What one comparison moves the tokens: those of some sixty, or two seconds at 8B size, in which a draft may change.
+_TOKEN_SHARE = 0.03
+
+
+def _times() -> RunningTime:
+    return RunningTime(_SHARE, first_few=_FIRST_FEW, most=_MOST)
+
+
+def _tokens() -> RunningMean:
+    return RunningMean(_TOKEN_SHARE)
+
+
+@dataclass(slots=True)
+class _Followed:
+    """Passes that followed a draft: seconds, tokens, those without it, and the squares and the product of both."""
+
+    seconds: RunningTime = field(default_factory=_times)
+    made: RunningMean = field(default_factory=_tokens)
+    unaided: RunningMean = field(default_factory=_tokens)
+    made_squared: RunningMean = field(default_factory=_tokens)
+    unaided_squared: RunningMean = field(default_factory=_tokens)
+    product: RunningMean = field(default_factory=_tokens)
+
+    def compare(self, made: float, unaided: float) -> None:
+        pairs = ((self.made, made), (self.unaided, unaided), (self.product, made * unaided))
+        squares = ((self.made_squared, made * made), (self.unaided_squared, unaided * unaided))
+        for mean, value in (*pairs, *squares):
+            mean.observe(value)
+
+    @property
+    def ratio(self) -> float:
+        """Tokens for each of a pass without the draft."""
+        return self.made.value / self.unaided.value if self.unaided.value else 1.0
+
+    @property
+    def error(self) -> float:
+        """The standard error of the ratio, as a share of it."""
+        made, unaided = max(self.made.value, 1e-9), max(self.unaided.value, 1e-9)
+        varied = self.made_squared.value / made**2 + self.unaided_squared.value / unaided**2
+        varied -= 2 * self.product.value / (made * unaided)
+        return math.sqrt(max(0.0, varied) / max(1.0, min(self.made.count, 2 / _TOKEN_SHARE)))
 
 
 @dataclass(slots=True)
 class _Load:
-    alone: PassRate = field(default_factory=lambda: PassRate(_SHARE))
-    followed: PassRate = field(default_factory=lambda: PassRate(_SHARE))
+    alone: RunningTime = field(default_factory=_times)
+    followed: _Followed = field(default_factory=_Followed)
     until: float = 0.0
     pause: float = _FIRST_PAUSE
 
     @property
     def gain(self) -> float:
-        """What passes that follow the draft make for each token of others."""
-        return self.followed.rate / self.alone.rate if self.alone.rate else 1.0
+        """What passes that follow the draft make for each token of others, in the same time."""
+        slower = self.followed.seconds.value / self.alone.value if self.alone.value else 1.0
+        return self.followed.ratio / slower if slower else 1.0
 
     @property
     def fails(self) -> bool:
         """Whether the draft loses beyond doubt."""
-        count, gain = self.followed.count, self.gain
-        granted = gain * math.exp(_GRANTED * math.sqrt(self.followed.variance + self.alone.variance))
-        if count >= _DROPPED[0][0] and gain < _HOPELESS:
-            return True
-        return any(count >= passes and granted < share for passes, share in _DROPPED)
+        count, granted = self.followed.made.count, self.gain * math.exp(_GRANTED * self.followed.error)
+        return any(count >= comparisons and granted < share for comparisons, share in _DROPPED)
 
 
 class FollowSwitch:
@@ -70,22 +113,24 @@ class FollowSwitch:
         here = self._loads.get(load.bit_length())
         return here is not None and here.alone.count >= _ALONE_FIRST and self._clock() >= here.until
 
-    def observe(self, load: int, tokens: float, seconds: float, *, followed: bool) -> None:
-        """A pass that only decoded made so many tokens of each sequence, in so many seconds since the one before."""
+    def observe(self, load: int, seconds: float, *, followed: bool) -> None:
+        """A pass that only decoded took so long from the end of the one before."""
         here = self._loads[load.bit_length()]
-        if not followed:
-            here.alone.observe(tokens, seconds)
-            return
-        here.followed.observe(tokens, seconds)
+        (here.followed.seconds if followed else here.alone).observe(seconds)
+
+    def compare(self, load: int, made: float, unaided: float) -> None:
+        """A pass that followed the draft made so many tokens of a sequence, and would have made so many without it."""
+        here = self._loads[load.bit_length()]
+        here.followed.compare(made, unaided)
         if here.alone.count < _ALONE_FIRST:
             return
         if here.fails:
-            here.until, here.followed = self._clock() + here.pause, PassRate(_SHARE)
+            here.until, here.followed = self._clock() + here.pause, _Followed()
             here.pause = min(_LONGEST_PAUSE, 2 * here.pause)
-        elif here.followed.count >= _DROPPED[-1][0] and here.gain > _RECOVERED:
+        elif here.followed.made.count >= _DROPPED[-1][0] and here.gain > _RECOVERED:
             here.pause = _FIRST_PAUSE
 
     def forget(self) -> None:
         """Another draft is there: what the last one was worth says nothing of it."""
         for here in self._loads.values():
-            here.followed, here.until, here.pause = PassRate(_SHARE), 0.0, _FIRST_PAUSE
+            here.followed, here.until, here.pause = _Followed(), 0.0, _FIRST_PAUSE

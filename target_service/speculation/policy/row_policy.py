@@ -30,6 +30,9 @@ _SHARE = 0.02
 # What the best 1, 3, 7 .. rows of a sequence are taken to bring before anything is known: prompt lookup alone, on the
 # answers that `lookup_costs.RIGHT` is from.
 _FIRST_PROSPECTS = (0.4, 0.7, 0.9, 1.0, 1.0, 1.0)
+# Rows for each token that a sequence may still say. Chosen: as many children as a head's nodes have. A page or two are
+# held for them at the end.
+_GUESSES = 8
 # Below this a promise says nothing.
 _LEAST_EXPECTED = 1e-3
 # Launches of a kind at one load before their time is believed, and launches until all are timed anew: contexts grow.
@@ -170,9 +173,9 @@ class RowPolicy:
         if not live.verifier.on_device or request.mode is VerificationMode.REJECTION or request.external:
             return None
         sequence = live.sequence
-        # None past its last token.
+        # The target says the last token itself. Of few that are left several may be guessed for each.
         left = request.max_tokens - sequence.totals.completion_tokens - sequence.pending_tokens - 1
-        return max(0, min(self._limit, request.max_draft_nodes, left)) if request.speculate else 0
+        return max(0, min(self._limit, request.max_draft_nodes, _GUESSES * left)) if request.speculate else 0
 
     def _sizes(self, limits: SequenceOf[int | None], max_rows: int) -> list[int]:
         """Rows of all that a pass may have, those of its roots among them."""

@@ -1,0 +1,84 @@
+"""What a pass would have made by its own text: the device's rule, found out once the text is known."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from target_service.core.sequence import Sequence
+from target_service.speculation.policy.unaided import Compared, Unaided, followed_chain
+from tree_kernels.node_table import longest_run
+
+
+def sequence(token_ids: list[int]) -> Any:
+    return SimpleNamespace(token_ids=token_ids, totals=SimpleNamespace(finished_ns=0))
+
+
+def by_the_rule(text: list[int], known: int) -> int:
+    """As `tree_kernels.node_table` has it, token by token."""
+    run = longest_run(text[:known])
+    if not run.length:
+        return 0
+    behind, count = text[run.end : known], 0
+    while known + count < len(text) and text[known + count] == behind[count % len(behind)]:
+        count += 1
+    return count
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.integers(0, 3), min_size=2, max_size=60), st.data())
+def test_a_chain_is_followed_as_far_as_the_text_says_it(text: list[int], data: st.DataObject) -> None:
+    known = data.draw(st.integers(1, len(text)))
+    assert followed_chain(np.array(text, np.int32), known) == by_the_rule(text, known)
+
+
+@pytest.mark.parametrize(
+    ("rows", "unaided"),
+    [
+        # The chain is 3 4 1 2 3 4 ...; of the text it holds four tokens before the 9.
+        (15, 5),
+        (2, 3),
+        (1, 2),
+        (0, 1),
+    ],
+)
+def test_a_pass_is_compared_with_a_chain_of_as_many_rows(rows: int, unaided: int) -> None:
+    text, compared = [1, 2, 3, 4, 1, 2], Unaided(lookup_tokens=15)
+    own = sequence([*text, 3, 4])
+    compared.note(3, cast(Sequence, own), made=2, rows=rows)
+    own.token_ids += [1, 2, 9]
+    own.token_ids += [7] * 20
+    assert compared.take() == Compared(load=3, made=2, unaided=unaided)
+    assert compared.take() is None
+
+
+def test_a_comparison_waits_for_the_text_to_go_on() -> None:
+    compared, own = Unaided(lookup_tokens=4), sequence([5, 6, 5, 6])
+    compared.note(1, cast(Sequence, own), made=1, rows=15)
+    # One at a time.
+    compared.note(1, cast(Sequence, sequence([8, 8])), made=1, rows=15)
+    for token in (5, 6, 5):
+        assert compared.take() is None
+        own.token_ids.append(token)
+    assert compared.take() is None
+    own.token_ids.append(6)
+    assert compared.take() == Compared(load=1, made=1, unaided=5)
+
+
+def test_a_text_that_has_ended_is_compared_as_it_is() -> None:
+    compared, own = Unaided(lookup_tokens=15), sequence([5, 6, 5, 6, 5])
+    compared.note(1, cast(Sequence, own), made=2, rows=15)
+    own.totals.finished_ns = 1
+    # Two tokens were left to say, whoever had known more.
+    assert compared.take() == Compared(load=1, made=2, unaided=2)
+
+
+def test_without_lookup_a_pass_would_make_one_token() -> None:
+    compared, own = Unaided(lookup_tokens=0), sequence([5, 6, 5, 6, 5])
+    compared.note(1, cast(Sequence, own), made=3, rows=15)
+    assert compared.take() == Compared(load=1, made=3, unaided=1)
