@@ -7,10 +7,16 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+from engine_harness import ScriptedDraft, engine_config, knowing_tree, make_runner, plain, request
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import PreTrainedModel
 
-from target_service.core.sequence import Sequence
+from target_service.core.sequence import Sequence, Verdict
+from target_service.engine.loop import EngineLoop
+from target_service.execution.device_executor import DeviceSteps
+from target_service.speculation.policy.follow_switch import FollowSwitch
+from target_service.speculation.policy.step_cost import StepCost
 from target_service.speculation.policy.unaided import Compared, Unaided, followed_chain
 from tree_kernels.node_table import longest_run
 
@@ -82,3 +88,30 @@ def test_without_lookup_a_pass_would_make_one_token() -> None:
     compared, own = Unaided(lookup_tokens=0), sequence([5, 6, 5, 6, 5])
     compared.note(1, cast(Sequence, own), made=3, rows=15)
     assert compared.take() == Compared(load=1, made=3, unaided=1)
+
+
+def test_the_engine_compares_what_a_draft_brings(tiny_model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that knows the truth makes more than the texts of a random model, which hardly repeat themselves."""
+    wanted = [request([5, 7, 9 + place], 90) for place in range(3)]
+    truth = [(*one.token_ids, *plain(tiny_model, one)) for one in wanted]
+    runner = make_runner(tiny_model)
+    runner.keep_tokens(1, 15)
+    steps = DeviceSteps(runner, max_sequences=1, max_rows=64, backend="torch")
+    costs = StepCost([(1, 1e-3), (64, 1.1e-3)])
+    loop = EngineLoop(runner, engine_config(max_running=1), steps=steps, step_cost=costs)
+    loop.drafting.attach(ScriptedDraft(loop.drafting, knowing_tree(truth, runner.vocabulary_size, 12, right=1.0)))
+    loop.drafting.listen()
+    # As soon as it is there.
+    monkeypatch.setattr(FollowSwitch, "follows", lambda *_: True)
+    compared: list[tuple[int, float, float]] = []
+    monkeypatch.setattr(FollowSwitch, "compare", lambda _, *one: compared.append(one))
+    said: dict[int, list[int]] = {}
+    for number, one in enumerate(wanted):
+        loop.add(loop.make(number, one))
+    while loop.live:
+        for event in loop.step() or ():
+            if isinstance(event, Verdict):
+                said.setdefault(event.sequence_id, []).extend(event.token_ids)
+    assert [tuple(said[number]) for number in range(3)] == [text[3:] for text in truth]
+    assert len(compared) > 3 and {load for load, _, _ in compared} == {1}
+    assert sum(made for _, made, _ in compared) > 1.5 * sum(unaided for *_, unaided in compared)

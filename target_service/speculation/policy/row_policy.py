@@ -39,8 +39,10 @@ _LEAST_EXPECTED = 1e-3
 _ENOUGH, _REFRESH = 4, 512
 # A size that is not timed yet is tried where it seems to make this share of what the best does.
 _WORTH_TIMING = 0.7
-# Launches without drafts before a try, from the first to the longest pause: some five seconds at 8B size.
-_PAUSE, _LONGEST_PAUSE = 64, 1024
+# Launches without drafts before a try, from the first to the longest pause: some five seconds at 8B size. No longer than
+# tries need to take this share of the time, where rows cost little: a draft that has just begun, or a text that begins
+# to repeat itself, is found soon.
+_PAUSE, _LONGEST_PAUSE, _TRYING = 64, 1024, 0.01
 # What drafted passes have to make beyond plain ones, so that noise does not choose.
 _MARGIN = 1.02
 # Launches of a try, and what the first guess counts for in launches.
@@ -210,7 +212,8 @@ class RowPolicy:
             self._left -= 1
             return sizes[0]
         self._since_drafts += 1
-        if self._since_drafts <= self._pause:
+        dearer = self._expected_seconds(sequences, sizes[0], kind) / self._expected_seconds(sequences, 0, kind) - 1
+        if self._since_drafts <= min(self._pause, max(_TRY, _TRY * dearer / _TRYING)):
             return 0
         self._since_drafts, self._pause, self._left = 0, min(_LONGEST_PAUSE, 2 * self._pause), _TRY - 1
         return sizes[0]

@@ -46,6 +46,11 @@ class Unaided:
     lookup_tokens: int
     _pending: _Pass | None = None
 
+    def __post_init__(self) -> None:
+        if self.lookup_tokens:
+            # Compiles what the first comparison would wait for.
+            followed_chain(np.zeros(2, np.int32), 1)
+
     def note(self, load: int, sequence: Sequence, made: int, rows: int) -> None:
         """The sequence's last `made` tokens are those of a pass that followed a draft, and that would have had so many
         `rows` of a chain without one."""
@@ -85,8 +90,3 @@ def followed_chain(text: Ints, known: int) -> int:
     while known + count < len(text) and text[known + count] == text[behind + count % (known - behind)]:
         count += 1
     return count
-
-
-def warm_up() -> None:
-    """Have compiled what the first comparison would wait for."""
-    followed_chain(np.zeros(2, np.int32), 1)
