@@ -17,7 +17,8 @@ from target_service.engine.stats import EngineObserver
 from target_service.model.loading.loader import load_runner
 from target_service.model.runner import ModelRunner
 from target_service.preflight import EngineRefused, link_options, speculates
-from target_service.speculation.client.link import StoppableLink, connect_draft
+from target_service.speculation.client.link import connect_draft
+from target_service.speculation.client.stoppable import StoppableLink
 from target_service.speculation.config import DraftingConfig
 from target_service.speculation.policy.cost_profile import measure_step_cost
 

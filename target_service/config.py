@@ -26,7 +26,10 @@ class TargetConfig:
     listen: str = setting("127.0.0.1:50051", "address to serve on: HOST:PORT or unix:PATH")
     metrics_listen: str = setting("", "HOST:PORT of the Prometheus endpoint; off when empty")
 
-    draft: str = setting("", "draft service: HOST:PORT, unix:PATH, or inprocess:DRAFTER; none when empty")
+    draft: str = setting(
+        "",
+        "draft service: HOST:PORT, unix:PATH, several with commas between them, or inprocess:DRAFTER; none when empty",
+    )
     draft_token: str = setting("", "file with the token that the draft service asks for; none when empty")
     draft_tls_ca: str = setting("", "PEM roots for the draft service's certificate; plain text when empty")
     draft_tls_certificate: str = setting("", "PEM certificate chain shown to the draft service")

@@ -115,6 +115,8 @@ class Listener:
         self.failures: list[SequenceFailure] = []
         self.infos: list[DraftInfo] = []
         self.losses: list[str] = []
+        # Sequences whose draft is gone while others are there.
+        self.lost: list[int] = []
         self.connected = False
         self._changed = threading.Condition()
 
@@ -136,6 +138,9 @@ class Listener:
     def on_disconnected(self, reason: str) -> None:
         self.connected = False
         self._add(self.losses, [reason])  # type: ignore[arg-type]
+
+    def on_lost(self, sequence_ids: Sequence[int]) -> None:
+        self._add(self.lost, sequence_ids)  # type: ignore[arg-type]
 
     def until(self, condition: Callable[[Listener], object], seconds: float = 10.0) -> None:
         """Wait until `condition(self)` holds; fails with what was heard."""

@@ -21,7 +21,7 @@ from target_service.core.sequence import Sequence
 from target_service.execution.batch import StepItem
 from target_service.execution.node_tables import NodeTables
 from target_service.sampling.verifier import Verified
-from target_service.speculation.client.inbox import Connected, Disconnected, DraftEvent, DraftInbox
+from target_service.speculation.client.inbox import Connected, Disconnected, DraftEvent, DraftInbox, Lost
 from target_service.speculation.client.latency import DraftLatency
 from target_service.speculation.client.listening import ListeningTime
 from target_service.speculation.config import DraftingConfig
@@ -294,6 +294,12 @@ class Drafting(DraftInbox):
                 self.info = event.info
                 for sequence in self._wanting.values():
                     self._open(sequence)
+            case Lost():
+                # Those that are not drafted for now need no other draft.
+                for sequence_id in event.sequence_ids:
+                    if self._trees.pop(sequence_id, None) is not None:
+                        self._unsent.pop(sequence_id, None)
+                        self._open(self._wanting[sequence_id])
             case Disconnected():
                 log.warning("no draft: %s", event.reason)
                 self.info = None

@@ -10,7 +10,7 @@ from engine_harness import ScriptedDraft, engine_config, knowing_tree, make_runn
 from transformers import PreTrainedModel
 
 from outrider.tree import TokenTree
-from outrider.wire.frames import SequenceAdvance
+from outrider.wire.frames import OpenSequence, SequenceAdvance
 from target_service.core.sequence import SequenceFinished, SequenceRequest, Verdict
 from target_service.engine.loop import EngineLoop
 from target_service.engine.step import Step
@@ -210,3 +210,29 @@ def test_what_a_draft_says_last_is_in_the_pass_that_waited(
     assert ["prepared", "drafts", "published"] in chosen
     # Of steps without tables nothing is published, and what waits comes in the same place.
     assert all(order[1:2] == ["drafts"] for order in chosen)
+
+
+def test_a_sequence_whose_draft_is_gone_is_opened_with_another(tiny_model: PreTrainedModel) -> None:
+    """Of several drafts; see `DraftEvents.on_lost`."""
+    wanted = request([5, 7, 9], 30)
+    truth = (*wanted.token_ids, *plain(tiny_model, wanted))
+    runner = make_runner(tiny_model)
+    loop = EngineLoop(runner, engine_config(), steps=HostSteps(runner))
+    opened: list[int] = []
+
+    class Noted(ScriptedDraft):
+        def open(self, sequence: OpenSequence) -> None:
+            opened.append(len(sequence.token_ids))
+            super().open(sequence)
+
+    live = begin(loop, Noted(loop.drafting, knowing_tree([truth], runner.vocabulary_size, 2, right=1.0)), wanted)
+    for _ in range(4):
+        loop.step()
+    before = len(live.sequence.token_ids)
+    # Another that nobody knows is no matter.
+    loop.drafting.on_lost([1, 99])
+    accepted = live.sequence.totals.accepted_tokens
+    while loop.live:
+        loop.step()
+    assert opened[0] == 3 and len(opened) == 2 and opened[1] >= before > 3
+    assert tuple(live.sequence.token_ids) == truth and live.sequence.totals.accepted_tokens > accepted > 0

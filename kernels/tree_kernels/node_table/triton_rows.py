@@ -133,6 +133,9 @@ def take_kernel(  # type: ignore[no-untyped-def]
         tl.store(tables + slot * TABLE + i, new, mask=i < TABLE)
         # All was read, since it is stored; and every thread knows what was taken before, which changes now.
         tl.debug_barrier()
-        torn = ((_number_of(newest, slot, THREADS) - number) & LAST_NUMBER) >= TURNS - 1
-        tl.store(tables + slot * TABLE + i, tl.zeros_like(i), mask=torn & (i == 1))
-        tl.store(taken + slot, tl.where(torn, -1, number))
+        written = (_number_of(newest, slot, THREADS) - number) & LAST_NUMBER
+        if written >= TURNS - 1:
+            # Torn: no node.
+            tl.store(tables + slot * TABLE + 1, 0)
+            number = -1
+        tl.store(taken + slot, number)

@@ -171,6 +171,10 @@ class DraftEvents(Protocol):
     def on_disconnected(self, reason: str) -> None:
         """The draft is gone, and so is its state of every sequence."""
 
+    def on_lost(self, sequence_ids: Sequence[int]) -> None:
+        """Of several drafts the one that followed these sequences is gone. The receiver opens them again, and others
+        take them over."""
+
 
 class DraftLink(Protocol):
     """A target's way to its draft, remote or in process. Calls return at once and never raise for a lost draft."""

@@ -26,7 +26,14 @@ class Disconnected:
     reason: str
 
 
-DraftEvent = SequenceGrowth | SequenceFailure | Connected | Disconnected
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """The draft that followed these sequences is gone, and another is there."""
+
+    sequence_ids: tuple[int, ...]
+
+
+DraftEvent = SequenceGrowth | SequenceFailure | Connected | Disconnected | Lost
 
 
 class DraftInbox:
@@ -51,6 +58,9 @@ class DraftInbox:
     def on_disconnected(self, reason: str) -> None:
         self._queue((Disconnected(reason),))
 
+    def on_lost(self, sequence_ids: SequenceOf[int]) -> None:
+        self._queue((Lost(tuple(sequence_ids)),))
+
     def _queue(self, events: Iterable[DraftEvent]) -> None:
         with self._wake:
             self._events.extend(events)
@@ -69,7 +79,7 @@ class DraftInbox:
     def _forget_growth(self) -> None:
         """Drop what was said of sequences, and keep what was said of the draft itself."""
         with self._wake:
-            kept = [event for event in self._events if isinstance(event, Connected | Disconnected)]
+            kept = [event for event in self._events if isinstance(event, Connected | Disconnected | Lost)]
             self._events.clear()
             self._events.extend(kept)
 

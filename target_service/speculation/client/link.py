@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.metadata import entry_points
-from typing import Any, Protocol
+from typing import Any
 
 import grpc
 
@@ -23,20 +23,15 @@ from outrider.runtime import run
 from outrider.settings import MAX_MESSAGE_BYTES
 from outrider.v1 import draft_pb2, draft_pb2_grpc
 from outrider.wire.drafts import info_from_pb
-from outrider.wire.frames import DraftEvents, DraftInfo, DraftLink, OpenSequence, SequenceAdvance, SequenceFeatures
+from outrider.wire.frames import DraftEvents, DraftInfo, OpenSequence, SequenceAdvance, SequenceFeatures
+from target_service.speculation.client.several import SeveralDrafts
+from target_service.speculation.client.stoppable import StoppableLink
 from target_service.speculation.client.stream import DraftConversation
 
 INPROCESS_SCHEME = "inprocess:"
 LINK_GROUP = "outrider.draft_links"
 # What gRPC's poller is given to hand out a cancelled call's last events, once at the end. Chosen, not measured.
 _LAST_EVENTS_SECONDS = 0.05
-
-
-class StoppableLink(DraftLink, Protocol):
-    """A draft link that holds a thread, a connection or a drafter."""
-
-    def stop(self) -> None:
-        """Let go of everything. Nothing is delivered afterwards. Idempotent."""
 
 
 @dataclass(frozen=True)
@@ -85,11 +80,21 @@ def connect_draft(
     tokenizer_fingerprint: str,
     options: LinkOptions | None = None,
 ) -> StoppableLink:
-    """The link for an address: `HOST:PORT`, `unix:PATH`, or `inprocess:DRAFTER`.
+    """The link for an address: `HOST:PORT`, `unix:PATH`, several of these with commas between them, or
+    `inprocess:DRAFTER`.
 
     The last is looked up among the installed entry points, so that this package does not import drafters.
     Raises `ValueError` when none is installed, or when that drafter cannot draft for this target.
     """
+    if "," in address:
+        every = [one.strip() for one in address.split(",") if one.strip()]
+        if len(set(every)) < len(every) or any(one.startswith(INPROCESS_SCHEME) for one in every):
+            raise ValueError(f"{address}: several drafts are services of their own, each named once")
+
+        def connect_one(one: str, member: DraftEvents) -> StoppableLink:
+            return GrpcDraftLink(one, member, vocabulary_size, tokenizer_fingerprint, options)
+
+        return SeveralDrafts(every, connect_one, events)
     if not address.startswith(INPROCESS_SCHEME):
         return GrpcDraftLink(address, events, vocabulary_size, tokenizer_fingerprint, options)
     for entry in entry_points(group=LINK_GROUP, name=INPROCESS_SCHEME.rstrip(":")):

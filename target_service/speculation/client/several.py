@@ -1,0 +1,196 @@
+"""Several drafts for one target: each sequence is followed by one of them, and by another when that one is gone.
+
+A tenant's sequences go to the draft that knows the tenant's texts, for as long as it is there; where it is not, each of
+the others takes over its share (rendezvous hashing: Thaler and Ravishankar, 1998). Drafts that remember nothing share
+all sequences.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from outrider.wire.frames import (
+    DraftEvents,
+    DraftInfo,
+    OpenSequence,
+    SequenceAdvance,
+    SequenceFailure,
+    SequenceFeatures,
+    SequenceGrowth,
+)
+from target_service.speculation.client.stoppable import StoppableLink
+
+log = logging.getLogger(__name__)
+# Drafters that learn nothing from what they follow: any of several is as good as another.
+_WITHOUT_MEMORY = frozenset({"eagle", "model", "random"})
+
+
+@dataclass(eq=False)
+class _Member:
+    """One of the drafts, and what it says, on its link's thread."""
+
+    address: str
+    shared: SeveralDrafts
+    info: DraftInfo | None = None
+    # Nodes that it sent since any draft was cut off.
+    nodes: int = 0
+    link: StoppableLink = field(init=False)
+
+    def on_growth(self, growths: Sequence[SequenceGrowth]) -> None:
+        self.shared.grown(self, growths)
+
+    def on_failure(self, failure: SequenceFailure) -> None:
+        self.shared.failed(self, failure)
+
+    def on_connected(self, info: DraftInfo) -> None:
+        self.shared.joined(self, info)
+
+    def on_disconnected(self, reason: str) -> None:
+        self.shared.left(self, reason)
+
+    def on_lost(self, sequence_ids: Sequence[int]) -> None:
+        raise AssertionError(f"a link to one draft loses all or none, not {len(sequence_ids)}")
+
+
+class SeveralDrafts:
+    """A `StoppableLink` to all of them. Its receiver sees one draft, which is there while any is."""
+
+    def __init__(
+        self, addresses: Sequence[str], connect: Callable[[str, DraftEvents], StoppableLink], events: DraftEvents
+    ) -> None:
+        """Start connecting to each address by `connect`. `events` hears of the first that is there, and of the last
+        that is gone; of others in between it hears which sequences they leave behind (`DraftEvents.on_lost`)."""
+        self._events = events
+        self._lock = threading.RLock()
+        # What the receiver believes the draft to be; None while none is there.
+        self._info: DraftInfo | None = None
+        self._members = [_Member(address, self) for address in addresses]
+        # Who follows each open sequence.
+        self._homes: dict[int, _Member] = {}
+        # Members speak as soon as they have a link.
+        with self._lock:
+            for member in self._members:
+                member.link = connect(member.address, member)
+
+    def open(self, sequence: OpenSequence) -> None:
+        """See `DraftLink.open`."""
+        with self._lock:
+            member = self._home_of(sequence)
+            if member is not None:
+                self._homes[sequence.sequence_id] = member
+                member.link.open(sequence)
+
+    def advance(self, advances: Sequence[SequenceAdvance]) -> None:
+        """See `DraftLink.advance`. One frame to each draft that has to hear of any of them."""
+        with self._lock:
+            for member, ids in self._by_home([one.sequence_id for one in advances]):
+                member.link.advance([one for one in advances if one.sequence_id in ids])
+
+    def send_features(self, features: Sequence[SequenceFeatures]) -> None:
+        """See `DraftLink.send_features`."""
+        with self._lock:
+            for member, ids in self._by_home([one.sequence_id for one in features]):
+                member.link.send_features([one for one in features if one.sequence_id in ids])
+
+    def close(self, sequence_ids: Sequence[int]) -> None:
+        """See `DraftLink.close`."""
+        with self._lock:
+            for member, ids in self._by_home(sequence_ids):
+                member.link.close(sorted(ids))
+            for sequence_id in sequence_ids:
+                self._homes.pop(sequence_id, None)
+
+    def cut_off(self, reason: str) -> None:
+        """See `DraftLink.cut_off`: of several, the one that said most. The receiver has given up all sequences, and
+        none is opened again: a draft's late growth would be taken for that of the new one."""
+        with self._lock:
+            loudest = max(self._members, key=lambda member: member.nodes)
+            for member in self._members:
+                member.nodes = 0
+            self.close(list(self._homes))
+            log.error("draft at %s is cut off", loudest.address)
+            loudest.link.cut_off(reason)
+
+    def stop(self) -> None:
+        """See `StoppableLink.stop`."""
+        for member in self._members:
+            member.link.stop()
+
+    # On the links' threads.
+
+    def grown(self, member: _Member, growths: Sequence[SequenceGrowth]) -> None:
+        """A draft sent growth. That of sequences which another follows by now is too late."""
+        with self._lock:
+            own = [one for one in growths if self._homes.get(one.sequence_id) is member]
+            member.nodes += sum(len(one.token_ids) for one in growths)
+        if own:
+            self._events.on_growth(own)
+
+    def failed(self, member: _Member, failure: SequenceFailure) -> None:
+        """A draft closed one sequence."""
+        with self._lock:
+            own = self._homes.get(failure.sequence_id) is member
+            if own:
+                del self._homes[failure.sequence_id]
+        if own:
+            self._events.on_failure(failure)
+
+    def joined(self, member: _Member, info: DraftInfo) -> None:
+        """A draft is there. One that asks for other features than the first is left alone: a target takes one kind."""
+        with self._lock:
+            if self._info is not None and replace(info, version=self._info.version) != self._info:
+                log.warning(
+                    "draft %s at %s is not used: it is not what the other drafts are", info.drafter, member.address
+                )
+                return
+            member.info, first = info, self._info is None
+            self._info = self._info or info
+            log.info("draft %s at %s is there", info.drafter, member.address)
+            if first:
+                self._homes.clear()
+        if first:
+            self._events.on_connected(info)
+
+    def left(self, member: _Member, reason: str) -> None:
+        """A draft is gone, or could not be reached."""
+        with self._lock:
+            was_there, member.info = member.info is not None, None
+            others = any(one.info is not None for one in self._members)
+            lost = [each for each, home in self._homes.items() if home is member]
+            for sequence_id in lost:
+                del self._homes[sequence_id]
+            if not others:
+                self._info = None
+            log.warning("no draft at %s: %s", member.address, reason)
+        if not others:
+            self._events.on_disconnected(reason)
+        elif was_there and lost:
+            self._events.on_lost(lost)
+
+    def _home_of(self, sequence: OpenSequence) -> _Member | None:
+        """Who is to follow a sequence, of those that are there."""
+        there = [member for member in self._members if member.info is not None]
+        if not there or self._info is None:
+            return None
+        key = f"{sequence.tenant}\n{sequence.corpus}"
+        if self._info.drafter in _WITHOUT_MEMORY:
+            key = str(sequence.sequence_id)
+        return max(there, key=lambda member: _weight(member.address, key))
+
+    def _by_home(self, sequence_ids: Sequence[int]) -> list[tuple[_Member, set[int]]]:
+        """Who follows which of these."""
+        found: dict[_Member, set[int]] = {}
+        for sequence_id in sequence_ids:
+            home = self._homes.get(sequence_id)
+            if home is not None:
+                found.setdefault(home, set()).add(sequence_id)
+        return list(found.items())
+
+
+def _weight(address: str, key: str) -> bytes:
+    """The same on every target, so that all of them take a tenant to the same draft."""
+    return hashlib.blake2b(f"{address}\n{key}".encode(), digest_size=8).digest()

@@ -1,0 +1,223 @@
+"""Several drafts for a target: who follows what, and what happens to it when one of them goes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+from fake_draft import FAST, INFO
+from scripted_drafter import VOCABULARY, Listener, opening, step
+
+from outrider.wire.frames import (
+    DraftEvents,
+    DraftInfo,
+    OpenSequence,
+    SequenceAdvance,
+    SequenceFailure,
+    SequenceFeatures,
+    SequenceGrowth,
+    Vectors,
+)
+from target_service.speculation.client.link import connect_draft
+from target_service.speculation.client.several import SeveralDrafts
+
+TRIE, EAGLE = replace(INFO, drafter="trie"), replace(INFO, drafter="eagle")
+
+
+@dataclass
+class OneLink:
+    """A link that remembers what it was told, by sequence."""
+
+    events: DraftEvents
+    told: list[tuple[str, int]] = field(default_factory=list)
+    cut: list[str] = field(default_factory=list)
+    stopped: bool = False
+
+    def open(self, sequence: OpenSequence) -> None:
+        self.told.append(("open", sequence.sequence_id))
+
+    def advance(self, advances: Sequence[SequenceAdvance]) -> None:
+        self.told += [("advance", one.sequence_id) for one in advances]
+
+    def send_features(self, features: Sequence[SequenceFeatures]) -> None:
+        self.told += [("features", one.sequence_id) for one in features]
+
+    def close(self, sequence_ids: Sequence[int]) -> None:
+        self.told += [("close", each) for each in sequence_ids]
+
+    def cut_off(self, reason: str) -> None:
+        self.cut.append(reason)
+
+    def stop(self) -> None:
+        self.stopped = True
+
+    def grow(self, sequence_id: int, nodes: int = 1) -> None:
+        zeros = (0,) * nodes
+        self.events.on_growth([SequenceGrowth(sequence_id, 0, 1, zeros, zeros, (0.5,) * nodes)])
+
+
+@dataclass
+class Drafts:
+    """Links by address, and what the target hears of them together."""
+
+    links: dict[str, OneLink] = field(default_factory=dict)
+    heard: Listener = field(default_factory=Listener)
+
+    def connect(self, address: str, events: DraftEvents) -> Any:
+        self.links[address] = OneLink(events)
+        return self.links[address]
+
+    def several(self, addresses: str = "abc", info: DraftInfo = TRIE) -> SeveralDrafts:
+        found = SeveralDrafts(list(addresses), self.connect, self.heard)
+        for link in self.links.values():
+            link.events.on_connected(info)
+        return found
+
+    def home_of(self, sequence_id: int) -> str:
+        """Who was told to open it last."""
+        return [address for address, link in self.links.items() if ("open", sequence_id) in link.told][-1]
+
+
+@pytest.fixture
+def drafts() -> Drafts:
+    return Drafts()
+
+
+def test_the_first_that_is_there_is_the_draft(drafts: Drafts) -> None:
+    drafts.several()
+    assert drafts.heard.infos == [TRIE] and not drafts.heard.losses
+
+
+def test_a_tenant_stays_with_the_draft_that_knows_its_texts(drafts: Drafts) -> None:
+    several = drafts.several()
+    for number in range(60):
+        several.open(opening(number, tenant=f"tenant {number % 20}"))
+    homes = [drafts.home_of(number) for number in range(60)]
+    assert homes[:20] == homes[20:40] == homes[40:] and set(homes) == set("abc")
+    # Another target takes the same ones there, in whatever order it names them.
+    others = Drafts()
+    again = others.several("cab")
+    for number in range(20):
+        again.open(opening(number, tenant=f"tenant {number}"))
+    assert [others.home_of(number) for number in range(20)] == homes[:20]
+
+
+def test_drafts_without_memory_share_what_one_tenant_asks(drafts: Drafts) -> None:
+    several = drafts.several(info=EAGLE)
+    for number in range(90):
+        several.open(opening(number))
+    assert min(Counter(map(drafts.home_of, range(90))).values()) > 15
+
+
+def test_each_draft_hears_of_its_own_sequences(drafts: Drafts) -> None:
+    several = drafts.several(info=EAGLE)
+    for number in range(12):
+        several.open(opening(number))
+    several.advance([step(1, 7, sequence_id=number) for number in range(12)])
+    vectors = Vectors("float32", 2, b"\0" * 8)
+    several.send_features([SequenceFeatures(number, 0, vectors) for number in range(12)])
+    several.close(range(12))
+    for link in drafts.links.values():
+        own = [number for what, number in link.told if what == "open"]
+        assert own and link.told == [(what, each) for what in ("open", "advance", "features", "close") for each in own]
+    # What is closed is nobody's.
+    several.advance([step(2, 7, sequence_id=3)])
+    assert all(link.told[-1][0] == "close" for link in drafts.links.values())
+
+
+def test_the_others_take_over_what_a_lost_one_followed(drafts: Drafts) -> None:
+    several = drafts.several()
+    for number in range(30):
+        several.open(opening(number, tenant=f"tenant {number}"))
+    before = [drafts.home_of(number) for number in range(30)]
+    drafts.links["b"].events.on_disconnected("killed")
+    assert drafts.heard.lost == [number for number in range(30) if before[number] == "b"]
+    assert drafts.heard.connected and not drafts.heard.losses
+    told = len(drafts.links["b"].told)
+    for number in drafts.heard.lost:
+        several.open(opening(number, tenant=f"tenant {number}"))
+    assert len(drafts.links["b"].told) == told
+    # Those of the others stay where they are, and so they do when it is back.
+    drafts.links["b"].events.on_connected(replace(TRIE, version="newer"))
+    assert drafts.heard.infos == [TRIE]
+    several.advance([step(1, 7, sequence_id=number) for number in range(30)])
+    assert len(drafts.links["b"].told) == told
+    # New ones of its tenants go there again.
+    several.open(opening(99, tenant=f"tenant {drafts.heard.lost[0]}"))
+    assert drafts.home_of(99) == "b"
+
+
+def test_while_none_is_there_nothing_is_told(drafts: Drafts) -> None:
+    several = drafts.several("ab")
+    several.open(opening(1))
+    for address in "ab":
+        drafts.links[address].events.on_disconnected(f"{address} is gone")
+    assert len(drafts.heard.losses) == 1 and not drafts.heard.connected
+    told = {address: list(link.told) for address, link in drafts.links.items()}
+    several.open(opening(2))
+    several.advance([step(1, 7)])
+    assert {address: link.told for address, link in drafts.links.items()} == told
+    drafts.links["b"].events.on_connected(TRIE)
+    assert drafts.heard.infos == [TRIE, TRIE]
+    several.open(opening(1))
+    assert ("open", 1) in drafts.links["b"].told
+
+
+def test_growth_of_a_draft_that_no_longer_follows_is_left_out(drafts: Drafts) -> None:
+    several = drafts.several("ab")
+    several.open(opening(1))
+    home = drafts.home_of(1)
+    (other,) = {"a", "b"} - {home}
+    drafts.links[home].grow(1)
+    drafts.links[other].grow(1)
+    assert len(drafts.heard.growths) == 1
+    drafts.links[other].events.on_failure(SequenceFailure(1, "GONE", "not mine"))
+    assert not drafts.heard.failures
+    drafts.links[home].events.on_failure(SequenceFailure(1, "QUOTA", "full"))
+    assert len(drafts.heard.failures) == 1
+    drafts.links[home].grow(1)
+    assert len(drafts.heard.growths) == 1
+
+
+def test_one_of_another_kind_is_left_alone(drafts: Drafts) -> None:
+    several = SeveralDrafts(["a", "b"], drafts.connect, drafts.heard)
+    drafts.links["a"].events.on_connected(EAGLE)
+    drafts.links["b"].events.on_connected(TRIE)
+    for number in range(20):
+        several.open(opening(number))
+    assert not drafts.links["b"].told
+    drafts.links["a"].events.on_disconnected("gone")
+    assert drafts.heard.losses == ["gone"]
+
+
+def test_the_one_that_says_most_is_cut_off(drafts: Drafts) -> None:
+    several = drafts.several("ab")
+    for number in range(20):
+        several.open(opening(number, tenant=f"tenant {number}"))
+    homes = {drafts.home_of(number): number for number in range(20)}
+    drafts.links["a"].grow(homes["a"], nodes=3)
+    drafts.links["b"].grow(homes["b"], nodes=200)
+    several.cut_off("too much")
+    assert not drafts.links["a"].cut and drafts.links["b"].cut == ["too much"]
+    # The receiver has given up all of them.
+    several.advance([step(1, 7, sequence_id=number) for number in range(20)])
+    assert all(what != "advance" for link in drafts.links.values() for what, _ in link.told)
+    several.stop()
+    assert all(link.stopped for link in drafts.links.values())
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1,inprocess:trie", "127.0.0.1:1, 127.0.0.1:1"])
+def test_addresses_that_are_refused(address: str) -> None:
+    with pytest.raises(ValueError, match="each named once"):
+        connect_draft(address, Listener(), VOCABULARY, "")
+
+
+def test_a_list_of_addresses_is_several_drafts() -> None:
+    link = connect_draft("127.0.0.1:1, unix:/nowhere/draft", Listener(), VOCABULARY, "", FAST)
+    try:
+        assert isinstance(link, SeveralDrafts)
+    finally:
+        link.stop()
