@@ -104,7 +104,7 @@ def record(
 ) -> list[Recording]:
     """Answers to `per_task` prompts of each task, the last `measured` of each with states; from `path` once made."""
     if path.exists():
-        return _read(path)
+        return read_recordings(path)
     recorder = Recorder(model, layers)
     answers = recorder.answer(recorder.prompts(per_task), tokens)
     by_task: dict[str, list[Recording]] = {}
@@ -126,7 +126,8 @@ def _write(path: Path, recordings: list[Recording]) -> None:
     save_file(states, path, metadata={"recordings": json.dumps(texts)})
 
 
-def _read(path: Path) -> list[Recording]:
+def read_recordings(path: Path) -> list[Recording]:
+    """What `record` has kept there."""
     with safe_open(path, framework="pt") as file:
         texts, kept = json.loads(file.metadata()["recordings"]), set(file.keys())
         return [

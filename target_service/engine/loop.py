@@ -31,6 +31,7 @@ from target_service.execution.device_executor import best_steps
 from target_service.execution.device_time import DeviceTime
 from target_service.execution.host_executor import HostSteps, Steps
 from target_service.execution.multi_step import Stride
+from target_service.execution.pass_ends import PassEnds
 from target_service.model.runner import ModelRunner
 from target_service.sampling.verifier import Verified
 from target_service.speculation.config import DraftingConfig
@@ -54,9 +55,9 @@ from target_service.speculation.policy.unaided import Unaided
 log = logging.getLogger(__name__)
 # A pass is held for its draft for so many times as long as answers take, and in seconds before the first.
 _WAIT_IN_ANSWERS, _FIRST_WAIT_SECONDS = 1.5, 0.01
-# So long before a pass should end its host stops listening to the draft, lest it wakes late for what the pass says: a
-# thread takes some 0.1 ms to wake. What comes later is for the pass after the next.
-_LAST_DRAFTS_NS = 150_000
+# A pass that may have ended is asked so often. A thread takes some 0.1 ms to wake, and nobody waits for what is lost
+# but the draft.
+_ASKED_NS = 200_000
 # Launches are timed as the median of the first few, in which kernels are compiled, and then as a mean of some ten, in
 # which one that something held up counts for three.
 _FIRST_LAUNCHES, _LAUNCH_SHARE, _MOST_LAUNCH = 9, 0.1, 3.0
@@ -128,6 +129,9 @@ class EngineLoop:
         )
         self._stride = stride or Stride()
         self._ahead: Step | None = None
+        self._pass_ends = PassEnds()
+        # Whether the pass that ended last was seen to run until then.
+        self._seen_running = True
         # What it takes to launch a pass that is laid out, in seconds.
         self._launching = RunningTime(_LAUNCH_SHARE, first_few=_FIRST_LAUNCHES, most=_MOST_LAUNCH)
         self._modes = modes or LaunchModes()
@@ -264,18 +268,19 @@ class EngineLoop:
 
     def _feed(self, step: Step) -> None:
         """While a step runs, publish what the draft says: the device looks for it when it comes to the one behind."""
-        drafting, tables = self.drafting, self._steps.tables
+        drafting, tables, self._seen_running = self.drafting, self._steps.tables, True
         if self._ahead is None or self._ahead.batch.device_rows is None or tables is None or not drafting.follows:
             return
-        rows = step.batch.device_rows.rows if step.batch.device_rows is not None else 0
-        kind = self._kind(Launch.AHEAD if step.ahead else Launch.HELD)
-        takes = step.stride * self._policy.seconds(len(step.batch.items), rows, kind)
-        ends = max(step.clock.launched, self._free_ns) + int(takes * 1e9) - _LAST_DRAFTS_NS
+        takes = step.stride * self._pass_ends.earliest(*_size_of(step))
+        ends = max(step.clock.launched, self._free_ns) + int(takes * 1e9)
         drafting.listen()
         tables.publish()
-        # An answer may be followed by a larger tree.
-        while takes and time.monotonic_ns() < ends and not step.launched.ended():
-            drafting.wait_for_anything(ends)
+        self._seen_running = False
+        # An answer may be followed by a larger tree. Towards its end a pass is asked often whether it has ended.
+        while not step.launched.ended():
+            now = time.monotonic_ns()
+            self._seen_running = now >= ends
+            drafting.wait_for_anything(max(ends, now + _ASKED_NS))
             drafting.listen()
             tables.publish()
 
@@ -352,6 +357,8 @@ class EngineLoop:
         self._free_ns, ended_ns, self._ended_ns = step.clock.forwarded, self._ended_ns, step.clock.committed
         if not stats.prefill_rows:
             self._budget.observe_step(stats.decode_rows, stats.forward_ns * 1e-9 / step.stride)
+            took = stats.forward_ns * 1e-9 / step.stride
+            self._pass_ends.observe(*_size_of(step), took, running=self._seen_running)
             seconds, gathered = (self._ended_ns - ended_ns) * 1e-9, step.gathered
             if ended_ns and (step.ahead or gathered.drafted or not step.launched.followable):
                 took = seconds / step.stride
@@ -445,3 +452,9 @@ class EngineLoop:
                 assert live is not None
                 events.append(SequenceFinished(verdict.sequence_id, verdict.finish, live.sequence.totals))
         return events
+
+
+def _size_of(step: Step) -> tuple[int, int]:
+    """Sequences of a step, and the rows that the device chose for it."""
+    rows = step.batch.device_rows
+    return len(step.batch.items), rows.rows if rows is not None else 0

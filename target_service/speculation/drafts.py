@@ -134,11 +134,15 @@ class Drafting(DraftInbox):
             self.active, self._dropped = False, not useful
             self._close(list(self._trees))
             self._forget_trees()
-        elif not self.active and running <= self.config.resumes_at and useful:
+        elif not self.active and useful and self._may_resume(running):
             self.active = True
             # A head does poorly where it has no states of what came before, and would be judged by that.
             fresh = self._dropped and self.reads_features
             self._newcomers = [one for one in self._wanting.values() if not (fresh and one.step)]
+
+    def _may_resume(self, running: int) -> bool:
+        """Whether the load allows drafts again: well below where it forbade them, or anywhere below if it never did."""
+        return running <= self.config.resumes_at or (self._dropped and not self.config.too_many(running))
 
     def open_newcomers(self) -> None:
         """Send the draft the sequences that it is to follow from now on. In this process it reads them meanwhile."""

@@ -236,3 +236,20 @@ def test_a_sequence_whose_draft_is_gone_is_opened_with_another(tiny_model: PreTr
         loop.step()
     assert opened[0] == 3 and len(opened) == 2 and opened[1] >= before > 3
     assert tuple(live.sequence.token_ids) == truth and live.sequence.totals.accepted_tokens > accepted > 0
+
+
+def test_drafts_that_were_of_no_use_are_tried_again_at_the_same_load(tiny_model: PreTrainedModel) -> None:
+    """And those that a load forbade only well below it."""
+    runner = make_runner(tiny_model)
+    runner.keep_tokens(8, 0)
+    steps = DeviceSteps(runner, max_sequences=8, max_rows=64, backend="torch")
+    drafting = EngineLoop(runner, engine_config(disable_above=4), steps=steps).drafting
+    drafting.follow_load(4, useful=False)
+    assert not drafting.active
+    drafting.follow_load(4, useful=True)
+    assert drafting.active
+    drafting.follow_load(5, useful=True)
+    drafting.follow_load(4, useful=True)
+    assert not drafting.active
+    drafting.follow_load(drafting.config.resumes_at, useful=True)
+    assert drafting.active and drafting.config.resumes_at < 4

@@ -1,0 +1,398 @@
+"""The engine's default path on a GPU, with its policies, on a device of a given speed that is not there: recorded
+texts, and the trees that a head draws for them, which arrive so late as a draft service's do.
+
+    python -m benchmarks.running_ahead.simulate --folder /tmp/running_ahead
+    python -m benchmarks.engine.simulated_ahead --folder /tmp/running_ahead [--pass-ms 60] [--json FILE]
+
+Loop, scheduler, node tables and all that chooses are the engine's own, and the rows of passes are chosen by the
+definition of `NodeTable` in PyTorch. Only logits are missing: the text says what comes. A pass takes `--pass-ms` and
+`--row-ms` for each row, which should be ten times what a GPU takes, since here the host is its own device; a tree's
+first levels and the whole of it arrive at shares of that (`--early`, `--whole`) behind what it was drawn for, and
+nothing for `--opening` passes of a sequence. So what the policies choose for real texts can be seen without a GPU;
+what a host has no time for can not. Each answer is decoded plain, with the device's lookup alone, and with drafts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import itertools
+import json
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from benchmarks.engine.simulated_device import DeviceTimes
+from benchmarks.running_ahead.drafts import HEAD, Drafts, TreeShape, read_trees
+from benchmarks.running_ahead.recording import Recording, read_recordings
+from benchmarks.running_ahead.walk import Table
+from benchmarks.shared.machine import describe
+from outrider.sampling import SamplingParams, VerificationMode
+from outrider.wire.frames import (
+    DraftEvents,
+    DraftInfo,
+    OpenSequence,
+    SequenceAdvance,
+    SequenceFeatures,
+    SequenceGrowth,
+    TreeLimits,
+)
+from target_service.assembly import engine_config
+from target_service.config import TargetConfig
+from target_service.core.sequence import SequenceFinished, SequenceRequest, StepStats, Verdict
+from target_service.engine.loop import EngineLoop
+from target_service.execution.batch import StepBatch
+from target_service.execution.device_executor import DeviceSteps
+from target_service.execution.host_executor import Launched, Ready
+from target_service.model.forward import ForwardInput
+from target_service.model.runner import ModelRunner, runner_for
+from target_service.sampling.verifier import SequenceVerifier, Verified
+
+MODES = ("plain", "lookup", "drafted")
+_PAGE = 16
+# Of the draft's trees: what a captured drafter grows, and its first levels.
+_WHOLE, _EARLY = TreeShape(8, 16, 8, 239), TreeShape(4, 16, 8, 239)
+
+
+class Texts:
+    """Recorded texts in a vocabulary of their own, each behind a token that is only its."""
+
+    def __init__(self, recordings: Sequence[Recording]) -> None:
+        own = range(len(recordings))
+        self._ids: dict[int, int] = {}
+        self.texts = [[place, *map(self.id_of, one.token_ids)] for place, one in zip(own, recordings, strict=True)]
+        self.prompts = [text[: 1 + one.prompt_length] for text, one in zip(self.texts, recordings, strict=True)]
+        self.count = len(recordings)
+
+    def id_of(self, token: int) -> int:
+        """The id of a recorded token here."""
+        return self._ids.setdefault(token, 1000 + len(self._ids))
+
+    @property
+    def vocabulary_size(self) -> int:
+        return 1001 + len(self._ids)
+
+    def after(self, place: int, length: int) -> int:
+        """What follows the first `length` tokens of a text."""
+        text = self.texts[place]
+        return text[length] if length < len(text) else 999
+
+
+class TextRunner(ModelRunner):
+    """Logits that say what a text says behind rows that agree with it, and something else behind all others."""
+
+    texts: Texts
+
+    def _logits(self, batch: ForwardInput, token_ids: Tensor, _rows: Tensor | int) -> Tensor:
+        attention, tokens = batch.attention, token_ids.tolist()
+        logits = torch.zeros(len(tokens), self.vocabulary_size)
+        kept = self.cache.tokens
+        for b, (first, end) in enumerate(itertools.pairwise(attention.query_starts)):
+            prefix, tree = attention.prefix_lengths[b], attention.parents[b]
+            if first == end:
+                continue
+            place = int(kept[attention.pages[b][0] * _PAGE]) if prefix else tokens[first]
+            depths, agrees = [0], [True]
+            for row in range(1, end - first):
+                parent = row - 1 if tree is None else tree[row]
+                depths.append(depths[parent] + 1)
+                said = self.texts.after(place, prefix + depths[row])
+                agrees.append(agrees[parent] and tokens[first + row] == said)
+            for row in range(end - first):
+                following = self.texts.after(place, prefix + depths[row] + 1) if agrees[row] else 998
+                logits[first + row, following] = 1.0
+        return logits
+
+
+class _Pass:
+    """A step that the device comes to when those before it have ended; see `Launched`."""
+
+    on_device, span = True, None
+
+    def __init__(self, device: SimulatedDevice, batch: StepBatch, verifiers: Sequence[SequenceVerifier], stride: int):
+        self._device, self.batch, self.verifiers, self.stride = device, batch, verifiers, stride
+        self.launched: Launched | None = None
+        self.ends_at = 0.0
+
+    @property
+    def followable(self) -> bool:
+        """Whether the device verifies every sequence."""
+        return all(verifier.on_device for verifier in self.verifiers)
+
+    def ended(self) -> bool:
+        """See `Launched.ended`."""
+        return self.launched is not None and time.perf_counter() >= self.ends_at
+
+    def wait(self) -> None:
+        """See `Launched.wait`."""
+        self._device.finish(self)
+
+    def outcomes(self) -> list[Verified | None]:
+        """See `Launched.outcomes`."""
+        self.wait()
+        assert self.launched is not None, "it has run"
+        return self.launched.outcomes()
+
+
+class SimulatedDevice:
+    """`Steps` whose passes begin one after the other, each with what lies in the mailboxes by then."""
+
+    in_background = True
+
+    def __init__(self, runner: ModelRunner, times: DeviceTimes, most: int, max_rows: int) -> None:
+        self._steps = DeviceSteps(runner, max_sequences=most, max_rows=max_rows, backend="torch")
+        self.tables = self._steps.tables
+        self._times = times
+        self._queue: deque[_Pass] = deque()
+        self._free_at = 0.0
+
+    def launch(self, batch: StepBatch, verifiers: Sequence[SequenceVerifier], stride: int, ready: Ready) -> _Pass:
+        """See `Steps.launch`."""
+        ready()
+        one = _Pass(self, batch, verifiers, stride)
+        self._queue.append(one)
+        if len(self._queue) == 1:
+            self._begin()
+        return one
+
+    def finish(self, one: _Pass) -> None:
+        """Wait for the end of a pass, and let the next begin."""
+        while self._queue and one in self._queue:
+            under_way = self._queue[0]
+            time.sleep(max(0.0, under_way.ends_at - time.perf_counter()))
+            self._free_at = under_way.ends_at
+            self._queue.popleft()
+            if self._queue:
+                self._begin()
+
+    def _begin(self) -> None:
+        one = self._queue[0]
+        begun = max(self._free_at, time.perf_counter())
+        rows = one.batch.device_rows.rows if one.batch.device_rows is not None else one.batch.decode_rows
+        one.ends_at = begun + self._times.of_step(max(rows, len(one.batch.items)), len(one.batch.items), one.stride)
+        one.launched = self._steps.launch(one.batch, one.verifiers, one.stride, lambda: None)
+
+
+@dataclass(order=True)
+class _Due:
+    at: float
+    number: int
+    growth: SequenceGrowth = field(compare=False)
+
+
+class RecordedDraft:
+    """A `DraftLink` whose trees were drawn before, and arrive as late as those of a service."""
+
+    def __init__(
+        self, events: DraftEvents, tables: Sequence[Mapping[str, Mapping[int, Table]]], texts: Texts,
+        one_pass: float, early: float, whole: float, opening: int,
+    ) -> None:  # fmt: skip
+        """`tables[place]` has the early and the whole trees of a text by root; `early`, `whole` in passes."""
+        self._events, self._tables, self._texts = events, tables, texts
+        self._delays = {"early": early * one_pass, "whole": whole * one_pass}
+        self._opening = opening
+        self._tokens: dict[int, list[int]] = {}
+        self._steps: dict[int, tuple[int, int]] = {}
+        self._ids: dict[int, int] = {}
+        self._due: list[_Due] = []
+        self._count = itertools.count()
+        self._wake = threading.Condition()
+        threading.Thread(target=self._deliver, daemon=True).start()
+        events.on_connected(DraftInfo("recorded", 0, "", TreeLimits(), 1 << 20, "0"))
+
+    def open(self, sequence: OpenSequence) -> None:
+        self._tokens[sequence.sequence_id] = list(sequence.token_ids)
+        self._steps[sequence.sequence_id] = sequence.step, sequence.step
+        self._ids[sequence.sequence_id] = 1
+        self._plan(sequence.sequence_id, sequence.step, ("whole",))
+
+    def advance(self, advances: Sequence[SequenceAdvance]) -> None:
+        for one in advances:
+            if one.sequence_id in self._tokens:
+                self._tokens[one.sequence_id].extend(one.token_ids)
+                first, _ = self._steps[one.sequence_id]
+                self._steps[one.sequence_id] = first, one.step
+                self._plan(one.sequence_id, one.step, ("early", "whole"))
+
+    def send_features(self, features: Sequence[SequenceFeatures]) -> None:
+        raise AssertionError(f"{len(features)} features that nobody asked for")
+
+    def close(self, sequence_ids: Sequence[int]) -> None:
+        for each in sequence_ids:
+            self._tokens.pop(each, None)
+
+    def cut_off(self, reason: str) -> None:
+        raise AssertionError(reason)
+
+    def _plan(self, sequence_id: int, step: int, parts: Sequence[str]) -> None:
+        tokens, (first, _) = self._tokens[sequence_id], self._steps[sequence_id]
+        # Texts stand behind a token of their own.
+        root = len(tokens) - 2
+        for part in parts:
+            table = self._tables[tokens[0]][part].get(root) if step - first >= self._opening else None
+            nodes = _nodes_of(table) if table is not None else []
+            start = self._ids[sequence_id]
+            self._ids[sequence_id] += len(nodes)
+            parents = tuple(start + parent - 1 if parent else 0 for parent, _, _ in nodes)
+            growth = SequenceGrowth(
+                sequence_id, step, start, parents, tuple(self._texts.id_of(token) for _, token, _ in nodes),
+                tuple(score for _, _, score in nodes), replaces=True,
+            )  # fmt: skip
+            with self._wake:
+                due = time.perf_counter() + self._delays[part]
+                heapq.heappush(self._due, _Due(due, next(self._count), growth))
+                self._wake.notify()
+
+    def _deliver(self) -> None:
+        while True:
+            with self._wake:
+                while not self._due or self._due[0].at > time.perf_counter():
+                    self._wake.wait(max(0.0, self._due[0].at - time.perf_counter()) if self._due else None)
+                growth = heapq.heappop(self._due).growth
+            if growth.sequence_id in self._tokens:
+                self._events.on_growth([growth])
+
+
+def _nodes_of(table: Table) -> list[tuple[int, int, float]]:
+    """Parent, token and score of every node but the root, parents first."""
+    found: list[tuple[int, int, float]] = [(0, 0, 0.0)] * (len(table.children) - 1)
+    for node, below in enumerate(table.children):
+        for token, (child, score) in below.items():
+            found[child - 1] = node, token, score
+    return found
+
+
+@dataclass
+class Watched:
+    """What the steps of a run were. See `EngineObserver`."""
+
+    passes: int = 0
+    rows: int = 0
+    hits: int = 0
+    followed: int = 0
+
+    def on_step(self, stats: StepStats) -> None:
+        if not stats.prefill_rows:
+            self.passes += stats.passes
+            self.rows += stats.chosen_rows
+            self.hits += stats.hits
+            self.followed += stats.hits + stats.misses > 0
+
+    def on_finished(self, *_: object) -> None:
+        """Nothing is to be noted."""
+
+    def on_speculation(self, active: bool) -> None:
+        """Nothing is to be noted."""
+
+
+def run_mode(
+    mode: str, texts: Texts, tables: Sequence[Mapping[str, Mapping[int, Table]]], options: argparse.Namespace
+) -> dict[str, Any]:
+    """All texts, `concurrency` at a time, by one engine."""
+    most = options.concurrency
+    times = DeviceTimes(options.pass_ms * 1e-3, options.row_ms * 1e-3, 0.0)
+    settings: dict[str, Any] = {"draft": "inprocess:none"} if mode == "drafted" else {"speculation": False}
+    config = engine_config(
+        TargetConfig(model="none", max_running=most, speculative_disable_queue_size=most, **settings)
+    )
+    shape = LlamaConfig(
+        vocab_size=texts.vocabulary_size, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
+        num_attention_heads=1, num_key_value_heads=1, eos_token_id=None,
+    )  # fmt: skip
+    made = runner_for(LlamaForCausalLM(shape), None, num_pages=most * 256, page_size=_PAGE, max_context=1 << 12)
+    made.__class__ = TextRunner
+    runner: Any = made
+    runner.texts = texts
+    runner.keep_tokens(most, 0 if mode == "plain" else 15, "torch")
+    device = SimulatedDevice(runner, times, most, config.scheduler.max_step_rows)
+    watched = Watched()
+    loop = EngineLoop(runner, config, steps=device, step_cost=times.cost(), observer=watched)
+    if mode == "drafted":
+        loop.drafting.attach(
+            RecordedDraft(loop.drafting, tables, texts, times.one_pass, options.early, options.whole, options.opening)
+        )
+        loop.drafting.listen()
+    waiting, number, said = list(range(texts.count)) * options.laps, 0, 0
+    answers: dict[int, list[int]] = {}
+    begun = time.perf_counter()
+    while waiting or loop.live:
+        while waiting and len(loop.live) < most:
+            place, number = waiting.pop(0), number + 1
+            length = len(texts.texts[place]) - len(texts.prompts[place])
+            request = SequenceRequest(
+                tuple(texts.prompts[place]), SamplingParams(ignore_eos=True, max_tokens=length),
+                VerificationMode.GREEDY, 0, length,
+            )  # fmt: skip
+            loop.add(loop.make(number, replace(request, speculate=mode != "plain")))
+            answers[number] = list(texts.prompts[place])
+        for event in loop.step() or ():
+            if isinstance(event, Verdict):
+                said += len(event.token_ids)
+                answers[event.sequence_id] += event.token_ids
+            elif not isinstance(event, SequenceFinished):
+                raise SystemExit(f"a sequence failed: {event}")
+    seconds = time.perf_counter() - begun
+    if any(answer != texts.texts[answer[0]] for answer in answers.values()):
+        raise SystemExit(f"{mode}: an answer is not what its text says")
+    return {
+        "mode": mode,
+        "concurrency": most,
+        "tokens_per_pass": round(said / max(1, watched.passes) / most, 3),
+        "tokens_per_second": round(said / seconds, 1),
+        "rows": round(watched.rows / max(1, watched.passes), 1),
+        "followed_share": round(watched.followed / max(1, watched.passes), 3),
+        "hit_share": round(watched.hits / max(1, watched.passes) / most, 3),
+        "passes": watched.passes,
+        "tokens": said,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, required=True, help="what `running_ahead.simulate` keeps")
+    parser.add_argument("--modes", default="plain,lookup,drafted")
+    parser.add_argument("--concurrency", type=int, default=1)
+    parser.add_argument("--laps", type=int, default=1, help="times that all texts are said")
+    parser.add_argument("--pass-ms", type=float, default=60.0)
+    parser.add_argument("--row-ms", type=float, default=0.12)
+    parser.add_argument("--early", type=float, default=0.62, help="passes until a tree's first levels are there")
+    parser.add_argument("--whole", type=float, default=0.85, help="and the whole tree")
+    parser.add_argument("--opening", type=int, default=2, help="passes of a sequence before its first tree")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    every = enumerate(read_recordings(options.folder / "recordings.safetensors"))
+    recordings = {place: one for place, one in every if one.states is not None}
+    texts, tables = Texts(list(recordings.values())), []
+    for place, one in recordings.items():
+        drafts = Drafts(one, read_trees(options.folder / f"head_{place}.safetensors"), {}, {})
+        tables.append({"early": drafts.tables(HEAD, _EARLY), "whole": drafts.tables(HEAD, _WHOLE)})
+    # Every token that a tree names has an id before a runner is made.
+    for table in (table for both in tables for trees in both.values() for table in trees.values()):
+        for below in table.children:
+            for token in below:
+                texts.id_of(token)
+    rows = []
+    for mode in options.modes.split(","):
+        rows.append(run_mode(mode, texts, tables, options))
+        rows[-1]["ratio"] = round(rows[-1]["tokens_per_second"] / rows[0]["tokens_per_second"], 3)
+        sys.stdout.write(" ".join(f"{name} {value}" for name, value in rows[-1].items()) + "\n")
+        sys.stdout.flush()
+    if options.json is not None:
+        settings = {name: str(value) for name, value in vars(options).items() if name not in ("json", "folder")}
+        options.json.write_text(
+            json.dumps({"machine": describe(), "settings": settings, "results": rows}, indent=1) + "\n"
+        )
+
+
+if __name__ == "__main__":
+    main()

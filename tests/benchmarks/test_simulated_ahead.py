@@ -1,0 +1,64 @@
+"""That the default GPU path runs on a device that is not there: texts as recorded, and drafts make more of a pass."""
+
+from __future__ import annotations
+
+import argparse
+import random
+
+import pytest
+from scripted_drafter import Listener, opening, step
+
+from benchmarks.engine.simulated_ahead import RecordedDraft, Texts, run_mode
+from benchmarks.running_ahead.recording import Recording
+from benchmarks.running_ahead.walk import Table
+
+OPTIONS = argparse.Namespace(
+    concurrency=1, laps=2, pass_ms=12.0, row_ms=0.02, early=0.2, whole=0.4, opening=1,
+)  # fmt: skip
+
+
+def recordings(count: int = 3, length: int = 70) -> list[Recording]:
+    dice = random.Random(5)
+    return [Recording("chat", [dice.randrange(90) for _ in range(length)], 9) for _ in range(count)]
+
+
+def knowing(recording: Recording, depth: int) -> dict[int, Table]:
+    """At every root what follows, beside what does not."""
+    found: dict[int, Table] = {}
+    for root in range(len(recording.token_ids) - 1):
+        table, node = found.setdefault(root, Table()), 0
+        for token in recording.token_ids[root + 1 : root + 1 + depth]:
+            table.add(node, token + 1, 0.1)
+            node = table.add(node, token, 0.8)
+    return found
+
+
+@pytest.mark.parametrize("concurrency", [1, 2])
+def test_drafts_make_more_of_a_pass(concurrency: int) -> None:
+    own = recordings()
+    texts = Texts(own)
+    tables = [{"early": knowing(one, 3), "whole": knowing(one, 8)} for one in own]
+    for token in range(91):
+        texts.id_of(token)
+    OPTIONS.concurrency = concurrency
+    # What is said is held to the texts there.
+    plain, drafted = (run_mode(mode, texts, tables, OPTIONS) for mode in ("plain", "drafted"))
+    assert 0.9 < plain["tokens_per_pass"] < 1.1 and plain["followed_share"] == 0.0
+    # Half of the passes are those that go without a draft at first.
+    assert drafted["tokens"] == plain["tokens"] and drafted["followed_share"] > 0.3
+    assert drafted["tokens_per_pass"] > 1.3
+
+
+def test_a_recorded_tree_comes_in_two_parts_and_late() -> None:
+    own = recordings(1)
+    texts, heard = Texts(own), Listener()
+    tables = [{"early": knowing(own[0], 2), "whole": knowing(own[0], 5)}]
+    draft = RecordedDraft(heard, tables, texts, one_pass=0.05, early=0.2, whole=0.6, opening=0)
+    prompt = texts.prompts[0]
+    draft.open(opening(1, token_ids=tuple(prompt)))
+    draft.advance([step(1, texts.texts[0][len(prompt)])])
+    heard.until(lambda it: len(it.growths) == 3)
+    first, early, whole = sorted(heard.growths, key=lambda growth: growth.first_node_id)
+    assert (first.base_step, early.base_step, whole.base_step) == (0, 1, 1)
+    assert (len(early.token_ids), len(whole.token_ids)) == (4, 10) and whole.replaces
+    assert texts.texts[0][len(prompt) + 1] in early.token_ids[:2]
