@@ -241,3 +241,15 @@ def test_a_folder_is_not_fetched_and_is_told_of(no_hub: str, tmp_path: Path, cap
         assert Path(out.strip()) == tmp_path and "is a folder" in err
         said.append(err)
     assert "can be served" in said[0] and "sliding window of 64" in said[1]
+
+
+def test_an_interrupted_pull_says_that_it_can_go_on(
+    hub: FakeHub, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", interrupted)
+    assert store.main(["pull", NAME]) == 130
+    assert "goes on from there" in capfd.readouterr().err
+    assert hub.fetched == {"config.json": 1}
