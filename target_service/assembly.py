@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
 
 from outrider.devices import check_device
 from outrider.errors import NotSupported, OutriderError
 from outrider.runtime import in_passing_thread
 from outrider.settings import SettingsError
-from target_service.api.admission import ServedModel
+from target_service.api.admission import Runtime, ServedModel
 from target_service.config import TargetConfig
 from target_service.core.scheduler import SchedulerConfig
 from target_service.engine.engine import Engine, EngineConfig
@@ -69,6 +72,24 @@ def served_model(config: TargetConfig, runner: ModelRunner) -> ServedModel:
         tokenizer=runner.tokenizer,
         speculation=speculates(config) or runner.node_table is not None,
         predictions=config.speculation,
+        runtime=_runtime(config, runner),
+    )
+
+
+def _runtime(config: TargetConfig, runner: ModelRunner) -> Runtime:
+    try:
+        triton_version = version("triton")
+    except PackageNotFoundError:
+        triton_version = ""
+    captured, capturable = runner.captured_steps
+    return Runtime(
+        torch_version=str(torch.__version__),
+        triton_version=triton_version,
+        device=str(runner.device),
+        device_name=torch.cuda.get_device_name(runner.device) if runner.device.type == "cuda" else "",
+        captured_steps=captured,
+        capturable_steps=capturable,
+        lookup=runner.node_table is not None and config.lookup_rows > 0,
     )
 
 

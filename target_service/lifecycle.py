@@ -21,7 +21,7 @@ from outrider.v1 import target_pb2_grpc
 from outrider.wire.frames import DraftInfo
 from target_service.api.admission import Admission, ServedModel
 from target_service.api.server import SERVICE_NAME, StreamLimits, TargetServicer
-from target_service.assembly import Assembled, assemble, served_model
+from target_service.assembly import Assembled, assemble, engine_config, served_model
 from target_service.config import TargetConfig
 from target_service.core.events import EngineSnapshot, SequenceEngine, Sequences
 from target_service.core.quotas import TenantQuotas
@@ -30,14 +30,13 @@ from target_service.engine.stats import EngineObserver
 from target_service.engine_process.client import STOP_SECONDS
 from target_service.model.runner import ModelRunner
 from target_service.preflight import speculates
+from target_service.speculation_state import SpeculationState, speculation_state
 from target_service.telemetry.metrics import PrometheusObserver
 
 logger = logging.getLogger(__name__)
 
 # Seconds between two looks at whether the last request has ended: less than anybody notices at a stop.
 _DRAIN_POLL = 0.02
-# Drafter of a target whose device drafts and nobody else.
-LOOKUP = "lookup"
 
 
 class ServingEngine(SequenceEngine, Protocol):
@@ -126,10 +125,15 @@ def _make_server(
     tracing: Tracing,
     calls: RpcMetricsInterceptor,
 ) -> GrpcServer:
-    def drafter() -> str:
-        if engine.draft_info is not None:
-            return engine.draft_info.drafter
-        return LOOKUP if config.lookup_rows else ""
+    def speculation() -> SpeculationState:
+        return speculation_state(
+            engine_config(config).drafting,
+            engine.snapshot(),
+            engine.draft_info,
+            draft=config.draft,
+            wanted=config.speculation,
+            lookup=served.runtime.lookup,
+        )
 
     def read_tokens() -> Authenticator:
         """The tokens' file holds what tenants may take too; a file that cannot be read changes neither."""
@@ -138,7 +142,7 @@ def _make_server(
         return authenticator
 
     limits = StreamLimits(max_sequences=config.max_sequences_per_stream, idle_seconds=config.verify_idle_seconds)
-    servicer = TargetServicer(sequences, Admission(served, sequences.quotas), limits, drafter, tracing)
+    servicer = TargetServicer(sequences, Admission(served, sequences.quotas), limits, speculation, tracing)
     options = ServingOptions(
         listen=config.listen,
         max_message_bytes=config.max_message_bytes,

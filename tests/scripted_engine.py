@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from outrider.errors import Draining, EngineDead, OutriderError, QuotaExceeded, UnknownSequence, WrongRoot
 from outrider.tree import TokenTree
-from target_service.api.admission import ServedModel
+from target_service.api.admission import Runtime, ServedModel
 from target_service.core.sequence import (
     Finish,
     FinishReason,
@@ -38,6 +38,7 @@ SERVED = ServedModel(
     end_token_ids=(END_TOKEN,),
     tokenizer_fingerprint="f" * 64,
     speculation=True,
+    runtime=Runtime("2.9", "3.5", "cuda:0", "A GPU", captured_steps=25, capturable_steps=26),
 )
 
 

@@ -21,6 +21,9 @@ from target_service.api.admission import Admission, ServedModel
 from target_service.api.server import SERVICE_NAME, StreamLimits, TargetServicer
 from target_service.core.events import Sequences
 from target_service.core.quotas import TenantQuotas
+from target_service.speculation_state import SpeculationState
+
+SPECULATION = SpeculationState("trie", "localhost:1", draft_connected=True, speculating=True, reason="it is scripted")
 
 
 def _byte_characters() -> dict[int, str]:
@@ -80,7 +83,7 @@ async def target_over(
     sequences = Sequences(engine, asyncio.get_running_loop(), quotas)
     engine.start(sequences.deliver)
     servicer = TargetServicer(
-        sequences, Admission(served, quotas), limits or StreamLimits(), lambda: "trie", tracing or Tracing()
+        sequences, Admission(served, quotas), limits or StreamLimits(), lambda: SPECULATION, tracing or Tracing()
     )
     service = Service(SERVICE_NAME, lambda to: target_pb2_grpc.add_TargetServiceServicer_to_server(servicer, to))
     server = GrpcServer(ServingOptions(**options), [service])

@@ -218,6 +218,17 @@ class TargetInfo:
     drafter: str
     end_token_ids: tuple[int, ...]
     version: str
+    torch_version: str = ""
+    triton_version: str = ""
+    device: str = ""
+    device_name: str = ""
+    captured_step_sizes: int = 0
+    capturable_step_sizes: int = 0
+    draft: str = ""
+    draft_connected: bool = False
+    speculating: bool = False
+    # Empty from targets that do not say.
+    speculation_reason: str = ""
 
     @classmethod
     def from_pb(cls, pb: target_pb2.GetTargetInfoResponse) -> TargetInfo:
@@ -235,4 +246,14 @@ class TargetInfo:
             pb.drafter,
             tuple(pb.end_token_ids),
             pb.version,
+            pb.torch_version,
+            pb.triton_version,
+            pb.device,
+            pb.device_name,
+            pb.captured_step_sizes,
+            pb.capturable_step_sizes,
+            pb.draft,
+            pb.draft_connected,
+            pb.speculating,
+            pb.speculation_reason,
         )

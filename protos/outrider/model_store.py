@@ -13,7 +13,7 @@ _LOOKUP_SECONDS = 60.0
 
 
 def stored_folder(name: str) -> Path:
-    """The folder of a known model that was pulled. Raises `UnknownModel` with the store's reason."""
+    """The folder of a model that was pulled. Raises `UnknownModel` with the store's reason."""
     command = [sys.executable, "-m", MODEL_STORE, "path", name]
     found = subprocess.run(command, capture_output=True, text=True, timeout=_LOOKUP_SECONDS)
     lines = found.stdout.strip().splitlines()
@@ -24,12 +24,13 @@ def stored_folder(name: str) -> Path:
 
 
 def model_source(model: str) -> str:
-    """What to load a model from: the folder of a known name, and folders and hub ids as they are.
+    """What to load a model from: the folder of a known name or of a hub id's revision, and folders and
+    other hub ids as they are.
 
     Raises:
         UnknownModel: it is none of them, or is known and was not pulled; the message says which names there are.
     """
-    # Known names have no slash, hub ids have one.
-    if "/" in model or Path(model).is_dir():
+    # Known names have no slash, hub ids have one, and one at a revision only the store finds.
+    if ("/" in model and "@" not in model) or Path(model).is_dir():
         return model
     return str(stored_folder(model))

@@ -21,6 +21,22 @@ DEFAULT_MAX_TOKENS = 1024
 
 
 @dataclass(frozen=True)
+class Runtime:
+    """What a model runs on. Names and versions are empty where they are not known."""
+
+    torch_version: str = ""
+    triton_version: str = ""
+    device: str = ""
+    # Of a GPU.
+    device_name: str = ""
+    # Sizes of steps that run as captured graphs, and that there was to capture.
+    captured_steps: int = 0
+    capturable_steps: int = 0
+    # Whether the device drafts from the text so far.
+    lookup: bool = False
+
+
+@dataclass(frozen=True)
 class ServedModel:
     """What is served, and within which limits. `max_context` is what one sequence may hold in the KV cache too."""
 
@@ -39,6 +55,7 @@ class ServedModel:
     speculation: bool = False
     # Whether speculation is on at all, so that predictions are verified.
     predictions: bool = True
+    runtime: Runtime = Runtime()
 
 
 class Admission:

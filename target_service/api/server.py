@@ -25,6 +25,7 @@ from target_service.api.event_queue import Inbox, joined
 from target_service.api.verify_session import VerifySession
 from target_service.core.events import Sequences
 from target_service.core.sequence import SequenceFinished, SequenceRequest, Verdict
+from target_service.speculation_state import SpeculationState
 from target_service.telemetry.tracing import RequestTrace
 
 SERVICE_NAME: str = target_pb2.DESCRIPTOR.services_by_name["TargetService"].full_name
@@ -56,16 +57,16 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         sequences: Sequences,
         admission: Admission,
         limits: StreamLimits,
-        drafter: Callable[[], str],
+        speculation: Callable[[], SpeculationState],
         tracing: Tracing,
     ) -> None:
-        """`drafter` says what the draft service drafts with; the empty string while there is none."""
+        """`speculation` says what drafts at the moment it is asked."""
         self._sequences = sequences
         self._admission = admission
         tokenizer = admission.served.tokenizer
         self._detokenizers = None if tokenizer is None else Detokenizers(tokenizer)
         self._limits = limits
-        self._drafter = drafter
+        self._speculation = speculation
         self._tracing = tracing
 
     async def Generate(  # type: ignore[override]
@@ -138,7 +139,8 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
     async def GetTargetInfo(
         self, _request: target_pb2.GetTargetInfoRequest, _context: Any
     ) -> target_pb2.GetTargetInfoResponse:
-        served = self._admission.served
+        served, speculation = self._admission.served, self._speculation()
+        runtime = served.runtime
         return target_pb2.GetTargetInfoResponse(
             model=served.name,
             vocabulary_size=served.vocabulary_size,
@@ -149,9 +151,19 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
             page_size=served.page_size,
             kv_tokens=served.kv_tokens,
             modes=map(mode_to_pb, VerificationMode),
-            drafter=self._drafter(),
+            drafter=speculation.drafter,
             end_token_ids=served.end_token_ids,
             version=outrider.__version__,
+            torch_version=runtime.torch_version,
+            triton_version=runtime.triton_version,
+            device=runtime.device,
+            device_name=runtime.device_name,
+            captured_step_sizes=runtime.captured_steps,
+            capturable_step_sizes=runtime.capturable_steps,
+            draft=speculation.draft,
+            draft_connected=speculation.draft_connected,
+            speculating=speculation.speculating,
+            speculation_reason=speculation.reason,
         )
 
 

@@ -110,6 +110,11 @@ class ModelRunner:
     def hidden_size(self) -> int:
         return int(self._model.config.hidden_size)
 
+    @property
+    def captured_steps(self) -> tuple[int, int]:
+        """Sizes of steps that run as captured graphs, and sizes that there was to capture; none for eager steps."""
+        return 0, 0
+
     def hook(self, layers: tuple[int, ...]) -> None:
         """Keep the outputs of these decoder layers from the next pass on, and no others; see `LayerTaps`.
 

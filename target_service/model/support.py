@@ -39,6 +39,10 @@ def check_supported(config: PretrainedConfig, model: PreTrainedModel | None = No
     for name, what in _FOREIGN.items():
         if getattr(config, name, None):
             raise ModelRefused(f"{kind}: {what} ({name}) is not served")
+    if quantised := getattr(config, "quantization_config", None):
+        method = quantised.get("quant_method") if isinstance(quantised, dict) else None
+        # Passes multiply plain matrices: what a method's own layers compute is nowhere held to the model's.
+        raise ModelRefused(f"{kind}: quantised weights ({method or 'of some kind'}) are not served")
     layer_types = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
     if layer_types:
         raise ModelRefused(f"{kind}: layers of type {', '.join(sorted(layer_types))} are not served")

@@ -31,6 +31,8 @@ class ScriptedTarget(target_pb2_grpc.TargetServiceServicer):
 
     dtype: str = "float32"
     drafter: str = "trie"
+    # What a target says beyond the first version of the contract.
+    more_info: dict[str, Any] = field(default_factory=dict)
     # Replaces the tokens that speculative answers hold, for a target that is not lossless.
     lie: Callable[[list[int]], list[int]] = lambda tokens: tokens
     step_seconds: float = 0.0
@@ -141,6 +143,7 @@ class ScriptedTarget(target_pb2_grpc.TargetServiceServicer):
             drafter=self.drafter,
             end_token_ids=[2],
             version="0",
+            **self.more_info,
         )
 
 

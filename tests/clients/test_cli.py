@@ -127,6 +127,46 @@ async def test_health_of_nobody(outrider: Any, unused_tcp_port: int) -> None:
     assert status == 1 and "UNREACHABLE" in out
 
 
+async def test_info_says_what_runs_and_why_it_speculates(running: Any, outrider: Any) -> None:
+    running.target.more_info = {
+        "torch_version": "2.9",
+        "triton_version": "3.5",
+        "device": "cuda:0",
+        "device_name": "A GPU [large]",
+        "captured_step_sizes": 25,
+        "capturable_step_sizes": 26,
+        "draft": "draft-host:50052",
+        "speculation_reason": "the draft at draft-host:50052 is not connected",
+    }
+    status, out, err = await outrider("info", "--target", running.address)
+    assert status == 0, err
+    said = {line.split()[0]: " ".join(line.split()[1:]) for line in out.splitlines()}
+    assert said == {
+        "target": running.address,
+        "versions": "outrider 0, torch 2.9, triton 3.5",
+        "model": "scripted, float32, vocabulary 8",
+        "device": "cuda:0, A GPU [large]",
+        "steps": "25 of 26 sizes of steps are captured",
+        "context": "512 tokens a sequence, 4096 in the KV cache",
+        "drafter": "trie, up to 63 drafted rows a sequence and step",
+        "draft": "draft-host:50052, not connected",
+        "speculation": "off: the draft at draft-host:50052 is not connected",
+    }
+    running.target.more_info |= {"speculating": True, "draft_connected": True, "capturable_step_sizes": 0}
+    _, out, _ = await outrider("info", "--target", running.address)
+    assert "draft-host:50052, connected" in out and "on: the draft" in out and "run eagerly" in out
+
+
+async def test_info_of_a_target_that_says_less(running: Any, outrider: Any) -> None:
+    _, out, _ = await outrider("info", "--target", running.address)
+    assert [line.split()[0] for line in out.splitlines()] == ["target", "versions", "model", "context", "drafter"]
+
+
+async def test_info_of_nobody(outrider: Any, unused_tcp_port: int) -> None:
+    status, out, err = await outrider("info", "--target", f"127.0.0.1:{unused_tcp_port}")
+    assert (status, out) == (1, "") and "cannot reach" in err
+
+
 async def test_chat(running: Any, outrider: Any) -> None:
     lines = "count\n/plain\nagain\n/reset\nonce more\n/what\n/quit\n"
     status, out, err = await outrider("chat", "--target", running.address, "--max-tokens", "3", stdin=lines)

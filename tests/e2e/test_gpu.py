@@ -49,6 +49,7 @@ def captured(
     taken = CapturedRunner(runner, options)
     # As at a start whose time was over before the largest sizes were captured.
     taken.capture(taken.buckets[: len(taken.buckets) // 2])
+    assert taken.captured_steps == (len(taken.buckets) // 2, len(taken.buckets))
     steps = DeviceSteps(taken, max_sequences=SEQUENCES, max_rows=ROWS)
     steps.warm_up()
     return taken, steps

@@ -22,6 +22,11 @@ def test_an_unknown_name_says_which_there_are() -> None:
         model_source("smollm3")
 
 
+def test_a_hub_id_at_a_revision_is_looked_up() -> None:
+    with pytest.raises(UnknownModel, match="outrider model pull somebody/some-model@v1"):
+        model_source("somebody/some-model@v1")
+
+
 def test_a_known_name_is_its_folder_once_it_is_pulled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
     with pytest.raises(UnknownModel, match=f"outrider model pull {NAME}"):

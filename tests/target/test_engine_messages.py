@@ -12,7 +12,7 @@ from outrider.errors import InvalidField, all_errors
 from outrider.sampling import SamplingParams, VerificationMode
 from outrider.tree import DraftDistribution, TokenTree
 from outrider.wire.frames import DraftInfo, FeatureRequest, TreeLimits
-from target_service.api.admission import ServedModel
+from target_service.api.admission import Runtime, ServedModel
 from target_service.config import TargetConfig
 from target_service.core.events import EngineSnapshot
 from target_service.core.fairness import Share
@@ -57,6 +57,8 @@ def report(*events: SequenceEvent) -> Report:
     return Report(list(events), [], [], [], SNAPSHOT, 123)
 
 
+RUNTIME = Runtime("2.9", "", "cuda:1", "A GPU", captured_steps=25, capturable_steps=26, lookup=True)
+SERVED = ServedModel("m", 300, 256, 16, "float32", 16, 4096, (2, 3), "f" * 64, speculation=True, runtime=RUNTIME)
 MESSAGES: dict[str, Message] = {
     "configure": Configure(TargetConfig(model="tiny", draft_wait_ms=2.5, reflection=True)),
     "submit": Submit(
@@ -87,7 +89,7 @@ MESSAGES: dict[str, Message] = {
     "verify": Verify(4, TokenTree((1, 2, 3), (0, 0, 1), (1.0, 0.1, 1 / 3), {0: DraftDistribution((2, 8), (65535, 1))})),
     "cancel": Cancel(2**53 + 1),
     "stop": Stop(),
-    "ready": Ready(ServedModel("m", 300, 256, 16, "float32", 16, 4096, (2, 3), "f" * 64, speculation=True)),
+    "ready": Ready(SERVED),
     "refused": Refused(2, "error: --draft: \u201cno\u201d"),
     "drafter": Drafter(DraftInfo("trie", 0, "f", TreeLimits(63, 8), 4096, "0.1")),
     "feature_drafter": Drafter(

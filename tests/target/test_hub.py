@@ -1,16 +1,53 @@
-"""A hub that does not answer is told of soon, and in one line."""
+"""Models of a hub: fetched once and only what loading reads, refused in one line and before the weights come."""
 
 from __future__ import annotations
 
+import json
+import shutil
 import time
+from collections import namedtuple
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from conftest import make_tiny
+from fake_hub import COMMIT, FakeHub, fake_hub
 from huggingface_hub import constants
 
+from target_service import prefetch
 from target_service.config import TargetConfig
+from target_service.model.loading import hub as hub_module
+from target_service.model.loading import store
+from target_service.model.loading.hub import HubId, HubUnreachable, PullFailed, check_hub
 from target_service.model.loading.loader import load_runner
-from target_service.model.loading.store import HubUnreachable, check_hub
+
+NAME = "organisation/tiny"
+CONFIG = make_tiny().config.to_dict() | {"architectures": ["LlamaForCausalLM"]}
+WEIGHTS = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+INDEX = json.dumps({"weight_map": {"a": WEIGHTS[0], "b": WEIGHTS[1]}}).encode()
+
+
+def config(**settings: Any) -> bytes:
+    return json.dumps(CONFIG | settings).encode()
+
+
+FILES = {
+    "config.json": config(),
+    "tokenizer.json": b"{}",
+    "tokenizer.model": b"pieces",
+    "model.safetensors.index.json": INDEX,
+    WEIGHTS[0]: b"a" * 1000,
+    WEIGHTS[1]: b"b" * 500,
+}
+# What nobody reads here.
+OTHERS = {
+    "pytorch_model.bin": b"pickled",
+    "modeling_tiny.py": b"code",
+    "original/model.safetensors": b"twice",
+    "consolidated.safetensors": b"twice",
+    "README.md": b"words",
+}
 
 
 @pytest.fixture
@@ -21,12 +58,41 @@ def no_hub(monkeypatch: pytest.MonkeyPatch, unused_tcp_port: int) -> str:
     return endpoint
 
 
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "outrider"))
+    with fake_hub(monkeypatch, tmp_path / "hub", NAME, FILES | OTHERS) as hub:
+        yield hub
+
+
 def test_a_hub_that_does_not_answer(no_hub: str) -> None:
     begun = time.monotonic()
     with pytest.raises(HubUnreachable, match="does not answer") as refused:
         load_runner(TargetConfig(model="nobody/nothing"))
     assert time.monotonic() - begun < 5 and no_hub in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+def test_a_hub_that_answers_never(no_hub: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert no_hub
+
+    class Hanging:
+        def head(self, *_: object, **__: object) -> None:
+            time.sleep(60)
+
+    # As a name does that nobody resolves, or a host with many addresses.
+    monkeypatch.setattr("huggingface_hub.get_session", Hanging)
+    monkeypatch.setattr(hub_module, "_HUB_SECONDS", 0.1)
+    begun = time.monotonic()
+    with pytest.raises(HubUnreachable, match="does not answer"):
+        store.pull(NAME)
+    assert time.monotonic() - begun < 5
+
+
+def test_a_pull_from_a_hub_that_does_not_answer_is_one_line(no_hub: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert store.main(["pull", "nobody/nothing"]) == 1
+    out, err = capfd.readouterr()
+    assert (out, err.count("\n")) == ("", 1) and no_hub in err and err.startswith("nobody/nothing: ")
 
 
 @pytest.mark.parametrize("folder", ["/absent/model", "./absent"])
@@ -41,3 +107,149 @@ def test_what_is_here_needs_no_hub(no_hub: str, tmp_path: Path, monkeypatch: pyt
     check_hub(str(tmp_path))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     check_hub("nobody/nothing")
+
+
+def test_only_what_loading_reads_is_fetched_and_once(hub: FakeHub, capfd: pytest.CaptureFixture[str]) -> None:
+    folder = store.pull(NAME)
+    assert {path.name: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == FILES
+    capfd.readouterr()
+    assert store.main(["pull", NAME]) == 0
+    out, err = capfd.readouterr()
+    assert Path(out.strip()) == folder and "LlamaForCausalLM" in err and "can be served" in err
+    assert hub.fetched == dict.fromkeys(FILES, 1)
+
+
+def test_what_prefetch_is_asked_for_is_what_a_pull_leaves(hub: FakeHub, capfd: pytest.CaptureFixture[str]) -> None:
+    assert prefetch.main([NAME]) == 0
+    folder = Path(capfd.readouterr().out.strip())
+    assert folder == store.located(NAME) and hub.fetched == dict.fromkeys(FILES, 1)
+
+
+@pytest.mark.parametrize("revision", ["v1", COMMIT])
+def test_a_revision_is_found_again_without_a_hub(
+    hub: FakeHub, revision: str, unused_tcp_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = store.pull(f"{NAME}@{revision}")
+    assert folder.name == COMMIT
+    monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{unused_tcp_port}")
+    assert store.resolve(f"{NAME}@{revision}") == store.pull(f"{NAME}@{revision}") == folder
+    assert hub.fetched == dict.fromkeys(FILES, 1)
+
+
+def test_a_pull_that_broke_off_is_gone_on_with(hub: FakeHub) -> None:
+    hub.refused = {WEIGHTS[1]}
+    with pytest.raises(PullFailed, match="pull it again"):
+        store.pull(NAME)
+    assert store.located(NAME) is None
+    hub.refused = set()
+    assert store.pull(NAME) == store.located(NAME)
+    assert hub.fetched == dict.fromkeys(FILES, 1)
+
+
+def test_what_does_not_fit_is_not_begun(hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.said_sizes = dict(zip(WEIGHTS, (12 * 10**9, 4 * 10**9), strict=True))
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10**12, 10**12, 3 * 10**9))
+    with pytest.raises(PullFailed, match=r"16\.0 GB more, and .* has 3\.0 GB free") as refused:
+        store.pull(NAME)
+    assert str(tmp_path / "hub") in str(refused.value) and "\n" not in str(refused.value)
+    assert not hub.fetched
+
+
+def test_what_is_here_already_needs_no_room(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = store.pull(NAME)
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(1000, 1000, 0))
+    assert store.pull(NAME) == folder
+    hub.files = {**FILES, WEIGHTS[1]: b"c"}
+    shutil.rmtree(folder)
+    with pytest.raises(PullFailed, match="0 MB free"):
+        store.pull(NAME)
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantised weights (gptq)"),
+        ({"model_type": "mistral", "sliding_window": 64}, "sliding window of 64"),
+        ({"model_type": "unheard_of"}, "unheard_of"),
+        ({"model_type": "own", "auto_map": {"AutoConfig": "own.Config"}}, "custom code"),
+        ({"architectures": ["LlamaForCausalLMEagle3"]}, "LlamaForCausalLMEagle3"),
+    ],
+    ids=["quantised", "window", "unknown", "own-code", "head"],
+)
+def test_what_cannot_be_served_is_refused_before_its_weights_come(
+    hub: FakeHub, settings: dict[str, Any], reason: str
+) -> None:
+    hub.files = FILES | {"config.json": config(**settings)}
+    with pytest.raises(PullFailed, match="cannot be served") as refused:
+        store.pull(NAME)
+    assert reason in str(refused.value) and "\n" not in str(refused.value)
+    assert hub.fetched == {"config.json": 1}
+
+
+def test_pickled_weights_are_not_fetched(hub: FakeHub) -> None:
+    hub.files = {"config.json": config()} | OTHERS
+    del hub.files["consolidated.safetensors"]
+    with pytest.raises(PullFailed, match="no safetensors"):
+        store.pull(NAME)
+    assert not hub.fetched
+
+
+def test_what_the_hub_refuses_is_said_in_a_line(hub: FakeHub, capfd: pytest.CaptureFixture[str]) -> None:
+    for model, said in (("nobody/nothing", "HF_TOKEN"), (f"{NAME}@v2", "no revision v2"), ("a/b/c", "a/b/c")):
+        assert store.main(["pull", model]) == 1
+        err = capfd.readouterr().err
+        assert said in err and err.count("\n") == 1
+    hub.gated = True
+    assert store.main(["pull", NAME]) == 1
+    assert "accept its terms" in capfd.readouterr().err
+
+
+def test_hub_ids() -> None:
+    assert HubId.parse("a/b") == HubId("a/b") and str(HubId("a/b")) == "a/b"
+    assert HubId.parse("a/b@v1") == HubId("a/b", "v1") and str(HubId("a/b", "v1")) == "a/b@v1"
+
+
+def test_the_list_says_what_is_here_and_what_can_be_served(
+    hub: FakeHub, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert store.main(["list"]) == 0
+    out = capfd.readouterr().out
+    assert "not pulled" in out and NAME not in out
+    folder = store.pull(f"{NAME}@v1")
+    capfd.readouterr()
+    assert store.main(["list"]) == 0
+    line = next(line for line in capfd.readouterr().out.splitlines() if NAME in line)
+    assert line.split() == [f"{NAME}@v1", "0", "MB", "LlamaForCausalLM", "can", "be", "served"]
+    (folder / WEIGHTS[1]).unlink()
+    (tmp_path / "hub" / "datasets--a--b").mkdir()
+    assert store.main(["list"]) == 0
+    assert "cannot be served: 1 of 2 files of weights are missing" in capfd.readouterr().out
+    assert hub.fetched
+
+
+def test_a_folder_is_not_fetched_and_is_told_of(no_hub: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert no_hub
+    for name, content in FILES.items():
+        (tmp_path / name).write_bytes(content)
+    said = []
+    for settings in ({}, {"sliding_window": 64, "model_type": "mistral"}):
+        (tmp_path / "config.json").write_bytes(config(**settings))
+        assert store.main(["pull", str(tmp_path)]) == 0
+        out, err = capfd.readouterr()
+        assert Path(out.strip()) == tmp_path and "is a folder" in err
+        said.append(err)
+    assert "can be served" in said[0] and "sliding window of 64" in said[1]
+
+
+def test_an_interrupted_pull_says_that_it_can_go_on(
+    hub: FakeHub, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", interrupted)
+    assert store.main(["pull", NAME]) == 130
+    assert "goes on from there" in capfd.readouterr().err
+    assert hub.fetched == {"config.json": 1}

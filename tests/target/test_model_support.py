@@ -41,6 +41,7 @@ def config_of(model_type: str, **settings: Any) -> PreTrainedConfig:
         (config_of("lfm2"), "convolution"),
         (config_of("t5"), "encoder-decoder"),
         (config_of("hrm_text"), "more than once"),
+        (config_of("llama", quantization_config={"quant_method": "awq", "bits": 4}), r"quantised weights \(awq\)"),
         (config_of("llama", rope_scaling={"rope_type": "dynamic", "factor": 2.0}), "change with the length"),
     ],
     ids=lambda value: value.model_type if isinstance(value, PreTrainedConfig) else "",

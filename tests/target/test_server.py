@@ -186,3 +186,8 @@ async def test_info(target: Any) -> None:
     assert (info.dtype, info.page_size, info.kv_tokens) == ("float32", 16, 4096)
     assert (info.drafter, list(info.end_token_ids), info.version) == ("trie", [END_TOKEN], "0.1.0")
     assert list(info.modes) == [1, 2, 3]
+    assert (info.torch_version, info.triton_version) == ("2.9", "3.5")
+    assert (info.device, info.device_name) == ("cuda:0", "A GPU")
+    assert (info.captured_step_sizes, info.capturable_step_sizes) == (25, 26)
+    assert (info.draft, info.draft_connected) == ("localhost:1", True)
+    assert (info.speculating, info.speculation_reason) == (True, "it is scripted")

@@ -8,6 +8,7 @@ from outrider_client.cli.demo import DEMO
 from outrider_client.cli.generate import GENERATE
 from outrider_client.cli.head import HEAD
 from outrider_client.cli.health import HEALTH
+from outrider_client.cli.info import INFO
 from outrider_client.cli.services import DRAFT, GATEWAY, MODEL, TARGET, TRAIN_HEAD, UP
 
 COMMANDS: tuple[Command, ...] = (
@@ -17,6 +18,7 @@ COMMANDS: tuple[Command, ...] = (
     GENERATE,
     BENCH,
     HEALTH,
+    INFO,
     MODEL,
     HEAD,
     CORPUS,

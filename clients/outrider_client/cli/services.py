@@ -171,5 +171,5 @@ TRAIN_HEAD = Command(
     needs="train",
 )
 MODEL = Command(
-    "model", "pull, list or locate models (see --help)", module="target_service.model.loading.store", needs="target"
+    "model", "fetch, list or locate models (see --help)", module="target_service.model.loading.store", needs="target"
 )

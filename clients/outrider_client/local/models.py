@@ -50,7 +50,7 @@ def model_path(model: str) -> Path:
     folder = Path(model)
     if folder.is_dir():
         return folder
-    if "/" in model:
+    if "/" in model and "@" not in model:
         return _from_hub_cache(model)
     try:
         return stored_folder(model)

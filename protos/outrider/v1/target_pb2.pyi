@@ -875,6 +875,16 @@ class GetTargetInfoResponse(google.protobuf.message.Message):
     DRAFTER_FIELD_NUMBER: builtins.int
     END_TOKEN_IDS_FIELD_NUMBER: builtins.int
     VERSION_FIELD_NUMBER: builtins.int
+    TORCH_VERSION_FIELD_NUMBER: builtins.int
+    TRITON_VERSION_FIELD_NUMBER: builtins.int
+    DEVICE_FIELD_NUMBER: builtins.int
+    DEVICE_NAME_FIELD_NUMBER: builtins.int
+    CAPTURED_STEP_SIZES_FIELD_NUMBER: builtins.int
+    CAPTURABLE_STEP_SIZES_FIELD_NUMBER: builtins.int
+    DRAFT_FIELD_NUMBER: builtins.int
+    DRAFT_CONNECTED_FIELD_NUMBER: builtins.int
+    SPECULATING_FIELD_NUMBER: builtins.int
+    SPECULATION_REASON_FIELD_NUMBER: builtins.int
     model: builtins.str
     """model is the served model's name."""
     vocabulary_size: builtins.int
@@ -895,6 +905,28 @@ class GetTargetInfoResponse(google.protobuf.message.Message):
     """drafter that the target uses; "lookup" when its device drafts and nobody else, empty when nothing drafts."""
     version: builtins.str
     """version of the software."""
+    torch_version: builtins.str
+    """torch_version that computes; empty where the target does not say."""
+    triton_version: builtins.str
+    """triton_version beside it; empty where there is none."""
+    device: builtins.str
+    """device that computes, as torch names it, for example "cuda:0"."""
+    device_name: builtins.str
+    """device_name of a GPU, as its driver tells it; empty for a processor."""
+    captured_step_sizes: builtins.int
+    """captured_step_sizes are sizes of steps that run as captured graphs. Others run as the next larger one, or eagerly
+    where there is none.
+    """
+    capturable_step_sizes: builtins.int
+    """capturable_step_sizes there was to capture; 0 for a target that runs every step eagerly."""
+    draft: builtins.str
+    """draft is where the target looks for its draft: as its setting has it, empty without one."""
+    draft_connected: builtins.bool
+    """draft_connected says whether that draft is there now; of several, whether any is."""
+    speculating: builtins.bool
+    """speculating says whether anything drafts now: a draft service, or the target's own device."""
+    speculation_reason: builtins.str
+    """speculation_reason says why that is so, for people; empty where the target does not say."""
     @property
     def modes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[outrider.v1.tree_pb2.VerificationMode.ValueType]:
         """modes of verification on offer."""
@@ -918,7 +950,17 @@ class GetTargetInfoResponse(google.protobuf.message.Message):
         drafter: builtins.str = ...,
         end_token_ids: collections.abc.Iterable[builtins.int] | None = ...,
         version: builtins.str = ...,
+        torch_version: builtins.str = ...,
+        triton_version: builtins.str = ...,
+        device: builtins.str = ...,
+        device_name: builtins.str = ...,
+        captured_step_sizes: builtins.int = ...,
+        capturable_step_sizes: builtins.int = ...,
+        draft: builtins.str = ...,
+        draft_connected: builtins.bool = ...,
+        speculating: builtins.bool = ...,
+        speculation_reason: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["drafter", b"drafter", "dtype", b"dtype", "end_token_ids", b"end_token_ids", "kv_tokens", b"kv_tokens", "max_context", b"max_context", "max_rows", b"max_rows", "model", b"model", "modes", b"modes", "page_size", b"page_size", "tokenizer_fingerprint", b"tokenizer_fingerprint", "version", b"version", "vocabulary_size", b"vocabulary_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["capturable_step_sizes", b"capturable_step_sizes", "captured_step_sizes", b"captured_step_sizes", "device", b"device", "device_name", b"device_name", "draft", b"draft", "draft_connected", b"draft_connected", "drafter", b"drafter", "dtype", b"dtype", "end_token_ids", b"end_token_ids", "kv_tokens", b"kv_tokens", "max_context", b"max_context", "max_rows", b"max_rows", "model", b"model", "modes", b"modes", "page_size", b"page_size", "speculating", b"speculating", "speculation_reason", b"speculation_reason", "tokenizer_fingerprint", b"tokenizer_fingerprint", "torch_version", b"torch_version", "triton_version", b"triton_version", "version", b"version", "vocabulary_size", b"vocabulary_size"]) -> None: ...
 
 global___GetTargetInfoResponse = GetTargetInfoResponse

@@ -101,6 +101,7 @@ class CapturedRunner(ModelRunner):
         self._options = options or CaptureOptions()
         self._triton = runner._attention.capturable
         self._buckets = buckets_up_to(self._options.max_rows, self._options.max_sequences)
+        self._capturable = len(self._buckets)
         self._captured: dict[Bucket, _Captured] = {}
         self._pool: Any = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
@@ -117,6 +118,11 @@ class CapturedRunner(ModelRunner):
         """See `ModelRunner.hook`. What graphs keep was chosen before they were captured."""
         if self.hooks is None or self.hooks.layers != layers:
             raise NotSupported(f"captured steps keep the states of layers {self._options.hooked}: set --draft-head")
+
+    @property
+    def captured_steps(self) -> tuple[int, int]:
+        """See `ModelRunner.captured_steps`."""
+        return len(self._captured), self._capturable
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:

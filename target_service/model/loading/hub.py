@@ -1,0 +1,259 @@
+"""Models of the hub: what an id names, whether the hub answers, and fetching what loading reads of a model."""
+
+from __future__ import annotations
+
+import queue
+import re
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from target_service.model.loading.inspection import Inspected, in_words, inspect, missing_weights, refusal_of
+
+if TYPE_CHECKING:
+    from huggingface_hub import CachedRepoInfo
+    from huggingface_hub.hf_api import ModelInfo
+
+# What the loader reads. Pickled weights and code are neither wanted nor fetched.
+PATTERNS = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
+# Second copies of the weights: formats that have folders of their own, and Mistral's one.
+IGNORED = ("*/*", "consolidated*")
+# For the hub's first answer. Chosen, not measured: many round trips around the world.
+_HUB_SECONDS = 5.0
+# For a list of files, from a hub that has answered just now. Chosen, not measured.
+_LIST_SECONDS = 30.0
+_COMMIT = re.compile("[0-9a-f]{40}")
+
+Answer = TypeVar("Answer")
+
+
+class HubUnreachable(OSError):
+    """A hub id cannot be looked up; the message says why."""
+
+
+class PullFailed(OSError):
+    """A model could not be fetched; the message says what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class HubId:
+    """A model of the hub, at a branch, tag or commit; without one, at what the hub calls main."""
+
+    name: str
+    revision: str | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> HubId:
+        """Read ORG/NAME or ORG/NAME@REVISION. Raises `FileNotFoundError` for what can only be a folder that is not
+        there; whether a hub can have such a name, its library tells."""
+        if text.startswith(("/", ".", "~")) and not Path(text).is_dir():
+            raise FileNotFoundError("there is no such folder")
+        name, _, revision = text.partition("@")
+        return cls(name, revision or None)
+
+    def __str__(self) -> str:
+        return f"{self.name}@{self.revision}" if self.revision else self.name
+
+
+@dataclass(frozen=True, slots=True)
+class CachedModel:
+    """A model in the hub's cache on this machine."""
+
+    name: str
+    folder: Path
+
+
+def check_hub(model: str) -> None:
+    """Raise `OSError` soon where a hub id is asked for that was never fetched, and the hub does not answer:
+    transformers would try for half a minute. Folders need none, and must be there."""
+    # Only here, and in the functions below: what is at hand needs no hub.
+    from huggingface_hub import constants
+
+    if Path(model).is_dir() or constants.HF_HUB_OFFLINE or snapshot(HubId.parse(model)) is not None:
+        return
+    try:
+        _reach()
+    except HubUnreachable as error:
+        raise HubUnreachable(
+            f"it is no folder, it was not fetched before, and {error}; name a folder, or one of `outrider model list`"
+        ) from None
+
+
+def snapshot(model: HubId) -> Path | None:
+    """The folder that holds what was fetched of a model, which need not be all of it; None before it was."""
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(model.name, "config.json", revision=model.revision)
+    return Path(found).parent if isinstance(found, str) else None
+
+
+def whole_snapshot(model: HubId) -> Path | None:
+    """The folder of a model that is here with all of its weights."""
+    folder = snapshot(model)
+    return folder if folder is not None and not missing_weights(folder) else None
+
+
+def fetch(model: HubId) -> Path:
+    """Fetch what loading reads of a model into the hub's cache. Files that are there are not fetched again.
+
+    A hub that does not answer is no failure for a model that is here.
+
+    Raises:
+        HubUnreachable: it is not here, and the hub does not answer.
+        PullFailed: the hub does not have it or does not give it, it does not fit the disk, or it cannot be served.
+    """
+    from huggingface_hub import constants, hf_hub_download, snapshot_download
+
+    here = whole_snapshot(model)
+    if here is not None and model.revision is not None and _COMMIT.fullmatch(model.revision):
+        return here
+    try:
+        if constants.HF_HUB_OFFLINE:
+            raise HubUnreachable("HF_HUB_OFFLINE is set, and it was not fetched before")
+        _reach()
+    except HubUnreachable:
+        if here is not None:
+            return here
+        raise
+    listed = _list(model)
+    _check_files(model, listed)
+    endpoint, revision = constants.ENDPOINT, model.revision
+    # Before the weights, which may take hours.
+    config = _asked(model, lambda: hf_hub_download(model.name, "config.json", revision=revision, endpoint=endpoint))
+    if refusal := refusal_of(Path(config).parent):
+        raise PullFailed(f"{model} is not fetched, for it cannot be served: {refusal}")
+    return Path(
+        _asked(
+            model,
+            lambda: snapshot_download(
+                model.name,
+                revision=revision,
+                endpoint=endpoint,
+                allow_patterns=list(PATTERNS),
+                ignore_patterns=list(IGNORED),
+            ),
+        )
+    )
+
+
+def cached_models() -> Iterator[tuple[CachedModel, Inspected]]:
+    """Models in the hub's cache by name, and what is known of them. What has no configuration is no model."""
+    for repo in sorted(_cached_repos(), key=lambda repo: repo.repo_id):
+        for revision in sorted(repo.revisions, key=lambda revision: revision.commit_hash):
+            if not (revision.snapshot_path / "config.json").exists():
+                continue
+            names = [str(HubId(repo.repo_id, None if ref == "main" else ref)) for ref in sorted(revision.refs)]
+            name = names[0] if names else str(HubId(repo.repo_id, revision.commit_hash))
+            yield CachedModel(name, revision.snapshot_path), inspect(revision.snapshot_path)
+
+
+def check_space(model: str, needed: int, folder: Path) -> None:
+    """Raise `PullFailed` unless `needed` bytes fit the disk that `folder` is on, or will be."""
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    free = shutil.disk_usage(there).free
+    if needed > free:
+        raise PullFailed(f"{model} takes {in_words(needed)} more, and {folder} has {in_words(free)} free")
+
+
+def _reach() -> None:
+    """Raise `HubUnreachable` unless the hub answers soon."""
+    import httpx
+    from huggingface_hub import constants, get_session
+
+    try:
+        _within(_HUB_SECONDS, lambda: get_session().head(constants.ENDPOINT, timeout=_HUB_SECONDS))
+    except (httpx.HTTPError, TimeoutError) as error:
+        raise HubUnreachable(f"{constants.ENDPOINT} does not answer ({error})") from None
+
+
+def _within(seconds: float, call: Callable[[], object]) -> None:
+    """Raise what `call` raises, or `TimeoutError`. Timeouts of its own are not enough: a name's look-up has none, and
+    each address of a host has one."""
+    ended: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            call()
+        # Raised again by the one who waits.
+        except Exception as error:
+            ended.put(error)
+        else:
+            ended.put(None)
+
+    threading.Thread(target=run, name="hub", daemon=True).start()
+    try:
+        failure = ended.get(timeout=seconds)
+    except queue.Empty:
+        raise TimeoutError(f"nothing came within {seconds:.0f} s") from None
+    if failure is not None:
+        raise failure
+
+
+def _list(model: HubId) -> ModelInfo:
+    """The model's files, with their sizes."""
+    from huggingface_hub import HfApi
+
+    return _asked(
+        model,
+        lambda: HfApi().model_info(model.name, revision=model.revision, files_metadata=True, timeout=_LIST_SECONDS),
+    )
+
+
+def _check_files(model: HubId, listed: ModelInfo) -> None:
+    """Raise `PullFailed` for a model without safetensors, and for one that does not fit the disk."""
+    from huggingface_hub import constants
+
+    files = [file for file in listed.siblings or [] if _is_read(file.rfilename)]
+    names = {file.rfilename for file in files}
+    if "config.json" not in names:
+        raise PullFailed(f"{model} has no config.json")
+    if not any(name.endswith(".safetensors") for name in names):
+        raise PullFailed(f"{model} has no safetensors; pickled weights are not fetched")
+    # In the cache files lie under the hashes of their contents, whichever revisions they belong to.
+    here = {
+        file.blob_path.name
+        for repo in _cached_repos()
+        if repo.repo_id == model.name
+        for revision in repo.revisions
+        for file in revision.files
+    }
+    missing = [file for file in files if (file.lfs.sha256 if file.lfs else file.blob_id) not in here]
+    check_space(str(model), sum(file.size or 0 for file in missing), Path(constants.HF_HUB_CACHE))
+
+
+def _is_read(name: str) -> bool:
+    """Whether loading reads a file of this name; `snapshot_download` takes the same patterns in the same way."""
+    return any(fnmatch(name, one) for one in PATTERNS) and not any(fnmatch(name, one) for one in IGNORED)
+
+
+def _cached_repos() -> list[CachedRepoInfo]:
+    from huggingface_hub import constants, scan_cache_dir
+    from huggingface_hub.errors import CacheNotFound
+
+    try:
+        return [repo for repo in scan_cache_dir(constants.HF_HUB_CACHE).repos if repo.repo_type == "model"]
+    except CacheNotFound:
+        return []
+
+
+def _asked(model: HubId, ask: Callable[[], Answer]) -> Answer:
+    """What the hub answers. Its refusals become a `PullFailed` of one line."""
+    import httpx
+    from huggingface_hub import constants, errors
+
+    try:
+        return ask()
+    except errors.GatedRepoError:
+        reason = f"is gated: accept its terms at {constants.ENDPOINT}/{model.name}, and set HF_TOKEN"
+    except errors.RepositoryNotFoundError:
+        reason = f"is not at {constants.ENDPOINT}, or it is private: then set HF_TOKEN"
+    except errors.RevisionNotFoundError:
+        reason = f"is not there: {model.name} has no revision {model.revision}"
+    except (httpx.HTTPError, OSError) as error:
+        first = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        reason = f"could not be fetched: {first} (what came whole is kept; pull it again)"
+    raise PullFailed(f"{model} {reason}")

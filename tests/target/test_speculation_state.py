@@ -1,0 +1,47 @@
+"""Why a target speculates or not, as operators are told."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from outrider.wire.frames import DraftInfo, TreeLimits
+from target_service.core.events import EngineSnapshot
+from target_service.speculation.config import DraftingConfig
+from target_service.speculation_state import speculation_state
+
+DRAFTING = DraftingConfig(enabled=True, disable_above=8, wait_seconds=0.05, failures_to_open=3)
+INFO = DraftInfo("trie", 0, "f", TreeLimits(63, 8), 4096, "0.1")
+
+
+def state(
+    *, running: int = 1, speculating: bool = False, info: DraftInfo | None = INFO, **settings: Any
+) -> tuple[str, bool, bool, str]:
+    snapshot = EngineSnapshot(running, 0, running, 0, 1, speculating=speculating, draft_connected=info is not None)
+    found = speculation_state(
+        DRAFTING, snapshot, info, **{"draft": "host:1", "wanted": True, "lookup": False, **settings}
+    )
+    return found.drafter, found.draft_connected, found.speculating, found.reason
+
+
+@pytest.mark.parametrize(
+    ("asked", "drafter", "speculating", "reason"),
+    [
+        ({"speculating": True}, "trie", True, "draft at host:1 is connected"),
+        ({"info": None}, "", False, "draft at host:1 is not connected"),
+        ({"info": None, "draft": ""}, "", False, "no draft service is configured"),
+        ({"running": 9}, "trie", False, "so many sequences run: 9 do; it is left out above 8, and asked again at 6"),
+        ({"running": 6}, "trie", False, "makes less than it takes"),
+        ({"info": None, "wanted": False}, "", False, "--no-speculation"),
+        ({"info": None, "draft": "", "lookup": True}, "lookup", True, "the device drafts .*; no draft service"),
+        ({"running": 9, "lookup": True}, "trie", True, "the device drafts .*; the draft is not asked while"),
+    ],
+    ids=["on", "away", "alone", "loaded", "unpaid", "off", "lookup", "lookup-loaded"],
+)
+def test_the_reason_is_the_one_that_holds(asked: dict[str, Any], drafter: str, speculating: bool, reason: str) -> None:
+    found_drafter, connected, found_speculating, found_reason = state(**asked)
+    assert (found_drafter, found_speculating) == (drafter, speculating)
+    assert connected == ("info" not in asked)
+    assert re.search(reason, found_reason), found_reason
