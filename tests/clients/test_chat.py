@@ -10,6 +10,7 @@ import pty
 import re
 import stat
 import sys
+import termios
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -223,9 +224,9 @@ class TestServerGoesAway:
 async def in_terminal(address: str, state: Path, *flags: str, columns: int = 60) -> AsyncIterator[Talk]:
     """A conversation in a terminal of its own."""
     ours, theirs = pty.openpty()
-    environment = os.environ | {
-        "COLUMNS": str(columns), "LINES": "40", "TERM": "xterm-256color", "XDG_STATE_HOME": str(state)
-    }  # fmt: skip
+    termios.tcsetwinsize(ours, (40, columns))
+    kept = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "NO_COLOR")}
+    environment = kept | {"TERM": "xterm-256color", "XDG_STATE_HOME": str(state)}
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-c", _IN_TERMINAL, "chat", "--target", address, *flags),
         stdin=theirs,
@@ -285,6 +286,15 @@ class TestTerminal:
         file = tmp_path / "outrider" / "chat_history"
         assert file.read_text().splitlines() == ["count", "count", "up and count down", "/quit"]
         assert stat.S_IMODE(file.stat().st_mode) == 0o600
+
+    async def test_colours_of_the_prompt_take_no_room(self, running: Any, tmp_path: Path) -> None:
+        async with in_terminal(running.address, tmp_path, columns=24) as talk:
+            assert "\x1b[1m" in await talk.until("you>")
+            # With the prompt's five they fit on the line, so that its start is not sought on the line above.
+            talk.say("x" * 17)
+            await talk.until("x" * 17)
+            talk.say("\x01y")
+            assert "\x1b[A" not in await talk.until("y")
 
     async def test_words_are_not_broken(self, running: Any, tmp_path: Path) -> None:
         async with in_terminal(running.address, tmp_path, "--max-tokens", "40", columns=24) as talk:
