@@ -104,3 +104,18 @@ async def test_both_agree_and_nobody_listens(certificates: Certificates, unused_
         assert (await client.info()).model == "scripted"
     # What breaks or is not there has no TLS problem.
     assert (await failure(f"127.0.0.1:{unused_tcp_port}", tls)).tls_problem is None
+
+
+@pytest.mark.parametrize(
+    ("detail", "problem"),
+    [
+        ("failed to connect to all addresses; last error: UNKNOWN: recvmsg:Connection reset by peer", True),
+        ("failed to connect to all addresses; last error: UNKNOWN: Connection reset by peer (104)", True),
+        ("failed to connect to all addresses; last error: UNKNOWN: Connection refused", False),
+        # These were connected before.
+        ("Socket closed", False),
+        ("recvmsg:Connection reset by peer", False),
+    ],
+)
+def test_who_hangs_up_at_once_may_expect_tls(detail: str, problem: bool) -> None:
+    assert ServiceUnreachable("a:1", detail).tls_problem is (TlsProblem.EXPECTED if problem else None)
