@@ -6,6 +6,7 @@ from pathlib import Path
 
 import grpc
 
+from outrider.addresses import address_problem
 from outrider.limits import TenantTable
 from outrider.serving import Authenticator, TlsFiles, check_free
 from outrider.settings import SettingsError
@@ -45,8 +46,7 @@ def check_settings(config: TargetConfig) -> None:
         raise SettingsError("--lookup-tokens: needs captured steps on a GPU; elsewhere there is --draft inprocess:trie")
     if config.max_context > _LONGEST_CONTEXT:
         raise SettingsError(f"--max-context: must be at most {_LONGEST_CONTEXT}")
-    if config.draft and not _is_address(config.draft):
-        raise SettingsError(f"--draft: {config.draft!r} is not HOST:PORT, unix:PATH or inprocess:DRAFTER")
+    _check_draft(config.draft)
     TlsFiles(config.tls_certificate, config.tls_key, config.tls_client_ca).check()
     Authenticator.from_file(config.auth_tokens)
     TenantTable.from_file(config.auth_tokens, config.tenant_limits)
@@ -71,16 +71,17 @@ def link_options(config: TargetConfig) -> LinkOptions:
     return LinkOptions(metadata=metadata, credentials=credentials, max_message_bytes=config.max_message_bytes)
 
 
-def _is_address(text: str) -> bool:
-    """Whether gRPC would take it for an address, and an operator has meant one."""
-    if "://" in text:
-        # Of a web page. What gRPC makes of it is a name that nobody has.
-        return False
-    scheme, _, rest = text.partition(":")
-    if scheme in ("unix", "inprocess", "dns", "ipv4", "ipv6", "unix-abstract"):
-        return bool(rest)
-    host, _, port = text.rpartition(":")
-    return bool(host) and port.isascii() and port.isdigit() and 0 < int(port) < 65536
+def _check_draft(draft: str) -> None:
+    """Raise `SettingsError` for what is neither addresses with commas between them nor inprocess:DRAFTER."""
+    scheme, colon, drafter = draft.partition(":")
+    if colon and scheme == "inprocess":
+        if not drafter.strip():
+            raise SettingsError(f"--draft: {draft!r} names no drafter: inprocess:DRAFTER")
+        return
+    for one in filter(None, (part.strip() for part in draft.split(","))):
+        problem = address_problem(one)
+        if problem is not None:
+            raise SettingsError(f"--draft: {problem}; inprocess:DRAFTER needs no address")
 
 
 def _read(path: str) -> bytes:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from outrider_client.client import Client
     from outrider_client.connection import Tls
     from outrider_client.draft import DraftClient
-    from outrider_client.failures import ServiceUnreachable
+    from outrider_client.failures import ServiceUnreachable, TlsProblem
     from outrider_client.generation import Generation, Speculation
     from outrider_client.policy import Policy
     from outrider_client.results import Chunk, FinishReason, Result, Started, Verdict
@@ -43,6 +43,7 @@ _HOMES = {
     "SyncGeneration": "outrider_client.synchronous",
     "SyncVerifySession": "outrider_client.synchronous",
     "Tls": "outrider_client.connection",
+    "TlsProblem": "outrider_client.failures",
     "TokenTree": "outrider.tree",
     "Verdict": "outrider_client.results",
     "VerificationMode": "outrider.sampling",
@@ -66,6 +67,7 @@ __all__ = [
     "SyncGeneration",
     "SyncVerifySession",
     "Tls",
+    "TlsProblem",
     "TokenTree",
     "Verdict",
     "VerificationMode",

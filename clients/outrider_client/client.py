@@ -60,7 +60,7 @@ class Client:
 
         The connection is made with the first call. `token` and `tenant` travel with every call. With
         `tracing`, such as `Tracing(my_provider)`, every generation is a span, whose context travels along. `policy`
-        sets deadlines and retries; see `Policy` for what holds without one.
+        sets deadlines and retries; see `Policy` for what holds without one. Raises `ValueError` for what is no address.
         """
         return cls(Connection(address, tls=tls, token=token, tenant=tenant), tracing, policy or Policy())
 

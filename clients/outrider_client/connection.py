@@ -12,6 +12,7 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from outrider.addresses import address_problem
 from outrider_client.failures import typed_errors
 
 logger = logging.getLogger(__name__)
@@ -56,12 +57,11 @@ class Connection:
     def __init__(self, address: str, *, tls: Tls | None = None, token: str = "", tenant: str = "") -> None:
         """`address` is HOST:PORT or unix:PATH. Must be called from a running event loop.
 
-        Raises `ValueError` for the address of a web page.
+        Raises `ValueError` for what is no address.
         """
-        scheme, found, rest = address.partition("://")
-        if found and scheme in ("http", "https", "grpc", "grpcs"):
-            secure = " with TLS" if scheme.endswith("s") else ""
-            raise ValueError(f"{address} is no address of a service: leave out {scheme}:// and say {rest}{secure}")
+        problem = address_problem(address)
+        if problem is not None:
+            raise ValueError(problem)
         self.address = address
         self.metadata = _metadata(token, tenant)
         if token and tls is None and not address.startswith(_LOCAL):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from outrider.addresses import address_problem
 from outrider.settings import SettingsError, setting
 
 # Names the settings file where no flag does.
@@ -49,6 +50,9 @@ class GatewayConfig:
             _need(getattr(self, name) >= 0, name, "must not be negative")
         _need(self.load_bound >= 1, "load_bound", "must be at least 1")
         _need(bool(self.targets), "target", "names no target")
+        for address in self.targets:
+            problem = address_problem(address)
+            _need(problem is None, "target", problem or "")
         _need(len(set(self.targets)) == len(self.targets), "target", "names a target twice")
         _need(bool(self.tls_certificate) == bool(self.tls_key), "tls_certificate", "needs --tls-key, and the other way")
         for path in filter(None, (self.tls_certificate, self.tls_key)):

@@ -10,6 +10,7 @@ from pathlib import Path
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from outrider.addresses import address_problem
 from outrider.limits import TENANT_WORD
 
 
@@ -48,6 +49,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--ca", default="", help="PEM roots of the server's certificate (default: plain text)")
     parser.add_argument("--tokens", default="", help="file of `TOKEN TENANT` lines, for services that ask for one")
     asked = parser.parse_args(arguments)
+    problem = address_problem(asked.address)
+    if problem is not None:
+        parser.error(problem)
     status = check(asked.address, asked.service, timeout=asked.timeout, ca=asked.ca, tokens=asked.tokens)
     sys.stdout.write(f"{asked.address}: {status}\n")
     return 0 if status == "SERVING" else 1

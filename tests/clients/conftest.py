@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import sys
 import time
@@ -38,6 +39,8 @@ class ScriptedTarget(target_pb2_grpc.TargetServiceServicer):
     step_seconds: float = 0.0
     requests: list[tuple[target_pb2.GenerateRequest, str, dict[str, str]]] = field(default_factory=list)
     cancelled: int = 0
+    # Last messages of conversations that are refused.
+    refuses: set[str] = field(default_factory=set)
     # How many of the first calls are refused, when each call came, and how long it would wait.
     refusals: int = 0
     came: list[float] = field(default_factory=list)
@@ -53,6 +56,8 @@ class ScriptedTarget(target_pb2_grpc.TargetServiceServicer):
         self._receive(context)
         metadata = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
         self.requests.append((request, current_tenant(), metadata))
+        if request.chat.messages and request.chat.messages[-1].content in self.refuses:
+            raise errors.QuotaExceeded("the queue is full")
         if request.model not in ("", "scripted"):
             raise errors.UnknownModel(f"{request.model} is not served", model=request.model)
         speculating = not request.speculation.HasField("enabled") or request.speculation.enabled
@@ -215,12 +220,14 @@ class Running:
     server: GrpcServer
 
 
-async def serve(target: ScriptedTarget, draft: ScriptedDraft, authenticator: Authenticator) -> Running:
+async def serve(
+    target: ScriptedTarget, draft: ScriptedDraft, authenticator: Authenticator, listen: str = "127.0.0.1:0"
+) -> Running:
     services = [
         Service(TARGET, lambda server: target_pb2_grpc.add_TargetServiceServicer_to_server(target, server)),
         Service(DRAFT, lambda server: draft_pb2_grpc.add_DraftServiceServicer_to_server(draft, server)),
     ]
-    server = GrpcServer(ServingOptions(listen="127.0.0.1:0", authenticator=authenticator), services)
+    server = GrpcServer(ServingOptions(listen=listen, authenticator=authenticator), services)
     await server.start()
     server.health.set_serving(True)
     return Running(server.address, target, draft, server)
@@ -232,6 +239,19 @@ async def running() -> AsyncIterator[Running]:
     running = await serve(ScriptedTarget(), ScriptedDraft(), Authenticator())
     yield running
     await running.server.stop(0)
+
+
+@pytest.fixture
+async def start() -> AsyncIterator[Callable[..., Awaitable[Running]]]:
+    """Starts services as `running`, at an address, with a time that every step takes."""
+    async with contextlib.AsyncExitStack() as leave:
+
+        async def start(listen: str = "127.0.0.1:0", step_seconds: float = 0.0) -> Running:
+            running = await serve(ScriptedTarget(step_seconds=step_seconds), ScriptedDraft(), Authenticator(), listen)
+            leave.push_async_callback(running.server.stop, 0)
+            return running
+
+        yield start
 
 
 @pytest.fixture

@@ -91,6 +91,8 @@ async def test_the_address_of_a_web_page_is_none() -> None:
         Client.connect("http://127.0.0.1:50051")
     with pytest.raises(ValueError, match="with TLS"):
         Client.connect("https://models:50051")
+    with pytest.raises(ValueError, match="it has no port"):
+        DraftClient.connect("localhost")
 
 
 async def test_nobody_there(unused_tcp_port: int) -> None:

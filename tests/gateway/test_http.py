@@ -406,6 +406,7 @@ async def test_process_ends_on_a_signal(gateway: Any, number: signal.Signals) ->
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
+        (["--target", "a:1,localhost"], "--target: 'localhost' is not HOST:PORT or unix:PATH: it has no port"),
         (["--listen", "8000"], "--listen: '8000' is not HOST:PORT"),
         (["--target", ","], "--target: names no target"),
         (["--target", "a:1,a:1"], "--target: names a target twice"),

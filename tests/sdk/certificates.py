@@ -9,7 +9,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Certificates:
-    """Paths of PEM files. The server's names `outrider.test` and no address."""
+    """Paths of PEM files. Unless `make` was given other names, the server's names `outrider.test` and no address."""
 
     authority: Path
     server: Path
@@ -18,15 +18,15 @@ class Certificates:
     client_key: Path
 
     @classmethod
-    def make(cls, folder: Path) -> Certificates:
+    def make(cls, folder: Path, names: str = "DNS:outrider.test") -> Certificates:
         """Sign a fresh set, good for two days."""
         curve = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2")
         authority = ("-CA", folder / "ca.pem", "-CAkey", folder / "ca.key")
         _openssl("req", "-x509", *curve, "-subj", "/CN=ca", "-keyout", folder / "ca.key", "-out", folder / "ca.pem")
         for name in ("server", "client"):
             files = ("-keyout", folder / f"{name}.key", "-out", folder / f"{name}.pem")
-            names = ("-addext", "subjectAltName=DNS:outrider.test", "-addext", "basicConstraints=critical,CA:false")
-            _openssl("req", "-x509", *curve, *authority, "-subj", f"/CN={name}", *names, *files)
+            extensions = ("-addext", f"subjectAltName={names}", "-addext", "basicConstraints=critical,CA:false")
+            _openssl("req", "-x509", *curve, *authority, "-subj", f"/CN={name}", *extensions, *files)
         return cls(*(folder / name for name in ("ca.pem", "server.pem", "server.key", "client.pem", "client.key")))
 
 

@@ -216,15 +216,21 @@ class TestSettings:
             ({"draft": "http://host:50052"}, "is not HOST:PORT"),
             ({"draft": "host:99999"}, "is not HOST:PORT"),
             ({"draft": "unix:"}, "is not HOST:PORT"),
+            ({"draft": "a:1,b"}, "'b' is not HOST:PORT"),
+            ({"draft": "a:1,inprocess:trie"}, "is not HOST:PORT"),
+            ({"draft": "inprocess:"}, "names no drafter"),
             ({"max_context": 999_999_999}, "at most"),
         ],
-        ids=["word", "page", "port", "path", "context"],
+        ids=["word", "page", "port", "path", "one_of_two", "mixed", "no_drafter", "context"],
     )
     def test_what_cannot_be_meant_is_refused(self, change: dict[str, Any], message: str) -> None:
         with pytest.raises(SettingsError, match=message):
             check_settings(TargetConfig(**change))
 
-    @pytest.mark.parametrize("draft", ["draft:50052", "127.0.0.1:1", "[::1]:50052", "unix:/run/d", "inprocess:trie"])
+    @pytest.mark.parametrize(
+        "draft",
+        ["draft:50052", "127.0.0.1:1", "[::1]:50052", "unix:/run/d", "inprocess:trie", "a:1, b:2", "dns:///a:1"],
+    )
     def test_addresses_are_taken(self, draft: str) -> None:
         check_settings(TargetConfig(draft=draft, listen="127.0.0.1:0"))
 

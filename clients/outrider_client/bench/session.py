@@ -14,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from outrider.addresses import address_problem
 from outrider.settings import SettingsError
 from outrider_client.bench.backends import Backend, TargetBackend, TransformersBackend
 from outrider_client.bench.machine import describe_commit, describe_machine, describe_versions
@@ -37,6 +38,9 @@ def make_plan(options: BenchOptions) -> Plan:
         raise SettingsError("--prompts is needed: a JSONL file with id, task and turns")
     if options.profile and options.target:
         raise SettingsError("--profile reads the metrics of targets that are started for it: leave --target out")
+    problem = address_problem(options.target) if options.target else None
+    if problem is not None:
+        raise SettingsError(f"--target: {problem}")
     if options.repeats < 1 or options.limit < 0 or options.max_tokens < 1:
         raise SettingsError("--repeats and --max-tokens must be at least 1, --limit at least 0")
     prompts = load_prompts(Path(options.prompts), limit=options.limit, tasks=_words(options.tasks))

@@ -16,10 +16,16 @@ from rich.markup import escape
 from outrider.errors import OutriderError
 from outrider.settings import SettingsError, load
 from outrider_client.cli.roles import missing_for
-from outrider_client.failures import ServiceUnreachable
+from outrider_client.failures import ServiceUnreachable, TlsProblem
 
 Options = TypeVar("Options")
 INTERRUPTED = 130
+_TLS_ADVICE = {
+    TlsProblem.EXPECTED: "If it speaks TLS, give --tls, or --tls-ca FILE where its certificate has an authority of its "
+    "own; if it asks for a client's certificate, --tls-certificate and --tls-key.",
+    TlsProblem.NOT_SPOKEN: "Leave out --tls, --tls-ca and --tls-certificate, or take the port that speaks TLS.",
+    TlsProblem.NOT_TRUSTED: "--tls-ca FILE names who signed it; the address has to be a name in the certificate.",
+}
 
 
 class CommandFailed(Exception):
@@ -76,6 +82,13 @@ def error_console() -> Console:
     return Console(stderr=True, highlight=False)
 
 
+def advice(error: ServiceUnreachable) -> str:
+    """What the user of a command can do about it."""
+    if error.tls_problem is None:
+        return "Is it running? `outrider up` starts both services on this machine."
+    return _TLS_ADVICE[error.tls_problem]
+
+
 def run_command(command: Command, parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     """Run a command; its failures become a message and an exit status."""
     try:
@@ -86,7 +99,7 @@ def run_command(command: Command, parser: argparse.ArgumentParser, arguments: ar
     except OutriderError as error:
         return _fail(f"{error.message} ({error.reason})")
     except ServiceUnreachable as error:
-        return _fail(f"{error}\nIs it running? `outrider up` starts both services on this machine.")
+        return _fail(f"{error}\n{advice(error)}")
     except CommandFailed as error:
         return _fail(str(error))
     except KeyboardInterrupt:

@@ -6,23 +6,43 @@ import argparse
 import asyncio
 import contextlib
 import signal
+import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from rich.console import Console
 from rich.markup import escape
 
-from outrider.errors import OutriderError
+from outrider.errors import DeadlineExceeded, Draining, EngineDead, OutriderError
 from outrider.runtime import run
 from outrider.settings import add_flags
 from outrider_client.cli.base import Command, add_config_flag, options
 from outrider_client.cli.generate import summary
 from outrider_client.client import Client, Message
+from outrider_client.failures import ServiceUnreachable
 from outrider_client.local.models import Tokenizer, find_tokenizer
-from outrider_client.results import Result
+from outrider_client.results import Chunk, Result
+from outrider_client.terminal.lines import History, LineReader, history_path
 from outrider_client.terminal.options import ClientOptions, GenerateOptions
-from outrider_client.terminal.painting import Painter, legend
+from outrider_client.terminal.painting import Painter, coloured, legend
+from outrider_client.terminal.waiting import waiting
+from outrider_client.terminal.wrapping import Part, WordWrap
 
-_HELP = "/plain switches drafts off and on, /reset forgets the conversation, /quit leaves; Ctrl-C ends an answer."
+_COMMANDS = (
+    ("/help", "show this list"),
+    ("/retry", "ask the last question again; the new answer takes the place of the last one"),
+    ("/speculation [on|off]", "say whether drafts are on, or switch them"),
+    ("/plain", "switch drafts off, or on again"),
+    ("/reset", "forget the conversation"),
+    ("/quit", "leave, as Ctrl-D does"),
+)
+_HELP = "\n".join(f"{command:22} {meaning}" for command, meaning in _COMMANDS) + "\nCtrl-C ends an answer."
+_HINT = "/help lists the commands; Ctrl-C ends an answer."
+# Long enough for a service that is started again and loads a small model, and no longer than one watches a clock.
+_WAIT_SECONDS = 30.0
+_LOOK_SECONDS = 0.25
+# Failures of a server that has gone or is about to; another may take its place.
+_AWAY = (ServiceUnreachable, Draining, EngineDead)
 
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:
@@ -45,10 +65,41 @@ async def _chat(reach: ClientOptions, wanted: GenerateOptions, system: str) -> i
         drafter = info.drafter or "none"
         console.print(f"[bold]{escape(info.model)}[/] on {escape(reach.target)}, drafter {escape(drafter)}")
         console.print(legend())
-        console.print(f"[dim]{_HELP}[/]")
+        console.print(f"[dim]{_HINT}[/]")
         tokenizer = await asyncio.to_thread(find_tokenizer, info.model)
-        await Conversation(client, console, wanted, reach.deadline, tokenizer, system).run()
+        path = history_path()
+        reader = LineReader(History(path) if path else None)
+        await Conversation(client, console, reader, wanted, reach.deadline, tokenizer, system).run()
     return 0
+
+
+class _Writer:
+    """Shows one answer as it comes: coloured, and on a terminal broken between words."""
+
+    def __init__(self, console: Console, tokenizer: Tokenizer | None) -> None:
+        self.begun = False
+        self._console = console
+        self._painter = Painter(tokenizer)
+        self._wrap = WordWrap(lambda: console.width) if console.is_terminal else None
+
+    def write(self, chunk: Chunk) -> None:
+        parts = self._painter.parts(chunk)
+        self.begun = self.begun or bool(parts)
+        self._print(parts if self._wrap is None else self._wrap.feed(parts))
+
+    def end(self) -> None:
+        """Show what is still held back."""
+        if self._wrap is not None:
+            self._print(self._wrap.rest())
+
+    def broken(self) -> None:
+        """What follows is no part of the answer."""
+        self.end()
+        if self.begun:
+            self._console.print()
+
+    def _print(self, parts: Iterable[Part]) -> None:
+        self._console.print(coloured(parts), end="", soft_wrap=True)
 
 
 @dataclass
@@ -57,12 +108,16 @@ class Conversation:
 
     client: Client
     console: Console
+    reader: LineReader
     options: GenerateOptions
     timeout: float | None
     tokenizer: Tokenizer | None
     system: str
     speculating: bool = True
     messages: list[Message] = field(default_factory=list)
+    # The last question, and the messages that stood before it.
+    question: str = ""
+    before: list[Message] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.speculating = self.options.speculation
@@ -75,18 +130,20 @@ class Conversation:
             if line is None or line in ("/quit", "/exit"):
                 return
             if line.startswith("/"):
-                self._command(line)
+                await self._command(line)
             elif line:
-                await self._turn(line)
+                self.question, self.before = line, self.messages
+                await self._turn()
 
     def _read_line(self) -> str | None:
         """A line from the user; None at the end of input or after Ctrl-C.
 
         It blocks the event loop, which has nothing else to do; a thread could not be woken by Ctrl-C.
         """
+        self.console.print()
         before = signal.signal(signal.SIGINT, signal.default_int_handler)
         try:
-            return self.console.input("\n[bold]you>[/] ").strip()
+            return self.reader.read("you> ", bold=self.console.color_system is not None)
         except (EOFError, KeyboardInterrupt):
             self.console.print()
             return None
@@ -95,20 +152,48 @@ class Conversation:
 
     def _reset(self) -> None:
         self.messages = [("system", self.system)] if self.system else []
+        self.question, self.before = "", []
 
-    def _command(self, line: str) -> None:
-        if line == "/plain":
-            self.speculating = not self.speculating
-            self.console.print(f"[dim]drafts are {'on' if self.speculating else 'off'}[/]")
-        elif line == "/reset":
+    async def _command(self, line: str) -> None:
+        name, _, argument = line.partition(" ")
+        argument = argument.strip()
+        if name == "/speculation":
+            self._speculation(argument)
+        elif argument:
+            self._note(f"unknown command: {line}\n{_HELP}")
+        elif name == "/plain":
+            self._speculation("off" if self.speculating else "on")
+        elif name == "/reset":
             self._reset()
-            self.console.print("[dim]forgotten[/]")
+            self._note("forgotten")
+        elif name == "/retry":
+            await self._retry()
+        elif name == "/help":
+            self._note(_HELP)
         else:
-            self.console.print(f"[dim]{_HELP}[/]")
+            self._note(f"unknown command: {line}\n{_HELP}")
 
-    async def _turn(self, line: str) -> None:
-        self.messages.append(("user", line))
-        answer = asyncio.ensure_future(self._answer())
+    def _speculation(self, wanted: str) -> None:
+        if wanted not in ("", "on", "off"):
+            self._note(f"/speculation takes on or off, and not {wanted}")
+            return
+        if wanted:
+            self.speculating = wanted == "on"
+        self._note(f"drafts are {'on' if self.speculating else 'off'}")
+
+    async def _retry(self) -> None:
+        if self.question:
+            await self._turn()
+        else:
+            self._note("there is no question to ask again")
+
+    def _note(self, text: str) -> None:
+        self.console.print(text, style="dim", markup=False, soft_wrap=True)
+
+    async def _turn(self) -> None:
+        """Ask the last question. Only a whole answer changes the conversation."""
+        asked: list[Message] = [*self.before, ("user", self.question)]
+        answer = asyncio.ensure_future(self._answer(asked))
         loop = asyncio.get_running_loop()
         with contextlib.suppress(NotImplementedError):
             loop.add_signal_handler(signal.SIGINT, answer.cancel)
@@ -116,34 +201,66 @@ class Conversation:
             result = await answer
         except asyncio.CancelledError:
             self.console.print("\n[dim]ended by you[/]")
-            self.messages.pop()
+        except ServiceUnreachable as error:
+            self._failed(f"{error}; the conversation is kept, and /retry asks again")
         except OutriderError as error:
-            self.console.print(f"[bold red]error:[/] {escape(error.message)} ({error.reason})")
-            self.messages.pop()
+            self._failed(f"{error.message} ({error.reason})")
         else:
-            self.messages.append(("assistant", result.text))
+            self.messages = [*asked, ("assistant", result.text)]
             self.console.print(f"\n[dim]{summary(result)}[/]", soft_wrap=True)
         finally:
             with contextlib.suppress(NotImplementedError):
                 loop.remove_signal_handler(signal.SIGINT)
 
-    async def _answer(self) -> Result:
-        painter = Painter(self.tokenizer)
+    def _failed(self, message: str) -> None:
+        self.console.print(f"[bold red]error:[/] {escape(message)}", soft_wrap=True)
+
+    async def _answer(self, asked: list[Message]) -> Result:
+        """The answer, shown as it comes. A server that is away before its first word is waited for."""
+        writer = _Writer(self.console, self.tokenizer)
+        try:
+            return await self._stream(asked, writer)
+        except _AWAY as error:
+            # A half-shown answer is not begun again under the reader's eyes.
+            hopeless = isinstance(error, ServiceUnreachable) and error.tls_problem is not None
+            if writer.begun or hopeless or not await self._comes_back():
+                raise
+        return await self._stream(asked, _Writer(self.console, self.tokenizer))
+
+    async def _comes_back(self) -> bool:
+        """Wait until the server answers; False where it does not within `_WAIT_SECONDS`."""
+        end = time.monotonic() + _WAIT_SECONDS
+        with waiting(self.console, f"waiting for {self.client.address}, Ctrl-C ends it"):
+            while (left := end - time.monotonic()) > 0:
+                await asyncio.sleep(_LOOK_SECONDS)
+                # The channel connects again by itself; a call that comes too early fails at once.
+                with contextlib.suppress(*_AWAY, DeadlineExceeded):
+                    await self.client.info(left)
+                    return True
+        return False
+
+    async def _stream(self, asked: list[Message], writer: _Writer) -> Result:
         async with self.client.generate(
-            messages=self.messages,
+            messages=asked,
             sampling=self.options.sampling(),
             speculation=self.options.speculating(self.speculating),
             timeout=self.timeout,
         ) as generation:
-            async for chunk in generation:
-                self.console.print(painter.paint(chunk), end="", soft_wrap=True)
-            return await generation.result()
+            try:
+                async for chunk in generation:
+                    writer.write(chunk)
+                return await generation.result()
+            except (OutriderError, ServiceUnreachable):
+                writer.broken()
+                raise
+            finally:
+                writer.end()
 
 
 CHAT = Command(
     "chat",
     "talk to the model, drafted tokens in colour",
-    f"A conversation in the terminal. {_HELP}",
+    f"A conversation in the terminal. Lines are questions, or commands:\n\n{_HELP}",
     _add_flags,
     _run,
 )

@@ -44,7 +44,7 @@ async def _report(
         state = "SERVING" if healthy else "NOT_SERVING"
         console.print(f"{address} {state}" + (f"  {await describe()}" if healthy else ""), soft_wrap=True)
     except ServiceUnreachable as error:
-        console.print(f"{address} UNREACHABLE  {error.detail}", soft_wrap=True, markup=False)
+        console.print(f"{address} UNREACHABLE  {error.cause}", soft_wrap=True, markup=False)
         return 1
     except OutriderError as error:
         console.print(f"{address} {error.reason}  {error.message}", soft_wrap=True, markup=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from rich.text import Text
 
@@ -19,6 +19,14 @@ _REPLACEMENT = "\ufffd"
 def legend() -> Text:
     """What the colours mean."""
     return Text.assemble(("drafted", DRAFTED_STYLE), " and accepted, ", ("the model's own", OWN_STYLE))
+
+
+def coloured(parts: Iterable[tuple[str, bool]]) -> Text:
+    """Text of which each part is in the colour of whether it was drafted."""
+    text = Text()
+    for part, drafted in parts:
+        text.append(part, DRAFTED_STYLE if drafted else OWN_STYLE)
+    return text
 
 
 class Painter:
@@ -38,10 +46,7 @@ class Painter:
 
     def paint(self, chunk: Chunk) -> Text:
         """The chunk's text, coloured."""
-        painted = Text()
-        for part, drafted in self.parts(chunk):
-            painted.append(part, DRAFTED_STYLE if drafted else OWN_STYLE)
-        return painted
+        return coloured(self.parts(chunk))
 
     def parts(self, chunk: Chunk) -> list[tuple[str, bool]]:
         """The chunk's text in pieces, each with whether it was drafted. Joined, they are `chunk.text`."""

@@ -1,0 +1,97 @@
+"""Breaks text between words while it arrives, so that a terminal does not break it inside of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+from rich.cells import get_character_cell_size
+
+Part = tuple[str, bool]
+# Terminals go to the next multiple of eight; as no tab is wider, no line becomes too long.
+_TAB_CELLS = 8
+
+
+class WordWrap:
+    """Adds line breaks to a text that comes in parts, each with a mark that stays with its characters.
+
+    Nothing is taken away: what comes out, less the breaks that were added, is what went in. Lines have at most `width`
+    cells, unless a single word has more. A word is held back until it is known on which line
+    it belongs. Characters of two cells, such as those of Chinese, are words of their own.
+    """
+
+    def __init__(self, width: Callable[[], int]) -> None:
+        """`width` is asked for every part: terminals change."""
+        self._ask_width = width
+        self._width = 1
+        self._column = 0
+        self._word: list[Part] = []
+        self._word_cells = 0
+        # Whether the word under way began a line, and whether its last character is wide.
+        self._at_start = True
+        self._wide = False
+
+    def feed(self, parts: Iterable[Part]) -> list[Part]:
+        """What can be shown now."""
+        self._width = max(1, self._ask_width())
+        return list(self._joined(out for text, mark in parts for one in text for out in self._take(one, mark)))
+
+    def rest(self) -> list[Part]:
+        """What is still held back, at the end of the text."""
+        return list(self._joined(self._end_word(0)))
+
+    def _take(self, character: str, mark: bool) -> Iterator[Part]:
+        if character == "\n":
+            yield from self._end_word(0)
+            self._column, self._at_start = 0, True
+            yield character, mark
+        elif character in " \t":
+            cells = _TAB_CELLS if character == "\t" else 1
+            yield from self._end_word(cells)
+            yield from self._break_before(cells, mark)
+            self._column, self._at_start = self._column + cells, False
+            yield character, mark
+        else:
+            yield from self._take_of_word(character, mark)
+
+    def _take_of_word(self, character: str, mark: bool) -> Iterator[Part]:
+        cells = get_character_cell_size(character)
+        if cells == 2 or (self._wide and cells):
+            yield from self._end_word(0)
+            self._at_start = self._column == 0
+        self._wide = cells == 2 or (self._wide and not cells)
+        if self._at_start:
+            self._column += cells
+            yield character, mark
+            return
+        self._word.append((character, mark))
+        self._word_cells += cells
+        if self._column + self._word_cells > self._width:
+            # It goes to a new line, however it ends.
+            wide = self._wide
+            yield from self._end_word(0)
+            self._at_start, self._wide = True, wide
+
+    def _end_word(self, after: int) -> Iterator[Part]:
+        """The word that was held back, on a line where `after` more cells fit behind it."""
+        if self._word:
+            yield from self._break_before(self._word_cells + after, self._word[0][1])
+            self._column += self._word_cells
+            yield from self._word
+        self._word, self._word_cells = [], 0
+        self._wide = False
+
+    def _break_before(self, cells: int, mark: bool) -> Iterator[Part]:
+        if self._column and self._column + cells > self._width:
+            self._column = 0
+            yield "\n", mark
+
+    def _joined(self, parts: Iterable[Part]) -> Iterator[Part]:
+        """As few parts as there can be: each is written to the terminal with its colour around it."""
+        text, marked = "", False
+        for part, mark in parts:
+            if text and mark != marked:
+                yield text, marked
+                text = ""
+            text, marked = text + part, mark
+        if text:
+            yield text, marked

@@ -1,0 +1,45 @@
+"""Whether a text is the address of a service, asked before anything is connected or loaded. Needs no gRPC."""
+
+from __future__ import annotations
+
+# Schemes of gRPC's own names; whoever writes one knows what follows it.
+_SCHEMES = ("unix", "unix-abstract", "dns", "ipv4", "ipv6", "passthrough")
+# What belongs to the address of a page, and whether it asks for TLS.
+_OF_PAGES = {"http": False, "https": True, "grpc": False, "grpcs": True}
+
+
+def address_problem(address: str) -> str | None:
+    """Why nobody can be reached there, in one line; None for HOST:PORT, unix:PATH and the names that gRPC knows
+    (`dns:///`, `ipv4:`, `ipv6:`, `unix:`, `passthrough:///`)."""
+    reason = _reason(address)
+    return None if reason is None else f"{address!r} is not HOST:PORT or unix:PATH: {reason}"
+
+
+def _reason(address: str) -> str | None:
+    scheme, colon, rest = address.partition(":")
+    if rest.startswith("//") and scheme not in _SCHEMES:
+        if scheme not in _OF_PAGES:
+            return f"gRPC knows no {scheme}://"
+        secure = " with TLS" if _OF_PAGES[scheme] else ""
+        return f"leave out {scheme}:// and say {rest.strip('/') or 'HOST:PORT'}{secure}"
+    if colon and scheme in _SCHEMES:
+        return None if rest.strip("/") else f"nothing follows {scheme}:"
+    return _reason_of_host(address)
+
+
+def _reason_of_host(address: str) -> str | None:
+    host, colon, port = address.rpartition(":")
+    if not colon or address.endswith("]"):
+        return "it has no port" if address else "it is empty"
+    if not host:
+        return "it has no host"
+    if not (port.isascii() and port.isdigit()):
+        return f"{port!r} is no port"
+    if not 0 < int(port) < 65536:
+        return "ports are 1 to 65535"
+    bracketed = host.startswith("[") and host.endswith("]")
+    if ":" in host and not bracketed and not set(host) & set(",/"):
+        return "an IPv6 address stands in brackets"
+    if set(host) & set(" \t\r\n,/"):
+        return f"{host!r} is no host"
+    return None
