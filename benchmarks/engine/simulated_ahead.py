@@ -9,7 +9,8 @@ definition of `NodeTable` in PyTorch. Only logits are missing: the text says wha
 `--row-ms` for each row, which should be ten times what a GPU takes, since here the host is its own device; a tree's
 first levels and the whole of it arrive at shares of that (`--early`, `--whole`) behind what it was drawn for, and
 nothing for `--opening` passes of a sequence. So what the policies choose for real texts can be seen without a GPU;
-what a host has no time for can not. Each answer is decoded plain, with the device's lookup alone, and with drafts.
+what a host has no time for can not. Each answer is decoded plain, with the device's lookup alone, with drafts, and
+with worthless ones, which are those of other texts.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ from target_service.model.forward import ForwardInput
 from target_service.model.runner import ModelRunner, runner_for
 from target_service.sampling.verifier import SequenceVerifier, Verified
 
-MODES = ("plain", "lookup", "drafted")
+MODES = ("plain", "lookup", "drafted", "worthless")
+_DRAFTED = ("drafted", "worthless")
 _PAGE = 16
 # Of the draft's trees: what a captured drafter grows, and its first levels.
 _WHOLE, _EARLY = TreeShape(8, 16, 8, 239), TreeShape(4, 16, 8, 239)
@@ -300,7 +302,7 @@ def run_mode(
     """All texts, `concurrency` at a time, by one engine."""
     most = options.concurrency
     times = DeviceTimes(options.pass_ms * 1e-3, options.row_ms * 1e-3, 0.0)
-    settings: dict[str, Any] = {"draft": "inprocess:none"} if mode == "drafted" else {"speculation": False}
+    settings: dict[str, Any] = {"draft": "inprocess:none"} if mode in _DRAFTED else {"speculation": False}
     config = engine_config(
         TargetConfig(model="none", max_running=most, speculative_disable_queue_size=most, **settings)
     )
@@ -316,7 +318,9 @@ def run_mode(
     device = SimulatedDevice(runner, times, most, config.scheduler.max_step_rows)
     watched = Watched()
     loop = EngineLoop(runner, config, steps=device, step_cost=times.cost(), observer=watched)
-    if mode == "drafted":
+    if mode in _DRAFTED:
+        if mode == "worthless":
+            tables = [*tables[1:], tables[0]]
         loop.drafting.attach(
             RecordedDraft(loop.drafting, tables, texts, times.one_pass, options.early, options.whole, options.opening)
         )
@@ -359,7 +363,7 @@ def run_mode(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, required=True, help="what `running_ahead.simulate` keeps")
-    parser.add_argument("--modes", default="plain,lookup,drafted")
+    parser.add_argument("--modes", default=",".join(MODES))
     parser.add_argument("--concurrency", type=int, default=1)
     parser.add_argument("--laps", type=int, default=1, help="times that all texts are said")
     parser.add_argument("--pass-ms", type=float, default=60.0)

@@ -57,7 +57,7 @@ log = logging.getLogger(__name__)
 _WAIT_IN_ANSWERS, _FIRST_WAIT_SECONDS = 1.5, 0.01
 # A pass that may have ended is asked so often. A thread takes some 0.1 ms to wake, and nobody waits for what is lost
 # but the draft.
-_ASKED_NS = 200_000
+_ASKED_NS = 100_000
 # Launches are timed as the median of the first few, in which kernels are compiled, and then as a mean of some ten, in
 # which one that something held up counts for three.
 _FIRST_LAUNCHES, _LAUNCH_SHARE, _MOST_LAUNCH = 9, 0.1, 3.0
