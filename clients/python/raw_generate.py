@@ -13,7 +13,7 @@ METADATA = (("outrider-tenant", "default"),)  # With tokens: ("authorization", "
 def explain(error: grpc.RpcError) -> str:
     """Status, reason, field and the time to wait, from the details that come with an error."""
     said = [error.code().name]
-    trailers = {key: value for key, value in error.trailing_metadata() or ()}
+    trailers = {item.key: item.value for item in error.trailing_metadata() or ()}
     status = status_pb2.Status.FromString(trailers.get("grpc-status-details-bin", b""))
     for detail in status.details:
         info, bad, retry = error_details_pb2.ErrorInfo(), error_details_pb2.BadRequest(), error_details_pb2.RetryInfo()

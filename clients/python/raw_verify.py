@@ -29,7 +29,8 @@ with grpc.insecure_channel("127.0.0.1:50051") as channel:
 
     # Row 0 is the root, the last token of the prompt. Rows 1 and 2 are two guesses at what follows it, row 3 follows 2.
     tree = tree_pb2.TokenTree(token_ids=[PROMPT[-1], wrong, first, second], parents=[0, 0, 0, 2])
-    said, step = [], opened.step
+    said: list[int] = []
+    step = opened.step
     while True:
         asked = target_pb2.VerifyTree(sequence_id=opened.sequence_id, step=step, tree=tree)
         frames.put(target_pb2.VerifyRequest(tree=asked))
