@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import subprocess
 import sys
+import tomllib
+from dataclasses import fields
 from functools import cache
+from itertools import product
 from pathlib import Path
 
 import pytest
 
+from draft_service.config import DraftConfig
+from draft_service.drafters.base import drafter_spec
+from draft_service.neural.config import NeuralConfig
+from draft_service.ngram.config import TrieConfig
+from outrider_client.bench.table import figures_table
+from target_service.config import TargetConfig
+from target_service.core.events import EngineSnapshot
+from target_service.speculation.config import DraftingConfig
+from target_service.speculation_state import speculation_state
+
 DOCS = Path(__file__).parents[2] / "docs"
-PAGES = ("operate.md", "troubleshooting.md")
+PAGES = ("operate.md", "troubleshooting.md", "protocol.md", "tuning.md")
+OF_METRICS = ("operate.md", "troubleshooting.md", "tuning.md")
 # Flags of other programs.
 FOREIGN = {"--gpus", "--index-url"}
 
@@ -41,7 +56,7 @@ def named(command: str) -> str:
     return help_of("draft", "--drafter", "merged") if command == "draft" else help_of(command)
 
 
-@pytest.mark.parametrize("command", commands("operate.md"), ids=" ".join)
+@pytest.mark.parametrize("command", commands("operate.md") + commands("tuning.md"), ids=" ".join)
 def test_the_examples_flags_are_the_commands(command: list[str]) -> None:
     _, name, *words = command
     assert [flag for flag in sorted(flags_of(words)) if flag not in named(name)] == []
@@ -59,9 +74,84 @@ def test_every_flag_that_is_named_is_there(page: str) -> None:
     assert [flag for flag in sorted(found) if flag not in everywhere] == []
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", OF_METRICS)
 def test_every_metric_that_is_named_is_there(page: str) -> None:
     known = (DOCS / "observability.md").read_text()
     found = set(re.findall(r"`(outrider_[a-z_]+)`", (DOCS / page).read_text()))
     assert found
     assert [metric for metric in sorted(found) if metric not in known] == []
+
+
+TUNING = (DOCS / "tuning.md").read_text()
+
+
+def defaults(setting: str) -> str:
+    """What the page says of a setting's default."""
+    (row,) = re.findall(rf"^\| `--{setting}`[^|]*\| ([^|]*) \|", TUNING, re.MULTILINE)
+    return str(row)
+
+
+def test_defaults_that_are_named_are_the_settings() -> None:
+    target, trie, lookup = TargetConfig(), TrieConfig(), TargetConfig(device="cuda").lookup_rows
+    assert defaults("lookup-tokens").startswith(f"{lookup} on a GPU")
+    assert defaults("max-draft-nodes") == f"{target.max_draft_nodes}"
+    assert defaults("speculative-disable-queue-size").startswith(f"{target.speculative_disable_queue_size}, as")
+    assert target.speculative_disable_queue_size == target.max_running
+    assert defaults("max-running") == f"{target.max_running}"
+    assert defaults("max-step-rows").startswith(f"{target.step_rows}, and {TargetConfig(device='cuda').step_rows:,} on")
+    assert defaults("capture-seconds") == f"{target.capture_seconds:g}"
+    assert defaults("drafter") == f"`{DraftConfig().drafter}`"
+    plain, captured = NeuralConfig().tree, NeuralConfig(cuda_graphs=True).tree
+    assert defaults("num-steps").startswith(f"{plain.num_steps}, or {captured.num_steps} in captured graphs")
+    sizes = f"{captured.topk}, {captured.frontier} and {captured.num_draft_tokens}"
+    assert f"{plain.topk}, as many, {plain.num_draft_tokens}; captured {sizes}" in defaults("topk")
+    assert defaults("early-levels").startswith(f"{captured.early_levels} in")
+    assert defaults("rows-per-level").startswith(f"{captured.rows_per_level} in")
+    millions = [each // 1_000_000 for each in (trie.capacity, trie.tenant_capacity, trie.own_capacity)]
+    assert defaults("capacity").startswith("{}, {} and {} million nodes".format(*millions))
+    assert defaults("max-match") == f"{trie.max_match} tokens"
+
+
+def test_the_file_of_settings_is_one() -> None:
+    (block,) = re.findall(r"```toml\n(.*?)```", TUNING, re.DOTALL)
+    tables = tomllib.loads(block)
+    known = {"target": TargetConfig, "draft": DraftConfig}
+    for name, table in tables.items():
+        config = known.get(name) or drafter_spec(name).config
+        assert table.keys() <= {field.name for field in fields(config)}
+
+
+def test_what_info_says_is_what_the_page_says() -> None:
+    """Each answer of the table is a part of one that a target gives."""
+    said, drafting = set(), DraftingConfig(enabled=True, disable_above=64, wait_seconds=0.05, failures_to_open=3)
+    for draft, connected, speculating, running in product(("", "there:1"), (False, True), (False, True), (0, 100)):
+        snapshot = EngineSnapshot(running, 0, 0, 0, 0, speculating=speculating, draft_connected=connected)
+        said.add(speculation_state(drafting, snapshot, None, draft=draft, wanted=True, lookup=True).reason)
+    rows = re.findall(r"^\| `([^`]+)` \| ", TUNING.partition("| it says |")[2].partition("Its line")[0], re.MULTILINE)
+    assert len(rows) == 5
+    for row in rows:
+        parts = [part for part in row.split("..") if part.strip()]
+        assert any(all(part in reason for part in parts) for reason in said), row
+
+
+def test_columns_are_those_of_the_bench() -> None:
+    table = figures_table({"target": {"model": "m", "dtype": "d"}, "prompts": 0, "results": []}, 200)
+    columns = {str(column.header) for column in table.columns}
+    named = re.findall(
+        r"`([^`]+)`",
+        "".join(
+            re.findall(
+                r"^\| (`[^|]+) \|", TUNING.partition("| column |")[2].partition("A trie learns")[0], re.MULTILINE
+            )
+        ),
+    )
+    assert len(named) == 7 and set(named) <= columns
+
+
+def test_panels_are_those_of_the_dashboard() -> None:
+    board = json.loads((DOCS.parent / "target_service/stack/grafana/dashboards/outrider.json").read_text())
+    titles = {panel["title"] for panel in board["panels"]}
+    rows = TUNING.partition("| panel |")[2].partition("On a CPU")[0]
+    named = re.findall(r"^\| (\w[^|]+) \| `", rows, re.MULTILINE)
+    assert len(named) == 5
+    assert {*named, "Running ahead", "Steps without the draft they wanted", "Wait for the draft"} <= titles
