@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,9 @@ from draft_harness import Draft, draft_over
 from scripted_drafter import CORPUS_QUOTA, opening
 
 from draft_service.drafters.base import create
-from draft_service.server import MAX_CORPUS_TOKENS
+from draft_service.server import MAX_CORPUS_TOKENS, SERVICE_NAME
 from outrider.errors import (
+    DeadlineExceeded,
     InvalidField,
     NotSupported,
     PermissionDenied,
@@ -82,6 +84,21 @@ class TestCorpora:
                 with pytest.raises(grpc.aio.AioRpcError) as caught:
                     await ask
                 assert isinstance(error_of_rpc(caught.value), NotSupported)
+
+
+class TestFirstMessages:
+    async def test_a_silent_stream_is_ended(self) -> None:
+        async with draft_over(first_message_seconds=0.3) as draft:
+            for call in (draft.stub.Propose(), draft.channel.stream_stream(f"/{SERVICE_NAME}/AddCorpus")()):
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    await call.read()
+                assert isinstance(error_of_rpc(caught.value), DeadlineExceeded)
+
+    async def test_a_stream_that_has_begun_may_be_silent(self) -> None:
+        async with draft_over(first_message_seconds=0.3) as draft, draft.stream() as stream:
+            await asyncio.sleep(0.6)
+            await stream.open(opening())
+            await stream.opened()
 
 
 class TestTokens:
