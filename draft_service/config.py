@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from draft_service.drafters.base import drafter_spec
-from outrider.settings import MAX_MESSAGE_BYTES, load, setting
+from outrider.settings import FIRST_MESSAGE_SECONDS, MAX_MESSAGE_BYTES, load, setting
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,9 @@ class DraftConfig:
     max_sequences: int = setting(1024, "open sequences, over all streams; more are refused")
 
     max_message_bytes: int = setting(MAX_MESSAGE_BYTES, "largest message accepted")
+    first_message_seconds: float = setting(
+        FIRST_MESSAGE_SECONDS, "time that a stream has for its first message", gt=0, le=3600
+    )
     drain_seconds: float = setting(5.0, "time open sequences get after SIGTERM")
     reflection: bool = setting(False, "serve gRPC reflection")
     admin_listen: str = setting("", "loopback HOST:PORT for channelz; off when empty")

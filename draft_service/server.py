@@ -23,6 +23,7 @@ from outrider.telemetry.tracing import Tracing
 from outrider.v1 import draft_pb2, draft_pb2_grpc
 from outrider.wire.drafts import (
     advance_from_pb,
+    corpus_to_pb,
     failure_to_pb,
     growth_to_pb,
     info_to_pb,
@@ -125,9 +126,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
     async def AddCorpus(
         self, requests: AsyncIterator[draft_pb2.AddCorpusRequest], _context: Any
     ) -> draft_pb2.AddCorpusResponse:
-        drafter = self._drafter
-        if not isinstance(drafter, CorpusDrafter):
-            raise NotSupported(f"the drafter {self._info.drafter!r} learns no corpora")
+        drafter = self._corpus_drafter()
         caller = current_tenant()
         tenant, corpus, tokens, nodes = "", "", 0, 0
         async for request in requests:
@@ -144,6 +143,35 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
             self._observer.on_corpus(learnt.tokens)
             tokens, nodes = tokens + learnt.tokens, learnt.nodes
         return draft_pb2.AddCorpusResponse(tokens=tokens, nodes=nodes)
+
+    async def ListCorpora(self, request: draft_pb2.ListCorporaRequest, _context: Any) -> draft_pb2.ListCorporaResponse:
+        drafter = self._corpus_drafter()
+        caller = current_tenant()
+        tenant = name_from_pb(request.tenant, "tenant") or caller
+        self._admission.check_tenant(caller, tenant)
+        return draft_pb2.ListCorporaResponse(corpora=map(corpus_to_pb, drafter.corpora(tenant)))
+
+    async def DeleteCorpus(
+        self, request: draft_pb2.DeleteCorpusRequest, _context: Any
+    ) -> draft_pb2.DeleteCorpusResponse:
+        drafter = self._corpus_drafter()
+        caller = current_tenant()
+        named = name_from_pb(request.tenant, "tenant")
+        corpus = name_from_pb(request.corpus, "corpus")
+        if not corpus:
+            raise InvalidField("corpus", "is missing")
+        self._admission.check_tenant(caller, named or caller)
+        owner = None if self._admission.trusts(caller) and not named else named or caller
+        # Off the event loop: it waits for lessons that came before.
+        deleted = await asyncio.to_thread(drafter.delete_corpus, owner, corpus)
+        logger.info("tenant %s deleted the corpus %s of tenant %s", caller, deleted.name, deleted.owner)
+        return draft_pb2.DeleteCorpusResponse(corpus=corpus_to_pb(deleted))
+
+    def _corpus_drafter(self) -> CorpusDrafter:
+        """The drafter, if it can be taught documents. Raises `NotSupported`."""
+        if not isinstance(self._drafter, CorpusDrafter):
+            raise NotSupported(f"the drafter {self._info.drafter!r} learns no corpora")
+        return self._drafter
 
 
 class _ProposeStream:

@@ -95,6 +95,7 @@ def build_server(
     options = ServingOptions(
         listen=config.listen,
         max_message_bytes=config.max_message_bytes,
+        first_message_seconds=config.first_message_seconds,
         authenticator=authenticator,
         read_tokens=partial(Authenticator.from_file, config.auth_tokens),
         tls=TlsFiles(config.tls_certificate, config.tls_key, config.tls_client_ca),

@@ -56,6 +56,10 @@ class Admission:
         if self._trusted_tenant is not None and caller not in (tenant, self._trusted_tenant):
             raise PermissionDenied("the caller may not act for this tenant")
 
+    def trusts(self, caller: str) -> bool:
+        """Whether `caller` is known to be the tenant that may act for all."""
+        return self._trusted_tenant is not None and caller == self._trusted_tenant
+
     def enter(self, caller: str, sequence: OpenSequence) -> None:
         """Count a sequence in, or raise why it may not be opened."""
         if self.draining:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from outrider.limits import TenantLimits
-from outrider.settings import MAX_MESSAGE_BYTES, setting
+from outrider.settings import FIRST_MESSAGE_SECONDS, MAX_MESSAGE_BYTES, setting
 
 # As `tree_kernels.node_table.LOOKUP`, which would bring torch along.
 MOST_LOOKED_UP = 15
@@ -121,6 +121,9 @@ class TargetConfig:
     max_message_bytes: int = setting(MAX_MESSAGE_BYTES, "largest message accepted", ge=1024)
     max_sequences_per_stream: int = setting(256, "open sequences of one Verify stream", ge=1)
     verify_idle_seconds: float = setting(120.0, "time a sequence of a Verify stream may go without a tree", gt=0)
+    first_message_seconds: float = setting(
+        FIRST_MESSAGE_SECONDS, "time that a stream has for its first message", gt=0, le=3600
+    )
     drain_seconds: float = setting(30.0, "time running requests get after SIGTERM", ge=0)
     heartbeat_seconds: float = setting(30.0, "a step that takes longer makes health NOT_SERVING", gt=0)
     reflection: bool = setting(False, "serve gRPC reflection")

@@ -146,6 +146,7 @@ def _make_server(
     options = ServingOptions(
         listen=config.listen,
         max_message_bytes=config.max_message_bytes,
+        first_message_seconds=config.first_message_seconds,
         # Twice what the engine takes: the rest is for health, information, and those it refuses with a reason.
         max_concurrent_calls=2 * (config.max_running + config.max_waiting) + 64,
         authenticator=Authenticator.from_file(config.auth_tokens),

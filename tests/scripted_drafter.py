@@ -7,10 +7,11 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from draft_service.drafters.base import CorpusGrowth, DraftSequence, tree_limits
-from outrider.errors import OutriderError, QuotaExceeded
+from outrider.errors import OutriderError, QuotaExceeded, UnknownCorpus
 from outrider.sampling import SamplingParams, VerificationMode
 from outrider.tree import DraftDistribution, TokenTree
 from outrider.wire.frames import (
+    CorpusInfo,
     DraftInfo,
     OpenSequence,
     SequenceAdvance,
@@ -83,6 +84,19 @@ class ScriptedDrafter:
         if len(fits) < len(token_ids):
             raise QuotaExceeded("the corpus is full", limit=CORPUS_QUOTA)
         return CorpusGrowth(len(fits), len(known))
+
+    def corpora(self, tenant: str) -> list[CorpusInfo]:
+        known = sorted(self.learnt.items(), key=lambda item: item[0][1])
+        return [self._described(*names, len(said)) for names, said in known if names[1] or names[0] == tenant]
+
+    def delete_corpus(self, tenant: str | None, corpus: str) -> CorpusInfo:
+        for owner, name in list(self.learnt):
+            if name == corpus and tenant in (None, owner):
+                return self._described(owner, name, len(self.learnt.pop((owner, name))))
+        raise UnknownCorpus("no corpus of that name was added")
+
+    def _described(self, owner: str, name: str, tokens: int) -> CorpusInfo:
+        return CorpusInfo(name, owner, tokens, documents=1, nodes=tokens, bytes=40 * tokens)
 
     def stats(self) -> Mapping[str, float]:
         return {}

@@ -8,7 +8,8 @@ from types import TracebackType
 from typing import cast
 
 from outrider.v1 import draft_pb2, draft_pb2_grpc
-from outrider.wire.frames import DraftInfo, TreeLimits
+from outrider.wire.drafts import corpus_from_pb
+from outrider.wire.frames import CorpusInfo, DraftInfo, TreeLimits
 from outrider.wire.hidden_states import request_from_pb
 from outrider_client.connection import Connection, Tls
 from outrider_client.failures import typed_errors
@@ -99,6 +100,31 @@ class DraftClient:
                 _pieces(documents, tenant, corpus), timeout=timeout, metadata=self._connection.metadata
             )
         return CorpusAdded(response.tokens, response.nodes)
+
+    async def list_corpora(self, *, tenant: str = "", timeout: float | None = None) -> list[CorpusInfo]:
+        """What a tenant may draft from: its own trie, if anything was learnt for it, and every shared corpus. Without a
+        timeout the policy's deadline holds.
+
+        Raises `NotSupported` where the drafter has no trie.
+        """
+        request = draft_pb2.ListCorporaRequest(tenant=tenant)
+
+        async def listed(left: float | None) -> draft_pb2.ListCorporaResponse:
+            with typed_errors(self._connection.address):
+                return await self._stub.ListCorpora(request, timeout=left, metadata=self._connection.metadata)
+
+        return [corpus_from_pb(pb) for pb in (await self._policy.call(timeout, listed)).corpora]
+
+    async def delete_corpus(self, corpus: str, *, tenant: str = "", timeout: float | None = None) -> CorpusInfo:
+        """Forget a shared corpus; returns what it was. Not tried again: an answer that was lost may have done it.
+
+        Raises `UnknownCorpus` for one that is not there or belongs to another tenant, and `NotSupported` where the
+        drafter has no trie.
+        """
+        request = draft_pb2.DeleteCorpusRequest(tenant=tenant, corpus=corpus)
+        with typed_errors(self._connection.address):
+            response = await self._stub.DeleteCorpus(request, timeout=timeout, metadata=self._connection.metadata)
+        return corpus_from_pb(response.corpus)
 
     async def serving(self, timeout: float = 5.0) -> bool:
         """Whether the draft answers that it is healthy."""

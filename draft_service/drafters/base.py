@@ -15,7 +15,7 @@ from outrider import __version__
 from outrider.errors import NotSupported
 from outrider.sampling import SamplingParams, VerificationMode
 from outrider.tree import TokenTree
-from outrider.wire.frames import DEFAULT_TENANT, DraftInfo, FeatureRequest, TreeLimits
+from outrider.wire.frames import DEFAULT_TENANT, CorpusInfo, DraftInfo, FeatureRequest, TreeLimits
 
 if TYPE_CHECKING:
     # Drafters without features run without PyTorch.
@@ -110,6 +110,17 @@ class CorpusDrafter(Protocol):
 
         Blocks until it is learnt (microseconds per token); any thread. Raises `QuotaExceeded` when not all of it
         fits, with what fitted kept, and `PermissionDenied` for a corpus that another tenant made.
+        """
+
+    def corpora(self, tenant: str) -> list[CorpusInfo]:
+        """What a tenant may draft from: its own trie, if anything was learnt for it, and the shared corpora by name.
+        Any thread."""
+
+    def delete_corpus(self, tenant: str | None, corpus: str) -> CorpusInfo:
+        """Forget a shared corpus of this owner, or of whichever owner when None; returns what it was.
+
+        Open sequences that named it go on without it. Any thread; waits for what is being learnt. Raises
+        `UnknownCorpus`, also for one that another tenant owns.
         """
 
 

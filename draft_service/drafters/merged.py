@@ -31,7 +31,7 @@ from outrider.errors import NotSupported, OutriderError
 from outrider.sampling import VerificationMode
 from outrider.settings import Settings, SettingsError, setting
 from outrider.tree import MAX_ROWS, TokenTree
-from outrider.wire.frames import FeatureRequest, TreeLimits
+from outrider.wire.frames import CorpusInfo, FeatureRequest, TreeLimits
 
 
 @dataclass(frozen=True)
@@ -156,8 +156,19 @@ class MergedCorpusDrafter(MergedDrafter):
 
     def add_corpus(self, tenant: str, corpus: str, token_ids: Sequence[int]) -> CorpusGrowth:
         """See `CorpusDrafter.add_corpus`."""
-        learner = next(part for part in self._parts if isinstance(part, CorpusDrafter))
-        return learner.add_corpus(tenant, corpus, token_ids)
+        return self._learner.add_corpus(tenant, corpus, token_ids)
+
+    def corpora(self, tenant: str) -> list[CorpusInfo]:
+        """See `CorpusDrafter.corpora`."""
+        return self._learner.corpora(tenant)
+
+    def delete_corpus(self, tenant: str | None, corpus: str) -> CorpusInfo:
+        """See `CorpusDrafter.delete_corpus`."""
+        return self._learner.delete_corpus(tenant, corpus)
+
+    @property
+    def _learner(self) -> CorpusDrafter:
+        return next(part for part in self._parts if isinstance(part, CorpusDrafter))
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,11 +26,14 @@ from draft_service.ngram.prediction import UNIT
 from draft_service.ngram.trie import NgramTrie
 from outrider.sampling import VerificationMode
 from outrider.tree import TokenTree
-from outrider.wire.frames import TreeLimits
+from outrider.wire.frames import CorpusInfo, TreeLimits
 
 log = logging.getLogger(__name__)
 # Committed tokens are taught to the tenant's trie in pieces of this size, to spare the queue.
 _PIECE = 16
+# A snapshot without a deleted corpus is written within this many seconds. Chosen, not measured: a crash brings it back
+# for that long, and a tenant that deletes one corpus after the other has the disk written no more often than that.
+_FORGET_SECONDS = 30.0
 # Below this temperature the target's distribution is a point, and raising frequencies further only overflows.
 _COLDEST = 0.1
 
@@ -162,6 +165,16 @@ class NgramDrafter(Drafter):
         """See `CorpusDrafter.add_corpus`."""
         return self._learner.run(partial(self._corpora.add, tenant, corpus, _as_tokens(token_ids)))
 
+    def corpora(self, tenant: str) -> list[CorpusInfo]:
+        """See `CorpusDrafter.corpora`."""
+        return self._corpora.listed(tenant)
+
+    def delete_corpus(self, tenant: str | None, corpus: str) -> CorpusInfo:
+        """See `CorpusDrafter.delete_corpus`. A snapshot without it follows soon."""
+        deleted = self._learner.run(partial(self._corpora.delete, tenant, corpus))
+        self._learner.ask_for_chore(_FORGET_SECONDS)
+        return deleted
+
     def stats(self) -> Mapping[str, float]:
         learner = self._learner
         return self._corpora.figures() | {
@@ -182,7 +195,8 @@ class NgramDrafter(Drafter):
             names = sequence.tenant, sequence.corpus
             pair = numbers.get(names)
             if pair is None:
-                shared = self._corpora.shared(sequence.corpus) if sequence.corpus else self._nothing
+                # One that was deleted since the open is none.
+                shared = (self._corpora.find_shared(sequence.corpus) if sequence.corpus else None) or self._nothing
                 for trie in (tenant := self._corpora.tenant(sequence.tenant), shared):
                     if places.setdefault(id(trie), len(tries)) == len(tries):
                         tries.append(trie)

@@ -24,12 +24,19 @@ class Learner:
         self._chore_due = time.monotonic() + chore_seconds
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="trie-learner")
         self._count = threading.Lock()
+        # A chore that was asked for and has not run.
+        self._asked: threading.Timer | None = None
+        self._stopped = False
         self.backlog = 0
         self.learnt_tokens = 0
         self.dropped_tokens = 0
 
     def stop(self) -> None:
         """Work off what waits, run the chore, end."""
+        with self._count:
+            self._stopped = True
+            if self._asked is not None:
+                self._asked.cancel()
         if self._chore is not None:
             self.run(self._chore)
         self._thread.shutdown()
@@ -48,6 +55,15 @@ class Learner:
         """Do `work` on the thread, after all that was queued before, and hand back its result or raise its error."""
         return self._thread.submit(work).result()
 
+    def ask_for_chore(self, seconds: float) -> None:
+        """Have the chore run within so many seconds, once for all who ask, also when nothing is learnt meanwhile."""
+        with self._count:
+            if self._chore is None or self._asked is not None or self._stopped:
+                return
+            self._asked = threading.Timer(min(seconds, self._chore_seconds), self._begin_chore)
+            self._asked.daemon = True
+            self._asked.start()
+
     def flush(self) -> None:
         """Wait until everything taught so far is learnt."""
         self.run(lambda: None)
@@ -59,7 +75,21 @@ class Learner:
             with self._count:
                 self.backlog -= tokens
                 self.learnt_tokens += tokens
-        if self._chore is not None and time.monotonic() >= self._chore_due:
+        if time.monotonic() >= self._chore_due:
+            self._do_chore()
+
+    def _begin_chore(self) -> None:
+        with self._count:
+            if not self._stopped:
+                self._thread.submit(self._do_chore).add_done_callback(_report)
+
+    def _do_chore(self) -> None:
+        # What is asked for from here on may come too late for this one.
+        with self._count:
+            if self._asked is not None:
+                self._asked.cancel()
+            self._asked = None
+        if self._chore is not None:
             self._chore()
             self._chore_due = time.monotonic() + self._chore_seconds
 

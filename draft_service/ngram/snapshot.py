@@ -50,6 +50,7 @@ def save(folder: Path, tries: Sequence[StoredTrie], settings: dict[str, int]) ->
         "format": _FORMAT,
         "names": json.dumps([[stored.tenant, stored.corpus] for stored in tries]),
         "settings": json.dumps(settings, sort_keys=True),
+        "documents": json.dumps([stored.documents for stored in tries]),
         "sha256": json.dumps([_checksum(stored.tenant, stored.corpus, stored.rows) for stored in tries]),
     }
     # Made before it is filled, under a name that nobody knows, so that it is never readable by others and never a link.
@@ -81,11 +82,15 @@ def load(folder: Path, settings: dict[str, int]) -> Loaded:
             if metadata.get("settings") != json.dumps(settings, sort_keys=True):
                 raise SnapshotRefused("it was written with other settings")
             names, checksums = json.loads(metadata["names"]), json.loads(metadata["sha256"])
+            # Snapshots of earlier versions do not count documents.
+            documents = json.loads(metadata["documents"]) if "documents" in metadata else [0] * len(names)
+            if not all(type(count) is int and count >= 0 for count in documents):
+                raise SnapshotRefused("its documents are not counted")
             loaded = Loaded()
-            for i, ((tenant, corpus), checksum) in enumerate(zip(names, checksums, strict=True)):
+            for i, ((tenant, corpus), count, checksum) in enumerate(zip(names, documents, checksums, strict=True)):
                 rows = file.get_tensor(str(i))
                 if _checksum(tenant, corpus, rows) == checksum:
-                    loaded.tries.append(StoredTrie(tenant, corpus, rows))
+                    loaded.tries.append(StoredTrie(tenant, corpus, rows, count))
                 else:
                     loaded.damaged.append((tenant, corpus))
     except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:

@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 CONFIG_VARIABLE = "OUTRIDER_CONFIG"
 # Bytes of the largest message that a service takes unless it is configured otherwise.
 MAX_MESSAGE_BYTES = 4 * 1024 * 1024
+# Chosen, not measured: clients send their first message with the headers, and a slow network takes a second or two.
+FIRST_MESSAGE_SECONDS = 10.0
 _TRUE = {"1", "true", "yes", "on"}
 _FALSE = {"0", "false", "no", "off"}
 # Tables that a file may have: services and the command line share one, and each reads its own. A table of another name

@@ -209,6 +209,28 @@ class ScriptedDraft(draft_pb2_grpc.DraftServiceServicer):
         self.taught.append((tenant, corpus, tokens))
         return draft_pb2.AddCorpusResponse(tokens=tokens, nodes=2 * tokens)
 
+    async def ListCorpora(self, request: Any, context: Any) -> Any:  # noqa: ARG002
+        known = [self._described(*each) for each in self.taught if each[1] or each[0] == request.tenant]
+        return draft_pb2.ListCorporaResponse(corpora=known)
+
+    async def DeleteCorpus(self, request: Any, context: Any) -> Any:  # noqa: ARG002
+        for each in self.taught:
+            if each[:2] == (request.tenant, request.corpus):
+                self.taught.remove(each)
+                return draft_pb2.DeleteCorpusResponse(corpus=self._described(*each))
+        raise errors.UnknownCorpus("no corpus of that name was added")
+
+    def _described(self, tenant: str, corpus: str, tokens: int) -> draft_pb2.Corpus:
+        return draft_pb2.Corpus(
+            corpus=corpus,
+            tenant=tenant,
+            shared=bool(corpus),
+            tokens=tokens,
+            documents=1,
+            nodes=2 * tokens,
+            bytes=2**20,
+        )
+
 
 @dataclass
 class Running:

@@ -44,6 +44,7 @@ def test_help(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
         (["bench", "--prompts", "x", "--json", "/dev/null/x.json"], "/dev/null/x.json"),
         (["bench", "--target-flags", "'"], "No closing quotation"),
         (["corpus"], "required: ACTION"),
+        (["corpus", "delete"], "required: NAME"),
         (["corpus", "add", "a.txt", "--to", "b"], "no such flag or argument: --to b"),
         (["demo", "--max-tokens", "0"], "--max-tokens must be at least 1"),
     ],
@@ -189,6 +190,26 @@ async def test_corpus_of_token_ids(running: Any, outrider: Any, tmp_path: Path) 
     status, out, err = await outrider(*words)
     assert (status, out) == (0, "added 5 tokens; the trie has 10 nodes\n"), err
     assert running.draft.taught == [("acme", "docs", 5)]
+
+
+async def test_corpora_are_listed_and_deleted(running: Any, outrider: Any) -> None:
+    access = ["--draft", running.address, "--tenant", "acme"]
+    status, out, err = await outrider("corpus", "list", *access)
+    assert (status, out) == (0, "") and "there are no corpora" in err
+    running.draft.taught += [("acme", "", 3), ("acme", "docs", 5), ("other", "[b]notes", 7), ("other", "", 9)]
+    status, out, _ = await outrider("corpus", "list", *access)
+    rows = [line.split() for line in out.splitlines()]
+    assert status == 0 and rows == [
+        ["NAME", "OWNER", "TOKENS", "DOCUMENTS", "NODES", "MEMORY", "KIND"],
+        ["-", "acme", "3", "1", "6", "1.0", "MB", "own"],
+        ["docs", "acme", "5", "1", "10", "1.0", "MB", "shared"],
+        ["[b]notes", "other", "7", "1", "14", "1.0", "MB", "shared"],
+    ]
+    status, out, _ = await outrider("corpus", "delete", "docs", *access)
+    assert (status, out) == (0, "deleted docs: 5 tokens, 10 nodes\n")
+    status, _, err = await outrider("corpus", "delete", "docs", *access)
+    assert status == 1 and "UNKNOWN_CORPUS" in err
+    assert ("acme", "docs", 5) not in running.draft.taught
 
 
 @pytest.mark.parametrize("line", ["{", '"text"', "[1.5]", '{"token_ids": [-1]}', "[true]"])

@@ -15,6 +15,7 @@ from outrider import errors
 from outrider.serving.tenancy import TENANT_KEY, TOKEN_KEY
 from outrider.telemetry import names as telemetry
 from outrider.telemetry.tracing import Tracing
+from outrider.wire.frames import CorpusInfo
 from outrider_client import (
     Client,
     DraftClient,
@@ -177,6 +178,21 @@ async def test_corpus_is_sent_in_pieces(running: Any) -> None:
         with pytest.raises(errors.QuotaExceeded):
             await draft.add_corpus([[1, 2]])
     assert running.draft.taught == [("acme", "docs", 70_002)]
+
+
+async def test_corpora_are_listed_and_deleted(running: Any) -> None:
+    docs = CorpusInfo("docs", "acme", tokens=3, documents=1, nodes=6, bytes=2**20)
+    own = CorpusInfo("", "acme", tokens=2, documents=1, nodes=4, bytes=2**20)
+    async with DraftClient.connect(running.address) as draft:
+        assert await draft.list_corpora() == []
+        await draft.add_corpus([[1, 2, 3]], tenant="acme", corpus="docs")
+        await draft.add_corpus([[4, 5]], tenant="acme")
+        assert await draft.list_corpora(tenant="acme") == [docs, own]
+        assert docs.shared and not own.shared
+        with pytest.raises(errors.UnknownCorpus):
+            await draft.delete_corpus("docs", tenant="other")
+        assert await draft.delete_corpus("docs", tenant="acme") == docs
+        assert await draft.list_corpora(tenant="acme") == [own]
 
 
 async def test_verify_session(running: Any) -> None:

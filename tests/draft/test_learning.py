@@ -65,3 +65,18 @@ def test_the_chore_runs_when_due_and_at_the_end(seconds: float, times: int) -> N
         learner.teach(1, lambda: None)
     learner.stop()
     assert len(done) == times
+
+
+def test_a_chore_that_is_asked_for_runs_once_and_without_a_lesson() -> None:
+    done = threading.Semaphore(0)
+    learner = Learner(10, done.release, 1_000.0)
+    for _ in range(5):
+        learner.ask_for_chore(0.05)
+    assert done.acquire(timeout=10)
+    learner.flush()
+    assert not done.acquire(blocking=False)
+    learner.ask_for_chore(0.0)
+    assert done.acquire(timeout=10)
+    learner.ask_for_chore(1_000.0)
+    learner.stop()
+    assert done.acquire(blocking=False) and not done.acquire(blocking=False)

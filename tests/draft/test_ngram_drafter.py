@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -314,3 +315,59 @@ def test_own_tries_are_bounded_together() -> None:
         for one in sequences:
             drafter.close(one)
         assert drafter.stats()["trie_own_rows"] == 0
+
+
+def test_a_deleted_corpus_is_forgotten_and_its_memory_free() -> None:
+    with running() as drafter:
+        before = drafter.stats()["trie_bytes"]
+        drafter.add_corpus("maker", "manual", list(range(100, 200)))
+        drafter.add_corpus("maker", "manual", list(range(200, 250)))
+        # The figures say what is counted; this, that nothing holds the arrays.
+        held = weakref.ref(drafter._corpora.shared("manual"))
+        listed = drafter.corpora("other")
+        assert [(one.name, one.owner, one.tokens, one.documents, one.shared) for one in listed] == [
+            ("manual", "maker", 150, 2, True)
+        ]
+        with pytest.raises(UnknownCorpus):
+            drafter.delete_corpus("other", "manual")
+        assert drafter.delete_corpus("maker", "manual") == listed[0]
+        assert drafter.stats()["trie_bytes"] == before and held() is None
+        assert drafter.corpora("maker") == []
+        with pytest.raises(UnknownCorpus):
+            drafter.delete_corpus(None, "manual")
+        with pytest.raises(UnknownCorpus):
+            drafter.open(sequence([1], corpus="manual"))
+        # Its name and its place are free again.
+        drafter.add_corpus("other", "manual", [1, 2, 3])
+        assert drafter.corpora("maker")[0].owner == "other"
+
+
+def test_places_of_deleted_corpora_are_free() -> None:
+    with running(corpus_capacity=1_000) as drafter:
+        for number in range(40):
+            drafter.add_corpus("maker", f"name-{number}", [1, 2, 3])
+            drafter.delete_corpus("maker", f"name-{number}")
+        assert drafter._corpora._rows == 0
+
+
+def test_corpora_are_bounded_over_all_tenants() -> None:
+    with running(corpus_capacity=1_000) as drafter:
+        for number in range(1024):
+            drafter.add_corpus(f"tenant-{number // 16}", f"name-{number}", [1])
+        with pytest.raises(QuotaExceeded) as refused:
+            drafter.add_corpus("late", "one-more", [1])
+        assert refused.value.retry_after is None and len(drafter.corpora("late")) == 1024
+
+
+@pytest.mark.parametrize("mode", list(VerificationMode))
+def test_a_sequence_goes_on_without_a_deleted_corpus(mode: VerificationMode) -> None:
+    with running(learn_prompts=False) as drafter:
+        drafter.add_corpus("maker", "manual", list(range(100, 200)))
+        drafter.add_corpus("user", "", [101, 900])
+        one = sequence([1, 100, 101], "user", corpus="manual", mode=mode)
+        drafter.open(one)
+        assert 102 in drafter.propose([one])[0].token_ids
+        drafter.delete_corpus("maker", "manual")
+        tree = drafter.propose([one])[0]
+        assert 102 not in tree.token_ids and 900 in tree.token_ids
+        drafter.close(one)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import resource
+import time
 from pathlib import Path
 
 import numpy as np
@@ -102,6 +103,10 @@ def test_other_settings_are_refused(tmp_path: Path) -> None:
         ("sha256", "00"),
         ("sha256", "[]"),
         ("settings", "{}"),
+        ("documents", "[]"),
+        ("documents", "[-1]"),
+        ("documents", "[true]"),
+        ("documents", "7"),
     ],
 )
 def test_changed_metadata_is_refused(tmp_path: Path, key: str, value: str) -> None:
@@ -179,6 +184,43 @@ class TestDrafter:
         counts = {tenant: count(drafter._corpora.tenant(tenant), window) for tenant, window in tries.items()}
         drafter._learner._thread.shutdown()
         return counts
+
+    def test_a_deleted_corpus_is_forgotten_and_the_others_are_listed_as_before(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Also after a crash: a snapshot without it is written without anything being learnt."""
+        monkeypatch.setattr("draft_service.ngram.drafter._FORGET_SECONDS", 0.01)
+        drafter = self.drafter(tmp_path)
+        for name in ("gone", "kept", "kept"):
+            drafter.add_corpus("a", name, [10, 11, 12])
+        drafter.add_corpus("a", "", [10, 11])
+        drafter._save()
+        before = drafter.corpora("a")
+        drafter.delete_corpus("a", "gone")
+        deadline = time.monotonic() + 10
+        while "gone" in (names := [stored.corpus for stored in load(tmp_path, drafter._settings()).tries]):
+            assert time.monotonic() < deadline, names
+            time.sleep(0.01)
+        restarted = self.drafter(tmp_path)
+        restarted._restore()
+        listed = restarted.corpora("a")
+        assert [(one.name, one.owner, one.tokens, one.documents) for one in listed] == [
+            ("", "a", 2, 1),
+            ("kept", "a", 6, 2),
+        ]
+        assert [one.name for one in before] == ["", "gone", "kept"]
+        for each in (drafter, restarted):
+            each._learner._thread.shutdown()
+
+    def test_a_snapshot_of_an_earlier_version_counts_no_documents(self, tmp_path: Path) -> None:
+        save(tmp_path, tries(), SETTINGS)
+        path = tmp_path / FILE_NAME
+        with safe_open(path, framework="numpy") as file:
+            metadata = file.metadata()
+            rows = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        del metadata["documents"]
+        save_file(rows, path, metadata)
+        assert [stored.documents for stored in load(tmp_path, SETTINGS).tries] == [0, 0, 0]
 
     def test_a_damaged_trie_costs_its_tenant_only(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         self.taught(tmp_path)

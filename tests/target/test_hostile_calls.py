@@ -72,6 +72,35 @@ async def test_a_request_has_its_time_to_come(echo: Any, method: str) -> None:
         assert await echo.call(channel, method) == b"default"
 
 
+@pytest.mark.parametrize("method", ["Collect", "Converse"])
+async def test_the_first_message_of_a_stream_has_its_time_to_come(echo: Any, method: str) -> None:
+    async with (
+        echo.serving(echo.Echo(), max_concurrent_calls=2, first_message_seconds=0.3) as server,
+        grpc.aio.insecure_channel(server.address) as channel,
+    ):
+        silent = [channel.stream_stream(f"/{echo.name}/{method}")() for _ in range(2)]
+        for call in silent:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await call.read()
+            error = error_of_rpc(caught.value)
+            assert isinstance(error, DeadlineExceeded) and error.message == "no message has come on the stream in 0.3 s"
+        # One that has begun may be silent, and the places of the others are free.
+        begun = channel.stream_stream(f"/{echo.name}/{method}")()
+        await begun.write(b"")
+        await asyncio.sleep(0.6)
+        await begun.write(b"")
+        await begun.done_writing()
+        assert await begun.read() == b"default"
+
+
+async def test_a_silent_verify_stream_is_ended(targets: Any) -> None:
+    async with targets(first_message_seconds=0.3) as target:
+        call = target.stub.Verify()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await asyncio.wait_for(call.read(), 10)
+        assert isinstance(error_of_rpc(caught.value), DeadlineExceeded)
+
+
 async def test_health_is_heard_while_every_place_is_taken(echo: Any) -> None:
     async with echo.serving(echo.Echo(), max_concurrent_calls=4) as server, AsyncExitStack() as stack:
         for _ in range(4):

@@ -24,6 +24,8 @@ const (
 	DraftService_Propose_FullMethodName      = "/outrider.v1.DraftService/Propose"
 	DraftService_GetDraftInfo_FullMethodName = "/outrider.v1.DraftService/GetDraftInfo"
 	DraftService_AddCorpus_FullMethodName    = "/outrider.v1.DraftService/AddCorpus"
+	DraftService_ListCorpora_FullMethodName  = "/outrider.v1.DraftService/ListCorpora"
+	DraftService_DeleteCorpus_FullMethodName = "/outrider.v1.DraftService/DeleteCorpus"
 )
 
 // DraftServiceClient is the client API for DraftService service.
@@ -39,6 +41,13 @@ type DraftServiceClient interface {
 	// AddCorpus teaches a tenant's trie documents or past outputs. FAILED_PRECONDITION where the drafter has no trie,
 	// RESOURCE_EXHAUSTED past the tenant's quota (what fitted is kept).
 	AddCorpus(ctx context.Context, opts ...grpc.CallOption) (DraftService_AddCorpusClient, error)
+	// ListCorpora says which tries a tenant may draft from: every shared corpus, and its own. FAILED_PRECONDITION where
+	// the drafter has no trie.
+	ListCorpora(ctx context.Context, in *ListCorporaRequest, opts ...grpc.CallOption) (*ListCorporaResponse, error)
+	// DeleteCorpus forgets a shared corpus. Sequences that use it go on without it, and an open that names it is
+	// NOT_FOUND from then on. Only its owner and the service's trusted tenant may: for everybody else it is NOT_FOUND, as
+	// one that was never added is. FAILED_PRECONDITION where the drafter has no trie.
+	DeleteCorpus(ctx context.Context, in *DeleteCorpusRequest, opts ...grpc.CallOption) (*DeleteCorpusResponse, error)
 }
 
 type draftServiceClient struct {
@@ -126,6 +135,26 @@ func (x *draftServiceAddCorpusClient) CloseAndRecv() (*AddCorpusResponse, error)
 	return m, nil
 }
 
+func (c *draftServiceClient) ListCorpora(ctx context.Context, in *ListCorporaRequest, opts ...grpc.CallOption) (*ListCorporaResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(ListCorporaResponse)
+	err := c.cc.Invoke(ctx, DraftService_ListCorpora_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *draftServiceClient) DeleteCorpus(ctx context.Context, in *DeleteCorpusRequest, opts ...grpc.CallOption) (*DeleteCorpusResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(DeleteCorpusResponse)
+	err := c.cc.Invoke(ctx, DraftService_DeleteCorpus_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
 // DraftServiceServer is the server API for DraftService service.
 // All implementations must embed UnimplementedDraftServiceServer
 // for forward compatibility
@@ -139,6 +168,13 @@ type DraftServiceServer interface {
 	// AddCorpus teaches a tenant's trie documents or past outputs. FAILED_PRECONDITION where the drafter has no trie,
 	// RESOURCE_EXHAUSTED past the tenant's quota (what fitted is kept).
 	AddCorpus(DraftService_AddCorpusServer) error
+	// ListCorpora says which tries a tenant may draft from: every shared corpus, and its own. FAILED_PRECONDITION where
+	// the drafter has no trie.
+	ListCorpora(context.Context, *ListCorporaRequest) (*ListCorporaResponse, error)
+	// DeleteCorpus forgets a shared corpus. Sequences that use it go on without it, and an open that names it is
+	// NOT_FOUND from then on. Only its owner and the service's trusted tenant may: for everybody else it is NOT_FOUND, as
+	// one that was never added is. FAILED_PRECONDITION where the drafter has no trie.
+	DeleteCorpus(context.Context, *DeleteCorpusRequest) (*DeleteCorpusResponse, error)
 	mustEmbedUnimplementedDraftServiceServer()
 }
 
@@ -154,6 +190,12 @@ func (UnimplementedDraftServiceServer) GetDraftInfo(context.Context, *GetDraftIn
 }
 func (UnimplementedDraftServiceServer) AddCorpus(DraftService_AddCorpusServer) error {
 	return status.Errorf(codes.Unimplemented, "method AddCorpus not implemented")
+}
+func (UnimplementedDraftServiceServer) ListCorpora(context.Context, *ListCorporaRequest) (*ListCorporaResponse, error) {
+	return nil, status.Errorf(codes.Unimplemented, "method ListCorpora not implemented")
+}
+func (UnimplementedDraftServiceServer) DeleteCorpus(context.Context, *DeleteCorpusRequest) (*DeleteCorpusResponse, error) {
+	return nil, status.Errorf(codes.Unimplemented, "method DeleteCorpus not implemented")
 }
 func (UnimplementedDraftServiceServer) mustEmbedUnimplementedDraftServiceServer() {}
 
@@ -238,6 +280,42 @@ func (x *draftServiceAddCorpusServer) Recv() (*AddCorpusRequest, error) {
 	return m, nil
 }
 
+func _DraftService_ListCorpora_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(ListCorporaRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(DraftServiceServer).ListCorpora(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: DraftService_ListCorpora_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(DraftServiceServer).ListCorpora(ctx, req.(*ListCorporaRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _DraftService_DeleteCorpus_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(DeleteCorpusRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(DraftServiceServer).DeleteCorpus(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: DraftService_DeleteCorpus_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(DraftServiceServer).DeleteCorpus(ctx, req.(*DeleteCorpusRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
 // DraftService_ServiceDesc is the grpc.ServiceDesc for DraftService service.
 // It's only intended for direct use with grpc.RegisterService,
 // and not to be introspected or modified (even as a copy)
@@ -248,6 +326,14 @@ var DraftService_ServiceDesc = grpc.ServiceDesc{
 		{
 			MethodName: "GetDraftInfo",
 			Handler:    _DraftService_GetDraftInfo_Handler,
+		},
+		{
+			MethodName: "ListCorpora",
+			Handler:    _DraftService_ListCorpora_Handler,
+		},
+		{
+			MethodName: "DeleteCorpus",
+			Handler:    _DraftService_DeleteCorpus_Handler,
 		},
 	},
 	Streams: []grpc.StreamDesc{

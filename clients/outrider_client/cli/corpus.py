@@ -1,10 +1,10 @@
-"""`outrider corpus add`: teach a draft service documents before the first request."""
+"""`outrider corpus`: teach a draft service documents before the first request, list corpora, and delete them."""
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -12,6 +12,7 @@ from rich.progress import track
 
 from outrider.runtime import run
 from outrider.settings import SettingsError, add_flags
+from outrider.wire.frames import CorpusInfo
 from outrider_client.cli.base import Command, CommandFailed, add_config_flag, error_console, options
 from outrider_client.cli.generate import read_text
 from outrider_client.draft import CorpusAdded, DraftClient
@@ -19,6 +20,7 @@ from outrider_client.local.models import ModelMissing, Tokenizer, load_tokenizer
 from outrider_client.terminal.options import DEFAULT_MODEL, AccessOptions, ClientOptions
 
 _DEFAULT_DRAFT = "127.0.0.1:50052"
+_COLUMNS = ("NAME", "OWNER", "TOKENS", "DOCUMENTS", "NODES", "MEMORY", "KIND")
 
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:
@@ -32,17 +34,81 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     )
     add.add_argument("files", nargs="+", type=Path, metavar="FILE", help="text files, or .jsonl files of token ids")
     add.add_argument(
-        "--draft", default=_DEFAULT_DRAFT, metavar="ADDRESS", help=f"draft service (default: {_DEFAULT_DRAFT})"
-    )
-    add.add_argument(
         "--corpus", default="", metavar="NAME", help="shared corpus to add to; the tenant's own trie when left out"
     )
     add.add_argument("--model", default=DEFAULT_MODEL, help="model whose tokenizer to use (default: %(default)s)")
-    add_config_flag(add)
-    add_flags(add, AccessOptions)
+    _add_access(add, _run_add)
+    listed = actions.add_parser(
+        "list",
+        help="list the corpora that a tenant may draft from",
+        description="Lists the tenant's own trie, if anything was learnt for it, and the shared corpora.",
+        allow_abbrev=False,
+    )
+    _add_access(listed, _run_list)
+    delete = actions.add_parser(
+        "delete",
+        help="delete a shared corpus",
+        description="Has the draft service forget a shared corpus that the tenant owns, or any with the token of the "
+        "service's trusted tenant. Sequences that use it go on without it.",
+        allow_abbrev=False,
+    )
+    delete.add_argument("name", metavar="NAME", help="shared corpus to delete")
+    _add_access(delete, _run_delete)
+
+
+def _add_access(parser: argparse.ArgumentParser, run_action: Callable[[argparse.Namespace], int]) -> None:
+    parser.add_argument(
+        "--draft", default=_DEFAULT_DRAFT, metavar="ADDRESS", help=f"draft service (default: {_DEFAULT_DRAFT})"
+    )
+    add_config_flag(parser)
+    add_flags(parser, AccessOptions)
+    parser.set_defaults(run_action=run_action)
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    run_action: Callable[[argparse.Namespace], int] = arguments.run_action
+    return run_action(arguments)
+
+
+def _run_list(arguments: argparse.Namespace) -> int:
+    reach = options(ClientOptions, "client", arguments)
+    corpora = run(_list(reach, arguments.draft))
+    if not corpora:
+        error_console().print("there are no corpora")
+        return 0
+    rows = [_COLUMNS, *map(_row, corpora)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    out = Console(highlight=False, soft_wrap=True)
+    for row in rows:
+        padded = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        out.print("  ".join(padded).rstrip(), markup=False)
+    return 0
+
+
+def _row(corpus: CorpusInfo) -> Sequence[str]:
+    figures = map(str, (corpus.tokens, corpus.documents, corpus.nodes))
+    name, kind = (corpus.name, "shared") if corpus.shared else ("-", "own")
+    return name, corpus.owner, *figures, f"{corpus.bytes / 2**20:.1f} MB", kind
+
+
+async def _list(reach: ClientOptions, address: str) -> list[CorpusInfo]:
+    async with DraftClient(reach.connection(address)) as draft:
+        return await draft.list_corpora(tenant=reach.tenant, timeout=reach.deadline)
+
+
+def _run_delete(arguments: argparse.Namespace) -> int:
+    reach = options(ClientOptions, "client", arguments)
+    deleted = run(_delete(reach, arguments.draft, arguments.name))
+    Console(highlight=False).print(f"deleted {deleted.name}: {deleted.tokens} tokens, {deleted.nodes} nodes")
+    return 0
+
+
+async def _delete(reach: ClientOptions, address: str, corpus: str) -> CorpusInfo:
+    async with DraftClient(reach.connection(address)) as draft:
+        return await draft.delete_corpus(corpus, tenant=reach.tenant, timeout=reach.deadline)
+
+
+def _run_add(arguments: argparse.Namespace) -> int:
     reach = options(ClientOptions, "client", arguments)
     documents = list(_documents(arguments.files, arguments.model))
     added = run(_add(reach, arguments.draft, arguments.corpus, documents))
@@ -88,8 +154,9 @@ def _token_lines(path: Path, text: str) -> Iterator[Sequence[int]]:
 
 CORPUS = Command(
     "corpus",
-    "teach a draft service documents",
-    "Teaches a draft service documents, so that it drafts from them before the first request.",
+    "teach a draft service documents; list and delete corpora",
+    "Teaches a draft service documents, so that it drafts from them before the first request; lists and deletes what "
+    "it was taught.",
     _add_flags,
     _run,
 )

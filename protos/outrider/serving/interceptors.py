@@ -7,6 +7,7 @@ import inspect
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
+from contextvars import ContextVar
 from typing import Any, TypeAlias
 
 import grpc
@@ -64,14 +65,60 @@ def _guarded_generator(behaviour: Any, guard: Guard) -> Any:
     return handle
 
 
+# The deadline of the streaming call being handled, until its first message has come.
+_first_message: ContextVar[asyncio.Timeout] = ContextVar("outrider_first_message")
+
+
+def _begun_inside(handler: Handler, seconds: float) -> Handler:
+    """`handler` of a stream of requests, ended with `DeadlineExceeded` when no message comes within `seconds`.
+
+    Messages are parsed by whoever reads them, which is the handler or a task of its own: either knows the call's
+    deadline, and ends it with the first message.
+    """
+    kind, make = _KINDS[True, bool(handler.response_streaming)]
+    parse, inner = _checked(handler.request_deserializer), getattr(handler, kind)
+
+    def noted(payload: bytes) -> Any:
+        deadline = _first_message.get()
+        # One that is past ends the call, whatever comes now.
+        if deadline.when() is not None and not deadline.expired():
+            deadline.reschedule(None)
+        return payload if parse is None else parse(payload)
+
+    @asynccontextmanager
+    async def begun() -> AsyncIterator[None]:
+        deadline = asyncio.timeout(seconds)
+        _first_message.set(deadline)
+        try:
+            async with deadline:
+                yield
+        except TimeoutError:
+            if not deadline.expired():
+                raise
+            raise DeadlineExceeded(f"no message has come on the stream in {seconds:g} s") from None
+
+    async def answer(requests: Any, context: Context) -> Any:
+        async with begun():
+            return await inner(requests, context)
+
+    async def answers(requests: Any, context: Context) -> AsyncIterator[Any]:
+        async with begun(), aclosing(inner(requests, context)) as responses:
+            async for response in responses:
+                yield response
+
+    reading = answers if inspect.isasyncgenfunction(inner) else answer
+    made: Handler = make(reading, noted, handler.response_serializer)
+    return made
+
+
 def _read_inside(handler: Handler, seconds: float) -> Handler:
-    """`handler`, where it takes a lone request, as one that begins at the headers and reads its request itself.
+    """`handler` of a lone request as one that begins at the headers and reads its request itself.
 
     gRPC reads a lone request before any handler runs: a caller that sends headers alone would take a place before it
     is asked who it is, for as long as it likes, and bytes that are no message would be a bug in gRPC's eyes. Raises
     `DeadlineExceeded` when the request takes longer than `seconds`, `InvalidField` for malformed bytes.
     """
-    kind, _ = _KINDS[bool(handler.request_streaming), bool(handler.response_streaming)]
+    kind, _ = _KINDS[False, bool(handler.response_streaming)]
     _, make = _KINDS[True, bool(handler.response_streaming)]
     parse, inner = _checked(handler.request_deserializer), getattr(handler, kind)
 
@@ -94,7 +141,7 @@ def _read_inside(handler: Handler, seconds: float) -> Handler:
                 yield response
 
     reading = answers if inspect.isasyncgenfunction(inner) else answer
-    made: Handler = make(inner if handler.request_streaming else reading, parse, handler.response_serializer)
+    made: Handler = make(reading, parse, handler.response_serializer)
     return made
 
 
@@ -151,12 +198,15 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
     Must stand last in the list, after `ErrorInterceptor`, which makes a status of what this one raises.
     """
 
-    def __init__(self, authenticator: Authenticator, calls: Calls, request_seconds: float) -> None:
-        """`request_seconds`: what a lone request may take to come."""
+    def __init__(
+        self, authenticator: Authenticator, calls: Calls, request_seconds: float, first_message_seconds: float
+    ) -> None:
+        """`request_seconds`: what a lone request may take to come; `first_message_seconds`: the first of a stream."""
         # May be exchanged for another while calls come.
         self.authenticator = authenticator
         self._calls = calls
         self._request_seconds = request_seconds
+        self._first_message_seconds = first_message_seconds
 
     async def intercept_service(
         self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
@@ -175,7 +225,11 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
             with self._calls.of(tenant):
                 yield
 
-        return None if handler is None else guarded(_read_inside(handler, self._request_seconds), guard)
+        if handler is None:
+            return None
+        if handler.request_streaming:
+            return guarded(_begun_inside(handler, self._first_message_seconds), guard)
+        return guarded(_read_inside(handler, self._request_seconds), guard)
 
 
 def _is_malformed(error: OutriderError) -> bool:

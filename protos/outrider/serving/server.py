@@ -23,7 +23,7 @@ from outrider.serving.credentials import TlsFiles
 from outrider.serving.health import HealthServicer
 from outrider.serving.interceptors import AuthInterceptor, ErrorInterceptor
 from outrider.serving.tenancy import Authenticator
-from outrider.settings import MAX_MESSAGE_BYTES, SettingsError
+from outrider.settings import FIRST_MESSAGE_SECONDS, MAX_MESSAGE_BYTES, SettingsError
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +48,8 @@ class ServingOptions:
     max_concurrent_calls: int = 1024
     # A caller that sends headers has so many seconds to send a lone request.
     request_seconds: float = 10.0
+    # And so many to send the first message of a stream.
+    first_message_seconds: float = FIRST_MESSAGE_SECONDS
     authenticator: Authenticator = field(default_factory=Authenticator)
     # Reads the tokens anew, for `GrpcServer.reload`.
     read_tokens: Callable[[], Authenticator] | None = None
@@ -99,7 +101,9 @@ class GrpcServer:
         self.address = ""
         self.admin_address = ""
         calls = Calls(options.call_limits, by_tenant=options.authenticator.required)
-        self._known = AuthInterceptor(options.authenticator, calls, options.request_seconds)
+        self._known = AuthInterceptor(
+            options.authenticator, calls, options.request_seconds, options.first_message_seconds
+        )
         self._guards = [*interceptors, ErrorInterceptor(), self._known]
         self._server = self._make(options.call_limits.backstop)
         for service in services:

@@ -640,3 +640,126 @@ class AddCorpusResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["nodes", b"nodes", "tokens", b"tokens"]) -> None: ...
 
 global___AddCorpusResponse = AddCorpusResponse
+
+@typing.final
+class ListCorporaRequest(google.protobuf.message.Message):
+    """ListCorporaRequest asks what a tenant may draft from."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TENANT_FIELD_NUMBER: builtins.int
+    tenant: builtins.str
+    """tenant that asks. Default the caller."""
+    def __init__(
+        self,
+        *,
+        tenant: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["tenant", b"tenant"]) -> None: ...
+
+global___ListCorporaRequest = ListCorporaRequest
+
+@typing.final
+class ListCorporaResponse(google.protobuf.message.Message):
+    """ListCorporaResponse has every corpus in one message: a service keeps at most 1024 shared ones."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CORPORA_FIELD_NUMBER: builtins.int
+    @property
+    def corpora(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Corpus]:
+        """corpora by name. The tenant's own trie comes first, once something was learnt for it."""
+
+    def __init__(
+        self,
+        *,
+        corpora: collections.abc.Iterable[global___Corpus] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["corpora", b"corpora"]) -> None: ...
+
+global___ListCorporaResponse = ListCorporaResponse
+
+@typing.final
+class Corpus(google.protobuf.message.Message):
+    """Corpus describes one trie."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CORPUS_FIELD_NUMBER: builtins.int
+    TENANT_FIELD_NUMBER: builtins.int
+    SHARED_FIELD_NUMBER: builtins.int
+    TOKENS_FIELD_NUMBER: builtins.int
+    DOCUMENTS_FIELD_NUMBER: builtins.int
+    NODES_FIELD_NUMBER: builtins.int
+    BYTES_FIELD_NUMBER: builtins.int
+    corpus: builtins.str
+    """corpus is its name; empty for the tenant's own trie."""
+    tenant: builtins.str
+    """tenant that owns it."""
+    shared: builtins.bool
+    """shared says that every tenant may name it. Not set for the tenant's own trie."""
+    tokens: builtins.int
+    """tokens learnt: of documents, and in a tenant's own trie of prompts and outputs too."""
+    documents: builtins.int
+    """documents learnt: messages of AddCorpus with tokens, each a document or a piece of one."""
+    nodes: builtins.int
+    """nodes in the trie."""
+    bytes: builtins.int
+    """bytes of memory that the trie takes."""
+    def __init__(
+        self,
+        *,
+        corpus: builtins.str = ...,
+        tenant: builtins.str = ...,
+        shared: builtins.bool = ...,
+        tokens: builtins.int = ...,
+        documents: builtins.int = ...,
+        nodes: builtins.int = ...,
+        bytes: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "corpus", b"corpus", "documents", b"documents", "nodes", b"nodes", "shared", b"shared", "tenant", b"tenant", "tokens", b"tokens"]) -> None: ...
+
+global___Corpus = Corpus
+
+@typing.final
+class DeleteCorpusRequest(google.protobuf.message.Message):
+    """DeleteCorpusRequest names a shared corpus to forget."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TENANT_FIELD_NUMBER: builtins.int
+    CORPUS_FIELD_NUMBER: builtins.int
+    tenant: builtins.str
+    """tenant that owns the corpus. Default the caller; the trusted tenant may delete any corpus without naming its owner."""
+    corpus: builtins.str
+    """corpus to forget. INVALID_ARGUMENT when empty: a tenant's own trie is not deleted."""
+    def __init__(
+        self,
+        *,
+        tenant: builtins.str = ...,
+        corpus: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["corpus", b"corpus", "tenant", b"tenant"]) -> None: ...
+
+global___DeleteCorpusRequest = DeleteCorpusRequest
+
+@typing.final
+class DeleteCorpusResponse(google.protobuf.message.Message):
+    """DeleteCorpusResponse says what was forgotten."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CORPUS_FIELD_NUMBER: builtins.int
+    @property
+    def corpus(self) -> global___Corpus:
+        """corpus as it was, with the nodes and bytes that are free now."""
+
+    def __init__(
+        self,
+        *,
+        corpus: global___Corpus | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["corpus", b"corpus"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["corpus", b"corpus"]) -> None: ...
+
+global___DeleteCorpusResponse = DeleteCorpusResponse

@@ -50,6 +50,16 @@ class DraftServiceStub(object):
                 request_serializer=outrider_dot_v1_dot_draft__pb2.AddCorpusRequest.SerializeToString,
                 response_deserializer=outrider_dot_v1_dot_draft__pb2.AddCorpusResponse.FromString,
                 _registered_method=True)
+        self.ListCorpora = channel.unary_unary(
+                '/outrider.v1.DraftService/ListCorpora',
+                request_serializer=outrider_dot_v1_dot_draft__pb2.ListCorporaRequest.SerializeToString,
+                response_deserializer=outrider_dot_v1_dot_draft__pb2.ListCorporaResponse.FromString,
+                _registered_method=True)
+        self.DeleteCorpus = channel.unary_unary(
+                '/outrider.v1.DraftService/DeleteCorpus',
+                request_serializer=outrider_dot_v1_dot_draft__pb2.DeleteCorpusRequest.SerializeToString,
+                response_deserializer=outrider_dot_v1_dot_draft__pb2.DeleteCorpusResponse.FromString,
+                _registered_method=True)
 
 
 class DraftServiceServicer(object):
@@ -80,6 +90,23 @@ class DraftServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListCorpora(self, request, context):
+        """ListCorpora says which tries a tenant may draft from: every shared corpus, and its own. FAILED_PRECONDITION where
+        the drafter has no trie.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DeleteCorpus(self, request, context):
+        """DeleteCorpus forgets a shared corpus. Sequences that use it go on without it, and an open that names it is
+        NOT_FOUND from then on. Only its owner and the service's trusted tenant may: for everybody else it is NOT_FOUND, as
+        one that was never added is. FAILED_PRECONDITION where the drafter has no trie.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_DraftServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -97,6 +124,16 @@ def add_DraftServiceServicer_to_server(servicer, server):
                     servicer.AddCorpus,
                     request_deserializer=outrider_dot_v1_dot_draft__pb2.AddCorpusRequest.FromString,
                     response_serializer=outrider_dot_v1_dot_draft__pb2.AddCorpusResponse.SerializeToString,
+            ),
+            'ListCorpora': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListCorpora,
+                    request_deserializer=outrider_dot_v1_dot_draft__pb2.ListCorporaRequest.FromString,
+                    response_serializer=outrider_dot_v1_dot_draft__pb2.ListCorporaResponse.SerializeToString,
+            ),
+            'DeleteCorpus': grpc.unary_unary_rpc_method_handler(
+                    servicer.DeleteCorpus,
+                    request_deserializer=outrider_dot_v1_dot_draft__pb2.DeleteCorpusRequest.FromString,
+                    response_serializer=outrider_dot_v1_dot_draft__pb2.DeleteCorpusResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -181,6 +218,60 @@ class DraftService(object):
             '/outrider.v1.DraftService/AddCorpus',
             outrider_dot_v1_dot_draft__pb2.AddCorpusRequest.SerializeToString,
             outrider_dot_v1_dot_draft__pb2.AddCorpusResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListCorpora(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/outrider.v1.DraftService/ListCorpora',
+            outrider_dot_v1_dot_draft__pb2.ListCorporaRequest.SerializeToString,
+            outrider_dot_v1_dot_draft__pb2.ListCorporaResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DeleteCorpus(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/outrider.v1.DraftService/DeleteCorpus',
+            outrider_dot_v1_dot_draft__pb2.DeleteCorpusRequest.SerializeToString,
+            outrider_dot_v1_dot_draft__pb2.DeleteCorpusResponse.FromString,
             options,
             channel_credentials,
             insecure,

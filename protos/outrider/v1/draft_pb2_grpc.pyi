@@ -44,6 +44,23 @@ class DraftServiceStub:
     RESOURCE_EXHAUSTED past the tenant's quota (what fitted is kept).
     """
 
+    ListCorpora: grpc.UnaryUnaryMultiCallable[
+        outrider.v1.draft_pb2.ListCorporaRequest,
+        outrider.v1.draft_pb2.ListCorporaResponse,
+    ]
+    """ListCorpora says which tries a tenant may draft from: every shared corpus, and its own. FAILED_PRECONDITION where
+    the drafter has no trie.
+    """
+
+    DeleteCorpus: grpc.UnaryUnaryMultiCallable[
+        outrider.v1.draft_pb2.DeleteCorpusRequest,
+        outrider.v1.draft_pb2.DeleteCorpusResponse,
+    ]
+    """DeleteCorpus forgets a shared corpus. Sequences that use it go on without it, and an open that names it is
+    NOT_FOUND from then on. Only its owner and the service's trusted tenant may: for everybody else it is NOT_FOUND, as
+    one that was never added is. FAILED_PRECONDITION where the drafter has no trie.
+    """
+
 class DraftServiceAsyncStub:
     """DraftService proposes continuations of sequences that a target service owns."""
 
@@ -68,6 +85,23 @@ class DraftServiceAsyncStub:
     ]
     """AddCorpus teaches a tenant's trie documents or past outputs. FAILED_PRECONDITION where the drafter has no trie,
     RESOURCE_EXHAUSTED past the tenant's quota (what fitted is kept).
+    """
+
+    ListCorpora: grpc.aio.UnaryUnaryMultiCallable[
+        outrider.v1.draft_pb2.ListCorporaRequest,
+        outrider.v1.draft_pb2.ListCorporaResponse,
+    ]
+    """ListCorpora says which tries a tenant may draft from: every shared corpus, and its own. FAILED_PRECONDITION where
+    the drafter has no trie.
+    """
+
+    DeleteCorpus: grpc.aio.UnaryUnaryMultiCallable[
+        outrider.v1.draft_pb2.DeleteCorpusRequest,
+        outrider.v1.draft_pb2.DeleteCorpusResponse,
+    ]
+    """DeleteCorpus forgets a shared corpus. Sequences that use it go on without it, and an open that names it is
+    NOT_FOUND from then on. Only its owner and the service's trusted tenant may: for everybody else it is NOT_FOUND, as
+    one that was never added is. FAILED_PRECONDITION where the drafter has no trie.
     """
 
 class DraftServiceServicer(metaclass=abc.ABCMeta):
@@ -100,6 +134,27 @@ class DraftServiceServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[outrider.v1.draft_pb2.AddCorpusResponse, collections.abc.Awaitable[outrider.v1.draft_pb2.AddCorpusResponse]]:
         """AddCorpus teaches a tenant's trie documents or past outputs. FAILED_PRECONDITION where the drafter has no trie,
         RESOURCE_EXHAUSTED past the tenant's quota (what fitted is kept).
+        """
+
+    @abc.abstractmethod
+    def ListCorpora(
+        self,
+        request: outrider.v1.draft_pb2.ListCorporaRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[outrider.v1.draft_pb2.ListCorporaResponse, collections.abc.Awaitable[outrider.v1.draft_pb2.ListCorporaResponse]]:
+        """ListCorpora says which tries a tenant may draft from: every shared corpus, and its own. FAILED_PRECONDITION where
+        the drafter has no trie.
+        """
+
+    @abc.abstractmethod
+    def DeleteCorpus(
+        self,
+        request: outrider.v1.draft_pb2.DeleteCorpusRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[outrider.v1.draft_pb2.DeleteCorpusResponse, collections.abc.Awaitable[outrider.v1.draft_pb2.DeleteCorpusResponse]]:
+        """DeleteCorpus forgets a shared corpus. Sequences that use it go on without it, and an open that names it is
+        NOT_FOUND from then on. Only its owner and the service's trusted tenant may: for everybody else it is NOT_FOUND, as
+        one that was never added is. FAILED_PRECONDITION where the drafter has no trie.
         """
 
 def add_DraftServiceServicer_to_server(servicer: DraftServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

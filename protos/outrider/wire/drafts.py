@@ -13,6 +13,7 @@ from outrider.errors import InvalidField, OutriderError, PositionOutOfRange
 from outrider.tree import MAX_ROWS, DraftDistribution
 from outrider.v1 import draft_pb2
 from outrider.wire.frames import (
+    CorpusInfo,
     DraftInfo,
     OpenSequence,
     SequenceAdvance,
@@ -250,3 +251,21 @@ def info_to_pb(info: DraftInfo) -> draft_pb2.GetDraftInfoResponse:
         version=info.version,
         features=None if info.features is None else request_to_pb(info.features),
     )
+
+
+def corpus_to_pb(corpus: CorpusInfo) -> draft_pb2.Corpus:
+    """A corpus as it is listed."""
+    return draft_pb2.Corpus(
+        corpus=corpus.name,
+        tenant=corpus.owner,
+        shared=corpus.shared,
+        tokens=corpus.tokens,
+        documents=corpus.documents,
+        nodes=corpus.nodes,
+        bytes=corpus.bytes,
+    )
+
+
+def corpus_from_pb(pb: draft_pb2.Corpus) -> CorpusInfo:
+    """What `corpus_to_pb` made a message of."""
+    return CorpusInfo(pb.corpus, pb.tenant, pb.tokens, pb.documents, pb.nodes, pb.bytes)

@@ -156,6 +156,30 @@ class DraftInfo:
     features: FeatureRequest | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class CorpusInfo:
+    """A trie of a draft service as it is listed: a shared corpus, or a tenant's own trie, whose name is empty.
+
+    Attributes:
+        owner: the tenant that made it.
+        tokens: tokens learnt; in a tenant's own trie those of prompts and outputs too.
+        documents: documents learnt, where each piece of a long one counts.
+        nodes, bytes: its size, and the memory it takes.
+    """
+
+    name: str
+    owner: str
+    tokens: int
+    documents: int
+    nodes: int
+    bytes: int
+
+    @property
+    def shared(self) -> bool:
+        """Whether every tenant may name it."""
+        return bool(self.name)
+
+
 class DraftEvents(Protocol):
     """Where a draft link delivers what it hears. Called from the link's own thread; must not block."""
 

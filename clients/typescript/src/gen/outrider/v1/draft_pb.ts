@@ -16,7 +16,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file outrider/v1/draft.proto.
  */
 export const file_outrider_v1_draft: GenFile = /*@__PURE__*/
-  fileDesc("ChdvdXRyaWRlci92MS9kcmFmdC5wcm90bxILb3V0cmlkZXIudjEi+gEKDlByb3Bvc2VSZXF1ZXN0EikKBG9wZW4YASABKAsyGS5vdXRyaWRlci52MS5PcGVuU2VxdWVuY2VIABIwCgdhZHZhbmNlGAIgASgLMh0ub3V0cmlkZXIudjEuQWR2YW5jZVNlcXVlbmNlc0gAEiwKBWNsb3NlGAMgASgLMhsub3V0cmlkZXIudjEuQ2xvc2VTZXF1ZW5jZXNIABIlCgZjcmVkaXQYBCABKAsyEy5vdXRyaWRlci52MS5DcmVkaXRIABItCghmZWF0dXJlcxgFIAEoCzIZLm91dHJpZGVyLnYxLlNlbmRGZWF0dXJlc0gAQgcKBWZyYW1lIs0BCg9Qcm9wb3NlUmVzcG9uc2USLQoGb3BlbmVkGAEgASgLMhsub3V0cmlkZXIudjEuU2VxdWVuY2VPcGVuZWRIABIsCgZncm93dGgYAiABKAsyGi5vdXRyaWRlci52MS5Hcm93U2VxdWVuY2VzSAASLQoGc3RhdHVzGAMgASgLMhsub3V0cmlkZXIudjEuU2VxdWVuY2VTdGF0dXNIABIlCgd0aW1pbmdzGAQgASgLMhQub3V0cmlkZXIudjEuVGltaW5nc0IHCgVmcmFtZSLAAgoMT3BlblNlcXVlbmNlEhMKC3NlcXVlbmNlX2lkGAEgASgEEg4KBnRlbmFudBgCIAEoCRIOCgZjb3JwdXMYAyABKAkSEQoJdG9rZW5faWRzGAQgAygNEhUKDXByb21wdF9sZW5ndGgYBSABKA0SDAoEc3RlcBgGIAEoBBIMCgRzZWVkGAcgASgGEisKBG1vZGUYCCABKA4yHS5vdXRyaWRlci52MS5WZXJpZmljYXRpb25Nb2RlEjEKCHNhbXBsaW5nGAkgASgLMh8ub3V0cmlkZXIudjEuU2FtcGxpbmdQYXJhbWV0ZXJzEicKBmxpbWl0cxgKIAEoCzIXLm91dHJpZGVyLnYxLlRyZWVMaW1pdHMSFwoPdm9jYWJ1bGFyeV9zaXplGAsgASgNEhMKC3RyYWNlcGFyZW50GAwgASgJIjIKClRyZWVMaW1pdHMSEQoJbWF4X25vZGVzGAEgASgNEhEKCW1heF9kZXB0aBgCIAEoDSJOCg5TZXF1ZW5jZU9wZW5lZBITCgtzZXF1ZW5jZV9pZBgBIAEoBBInCgZsaW1pdHMYAiABKAsyFy5vdXRyaWRlci52MS5UcmVlTGltaXRzIkMKEEFkdmFuY2VTZXF1ZW5jZXMSLwoJc2VxdWVuY2VzGAEgAygLMhwub3V0cmlkZXIudjEuU2VxdWVuY2VBZHZhbmNlIm4KD1NlcXVlbmNlQWR2YW5jZRITCgtzZXF1ZW5jZV9pZBgBIAEoBBIMCgRzdGVwGAIgASgEEhEKCXRva2VuX2lkcxgDIAMoDRIlCghmZWF0dXJlcxgEIAEoCzITLm91dHJpZGVyLnYxLlRlbnNvciJACgxTZW5kRmVhdHVyZXMSMAoJc2VxdWVuY2VzGAEgAygLMh0ub3V0cmlkZXIudjEuU2VxdWVuY2VGZWF0dXJlcyJgChBTZXF1ZW5jZUZlYXR1cmVzEhMKC3NlcXVlbmNlX2lkGAEgASgEEhAKCHBvc2l0aW9uGAIgASgNEiUKCGZlYXR1cmVzGAMgASgLMhMub3V0cmlkZXIudjEuVGVuc29yIiYKDkNsb3NlU2VxdWVuY2VzEhQKDHNlcXVlbmNlX2lkcxgBIAMoBCIYCgZDcmVkaXQSDgoGZnJhbWVzGAEgASgNIj8KDUdyb3dTZXF1ZW5jZXMSLgoJc2VxdWVuY2VzGAEgAygLMhsub3V0cmlkZXIudjEuU2VxdWVuY2VHcm93dGgizwEKDlNlcXVlbmNlR3Jvd3RoEhMKC3NlcXVlbmNlX2lkGAEgASgEEhEKCWJhc2Vfc3RlcBgCIAEoBBIVCg1maXJzdF9ub2RlX2lkGAMgASgNEhIKCnBhcmVudF9pZHMYBCADKA0SEQoJdG9rZW5faWRzGAUgAygNEg4KBnNjb3JlcxgGIAMoAhI1Cg1kaXN0cmlidXRpb25zGAcgAygLMh4ub3V0cmlkZXIudjEuRHJhZnREaXN0cmlidXRpb24SEAoIcmVwbGFjZXMYCCABKAgiSQoOU2VxdWVuY2VTdGF0dXMSEwoLc2VxdWVuY2VfaWQYASABKAQSIgoGc3RhdHVzGAIgASgLMhIuZ29vZ2xlLnJwYy5TdGF0dXMiFQoTR2V0RHJhZnRJbmZvUmVxdWVzdCLdAQoUR2V0RHJhZnRJbmZvUmVzcG9uc2USDwoHZHJhZnRlchgBIAEoCRIXCg92b2NhYnVsYXJ5X3NpemUYAiABKA0SHQoVdG9rZW5pemVyX2ZpbmdlcnByaW50GAMgASgJEicKBmxpbWl0cxgEIAEoCzIXLm91dHJpZGVyLnYxLlRyZWVMaW1pdHMSEwoLbWF4X2NvbnRleHQYBSABKA0SLQoIZmVhdHVyZXMYBiABKAsyGy5vdXRyaWRlci52MS5GZWF0dXJlUmVxdWVzdBIPCgd2ZXJzaW9uGAcgASgJIq4BCg5GZWF0dXJlUmVxdWVzdBIOCgZsYXllcnMYASADKA0SDQoFd2lkdGgYAiABKA0SKAoFZHR5cGUYAyABKA4yGS5vdXRyaWRlci52MS5UZW5zb3IuRFR5cGUSEQoJcHJvamVjdGVkGAQgASgIEhAKCHJlcXVpcmVkGAUgASgIEg4KBndpbmRvdxgGIAEoDRIeChZwcm9qZWN0aW9uX2ZpbmdlcnByaW50GAcgASgJIkUKEEFkZENvcnB1c1JlcXVlc3QSDgoGdGVuYW50GAEgASgJEg4KBmNvcnB1cxgCIAEoCRIRCgl0b2tlbl9pZHMYAyADKA0iMgoRQWRkQ29ycHVzUmVzcG9uc2USDgoGdG9rZW5zGAEgASgEEg0KBW5vZGVzGAIgASgEMvsBCgxEcmFmdFNlcnZpY2USSAoHUHJvcG9zZRIbLm91dHJpZGVyLnYxLlByb3Bvc2VSZXF1ZXN0Ghwub3V0cmlkZXIudjEuUHJvcG9zZVJlc3BvbnNlKAEwARJTCgxHZXREcmFmdEluZm8SIC5vdXRyaWRlci52MS5HZXREcmFmdEluZm9SZXF1ZXN0GiEub3V0cmlkZXIudjEuR2V0RHJhZnRJbmZvUmVzcG9uc2USTAoJQWRkQ29ycHVzEh0ub3V0cmlkZXIudjEuQWRkQ29ycHVzUmVxdWVzdBoeLm91dHJpZGVyLnYxLkFkZENvcnB1c1Jlc3BvbnNlKAFCK1opb3V0cmlkZXIvY2xpZW50cy9nby9vdXRyaWRlcnYxO291dHJpZGVydjFiBnByb3RvMw", [file_google_rpc_status, file_outrider_v1_tree]);
+  fileDesc("ChdvdXRyaWRlci92MS9kcmFmdC5wcm90bxILb3V0cmlkZXIudjEi+gEKDlByb3Bvc2VSZXF1ZXN0EikKBG9wZW4YASABKAsyGS5vdXRyaWRlci52MS5PcGVuU2VxdWVuY2VIABIwCgdhZHZhbmNlGAIgASgLMh0ub3V0cmlkZXIudjEuQWR2YW5jZVNlcXVlbmNlc0gAEiwKBWNsb3NlGAMgASgLMhsub3V0cmlkZXIudjEuQ2xvc2VTZXF1ZW5jZXNIABIlCgZjcmVkaXQYBCABKAsyEy5vdXRyaWRlci52MS5DcmVkaXRIABItCghmZWF0dXJlcxgFIAEoCzIZLm91dHJpZGVyLnYxLlNlbmRGZWF0dXJlc0gAQgcKBWZyYW1lIs0BCg9Qcm9wb3NlUmVzcG9uc2USLQoGb3BlbmVkGAEgASgLMhsub3V0cmlkZXIudjEuU2VxdWVuY2VPcGVuZWRIABIsCgZncm93dGgYAiABKAsyGi5vdXRyaWRlci52MS5Hcm93U2VxdWVuY2VzSAASLQoGc3RhdHVzGAMgASgLMhsub3V0cmlkZXIudjEuU2VxdWVuY2VTdGF0dXNIABIlCgd0aW1pbmdzGAQgASgLMhQub3V0cmlkZXIudjEuVGltaW5nc0IHCgVmcmFtZSLAAgoMT3BlblNlcXVlbmNlEhMKC3NlcXVlbmNlX2lkGAEgASgEEg4KBnRlbmFudBgCIAEoCRIOCgZjb3JwdXMYAyABKAkSEQoJdG9rZW5faWRzGAQgAygNEhUKDXByb21wdF9sZW5ndGgYBSABKA0SDAoEc3RlcBgGIAEoBBIMCgRzZWVkGAcgASgGEisKBG1vZGUYCCABKA4yHS5vdXRyaWRlci52MS5WZXJpZmljYXRpb25Nb2RlEjEKCHNhbXBsaW5nGAkgASgLMh8ub3V0cmlkZXIudjEuU2FtcGxpbmdQYXJhbWV0ZXJzEicKBmxpbWl0cxgKIAEoCzIXLm91dHJpZGVyLnYxLlRyZWVMaW1pdHMSFwoPdm9jYWJ1bGFyeV9zaXplGAsgASgNEhMKC3RyYWNlcGFyZW50GAwgASgJIjIKClRyZWVMaW1pdHMSEQoJbWF4X25vZGVzGAEgASgNEhEKCW1heF9kZXB0aBgCIAEoDSJOCg5TZXF1ZW5jZU9wZW5lZBITCgtzZXF1ZW5jZV9pZBgBIAEoBBInCgZsaW1pdHMYAiABKAsyFy5vdXRyaWRlci52MS5UcmVlTGltaXRzIkMKEEFkdmFuY2VTZXF1ZW5jZXMSLwoJc2VxdWVuY2VzGAEgAygLMhwub3V0cmlkZXIudjEuU2VxdWVuY2VBZHZhbmNlIm4KD1NlcXVlbmNlQWR2YW5jZRITCgtzZXF1ZW5jZV9pZBgBIAEoBBIMCgRzdGVwGAIgASgEEhEKCXRva2VuX2lkcxgDIAMoDRIlCghmZWF0dXJlcxgEIAEoCzITLm91dHJpZGVyLnYxLlRlbnNvciJACgxTZW5kRmVhdHVyZXMSMAoJc2VxdWVuY2VzGAEgAygLMh0ub3V0cmlkZXIudjEuU2VxdWVuY2VGZWF0dXJlcyJgChBTZXF1ZW5jZUZlYXR1cmVzEhMKC3NlcXVlbmNlX2lkGAEgASgEEhAKCHBvc2l0aW9uGAIgASgNEiUKCGZlYXR1cmVzGAMgASgLMhMub3V0cmlkZXIudjEuVGVuc29yIiYKDkNsb3NlU2VxdWVuY2VzEhQKDHNlcXVlbmNlX2lkcxgBIAMoBCIYCgZDcmVkaXQSDgoGZnJhbWVzGAEgASgNIj8KDUdyb3dTZXF1ZW5jZXMSLgoJc2VxdWVuY2VzGAEgAygLMhsub3V0cmlkZXIudjEuU2VxdWVuY2VHcm93dGgizwEKDlNlcXVlbmNlR3Jvd3RoEhMKC3NlcXVlbmNlX2lkGAEgASgEEhEKCWJhc2Vfc3RlcBgCIAEoBBIVCg1maXJzdF9ub2RlX2lkGAMgASgNEhIKCnBhcmVudF9pZHMYBCADKA0SEQoJdG9rZW5faWRzGAUgAygNEg4KBnNjb3JlcxgGIAMoAhI1Cg1kaXN0cmlidXRpb25zGAcgAygLMh4ub3V0cmlkZXIudjEuRHJhZnREaXN0cmlidXRpb24SEAoIcmVwbGFjZXMYCCABKAgiSQoOU2VxdWVuY2VTdGF0dXMSEwoLc2VxdWVuY2VfaWQYASABKAQSIgoGc3RhdHVzGAIgASgLMhIuZ29vZ2xlLnJwYy5TdGF0dXMiFQoTR2V0RHJhZnRJbmZvUmVxdWVzdCLdAQoUR2V0RHJhZnRJbmZvUmVzcG9uc2USDwoHZHJhZnRlchgBIAEoCRIXCg92b2NhYnVsYXJ5X3NpemUYAiABKA0SHQoVdG9rZW5pemVyX2ZpbmdlcnByaW50GAMgASgJEicKBmxpbWl0cxgEIAEoCzIXLm91dHJpZGVyLnYxLlRyZWVMaW1pdHMSEwoLbWF4X2NvbnRleHQYBSABKA0SLQoIZmVhdHVyZXMYBiABKAsyGy5vdXRyaWRlci52MS5GZWF0dXJlUmVxdWVzdBIPCgd2ZXJzaW9uGAcgASgJIq4BCg5GZWF0dXJlUmVxdWVzdBIOCgZsYXllcnMYASADKA0SDQoFd2lkdGgYAiABKA0SKAoFZHR5cGUYAyABKA4yGS5vdXRyaWRlci52MS5UZW5zb3IuRFR5cGUSEQoJcHJvamVjdGVkGAQgASgIEhAKCHJlcXVpcmVkGAUgASgIEg4KBndpbmRvdxgGIAEoDRIeChZwcm9qZWN0aW9uX2ZpbmdlcnByaW50GAcgASgJIkUKEEFkZENvcnB1c1JlcXVlc3QSDgoGdGVuYW50GAEgASgJEg4KBmNvcnB1cxgCIAEoCRIRCgl0b2tlbl9pZHMYAyADKA0iMgoRQWRkQ29ycHVzUmVzcG9uc2USDgoGdG9rZW5zGAEgASgEEg0KBW5vZGVzGAIgASgEIiQKEkxpc3RDb3Jwb3JhUmVxdWVzdBIOCgZ0ZW5hbnQYASABKAkiOwoTTGlzdENvcnBvcmFSZXNwb25zZRIkCgdjb3Jwb3JhGAEgAygLMhMub3V0cmlkZXIudjEuQ29ycHVzInkKBkNvcnB1cxIOCgZjb3JwdXMYASABKAkSDgoGdGVuYW50GAIgASgJEg4KBnNoYXJlZBgDIAEoCBIOCgZ0b2tlbnMYBCABKAQSEQoJZG9jdW1lbnRzGAUgASgEEg0KBW5vZGVzGAYgASgEEg0KBWJ5dGVzGAcgASgEIjUKE0RlbGV0ZUNvcnB1c1JlcXVlc3QSDgoGdGVuYW50GAEgASgJEg4KBmNvcnB1cxgCIAEoCSI7ChREZWxldGVDb3JwdXNSZXNwb25zZRIjCgZjb3JwdXMYASABKAsyEy5vdXRyaWRlci52MS5Db3JwdXMyogMKDERyYWZ0U2VydmljZRJICgdQcm9wb3NlEhsub3V0cmlkZXIudjEuUHJvcG9zZVJlcXVlc3QaHC5vdXRyaWRlci52MS5Qcm9wb3NlUmVzcG9uc2UoATABElMKDEdldERyYWZ0SW5mbxIgLm91dHJpZGVyLnYxLkdldERyYWZ0SW5mb1JlcXVlc3QaIS5vdXRyaWRlci52MS5HZXREcmFmdEluZm9SZXNwb25zZRJMCglBZGRDb3JwdXMSHS5vdXRyaWRlci52MS5BZGRDb3JwdXNSZXF1ZXN0Gh4ub3V0cmlkZXIudjEuQWRkQ29ycHVzUmVzcG9uc2UoARJQCgtMaXN0Q29ycG9yYRIfLm91dHJpZGVyLnYxLkxpc3RDb3Jwb3JhUmVxdWVzdBogLm91dHJpZGVyLnYxLkxpc3RDb3Jwb3JhUmVzcG9uc2USUwoMRGVsZXRlQ29ycHVzEiAub3V0cmlkZXIudjEuRGVsZXRlQ29ycHVzUmVxdWVzdBohLm91dHJpZGVyLnYxLkRlbGV0ZUNvcnB1c1Jlc3BvbnNlQitaKW91dHJpZGVyL2NsaWVudHMvZ28vb3V0cmlkZXJ2MTtvdXRyaWRlcnYxYgZwcm90bzM", [file_google_rpc_status, file_outrider_v1_tree]);
 
 /**
  * ProposeRequest is one frame from the target.
@@ -788,6 +788,160 @@ export const AddCorpusResponseSchema: GenMessage<AddCorpusResponse> = /*@__PURE_
   messageDesc(file_outrider_v1_draft, 18);
 
 /**
+ * ListCorporaRequest asks what a tenant may draft from.
+ *
+ * @generated from message outrider.v1.ListCorporaRequest
+ */
+export type ListCorporaRequest = Message<"outrider.v1.ListCorporaRequest"> & {
+  /**
+   * tenant that asks. Default the caller.
+   *
+   * @generated from field: string tenant = 1;
+   */
+  tenant: string;
+};
+
+/**
+ * Describes the message outrider.v1.ListCorporaRequest.
+ * Use `create(ListCorporaRequestSchema)` to create a new message.
+ */
+export const ListCorporaRequestSchema: GenMessage<ListCorporaRequest> = /*@__PURE__*/
+  messageDesc(file_outrider_v1_draft, 19);
+
+/**
+ * ListCorporaResponse has every corpus in one message: a service keeps at most 1024 shared ones.
+ *
+ * @generated from message outrider.v1.ListCorporaResponse
+ */
+export type ListCorporaResponse = Message<"outrider.v1.ListCorporaResponse"> & {
+  /**
+   * corpora by name. The tenant's own trie comes first, once something was learnt for it.
+   *
+   * @generated from field: repeated outrider.v1.Corpus corpora = 1;
+   */
+  corpora: Corpus[];
+};
+
+/**
+ * Describes the message outrider.v1.ListCorporaResponse.
+ * Use `create(ListCorporaResponseSchema)` to create a new message.
+ */
+export const ListCorporaResponseSchema: GenMessage<ListCorporaResponse> = /*@__PURE__*/
+  messageDesc(file_outrider_v1_draft, 20);
+
+/**
+ * Corpus describes one trie.
+ *
+ * @generated from message outrider.v1.Corpus
+ */
+export type Corpus = Message<"outrider.v1.Corpus"> & {
+  /**
+   * corpus is its name; empty for the tenant's own trie.
+   *
+   * @generated from field: string corpus = 1;
+   */
+  corpus: string;
+
+  /**
+   * tenant that owns it.
+   *
+   * @generated from field: string tenant = 2;
+   */
+  tenant: string;
+
+  /**
+   * shared says that every tenant may name it. Not set for the tenant's own trie.
+   *
+   * @generated from field: bool shared = 3;
+   */
+  shared: boolean;
+
+  /**
+   * tokens learnt: of documents, and in a tenant's own trie of prompts and outputs too.
+   *
+   * @generated from field: uint64 tokens = 4;
+   */
+  tokens: bigint;
+
+  /**
+   * documents learnt: messages of AddCorpus with tokens, each a document or a piece of one.
+   *
+   * @generated from field: uint64 documents = 5;
+   */
+  documents: bigint;
+
+  /**
+   * nodes in the trie.
+   *
+   * @generated from field: uint64 nodes = 6;
+   */
+  nodes: bigint;
+
+  /**
+   * bytes of memory that the trie takes.
+   *
+   * @generated from field: uint64 bytes = 7;
+   */
+  bytes: bigint;
+};
+
+/**
+ * Describes the message outrider.v1.Corpus.
+ * Use `create(CorpusSchema)` to create a new message.
+ */
+export const CorpusSchema: GenMessage<Corpus> = /*@__PURE__*/
+  messageDesc(file_outrider_v1_draft, 21);
+
+/**
+ * DeleteCorpusRequest names a shared corpus to forget.
+ *
+ * @generated from message outrider.v1.DeleteCorpusRequest
+ */
+export type DeleteCorpusRequest = Message<"outrider.v1.DeleteCorpusRequest"> & {
+  /**
+   * tenant that owns the corpus. Default the caller; the trusted tenant may delete any corpus without naming its owner.
+   *
+   * @generated from field: string tenant = 1;
+   */
+  tenant: string;
+
+  /**
+   * corpus to forget. INVALID_ARGUMENT when empty: a tenant's own trie is not deleted.
+   *
+   * @generated from field: string corpus = 2;
+   */
+  corpus: string;
+};
+
+/**
+ * Describes the message outrider.v1.DeleteCorpusRequest.
+ * Use `create(DeleteCorpusRequestSchema)` to create a new message.
+ */
+export const DeleteCorpusRequestSchema: GenMessage<DeleteCorpusRequest> = /*@__PURE__*/
+  messageDesc(file_outrider_v1_draft, 22);
+
+/**
+ * DeleteCorpusResponse says what was forgotten.
+ *
+ * @generated from message outrider.v1.DeleteCorpusResponse
+ */
+export type DeleteCorpusResponse = Message<"outrider.v1.DeleteCorpusResponse"> & {
+  /**
+   * corpus as it was, with the nodes and bytes that are free now.
+   *
+   * @generated from field: outrider.v1.Corpus corpus = 1;
+   */
+  corpus?: Corpus;
+};
+
+/**
+ * Describes the message outrider.v1.DeleteCorpusResponse.
+ * Use `create(DeleteCorpusResponseSchema)` to create a new message.
+ */
+export const DeleteCorpusResponseSchema: GenMessage<DeleteCorpusResponse> = /*@__PURE__*/
+  messageDesc(file_outrider_v1_draft, 23);
+
+/**
  * DraftService proposes continuations of sequences that a target service owns.
  *
  * @generated from service outrider.v1.DraftService
@@ -825,6 +979,29 @@ export const DraftService: GenService<{
     methodKind: "client_streaming";
     input: typeof AddCorpusRequestSchema;
     output: typeof AddCorpusResponseSchema;
+  },
+  /**
+   * ListCorpora says which tries a tenant may draft from: every shared corpus, and its own. FAILED_PRECONDITION where
+   * the drafter has no trie.
+   *
+   * @generated from rpc outrider.v1.DraftService.ListCorpora
+   */
+  listCorpora: {
+    methodKind: "unary";
+    input: typeof ListCorporaRequestSchema;
+    output: typeof ListCorporaResponseSchema;
+  },
+  /**
+   * DeleteCorpus forgets a shared corpus. Sequences that use it go on without it, and an open that names it is
+   * NOT_FOUND from then on. Only its owner and the service's trusted tenant may: for everybody else it is NOT_FOUND, as
+   * one that was never added is. FAILED_PRECONDITION where the drafter has no trie.
+   *
+   * @generated from rpc outrider.v1.DraftService.DeleteCorpus
+   */
+  deleteCorpus: {
+    methodKind: "unary";
+    input: typeof DeleteCorpusRequestSchema;
+    output: typeof DeleteCorpusResponseSchema;
   },
 }> = /*@__PURE__*/
   serviceDesc(file_outrider_v1_draft, 0);
