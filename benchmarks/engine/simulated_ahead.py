@@ -296,12 +296,8 @@ class Watched:
         """Nothing is to be noted."""
 
 
-def run_mode(
-    mode: str, texts: Texts, tables: Sequence[Mapping[str, Mapping[int, Table]]], options: argparse.Namespace
-) -> dict[str, Any]:
-    """All texts, `concurrency` at a time, by one engine."""
-    most = options.concurrency
-    times = DeviceTimes(options.pass_ms * 1e-3, options.row_ms * 1e-3, 0.0)
+def _loop_for(mode: str, texts: Texts, times: DeviceTimes, most: int, watched: Watched) -> EngineLoop:
+    """The engine's, for so many sequences at most, on a device that says these texts."""
     settings: dict[str, Any] = {"draft": "inprocess:none"} if mode in _DRAFTED else {"speculation": False}
     config = engine_config(
         TargetConfig(model="none", max_running=most, speculative_disable_queue_size=most, **settings)
@@ -316,8 +312,17 @@ def run_mode(
     runner.texts = texts
     runner.keep_tokens(most, 0 if mode == "plain" else 15, "torch")
     device = SimulatedDevice(runner, times, most, config.scheduler.max_step_rows)
+    return EngineLoop(runner, config, steps=device, step_cost=times.cost(), observer=watched)
+
+
+def run_mode(
+    mode: str, texts: Texts, tables: Sequence[Mapping[str, Mapping[int, Table]]], options: argparse.Namespace
+) -> dict[str, Any]:
+    """All texts, `concurrency` at a time, by one engine."""
+    most = options.concurrency
+    times = DeviceTimes(options.pass_ms * 1e-3, options.row_ms * 1e-3, 0.0)
     watched = Watched()
-    loop = EngineLoop(runner, config, steps=device, step_cost=times.cost(), observer=watched)
+    loop = _loop_for(mode, texts, times, most, watched)
     if mode in _DRAFTED:
         if mode == "worthless":
             tables = [*tables[1:], tables[0]]

@@ -81,6 +81,7 @@ def tiny(index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> KnownM
         eos_token="<end>",
         bos_token="<begin>",
         megabytes=1,
+        disk_megabytes=1,
         about="seven tokens",
     )
     monkeypatch.setitem(store.KNOWN_MODELS, known.name, known)
@@ -147,5 +148,5 @@ def test_a_folder_of_a_known_name_wins(tiny: KnownModel, tmp_path: Path, monkeyp
 
 
 def test_unknown_names_are_not_pulled(tiny: KnownModel) -> None:
-    with pytest.raises(KeyError):
+    with pytest.raises(ValueError, match="known are"):
         pull("no-such-" + tiny.name)
