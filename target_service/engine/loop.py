@@ -387,15 +387,18 @@ class EngineLoop:
         found = self._unaided.take()
         if found is not None:
             self._follow.compare(found.load, found.made, found.unaided)
-        if followed and step.stride == 1 and verdicts:
+        if followed and verdicts:
             self._compared += 1
             verdict = verdicts[self._compared % len(verdicts)]
             live = self.live.get(verdict.sequence_id)
             if live is not None and self.drafting.is_followed(live.sequence) and live.verifier.on_device:
-                made = len(verdict.token_ids)
+                # The first of the passes that were launched at once: what the others begin with hangs on it.
+                accepted = verdict.drafts_by_step[0] if verdict.drafts_by_step else verdict.drafted_tokens
+                begun = len(live.sequence.token_ids) - len(verdict.token_ids)
+                made = min(len(verdict.token_ids), accepted + 1)
                 # Rows that no draft fills are chains': as many as are each sequence's share, or were right.
-                rows = max(made - 1, -(-drafted // len(verdicts)))
-                self._unaided.note(len(verdicts), live.sequence, made, rows)
+                rows = max(accepted, -(-drafted // (step.stride * len(verdicts))))
+                self._unaided.note(len(verdicts), live.sequence, begun, made, rows)
 
     def _follow_load(self) -> None:
         if self.drafting.info is not self._draft:

@@ -40,8 +40,8 @@ _ENOUGH, _REFRESH = 4, 512
 # A size that is not timed yet is tried where it seems to make this share of what the best does.
 _WORTH_TIMING = 0.7
 # Launches without drafts before a try, from the first to the longest pause: some five seconds at 8B size. Shorter where
-# tries take less than this share of the time even so: a draft that has just begun, or a text that begins
-# to repeat itself, is found soon.
+# tries take less than this share of the time even so: a draft that has just begun, or a text that begins to repeat
+# itself, is found soon. Chosen: the design grants a hundredth of the time to trying.
 _PAUSE, _LONGEST_PAUSE, _TRYING = 64, 1024, 0.01
 # What drafted passes have to make beyond plain ones, so that noise does not choose.
 _MARGIN = 1.02

@@ -51,11 +51,11 @@ class Unaided:
             # Compiles what the first comparison would wait for.
             followed_chain(np.zeros(2, np.int32), 1)
 
-    def note(self, load: int, sequence: Sequence, made: int, rows: int) -> None:
-        """The sequence's last `made` tokens are those of a pass that followed a draft, and that would have had so many
-        `rows` of a chain without one."""
+    def note(self, load: int, sequence: Sequence, begun: int, made: int, rows: int) -> None:
+        """A pass that followed a draft made so many tokens behind the first `begun` of a sequence, and would have had
+        so many `rows` of a chain without one. Nothing, while another is looked at."""
         if self._pending is None:
-            self._pending = _Pass(load, sequence, len(sequence.token_ids) - made, made, min(rows, self.lookup_tokens))
+            self._pending = _Pass(load, sequence, begun, made, min(rows, self.lookup_tokens))
 
     def take(self) -> Compared | None:
         """The comparison under way, once the text has gone on for as long as a chain, or has ended."""
