@@ -68,16 +68,18 @@ def tilings(layer: Layer, rows: int) -> Iterator[LinearTiling]:
         blocks = ((64, 5), (64, 9), (128, 5), (256, 3), (512, 3))
         chosen = itertools.product((16, 32, 64), (1, 3), blocks, (2 if rows < 64 else 4,), (8,))
     else:
-        blocks = ((64, 6), (128, 3), (128, 6), (256, 3), (256, 5))
-        chosen = itertools.product((32, 64, 128), (1, 2), blocks, (4,), (8, 16))
+        blocks = ((64, 4), (64, 6), (64, 8), (128, 3), (128, 4), (128, 6), (256, 3), (256, 5))
+        chosen = itertools.product((32, 64, 128, 256), (1, 2), blocks, (4, 8), (8,))
     for outputs, splits, (inner, stages), warps, ahead in chosen:
         programs = -(-layer.outputs // outputs) * splits
         held = (block_rows + outputs) * inner * 2 * stages
         # What is on its way has to fill a processor's share of the memory's latency, and has to fit.
         fits = held <= 227_000 and (layer.inner < 2048 or held * programs >= 8e6)
         whole = layer.inner % (splits * (inner if splits > 1 else 1)) == 0
-        few = programs <= (700 if layer.inner > 2048 or splits == 1 else 132)
-        if fits and whole and few and outputs <= layer.width:
+        # Two groups of four warps each need a tile of their own, and parts enough programs of few.
+        wide = (warps == 4 or outputs >= 128) and (splits == 1 or layer.outputs < 8192)
+        few = programs <= (900 if layer.inner > 2048 or splits == 1 else 132)
+        if fits and whole and few and wide and (outputs <= layer.width or layer.kind != "rotary"):
             yield LinearTiling(block_rows, outputs, inner, splits, warps, stages, ahead)
 
 

@@ -65,7 +65,7 @@ def test_an_invariant_tiling_knows_no_rows(shape: tuple[int, int]) -> None:
     assert chosen == {choose_linear_tiling(64, *shape)}
 
 
-@pytest.mark.parametrize("rows", [1, 5, 16, 17, 64, 65])
+@pytest.mark.parametrize("rows", [1, 5, 16, 17, 32, 64, 65])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_a_tile_holds_the_rows_and_little_more(rows: int, shape: tuple[int, int]) -> None:
     tiling = choose_linear_tiling(rows, *shape)

@@ -37,24 +37,46 @@ def choose_linear_tiling(rows: int, outputs: int, inner: int, *, invariant: bool
     block_rows = MAX_BLOCK_ROWS
     while not invariant and block_rows > _MIN_BLOCK_ROWS and block_rows // 2 >= rows:
         block_rows //= 2
-    # Each line is the fastest of those tried on an H200, see benchmarks/results.
-    full = block_rows == MAX_BLOCK_ROWS
+    # Each line is the fastest of those tried on an H200: benchmarks/results/2026-11-23-h200-linear.json, and of up to 8
+    # rows and of small shapes 2026-11-21-h200-linear.json.
     if inner < 2048:
+        full = block_rows == MAX_BLOCK_ROWS
         splits = 3 if inner >= 1024 and not full else 1
         block_outputs = (64 if full else 32) if outputs >= 768 else 16
         return LinearTiling(block_rows, block_outputs, 64, splits, 4 if full else 2, 9, 8)
-    return LinearTiling(block_rows, *(_full(outputs, inner) if full else _few(outputs)))
+    return LinearTiling(block_rows, *_WIDE[block_rows](outputs, inner))
 
 
-def _full(outputs: int, inner: int) -> tuple[int, int, int, int, int, int]:
-    """For 64 rows: wide tiles, because every tile reads all rows, and parts where too few of them would be left."""
+# Outputs, inner, splits, warps, stages, ahead.
+_Sizes = tuple[int, int, int, int, int, int]
+
+
+def _of_64_rows(outputs: int, inner: int) -> _Sizes:
+    """Wide tiles, because every tile reads all rows, and parts where too few of them would be left."""
     if outputs >= 8192:
-        return 128, 64, 1, 4, 8, 8
-    return (64, 64, 2, 4, 8, 8) if inner >= 8192 else (64, 128, 1, 4, 6, 8)
+        return 128, 128, 1, 8, 4, 8
+    return (64, 128, 2, 4, 6, 8) if inner >= 8192 else (64, 128, 1, 4, 6, 8)
 
 
-def _few(outputs: int) -> tuple[int, int, int, int, int, int]:
-    """For up to 32 rows: enough programs and bytes on their way for the whole memory."""
+def _of_32_rows(outputs: int, _inner: int) -> _Sizes:
+    """Where there are many outputs, two programs to a processor, which six stages have no room for."""
+    if outputs >= 8192:
+        return 64, 128, 1, 4, 4, 8
+    return (64, 256, 1, 4, 3, 8) if outputs >= 5120 else (64, 128, 2, 4, 6, 8)
+
+
+def _of_16_rows(outputs: int, _inner: int) -> _Sizes:
+    """As of 32, with more programs where there are fewer outputs."""
+    if outputs >= 8192:
+        return 64, 128, 1, 4, 4, 8
+    return (32, 128, 2, 4, 6, 8) if outputs >= 5120 else (64, 128, 2, 4, 6, 8)
+
+
+def _of_few_rows(outputs: int, _inner: int) -> _Sizes:
+    """Enough programs and bytes on their way for the whole memory."""
     if outputs >= 8192:
         return 64, 128, 1, 4, 6, 8
     return (32, 256, 1, 4, 5, 16) if outputs >= 5120 else (32, 256, 2, 4, 5, 8)
+
+
+_WIDE = {64: _of_64_rows, 32: _of_32_rows, 16: _of_16_rows, 8: _of_few_rows}
