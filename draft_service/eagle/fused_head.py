@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from draft_service.eagle.head import EagleHead, HeadOutput
 from draft_service.eagle.layers import FusedLayer, Layer
 from draft_service.neural.cuda_graphs.attention import StaticAttend
-from tree_kernels.linear import HeadRows, Norm, RowLinears, ScaledRows, row_linears
+from tree_kernels.linear import HeadInputs, HeadRows, Norm, RowLinears, ScaledRows, row_linears
 
 # Above, cuBLAS multiplies as fast, and what is fused matters less.
 MAX_ROWS = 64
@@ -43,14 +43,19 @@ class FusedHead:
         first = head.layers[0]
         assert isinstance(first, FusedLayer)
         self._before_residual = head.config.norm_before_residual
-        self._embedding_norm, self._feature_norm = _norm(first.input_layernorm), _norm(first.hidden_norm)
         self._last_norm = _norm(head.norm)
         self._parts = [_parts_of(layer) for layer in head.layers if isinstance(layer, FusedLayer | Layer)]
         self._input_norms = [_norm(layer.input_layernorm) for layer in head.layers[1:] if isinstance(layer, Layer)]
         weight, rope = head.embed_tokens.weight, head.rotary
         frequencies = rope.inverse_bits.view(torch.float32)
-        # [D]: both halves of a head turn alike.
-        self._frequencies, self._scaling = torch.cat([frequencies, frequencies]), rope.scaling
+        self._inputs = HeadInputs(
+            weight.detach(),
+            _norm(first.input_layernorm),
+            _norm(first.hidden_norm),
+            # [D]: both halves of a head turn alike.
+            torch.cat([frequencies, frequencies]),
+            rope.scaling,
+        )
         # Of rows that are normed already: what their squares must be for a scale of 1.
         self._eps = head.config.rms_norm_eps
         width = 2 * head.config.hidden_size
@@ -59,17 +64,12 @@ class FusedHead:
     def forward(self, token_ids: Tensor, features: Tensor, positions: Tensor, attend: StaticAttend) -> HeadOutput:
         """See `EagleHead.forward`; token_ids and positions [R], features [R, H]."""
         linears, head = self._linears, self._head
-        embeddings = head.embed_tokens(token_ids)
-        normed = linears.norm_rows(features, self._feature_norm)
-        joined = torch.cat([linears.norm_rows(embeddings, self._embedding_norm), normed], dim=1)
-        scaled = ScaledRows(joined, self._squares[: len(joined)], self._eps)
-        hidden = normed if self._before_residual else features
-        angles = positions[:, None] * self._frequencies
-        cosines, sines = angles.cos(), angles.sin()
-        if self._scaling != 1.0:
-            cosines, sines = cosines * self._scaling, sines * self._scaling
+        taken = linears.head_input(token_ids, features, positions, self._inputs)
+        scaled = ScaledRows(taken.rows, self._squares[: len(taken.rows)], self._eps)
+        # The second half are the normed features.
+        hidden = taken.rows[:, features.shape[1] :].contiguous() if self._before_residual else features
         for index, parts in enumerate(self._parts):
-            heads = HeadRows(cosines, sines, attend.slots, *attend.pools(index))
+            heads = HeadRows(taken.cosines, taken.sines, attend.slots, *attend.pools(index))
             query = linears.rotary_linear(scaled, parts.qkv, parts.qkv_bias, heads, parts.out.weight)
             attended = attend.seen(index, query).flatten(1)
             hidden, inner = linears.add_linear(attended, parts.out.weight, parts.out.bias, hidden, parts.inner_norm)

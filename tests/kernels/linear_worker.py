@@ -94,6 +94,20 @@ class Inputs:
         return linear.HeadRows(cosines, sines, self.slots[rows], keys, values)
 
 
+def head_input_of(linears: linear.RowLinears, inputs: Inputs, rows: slice = slice(None)) -> dict[str, Tensor]:
+    """What a draft head's first layer reads, where the hidden rows are its features; the definition's in fp32."""
+    device, dtype = (torch.device("cpu"), torch.float32) if linears is TORCH else (DEVICE, inputs.sizes.dtype)
+    features, embedding, weight = (
+        one.to(device, dtype) for one in (inputs.hidden, inputs.gate_up, inputs.norm.weight)
+    )  # fmt: skip
+    count = torch.arange(inputs.sizes.rows, dtype=torch.int32, device=device)
+    tokens, positions = count * 7 % len(embedding), count * 61 + 1
+    norms = linear.Norm(weight, EPSILON), linear.Norm(weight * 0.5, 1e-3)
+    of = linear.HeadInputs(embedding, *norms, inputs.angles[0].abs().to(device), 1.25)
+    found = linears.head_input(tokens[rows], features[rows], positions[rows], of)
+    return {"joined": found.rows, "cosines": found.cosines, "sines": found.sines}
+
+
 def kernels(inputs: Inputs, rows: slice = slice(None)) -> dict[str, Tensor]:
     """What every kernel makes of a slice of the rows."""
     sizes = inputs.sizes
@@ -106,6 +120,7 @@ def kernels(inputs: Inputs, rows: slice = slice(None)) -> dict[str, Tensor]:
     assert none is None
     return {
         "norm": triton.norm_rows(hidden, inputs.norm),
+        **head_input_of(triton, inputs, rows),
         "query": triton.rotary_linear(start, inputs.qkv, inputs.bias, heads, inputs.out),
         "keys": heads.key_cache,
         "values": heads.value_cache,
@@ -131,6 +146,7 @@ def references(inputs: Inputs) -> dict[str, Tensor]:
     start = TORCH.scale_rows(rows, norm)
     return {
         "norm": TORCH.norm_rows(rows, norm),
+        **head_input_of(TORCH, inputs),
         "query": TORCH.rotary_linear(start, inputs.qkv.cpu().float(), bias, heads),
         "keys": heads.key_cache,
         "values": heads.value_cache,

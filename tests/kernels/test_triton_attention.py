@@ -33,6 +33,7 @@ def check(found: dict[str, Any]) -> None:
     assert not wrong
     assert found["split_invariant"]
     assert max(found["update_errors"]) < 2e-6
+    assert max(found["asked_errors"]) < 2e-6
 
 
 def test_every_case_equals_the_reference(interpreted: dict[str, Any]) -> None:

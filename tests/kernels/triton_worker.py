@@ -5,6 +5,7 @@ A process of its own, because Triton's interpreter must be chosen before Triton 
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import re
@@ -170,6 +171,23 @@ def a_plan_takes_the_next_step() -> list[float]:
     return errors
 
 
+def rows_that_are_asked_for_are_as_in_a_whole_pass() -> list[float]:
+    """Errors of levels of trees, as a draft reads them: some rows of every tail, over the keys of the whole tail."""
+    errors = []
+    for tiling in (SMALL, WIDE):
+        backend = TritonAttention(DEVICE, TritonSettings(tiling=tiling, processors=5))
+        case = make_case([(70, 33, "tree"), (40, 33, "tree"), (9, 12, "tree")], width=16, device=DEVICE)
+        plan, expected = backend.plan(case.batch), reference(case)
+        for first, end in ((1, 9), (9, 17), (17, 33), (0, 1), (32, 33)):
+            plan.asked = first, end
+            plan.schedules.clear()
+            output = backend.run(plan, case.query, case.key_cache, case.value_cache, case.scale)
+            starts = case.batch.query_starts
+            rows = [row for a, b in itertools.pairwise(starts) for row in range(a + first, min(a + end, b))]
+            errors.append(relative_error(output[rows], expected[rows]))
+    return errors
+
+
 def main() -> None:
     """A regular expression as argument selects cases, for a checker that takes long over each."""
     wanted = re.compile(sys.argv[1] if len(sys.argv) > 1 else "")
@@ -177,6 +195,7 @@ def main() -> None:
         "errors": {name: error_of(arguments, settings) for name, arguments, settings in cases() if wanted.search(name)},
         "split_invariant": split_results_do_not_depend_on_the_batch(),
         "update_errors": a_plan_takes_the_next_step(),
+        "asked_errors": rows_that_are_asked_for_are_as_in_a_whole_pass(),
     }
     json.dump(found, sys.stdout)
 

@@ -86,6 +86,8 @@ class TreePass:
         self._early = shape.early_levels or levels
         self.parts = 1 if self._early >= levels else 2
         self._found = [_Found(make_kept(self._growth, shape.num_draft_tokens)) for _ in range(self.parts)]
+        # [B, tail, Hq, D], made with the first pass.
+        self._queries: Tensor | None = None
         # What the early levels leave for the rest, where their graph keeps it.
         self._carried: Tensor | None = None
         # Which trees it has: how often it was loaded.
@@ -168,8 +170,9 @@ class TreePass:
         """Read the nodes of a level that are expanded, given what the level above it `carried`."""
         rows = carried.index_select(0, self._growth.sources.flatten())
         positions = self._integers.device["positions"].view(self._shape.num_steps - 1, -1)[level - 1]
-        # What the first layer makes of the plan is of the parents that it finds.
+        # What the first layer makes of the plan is of the parents that it finds, and of the rows of this level.
         self.plan.schedules.clear()
+        self.plan.asked = 1 + (level - 1) * self._shape.width, 1 + level * self._shape.width
         tokens = self._growth.next_tokens.flatten()
         return self._network.read(tokens, rows, positions, self._attend(level))
 
@@ -219,9 +222,11 @@ class TreePass:
         rows = slice(1 + (level - 1) * width, 1 + level * width)
 
         def run(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-            queries = query.new_zeros(sequences, self._tail, *query.shape[1:])
-            queries[:, rows] = query.view(sequences, width, *query.shape[1:])
-            output = self._attention.run(self.plan, queries.flatten(0, 1), keys, values, query.shape[-1] ** -0.5)
+            if self._queries is None:
+                self._queries = query.new_zeros(sequences, self._tail, *query.shape[1:])
+            # The others are those of other levels, and nobody asks for them.
+            self._queries[:, rows] = query.view(sequences, width, *query.shape[1:])
+            output = self._attention.run(self.plan, self._queries.flatten(0, 1), keys, values, query.shape[-1] ** -0.5)
             return output.reshape(sequences, self._tail, *query.shape[1:])[:, rows].flatten(0, 1)
 
         return StaticAttend(self._cache, slots, run)

@@ -23,6 +23,8 @@ from tree_kernels.attention.triton_tiling import Tiling, choose_tiling
 
 _SCHEDULE_BLOCK = 64
 _LOG2_E = 1.4426950408889634
+# Every row of a tail, however long.
+_ALL = (0, 1 << 30)
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,9 @@ class TritonPlan(AttentionPlan):
     page_table: Tensor
     # [R, 1 or 4] int64.
     words: Tensor
+    # Rows of every tail that are asked for, first and end; what `run` returns of the others means nothing. None is all.
+    # A schedule keeps to what was asked for when it was made: clear them after a change.
+    asked: tuple[int, int] | None = None
     # By layout, made by the first layer that has it.
     schedules: dict[_Layout, _Schedule] = field(default_factory=dict)
 
@@ -170,7 +175,7 @@ class TritonAttention:
         if scale <= 0:
             # The largest score is looked for before scaling.
             raise ValueError(f"expected a positive scale, got {scale}")
-        layout = self._layout(plan.batch, query, key_cache, value_cache)
+        layout = self._layout(plan, query, key_cache, value_cache)
         output = query.new_empty(query.shape[0], query.shape[1], layout.value_width)
         schedule = plan.schedules.get(layout)
         if schedule is None:
@@ -198,7 +203,8 @@ class TritonAttention:
             )  # fmt: skip
         return output
 
-    def _layout(self, batch: AttentionBatch, query: Tensor, key_cache: Tensor, value_cache: Tensor) -> _Layout:
+    def _layout(self, plan: TritonPlan, query: Tensor, key_cache: Tensor, value_cache: Tensor) -> _Layout:
+        batch = plan.batch
         if not (key_cache.is_contiguous() and value_cache.is_contiguous() and query.stride(-1) == 1):
             raise ValueError("expected contiguous caches and a query whose last dimension is contiguous")
         if not query.dtype == key_cache.dtype == value_cache.dtype:
@@ -206,7 +212,7 @@ class TritonAttention:
         group = query.shape[1] // key_cache.shape[2]
         kv_heads = key_cache.shape[2]
         tiling = self._settings.tiling or choose_tiling(
-            max(batch.row_counts) * group,
+            _most_asked(plan) * group,
             key_cache.shape[3],
             query.element_size(),
             keys=sum(batch.prefix_lengths),
@@ -242,8 +248,10 @@ class TritonAttention:
         batch, tiling = plan.batch, layout.tiling
         fixed_tiles = self._fixed_tiles(tiling)
         max_chunks = self._max_chunks(batch, layout)
-        # However the rows are spread over the sequences, each has at most one block that is not full.
-        max_blocks = batch.rows * layout.group // tiling.block_rows + batch.sequences
+        # However the rows are spread over the sequences, each has at most one block that is not full; and one more that
+        # begins before the rows that are asked for.
+        rows = batch.rows if plan.asked is None else _most_asked(plan) * batch.sequences
+        max_blocks = rows * layout.group // tiling.block_rows + (1 if plan.asked is None else 2) * batch.sequences
         max_groups = max_blocks * layout.kv_heads
         schedule = _Schedule(
             groups=self._integers(max_groups, 8),
@@ -259,7 +267,7 @@ class TritonAttention:
         schedule_kernel[(batch.sequences,)](
             plan.query_starts, plan.prefix_lengths, plan.causal, plan.page_starts, plan.parents, plan.words,
             schedule.groups, schedule.chunk_table, schedule.arrivals, schedule.totals, batch.sequences,
-            self._programs(tiling), max_chunks,
+            self._programs(tiling), max_chunks, *(plan.asked or _ALL),
             GROUP=layout.group, KV_HEADS=layout.kv_heads, BLOCK_M=tiling.block_rows, BLOCK_N=tiling.block_keys,
             FIXED_TILES=fixed_tiles, BLOCK_B=triton.next_power_of_2(batch.sequences),
             BLOCK_R=WORD_BITS * words if walk else 0, WORDS=words, BLOCK_I=_SCHEDULE_BLOCK, num_warps=2,
@@ -268,6 +276,12 @@ class TritonAttention:
 
     def _integers(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.int32, device=self._device)
+
+
+def _most_asked(plan: TritonPlan) -> int:
+    """Rows of one sequence that are asked for, at most, in the batch that the plan was made for."""
+    first, end = plan.asked or _ALL
+    return max(0, min(end, max(plan.batch.row_counts)) - first)
 
 
 def _pack(batch: AttentionBatch, pad_rows: int | None = None) -> array[int]:

@@ -56,16 +56,17 @@ def _divide(tiles, group_counts, programs, FIXED_TILES: tl.constexpr, CANDIDATES
     return tl.where(own > 0, shortest, even), own
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_row", "end_row"])
 def schedule_kernel(  # type: ignore[no-untyped-def]
     query_starts, prefix_lengths, causal, page_starts, parents, words, groups, chunk_table, arrivals, totals,
-    sequences, programs, max_chunks, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N:
-    tl.constexpr, FIXED_TILES: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_R: tl.constexpr, WORDS: tl.constexpr,
-    BLOCK_I: tl.constexpr,
+    sequences, programs, max_chunks, first_row, end_row, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_M:
+    tl.constexpr, BLOCK_N: tl.constexpr, FIXED_TILES: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_R: tl.constexpr,
+    WORDS: tl.constexpr, BLOCK_I: tl.constexpr,
 ):  # fmt: skip
     """Program b writes the records of sequence b's groups, the chunks that begin or end in it, and its words.
 
-    Each repeats the sums over sequences. BLOCK_R is 0 where the words are there already or nothing is a tree.
+    Each repeats the sums over sequences. Of every tail the blocks that hold rows from `first_row` to `end_row` have
+    groups, and no others. BLOCK_R is 0 where the words are there already or nothing is a tree.
     """
     b = tl.arange(0, BLOCK_B)
     here = b == tl.program_id(0)
@@ -77,7 +78,9 @@ def schedule_kernel(  # type: ignore[no-untyped-def]
     own_prefix = tl.load(prefix_lengths + tl.program_id(0))
     own_causal = tl.load(causal + tl.program_id(0))
     page_start = tl.load(page_starts + tl.program_id(0))
-    group_counts = (rows * GROUP + BLOCK_M - 1) // BLOCK_M * KV_HEADS
+    first_block = first_row * GROUP // BLOCK_M
+    end_blocks = (tl.minimum(rows, end_row) * GROUP + BLOCK_M - 1) // BLOCK_M
+    group_counts = tl.maximum(end_blocks - first_block, 0) * KV_HEADS
     tiles = (prefix + rows + BLOCK_N - 1) // BLOCK_N
     per_chunk, aligned = _divide(tiles, group_counts, programs, FIXED_TILES, 16)
     tiles = tl.where(aligned > 0, (tiles + per_chunk - 1) // per_chunk * per_chunk, tiles)
@@ -102,7 +105,7 @@ def schedule_kernel(  # type: ignore[no-untyped-def]
         group = first_group + local
         _record(
             groups + group * 8, local, local < own_groups, own_start, own_rows, own_prefix, page_start, own_causal,
-            blocks, first_tile, own_tiles, GROUP, BLOCK_M, BLOCK_N,
+            first_block, blocks, first_tile, own_tiles, GROUP, BLOCK_M, BLOCK_N,
         )  # fmt: skip
         tl.store(arrivals + group, tl.zeros([BLOCK_I], tl.int32), mask=local < own_groups)
     first_chunk = (first_tile + per_chunk - 1) // per_chunk
@@ -112,8 +115,8 @@ def schedule_kernel(  # type: ignore[no-untyped-def]
         begins = chunk * per_chunk < end_tile
         local = (chunk * per_chunk - first_tile) // own_tiles
         _record(
-            chunk_table + chunk * 16, local, begins, own_start, own_rows, own_prefix, page_start, own_causal, blocks,
-            first_tile, own_tiles, GROUP, BLOCK_M, BLOCK_N,
+            chunk_table + chunk * 16, local, begins, own_start, own_rows, own_prefix, page_start, own_causal,
+            first_block, blocks, first_tile, own_tiles, GROUP, BLOCK_M, BLOCK_N,
         )  # fmt: skip
         tl.store(chunk_table + chunk * 16 + 8, first_group + local, mask=begins)
         tl.store(chunk_table + chunk * 16 + 10, tl.zeros([BLOCK_I], tl.int32) + per_chunk, mask=begins)
@@ -129,11 +132,11 @@ def schedule_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _record(  # type: ignore[no-untyped-def]
-    to, local, there, start, rows, prefix, page_start, causal, blocks, first_tile, tiles,
+    to, local, there, start, rows, prefix, page_start, causal, first_block, blocks, first_tile, tiles,
     GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Write the records of groups `local` [I] of one sequence, whose groups have `tiles` tiles each, to `to` [I]."""
-    block = local % blocks
+    block = first_block + local % blocks
     # A causal block sees no key beyond its last row.
     last_row = tl.minimum(((block + 1) * BLOCK_M - 1) // GROUP, rows - 1)
     keys = prefix + tl.where(causal > 0, last_row + 1, rows)

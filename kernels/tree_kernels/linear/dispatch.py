@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from tree_kernels.linear.rows import HeadRows, Norm, ScaledRows
+from tree_kernels.linear.rows import HeadInput, HeadInputs, HeadRows, Norm, ScaledRows
 from tree_kernels.paging import write_kv
 
 __all__ = ["HeadRows", "Norm", "RowLinears", "ScaledRows", "TorchLinears", "row_linears"]
@@ -32,6 +32,16 @@ class RowLinears(Protocol):
 
     def scale_rows(self, hidden: Tensor, norm: Norm) -> ScaledRows:
         """The first half of a norm of `hidden` [R, H]."""
+        ...
+
+    def head_input(self, token_ids: Tensor, features: Tensor, positions: Tensor, of: HeadInputs) -> HeadInput:
+        """What a draft head's first layer reads, each norm in fp32 and rounded once.
+
+        Args:
+            token_ids: [R] integers.
+            features: [R, H], last dimension contiguous, of the embedding's dtype.
+            positions: [R] integers.
+        """
         ...
 
     def add_linear(
@@ -112,6 +122,12 @@ class TorchLinears:
         return ScaledRows(
             (wide * norm.weight.float()).to(hidden.dtype), (wide * wide).sum(1, keepdim=True), norm.epsilon
         )
+
+    def head_input(self, token_ids: Tensor, features: Tensor, positions: Tensor, of: HeadInputs) -> HeadInput:
+        embeddings = functional.embedding(token_ids, of.embedding)
+        normed = self.norm_rows(embeddings, of.embedding_norm), self.norm_rows(features, of.feature_norm)
+        angles = positions[:, None] * of.frequencies
+        return HeadInput(torch.cat(normed, dim=1), angles.cos() * of.scaling, angles.sin() * of.scaling)
 
     def add_linear(
         self,

@@ -53,3 +53,37 @@ class HeadRows:
     slots: Tensor
     key_cache: Tensor
     value_cache: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class HeadInput:
+    """What a draft head's first layer reads.
+
+    Attributes:
+        rows: [R, 2 * H] normed embeddings of tokens, and beside them normed features.
+        cosines: [R, D] fp32, of the angles of rotary embedding.
+        sines: [R, D] fp32.
+    """
+
+    rows: Tensor
+    cosines: Tensor
+    sines: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class HeadInputs:
+    """What a draft head makes its input of, the same for every pass.
+
+    Attributes:
+        embedding: [V, H] of tokens.
+        embedding_norm: over H.
+        feature_norm: over H.
+        frequencies: [D] fp32, an angle by position for each number of a head; both halves turn alike.
+        scaling: cosines and sines are multiplied by it.
+    """
+
+    embedding: Tensor
+    embedding_norm: Norm
+    feature_norm: Norm
+    frequencies: Tensor
+    scaling: float = 1.0

@@ -10,8 +10,8 @@ import torch
 import triton
 from torch import Tensor
 
-from tree_kernels.linear.rows import HeadRows, Norm, ScaledRows
-from tree_kernels.linear.triton_kernels import add_kernel, gated_kernel, norm_kernel, rotary_kernel
+from tree_kernels.linear.rows import HeadInput, HeadInputs, HeadRows, Norm, ScaledRows
+from tree_kernels.linear.triton_kernels import add_kernel, gated_kernel, head_input_kernel, norm_kernel, rotary_kernel
 from tree_kernels.linear.triton_tiling import LinearTiling, choose_linear_tiling
 
 # Weights are asked for 256 bytes at a time.
@@ -46,6 +46,21 @@ class TritonLinears:
         squares = torch.empty(len(hidden), 1, dtype=torch.float32, device=hidden.device)
         self._launch_norm(hidden, norm, output, squares, whole=False)
         return ScaledRows(output, squares, norm.epsilon)
+
+    def head_input(self, token_ids: Tensor, features: Tensor, positions: Tensor, of: HeadInputs) -> HeadInput:
+        if features.dtype != of.embedding.dtype or features.stride(1) != 1 or not of.embedding.is_contiguous():
+            raise ValueError("expected contiguous features and embeddings of one dtype")
+        (rows, width), turned = features.shape, len(of.frequencies)
+        output = features.new_empty(rows, 2 * width)
+        cosines, sines = torch.empty(2, rows, turned, dtype=torch.float32, device=features.device)
+        head_input_kernel[(rows,)](
+            token_ids, of.embedding, of.embedding_norm.weight, features, of.feature_norm.weight, positions,
+            of.frequencies, output, cosines, sines, features.stride(0), of.embedding_norm.epsilon,
+            of.feature_norm.epsilon, of.scaling,
+            WIDTH=width, BLOCK=triton.next_power_of_2(width), TURNED=turned,
+            BLOCK_TURNED=triton.next_power_of_2(turned), num_warps=4, **self._order(),
+        )  # fmt: skip
+        return HeadInput(output, cosines, sines)
 
     def add_linear(
         self,

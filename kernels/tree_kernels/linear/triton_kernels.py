@@ -244,3 +244,41 @@ def norm_kernel(  # type: ignore[no-untyped-def]
     else:
         tl.store(squares + row, total)
     tl.store(output + row.to(tl.int64) * WIDTH + column, (read * norm).to(output.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _normed(read, norm_weight, column, inside, epsilon, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+    """[BLOCK] fp32 RMSNorm of a row."""
+    norm = tl.load(norm_weight + column, mask=inside, other=0.0).to(tl.float32)
+    return read * tl.rsqrt(tl.sum(read * read, 0) / WIDTH + epsilon) * norm
+
+
+@triton.jit
+def head_input_kernel(  # type: ignore[no-untyped-def]
+    token_ids, embedding, embedding_norm, features, feature_norm, positions, frequencies, output, cosines, sines,
+    feature_stride, embedding_epsilon, feature_epsilon, scaling,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, TURNED: tl.constexpr, BLOCK_TURNED: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """One row per program: see `RowLinears.head_input`."""
+    row = tl.program_id(0)
+    column = tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    lane = tl.arange(0, BLOCK_TURNED)
+    turned = lane < TURNED
+    if DEPENDENT:
+        gdc_launch_dependents()
+    frequency = tl.load(frequencies + lane, mask=turned, other=0.0)
+    if DEPENDENT:
+        gdc_wait()
+    own = embedding + tl.load(token_ids + row).to(tl.int64) * WIDTH
+    read = tl.load(own + column, mask=inside, other=0.0).to(tl.float32)
+    feature = tl.load(features + row.to(tl.int64) * feature_stride + column, mask=inside, other=0.0).to(tl.float32)
+    angle = tl.load(positions + row).to(tl.float32) * frequency
+    at = output + row.to(tl.int64) * 2 * WIDTH + column
+    result = _normed(read, embedding_norm, column, inside, embedding_epsilon, WIDTH)
+    tl.store(at, result.to(output.dtype.element_ty), mask=inside)
+    result = _normed(feature, feature_norm, column, inside, feature_epsilon, WIDTH)
+    tl.store(at + WIDTH, result.to(output.dtype.element_ty), mask=inside)
+    tl.store(cosines + row * TURNED + lane, tl.cos(angle) * scaling, mask=turned)
+    tl.store(sines + row * TURNED + lane, tl.sin(angle) * scaling, mask=turned)
