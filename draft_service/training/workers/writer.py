@@ -1,4 +1,5 @@
-"""One of several processes that write text: `python -m draft_service.training.writer SETTINGS NUMBER SECONDS`."""
+"""One of several processes that write text: `python -m draft_service.training.workers.writer SETTINGS NUMBER
+SECONDS`."""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ def main(arguments: Sequence[str]) -> int:
     configure_logging(config.log_level)
     corpus = Corpus(config.run_folder / "text")
     try:
-        teacher = load_teacher(config.teacher, TeacherSettings(config.model, config.device, config.dtype))
+        # The writers take the devices in turn.
+        device = config.devices[int(number) % len(config.devices)]
+        teacher = load_teacher(config.teacher, TeacherSettings(config.model, device, config.dtype))
         write_here(teacher, config, corpus, float(seconds), lambda: None, int(number))
     except SettingsError as error:
         sys.stderr.write(f"{error}\n")
