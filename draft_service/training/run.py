@@ -26,7 +26,7 @@ from draft_service.training.run_folder import RunFolder, training_record
 from draft_service.training.trainer import Trainer
 from draft_service.training.validation import Acceptance, Validator, hold_back
 from draft_service.training.writing import write_texts
-from outrider.devices import check_device
+from outrider.devices import check_device, choose_device
 from outrider.distillation import Teacher, TeacherSettings, load_teacher
 from outrider.settings import SettingsError
 
@@ -47,6 +47,7 @@ def train_head(config: TrainingConfig, command: Sequence[str]) -> Path:
     budget = Budget(60.0 * config.minutes)
     for device in config.devices:
         check_device(device)
+    choose_device(config.devices[0])
     folder = RunFolder(config)
     teacher = load_teacher(config.teacher, TeacherSettings(config.model, config.devices[0], config.dtype))
     if config.max_length > teacher.facts.max_context:
@@ -80,6 +81,7 @@ def follow(config: TrainingConfig, group: Group) -> None:
         GroupLost, DevicesDisagree: see there.
     """
     device = config.devices[group.rank]
+    choose_device(device)
     folder = RunFolder(config)
     teacher = load_teacher(config.teacher, TeacherSettings(config.model, device, config.dtype))
     first = head_to_begin_with(config, teacher.facts)

@@ -103,7 +103,7 @@ def followers(module: str, settings: str, devices: Sequence[str]) -> Iterator[Fo
     over = threading.Event()
     with tempfile.TemporaryDirectory(prefix="outrider-") as folder:
         store = Path(folder) / "store"
-        group = Group(store, 0, len(devices), devices[0])
+        group = Group(store, 0, len(devices))
         processes = [
             # A group of its own: Ctrl-C is for the leader, who ends them.
             subprocess.Popen(

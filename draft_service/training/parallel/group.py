@@ -40,13 +40,11 @@ class Group:
         rank, size: this process among how many.
     """
 
-    def __init__(self, store: Path, rank: int, size: int, device: str) -> None:
+    def __init__(self, store: Path, rank: int, size: int) -> None:
         """`store` is a file that is not there yet, of this group alone, in a folder that all of them reach."""
         self.rank, self.size = rank, size
         self._store = store
         self._connected = False
-        if device.startswith("cuda"):
-            torch.cuda.set_device(device)
 
     def connect(self, check: Callable[[], None] = lambda: None) -> None:
         """Wait until every process has come this far. `check` is called meanwhile, and may raise to give up.

@@ -23,7 +23,7 @@ def main(arguments: Sequence[str]) -> int:
     end_with_leader()
     config = TrainingConfig(**json.loads(settings))
     configure_logging(config.log_level)
-    group = Group(Path(store), int(rank), len(config.devices), config.devices[int(rank)])
+    group = Group(Path(store), int(rank), len(config.devices))
     try:
         follow(config, group)
     except (SettingsError, DevicesDisagree) as error:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from draft_service.training.config import TrainingConfig
 from draft_service.training.corpus import Corpus
 from draft_service.training.writing import write_here
+from outrider.devices import choose_device
 from outrider.distillation import TeacherSettings, load_teacher
 from outrider.runtime import configure_logging
 from outrider.settings import SettingsError
@@ -24,6 +25,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         # The writers take the devices in turn.
         device = config.devices[int(number) % len(config.devices)]
+        choose_device(device)
         teacher = load_teacher(config.teacher, TeacherSettings(config.model, device, config.dtype))
         write_here(teacher, config, corpus, float(seconds), lambda: None, int(number))
     except SettingsError as error:
