@@ -17,8 +17,9 @@ from draft_service.training.parallel.group import Group, GroupLost
 
 _POLL_SECONDS = 0.2
 # After a follower has ended: until the leader has noticed by itself. A device that waits for the dead one's gradients
-# may never come back, and a thread that waits for that device cannot be woken. Chosen, not measured.
-_GRACE_SECONDS = 15.0
+# may never come back, and a thread that waits for that device cannot be woken. Chosen, not measured: a validation that
+# is under way should end and be saved.
+_GRACE_SECONDS = 60.0
 # For a process to end that was asked to, and for the end of one to be seen after its connection broke. Chosen, not
 # measured: both take well below a second on an idle machine.
 _END_SECONDS = 20.0
@@ -122,6 +123,8 @@ def followers(module: str, settings: str, devices: Sequence[str]) -> Iterator[Fo
             over.set()
             group.dismiss()
             patience = _END_SECONDS
+            # While they leave it too: NCCL closes a group together.
+            group.leave()
         except GroupLost as error:
             raise started.explain(error) from error
         finally:
