@@ -54,6 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _train(config: TrainingConfig, command: Sequence[str]) -> int:
     # Late: a typing error should not wait for torch.
     from draft_service.eagle.head_config import HeadRefused
+    from draft_service.training.parallel.followers import FollowerFailed
     from draft_service.training.run import train_head
     from draft_service.training.trainer import TrainingDiverged
     from draft_service.training.writing import WriterFailed
@@ -63,6 +64,12 @@ def _train(config: TrainingConfig, command: Sequence[str]) -> int:
         folder = train_head(config, command)
     except (TrainingDiverged, WriterFailed, HeadRefused) as error:
         errors.print(f"[bold red]error:[/] {error}", soft_wrap=True)
+        return 1
+    except FollowerFailed as error:
+        errors.print(f"[bold red]error:[/] {error}", soft_wrap=True)
+        if config.device.startswith("cuda"):
+            # A device that waits for the dead one's gradients would hold up Python's own end.
+            os._exit(1)
         return 1
     except KeyboardInterrupt:
         return INTERRUPTED

@@ -19,7 +19,9 @@ class TrainingConfig(Settings):
 
     model: str = setting("smollm2-135m-instruct", "target to learn from: a name the target knows, a folder, a hub id")
     out: str = setting("", "folder for the head; what a run needs to go on lies beside it, in FOLDER.run")
-    device: str = setting("cpu", "torch device of target and head")
+    device: str = setting(
+        "cpu", "torch device of target and head; several, such as cuda:0,cuda:1, write and train together"
+    )
     dtype: str = setting("bfloat16", "type they compute in; the head's weights are kept in fp32 beside it")
     teacher: str = setting("local", "an entry point of outrider.teachers, or MODULE:FUNCTION")
     minutes: float = setting(0.0, "wall time of the whole, to which writing and schedule adapt; 0 is unbounded", ge=0)
@@ -35,7 +37,7 @@ class TrainingConfig(Settings):
     text: str = setting("", "folder of text that is written already, `text` of another run; none is written then")
     tokens: str = setting("20M", "tokens of text to write: a number, with k or M")
     writing_share: float = setting(0.5, "share of --minutes after which writing ends, however much there is")
-    writers: int = setting(1, "processes that write at once; more than one pays on a GPU", ge=1)
+    writers: int = setting(1, "processes that write at once, one a device at least; more than one pays on a GPU", ge=1)
     sequences: int = setting(0, "texts that each writes at once; 0 is 256 on a GPU and 16 elsewhere")
     prompts: str = setting("", "file of prompts to answer first: JSON lines with `turns`, or a prompt a line")
     sampled_prompts: bool = setting(True, "let the target make up prompts, by itself or after those of the file")
@@ -86,6 +88,11 @@ class TrainingConfig(Settings):
             raise SettingsError("--temperatures needs 0, which validation takes its texts from, and none below")
         if self.token_goal < 1:
             raise SettingsError("--tokens must be at least 1")
+        if "" in self.devices or len({device.partition(":")[0] for device in self.devices}) > 1:
+            raise SettingsError(f"--device {self.device}: needs devices of one kind, such as cuda:0,cuda:1")
+        gpus = [device for device in self.devices if device != "cpu"]
+        if len(gpus) > 1 and ("cuda" in gpus or len(set(gpus)) < len(gpus)):
+            raise SettingsError(f"--device {self.device}: name each GPU once, by its number")
 
     @property
     def token_goal(self) -> int:
@@ -102,6 +109,16 @@ class TrainingConfig(Settings):
             return tuple(float(word) for word in self.temperatures.split(","))
         except ValueError:
             raise SettingsError(f"--temperatures: {self.temperatures!r} is no list of numbers") from None
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """`device` as a list: the first one leads."""
+        return tuple(word.strip() for word in self.device.split(","))
+
+    @property
+    def writers_at_once(self) -> int:
+        """`writers`, but no device is left without one."""
+        return max(self.writers, len(self.devices))
 
     @property
     def sequences_at_once(self) -> int:

@@ -7,7 +7,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-# Rows whose logits exist at once, in fp32.
+from tree_kernels.cross_entropy import soft_cross_entropy_
+
+# Rows whose logits exist at once; in fp32 too, where PyTorch computes the loss.
 _ROWS = 8192
 
 
@@ -52,14 +54,10 @@ class _SoftCrossEntropy(torch.autograd.Function):
         rows = torch.empty(len(lm_input), dtype=torch.float32, device=lm_input.device)
         for start in range(0, len(lm_input), _ROWS):
             piece = slice(start, start + _ROWS)
-            target = probs.index_select(0, distributions[piece]).float()
-            logits = (lm_input[piece] @ lm_head.T).float()
-            mass, norm = target.sum(-1), logits.logsumexp(-1)
-            rows[piece] = mass * norm - (target * logits).sum(-1)
-            if lm_input_grad is None and head_grad is None:
-                continue
-            share = logits.sub_(norm[:, None]).exp_().mul_(mass[:, None]).sub_(target)
-            grad = share.mul_(weights[piece, None]).to(lm_input.dtype)
+            grad = lm_input[piece] @ lm_head.T
+            unused = lm_input_grad is None and head_grad is None
+            # It holds logits until here, and their gradient from here on.
+            rows[piece] = soft_cross_entropy_(grad, probs, distributions[piece], None if unused else weights[piece])
             if lm_input_grad is not None:
                 lm_input_grad[piece] = grad @ lm_head
             if head_grad is not None:

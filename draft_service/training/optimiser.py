@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -26,8 +26,19 @@ def rate_at(fraction: float, highest: float, warmup: float) -> float:
 class MasterAdamW:
     """Steps the fp32 masters of a module's trainable weights, and writes them back in the module's type."""
 
-    def __init__(self, module: nn.Module, *, weight_decay: float, clip: float, masters: nn.Module) -> None:
-        """`masters` is the same module in fp32, whose values are taken over."""
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        weight_decay: float,
+        clip: float,
+        masters: nn.Module,
+        average: Callable[[Tensor], None] | None = None,
+    ) -> None:
+        """`masters` is the same module in fp32, whose values are taken over.
+
+        `average` puts the mean over several devices in place of a vector of all gradients, [weights] fp32.
+        """
         self._names = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
         own, wide = dict(module.named_parameters()), dict(masters.named_parameters())
         self._weights: list[Tensor] = [own[name] for name in self._names]
@@ -39,13 +50,14 @@ class MasterAdamW:
         ]
         self._adam = torch.optim.AdamW(groups, lr=0.0, betas=_BETAS, fused=device.type == "cuda")
         self._clip = clip
+        self._average = average
         self._publish()
 
     def step(self, rate: float) -> Tensor:
         """Apply the module's gradients and forget them. Returns their norm, on the device."""
-        for weight, master in zip(self._weights, self._masters, strict=True):
-            assert weight.grad is not None, "every weight that is trained has a part in the loss"
-            master.grad = weight.grad.float()
+        for master, gradient in zip(self._masters, self._gradients(), strict=True):
+            master.grad = gradient
+        for weight in self._weights:
             weight.grad = None
         norm = torch.nn.utils.clip_grad_norm_(self._masters, self._clip, foreach=True)
         for group in self._adam.param_groups:
@@ -55,6 +67,27 @@ class MasterAdamW:
             master.grad = None
         self._publish()
         return norm
+
+    def _gradients(self) -> list[Tensor]:
+        """In fp32, averaged where there are several devices."""
+        own = [weight.grad for weight in self._weights if weight.grad is not None]
+        assert len(own) == len(self._weights), "every weight that is trained has a part in the loss"
+        if self._average is None:
+            return [gradient.float() for gradient in own]
+        # One vector: an exchange for every weight would wait for each.
+        flat = torch.empty(sum(one.numel() for one in own), device=own[0].device)
+        pieces = [
+            piece.view_as(one) for piece, one in zip(torch.split(flat, [g.numel() for g in own]), own, strict=True)
+        ]
+        torch._foreach_copy_(pieces, own)
+        self._average(flat)
+        return pieces
+
+    def share(self, share: Callable[[Tensor], None]) -> None:
+        """Take over the masters of another process: `share` puts its values in place of a tensor's."""
+        for master in self._masters:
+            share(master)
+        self._publish()
 
     def state(self) -> dict[str, Tensor]:
         """Masters and moments by name, for a checkpoint."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -16,17 +19,22 @@ from draft_service.training.batches import BatchPlan
 from draft_service.training.building import head_config, head_to_begin_with, new_head, saying
 from draft_service.training.config import TrainingConfig
 from draft_service.training.corpus import Texts, answer_counts, choose_tokens, coverage
+from draft_service.training.parallel.followers import followers
+from draft_service.training.parallel.group import Group
 from draft_service.training.progress import Budget, phase
 from draft_service.training.run_folder import RunFolder, training_record
 from draft_service.training.trainer import Trainer
 from draft_service.training.validation import Acceptance, Validator, hold_back
 from draft_service.training.writing import write_texts
+from outrider.devices import check_device, choose_device
 from outrider.distillation import Teacher, TeacherSettings, load_teacher
 from outrider.settings import SettingsError
 
 log = logging.getLogger(__name__)
 # Kept of --minutes for the last validation and for saving: so many times the first validation's time, and seconds.
 _RESERVE_VALIDATIONS, _RESERVE_SECONDS = 2.0, 3.0
+# What runs on each device but the first; it calls `follow`.
+_FOLLOWER = "draft_service.training.workers.follower"
 
 
 def train_head(config: TrainingConfig, command: Sequence[str]) -> Path:
@@ -34,11 +42,14 @@ def train_head(config: TrainingConfig, command: Sequence[str]) -> Path:
 
     Raises:
         SettingsError: settings that do not fit the model, the machine or the run that is there.
-        WriterFailed, TrainingDiverged: see there.
+        WriterFailed, TrainingDiverged, FollowerFailed: see there.
     """
     budget = Budget(60.0 * config.minutes)
+    for device in config.devices:
+        check_device(device)
+    choose_device(config.devices[0])
     folder = RunFolder(config)
-    teacher = load_teacher(config.teacher, TeacherSettings(config.model, config.device, config.dtype))
+    teacher = load_teacher(config.teacher, TeacherSettings(config.model, config.devices[0], config.dtype))
     if config.max_length > teacher.facts.max_context:
         raise SettingsError(f"--max-length is more than the model's context of {teacher.facts.max_context}")
     first = head_to_begin_with(config, teacher.facts)
@@ -57,6 +68,56 @@ def train_head(config: TrainingConfig, command: Sequence[str]) -> Path:
     )
     _Course(config, command, budget, folder, texts, counts).train(teacher, tokens, first)
     return config.out_folder
+
+
+def follow(config: TrainingConfig, group: Group) -> None:
+    """What `train_head` does on each of its devices but the first: every step with the leader, and nothing else.
+
+    Args:
+        config: the leader's, with `resume`, since its folder is there.
+        group: this process's place.
+
+    Raises:
+        GroupLost, DevicesDisagree: see there.
+    """
+    device = config.devices[group.rank]
+    choose_device(device)
+    folder = RunFolder(config)
+    teacher = load_teacher(config.teacher, TeacherSettings(config.model, device, config.dtype))
+    first = head_to_begin_with(config, teacher.facts)
+    trainer = _trainer(config, folder, folder.corpus().load(), teacher, folder.tokens(), first, group)
+    trainer.synchronise()
+    trainer.follow()
+
+
+def _trainer(
+    config: TrainingConfig,
+    folder: RunFolder,
+    texts: Texts,
+    teacher: Teacher,
+    tokens: NDArray[np.int64] | None,
+    first: EagleHead | None,
+    group: Group | None,
+) -> Trainer:
+    """At the last checkpoint, or at the beginning. `first` in place of a new head."""
+    facts = teacher.facts
+    size = facts.vocab_size if tokens is None else len(tokens)
+    shape = head_config(config, facts, size) if first is None else first.config
+    reader = teacher.reader(shape.layers_of(facts.num_layers))
+    learnt, held = hold_back(texts, config.validation, len(config.temperature_list))
+    if not len(learnt):
+        raise SettingsError("too little text was written to train on: give it more --tokens or --minutes")
+    plans = [BatchPlan(part, config.batch_tokens, config.max_length, config.seed) for part in (learnt, held)]
+    validator = Validator(held, reader, tokens, plans[1])
+    if first is None:
+        head = new_head(shape, tokens, reader.weights(), config.seed)
+    else:
+        head = saying(first, tokens, reader.weights().lm_head) if config.new_vocabulary else first
+    trainer = Trainer(config, head, reader, plans[0], tokens, validator, group)
+    found = folder.checkpoint()
+    if found is not None:
+        trainer.load(*found)
+    return trainer
 
 
 def _token_map(
@@ -93,28 +154,20 @@ class _Course:
 
     def train(self, teacher: Teacher, tokens: NDArray[np.int64] | None, first: EagleHead | None) -> None:
         """From the last checkpoint, or from the beginning, to the end. `first` in place of a new head."""
-        config, facts = self._config, teacher.facts
-        size = facts.vocab_size if tokens is None else len(tokens)
-        shape = head_config(config, facts, size) if first is None else first.config
-        reader = teacher.reader(shape.layers_of(facts.num_layers))
-        learnt, held = hold_back(self._texts, config.validation, len(config.temperature_list))
-        if not len(learnt):
-            raise SettingsError("too little text was written to train on: give it more --tokens or --minutes")
-        plans = [BatchPlan(part, config.batch_tokens, config.max_length, config.seed) for part in (learnt, held)]
-        validator = Validator(held, reader, tokens, plans[1])
-        if first is None:
-            head = new_head(shape, tokens, reader.weights(), config.seed)
-        else:
-            head = saying(first, tokens, reader.weights().lm_head) if config.new_vocabulary else first
-        trainer = Trainer(config, head, reader, plans[0], tokens, validator)
-        found = self._folder.checkpoint()
-        if found is not None:
-            trainer.load(*found)
-        began = time.monotonic()
-        trainer.validate()
-        reserve = _RESERVE_SECONDS + _RESERVE_VALIDATIONS * (time.monotonic() - began)
-        with phase("training") as shown:
-            trainer.run(self._budget.left - reserve, shown, lambda acceptance: self._save(trainer, acceptance))
+        config = self._config
+        # They load what they need while this process does.
+        settings = json.dumps(asdict(replace(config, resume=True)))
+        several = len(config.devices) > 1
+        with followers(_FOLLOWER, settings, config.devices) if several else contextlib.nullcontext() as beside:
+            group = None if beside is None else beside.group
+            trainer = _trainer(config, self._folder, self._texts, teacher, tokens, first, group)
+            began = time.monotonic()
+            trainer.validate()
+            reserve = _RESERVE_SECONDS + _RESERVE_VALIDATIONS * (time.monotonic() - began)
+            if beside is not None:
+                trainer.synchronise(beside.check)
+            with phase("training") as shown:
+                trainer.run(self._budget.left - reserve, shown, lambda acceptance: self._save(trainer, acceptance))
         self._seconds["training"] = trainer.progress.seconds
         self._save(trainer, trainer.validate())
 

@@ -52,6 +52,8 @@ class RunFolder:
             if not config.resume:
                 raise SettingsError(f"{self._folder} holds a run: --resume goes on with it, or name another --out")
             _check_same(json.loads(self._settings.read_text()), config)
+            if not (self.written or config.text):
+                _check_writers(json.loads(self._settings.read_text()), config)
         elif config.resume:
             raise SettingsError(f"{self._folder} holds no run to go on with")
 
@@ -60,7 +62,11 @@ class RunFolder:
         config = self._config
         self._folder.mkdir(parents=True, exist_ok=True)
         self._settings.write_text(json.dumps(asdict(config), indent=2) + "\n")
-        return Corpus(Path(config.text) if config.text else self._folder / "text")
+        return self.corpus()
+
+    def corpus(self) -> Corpus:
+        """The text that is learnt from."""
+        return Corpus(Path(self._config.text) if self._config.text else self._folder / "text")
 
     @property
     def written(self) -> bool:
@@ -105,6 +111,13 @@ def _check_same(before: Mapping[str, Any], config: TrainingConfig) -> None:
         raise SettingsError(f"the run that is there was begun with {wanted}")
 
 
+def _check_writers(before: Mapping[str, Any], config: TrainingConfig) -> None:
+    """Texts are numbered by the writers there are, and more devices may have brought more of them."""
+    begun = max(before["writers"], len(before["device"].split(",")))
+    if begun != config.writers_at_once:
+        raise SettingsError(f"the text that is there was begun by {begun} writers on --device {before['device']}")
+
+
 _PACKAGES = ("torch", "transformers", "triton", "numpy", "safetensors")
 _CURVE_POINTS = 200
 
@@ -126,7 +139,7 @@ def training_record(
         "command": list(command),
         "finished": progress.fraction >= 1,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": machine(config.device),
+        "machine": machine(config.devices),
         "versions": versions(),
         "text": {
             "texts": len(texts),
@@ -150,17 +163,19 @@ def training_record(
     }
 
 
-def machine(device: str) -> dict[str, Any]:
-    """Processor, cores, and the GPU if one was used."""
+def machine(devices: Sequence[str]) -> dict[str, Any]:
+    """Processor, cores, and the GPU if one was used: the first one's name and memory, and how many there were."""
     found: dict[str, Any] = {
         "processor": platform.processor() or platform.machine(),
         "cores": os.cpu_count(),
         "system": platform.system(),
         "python": platform.python_version(),
     }
-    if device.startswith("cuda"):
-        found["gpu"] = torch.cuda.get_device_name(device)
-        found["gpu_gib_used"] = round(torch.cuda.max_memory_reserved(device) / 2**30, 1)
+    if devices[0].startswith("cuda"):
+        found["gpu"] = torch.cuda.get_device_name(devices[0])
+        found["gpu_gib_used"] = round(torch.cuda.max_memory_reserved(devices[0]) / 2**30, 1)
+        if len(devices) > 1:
+            found["gpus"] = len(devices)
     return found
 
 

@@ -19,6 +19,7 @@ from draft_service.training.batches import Batch, BatchPlan, make_batch
 from draft_service.training.config import TrainingConfig
 from draft_service.training.loss import soft_cross_entropy
 from draft_service.training.optimiser import MasterAdamW, rate_at
+from draft_service.training.parallel.group import Group
 from draft_service.training.progress import Phase
 from draft_service.training.unrolling import unroll
 from draft_service.training.validation import Acceptance, Validator
@@ -32,16 +33,20 @@ class TrainingDiverged(Exception):
     """The loss is no number any more."""
 
 
+class DevicesDisagree(Exception):
+    """The devices that train together have not read the same text, or do not go on from the same batch."""
+
+
 @dataclass(slots=True)
 class Progress:
     """Where training is, as a checkpoint keeps it.
 
     Attributes:
-        step, epoch, index: steps done; the pass, and the batch of it, that come next.
+        step, epoch, index: steps done, each of one batch a device; the pass, and the batch of it, that come next.
         fraction: of the whole training that is done, by steps or by time.
         tokens: of text that was read, without padding.
         seconds: spent, over all runs.
-        losses: one entry per look: step, seconds, tokens, mean loss by step of the unrolling.
+        losses: one entry per look: step, seconds, tokens, mean loss by step of the unrolling, on the first device.
         validations: one entry each: step, seconds, tokens, and what `Acceptance` says.
     """
 
@@ -71,18 +76,30 @@ class Trainer:
         plan: BatchPlan,
         tokens: NDArray[np.int64] | None,
         validator: Validator,
+        group: Group | None = None,
     ) -> None:
-        """`head` in fp32, whose weights training begins with; `tokens` [V'] as in `new_head`."""
+        """`head` in fp32, whose weights training begins with; `tokens` [V'] as in `new_head`.
+
+        With a `group`, a step takes a batch on each of its devices, and `synchronise` comes before `run` or `follow`.
+        """
         self._config = config
         self._device = reader.weights().lm_head.device
         self.head = computing_copy(head, self._device, getattr(torch, config.dtype))
-        self._optimiser = MasterAdamW(self.head, weight_decay=config.weight_decay, clip=config.clip, masters=head)
+        self._group = group
+        self._optimiser = MasterAdamW(
+            self.head,
+            weight_decay=config.weight_decay,
+            clip=config.clip,
+            masters=head,
+            average=None if group is None else group.average,
+        )
         self._reader = reader
         self._plan = plan
         self._wanted = None if tokens is None else torch.from_numpy(tokens).to(self._device)
         self._validator = validator
         self._unroll = torch.compile(unroll, dynamic=False) if config.compile else unroll
-        self._total = max(1, math.ceil(config.epochs * plan.per_epoch()))
+        self._per_epoch = plan.per_epoch()
+        self._total = max(1, math.ceil(config.epochs * self._per_epoch))
         self._planned: tuple[int, list[tuple[int, NDArray[np.int64]]]] | None = None
         self.progress = Progress()
 
@@ -95,6 +112,30 @@ class Trainer:
         """Go on from `state`."""
         self._optimiser.load(tensors)
         self.progress = Progress(**state)
+
+    def synchronise(self, check: Callable[[], None] = lambda: None) -> None:
+        """Begin where the leader of the group begins. `check` as in `Group.connect`.
+
+        Raises:
+            DevicesDisagree: this is a follower that has other text, or is at another place of it.
+            GroupLost: see there.
+        """
+        group, progress, texts = self._group, self.progress, self._plan.texts
+        if group is None:
+            return
+        group.connect(check)
+        own = torch.tensor([len(texts), len(texts.token_ids), progress.step, progress.epoch, progress.index])
+        leaders = own.clone()
+        group.share(leaders)
+        if not torch.equal(own, leaders):
+            raise DevicesDisagree("the text or the checkpoint changed while the devices read it")
+        self._optimiser.share(group.share)
+
+    def follow(self) -> None:
+        """Take part in every step of the leader's `run`, until it dismisses this follower. Raises `GroupLost`."""
+        assert self._group is not None, "who trains alone follows nobody"
+        for rate in self._group.rates():
+            self._step(rate)
 
     def validate(self) -> Acceptance:
         """Measure the head, and note it."""
@@ -110,7 +151,7 @@ class Trainer:
         """Train to the end of the schedule, for `seconds` at most, or up to step `until`.
 
         With `seconds`, the schedule ends when they are over, or with the last pass if that comes first.
-        Raises `TrainingDiverged`.
+        Raises `TrainingDiverged`, and `GroupLost` in a group, which this process leads.
         """
         progress, began = self.progress, time.monotonic()
         first, seconds_before = progress.fraction, progress.seconds
@@ -118,11 +159,15 @@ class Trainer:
         sums = self._no_sums()
         looked = progress.step
         while progress.fraction < 1 and progress.step != until:
-            sums += self._step(rate_at(progress.fraction, self._config.learning_rate, self._config.warmup))
+            rate = rate_at(progress.fraction, self._config.learning_rate, self._config.warmup)
+            if self._group is not None:
+                self._group.lead(rate)
+            sums += self._step(rate)
             elapsed = time.monotonic() - began
             # No time left ends it with this step; no bound never does.
             by_time = first + (1 - first) * elapsed / max(seconds, 1e-9)
-            progress.fraction = max(progress.step / self._total, by_time)
+            batches = progress.epoch * self._per_epoch + progress.index
+            progress.fraction = max(batches / self._total, by_time)
             progress.seconds = seconds_before + elapsed
             due = progress.step % _LOOK_STEPS == 0 or time.monotonic() - seen > _LOOK_SECONDS
             if due or progress.fraction >= 1 or progress.step == until:
@@ -154,6 +199,14 @@ class Trainer:
         return losses
 
     def _next_batch(self) -> Batch:
+        """This device's of the batches of a step."""
+        rank, size = (0, 1) if self._group is None else (self._group.rank, self._group.size)
+        padded, chosen = [self._take() for _ in range(size)][rank]
+        rows = self._plan.batch_tokens // padded
+        return make_batch(self._plan.texts, chosen, padded, self._config.steps, size=rows).to(self._device)
+
+    def _take(self) -> tuple[int, NDArray[np.int64]]:
+        """The next of the plan's batches, over the ends of passes."""
         progress = self.progress
         if self._planned is None or self._planned[0] != progress.epoch:
             self._planned = (progress.epoch, self._plan.batches(progress.epoch))
@@ -163,8 +216,7 @@ class Trainer:
         progress.index += 1
         if progress.index == len(batches):
             progress.epoch, progress.index = progress.epoch + 1, 0
-        size = self._plan.batch_tokens // padded
-        return make_batch(self._plan.texts, chosen, padded, self._config.steps, size=size).to(self._device)
+        return padded, chosen
 
     def _look(self, sums: Tensor, count: int, shown: Phase) -> None:
         """Read the losses since the last look."""

@@ -72,8 +72,8 @@ def order_of(config: TrainingConfig, corpus: Corpus, writer: int) -> WritingOrde
         turns=config.turns,
         sequences=config.sequences_at_once,
         seed=config.seed,
-        first=corpus.next_number(writer, config.writers),
-        stride=config.writers,
+        first=corpus.next_number(writer, config.writers_at_once),
+        stride=config.writers_at_once,
     )
 
 
@@ -123,7 +123,7 @@ def write_texts(teacher: Teacher, config: TrainingConfig, corpus: Corpus, budget
 
     if corpus.tokens >= config.token_goal or seconds <= 0:
         return
-    if config.writers == 1:
+    if config.writers_at_once == 1:
         write_here(teacher, config, corpus, seconds, show)
         return
     deadline = began + seconds
@@ -141,13 +141,14 @@ def write_texts(teacher: Teacher, config: TrainingConfig, corpus: Corpus, budget
 
 @contextlib.contextmanager
 def _writers(config: TrainingConfig, seconds: float) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Processes of `writer.main`, ended when the block is left."""
-    command = [sys.executable, "-m", "draft_service.training.writer", json.dumps(asdict(config))]
+    """Processes of `workers.writer.main`, ended when the block is left."""
+    command = [sys.executable, "-m", "draft_service.training.workers.writer", json.dumps(asdict(config))]
     # Each starts a pool of compilers and of threads for all cores otherwise.
-    threads = str(max(1, (os.cpu_count() or 1) // config.writers))
+    threads = str(max(1, (os.cpu_count() or 1) // config.writers_at_once))
     environment = {"OMP_NUM_THREADS": threads, "TORCHINDUCTOR_COMPILE_THREADS": threads} | dict(os.environ)
     processes = [
-        subprocess.Popen([*command, str(writer), str(seconds)], env=environment) for writer in range(config.writers)
+        subprocess.Popen([*command, str(writer), str(seconds)], env=environment)
+        for writer in range(config.writers_at_once)
     ]
     try:
         yield processes

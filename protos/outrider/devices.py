@@ -1,4 +1,4 @@
-"""Whether PyTorch can compute where it is asked to: what both services ask before they load a model."""
+"""Whether PyTorch can compute where it is asked to, which is asked before a model is loaded; and a process's device."""
 
 from __future__ import annotations
 
@@ -25,3 +25,15 @@ def check_device(device: str) -> None:
         raise SettingsError(f"device {device}: PyTorch finds no GPU; is there a driver, and CUDA_VISIBLE_DEVICES set?")
     if (wanted.index or 0) >= count:
         raise SettingsError(f"device {device}: there are {count} GPUs, counted from 0")
+
+
+def choose_device(device: str) -> None:
+    """Make `device` the one that this thread computes on where nothing else is named, as when Triton launches a kernel.
+
+    Nothing changes for a device without a number.
+    """
+    import torch
+
+    wanted = torch.device(device)
+    if wanted.type == "cuda" and wanted.index is not None:
+        torch.cuda.set_device(wanted)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from outrider.devices import check_device
+from outrider.devices import check_device, choose_device
 from outrider.settings import SettingsError
 
 
@@ -36,3 +36,11 @@ def test_what_is_missing_is_named(
         return
     with pytest.raises(SettingsError, match=message):
         check_device(device)
+
+
+def test_only_a_numbered_gpu_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    for device in ("cpu", "cpu:0", "cuda", "cuda:1"):
+        choose_device(device)
+    assert chosen == [torch.device("cuda:1")]

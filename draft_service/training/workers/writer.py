@@ -1,4 +1,5 @@
-"""One of several processes that write text: `python -m draft_service.training.writer SETTINGS NUMBER SECONDS`."""
+"""One of several processes that write text: `python -m draft_service.training.workers.writer SETTINGS NUMBER
+SECONDS`."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from collections.abc import Sequence
 from draft_service.training.config import TrainingConfig
 from draft_service.training.corpus import Corpus
 from draft_service.training.writing import write_here
+from outrider.devices import choose_device
 from outrider.distillation import TeacherSettings, load_teacher
 from outrider.runtime import configure_logging
 from outrider.settings import SettingsError
@@ -21,7 +23,10 @@ def main(arguments: Sequence[str]) -> int:
     configure_logging(config.log_level)
     corpus = Corpus(config.run_folder / "text")
     try:
-        teacher = load_teacher(config.teacher, TeacherSettings(config.model, config.device, config.dtype))
+        # The writers take the devices in turn.
+        device = config.devices[int(number) % len(config.devices)]
+        choose_device(device)
+        teacher = load_teacher(config.teacher, TeacherSettings(config.model, device, config.dtype))
         write_here(teacher, config, corpus, float(seconds), lambda: None, int(number))
     except SettingsError as error:
         sys.stderr.write(f"{error}\n")
