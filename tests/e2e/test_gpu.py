@@ -132,7 +132,9 @@ def test_nothing_is_captured_while_requests_run(
     """Where the sizes are captured ahead, so is what follows them: a message would wait for it."""
     taken, steps = looking_up
     # One row, one with three looked up, and a prompt's chunk, of one sequence each.
-    wanted = [replace(one, token_ids=one.token_ids[:16], max_draft_nodes=3) for one in requests(SAMPLINGS["greedy"])[2:3]]
+    wanted = [
+        replace(one, token_ids=one.token_ids[:16], max_draft_nodes=3) for one in requests(SAMPLINGS["greedy"])[2:3]
+    ]
     wanted += [replace(wanted[0], sampling=SAMPLINGS[name]) for name in ("seeded", "filtered")]
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: pytest.fail("captured while a request ran"))
     for one in wanted:
