@@ -46,7 +46,7 @@ GRPC_EDGES = {
     "outrider_client.failures",
     "outrider_client.generation",
     "outrider_client.verification",
-    "target_service.speculation.client.link",
+    "outrider.drafting.link",
     "target_service.preflight",
     "target_service.api.server",
 }
