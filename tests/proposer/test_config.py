@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
 from pathlib import Path
 from typing import Any
 
@@ -48,3 +50,13 @@ def test_a_token_is_read_from_its_file(tmp_path: Path) -> None:
     assert options.metadata == (("authorization", "Bearer secret"),) and options.credentials is None
     with pytest.raises(SettingsError, match="nowhere"):
         ProposerConfig(token=str(tmp_path / "nowhere")).link_options()
+
+
+def test_the_readme_has_every_setting_with_its_default() -> None:
+    readme = (Path(__file__).parents[2] / "clients/outrider_vllm/README.md").read_text()
+    rows = [line.split("|")[1:3] for line in readme.splitlines() if line.startswith("| `")]
+    shown = {key: value.strip().strip("`") for keys, value in rows for key in re.findall("`([a-z_]+)`", keys)}
+    for field in dataclasses.fields(ProposerConfig):
+        default = f"{field.default:g}" if isinstance(field.default, float) else str(field.default)
+        assert shown.pop(field.name) == default, field.name
+    assert shown == {}
