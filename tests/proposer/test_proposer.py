@@ -245,8 +245,9 @@ def test_drafts_that_are_not_waited_for_are_used_a_step_later(service: Service) 
 
 def test_a_log_line_says_how_it_goes(service: Service, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "vllm.outrider")
-    with connected(service.address, log_seconds=0.01, tenant="log") as (config, proposer):
+    # A line each step.
+    with connected(service.address, log_seconds=1e-9, tenant="log") as (config, proposer):
         Runner(config, [proposer], repeating).answer(([3, 4], 100))
     last = [record.getMessage() for record in caplog.records if "proposed" in record.getMessage()][-1]
     steps, proposed, accepted, *_ = [int(word) for word in last.split() if word.isdigit()]
-    assert last.startswith("draft connected") and steps > 5 and proposed >= accepted > 50
+    assert last.startswith("draft connected") and steps > 5 and proposed >= accepted > 40
