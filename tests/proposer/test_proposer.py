@@ -199,6 +199,8 @@ def test_a_frozen_draft_is_waited_for_a_few_times_and_then_not(tmp_path: Path) -
         (request,) = runner.answer(([9, 10], 400), pause=0.002)
         check([request], repeating)
         assert request.accepted > 100
+        # One that came in time has it waited for again.
+        assert proposer._drafting._latency.waiting_pays
     service.end()
 
 
@@ -221,6 +223,7 @@ def test_nothing_that_goes_wrong_here_reaches_vllm(service: Service, monkeypatch
             patched.setattr(proposer._drafting, "chain", lambda *_: 1 / 0)
             runner.step()
             assert running.drafts == []
+            assert len(proposer._tracker) == 0 and not proposer._drafting._followed
         # Shapes that no version of vLLM has.
         assert proposer.propose([[1], [2]], None, None) == [[], []]  # type: ignore[arg-type]
         accepted = running.accepted
