@@ -9,6 +9,8 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 
 from outrider.devices import check_device
+from outrider.drafting.link import connect_draft
+from outrider.drafting.stoppable import StoppableLink
 from outrider.errors import NotSupported, OutriderError
 from outrider.runtime import in_passing_thread
 from outrider.settings import SettingsError
@@ -20,8 +22,6 @@ from target_service.engine.stats import EngineObserver
 from target_service.model.loading.loader import load_runner
 from target_service.model.runner import ModelRunner
 from target_service.preflight import EngineRefused, link_options, speculates
-from target_service.speculation.client.link import connect_draft
-from target_service.speculation.client.stoppable import StoppableLink
 from target_service.speculation.config import DraftingConfig
 from target_service.speculation.policy.cost_profile import measure_step_cost
 

@@ -7,11 +7,11 @@ from pathlib import Path
 import grpc
 
 from outrider.addresses import address_problem
+from outrider.drafting.link import LinkOptions
 from outrider.limits import TenantTable
 from outrider.serving import Authenticator, TlsFiles, check_free
 from outrider.settings import SettingsError
 from target_service.config import TargetConfig
-from target_service.speculation.client.link import LinkOptions
 
 # Of tokens; no model has such a context, and tables by position are made for all of it.
 _LONGEST_CONTEXT = 1 << 24

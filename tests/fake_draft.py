@@ -10,11 +10,11 @@ from typing import Any
 import grpc
 from scripted_drafter import VOCABULARY, Listener
 
+from outrider.drafting.link import GrpcDraftLink, LinkOptions
 from outrider.serving import GrpcServer, Service, ServingOptions
 from outrider.v1 import draft_pb2, draft_pb2_grpc
 from outrider.wire.drafts import info_to_pb
 from outrider.wire.frames import DraftInfo, TreeLimits
-from target_service.speculation.client.link import GrpcDraftLink, LinkOptions
 
 SERVICE_NAME = "outrider.v1.DraftService"
 INFO = DraftInfo("fake", VOCABULARY, "ab" * 32, TreeLimits(63, 8), 1024, "9")

@@ -32,6 +32,7 @@ from outrider.runtime import prepare_grpc, switch_threads_often
 prepare_grpc()
 switch_threads_often()
 
+from outrider.drafting.link import StoppableLink, connect_draft  # noqa: E402
 from outrider.sampling import SamplingParams, VerificationMode  # noqa: E402
 from outrider.wire.frames import (  # noqa: E402
     DraftInfo,
@@ -41,7 +42,6 @@ from outrider.wire.frames import (  # noqa: E402
     SequenceGrowth,
     TreeLimits,
 )
-from target_service.speculation.client.link import StoppableLink, connect_draft  # noqa: E402
 
 VOCABULARY_SIZE = 49_152
 PROMPT_TOKENS = 256

@@ -33,6 +33,7 @@ from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
 
 from benchmarks.drafters.draft_quality import Trace, load  # noqa: E402
 from benchmarks.shared.machine import describe  # noqa: E402
+from outrider.drafting.link import connect_draft  # noqa: E402
 from outrider.sampling import SamplingParams, VerificationMode  # noqa: E402
 from outrider.tree import TokenTree  # noqa: E402
 from target_service.assembly import engine_config  # noqa: E402
@@ -43,7 +44,6 @@ from target_service.execution.batch import StepBatch  # noqa: E402
 from target_service.execution.host_executor import Ready  # noqa: E402
 from target_service.model.runner import ModelRunner, runner_for  # noqa: E402
 from target_service.sampling.verifier import SequenceVerifier, Verified  # noqa: E402
-from target_service.speculation.client.link import connect_draft  # noqa: E402
 from target_service.speculation.policy.step_cost import StepCost  # noqa: E402
 from tree_kernels.verification import Walk  # noqa: E402
 

@@ -9,6 +9,7 @@ from typing import Any
 from benchmarks.shared.engine_events import EngineEvents
 from benchmarks.shared.step_recorder import StepRecorder, summarise
 from benchmarks.shared.workload import Prompt
+from outrider.drafting.link import StoppableLink
 from outrider.sampling import SamplingParams, VerificationMode
 from outrider.wire.frames import DraftEvents
 from target_service.assembly import engine_config
@@ -16,7 +17,6 @@ from target_service.config import TargetConfig
 from target_service.core.sequence import SequenceRequest, SequenceTotals, Verdict
 from target_service.engine.engine import Engine
 from target_service.model.runner import ModelRunner
-from target_service.speculation.client.link import StoppableLink
 from target_service.speculation.policy.cost_profile import measure_step_cost
 
 # Links a draft to the engine that listens so, whose vocabulary has so many tokens.

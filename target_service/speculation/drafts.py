@@ -7,6 +7,10 @@ import time
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 
+from outrider.drafting.draft_tree import GrowingTree
+from outrider.drafting.inbox import Connected, Disconnected, DraftEvent, DraftInbox, Lost
+from outrider.drafting.latency import DraftLatency
+from outrider.drafting.listening import ListeningTime
 from outrider.errors import InvalidField, NotSupported
 from outrider.wire.frames import (
     DraftInfo,
@@ -21,11 +25,7 @@ from target_service.core.sequence import Sequence
 from target_service.execution.batch import StepItem
 from target_service.execution.node_tables import NodeTables
 from target_service.sampling.verifier import Verified
-from target_service.speculation.client.inbox import Connected, Disconnected, DraftEvent, DraftInbox, Lost
-from target_service.speculation.client.latency import DraftLatency
-from target_service.speculation.client.listening import ListeningTime
 from target_service.speculation.config import DraftingConfig
-from target_service.speculation.draft_tree import GrowingTree
 from target_service.speculation.hidden_states.encoding import StepFeatures
 from target_service.speculation.hidden_states.sending import Features
 from tree_kernels.node_table import NODES

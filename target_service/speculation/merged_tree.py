@@ -6,9 +6,9 @@ from collections.abc import Sequence as SequenceOf
 from collections.abc import Set
 from dataclasses import dataclass
 
+from outrider.drafting.draft_tree import GrowingTree
 from outrider.tree import MAX_ROWS, TokenTree
 from target_service.core.predicted_chain import PredictedChain
-from target_service.speculation.draft_tree import GrowingTree
 
 _ROOT = 0
 

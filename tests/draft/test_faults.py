@@ -15,7 +15,7 @@ import pytest
 from draft_process import Service
 from scripted_drafter import VOCABULARY, Listener, opening, step
 
-from target_service.speculation.client.link import GrpcDraftLink, LinkOptions
+from outrider.drafting.link import GrpcDraftLink, LinkOptions
 
 OPTIONS = LinkOptions(min_backoff=0.02, max_backoff=0.2, connect_timeout=1.0, answer_timeout=1.0)
 

@@ -15,9 +15,9 @@ from engine_harness import make_runner, plain, request, run
 from scripted_drafter import Listener
 from transformers import PreTrainedModel
 
+from outrider.drafting.link import GrpcDraftLink, LinkOptions
 from outrider.sampling import SamplingParams
 from outrider.wire.frames import DraftEvents, DraftLink
-from target_service.speculation.client.link import GrpcDraftLink, LinkOptions
 
 VOCABULARY = 211
 SAMPLINGS = {

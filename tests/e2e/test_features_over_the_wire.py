@@ -16,11 +16,11 @@ from taught_heads import HIDDEN, LAYERS, SAMPLINGS, VOCABULARY, prompts, request
 from transformers import PreTrainedModel
 
 from draft_service.eagle.checkpoint import save_head
+from outrider.drafting.link import GrpcDraftLink, LinkOptions
 from outrider.sampling import SamplingParams
 from target_service.core.sequence import SequenceFinished, SequenceRequest, Verdict
 from target_service.engine.loop import EngineLoop
 from target_service.model.head_projection import read_draft_head
-from target_service.speculation.client.link import GrpcDraftLink, LinkOptions
 
 TOKENS = 40
 OPTIONS = LinkOptions(min_backoff=0.01, max_backoff=0.1, connect_timeout=0.5)

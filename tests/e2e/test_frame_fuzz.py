@@ -15,11 +15,11 @@ from draft_service.server import _ProposeStream
 from draft_service.session import Admission, ProposeSession
 from draft_service.telemetry.observer import DraftObserver
 from draft_service.telemetry.tracing import StreamTrace
+from outrider.drafting.draft_tree import GrowingTree
+from outrider.drafting.stream import DraftConversation
 from outrider.errors import CreditExceeded, InvalidField, OutriderError
 from outrider.telemetry.tracing import Tracing
 from outrider.v1 import draft_pb2, tree_pb2
-from target_service.speculation.client.stream import DraftConversation
-from target_service.speculation.draft_tree import GrowingTree
 
 VOCABULARY = 1000
 EDGES32 = [0, 1, 2, 999, 1000, 2**31 - 2, 2**31 - 1, 2**31, 2**32 - 2, 2**32 - 1]

@@ -18,6 +18,7 @@ PACKAGES = {
     "draft_service": "draft_service",
     "outrider_client": "clients/outrider_client",
     "outrider_gateway": "clients/outrider_gateway",
+    "outrider_vllm": "clients/outrider_vllm",
 }
 # Which of our packages each may import, beside itself.
 ALLOWED: dict[str, set[str]] = {
@@ -27,6 +28,7 @@ ALLOWED: dict[str, set[str]] = {
     "draft_service": {"outrider", "tree_kernels"},
     "outrider_client": {"outrider"},
     "outrider_gateway": {"outrider", "outrider_client"},
+    "outrider_vllm": {"outrider", "outrider_client"},
 }
 # Where gRPC may be imported: servers and interceptors, links and calls, and what translates errors and credentials.
 GRPC_EDGES = {
@@ -46,7 +48,7 @@ GRPC_EDGES = {
     "outrider_client.failures",
     "outrider_client.generation",
     "outrider_client.verification",
-    "target_service.speculation.client.link",
+    "outrider.drafting.link",
     "target_service.preflight",
     "target_service.api.server",
 }

@@ -15,8 +15,8 @@ from fake_draft import FAST, INFO, FakeDraft, eventually, linked, serving, until
 from scripted_drafter import VOCABULARY, Listener, opening, step
 
 from draft_service.drafters.base import create
-from target_service.speculation.client.link import LinkOptions, connect_draft
-from target_service.speculation.client.stream import CREDIT_WINDOW
+from outrider.drafting.link import LinkOptions, connect_draft
+from outrider.drafting.stream import CREDIT_WINDOW
 
 
 @pytest.fixture

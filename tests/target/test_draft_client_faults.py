@@ -13,12 +13,12 @@ import pytest
 from fake_draft import FAST, INFO, SERVICE_NAME, FakeDraft, eventually, growth, linked, serving, until
 from scripted_drafter import VOCABULARY, Listener, opening, step
 
+from outrider.drafting.stream import CREDIT_WINDOW
 from outrider.errors import Draining, Unauthenticated
 from outrider.serving import GrpcServer, Service, ServingOptions
 from outrider.v1 import draft_pb2
 from outrider.wire.drafts import failure_to_pb, info_to_pb
 from outrider.wire.frames import DraftInfo, SequenceAdvance, SequenceFeatures, Vectors
-from target_service.speculation.client.stream import CREDIT_WINDOW
 
 
 @pytest.fixture

@@ -8,6 +8,12 @@ from typing import Any
 import pytest
 from scripted_drafter import VOCABULARY, Listener, opening, step
 
+from outrider.drafting.stream import (
+    CREDIT_WINDOW,
+    GROWTHS_PER_FRAME,
+    MAX_ALLOWANCE,
+    DraftConversation,
+)
 from outrider.errors import CreditExceeded, Draining
 from outrider.v1 import draft_pb2
 from outrider.wire.drafts import failure_to_pb
@@ -18,12 +24,6 @@ from outrider.wire.frames import (
     SequenceAdvance,
     SequenceFeatures,
     Vectors,
-)
-from target_service.speculation.client.stream import (
-    CREDIT_WINDOW,
-    GROWTHS_PER_FRAME,
-    MAX_ALLOWANCE,
-    DraftConversation,
 )
 
 

@@ -12,13 +12,13 @@ import pytest
 from fake_draft import FAST, FakeDraft, linked, serving, until
 from scripted_drafter import VOCABULARY, Listener, opening, step
 
+from outrider.drafting.draft_tree import MEMORY_IDS, GrowingTree
+from outrider.drafting.listening import LISTEN_SECONDS
+from outrider.drafting.stream import MAX_ANSWERS_KEPT, WORK_PER_ANSWER, DraftConversation
 from outrider.errors import CreditExceeded, InvalidField
 from outrider.v1 import draft_pb2
 from outrider.wire.frames import MAX_SEQUENCES_PER_FRAME, DraftInfo, SequenceGrowth, TreeLimits
-from target_service.speculation.client.listening import LISTEN_SECONDS
-from target_service.speculation.client.stream import MAX_ANSWERS_KEPT, WORK_PER_ANSWER, DraftConversation
 from target_service.speculation.config import DraftingConfig
-from target_service.speculation.draft_tree import MEMORY_IDS, GrowingTree
 from target_service.speculation.drafts import Drafting
 
 NODES = 255

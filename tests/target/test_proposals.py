@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from outrider.drafting.draft_tree import MEMORY_STEPS, GrowingTree
 from outrider.errors import InvalidField
 from outrider.tree import DraftDistribution, TokenTree
 from outrider.wire.frames import SequenceGrowth
-from target_service.speculation.draft_tree import MEMORY_STEPS, GrowingTree
 
 Path = tuple[int, ...]
 

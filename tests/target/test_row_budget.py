@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from outrider.drafting.draft_tree import GrowingTree
 from outrider.tree import TokenTree
 from outrider.wire.frames import SequenceGrowth
-from target_service.speculation.draft_tree import GrowingTree
 from target_service.speculation.policy.row_budget import Calibration, Offer, RowBudget, SequenceRecord
 from target_service.speculation.policy.step_cost import StepCost
 

@@ -11,6 +11,8 @@ import pytest
 from fake_draft import FAST, INFO
 from scripted_drafter import VOCABULARY, Listener, opening, step
 
+from outrider.drafting.link import connect_draft
+from outrider.drafting.several import SeveralDrafts
 from outrider.wire.frames import (
     DraftEvents,
     DraftInfo,
@@ -21,8 +23,6 @@ from outrider.wire.frames import (
     SequenceGrowth,
     Vectors,
 )
-from target_service.speculation.client.link import connect_draft
-from target_service.speculation.client.several import SeveralDrafts
 
 TRIE, EAGLE = replace(INFO, drafter="trie"), replace(INFO, drafter="eagle")
 

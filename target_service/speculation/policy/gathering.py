@@ -6,13 +6,13 @@ import time
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 
+from outrider.drafting.draft_tree import GrowingTree
 from outrider.sampling import VerificationMode
 from outrider.tree import TokenTree
 from target_service.core.kv_cache import OutOfPages
 from target_service.core.scheduler import Chunk, Schedule, Scheduler
 from target_service.core.sequence import Sequence
 from target_service.sampling.verifier import Verified
-from target_service.speculation.draft_tree import GrowingTree
 from target_service.speculation.drafts import FOLLOWED_ANYWAY, Drafting
 from target_service.speculation.merged_tree import MergedTree, PredictedTree
 from target_service.speculation.policy.draft_switch import DraftSwitch

@@ -16,8 +16,8 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from itertools import islice
 
+from outrider.drafting.draft_tree import GrowingTree
 from outrider.tree import TokenTree
-from target_service.speculation.draft_tree import GrowingTree
 from target_service.speculation.merged_tree import MergedTree, PredictedTree
 from target_service.speculation.policy.running_means import RunningMean
 from target_service.speculation.policy.step_cost import StepCost

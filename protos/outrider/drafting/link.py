@@ -18,15 +18,15 @@ from typing import Any
 
 import grpc
 
+from outrider.drafting.several import SeveralDrafts
+from outrider.drafting.stoppable import StoppableLink
+from outrider.drafting.stream import DraftConversation
 from outrider.errors import CreditExceeded, DraftUnavailable, InvalidField, OutriderError, WrongVocabulary
 from outrider.runtime import run
 from outrider.settings import MAX_MESSAGE_BYTES
 from outrider.v1 import draft_pb2, draft_pb2_grpc
 from outrider.wire.drafts import info_from_pb
 from outrider.wire.frames import DraftEvents, DraftInfo, OpenSequence, SequenceAdvance, SequenceFeatures
-from target_service.speculation.client.several import SeveralDrafts
-from target_service.speculation.client.stoppable import StoppableLink
-from target_service.speculation.client.stream import DraftConversation
 
 INPROCESS_SCHEME = "inprocess:"
 LINK_GROUP = "outrider.draft_links"

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+from outrider.drafting.stoppable import StoppableLink
 from outrider.wire.frames import (
     DraftEvents,
     DraftInfo,
@@ -22,7 +23,6 @@ from outrider.wire.frames import (
     SequenceFeatures,
     SequenceGrowth,
 )
-from target_service.speculation.client.stoppable import StoppableLink
 
 log = logging.getLogger(__name__)
 # Drafters that learn nothing from what they follow: any of several is as good as another.

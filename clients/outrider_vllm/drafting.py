@@ -1,0 +1,244 @@
+"""The draft's trees of the requests that vLLM runs, over one stream: opened, advanced, waited for, closed."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from outrider.drafting.draft_tree import GrowingTree
+from outrider.drafting.inbox import Connected, Disconnected, DraftEvent, DraftInbox, Lost
+from outrider.drafting.latency import DraftLatency
+from outrider.drafting.listening import ListeningTime
+from outrider.errors import InvalidField
+from outrider.sampling import SamplingParams, VerificationMode
+from outrider.tree import MAX_ROWS
+from outrider.wire.frames import (
+    DraftInfo,
+    DraftLink,
+    OpenSequence,
+    SequenceAdvance,
+    SequenceFailure,
+    SequenceGrowth,
+    TreeLimits,
+)
+from outrider_vllm.chain import best_chain
+from outrider_vllm.config import ProposerConfig
+from outrider_vllm.tracking import Request, Seen, Tokens
+
+# vLLM shows and formats what is below its own name, and nothing else.
+log = logging.getLogger("vllm.outrider")
+
+
+@dataclass(eq=False)
+class _Followed:
+    """A request at the draft. `token_ids` begin with the last token that the open had: a tree looks no further back."""
+
+    token_ids: list[int]
+    tree: GrowingTree = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.tree = GrowingTree(self.token_ids, 0)
+
+
+class Drafting(DraftInbox):
+    """What the draft says of each request. A late, dead or lying draft costs speed and nothing else.
+
+    All but the inbox belongs to the thread that proposes.
+    """
+
+    def __init__(self, config: ProposerConfig, vocabulary_size: int) -> None:
+        super().__init__()
+        self._config = config
+        self._vocabulary_size = vocabulary_size
+        self._link: DraftLink | None = None
+        self._connected = False
+        self._followed: dict[int, _Followed] = {}
+        # Requests that the draft does not take.
+        self._refused: set[int] = set()
+        self._latency = DraftLatency(config.failures_to_open)
+        self._listening = ListeningTime()
+        self._sent_at = 0.0
+        self.late = 0
+
+    def attach(self, link: DraftLink) -> None:
+        """Use `link` from now on. Called once, before the first step."""
+        self._link = link
+
+    @property
+    def connected(self) -> bool:
+        """Whether there is a draft that can draft for vLLM."""
+        return self._connected
+
+    def follow(self, seen: Iterable[tuple[Seen, Tokens, int]]) -> None:
+        """Tell the draft of every request of a step: what was seen, its whole text [length], and how many tokens of it
+        were generated just now."""
+        self._listen()
+        if self._link is None or not self._connected:
+            return
+        advances: list[SequenceAdvance] = []
+        for one, text, sampled in seen:
+            number = one.request.number
+            followed = self._followed.get(number)
+            if number in self._refused:
+                continue
+            if followed is None or len(one.fresh) > MAX_ROWS:
+                self._open(number, text, max(1, len(text) - sampled))
+            elif len(one.fresh) and self._are_tokens(number, one.fresh):
+                tokens = one.fresh.tolist()
+                followed.token_ids += tokens
+                followed.tree.advance(len(tokens))
+                advances.append(SequenceAdvance(number, followed.tree.step, tuple(tokens)))
+        self._sent_at = time.monotonic()
+        if advances:
+            self._link.advance(advances)
+
+    def _open(self, number: int, text: Tokens, prompt_length: int) -> None:
+        assert self._link is not None
+        if not self._are_tokens(number, text):
+            return
+        token_ids = text.tolist()
+        self._followed[number] = _Followed(token_ids[-1:])
+        self._link.open(
+            OpenSequence(
+                sequence_id=number,
+                token_ids=tuple(token_ids),
+                prompt_length=prompt_length,
+                step=0,
+                seed=0,
+                # vLLM says nothing of how it samples. A chain that was not drawn is accepted by the target's own
+                # probabilities, so the most probable tokens are the best at any temperature.
+                mode=VerificationMode.GREEDY,
+                sampling=SamplingParams(),
+                limits=TreeLimits(),
+                vocabulary_size=self._vocabulary_size,
+                tenant=self._config.tenant,
+                corpus=self._config.corpus,
+            )
+        )
+
+    def _are_tokens(self, number: int, token_ids: Tokens) -> bool:
+        """Whether every id is one of the vocabulary; if not, as in a prompt of embeddings, nothing is drafted."""
+        if int(token_ids.min()) >= 0 and int(token_ids.max()) < self._vocabulary_size:
+            return True
+        self._refuse(number)
+        return False
+
+    def wait_for(self, requests: Sequence[Request], deadline: float) -> None:
+        """Wait until the draft has answered for each request, to a time of the monotonic clock at most; not at all for
+        a draft that was late lately."""
+        self._listen()
+        if not self._latency.waiting_pays or self._answered(requests):
+            return
+        while not self._answered(requests):
+            # A draft that says something else all the time is no less late.
+            if time.monotonic() >= deadline or not self._wait_until(deadline):
+                # A prompt may take long to read.
+                if any(tree.step for tree in self._owed(requests)):
+                    self._latency.late()
+                    self.late += 1
+                return
+            self._listen()
+
+    def _answered(self, requests: Sequence[Request]) -> bool:
+        return not any(True for _ in self._owed(requests))
+
+    def _owed(self, requests: Sequence[Request]) -> Iterator[GrowingTree]:
+        """The trees of requests that the draft has not answered yet."""
+        followed = (self._followed.get(request.number) for request in requests)
+        return (one.tree for one in followed if one is not None and not one.tree.answered)
+
+    def chain(self, request: Request, max_tokens: int) -> list[int]:
+        """The best chain that is known below the request's last token, of at most `max_tokens`; empty for none."""
+        followed = self._followed.get(request.number)
+        if followed is None or max_tokens < 1:
+            return []
+        tree = followed.tree
+        try:
+            tree.settle()
+        except InvalidField as error:
+            self._fault(request.number, error)
+            return []
+        return best_chain(tree.token_ids, tree.parents, tree.scores, max_tokens)
+
+    def close(self, requests: Iterable[Request]) -> None:
+        """Forget requests, here and at the draft."""
+        numbers = [request.number for request in requests]
+        self._refused.difference_update(numbers)
+        closed = [number for number in numbers if self._followed.pop(number, None) is not None]
+        if closed and self._link is not None and self._connected:
+            self._link.close(closed)
+
+    def _refuse(self, number: int) -> None:
+        """Draft no more for a request, until it is closed."""
+        self._refused.add(number)
+        if self._followed.pop(number, None) is not None and self._link is not None and self._connected:
+            self._link.close([number])
+
+    def _fault(self, number: int, error: InvalidField) -> None:
+        log.warning("a malformed growth ends drafting for its request: %s", error)
+        self._refuse(number)
+
+    def _listen(self) -> None:
+        """Take in what has arrived, without waiting: all of it, unless that takes too long."""
+        listening = self._listening
+        listening.begin()
+        for event in self._received():
+            self._handle(event)
+            if listening.over:
+                break
+        if listening.end(emptied=not self._waiting):
+            reason = "what it says takes more time than a step has for it"
+            log.error("the draft is cut off: %s", reason)
+            self._forget_growth()
+            listening.forget()
+            self._followed.clear()
+            if self._link is not None:
+                self._link.cut_off(reason)
+
+    def _handle(self, event: DraftEvent) -> None:
+        match event:
+            case SequenceGrowth():
+                self._graft(event)
+            case SequenceFailure():
+                log.info("the draft does not follow a request: %s", event.message)
+                if self._followed.pop(event.sequence_id, None) is not None:
+                    self._refused.add(event.sequence_id)
+            case Connected():
+                # Every request is opened again when its text is seen next.
+                self._followed.clear()
+                self._refused.clear()
+                self._connected = _can_draft(event.info)
+                self._latency.begin()
+            case Lost():
+                for number in event.sequence_ids:
+                    self._followed.pop(number, None)
+            case Disconnected():
+                log.warning("no draft: %s", event.reason)
+                self._connected = False
+                self._followed.clear()
+
+    def _graft(self, growth: SequenceGrowth) -> None:
+        followed = self._followed.get(growth.sequence_id)
+        if followed is None:
+            # Closed while the growth was on its way.
+            return
+        tree = followed.tree
+        try:
+            owed = not tree.answered
+            tree.hold(growth)
+        except InvalidField as error:
+            self._fault(growth.sequence_id, error)
+            return
+        if owed and tree.answered and self.received_at - self._sent_at <= self._config.wait_seconds:
+            self._latency.in_time()
+
+
+def _can_draft(info: DraftInfo) -> bool:
+    """Whether the draft can do without hidden states, of which vLLM gives none."""
+    if info.features is not None and info.features.required:
+        log.warning("draft %s is not used: it needs hidden states, and vLLM gives a proposer none", info.drafter)
+        return False
+    log.info("draft %s is connected", info.drafter)
+    return True

@@ -1,1 +1,0 @@
-"""The target's side of a `Propose` stream: transport, ids and credit, and how long answers take."""
