@@ -1,6 +1,6 @@
 """What typical acceptance changes: tokens a step and speed beside the lossless modes, and how far the text departs.
 
-    python -m benchmarks.drafters.typical [--temperatures 0.7,1] [--epsilons 0.09] [--limit 2] [--json FILE]
+    python -m benchmarks.drafters.typical [--temperatures 0,0.7,1] [--limit 2] [--json FILE]
 
 The first turns of `prompts.jsonl` are answered one at a time, with the head that comes with Outrider, engine and draft
 in one process; every drafted row is verified, and drafting is never switched off. Each answer has the same seed in
@@ -108,7 +108,7 @@ def result_of(name: str, distribution: Distribution, talk: Talk) -> dict[str, An
 
 def measure(options: argparse.Namespace, conversations: Sequence[Conversation]) -> list[dict[str, Any]]:
     """One result for each mode at each temperature, and plain decoding beside them; the model is loaded once."""
-    known = parse_acceptance(["--head", options.model, "--concurrency", "1", "--dtype", options.dtype])
+    known = parse_acceptance(["--head", options.head, "--concurrency", "1", "--dtype", options.dtype])
     known.model, known.target = options.model, {"max_draft_nodes": options.rows} | options.target
     config, folder = target_config(known), folder_of(options.model)
     runner: ModelRunner = load_model(config)
@@ -150,6 +150,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--temperatures", default=[0.0, 0.7, 1.0], type=numbers)
     default = TypicalAcceptance().epsilon
     parser.add_argument("--epsilons", default=[default], type=numbers, help="with commas between")
+    parser.add_argument("--tasks", default="", help="tasks to keep, with commas between; all when empty")
     parser.add_argument("--limit", type=int, default=2, help="so many prompts of each task; 0 for all")
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--levels", type=int, default=4, help="of a tree")
@@ -162,7 +163,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     options = parse()
-    asked = [Conversation(one.task, one.turns[:1]) for one in choose(read_conversations(), options.limit)]
+    kept = [one for one in read_conversations() if not options.tasks or one.task in options.tasks.split(",")]
+    asked = [Conversation(one.task, one.turns[:1]) for one in choose(kept, options.limit)]
     results = measure(options, asked)
     if options.json is not None:
         settings = {name: value for name, value in vars(options).items() if name != "json"}
