@@ -107,7 +107,10 @@ def result_of(name: str, distribution: Distribution, talk: Talk) -> dict[str, An
 
 
 def measure(options: argparse.Namespace, conversations: Sequence[Conversation]) -> list[dict[str, Any]]:
-    """One result for each mode at each temperature, and plain decoding beside them; the model is loaded once."""
+    """One result for each mode at each temperature, and plain decoding beside them; the model is loaded once.
+
+    The file is written anew after each temperature.
+    """
     known = parse_acceptance(["--head", options.head, "--concurrency", "1", "--dtype", options.dtype])
     known.model, known.target = options.model, {"max_draft_nodes": options.rows} | options.target
     config, folder = target_config(known), folder_of(options.model)
@@ -135,7 +138,16 @@ def measure(options: argparse.Namespace, conversations: Sequence[Conversation]) 
         for result in results[-len(wanted) - 1 :]:
             sys.stdout.write(json.dumps(result) + "\n")
             sys.stdout.flush()
+        write(options, results)
     return results
+
+
+def write(options: argparse.Namespace, results: Sequence[dict[str, Any]]) -> None:
+    """The file that was asked for, if any."""
+    if options.json is not None:
+        settings = {name: value for name, value in vars(options).items() if name != "json"}
+        document = {"machine": describe(), "settings": settings, "results": results}
+        options.json.write_text(json.dumps(document, indent=1) + "\n")
 
 
 def numbers(text: str) -> list[float]:
@@ -165,11 +177,7 @@ def main() -> None:
     options = parse()
     kept = [one for one in read_conversations() if not options.tasks or one.task in options.tasks.split(",")]
     asked = [Conversation(one.task, one.turns[:1]) for one in choose(kept, options.limit)]
-    results = measure(options, asked)
-    if options.json is not None:
-        settings = {name: value for name, value in vars(options).items() if name != "json"}
-        document = {"machine": describe(), "settings": settings, "results": results}
-        options.json.write_text(json.dumps(document, indent=1) + "\n")
+    measure(options, asked)
 
 
 if __name__ == "__main__":
