@@ -8,10 +8,10 @@ every mode. delta is sqrt(epsilon), as in Medusa. Said of each mode:
 
 - tokens_per_step, and tokens_per_second of decoding alone, by the engine's clock;
 - lossy_share: accepted drafts that the model would not have drawn at their place, of all tokens;
-- of TYPICAL beside COUPLED, answer by answer: those that are the same, the median place of the first token that
-  differs, and the share of places that differ up to the shorter one's end;
+- beside plain decoding by the same seeds, answer by answer: those that are the same, the median place of the first
+  token that differs, and the share of places that differ up to the shorter one's end;
 - mean_logprob of the tokens under the model, in float32 at the temperature they were drawn at: what the model makes of
-  the text. That of COUPLED is what the model's own text has.
+  the text. That of plain decoding is what the model's own text has.
 """
 
 from __future__ import annotations
