@@ -72,6 +72,7 @@ def served_model(config: TargetConfig, runner: ModelRunner) -> ServedModel:
         tokenizer=runner.tokenizer,
         speculation=speculates(config) or runner.node_table is not None,
         predictions=config.speculation,
+        lossy=config.allow_lossy,
         runtime=_runtime(config, runner),
     )
 

@@ -38,6 +38,11 @@ class TargetConfig:
     speculative_disable_queue_size: int = setting(
         64, "stop drafting while more than this many sequences run (on again at three quarters of it)", ge=0
     )
+    allow_lossy: bool = setting(
+        False,
+        "let requests ask for typical acceptance, which is faster and does not keep the model's distribution; refused "
+        "otherwise",
+    )
     max_draft_nodes: int = setting(63, "drafted rows a sequence may have in one step", ge=0, le=MOST_DRAFTED)
     draft_wait_ms: float = setting(
         50.0,

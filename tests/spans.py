@@ -11,7 +11,7 @@ from outrider.telemetry.tracing import Tracing
 
 PARENT = "00-" + "a" * 32 + "-" + "b" * 16 + "-01"
 UNSAMPLED = PARENT[:-1] + "0"
-_TYPES = {"string": str, "int": int, "double": float, "string[]": tuple, "int[]": tuple}
+_TYPES = {"string": str, "int": int, "boolean": bool, "double": float, "string[]": tuple, "int[]": tuple}
 
 
 class Recorder:

@@ -12,7 +12,7 @@ from benchmarks.shared.engine_events import EngineEvents
 from benchmarks.shared.workload import LONGEST_PROMPT, Conversation, Prompt, chat_tokens
 from draft_service.drafters.base import Drafter
 from draft_service.in_process import InprocessLink
-from outrider.sampling import SamplingParams, VerificationMode
+from outrider.sampling import SamplingParams, TypicalAcceptance, VerificationMode
 from target_service.core.sequence import SequenceRequest, SequenceTotals, Verdict
 from target_service.engine.engine import Engine, EngineConfig
 from target_service.model.runner import ModelRunner
@@ -27,6 +27,8 @@ class Distribution:
 
     temperature: float
     mode: VerificationMode
+    # Of TYPICAL.
+    typical: TypicalAcceptance = field(default_factory=TypicalAcceptance)
 
     @property
     def name(self) -> str:
@@ -44,6 +46,9 @@ class Tally:
     # [d]: steps that accepted a node at depth d + 1.
     reached: list[int] = field(default_factory=list)
     preemptions: int = 0
+    lossy_tokens: int = 0
+    # From each answer's first token to its last.
+    decode_ns: int = 0
 
     def add(self, totals: SequenceTotals) -> None:
         self.answers += 1
@@ -51,6 +56,8 @@ class Tally:
         self.tokens += totals.completion_tokens - 1
         self.drafted_rows += totals.drafted_tokens
         self.preemptions += totals.preemptions
+        self.lossy_tokens += totals.lossy_tokens
+        self.decode_ns += totals.finished_ns - totals.first_token_ns
         self._reach(totals.accepted_by_depth)
 
     def join(self, other: Tally) -> None:
@@ -59,6 +66,8 @@ class Tally:
         self.tokens += other.tokens
         self.drafted_rows += other.drafted_rows
         self.preemptions += other.preemptions
+        self.lossy_tokens += other.lossy_tokens
+        self.decode_ns += other.decode_ns
         self._reach(other.reached)
 
     def _reach(self, counts: Sequence[int]) -> None:
@@ -140,7 +149,8 @@ class Talk:
         self._turns[number], self._said[number] = turn, []
         sampling = SamplingParams(temperature=distribution.temperature, max_tokens=max_tokens)
         seed = _FIRST_SEED + 2 * turn.index + turn.number
-        self._engine.submit(SequenceRequest(ids, sampling, distribution.mode, seed, max_tokens), number)
+        request = SequenceRequest(ids, sampling, distribution.mode, seed, max_tokens, distribution.typical)
+        self._engine.submit(request, number)
 
     def _answered(self) -> Iterable[_Turn]:
         """Wait for an answer, count it, and say what its conversation asks next."""

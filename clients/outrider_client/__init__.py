@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from outrider.errors import OutriderError
-    from outrider.sampling import SamplingParams, VerificationMode
+    from outrider.sampling import SamplingParams, TypicalAcceptance, VerificationMode
     from outrider.tree import TokenTree
     from outrider_client.client import Client
     from outrider_client.connection import Tls
@@ -45,6 +45,7 @@ _HOMES = {
     "Tls": "outrider_client.connection",
     "TlsProblem": "outrider_client.failures",
     "TokenTree": "outrider.tree",
+    "TypicalAcceptance": "outrider.sampling",
     "Verdict": "outrider_client.results",
     "VerificationMode": "outrider.sampling",
     "VerifySession": "outrider_client.verification",
@@ -69,6 +70,7 @@ __all__ = [
     "Tls",
     "TlsProblem",
     "TokenTree",
+    "TypicalAcceptance",
     "Verdict",
     "VerificationMode",
     "VerifySession",

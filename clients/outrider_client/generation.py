@@ -13,9 +13,9 @@ from typing import Any
 import grpc
 
 from outrider.errors import OutriderError
-from outrider.sampling import VerificationMode
+from outrider.sampling import TypicalAcceptance, VerificationMode
 from outrider.v1 import target_pb2
-from outrider.wire.trees import mode_to_pb
+from outrider.wire.trees import mode_to_pb, typical_to_pb
 from outrider_client.failures import ServiceUnreachable, typed_error
 from outrider_client.policy import Policy
 from outrider_client.results import Chunk, RequestTimes, Result, SpeculationTotals, Started, reason_from_pb
@@ -26,16 +26,25 @@ _Call = Any  # grpc.aio.UnaryStreamCall, whose type parameters differ between st
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """How drafts are used for one request; it never changes what is said. None leaves the choice to the target."""
+    """How drafts are used for one request. None leaves the choice to the target.
+
+    It never changes what is said, but for `VerificationMode.TYPICAL`, which a target's operator has to allow; `typical`
+    is its rule, with the target's defaults when None.
+    """
 
     enabled: bool | None = None
     mode: VerificationMode | None = None
     max_nodes: int | None = None
     corpus: str = ""
+    typical: TypicalAcceptance | None = None
 
     def to_pb(self) -> target_pb2.SpeculationOptions:
         return target_pb2.SpeculationOptions(
-            enabled=self.enabled, mode=mode_to_pb(self.mode), max_nodes=self.max_nodes, corpus=self.corpus
+            enabled=self.enabled,
+            mode=mode_to_pb(self.mode),
+            max_nodes=self.max_nodes,
+            corpus=self.corpus,
+            typical=typical_to_pb(self.typical),
         )
 
 
@@ -194,5 +203,7 @@ class Generation:
             trace_id=self._span.trace_id,
             accepted_prediction_tokens=pb.usage.accepted_prediction_tokens,
             rejected_prediction_tokens=pb.usage.rejected_prediction_tokens,
+            lossy=pb.usage.lossy,
+            lossy_tokens=pb.usage.lossy_tokens,
         )
         self._span.finished(self._result)

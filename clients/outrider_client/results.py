@@ -158,6 +158,9 @@ class Result:
     # Of the request's prediction: tokens that were verified and kept, and verified in vain.
     accepted_prediction_tokens: int = 0
     rejected_prediction_tokens: int = 0
+    # Whether the output need not be the model's own, and accepted drafts that the model would not have drawn.
+    lossy: bool = False
+    lossy_tokens: int = 0
 
     @property
     def tokens_per_second(self) -> float:

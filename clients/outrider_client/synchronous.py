@@ -9,7 +9,7 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from outrider.sampling import SamplingParams, VerificationMode
+from outrider.sampling import SamplingParams, TypicalAcceptance, VerificationMode
 from outrider.telemetry.tracing import Tracing
 from outrider.tree import TokenTree
 from outrider_client.client import Client
@@ -159,9 +159,11 @@ class SyncVerifySession:
         *,
         sampling: SamplingParams | None = None,
         mode: VerificationMode | None = None,
+        typical: TypicalAcceptance | None = None,
     ) -> SyncVerifiedSequence:
-        """Start a sequence from a prompt of at least one token, whose last is the first root."""
-        sequence = self._loop.run(self._session.open(token_ids, sampling=sampling, mode=mode))
+        """Start a sequence from a prompt of at least one token, whose last is the first root. `typical` is the rule of
+        that mode."""
+        sequence = self._loop.run(self._session.open(token_ids, sampling=sampling, mode=mode, typical=typical))
         return SyncVerifiedSequence(self._loop, sequence)
 
     def close(self) -> None:

@@ -12,10 +12,10 @@ from typing import Any
 import grpc
 
 from outrider.errors import OutriderError
-from outrider.sampling import SamplingParams, VerificationMode
+from outrider.sampling import SamplingParams, TypicalAcceptance, VerificationMode
 from outrider.tree import TokenTree
 from outrider.v1 import target_pb2
-from outrider.wire.trees import error_of, mode_from_pb, mode_to_pb, sampling_to_pb, tree_to_pb
+from outrider.wire.trees import error_of, mode_from_pb, mode_to_pb, sampling_to_pb, tree_to_pb, typical_to_pb
 from outrider_client.failures import ServiceUnreachable, typed_error, typed_errors
 from outrider_client.results import FinishReason, Verdict
 
@@ -94,8 +94,10 @@ class VerifySession:
         *,
         sampling: SamplingParams | None = None,
         mode: VerificationMode | None = None,
+        typical: TypicalAcceptance | None = None,
     ) -> VerifiedSequence:
-        """Start a sequence from a prompt of at least one token, whose last is the first root."""
+        """Start a sequence from a prompt of at least one token, whose last is the first root. `typical` is the rule of
+        that mode."""
         tag = next(self._tags)
         frame = target_pb2.VerifyRequest(
             open=target_pb2.OpenVerification(
@@ -103,6 +105,7 @@ class VerifySession:
                 token_ids=token_ids,
                 sampling=sampling_to_pb(sampling or SamplingParams()),
                 mode=mode_to_pb(mode),
+                typical=typical_to_pb(typical),
             )
         )
         opened: target_pb2.VerificationOpened = await self._ask(("opened", tag), frame)

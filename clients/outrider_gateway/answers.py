@@ -126,7 +126,15 @@ class Answers:
             "completion_tokens": said,
             "total_tokens": read + said,
             **prediction_details(self._asked.prediction is not None, results),
+            **_lossy_details(results),
         }
+
+
+def _lossy_details(results: Sequence[Result]) -> dict[str, dict[str, int]]:
+    """Our own mark in `usage` of answers that need not be the model's own; empty for those that are."""
+    if not any(result.lossy for result in results):
+        return {}
+    return {"outrider": {"lossy_tokens": sum(result.lossy_tokens for result in results)}}
 
 
 def totals(result: Result) -> dict[str, Any]:

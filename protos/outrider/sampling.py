@@ -25,6 +25,36 @@ class VerificationMode(Enum):
     GREEDY = "greedy"
     COUPLED = "coupled"
     REJECTION = "rejection"
+    # Not lossless: see `TypicalAcceptance`.
+    TYPICAL = "typical"
+
+
+# What a draft drafts for; TYPICAL takes drafts of GREEDY.
+LOSSLESS_MODES = (VerificationMode.GREEDY, VerificationMode.COUPLED, VerificationMode.REJECTION)
+
+
+@dataclass(frozen=True, slots=True)
+class TypicalAcceptance:
+    """When a drafted token is probable enough to be kept: p > min(epsilon, delta * exp(-H)), H being the entropy in
+    nats of the distribution that the token would be drawn from. Limits: `TypicalAcceptance` in tree.proto.
+
+    The most probable token always passes: with delta < 1, p_max >= exp(-H) > delta * exp(-H).
+
+    Source: Medusa (arXiv 2401.10774), section 2.3.2; the defaults are those of its code, delta = sqrt(epsilon).
+    """
+
+    epsilon: float = 0.09
+    delta: float = 0.3
+
+    def threshold(self, entropy: float) -> float:
+        """The probability that a token must exceed where the distribution has this entropy, in nats."""
+        return min(self.epsilon, self.delta * math.exp(-entropy))
+
+    def check(self, field_path: str = "typical") -> None:
+        """Raise `InvalidField` unless both are in (0, 1). NaN is not."""
+        for name, value in (("epsilon", self.epsilon), ("delta", self.delta)):
+            if not 0 < value < 1:
+                raise InvalidField(f"{field_path}.{name}", "must be in (0, 1)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +97,7 @@ class SamplingParams:
         """The mode in force. Raises `InvalidField` when `asked` does not fit the temperature."""
         if asked is None:
             return VerificationMode.GREEDY if self.greedy else VerificationMode.COUPLED
-        if (asked is VerificationMode.GREEDY) != self.greedy:
+        if asked is not VerificationMode.TYPICAL and (asked is VerificationMode.GREEDY) != self.greedy:
             raise InvalidField("speculation.mode", f"{asked.value} does not fit the temperature")
         return asked
 

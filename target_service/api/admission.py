@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from outrider.errors import InvalidField, NotSupported, UnknownModel
-from outrider.sampling import SamplingParams, VerificationMode
+from outrider.sampling import LOSSLESS_MODES, SamplingParams, TypicalAcceptance, VerificationMode
 from outrider.v1 import target_pb2
-from outrider.wire.trees import mode_from_pb, name_from_pb, sampling_from_pb
+from outrider.wire.trees import mode_from_pb, name_from_pb, sampling_from_pb, typical_from_pb
 from target_service.api.prompts import Prompts
 from target_service.api.text_pool import TextPool
 from target_service.core.fairness import Share
@@ -55,7 +55,14 @@ class ServedModel:
     speculation: bool = False
     # Whether speculation is on at all, so that predictions are verified.
     predictions: bool = True
+    # Whether requests may ask for what is not lossless.
+    lossy: bool = False
     runtime: Runtime = Runtime()
+
+    @property
+    def modes(self) -> tuple[VerificationMode, ...]:
+        """Modes of verification on offer."""
+        return (*LOSSLESS_MODES, VerificationMode.TYPICAL) if self.lossy else LOSSLESS_MODES
 
 
 class Admission:
@@ -78,7 +85,7 @@ class Admission:
         if request.model not in ("", served.name):
             raise UnknownModel("another model is served", served=served.name)
         sampling = self._sampling(request.sampling, "sampling")
-        mode = _mode(sampling, mode_from_pb(options.mode, "speculation.mode"), "speculation.mode")
+        mode, typical = self._mode(options, sampling, "speculation")
         max_nodes = options.max_nodes if options.HasField("max_nodes") else served.max_rows - 1
         if max_nodes > served.max_rows - 1:
             raise InvalidField("speculation.max_nodes", f"must be at most {served.max_rows - 1}")
@@ -91,6 +98,7 @@ class Admission:
             token_ids=prompt,
             sampling=sampling,
             mode=mode,
+            typical=typical,
             seed=_seed(sampling),
             max_tokens=self._max_tokens(sampling, len(prompt), share),
             tenant=tenant,
@@ -106,13 +114,14 @@ class Admission:
         """What an open of `Verify` starts. Raises what `generation` does."""
         self.quotas.request(tenant)
         sampling = self._sampling(request.sampling, "open.sampling")
-        mode = _mode(sampling, mode_from_pb(request.mode, "open.mode"), "open.mode")
+        mode, typical = self._mode(request, sampling, "open")
         prompt = self._prompts.checked(request.token_ids, "open.token_ids")
         share = self.quotas.share(tenant)
         return SequenceRequest(
             token_ids=prompt,
             sampling=sampling,
             mode=mode,
+            typical=typical,
             seed=_seed(sampling),
             max_tokens=self._max_tokens(sampling, len(prompt), share),
             tenant=tenant,
@@ -129,19 +138,29 @@ class Admission:
             raise NotSupported("the model has no tokenizer; use stop_token_ids")
         return sampling
 
+    def _mode(
+        self,
+        pb: target_pb2.SpeculationOptions | target_pb2.OpenVerification,
+        sampling: SamplingParams,
+        field_path: str,
+    ) -> tuple[VerificationMode, TypicalAcceptance]:
+        """The mode in force, and the rule of TYPICAL."""
+        try:
+            mode = sampling.mode(mode_from_pb(pb.mode, f"{field_path}.mode"))
+        except InvalidField as error:
+            raise InvalidField(f"{field_path}.mode", error.problem) from None
+        if mode not in self.served.modes:
+            raise NotSupported("this target allows lossless modes only; its operator can set --allow-lossy")
+        if pb.HasField("typical") and mode is not VerificationMode.TYPICAL:
+            raise InvalidField(f"{field_path}.typical", f"is not for mode {mode.value}")
+        return mode, typical_from_pb(pb.typical, f"{field_path}.typical")
+
     def _max_tokens(self, sampling: SamplingParams, prompt_length: int, share: Share) -> int:
         """Output tokens at most; the context ends the output with LENGTH when it is what binds."""
         room = self.served.max_context - prompt_length
         if sampling.max_tokens is not None:
             return min(sampling.max_tokens, room)
         return min(DEFAULT_MAX_TOKENS, room, max(1, (share.kv_tokens or room + prompt_length) - prompt_length))
-
-
-def _mode(sampling: SamplingParams, asked: VerificationMode | None, field_path: str) -> VerificationMode:
-    try:
-        return sampling.mode(asked)
-    except InvalidField as error:
-        raise InvalidField(field_path, error.problem) from None
 
 
 def _seed(sampling: SamplingParams) -> int:

@@ -53,12 +53,12 @@ def chunk(verdict: Verdict, text: str) -> pb.GenerateResponse:
     )
 
 
-def finished(event: SequenceFinished) -> pb.GenerateResponse:
+def finished(event: SequenceFinished, request: SequenceRequest) -> pb.GenerateResponse:
     """The last event: why it ended, and what it took."""
     finish, totals = event.finish, event.totals
     reply = pb.GenerateFinished(
         finish_reason=_REASONS[finish.reason],
-        usage=_usage(totals),
+        usage=_usage(totals, lossy=request.lossy),
         speculation=_speculation(totals),
         times=_times(totals),
     )
@@ -120,12 +120,14 @@ def _timings(event: Verdict) -> tree_pb2.Timings:
     return timings_to_pb(event.queue_ns, event.compute_ns)
 
 
-def _usage(totals: SequenceTotals) -> pb.Usage:
+def _usage(totals: SequenceTotals, *, lossy: bool) -> pb.Usage:
     return pb.Usage(
         prompt_tokens=totals.prompt_tokens,
         completion_tokens=totals.completion_tokens,
         accepted_prediction_tokens=totals.accepted_predicted_tokens,
         rejected_prediction_tokens=totals.predicted_tokens - totals.accepted_predicted_tokens,
+        lossy=lossy,
+        lossy_tokens=totals.lossy_tokens,
     )
 
 

@@ -12,7 +12,6 @@ import grpc
 
 import outrider
 from outrider.errors import OutriderError
-from outrider.sampling import VerificationMode
 from outrider.serving import current_tenant
 from outrider.telemetry.names import VERIFY_SEQUENCE
 from outrider.telemetry.tracing import Tracing
@@ -101,7 +100,7 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
                     await context.write(replies.chunk(event, text.of(event)))
                 elif isinstance(event, SequenceFinished):
                     trace.finished(event.finish, event.totals)
-                    await context.write(replies.finished(event))
+                    await context.write(replies.finished(event, asked))
                     return
                 else:
                     raise event.error
@@ -150,7 +149,7 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
             dtype=served.dtype,
             page_size=served.page_size,
             kv_tokens=served.kv_tokens,
-            modes=map(mode_to_pb, VerificationMode),
+            modes=map(mode_to_pb, served.modes),
             drafter=speculation.drafter,
             end_token_ids=served.end_token_ids,
             version=outrider.__version__,

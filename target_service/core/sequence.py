@@ -11,7 +11,7 @@ from typing import NamedTuple
 import msgspec
 
 from outrider.errors import OutriderError
-from outrider.sampling import SamplingParams, VerificationMode
+from outrider.sampling import SamplingParams, TypicalAcceptance, VerificationMode
 from outrider.tree import TokenTree
 from outrider.wire.frames import DEFAULT_TENANT
 from target_service.core.fairness import Share
@@ -30,6 +30,8 @@ class SequenceRequest:
     seed: int
     # Output tokens at most: sampling.max_tokens, or what the context leaves.
     max_tokens: int
+    # Of TYPICAL.
+    typical: TypicalAcceptance = field(default_factory=TypicalAcceptance)
     tenant: str = DEFAULT_TENANT
     # What the tenant may take of the engine.
     share: Share = field(default_factory=Share)
@@ -41,6 +43,11 @@ class SequenceRequest:
     # The client drafts: each step waits for `Engine.verify`.
     external: bool = False
     traceparent: str = ""
+
+    @property
+    def lossy(self) -> bool:
+        """Whether the output may differ from what the model says by itself. At temperature 0 TYPICAL is GREEDY."""
+        return self.mode is VerificationMode.TYPICAL and not self.sampling.greedy
 
 
 class FinishReason(Enum):
@@ -148,6 +155,8 @@ class SequenceTotals:
     # Of the request's prediction: tokens that were verified, and those of them that were accepted.
     predicted_tokens: int = 0
     accepted_predicted_tokens: int = 0
+    # Accepted tokens that the model would not have drawn at their place.
+    lossy_tokens: int = 0
 
 
 class SequenceFinished(_Event, frozen=True):

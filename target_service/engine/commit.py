@@ -39,6 +39,7 @@ def commit(live: LiveSequence, tree: TokenTree, outcome: Verified, compute_ns: i
         compute_ns=compute_ns,
         drafts_by_step=by_step if any(by_step[1:]) else (),
     )
+    sequence.totals.lossy_tokens += sum(outcome.lossy[: len(accepted)])
     if isinstance(tree, PredictedTree):
         sequence.totals.predicted_tokens += tree.predicted_rows
         sequence.totals.accepted_predicted_tokens += tree.accepted_predicted(accepted)

@@ -15,6 +15,7 @@ from outrider.sampling import VerificationMode
 from outrider.tree import TokenTree
 from target_service.core.sequence import DevicePass, SequenceRequest, TokenLogprobs
 from target_service.sampling.distribution import LogitShaper, logprobs_of
+from target_service.sampling.typical import typical_walk
 from tree_kernels.philox import uniforms
 from tree_kernels.verification import Mode, RowsToVerify, Walk, coupled_token, match_walk, rejection_walk
 
@@ -43,6 +44,8 @@ class Verified:
     logprobs: tuple[TokenLogprobs, ...]
     following: tuple[int, ...] = ()
     device_passes: tuple[DevicePass, ...] = ()
+    # Of each accepted row, whether the model would have drawn another token. Empty in lossless modes.
+    lossy: tuple[bool, ...] = ()
 
     @property
     def drafted_by_pass(self) -> tuple[int, ...]:
@@ -76,17 +79,20 @@ class SequenceVerifier:
         self._mode = request.mode
         self._seed = request.seed
         sampling = request.sampling
-        self._device_mode = _DEVICE_MODES[request.mode]
+        # None: what no kernel verifies.
+        self._device_mode = _DEVICE_MODES.get(request.mode)
+        self._typical = request.typical
         self._distribution = (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
         self._logprobs = request.sampling.logprobs
-        self._on_device = not request.sampling.shapes_logits and request.sampling.logprobs is None
+        plain = not request.sampling.shapes_logits and request.sampling.logprobs is None
+        self._on_device = plain and self._device_mode is not None
         self._shaper = LogitShaper(request.sampling, request.token_ids, end_token_ids, vocabulary_size)
         self._prompt_length = len(request.token_ids)
         self._coin_seed = _private_seed(request.seed)
 
     @property
     def on_device(self) -> bool:
-        """Whether `DeviceVerifier` knows everything that this sequence's distribution depends on."""
+        """Whether `DeviceVerifier` knows the mode, and everything that this sequence's distribution depends on."""
         return self._on_device
 
     def rows_to_verify(self, tree: TokenTree, first_row: int, length: int, step: int) -> RowsToVerify:
@@ -98,6 +104,7 @@ class SequenceVerifier:
             length: tokens of the sequence, the root included.
             step: of the sequence.
         """
+        assert self._device_mode is not None, "the host verifies what no kernel knows"
         if self._mode is VerificationMode.REJECTION:
             seed, position = self._coin_seed, step
         else:
@@ -113,6 +120,7 @@ class SequenceVerifier:
             output: tokens committed so far, without the prompt.
             step: of the sequence, a fresh stream of coins for each.
         """
+        lossy: tuple[bool, ...] = ()
         if self._mode is VerificationMode.REJECTION:
             walk = rejection_walk(
                 tree.parents,
@@ -124,15 +132,28 @@ class SequenceVerifier:
                 lambda row, _: self._probs(tree, row, logits, output),
                 self._coins(step),
             )
+        elif self._mode is VerificationMode.TYPICAL:
+            walk, lossy = typical_walk(
+                tree,
+                lambda row: self._probs(tree, row, logits, output),
+                self._drawn(output),
+                self._typical,
+                begins=not output,
+            )
         else:
             walk = match_walk(tree.parents, tree.token_ids, self._choice(tree, logits, output))
-        return Verified(walk, self._logprobs_of(tree, walk, logits))
+        return Verified(walk, self._logprobs_of(tree, walk, logits), lossy=lossy)
 
     def _choice(self, tree: TokenTree, logits: Tensor, output: list[int]) -> Callable[[int, int], int]:
         if self._mode is VerificationMode.GREEDY:
             return lambda row, _: int(torch.argmax(self._shaped(tree, row, logits, output)))
+        drawn = self._drawn(output)
+        return lambda row, depth: drawn(self._probs(tree, row, logits, output), depth)
+
+    def _drawn(self, output: list[int]) -> Callable[[Tensor, int], int]:
+        """The request's own draw from a distribution [V], at a depth below the root."""
         position = self._prompt_length + len(output)
-        return lambda row, depth: coupled_token(self._probs(tree, row, logits, output), self._seed, position + depth)
+        return lambda probs, depth: coupled_token(probs, self._seed, position + depth)
 
     def _shaped(self, tree: TokenTree, row: int, logits: Tensor, output: list[int]) -> Tensor:
         path: list[int] = []

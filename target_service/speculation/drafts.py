@@ -6,12 +6,14 @@ import logging
 import time
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
+from dataclasses import replace
 
 from outrider.drafting.draft_tree import GrowingTree
 from outrider.drafting.inbox import Connected, Disconnected, DraftEvent, DraftInbox, Lost
 from outrider.drafting.latency import DraftLatency
 from outrider.drafting.listening import ListeningTime
 from outrider.errors import InvalidField, NotSupported
+from outrider.sampling import SamplingParams, VerificationMode
 from outrider.wire.frames import (
     DraftInfo,
     DraftLink,
@@ -21,7 +23,7 @@ from outrider.wire.frames import (
     SequenceGrowth,
     TreeLimits,
 )
-from target_service.core.sequence import Sequence
+from target_service.core.sequence import Sequence, SequenceRequest
 from target_service.execution.batch import StepItem
 from target_service.execution.node_tables import NodeTables
 from target_service.sampling.verifier import Verified
@@ -241,6 +243,7 @@ class Drafting(DraftInbox):
         if self._link is None or not self.connected or not self.active:
             return
         request = sequence.request
+        mode, sampling = _drafted_by(request)
         if not self._trees:
             self.latency.begin()
         self.latency.sent()
@@ -256,8 +259,8 @@ class Drafting(DraftInbox):
                 prompt_length=sequence.prompt_length,
                 step=sequence.step,
                 seed=request.seed,
-                mode=request.mode,
-                sampling=request.sampling,
+                mode=mode,
+                sampling=sampling,
                 limits=self._limits(request.max_draft_nodes),
                 vocabulary_size=self._vocabulary_size,
                 tenant=request.tenant,
@@ -355,3 +358,10 @@ class Drafting(DraftInbox):
         log.warning("a malformed growth ends drafting for its sequence: %s", error)
         del self._trees[sequence_id]
         self._close([sequence_id])
+
+
+def _drafted_by(request: SequenceRequest) -> tuple[VerificationMode, SamplingParams]:
+    """What the draft is told. TYPICAL keeps what is probable, whatever the request's noise says: drafts of GREEDY."""
+    if request.mode is not VerificationMode.TYPICAL:
+        return request.mode, request.sampling
+    return VerificationMode.GREEDY, replace(request.sampling, temperature=0.0)

@@ -59,6 +59,7 @@ class PrometheusObserver:
         self._verify = histogram("outrider_step_phase_seconds", "verify")
         self._commit = histogram("outrider_step_phase_seconds", "commit")
         self._predicted = {outcome: count("outrider_prediction_tokens", outcome) for outcome in _PREDICTED}
+        self._lossy_requests, self._lossy_tokens = count("outrider_lossy_requests"), count("outrider_lossy_tokens")
         for outcome in _EXPECTED_OUTCOMES:
             count("outrider_requests", outcome)
         for place in range(_EXPECTED_DEPTHS):
@@ -142,6 +143,8 @@ class PrometheusObserver:
         metrics.counter("outrider_preemptions").add(totals.preemptions)
         self._predicted["accepted"].add(totals.accepted_predicted_tokens)
         self._predicted["rejected"].add(totals.predicted_tokens - totals.accepted_predicted_tokens)
+        self._lossy_requests.add(int(request.lossy))
+        self._lossy_tokens.add(totals.lossy_tokens)
         for place, (drafted, accepted) in enumerate(
             zip_longest(totals.drafted_by_depth, totals.accepted_by_depth, fillvalue=0)
         ):

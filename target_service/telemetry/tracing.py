@@ -57,6 +57,7 @@ class RequestTrace:
         self._last_step_ns = 0
         # What the verdicts said so far: all that is known of a request that is cancelled.
         self._seen = SequenceTotals()
+        self._lossy = False
         self._ended = False
 
     def accepted(
@@ -77,6 +78,8 @@ class RequestTrace:
             "outrider.tenant": request.tenant,
             "outrider.verification_mode": request.mode.value,
         }
+        if request.lossy:
+            self._lossy = attributes["outrider.lossy"] = True
         if sampling.top_k:
             attributes["gen_ai.request.top_k"] = sampling.top_k
         if sampling.top_p < 1.0:
@@ -142,6 +145,8 @@ class RequestTrace:
         self._span.set_attribute("outrider.outcome", outcome)
         if totals is not None:
             self._span.set_attributes(totals_attributes(totals))
+            if self._lossy:
+                self._span.set_attribute("outrider.lossy_tokens", totals.lossy_tokens)
             self._phases(totals)
         elif self._seen.steps:
             self._span.set_attributes(_seen_attributes(self._seen))

@@ -89,7 +89,10 @@ class ScriptedTarget(target_pb2_grpc.TargetServiceServicer):
         for number, start in enumerate(steps):
             await asyncio.sleep(self.step_seconds)
             await context.write(_chunk(tokens[start : start + width], number, width - 1))
-        await context.write(_finished(len(tokens), len(steps), width - 1))
+        finished = _finished(len(tokens), len(steps), width - 1)
+        if request.speculation.mode == tree_pb2.VERIFICATION_MODE_TYPICAL:
+            finished.finished.usage.lossy, finished.finished.usage.lossy_tokens = True, 2
+        await context.write(finished)
 
     async def Verify(self, request_iterator: Any, context: Any) -> None:  # type: ignore[override]
         sequences: dict[int, int] = {}

@@ -94,6 +94,15 @@ async def test_generate_as_json(running: Any, outrider: Any) -> None:
     assert (request.text, list(request.sampling.stop), request.speculation.enabled) == ("count", ["x", "y"], False)
 
 
+async def test_generate_by_typical_acceptance(running: Any, outrider: Any) -> None:
+    words = ["generate", "count", "--target", running.address, "--mode", "typical", "--typical-epsilon", "0.25"]
+    status, _, error = await outrider(*words)
+    assert status == 0
+    assert "not lossless: 2 tokens the model would not draw" in error
+    asked = running.target.requests[0][0].speculation
+    assert (asked.typical.epsilon, asked.typical.delta) == (0.25, 0.3)
+
+
 async def test_generate_with_a_prediction(running: Any, outrider: Any, tmp_path: Path) -> None:
     path = tmp_path / "expected.txt"
     path.write_text("one two three")

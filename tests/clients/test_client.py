@@ -15,6 +15,7 @@ from outrider import errors
 from outrider.serving.tenancy import TENANT_KEY, TOKEN_KEY
 from outrider.telemetry import names as telemetry
 from outrider.telemetry.tracing import Tracing
+from outrider.v1 import tree_pb2
 from outrider.wire.frames import CorpusInfo
 from outrider_client import (
     Client,
@@ -24,6 +25,7 @@ from outrider_client import (
     ServiceUnreachable,
     Speculation,
     TokenTree,
+    TypicalAcceptance,
     VerificationMode,
     connection,
 )
@@ -53,6 +55,23 @@ async def test_result_alone_reads_everything(running: Any) -> None:
     request, _, _ = running.target.requests[0]
     assert list(request.tokens.token_ids) == [1, 2]
     assert request.speculation.HasField("enabled") and not request.speculation.enabled
+
+
+async def test_typical_acceptance_is_asked_for_and_told(running: Any) -> None:
+    async with Client.connect(running.address) as client:
+        for speculation in (
+            Speculation(mode=VerificationMode.TYPICAL),
+            Speculation(mode=VerificationMode.TYPICAL, typical=TypicalAcceptance(0.2, 0.4)),
+            Speculation(),
+        ):
+            result = await client.generate(token_ids=[1], speculation=speculation).result()
+            lossy = speculation.mode is VerificationMode.TYPICAL
+            assert (result.lossy, result.lossy_tokens) == ((True, 2) if lossy else (False, 0))
+    plain, tuned, other = (request.speculation for request, _, _ in running.target.requests)
+    assert plain.mode == tuned.mode == tree_pb2.VERIFICATION_MODE_TYPICAL
+    assert not plain.HasField("typical")
+    assert (tuned.typical.epsilon, tuned.typical.delta) == (0.2, 0.4)
+    assert not other.HasField("typical")
 
 
 async def test_predictions_are_text_or_token_ids(running: Any) -> None:

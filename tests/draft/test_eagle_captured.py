@@ -31,7 +31,7 @@ from draft_service.drafters.packing import PackedTrees
 from draft_service.eagle.config import EagleConfig
 from draft_service.eagle.drafter import EagleDrafter, HeadNetwork
 from draft_service.eagle.head import EagleHead
-from outrider.sampling import VerificationMode
+from outrider.sampling import LOSSLESS_MODES, VerificationMode
 from outrider.tree import TokenTree
 
 pytestmark = pytest.mark.usefixtures("static_kv")
@@ -81,7 +81,7 @@ def test_the_first_levels_come_before_the_others(early: int) -> None:
 @pytest.mark.parametrize("count", [1, 3, 5])
 def test_static_passes_draft_the_same_trees(count: int, kind: dict[str, object]) -> None:
     head = make_head(**kind)
-    modes = list(VerificationMode)
+    modes = list(LOSSLESS_MODES)
     drafters = [make_drafter(head), static_drafter(head)]
     known = [states_of(head, 40, i) for i in range(count)]
     followed = [

@@ -20,7 +20,7 @@ from draft_service.ngram.config import TrieConfig
 from draft_service.ngram.drafter import NgramDrafter
 from draft_service.ngram.snapshot import FILE_NAME
 from outrider.errors import PermissionDenied, QuotaExceeded, UnknownCorpus
-from outrider.sampling import VerificationMode
+from outrider.sampling import LOSSLESS_MODES, VerificationMode
 from outrider.settings import SettingsError
 from outrider.tree import TokenTree
 from outrider.wire.frames import TreeLimits
@@ -117,7 +117,7 @@ def test_a_tenants_ngrams_never_reach_another(
             say(drafter, text, text, tenant="theirs")
         for text in ours:
             say(drafter, text, tenant="ours")
-        for mode in VerificationMode:
+        for mode in LOSSLESS_MODES:
             tree = drafted(drafter, prompt, tenant="ours", mode=mode)
             known = {pair for text in (*ours, prompt) for pair in itertools.pairwise(text)}
             pairs = {(tree.token_ids[tree.parents[row]], tree.token_ids[row]) for row in range(1, len(tree))}
@@ -359,7 +359,7 @@ def test_corpora_are_bounded_over_all_tenants() -> None:
         assert refused.value.retry_after is None and len(drafter.corpora("late")) == 1024
 
 
-@pytest.mark.parametrize("mode", list(VerificationMode))
+@pytest.mark.parametrize("mode", list(LOSSLESS_MODES))
 def test_a_sequence_goes_on_without_a_deleted_corpus(mode: VerificationMode) -> None:
     with running(learn_prompts=False) as drafter:
         drafter.add_corpus("maker", "manual", list(range(100, 200)))

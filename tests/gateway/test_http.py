@@ -73,6 +73,19 @@ async def test_drafts_are_told_when_asked_for(gateway: Any) -> None:
     assert not gateway.targets[0].engine.requests[-1].speculate
 
 
+async def test_answers_that_are_not_lossless_say_so(gateways: Any, gateway: Any) -> None:
+    """Where targets allow typical acceptance; where they do not, it is refused."""
+    asked = {**CHAT, "temperature": 0.7, "outrider": {"mode": "typical"}}
+    async with gateways(served={"lossy": True}) as allowing:
+        answer = await allowing.http.post("/v1/chat/completions", json=asked)
+        greedy = await allowing.http.post("/v1/chat/completions", json={**asked, "temperature": 0})
+    assert answer.json()["usage"]["outrider"] == {"lossy_tokens": 0}
+    assert "outrider" not in greedy.json()["usage"]
+    refused = await gateway.http.post("/v1/chat/completions", json=asked)
+    assert refused.status_code == 400
+    assert "--allow-lossy" in refused.json()["error"]["message"]
+
+
 async def test_several_prompts_and_choices(gateway: Any) -> None:
     asked = {**TEXT, "prompt": ["a", "k"], "n": 2, "seed": 7, "temperature": 1}
     body = (await gateway.http.post("/v1/completions", json=asked)).json()

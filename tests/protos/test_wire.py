@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.errors import InvalidField
-from outrider.sampling import SamplingParams, VerificationMode
+from outrider.sampling import SamplingParams, TypicalAcceptance, VerificationMode
 from outrider.tree import DraftDistribution, TokenTree
 from outrider.v1 import tree_pb2
 from outrider.wire.trees import (
@@ -22,6 +22,8 @@ from outrider.wire.trees import (
     tenant_from_pb,
     tree_from_pb,
     tree_to_pb,
+    typical_from_pb,
+    typical_to_pb,
 )
 
 VOCABULARY = 100
@@ -100,9 +102,21 @@ def test_modes_come_back_equal(mode: VerificationMode | None) -> None:
     assert mode_from_pb(mode_to_pb(mode)) is mode
 
 
-@pytest.mark.parametrize("number", [4, -1, 2**31 - 1])
+@pytest.mark.parametrize("number", [5, -1, 2**31 - 1])
 def test_an_unknown_mode_is_refused(number: int) -> None:
     refused("open.mode", mode_from_pb, number, "open.mode")
+
+
+def test_the_rule_of_typical_acceptance() -> None:
+    assert typical_to_pb(None) is None
+    for rule in (TypicalAcceptance(), TypicalAcceptance(0.2, 0.5)):
+        pb = typical_to_pb(rule)
+        assert pb is not None
+        assert typical_from_pb(pb) == rule
+    assert typical_from_pb(tree_pb2.TypicalAcceptance()) == TypicalAcceptance()
+    assert typical_from_pb(tree_pb2.TypicalAcceptance(delta=0.5)) == TypicalAcceptance(delta=0.5)
+    for value in (0.0, 1.0, math.nan):
+        refused("open.typical.epsilon", typical_from_pb, tree_pb2.TypicalAcceptance(epsilon=value), "open.typical")
 
 
 @pytest.mark.parametrize("tenant", ["a" * 65, "a/b", "../x", "a b", "é", "a\n", "\0"], ids=repr)

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from outrider.errors import InvalidField, all_errors
-from outrider.sampling import SamplingParams, VerificationMode
+from outrider.sampling import SamplingParams, TypicalAcceptance, VerificationMode
 from outrider.tree import DraftDistribution, TokenTree
 from outrider.wire.frames import DraftInfo, FeatureRequest, TreeLimits
 from target_service.api.admission import Runtime, ServedModel
@@ -86,6 +86,10 @@ MESSAGES: dict[str, Message] = {
         ),
     ),
     "submit_plain": Submit(1, SequenceRequest((1,), SamplingParams(), VerificationMode.GREEDY, 0, 1)),
+    "submit_typical": Submit(
+        1,
+        SequenceRequest((1,), SamplingParams(), VerificationMode.TYPICAL, 0, 1, TypicalAcceptance(0.2, 0.4)),
+    ),
     "verify": Verify(4, TokenTree((1, 2, 3), (0, 0, 1), (1.0, 0.1, 1 / 3), {0: DraftDistribution((2, 8), (65535, 1))})),
     "cancel": Cancel(2**53 + 1),
     "stop": Stop(),

@@ -13,7 +13,7 @@ from engine_harness import DEVICE_SEQUENCES, ScriptedDraft, engine_config, knowi
 from feature_link import FeatureLink
 from spans import PARENT
 
-from outrider.sampling import SamplingParams
+from outrider.sampling import SamplingParams, VerificationMode
 from outrider.telemetry.table import MAX_DEPTH
 from outrider.tree import TokenTree
 from outrider.wire.frames import FeatureRequest
@@ -155,6 +155,16 @@ def test_outcomes_and_depths_that_come_unexpected(observer: PrometheusObserver) 
     assert found["spec_decode_num_drafts_per_depth_total", (("depth", str(MAX_DEPTH)),)] == 4
     assert found["spec_decode_num_accepted_tokens_per_depth_total", (("depth", str(MAX_DEPTH)),)] == 2
     assert found["time_to_first_token_seconds_count", ()] == 0
+
+
+def test_requests_that_are_not_lossless_are_counted_at_the_end(observer: PrometheusObserver) -> None:
+    mode = VerificationMode.TYPICAL
+    lossy = request([1], sampling=SamplingParams(temperature=0.7), mode=mode)
+    for one, tokens in ((lossy, 5), (request([1], mode=mode), 0), (request([1]), 0)):
+        observer.on_finished(one, SequenceTotals(lossy_tokens=tokens), "stop")
+    found = samples(observer)
+    assert found["lossy_requests_total", ()] == 1
+    assert found["lossy_tokens_total", ()] == 5
 
 
 def test_tokens_of_predictions_are_counted_at_the_end(observer: PrometheusObserver) -> None:

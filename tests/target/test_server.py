@@ -12,6 +12,7 @@ from generation import answers, asking, refused, tokens_of
 from scripted_engine import END_TOKEN, SERVED, VOCABULARY, ScriptedEngine
 
 from outrider.errors import OutriderError
+from outrider.sampling import TypicalAcceptance
 from outrider.v1 import target_pb2 as pb
 from outrider.v1 import tree_pb2
 from target_service.api.event_queue import Inbox
@@ -90,6 +91,24 @@ class TestGenerate:
         assert asked.sampling.top_k == 4
         assert asked.speculate
         assert not asked.external
+
+    @pytest.mark.parametrize(("temperature", "lossy"), [(0.0, False), (0.7, True)])
+    async def test_typical_acceptance_is_asked_for_and_marked(
+        self, targets: Any, temperature: float, lossy: bool
+    ) -> None:
+        options = {"mode": "VERIFICATION_MODE_TYPICAL", "typical": {"epsilon": 0.25}}
+        async with targets(served=replace(SERVED, lossy=True)) as target:
+            asked = asking(sampling={"max_tokens": 2, "temperature": temperature}, speculation=options)
+            responses = await answers(target, asked)
+            info = await target.stub.GetTargetInfo(pb.GetTargetInfoRequest())
+        assert responses[0].started.mode == tree_pb2.VERIFICATION_MODE_TYPICAL
+        assert target.engine.requests[0].typical == TypicalAcceptance(epsilon=0.25)
+        assert responses[-1].finished.usage.lossy is lossy
+        assert list(info.modes) == [1, 2, 3, 4]
+
+    async def test_lossless_answers_are_not_marked(self, target: Any) -> None:
+        responses = await answers(target, asking(sampling={"max_tokens": 2, "temperature": 0.7}))
+        assert not responses[-1].finished.usage.lossy
 
     @pytest.mark.parametrize(
         ("options", "served", "expected"),

@@ -14,7 +14,7 @@ from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 from scripted_engine import SERVED, VOCABULARY, ScriptedEngine
 
-from outrider.errors import InvalidField
+from outrider.errors import InvalidField, NotSupported
 from outrider.v1 import target_pb2 as pb
 
 BAD_FIELDS = {
@@ -51,6 +51,15 @@ BAD_FIELDS = {
         "speculation.mode",
     ),
     "coupled-at-zero": (asking(speculation={"mode": "VERIFICATION_MODE_COUPLED"}), "speculation.mode"),
+    "rule-of-another-mode": (asking(speculation={"typical": {"epsilon": 0.1}}), "speculation.typical"),
+    "epsilon-of-one": (
+        asking(speculation={"mode": "VERIFICATION_MODE_TYPICAL", "typical": {"epsilon": 1.0}}),
+        "speculation.typical.epsilon",
+    ),
+    "delta-nan": (
+        asking(speculation={"mode": "VERIFICATION_MODE_TYPICAL", "typical": {"delta": math.nan}}),
+        "speculation.typical.delta",
+    ),
     "unknown-mode": (asking(speculation={"mode": 99}), "speculation.mode"),
 } | {
     f"{name}={value}": (asking(sampling={name: value}), f"sampling.{name}")
@@ -71,7 +80,7 @@ BAD_FIELDS = {
 class TestRefusals:
     @pytest.mark.parametrize(("request_", "field"), BAD_FIELDS.values(), ids=BAD_FIELDS)
     async def test_bad_field_is_named(self, targets: Any, byte_tokenizer: Any, request_: Any, field: str) -> None:
-        async with targets(served=replace(SERVED, tokenizer=byte_tokenizer)) as target:
+        async with targets(served=replace(SERVED, tokenizer=byte_tokenizer, lossy=True)) as target:
             code, error = await refused(target, request_)
             assert not target.engine.requests
         assert code is grpc.StatusCode.INVALID_ARGUMENT
@@ -101,6 +110,15 @@ class TestRefusals:
     async def test_text_without_a_tokenizer(self, target: Any, request_: pb.GenerateRequest) -> None:
         code, _ = await refused(target, request_)
         assert code is grpc.StatusCode.FAILED_PRECONDITION
+
+    async def test_typical_acceptance_where_the_operator_does_not_allow_it(self, target: Any) -> None:
+        for temperature in (0.0, 0.8):
+            asked = asking(sampling={"temperature": temperature}, speculation={"mode": "VERIFICATION_MODE_TYPICAL"})
+            code, error = await refused(target, asked)
+            assert code is grpc.StatusCode.FAILED_PRECONDITION
+            assert isinstance(error, NotSupported)
+            assert "--allow-lossy" in error.message
+        assert not target.engine.requests
 
     async def test_full_queue_says_when_to_try_again(self, targets: Any) -> None:
         engine = ScriptedEngine(max_sequences=1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -53,6 +54,21 @@ def traced(recorder: Recorder, name: str = GENERATE) -> RequestTrace:
     trace = RequestTrace(recorder.tracing, METADATA, name)
     trace.accepted(7, REQUEST, "tiny")
     return trace
+
+
+@pytest.mark.parametrize(("temperature", "expected"), [(0.0, (None, None)), (0.5, (True, 3))])
+def test_a_request_that_is_not_lossless_is_marked(temperature: float, expected: tuple[bool | None, int | None]) -> None:
+    """At temperature 0 typical acceptance is greedy decoding."""
+    recorder = Recorder()
+    trace = RequestTrace(recorder.tracing, METADATA, GENERATE)
+    sampling = SamplingParams(temperature=temperature)
+    trace.accepted(7, replace(REQUEST, sampling=sampling, mode=VerificationMode.TYPICAL), "tiny")
+    trace.finished(Finish(FinishReason.LENGTH), replace(totals(), lossy_tokens=3 if temperature else 0))
+    for span in recorder.spans:
+        check(span)
+    (found,) = (dict(span.attributes or {}) for span in recorder.named(GENERATE))
+    assert found["outrider.verification_mode"] == "typical"
+    assert (found.get("outrider.lossy"), found.get("outrider.lossy_tokens")) == expected
 
 
 def test_a_request_that_finishes() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from outrider.errors import (
     Draining,
     EngineDead,
     InvalidField,
+    NotSupported,
     OutriderError,
     PositionOutOfRange,
     QuotaExceeded,
@@ -20,8 +22,20 @@ from outrider.errors import (
     WrongRoot,
 )
 from outrider.v1 import target_pb2 as pb
+from outrider.v1 import tree_pb2
 from outrider.wire.trees import error_of
 from target_service.api.server import StreamLimits
+
+
+@pytest.mark.parametrize("allowed", [False, True])
+async def test_typical_acceptance_needs_the_operator(targets: Any, allowed: bool) -> None:
+    frame = pb.OpenVerification(token_ids=[10], mode=tree_pb2.VERIFICATION_MODE_TYPICAL, sampling={"temperature": 1})
+    async with targets(served=replace(SERVED, lossy=allowed)) as target:
+        answer = await Conversation(target).ask(pb.VerifyRequest(open=frame))
+    if allowed:
+        assert answer.opened.mode == tree_pb2.VERIFICATION_MODE_TYPICAL
+    else:
+        assert isinstance(error_of(answer.status.status), NotSupported)
 
 
 class TestRefusals:

@@ -293,7 +293,8 @@ type OpenSequence struct {
 	Step uint64 `protobuf:"varint,6,opt,name=step,proto3" json:"step,omitempty"`
 	// seed is the request's seed, for drafters that rank candidates by the shared noise in COUPLED mode.
 	Seed uint64 `protobuf:"fixed64,7,opt,name=seed,proto3" json:"seed,omitempty"`
-	// mode is how the target will verify.
+	// mode is how the target will verify. INVALID_ARGUMENT for VERIFICATION_MODE_TYPICAL, which takes what is most
+	// probable: a target asks for drafts of GREEDY at temperature 0 then.
 	Mode VerificationMode `protobuf:"varint,8,opt,name=mode,proto3,enum=outrider.v1.VerificationMode" json:"mode,omitempty"`
 	// sampling is what a drafter may use to shape its candidates. Drafters are free to ignore it.
 	Sampling *SamplingParameters `protobuf:"bytes,9,opt,name=sampling,proto3" json:"sampling,omitempty"`

@@ -98,10 +98,11 @@ def summary(result: Result) -> str:
     reason = result.finish_reason.value if result.finish_reason else "unfinished"
     predicted = result.accepted_prediction_tokens + result.rejected_prediction_tokens
     of_prediction = f"{result.accepted_prediction_tokens} of {predicted} predicted kept, " if predicted else ""
+    not_lossless = f"not lossless: {result.lossy_tokens} tokens the model would not draw, " if result.lossy else ""
     return (
         f"{result.completion_tokens} tokens in {result.speculation.steps} steps, "
         f"{result.mean_accepted_length:.2f} per step, {result.tokens_per_second:.1f} tokens/s, {of_prediction}"
-        f"first token after {result.time_to_first_token * 1e3:.0f} ms, ended by {reason}"
+        f"{not_lossless}first token after {result.time_to_first_token * 1e3:.0f} ms, ended by {reason}"
     )
 
 

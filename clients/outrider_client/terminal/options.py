@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from outrider.sampling import SamplingParams, VerificationMode
+from outrider.sampling import SamplingParams, TypicalAcceptance, VerificationMode
 from outrider.settings import SettingsError, setting
 from outrider_client.connection import Connection, Tls
 from outrider_client.generation import Speculation
 
 # As the target's own setting, which cannot be imported from here.
 DEFAULT_MODEL = "smollm2-135m-instruct"
+_TYPICAL = TypicalAcceptance()
 
 
 @dataclass(frozen=True)
@@ -82,8 +83,23 @@ class GenerateOptions:
     min_tokens: int = setting(0, "tokens before the output may end")
     ignore_eos: bool = setting(False, "go on past the model's end tokens")
     seed: int | None = setting(None, "seed of sampling; drawn by the target when none")
-    speculation: bool = setting(True, "let the target use drafts; the output is the same either way")
-    mode: str = setting("auto", "how drafts are verified", choices=("auto", *(mode.value for mode in VerificationMode)))
+    speculation: bool = setting(
+        True, "let the target use drafts; the output is the same either way, but for mode typical"
+    )
+    mode: str = setting(
+        "auto",
+        "how drafts are verified; typical is not lossless, and has to be allowed by the target's --allow-lossy",
+        choices=("auto", *(mode.value for mode in VerificationMode)),
+    )
+    typical_epsilon: float = setting(
+        _TYPICAL.epsilon, "with typical: a drafted token above this probability is kept; below 1", gt=0, le=1
+    )
+    typical_delta: float = setting(
+        _TYPICAL.delta,
+        "with typical: so is one above this times exp(-entropy) of the model's distribution; below 1",
+        gt=0,
+        le=1,
+    )
     max_nodes: int | None = setting(None, "drafted rows per step at most; the target's own limit when none")
     corpus: str = setting("", "shared corpus the draft may use")
 
@@ -106,12 +122,15 @@ class GenerateOptions:
     def speculating(self, enabled: bool | None = None) -> Speculation:
         """The options of one request; `enabled` overrides the setting."""
         wanted = self.speculation if enabled is None else enabled
+        mode = None if self.mode == "auto" else VerificationMode(self.mode)
+        typical = mode is VerificationMode.TYPICAL
         return Speculation(
             # Not set where drafts are wanted: a target without a draft then simply has none.
             enabled=None if wanted else False,
-            mode=None if self.mode == "auto" else VerificationMode(self.mode),
+            mode=mode,
             max_nodes=self.max_nodes,
             corpus=self.corpus,
+            typical=TypicalAcceptance(self.typical_epsilon, self.typical_delta) if typical else None,
         )
 
 

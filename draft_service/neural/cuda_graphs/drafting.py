@@ -24,7 +24,7 @@ from draft_service.neural.network import Network, RowOutput
 from draft_service.neural.tail_attention import TailPart, fresh_rows, fresh_slots
 from draft_service.neural.tree_config import CacheShape, TreeShape
 from draft_service.neural.tree_drafting import TreeDrafting, Wanted
-from outrider.sampling import VerificationMode
+from outrider.sampling import LOSSLESS_MODES, VerificationMode
 from outrider.tree import TokenTree
 
 # Rows of one sequence that a captured pass over committed tokens has room for, on average.
@@ -273,7 +273,7 @@ def drafting_on(network: Network, config: NeuralConfig) -> TreeDrafting:
 def first_batches(drafting: TreeDrafting, config: NeuralConfig) -> Iterator[tuple[VerificationMode, int]]:
     """Modes, and numbers of sequences of that mode, that are drafted for once before the first request, so that none
     waits for compiling and capturing."""
-    for mode in VerificationMode:
+    for mode in LOSSLESS_MODES:
         yield mode, 1
     if isinstance(drafting, CapturedDrafting):
         # Trees of REJECTION requests take other graphs for each number, and are rare.

@@ -61,7 +61,7 @@ _ATTRIBUTES = (
     Attribute("gen_ai.usage.output_tokens", "int", "output tokens, the end token included"),
     Attribute("outrider.sequence_id", "int", "sequence, as target and draft both count it"),
     Attribute("outrider.tenant", "string", "tenant of the caller"),
-    Attribute("outrider.verification_mode", "string", "greedy, coupled or rejection"),
+    Attribute("outrider.verification_mode", "string", "greedy, coupled, rejection or typical"),
     Attribute("outrider.outcome", "string", "finish reason, cancelled, aborted, or reason of the error"),
     Attribute("outrider.steps", "int", "verify passes"),
     Attribute("outrider.drafted_steps", "int", "verify passes with at least one drafted row"),
@@ -69,6 +69,8 @@ _ATTRIBUTES = (
     Attribute("outrider.accepted_tokens", "int", "drafted tokens kept"),
     Attribute("outrider.predicted_tokens", "int", "tokens of the request's prediction that were verified"),
     Attribute("outrider.accepted_predicted_tokens", "int", "of them, those that were kept"),
+    Attribute("outrider.lossy", "boolean", "true where the output need not be the model's own; absent elsewhere"),
+    Attribute("outrider.lossy_tokens", "int", "accepted drafts that the model would not have drawn; of lossy requests"),
     Attribute("outrider.drafted_by_depth", "int[]", "[d]: steps whose tree reached depth d + 1"),
     Attribute("outrider.accepted_by_depth", "int[]", "[d]: steps that kept a node at depth d + 1"),
     Attribute("outrider.mean_accepted_length", "double", "tokens per step, the target's own included"),
@@ -98,6 +100,7 @@ _TOTALS = (
     "outrider.accepted_tokens",
     "outrider.predicted_tokens",
     "outrider.accepted_predicted_tokens",
+    "outrider.lossy_tokens",
     "outrider.drafted_by_depth",
     "outrider.accepted_by_depth",
     "outrider.mean_accepted_length",
@@ -117,6 +120,7 @@ _REQUEST = (
     "outrider.sequence_id",
     "outrider.tenant",
     "outrider.verification_mode",
+    "outrider.lossy",
 )
 
 GENERATE = "outrider.v1.TargetService/Generate"

@@ -93,6 +93,16 @@ _SPECULATION = (
         "ends.",
         ("outcome",),
     ),
+    MetricSpec(
+        "outrider_lossy_requests",
+        "counter",
+        "Requests whose output need not be the model's own (typical acceptance above temperature 0), when they end.",
+    ),
+    MetricSpec(
+        "outrider_lossy_tokens",
+        "counter",
+        "Accepted drafts of such requests that the model would not have drawn. Added when they end.",
+    ),
     MetricSpec("outrider_fallback_steps", "counter", "Sequence steps that wanted a draft and went on without one."),
     MetricSpec("outrider_speculation_switches", "counter", "Times that load switched drafting on or off.", ("to",)),
     MetricSpec("outrider_speculation_active", "gauge", "1 while drafts are asked for and a draft service is there."),

@@ -131,7 +131,9 @@ class OpenSequence(google.protobuf.message.Message):
     seed: builtins.int
     """seed is the request's seed, for drafters that rank candidates by the shared noise in COUPLED mode."""
     mode: outrider.v1.tree_pb2.VerificationMode.ValueType
-    """mode is how the target will verify."""
+    """mode is how the target will verify. INVALID_ARGUMENT for VERIFICATION_MODE_TYPICAL, which takes what is most
+    probable: a target asks for drafts of GREEDY at temperature 0 then.
+    """
     vocabulary_size: builtins.int
     """vocabulary_size of the target, at most 2^31 - 1. FAILED_PRECONDITION when the draft's differs."""
     traceparent: builtins.str

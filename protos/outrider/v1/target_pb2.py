@@ -26,7 +26,7 @@ from google.rpc import status_pb2 as google_dot_rpc_dot_status__pb2
 from outrider.v1 import tree_pb2 as outrider_dot_v1_dot_tree__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18outrider/v1/target.proto\x12\x0boutrider.v1\x1a\x17google/rpc/status.proto\x1a\x16outrider/v1/tree.proto\"\xb6\x02\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12&\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x16.outrider.v1.ChatInputH\x00\x12)\n\x06tokens\x18\x04 \x01(\x0b\x32\x17.outrider.v1.TokenInputH\x00\x12\x31\n\x08sampling\x18\x05 \x01(\x0b\x32\x1f.outrider.v1.SamplingParameters\x12\x34\n\x0bspeculation\x18\x06 \x01(\x0b\x32\x1f.outrider.v1.SpeculationOptions\x12\x30\n\nprediction\x18\x07 \x01(\x0b\x32\x17.outrider.v1.PredictionH\x01\x88\x01\x01\x42\x07\n\x05inputB\r\n\x0b_prediction\"R\n\nPrediction\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12)\n\x06tokens\x18\x02 \x01(\x0b\x32\x17.outrider.v1.TokenInputH\x00\x42\t\n\x07\x63ontent\"7\n\tChatInput\x12*\n\x08messages\x18\x01 \x03(\x0b\x32\x18.outrider.v1.ChatMessage\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\x1f\n\nTokenInput\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"\x99\x01\n\x12SpeculationOptions\x12\x14\n\x07\x65nabled\x18\x01 \x01(\x08H\x00\x88\x01\x01\x12+\n\x04mode\x18\x02 \x01(\x0e\x32\x1d.outrider.v1.VerificationMode\x12\x16\n\tmax_nodes\x18\x03 \x01(\rH\x01\x88\x01\x01\x12\x0e\n\x06\x63orpus\x18\x04 \x01(\tB\n\n\x08_enabledB\x0c\n\n_max_nodes\"\xd3\x01\n\x10GenerateResponse\x12/\n\x07started\x18\x01 \x01(\x0b\x32\x1c.outrider.v1.GenerateStartedH\x00\x12+\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x1a.outrider.v1.GenerateChunkH\x00\x12\x31\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x1d.outrider.v1.GenerateFinishedH\x00\x12%\n\x07timings\x18\x04 \x01(\x0b\x32\x14.outrider.v1.TimingsB\x07\n\x05\x65vent\"\x9c\x01\n\x0fGenerateStarted\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12\x15\n\rprompt_tokens\x18\x02 \x01(\r\x12\x0c\n\x04seed\x18\x03 \x01(\x06\x12+\n\x04mode\x18\x04 \x01(\x0e\x32\x1d.outrider.v1.VerificationMode\x12\x13\n\x0bspeculating\x18\x05 \x01(\x08\x12\r\n\x05model\x18\x06 \x01(\t\"\x9c\x01\n\rGenerateChunk\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x16\n\x0e\x64rafted_tokens\x18\x03 \x01(\r\x12,\n\x08logprobs\x18\x04 \x03(\x0b\x32\x1a.outrider.v1.TokenLogprobs\x12\x0c\n\x04step\x18\x05 \x01(\x04\x12\x16\n\x0e\x64rafts_by_step\x18\x06 \x03(\r\"F\n\rTokenLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12$\n\x03top\x18\x02 \x03(\x0b\x32\x17.outrider.v1.TopLogprob\"/\n\nTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"\x81\x02\n\x10GenerateFinished\x12\x30\n\rfinish_reason\x18\x01 \x01(\x0e\x32\x19.outrider.v1.FinishReason\x12\x17\n\rstop_token_id\x18\x02 \x01(\rH\x00\x12\x15\n\x0bstop_string\x18\x03 \x01(\tH\x00\x12!\n\x05usage\x18\x04 \x01(\x0b\x32\x12.outrider.v1.Usage\x12\x33\n\x0bspeculation\x18\x05 \x01(\x0b\x32\x1e.outrider.v1.SpeculationTotals\x12(\n\x05times\x18\x06 \x01(\x0b\x32\x19.outrider.v1.RequestTimesB\t\n\x07matched\"\x81\x01\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\"\n\x1a\x61\x63\x63\x65pted_prediction_tokens\x18\x03 \x01(\r\x12\"\n\x1arejected_prediction_tokens\x18\x04 \x01(\r\"\xd7\x01\n\x11SpeculationTotals\x12\r\n\x05steps\x18\x01 \x01(\x04\x12\x15\n\rdrafted_steps\x18\x02 \x01(\x04\x12\x16\n\x0e\x64rafted_tokens\x18\x03 \x01(\x04\x12\x17\n\x0f\x61\x63\x63\x65pted_tokens\x18\x04 \x01(\x04\x12\x18\n\x10\x64rafted_by_depth\x18\x05 \x03(\x04\x12\x19\n\x11\x61\x63\x63\x65pted_by_depth\x18\x06 \x03(\x04\x12\x1e\n\x16\x64raft_wait_nanoseconds\x18\x07 \x01(\x04\x12\x16\n\x0e\x66\x61llback_steps\x18\x08 \x01(\x04\"b\n\x0cRequestTimes\x12\x19\n\x11queue_nanoseconds\x18\x01 \x01(\x04\x12\x1b\n\x13prefill_nanoseconds\x18\x02 \x01(\x04\x12\x1a\n\x12\x64\x65\x63ode_nanoseconds\x18\x03 \x01(\x04\"\xa1\x01\n\rVerifyRequest\x12-\n\x04open\x18\x01 \x01(\x0b\x32\x1d.outrider.v1.OpenVerificationH\x00\x12\'\n\x04tree\x18\x02 \x01(\x0b\x32\x17.outrider.v1.VerifyTreeH\x00\x12/\n\x05\x63lose\x18\x03 \x01(\x0b\x32\x1e.outrider.v1.CloseVerificationH\x00\x42\x07\n\x05\x66rame\"\x99\x01\n\x10OpenVerification\x12\x12\n\nclient_tag\x18\x01 \x01(\x04\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x31\n\x08sampling\x18\x03 \x01(\x0b\x32\x1f.outrider.v1.SamplingParameters\x12+\n\x04mode\x18\x04 \x01(\x0e\x32\x1d.outrider.v1.VerificationMode\"U\n\nVerifyTree\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12$\n\x04tree\x18\x03 \x01(\x0b\x32\x16.outrider.v1.TokenTree\"(\n\x11\x43loseVerification\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\"\xcf\x01\n\x0eVerifyResponse\x12\x31\n\x06opened\x18\x01 \x01(\x0b\x32\x1f.outrider.v1.VerificationOpenedH\x00\x12\'\n\x07verdict\x18\x02 \x01(\x0b\x32\x14.outrider.v1.VerdictH\x00\x12\x31\n\x06status\x18\x03 \x01(\x0b\x32\x1f.outrider.v1.VerificationStatusH\x00\x12%\n\x07timings\x18\x04 \x01(\x0b\x32\x14.outrider.v1.TimingsB\x07\n\x05\x66rame\"\x98\x01\n\x12VerificationOpened\x12\x12\n\nclient_tag\x18\x01 \x01(\x04\x12\x13\n\x0bsequence_id\x18\x02 \x01(\x04\x12\x0c\n\x04step\x18\x03 \x01(\x04\x12\x0c\n\x04seed\x18\x04 \x01(\x06\x12+\n\x04mode\x18\x05 \x01(\x0e\x32\x1d.outrider.v1.VerificationMode\x12\x10\n\x08max_rows\x18\x06 \x01(\r\"\xc9\x01\n\x07Verdict\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x15\n\raccepted_rows\x18\x03 \x03(\r\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12\x11\n\tnext_step\x18\x05 \x01(\x04\x12\x30\n\rfinish_reason\x18\x06 \x01(\x0e\x32\x19.outrider.v1.FinishReason\x12,\n\x08logprobs\x18\x07 \x03(\x0b\x32\x1a.outrider.v1.TokenLogprobs\"o\n\x12VerificationStatus\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12\x12\n\nclient_tag\x18\x02 \x01(\x04\x12\x0c\n\x04step\x18\x03 \x01(\x04\x12\"\n\x06status\x18\x04 \x01(\x0b\x32\x12.google.rpc.Status\"\x16\n\x14GetTargetInfoRequest\"\x8a\x04\n\x15GetTargetInfoResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x17\n\x0fvocabulary_size\x18\x02 \x01(\r\x12\x1d\n\x15tokenizer_fingerprint\x18\x03 \x01(\t\x12\x13\n\x0bmax_context\x18\x04 \x01(\r\x12\x10\n\x08max_rows\x18\x05 \x01(\r\x12\r\n\x05\x64type\x18\x06 \x01(\t\x12\x11\n\tpage_size\x18\x07 \x01(\r\x12\x11\n\tkv_tokens\x18\x08 \x01(\x04\x12,\n\x05modes\x18\t \x03(\x0e\x32\x1d.outrider.v1.VerificationMode\x12\x0f\n\x07\x64rafter\x18\n \x01(\t\x12\x15\n\rend_token_ids\x18\x0b \x03(\r\x12\x0f\n\x07version\x18\x0c \x01(\t\x12\x15\n\rtorch_version\x18\r \x01(\t\x12\x16\n\x0etriton_version\x18\x0e \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x0f \x01(\t\x12\x13\n\x0b\x64\x65vice_name\x18\x10 \x01(\t\x12\x1b\n\x13\x63\x61ptured_step_sizes\x18\x11 \x01(\r\x12\x1d\n\x15\x63\x61pturable_step_sizes\x18\x12 \x01(\r\x12\r\n\x05\x64raft\x18\x13 \x01(\t\x12\x17\n\x0f\x64raft_connected\x18\x14 \x01(\x08\x12\x13\n\x0bspeculating\x18\x15 \x01(\x08\x12\x1a\n\x12speculation_reason\x18\x16 \x01(\t*\x82\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12!\n\x1d\x46INISH_REASON_END_OF_SEQUENCE\x10\x01\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x02\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x03\x32\xf9\x01\n\rTargetService\x12I\n\x08Generate\x12\x1c.outrider.v1.GenerateRequest\x1a\x1d.outrider.v1.GenerateResponse0\x01\x12\x45\n\x06Verify\x12\x1a.outrider.v1.VerifyRequest\x1a\x1b.outrider.v1.VerifyResponse(\x01\x30\x01\x12V\n\rGetTargetInfo\x12!.outrider.v1.GetTargetInfoRequest\x1a\".outrider.v1.GetTargetInfoResponseB+Z)outrider/clients/go/outriderv1;outriderv1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18outrider/v1/target.proto\x12\x0boutrider.v1\x1a\x17google/rpc/status.proto\x1a\x16outrider/v1/tree.proto\"\xb6\x02\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12&\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x16.outrider.v1.ChatInputH\x00\x12)\n\x06tokens\x18\x04 \x01(\x0b\x32\x17.outrider.v1.TokenInputH\x00\x12\x31\n\x08sampling\x18\x05 \x01(\x0b\x32\x1f.outrider.v1.SamplingParameters\x12\x34\n\x0bspeculation\x18\x06 \x01(\x0b\x32\x1f.outrider.v1.SpeculationOptions\x12\x30\n\nprediction\x18\x07 \x01(\x0b\x32\x17.outrider.v1.PredictionH\x01\x88\x01\x01\x42\x07\n\x05inputB\r\n\x0b_prediction\"R\n\nPrediction\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12)\n\x06tokens\x18\x02 \x01(\x0b\x32\x17.outrider.v1.TokenInputH\x00\x42\t\n\x07\x63ontent\"7\n\tChatInput\x12*\n\x08messages\x18\x01 \x03(\x0b\x32\x18.outrider.v1.ChatMessage\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\x1f\n\nTokenInput\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"\xca\x01\n\x12SpeculationOptions\x12\x14\n\x07\x65nabled\x18\x01 \x01(\x08H\x00\x88\x01\x01\x12+\n\x04mode\x18\x02 \x01(\x0e\x32\x1d.outrider.v1.VerificationMode\x12\x16\n\tmax_nodes\x18\x03 \x01(\rH\x01\x88\x01\x01\x12\x0e\n\x06\x63orpus\x18\x04 \x01(\t\x12/\n\x07typical\x18\x05 \x01(\x0b\x32\x1e.outrider.v1.TypicalAcceptanceB\n\n\x08_enabledB\x0c\n\n_max_nodes\"\xd3\x01\n\x10GenerateResponse\x12/\n\x07started\x18\x01 \x01(\x0b\x32\x1c.outrider.v1.GenerateStartedH\x00\x12+\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x1a.outrider.v1.GenerateChunkH\x00\x12\x31\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x1d.outrider.v1.GenerateFinishedH\x00\x12%\n\x07timings\x18\x04 \x01(\x0b\x32\x14.outrider.v1.TimingsB\x07\n\x05\x65vent\"\x9c\x01\n\x0fGenerateStarted\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12\x15\n\rprompt_tokens\x18\x02 \x01(\r\x12\x0c\n\x04seed\x18\x03 \x01(\x06\x12+\n\x04mode\x18\x04 \x01(\x0e\x32\x1d.outrider.v1.VerificationMode\x12\x13\n\x0bspeculating\x18\x05 \x01(\x08\x12\r\n\x05model\x18\x06 \x01(\t\"\x9c\x01\n\rGenerateChunk\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x16\n\x0e\x64rafted_tokens\x18\x03 \x01(\r\x12,\n\x08logprobs\x18\x04 \x03(\x0b\x32\x1a.outrider.v1.TokenLogprobs\x12\x0c\n\x04step\x18\x05 \x01(\x04\x12\x16\n\x0e\x64rafts_by_step\x18\x06 \x03(\r\"F\n\rTokenLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12$\n\x03top\x18\x02 \x03(\x0b\x32\x17.outrider.v1.TopLogprob\"/\n\nTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"\x81\x02\n\x10GenerateFinished\x12\x30\n\rfinish_reason\x18\x01 \x01(\x0e\x32\x19.outrider.v1.FinishReason\x12\x17\n\rstop_token_id\x18\x02 \x01(\rH\x00\x12\x15\n\x0bstop_string\x18\x03 \x01(\tH\x00\x12!\n\x05usage\x18\x04 \x01(\x0b\x32\x12.outrider.v1.Usage\x12\x33\n\x0bspeculation\x18\x05 \x01(\x0b\x32\x1e.outrider.v1.SpeculationTotals\x12(\n\x05times\x18\x06 \x01(\x0b\x32\x19.outrider.v1.RequestTimesB\t\n\x07matched\"\xa6\x01\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\"\n\x1a\x61\x63\x63\x65pted_prediction_tokens\x18\x03 \x01(\r\x12\"\n\x1arejected_prediction_tokens\x18\x04 \x01(\r\x12\r\n\x05lossy\x18\x05 \x01(\x08\x12\x14\n\x0clossy_tokens\x18\x06 \x01(\r\"\xd7\x01\n\x11SpeculationTotals\x12\r\n\x05steps\x18\x01 \x01(\x04\x12\x15\n\rdrafted_steps\x18\x02 \x01(\x04\x12\x16\n\x0e\x64rafted_tokens\x18\x03 \x01(\x04\x12\x17\n\x0f\x61\x63\x63\x65pted_tokens\x18\x04 \x01(\x04\x12\x18\n\x10\x64rafted_by_depth\x18\x05 \x03(\x04\x12\x19\n\x11\x61\x63\x63\x65pted_by_depth\x18\x06 \x03(\x04\x12\x1e\n\x16\x64raft_wait_nanoseconds\x18\x07 \x01(\x04\x12\x16\n\x0e\x66\x61llback_steps\x18\x08 \x01(\x04\"b\n\x0cRequestTimes\x12\x19\n\x11queue_nanoseconds\x18\x01 \x01(\x04\x12\x1b\n\x13prefill_nanoseconds\x18\x02 \x01(\x04\x12\x1a\n\x12\x64\x65\x63ode_nanoseconds\x18\x03 \x01(\x04\"\xa1\x01\n\rVerifyRequest\x12-\n\x04open\x18\x01 \x01(\x0b\x32\x1d.outrider.v1.OpenVerificationH\x00\x12\'\n\x04tree\x18\x02 \x01(\x0b\x32\x17.outrider.v1.VerifyTreeH\x00\x12/\n\x05\x63lose\x18\x03 \x01(\x0b\x32\x1e.outrider.v1.CloseVerificationH\x00\x42\x07\n\x05\x66rame\"\xca\x01\n\x10OpenVerification\x12\x12\n\nclient_tag\x18\x01 \x01(\x04\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x31\n\x08sampling\x18\x03 \x01(\x0b\x32\x1f.outrider.v1.SamplingParameters\x12+\n\x04mode\x18\x04 \x01(\x0e\x32\x1d.outrider.v1.VerificationMode\x12/\n\x07typical\x18\x05 \x01(\x0b\x32\x1e.outrider.v1.TypicalAcceptance\"U\n\nVerifyTree\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12$\n\x04tree\x18\x03 \x01(\x0b\x32\x16.outrider.v1.TokenTree\"(\n\x11\x43loseVerification\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\"\xcf\x01\n\x0eVerifyResponse\x12\x31\n\x06opened\x18\x01 \x01(\x0b\x32\x1f.outrider.v1.VerificationOpenedH\x00\x12\'\n\x07verdict\x18\x02 \x01(\x0b\x32\x14.outrider.v1.VerdictH\x00\x12\x31\n\x06status\x18\x03 \x01(\x0b\x32\x1f.outrider.v1.VerificationStatusH\x00\x12%\n\x07timings\x18\x04 \x01(\x0b\x32\x14.outrider.v1.TimingsB\x07\n\x05\x66rame\"\x98\x01\n\x12VerificationOpened\x12\x12\n\nclient_tag\x18\x01 \x01(\x04\x12\x13\n\x0bsequence_id\x18\x02 \x01(\x04\x12\x0c\n\x04step\x18\x03 \x01(\x04\x12\x0c\n\x04seed\x18\x04 \x01(\x06\x12+\n\x04mode\x18\x05 \x01(\x0e\x32\x1d.outrider.v1.VerificationMode\x12\x10\n\x08max_rows\x18\x06 \x01(\r\"\xc9\x01\n\x07Verdict\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x15\n\raccepted_rows\x18\x03 \x03(\r\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12\x11\n\tnext_step\x18\x05 \x01(\x04\x12\x30\n\rfinish_reason\x18\x06 \x01(\x0e\x32\x19.outrider.v1.FinishReason\x12,\n\x08logprobs\x18\x07 \x03(\x0b\x32\x1a.outrider.v1.TokenLogprobs\"o\n\x12VerificationStatus\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12\x12\n\nclient_tag\x18\x02 \x01(\x04\x12\x0c\n\x04step\x18\x03 \x01(\x04\x12\"\n\x06status\x18\x04 \x01(\x0b\x32\x12.google.rpc.Status\"\x16\n\x14GetTargetInfoRequest\"\x8a\x04\n\x15GetTargetInfoResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x17\n\x0fvocabulary_size\x18\x02 \x01(\r\x12\x1d\n\x15tokenizer_fingerprint\x18\x03 \x01(\t\x12\x13\n\x0bmax_context\x18\x04 \x01(\r\x12\x10\n\x08max_rows\x18\x05 \x01(\r\x12\r\n\x05\x64type\x18\x06 \x01(\t\x12\x11\n\tpage_size\x18\x07 \x01(\r\x12\x11\n\tkv_tokens\x18\x08 \x01(\x04\x12,\n\x05modes\x18\t \x03(\x0e\x32\x1d.outrider.v1.VerificationMode\x12\x0f\n\x07\x64rafter\x18\n \x01(\t\x12\x15\n\rend_token_ids\x18\x0b \x03(\r\x12\x0f\n\x07version\x18\x0c \x01(\t\x12\x15\n\rtorch_version\x18\r \x01(\t\x12\x16\n\x0etriton_version\x18\x0e \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x0f \x01(\t\x12\x13\n\x0b\x64\x65vice_name\x18\x10 \x01(\t\x12\x1b\n\x13\x63\x61ptured_step_sizes\x18\x11 \x01(\r\x12\x1d\n\x15\x63\x61pturable_step_sizes\x18\x12 \x01(\r\x12\r\n\x05\x64raft\x18\x13 \x01(\t\x12\x17\n\x0f\x64raft_connected\x18\x14 \x01(\x08\x12\x13\n\x0bspeculating\x18\x15 \x01(\x08\x12\x1a\n\x12speculation_reason\x18\x16 \x01(\t*\x82\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12!\n\x1d\x46INISH_REASON_END_OF_SEQUENCE\x10\x01\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x02\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x03\x32\xf9\x01\n\rTargetService\x12I\n\x08Generate\x12\x1c.outrider.v1.GenerateRequest\x1a\x1d.outrider.v1.GenerateResponse0\x01\x12\x45\n\x06Verify\x12\x1a.outrider.v1.VerifyRequest\x1a\x1b.outrider.v1.VerifyResponse(\x01\x30\x01\x12V\n\rGetTargetInfo\x12!.outrider.v1.GetTargetInfoRequest\x1a\".outrider.v1.GetTargetInfoResponseB+Z)outrider/clients/go/outriderv1;outriderv1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,8 +34,8 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'outrider.v1.target_pb2', _g
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'Z)outrider/clients/go/outriderv1;outriderv1'
-  _globals['_FINISHREASON']._serialized_start=3823
-  _globals['_FINISHREASON']._serialized_end=3953
+  _globals['_FINISHREASON']._serialized_start=3958
+  _globals['_FINISHREASON']._serialized_end=4088
   _globals['_GENERATEREQUEST']._serialized_start=91
   _globals['_GENERATEREQUEST']._serialized_end=401
   _globals['_PREDICTION']._serialized_start=403
@@ -47,45 +47,45 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TOKENINPUT']._serialized_start=590
   _globals['_TOKENINPUT']._serialized_end=621
   _globals['_SPECULATIONOPTIONS']._serialized_start=624
-  _globals['_SPECULATIONOPTIONS']._serialized_end=777
-  _globals['_GENERATERESPONSE']._serialized_start=780
-  _globals['_GENERATERESPONSE']._serialized_end=991
-  _globals['_GENERATESTARTED']._serialized_start=994
-  _globals['_GENERATESTARTED']._serialized_end=1150
-  _globals['_GENERATECHUNK']._serialized_start=1153
-  _globals['_GENERATECHUNK']._serialized_end=1309
-  _globals['_TOKENLOGPROBS']._serialized_start=1311
-  _globals['_TOKENLOGPROBS']._serialized_end=1381
-  _globals['_TOPLOGPROB']._serialized_start=1383
-  _globals['_TOPLOGPROB']._serialized_end=1430
-  _globals['_GENERATEFINISHED']._serialized_start=1433
-  _globals['_GENERATEFINISHED']._serialized_end=1690
-  _globals['_USAGE']._serialized_start=1693
-  _globals['_USAGE']._serialized_end=1822
-  _globals['_SPECULATIONTOTALS']._serialized_start=1825
-  _globals['_SPECULATIONTOTALS']._serialized_end=2040
-  _globals['_REQUESTTIMES']._serialized_start=2042
-  _globals['_REQUESTTIMES']._serialized_end=2140
-  _globals['_VERIFYREQUEST']._serialized_start=2143
-  _globals['_VERIFYREQUEST']._serialized_end=2304
-  _globals['_OPENVERIFICATION']._serialized_start=2307
-  _globals['_OPENVERIFICATION']._serialized_end=2460
-  _globals['_VERIFYTREE']._serialized_start=2462
-  _globals['_VERIFYTREE']._serialized_end=2547
-  _globals['_CLOSEVERIFICATION']._serialized_start=2549
-  _globals['_CLOSEVERIFICATION']._serialized_end=2589
-  _globals['_VERIFYRESPONSE']._serialized_start=2592
-  _globals['_VERIFYRESPONSE']._serialized_end=2799
-  _globals['_VERIFICATIONOPENED']._serialized_start=2802
-  _globals['_VERIFICATIONOPENED']._serialized_end=2954
-  _globals['_VERDICT']._serialized_start=2957
-  _globals['_VERDICT']._serialized_end=3158
-  _globals['_VERIFICATIONSTATUS']._serialized_start=3160
-  _globals['_VERIFICATIONSTATUS']._serialized_end=3271
-  _globals['_GETTARGETINFOREQUEST']._serialized_start=3273
-  _globals['_GETTARGETINFOREQUEST']._serialized_end=3295
-  _globals['_GETTARGETINFORESPONSE']._serialized_start=3298
-  _globals['_GETTARGETINFORESPONSE']._serialized_end=3820
-  _globals['_TARGETSERVICE']._serialized_start=3956
-  _globals['_TARGETSERVICE']._serialized_end=4205
+  _globals['_SPECULATIONOPTIONS']._serialized_end=826
+  _globals['_GENERATERESPONSE']._serialized_start=829
+  _globals['_GENERATERESPONSE']._serialized_end=1040
+  _globals['_GENERATESTARTED']._serialized_start=1043
+  _globals['_GENERATESTARTED']._serialized_end=1199
+  _globals['_GENERATECHUNK']._serialized_start=1202
+  _globals['_GENERATECHUNK']._serialized_end=1358
+  _globals['_TOKENLOGPROBS']._serialized_start=1360
+  _globals['_TOKENLOGPROBS']._serialized_end=1430
+  _globals['_TOPLOGPROB']._serialized_start=1432
+  _globals['_TOPLOGPROB']._serialized_end=1479
+  _globals['_GENERATEFINISHED']._serialized_start=1482
+  _globals['_GENERATEFINISHED']._serialized_end=1739
+  _globals['_USAGE']._serialized_start=1742
+  _globals['_USAGE']._serialized_end=1908
+  _globals['_SPECULATIONTOTALS']._serialized_start=1911
+  _globals['_SPECULATIONTOTALS']._serialized_end=2126
+  _globals['_REQUESTTIMES']._serialized_start=2128
+  _globals['_REQUESTTIMES']._serialized_end=2226
+  _globals['_VERIFYREQUEST']._serialized_start=2229
+  _globals['_VERIFYREQUEST']._serialized_end=2390
+  _globals['_OPENVERIFICATION']._serialized_start=2393
+  _globals['_OPENVERIFICATION']._serialized_end=2595
+  _globals['_VERIFYTREE']._serialized_start=2597
+  _globals['_VERIFYTREE']._serialized_end=2682
+  _globals['_CLOSEVERIFICATION']._serialized_start=2684
+  _globals['_CLOSEVERIFICATION']._serialized_end=2724
+  _globals['_VERIFYRESPONSE']._serialized_start=2727
+  _globals['_VERIFYRESPONSE']._serialized_end=2934
+  _globals['_VERIFICATIONOPENED']._serialized_start=2937
+  _globals['_VERIFICATIONOPENED']._serialized_end=3089
+  _globals['_VERDICT']._serialized_start=3092
+  _globals['_VERDICT']._serialized_end=3293
+  _globals['_VERIFICATIONSTATUS']._serialized_start=3295
+  _globals['_VERIFICATIONSTATUS']._serialized_end=3406
+  _globals['_GETTARGETINFOREQUEST']._serialized_start=3408
+  _globals['_GETTARGETINFOREQUEST']._serialized_end=3430
+  _globals['_GETTARGETINFORESPONSE']._serialized_start=3433
+  _globals['_GETTARGETINFORESPONSE']._serialized_end=3955
+  _globals['_TARGETSERVICE']._serialized_start=4091
+  _globals['_TARGETSERVICE']._serialized_end=4340
 # @@protoc_insertion_point(module_scope)

@@ -80,12 +80,15 @@ class GenerateRequest(google.protobuf.message.Message):
 
     @property
     def speculation(self) -> global___SpeculationOptions:
-        """speculation says how drafts are used. It never changes what is said."""
+        """speculation says how drafts are used. It never changes what is said, but for the mode that says so:
+        VERIFICATION_MODE_TYPICAL.
+        """
 
     @property
     def prediction(self) -> global___Prediction:
         """prediction is what the caller expects the answer to be, for example a text that is to be edited. It is verified as a
-        draft is, and never changes what is said. Default none. It is not looked at where speculation.enabled is false.
+        draft is, and changes no more than a draft would. Default none. It is not looked at where speculation.enabled is
+        false.
         """
 
     def __init__(
@@ -206,6 +209,7 @@ class SpeculationOptions(google.protobuf.message.Message):
     MODE_FIELD_NUMBER: builtins.int
     MAX_NODES_FIELD_NUMBER: builtins.int
     CORPUS_FIELD_NUMBER: builtins.int
+    TYPICAL_FIELD_NUMBER: builtins.int
     enabled: builtins.bool
     """enabled switches drafting. Default true where the target has a draft service."""
     mode: outrider.v1.tree_pb2.VerificationMode.ValueType
@@ -214,6 +218,10 @@ class SpeculationOptions(google.protobuf.message.Message):
     """max_nodes bounds the drafted rows of one step. Default: the target's own; at most its max_rows - 1."""
     corpus: builtins.str
     """corpus names a shared corpus for the draft to use. Default none."""
+    @property
+    def typical(self) -> outrider.v1.tree_pb2.TypicalAcceptance:
+        """typical is the rule of VERIFICATION_MODE_TYPICAL; INVALID_ARGUMENT beside another mode."""
+
     def __init__(
         self,
         *,
@@ -221,9 +229,10 @@ class SpeculationOptions(google.protobuf.message.Message):
         mode: outrider.v1.tree_pb2.VerificationMode.ValueType = ...,
         max_nodes: builtins.int | None = ...,
         corpus: builtins.str = ...,
+        typical: outrider.v1.tree_pb2.TypicalAcceptance | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_enabled", b"_enabled", "_max_nodes", b"_max_nodes", "enabled", b"enabled", "max_nodes", b"max_nodes"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_enabled", b"_enabled", "_max_nodes", b"_max_nodes", "corpus", b"corpus", "enabled", b"enabled", "max_nodes", b"max_nodes", "mode", b"mode"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_enabled", b"_enabled", "_max_nodes", b"_max_nodes", "enabled", b"enabled", "max_nodes", b"max_nodes", "typical", b"typical"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_enabled", b"_enabled", "_max_nodes", b"_max_nodes", "corpus", b"corpus", "enabled", b"enabled", "max_nodes", b"max_nodes", "mode", b"mode", "typical", b"typical"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_enabled", b"_enabled"]) -> typing.Literal["enabled"] | None: ...
     @typing.overload
@@ -464,6 +473,8 @@ class Usage(google.protobuf.message.Message):
     COMPLETION_TOKENS_FIELD_NUMBER: builtins.int
     ACCEPTED_PREDICTION_TOKENS_FIELD_NUMBER: builtins.int
     REJECTED_PREDICTION_TOKENS_FIELD_NUMBER: builtins.int
+    LOSSY_FIELD_NUMBER: builtins.int
+    LOSSY_TOKENS_FIELD_NUMBER: builtins.int
     prompt_tokens: builtins.int
     """prompt_tokens read."""
     completion_tokens: builtins.int
@@ -476,6 +487,14 @@ class Usage(google.protobuf.message.Message):
     """rejected_prediction_tokens of the request's prediction that were verified and not kept. A token that is offered in
     several steps counts each time.
     """
+    lossy: builtins.bool
+    """lossy is true where the completion need not be what the model by itself would say: VERIFICATION_MODE_TYPICAL above
+    temperature 0.
+    """
+    lossy_tokens: builtins.int
+    """lossy_tokens of the completion are accepted drafts that the model would not have drawn at their place, by the
+    request's own seed. 0 in every other mode.
+    """
     def __init__(
         self,
         *,
@@ -483,8 +502,10 @@ class Usage(google.protobuf.message.Message):
         completion_tokens: builtins.int = ...,
         accepted_prediction_tokens: builtins.int = ...,
         rejected_prediction_tokens: builtins.int = ...,
+        lossy: builtins.bool = ...,
+        lossy_tokens: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["accepted_prediction_tokens", b"accepted_prediction_tokens", "completion_tokens", b"completion_tokens", "prompt_tokens", b"prompt_tokens", "rejected_prediction_tokens", b"rejected_prediction_tokens"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["accepted_prediction_tokens", b"accepted_prediction_tokens", "completion_tokens", b"completion_tokens", "lossy", b"lossy", "lossy_tokens", b"lossy_tokens", "prompt_tokens", b"prompt_tokens", "rejected_prediction_tokens", b"rejected_prediction_tokens"]) -> None: ...
 
 global___Usage = Usage
 
@@ -610,6 +631,7 @@ class OpenVerification(google.protobuf.message.Message):
     TOKEN_IDS_FIELD_NUMBER: builtins.int
     SAMPLING_FIELD_NUMBER: builtins.int
     MODE_FIELD_NUMBER: builtins.int
+    TYPICAL_FIELD_NUMBER: builtins.int
     client_tag: builtins.int
     """client_tag is echoed in opened, to tell several opens apart."""
     mode: outrider.v1.tree_pb2.VerificationMode.ValueType
@@ -622,6 +644,10 @@ class OpenVerification(google.protobuf.message.Message):
     def sampling(self) -> outrider.v1.tree_pb2.SamplingParameters:
         """sampling says how tokens are drawn."""
 
+    @property
+    def typical(self) -> outrider.v1.tree_pb2.TypicalAcceptance:
+        """typical is the rule of VERIFICATION_MODE_TYPICAL; INVALID_ARGUMENT beside another mode."""
+
     def __init__(
         self,
         *,
@@ -629,9 +655,10 @@ class OpenVerification(google.protobuf.message.Message):
         token_ids: collections.abc.Iterable[builtins.int] | None = ...,
         sampling: outrider.v1.tree_pb2.SamplingParameters | None = ...,
         mode: outrider.v1.tree_pb2.VerificationMode.ValueType = ...,
+        typical: outrider.v1.tree_pb2.TypicalAcceptance | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["sampling", b"sampling"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["client_tag", b"client_tag", "mode", b"mode", "sampling", b"sampling", "token_ids", b"token_ids"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["sampling", b"sampling", "typical", b"typical"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["client_tag", b"client_tag", "mode", b"mode", "sampling", b"sampling", "token_ids", b"token_ids", "typical", b"typical"]) -> None: ...
 
 global___OpenVerification = OpenVerification
 

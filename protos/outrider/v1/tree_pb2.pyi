@@ -39,6 +39,11 @@ class _VerificationModeEnumTypeWrapper(google.protobuf.internal.enum_type_wrappe
     """VERIFICATION_MODE_REJECTION runs recursive rejection sampling without replacement.
     Equal to plain sampling in law, provided that drafts were drawn from the distributions sent with them.
     """
+    VERIFICATION_MODE_TYPICAL: _VerificationMode.ValueType  # 4
+    """VERIFICATION_MODE_TYPICAL keeps a drafted token that is probable enough, as TypicalAcceptance says. Not lossless:
+    at a temperature above 0 what is drafted, and when, changes what is said. At temperature 0 it is GREEDY.
+    FAILED_PRECONDITION where the target's operator does not allow it; GetTargetInfo lists it where it is allowed.
+    """
 
 class VerificationMode(_VerificationMode, metaclass=_VerificationModeEnumTypeWrapper):
     """VerificationMode says how the target decides which drafted tokens it keeps."""
@@ -57,7 +62,46 @@ VERIFICATION_MODE_REJECTION: VerificationMode.ValueType  # 3
 """VERIFICATION_MODE_REJECTION runs recursive rejection sampling without replacement.
 Equal to plain sampling in law, provided that drafts were drawn from the distributions sent with them.
 """
+VERIFICATION_MODE_TYPICAL: VerificationMode.ValueType  # 4
+"""VERIFICATION_MODE_TYPICAL keeps a drafted token that is probable enough, as TypicalAcceptance says. Not lossless:
+at a temperature above 0 what is drafted, and when, changes what is said. At temperature 0 it is GREEDY.
+FAILED_PRECONDITION where the target's operator does not allow it; GetTargetInfo lists it where it is allowed.
+"""
 global___VerificationMode = VerificationMode
+
+@typing.final
+class TypicalAcceptance(google.protobuf.message.Message):
+    """TypicalAcceptance is the rule of VERIFICATION_MODE_TYPICAL (Medusa, arXiv 2401.10774, section 2.3.2). A drafted token
+    of probability p is kept if p > min(epsilon, delta * exp(-H)), where H is the entropy, in nats, of the distribution
+    that the model would draw from at that place: after temperature, penalties and filters. Of a tree, the longest path of
+    kept tokens is taken; of several, the most probable one. The token after it is drawn by the model itself, and so is
+    the first token of an answer.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    EPSILON_FIELD_NUMBER: builtins.int
+    DELTA_FIELD_NUMBER: builtins.int
+    epsilon: builtins.float
+    """epsilon is the probability above which a token is kept wherever it stands. Default 0.09; in (0, 1)."""
+    delta: builtins.float
+    """delta bounds the probability by the entropy: the less sure the model, the less a token needs. Default 0.3; in
+    (0, 1).
+    """
+    def __init__(
+        self,
+        *,
+        epsilon: builtins.float | None = ...,
+        delta: builtins.float | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_delta", b"_delta", "_epsilon", b"_epsilon", "delta", b"delta", "epsilon", b"epsilon"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_delta", b"_delta", "_epsilon", b"_epsilon", "delta", b"delta", "epsilon", b"epsilon"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_delta", b"_delta"]) -> typing.Literal["delta"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_epsilon", b"_epsilon"]) -> typing.Literal["epsilon"] | None: ...
+
+global___TypicalAcceptance = TypicalAcceptance
 
 @typing.final
 class DraftDistribution(google.protobuf.message.Message):

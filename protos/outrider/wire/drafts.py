@@ -10,6 +10,7 @@ from math import isfinite
 from operator import gt
 
 from outrider.errors import InvalidField, OutriderError, PositionOutOfRange
+from outrider.sampling import VerificationMode
 from outrider.tree import MAX_ROWS, DraftDistribution
 from outrider.v1 import draft_pb2
 from outrider.wire.frames import (
@@ -77,6 +78,8 @@ def open_from_pb(pb: draft_pb2.OpenSequence, max_context: int) -> OpenSequence:
         raise InvalidField("open.traceparent", f"is longer than {_MAX_TRACEPARENT} characters")
     sampling = sampling_from_pb(pb.sampling, vocabulary_size, "open.sampling")
     asked = mode_from_pb(pb.mode, "open.mode")
+    if asked is VerificationMode.TYPICAL:
+        raise InvalidField("open.mode", "takes drafts of GREEDY; nothing is drafted for TYPICAL")
     return OpenSequence(
         sequence_id=pb.sequence_id,
         token_ids=token_ids,

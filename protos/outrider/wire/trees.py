@@ -17,7 +17,7 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
 from outrider.errors import DOMAIN, InvalidField, OutriderError, all_errors
-from outrider.sampling import SamplingParams, VerificationMode
+from outrider.sampling import SamplingParams, TypicalAcceptance, VerificationMode
 from outrider.tree import MAX_ROWS, DraftDistribution, TokenTree
 from outrider.v1 import tree_pb2
 from outrider.wire.frames import DEFAULT_TENANT, MAX_VOCABULARY
@@ -27,6 +27,7 @@ _MODES = {
     tree_pb2.VERIFICATION_MODE_GREEDY: VerificationMode.GREEDY,
     tree_pb2.VERIFICATION_MODE_COUPLED: VerificationMode.COUPLED,
     tree_pb2.VERIFICATION_MODE_REJECTION: VerificationMode.REJECTION,
+    tree_pb2.VERIFICATION_MODE_TYPICAL: VerificationMode.TYPICAL,
 }
 _MODES_TO_PB = {mode: number for number, mode in _MODES.items()}
 
@@ -44,6 +45,21 @@ def mode_from_pb(number: int, field_path: str = "mode") -> VerificationMode | No
 def mode_to_pb(mode: VerificationMode | None) -> tree_pb2.VerificationMode.ValueType:
     """The enum's number; None is UNSPECIFIED."""
     return tree_pb2.VERIFICATION_MODE_UNSPECIFIED if mode is None else _MODES_TO_PB[mode]
+
+
+def typical_from_pb(pb: tree_pb2.TypicalAcceptance, field_path: str = "typical") -> TypicalAcceptance:
+    """The checked rule; what is not set takes its default."""
+    default = TypicalAcceptance()
+    rule = TypicalAcceptance(
+        pb.epsilon if pb.HasField("epsilon") else default.epsilon, pb.delta if pb.HasField("delta") else default.delta
+    )
+    rule.check(field_path)
+    return rule
+
+
+def typical_to_pb(rule: TypicalAcceptance | None) -> tree_pb2.TypicalAcceptance | None:
+    """The rule, both numbers set; None stays absent."""
+    return None if rule is None else tree_pb2.TypicalAcceptance(epsilon=rule.epsilon, delta=rule.delta)
 
 
 def tenant_from_pb(tenant: str, field_path: str = "tenant") -> str:

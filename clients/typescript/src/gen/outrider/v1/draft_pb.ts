@@ -188,7 +188,8 @@ export type OpenSequence = Message<"outrider.v1.OpenSequence"> & {
   seed: bigint;
 
   /**
-   * mode is how the target will verify.
+   * mode is how the target will verify. INVALID_ARGUMENT for VERIFICATION_MODE_TYPICAL, which takes what is most
+   * probable: a target asks for drafts of GREEDY at temperature 0 then.
    *
    * @generated from field: outrider.v1.VerificationMode mode = 8;
    */

@@ -12,7 +12,40 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file outrider/v1/tree.proto.
  */
 export const file_outrider_v1_tree: GenFile = /*@__PURE__*/
-  fileDesc("ChZvdXRyaWRlci92MS90cmVlLnByb3RvEgtvdXRyaWRlci52MSJHChFEcmFmdERpc3RyaWJ1dGlvbhIOCgZwYXJlbnQYASABKA0SEQoJdG9rZW5faWRzGAIgAygNEg8KB3dlaWdodHMYAyADKA0idgoJVG9rZW5UcmVlEhEKCXRva2VuX2lkcxgBIAMoDRIPCgdwYXJlbnRzGAIgAygNEg4KBnNjb3JlcxgDIAMoAhI1Cg1kaXN0cmlidXRpb25zGAQgAygLMh4ub3V0cmlkZXIudjEuRHJhZnREaXN0cmlidXRpb24ixQEKBlRlbnNvchIoCgVkdHlwZRgBIAEoDjIZLm91dHJpZGVyLnYxLlRlbnNvci5EVHlwZRINCgVzaGFwZRgCIAMoDRIMCgRkYXRhGAMgASgMEhIKCnJvd19zY2FsZXMYBCADKAIiYAoFRFR5cGUSFgoSRF9UWVBFX1VOU1BFQ0lGSUVEEAASEgoORF9UWVBFX0ZMT0FUMzIQARITCg9EX1RZUEVfQkZMT0FUMTYQAhIWChJEX1RZUEVfRkxPQVQ4X0U0TTMQAyL+AwoSU2FtcGxpbmdQYXJhbWV0ZXJzEhMKC3RlbXBlcmF0dXJlGAEgASgBEg0KBXRvcF9rGAIgASgNEhIKBXRvcF9wGAMgASgBSACIAQESDQoFbWluX3AYBCABKAESHwoScmVwZXRpdGlvbl9wZW5hbHR5GAUgASgBSAGIAQESGAoQcHJlc2VuY2VfcGVuYWx0eRgGIAEoARIZChFmcmVxdWVuY3lfcGVuYWx0eRgHIAEoARJCCgpsb2dpdF9iaWFzGAggAygLMi4ub3V0cmlkZXIudjEuU2FtcGxpbmdQYXJhbWV0ZXJzLkxvZ2l0Qmlhc0VudHJ5EhIKCm1pbl90b2tlbnMYCSABKA0SFwoKbWF4X3Rva2VucxgKIAEoDUgCiAEBEgwKBHN0b3AYCyADKAkSFgoOc3RvcF90b2tlbl9pZHMYDCADKA0SEgoKaWdub3JlX2VvcxgNIAEoCBIRCgRzZWVkGA4gASgGSAOIAQESFQoIbG9ncHJvYnMYDyABKA1IBIgBARowCg5Mb2dpdEJpYXNFbnRyeRILCgNrZXkYASABKA0SDQoFdmFsdWUYAiABKAI6AjgBQggKBl90b3BfcEIVChNfcmVwZXRpdGlvbl9wZW5hbHR5Qg0KC19tYXhfdG9rZW5zQgcKBV9zZWVkQgsKCV9sb2dwcm9icyJBCgdUaW1pbmdzEhkKEXF1ZXVlX25hbm9zZWNvbmRzGAEgASgEEhsKE2NvbXB1dGVfbmFub3NlY29uZHMYAiABKAQqkwEKEFZlcmlmaWNhdGlvbk1vZGUSIQodVkVSSUZJQ0FUSU9OX01PREVfVU5TUEVDSUZJRUQQABIcChhWRVJJRklDQVRJT05fTU9ERV9HUkVFRFkQARIdChlWRVJJRklDQVRJT05fTU9ERV9DT1VQTEVEEAISHwobVkVSSUZJQ0FUSU9OX01PREVfUkVKRUNUSU9OEANCK1opb3V0cmlkZXIvY2xpZW50cy9nby9vdXRyaWRlcnYxO291dHJpZGVydjFiBnByb3RvMw");
+  fileDesc("ChZvdXRyaWRlci92MS90cmVlLnByb3RvEgtvdXRyaWRlci52MSJTChFUeXBpY2FsQWNjZXB0YW5jZRIUCgdlcHNpbG9uGAEgASgBSACIAQESEgoFZGVsdGEYAiABKAFIAYgBAUIKCghfZXBzaWxvbkIICgZfZGVsdGEiRwoRRHJhZnREaXN0cmlidXRpb24SDgoGcGFyZW50GAEgASgNEhEKCXRva2VuX2lkcxgCIAMoDRIPCgd3ZWlnaHRzGAMgAygNInYKCVRva2VuVHJlZRIRCgl0b2tlbl9pZHMYASADKA0SDwoHcGFyZW50cxgCIAMoDRIOCgZzY29yZXMYAyADKAISNQoNZGlzdHJpYnV0aW9ucxgEIAMoCzIeLm91dHJpZGVyLnYxLkRyYWZ0RGlzdHJpYnV0aW9uIsUBCgZUZW5zb3ISKAoFZHR5cGUYASABKA4yGS5vdXRyaWRlci52MS5UZW5zb3IuRFR5cGUSDQoFc2hhcGUYAiADKA0SDAoEZGF0YRgDIAEoDBISCgpyb3dfc2NhbGVzGAQgAygCImAKBURUeXBlEhYKEkRfVFlQRV9VTlNQRUNJRklFRBAAEhIKDkRfVFlQRV9GTE9BVDMyEAESEwoPRF9UWVBFX0JGTE9BVDE2EAISFgoSRF9UWVBFX0ZMT0FUOF9FNE0zEAMi/gMKElNhbXBsaW5nUGFyYW1ldGVycxITCgt0ZW1wZXJhdHVyZRgBIAEoARINCgV0b3BfaxgCIAEoDRISCgV0b3BfcBgDIAEoAUgAiAEBEg0KBW1pbl9wGAQgASgBEh8KEnJlcGV0aXRpb25fcGVuYWx0eRgFIAEoAUgBiAEBEhgKEHByZXNlbmNlX3BlbmFsdHkYBiABKAESGQoRZnJlcXVlbmN5X3BlbmFsdHkYByABKAESQgoKbG9naXRfYmlhcxgIIAMoCzIuLm91dHJpZGVyLnYxLlNhbXBsaW5nUGFyYW1ldGVycy5Mb2dpdEJpYXNFbnRyeRISCgptaW5fdG9rZW5zGAkgASgNEhcKCm1heF90b2tlbnMYCiABKA1IAogBARIMCgRzdG9wGAsgAygJEhYKDnN0b3BfdG9rZW5faWRzGAwgAygNEhIKCmlnbm9yZV9lb3MYDSABKAgSEQoEc2VlZBgOIAEoBkgDiAEBEhUKCGxvZ3Byb2JzGA8gASgNSASIAQEaMAoOTG9naXRCaWFzRW50cnkSCwoDa2V5GAEgASgNEg0KBXZhbHVlGAIgASgCOgI4AUIICgZfdG9wX3BCFQoTX3JlcGV0aXRpb25fcGVuYWx0eUINCgtfbWF4X3Rva2Vuc0IHCgVfc2VlZEILCglfbG9ncHJvYnMiQQoHVGltaW5ncxIZChFxdWV1ZV9uYW5vc2Vjb25kcxgBIAEoBBIbChNjb21wdXRlX25hbm9zZWNvbmRzGAIgASgEKrIBChBWZXJpZmljYXRpb25Nb2RlEiEKHVZFUklGSUNBVElPTl9NT0RFX1VOU1BFQ0lGSUVEEAASHAoYVkVSSUZJQ0FUSU9OX01PREVfR1JFRURZEAESHQoZVkVSSUZJQ0FUSU9OX01PREVfQ09VUExFRBACEh8KG1ZFUklGSUNBVElPTl9NT0RFX1JFSkVDVElPThADEh0KGVZFUklGSUNBVElPTl9NT0RFX1RZUElDQUwQBEIrWilvdXRyaWRlci9jbGllbnRzL2dvL291dHJpZGVydjE7b3V0cmlkZXJ2MWIGcHJvdG8z");
+
+/**
+ * TypicalAcceptance is the rule of VERIFICATION_MODE_TYPICAL (Medusa, arXiv 2401.10774, section 2.3.2). A drafted token
+ * of probability p is kept if p > min(epsilon, delta * exp(-H)), where H is the entropy, in nats, of the distribution
+ * that the model would draw from at that place: after temperature, penalties and filters. Of a tree, the longest path of
+ * kept tokens is taken; of several, the most probable one. The token after it is drawn by the model itself, and so is
+ * the first token of an answer.
+ *
+ * @generated from message outrider.v1.TypicalAcceptance
+ */
+export type TypicalAcceptance = Message<"outrider.v1.TypicalAcceptance"> & {
+  /**
+   * epsilon is the probability above which a token is kept wherever it stands. Default 0.09; in (0, 1).
+   *
+   * @generated from field: optional double epsilon = 1;
+   */
+  epsilon?: number;
+
+  /**
+   * delta bounds the probability by the entropy: the less sure the model, the less a token needs. Default 0.3; in
+   * (0, 1).
+   *
+   * @generated from field: optional double delta = 2;
+   */
+  delta?: number;
+};
+
+/**
+ * Describes the message outrider.v1.TypicalAcceptance.
+ * Use `create(TypicalAcceptanceSchema)` to create a new message.
+ */
+export const TypicalAcceptanceSchema: GenMessage<TypicalAcceptance> = /*@__PURE__*/
+  messageDesc(file_outrider_v1_tree, 0);
 
 /**
  * DraftDistribution is the law a drafter drew the children of one node from, without replacement.
@@ -49,7 +82,7 @@ export type DraftDistribution = Message<"outrider.v1.DraftDistribution"> & {
  * Use `create(DraftDistributionSchema)` to create a new message.
  */
 export const DraftDistributionSchema: GenMessage<DraftDistribution> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_tree, 0);
+  messageDesc(file_outrider_v1_tree, 1);
 
 /**
  * TokenTree is a tree of candidate continuations in topological order.
@@ -96,7 +129,7 @@ export type TokenTree = Message<"outrider.v1.TokenTree"> & {
  * Use `create(TokenTreeSchema)` to create a new message.
  */
 export const TokenTreeSchema: GenMessage<TokenTree> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_tree, 1);
+  messageDesc(file_outrider_v1_tree, 2);
 
 /**
  * Tensor is a dense array: row-major, little-endian, no padding.
@@ -140,7 +173,7 @@ export type Tensor = Message<"outrider.v1.Tensor"> & {
  * Use `create(TensorSchema)` to create a new message.
  */
 export const TensorSchema: GenMessage<Tensor> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_tree, 2);
+  messageDesc(file_outrider_v1_tree, 3);
 
 /**
  * DType names the element type.
@@ -181,7 +214,7 @@ export enum Tensor_DType {
  * Describes the enum outrider.v1.Tensor.DType.
  */
 export const Tensor_DTypeSchema: GenEnum<Tensor_DType> = /*@__PURE__*/
-  enumDesc(file_outrider_v1_tree, 2, 0);
+  enumDesc(file_outrider_v1_tree, 3, 0);
 
 /**
  * SamplingParameters say how the next token is drawn. All of them work with speculation.
@@ -306,7 +339,7 @@ export type SamplingParameters = Message<"outrider.v1.SamplingParameters"> & {
  * Use `create(SamplingParametersSchema)` to create a new message.
  */
 export const SamplingParametersSchema: GenMessage<SamplingParameters> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_tree, 3);
+  messageDesc(file_outrider_v1_tree, 4);
 
 /**
  * Timings lets a client split network from compute without a tracer.
@@ -334,7 +367,7 @@ export type Timings = Message<"outrider.v1.Timings"> & {
  * Use `create(TimingsSchema)` to create a new message.
  */
 export const TimingsSchema: GenMessage<Timings> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_tree, 4);
+  messageDesc(file_outrider_v1_tree, 5);
 
 /**
  * VerificationMode says how the target decides which drafted tokens it keeps.
@@ -372,6 +405,15 @@ export enum VerificationMode {
    * @generated from enum value: VERIFICATION_MODE_REJECTION = 3;
    */
   REJECTION = 3,
+
+  /**
+   * VERIFICATION_MODE_TYPICAL keeps a drafted token that is probable enough, as TypicalAcceptance says. Not lossless:
+   * at a temperature above 0 what is drafted, and when, changes what is said. At temperature 0 it is GREEDY.
+   * FAILED_PRECONDITION where the target's operator does not allow it; GetTargetInfo lists it where it is allowed.
+   *
+   * @generated from enum value: VERIFICATION_MODE_TYPICAL = 4;
+   */
+  TYPICAL = 4,
 }
 
 /**

@@ -1,0 +1,99 @@
+"""Typical acceptance: drafted tokens that are probable enough are kept, whatever the model would have drawn.
+
+The only rule here that is not lossless: it makes longer paths, and text that the model by itself would not have
+written. Source: Medusa (arXiv 2401.10774), section 2.3.2, and `evaluate_posterior` of its code. Two things differ. The
+token after the accepted path is the request's own draw, by temperature and seed, where Medusa's code takes the most
+probable one. Entropies are exact, where Medusa's code adds 1e-5 inside the logarithm.
+
+At temperature 0 all probability is on the most probable token, so that the rule keeps nothing else: greedy decoding, as
+in Medusa's code.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from outrider.sampling import TypicalAcceptance
+from outrider.tree import TokenTree
+from tree_kernels.verification import Walk
+
+# The distribution [V] after a row, in fp64, of sum 1.
+ProbsOf = Callable[[int], Tensor]
+# The model's own draw from a distribution [V], at a depth below the root.
+Draw = Callable[[Tensor, int], int]
+
+
+def typical_walk(
+    tree: TokenTree, probs_of: ProbsOf, draw: Draw, rule: TypicalAcceptance, *, begins: bool
+) -> tuple[Walk, tuple[bool, ...]]:
+    """The longest path of typical tokens, of several the most probable, and what the model itself draws after it.
+
+    Args:
+        tree: rows to verify, the root first.
+        probs_of: called for rows of typical paths alone, once or twice each.
+        draw: see `Draw`.
+        rule: which tokens are typical.
+        begins: nothing was said yet: the first token of an answer is the model's own draw, drafted or not.
+
+    Returns:
+        The walk, and of each accepted row whether the model's own draw is another token.
+    """
+    # log-probability of the path to each row that is reached by typical tokens. Parents come before their children.
+    reached = {0: 0.0}
+    for row, children in enumerate(tree.children):
+        if row not in reached or not children:
+            continue
+        probs = probs_of(row)
+        own = draw(probs, 0) if begins and row == 0 else None
+        least = rule.threshold(entropy_of(probs))
+        for child in children:
+            token = tree.token_ids[child]
+            probability = float(probs[token])
+            if token == own if own is not None else probability > least:
+                reached[child] = reached[row] + math.log(probability)
+    path = _path_to(tree, max(reached, key=lambda row: (tree.depths[row], reached[row], -row)))
+    own_tokens = [draw(probs_of(row), depth) for depth, row in enumerate((0, *path))]
+    lossy = tuple(own != tree.token_ids[row] for own, row in zip(own_tokens, path, strict=False))
+    return Walk(path, own_tokens[-1]), lossy
+
+
+def typical_path_by_definition(
+    tree: TokenTree, probs_of: ProbsOf, own: int | None, rule: TypicalAcceptance
+) -> tuple[int, ...]:
+    """The accepted rows of `typical_walk`, found by looking at every path of the tree as the paper puts it.
+
+    `own` is the token that a first token has to be; None in the midst of an answer.
+    """
+    best: tuple[int, ...] = ()
+    best_value = (0, 0.0)
+    for leaf in range(1, len(tree)):
+        path, likelihood = _path_to(tree, leaf), 1.0
+        for row in path:
+            probs, token = probs_of(tree.parents[row]), tree.token_ids[row]
+            entropy = -sum(p * math.log(p) for p in probs.tolist() if p > 0)
+            typical = float(probs[token]) > min(rule.epsilon, rule.delta * math.exp(-entropy))
+            if token != own if own is not None and tree.parents[row] == 0 else not typical:
+                break
+            likelihood *= float(probs[token])
+        else:
+            if (len(path), likelihood) > best_value:
+                best, best_value = path, (len(path), likelihood)
+    return best
+
+
+def entropy_of(probs: Tensor) -> float:
+    """Entropy in nats of a distribution [V] of sum 1."""
+    return float(torch.special.entr(probs).sum())
+
+
+def _path_to(tree: TokenTree, row: int) -> tuple[int, ...]:
+    """Rows from below the root to `row`."""
+    path: list[int] = []
+    while row:
+        path.append(row)
+        row = tree.parents[row]
+    return tuple(path[::-1])

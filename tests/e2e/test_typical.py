@@ -1,0 +1,113 @@
+"""Typical acceptance in the whole engine: longer paths, marked totals, and neighbours that stay lossless."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+from engine_harness import Outcome, Propose, ScriptedDraft, grow, make_runner, plain, request, run
+from transformers import PreTrainedModel
+
+from outrider.sampling import SamplingParams, TypicalAcceptance, VerificationMode
+from outrider.tree import TokenTree
+from outrider.wire.frames import DraftEvents, DraftLink, OpenSequence
+from target_service.core.sequence import SequenceRequest
+
+VOCABULARY = 211
+SAMPLING = SamplingParams(temperature=0.8, seed=99, ignore_eos=True)
+# A random model is sure of nothing: what it takes for typical has to be little.
+LOOSE = TypicalAcceptance(0.09, 0.9)
+
+
+def prompts() -> list[list[int]]:
+    rng = random.Random(7)
+    return [[rng.randrange(3, VOCABULARY) for _ in range(length)] for length in (1, 5, 16, 17, 40)]
+
+
+def typical(sampling: SamplingParams = SAMPLING, max_tokens: int = 24) -> list[SequenceRequest]:
+    mode = VerificationMode.TYPICAL
+    return [request(prompt, max_tokens, sampling=sampling, mode=mode, typical=LOOSE) for prompt in prompts()]
+
+
+def greedy_drafts(model: PreTrainedModel) -> Propose:
+    """Trees along the greedy continuation of what was said, with random siblings."""
+    # A model of its own: the oracle sets another attention than the engine's.
+    own = copy.deepcopy(model)
+
+    def propose(tokens: Sequence[int], rng: random.Random) -> TokenTree:
+        ahead = plain(own, request(tokens, 3))
+
+        def pick(path: Sequence[int]) -> int:
+            return ahead[len(path)] if len(path) < len(ahead) else rng.randrange(VOCABULARY)
+
+        return grow(tokens[-1], rng, 8, pick)
+
+    return propose
+
+
+def departures(model: PreTrainedModel, wanted: SequenceRequest, outcome: Outcome) -> int:
+    """Tokens of an answer that the model would not have drawn after those before them, by the request's seed."""
+    coupled, prompt = replace(wanted, mode=VerificationMode.COUPLED, max_tokens=1), wanted.token_ids
+    own = [plain(model, replace(coupled, token_ids=(*prompt, *outcome.token_ids[:place])))[0] for place in range(24)]
+    return sum(one != other for one, other in zip(own, outcome.token_ids, strict=True))
+
+
+@pytest.mark.parametrize("on_device", [False, True], ids=["host", "device"])
+def test_more_is_kept_than_the_model_would_draw(tiny_model: PreTrainedModel, on_device: bool) -> None:
+    """A device that verifies by itself leaves these sequences to the host, and says the same."""
+    wanted = typical()
+    outcomes = run(make_runner(tiny_model), wanted, propose=greedy_drafts(tiny_model), on_device=on_device)
+    for one, outcome in zip(wanted, outcomes, strict=True):
+        assert outcome.finished.totals.lossy_tokens == departures(tiny_model, one, outcome)
+        assert outcome.token_ids[0] == plain(tiny_model, replace(one, mode=VerificationMode.COUPLED, max_tokens=1))[0]
+    assert sum(outcome.finished.totals.lossy_tokens for outcome in outcomes) > 10
+
+
+def test_without_drafts_it_is_plain_sampling(tiny_model: PreTrainedModel) -> None:
+    wanted = typical()
+    for one, outcome in zip(wanted, run(make_runner(tiny_model), wanted), strict=True):
+        assert outcome.token_ids == plain(tiny_model, replace(one, mode=VerificationMode.COUPLED))
+        assert outcome.finished.totals.lossy_tokens == 0
+
+
+def test_at_temperature_zero_it_is_greedy_decoding(tiny_model: PreTrainedModel) -> None:
+    wanted = typical(SamplingParams(ignore_eos=True))
+    assert not any(one.lossy for one in wanted)
+    outcomes = run(make_runner(tiny_model), wanted, propose=greedy_drafts(tiny_model))
+    for one, outcome in zip(wanted, outcomes, strict=True):
+        assert outcome.token_ids == plain(tiny_model, replace(one, mode=VerificationMode.GREEDY))
+        assert outcome.finished.totals.lossy_tokens == 0
+    assert sum(outcome.finished.totals.accepted_tokens for outcome in outcomes) > 10
+
+
+@pytest.mark.parametrize("on_device", [False, True], ids=["host", "device"])
+def test_neighbours_in_the_batch_stay_lossless(tiny_model: PreTrainedModel, on_device: bool) -> None:
+    lossless = [
+        request(prompt, 24, sampling=SamplingParams(temperature=0.8, top_p=0.9, seed=99, ignore_eos=True))
+        for prompt in prompts()
+    ]
+    wanted = list(itertools.chain(*zip(typical(), lossless, strict=True)))
+    outcomes = run(make_runner(tiny_model), wanted, propose=greedy_drafts(tiny_model), on_device=on_device)
+    assert sum(outcome.finished.totals.lossy_tokens for outcome in outcomes[::2]) > 10
+    for one, outcome in zip(lossless, outcomes[1::2], strict=True):
+        assert outcome.token_ids == plain(tiny_model, one)
+        assert outcome.finished.totals.lossy_tokens == 0
+
+
+def test_the_draft_is_asked_for_what_is_most_probable(tiny_model: PreTrainedModel) -> None:
+    opened: list[OpenSequence] = []
+
+    class Listening(ScriptedDraft):
+        def open(self, sequence: OpenSequence) -> None:
+            opened.append(sequence)
+            super().open(sequence)
+
+    def connect(events: DraftEvents) -> DraftLink:
+        return Listening(events, greedy_drafts(tiny_model))
+
+    run(make_runner(tiny_model), typical()[:1], connect=connect)
+    assert [(one.mode, one.sampling.temperature) for one in opened] == [(VerificationMode.GREEDY, 0.0)]
