@@ -15,6 +15,7 @@ import pytest
 import torch
 from conftest import make_tiny
 from engine_harness import ScriptedDraft, engine_config, make_runner, plain, request
+from other_weights import other_weights
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
@@ -27,17 +28,6 @@ from target_service.core.weights import RunningRequests, WeightsUpdated, WeightU
 from target_service.engine.engine import Engine
 
 PROMPT = [5, 6, 7, 8]
-
-
-def other_weights(model: PreTrainedModel) -> PreTrainedModel:
-    """The same model with other weights, which says other things."""
-    other = copy.deepcopy(model)
-    torch.manual_seed(1)
-    with torch.no_grad():
-        for parameter in other.parameters():
-            if parameter.ndim == 2:
-                parameter.copy_(parameter[torch.randperm(len(parameter))])
-    return other
 
 
 @pytest.fixture(scope="module")
@@ -139,9 +129,9 @@ def start(old: PreTrainedModel) -> Iterator[Start]:
 
     yield make
     for running in engines:
-        left = running.engine.snapshot().sequences
+        idle = running.engine._thread.is_alive() and not running.engine.snapshot().sequences
         running.engine.stop(grace=0)
-        assert left or running.runner.cache.used_pages == 0
+        assert not idle or running.runner.cache.used_pages == 0
 
 
 def expected(model: PreTrainedModel, prompt: list[int], tokens: int, **sampling: Any) -> list[int]:
