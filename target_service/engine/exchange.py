@@ -16,7 +16,7 @@ from target_service.core.weights import RunningRequests, UpdateDone, WeightsUpda
 from target_service.engine.loop import EngineLoop
 from target_service.model.runner import ModelRunner
 from target_service.model.weights.files import read_weights
-from target_service.model.weights.slots import WeightSlot, specs_of, write_weights
+from target_service.model.weights.slots import WeightSlot, specs_of, weight_slots, write_weights
 
 
 @dataclass(slots=True)
@@ -132,7 +132,7 @@ class WeightExchange:
     def _prepare(self, asked: _Asked) -> None:
         """Read the weights, in a thread of its own."""
         try:
-            slots = self._runner.weight_slots()
+            slots = weight_slots(self._runner.model)
             weights = read_weights(Path(asked.update.folder), specs_of(slots))
         except OutriderError as error:
             self._refuse(asked, error)

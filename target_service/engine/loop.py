@@ -141,10 +141,8 @@ class EngineLoop:
         self._draft: DraftInfo | None = None
         self._device_time = DeviceTime()
         self._failed: list[SequenceEvent] = []
-        # Of the weights in force.
-        self.model_version = FIRST_VERSION
-        # Whether no step is to be launched behind the one under way.
-        self.settling = False
+        # Of the weights in force, and whether no step is to be launched behind the one under way.
+        self.model_version, self.settling = FIRST_VERSION, False
         # When the device had ended the last step, and when its results had been dealt with; 0 after a pause.
         self._free_ns = self._ended_ns = 0
 

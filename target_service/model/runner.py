@@ -21,7 +21,6 @@ from target_service.model.forward import ForwardInput, ForwardPass
 from target_service.model.head_projection import DraftHead
 from target_service.model.hidden_state_hooks import LayerTaps
 from target_service.model.support import ModelRefused, kv_shape, longest_context
-from target_service.model.weights.slots import WeightSlot, weight_slots
 from tree_kernels.attention import AttentionPlan, Backend, TreeAttention
 from tree_kernels.node_table import LOOKUP, NodeTable, StepIntegers, fill_pending
 from tree_kernels.paging import write_kv
@@ -116,9 +115,10 @@ class ModelRunner:
         """Sizes of steps that run as captured graphs, and sizes that there was to capture; none for eager steps."""
         return 0, 0
 
-    def weight_slots(self) -> list[WeightSlot]:
-        """Where every tensor of the model lies, as its layers are by now."""
-        return weight_slots(self._model)
+    @property
+    def model(self) -> PreTrainedModel:
+        """The model, with its layers as they are prepared by now."""
+        return self._model
 
     def hook(self, layers: tuple[int, ...]) -> None:
         """Keep the outputs of these decoder layers from the next pass on, and no others; see `LayerTaps`.

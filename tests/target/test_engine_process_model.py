@@ -172,32 +172,31 @@ async def across_an_update(folder: Path, weights: Path, arrangement: str) -> dic
     """What is said before an update, by a request that it meets, and after it; and by others that were streamed."""
     flags = ["--weights-folder", str(weights), "--weights-without-token"]
     fields = REQUESTS["greedy"]
-    async with started(folder, arrangement, *flags) as service:
-        async with grpc.aio.insecure_channel(service.address) as channel:
-            stub: Any = target_pb2_grpc.TargetServiceStub(channel)
-            heard = {"before": await said(stub, fields)}
-            call = stub.Generate(pb.GenerateRequest(**REQUESTS["endless"]))
-            await call.read()
-            begin = pb.BeginUpdate(folder="other", running=pb.RUNNING_REQUESTS_ABORT)
-            answer = await stub.UpdateWeights(iter([pb.UpdateWeightsRequest(begin=begin)]))
-            heard["answer"] = answer.model_version, answer.tensors, answer.bytes, answer.aborted_sequences
-            with pytest.raises(grpc.aio.AioRpcError) as caught:
-                async for _ in call:
-                    pass
-            heard["met"] = caught.value.code(), caught.value.details()
-            heard["after"] = await said(stub, fields)
-            assert "outrider_model_version 2.0" in await service.page()
-            content = (folder / "model.safetensors").read_bytes()
-            begin = pb.BeginUpdate(files=pb.WeightFiles(sizes=[len(content)]))
-            pieces = [content[at : at + 10**5] for at in range(0, len(content), 10**5)]
-            requests = [
-                pb.UpdateWeightsRequest(begin=begin),
-                *(pb.UpdateWeightsRequest(data=piece) for piece in pieces),
-            ]
-            assert (await stub.UpdateWeights(iter(requests))).model_version == 3
-            heard["back"] = await said(stub, fields)
-            assert (await stub.GetTargetInfo(pb.GetTargetInfoRequest())).model_version == 3
-            await service.gave_everything_back()
+    async with started(folder, arrangement, *flags) as service, grpc.aio.insecure_channel(service.address) as channel:
+        stub: Any = target_pb2_grpc.TargetServiceStub(channel)
+        heard = {"before": await said(stub, fields)}
+        call = stub.Generate(pb.GenerateRequest(**REQUESTS["endless"]))
+        await call.read()
+        begin = pb.BeginUpdate(folder="other", running=pb.RUNNING_REQUESTS_ABORT)
+        answer = await stub.UpdateWeights(iter([pb.UpdateWeightsRequest(begin=begin)]))
+        heard["answer"] = answer.model_version, answer.tensors, answer.bytes, answer.aborted_sequences
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            async for _ in call:
+                pass
+        heard["met"] = caught.value.code(), caught.value.details()
+        heard["after"] = await said(stub, fields)
+        assert "outrider_model_version 2.0" in await service.page()
+        content = (folder / "model.safetensors").read_bytes()
+        begin = pb.BeginUpdate(files=pb.WeightFiles(sizes=[len(content)]))
+        pieces = [content[at : at + 10**5] for at in range(0, len(content), 10**5)]
+        requests = [
+            pb.UpdateWeightsRequest(begin=begin),
+            *(pb.UpdateWeightsRequest(data=piece) for piece in pieces),
+        ]
+        assert (await stub.UpdateWeights(iter(requests))).model_version == 3
+        heard["back"] = await said(stub, fields)
+        assert (await stub.GetTargetInfo(pb.GetTargetInfoRequest())).model_version == 3
+        await service.gave_everything_back()
     return heard
 
 

@@ -21,7 +21,7 @@ from target_service.model.fused.packed_linears import can_pack, pack_linears
 from target_service.model.fused.preparing import LayerOptions, prepare_layers
 from target_service.model.runner import ModelRunner
 from target_service.model.weights.files import read_weights
-from target_service.model.weights.slots import specs_of, write_weights
+from target_service.model.weights.slots import specs_of, weight_slots, write_weights
 from tree_kernels.attention import AttentionBatch
 
 FAMILIES = ["llama", "qwen2", "qwen3", "gemma", "phi3", "mixtral"]
@@ -42,7 +42,7 @@ def after(runner: ModelRunner) -> list[Tensor]:
 
 def exchange(runner: ModelRunner, folder: Path) -> int:
     """Write the folder's weights into the runner's model. How many tensors there were."""
-    slots = runner.weight_slots()
+    slots = weight_slots(runner.model)
     weights = read_weights(folder, specs_of(slots))
     beats: list[int] = []
     write_weights(slots, weights, lambda: beats.append(1))
@@ -89,7 +89,7 @@ def test_in_place(family: str, prepare: Callable[[ModelRunner], None], tied: boo
         prepare(one)
     before = after(runner)[0]
     memory = {spec.data_ptr() for spec in every_tensor(runner)}
-    assert exchange(runner, folder) == len(specs_of(runner.weight_slots()))
+    assert exchange(runner, folder) == len(specs_of(weight_slots(runner.model)))
     # Captured graphs and fused layers hold these addresses.
     assert {spec.data_ptr() for spec in every_tensor(runner)} == memory
     for value, own in zip(after(runner), after(fresh), strict=True):
