@@ -175,13 +175,13 @@ async def across_an_update(folder: Path, weights: Path, arrangement: str) -> dic
     async with started(folder, arrangement, *flags) as service, grpc.aio.insecure_channel(service.address) as channel:
         stub: Any = target_pb2_grpc.TargetServiceStub(channel)
         heard = {"before": await said(stub, fields)}
-        call = stub.Generate(pb.GenerateRequest(**REQUESTS["endless"]))
-        await call.read()
+        met = aiter(stub.Generate(pb.GenerateRequest(**REQUESTS["endless"])))
+        await anext(met)
         begin = pb.BeginUpdate(folder="other", running=pb.RUNNING_REQUESTS_ABORT)
         answer = await stub.UpdateWeights(iter([pb.UpdateWeightsRequest(begin=begin)]))
         heard["answer"] = answer.model_version, answer.tensors, answer.bytes, answer.aborted_sequences
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            async for _ in call:
+            async for _ in met:
                 pass
         heard["met"] = caught.value.code(), caught.value.details()
         heard["after"] = await said(stub, fields)
@@ -206,15 +206,12 @@ async def test_weights_are_updated_in_both_arrangements(
     other = other_weights(tiny_model)
     other.save_pretrained(tmp_path / "other")
     byte_tokenizer.save_pretrained(tmp_path / "other")
-    fresh: dict[str, Any] = {}
-    for name, folder in (("old", model_folder), ("new", tmp_path / "other")):
-        async with started(folder, "shared") as service, grpc.aio.insecure_channel(service.address) as channel:
-            fresh[name] = await said(target_pb2_grpc.TargetServiceStub(channel), REQUESTS["greedy"])
-    assert fresh["old"] != fresh["new"]
+    async with started(tmp_path / "other", "shared") as new, grpc.aio.insecure_channel(new.address) as channel:
+        fresh = await said(target_pb2_grpc.TargetServiceStub(channel), REQUESTS["greedy"])
     for arrangement in ("shared", "own"):
         heard = await across_an_update(model_folder, tmp_path, arrangement)
-        assert heard["before"] == heard["back"] == fresh["old"]
-        assert heard["after"] == fresh["new"]
+        assert heard["before"] == heard["back"] != fresh
+        assert heard["after"] == fresh
         tensors = len(list(other.parameters()))
         assert heard["answer"] == (2, tensors, sum(one.nbytes for one in other.parameters()), 1)
         assert heard["met"][0] is grpc.StatusCode.UNAVAILABLE
