@@ -149,6 +149,7 @@ class ProposeSession:
             mode=sequence.mode,
             sampling=sequence.sampling,
             limits=limits,
+            model_version=sequence.model_version,
         )
         self._admission.enter(self._caller, sequence)
         try:

@@ -135,8 +135,18 @@ class TargetConfig:
     admin_listen: str = setting("", "loopback HOST:PORT for channelz; off when empty")
     auth_tokens: str = setting(
         "",
-        "file of `TOKEN TENANT` lines, and of `tenant NAME limit=number ...` lines; callers without a token are "
-        "refused when set",
+        "file of `TOKEN TENANT` lines, with `operator` behind those that may update weights, and of `tenant NAME "
+        "limit=number ...` lines; callers without a token are refused when set",
+    )
+    weights_folder: str = setting(
+        "", "folder on this machine that operators may update the weights from; none when empty"
+    )
+    weights_staging: str = setting(
+        "", "folder for streamed weights until they are read; the system's own for temporary files when empty"
+    )
+    weights_stream_gb: float = setting(64.0, "GB of one streamed update at most; 0 takes none", ge=0)
+    weights_without_token: bool = setting(
+        False, "where no tokens are asked for, let every caller update the weights; else nobody may"
     )
     tls_certificate: str = setting("", "PEM certificate chain; plain text when empty")
     tls_key: str = setting("", "PEM private key")

@@ -21,10 +21,12 @@ from outrider.v1 import target_pb2_grpc
 from outrider.wire.frames import DraftInfo
 from target_service.api.admission import Admission, ServedModel
 from target_service.api.server import SERVICE_NAME, StreamLimits, TargetServicer
+from target_service.api.weights import WeightRules, WeightUpdates
 from target_service.assembly import Assembled, assemble, engine_config, served_model
 from target_service.config import TargetConfig
 from target_service.core.events import EngineSnapshot, SequenceEngine, Sequences
 from target_service.core.quotas import TenantQuotas
+from target_service.core.weights import UpdateDone, WeightUpdate
 from target_service.engine.engine import Engine
 from target_service.engine.stats import EngineObserver
 from target_service.engine_process.client import STOP_SECONDS
@@ -50,6 +52,8 @@ class ServingEngine(SequenceEngine, Protocol):
     def last_beat_ns(self) -> int: ...
     def drain(self) -> None: ...
     def snapshot(self) -> EngineSnapshot: ...
+    def update_weights(self, update: WeightUpdate, done: UpdateDone) -> int: ...
+    def cancel_update(self, update_id: int) -> None: ...
 
 
 class EngineHost(Protocol):
@@ -141,8 +145,20 @@ def _make_server(
         sequences.quotas.table = TenantTable.from_file(config.auth_tokens, config.tenant_limits)
         return authenticator
 
+    weights = WeightUpdates(
+        engine,
+        WeightRules(
+            config.weights_folder,
+            config.weights_staging,
+            int(config.weights_stream_gb * 1e9),
+            config.weights_without_token,
+        ),
+    )
     limits = StreamLimits(max_sequences=config.max_sequences_per_stream, idle_seconds=config.verify_idle_seconds)
-    servicer = TargetServicer(sequences, Admission(served, sequences.quotas), limits, speculation, tracing)
+    admission = Admission(served, sequences.quotas)
+    servicer = TargetServicer(
+        sequences, admission, limits, speculation, tracing, weights, tokens=bool(config.auth_tokens)
+    )
     options = ServingOptions(
         listen=config.listen,
         max_message_bytes=config.max_message_bytes,

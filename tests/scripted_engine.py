@@ -10,9 +10,18 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from outrider.errors import Draining, EngineDead, OutriderError, QuotaExceeded, UnknownSequence, WrongRoot
+from outrider.errors import (
+    Draining,
+    EngineDead,
+    InvalidField,
+    OutriderError,
+    QuotaExceeded,
+    UnknownSequence,
+    WrongRoot,
+)
 from outrider.tree import TokenTree
 from target_service.api.admission import Runtime, ServedModel
+from target_service.core.events import EngineSnapshot
 from target_service.core.sequence import (
     Finish,
     FinishReason,
@@ -24,6 +33,7 @@ from target_service.core.sequence import (
     TokenLogprobs,
     Verdict,
 )
+from target_service.core.weights import FIRST_VERSION, UpdateDone, WeightsUpdated, WeightUpdate
 
 VOCABULARY = 300
 END_TOKEN = 2
@@ -64,6 +74,9 @@ class ScriptedEngine:
         self.paused = threading.Event()
         self.requests: list[SequenceRequest] = []
         self.cancelled: list[int] = []
+        self.updates: list[WeightUpdate] = []
+        self.cancelled_updates: list[int] = []
+        self.model_version = FIRST_VERSION
         self.failure: BaseException | None = None
         self.last_beat_ns = time.monotonic_ns()
         self._live: dict[int, _Live] = {}
@@ -102,6 +115,27 @@ class ScriptedEngine:
         with self._lock:
             if self._live.pop(sequence_id, None) is not None:
                 self.cancelled.append(sequence_id)
+
+    def update_weights(self, update: WeightUpdate, done: UpdateDone) -> int:
+        """Done at once; a folder that is named "refused" is."""
+        self.updates.append(update)
+        if update.folder.endswith("held"):
+            return len(self.updates)
+        if update.folder.endswith("refused"):
+            done(InvalidField("tensors", "the model has no such"))
+        else:
+            self.model_version += 1
+            done(WeightsUpdated(self.model_version, 3, 1200, 7_000_000, 2_000_000, 1, 2))
+        return len(self.updates)
+
+    def cancel_update(self, update_id: int) -> None:
+        self.cancelled_updates.append(update_id)
+
+    def snapshot(self) -> EngineSnapshot:
+        held = self.open_sequences
+        return EngineSnapshot(
+            held, 0, held, held, 16, speculating=False, draft_connected=True, model_version=self.model_version
+        )
 
     def drain(self) -> None:
         self._draining = True

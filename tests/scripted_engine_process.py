@@ -17,8 +17,8 @@ from outrider.tree import TokenTree
 from outrider.wire.frames import DraftInfo, TreeLimits
 from target_service.api.admission import ServedModel
 from target_service.config import TargetConfig
-from target_service.core.events import EngineSnapshot
 from target_service.core.sequence import SequenceRequest, SequenceTotals
+from target_service.core.weights import UpdateDone, WeightUpdate
 from target_service.engine_process.server import Reporter, serve_engine
 from target_service.preflight import EngineRefused
 
@@ -61,9 +61,9 @@ class ScriptedHost(ScriptedEngine):
         if self.open_sequences < known:
             self._reporter.on_finished(self._by_id[sequence_id], SequenceTotals(prompt_tokens=3), "cancelled")
 
-    def snapshot(self) -> EngineSnapshot:
-        held = self.open_sequences
-        return EngineSnapshot(held, 0, held, held, 16, speculating=False, draft_connected=True)
+    def update_weights(self, update: WeightUpdate, done: UpdateDone, update_id: int | None = None) -> int:
+        assert super().update_weights(update, done) == update_id
+        return update_id
 
     def stop(self, grace: float = 0.0) -> None:
         if self._hangs:

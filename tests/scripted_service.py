@@ -19,6 +19,7 @@ from outrider.telemetry.tracing import Tracing
 from outrider.v1 import target_pb2_grpc
 from target_service.api.admission import Admission, ServedModel
 from target_service.api.server import SERVICE_NAME, StreamLimits, TargetServicer
+from target_service.api.weights import WeightRules, WeightUpdates
 from target_service.core.events import Sequences
 from target_service.core.quotas import TenantQuotas
 from target_service.speculation_state import SpeculationState
@@ -76,17 +77,25 @@ async def target_over(
     limits: StreamLimits | None = None,
     tracing: Tracing | None = None,
     table: TenantTable | None = None,
+    rules: WeightRules | None = None,
     **options: Any,
 ) -> AsyncIterator[Target]:
     engine = engine or ScriptedEngine()
     quotas = TenantQuotas(table)
     sequences = Sequences(engine, asyncio.get_running_loop(), quotas)
     engine.start(sequences.deliver)
+    serving = ServingOptions(**options)
     servicer = TargetServicer(
-        sequences, Admission(served, quotas), limits or StreamLimits(), lambda: SPECULATION, tracing or Tracing()
+        sequences,
+        Admission(served, quotas),
+        limits or StreamLimits(),
+        lambda: SPECULATION,
+        tracing or Tracing(),
+        WeightUpdates(engine, rules or WeightRules()),
+        tokens=serving.authenticator.required,
     )
     service = Service(SERVICE_NAME, lambda to: target_pb2_grpc.add_TargetServiceServicer_to_server(servicer, to))
-    server = GrpcServer(ServingOptions(**options), [service])
+    server = GrpcServer(serving, [service])
     await server.start()
     server.health.set_serving(True)
     try:

@@ -35,6 +35,7 @@ const (
 	PermissionDenied   Reason = "PERMISSION_DENIED"
 	DeadlineExceeded   Reason = "DEADLINE_EXCEEDED"
 	Draining           Reason = "DRAINING"
+	WeightsChanged     Reason = "WEIGHTS_CHANGED"
 	DraftUnavailable   Reason = "DRAFT_UNAVAILABLE"
 	EngineDead         Reason = "ENGINE_DEAD"
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from outrider_client.results import Chunk, FinishReason, Result, Started, Verdict
     from outrider_client.synchronous import SyncClient, SyncGeneration, SyncVerifySession
     from outrider_client.verification import VerifySession
+    from outrider_client.weights import RunningRequests, WeightsUpdated
 
 _HOMES = {
     "Chunk": "outrider_client.results",
@@ -35,6 +36,7 @@ _HOMES = {
     "OutriderError": "outrider.errors",
     "Policy": "outrider_client.policy",
     "Result": "outrider_client.results",
+    "RunningRequests": "outrider_client.weights",
     "SamplingParams": "outrider.sampling",
     "ServiceUnreachable": "outrider_client.failures",
     "Speculation": "outrider_client.generation",
@@ -49,6 +51,7 @@ _HOMES = {
     "Verdict": "outrider_client.results",
     "VerificationMode": "outrider.sampling",
     "VerifySession": "outrider_client.verification",
+    "WeightsUpdated": "outrider_client.weights",
 }
 
 __all__ = [
@@ -60,6 +63,7 @@ __all__ = [
     "OutriderError",
     "Policy",
     "Result",
+    "RunningRequests",
     "SamplingParams",
     "ServiceUnreachable",
     "Speculation",
@@ -74,6 +78,7 @@ __all__ = [
     "Verdict",
     "VerificationMode",
     "VerifySession",
+    "WeightsUpdated",
 ]
 
 

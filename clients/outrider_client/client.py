@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import cast
 
@@ -21,6 +22,7 @@ from outrider_client.policy import PLAIN, Policy
 from outrider_client.results import TargetInfo
 from outrider_client.tracing import RequestSpan
 from outrider_client.verification import VerifySession
+from outrider_client.weights import RunningRequests, WeightsUpdated, update_requests
 
 TARGET_SERVICE = "outrider.v1.TargetService"
 
@@ -154,6 +156,35 @@ class Client:
         """A session in which the client drafts and the target verifies. Use it with `async with`."""
         call = self._stub.Verify(metadata=self._connection.metadata)
         return VerifySession(call, self.address)
+
+    async def update_weights(
+        self,
+        *,
+        folder: str = "",
+        files: Sequence[Path | bytes] = (),
+        running: RunningRequests = RunningRequests.DRAIN,
+        timeout: float | None = None,
+    ) -> WeightsUpdated:
+        """Exchange the target's weights for others of the same names and shapes, as an operator. Not tried again: an
+        answer that was lost may have done it, which `info().model_version` tells.
+
+        Args:
+            folder: on the target's machine, below its `--weights-folder`.
+            files: safetensors files to send instead, as paths here or as their bytes.
+            running: what becomes of requests that have begun.
+            timeout: seconds until it is given up, draining included, with the old weights left in force; none by
+                default.
+
+        Raises:
+            InvalidField: neither folder nor files, or both; weights that do not fit the model, which is left as it was.
+            PermissionDenied: no operator, or a folder that is not allowed.
+            QuotaExceeded: another update is under way, or files that are too large.
+            OSError: a file that cannot be read.
+        """
+        requests = update_requests(folder, files, running)
+        with typed_errors(self.address):
+            response = await self._stub.UpdateWeights(requests, timeout=timeout, metadata=self._connection.metadata)
+        return WeightsUpdated.from_pb(response)
 
     async def info(self, timeout: float | None = None) -> TargetInfo:
         """What the target serves, and within which limits. Without a timeout the policy's deadline holds."""

@@ -76,6 +76,8 @@ class Chunk:
     queue_ns: int = 0
     compute_ns: int = 0
     drafts_by_step: tuple[int, ...] = ()
+    # Of the target's weights that said the tokens; 0 from a target that does not say.
+    model_version: int = 0
 
     @property
     def drafted(self) -> tuple[bool, ...]:
@@ -96,6 +98,7 @@ class Chunk:
             queue_ns=timings.queue_nanoseconds,
             compute_ns=timings.compute_nanoseconds,
             drafts_by_step=tuple(pb.drafts_by_step),
+            model_version=pb.model_version,
         )
 
 
@@ -191,6 +194,8 @@ class Verdict:
     next_step: int
     finish_reason: FinishReason | None
     logprobs: tuple[TokenLogprobs, ...] = ()
+    # Of the target's weights that said the tokens; 0 from a target that does not say.
+    model_version: int = 0
 
     @classmethod
     def from_pb(cls, pb: target_pb2.Verdict) -> Verdict:
@@ -202,6 +207,7 @@ class Verdict:
             pb.next_step,
             reason_from_pb(pb.finish_reason),
             tuple(TokenLogprobs.from_pb(entry) for entry in pb.logprobs),
+            pb.model_version,
         )
 
 
@@ -232,6 +238,8 @@ class TargetInfo:
     speculating: bool = False
     # Empty from targets that do not say.
     speculation_reason: str = ""
+    # Of the weights in force; 0 from a target that does not say.
+    model_version: int = 0
 
     @classmethod
     def from_pb(cls, pb: target_pb2.GetTargetInfoResponse) -> TargetInfo:
@@ -259,4 +267,5 @@ class TargetInfo:
             pb.draft_connected,
             pb.speculating,
             pb.speculation_reason,
+            pb.model_version,
         )

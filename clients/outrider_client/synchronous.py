@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -19,6 +20,7 @@ from outrider_client.messages import MessageLike
 from outrider_client.policy import Policy
 from outrider_client.results import Chunk, FinishReason, Result, Started, TargetInfo, Verdict
 from outrider_client.verification import VerifiedSequence, VerifySession
+from outrider_client.weights import RunningRequests, WeightsUpdated
 
 Answer = TypeVar("Answer")
 
@@ -255,6 +257,17 @@ class SyncClient:
             return self._client.verify()
 
         return SyncVerifySession(self._loop, self._loop.run(opened()))
+
+    def update_weights(
+        self,
+        *,
+        folder: str = "",
+        files: Sequence[Path | bytes] = (),
+        running: RunningRequests = RunningRequests.DRAIN,
+        timeout: float | None = None,
+    ) -> WeightsUpdated:
+        """Exchange the target's weights, as an operator. Arguments and errors as in `Client.update_weights`."""
+        return self._loop.run(self._client.update_weights(folder=folder, files=files, running=running, timeout=timeout))
 
     def info(self, timeout: float | None = None) -> TargetInfo:
         """What the target serves, and within which limits. Without a timeout the policy's deadline holds."""

@@ -42,6 +42,8 @@ class DraftSequence:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     # What the target asked for; zero leaves it to the drafter.
     limits: TreeLimits = field(default_factory=TreeLimits)
+    # Of the target's weights that say what comes next; 0 from a target that does not say.
+    model_version: int = 0
     state: Any = None
     features: FeatureWindow | None = None
 

@@ -61,6 +61,7 @@ class StreamTrace:
             "outrider.drafter": self._drafter,
             "outrider.verification_mode": sequence.mode.value,
             "outrider.context_tokens": len(sequence.token_ids),
+            "outrider.model_version": sequence.model_version,
         }
         span = self._tracer.start_span(
             telemetry.DRAFT_SEQUENCE,

@@ -18,6 +18,7 @@ OutriderError
 ├── PermissionDenied      PERMISSION_DENIED
 ├── DeadlineExceeded      DEADLINE_EXCEEDED
 ├── Draining              UNAVAILABLE          the service is about to stop
+├── WeightsChanged        UNAVAILABLE          the model's weights were exchanged under the request; ask again
 ├── DraftUnavailable      UNAVAILABLE          never reaches a client: the target goes on without drafts
 └── EngineDead            UNAVAILABLE          the engine loop failed; the process is about to exit, another may serve
 """
@@ -146,6 +147,12 @@ class Draining(OutriderError):
     code = grpc.StatusCode.UNAVAILABLE
     reason = "DRAINING"
     retry_after = 1.0
+
+
+class WeightsChanged(OutriderError):
+    code = grpc.StatusCode.UNAVAILABLE
+    reason = "WEIGHTS_CHANGED"
+    retry_after = 0.1
 
 
 class DraftUnavailable(OutriderError):

@@ -47,11 +47,11 @@ class Inbox:
 def joined(events: Iterable[SequenceEvent]) -> Iterator[SequenceEvent]:
     """The events of one sequence, with verdicts put together that one chunk can tell of.
 
-    A chunk's drafted tokens are its first, so a verdict that has some begins a chunk.
+    A chunk's drafted tokens are its first, so a verdict that has some begins a chunk. So does one of other weights.
     """
     run: list[Verdict] = []
     for event in events:
-        if run and not (isinstance(event, Verdict) and not event.drafted_tokens):
+        if run and not (isinstance(event, Verdict) and _follows(event, run[0])):
             yield _join(run)
             run = []
         if isinstance(event, Verdict):
@@ -60,6 +60,10 @@ def joined(events: Iterable[SequenceEvent]) -> Iterator[SequenceEvent]:
             yield event
     if run:
         yield _join(run)
+
+
+def _follows(verdict: Verdict, first: Verdict) -> bool:
+    return not verdict.drafted_tokens and verdict.model_version == first.model_version
 
 
 def _join(run: list[Verdict]) -> Verdict:

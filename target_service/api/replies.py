@@ -16,6 +16,7 @@ from target_service.core.sequence import (
     TokenLogprobs,
     Verdict,
 )
+from target_service.core.weights import WeightsUpdated
 
 _REASONS = {
     FinishReason.END_OF_SEQUENCE: pb.FINISH_REASON_END_OF_SEQUENCE,
@@ -48,6 +49,7 @@ def chunk(verdict: Verdict, text: str) -> pb.GenerateResponse:
             logprobs=_logprobs(verdict.logprobs),
             step=verdict.step,
             drafts_by_step=verdict.drafts_by_step,
+            model_version=verdict.model_version,
         ),
         timings=_timings(verdict),
     )
@@ -94,6 +96,7 @@ def verdict(event: Verdict) -> pb.VerifyResponse:
             next_step=event.step + 1,
             finish_reason=pb.FINISH_REASON_UNSPECIFIED if event.finish is None else _REASONS[event.finish.reason],
             logprobs=_logprobs(event.logprobs),
+            model_version=event.model_version,
         ),
         timings=_timings(event),
     )
@@ -103,6 +106,19 @@ def failed(error: OutriderError, *, sequence_id: int = 0, client_tag: int = 0, s
     """The answer to a frame that failed; `client_tag` names an open, `sequence_id` any other."""
     return pb.VerifyResponse(
         status=pb.VerificationStatus(sequence_id=sequence_id, client_tag=client_tag, step=step, status=status_of(error))
+    )
+
+
+def updated(result: WeightsUpdated) -> pb.UpdateWeightsResponse:
+    """What an update of the weights came to."""
+    return pb.UpdateWeightsResponse(
+        model_version=result.model_version,
+        tensors=result.tensors,
+        bytes=result.bytes,
+        prepare_nanoseconds=result.prepare_ns,
+        pause_nanoseconds=result.pause_ns,
+        aborted_sequences=result.aborted,
+        continued_sequences=result.continued,
     )
 
 

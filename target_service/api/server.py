@@ -12,7 +12,7 @@ import grpc
 
 import outrider
 from outrider.errors import OutriderError
-from outrider.serving import current_tenant
+from outrider.serving import current_caller, current_tenant
 from outrider.telemetry.names import VERIFY_SEQUENCE
 from outrider.telemetry.tracing import Tracing
 from outrider.v1 import target_pb2, target_pb2_grpc
@@ -22,6 +22,7 @@ from target_service.api.admission import Admission
 from target_service.api.byte_text import Detokenizers
 from target_service.api.event_queue import Inbox, joined
 from target_service.api.verify_session import VerifySession
+from target_service.api.weights import WeightUpdates
 from target_service.core.events import Sequences
 from target_service.core.sequence import SequenceFinished, SequenceRequest, Verdict
 from target_service.speculation_state import SpeculationState
@@ -58,8 +59,10 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         limits: StreamLimits,
         speculation: Callable[[], SpeculationState],
         tracing: Tracing,
+        weights: WeightUpdates,
+        tokens: bool,
     ) -> None:
-        """`speculation` says what drafts at the moment it is asked."""
+        """`speculation` says what drafts at the moment it is asked, and `tokens` whether callers need one."""
         self._sequences = sequences
         self._admission = admission
         tokenizer = admission.served.tokenizer
@@ -67,6 +70,8 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         self._limits = limits
         self._speculation = speculation
         self._tracing = tracing
+        self._weights = weights
+        self._tokens = tokens
 
     async def Generate(  # type: ignore[override]
         self, request: target_pb2.GenerateRequest, context: GenerateContext
@@ -163,7 +168,14 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
             draft_connected=speculation.draft_connected,
             speculating=speculation.speculating,
             speculation_reason=speculation.reason,
+            model_version=self._weights.model_version,
         )
+
+    async def UpdateWeights(
+        self, request_iterator: AsyncIterator[target_pb2.UpdateWeightsRequest], _context: Any
+    ) -> target_pb2.UpdateWeightsResponse:
+        self._weights.check_caller(current_caller(), tokens=self._tokens)
+        return replies.updated(await self._weights.run(request_iterator))
 
 
 class _Text:

@@ -11,6 +11,7 @@ from typing import Protocol
 from outrider.tree import TokenTree
 from target_service.core.quotas import TenantQuotas
 from target_service.core.sequence import SequenceEvent, SequenceRequest, Verdict
+from target_service.core.weights import FIRST_VERSION
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +31,9 @@ class EngineSnapshot:
     draft_connected: bool
     # Memory of hidden states that wait for a draft to connect.
     kept_feature_bytes: int = 0
+    # Of the weights in force, and how long the last exchange of them took; 0 before the first.
+    model_version: int = FIRST_VERSION
+    exchange_ns: int = 0
     # Of `sequences`, those whose pages went to others while their client sent no tree: they wait for nothing here.
     evicted: int = 0
 

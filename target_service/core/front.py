@@ -31,6 +31,7 @@ class EngineFront:
     def __init__(self, max_waiting: int) -> None:
         self._max_waiting = max_waiting
         self._ids = itertools.count(1)
+        self._update_ids = itertools.count(1)
         # What the engine's own table holds lags behind by the commands under way.
         self._open: dict[int, SequenceRequest] = {}
         # The last committed token of sequences whose client drafts.
@@ -42,6 +43,16 @@ class EngineFront:
     def drain(self) -> None:
         """Refuse new requests; those under way go on."""
         self._draining = True
+
+    def check_update(self) -> int:
+        """The id of an update of the weights that is asked for now.
+
+        Raises:
+            Draining: the engine is about to stop.
+            EngineDead: the loop has failed.
+        """
+        self._check_up()
+        return next(self._update_ids)
 
     def check_tree(self, sequence_id: int, tree: TokenTree) -> None:
         """Check a client's tree.
@@ -64,10 +75,7 @@ class EngineFront:
         `capacity` tokens at most fit one sequence; of those open, `not_waiting` run, or gave their pages to
         others while their client sent no tree.
         """
-        if self.failure is not None:
-            raise EngineDead("the engine has failed")
-        if self._draining:
-            raise Draining("the target is draining")
+        self._check_up()
         needed = len(request.token_ids) + request.max_tokens
         if needed > capacity:
             raise PositionOutOfRange("prompt and output do not fit", tokens=needed, capacity=capacity)
@@ -75,6 +83,12 @@ class EngineFront:
         if waiting >= self._max_waiting:
             raise QuotaExceeded("too many requests wait", waiting=waiting)
         return next(self._ids) if sequence_id is None else sequence_id
+
+    def _check_up(self) -> None:
+        if self.failure is not None:
+            raise EngineDead("the engine has failed")
+        if self._draining:
+            raise Draining("the target is draining")
 
     def _add(self, sequence_id: int, request: SequenceRequest) -> None:
         """The sequence is open from now on. Before anything can happen to it."""

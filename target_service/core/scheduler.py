@@ -67,6 +67,8 @@ class Scheduler:
         self._cache = cache
         self._waiting: dict[str, deque[Sequence]] = {}
         self._evicted: dict[int, Sequence] = {}
+        # Sequences that may not begin before `release`; None while all may.
+        self._kept_back: list[Sequence] | None = None
         self._places, self._rows = FairShare(), FairShare()
         self.running: list[Sequence] = []
         # Rows of a step at most: what is configured, or less where that did not fit the device's memory.
@@ -80,7 +82,7 @@ class Scheduler:
 
     @property
     def waiting(self) -> int:
-        return sum(map(len, self._waiting.values()))
+        return sum(map(len, self._waiting.values())) + len(self._kept_back or ())
 
     @property
     def evicted(self) -> int:
@@ -102,9 +104,39 @@ class Scheduler:
         yield from self.running
         for queue in self._waiting.values():
             yield from queue
+        yield from self._kept_back or ()
         yield from self._evicted.values()
 
+    def hold(self) -> None:
+        """Let no sequence begin until `release`. Those that have begun go on, also those that lost their pages."""
+        self._kept_back = self._kept_back or []
+        for tenant, queue in list(self._waiting.items()):
+            self._kept_back += [sequence for sequence in queue if not sequence.begun]
+            begun = deque(sequence for sequence in queue if sequence.begun)
+            if begun:
+                self._waiting[tenant] = begun
+            else:
+                del self._waiting[tenant]
+
+    def release(self) -> None:
+        """Let everybody begin again, in the order in which they came."""
+        held, self._kept_back = self._kept_back or [], None
+        for sequence in held:
+            self.add(sequence)
+
+    def begun(self) -> list[Sequence]:
+        """Sequences whose prompt was read by some step, whether they hold pages now or not."""
+        return [sequence for sequence in self.sequences() if sequence.begun]
+
+    def preempt_all(self) -> None:
+        """Take the pages of every running sequence; all are read again, the oldest first."""
+        for sequence in sorted(self.running, key=_age, reverse=True):
+            self._preempt(sequence)
+
     def add(self, sequence: Sequence) -> None:
+        if self._kept_back is not None:
+            self._kept_back.append(sequence)
+            return
         self._waiting.setdefault(sequence.request.tenant, deque()).append(sequence)
 
     def verify(self, sequence: Sequence, tree: TokenTree) -> None:
@@ -116,7 +148,9 @@ class Scheduler:
 
     def remove(self, sequence: Sequence) -> None:
         """Forget the sequence and give its pages back."""
-        if sequence.state is SequenceState.WAITING:
+        if self._kept_back is not None and sequence in self._kept_back:
+            self._kept_back.remove(sequence)
+        elif sequence.state is SequenceState.WAITING:
             queue = self._waiting[sequence.request.tenant]
             queue.remove(sequence)
             if not queue:

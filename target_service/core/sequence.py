@@ -15,6 +15,7 @@ from outrider.sampling import SamplingParams, TypicalAcceptance, VerificationMod
 from outrider.tree import TokenTree
 from outrider.wire.frames import DEFAULT_TENANT
 from target_service.core.fairness import Share
+from target_service.core.weights import FIRST_VERSION
 
 # Passes that are launched at once at most.
 MAX_STRIDE = 4
@@ -125,6 +126,8 @@ class Verdict(_Event, frozen=True):
     compute_ns: int = 0
     # Drafted tokens of each pass, where later ones than the first have some.
     drafts_by_step: tuple[int, ...] = ()
+    # Of the weights that said the tokens.
+    model_version: int = FIRST_VERSION
 
     @property
     def passes(self) -> int:
@@ -262,6 +265,11 @@ class Sequence:
     @property
     def prompt_length(self) -> int:
         return len(self.request.token_ids)
+
+    @property
+    def begun(self) -> bool:
+        """Whether a step has read of its prompt, or is about to."""
+        return self.state is not SequenceState.WAITING or self.totals.preemptions > 0
 
     @property
     def root(self) -> int:

@@ -11,9 +11,12 @@ from target_service.speculation.merged_tree import PredictedTree
 from target_service.speculation.policy.live_sequence import LiveSequence
 
 
-def commit(live: LiveSequence, tree: TokenTree, outcome: Verified, compute_ns: int, *, kept: bool = True) -> Verdict:
-    """Append what the step said, and return its verdict. The KV of its known tokens was counted at its launch, and
-    that of accepted ones counts if the sequence has `kept` its pages since."""
+def commit(
+    live: LiveSequence, tree: TokenTree, outcome: Verified, compute_ns: int, *, model_version: int, kept: bool = True
+) -> Verdict:
+    """Append what the step said, and return its verdict, under the version of the weights that said it. The KV of its
+    known tokens was counted at its launch, and that of accepted ones counts if the sequence has `kept` its pages since.
+    """
     sequence, walk, now = live.sequence, outcome.walk, time.monotonic_ns()
     tokens = [*(tree.token_ids[row] for row in walk.accepted_rows), walk.next_token, *outcome.following]
     kept_tokens, finish = live.stops.cut(sequence.totals.completion_tokens, tokens)
@@ -38,6 +41,7 @@ def commit(live: LiveSequence, tree: TokenTree, outcome: Verified, compute_ns: i
         queue_ns=queue_ns,
         compute_ns=compute_ns,
         drafts_by_step=by_step if any(by_step[1:]) else (),
+        model_version=model_version,
     )
     sequence.totals.lossy_tokens += sum(outcome.lossy[: len(accepted)])
     if isinstance(tree, PredictedTree):

@@ -14,6 +14,8 @@ from outrider.wire.frames import DraftEvents, DraftInfo, DraftLink
 from target_service.core.events import EngineSnapshot
 from target_service.core.front import EngineFront
 from target_service.core.sequence import SequenceEvent, SequenceRequest
+from target_service.core.weights import UpdateDone, WeightUpdate
+from target_service.engine.exchange import WeightExchange
 from target_service.engine.loop import EngineConfig, EngineLoop
 from target_service.engine.stats import EngineObserver
 from target_service.model.runner import ModelRunner
@@ -46,6 +48,7 @@ class Engine(EngineFront):
         self._deliver: Callable[[list[SequenceEvent]], None] = lambda _: None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._stopping = False
+        self._exchange = WeightExchange(runner, self._loop, lambda: self._command(lambda: None), self._beat)
 
     @property
     def draft_events(self) -> DraftEvents:
@@ -108,6 +111,24 @@ class Engine(EngineFront):
 
         self._command(end)
 
+    def update_weights(self, update: WeightUpdate, done: UpdateDone, update_id: int | None = None) -> int:
+        """Exchange the model's weights; returns the update's id: the one given, which must be new, or the next. `done`
+        gets what came of it, once, in a thread of the engine's.
+
+        Raises:
+            QuotaExceeded: another update is under way.
+            Draining: the engine is about to stop.
+            EngineDead: the loop has failed.
+        """
+        minted = self.check_update()
+        update_id = minted if update_id is None else update_id
+        self._exchange.ask(update_id, update, done)
+        return update_id
+
+    def cancel_update(self, update_id: int) -> None:
+        """Leave the weights as they are, unless they were exchanged by now. Unknown ids are ignored."""
+        self._exchange.give_up(update_id)
+
     def stop(self, grace: float) -> None:
         """Drain for at most `grace` seconds, fail what is left, and end the loop."""
         self.drain()
@@ -132,6 +153,8 @@ class Engine(EngineFront):
             draft_connected=loop.drafting.connected,
             kept_feature_bytes=loop.features.kept_bytes,
             evicted=loop.scheduler.evicted,
+            model_version=loop.model_version,
+            exchange_ns=self._exchange.pause_ns,
         )
 
     def _command(self, command: Callable[[], None]) -> None:
@@ -142,7 +165,7 @@ class Engine(EngineFront):
     def _run(self) -> None:
         try:
             while not self._stopping:
-                self.last_beat_ns = time.monotonic_ns()
+                self._beat()
                 self._iterate()
             self._fail_all(Draining("the target has stopped"))
         # Whatever escapes a step leaves KV and totals in doubt: every sequence is failed and the process exits.
@@ -155,6 +178,8 @@ class Engine(EngineFront):
         """Take what was asked, run one step or wait for something to do."""
         while self._commands:
             self._commands.popleft()()
+        if ended := self._exchange.turn():
+            self._emit(ended)
         events = self._loop.step()
         if events is None:
             with self._wake:
@@ -163,6 +188,9 @@ class Engine(EngineFront):
         elif events:
             self._emit(events)
 
+    def _beat(self) -> None:
+        self.last_beat_ns = time.monotonic_ns()
+
     def _emit(self, events: list[SequenceEvent]) -> None:
         self._observe(events)
         self._deliver(events)
@@ -170,4 +198,5 @@ class Engine(EngineFront):
     def _fail_all(self, error: OutriderError) -> None:
         """Send the last event of every sequence that is still open."""
         self.drain()
+        self._exchange.fail(error)
         self._emit(self._failed(error))

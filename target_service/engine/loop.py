@@ -23,6 +23,7 @@ from target_service.core.sequence import (
     SequenceRequest,
     Verdict,
 )
+from target_service.core.weights import FIRST_VERSION
 from target_service.engine.commit import commit
 from target_service.engine.stats import EngineObserver, StepClock
 from target_service.engine.step import Step
@@ -140,6 +141,8 @@ class EngineLoop:
         self._draft: DraftInfo | None = None
         self._device_time = DeviceTime()
         self._failed: list[SequenceEvent] = []
+        # Of the weights in force, and whether no step is to be launched behind the one under way.
+        self.model_version, self.settling = FIRST_VERSION, False
         # When the device had ended the last step, and when its results had been dealt with; 0 after a pause.
         self._free_ns = self._ended_ns = 0
 
@@ -166,13 +169,27 @@ class EngineLoop:
             self._observer.on_finished(sequence.request, sequence.totals, outcome)
         return live
 
+    @property
+    def settled(self) -> bool:
+        """Whether no step is under way."""
+        return self._ahead is None
+
+    def exchanged(self, *, version: int) -> None:
+        """The weights are others now. Keys and values of the old ones are dropped, and nothing that was learnt of what
+        they said is held on to; the draft opens every sequence anew. While no step is under way."""
+        self.model_version = version
+        self.scheduler.preempt_all()
+        self.drafting.begin_anew(version)
+        self._follow.forget()
+        self._modes.forget()
+
     def step(self) -> list[SequenceEvent] | None:
         """Move every scheduled sequence on. The events of the step, or None when there was nothing to run."""
         step = self._ahead or self._launch()
         if step is None:
             self._ended_ns = 0
             return self._take_failed() or None
-        self._ahead = self._launch_after(step)
+        self._ahead = None if self.settling else self._launch_after(step)
         self.drafting.open_newcomers()
         step.clock.begin_wait()
         self._feed(step)
@@ -188,7 +205,8 @@ class EngineLoop:
         self._learn(step, outcomes)
         events = self._finish(verdicts)
         step.clock.end_commit()
-        if self._ahead is None and step.launched.followable and self.drafting.has_answered():
+        followable = step.launched.followable and not self.settling
+        if self._ahead is None and followable and self.drafting.has_answered():
             # What is said of this step goes out while the device runs the next.
             self._ahead = self._launch()
         self._observe(step, outcomes, verdicts)
@@ -422,7 +440,7 @@ class EngineLoop:
                 continue
             if step.gathered.answered or item.tree.drafted:
                 self._gathering.learn(live, item.tree, outcome, step.gathered.row_cost)
-            verdict = commit(live, item.tree, outcome, compute_ns, kept=item.kept)
+            verdict = commit(live, item.tree, outcome, compute_ns, model_version=self.model_version, kept=item.kept)
             verdicts.append(verdict)
             if outcome.device_passes and self._steps.tables is not None:
                 note_passes(live, outcome.device_passes, len(verdict.token_ids), self._steps.tables)

@@ -24,8 +24,10 @@ from target_service.config import TargetConfig
 from target_service.core.events import EngineSnapshot, Sequences
 from target_service.core.front import EngineFront
 from target_service.core.sequence import SequenceEvent, SequenceFinished, SequenceRequest, SequenceTotals
+from target_service.core.weights import UpdateDone, WeightUpdate
 from target_service.engine_process.messages import (
     Cancel,
+    CancelUpdate,
     Configure,
     Dead,
     Drafter,
@@ -36,7 +38,9 @@ from target_service.engine_process.messages import (
     Report,
     Stop,
     Submit,
+    UpdateWeights,
     Verify,
+    WeightsDone,
     pack,
 )
 from target_service.preflight import EngineRefused
@@ -72,6 +76,8 @@ class EngineLink(EngineFront, asyncio.Protocol):
         self._closed = asyncio.Event()
         self._snapshot = EngineSnapshot(0, 0, 0, 0, 0, speculating=False, draft_connected=False)
         self._stopping = False
+        # Updates of the weights that are under way.
+        self._updates: dict[int, UpdateDone] = {}
         self._served: ServedModel | None = None
         self.draft_info: DraftInfo | None = None
         self._socket, theirs = socket.socketpair()
@@ -158,6 +164,18 @@ class EngineLink(EngineFront, asyncio.Protocol):
         if sequence_id in self._open:
             self._send(Cancel(sequence_id))
 
+    def update_weights(self, update: WeightUpdate, done: UpdateDone) -> int:
+        """See `Engine.update_weights`. That another is under way `done` hears; it is called on the event loop."""
+        update_id = self.check_update()
+        self._updates[update_id] = done
+        self._send(UpdateWeights(update_id, update))
+        return update_id
+
+    def cancel_update(self, update_id: int) -> None:
+        """See `Engine.cancel_update`."""
+        if self._updates.pop(update_id, None) is not None:
+            self._send(CancelUpdate(update_id))
+
     def snapshot(self) -> EngineSnapshot:
         """The last snapshot that was reported, with the sequences that are open here. Any thread."""
         return replace(self._snapshot, sequences=len(self._open))
@@ -175,6 +193,8 @@ class EngineLink(EngineFront, asyncio.Protocol):
         for message in self._frames.feed(data):
             if isinstance(message, Report):
                 self._receive(message)
+            elif isinstance(message, WeightsDone):
+                self._end_update(message)
             elif isinstance(message, Drafter):
                 self.draft_info = message.info
             elif isinstance(message, Dead):
@@ -206,6 +226,11 @@ class EngineLink(EngineFront, asyncio.Protocol):
         self._observe(report.events)
         self._dispatch(report.events)
 
+    def _end_update(self, message: WeightsDone) -> None:
+        done, result = self._updates.pop(message.update_id, None), message.updated or message.refused
+        if done is not None and result is not None:
+            done(result)
+
     def _close(self, sequence_id: int, totals: SequenceTotals, outcome: str) -> None:
         request = self._forget(sequence_id)
         if request is not None and self._observer is not None:
@@ -217,7 +242,10 @@ class EngineLink(EngineFront, asyncio.Protocol):
         self._end_all()
 
     def _end_all(self) -> None:
-        """Dispatch the last event of every sequence that is still open."""
+        """Dispatch the last event of every sequence that is still open, and end updates that are under way."""
+        updates, self._updates = self._updates, {}
+        for done in updates.values():
+            done(EngineDead("the engine has failed"))
         failed = self._failed(EngineDead("the engine has failed"))
         self._observe(failed)
         self._dispatch(failed)

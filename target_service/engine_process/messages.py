@@ -17,6 +17,7 @@ from target_service.api.admission import ServedModel
 from target_service.config import TargetConfig
 from target_service.core.events import EngineSnapshot
 from target_service.core.sequence import SequenceEvent, SequenceRequest, SequenceTotals, StepStats
+from target_service.core.weights import WeightsUpdated, WeightUpdate
 
 LENGTH_BYTES = 4
 
@@ -52,6 +53,19 @@ class Cancel(_Message, frozen=True):
     """End a sequence."""
 
     sequence_id: int
+
+
+class UpdateWeights(_Message, frozen=True):
+    """Exchange the model's weights, under an id that was never used before. Answered by `WeightsDone`."""
+
+    update_id: int
+    update: WeightUpdate
+
+
+class CancelUpdate(_Message, frozen=True):
+    """Leave the weights as they are, unless they were exchanged by now."""
+
+    update_id: int
 
 
 class Stop(_Message, frozen=True):
@@ -90,6 +104,14 @@ class Report(_Message, frozen=True):
     beat_ns: int
 
 
+class WeightsDone(_Message, frozen=True):
+    """What came of an update of the weights: `updated`, or else why it was refused."""
+
+    update_id: int
+    updated: WeightsUpdated | None
+    refused: OutriderError | None
+
+
 class Drafter(_Message, frozen=True):
     """The draft service came, went or changed."""
 
@@ -102,7 +124,9 @@ class Dead(_Message, frozen=True):
     reason: str
 
 
-Message = Configure | Submit | Verify | Cancel | Stop | Ready | Refused | Report | Drafter | Dead
+ToEngine = Configure | Submit | Verify | Cancel | UpdateWeights | CancelUpdate | Stop
+FromEngine = Ready | Refused | Report | WeightsDone | Drafter | Dead
+Message = ToEngine | FromEngine
 
 
 def pack(message: Message) -> bytes:

@@ -31,8 +31,10 @@ from target_service.core.sequence import (
     SequenceTotals,
     StepStats,
 )
+from target_service.core.weights import UpdateDone, WeightsUpdated, WeightUpdate
 from target_service.engine_process.messages import (
     Cancel,
+    CancelUpdate,
     Configure,
     Dead,
     Drafter,
@@ -42,7 +44,9 @@ from target_service.engine_process.messages import (
     Report,
     Stop,
     Submit,
+    UpdateWeights,
     Verify,
+    WeightsDone,
     pack,
 )
 from target_service.engine_process.outbox import Outbox
@@ -72,6 +76,8 @@ class HostedEngine(Protocol):
     def submit(self, request: SequenceRequest, sequence_id: int | None = None) -> int: ...
     def verify(self, sequence_id: int, tree: TokenTree) -> None: ...
     def cancel(self, sequence_id: int) -> None: ...
+    def update_weights(self, update: WeightUpdate, done: UpdateDone, update_id: int | None = None) -> int: ...
+    def cancel_update(self, update_id: int) -> None: ...
     def snapshot(self) -> EngineSnapshot: ...
 
 
@@ -197,12 +203,28 @@ class EngineHost:
             self._submit(engine, message)
         elif isinstance(message, Cancel):
             engine.cancel(message.sequence_id)
+        elif isinstance(message, UpdateWeights):
+            self._update(engine, message)
+        elif isinstance(message, CancelUpdate):
+            engine.cancel_update(message.update_id)
         elif isinstance(message, Verify):
             try:
                 engine.verify(message.sequence_id, message.tree)
             except OutriderError as error:
                 # It has ended meanwhile, which is on its way to the other side.
                 logger.debug("a tree that came too late: %s", error.reason)
+
+    def _update(self, engine: HostedEngine, message: UpdateWeights) -> None:
+        def done(result: WeightsUpdated | OutriderError) -> None:
+            # First, so that whoever hears that it is done finds the new version.
+            self._reporter.report(engine, [])
+            answer = (None, result) if isinstance(result, OutriderError) else (result, None)
+            self._outbox.send(pack(WeightsDone(message.update_id, *answer)))
+
+        try:
+            engine.update_weights(message.update, done, message.update_id)
+        except OutriderError as error:
+            done(error)
 
     def _submit(self, engine: HostedEngine, message: Submit) -> None:
         self._reporter.submitted(message.sequence_id, message.request)

@@ -115,6 +115,11 @@ class ModelRunner:
         """Sizes of steps that run as captured graphs, and sizes that there was to capture; none for eager steps."""
         return 0, 0
 
+    @property
+    def model(self) -> PreTrainedModel:
+        """The model, with its layers as they are prepared by now."""
+        return self._model
+
     def hook(self, layers: tuple[int, ...]) -> None:
         """Keep the outputs of these decoder layers from the next pass on, and no others; see `LayerTaps`.
 

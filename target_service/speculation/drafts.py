@@ -24,6 +24,7 @@ from outrider.wire.frames import (
     TreeLimits,
 )
 from target_service.core.sequence import Sequence, SequenceRequest
+from target_service.core.weights import FIRST_VERSION
 from target_service.execution.batch import StepItem
 from target_service.execution.node_tables import NodeTables
 from target_service.sampling.verifier import Verified
@@ -64,6 +65,8 @@ class Drafting(DraftInbox):
         self.active = config.enabled
         # Whether it was not active last because drafts were of no use.
         self._dropped = False
+        # Of the target's weights.
+        self._model_version = FIRST_VERSION
 
     def attach(self, link: DraftLink) -> None:
         """Use `link` from now on. Called once, before the first step."""
@@ -145,6 +148,16 @@ class Drafting(DraftInbox):
     def _may_resume(self, running: int) -> bool:
         """Whether the load allows drafts again: well below where it forbade them, or anywhere below if it never did."""
         return running <= self.config.resumes_at or (self._dropped and not self.config.too_many(running))
+
+    def begin_anew(self, model_version: int) -> None:
+        """The target's weights are others now. What the draft knows of every sequence, and hidden states that wait for
+        one, are of the old ones: sequences are opened again, under the version that says what comes next."""
+        self._model_version = model_version
+        self._close(list(self._trees))
+        self._forget_trees()
+        self._unsent.clear()
+        self._features.forget_all()
+        self._newcomers = list(self._wanting.values())
 
     def open_newcomers(self) -> None:
         """Send the draft the sequences that it is to follow from now on. In this process it reads them meanwhile."""
@@ -266,6 +279,7 @@ class Drafting(DraftInbox):
                 tenant=request.tenant,
                 corpus=request.corpus,
                 traceparent=request.traceparent,
+                model_version=self._model_version,
             )
         )
         if features := self._features.opened(sequence):

@@ -91,6 +91,8 @@ class PrometheusObserver:
             if drafted:
                 yield "outrider_draft_connected", (), float(now.draft_connected)
             yield "outrider_feature_bytes_kept", (), now.kept_feature_bytes
+            yield "outrider_model_version", (), now.model_version
+            yield "outrider_weights_pause_seconds", (), now.exchange_ns * _NS
             yield "outrider_engine_up", (), float(failure() is None)
             yield "outrider_engine_heartbeat_age_seconds", (), (time.monotonic_ns() - last_beat_ns()) * _NS
 

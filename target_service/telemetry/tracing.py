@@ -55,6 +55,7 @@ class RequestTrace:
         self._in_span = trace.set_span_in_context(self._span)
         self._steps_left = MAX_STEP_SPANS if tracing.steps and self.recording else 0
         self._last_step_ns = 0
+        self._model_version = 0
         # What the verdicts said so far: all that is known of a request that is cancelled.
         self._seen = SequenceTotals()
         self._lossy = False
@@ -91,6 +92,10 @@ class RequestTrace:
         if not self.recording:
             return
         seen = self._seen
+        if verdict.model_version != self._model_version:
+            # The last one that said something of the request stands.
+            self._model_version = verdict.model_version
+            self._span.set_attribute("outrider.model_version", verdict.model_version)
         if not seen.steps:
             seen.started_ns, seen.first_token_ns = seen.arrived_ns + verdict.queue_ns, time.monotonic_ns()
         seen.steps += 1
@@ -111,6 +116,7 @@ class RequestTrace:
                 "outrider.step": verdict.step,
                 "outrider.committed_tokens": len(verdict.token_ids),
                 "outrider.accepted_tokens": verdict.drafted_tokens,
+                "outrider.model_version": verdict.model_version,
             },
         )
         self._last_step_ns = now

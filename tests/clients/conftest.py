@@ -39,6 +39,7 @@ class ScriptedTarget(target_pb2_grpc.TargetServiceServicer):
     step_seconds: float = 0.0
     requests: list[tuple[target_pb2.GenerateRequest, str, dict[str, str]]] = field(default_factory=list)
     cancelled: int = 0
+    updates: list[list[target_pb2.UpdateWeightsRequest]] = field(default_factory=list)
     # Last messages of conversations that are refused.
     refuses: set[str] = field(default_factory=set)
     # How many of the first calls are refused, when each call came, and how long it would wait.
@@ -131,6 +132,20 @@ class ScriptedTarget(target_pb2_grpc.TargetServiceServicer):
                 next_step=asked.step + 1,
                 finish_reason=target_pb2.FINISH_REASON_LENGTH if asked.step == 2 else 0,
             )
+        )
+
+    async def UpdateWeights(self, request_iterator: Any, context: Any) -> Any:  # noqa: ARG002
+        self.updates.append([request async for request in request_iterator])
+        if self.updates[-1][0].begin.folder == "refused":
+            raise errors.PermissionDenied("the token is no operator's")
+        return target_pb2.UpdateWeightsResponse(
+            model_version=2,
+            tensors=290,
+            bytes=269_000_000,
+            prepare_nanoseconds=2 * 10**9,
+            pause_nanoseconds=10**8,
+            aborted_sequences=3,
+            continued_sequences=4,
         )
 
     async def GetTargetInfo(  # type: ignore[override]

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from outrider.v1 import target_pb2
 from outrider_client.cli import main
 
 
@@ -44,6 +45,10 @@ def test_help(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
         (["bench", "--prompts", "x", "--json", "/dev/null/x.json"], "/dev/null/x.json"),
         (["bench", "--target-flags", "'"], "No closing quotation"),
         (["corpus"], "required: ACTION"),
+        (["weights"], "required: ACTION"),
+        (["weights", "update"], "either --folder or files are needed"),
+        (["weights", "update", "a.safetensors", "--folder", "b"], "either --folder or files are needed"),
+        (["weights", "update", "--folder", "b", "--running", "stop"], "invalid choice: 'stop'"),
         (["corpus", "delete"], "required: NAME"),
         (["corpus", "add", "a.txt", "--to", "b"], "no such flag or argument: --to b"),
         (["demo", "--max-tokens", "0"], "--max-tokens must be at least 1"),
@@ -101,6 +106,30 @@ async def test_generate_by_typical_acceptance(running: Any, outrider: Any) -> No
     assert "not lossless: 2 tokens the model would not draw" in error
     asked = running.target.requests[0][0].speculation
     assert (asked.typical.epsilon, asked.typical.delta) == (0.25, 0.3)
+
+
+async def test_weights_of_a_folder_and_of_files(running: Any, outrider: Any, tmp_path: Path) -> None:
+    words = ["weights", "update", "--target", running.address]
+    status, out, err = await outrider(*words, "--folder", "step-7", "--running", "abort")
+    assert status == 0, err
+    assert out == (
+        "model version 2: 290 tensors, 269.0 MB; read in 2.000 s, paused for 0.100 s; 3 requests ended, 4 read again\n"
+    )
+    (begin,) = running.target.updates[0]
+    assert (begin.begin.folder, begin.begin.running) == ("step-7", target_pb2.RUNNING_REQUESTS_ABORT)
+    contents = [b"a" * 2**21, b"bc"]
+    paths = [tmp_path / "1.safetensors", tmp_path / "2.safetensors"]
+    for path, content in zip(paths, contents, strict=True):
+        path.write_bytes(content)
+    status, _, err = await outrider(*words, *map(str, paths))
+    assert status == 0, err
+    first, *pieces = running.target.updates[1]
+    assert list(first.begin.files.sizes) == [2**21, 2]
+    assert b"".join(piece.data for piece in pieces) == b"".join(contents)
+    status, _, err = await outrider(*words, str(tmp_path / "absent.safetensors"))
+    assert status == 1 and "absent.safetensors" in err and "Traceback" not in err
+    status, _, err = await outrider(*words, "--folder", "refused")
+    assert status == 1 and "PERMISSION_DENIED" in err
 
 
 async def test_generate_with_a_prediction(running: Any, outrider: Any, tmp_path: Path) -> None:

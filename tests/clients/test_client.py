@@ -15,18 +15,21 @@ from outrider import errors
 from outrider.serving.tenancy import TENANT_KEY, TOKEN_KEY
 from outrider.telemetry import names as telemetry
 from outrider.telemetry.tracing import Tracing
-from outrider.v1 import tree_pb2
+from outrider.v1 import target_pb2, tree_pb2
 from outrider.wire.frames import CorpusInfo
 from outrider_client import (
     Client,
     DraftClient,
     FinishReason,
+    RunningRequests,
     SamplingParams,
     ServiceUnreachable,
     Speculation,
+    SyncClient,
     TokenTree,
     TypicalAcceptance,
     VerificationMode,
+    WeightsUpdated,
     connection,
 )
 
@@ -253,3 +256,25 @@ def test_every_public_name_exists() -> None:
         assert getattr(outrider_client, name).__name__ == name
     with pytest.raises(AttributeError, match="nothing"):
         _ = outrider_client.nothing
+
+
+async def test_updates_of_weights(running: Any) -> None:
+    async with Client.connect(running.address) as client:
+        done = await client.update_weights(files=[b"abc", b"defg"], running=RunningRequests.CONTINUE)
+        assert done == WeightsUpdated(2, 290, 269_000_000, 2.0, 0.1, aborted=3, continued=4)
+        begin, *pieces = running.target.updates[0]
+        assert (list(begin.begin.files.sizes), begin.begin.running) == ([3, 4], target_pb2.RUNNING_REQUESTS_CONTINUE)
+        assert [piece.data for piece in pieces] == [b"abc", b"defg"]
+        for both_or_neither in ({}, {"folder": "a", "files": [b"b"]}):
+            with pytest.raises(errors.InvalidField):
+                await client.update_weights(**both_or_neither)
+        with pytest.raises(errors.PermissionDenied):
+            await client.update_weights(folder="refused")
+
+
+async def test_updates_without_an_event_loop(running: Any) -> None:
+    def update() -> int:
+        with SyncClient.connect(running.address) as client:
+            return client.update_weights(folder="step-1").model_version
+
+    assert await asyncio.to_thread(update) == 2

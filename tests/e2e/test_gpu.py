@@ -5,17 +5,21 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from conftest import make_tiny
 from engine_harness import Outcome, Propose, engine_config, knowing_tree, make_runner, random_tree, request, run
+from other_weights import other_weights
 
 from outrider.sampling import SamplingParams, VerificationMode
 from target_service.core.sequence import SequenceRequest
 from target_service.execution.device_executor import DeviceSteps
 from target_service.execution.host_executor import HostSteps
 from target_service.model.runner import ModelRunner, runner_for
+from target_service.model.weights.files import read_weights
+from target_service.model.weights.slots import specs_of, weight_slots, write_weights
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 VOCABULARY = 211
@@ -179,3 +183,21 @@ def test_no_bit_depends_on_the_batch_when_that_is_asked_for() -> None:
     assert [one.token_ids for one in together] == [one.token_ids for one in alone]
     assert [one.token_ids for one in drafted] == [one.token_ids for one in alone]
     assert sum(one.finished.totals.accepted_tokens for one in drafted) > 40
+
+
+@pytest.mark.parametrize("invariant", [False, True], ids=["fused", "invariant"])
+def test_captured_steps_go_on_with_other_weights(tmp_path: Path, invariant: bool) -> None:
+    """Graphs that were captured before an exchange compute what graphs that are captured behind it do."""
+    new = other_weights(make_tiny().to(torch.bfloat16))
+    new.save_pretrained(tmp_path)
+    wanted = requests(SAMPLINGS["seeded"])
+    said = []
+    for model, exchanged in ((make_tiny().to(torch.bfloat16), True), (new, False)):
+        taken, steps = captured(make_runner(model.cuda(), attention="triton"), invariant=invariant)
+        if exchanged:
+            before = run(taken, wanted, launch=steps)
+            slots = weight_slots(taken.model)
+            write_weights(slots, read_weights(tmp_path, specs_of(slots)), lambda: None)
+            assert [one.token_ids for one in before] != [one.token_ids for one in run(taken, wanted, launch=steps)]
+        said.append([one.token_ids for one in run(taken, wanted, launch=steps)])
+    assert said[0] == said[1]

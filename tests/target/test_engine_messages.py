@@ -28,9 +28,11 @@ from target_service.core.sequence import (
     TokenLogprobs,
     Verdict,
 )
+from target_service.core.weights import RunningRequests, WeightsUpdated, WeightUpdate
 from target_service.engine_process.messages import (
     LENGTH_BYTES,
     Cancel,
+    CancelUpdate,
     Configure,
     Dead,
     Drafter,
@@ -41,7 +43,9 @@ from target_service.engine_process.messages import (
     Report,
     Stop,
     Submit,
+    UpdateWeights,
     Verify,
+    WeightsDone,
     pack,
     unpack,
 )
@@ -102,6 +106,9 @@ MESSAGES: dict[str, Message] = {
         )
     ),
     "no_drafter": Drafter(None),
+    "update": UpdateWeights(3, WeightUpdate("/weights/step-1", RunningRequests.CONTINUE)),
+    "cancel_update": CancelUpdate(3),
+    "updated": WeightsDone(3, WeightsUpdated(2, 290, 2**34, 5, 6, aborted=7, continued=8), None),
     "dead": Dead("the engine has failed"),
     "idle": report(),
     "plain": report(*(Verdict(i, i + 1, (), (i + 7,), 0, compute_ns=10**6) for i in range(64))),

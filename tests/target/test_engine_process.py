@@ -20,8 +20,10 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from scripted_engine_process import FATAL, GARBLED, HANGS
 
+from outrider.errors import InvalidField
 from outrider.v1 import target_pb2 as pb
 from outrider.v1 import target_pb2_grpc, tree_pb2
+from outrider.wire.trees import error_of_rpc
 from target_service.config import TargetConfig
 from target_service.engine_process import client as engine_link
 from target_service.engine_process.client import EngineLink
@@ -51,6 +53,11 @@ class Service:
     async def tokens(self, *prompt: int, **sampling: Any) -> list[int]:
         request = pb.GenerateRequest(tokens={"token_ids": prompt}, sampling=sampling)
         return [token async for response in self.stub.Generate(request) for token in response.chunk.token_ids]
+
+    async def update(self, folder: str, **options: Any) -> Any:
+        """Have the weights exchanged for those of a folder."""
+        request = pb.UpdateWeightsRequest(begin=pb.BeginUpdate(folder=folder))
+        return await self.stub.UpdateWeights(iter([request]), **options)
 
     async def watch(self) -> Any:
         """A health watch that has seen SERVING."""
@@ -92,6 +99,44 @@ def nothing_left() -> Iterator[None]:
 async def service(tmp_path: Path) -> AsyncIterator[Service]:
     async with served_apart(tmp_path) as running:
         yield running
+
+
+class TestWeights:
+    """Updates of the weights, over the socket."""
+
+    async def test_an_update_and_its_refusal(self, tmp_path: Path) -> None:
+        for name in ("step-1", "refused"):
+            (tmp_path / "weights" / name).mkdir(parents=True)
+        settings = {"weights_folder": str(tmp_path / "weights"), "weights_without_token": True}
+        async with served_apart(tmp_path, **settings) as service:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await service.update("refused")
+            assert isinstance(error_of_rpc(caught.value), InvalidField)
+            assert (await service.update("step-1")).model_version == 2
+            # Whoever hears of it finds it.
+            assert (await service.stub.GetTargetInfo(pb.GetTargetInfoRequest())).model_version == 2
+
+    async def test_an_update_that_is_given_up(self, tmp_path: Path) -> None:
+        for name in ("held", "step-1"):
+            (tmp_path / "weights" / name).mkdir(parents=True)
+        settings = {"weights_folder": str(tmp_path / "weights"), "weights_without_token": True}
+        async with served_apart(tmp_path, **settings) as service:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await service.update("held", timeout=0.3)
+            assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+            assert (await service.update("step-1")).model_version == 2
+
+    async def test_the_engines_death_is_heard(self, tmp_path: Path) -> None:
+        (tmp_path / "weights" / "held").mkdir(parents=True)
+        settings = {"weights_folder": str(tmp_path / "weights"), "weights_without_token": True}
+        async with served_apart(tmp_path, **settings) as service:
+            waiting = asyncio.create_task(service.update("held"))
+            await asyncio.sleep(0.2)
+            os.kill(service.link.pid, signal.SIGKILL)
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await waiting
+            assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+            assert await asyncio.wait_for(service.task, 20) == 1
 
 
 class TestWork:

@@ -17,6 +17,7 @@ from typing import Any
 import grpc
 import psutil
 import pytest
+from other_weights import other_weights
 
 from outrider.v1 import target_pb2 as pb
 from outrider.v1 import target_pb2_grpc, tree_pb2
@@ -65,11 +66,11 @@ class Service:
 
 
 @asynccontextmanager
-async def started(folder: Path, arrangement: str) -> AsyncIterator[Service]:
+async def started(folder: Path, arrangement: str, *flags: str) -> AsyncIterator[Service]:
     command = [sys.executable, "-m", "target_service", "--model", str(folder), "--dtype", "float32", "--threads", "1"]
     command += ["--listen", "127.0.0.1:0", "--kv-tokens", "4096", "--engine-process", arrangement]
     command += ["--draft", "inprocess:trie", "--row-budget", "all", "--served-model-name", "tiny"]
-    command += ["--metrics-listen", "127.0.0.1:0"]
+    command += ["--metrics-listen", "127.0.0.1:0", *flags]
     process = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE)
     assert process.stderr is not None
     try:
@@ -165,6 +166,55 @@ async def test_both_arrangements_say_the_same(model_folder: Path) -> None:
     assert len(own["greedy"][0]) == 60
     assert own["too_long"][0] is grpc.StatusCode.OUT_OF_RANGE
     assert own["stop_strings"][3][2]
+
+
+async def across_an_update(folder: Path, weights: Path, arrangement: str) -> dict[str, Any]:
+    """What is said before an update, by a request that it meets, and after it; and by others that were streamed."""
+    flags = ["--weights-folder", str(weights), "--weights-without-token"]
+    fields = REQUESTS["greedy"]
+    async with started(folder, arrangement, *flags) as service, grpc.aio.insecure_channel(service.address) as channel:
+        stub: Any = target_pb2_grpc.TargetServiceStub(channel)
+        heard = {"before": await said(stub, fields)}
+        met = aiter(stub.Generate(pb.GenerateRequest(**REQUESTS["endless"])))
+        await anext(met)
+        begin = pb.BeginUpdate(folder="other", running=pb.RUNNING_REQUESTS_ABORT)
+        answer = await stub.UpdateWeights(iter([pb.UpdateWeightsRequest(begin=begin)]))
+        heard["answer"] = answer.model_version, answer.tensors, answer.bytes, answer.aborted_sequences
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            async for _ in met:
+                pass
+        heard["met"] = caught.value.code(), caught.value.details()
+        heard["after"] = await said(stub, fields)
+        assert "outrider_model_version 2.0" in await service.page()
+        content = (folder / "model.safetensors").read_bytes()
+        begin = pb.BeginUpdate(files=pb.WeightFiles(sizes=[len(content)]))
+        pieces = [content[at : at + 10**5] for at in range(0, len(content), 10**5)]
+        requests = [
+            pb.UpdateWeightsRequest(begin=begin),
+            *(pb.UpdateWeightsRequest(data=piece) for piece in pieces),
+        ]
+        assert (await stub.UpdateWeights(iter(requests))).model_version == 3
+        heard["back"] = await said(stub, fields)
+        assert (await stub.GetTargetInfo(pb.GetTargetInfoRequest())).model_version == 3
+        await service.gave_everything_back()
+    return heard
+
+
+async def test_weights_are_updated_in_both_arrangements(
+    model_folder: Path, tiny_model: Any, byte_tokenizer: Any, tmp_path: Path
+) -> None:
+    other = other_weights(tiny_model)
+    other.save_pretrained(tmp_path / "other")
+    byte_tokenizer.save_pretrained(tmp_path / "other")
+    async with started(tmp_path / "other", "shared") as new, grpc.aio.insecure_channel(new.address) as channel:
+        fresh = await said(target_pb2_grpc.TargetServiceStub(channel), REQUESTS["greedy"])
+    for arrangement in ("shared", "own"):
+        heard = await across_an_update(model_folder, tmp_path, arrangement)
+        assert heard["before"] == heard["back"] != fresh
+        assert heard["after"] == fresh
+        tensors = len(list(other.parameters()))
+        assert heard["answer"] == (2, tensors, sum(one.nbytes for one in other.parameters()), 1)
+        assert heard["met"][0] is grpc.StatusCode.UNAVAILABLE
 
 
 @pytest.mark.parametrize(

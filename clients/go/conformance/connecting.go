@@ -62,6 +62,6 @@ func reasons(*Input) any {
 		outrider.UnknownCorpus, outrider.SequenceExists, outrider.StepReplayed, outrider.StepSkipped,
 		outrider.WrongRoot, outrider.WrongVocabulary, outrider.NotSupported, outrider.QuotaExceeded,
 		outrider.CreditExceeded, outrider.Unauthenticated, outrider.PermissionDenied, outrider.DeadlineExceeded,
-		outrider.Draining, outrider.DraftUnavailable, outrider.EngineDead,
+		outrider.Draining, outrider.WeightsChanged, outrider.DraftUnavailable, outrider.EngineDead,
 	}
 }

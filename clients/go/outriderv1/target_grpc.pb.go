@@ -24,6 +24,7 @@ const (
 	TargetService_Generate_FullMethodName      = "/outrider.v1.TargetService/Generate"
 	TargetService_Verify_FullMethodName        = "/outrider.v1.TargetService/Verify"
 	TargetService_GetTargetInfo_FullMethodName = "/outrider.v1.TargetService/GetTargetInfo"
+	TargetService_UpdateWeights_FullMethodName = "/outrider.v1.TargetService/UpdateWeights"
 )
 
 // TargetServiceClient is the client API for TargetService service.
@@ -38,6 +39,11 @@ type TargetServiceClient interface {
 	Verify(ctx context.Context, opts ...grpc.CallOption) (TargetService_VerifyClient, error)
 	// GetTargetInfo says which model is served, and within which limits.
 	GetTargetInfo(ctx context.Context, in *GetTargetInfoRequest, opts ...grpc.CallOption) (*GetTargetInfoResponse, error)
+	// UpdateWeights exchanges the model's weights between two engine steps, for others of the same names and shapes: of a
+	// folder that the server reads, or of files that the stream carries. PERMISSION_DENIED unless the caller is an
+	// operator. Everything is read and checked before anything is touched; a call that fails, ends early or is cancelled
+	// before the exchange leaves the old weights as they were. RESOURCE_EXHAUSTED while another update is under way.
+	UpdateWeights(ctx context.Context, opts ...grpc.CallOption) (TargetService_UpdateWeightsClient, error)
 }
 
 type targetServiceClient struct {
@@ -123,6 +129,41 @@ func (c *targetServiceClient) GetTargetInfo(ctx context.Context, in *GetTargetIn
 	return out, nil
 }
 
+func (c *targetServiceClient) UpdateWeights(ctx context.Context, opts ...grpc.CallOption) (TargetService_UpdateWeightsClient, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	stream, err := c.cc.NewStream(ctx, &TargetService_ServiceDesc.Streams[2], TargetService_UpdateWeights_FullMethodName, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	x := &targetServiceUpdateWeightsClient{ClientStream: stream}
+	return x, nil
+}
+
+type TargetService_UpdateWeightsClient interface {
+	Send(*UpdateWeightsRequest) error
+	CloseAndRecv() (*UpdateWeightsResponse, error)
+	grpc.ClientStream
+}
+
+type targetServiceUpdateWeightsClient struct {
+	grpc.ClientStream
+}
+
+func (x *targetServiceUpdateWeightsClient) Send(m *UpdateWeightsRequest) error {
+	return x.ClientStream.SendMsg(m)
+}
+
+func (x *targetServiceUpdateWeightsClient) CloseAndRecv() (*UpdateWeightsResponse, error) {
+	if err := x.ClientStream.CloseSend(); err != nil {
+		return nil, err
+	}
+	m := new(UpdateWeightsResponse)
+	if err := x.ClientStream.RecvMsg(m); err != nil {
+		return nil, err
+	}
+	return m, nil
+}
+
 // TargetServiceServer is the server API for TargetService service.
 // All implementations must embed UnimplementedTargetServiceServer
 // for forward compatibility
@@ -135,6 +176,11 @@ type TargetServiceServer interface {
 	Verify(TargetService_VerifyServer) error
 	// GetTargetInfo says which model is served, and within which limits.
 	GetTargetInfo(context.Context, *GetTargetInfoRequest) (*GetTargetInfoResponse, error)
+	// UpdateWeights exchanges the model's weights between two engine steps, for others of the same names and shapes: of a
+	// folder that the server reads, or of files that the stream carries. PERMISSION_DENIED unless the caller is an
+	// operator. Everything is read and checked before anything is touched; a call that fails, ends early or is cancelled
+	// before the exchange leaves the old weights as they were. RESOURCE_EXHAUSTED while another update is under way.
+	UpdateWeights(TargetService_UpdateWeightsServer) error
 	mustEmbedUnimplementedTargetServiceServer()
 }
 
@@ -150,6 +196,9 @@ func (UnimplementedTargetServiceServer) Verify(TargetService_VerifyServer) error
 }
 func (UnimplementedTargetServiceServer) GetTargetInfo(context.Context, *GetTargetInfoRequest) (*GetTargetInfoResponse, error) {
 	return nil, status.Errorf(codes.Unimplemented, "method GetTargetInfo not implemented")
+}
+func (UnimplementedTargetServiceServer) UpdateWeights(TargetService_UpdateWeightsServer) error {
+	return status.Errorf(codes.Unimplemented, "method UpdateWeights not implemented")
 }
 func (UnimplementedTargetServiceServer) mustEmbedUnimplementedTargetServiceServer() {}
 
@@ -229,6 +278,32 @@ func _TargetService_GetTargetInfo_Handler(srv interface{}, ctx context.Context, 
 	return interceptor(ctx, in, info, handler)
 }
 
+func _TargetService_UpdateWeights_Handler(srv interface{}, stream grpc.ServerStream) error {
+	return srv.(TargetServiceServer).UpdateWeights(&targetServiceUpdateWeightsServer{ServerStream: stream})
+}
+
+type TargetService_UpdateWeightsServer interface {
+	SendAndClose(*UpdateWeightsResponse) error
+	Recv() (*UpdateWeightsRequest, error)
+	grpc.ServerStream
+}
+
+type targetServiceUpdateWeightsServer struct {
+	grpc.ServerStream
+}
+
+func (x *targetServiceUpdateWeightsServer) SendAndClose(m *UpdateWeightsResponse) error {
+	return x.ServerStream.SendMsg(m)
+}
+
+func (x *targetServiceUpdateWeightsServer) Recv() (*UpdateWeightsRequest, error) {
+	m := new(UpdateWeightsRequest)
+	if err := x.ServerStream.RecvMsg(m); err != nil {
+		return nil, err
+	}
+	return m, nil
+}
+
 // TargetService_ServiceDesc is the grpc.ServiceDesc for TargetService service.
 // It's only intended for direct use with grpc.RegisterService,
 // and not to be introspected or modified (even as a copy)
@@ -251,6 +326,11 @@ var TargetService_ServiceDesc = grpc.ServiceDesc{
 			StreamName:    "Verify",
 			Handler:       _TargetService_Verify_Handler,
 			ServerStreams: true,
+			ClientStreams: true,
+		},
+		{
+			StreamName:    "UpdateWeights",
+			Handler:       _TargetService_UpdateWeights_Handler,
 			ClientStreams: true,
 		},
 	},

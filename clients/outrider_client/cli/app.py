@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from outrider import __version__
 from outrider.runtime import prepare_grpc
-from outrider_client.cli.roles import missing_for
+from outrider_client.local.roles import missing_for
 
 _DESCRIPTION = """\
 Lossless speculative decoding over gRPC: a draft service guesses ahead, a target service checks whole trees of

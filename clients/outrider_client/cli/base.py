@@ -15,8 +15,8 @@ from rich.markup import escape
 
 from outrider.errors import OutriderError
 from outrider.settings import SettingsError, load
-from outrider_client.cli.roles import missing_for
 from outrider_client.failures import ServiceUnreachable, TlsProblem
+from outrider_client.local.roles import missing_for
 
 Options = TypeVar("Options")
 INTERRUPTED = 130

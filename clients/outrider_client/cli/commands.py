@@ -10,6 +10,7 @@ from outrider_client.cli.head import HEAD
 from outrider_client.cli.health import HEALTH
 from outrider_client.cli.info import INFO
 from outrider_client.cli.services import DRAFT, GATEWAY, MODEL, TARGET, TRAIN_HEAD, UP
+from outrider_client.cli.weights import WEIGHTS
 
 COMMANDS: tuple[Command, ...] = (
     DEMO,
@@ -22,6 +23,7 @@ COMMANDS: tuple[Command, ...] = (
     MODEL,
     HEAD,
     CORPUS,
+    WEIGHTS,
     TARGET,
     DRAFT,
     GATEWAY,

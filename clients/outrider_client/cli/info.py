@@ -48,6 +48,8 @@ def _lines(address: str, info: TargetInfo) -> Iterator[tuple[str, str]]:
     yield "target", address
     yield "versions", ", ".join(f"{name} {version}" for name, version in versions if version)
     yield "model", f"{info.model}, {info.dtype}, vocabulary {info.vocabulary_size}"
+    if info.model_version:
+        yield "weights", f"version {info.model_version}"
     if info.device:
         yield "device", f"{info.device}, {info.device_name}" if info.device_name else info.device
         yield "steps", _steps(info)

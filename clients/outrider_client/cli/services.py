@@ -22,7 +22,7 @@ from outrider_client.cli.base import (
     options,
 )
 from outrider_client.cli.placement import named_settings, place, visible_gpus
-from outrider_client.cli.roles import missing_for
+from outrider_client.local.roles import missing_for
 from outrider_client.local.stack import private_directory, service_argv
 from outrider_client.local.supervisor import ServiceCommand, Supervisor
 from outrider_client.terminal.options import ClientOptions, UpOptions

@@ -13,12 +13,13 @@ from outrider.serving.health import HealthServicer
 from outrider.serving.interceptors import AuthInterceptor, ErrorInterceptor, guarded
 from outrider.serving.lifecycle import Worker, serve_until_stopped
 from outrider.serving.server import GrpcServer, Service, ServingOptions, check_free
-from outrider.serving.tenancy import TENANT_KEY, Authenticator, current_tenant
+from outrider.serving.tenancy import TENANT_KEY, Authenticator, Caller, current_caller, current_tenant
 
 __all__ = [
     "TENANT_KEY",
     "AuthInterceptor",
     "Authenticator",
+    "Caller",
     "ErrorInterceptor",
     "GrpcServer",
     "HealthServicer",
@@ -27,6 +28,7 @@ __all__ = [
     "TlsFiles",
     "Worker",
     "check_free",
+    "current_caller",
     "current_tenant",
     "guarded",
     "serve_until_stopped",

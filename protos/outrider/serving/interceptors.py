@@ -18,7 +18,7 @@ from outrider.errors import DeadlineExceeded, InvalidField, OutriderError, Permi
 from outrider.serving import health
 from outrider.serving.calls import Calls
 from outrider.serving.refusals import RefusalLog
-from outrider.serving.tenancy import Authenticator, set_current_tenant
+from outrider.serving.tenancy import Authenticator, set_current_caller
 from outrider.wire.trees import status_of
 
 logger = logging.getLogger(__name__)
@@ -220,9 +220,9 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
                 with self._calls.health():
                     yield
                 return
-            tenant = self.authenticator.tenant(context.invocation_metadata() or ())
-            set_current_tenant(tenant)
-            with self._calls.of(tenant):
+            caller = self.authenticator.caller(context.invocation_metadata() or ())
+            set_current_caller(caller)
+            with self._calls.of(caller.tenant):
                 yield
 
         if handler is None:

@@ -77,6 +77,7 @@ _ATTRIBUTES = (
     Attribute("outrider.draft_wait", "double", "time spent waiting for the draft", "s"),
     Attribute("outrider.fallback_steps", "int", "steps that wanted a draft and went on without"),
     Attribute("outrider.preemptions", "int", "times the sequence lost its KV pages and began again"),
+    Attribute("outrider.model_version", "int", "version of the target's weights; of a request, those it ended with"),
     Attribute("outrider.step", "int", "number of the step within its sequence"),
     Attribute("outrider.committed_tokens", "int", "tokens committed"),
     Attribute("outrider.drafter", "string", "registered name of the drafter"),
@@ -107,6 +108,7 @@ _TOTALS = (
     "outrider.draft_wait",
     "outrider.fallback_steps",
     "outrider.preemptions",
+    "outrider.model_version",
 )
 _REQUEST = (
     "gen_ai.operation.name",
@@ -181,7 +183,7 @@ SPANS = (
         "INTERNAL",
         TARGET_SERVICE,
         "One verify pass of the sequence; only with --trace-steps, for at most the first 512 steps.",
-        ("outrider.step", "outrider.committed_tokens", "outrider.accepted_tokens"),
+        ("outrider.step", "outrider.committed_tokens", "outrider.accepted_tokens", "outrider.model_version"),
     ),
     SpanSpec(PROPOSE, "SERVER", DRAFT_SERVICE, "One stream of one target worker, which lives for hours.", _RPC),
     SpanSpec(
@@ -196,6 +198,7 @@ SPANS = (
             "outrider.drafter",
             "outrider.verification_mode",
             "outrider.context_tokens",
+            "outrider.model_version",
             "outrider.committed_tokens",
             "outrider.growths",
             "outrider.nodes",

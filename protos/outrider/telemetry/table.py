@@ -150,6 +150,15 @@ _ENGINE = (
     MetricSpec(
         "outrider_kv_usage_ratio", "gauge", "Share of KV pages in use, 0 to 1.", vllm="vllm:kv_cache_usage_perc"
     ),
+    MetricSpec(
+        "outrider_model_version", "gauge", "Of the weights in force: 1 at start, one more with each update of them."
+    ),
+    MetricSpec(
+        "outrider_weights_pause_seconds",
+        "gauge",
+        "How long the last update of the weights held up steps; 0 before the first.",
+        unit="seconds",
+    ),
     MetricSpec("outrider_engine_up", "gauge", "1 until the engine loop fails."),
     MetricSpec(
         "outrider_engine_heartbeat_age_seconds", "gauge", "Time since the engine last began a step.", unit="seconds"

@@ -118,6 +118,7 @@ class OpenSequence(google.protobuf.message.Message):
     LIMITS_FIELD_NUMBER: builtins.int
     VOCABULARY_SIZE_FIELD_NUMBER: builtins.int
     TRACEPARENT_FIELD_NUMBER: builtins.int
+    MODEL_VERSION_FIELD_NUMBER: builtins.int
     sequence_id: builtins.int
     """sequence_id is minted by the target and unique on this stream. ALREADY_EXISTS when open."""
     tenant: builtins.str
@@ -138,6 +139,10 @@ class OpenSequence(google.protobuf.message.Message):
     """vocabulary_size of the target, at most 2^31 - 1. FAILED_PRECONDITION when the draft's differs."""
     traceparent: builtins.str
     """traceparent is the W3C trace context of the request, for a span link. Default none."""
+    model_version: builtins.int
+    """model_version of the target's weights that will say what comes next; 0 from a target that does not say. After an
+    update of its weights a target opens its sequences anew, also in their middle.
+    """
     @property
     def token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """token_ids is the prompt and every committed token. At least one, each below the vocabulary size; OUT_OF_RANGE
@@ -167,9 +172,10 @@ class OpenSequence(google.protobuf.message.Message):
         limits: global___TreeLimits | None = ...,
         vocabulary_size: builtins.int = ...,
         traceparent: builtins.str = ...,
+        model_version: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["limits", b"limits", "sampling", b"sampling"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["corpus", b"corpus", "limits", b"limits", "mode", b"mode", "prompt_length", b"prompt_length", "sampling", b"sampling", "seed", b"seed", "sequence_id", b"sequence_id", "step", b"step", "tenant", b"tenant", "token_ids", b"token_ids", "traceparent", b"traceparent", "vocabulary_size", b"vocabulary_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["corpus", b"corpus", "limits", b"limits", "mode", b"mode", "model_version", b"model_version", "prompt_length", b"prompt_length", "sampling", b"sampling", "seed", b"seed", "sequence_id", b"sequence_id", "step", b"step", "tenant", b"tenant", "token_ids", b"token_ids", "traceparent", b"traceparent", "vocabulary_size", b"vocabulary_size"]) -> None: ...
 
 global___OpenSequence = OpenSequence
 

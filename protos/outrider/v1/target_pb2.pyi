@@ -49,6 +49,44 @@ FINISH_REASON_LENGTH: FinishReason.ValueType  # 3
 """FINISH_REASON_LENGTH means that max_tokens, or the model's context, was reached."""
 global___FinishReason = FinishReason
 
+class _RunningRequests:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _RunningRequestsEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_RunningRequests.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    RUNNING_REQUESTS_UNSPECIFIED: _RunningRequests.ValueType  # 0
+    """RUNNING_REQUESTS_UNSPECIFIED is DRAIN."""
+    RUNNING_REQUESTS_DRAIN: _RunningRequests.ValueType  # 1
+    """RUNNING_REQUESTS_DRAIN lets them end with the old weights first. The others wait until the exchange. It may take as
+    long as the longest of them, and a sequence of Verify runs until its client closes it: the call's deadline bounds it.
+    """
+    RUNNING_REQUESTS_ABORT: _RunningRequests.ValueType  # 2
+    """RUNNING_REQUESTS_ABORT ends them with UNAVAILABLE (WEIGHTS_CHANGED), to be asked again."""
+    RUNNING_REQUESTS_CONTINUE: _RunningRequests.ValueType  # 3
+    """RUNNING_REQUESTS_CONTINUE keeps them: their keys and values are dropped, prompt and output are read again with the
+    new weights, and what follows is the new weights' own.
+    """
+
+class RunningRequests(_RunningRequests, metaclass=_RunningRequestsEnumTypeWrapper):
+    """RunningRequests says what becomes of requests that have begun when weights are exchanged. Those that still wait run
+    with the new weights, whatever it is.
+    """
+
+RUNNING_REQUESTS_UNSPECIFIED: RunningRequests.ValueType  # 0
+"""RUNNING_REQUESTS_UNSPECIFIED is DRAIN."""
+RUNNING_REQUESTS_DRAIN: RunningRequests.ValueType  # 1
+"""RUNNING_REQUESTS_DRAIN lets them end with the old weights first. The others wait until the exchange. It may take as
+long as the longest of them, and a sequence of Verify runs until its client closes it: the call's deadline bounds it.
+"""
+RUNNING_REQUESTS_ABORT: RunningRequests.ValueType  # 2
+"""RUNNING_REQUESTS_ABORT ends them with UNAVAILABLE (WEIGHTS_CHANGED), to be asked again."""
+RUNNING_REQUESTS_CONTINUE: RunningRequests.ValueType  # 3
+"""RUNNING_REQUESTS_CONTINUE keeps them: their keys and values are dropped, prompt and output are read again with the
+new weights, and what follows is the new weights' own.
+"""
+global___RunningRequests = RunningRequests
+
 @typing.final
 class GenerateRequest(google.protobuf.message.Message):
     """GenerateRequest asks for one continuation."""
@@ -332,6 +370,7 @@ class GenerateChunk(google.protobuf.message.Message):
     LOGPROBS_FIELD_NUMBER: builtins.int
     STEP_FIELD_NUMBER: builtins.int
     DRAFTS_BY_STEP_FIELD_NUMBER: builtins.int
+    MODEL_VERSION_FIELD_NUMBER: builtins.int
     text: builtins.str
     """text that is complete with these tokens. Text of a token can arrive with a later chunk, when it ends inside a
     character or might begin a stop string.
@@ -343,6 +382,8 @@ class GenerateChunk(google.protobuf.message.Message):
     """
     step: builtins.int
     """step that committed the last of the tokens."""
+    model_version: builtins.int
+    """model_version of the weights that said the tokens; see UpdateWeightsResponse."""
     @property
     def token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """token_ids committed by the step or steps."""
@@ -366,8 +407,9 @@ class GenerateChunk(google.protobuf.message.Message):
         logprobs: collections.abc.Iterable[global___TokenLogprobs] | None = ...,
         step: builtins.int = ...,
         drafts_by_step: collections.abc.Iterable[builtins.int] | None = ...,
+        model_version: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["drafted_tokens", b"drafted_tokens", "drafts_by_step", b"drafts_by_step", "logprobs", b"logprobs", "step", b"step", "text", b"text", "token_ids", b"token_ids"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["drafted_tokens", b"drafted_tokens", "drafts_by_step", b"drafts_by_step", "logprobs", b"logprobs", "model_version", b"model_version", "step", b"step", "text", b"text", "token_ids", b"token_ids"]) -> None: ...
 
 global___GenerateChunk = GenerateChunk
 
@@ -802,6 +844,7 @@ class Verdict(google.protobuf.message.Message):
     NEXT_STEP_FIELD_NUMBER: builtins.int
     FINISH_REASON_FIELD_NUMBER: builtins.int
     LOGPROBS_FIELD_NUMBER: builtins.int
+    MODEL_VERSION_FIELD_NUMBER: builtins.int
     sequence_id: builtins.int
     """sequence_id that was verified."""
     step: builtins.int
@@ -810,6 +853,8 @@ class Verdict(google.protobuf.message.Message):
     """next_step that the next tree must carry."""
     finish_reason: global___FinishReason.ValueType
     """finish_reason when the sequence ended."""
+    model_version: builtins.int
+    """model_version of the weights that said the tokens; see UpdateWeightsResponse."""
     @property
     def accepted_rows(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """accepted_rows of the tree, from the root's child down. Empty when none was."""
@@ -834,8 +879,9 @@ class Verdict(google.protobuf.message.Message):
         next_step: builtins.int = ...,
         finish_reason: global___FinishReason.ValueType = ...,
         logprobs: collections.abc.Iterable[global___TokenLogprobs] | None = ...,
+        model_version: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["accepted_rows", b"accepted_rows", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "next_step", b"next_step", "sequence_id", b"sequence_id", "step", b"step", "token_ids", b"token_ids"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["accepted_rows", b"accepted_rows", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "model_version", b"model_version", "next_step", b"next_step", "sequence_id", b"sequence_id", "step", b"step", "token_ids", b"token_ids"]) -> None: ...
 
 global___Verdict = Verdict
 
@@ -912,6 +958,7 @@ class GetTargetInfoResponse(google.protobuf.message.Message):
     DRAFT_CONNECTED_FIELD_NUMBER: builtins.int
     SPECULATING_FIELD_NUMBER: builtins.int
     SPECULATION_REASON_FIELD_NUMBER: builtins.int
+    MODEL_VERSION_FIELD_NUMBER: builtins.int
     model: builtins.str
     """model is the served model's name."""
     vocabulary_size: builtins.int
@@ -954,6 +1001,8 @@ class GetTargetInfoResponse(google.protobuf.message.Message):
     """speculating says whether anything drafts now: a draft service, or the target's own device."""
     speculation_reason: builtins.str
     """speculation_reason says why that is so, for people; empty where the target does not say."""
+    model_version: builtins.int
+    """model_version of the weights in force; see UpdateWeightsResponse."""
     @property
     def modes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[outrider.v1.tree_pb2.VerificationMode.ValueType]:
         """modes of verification on offer."""
@@ -987,7 +1036,126 @@ class GetTargetInfoResponse(google.protobuf.message.Message):
         draft_connected: builtins.bool = ...,
         speculating: builtins.bool = ...,
         speculation_reason: builtins.str = ...,
+        model_version: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["capturable_step_sizes", b"capturable_step_sizes", "captured_step_sizes", b"captured_step_sizes", "device", b"device", "device_name", b"device_name", "draft", b"draft", "draft_connected", b"draft_connected", "drafter", b"drafter", "dtype", b"dtype", "end_token_ids", b"end_token_ids", "kv_tokens", b"kv_tokens", "max_context", b"max_context", "max_rows", b"max_rows", "model", b"model", "modes", b"modes", "page_size", b"page_size", "speculating", b"speculating", "speculation_reason", b"speculation_reason", "tokenizer_fingerprint", b"tokenizer_fingerprint", "torch_version", b"torch_version", "triton_version", b"triton_version", "version", b"version", "vocabulary_size", b"vocabulary_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["capturable_step_sizes", b"capturable_step_sizes", "captured_step_sizes", b"captured_step_sizes", "device", b"device", "device_name", b"device_name", "draft", b"draft", "draft_connected", b"draft_connected", "drafter", b"drafter", "dtype", b"dtype", "end_token_ids", b"end_token_ids", "kv_tokens", b"kv_tokens", "max_context", b"max_context", "max_rows", b"max_rows", "model", b"model", "model_version", b"model_version", "modes", b"modes", "page_size", b"page_size", "speculating", b"speculating", "speculation_reason", b"speculation_reason", "tokenizer_fingerprint", b"tokenizer_fingerprint", "torch_version", b"torch_version", "triton_version", b"triton_version", "version", b"version", "vocabulary_size", b"vocabulary_size"]) -> None: ...
 
 global___GetTargetInfoResponse = GetTargetInfoResponse
+
+@typing.final
+class UpdateWeightsRequest(google.protobuf.message.Message):
+    """UpdateWeightsRequest is a piece of an update. The first message begins it, and all others carry data."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    BEGIN_FIELD_NUMBER: builtins.int
+    DATA_FIELD_NUMBER: builtins.int
+    data: builtins.bytes
+    """data is the next piece of the files of begin.files, in order, as long as a message may be."""
+    @property
+    def begin(self) -> global___BeginUpdate:
+        """begin says where the weights come from. INVALID_ARGUMENT anywhere but first."""
+
+    def __init__(
+        self,
+        *,
+        begin: global___BeginUpdate | None = ...,
+        data: builtins.bytes = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["begin", b"begin", "data", b"data", "part", b"part"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["begin", b"begin", "data", b"data", "part", b"part"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["part", b"part"]) -> typing.Literal["begin", "data"] | None: ...
+
+global___UpdateWeightsRequest = UpdateWeightsRequest
+
+@typing.final
+class BeginUpdate(google.protobuf.message.Message):
+    """BeginUpdate says where weights come from, and what becomes of running requests."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    FOLDER_FIELD_NUMBER: builtins.int
+    FILES_FIELD_NUMBER: builtins.int
+    RUNNING_FIELD_NUMBER: builtins.int
+    folder: builtins.str
+    """folder on the server, relative to its --weights-folder or absolute inside of it; else PERMISSION_DENIED."""
+    running: global___RunningRequests.ValueType
+    """running says what becomes of requests that have begun. Default DRAIN."""
+    @property
+    def files(self) -> global___WeightFiles:
+        """files that the stream carries."""
+
+    def __init__(
+        self,
+        *,
+        folder: builtins.str = ...,
+        files: global___WeightFiles | None = ...,
+        running: global___RunningRequests.ValueType = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["files", b"files", "folder", b"folder", "source", b"source"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["files", b"files", "folder", b"folder", "running", b"running", "source", b"source"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["source", b"source"]) -> typing.Literal["folder", "files"] | None: ...
+
+global___BeginUpdate = BeginUpdate
+
+@typing.final
+class WeightFiles(google.protobuf.message.Message):
+    """WeightFiles are safetensors files that a stream carries one after the other."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SIZES_FIELD_NUMBER: builtins.int
+    @property
+    def sizes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """sizes of the files in bytes, at least one and at most 1024. RESOURCE_EXHAUSTED past what the server takes."""
+
+    def __init__(
+        self,
+        *,
+        sizes: collections.abc.Iterable[builtins.int] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["sizes", b"sizes"]) -> None: ...
+
+global___WeightFiles = WeightFiles
+
+@typing.final
+class UpdateWeightsResponse(google.protobuf.message.Message):
+    """UpdateWeightsResponse says what was exchanged, once the new weights are in force."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    MODEL_VERSION_FIELD_NUMBER: builtins.int
+    TENSORS_FIELD_NUMBER: builtins.int
+    BYTES_FIELD_NUMBER: builtins.int
+    PREPARE_NANOSECONDS_FIELD_NUMBER: builtins.int
+    PAUSE_NANOSECONDS_FIELD_NUMBER: builtins.int
+    ABORTED_SEQUENCES_FIELD_NUMBER: builtins.int
+    CONTINUED_SEQUENCES_FIELD_NUMBER: builtins.int
+    model_version: builtins.int
+    """model_version in force: 1 for the weights that the target was started with, one more with each update."""
+    tensors: builtins.int
+    """tensors of the model that were exchanged."""
+    bytes: builtins.int
+    """bytes that they take."""
+    prepare_nanoseconds: builtins.int
+    """prepare_nanoseconds for reading and checking, while requests ran."""
+    pause_nanoseconds: builtins.int
+    """pause_nanoseconds of the exchange itself, in which no step ran."""
+    aborted_sequences: builtins.int
+    """aborted_sequences that ended with WEIGHTS_CHANGED."""
+    continued_sequences: builtins.int
+    """continued_sequences that had begun, and are read again."""
+    def __init__(
+        self,
+        *,
+        model_version: builtins.int = ...,
+        tensors: builtins.int = ...,
+        bytes: builtins.int = ...,
+        prepare_nanoseconds: builtins.int = ...,
+        pause_nanoseconds: builtins.int = ...,
+        aborted_sequences: builtins.int = ...,
+        continued_sequences: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["aborted_sequences", b"aborted_sequences", "bytes", b"bytes", "continued_sequences", b"continued_sequences", "model_version", b"model_version", "pause_nanoseconds", b"pause_nanoseconds", "prepare_nanoseconds", b"prepare_nanoseconds", "tensors", b"tensors"]) -> None: ...
+
+global___UpdateWeightsResponse = UpdateWeightsResponse

@@ -50,6 +50,11 @@ class TargetServiceStub(object):
                 request_serializer=outrider_dot_v1_dot_target__pb2.GetTargetInfoRequest.SerializeToString,
                 response_deserializer=outrider_dot_v1_dot_target__pb2.GetTargetInfoResponse.FromString,
                 _registered_method=True)
+        self.UpdateWeights = channel.stream_unary(
+                '/outrider.v1.TargetService/UpdateWeights',
+                request_serializer=outrider_dot_v1_dot_target__pb2.UpdateWeightsRequest.SerializeToString,
+                response_deserializer=outrider_dot_v1_dot_target__pb2.UpdateWeightsResponse.FromString,
+                _registered_method=True)
 
 
 class TargetServiceServicer(object):
@@ -79,6 +84,16 @@ class TargetServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def UpdateWeights(self, request_iterator, context):
+        """UpdateWeights exchanges the model's weights between two engine steps, for others of the same names and shapes: of a
+        folder that the server reads, or of files that the stream carries. PERMISSION_DENIED unless the caller is an
+        operator. Everything is read and checked before anything is touched; a call that fails, ends early or is cancelled
+        before the exchange leaves the old weights as they were. RESOURCE_EXHAUSTED while another update is under way.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_TargetServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -96,6 +111,11 @@ def add_TargetServiceServicer_to_server(servicer, server):
                     servicer.GetTargetInfo,
                     request_deserializer=outrider_dot_v1_dot_target__pb2.GetTargetInfoRequest.FromString,
                     response_serializer=outrider_dot_v1_dot_target__pb2.GetTargetInfoResponse.SerializeToString,
+            ),
+            'UpdateWeights': grpc.stream_unary_rpc_method_handler(
+                    servicer.UpdateWeights,
+                    request_deserializer=outrider_dot_v1_dot_target__pb2.UpdateWeightsRequest.FromString,
+                    response_serializer=outrider_dot_v1_dot_target__pb2.UpdateWeightsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -180,6 +200,33 @@ class TargetService(object):
             '/outrider.v1.TargetService/GetTargetInfo',
             outrider_dot_v1_dot_target__pb2.GetTargetInfoRequest.SerializeToString,
             outrider_dot_v1_dot_target__pb2.GetTargetInfoResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UpdateWeights(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_unary(
+            request_iterator,
+            target,
+            '/outrider.v1.TargetService/UpdateWeights',
+            outrider_dot_v1_dot_target__pb2.UpdateWeightsRequest.SerializeToString,
+            outrider_dot_v1_dot_target__pb2.UpdateWeightsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -43,6 +43,16 @@ class TargetServiceStub:
     ]
     """GetTargetInfo says which model is served, and within which limits."""
 
+    UpdateWeights: grpc.StreamUnaryMultiCallable[
+        outrider.v1.target_pb2.UpdateWeightsRequest,
+        outrider.v1.target_pb2.UpdateWeightsResponse,
+    ]
+    """UpdateWeights exchanges the model's weights between two engine steps, for others of the same names and shapes: of a
+    folder that the server reads, or of files that the stream carries. PERMISSION_DENIED unless the caller is an
+    operator. Everything is read and checked before anything is touched; a call that fails, ends early or is cancelled
+    before the exchange leaves the old weights as they were. RESOURCE_EXHAUSTED while another update is under way.
+    """
+
 class TargetServiceAsyncStub:
     """TargetService generates text, and verifies trees for clients that draft for themselves."""
 
@@ -67,6 +77,16 @@ class TargetServiceAsyncStub:
         outrider.v1.target_pb2.GetTargetInfoResponse,
     ]
     """GetTargetInfo says which model is served, and within which limits."""
+
+    UpdateWeights: grpc.aio.StreamUnaryMultiCallable[
+        outrider.v1.target_pb2.UpdateWeightsRequest,
+        outrider.v1.target_pb2.UpdateWeightsResponse,
+    ]
+    """UpdateWeights exchanges the model's weights between two engine steps, for others of the same names and shapes: of a
+    folder that the server reads, or of files that the stream carries. PERMISSION_DENIED unless the caller is an
+    operator. Everything is read and checked before anything is touched; a call that fails, ends early or is cancelled
+    before the exchange leaves the old weights as they were. RESOURCE_EXHAUSTED while another update is under way.
+    """
 
 class TargetServiceServicer(metaclass=abc.ABCMeta):
     """TargetService generates text, and verifies trees for clients that draft for themselves."""
@@ -98,5 +118,17 @@ class TargetServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[outrider.v1.target_pb2.GetTargetInfoResponse, collections.abc.Awaitable[outrider.v1.target_pb2.GetTargetInfoResponse]]:
         """GetTargetInfo says which model is served, and within which limits."""
+
+    @abc.abstractmethod
+    def UpdateWeights(
+        self,
+        request_iterator: _MaybeAsyncIterator[outrider.v1.target_pb2.UpdateWeightsRequest],
+        context: _ServicerContext,
+    ) -> typing.Union[outrider.v1.target_pb2.UpdateWeightsResponse, collections.abc.Awaitable[outrider.v1.target_pb2.UpdateWeightsResponse]]:
+        """UpdateWeights exchanges the model's weights between two engine steps, for others of the same names and shapes: of a
+        folder that the server reads, or of files that the stream carries. PERMISSION_DENIED unless the caller is an
+        operator. Everything is read and checked before anything is touched; a call that fails, ends early or is cancelled
+        before the exchange leaves the old weights as they were. RESOURCE_EXHAUSTED while another update is under way.
+        """
 
 def add_TargetServiceServicer_to_server(servicer: TargetServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

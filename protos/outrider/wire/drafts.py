@@ -93,6 +93,7 @@ def open_from_pb(pb: draft_pb2.OpenSequence, max_context: int) -> OpenSequence:
         tenant=tenant_from_pb(pb.tenant, "open.tenant"),
         corpus=name_from_pb(pb.corpus, "open.corpus"),
         traceparent=pb.traceparent,
+        model_version=pb.model_version,
     )
 
 
@@ -111,6 +112,7 @@ def open_to_pb(sequence: OpenSequence) -> draft_pb2.OpenSequence:
         limits=limits_to_pb(sequence.limits),
         vocabulary_size=sequence.vocabulary_size,
         traceparent=sequence.traceparent,
+        model_version=sequence.model_version,
     )
 
 

@@ -93,6 +93,8 @@ class OpenSequence:
     tenant: str = DEFAULT_TENANT
     corpus: str = ""
     traceparent: str = ""
+    # Of the weights that will say what comes next; 0 from a target that does not say.
+    model_version: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ time at 1 to 16 rows and its lm_head 0.3, with the same sums in the same order.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,17 @@ _ROWS = 16
 _SIBLINGS = ("q_proj", "k_proj", "v_proj")
 
 
+class Packed(Protocol):
+    """One or several linear layers of the same input in one packed weight."""
+
+    @property
+    def in_features(self) -> int: ...
+    @property
+    def has_bias(self) -> bool: ...
+    def pack(self, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> None:
+        """Take other `weights` [out, in] and `biases` [out], one of each layer; `biases` empty where there are none."""
+
+
 class PackedLinear(nn.Module):
     """`nn.Linear` for inference in bf16 on a CPU. Input [..., in], output [..., out]."""
 
@@ -30,6 +42,16 @@ class PackedLinear(nn.Module):
         self.out_features, self.in_features = weight.shape
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _ROWS)
         self._bias = None if bias is None else bias.detach()
+
+    @property
+    def has_bias(self) -> bool:
+        return self._bias is not None
+
+    def pack(self, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> None:
+        """See `Packed`; several layers are joined."""
+        weight = torch.cat(tuple(weights)) if len(weights) > 1 else weights[0]
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS)
+        self._bias = torch.cat(tuple(biases)) if biases else None
 
     def forward(self, rows: Tensor) -> Tensor:
         if rows.numel() == 0:
@@ -45,15 +67,28 @@ class _Joint:
         weight = torch.cat([linear.weight for linear in linears])
         biases: list[Tensor] = [linear.bias for linear in linears if linear.bias is not None]
         self._packed = PackedLinear(weight, torch.cat(biases) if biases else None)
-        self._widths = [linear.out_features for linear in linears]
+        self.widths = [linear.out_features for linear in linears]
         self._rows: Tensor | None = None
         self._parts: Sequence[Tensor] = ()
 
     def part(self, index: int, rows: Tensor) -> Tensor:
         """What sibling `index` makes of `rows`."""
         if rows is not self._rows:
-            self._rows, self._parts = rows, self._packed(rows).split(self._widths, dim=-1)
+            self._rows, self._parts = rows, self._packed(rows).split(self.widths, dim=-1)
         return self._parts[index]
+
+    @property
+    def in_features(self) -> int:
+        return self._packed.in_features
+
+    @property
+    def has_bias(self) -> bool:
+        return self._packed.has_bias
+
+    def pack(self, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> None:
+        """See `Packed`. What was computed last is forgotten."""
+        self._packed.pack(weights, biases)
+        self._rows, self._parts = None, ()
 
 
 class JoinedLinear(nn.Module):
@@ -61,10 +96,10 @@ class JoinedLinear(nn.Module):
 
     def __init__(self, joint: _Joint, index: int) -> None:
         super().__init__()
-        self._joint, self._index = joint, index
+        self.joint, self.index = joint, index
 
     def forward(self, rows: Tensor) -> Tensor:
-        return self._joint.part(self._index, rows)
+        return self.joint.part(self.index, rows)
 
 
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:

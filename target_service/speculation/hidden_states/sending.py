@@ -168,6 +168,11 @@ class Features:
         """The sequence has ended."""
         self._kept.pop(sequence_id, None)
 
+    def forget_all(self) -> None:
+        """What is kept was computed with other weights."""
+        self._kept.clear()
+        self._fresh.clear()
+
     def _find_head(self, wanted: FeatureRequest) -> None:
         """Take the projection of a head that comes with Outrider, unless the operator has named one."""
         runner = self._runner

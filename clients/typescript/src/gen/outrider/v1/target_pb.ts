@@ -16,7 +16,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file outrider/v1/target.proto.
  */
 export const file_outrider_v1_target: GenFile = /*@__PURE__*/
-  fileDesc("ChhvdXRyaWRlci92MS90YXJnZXQucHJvdG8SC291dHJpZGVyLnYxIrYCCg9HZW5lcmF0ZVJlcXVlc3QSDQoFbW9kZWwYASABKAkSDgoEdGV4dBgCIAEoCUgAEiYKBGNoYXQYAyABKAsyFi5vdXRyaWRlci52MS5DaGF0SW5wdXRIABIpCgZ0b2tlbnMYBCABKAsyFy5vdXRyaWRlci52MS5Ub2tlbklucHV0SAASMQoIc2FtcGxpbmcYBSABKAsyHy5vdXRyaWRlci52MS5TYW1wbGluZ1BhcmFtZXRlcnMSNAoLc3BlY3VsYXRpb24YBiABKAsyHy5vdXRyaWRlci52MS5TcGVjdWxhdGlvbk9wdGlvbnMSMAoKcHJlZGljdGlvbhgHIAEoCzIXLm91dHJpZGVyLnYxLlByZWRpY3Rpb25IAYgBAUIHCgVpbnB1dEINCgtfcHJlZGljdGlvbiJSCgpQcmVkaWN0aW9uEg4KBHRleHQYASABKAlIABIpCgZ0b2tlbnMYAiABKAsyFy5vdXRyaWRlci52MS5Ub2tlbklucHV0SABCCQoHY29udGVudCI3CglDaGF0SW5wdXQSKgoIbWVzc2FnZXMYASADKAsyGC5vdXRyaWRlci52MS5DaGF0TWVzc2FnZSIsCgtDaGF0TWVzc2FnZRIMCgRyb2xlGAEgASgJEg8KB2NvbnRlbnQYAiABKAkiHwoKVG9rZW5JbnB1dBIRCgl0b2tlbl9pZHMYASADKA0iygEKElNwZWN1bGF0aW9uT3B0aW9ucxIUCgdlbmFibGVkGAEgASgISACIAQESKwoEbW9kZRgCIAEoDjIdLm91dHJpZGVyLnYxLlZlcmlmaWNhdGlvbk1vZGUSFgoJbWF4X25vZGVzGAMgASgNSAGIAQESDgoGY29ycHVzGAQgASgJEi8KB3R5cGljYWwYBSABKAsyHi5vdXRyaWRlci52MS5UeXBpY2FsQWNjZXB0YW5jZUIKCghfZW5hYmxlZEIMCgpfbWF4X25vZGVzItMBChBHZW5lcmF0ZVJlc3BvbnNlEi8KB3N0YXJ0ZWQYASABKAsyHC5vdXRyaWRlci52MS5HZW5lcmF0ZVN0YXJ0ZWRIABIrCgVjaHVuaxgCIAEoCzIaLm91dHJpZGVyLnYxLkdlbmVyYXRlQ2h1bmtIABIxCghmaW5pc2hlZBgDIAEoCzIdLm91dHJpZGVyLnYxLkdlbmVyYXRlRmluaXNoZWRIABIlCgd0aW1pbmdzGAQgASgLMhQub3V0cmlkZXIudjEuVGltaW5nc0IHCgVldmVudCKcAQoPR2VuZXJhdGVTdGFydGVkEhMKC3NlcXVlbmNlX2lkGAEgASgEEhUKDXByb21wdF90b2tlbnMYAiABKA0SDAoEc2VlZBgDIAEoBhIrCgRtb2RlGAQgASgOMh0ub3V0cmlkZXIudjEuVmVyaWZpY2F0aW9uTW9kZRITCgtzcGVjdWxhdGluZxgFIAEoCBINCgVtb2RlbBgGIAEoCSKcAQoNR2VuZXJhdGVDaHVuaxIRCgl0b2tlbl9pZHMYASADKA0SDAoEdGV4dBgCIAEoCRIWCg5kcmFmdGVkX3Rva2VucxgDIAEoDRIsCghsb2dwcm9icxgEIAMoCzIaLm91dHJpZGVyLnYxLlRva2VuTG9ncHJvYnMSDAoEc3RlcBgFIAEoBBIWCg5kcmFmdHNfYnlfc3RlcBgGIAMoDSJGCg1Ub2tlbkxvZ3Byb2JzEg8KB2xvZ3Byb2IYASABKAISJAoDdG9wGAIgAygLMhcub3V0cmlkZXIudjEuVG9wTG9ncHJvYiIvCgpUb3BMb2dwcm9iEhAKCHRva2VuX2lkGAEgASgNEg8KB2xvZ3Byb2IYAiABKAIigQIKEEdlbmVyYXRlRmluaXNoZWQSMAoNZmluaXNoX3JlYXNvbhgBIAEoDjIZLm91dHJpZGVyLnYxLkZpbmlzaFJlYXNvbhIXCg1zdG9wX3Rva2VuX2lkGAIgASgNSAASFQoLc3RvcF9zdHJpbmcYAyABKAlIABIhCgV1c2FnZRgEIAEoCzISLm91dHJpZGVyLnYxLlVzYWdlEjMKC3NwZWN1bGF0aW9uGAUgASgLMh4ub3V0cmlkZXIudjEuU3BlY3VsYXRpb25Ub3RhbHMSKAoFdGltZXMYBiABKAsyGS5vdXRyaWRlci52MS5SZXF1ZXN0VGltZXNCCQoHbWF0Y2hlZCKmAQoFVXNhZ2USFQoNcHJvbXB0X3Rva2VucxgBIAEoDRIZChFjb21wbGV0aW9uX3Rva2VucxgCIAEoDRIiChphY2NlcHRlZF9wcmVkaWN0aW9uX3Rva2VucxgDIAEoDRIiChpyZWplY3RlZF9wcmVkaWN0aW9uX3Rva2VucxgEIAEoDRINCgVsb3NzeRgFIAEoCBIUCgxsb3NzeV90b2tlbnMYBiABKA0i1wEKEVNwZWN1bGF0aW9uVG90YWxzEg0KBXN0ZXBzGAEgASgEEhUKDWRyYWZ0ZWRfc3RlcHMYAiABKAQSFgoOZHJhZnRlZF90b2tlbnMYAyABKAQSFwoPYWNjZXB0ZWRfdG9rZW5zGAQgASgEEhgKEGRyYWZ0ZWRfYnlfZGVwdGgYBSADKAQSGQoRYWNjZXB0ZWRfYnlfZGVwdGgYBiADKAQSHgoWZHJhZnRfd2FpdF9uYW5vc2Vjb25kcxgHIAEoBBIWCg5mYWxsYmFja19zdGVwcxgIIAEoBCJiCgxSZXF1ZXN0VGltZXMSGQoRcXVldWVfbmFub3NlY29uZHMYASABKAQSGwoTcHJlZmlsbF9uYW5vc2Vjb25kcxgCIAEoBBIaChJkZWNvZGVfbmFub3NlY29uZHMYAyABKAQioQEKDVZlcmlmeVJlcXVlc3QSLQoEb3BlbhgBIAEoCzIdLm91dHJpZGVyLnYxLk9wZW5WZXJpZmljYXRpb25IABInCgR0cmVlGAIgASgLMhcub3V0cmlkZXIudjEuVmVyaWZ5VHJlZUgAEi8KBWNsb3NlGAMgASgLMh4ub3V0cmlkZXIudjEuQ2xvc2VWZXJpZmljYXRpb25IAEIHCgVmcmFtZSLKAQoQT3BlblZlcmlmaWNhdGlvbhISCgpjbGllbnRfdGFnGAEgASgEEhEKCXRva2VuX2lkcxgCIAMoDRIxCghzYW1wbGluZxgDIAEoCzIfLm91dHJpZGVyLnYxLlNhbXBsaW5nUGFyYW1ldGVycxIrCgRtb2RlGAQgASgOMh0ub3V0cmlkZXIudjEuVmVyaWZpY2F0aW9uTW9kZRIvCgd0eXBpY2FsGAUgASgLMh4ub3V0cmlkZXIudjEuVHlwaWNhbEFjY2VwdGFuY2UiVQoKVmVyaWZ5VHJlZRITCgtzZXF1ZW5jZV9pZBgBIAEoBBIMCgRzdGVwGAIgASgEEiQKBHRyZWUYAyABKAsyFi5vdXRyaWRlci52MS5Ub2tlblRyZWUiKAoRQ2xvc2VWZXJpZmljYXRpb24SEwoLc2VxdWVuY2VfaWQYASABKAQizwEKDlZlcmlmeVJlc3BvbnNlEjEKBm9wZW5lZBgBIAEoCzIfLm91dHJpZGVyLnYxLlZlcmlmaWNhdGlvbk9wZW5lZEgAEicKB3ZlcmRpY3QYAiABKAsyFC5vdXRyaWRlci52MS5WZXJkaWN0SAASMQoGc3RhdHVzGAMgASgLMh8ub3V0cmlkZXIudjEuVmVyaWZpY2F0aW9uU3RhdHVzSAASJQoHdGltaW5ncxgEIAEoCzIULm91dHJpZGVyLnYxLlRpbWluZ3NCBwoFZnJhbWUimAEKElZlcmlmaWNhdGlvbk9wZW5lZBISCgpjbGllbnRfdGFnGAEgASgEEhMKC3NlcXVlbmNlX2lkGAIgASgEEgwKBHN0ZXAYAyABKAQSDAoEc2VlZBgEIAEoBhIrCgRtb2RlGAUgASgOMh0ub3V0cmlkZXIudjEuVmVyaWZpY2F0aW9uTW9kZRIQCghtYXhfcm93cxgGIAEoDSLJAQoHVmVyZGljdBITCgtzZXF1ZW5jZV9pZBgBIAEoBBIMCgRzdGVwGAIgASgEEhUKDWFjY2VwdGVkX3Jvd3MYAyADKA0SEQoJdG9rZW5faWRzGAQgAygNEhEKCW5leHRfc3RlcBgFIAEoBBIwCg1maW5pc2hfcmVhc29uGAYgASgOMhkub3V0cmlkZXIudjEuRmluaXNoUmVhc29uEiwKCGxvZ3Byb2JzGAcgAygLMhoub3V0cmlkZXIudjEuVG9rZW5Mb2dwcm9icyJvChJWZXJpZmljYXRpb25TdGF0dXMSEwoLc2VxdWVuY2VfaWQYASABKAQSEgoKY2xpZW50X3RhZxgCIAEoBBIMCgRzdGVwGAMgASgEEiIKBnN0YXR1cxgEIAEoCzISLmdvb2dsZS5ycGMuU3RhdHVzIhYKFEdldFRhcmdldEluZm9SZXF1ZXN0IooEChVHZXRUYXJnZXRJbmZvUmVzcG9uc2USDQoFbW9kZWwYASABKAkSFwoPdm9jYWJ1bGFyeV9zaXplGAIgASgNEh0KFXRva2VuaXplcl9maW5nZXJwcmludBgDIAEoCRITCgttYXhfY29udGV4dBgEIAEoDRIQCghtYXhfcm93cxgFIAEoDRINCgVkdHlwZRgGIAEoCRIRCglwYWdlX3NpemUYByABKA0SEQoJa3ZfdG9rZW5zGAggASgEEiwKBW1vZGVzGAkgAygOMh0ub3V0cmlkZXIudjEuVmVyaWZpY2F0aW9uTW9kZRIPCgdkcmFmdGVyGAogASgJEhUKDWVuZF90b2tlbl9pZHMYCyADKA0SDwoHdmVyc2lvbhgMIAEoCRIVCg10b3JjaF92ZXJzaW9uGA0gASgJEhYKDnRyaXRvbl92ZXJzaW9uGA4gASgJEg4KBmRldmljZRgPIAEoCRITCgtkZXZpY2VfbmFtZRgQIAEoCRIbChNjYXB0dXJlZF9zdGVwX3NpemVzGBEgASgNEh0KFWNhcHR1cmFibGVfc3RlcF9zaXplcxgSIAEoDRINCgVkcmFmdBgTIAEoCRIXCg9kcmFmdF9jb25uZWN0ZWQYFCABKAgSEwoLc3BlY3VsYXRpbmcYFSABKAgSGgoSc3BlY3VsYXRpb25fcmVhc29uGBYgASgJKoIBCgxGaW5pc2hSZWFzb24SHQoZRklOSVNIX1JFQVNPTl9VTlNQRUNJRklFRBAAEiEKHUZJTklTSF9SRUFTT05fRU5EX09GX1NFUVVFTkNFEAESFgoSRklOSVNIX1JFQVNPTl9TVE9QEAISGAoURklOSVNIX1JFQVNPTl9MRU5HVEgQAzL5AQoNVGFyZ2V0U2VydmljZRJJCghHZW5lcmF0ZRIcLm91dHJpZGVyLnYxLkdlbmVyYXRlUmVxdWVzdBodLm91dHJpZGVyLnYxLkdlbmVyYXRlUmVzcG9uc2UwARJFCgZWZXJpZnkSGi5vdXRyaWRlci52MS5WZXJpZnlSZXF1ZXN0Ghsub3V0cmlkZXIudjEuVmVyaWZ5UmVzcG9uc2UoATABElYKDUdldFRhcmdldEluZm8SIS5vdXRyaWRlci52MS5HZXRUYXJnZXRJbmZvUmVxdWVzdBoiLm91dHJpZGVyLnYxLkdldFRhcmdldEluZm9SZXNwb25zZUIrWilvdXRyaWRlci9jbGllbnRzL2dvL291dHJpZGVydjE7b3V0cmlkZXJ2MWIGcHJvdG8z", [file_google_rpc_status, file_outrider_v1_tree]);
+  fileDesc("ChhvdXRyaWRlci92MS90YXJnZXQucHJvdG8SC291dHJpZGVyLnYxIrYCCg9HZW5lcmF0ZVJlcXVlc3QSDQoFbW9kZWwYASABKAkSDgoEdGV4dBgCIAEoCUgAEiYKBGNoYXQYAyABKAsyFi5vdXRyaWRlci52MS5DaGF0SW5wdXRIABIpCgZ0b2tlbnMYBCABKAsyFy5vdXRyaWRlci52MS5Ub2tlbklucHV0SAASMQoIc2FtcGxpbmcYBSABKAsyHy5vdXRyaWRlci52MS5TYW1wbGluZ1BhcmFtZXRlcnMSNAoLc3BlY3VsYXRpb24YBiABKAsyHy5vdXRyaWRlci52MS5TcGVjdWxhdGlvbk9wdGlvbnMSMAoKcHJlZGljdGlvbhgHIAEoCzIXLm91dHJpZGVyLnYxLlByZWRpY3Rpb25IAYgBAUIHCgVpbnB1dEINCgtfcHJlZGljdGlvbiJSCgpQcmVkaWN0aW9uEg4KBHRleHQYASABKAlIABIpCgZ0b2tlbnMYAiABKAsyFy5vdXRyaWRlci52MS5Ub2tlbklucHV0SABCCQoHY29udGVudCI3CglDaGF0SW5wdXQSKgoIbWVzc2FnZXMYASADKAsyGC5vdXRyaWRlci52MS5DaGF0TWVzc2FnZSIsCgtDaGF0TWVzc2FnZRIMCgRyb2xlGAEgASgJEg8KB2NvbnRlbnQYAiABKAkiHwoKVG9rZW5JbnB1dBIRCgl0b2tlbl9pZHMYASADKA0iygEKElNwZWN1bGF0aW9uT3B0aW9ucxIUCgdlbmFibGVkGAEgASgISACIAQESKwoEbW9kZRgCIAEoDjIdLm91dHJpZGVyLnYxLlZlcmlmaWNhdGlvbk1vZGUSFgoJbWF4X25vZGVzGAMgASgNSAGIAQESDgoGY29ycHVzGAQgASgJEi8KB3R5cGljYWwYBSABKAsyHi5vdXRyaWRlci52MS5UeXBpY2FsQWNjZXB0YW5jZUIKCghfZW5hYmxlZEIMCgpfbWF4X25vZGVzItMBChBHZW5lcmF0ZVJlc3BvbnNlEi8KB3N0YXJ0ZWQYASABKAsyHC5vdXRyaWRlci52MS5HZW5lcmF0ZVN0YXJ0ZWRIABIrCgVjaHVuaxgCIAEoCzIaLm91dHJpZGVyLnYxLkdlbmVyYXRlQ2h1bmtIABIxCghmaW5pc2hlZBgDIAEoCzIdLm91dHJpZGVyLnYxLkdlbmVyYXRlRmluaXNoZWRIABIlCgd0aW1pbmdzGAQgASgLMhQub3V0cmlkZXIudjEuVGltaW5nc0IHCgVldmVudCKcAQoPR2VuZXJhdGVTdGFydGVkEhMKC3NlcXVlbmNlX2lkGAEgASgEEhUKDXByb21wdF90b2tlbnMYAiABKA0SDAoEc2VlZBgDIAEoBhIrCgRtb2RlGAQgASgOMh0ub3V0cmlkZXIudjEuVmVyaWZpY2F0aW9uTW9kZRITCgtzcGVjdWxhdGluZxgFIAEoCBINCgVtb2RlbBgGIAEoCSKzAQoNR2VuZXJhdGVDaHVuaxIRCgl0b2tlbl9pZHMYASADKA0SDAoEdGV4dBgCIAEoCRIWCg5kcmFmdGVkX3Rva2VucxgDIAEoDRIsCghsb2dwcm9icxgEIAMoCzIaLm91dHJpZGVyLnYxLlRva2VuTG9ncHJvYnMSDAoEc3RlcBgFIAEoBBIWCg5kcmFmdHNfYnlfc3RlcBgGIAMoDRIVCg1tb2RlbF92ZXJzaW9uGAcgASgEIkYKDVRva2VuTG9ncHJvYnMSDwoHbG9ncHJvYhgBIAEoAhIkCgN0b3AYAiADKAsyFy5vdXRyaWRlci52MS5Ub3BMb2dwcm9iIi8KClRvcExvZ3Byb2ISEAoIdG9rZW5faWQYASABKA0SDwoHbG9ncHJvYhgCIAEoAiKBAgoQR2VuZXJhdGVGaW5pc2hlZBIwCg1maW5pc2hfcmVhc29uGAEgASgOMhkub3V0cmlkZXIudjEuRmluaXNoUmVhc29uEhcKDXN0b3BfdG9rZW5faWQYAiABKA1IABIVCgtzdG9wX3N0cmluZxgDIAEoCUgAEiEKBXVzYWdlGAQgASgLMhIub3V0cmlkZXIudjEuVXNhZ2USMwoLc3BlY3VsYXRpb24YBSABKAsyHi5vdXRyaWRlci52MS5TcGVjdWxhdGlvblRvdGFscxIoCgV0aW1lcxgGIAEoCzIZLm91dHJpZGVyLnYxLlJlcXVlc3RUaW1lc0IJCgdtYXRjaGVkIqYBCgVVc2FnZRIVCg1wcm9tcHRfdG9rZW5zGAEgASgNEhkKEWNvbXBsZXRpb25fdG9rZW5zGAIgASgNEiIKGmFjY2VwdGVkX3ByZWRpY3Rpb25fdG9rZW5zGAMgASgNEiIKGnJlamVjdGVkX3ByZWRpY3Rpb25fdG9rZW5zGAQgASgNEg0KBWxvc3N5GAUgASgIEhQKDGxvc3N5X3Rva2VucxgGIAEoDSLXAQoRU3BlY3VsYXRpb25Ub3RhbHMSDQoFc3RlcHMYASABKAQSFQoNZHJhZnRlZF9zdGVwcxgCIAEoBBIWCg5kcmFmdGVkX3Rva2VucxgDIAEoBBIXCg9hY2NlcHRlZF90b2tlbnMYBCABKAQSGAoQZHJhZnRlZF9ieV9kZXB0aBgFIAMoBBIZChFhY2NlcHRlZF9ieV9kZXB0aBgGIAMoBBIeChZkcmFmdF93YWl0X25hbm9zZWNvbmRzGAcgASgEEhYKDmZhbGxiYWNrX3N0ZXBzGAggASgEImIKDFJlcXVlc3RUaW1lcxIZChFxdWV1ZV9uYW5vc2Vjb25kcxgBIAEoBBIbChNwcmVmaWxsX25hbm9zZWNvbmRzGAIgASgEEhoKEmRlY29kZV9uYW5vc2Vjb25kcxgDIAEoBCKhAQoNVmVyaWZ5UmVxdWVzdBItCgRvcGVuGAEgASgLMh0ub3V0cmlkZXIudjEuT3BlblZlcmlmaWNhdGlvbkgAEicKBHRyZWUYAiABKAsyFy5vdXRyaWRlci52MS5WZXJpZnlUcmVlSAASLwoFY2xvc2UYAyABKAsyHi5vdXRyaWRlci52MS5DbG9zZVZlcmlmaWNhdGlvbkgAQgcKBWZyYW1lIsoBChBPcGVuVmVyaWZpY2F0aW9uEhIKCmNsaWVudF90YWcYASABKAQSEQoJdG9rZW5faWRzGAIgAygNEjEKCHNhbXBsaW5nGAMgASgLMh8ub3V0cmlkZXIudjEuU2FtcGxpbmdQYXJhbWV0ZXJzEisKBG1vZGUYBCABKA4yHS5vdXRyaWRlci52MS5WZXJpZmljYXRpb25Nb2RlEi8KB3R5cGljYWwYBSABKAsyHi5vdXRyaWRlci52MS5UeXBpY2FsQWNjZXB0YW5jZSJVCgpWZXJpZnlUcmVlEhMKC3NlcXVlbmNlX2lkGAEgASgEEgwKBHN0ZXAYAiABKAQSJAoEdHJlZRgDIAEoCzIWLm91dHJpZGVyLnYxLlRva2VuVHJlZSIoChFDbG9zZVZlcmlmaWNhdGlvbhITCgtzZXF1ZW5jZV9pZBgBIAEoBCLPAQoOVmVyaWZ5UmVzcG9uc2USMQoGb3BlbmVkGAEgASgLMh8ub3V0cmlkZXIudjEuVmVyaWZpY2F0aW9uT3BlbmVkSAASJwoHdmVyZGljdBgCIAEoCzIULm91dHJpZGVyLnYxLlZlcmRpY3RIABIxCgZzdGF0dXMYAyABKAsyHy5vdXRyaWRlci52MS5WZXJpZmljYXRpb25TdGF0dXNIABIlCgd0aW1pbmdzGAQgASgLMhQub3V0cmlkZXIudjEuVGltaW5nc0IHCgVmcmFtZSKYAQoSVmVyaWZpY2F0aW9uT3BlbmVkEhIKCmNsaWVudF90YWcYASABKAQSEwoLc2VxdWVuY2VfaWQYAiABKAQSDAoEc3RlcBgDIAEoBBIMCgRzZWVkGAQgASgGEisKBG1vZGUYBSABKA4yHS5vdXRyaWRlci52MS5WZXJpZmljYXRpb25Nb2RlEhAKCG1heF9yb3dzGAYgASgNIuABCgdWZXJkaWN0EhMKC3NlcXVlbmNlX2lkGAEgASgEEgwKBHN0ZXAYAiABKAQSFQoNYWNjZXB0ZWRfcm93cxgDIAMoDRIRCgl0b2tlbl9pZHMYBCADKA0SEQoJbmV4dF9zdGVwGAUgASgEEjAKDWZpbmlzaF9yZWFzb24YBiABKA4yGS5vdXRyaWRlci52MS5GaW5pc2hSZWFzb24SLAoIbG9ncHJvYnMYByADKAsyGi5vdXRyaWRlci52MS5Ub2tlbkxvZ3Byb2JzEhUKDW1vZGVsX3ZlcnNpb24YCCABKAQibwoSVmVyaWZpY2F0aW9uU3RhdHVzEhMKC3NlcXVlbmNlX2lkGAEgASgEEhIKCmNsaWVudF90YWcYAiABKAQSDAoEc3RlcBgDIAEoBBIiCgZzdGF0dXMYBCABKAsyEi5nb29nbGUucnBjLlN0YXR1cyIWChRHZXRUYXJnZXRJbmZvUmVxdWVzdCKhBAoVR2V0VGFyZ2V0SW5mb1Jlc3BvbnNlEg0KBW1vZGVsGAEgASgJEhcKD3ZvY2FidWxhcnlfc2l6ZRgCIAEoDRIdChV0b2tlbml6ZXJfZmluZ2VycHJpbnQYAyABKAkSEwoLbWF4X2NvbnRleHQYBCABKA0SEAoIbWF4X3Jvd3MYBSABKA0SDQoFZHR5cGUYBiABKAkSEQoJcGFnZV9zaXplGAcgASgNEhEKCWt2X3Rva2VucxgIIAEoBBIsCgVtb2RlcxgJIAMoDjIdLm91dHJpZGVyLnYxLlZlcmlmaWNhdGlvbk1vZGUSDwoHZHJhZnRlchgKIAEoCRIVCg1lbmRfdG9rZW5faWRzGAsgAygNEg8KB3ZlcnNpb24YDCABKAkSFQoNdG9yY2hfdmVyc2lvbhgNIAEoCRIWCg50cml0b25fdmVyc2lvbhgOIAEoCRIOCgZkZXZpY2UYDyABKAkSEwoLZGV2aWNlX25hbWUYECABKAkSGwoTY2FwdHVyZWRfc3RlcF9zaXplcxgRIAEoDRIdChVjYXB0dXJhYmxlX3N0ZXBfc2l6ZXMYEiABKA0SDQoFZHJhZnQYEyABKAkSFwoPZHJhZnRfY29ubmVjdGVkGBQgASgIEhMKC3NwZWN1bGF0aW5nGBUgASgIEhoKEnNwZWN1bGF0aW9uX3JlYXNvbhgWIAEoCRIVCg1tb2RlbF92ZXJzaW9uGBcgASgEIlkKFFVwZGF0ZVdlaWdodHNSZXF1ZXN0EikKBWJlZ2luGAEgASgLMhgub3V0cmlkZXIudjEuQmVnaW5VcGRhdGVIABIOCgRkYXRhGAIgASgMSABCBgoEcGFydCKDAQoLQmVnaW5VcGRhdGUSEAoGZm9sZGVyGAEgASgJSAASKQoFZmlsZXMYAiABKAsyGC5vdXRyaWRlci52MS5XZWlnaHRGaWxlc0gAEi0KB3J1bm5pbmcYAyABKA4yHC5vdXRyaWRlci52MS5SdW5uaW5nUmVxdWVzdHNCCAoGc291cmNlIhwKC1dlaWdodEZpbGVzEg0KBXNpemVzGAEgAygEIr4BChVVcGRhdGVXZWlnaHRzUmVzcG9uc2USFQoNbW9kZWxfdmVyc2lvbhgBIAEoBBIPCgd0ZW5zb3JzGAIgASgNEg0KBWJ5dGVzGAMgASgEEhsKE3ByZXBhcmVfbmFub3NlY29uZHMYBCABKAQSGQoRcGF1c2VfbmFub3NlY29uZHMYBSABKAQSGQoRYWJvcnRlZF9zZXF1ZW5jZXMYBiABKA0SGwoTY29udGludWVkX3NlcXVlbmNlcxgHIAEoDSqCAQoMRmluaXNoUmVhc29uEh0KGUZJTklTSF9SRUFTT05fVU5TUEVDSUZJRUQQABIhCh1GSU5JU0hfUkVBU09OX0VORF9PRl9TRVFVRU5DRRABEhYKEkZJTklTSF9SRUFTT05fU1RPUBACEhgKFEZJTklTSF9SRUFTT05fTEVOR1RIEAMqigEKD1J1bm5pbmdSZXF1ZXN0cxIgChxSVU5OSU5HX1JFUVVFU1RTX1VOU1BFQ0lGSUVEEAASGgoWUlVOTklOR19SRVFVRVNUU19EUkFJThABEhoKFlJVTk5JTkdfUkVRVUVTVFNfQUJPUlQQAhIdChlSVU5OSU5HX1JFUVVFU1RTX0NPTlRJTlVFEAMy0wIKDVRhcmdldFNlcnZpY2USSQoIR2VuZXJhdGUSHC5vdXRyaWRlci52MS5HZW5lcmF0ZVJlcXVlc3QaHS5vdXRyaWRlci52MS5HZW5lcmF0ZVJlc3BvbnNlMAESRQoGVmVyaWZ5Ehoub3V0cmlkZXIudjEuVmVyaWZ5UmVxdWVzdBobLm91dHJpZGVyLnYxLlZlcmlmeVJlc3BvbnNlKAEwARJWCg1HZXRUYXJnZXRJbmZvEiEub3V0cmlkZXIudjEuR2V0VGFyZ2V0SW5mb1JlcXVlc3QaIi5vdXRyaWRlci52MS5HZXRUYXJnZXRJbmZvUmVzcG9uc2USWAoNVXBkYXRlV2VpZ2h0cxIhLm91dHJpZGVyLnYxLlVwZGF0ZVdlaWdodHNSZXF1ZXN0GiIub3V0cmlkZXIudjEuVXBkYXRlV2VpZ2h0c1Jlc3BvbnNlKAFCK1opb3V0cmlkZXIvY2xpZW50cy9nby9vdXRyaWRlcnYxO291dHJpZGVydjFiBnByb3RvMw", [file_google_rpc_status, file_outrider_v1_tree]);
 
 /**
  * GenerateRequest asks for one continuation.
@@ -412,6 +412,13 @@ export type GenerateChunk = Message<"outrider.v1.GenerateChunk"> & {
    * @generated from field: repeated uint32 drafts_by_step = 6;
    */
   draftsByStep: number[];
+
+  /**
+   * model_version of the weights that said the tokens; see UpdateWeightsResponse.
+   *
+   * @generated from field: uint64 model_version = 7;
+   */
+  modelVersion: bigint;
 };
 
 /**
@@ -1022,6 +1029,13 @@ export type Verdict = Message<"outrider.v1.Verdict"> & {
    * @generated from field: repeated outrider.v1.TokenLogprobs logprobs = 7;
    */
   logprobs: TokenLogprobs[];
+
+  /**
+   * model_version of the weights that said the tokens; see UpdateWeightsResponse.
+   *
+   * @generated from field: uint64 model_version = 8;
+   */
+  modelVersion: bigint;
 };
 
 /**
@@ -1248,6 +1262,13 @@ export type GetTargetInfoResponse = Message<"outrider.v1.GetTargetInfoResponse">
    * @generated from field: string speculation_reason = 22;
    */
   speculationReason: string;
+
+  /**
+   * model_version of the weights in force; see UpdateWeightsResponse.
+   *
+   * @generated from field: uint64 model_version = 23;
+   */
+  modelVersion: bigint;
 };
 
 /**
@@ -1256,6 +1277,173 @@ export type GetTargetInfoResponse = Message<"outrider.v1.GetTargetInfoResponse">
  */
 export const GetTargetInfoResponseSchema: GenMessage<GetTargetInfoResponse> = /*@__PURE__*/
   messageDesc(file_outrider_v1_target, 24);
+
+/**
+ * UpdateWeightsRequest is a piece of an update. The first message begins it, and all others carry data.
+ *
+ * @generated from message outrider.v1.UpdateWeightsRequest
+ */
+export type UpdateWeightsRequest = Message<"outrider.v1.UpdateWeightsRequest"> & {
+  /**
+   * part is what the message carries.
+   *
+   * @generated from oneof outrider.v1.UpdateWeightsRequest.part
+   */
+  part: {
+    /**
+     * begin says where the weights come from. INVALID_ARGUMENT anywhere but first.
+     *
+     * @generated from field: outrider.v1.BeginUpdate begin = 1;
+     */
+    value: BeginUpdate;
+    case: "begin";
+  } | {
+    /**
+     * data is the next piece of the files of begin.files, in order, as long as a message may be.
+     *
+     * @generated from field: bytes data = 2;
+     */
+    value: Uint8Array;
+    case: "data";
+  } | { case: undefined; value?: undefined };
+};
+
+/**
+ * Describes the message outrider.v1.UpdateWeightsRequest.
+ * Use `create(UpdateWeightsRequestSchema)` to create a new message.
+ */
+export const UpdateWeightsRequestSchema: GenMessage<UpdateWeightsRequest> = /*@__PURE__*/
+  messageDesc(file_outrider_v1_target, 25);
+
+/**
+ * BeginUpdate says where weights come from, and what becomes of running requests.
+ *
+ * @generated from message outrider.v1.BeginUpdate
+ */
+export type BeginUpdate = Message<"outrider.v1.BeginUpdate"> & {
+  /**
+   * source of the weights. One must be set. Either way they are safetensors files that together hold every tensor of the
+   * model by the name and in the shape that its own state has, in 16 or 32 bits, none of them NaN or infinite. A tied
+   * tensor may be left out.
+   *
+   * @generated from oneof outrider.v1.BeginUpdate.source
+   */
+  source: {
+    /**
+     * folder on the server, relative to its --weights-folder or absolute inside of it; else PERMISSION_DENIED.
+     *
+     * @generated from field: string folder = 1;
+     */
+    value: string;
+    case: "folder";
+  } | {
+    /**
+     * files that the stream carries.
+     *
+     * @generated from field: outrider.v1.WeightFiles files = 2;
+     */
+    value: WeightFiles;
+    case: "files";
+  } | { case: undefined; value?: undefined };
+
+  /**
+   * running says what becomes of requests that have begun. Default DRAIN.
+   *
+   * @generated from field: outrider.v1.RunningRequests running = 3;
+   */
+  running: RunningRequests;
+};
+
+/**
+ * Describes the message outrider.v1.BeginUpdate.
+ * Use `create(BeginUpdateSchema)` to create a new message.
+ */
+export const BeginUpdateSchema: GenMessage<BeginUpdate> = /*@__PURE__*/
+  messageDesc(file_outrider_v1_target, 26);
+
+/**
+ * WeightFiles are safetensors files that a stream carries one after the other.
+ *
+ * @generated from message outrider.v1.WeightFiles
+ */
+export type WeightFiles = Message<"outrider.v1.WeightFiles"> & {
+  /**
+   * sizes of the files in bytes, at least one and at most 1024. RESOURCE_EXHAUSTED past what the server takes.
+   *
+   * @generated from field: repeated uint64 sizes = 1;
+   */
+  sizes: bigint[];
+};
+
+/**
+ * Describes the message outrider.v1.WeightFiles.
+ * Use `create(WeightFilesSchema)` to create a new message.
+ */
+export const WeightFilesSchema: GenMessage<WeightFiles> = /*@__PURE__*/
+  messageDesc(file_outrider_v1_target, 27);
+
+/**
+ * UpdateWeightsResponse says what was exchanged, once the new weights are in force.
+ *
+ * @generated from message outrider.v1.UpdateWeightsResponse
+ */
+export type UpdateWeightsResponse = Message<"outrider.v1.UpdateWeightsResponse"> & {
+  /**
+   * model_version in force: 1 for the weights that the target was started with, one more with each update.
+   *
+   * @generated from field: uint64 model_version = 1;
+   */
+  modelVersion: bigint;
+
+  /**
+   * tensors of the model that were exchanged.
+   *
+   * @generated from field: uint32 tensors = 2;
+   */
+  tensors: number;
+
+  /**
+   * bytes that they take.
+   *
+   * @generated from field: uint64 bytes = 3;
+   */
+  bytes: bigint;
+
+  /**
+   * prepare_nanoseconds for reading and checking, while requests ran.
+   *
+   * @generated from field: uint64 prepare_nanoseconds = 4;
+   */
+  prepareNanoseconds: bigint;
+
+  /**
+   * pause_nanoseconds of the exchange itself, in which no step ran.
+   *
+   * @generated from field: uint64 pause_nanoseconds = 5;
+   */
+  pauseNanoseconds: bigint;
+
+  /**
+   * aborted_sequences that ended with WEIGHTS_CHANGED.
+   *
+   * @generated from field: uint32 aborted_sequences = 6;
+   */
+  abortedSequences: number;
+
+  /**
+   * continued_sequences that had begun, and are read again.
+   *
+   * @generated from field: uint32 continued_sequences = 7;
+   */
+  continuedSequences: number;
+};
+
+/**
+ * Describes the message outrider.v1.UpdateWeightsResponse.
+ * Use `create(UpdateWeightsResponseSchema)` to create a new message.
+ */
+export const UpdateWeightsResponseSchema: GenMessage<UpdateWeightsResponse> = /*@__PURE__*/
+  messageDesc(file_outrider_v1_target, 28);
 
 /**
  * FinishReason says why a sequence ended.
@@ -1299,6 +1487,50 @@ export const FinishReasonSchema: GenEnum<FinishReason> = /*@__PURE__*/
   enumDesc(file_outrider_v1_target, 0);
 
 /**
+ * RunningRequests says what becomes of requests that have begun when weights are exchanged. Those that still wait run
+ * with the new weights, whatever it is.
+ *
+ * @generated from enum outrider.v1.RunningRequests
+ */
+export enum RunningRequests {
+  /**
+   * RUNNING_REQUESTS_UNSPECIFIED is DRAIN.
+   *
+   * @generated from enum value: RUNNING_REQUESTS_UNSPECIFIED = 0;
+   */
+  UNSPECIFIED = 0,
+
+  /**
+   * RUNNING_REQUESTS_DRAIN lets them end with the old weights first. The others wait until the exchange. It may take as
+   * long as the longest of them, and a sequence of Verify runs until its client closes it: the call's deadline bounds it.
+   *
+   * @generated from enum value: RUNNING_REQUESTS_DRAIN = 1;
+   */
+  DRAIN = 1,
+
+  /**
+   * RUNNING_REQUESTS_ABORT ends them with UNAVAILABLE (WEIGHTS_CHANGED), to be asked again.
+   *
+   * @generated from enum value: RUNNING_REQUESTS_ABORT = 2;
+   */
+  ABORT = 2,
+
+  /**
+   * RUNNING_REQUESTS_CONTINUE keeps them: their keys and values are dropped, prompt and output are read again with the
+   * new weights, and what follows is the new weights' own.
+   *
+   * @generated from enum value: RUNNING_REQUESTS_CONTINUE = 3;
+   */
+  CONTINUE = 3,
+}
+
+/**
+ * Describes the enum outrider.v1.RunningRequests.
+ */
+export const RunningRequestsSchema: GenEnum<RunningRequests> = /*@__PURE__*/
+  enumDesc(file_outrider_v1_target, 1);
+
+/**
  * TargetService generates text, and verifies trees for clients that draft for themselves.
  *
  * @generated from service outrider.v1.TargetService
@@ -1335,6 +1567,19 @@ export const TargetService: GenService<{
     methodKind: "unary";
     input: typeof GetTargetInfoRequestSchema;
     output: typeof GetTargetInfoResponseSchema;
+  },
+  /**
+   * UpdateWeights exchanges the model's weights between two engine steps, for others of the same names and shapes: of a
+   * folder that the server reads, or of files that the stream carries. PERMISSION_DENIED unless the caller is an
+   * operator. Everything is read and checked before anything is touched; a call that fails, ends early or is cancelled
+   * before the exchange leaves the old weights as they were. RESOURCE_EXHAUSTED while another update is under way.
+   *
+   * @generated from rpc outrider.v1.TargetService.UpdateWeights
+   */
+  updateWeights: {
+    methodKind: "client_streaming";
+    input: typeof UpdateWeightsRequestSchema;
+    output: typeof UpdateWeightsResponseSchema;
   },
 }> = /*@__PURE__*/
   serviceDesc(file_outrider_v1_target, 0);

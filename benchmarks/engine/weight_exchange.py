@@ -1,0 +1,125 @@
+"""How long an exchange of weights holds up an engine that generates.
+
+    python -m benchmarks.engine.weight_exchange --model MODEL --weights FOLDER [--device cuda] [--running continue]
+        [--sequences N] [--updates N] [--json FILE]
+
+FOLDER has the safetensors files that are exchanged for the model's own, again and again; the model's own folder will
+do, since as much is read, checked and written. Printed are, of each update, what reading and checking took beside
+running requests, the pause that the engine reports, and the longest time between two steps that told of tokens, which
+has the pause in it and what requests that go on are read again in.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import queue
+import statistics
+import sys
+import threading
+import time
+from pathlib import Path
+
+from benchmarks.shared.machine import describe
+from outrider.errors import OutriderError
+from outrider.sampling import SamplingParams
+from target_service.assembly import engine_config, load_model
+from target_service.config import TargetConfig
+from target_service.core.sequence import SequenceEvent, SequenceRequest
+from target_service.core.weights import RunningRequests, WeightsUpdated, WeightUpdate
+from target_service.engine.engine import Engine
+
+# Between two updates, so that requests run on either side of each.
+_BETWEEN_SECONDS = 2.0
+_PROMPT_TOKENS = 64
+
+
+class Gaps:
+    """Keeps as many sequences running as asked for, and the longest time between two deliveries since the last look."""
+
+    def __init__(self, engine: Engine, sequences: int, max_tokens: int) -> None:
+        self._engine = engine
+        self._max_tokens = max_tokens
+        self._longest = 0.0
+        self._last = time.monotonic()
+        self._ended: queue.Queue[int] = queue.Queue()
+        engine.start(self._deliver)
+        for _ in range(sequences):
+            self._submit()
+        threading.Thread(target=self._keep_running, daemon=True).start()
+
+    def take(self) -> float:
+        """Seconds of the longest gap since the last call."""
+        longest, self._longest = self._longest, 0.0
+        return longest
+
+    def _submit(self) -> None:
+        sampling = SamplingParams(ignore_eos=True)
+        prompt = tuple(range(10, 10 + _PROMPT_TOKENS))
+        self._engine.submit(
+            SequenceRequest(prompt, sampling, sampling.mode(None), 0, self._max_tokens, speculate=False)
+        )
+
+    def _deliver(self, events: list[SequenceEvent]) -> None:
+        now = time.monotonic()
+        self._longest, self._last = max(self._longest, now - self._last), now
+        for event in events:
+            if not hasattr(event, "token_ids"):
+                self._ended.put(event.sequence_id)
+
+    def _keep_running(self) -> None:
+        while True:
+            self._ended.get()
+            try:
+                self._submit()
+            except OutriderError:
+                # The engine has stopped.
+                return
+
+
+def _updated(engine: Engine, folder: str, running: RunningRequests) -> WeightsUpdated:
+    results: queue.Queue[WeightsUpdated | OutriderError] = queue.Queue()
+    engine.update_weights(WeightUpdate(folder, running), results.put)
+    result = results.get()
+    if isinstance(result, OutriderError):
+        raise SystemExit(f"{result.message} ({result.reason})")
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--weights", required=True, help="folder of safetensors files")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--running", default="continue", choices=[one.value for one in RunningRequests])
+    parser.add_argument("--sequences", type=int, default=4)
+    parser.add_argument("--max-tokens", type=int, default=256)
+    parser.add_argument("--updates", type=int, default=3)
+    parser.add_argument("--json", type=Path)
+    asked = parser.parse_args()
+    config = TargetConfig(model=asked.model, device=asked.device, dtype=asked.dtype, speculation=False)
+    engine = Engine(load_model(config), engine_config(config))
+    gaps = Gaps(engine, asked.sequences, asked.max_tokens)
+    rows = []
+    for _ in range(asked.updates):
+        time.sleep(_BETWEEN_SECONDS)
+        gaps.take()
+        done = _updated(engine, asked.weights, RunningRequests(asked.running))
+        # Whatever goes on is read again behind it.
+        time.sleep(_BETWEEN_SECONDS)
+        row = {"MB": done.bytes / 1e6, "prepare_s": done.prepare_ns / 1e9, "pause_s": done.pause_ns / 1e9}
+        rows.append(row | {"longest_gap_s": gaps.take()})
+        sys.stdout.write("  ".join(f"{name} {value:.3f}" for name, value in rows[-1].items()) + "\n")
+        sys.stdout.flush()
+    engine.stop(0.0)
+    median = statistics.median(row["pause_s"] for row in rows)
+    sys.stdout.write(f"pause: median {median:.3f} s of {len(rows)}\n")
+    if asked.json:
+        asked.json.write_text(
+            json.dumps({"machine": describe(), "arguments": vars(asked), "updates": rows}, default=str)
+        )
+
+
+if __name__ == "__main__":
+    main()

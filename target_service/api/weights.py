@@ -1,0 +1,231 @@
+"""Updates of the model's weights as callers ask for them: who may, from where, and how much.
+
+What a folder or a stream holds is read by the engine; here are its bounds. One update is taken at a time, so that the
+disk never holds the files of two.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import tempfile
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, Protocol
+
+from outrider.errors import (
+    DeadlineExceeded,
+    InvalidField,
+    NotSupported,
+    OutriderError,
+    PermissionDenied,
+    QuotaExceeded,
+)
+from outrider.serving import Caller
+from outrider.v1 import target_pb2 as pb
+from target_service.core.events import EngineSnapshot
+from target_service.core.weights import RunningRequests, UpdateDone, WeightsUpdated, WeightUpdate
+
+_RUNNING = {
+    pb.RUNNING_REQUESTS_UNSPECIFIED: RunningRequests.DRAIN,
+    pb.RUNNING_REQUESTS_DRAIN: RunningRequests.DRAIN,
+    pb.RUNNING_REQUESTS_ABORT: RunningRequests.ABORT,
+    pb.RUNNING_REQUESTS_CONTINUE: RunningRequests.CONTINUE,
+}
+# As target.proto says.
+_MOST_FILES = 1024
+# A stream may be silent for so many seconds: it holds a place on the disk. Chosen, not measured.
+_SILENCE_SECONDS = 60.0
+
+
+class UpdatingEngine(Protocol):
+    """The engine as far as weights go; `target_service.engine.engine.Engine` says what each member means."""
+
+    def update_weights(self, update: WeightUpdate, done: UpdateDone) -> int: ...
+    def cancel_update(self, update_id: int) -> None: ...
+    def snapshot(self) -> EngineSnapshot: ...
+
+
+@dataclass(frozen=True, slots=True)
+class WeightRules:
+    """What is allowed; the settings' words are `TargetConfig`'s.
+
+    Attributes:
+        folder: that weights may be read from; none when empty.
+        staging: folder for streamed files, until they are read; the system's own for temporary files when empty.
+        stream_bytes: of one streamed update at most.
+        without_token: whether callers may update where no tokens are asked for.
+    """
+
+    folder: str = ""
+    staging: str = ""
+    stream_bytes: int = 0
+    without_token: bool = False
+
+
+class WeightUpdates:
+    """Takes updates for an engine. Belongs to the event loop."""
+
+    def __init__(self, engine: UpdatingEngine, rules: WeightRules) -> None:
+        self._engine = engine
+        self._rules = rules
+        self._busy = False
+
+    @property
+    def model_version(self) -> int:
+        """Of the weights in force."""
+        return self._engine.snapshot().model_version
+
+    def check_caller(self, caller: Caller, *, tokens: bool) -> None:
+        """Raise `PermissionDenied` unless the caller may; `tokens` says whether callers are known by theirs."""
+        if tokens and not caller.operator:
+            raise PermissionDenied("the token is no operator's")
+        if not tokens and not self._rules.without_token:
+            raise PermissionDenied("weights are taken from operators, whom tokens tell: see --auth-tokens")
+
+    async def run(self, requests: AsyncIterator[pb.UpdateWeightsRequest]) -> WeightsUpdated:
+        """Take one update to its end. Cancelled before the exchange, it changes nothing.
+
+        Raises `InvalidField`, `PermissionDenied` for a folder that is not allowed, `QuotaExceeded`, `DeadlineExceeded`
+        for a stream that falls silent, and what `Engine.update_weights` raises.
+        """
+        first = await _next(requests)
+        if first is None or first.WhichOneof("part") != "begin":
+            raise InvalidField("begin", "must come first")
+        begin = first.begin
+        running = _RUNNING.get(begin.running)
+        if running is None:
+            raise InvalidField("begin.running", "is not known")
+        with self._alone():
+            source = begin.WhichOneof("source")
+            if source == "folder":
+                return await self._exchange(WeightUpdate(str(self._allowed(begin.folder)), running))
+            if source != "files":
+                raise InvalidField("begin.source", "one of folder and files must be set")
+            async with self._received(requests, tuple(begin.files.sizes)) as folder:
+                return await self._exchange(WeightUpdate(str(folder), running))
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        if self._busy:
+            raise QuotaExceeded("another update of the weights is under way")
+        self._busy = True
+        try:
+            yield
+        finally:
+            self._busy = False
+
+    async def _exchange(self, update: WeightUpdate) -> WeightsUpdated:
+        loop = asyncio.get_running_loop()
+        ended: asyncio.Future[WeightsUpdated | OutriderError] = loop.create_future()
+
+        def put(result: WeightsUpdated | OutriderError) -> None:
+            if not ended.done():
+                ended.set_result(result)
+
+        update_id = self._engine.update_weights(update, lambda result: _soon(loop, lambda: put(result)))
+        try:
+            result = await ended
+        except asyncio.CancelledError:
+            self._engine.cancel_update(update_id)
+            raise
+        if isinstance(result, OutriderError):
+            raise result
+        return result
+
+    def _allowed(self, asked: str) -> Path:
+        """The folder that was asked for, with nothing in it that lies outside of what is allowed."""
+        if not self._rules.folder:
+            raise PermissionDenied("weights are taken from no folder: see --weights-folder")
+        root = Path(self._rules.folder).resolve()
+        try:
+            folder = (root / asked).resolve()
+        except (OSError, ValueError):
+            raise InvalidField("begin.folder", "is no path") from None
+        # Before it is looked at, so that nobody finds out what lies elsewhere.
+        if not folder.is_relative_to(root):
+            raise PermissionDenied("the folder is outside of --weights-folder")
+        if not folder.is_dir():
+            raise InvalidField("begin.folder", "is no folder")
+        if any(not path.resolve().is_relative_to(root) for path in folder.glob("*.safetensors")):
+            raise PermissionDenied("a file of the folder is a link to outside of --weights-folder")
+        return folder
+
+    @asynccontextmanager
+    async def _received(
+        self, requests: AsyncIterator[pb.UpdateWeightsRequest], sizes: Sequence[int]
+    ) -> AsyncIterator[Path]:
+        """A folder of its own with the files that a stream carries, all of them; gone afterwards."""
+        if not 1 <= len(sizes) <= _MOST_FILES:
+            raise InvalidField("begin.files.sizes", f"needs 1 to {_MOST_FILES} entries")
+        total, limit = sum(sizes), self._rules.stream_bytes
+        if total > limit:
+            raise QuotaExceeded("the files are more than a stream may carry", bytes=total, limit=limit).after(None)
+        try:
+            folder = Path(tempfile.mkdtemp(prefix="outrider-weights-", dir=self._rules.staging or None))
+        except OSError as error:
+            raise NotSupported(f"streamed weights have nowhere to be: {error.strerror}") from None
+        try:
+            if shutil.disk_usage(folder).free < total:
+                raise QuotaExceeded("the disk has no room for the files", bytes=total).after(None)
+            await _spool(requests, folder, sizes)
+            yield folder
+        except OSError as error:
+            raise NotSupported(f"streamed weights cannot be kept: {error.strerror}") from None
+        finally:
+            await asyncio.shield(asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True))
+
+
+async def _spool(requests: AsyncIterator[pb.UpdateWeightsRequest], folder: Path, sizes: Sequence[int]) -> None:
+    """Write the files that the stream carries, and see to it that it carries no more and no less."""
+    pieces = _Pieces(requests)
+    for number, size in enumerate(sizes):
+        with (folder / f"{number:04}.safetensors").open("wb") as file:
+            await _fill(file, pieces, size)
+    if pieces.rest or await pieces.more():
+        raise InvalidField("data", "is longer than the files' sizes")
+
+
+async def _fill(file: BinaryIO, pieces: _Pieces, size: int) -> None:
+    left = size
+    while left:
+        if not pieces.rest and not await pieces.more():
+            raise InvalidField("data", "ends before the files do")
+        piece, pieces.rest = pieces.rest[:left], pieces.rest[left:]
+        # Disks take their time, and other calls go on.
+        await asyncio.to_thread(file.write, piece)
+        left -= len(piece)
+
+
+class _Pieces:
+    """The bytes of a stream; `rest` are those that have come and belong to no file yet."""
+
+    def __init__(self, requests: AsyncIterator[pb.UpdateWeightsRequest]) -> None:
+        self._requests = requests
+        self.rest = b""
+
+    async def more(self) -> bool:
+        """Wait for more bytes. False at the stream's end."""
+        while (request := await _next(self._requests)) is not None:
+            if request.WhichOneof("part") != "data":
+                raise InvalidField("data", "must follow begin, and nothing else")
+            if request.data:
+                self.rest = request.data
+                return True
+        return False
+
+
+async def _next(requests: AsyncIterator[pb.UpdateWeightsRequest]) -> pb.UpdateWeightsRequest | None:
+    try:
+        async with asyncio.timeout(_SILENCE_SECONDS):
+            return await anext(requests, None)
+    except TimeoutError:
+        raise DeadlineExceeded(f"the stream was silent for {_SILENCE_SECONDS:g} s") from None
+
+
+def _soon(loop: asyncio.AbstractEventLoop, work: Callable[[], None]) -> None:
+    """Run `work` on the loop, from any thread; nothing once the loop has ended."""
+    with suppress(RuntimeError):
+        loop.call_soon_threadsafe(work)

@@ -1,0 +1,1 @@
+"""The weights of a model that is being served, exchanged for others."""

@@ -1,0 +1,110 @@
+"""Where each tensor of a model lies while it is served: joined with others, packed, or as it was loaded.
+
+Weights are written where the old ones lie, so that what holds their addresses (captured graphs, compiled layers, fused
+layers' parts) goes on unchanged. Packed layouts of a CPU are made anew; nothing holds on to theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from target_service.model.fused.joined_linears import JointLinear
+from target_service.model.fused.layers import FusedLayer, FusedNorm, RowsHead
+from target_service.model.fused.packed_linears import JoinedLinear, Packed, PackedLinear
+from target_service.model.weights.files import TensorSpec
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSlot:
+    """Tensors that are written together. `write` takes them in the order of `specs`."""
+
+    specs: Mapping[str, TensorSpec]
+    write: Callable[[Sequence[Tensor]], None]
+
+
+def weight_slots(model: PreTrainedModel) -> list[WeightSlot]:
+    """Every tensor of the model, by the names of its own state before its layers were prepared for serving."""
+    ties: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
+    return list(_slots(model, "", ties))
+
+
+def specs_of(slots: Sequence[WeightSlot]) -> dict[str, TensorSpec]:
+    """Every tensor of all slots."""
+    return {name: spec for slot in slots for name, spec in slot.specs.items()}
+
+
+def write_weights(slots: Sequence[WeightSlot], weights: Mapping[str, Tensor], beat: Callable[[], None]) -> None:
+    """Write `weights`, which `read_weights` has checked, and wait for the device. Between two steps; `beat` is called
+    after each slot."""
+    with torch.inference_mode():
+        for slot in slots:
+            slot.write([weights[name] for name in slot.specs])
+            beat()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def _slots(module: nn.Module, path: str, ties: Mapping[str, str]) -> Iterator[WeightSlot]:
+    if isinstance(module, FusedLayer | FusedNorm | RowsHead):
+        # Its parts are the same memory.
+        yield from _slots(module.plain, path, ties)
+    elif isinstance(module, JointLinear):
+        rows = slice(module.start, module.stop)
+        yield _in_place(f"{path}weight", module.joint_weight[rows], ties)
+        if module.joint_bias is not None:
+            yield _in_place(f"{path}bias", module.joint_bias[rows], ties)
+    elif isinstance(module, PackedLinear):
+        yield _packed([path], module, [module.out_features], ties)
+    else:
+        yield from _plain(module, path, ties)
+        yield from _joined(module, path, ties)
+        for name, child in module.named_children():
+            if not isinstance(child, JoinedLinear):
+                yield from _slots(child, f"{path}{name}.", ties)
+
+
+def _plain(module: nn.Module, path: str, ties: Mapping[str, str]) -> Iterator[WeightSlot]:
+    """Parameters and kept buffers of the module itself."""
+    for name, parameter in module.named_parameters(recurse=False):
+        yield _in_place(f"{path}{name}", parameter.detach(), ties)
+    for name, buffer in module.named_buffers(recurse=False):
+        if name not in module._non_persistent_buffers_set and buffer.is_floating_point():
+            yield _in_place(f"{path}{name}", buffer, ties)
+
+
+def _joined(module: nn.Module, path: str, ties: Mapping[str, str]) -> Iterator[WeightSlot]:
+    """Children that are computed together."""
+    names = [name for name, child in module.named_children() if isinstance(child, JoinedLinear)]
+    if names:
+        first: Any = getattr(module, names[0])
+        by_place = sorted(names, key=lambda name: getattr(module, name).index)
+        yield _packed([f"{path}{name}." for name in by_place], first.joint, first.joint.widths, ties)
+
+
+def _in_place(name: str, memory: Tensor, ties: Mapping[str, str]) -> WeightSlot:
+    def write(tensors: Sequence[Tensor]) -> None:
+        memory.copy_(tensors[0])
+
+    return WeightSlot({name: TensorSpec(tuple(memory.shape), memory.dtype, ties.get(name, ""))}, write)
+
+
+def _packed(paths: Sequence[str], packed: Packed, widths: Sequence[int], ties: Mapping[str, str]) -> WeightSlot:
+    """Linear layers packed as one: their weights, then their biases where they have some."""
+    specs = {
+        f"{path}weight": TensorSpec((width, packed.in_features), torch.bfloat16, ties.get(f"{path}weight", ""))
+        for path, width in zip(paths, widths, strict=True)
+    }
+    if packed.has_bias:
+        specs |= {f"{path}bias": TensorSpec((w,), torch.bfloat16) for path, w in zip(paths, widths, strict=True)}
+    count = len(paths)
+
+    def write(tensors: Sequence[Tensor]) -> None:
+        packed.pack(tensors[:count], tensors[count:])
+
+    return WeightSlot(specs, write)

@@ -1,0 +1,177 @@
+"""Other weights in layers as they are prepared for serving compute what a model made with them computes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import make_tiny
+from engine_harness import make_runner
+from other_weights import other_weights
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from outrider.errors import InvalidField
+from target_service.model.forward import ForwardInput
+from target_service.model.fused.packed_linears import can_pack, pack_linears
+from target_service.model.fused.preparing import LayerOptions, prepare_layers
+from target_service.model.runner import ModelRunner
+from target_service.model.weights.files import read_weights
+from target_service.model.weights.slots import specs_of, weight_slots, write_weights
+from tree_kernels.attention import AttentionBatch
+
+FAMILIES = ["llama", "qwen2", "qwen3", "gemma", "phi3", "mixtral"]
+packs = pytest.mark.skipif(
+    not can_pack(torch.bfloat16, torch.device("cpu")), reason="PyTorch without oneDNN's bf16 products"
+)
+
+
+def after(runner: ModelRunner) -> list[Tensor]:
+    """Logits of a short text [5, V], and the keys and values that it left, layer by layer."""
+    tokens = (7, 30, 9, 100, 4)
+    rows = len(tokens)
+    attention = AttentionBatch((0, rows), (0,), ((0,),), runner.cache.page_size, (None,))
+    places = tuple(range(rows))
+    logits = runner.forward(ForwardInput(tokens, places, places, attention, places)).clone()
+    return [logits, *(cache[0, :rows].clone() for cache in runner.cache.keys + runner.cache.values)]
+
+
+def exchange(runner: ModelRunner, folder: Path) -> int:
+    """Write the folder's weights into the runner's model. How many tensors there were."""
+    slots = weight_slots(runner.model)
+    weights = read_weights(folder, specs_of(slots))
+    beats: list[int] = []
+    write_weights(slots, weights, lambda: beats.append(1))
+    assert len(beats) == len(slots)
+    return len(weights)
+
+
+def kept(model: PreTrainedModel, folder: Path) -> Path:
+    """The model's own state as a file, with every tied tensor once."""
+    seen: dict[int, str] = {}
+    tensors = {}
+    for name, tensor in model.state_dict().items():
+        if tensor.data_ptr() not in seen:
+            seen[tensor.data_ptr()] = name
+            tensors[name] = tensor
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def as_it_is(runner: ModelRunner) -> None:
+    """Layers as they were loaded."""
+    assert runner is not None
+
+
+def joined(runner: ModelRunner) -> None:
+    """Products joined, and layers fused where they can be."""
+    prepare_layers(runner._model, LayerOptions(compiled=False))
+
+
+def invariant(runner: ModelRunner) -> None:
+    """Every product through the kernels."""
+    prepare_layers(runner._model, LayerOptions(compiled=False, invariant=True))
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("prepare", [as_it_is, joined], ids=["loaded", "joined"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_in_place(family: str, prepare: Callable[[ModelRunner], None], tied: bool, tmp_path: Path) -> None:
+    old = make_tiny(family, tie_word_embeddings=tied)
+    new = other_weights(old)
+    folder = kept(new, tmp_path)
+    fresh, runner = make_runner(copy.deepcopy(new)), make_runner(old)
+    for one in (fresh, runner):
+        prepare(one)
+    before = after(runner)[0]
+    memory = {spec.data_ptr() for spec in every_tensor(runner)}
+    assert exchange(runner, folder) == len(specs_of(weight_slots(runner.model)))
+    # Captured graphs and fused layers hold these addresses.
+    assert {spec.data_ptr() for spec in every_tensor(runner)} == memory
+    for value, own in zip(after(runner), after(fresh), strict=True):
+        assert torch.equal(value, own)
+    assert not torch.allclose(before, after(runner)[0])
+    if tied:
+        model = runner._model
+        assert model.get_input_embeddings().weight.data_ptr() == model.get_output_embeddings().weight.data_ptr()
+
+
+def every_tensor(runner: ModelRunner) -> list[Tensor]:
+    return [*runner._model.parameters(), *runner._model.buffers()]
+
+
+def test_layers_that_do_not_depend_on_the_batch(tmp_path: Path) -> None:
+    old = make_tiny()
+    new = other_weights(old)
+    folder = kept(new, tmp_path)
+    fresh, runner = make_runner(copy.deepcopy(new)), make_runner(old)
+    for one in (fresh, runner):
+        invariant(one)
+    exchange(runner, folder)
+    assert torch.equal(after(runner)[0], after(fresh)[0])
+
+
+@packs
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_packed(family: str, tied: bool, tmp_path: Path) -> None:
+    old = make_tiny(family, tie_word_embeddings=tied).to(torch.bfloat16)
+    new = other_weights(old)
+    folder = kept(new, tmp_path)
+    fresh_model = copy.deepcopy(new)
+    for model in (old, fresh_model):
+        pack_linears(model)
+    runner, fresh = make_runner(old), make_runner(fresh_model)
+    before = after(runner)[0]
+    exchange(runner, folder)
+    assert torch.equal(after(runner)[0], after(fresh)[0])
+    assert not torch.equal(before, after(runner)[0])
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("served", [torch.float32, torch.bfloat16])
+def test_types_are_converted(stored: torch.dtype, served: torch.dtype, tmp_path: Path) -> None:
+    new = other_weights(make_tiny())
+    folder = kept(copy.deepcopy(new).to(stored), tmp_path)
+    runner = make_runner(make_tiny().to(served))
+    exchange(runner, folder)
+    for name, tensor in new.state_dict().items():
+        assert torch.equal(runner._model.state_dict()[name], tensor.to(stored).to(served))
+
+
+def test_a_tied_tensor_that_differs_from_its_other(tmp_path: Path) -> None:
+    model = make_tiny(tie_word_embeddings=True)
+    tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    runner = make_runner(model)
+    exchange(runner, tmp_path)
+    tensors["lm_head.weight"][3, 4] += 1
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(InvalidField, match="is tied to"):
+        exchange(runner, tmp_path)
+
+
+def test_what_overflows_in_the_served_type(tmp_path: Path) -> None:
+    model = make_tiny()
+    with torch.no_grad():
+        model.model.norm.weight[0] = 1e30
+    folder = kept(model, tmp_path)
+    assert exchange(make_runner(make_tiny()), folder)
+    with pytest.raises(InvalidField, match="not finite in float16"):
+        exchange(make_runner(make_tiny().to(torch.float16)), folder)
+
+
+def test_a_buffer_that_is_kept_is_a_weight(tmp_path: Path) -> None:
+    """Such as the corrections of experts' scores."""
+    models = make_tiny(), make_tiny()
+    for value, model in enumerate(models):
+        model.model.layers[0].mlp.register_buffer("correction", torch.full((3,), float(value)))
+        model.model.layers[0].mlp.register_buffer("scratch", torch.full((3,), float(value)), persistent=False)
+    runner = make_runner(models[0])
+    exchange(runner, kept(models[1], tmp_path))
+    mlp: nn.Module = models[0].model.layers[0].mlp
+    assert (float(mlp.correction.sum()), float(mlp.scratch.sum())) == (3.0, 0.0)

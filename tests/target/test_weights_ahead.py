@@ -1,0 +1,82 @@
+"""Weights that are exchanged where steps are launched behind one another: no pass is of two kinds of weights."""
+
+from __future__ import annotations
+
+import copy
+import time
+from pathlib import Path
+
+import pytest
+from conftest import make_tiny
+from engine_harness import DEVICE_SEQUENCES, engine_config, make_runner, plain, request
+from other_weights import other_weights
+
+from outrider.errors import OutriderError
+from outrider.sampling import SamplingParams
+from target_service.core.sequence import SequenceFinished, Verdict
+from target_service.core.weights import RunningRequests, WeightsUpdated, WeightUpdate
+from target_service.engine.exchange import WeightExchange
+from target_service.engine.loop import EngineLoop
+from target_service.execution.device_executor import DeviceSteps
+from target_service.execution.host_executor import HostSteps, Steps
+from target_service.execution.multi_step import Stride
+from target_service.model.runner import ModelRunner
+
+TOKENS = 40
+PROMPTS = ([5, 6, 7], [9, 8], [30, 31, 30, 31, 30])
+
+
+def steps_of(kind: str, runner: ModelRunner) -> Steps:
+    if kind == "host":
+        return HostSteps(runner, followable=True)
+    if kind == "chosen":
+        # The device chooses rows from what the text says already.
+        runner.keep_tokens(DEVICE_SEQUENCES, 7)
+    return DeviceSteps(runner, max_sequences=DEVICE_SEQUENCES, max_rows=512)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("stride", [1, 4])
+@pytest.mark.parametrize("kind", ["host", "device", "chosen"])
+@pytest.mark.parametrize("after_steps", [2, 3])
+def test_continuing_behind_steps_under_way(
+    kind: str, stride: int, temperature: float, after_steps: int, tmp_path: Path
+) -> None:
+    old = make_tiny()
+    new = other_weights(old)
+    new.save_pretrained(tmp_path)
+    sampling = SamplingParams(ignore_eos=True, temperature=temperature, seed=3)
+    wanted = [request(prompt, TOKENS, sampling=sampling) for prompt in PROMPTS]
+    runner = make_runner(copy.deepcopy(old))
+    loop = EngineLoop(runner, engine_config(), steps=steps_of(kind, runner), stride=Stride(stride))
+    exchange = WeightExchange(runner, loop, lambda: None, lambda: None)
+    results: list[WeightsUpdated | OutriderError] = []
+    verdicts: dict[int, list[Verdict]] = {}
+    for sequence_id, one in enumerate(wanted, start=1):
+        loop.add(loop.make(sequence_id, one))
+    ended = steps = 0
+    while ended < len(wanted):
+        if steps == after_steps:
+            exchange.ask(1, WeightUpdate(str(tmp_path), RunningRequests.CONTINUE), results.append)
+            while exchange._asked is not None and exchange._asked.weights is None:
+                time.sleep(0.001)
+        assert exchange.turn() == []
+        for event in loop.step() or ():
+            if isinstance(event, Verdict):
+                verdicts.setdefault(event.sequence_id, []).append(event)
+            ended += isinstance(event, SequenceFinished)
+        runner.cache.check_integrity(live.sequence.pages for live in loop.live.values())
+        steps += 1
+    (done,) = results
+    assert isinstance(done, WeightsUpdated), done
+    assert not loop.settling and runner.cache.used_pages == 0
+    for sequence_id, one in enumerate(wanted, start=1):
+        by_version = {
+            version: [t for v in verdicts[sequence_id] if v.model_version == version for t in v.token_ids]
+            for version in (1, 2)
+        }
+        first, rest = by_version[1], by_version[2]
+        assert first and rest and len(first) + len(rest) == TOKENS
+        assert first == list(plain(copy.deepcopy(old), one))[: len(first)]
+        again = request([*one.token_ids, *first], len(rest), sampling=sampling)
+        assert rest == list(plain(copy.deepcopy(new), again))
