@@ -200,6 +200,7 @@ DRAFTERS: Mapping[str, str] = MappingProxyType(
         "prompt_lookup": "draft_service.drafters.prompt_lookup",
         "random": "draft_service.drafters.random_trees",
         "eagle": "draft_service.eagle.drafter",
+        "medusa": "draft_service.medusa.drafter",
         "model": "draft_service.causal_lm.drafter",
         "merged": "draft_service.drafters.merged",
     }

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ from torch import Tensor
 from draft_service.eagle.head_config import HeadRefused
 
 _WEIGHTS = "model.safetensors"
-_INDEX = _WEIGHTS + ".index.json"
+_PICKLED = (".bin", ".pt")
 
 
 class Weights:
@@ -20,12 +22,14 @@ class Weights:
     `config` are the entries of its config.json, `names` those of its weights.
     """
 
-    def __init__(self, source: str | Path) -> None:
-        """`source` is a folder or a hub id. Raises `HeadRefused` when there is no model in safetensors."""
+    def __init__(self, source: str | Path, files: Sequence[str] = (_WEIGHTS,)) -> None:
+        """`source` is a folder or a hub id, `files` what its weights may be called, the first that is there. Raises
+        `HeadRefused` when there is no config.json; weights are looked for when they are asked for, and their absence is
+        refused then."""
         self._source = str(source)
+        self._files = tuple(files)
         self._folder = Path(source) if Path(source).is_dir() else None
         self.config: dict[str, Any] = json.loads(self._needed("config.json").read_text())
-        self._file_of = self._find()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -52,14 +56,20 @@ class Weights:
 
         return safe_open(self._needed(self._file_of[name]), framework="pt")
 
-    def _find(self) -> dict[str, str]:
+    @cached_property
+    def _file_of(self) -> dict[str, str]:
         """File of each weight."""
         from safetensors import SafetensorError, safe_open
 
-        index = self._file(_INDEX)
-        if index is not None:
-            return dict(json.loads(index.read_text())["weight_map"])
-        file = self._file(_WEIGHTS) or self._only_safetensors()
+        file: Path | None = None
+        for name in self._files:
+            index = self._file(f"{name}.index.json")
+            if index is not None:
+                return dict(json.loads(index.read_text())["weight_map"])
+            file = self._file(name)
+            if file is not None:
+                break
+        file = file or self._only_safetensors()
         try:
             with safe_open(file, framework="pt") as weights:
                 return dict.fromkeys(weights.keys(), file.name)
@@ -70,8 +80,9 @@ class Weights:
         """The one file of a folder that names it differently."""
         files = sorted(self._folder.glob("*.safetensors")) if self._folder else []
         if len(files) != 1:
-            pickled = self._folder is not None and any(self._folder.glob("*.bin"))
-            found = "only pickled weights (.bin)" if pickled else "no weights in safetensors"
+            there = self._folder.iterdir() if self._folder else ()
+            pickled = ", ".join(sorted({path.suffix for path in there} & set(_PICKLED)))
+            found = f"only pickled weights ({pickled})" if pickled else "no weights in safetensors"
             raise HeadRefused(f"{self._source}: {found}; pickled ones could run code and are never loaded")
         return files[0]
 

@@ -31,8 +31,24 @@ _CAPTURED = _Sizes(num_steps=8, topk=8, num_draft_tokens=239, frontier=16, rows_
 
 
 @dataclass(frozen=True)
-class NeuralConfig(Settings):
-    """How trees grow, and what the network runs on."""
+class NetworkConfig(Settings):
+    """What any network that drafts runs on, and how its guesses are scored."""
+
+    min_score: float = setting(0.001, "least probability of the path to a node that is worth drafting", ge=0, le=1)
+    race_entrants: int = setting(128, "tokens of a node that run the shared race of COUPLED requests")
+    race_sharpness: float = setting(
+        1.0, "how far the race over the draft's distribution is taken for the target's own", gt=0
+    )
+
+    dtype: str = setting("bfloat16", "type of weights and cache", choices=("float32", "bfloat16"))
+    device: str = setting("cpu", "device to run on")
+    threads: int = setting(0, "threads of PyTorch on a CPU; 0 takes OMP_NUM_THREADS, 1 in a draft service")
+    max_context: int = setting(131_072, "longest sequence followed, in tokens")
+
+
+@dataclass(frozen=True)
+class NeuralConfig(NetworkConfig):
+    """How trees grow level by level, over a cache of keys and values."""
 
     num_steps: int = setting(0, "levels of a tree, each of which costs a pass; 0 takes 3, or 8 where captured", ge=0)
     topk: int = setting(0, "children of a node; 1 drafts a chain; 0 takes 4, or 8 where trees are captured", ge=0)
@@ -56,21 +72,11 @@ class NeuralConfig(Settings):
     num_draft_tokens: int = setting(
         0, "nodes of a tree, the root not counted; 0 takes 12, or 239 where captured", ge=0, le=MAX_ROWS - 1
     )
-    min_score: float = setting(0.001, "least probability of the path to a node that is worth drafting", ge=0, le=1)
-    race_entrants: int = setting(128, "tokens of a node that run the shared race of COUPLED requests")
-    race_sharpness: float = setting(
-        1.0, "how far the race over the draft's distribution is taken for the target's own", gt=0
-    )
-
-    dtype: str = setting("bfloat16", "type of weights and cache", choices=("float32", "bfloat16"))
-    device: str = setting("cpu", "device to run on")
-    threads: int = setting(0, "threads of PyTorch on a CPU; 0 takes OMP_NUM_THREADS, 1 in a draft service")
     cuda_graphs: bool = setting(False, "draft in captured CUDA graphs, on a GPU")
     captured_sequences: int = setting(8, "sequences that graphs are captured for at the start; for more when first met")
     kv_tokens: int = setting(65536, "tokens of all sequences in the cache; what does not fit is not drafted for")
     page_size: int = setting(64, "tokens of a page of the cache", ge=1)
     max_rows: int = setting(2048, "rows of one pass over what arrived together", ge=1)
-    max_context: int = setting(131_072, "longest sequence followed, in tokens")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -96,7 +96,7 @@ def make_forest(sequences: int, levels: int, width: int, breadth: int, *, drawn:
 
 
 @inlined
-def _filter(probs: Reals, known: int, top_k: int, top_p: float, min_p: float) -> tuple[int, float]:
+def apply_filters(probs: Reals, known: int, top_k: int, top_p: float, min_p: float) -> tuple[int, float]:
     """Apply a request's filters to probabilities in falling order. Returns how many stay, and what the rest holds.
 
     In the target's order: min_p, top_k, top_p.
@@ -130,7 +130,7 @@ def _filter(probs: Reals, known: int, top_k: int, top_p: float, min_p: float) ->
 
 
 @inlined
-def _race(
+def run_race(
     tokens: Ints, probs: Reals, kept: int, rest: float, seed: np.uint64, position: np.uint64, sharpness: float
 ) -> None:
     """Turn probabilities into chances of winning the shared race; what is no candidate races with expected noise."""
@@ -277,7 +277,7 @@ def grow_level(forest: Forest, rules: Rules, level: int, last: bool, tokens: Int
             before[item] = i
             work = probs[row + i].astype(np.float64)
             usable = known if mode == COUPLED else min(known, MAX_DISTRIBUTION_SUPPORT)
-            kept, rest = _filter(work, usable, rules.ints[b, TOP_K], rules.reals[b, TOP_P], rules.reals[b, MIN_P])
+            kept, rest = apply_filters(work, usable, rules.ints[b, TOP_K], rules.reals[b, TOP_P], rules.reals[b, MIN_P])
             if mode == REJECTION:
                 tail = forest.tails[b, item]
                 confidences[i] = _make_distribution(forest, b, tail, tokens[row + i], work, kept, rest)
@@ -285,7 +285,7 @@ def grow_level(forest: Forest, rules: Rules, level: int, last: bool, tokens: Int
                 continue
             if mode == COUPLED:
                 position = rules.positions[b] + np.uint64(level - 1)
-                _race(tokens[row + i], work, kept, rest, rules.seeds[b], position, rules.sharpness)
+                run_race(tokens[row + i], work, kept, rest, rules.seeds[b], position, rules.sharpness)
             _offer(forest, b, item, tokens[row + i], work, kept, rules)
         row += count
         if mode == REJECTION:

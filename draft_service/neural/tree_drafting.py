@@ -133,23 +133,23 @@ class TreeDrafting:
     def trees(self, wanted: Sequence[Wanted]) -> list[TokenTree]:
         """The best trees, in whatever mode."""
         forest, rules = self._grow(wanted)
-        trees = _grown(forest, rules, [one.sequence.root for one in wanted]).as_trees()
+        trees = best_items(forest, rules, [one.sequence.root for one in wanted]).as_trees()
         for b, one in enumerate(wanted):
             if one.sequence.mode is VerificationMode.REJECTION:
-                trees[b] = _with_distributions(trees[b], forest, b)
+                trees[b] = with_distributions(trees[b], forest, b)
         return trees
 
     @torch.inference_mode()
     def begin(self, wanted: Sequence[Wanted]) -> Pending:
         """As `trees`, of no REJECTION request. What a GPU computes is fetched before the next call."""
         forest, rules = self._grow(wanted)
-        return Computed(_grown(forest, rules, [one.sequence.root for one in wanted]))
+        return Computed(best_items(forest, rules, [one.sequence.root for one in wanted]))
 
     def _grow(self, wanted: Sequence[Wanted]) -> tuple[Forest, Rules]:
         """One pass per level for all sequences together."""
         shape = self.shape.for_sequences(len(wanted))
         drawn = any(one.sequence.mode is VerificationMode.REJECTION for one in wanted)
-        rules = _rules(wanted, shape)
+        rules = rules_of([one.sequence for one in wanted], shape)
         forest = make_forest(len(wanted), shape.num_steps, shape.width, shape.topk, drawn=drawn)
         count = max(candidates_wanted(w.sequence.mode, shape.topk, shape.race_entrants) for w in wanted)
         temperatures = np.array([temperature_of(w.sequence) for w in wanted], dtype=np.float32)
@@ -220,16 +220,16 @@ class TreeDrafting:
         return self.network.read(rows, carried, places, attend)
 
 
-def _rules(wanted: Sequence[Wanted], shape: TreeShape) -> Rules:
-    ints, reals = np.zeros((len(wanted), 4), np.int32), np.zeros((len(wanted), 2))
-    for b, one in enumerate(wanted):
-        sequence = one.sequence
+def rules_of(sequences: Sequence[DraftSequence], shape: TreeShape) -> Rules:
+    """What these sequences ask for, of trees of this shape."""
+    ints, reals = np.zeros((len(sequences), 4), np.int32), np.zeros((len(sequences), 2))
+    for b, sequence in enumerate(sequences):
         limits, sampling = tree_limits(shape.limits, sequence.limits), sequence.sampling
         greedy = sequence.mode is VerificationMode.GREEDY
         ints[b] = _MODES[sequence.mode], limits.max_nodes, limits.max_depth, 0 if greedy else sampling.top_k
         reals[b] = (1.0, 0.0) if greedy else (sampling.top_p, sampling.min_p)
-    lengths = [len(one.sequence.token_ids) for one in wanted]
-    seeds = [one.sequence.seed for one in wanted]
+    lengths = [len(sequence.token_ids) for sequence in sequences]
+    seeds = [sequence.seed for sequence in sequences]
     coins = [first_coin(seed, _COIN_SALT, length) for seed, length in zip(seeds, lengths, strict=True)]
     return Rules(
         ints=ints,
@@ -244,7 +244,7 @@ def _rules(wanted: Sequence[Wanted], shape: TreeShape) -> Rules:
     )
 
 
-def _grown(forest: Forest, rules: Rules, roots: Sequence[int]) -> Grown:
+def best_items(forest: Forest, rules: Rules, roots: Sequence[int]) -> Grown:
     """The best nodes of every tree."""
     most = 1 + int(rules.ints[:, NODES].max())
     grown = Grown.roots(roots, most)
@@ -259,7 +259,7 @@ def _grown(forest: Forest, rules: Rules, roots: Sequence[int]) -> Grown:
     return grown
 
 
-def _with_distributions(tree: TokenTree, forest: Forest, b: int) -> TokenTree:
+def with_distributions(tree: TokenTree, forest: Forest, b: int) -> TokenTree:
     """The tree with what the children of its rows were drawn from."""
     items = kept_items(forest, b, tree.drafted)
     distributions: dict[int, DraftDistribution] = {}

@@ -1,1 +1,1 @@
-"""Trains EAGLE-3 heads on what their target writes: `outrider train-head`. No data set, no features on disk."""
+"""`outrider train-head`: EAGLE-3 and Medusa heads, on what their target writes. No data set, no features on disk."""

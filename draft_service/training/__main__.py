@@ -16,10 +16,10 @@ from outrider.runtime import configure_logging, prepare_grpc
 from outrider.settings import CONFIG_VARIABLE, SettingsError, add_flags, load
 
 _PROG = "outrider train-head"
-_DESCRIPTION = """Train an EAGLE-3 head for a model that Outrider serves, without any data set.
+_DESCRIPTION = """Train an EAGLE-3 head, or Medusa heads, for a model that Outrider serves, without any data set.
 
 The model writes its own prompts and answers, and the head learns to guess them, reading the model's hidden states.
-The result is a folder for `outrider draft --drafter eagle --head FOLDER`.
+The result is a folder for `outrider draft --drafter eagle --head FOLDER`, or `--drafter medusa` with --kind medusa.
 
 Every setting may also come from the environment (OUTRIDER_TRAINING_MINUTES=10) or from the [training] table of the
 file that --config or OUTRIDER_CONFIG names. Flags win over the environment, the environment over the file.

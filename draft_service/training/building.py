@@ -1,21 +1,27 @@
-"""A new head for a target: its shape, and the weights that it begins with."""
+"""A head for a target: its shape, the weights that it begins with, and where it is saved."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import cast
+from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from draft_service.eagle.checkpoint import load_head
+from draft_service.eagle.checkpoint import load_head, save_head
 from draft_service.eagle.head import EagleHead
 from draft_service.eagle.head_config import HeadConfig
 from draft_service.eagle.layers import Layer
 from draft_service.eagle.target_checkpoint import TargetCheckpoint
+from draft_service.medusa.beginning import new_heads
+from draft_service.medusa.checkpoint import load_heads, save_heads
+from draft_service.medusa.head import MedusaHead, MedusaShape
 from draft_service.training.config import TrainingConfig
+from draft_service.training.unrolling import Head
 from outrider.distillation import TeacherFacts, TeacherWeights
 from outrider.errors import NotSupported, UnknownModel
 from outrider.heads import head_source
@@ -72,6 +78,42 @@ def head_config(config: TrainingConfig, facts: TeacherFacts, draft_vocab_size: i
     )
 
 
+def medusa_shape(config: TrainingConfig, facts: TeacherFacts, draft_vocab_size: int) -> MedusaShape:
+    """As many heads as `--steps`, of the target's width."""
+    return MedusaShape(
+        hidden_size=facts.hidden_size,
+        vocab_size=facts.vocab_size,
+        draft_vocab_size=draft_vocab_size,
+        num_heads=config.steps,
+        num_layers=config.layers,
+        target=facts.model,
+        target_layers=facts.num_layers,
+        tokenizer_fingerprint=facts.tokenizer_fingerprint,
+    )
+
+
+def shape_of(config: TrainingConfig, facts: TeacherFacts, draft_vocab_size: int) -> HeadConfig | MedusaShape:
+    """The shape of a new head of the kind that is asked for. Raises as `head_config`."""
+    return (medusa_shape if config.kind == "medusa" else head_config)(config, facts, draft_vocab_size)
+
+
+def beginning(
+    shape: HeadConfig | MedusaShape, tokens: NDArray[np.int64] | None, weights: TeacherWeights, seed: int
+) -> Head:
+    """A new head of this shape; `tokens` [V'] are the target ids that it can say, None for all."""
+    if isinstance(shape, MedusaShape):
+        return new_heads(shape, tokens, weights.lm_head)
+    return new_head(shape, tokens, weights, seed)
+
+
+def save(head: Head, folder: Path, record: Mapping[str, Any]) -> None:
+    """In the layout that heads of its kind are published in, with the record of its training."""
+    if isinstance(head, MedusaHead):
+        save_heads(head, folder, record)
+        return
+    save_head(head, folder, record, embedding=head.config.hidden_size != head.config.target_hidden_size)
+
+
 def _feature_layers(target_layers: int) -> tuple[int, int, int]:
     """EAGLE-3's low, middle and high layer, named so that nobody has to count them again."""
     low, middle, high = 1, target_layers // 2 - 1, target_layers - 4
@@ -112,7 +154,7 @@ def new_head(shape: HeadConfig, tokens: NDArray[np.int64] | None, weights: Teach
     return _kept_from_training(head)
 
 
-def head_to_begin_with(config: TrainingConfig, facts: TeacherFacts) -> EagleHead | None:
+def head_to_begin_with(config: TrainingConfig, facts: TeacherFacts) -> Head | None:
     """The head of `--init` in fp32 on the CPU, as one of this teacher's; None without that setting.
 
     Raises:
@@ -120,6 +162,29 @@ def head_to_begin_with(config: TrainingConfig, facts: TeacherFacts) -> EagleHead
     """
     if not config.init:
         return None
+    return _medusa_to_begin_with(config, facts) if config.kind == "medusa" else _eagle_to_begin_with(config, facts)
+
+
+def _medusa_to_begin_with(config: TrainingConfig, facts: TeacherFacts) -> MedusaHead:
+    try:
+        heads = load_heads(head_source(config.init), target=TargetCheckpoint(model_source(config.model)))
+    except (NotSupported, UnknownModel, OSError) as error:
+        raise SettingsError(f"--init {config.init}: {error}") from None
+    known = {heads.config.tokenizer_fingerprint, facts.tokenizer_fingerprint} - {""}
+    if len(known) > 1:
+        raise SettingsError(f"--init {config.init}: no Medusa heads for this model's tokenizer")
+    if heads.config.num_heads != config.steps:
+        raise SettingsError(f"--init {config.init} has {heads.config.num_heads} heads: say so with --steps")
+    heads.config = replace(
+        heads.config,
+        target=facts.model,
+        target_layers=facts.num_layers,
+        tokenizer_fingerprint=facts.tokenizer_fingerprint,
+    )
+    return heads.requires_grad_(True).train()
+
+
+def _eagle_to_begin_with(config: TrainingConfig, facts: TeacherFacts) -> EagleHead:
     try:
         source = model_source(config.model)
         head = load_head(head_source(config.init), target=TargetCheckpoint(source))

@@ -28,6 +28,9 @@ class TrainingConfig(Settings):
     seed: int = setting(0, "of everything that is drawn")
     resume: bool = setting(False, "go on with the run in FOLDER.run")
 
+    kind: str = setting(
+        "eagle3", "what is trained: an EAGLE-3 head, or Medusa heads, as many as --steps", choices=("eagle3", "medusa")
+    )
     init: str = setting(
         "", "head to begin with, a name or folder: its shape and token map, and no flag of those but more --layers"
     )
@@ -47,14 +50,16 @@ class TrainingConfig(Settings):
     max_answer: int = setting(512, "tokens of an answer; small models repeat themselves without end", ge=1)
     turns: int = setting(2, "questions of a conversation that the target makes up, at most", ge=1)
 
-    style: str = setting("eagle3.1", "architecture of the head", choices=("eagle3", "eagle3.1"))
-    layers: int = setting(1, "layers of the head", ge=1)
+    style: str = setting("eagle3.1", "architecture of an EAGLE-3 head", choices=("eagle3", "eagle3.1"))
+    layers: int = setting(1, "layers of the head, or residual blocks of each Medusa head", ge=1)
     hidden: int = setting(0, "width of the head; 0 takes the target's, another carries its own token embedding")
     intermediate: int = setting(0, "width of the head's MLP; 0 takes the target's, or 8/3 of --hidden")
     tied: bool = setting(False, "speak through the target's own lm_head, which is neither trained nor saved")
     vocabulary: int = setting(16384, "tokens that the head can say, the most frequent ones; 0 is all of them")
 
-    steps: int = setting(5, "steps of training-time test: how deep a draft the head learns to make", ge=1)
+    steps: int = setting(
+        5, "steps of training-time test: how deep a draft the head learns to make; of Medusa heads their number", ge=1
+    )
     decay: float = setting(0.8, "weight of each step's loss relative to the one before")
     epochs: float = setting(6.0, "passes over the text at most")
     batch_tokens: int = setting(16384, "tokens of a batch, with padding", ge=1)
@@ -78,6 +83,11 @@ class TrainingConfig(Settings):
             raise SettingsError("--writing-share lies between 0 and 1")
         if self.tied and self.hidden:
             raise SettingsError("--tied needs a head of the target's width: leave out --hidden")
+        if self.kind == "medusa" and (self.hidden or self.intermediate or self.tied or self.new_vocabulary):
+            raise SettingsError(
+                "--kind medusa has the target's width and lm_heads of its own: leave out --hidden, --intermediate, "
+                "--tied and --new-vocabulary"
+            )
         if self.new_vocabulary and not self.init:
             raise SettingsError("--new-vocabulary is of the head that --init names")
         if self.text and not Path(self.text).is_dir():

@@ -13,10 +13,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from draft_service.eagle.checkpoint import save_head
 from draft_service.eagle.head import EagleHead
 from draft_service.training.batches import BatchPlan
-from draft_service.training.building import head_config, head_to_begin_with, new_head, saying
+from draft_service.training.building import beginning, head_to_begin_with, save, saying, shape_of
 from draft_service.training.config import TrainingConfig
 from draft_service.training.corpus import Texts, answer_counts, choose_tokens, coverage
 from draft_service.training.parallel.followers import followers
@@ -24,7 +23,8 @@ from draft_service.training.parallel.group import Group
 from draft_service.training.progress import Budget, phase
 from draft_service.training.run_folder import RunFolder, training_record
 from draft_service.training.trainer import Trainer
-from draft_service.training.validation import Acceptance, Validator, hold_back
+from draft_service.training.unrolling import Head
+from draft_service.training.validation import DEPTH, Acceptance, Validator, hold_back
 from draft_service.training.writing import write_texts
 from outrider.devices import check_device, choose_device
 from outrider.distillation import Teacher, TeacherSettings, load_teacher
@@ -96,23 +96,22 @@ def _trainer(
     texts: Texts,
     teacher: Teacher,
     tokens: NDArray[np.int64] | None,
-    first: EagleHead | None,
+    first: Head | None,
     group: Group | None,
 ) -> Trainer:
     """At the last checkpoint, or at the beginning. `first` in place of a new head."""
     facts = teacher.facts
     size = facts.vocab_size if tokens is None else len(tokens)
-    shape = head_config(config, facts, size) if first is None else first.config
+    shape = shape_of(config, facts, size) if first is None else first.config
     reader = teacher.reader(shape.layers_of(facts.num_layers))
     learnt, held = hold_back(texts, config.validation, len(config.temperature_list))
     if not len(learnt):
         raise SettingsError("too little text was written to train on: give it more --tokens or --minutes")
     plans = [BatchPlan(part, config.batch_tokens, config.max_length, config.seed) for part in (learnt, held)]
-    validator = Validator(held, reader, tokens, plans[1])
-    if first is None:
-        head = new_head(shape, tokens, reader.weights(), config.seed)
-    else:
-        head = saying(first, tokens, reader.weights().lm_head) if config.new_vocabulary else first
+    validator = Validator(held, reader, tokens, plans[1], config.steps if config.kind == "medusa" else DEPTH)
+    head = beginning(shape, tokens, reader.weights(), config.seed) if first is None else first
+    if config.new_vocabulary and isinstance(head, EagleHead):
+        head = saying(head, tokens, reader.weights().lm_head)
     trainer = Trainer(config, head, reader, plans[0], tokens, validator, group)
     found = folder.checkpoint()
     if found is not None:
@@ -121,7 +120,7 @@ def _trainer(
 
 
 def _token_map(
-    config: TrainingConfig, folder: RunFolder, counts: NDArray[np.int64], first: EagleHead | None
+    config: TrainingConfig, folder: RunFolder, counts: NDArray[np.int64], first: Head | None
 ) -> NDArray[np.int64] | None:
     """That of the run: the first time it is made of the text, or that of the head that training begins with."""
     if not folder.written:
@@ -152,7 +151,7 @@ class _Course:
         self._counts = counts
         self._seconds = {"writing": budget.elapsed}
 
-    def train(self, teacher: Teacher, tokens: NDArray[np.int64] | None, first: EagleHead | None) -> None:
+    def train(self, teacher: Teacher, tokens: NDArray[np.int64] | None, first: Head | None) -> None:
         """From the last checkpoint, or from the beginning, to the end. `first` in place of a new head."""
         config = self._config
         # They load what they need while this process does.
@@ -184,5 +183,4 @@ class _Course:
         record = training_record(
             self._config, self._command, self._texts, self._counts, trainer.head, trainer.progress, self._seconds
         )
-        own_embedding = trainer.head.config.hidden_size != trainer.head.config.target_hidden_size
-        save_head(trainer.head, self._config.out_folder, record, embedding=own_embedding)
+        save(trainer.head, self._config.out_folder, record)

@@ -21,17 +21,17 @@ from safetensors.numpy import save_file as save_arrays
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from draft_service.eagle.head import EagleHead
 from draft_service.training.config import TrainingConfig
 from draft_service.training.corpus import Corpus, Texts, coverage
 from draft_service.training.trainer import Progress
+from draft_service.training.unrolling import Head
 from outrider import __version__
 from outrider.settings import SettingsError
 
 # What text and weights depend on, and a run that goes on cannot change.
 _FIXED = (
     *("model", "dtype", "seed", "prompts", "sampled_prompts", "temperatures", "max_length", "max_prompt"),
-    *("max_answer", "turns", "writers", "text", "init", "new_vocabulary"),
+    *("max_answer", "turns", "writers", "text", "kind", "init", "new_vocabulary"),
     *("style", "layers", "hidden", "intermediate", "tied", "vocabulary", "steps", "batch_tokens", "validation"),
 )
 
@@ -127,7 +127,7 @@ def training_record(
     command: Sequence[str],
     texts: Texts,
     counts: NDArray[np.int64],
-    head: EagleHead,
+    head: Head,
     progress: Progress,
     seconds: Mapping[str, float],
 ) -> dict[str, Any]:

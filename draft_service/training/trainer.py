@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,14 +14,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from draft_service.eagle.head import EagleHead
 from draft_service.training.batches import Batch, BatchPlan, make_batch
 from draft_service.training.config import TrainingConfig
 from draft_service.training.loss import soft_cross_entropy
 from draft_service.training.optimiser import MasterAdamW, rate_at
 from draft_service.training.parallel.group import Group
 from draft_service.training.progress import Phase
-from draft_service.training.unrolling import unroll
+from draft_service.training.unrolling import Head, lm_heads, lm_inputs
 from draft_service.training.validation import Acceptance, Validator
 from outrider.distillation import Reader
 
@@ -60,7 +59,7 @@ class Progress:
     validations: list[dict[str, Any]] = field(default_factory=list)
 
 
-def computing_copy(head: EagleHead, device: torch.device, dtype: torch.dtype) -> EagleHead:
+def computing_copy(head: Head, device: torch.device, dtype: torch.dtype) -> Head:
     """A copy that computes in `dtype` on `device`."""
     return copy.deepcopy(head).to(device=device, dtype=dtype)
 
@@ -71,7 +70,7 @@ class Trainer:
     def __init__(
         self,
         config: TrainingConfig,
-        head: EagleHead,
+        head: Head,
         reader: Reader,
         plan: BatchPlan,
         tokens: NDArray[np.int64] | None,
@@ -97,7 +96,7 @@ class Trainer:
         self._plan = plan
         self._wanted = None if tokens is None else torch.from_numpy(tokens).to(self._device)
         self._validator = validator
-        self._unroll = torch.compile(unroll, dynamic=False) if config.compile else unroll
+        self._lm_inputs = torch.compile(lm_inputs, dynamic=False) if config.compile else lm_inputs
         self._per_epoch = plan.per_epoch()
         self._total = max(1, math.ceil(config.epochs * self._per_epoch))
         self._planned: tuple[int, list[tuple[int, NDArray[np.int64]]]] | None = None
@@ -187,8 +186,8 @@ class Trainer:
         with torch.no_grad():
             lesson = self._reader.read(batch.token_ids, batch.distribution_rows, self._wanted)
         losses, total = step_losses(
-            self._unroll(self.head, lesson.states, batch.token_ids, self._config.steps),
-            self.head.lm_head.weight,
+            self._lm_inputs(self.head, lesson.states, batch.token_ids, self._config.steps),
+            lm_heads(self.head),
             lesson.probs,
             batch,
             self._config.decay,
@@ -235,12 +234,14 @@ class Trainer:
         )
 
 
-def step_losses(lm_input: Tensor, lm_head: Tensor, probs: Tensor, batch: Batch, decay: float) -> tuple[Tensor, Tensor]:
+def step_losses(
+    lm_input: Tensor, lm_heads: Sequence[Tensor], probs: Tensor, batch: Batch, decay: float
+) -> tuple[Tensor, Tensor]:
     """[steps] mean loss of every step, without gradient, and their mean weighted by `decay` ** step.
 
     Args:
-        lm_input: [steps, B, L, H] from `unroll`.
-        lm_head: [V', H].
+        lm_input: [steps, B, L, H] from `lm_inputs`.
+        lm_heads: [V', H] of every step, or one for all of them.
         probs: [N, V'] of `Reader.read`, for `batch.distribution_rows`.
     """
     device, steps = lm_input.device, len(batch.counts)
@@ -250,6 +251,13 @@ def step_losses(lm_input: Tensor, lm_head: Tensor, probs: Tensor, batch: Batch, 
     # The number of rows is told, so that nobody waits for the device to count them.
     step_of = torch.repeat_interleave(torch.arange(steps), torch.tensor(batch.counts)).to(device, non_blocking=True)
     rows = lm_input.flatten(0, 2).index_select(0, batch.rows)
-    losses = soft_cross_entropy(rows, lm_head, probs, batch.distributions, each.index_select(0, step_of))
-    means = torch.zeros(steps, device=device).index_add_(0, step_of, losses.rows)
-    return means / counts.to(device, non_blocking=True), losses.total
+    weights = each.index_select(0, step_of)
+    # The rows of a step stand together.
+    parts = list(batch.counts) if len(lm_heads) > 1 else [len(rows)]
+    wholes = (rows, batch.distributions, weights)
+    pieces = zip(lm_heads, *(torch.split(whole, parts) for whole in wholes), strict=True)
+    losses = [
+        soft_cross_entropy(own, lm_head, probs, distributions, shares) for lm_head, own, distributions, shares in pieces
+    ]
+    means = torch.zeros(steps, device=device).index_add_(0, step_of, torch.cat([one.rows for one in losses]))
+    return means / counts.to(device, non_blocking=True), torch.stack([one.total for one in losses]).sum()

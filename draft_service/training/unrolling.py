@@ -1,9 +1,13 @@
-"""EAGLE-3's training-time test (arXiv 2503.01840): the head runs on its own features, as it will when it drafts.
+"""What heads say of every row of texts at every depth: those of Medusa in one pass, an EAGLE head step by step.
+
+EAGLE-3's training-time test (arXiv 2503.01840): the head runs on its own features, as it will when it drafts.
 
 Row i of step 0 pairs the target's feature of token i with token i + 1, at rotary position i. Row i of step s pairs the
 feature that row i of step s - 1 made with token i + 1 + s, at position i + s: it is the s-th node below the root i + 1
 of a draft whose first s guesses were right. It sees what that node would: the target's own rows 0 .. i, and the rows i
 of the steps before it, and itself.
+
+Medusa's head s guesses of row i the same token i + 2 + s, from the target's feature of token i alone.
 """
 
 from __future__ import annotations
@@ -17,6 +21,25 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from draft_service.eagle.head import EagleHead
+from draft_service.medusa.head import MedusaHead
+
+# Whatever is trained here.
+Head = EagleHead | MedusaHead
+
+
+def lm_inputs(head: Head, states: Tensor, token_ids: Tensor, steps: int) -> Tensor:
+    """What the lm_heads read in every row of every step: [steps, B, L, H]. Arguments as in `unroll`; of Medusa heads
+    the first `steps`, which must be there."""
+    if isinstance(head, MedusaHead):
+        return head.lm_input(states)[:steps]
+    return unroll(head, states, token_ids, steps)
+
+
+def lm_heads(head: Head) -> tuple[Tensor, ...]:
+    """[V', H] of every step in turn, or the only one of all steps."""
+    if isinstance(head, MedusaHead):
+        return tuple(one.weight for one in head.lm_heads)
+    return (head.lm_head.weight,)
 
 
 def unroll(head: EagleHead, states: Tensor, token_ids: Tensor, steps: int) -> Tensor:

@@ -15,11 +15,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from draft_service.eagle.head import EagleHead
 from draft_service.training.batches import Batch, BatchPlan, make_batch
 from draft_service.training.corpus import Texts
 from draft_service.training.loss import most_probable
-from draft_service.training.unrolling import unroll
+from draft_service.training.unrolling import Head, lm_heads, lm_inputs
 from outrider.distillation import Reader
 
 DEPTH = 7
@@ -28,12 +27,12 @@ _SHARE = 4
 
 @dataclass(frozen=True, slots=True)
 class Acceptance:
-    """What greedy chains of `DEPTH` guesses came to.
+    """What greedy chains of `depth` guesses came to, `DEPTH` of them or as many as there are Medusa heads.
 
     Attributes:
         roots: places that a chain was drafted from.
-        reached: [DEPTH] share of the chains that were accepted to each depth and beyond.
-        by_depth: [DEPTH] share of the guesses at each depth that were accepted, given that those before them were.
+        reached: [depth] share of the chains that were accepted to each depth and beyond.
+        by_depth: [depth] share of the guesses at each depth that were accepted, given that those before them were.
         mean_length: tokens of a step, the target's own included.
         agreement: share of the text's tokens that the teacher, reading it, finds most probable of those that the head
             can say. Less than one where the text's own is none of them, or reading and writing round differently.
@@ -65,17 +64,19 @@ def hold_back(texts: Texts, wanted: int, temperatures: int) -> tuple[Texts, Text
 class Validator:
     """Measures a head again and again on the same texts."""
 
-    def __init__(self, texts: Texts, reader: Reader, tokens: NDArray[np.int64] | None, plan: BatchPlan) -> None:
-        """`tokens` are the target's ids of what the head can say; None for all."""
+    def __init__(
+        self, texts: Texts, reader: Reader, tokens: NDArray[np.int64] | None, plan: BatchPlan, depth: int = DEPTH
+    ) -> None:
+        """`tokens` are the target's ids of what the head can say, None for all; `depth` guesses make a chain."""
         device = reader.weights().lm_head.device
-        self._reader = reader
+        self._reader, self._depth = reader, depth
         self._wanted = None if tokens is None else torch.from_numpy(tokens).to(device)
         self._batches = [
-            make_batch(texts, chosen, padded, DEPTH, whole=True).to(device) for padded, chosen in plan.in_order()
+            make_batch(texts, chosen, padded, depth, whole=True).to(device) for padded, chosen in plan.in_order()
         ]
 
     @torch.inference_mode()
-    def measure(self, head: EagleHead) -> Acceptance:
+    def measure(self, head: Head) -> Acceptance:
         """Chains from every place of every text."""
         matches, agreed = [], []
         for batch in self._batches:
@@ -84,20 +85,23 @@ class Validator:
             agreed.append(agreeing.cpu())
         return acceptance_of(torch.cat(matches), torch.cat(agreed))
 
-    def _matches(self, head: EagleHead, batch: Batch) -> tuple[Tensor, Tensor]:
-        """[roots, DEPTH] whether each guess is what the text says, and [roots] whether the target's would be."""
+    def _matches(self, head: Head, batch: Batch) -> tuple[Tensor, Tensor]:
+        """[roots, depth] whether each guess is what the text says, and [roots] whether the target's would be."""
         lesson = self._reader.read(batch.token_ids, batch.distribution_rows, self._wanted)
-        lm_input = unroll(head, lesson.states, batch.token_ids, DEPTH).flatten(0, 2).index_select(0, batch.rows)
-        guessed = most_probable(lm_input, head.lm_head.weight)
+        lm_input = lm_inputs(head, lesson.states, batch.token_ids, self._depth).flatten(0, 2)
+        rows, heads = lm_input.index_select(0, batch.rows), lm_heads(head)
+        # The rows of a step stand together.
+        parts = torch.split(rows, list(batch.counts) if len(heads) > 1 else [len(rows)])
+        guessed = torch.cat([most_probable(own, lm_head) for own, lm_head in zip(parts, heads, strict=True)])
         target = lesson.probs.argmax(-1).index_select(0, batch.distributions[: batch.counts[0]])
         if self._wanted is not None:
             guessed, target = self._wanted[guessed], self._wanted[target]
         agreeing = target == batch.next_tokens[: batch.counts[0]]
-        return (guessed == batch.next_tokens).view(DEPTH, -1).T, agreeing
+        return (guessed == batch.next_tokens).view(self._depth, -1).T, agreeing
 
 
 def acceptance_of(matches: Tensor, agreeing: Tensor) -> Acceptance:
-    """From [roots, DEPTH] whether each guess was right, and [roots] whether the teacher agrees with the text."""
+    """From [roots, depth] whether each guess was right, and [roots] whether the teacher agrees with the text."""
     roots = len(matches)
     reached = matches.long().cumprod(-1).double().sum(0) / max(1, roots)
     before = torch.cat([torch.ones(1, dtype=torch.float64), reached[:-1]])

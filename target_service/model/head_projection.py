@@ -9,6 +9,7 @@ this to the draft's own reading of every layout.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -25,6 +26,9 @@ from outrider.heads import head_source, shipped_heads, weight_fingerprint
 _INDEX = "model.safetensors.index.json"
 # Beside `fc`, what may stand before it: norms of each state (EAGLE-3.1), or one of all joined.
 _NEEDED = ("fc.", "fc_norm.", "input_norm.")
+_MEDUSA_FILE = "medusa_lm_head.safetensors"
+# A residual block of a Medusa head, as FasterDecoding or vLLM names it.
+_MEDUSA = re.compile(r"((medusa_heads?|heads)\.)?\d+\.\d+\.linear\.weight|blocks\.\d+\.layers\.\d+\.weight")
 
 
 class HeadProjection(nn.Module):
@@ -83,14 +87,14 @@ def read_draft_head(source: str, target_layers: int, target_hidden: int) -> Draf
         target_hidden: width of its hidden states.
 
     Raises:
-        NotSupported: it is no EAGLE head in safetensors, or does not fit the target; or there is no such name.
+        NotSupported: it is no head in safetensors, or does not fit the target; or there is no such name.
         OSError: there is no such model on the hub.
     """
     folder = _folder(head_source(source))
     config: dict[str, Any] = json.loads((folder / "config.json").read_text())
     names, weights = _weights(folder)
     if not any(name.endswith(".hidden_norm.weight") for name in names):
-        # EAGLE-1 and EAGLE-2 read what the target's lm_head reads.
+        # EAGLE-1, EAGLE-2 and Medusa heads read what the target's lm_head reads.
         return DraftHead((target_layers,), None)
     features, left = divmod(weights["fc.weight"].shape[1], target_hidden)
     if left or not features:
@@ -144,7 +148,9 @@ def _weights(folder: Path) -> tuple[set[str], dict[str, Tensor]]:
     index = folder / _INDEX
     files = sorted(folder.glob("*.safetensors"))
     if index.is_file():
-        files = [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+        named = set(json.loads(index.read_text())["weight_map"].values())
+        # Medusa heads may lie beside their target's checkpoint, whose index does not name them.
+        files = [file for file in files if file.name == _MEDUSA_FILE] + [folder / name for name in sorted(named)]
     if not files:
         raise NotSupported(f"{folder}: no weights in safetensors; pickled ones could run code and are never loaded")
     names: set[str] = set()
@@ -156,6 +162,6 @@ def _weights(folder: Path) -> tuple[set[str], dict[str, Tensor]]:
                 name = published.removeprefix("model.")
                 if name.startswith(_NEEDED):
                     weights[name] = file.get_tensor(published)
-    if not any(name.endswith("fc.weight") for name in names):
-        raise NotSupported(f"{folder}: no EAGLE head, for it has no fc")
+    if not any(name.endswith("fc.weight") or _MEDUSA.fullmatch(name) for name in names):
+        raise NotSupported(f"{folder}: no EAGLE head, for it has no fc, and no Medusa heads")
     return names, weights

@@ -8,6 +8,7 @@ import pytest
 
 from outrider.heads import shipped_heads
 from outrider_client.cli.placement import Placement, named_settings, place, visible_gpus
+from outrider_client.terminal.options import DEFAULT_MODEL
 
 
 def test_gpus_are_counted_as_cuda_shows_them(tmp_path: Path) -> None:
@@ -61,3 +62,17 @@ def test_settings_of_file_and_environment_are_not_overridden(tmp_path: Path) -> 
     assert placed.target == ("--device", "cuda:0")
     path.write_text("[target")
     assert named_settings({}, path) == {} == named_settings({}, tmp_path / "absent")
+
+
+def test_medusa_heads_are_fed_and_not_captured() -> None:
+    """None comes with Outrider, so that of the settings is the only one, and their drafter has no graphs."""
+    assert place(2, "medusa", DEFAULT_MODEL, [], ["--head", "some/heads"]) == Placement(
+        ("--device", "cuda:0", "--draft-head", "some/heads"),
+        ("--device", "cuda:1"),
+        "the target runs on cuda:0, the draft on cuda:1",
+    )
+    assert place(1, "medusa", DEFAULT_MODEL, [], []).target == ("--device", "cuda:0")
+    merged = ["--merged-drafters", "medusa,trie", "--head", "some/heads"]
+    assert place(1, "merged", "some/model", [], merged).draft == ("--device", "cuda:0")
+    named = named_settings({"OUTRIDER_MEDUSA_HEAD": "other/heads"}, None)
+    assert place(1, "medusa", "some/model", [], [], named).target[-1] == "other/heads"

@@ -204,7 +204,7 @@ def test_a_run_that_is_killed_leaves_its_best_head(
     config = TrainingConfig(out=str(tmp_path / "head"))
     saved: list[str] = []
     monkeypatch.setattr(run, "training_record", lambda *_: {})
-    monkeypatch.setattr(run, "save_head", lambda *_, **__: saved.append("head"))
+    monkeypatch.setattr(run, "save", lambda *_, **__: saved.append("head"))
     folder = RunFolder(config)
     folder.begin()
     corpus = Corpus(tmp_path / "text")

@@ -1,4 +1,4 @@
-"""With an EAGLE head, sampled output has the target's distribution: counted over many seeds on seven tokens."""
+"""With EAGLE or Medusa heads, sampled output has the target's distribution: counted over many seeds on seven tokens."""
 
 from __future__ import annotations
 
@@ -11,12 +11,16 @@ import torch
 from conftest import make_tiny
 from eagle_heads import make_head
 from engine_harness import engine_config, make_runner, request, run
+from medusa_heads import make_heads
 from scipy import stats
 from transformers import PreTrainedModel
 
+from draft_service.drafters.base import Drafter
 from draft_service.eagle.config import EagleConfig
 from draft_service.eagle.drafter import EagleDrafter
 from draft_service.in_process import InprocessLink
+from draft_service.medusa.config import MedusaConfig
+from draft_service.medusa.drafter import MedusaDrafter
 from outrider.sampling import SamplingParams, VerificationMode
 from outrider.wire.frames import DraftEvents, DraftLink
 from target_service.sampling.distribution import LogitShaper
@@ -41,12 +45,7 @@ def distribution(model: PreTrainedModel, sampling: SamplingParams) -> dict[tuple
     return known
 
 
-@pytest.mark.parametrize("mode", [VerificationMode.REJECTION, VerificationMode.COUPLED], ids=lambda mode: mode.value)
-@pytest.mark.parametrize("topk", [1, 3], ids=["chain", "tree"])
-def test_outputs_have_the_targets_distribution(mode: VerificationMode, topk: int) -> None:
-    teacher = make_tiny(vocab_size=VOCABULARY)
-    teacher.set_attn_implementation("eager")
-    exact = distribution(teacher, SAMPLING)
+def eagle(topk: int) -> Drafter:
     head = make_head(
         vocab_size=VOCABULARY,
         draft_vocab_size=VOCABULARY,
@@ -54,9 +53,24 @@ def test_outputs_have_the_targets_distribution(mode: VerificationMode, topk: int
         num_features=2,
         feature_layers=(0, 2),
     )
+    return EagleDrafter(EagleConfig(topk=topk, num_steps=3, dtype="float32", projection="draft"), head)
+
+
+def medusa(topk: int) -> Drafter:
+    heads = make_heads(hidden_size=48, vocab_size=VOCABULARY, draft_vocab_size=VOCABULARY, num_heads=3, target_layers=2)
+    return MedusaDrafter(MedusaConfig(topk=topk, dtype="float32"), heads)
+
+
+@pytest.mark.parametrize("mode", [VerificationMode.REJECTION, VerificationMode.COUPLED], ids=lambda mode: mode.value)
+@pytest.mark.parametrize("topk", [1, 3], ids=["chain", "tree"])
+@pytest.mark.parametrize("kind", ["eagle", "medusa"])
+def test_outputs_have_the_targets_distribution(kind: str, mode: VerificationMode, topk: int) -> None:
+    teacher = make_tiny(vocab_size=VOCABULARY)
+    teacher.set_attn_implementation("eager")
+    exact = distribution(teacher, SAMPLING)
 
     def connect(events: DraftEvents) -> DraftLink:
-        drafter = EagleDrafter(EagleConfig(topk=topk, num_steps=3, dtype="float32", projection="draft"), head)
+        drafter = eagle(topk) if kind == "eagle" else medusa(topk)
         drafter.start()
         return InprocessLink(drafter, events)
 

@@ -68,7 +68,7 @@ def same_as_the_models(link: FeatureLink, teacher: PreTrainedModel) -> None:
             continue
         assert max(got) == len(tokens) - 2
         first, last, normed = link.stacked(sequence_id).chunk(3, dim=-1)
-        expected = states_of(teacher, tokens[:-1], (0, LAYERS))[link.begins(sequence_id) :]
+        expected = states_of(teacher, tokens[:-1], (0, LAYERS))[list(got)]
         torch.testing.assert_close(torch.cat([first, normed], dim=-1), expected, rtol=1e-4, atol=1e-4)
         # transformers tells of the last layer only after the norm.
         with torch.no_grad():
@@ -234,15 +234,20 @@ def test_with_a_head_at_start_even_the_first_draft_gets_what_is_kept(
     assert {drive.link.begins(number) for number in drive.link.got} == {0}
 
 
-def test_a_window_bounds_what_a_prompt_sends(tiny_model: PreTrainedModel, teacher: PreTrainedModel) -> None:
+def test_a_window_bounds_what_prompts_and_steps_send(tiny_model: PreTrainedModel, teacher: PreTrainedModel) -> None:
     wanted = requests()
     propose, said = knowing(teacher, wanted)
     drive = Drive(make_runner(tiny_model), propose, replace(EVERY, window=6), engine_config(prefill_chunk=5))
+    # A step that commits more than the window leaves out what is older.
+    drive.link.gaps = True
     drive.add(wanted)
     drive.steps()
     assert drive.outputs == said
     for number, one in enumerate(wanted, start=1):
         assert drive.link.begins(number) == max(0, len(one.token_ids) - 1 - 6)
+        # The window before the last root is whole.
+        newest = sorted(drive.link.got[number])[-6:]
+        assert newest == list(range(newest[-1] - 5, newest[-1] + 1))
     same_as_the_models(drive.link, teacher)
 
 

@@ -14,10 +14,15 @@ from outrider.heads import head_made_for
 from outrider_client.terminal.options import DEFAULT_MODEL
 
 # Drafters that run a network, and the settings sections of those that they are or may be made of.
-_NEURAL: Mapping[str, tuple[str, ...]] = {"eagle": ("eagle",), "merged": ("eagle", "model"), "model": ("model",)}
-# Those that need an EAGLE head.
-_WITH_HEAD = ("eagle", "merged")
-_SECTIONS = ("target", "draft", "eagle", "model")
+_NEURAL: Mapping[str, tuple[str, ...]] = {
+    "eagle": ("eagle",),
+    "medusa": ("medusa",),
+    "merged": ("eagle", "medusa", "model"),
+    "model": ("model",),
+}
+# Those that need a head: an EAGLE head, or Medusa's, of which none comes with Outrider.
+_WITH_HEAD = ("eagle", "medusa", "merged")
+_SECTIONS = ("target", "draft", "eagle", "medusa", "model", "merged")
 _NOTHING: Mapping[tuple[str, str], str] = MappingProxyType({})
 
 
@@ -79,16 +84,19 @@ def place(
         return Placement()
     if any((section, "device") in named for section in sections):
         return Placement()
+    merged = _value(draft_words, "--merged-drafters") or named.get(("merged", "merged_drafters"), "")
+    medusa = drafter == "medusa" or (drafter == "merged" and "medusa" in merged.split(","))
     target, draft = ["--device", "cuda:0"], list[str]()
     said = "the target runs on cuda:0"
     if drafter in _NEURAL:
         device = "cuda:1" if gpus > 1 else "cuda:0"
-        draft = ["--device", device, "--cuda-graphs"]
+        # Medusa heads have no passes to capture, and no such flag.
+        draft = ["--device", device] if medusa else ["--device", device, "--cuda-graphs"]
         said += f", the draft on {device}" + ("" if gpus > 1 else ", which it shares with the target")
     if drafter in _WITH_HEAD:
-        chosen = _value(draft_words, "--head") or named.get(("eagle", "head"), "")
+        chosen = _value(draft_words, "--head") or named.get(("medusa" if medusa else "eagle", "head"), "")
         shipped = head_made_for(model or named.get(("target", "model"), "") or DEFAULT_MODEL)
-        if not chosen and shipped is not None:
+        if not chosen and not medusa and shipped is not None:
             chosen = shipped.name
             draft += ["--head", chosen]
         # A captured step keeps the states that a head reads only if it is named.

@@ -153,7 +153,9 @@ class Features:
                 # The draft cannot place what the step committed before it hears of it.
                 ahead += self._pieces(sequence_id, kept, end - max(most, committed))
                 if committed:
-                    kept.sent = max(kept.sent, end - most)
+                    # Of a step's tokens too no more than the drafter looks back at: Medusa heads at one.
+                    within = min(most, self._wanted.window or most) if self._wanted else most
+                    kept.sent = max(kept.sent, end - within)
                     along[sequence_id] = self._take(kept, end)
             kept.trim(self._keep)
         self._fresh.clear()

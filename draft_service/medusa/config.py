@@ -1,0 +1,42 @@
+"""Settings of the Medusa drafter. Each default lives here, or in `NetworkConfig`, and nowhere else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from draft_service.medusa.fixed_trees import FIXED_TREES
+from draft_service.neural.config import NetworkConfig
+from outrider.settings import SettingsError, setting
+from outrider.tree import MAX_ROWS
+
+BEST_FIRST = "best-first"
+
+
+@dataclass(frozen=True)
+class MedusaConfig(NetworkConfig):
+    """Settings of the Medusa drafter: flags, environment (`OUTRIDER_MEDUSA_*`) or the `[medusa]` table."""
+
+    head: str = setting("", "Medusa heads: a folder, or a hub id, in any published layout; safetensors only")
+    base_model: str = setting(
+        "",
+        "target that the heads were made for: a name from `outrider model list`, a folder, or a hub id; empty asks the "
+        "heads' record",
+    )
+    token_map: str = setting("", "JSON or safetensors file of the only token ids to draft (FR-Spec); all when empty")
+    tree: str = setting(
+        BEST_FIRST,
+        "best-first follows the most probable paths of each tree anew; the others are Medusa's fixed trees",
+        choices=(BEST_FIRST, *FIXED_TREES),
+    )
+    # Nodes and children as Medusa's own trees have them.
+    num_draft_tokens: int = setting(63, "nodes of a tree, the root not counted", ge=1, le=MAX_ROWS - 1)
+    topk: int = setting(10, "children of a node; 1 drafts a chain", ge=1)
+    num_steps: int = setting(0, "levels of a tree, one for each head; 0 takes all heads", ge=0)
+    feature_dtype: str = setting(
+        "bfloat16", "type of features on the wire", choices=("float32", "bfloat16", "float8_e4m3")
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.race_entrants < self.topk:
+            raise SettingsError("race_entrants must be at least topk")

@@ -1,0 +1,82 @@
+"""Candidates of every depth in one pass of the heads, and the trees of a frame from them.
+
+Symbols: B sequences, K heads, M candidates of a row, H the target's hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from draft_service.drafters.base import DraftSequence
+from draft_service.drafters.grown import Grown
+from draft_service.medusa.fixed_trees import FixedTree
+from draft_service.medusa.growth import grown
+from draft_service.medusa.head import MedusaHead
+from draft_service.neural.candidates import Candidates, candidates_wanted, most_probable, temperature_of
+from draft_service.neural.level_growth import DEPTH, grow_level, make_forest
+from draft_service.neural.tree_config import TreeShape
+from draft_service.neural.tree_drafting import best_items, rules_of, with_distributions
+from outrider.sampling import VerificationMode
+from outrider.tree import TokenTree
+
+
+class MedusaDrafting:
+    """Heads on their device, and how their trees grow. Calls come from one thread."""
+
+    def __init__(self, heads: MedusaHead, shape: TreeShape, tree: FixedTree | None) -> None:
+        """`shape.num_steps` heads are used; `tree` is a fixed one, None grows best first."""
+        self._heads, self._shape, self._tree = heads, shape, tree
+        self._weight = heads.lm_heads[0].weight
+        ids = heads.token_ids
+        self._token_ids = None if ids is None else ids.cpu().numpy().astype(np.int32)
+
+    @torch.inference_mode()
+    def candidates(self, sequences: Sequence[DraftSequence], states: Tensor) -> Candidates:
+        """[B * K, M] of every depth of every sequence, whose states are [B, H]; depths of a sequence side by side."""
+        shape, weight = self._shape, self._weight
+        logits = self._heads(states.to(weight.device, weight.dtype))[: shape.num_steps]
+        rows = logits.transpose(0, 1).flatten(0, 1)
+        temperatures = torch.tensor([temperature_of(one) for one in sequences]).repeat_interleave(shape.num_steps)
+        count = max(candidates_wanted(one.mode, shape.topk, shape.race_entrants) for one in sequences)
+        return most_probable(rows, temperatures.to(weight.device), count, self._token_ids)
+
+    def grown(self, sequences: Sequence[DraftSequence], states: Tensor) -> Grown:
+        """Trees of sequences none of which is of a REJECTION request; states are [B, H]."""
+        tokens, probs = self._by_depth(self.candidates(sequences, states), len(sequences))
+        roots = [one.root for one in sequences]
+        return grown(rules_of(sequences, self._shape), tokens, probs, roots, self._tree)
+
+    def drawn(self, sequences: Sequence[DraftSequence], states: Tensor) -> list[TokenTree]:
+        """Trees of REJECTION requests, whose nodes are drawn, so that a fixed tree has no part in them: each parent
+        draws from its depth's distribution anew. States are [B, H]."""
+        shape, count = self._shape, len(sequences)
+        tokens, probs = self._by_depth(self.candidates(sequences, states), count)
+        rules = rules_of(sequences, shape)
+        forest = make_forest(count, shape.num_steps, shape.width, shape.topk, drawn=True)
+        levels = min(int(rules.ints[:, DEPTH].max()), shape.num_steps)
+        for level in range(1, levels + 1):
+            own = np.repeat(np.arange(count), forest.widths)
+            if not grow_level(forest, rules, level, level == levels, tokens[own, level - 1], probs[own, level - 1]):
+                break
+        trees = best_items(forest, rules, [one.root for one in sequences]).as_trees()
+        return [with_distributions(tree, forest, b) for b, tree in enumerate(trees)]
+
+    def trees(self, sequences: Sequence[DraftSequence], states: Tensor) -> list[TokenTree]:
+        """Trees in whatever mode; states are [B, H]."""
+        found: dict[int, TokenTree] = {}
+        for drawn in (False, True):
+            places = [i for i, one in enumerate(sequences) if (one.mode is VerificationMode.REJECTION) is drawn]
+            if places:
+                own, rows = [sequences[i] for i in places], states[places]
+                trees = self.drawn(own, rows) if drawn else self.grown(own, rows).as_trees()
+                found.update(zip(places, trees, strict=True))
+        return [found[i] for i in range(len(sequences))]
+
+    def _by_depth(self, candidates: Candidates, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """[B, K, M] tokens and probabilities."""
+        tokens, probs = (part.reshape(count, self._shape.num_steps, -1) for part in candidates)
+        return tokens, probs

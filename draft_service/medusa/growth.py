@@ -1,0 +1,173 @@
+"""Trees of heads that each guess one depth, whatever stands above it.
+
+A depth's tokens and their scores are the same below every node of the depth before, so a node is its parent and a rank.
+In GREEDY mode a score is a probability; in COUPLED mode the chance of winning the race that the target will run, whose
+noise hangs on position and token alone.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from draft_service.compiling import Numbers, Reals, compiled, inlined
+from draft_service.drafters.grown import Grown
+from draft_service.medusa.fixed_trees import FixedTree
+from draft_service.neural.level_growth import (
+    COUPLED,
+    DEPTH,
+    MIN_P,
+    MODE,
+    NODES,
+    TOP_K,
+    TOP_P,
+    Ints,
+    Probs,
+    Rules,
+    apply_filters,
+    run_race,
+)
+
+
+class Ranked(NamedTuple):
+    """The best tokens of every depth of B sequences, best first; `counts` [B, K] of them mean something."""
+
+    tokens: Ints  # [B, K, breadth]
+    scores: Reals  # [B, K, breadth] given any parent
+    counts: Ints  # [B, K]
+
+
+@compiled
+def rank(rules: Rules, tokens: Ints, probs: Probs, ranked: Ranked) -> None:
+    """Fill `ranked` from the candidates of every depth, tokens and probs [B, K, M], in falling order of probability."""
+    count, depths, known = tokens.shape
+    for b in range(count):
+        mode = rules.ints[b, MODE]
+        for depth in range(depths):
+            work = probs[b, depth].astype(np.float64)
+            kept, rest = apply_filters(work, known, rules.ints[b, TOP_K], rules.reals[b, TOP_P], rules.reals[b, MIN_P])
+            if mode == COUPLED:
+                position = rules.positions[b] + np.uint64(depth)
+                run_race(tokens[b, depth], work, kept, rest, rules.seeds[b], position, rules.sharpness)
+            found = 0
+            while found < min(rules.breadth, kept):
+                best = 0
+                for i in range(kept):
+                    if work[i] > work[best]:
+                        best = i
+                if work[best] <= 0.0:
+                    break
+                ranked.tokens[b, depth, found] = tokens[b, depth, best]
+                ranked.scores[b, depth, found] = min(work[best], 1.0)
+                work[best] = 0.0
+                found += 1
+            ranked.counts[b, depth] = found
+
+
+class _Open(NamedTuple):
+    """Nodes that may come next, each the best below its parent that is not in the tree."""
+
+    parents: Numbers  # rows of the tree
+    ranks: Numbers
+    path_probs: Reals
+
+
+@inlined
+def _put(ranked: Ranked, b: int, depth: int, rank: int, parent: int, above: float, nodes: _Open, place: int) -> bool:
+    """Write the node of this depth and rank, if there is one, at `place`."""
+    if depth >= ranked.counts.shape[1] or rank >= ranked.counts[b, depth]:
+        return False
+    nodes.parents[place], nodes.ranks[place] = parent, rank
+    nodes.path_probs[place] = above * ranked.scores[b, depth, rank]
+    return True
+
+
+@compiled
+def grow_best_first(rules: Rules, ranked: Ranked, trees: Numbers, scores: Reals, sizes: Numbers) -> None:
+    """The most probable paths of every sequence, by the product of scores along them, most probable first.
+
+    Whichever node comes next is either the next sibling of one that is there or the first child of one.
+
+    Args:
+        trees: [B, 2, rows] tokens and parents, filled; row 0 is the root, which is left to the caller.
+        scores: [B, rows], filled; 1 for the root.
+        sizes: [B], filled: rows of each tree.
+    """
+    for b in range(len(trees)):
+        limit, deepest = min(1 + rules.ints[b, NODES], trees.shape[2]), rules.ints[b, DEPTH]
+        depths, path_probs = np.zeros(limit, np.int32), np.ones(limit)
+        nodes = _Open(np.empty(2 * limit, np.int32), np.empty(2 * limit, np.int32), np.empty(2 * limit))
+        rows, waiting = 1, 0
+        if deepest > 0 and _put(ranked, b, 0, 0, 0, 1.0, nodes, 0):
+            waiting = 1
+        while rows < limit and waiting > 0:
+            best = 0
+            for i in range(waiting):
+                if nodes.path_probs[i] > nodes.path_probs[best]:
+                    best = i
+            path_prob, parent, rank_of = nodes.path_probs[best], nodes.parents[best], nodes.ranks[best]
+            if path_prob <= 0.0 or path_prob < rules.floor:
+                break
+            depth = depths[parent]
+            trees[b, 0, rows], trees[b, 1, rows] = ranked.tokens[b, depth, rank_of], parent
+            scores[b, rows] = ranked.scores[b, depth, rank_of]
+            depths[rows], path_probs[rows] = depth + 1, path_prob
+            # Its next sibling takes its place among those that wait, and its first child comes behind them.
+            if not _put(ranked, b, depth, rank_of + 1, parent, path_probs[parent], nodes, best):
+                waiting -= 1
+                nodes.parents[best], nodes.ranks[best] = nodes.parents[waiting], nodes.ranks[waiting]
+                nodes.path_probs[best] = nodes.path_probs[waiting]
+            if depth + 1 < deepest and _put(ranked, b, depth + 1, 0, rows, path_prob, nodes, waiting):
+                waiting += 1
+            rows += 1
+        sizes[b] = rows
+
+
+@compiled
+def grow_fixed(rules: Rules, ranked: Ranked, tree: FixedTree, trees: Numbers, scores: Reals, sizes: Numbers) -> None:
+    """The same nodes for every sequence, most probable paths first; `trees`, `scores`, `sizes` as above."""
+    parents, ranks, depths = tree
+    for b in range(len(trees)):
+        limit, deepest = min(1 + rules.ints[b, NODES], trees.shape[2]), rules.ints[b, DEPTH]
+        path_probs = np.zeros(len(parents))
+        path_probs[0] = 1.0
+        for node in range(1, len(parents)):
+            depth = depths[node] - 1
+            if depth < min(deepest, ranked.counts.shape[1]) and ranks[node] < ranked.counts[b, depth]:
+                path_probs[node] = path_probs[parents[node]] * ranked.scores[b, depth, ranks[node]]
+        # Stable, so that of equals the parent stays ahead.
+        order = np.argsort(-path_probs, kind="mergesort")
+        row_of = np.zeros(len(parents), np.int32)
+        rows = 1
+        for node in order[1:]:
+            if rows == limit or path_probs[node] <= 0.0:
+                break
+            depth = depths[node] - 1
+            trees[b, 0, rows] = ranked.tokens[b, depth, ranks[node]]
+            trees[b, 1, rows] = row_of[parents[node]]
+            scores[b, rows] = ranked.scores[b, depth, ranks[node]]
+            row_of[node] = rows
+            rows += 1
+        sizes[b] = rows
+
+
+def grown(rules: Rules, tokens: Ints, probs: Probs, roots: list[int], tree: FixedTree | None = None) -> Grown:
+    """The trees of B sequences in GREEDY or COUPLED mode.
+
+    Args:
+        tokens, probs: [B, K, M] candidates of every depth, in falling order of probability.
+        tree: a fixed one; None grows best first.
+    """
+    count, depths, _ = tokens.shape
+    shape = (count, depths, rules.breadth)
+    ranked = Ranked(np.zeros(shape, np.int32), np.zeros(shape), np.zeros((count, depths), np.int32))
+    rank(rules, tokens, probs, ranked)
+    trees = Grown.roots(roots, 1 + int(rules.ints[:, NODES].max(initial=0)))
+    sizes = np.ones(count, np.int32)
+    if tree is None:
+        grow_best_first(rules, ranked, trees.trees, trees.scores, sizes)
+    else:
+        grow_fixed(rules, ranked, tree, trees.trees, trees.scores, sizes)
+    trees.sizes[:, 0] = sizes
+    return trees

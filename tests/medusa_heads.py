@@ -1,0 +1,89 @@
+"""Tiny Medusa heads, the plain heads that they are held to, and heads that learnt in a moment what a model says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from engine_harness import plain
+from hidden_states import states_of
+from taught_heads import HIDDEN, LAYERS, SAMPLINGS, prompts, request_of
+from taught_heads import VOCABULARY as TAUGHT_VOCABULARY
+from torch import Tensor
+from torch.nn import functional
+from transformers import PreTrainedModel
+
+from draft_service.medusa.head import MedusaHead, MedusaShape
+
+VOCABULARY, DRAFT, WIDTH, HEADS = 60, 40, 16, 4
+
+
+def make_heads(**changes: Any) -> MedusaHead:
+    """Heads in fp32, equal for equal arguments; weights large enough for peaked distributions."""
+    settings: dict[str, Any] = {
+        "hidden_size": WIDTH,
+        "vocab_size": VOCABULARY,
+        "draft_vocab_size": DRAFT,
+        "num_heads": HEADS,
+        "num_layers": 1,
+        "target": "some/target",
+        "target_layers": 12,
+    }
+    shape = MedusaShape(**(settings | changes))
+    torch.manual_seed(4)
+    ids = None if shape.draft_vocab_size == shape.vocab_size else torch.arange(DRAFT) + torch.arange(DRAFT) // 3
+    heads = MedusaHead(shape, ids)
+    with torch.no_grad():
+        for parameter in heads.parameters():
+            parameter.normal_(0.0, 0.5)
+    return heads.eval().requires_grad_(False)
+
+
+def published_weights(heads: MedusaHead) -> dict[str, Tensor]:
+    """As FasterDecoding's own module names them: `{head}.{layer}.linear.weight`, `{head}.{layers}.weight`."""
+    found: dict[str, Tensor] = {}
+    for k, head in enumerate(heads.heads):
+        *blocks, lm_head = head.children()  # type: ignore[operator]
+        for layer, block in enumerate(blocks):
+            found[f"{k}.{layer}.linear.weight"] = block.linear.weight.clone()
+            found[f"{k}.{layer}.linear.bias"] = block.linear.bias.clone()
+        found[f"{k}.{len(blocks)}.weight"] = lm_head.weight.clone()
+    return found
+
+
+def plain_logits(weights: Mapping[str, Tensor], states: Tensor, num_heads: int, num_layers: int) -> Tensor:
+    """[K, .., V'] by the paper's formula over published weights, in fp64: the definition."""
+    logits = []
+    for k in range(num_heads):
+        hidden = states.double()
+        for layer in range(num_layers):
+            mixed = hidden @ weights[f"{k}.{layer}.linear.weight"].double().T
+            bias = weights.get(f"{k}.{layer}.linear.bias")
+            mixed = mixed if bias is None else mixed + bias.double()
+            hidden = hidden + mixed * torch.sigmoid(mixed)
+        logits.append(hidden @ weights[f"{k}.{num_layers}.weight"].double().T)
+    return torch.stack(logits)
+
+
+def taught_heads(teacher: PreTrainedModel, max_tokens: int, steps: int = 150) -> MedusaHead:
+    """Heads that have seen what the teacher says to every prompt in every way of sampling."""
+    shape = MedusaShape(HIDDEN, TAUGHT_VOCABULARY, TAUGHT_VOCABULARY, num_heads=3, target_layers=LAYERS)
+    torch.manual_seed(5)
+    heads = MedusaHead(shape)
+    texts: list[tuple[Sequence[int], Tensor]] = []
+    for sampling in SAMPLINGS.values():
+        for prompt in prompts():
+            tokens = [*prompt, *plain(teacher, request_of(prompt, sampling, max_tokens))]
+            texts.append((tokens, states_of(teacher, tokens, (LAYERS,))))
+    optimizer = torch.optim.Adam(heads.parameters(), lr=4e-3)
+    for _ in range(steps):
+        loss = torch.zeros(())
+        for tokens, states in texts:
+            for k, logits in enumerate(heads(states)):
+                following = torch.tensor(tokens[2 + k :])
+                loss = loss + functional.cross_entropy(logits[: len(following)], following)
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    return heads.requires_grad_(False).eval()
