@@ -24,10 +24,11 @@ class _Sizes(NamedTuple):
 # Trees that a target waits for, and those that are drawn while it verifies the last ones, so that they have to hold
 # what will follow these too. The latter by `benchmarks/running_ahead/simulate.py`: a tree of four levels says nearly
 # what a deeper one does where it is waited for; one pass ahead, eight levels of sixteen nodes make 2 to 3 % more than
-# six. Nine came too late for one pass in ten of an 8B shape on an H200, where a level takes 0.27 ms
-# (`benchmarks/results/2026-11-23-h200-launched-at-once.md`).
+# six, and of 32 nodes 1 to 2 % more again. On H200s 32 nodes made 3 to 6 % more tokens a second than 16 at an 8B shape,
+# their trees in time for 97 passes in 100; nine levels came too late for one pass in ten
+# (`benchmarks/results/2026-11-23-h200-widened-sixth.md`, `2026-11-23-h200-launched-at-once.md`).
 _PLAIN = _Sizes(num_steps=3, topk=4, num_draft_tokens=12, frontier=0, rows_per_level=0, early_levels=0)
-_CAPTURED = _Sizes(num_steps=8, topk=8, num_draft_tokens=239, frontier=16, rows_per_level=64, early_levels=4)
+_CAPTURED = _Sizes(num_steps=8, topk=8, num_draft_tokens=239, frontier=32, rows_per_level=64, early_levels=4)
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class NeuralConfig(NetworkConfig):
     topk: int = setting(0, "children of a node; 1 drafts a chain; 0 takes 4, or 8 where trees are captured", ge=0)
     frontier: int = setting(
         0,
-        "nodes that each level expands; 0 takes as many as topk, or 16 where trees are captured and topk is not set",
+        "nodes that each level expands; 0 takes as many as topk, or 32 where trees are captured and topk is not set",
         ge=0,
     )
     rows_per_level: int = setting(

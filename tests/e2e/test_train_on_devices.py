@@ -96,7 +96,7 @@ def masters_of_one_device(config: TrainingConfig) -> tuple[dict[str, Tensor], in
             batch = make_batch(learnt, chosen, padded, config.steps, size=config.batch_tokens // padded)
             lesson = reader.read(batch.token_ids, batch.distribution_rows, torch.from_numpy(tokens))
             lm_input = unroll(head, lesson.states, batch.token_ids, config.steps)
-            total = step_losses(lm_input, head.lm_head.weight, lesson.probs, batch, config.decay)[1]
+            total = step_losses(lm_input, (head.lm_head.weight,), lesson.probs, batch, config.decay)[1]
             (total / 2).backward()  # type: ignore[no-untyped-call]
         optimiser.step(rate_at(first / wanted, config.learning_rate, config.warmup))
     return optimiser.state(), -(-wanted // 2)

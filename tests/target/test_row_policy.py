@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -148,6 +149,17 @@ def kind_of(*, followed: bool) -> Kind:
     return Kind.AHEAD if followed else Kind.ALONE
 
 
+def given_out(ranked: Sequence[Ranked], rows: int, most: Sequence[int]) -> list[int]:
+    """How many of so many rows each root gets, which go to the best of all."""
+    gains = [
+        (-(one.expected[k + 1] - one.expected[k]), place)
+        for place, one in enumerate(ranked)
+        for k in range(min(len(one.best), most[place]))
+    ]
+    counts = Counter(place for _, place in sorted(gains)[: max(0, rows)])
+    return [counts[place] for place in range(len(ranked))]
+
+
 class Launch(NamedTuple):
     """One launch: what it had, what it was expected to make, and what each size would have been."""
 
@@ -193,22 +205,21 @@ class Engine:
     def _launch(self, rows: DeviceRows | None, *, followed: bool) -> None:
         size = rows.rows if rows is not None else 0
         assert size in self._sizes
-        outcomes, could = [], dict.fromkeys(self._sizes, 0.0)
-        for place in range(self._sequences):
-            text = self._dice.randrange(CONTEXTS)
-            ranked = self.drafts.ranked(text, self.policy.trust, followed=followed)
-            for each in self._sizes:
-                could[each] += 1 + ranked.true[min(self._each(each), len(ranked.best))]
-            said = None
-            if rows is not None:
-                said = self._pass(ranked, min(self._each(size), rows.most[place]), rows.limits[place])
+        texts = [self._dice.randrange(CONTEXTS) for _ in range(self._sequences)]
+        all_ranked = [self.drafts.ranked(text, self.policy.trust, followed=followed) for text in texts]
+        most = rows.limits if rows is not None else (KEPT,) * self._sequences
+        shares = {each: given_out(all_ranked, each - self._sequences, most) for each in self._sizes}
+        could = {
+            each: sum(1 + ranked.true[count] for ranked, count in zip(all_ranked, own, strict=True))
+            for each, own in shares.items()
+        }
+        outcomes = []
+        for place, ranked in enumerate(all_ranked):
+            said = self._pass(ranked, shares[size][place], rows.limits[place]) if rows is not None else None
             outcomes.append(said or Verified(Walk((), 3), ()))
         took = self.seconds(size, followed=followed) * self._dice.lognormvariate(0, 0.03)
         self.launches.append(Launch(size, followed, could[size], could))
         self._last = outcomes, rows, took, followed
-
-    def _each(self, rows: int) -> int:
-        return max(0, rows - self._sequences) // self._sequences
 
     def _pass(self, ranked: Ranked, taken: int, limit: int) -> Verified:
         """Of which so many rows are `taken`, and as many ranked as the `limit` allows."""

@@ -2,8 +2,8 @@
 
 The device ranks what is drafted by the probability of its path and takes the best (`tree_kernels.node_table`). How many
 it may take is chosen here, among the sizes that steps are captured for: those that make most tokens a second. What they
-make is known for every size at once, since each pass says what its best 1, 3, 7 .. rows promised; promises are held to
-what was accepted. What they take is measured, by load and size.
+make is known for every size at once, since each pass says what every sequence's best 1, 3, 7 .. rows promised, of which
+the device takes the best of all; promises are held to what was accepted. What they take is measured, by load and size.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from enum import Enum
+
+import numpy as np
 
 from outrider.sampling import VerificationMode
 from target_service.core.scheduler import Schedule
@@ -68,7 +70,7 @@ class _Seen:
     """What passes of a kind were expected to bring, and brought, lately."""
 
     def __init__(self) -> None:
-        # Of the best 1, 3, 7 .. rows.
+        # Of the best 1, 3, 7 .. rows a sequence.
         self._prospects = [RunningMean(_SHARE, tokens, _PRIOR) for tokens in _FIRST_PROSPECTS]
         # Their quotient is what an expectation is worth.
         self._accepted, self._expected = RunningMean(_SHARE, 1.0, _PRIOR), RunningMean(_SHARE, 1.0, _PRIOR)
@@ -82,8 +84,8 @@ class _Seen:
         count = len(passes)
         self._accepted.observe(sum(one.accepted for one in passes) / count)
         self._expected.observe(sum(one.expected for one in passes) / count)
-        for i, prospect in enumerate(self._prospects):
-            prospect.observe(sum(one.prospects[i] for one in passes) / count)
+        for prospect, promised in zip(self._prospects, pooled([one.prospects for one in passes]), strict=True):
+            prospect.observe(promised)
 
     def tokens(self, drafted: float) -> float:
         """Of a sequence in a pass with so many drafted rows of it, on average."""
@@ -231,6 +233,29 @@ class RowPolicy:
             return measured
         plain = self.seconds(sequences, 0, kind) or self._cost(sequences)
         return plain * self._cost(max(sequences, rows)) / self._cost(sequences)
+
+
+def pooled(prospects: SequenceOf[SequenceOf[float]]) -> SequenceOf[float]:
+    """What 1, 3, 7 .. rows for each of B sequences promise a sequence where they go to the best of all, as the device
+    gives them out, and not as many to each.
+
+    Args:
+        prospects: [B][len(PROSPECTS)] what each sequence's own best promise: rising, by less and less for a row.
+
+    Returns:
+        [len(PROSPECTS)], on straight lines between what is known.
+    """
+    if len(prospects) == 1:
+        return prospects[0]
+    promised = np.array(prospects)
+    steps = np.diff(PROSPECTS, prepend=0)
+    gains = np.diff(promised, prepend=0.0)
+    # Stretches of rows, the most promising first.
+    order = np.argsort(-(gains / steps).ravel(), kind="stable")
+    rows = np.cumsum(np.broadcast_to(steps, gains.shape).ravel()[order])
+    wanted = np.array(PROSPECTS) * len(promised)
+    found = np.interp(wanted, np.append(0, rows), np.append(0.0, np.cumsum(gains.ravel()[order])))
+    return list((found / len(promised)).tolist())
 
 
 def _between(drafted: float, prospects: SequenceOf[RunningMean]) -> float:
