@@ -17,9 +17,10 @@ from outrider.tree import TokenTree
 from tree_kernels.node_table import LOOKUP, RIGHT, longest_run
 
 NOWHERE = -1
-# How often what follows a token that was not foreseen is what was to follow the likeliest one in its place, and how
-# often it is what was to stand in its place. Tried out on the recordings.
-INSTEAD, BEFORE = 0.3, 0.15
+# How often what follows a token that was not foreseen is what was to follow the likeliest one in its place, how often
+# it is what was to stand in its place, and how often what was to follow the same token elsewhere. Tried out on the
+# recordings.
+INSTEAD, BEFORE, ELSEWHERE = 0.3, 0.15, 0.3
 
 
 @dataclass(slots=True)
@@ -46,16 +47,33 @@ class Table:
         return node
 
 
-def mended(table: Table, node: int) -> Table:
-    """What may follow a token that is no child of a node: what hangs below the likeliest child, where the token stands
-    in its place, or the children themselves, where the token was put before them."""
+def mended(table: Table, node: int, token: int, *, last: bool) -> Table:
+    """What may follow a token that is no child of a node, or a leaf: what was to follow it elsewhere; and where it is
+    the last one, what hangs below the likeliest child, where the token stands in its place, or the children
+    themselves, where the token was put before them."""
     new = Table()
+    lender = _likeliest_of(table, token)
+    if lender != NOWHERE:
+        _graft(table, lender, new, 0, ELSEWHERE)
     below = table.children[node]
-    if below:
+    if below and last:
         likeliest, _ = max(below.values(), key=lambda child: child[1])
         _graft(table, likeliest, new, 0, INSTEAD)
         _graft(table, node, new, 0, BEFORE)
     return new
+
+
+def _likeliest_of(table: Table, token: int) -> int:
+    """The likeliest node of a token with anything below it, or `NOWHERE`."""
+    found, best = NOWHERE, 0.0
+    waiting = [(0, 1.0)]
+    while waiting:
+        node, chance = waiting.pop()
+        for said, (child, score) in table.children[node].items():
+            if said == token and table.children[child] and chance * score > best:
+                found, best = child, chance * score
+            waiting.append((child, chance * score))
+    return found
 
 
 def _graft(table: Table, node: int, new: Table, place: int, factor: float) -> None:
@@ -71,16 +89,19 @@ def _graft(table: Table, node: int, new: Table, place: int, factor: float) -> No
 
 
 def follow(table: Table, tokens: Sequence[int], mend: bool) -> tuple[Table, int]:
-    """The tree and the node that tokens lead to from a root, or `NOWHERE`; with `mend` past tokens that are missing."""
+    """The tree and the node that tokens lead to from a root, or `NOWHERE`; with `mend` in a tree that is mended where
+    it does not hold them, or nothing below the last."""
     node = 0
-    for token in tokens:
+    for place, token in enumerate(tokens):
         found = table.children[node].get(token)
-        if found is not None:
-            node = found[0]
-        elif mend and table.children[node]:
-            table, node = mended(table, node), 0
-        else:
-            return table, NOWHERE
+        if found is None:
+            new = mended(table, node, tokens[-1], last=place == len(tokens) - 1) if mend else Table()
+            return (new, 0) if new.children[0] else (table, NOWHERE)
+        node = found[0]
+    if mend and tokens and not table.children[node]:
+        new = mended(table, node, tokens[-1], last=False)
+        if new.children[0]:
+            return new, 0
     return table, node
 
 
@@ -251,13 +272,13 @@ def walk(
         path.append(root)
         chain = chains[root] if way.lookup else none
         future = text[root + 1 :]
-        table, node, left = nothing, NOWHERE, True
+        table, node, hit = nothing, NOWHERE, False
         if len(path) > way.behind:
             base = path[-1 - way.behind]
             table = trees[base]
-            left = table.walk(text[base + 1 : root + 1]) == NOWHERE
+            at = table.walk(text[base + 1 : root + 1])
+            hit = at != NOWHERE and bool(table.children[at])
             table, node = follow(table, text[base + 1 : root + 1], way.mend)
-        hit = not left and bool(table.children[node])
         found = rows_of(table, node, chain, way.rows, future)
         short = 1 + found.expected < way.least if way.hold == "promise" else not hit
         held = way.behind > 0 and way.hold != "never" and short

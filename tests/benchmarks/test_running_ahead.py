@@ -21,6 +21,7 @@ from benchmarks.running_ahead.simulate import USUAL, Study, claim, left_at
 from benchmarks.running_ahead.tables import markdown
 from benchmarks.running_ahead.walk import (
     BEFORE,
+    ELSEWHERE,
     INSTEAD,
     NOWHERE,
     Chain,
@@ -128,7 +129,7 @@ def test_a_tree_that_was_left_is_mended() -> None:
     table.add(table.add(first, 3, 0.5), 4, 0.5)
     table.add(other, 5, 0.5)
     # 9 stands where 1 was to: 3 4 may follow, or what was to stand there.
-    new = mended(table, 0)
+    new = mended(table, 0, 9, last=True)
     assert new.walk([3, 4]) != NOWHERE
     assert new.walk([1, 3, 4]) != NOWHERE
     assert new.walk([5]) == NOWHERE
@@ -137,6 +138,19 @@ def test_a_tree_that_was_left_is_mended() -> None:
     assert follow(table, [9, 3], mend=True)[1] != NOWHERE
     assert follow(table, [9, 3], mend=False)[1] == NOWHERE
     assert follow(table, [2, 5, 7], mend=True)[1] == NOWHERE
+
+
+def test_a_tree_that_was_left_lends_what_follows_a_token_elsewhere() -> None:
+    table = Table()
+    table.add(table.add(table.add(0, 1, 0.6), 3, 0.5), 4, 0.5)
+    table.add(table.add(table.add(0, 2, 0.2), 3, 0.9), 5, 0.5)
+    table.add(0, 6, 0.1)
+    # The likelier 3 of both, whether its place was another or a leaf's, or the tree was left before.
+    for tokens in ([3], [9, 3], [1, 9, 3]):
+        new, node = follow(table, tokens, mend=True)
+        assert new.children[node][4][1] == pytest.approx(0.5 * ELSEWHERE) and 5 not in new.children[node]
+    assert follow(table, [6], mend=True) == (table, 5 + 2)
+    assert mended(table, 0, 8, last=False).children == [{}]
 
 
 def test_mended_trees_say_more_where_a_word_was_exchanged() -> None:

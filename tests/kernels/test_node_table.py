@@ -35,6 +35,7 @@ from tree_kernels.node_table import (
     LONGEST,
     LOOKUP,
     MAX_PATH,
+    MEND_BORROWED,
     MEND_EXCHANGED,
     MEND_INSERTED,
     MOST_COST,
@@ -58,6 +59,7 @@ from tree_kernels.node_table.torch_backend import (
     best,
     bound_for,
     candidates,
+    lender,
     look_up,
     nodes_of,
     walk,
@@ -250,8 +252,32 @@ def test_a_tree_is_mended(seed: int, walked: int, chain: Chain, limit: int) -> N
     check_best(found, limit)
 
 
+@given(SEEDS, st.integers(-1, NODES), st.integers(0, 9), CHAINS, st.integers(0, 80))
+def test_a_tree_lends(seed: int, walked: int, token: int, chain: Chain, limit: int) -> None:
+    """What is below the likeliest node of a token hangs below the root, and in no other way; the rest is as it was."""
+    nodes = nodes_of(torch.from_numpy(preorder(*tree_of(seed), 1)))
+    assert nodes is not None
+    before = walked % len(nodes.tokens) if walked >= 0 else -1
+    borrowed = lender(nodes, token)
+    having = [
+        place for place in range(1, len(nodes.tokens)) if nodes.tokens[place] == token and place in nodes.parents[1:]
+    ]
+    assert borrowed == min(having, key=lambda place: nodes.costs[place], default=-1)
+    found = candidates(nodes, -1, chain, before, borrowed)
+    lent = range(borrowed + 1, nodes.ends[borrowed]) if borrowed >= 0 else range(0)
+    others = [one for one in candidates(nodes, -1, chain, before) if one.number not in lent]
+    assert [one for one in found if one.number not in lent] == others
+    for one in (one for one in found if one.number in lent):
+        assert one.parent == (-1 if nodes.parents[one.number] == borrowed else nodes.parents[one.number])
+        assert one.depth == nodes.depths[one.number] - nodes.depths[borrowed]
+        assert one.cost == nodes.costs[one.number] - nodes.costs[borrowed] + MEND_BORROWED
+    deep = [place for place in lent if nodes.depths[place] - nodes.depths[borrowed] <= MAX_PATH]
+    assert sorted(one.number for one in found if one.number in lent) == deep
+    check_best(found, limit)
+
+
 def test_what_mending_costs() -> None:
-    assert round(-COST_OF_HALVING * torch.tensor(0.3).double().log2().item()) == MEND_EXCHANGED
+    assert round(-COST_OF_HALVING * torch.tensor(0.3).double().log2().item()) == MEND_EXCHANGED == MEND_BORROWED
     assert MEND_INSERTED == MEND_EXCHANGED + COST_OF_HALVING
 
 
@@ -311,8 +337,10 @@ def check_layout(step: StepIntegers, table: NodeTable, case: Case) -> None:
         assert end - first <= min(case.rows[b], KEPT + 1)
         parents, tokens = step.parents[first:end].tolist(), step.token_ids[first:end].tolist()
         paths = paths_of(tokens, parents)
-        # Of a tree that is mended beside a chain, siblings may say the same.
-        assert len(set(paths)) == len(paths) or table.ages[b] < 0
+        # Of a tree that is mended siblings may say the same, and beside a chain of one that lends.
+        links = table.ranked[b, 1, : end - first - 1].tolist()
+        own = [path for path, link in zip(paths[1:], links, strict=True) if link >> 16]
+        assert len(set(own)) == len(own) or table.ages[b] < 0
         assert all(parent < i for i, parent in enumerate(parents) if i)
         prefix = int(step.prefix_lengths[b])
         assert step.positions[first:end].tolist() == [min(prefix + len(path), LAST_POSITION) for path in paths]
@@ -386,7 +414,8 @@ def test_a_tree_keeps_what_hangs_below_what_was_said(seed: int) -> None:
         deepest = laid_out[path[-1]] if path else ()
         assert reports_of(table, 0, turn)[REPORT_TOKENS:] == [*deepest, token, *path]
         committed = (*committed, *deepest, token)
-        if committed not in by_path:
+        # Below a leaf, or where the tree is left, others lend.
+        if not any(len(path) > len(committed) and path[: len(committed)] == committed for path in by_path):
             break
     assert int(table.passes[0]) == turn + 1 and int(table.accepted[0]) <= len(committed)
 
@@ -423,6 +452,36 @@ def test_mending_by_hand(fed: int, age: int, rows: list[tuple[int, int]]) -> Non
     # Of two tokens that were not foreseen nothing is left.
     if age < 0:
         assert int(step.query_starts[1]) == 1 and int(table.ages[0]) == -1
+
+
+@pytest.mark.parametrize(
+    ("base", "fed", "age", "rows", "costs"),
+    [
+        # A leaf is held, and 9 stands elsewhere too, with 7 and 8 below it.
+        (20, 9, 1, [(0, 7), (1, 8)], [MEND_BORROWED + cost for cost in (50, 90)]),
+        # Of a token that is not held too, beside what stood in its place and behind it; 6 is below what is lent.
+        (20, 3, -1, [(0, 6), (0, 9), (0, 5)], [MEND_BORROWED + 10] + [MEND_INSERTED + cost for cost in (100, 200)]),
+        # The tree was left two tokens ago.
+        (19, 3, -1, [(0, 6)], [MEND_BORROWED + 10]),
+        # The table is not of this text: its base lies ahead.
+        (40, 3, -1, [], []),
+    ],
+)
+def test_borrowing_by_hand(base: int, fed: int, age: int, rows: list[tuple[int, int]], costs: list[int]) -> None:
+    step, text = one_sequence(64, 20)
+    step.token_ids[0] = fed
+    # The token before the root, and where the base is that, the one before which nothing is known.
+    text[int(step.page_table[int(step.page_starts[0]) + 19 // 4]) * 4 + 19 % 4] = 500
+    table = table_for(Case(4, [64], 64, 20, 4, 0), text, "torch")
+    #         0    1: leaf 9, 2: 5 > 3: 9 > 4: 7 > 5: 8, 6: 5's 3 > 7: 6
+    tokens, parents = [500, 9, 5, 9, 7, 8, 3, 6], [-1, 0, 0, 2, 3, 4, 2, 6]
+    graft(table, (tokens, parents, [0, 100, 200, 300, 350, 390, 900, 910], base))
+    table.begin(step, torch.zeros(1).int(), torch.zeros(1).int())
+    assert step.parents is not None
+    end = int(step.query_starts[1])
+    found = list(zip(step.parents[1:end].tolist(), step.token_ids[1:end].tolist(), strict=True))
+    assert found == rows and int(table.ages[0]) == age
+    assert (table.keys[0, : end - 1] // KEYS_PER_COST).tolist() == costs
 
 
 def graft(table: NodeTable, *trees: tuple[list[int], list[int], list[int], int]) -> None:
@@ -512,14 +571,17 @@ def test_getting_ready_leaves_what_is_there() -> None:
 def test_random_cases_are_what_they_should_be(monkeypatch: pytest.MonkeyPatch) -> None:
     """Walks go on, tables are left and mended, and nodes are laid out beside chains and accepted."""
     mended: list[tuple[int, int, int, bool]] = []
+    # Whether the last token, or the one before, has a place, and whether another lends.
+    lent: set[tuple[bool, bool, bool]] = set()
 
-    def watched(nodes: Nodes | None, root: int, chain: Chain, before: int = -1) -> list[Candidate]:
+    def watched(nodes: Nodes | None, root: int, chain: Chain, before: int, borrowed: int) -> list[Candidate]:
         found = candidates(nodes, root, chain, before)
+        lent.add((root >= 0, before >= 0, borrowed >= 0))
         if nodes is not None and before >= 0:
             own = [one for one in best(found, KEPT) if one.number < NODES]
             beside = any(one.number >= NODES for one in found)
             mended.append((nodes.depths[before], len(own), max((one.depth for one in own), default=0), beside))
-        return found
+        return candidates(nodes, root, chain, before, borrowed)
 
     monkeypatch.setattr(_torch_node_table, "candidates", watched)
     reports: list[list[int]] = []
@@ -534,6 +596,7 @@ def test_random_cases_are_what_they_should_be(monkeypatch: pytest.MonkeyPatch) -
     for deep, leaf, chained in itertools.product((False, True), repeat=3):
         assert any((d > 5, not rows, beside) == (deep, leaf, chained) for d, rows, _, beside in mended)
     assert any(d == 0 and rows > 5 for d, rows, *_ in mended) and any(depth > 3 for _, _, depth, _ in mended)
+    assert {(held, before, True) for held, before in ((True, False), (False, True), (False, False))} <= lent
 
 
 def check(found: list[object]) -> None:

@@ -14,6 +14,10 @@ may then say what a child of C says too, and the chain, which is not merged with
 match a target's own choices tolerate that: they go on below the first, thus likelier row of that token, and no token is
 any other.
 
+Where the table does not hold the last token, or holds nothing below it, and is `MAX_PATH` tokens old at most, it also
+borrows: what is below the likeliest other node of that token that has anything below it hangs below the root, for
+`MEND_BORROWED` more than it costs below that node, and in no other way.
+
 Rows of a pass are the nodes with the smallest keys: cost * `KEYS_PER_COST` + the node's number, its place in the
 table, or `NODES` + its place in the chain that was looked up. A node's key is above its parent's, so what is chosen
 is a tree, and no two nodes of a sequence have the same.
@@ -40,9 +44,11 @@ KEYS_PER_COST = 512
 # Above the key of whatever may be chosen.
 NO_KEY = MOST_COST * KEYS_PER_COST
 # What a mended tree costs beyond its nodes' own costs, where the last token is taken to stand in the place of the
-# likeliest, or before it: of the chances that served best on recorded answers, INSTEAD and BEFORE of
-# `benchmarks/running_ahead/walk.py`.
-MEND_EXCHANGED, MEND_INSERTED = (round(-math.log2(chance) * COST_OF_HALVING) for chance in (0.3, 0.15))
+# likeliest, before it, or anywhere else: of the chances that served best on recorded answers, INSTEAD, BEFORE and
+# ELSEWHERE of `benchmarks/running_ahead/walk.py`.
+MEND_EXCHANGED, MEND_INSERTED, MEND_BORROWED = (
+    round(-math.log2(chance) * COST_OF_HALVING) for chance in (0.3, 0.15, 0.3)
+)
 # Integers of a table, and where in it the arrays begin.
 TABLE = 2 + 5 * NODES
 TOKENS, PARENTS, ENDS, DEPTHS, COSTS = (2 + NODES * array for array in range(5))

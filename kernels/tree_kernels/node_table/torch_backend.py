@@ -16,6 +16,7 @@ from tree_kernels.node_table.layout import (
     KEYS_PER_COST,
     LONGEST,
     MAX_PATH,
+    MEND_BORROWED,
     MEND_EXCHANGED,
     MEND_INSERTED,
     MOST_COST,
@@ -164,9 +165,17 @@ def look_up(text: Sequence[int], limit: int) -> Chain:
     return Chain(tokens, FIRST_COST[run.length], NEXT_COST[run.length])
 
 
-def candidates(nodes: Nodes | None, root: int, chain: Chain, before: int = -1) -> list[Candidate]:
+def lender(nodes: Nodes, token: int) -> int:
+    """The place of the likeliest node of a token with anything below it, the root left out; -1 where there is none."""
+    places = range(1, len(nodes.tokens))
+    having = [place for place in places if nodes.tokens[place] == token and nodes.ends[place] > place + 1]
+    return min(having, key=lambda place: (nodes.costs[place], place), default=-1)
+
+
+def candidates(nodes: Nodes | None, root: int, chain: Chain, before: int = -1, borrowed: int = -1) -> list[Candidate]:
     """What may follow the node at place `root` of the table (-1 for none): the nodes below it, and the chain. Without
-    one, the nodes that are mended behind the node at place `before` (-1 for none), of the token before.
+    one, the nodes that are mended behind the node at place `before` (-1 for none), of the token before. What is below
+    the node at place `borrowed` (-1 for none) is borrowed.
 
     A node below `root` that the chain says too costs what it costs by the cheaper of both; the rest of the chain hangs
     below the last such node, or below the root.
@@ -176,6 +185,9 @@ def candidates(nodes: Nodes | None, root: int, chain: Chain, before: int = -1) -
         hung = _hung(nodes, root, 0)
     elif nodes is not None and before >= 0:
         hung = _mended(nodes, before)
+    if nodes is not None and borrowed >= 0:
+        below = range(borrowed + 1, nodes.ends[borrowed])
+        hung = [one for one in hung if one.number not in below] + _hung(nodes, borrowed, MEND_BORROWED)
     found = {one.number: one for one in hung}
     place, above, cost, chain_cost = root, -1, 0, 0
     for k, token in enumerate(chain.tokens):
@@ -246,8 +258,12 @@ def _find(table: NodeTable, step: StepIntegers, b: int, root: int, moves: int) -
     nodes = nodes_of(table.tables[slot]) if slot >= 0 else None
     place = walk(nodes, text, prefix) if nodes is not None else -1
     before = walk(nodes, text[:-1], prefix - 1) if nodes is not None and place < 0 else -1
+    borrowed = -1
+    if nodes is not None and 0 <= prefix + 1 - nodes.base <= MAX_PATH:
+        holds = place >= 0 and nodes.ends[place] > place + 1
+        borrowed = -1 if holds else lender(nodes, root)
     chain = look_up(text, table.lookup_tokens)
-    kept = best(candidates(nodes, place, chain, before), int(table.limits[b]))
+    kept = best(candidates(nodes, place, chain, before, borrowed), int(table.limits[b]))
     table.counts[b], table.roots[b] = len(kept), root
     table.ages[b] = nodes.depths[place] if nodes is not None and place >= 0 else -1
     rows = {-1: 0} | {one.number: 1 + rank for rank, one in enumerate(kept)}

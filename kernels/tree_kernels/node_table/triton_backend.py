@@ -20,6 +20,7 @@ from tree_kernels.node_table.layout import (
     LONGEST,
     LOOKUP,
     MAX_PATH,
+    MEND_BORROWED,
     MEND_EXCHANGED,
     MEND_INSERTED,
     MOST_COST,
@@ -67,6 +68,7 @@ _TOKENS, _PARENTS, _ENDS = tl.constexpr(TOKENS), tl.constexpr(PARENTS), tl.const
 _DEPTHS, _COSTS = tl.constexpr(DEPTHS), tl.constexpr(COSTS)
 _MAX_PATH = tl.constexpr(MAX_PATH)
 _MEND_EXCHANGED, _MEND_INSERTED = tl.constexpr(MEND_EXCHANGED), tl.constexpr(MEND_INSERTED)
+_MEND_BORROWED = tl.constexpr(MEND_BORROWED)
 _PROSPECTS = tl.constexpr(len(PROSPECTS))
 _MOST_COST = tl.constexpr(MOST_COST)
 _KEYS_PER_COST = tl.constexpr(KEYS_PER_COST)
@@ -161,7 +163,8 @@ def _keep_best(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Keep the sequence's candidates of the least `key` [CANDIDATES], up to `limit`, by rising keys.
 
-    No two keys are the same but of those that are none. `parent` is a candidate, or -1 for the root. There is a barrier
+    No two keys are the same but of those that are none; nodes that have one are at `near` to `near_end`. `parent` is a
+    candidate, or -1 for the root. There is a barrier
     before the first store to what other threads may read.
     """
     # Others' keys and ranks are other threads'. Only the nodes below `near` and the chain have any.
@@ -241,11 +244,22 @@ def _rank(  # type: ignore[no-untyped-def]
         top = _likeliest(inserted, own_cost, i)
         top_end = tl.load(table + _ENDS + top, mask=top >= 0, other=0)
         top_cost = tl.load(table + _COSTS + top, mask=top >= 0, other=0) - _MEND_EXCHANGED
+    # What is below another node of the last token hangs nowhere else.
+    lender, lender_end, lender_depth, lender_cost = tl.full([], -1, tl.int32), 0, 0, 0
+    if ((held == 0) | (near_end == near + 1)) & (nodes > 0) & (age >= 0) & (age <= _MAX_PATH):
+        lender = _likeliest(node & (i > 0) & (own_token == root) & (own_end > i + 1), own_cost, i)
+        lender_end = tl.load(table + _ENDS + lender, mask=lender >= 0, other=0)
+        lender_depth = tl.load(table + _DEPTHS + lender, mask=lender >= 0, other=0)
+        lender_cost = tl.load(table + _COSTS + lender, mask=lender >= 0, other=0) - _MEND_BORROWED
+    borrowed = node & (lender >= 0) & (i > lender) & (i < lender_end)
+    inserted = inserted & (borrowed == 0)
 
     # Nodes that the chain says too, and the last of them. None of a mended tree is on the text's path.
-    below = node & (top >= 0) & (i > top) & (i < top_end)
+    below = node & (top >= 0) & (i > top) & (i < top_end) & (borrowed == 0)
     depth = tl.where(in_chain, i - _NODES + 1, tl.where(inserted, 1, own_depth - age))
+    depth = tl.where(borrowed, own_depth - lender_depth, depth)
     cost = tl.where(inserted, own_cost - near_cost + _MEND_INSERTED, own_cost - top_cost)
+    cost = tl.where(borrowed, own_cost - lender_cost, cost)
     chain_cost = first + following * (depth - 1)
     both = below & on_path & (depth <= chain)
     cost = tl.where(both, tl.minimum(cost, chain_cost), cost)
@@ -256,12 +270,16 @@ def _rank(  # type: ignore[no-untyped-def]
     last_cost = tl.minimum(last_cost, first + following * (last_depth - 1))
     hung = tl.where(last >= 0, last_cost + following * (depth - last_depth), chain_cost)
     cost = tl.where(in_chain, hung, cost)
-    candidate = tl.where(in_chain, (depth > last_depth) & (depth <= chain), (below | inserted) & (depth <= _MAX_PATH))
+    hangs = (below | inserted | borrowed) & (depth <= _MAX_PATH)
+    candidate = tl.where(in_chain, (depth > last_depth) & (depth <= chain), hangs)
     key = tl.where(candidate & (cost < _MOST_COST), cost * _KEYS_PER_COST + i, _NO_KEY)
 
-    parent = tl.where((own_parent == top) | inserted, -1, own_parent)
+    at_root = tl.where(borrowed, own_parent == lender, (own_parent == top) | inserted)
+    parent = tl.where(at_root, -1, own_parent)
     parent = tl.where(in_chain, tl.where(depth > last_depth + 1, i - 1, last), parent)
     token = tl.where(in_chain, text_token, own_token)
+    if lender >= 0:
+        near, near_end = tl.full([], 0, tl.int32), nodes
     _keep_best(
         chances, counts, keys, ranked, all_keys, ranks, b, limit, i, key, cost, token, parent, depth, near, near_end,
         CANDIDATES, KEPT_ROWS, RIVALS,
