@@ -22,6 +22,7 @@ from torch.nn import functional
 
 from outrider.errors import NotSupported
 from outrider.heads import head_source, shipped_heads, weight_fingerprint
+from outrider.model_store import model_source
 
 _INDEX = "model.safetensors.index.json"
 # Beside `fc`, what may stand before it: norms of each state (EAGLE-3.1), or one of all joined.
@@ -84,15 +85,17 @@ def read_draft_head(source: str, target_layers: int, target_hidden: int) -> Draf
 
     Args:
         source: the name of a head that comes with Outrider, a folder with config.json and safetensors in any published
-            layout, or a hub id, which is fetched.
+            layout, or a hub id, which is fetched; the target's own for its MTP module.
         target_layers: decoder layers of the target.
         target_hidden: width of its hidden states.
 
     Raises:
         NotSupported: it is no head in safetensors, or does not fit the target; or there is no such name.
+        UnknownModel: it is a hub id at a revision that was not fetched.
         OSError: there is no such model on the hub.
     """
-    folder = _folder(head_source(source))
+    # A target's own module is named as the target is, which may be at a revision.
+    folder = _folder(model_source(source) if "@" in source else head_source(source))
     config: dict[str, Any] = json.loads((folder / "config.json").read_text())
     names, weights = _weights(folder)
     if not any(name.endswith(".hidden_norm.weight") for name in names):

@@ -113,6 +113,8 @@ def test_a_deepseek_target_drafts_with_its_own_layer(sampling: SamplingParams, t
     module |= {f"{own}{name}.weight": torch.ones(HIDDEN) for name in ("enorm", "hnorm", "shared_head.norm")}
     module[f"{own}eh_proj.weight"] = torch.randn(HIDDEN, 2 * HIDDEN, generator=torch.Generator().manual_seed(1))
     folder, drafters = with_module(model, tmp_path, module), list[MtpDrafter]()
+    draft_head = read_draft_head(str(folder), LAYERS, HIDDEN)
+    assert draft_head.layers == (LAYERS,) and draft_head.projection is None
     wanted = [request_of(prompt, sampling) for prompt in prompts()]
     outcomes = run(make_runner(model), wanted, connect=drafting(folder, drafters), stagger=2)
     assert [outcome.token_ids for outcome in outcomes] == [plain(model, one) for one in wanted]
