@@ -56,7 +56,8 @@ class TargetConfig:
     draft_head: str = setting(
         "",
         "EAGLE head that the draft runs, whose projection is applied here: a name from `outrider head list`, a folder, "
-        "or a hub id; when empty, one that comes with Outrider is found once a draft asks for it, if steps run eagerly",
+        "or a hub id, the target's own for its MTP module; when empty, one that comes with Outrider is found once a "
+        "draft asks for it, if steps run eagerly",
     )
     feature_window: int = setting(512, "hidden states of a sequence that are kept for a draft that connects late")
     lookup_tokens: int = setting(

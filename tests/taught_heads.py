@@ -28,6 +28,10 @@ KINDS: dict[str, dict[str, Any]] = {
     "eagle-3.1": {"kind": "eagle3", "num_features": 2, "feature_layers": (0, 2), "fc_norm": True, "norm_output": True},
     "eagle-1": {"kind": "eagle", "num_features": 1, "feature_layers": (2,), "fc_bias": True},
 }
+# A target's own module, which speaks through the target's embedding and lm_head as they are.
+MTP: dict[str, dict[str, Any]] = {
+    "mtp": {"kind": "mtp", "num_features": 1, "feature_layers": (2,), "input_norm": True, "norm_output": True},
+}
 MAX_TOKENS = 24
 
 
@@ -43,7 +47,7 @@ def request_of(prompt: Sequence[int], sampling: SamplingParams, max_tokens: int 
 def new_head(teacher: PreTrainedModel, kind: str) -> EagleHead:
     """Random weights, beside the teacher's embedding."""
     config = HeadConfig(
-        **KINDS[kind],
+        **(KINDS | MTP)[kind],
         hidden_size=HIDDEN,
         intermediate_size=96,
         num_heads=4,
@@ -56,6 +60,10 @@ def new_head(teacher: PreTrainedModel, kind: str) -> EagleHead:
     torch.manual_seed(5)
     made = EagleHead(config)
     made.embed_tokens.weight.data.copy_(teacher.get_input_embeddings().weight)
+    if kind in MTP:
+        made.lm_head.weight.data.copy_(teacher.get_output_embeddings().weight)
+        made.embed_tokens.requires_grad_(False)
+        made.lm_head.requires_grad_(False)
     return made
 
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from benchmarks.running_ahead.recording import Recording
-from draft_service.eagle.drafter import HeadNetwork
 from draft_service.eagle.head import EagleHead
+from draft_service.eagle.head_drafter import HeadNetwork
 from draft_service.neural.candidates import most_probable
 from draft_service.neural.level_growth import GREEDY, Forest, Rules, grow_level, make_forest
 from draft_service.neural.network import RowOutput

@@ -201,6 +201,7 @@ DRAFTERS: Mapping[str, str] = MappingProxyType(
         "random": "draft_service.drafters.random_trees",
         "eagle": "draft_service.eagle.drafter",
         "medusa": "draft_service.medusa.drafter",
+        "mtp": "draft_service.mtp.drafter",
         "model": "draft_service.causal_lm.drafter",
         "merged": "draft_service.drafters.merged",
     }

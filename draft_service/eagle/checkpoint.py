@@ -62,13 +62,29 @@ def load_head(
     if target is not None:
         check_fits(config, target.facts(fingerprint=bool(config.tokenizer_fingerprint)))
     tensors = {name: weights.tensor(published) for name, published in names.items()}
+    return make_head(config, tensors, target, token_map).to(device=device, dtype=dtype)
+
+
+def make_head(
+    config: HeadConfig, tensors: dict[str, Tensor], target: TargetCheckpoint | None, token_map: Sequence[int] | None
+) -> EagleHead:
+    """The head of loaded weights, in fp32 on the CPU.
+
+    Args:
+        tensors: by neutral name; they are cut and added to in place.
+        target: see `load_head`.
+        token_map: see `load_head`.
+
+    Raises:
+        HeadRefused: weights are missing, unknown, or of another shape than `config` says.
+    """
     token_ids = _token_ids(tensors.pop("d2t", None), config)
     if token_map is not None:
         config, token_ids = _restrict(config, token_ids, token_map, tensors)
     _borrow(tensors, config, token_ids, target)
     head = EagleHead(config, token_ids)
     _fill(head, {module_name(name, config): tensor for name, tensor in tensors.items()})
-    return head.to(device=device, dtype=dtype).requires_grad_(False).eval()
+    return head.requires_grad_(False).eval()
 
 
 def save_head(

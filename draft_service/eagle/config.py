@@ -1,4 +1,4 @@
-"""Settings of the EAGLE drafter. Each default lives here, or in `NeuralConfig`, and nowhere else."""
+"""Settings of the drafters that run a head. Each default lives here, or in `NeuralConfig`, and nowhere else."""
 
 from __future__ import annotations
 
@@ -9,7 +9,20 @@ from outrider.settings import setting
 
 
 @dataclass(frozen=True)
-class EagleConfig(NeuralConfig):
+class HeadDrafterConfig(NeuralConfig):
+    """What any head is set by that follows the target's features."""
+
+    token_map: str = setting("", "JSON or safetensors file of the only token ids to draft (FR-Spec); all when empty")
+    feature_dtype: str = setting(
+        "bfloat16", "type of features on the wire", choices=("float32", "bfloat16", "float8_e4m3")
+    )
+    feature_window: int = setting(
+        8192, "features of a sequence that may wait for its next tree; the oldest go first", ge=1
+    )
+
+
+@dataclass(frozen=True)
+class EagleConfig(HeadDrafterConfig):
     """Settings of the EAGLE drafter: flags, environment (`OUTRIDER_EAGLE_*`) or the `[eagle]` table."""
 
     head: str = setting(
@@ -21,11 +34,4 @@ class EagleConfig(NeuralConfig):
         "target, for what the head does not carry: a name from `outrider model list`, a folder, or a hub id; "
         "empty asks the head's record",
     )
-    token_map: str = setting("", "JSON or safetensors file of the only token ids to draft (FR-Spec); all when empty")
     projection: str = setting("target", "who fuses the target's hidden states", choices=("target", "draft"))
-    feature_dtype: str = setting(
-        "bfloat16", "type of features on the wire", choices=("float32", "bfloat16", "float8_e4m3")
-    )
-    feature_window: int = setting(
-        8192, "features of a sequence that may wait for its next tree; the oldest go first", ge=1
-    )

@@ -1,4 +1,4 @@
-"""An EAGLE head: what the target may run of it (`Projection`), and the part that drafts.
+"""An EAGLE head: what the target may run of it (`Projection`), and the part that drafts. An MTP module is one too.
 
 Symbols: H is the head's hidden size, W the target's, F the captured states of one token, V' the draft vocabulary.
 """
@@ -10,12 +10,14 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
+from draft_service.eagle.deepseek_layers import DeepseekLayer
 from draft_service.eagle.head_config import HeadConfig, HeadRefused
 from draft_service.eagle.layers import Attend, FusedLayer, Layer, Rotary
 
 
 class Projection(nn.Module):
-    """The fusion of a token's captured hidden states into one feature: norms, then `fc`. Identity for EAGLE-1 and -2.
+    """The fusion of a token's captured hidden states into one feature: norms, then `fc`. Identity but for
+    EAGLE-3.
 
     It is a part of its own so that the target can run it and send one vector per token. Weights: `fc.weight`
     [H, F * W], `fc.bias` [H] where there is one, `fc_norm.{i}.weight` [W] or `input_norm.weight` [F * W] where there
@@ -69,13 +71,16 @@ class EagleHead(nn.Module):
         self.config = config
         self.projection = Projection(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        fused = config.kind == "eagle3"
+        fused, width = config.kind == "eagle3", config.hidden_size
         if not fused:
-            # EAGLE-1 and -2 join the embedding and the feature in the drafting part.
-            self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=config.fc_bias)
-        first = FusedLayer(config) if fused else Layer(config, 0)
+            # EAGLE-1 and -2 and MTP join the embedding and the feature in the drafting part; MTP norms each of them.
+            self.fc = nn.Linear(2 * width, width, bias=config.fc_bias)
+            self.token_norm, self.feature_norm = (
+                nn.RMSNorm(width, config.rms_norm_eps) if config.kind == "mtp" else nn.Identity() for _ in range(2)
+            )
+        first = FusedLayer(config) if fused else _first_layer(config)
         self.layers = nn.ModuleList([first, *(Layer(config, layer) for layer in range(1, config.num_layers))])
-        self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps) if fused else nn.Identity()
+        self.norm = nn.Identity() if config.kind == "eagle" else nn.RMSNorm(width, config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
         self.rotary = Rotary(config)
         self.register_buffer("token_ids", token_ids, persistent=False)
@@ -99,7 +104,8 @@ class EagleHead(nn.Module):
         if self.config.kind == "eagle3":
             rows = self.layers[0](embeddings, features, rotation, attend)
         else:
-            rows = self.layers[0](self.fc(torch.cat([embeddings, features], dim=-1)), rotation, attend)
+            joined = torch.cat([self.token_norm(embeddings), self.feature_norm(features)], dim=-1)
+            rows = self.layers[0](self.fc(joined), rotation, attend)
         for layer in self.layers[1:]:
             rows = layer(rows, rotation, attend)
         normed = self.norm(rows)
@@ -108,6 +114,10 @@ class EagleHead(nn.Module):
     def logits(self, lm_input: Tensor) -> Tensor:
         """[.., H] to logits [.., V'] over the draft vocabulary."""
         return cast(Tensor, self.lm_head(lm_input))
+
+
+def _first_layer(config: HeadConfig) -> nn.Module:
+    return Layer(config, 0) if config.latent is None and config.experts is None else DeepseekLayer(config)
 
 
 def _check_token_ids(config: HeadConfig, token_ids: Tensor | None) -> None:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from outrider.errors import NotSupported
 
-HeadKind = Literal["eagle", "eagle3"]
+HeadKind = Literal["eagle", "eagle3", "mtp"]
 
 
 class HeadRefused(NotSupported):
@@ -16,11 +16,67 @@ class HeadRefused(NotSupported):
 
 
 @dataclass(frozen=True, slots=True)
+class LatentShape:
+    """Widths of multi-head latent attention (arXiv 2412.19437, section 2.1.1), of one head where heads have them.
+
+    Attributes:
+        query_rank: of the queries' latent; 0 where queries are projected at once.
+        key_rank: of the latent that keys and values are made of.
+        plain: part of a query and a key without positions.
+        rotary: the part with rotary positions, one key of which all heads share.
+        value: of a value.
+        interleaved: rotary pairs are neighbours in the projections' outputs, not halves.
+    """
+
+    query_rank: int
+    key_rank: int
+    plain: int
+    rotary: int
+    value: int
+    interleaved: bool = True
+
+    def __post_init__(self) -> None:
+        if self.rotary % 2 or self.value > self.plain + self.rotary:
+            raise HeadRefused(f"latent attention with rotary parts of {self.rotary} and values of {self.value}")
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertShape:
+    """A mixture of experts as DeepSeek-V3 routes it (arXiv 2412.19437, section 2.1.2).
+
+    Attributes:
+        experts: that rows are routed to.
+        shared: experts that see every row, joined in one MLP.
+        width: inner width of one expert.
+        chosen: experts of a row.
+        groups, chosen_groups: experts lie in groups, and a row's come from its best ones.
+        normed: a row's weights are made to sum to 1.
+        scale: factor of them then.
+    """
+
+    experts: int
+    shared: int
+    width: int
+    chosen: int
+    groups: int = 1
+    chosen_groups: int = 1
+    normed: bool = True
+    scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.experts % self.groups or self.experts // self.groups < 2 or self.chosen_groups > self.groups:
+            raise HeadRefused(f"{self.experts} experts in {self.groups} groups, {self.chosen_groups} of them chosen")
+        if self.chosen > self.experts // self.groups * self.chosen_groups:
+            raise HeadRefused(f"{self.chosen} experts of a row, from {self.chosen_groups} of {self.groups} groups")
+
+
+@dataclass(frozen=True, slots=True)
 class HeadConfig:
     """The shape of a head.
 
     Attributes:
-        kind: "eagle" for EAGLE-1 and EAGLE-2, which share their weights' form; "eagle3" for EAGLE-3 and EAGLE-3.1.
+        kind: "eagle" for EAGLE-1 and EAGLE-2, which share their weights' form; "eagle3" for EAGLE-3 and EAGLE-3.1;
+            "mtp" for a target's own multi-token-prediction module.
         vocab_size: of the target, whose token ids the head reads.
         draft_vocab_size: token ids that the head can say.
         target_hidden_size: width of one captured hidden state.
@@ -34,6 +90,7 @@ class HeadConfig:
         norm_before_residual: the first layer's residual is the normed feature.
         input_norm: an EAGLE-1 head whose first layer has an input_layernorm; published ones have none.
         fc_bias, qkv_bias, o_bias, mlp_bias, qk_norm: which optional weights there are.
+        latent, experts: of an MTP module whose layer has latent attention, or a mixture of experts.
         tied_lm_head: an EAGLE-1 or EAGLE-2 head, or an EAGLE-3 head without its own: it speaks through the target's.
         target: name or folder of the target it was made for; empty when unknown.
         tokenizer_fingerprint: of the target's tokenizer; empty when unknown.
@@ -64,6 +121,8 @@ class HeadConfig:
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    latent: LatentShape | None = None
+    experts: ExpertShape | None = None
     tied_lm_head: bool = False
     target: str = ""
     tokenizer_fingerprint: str = ""
@@ -75,8 +134,10 @@ class HeadConfig:
             )
         if not 1 <= self.draft_vocab_size <= self.vocab_size:
             raise HeadRefused(f"a draft vocabulary of {self.draft_vocab_size} does not lie in one of {self.vocab_size}")
-        if self.kind == "eagle" and (self.num_features != 1 or self.target_hidden_size != self.hidden_size):
-            raise HeadRefused("an EAGLE-1 or EAGLE-2 head reads one hidden state, as wide as its own")
+        if self.kind != "eagle3" and (self.num_features != 1 or self.target_hidden_size != self.hidden_size):
+            raise HeadRefused(
+                "an EAGLE-1 or EAGLE-2 head, or an MTP module, reads one hidden state, as wide as its own"
+            )
         if self.feature_layers is not None and len(self.feature_layers) != self.num_features:
             raise HeadRefused(
                 f"{self.num_features} hidden states are fused, but layers {self.feature_layers} are named"
@@ -86,6 +147,11 @@ class HeadConfig:
             raise HeadRefused(f"rotary positions of type {rope_type!r} are not served")
         if self.rope.get("partial_rotary_factor", 1.0) != 1.0:
             raise HeadRefused("rotary positions over a part of a head's width are not served")
+
+    @property
+    def rotary_width(self) -> int:
+        """Of the part of a query or key that has rotary positions."""
+        return self.head_dim if self.latent is None else self.latent.rotary
 
     def layers_of(self, target_layers: int) -> tuple[int, ...]:
         """The layers to capture of a target with so many, counted as in `feature_layers`.

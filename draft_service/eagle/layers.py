@@ -20,7 +20,7 @@ class Rotary(nn.Module):
 
     def __init__(self, config: HeadConfig) -> None:
         super().__init__()
-        inverse, self.scaling = _frequencies(dict(config.rope), config.head_dim, config.max_positions)
+        inverse, self.scaling = _frequencies(dict(config.rope), config.rotary_width, config.max_positions)
         # As bits: a head that is put into half precision must not round its frequencies.
         self.register_buffer("inverse_bits", inverse.view(torch.int32), persistent=False)
         self.inverse_bits: Tensor
@@ -82,9 +82,10 @@ class Attention(nn.Module):
 class Mlp(nn.Module):
     """Llama's gated MLP. [.., H] -> [.., H]."""
 
-    def __init__(self, config: HeadConfig) -> None:
+    def __init__(self, config: HeadConfig, inner: int = 0) -> None:
+        """`inner` width; 0 takes the head's."""
         super().__init__()
-        width, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        width, inner, bias = config.hidden_size, inner or config.intermediate_size, config.mlp_bias
         self.gate_proj = nn.Linear(width, inner, bias=bias)
         self.up_proj = nn.Linear(width, inner, bias=bias)
         self.down_proj = nn.Linear(inner, width, bias=bias)

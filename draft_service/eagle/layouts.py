@@ -100,7 +100,7 @@ def head_config(config: Mapping[str, Any], shapes: Shapes) -> HeadConfig:
     )
 
 
-def _optional_weights(shapes: Shapes, fused: bool) -> dict[str, bool]:
+def _optional_weights(shapes: Shapes, fused: bool) -> dict[str, Any]:
     return {
         "fc_norm": "fc_norm.0.weight" in shapes,
         "norm_before_fc": "input_norm.weight" in shapes,

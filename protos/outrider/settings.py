@@ -41,7 +41,8 @@ _FALSE = {"0", "false", "no", "off"}
 # is a mistake whose settings nobody would miss.
 SECTIONS = frozenset(
     (
-        *("target", "draft", "training", "trie", "prompt_lookup", "random", "eagle", "medusa", "model", "merged"),
+        *("target", "draft", "training", "trie", "prompt_lookup", "random", "eagle", "medusa", "model", "mtp"),
+        "merged",
         *("client", "generate", "bench", "up", "demo", "gateway"),
     )
 )

@@ -22,11 +22,14 @@ from torch.nn import functional
 
 from outrider.errors import NotSupported
 from outrider.heads import head_source, shipped_heads, weight_fingerprint
+from outrider.model_store import model_source
 
 _INDEX = "model.safetensors.index.json"
 # Beside `fc`, what may stand before it: norms of each state (EAGLE-3.1), or one of all joined.
 _NEEDED = ("fc.", "fc_norm.", "input_norm.")
 _MEDUSA_FILE = "medusa_lm_head.safetensors"
+# What joins embedding and state in an MTP module, as DeepSeek-V3 or MiMo names it.
+_MTP = re.compile(r"model\.(layers\.\d+\.eh_proj|mtp_layers\.\d+\.input_proj)\.weight")
 # A residual block of a Medusa head, as FasterDecoding or vLLM names it.
 _MEDUSA = re.compile(r"((medusa_heads?|heads)\.)?\d+\.\d+\.linear\.weight|blocks\.\d+\.layers\.\d+\.weight")
 
@@ -82,19 +85,21 @@ def read_draft_head(source: str, target_layers: int, target_hidden: int) -> Draf
 
     Args:
         source: the name of a head that comes with Outrider, a folder with config.json and safetensors in any published
-            layout, or a hub id, which is fetched.
+            layout, or a hub id, which is fetched; the target's own for its MTP module.
         target_layers: decoder layers of the target.
         target_hidden: width of its hidden states.
 
     Raises:
         NotSupported: it is no head in safetensors, or does not fit the target; or there is no such name.
+        UnknownModel: it is a hub id at a revision that was not fetched.
         OSError: there is no such model on the hub.
     """
-    folder = _folder(head_source(source))
+    # A target's own module is named as the target is, which may be at a revision.
+    folder = _folder(model_source(source) if "@" in source else head_source(source))
     config: dict[str, Any] = json.loads((folder / "config.json").read_text())
     names, weights = _weights(folder)
     if not any(name.endswith(".hidden_norm.weight") for name in names):
-        # EAGLE-1, EAGLE-2 and Medusa heads read what the target's lm_head reads.
+        # EAGLE-1, EAGLE-2 and Medusa heads and MTP modules read what the target's lm_head reads.
         return DraftHead((target_layers,), None)
     features, left = divmod(weights["fc.weight"].shape[1], target_hidden)
     if left or not features:
@@ -162,6 +167,6 @@ def _weights(folder: Path) -> tuple[set[str], dict[str, Tensor]]:
                 name = published.removeprefix("model.")
                 if name.startswith(_NEEDED):
                     weights[name] = file.get_tensor(published)
-    if not any(name.endswith("fc.weight") or _MEDUSA.fullmatch(name) for name in names):
-        raise NotSupported(f"{folder}: no EAGLE head, for it has no fc, and no Medusa heads")
+    if not any(name.endswith("fc.weight") or _MEDUSA.fullmatch(name) or _MTP.fullmatch(name) for name in names):
+        raise NotSupported(f"{folder}: no EAGLE head, for it has no fc, no Medusa heads and no MTP module")
     return names, weights

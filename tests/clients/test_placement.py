@@ -76,3 +76,15 @@ def test_medusa_heads_are_fed_and_not_captured() -> None:
     assert place(1, "merged", "some/model", [], merged).draft == ("--device", "cuda:0")
     named = named_settings({"OUTRIDER_MEDUSA_HEAD": "other/heads"}, None)
     assert place(1, "medusa", "some/model", [], [], named).target[-1] == "other/heads"
+
+
+def test_an_mtp_module_is_the_models_own() -> None:
+    assert place(2, "mtp", "some/model", [], []) == Placement(
+        ("--device", "cuda:0", "--draft-head", "some/model"),
+        ("--device", "cuda:1", "--base-model", "some/model"),
+        "the target runs on cuda:0, the draft on cuda:1",
+    )
+    assert place(1, "mtp", "some/model", [], ["--base-model", "other"]).target[-1] == "other"
+    merged = place(1, "merged", "some/model", [], ["--merged-drafters", "mtp,trie"])
+    assert merged.draft == ("--device", "cuda:0", "--base-model", "some/model")
+    assert place(1, "mtp", "", [], [], named_settings({"OUTRIDER_MTP_BASE_MODEL": "named"}, None)).target[-1] == "named"

@@ -23,7 +23,8 @@ from eagle_drafting import (
 from eagle_heads import make_head
 
 from draft_service.eagle.config import EagleConfig
-from draft_service.eagle.drafter import EagleDrafter, HeadNetwork
+from draft_service.eagle.drafter import EagleDrafter
+from draft_service.eagle.head_drafter import HeadNetwork
 from draft_service.neural.cuda_graphs import attention as static_attention
 from draft_service.neural.cuda_graphs.attention import StaticAttention
 from tree_kernels.attention.triton_backend import TritonAttention, TritonSettings

@@ -18,8 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from draft_service.causal_lm.drafter import ModelConfig, ModelDrafter
 from draft_service.drafters.base import DraftSequence
 from draft_service.eagle.config import EagleConfig
-from draft_service.eagle.drafter import HeadNetwork
 from draft_service.eagle.fused_head import FusedHead
+from draft_service.eagle.head_config import LatentShape
+from draft_service.eagle.head_drafter import HeadNetwork
 from draft_service.neural.cuda_graphs import attention as static_attention
 from draft_service.neural.cuda_graphs.attention import StaticAttention, TreePlan
 from tree_kernels.linear import TorchLinears
@@ -91,6 +92,17 @@ def test_trees_and_commits_can_be_captured(
         sequences = [opened(drafter, sequence_of(text(6, i), mode), states_of(head, 6, i)) for i in range(count)]
         assert all(tree.drafted for tree in drafter.propose(sequences))
     assert len(drafting._trees) == 2 and len(drafting._passes) == 2
+
+
+@pytest.mark.parametrize("latent", [None, LatentShape(12, 8, plain=12, rotary=4, value=8)], ids=["plain", "latent"])
+def test_an_mtp_module_can_be_captured(latent: LatentShape | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(static_attention, "write_kv", write_nothing)
+    module = {"kind": "mtp", "num_features": 1, "feature_layers": (12,), "input_norm": True, "norm_output": True}
+    head = make_head(**module, head_dim=16, num_kv_heads=4, latent=latent)
+    drafter, config = make_drafter(head), EagleConfig(**SETTINGS)
+    drafting = drafter._drafting = CapturedDrafting(HeadNetwork(head), config.tree, config.cache)
+    assert drafter.propose([opened(drafter, sequence_of(text(6)), states_of(head, 6))])[0].drafted
+    assert len(drafting._trees) == 1 and len(drafting._passes) == 1
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])

@@ -12,6 +12,7 @@ import torch
 from conftest import make_tiny
 from eagle_heads import make_head
 from medusa_heads import make_heads
+from mtp_modules import MIMO, checkpoint_tensors, write
 
 from draft_service.causal_lm.drafter import ModelConfig
 from draft_service.drafters.base import DRAFTERS, Drafter, DraftSequence, create, drafter_spec, features_of, tree_limits
@@ -19,6 +20,7 @@ from draft_service.eagle.checkpoint import save_head
 from draft_service.eagle.config import EagleConfig
 from draft_service.medusa.checkpoint import save_heads
 from draft_service.medusa.config import MedusaConfig
+from draft_service.mtp.config import MtpConfig
 from outrider.errors import NotSupported
 from outrider.sampling import LOSSLESS_MODES, VerificationMode
 from outrider.settings import add_flags, load
@@ -38,6 +40,9 @@ def made(name: str, folder: Path) -> Drafter:
         if part == "medusa":
             heads = make_heads(vocab_size=VOCABULARY, draft_vocab_size=VOCABULARY)
             return MedusaConfig(head=str(save_heads(heads, folder)), dtype="float32")
+        if part == "mtp":
+            tensors = checkpoint_tensors(MIMO | {"vocab_size": VOCABULARY})
+            return MtpConfig(base_model=str(write(folder, MIMO | {"vocab_size": VOCABULARY}, tensors)), dtype="float32")
         if part != "eagle":
             return None
         head = save_head(make_head(vocab_size=VOCABULARY, draft_vocab_size=VOCABULARY), folder, embedding=True)

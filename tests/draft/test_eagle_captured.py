@@ -29,8 +29,9 @@ from draft_service import neural_drafter
 from draft_service.drafters.grown import ArrayDrafter, Grown
 from draft_service.drafters.packing import PackedTrees
 from draft_service.eagle.config import EagleConfig
-from draft_service.eagle.drafter import EagleDrafter, HeadNetwork
+from draft_service.eagle.drafter import EagleDrafter
 from draft_service.eagle.head import EagleHead
+from draft_service.eagle.head_drafter import HeadNetwork
 from outrider.sampling import LOSSLESS_MODES, VerificationMode
 from outrider.tree import TokenTree
 

@@ -12,9 +12,9 @@ from static_drafting import StaticDrafting, static_kv  # noqa: F401
 from torch import Tensor
 
 from draft_service.eagle.config import EagleConfig
-from draft_service.eagle.drafter import HeadNetwork
 from draft_service.eagle.fused_head import FusedHead, can_be_fused, fused
 from draft_service.eagle.head import EagleHead
+from draft_service.eagle.head_drafter import HeadNetwork
 from draft_service.neural.cuda_graphs.attention import StaticAttend
 from draft_service.neural.paged_cache import PagedCache
 from tree_kernels.linear import TorchLinears, row_linears

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
@@ -17,12 +17,13 @@ from outrider_client.terminal.options import DEFAULT_MODEL
 _NEURAL: Mapping[str, tuple[str, ...]] = {
     "eagle": ("eagle",),
     "medusa": ("medusa",),
-    "merged": ("eagle", "medusa", "model"),
+    "merged": ("eagle", "medusa", "model", "mtp"),
     "model": ("model",),
+    "mtp": ("mtp",),
 }
-# Those that need a head: an EAGLE head, or Medusa's, of which none comes with Outrider.
-_WITH_HEAD = ("eagle", "medusa", "merged")
-_SECTIONS = ("target", "draft", "eagle", "medusa", "model", "merged")
+# Those that need a head: an EAGLE head, Medusa's, of which none comes with Outrider, or the target's own MTP module.
+_WITH_HEAD = ("eagle", "medusa", "merged", "mtp")
+_SECTIONS = ("target", "draft", "eagle", "medusa", "model", "mtp", "merged")
 _NOTHING: Mapping[tuple[str, str], str] = MappingProxyType({})
 
 
@@ -85,24 +86,39 @@ def place(
     if any((section, "device") in named for section in sections):
         return Placement()
     merged = _value(draft_words, "--merged-drafters") or named.get(("merged", "merged_drafters"), "")
-    medusa = drafter == "medusa" or (drafter == "merged" and "medusa" in merged.split(","))
+    names = {drafter, *(merged.split(",") if drafter == "merged" else ())}
     target, draft = ["--device", "cuda:0"], list[str]()
     said = "the target runs on cuda:0"
     if drafter in _NEURAL:
         device = "cuda:1" if gpus > 1 else "cuda:0"
-        # Medusa heads have no passes to capture, and no such flag.
-        draft = ["--device", device] if medusa else ["--device", device, "--cuda-graphs"]
+        # Medusa heads have no passes to capture, and no such flag; an MTP module with experts cannot be captured.
+        draft = ["--device", device] if names & {"medusa", "mtp"} else ["--device", device, "--cuda-graphs"]
         said += f", the draft on {device}" + ("" if gpus > 1 else ", which it shares with the target")
     if drafter in _WITH_HEAD:
-        chosen = _value(draft_words, "--head") or named.get(("medusa" if medusa else "eagle", "head"), "")
-        shipped = head_made_for(model or named.get(("target", "model"), "") or DEFAULT_MODEL)
-        if not chosen and not medusa and shipped is not None:
-            chosen = shipped.name
-            draft += ["--head", chosen]
+        flag, chosen = _head(names, draft_words, named)
+        if not chosen:
+            chosen = _own_head(names, model or named.get(("target", "model"), "") or DEFAULT_MODEL)
+            draft += [flag, chosen] if chosen else []
         # A captured step keeps the states that a head reads only if it is named.
         if chosen and not _has(target_words, "--draft-head") and ("target", "draft_head") not in named:
             target += ["--draft-head", chosen]
     return Placement(tuple(target), tuple(draft), said)
+
+
+def _head(names: Set[str], words: Sequence[str], named: Mapping[tuple[str, str], str]) -> tuple[str, str]:
+    """The flag that names the head of these drafters, and what the user named; empty for nothing."""
+    flag, section = "--head", "medusa" if "medusa" in names else "eagle"
+    if "mtp" in names:
+        flag, section = "--base-model", "mtp"
+    return flag, _value(words, flag) or named.get((section, flag.removeprefix("--").replace("-", "_")), "")
+
+
+def _own_head(names: Set[str], model: str) -> str:
+    """The head that the model has without being told: an MTP module is in its checkpoint. Empty for none."""
+    if "mtp" in names:
+        return model
+    shipped = head_made_for(model)
+    return "" if shipped is None or "medusa" in names else shipped.name
 
 
 def _has(words: Sequence[str], flag: str) -> bool:

@@ -26,7 +26,7 @@ from outrider.wire.frames import (
 
 log = logging.getLogger(__name__)
 # Drafters that learn nothing from what they follow: any of several is as good as another.
-_WITHOUT_MEMORY = frozenset({"eagle", "medusa", "model", "random"})
+_WITHOUT_MEMORY = frozenset({"eagle", "medusa", "model", "mtp", "random"})
 
 
 @dataclass(eq=False)

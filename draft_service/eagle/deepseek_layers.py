@@ -1,0 +1,154 @@
+"""DeepSeek-V3's decoder layer (arXiv 2412.19437, section 2.1): latent attention, and a mixture of experts.
+
+Symbols: N heads, D the width of a query or key, E experts, k of them chosen for a row.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from draft_service.eagle.head_config import ExpertShape, HeadConfig, HeadRefused, LatentShape
+from draft_service.eagle.layers import Attend, Attention, Mlp, rotate
+
+# Of the norms of latents, whatever the model's own is: transformers' DeepseekV3Attention.
+_LATENT_EPS = 1e-6
+# Of a sum of weights: transformers' DeepseekV3TopkRouter.
+_LEAST_SUM = 1e-20
+
+
+class LatentAttention(nn.Module):
+    """Multi-head latent attention, expanded: keys and values of all heads go to the cache, values filled up with zeros
+    to the width of keys."""
+
+    def __init__(self, config: HeadConfig, shape: LatentShape) -> None:
+        super().__init__()
+        width, heads = config.hidden_size, config.num_heads
+        self._shape, self._head_dim, self._heads = shape, config.head_dim, heads
+        self._softness = _yarn_softness(config)
+        if shape.query_rank:
+            self.q_a_proj = nn.Linear(width, shape.query_rank, bias=config.qkv_bias)
+            self.q_a_layernorm = nn.RMSNorm(shape.query_rank, _LATENT_EPS)
+            self.q_b_proj = nn.Linear(shape.query_rank, heads * config.head_dim, bias=False)
+        else:
+            self.q_proj = nn.Linear(width, heads * config.head_dim, bias=False)
+        self.kv_a_proj_with_mqa = nn.Linear(width, shape.key_rank + shape.rotary, bias=config.qkv_bias)
+        self.kv_a_layernorm = nn.RMSNorm(shape.key_rank, _LATENT_EPS)
+        self.kv_b_proj = nn.Linear(shape.key_rank, heads * (shape.plain + shape.value), bias=False)
+        self.o_proj = nn.Linear(heads * shape.value, width, bias=config.o_bias)
+
+    def forward(self, rows: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+        """[.., H] -> [.., H]."""
+        shape = self._shape
+        query = self._query(rows)
+        query = torch.cat([query[..., : shape.plain], self._rotated(query[..., shape.plain :], rotation)], dim=-1)
+        both: Tensor = self.kv_a_proj_with_mqa(rows)
+        latent, turned_key = both[..., : shape.key_rank], both[..., shape.key_rank :]
+        expanded = self.kv_b_proj(self.kv_a_layernorm(latent)).unflatten(-1, (self._heads, -1))
+        plain_key, value = expanded.split([shape.plain, shape.value], dim=-1)
+        # [.., 1, rotary], the same for every head.
+        turned_key = self._rotated(turned_key.unsqueeze(-2), rotation)
+        key = torch.cat([plain_key, turned_key.expand(*plain_key.shape[:-1], shape.rotary)], dim=-1)
+        padded = functional.pad(value, (0, self._head_dim - shape.value))
+        attended = attend(0, query * self._softness, key, padded)[..., : shape.value]
+        return cast(Tensor, self.o_proj(attended.flatten(-2)))
+
+    def _query(self, rows: Tensor) -> Tensor:
+        """[.., H] -> [.., N, D]."""
+        if self._shape.query_rank:
+            query = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(rows)))
+        else:
+            query = self.q_proj(rows)
+        return cast(Tensor, query.unflatten(-1, (self._heads, self._head_dim)))
+
+    def _rotated(self, vectors: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+        """[.., heads, rotary], pairs brought apart into halves first."""
+        if self._shape.interleaved:
+            vectors = torch.cat([vectors[..., 0::2], vectors[..., 1::2]], dim=-1)
+        return rotate(vectors, *rotation)
+
+
+class Router(nn.Module):
+    """Which experts see a row, and with what weight: by sigmoid scores, chosen with a bias that balances load."""
+
+    def __init__(self, config: HeadConfig, shape: ExpertShape) -> None:
+        super().__init__()
+        self._shape = shape
+        self.weight = nn.Parameter(torch.zeros(shape.experts, config.hidden_size))
+        # In fp32 whatever the head is in, see `to_exact`.
+        self.register_buffer("e_score_correction_bias", torch.zeros(shape.experts))
+        self.e_score_correction_bias: Tensor
+
+    def to_exact(self, bias: Tensor) -> None:
+        """Take the bias [E] in fp32, after a head was put into half precision: it decides between close scores."""
+        self.e_score_correction_bias = bias.to(self.weight.device, torch.float32)
+
+    def forward(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """[R, H] -> weights [R, k] in fp32 and experts [R, k] int64."""
+        shape = self._shape
+        scores = functional.linear(rows.float(), self.weight.float()).sigmoid()
+        wanted = (scores + self.e_score_correction_bias).view(len(rows), shape.groups, -1)
+        # A group is worth what its two best experts are.
+        best = wanted.topk(2, dim=-1).values.sum(dim=-1).topk(shape.chosen_groups, dim=-1).indices
+        closed = torch.ones_like(wanted[..., 0], dtype=torch.bool).scatter_(-1, best, value=False)
+        experts = wanted.masked_fill(closed[..., None], -math.inf).flatten(-2).topk(shape.chosen, dim=-1).indices
+        weights = scores.gather(-1, experts)
+        if shape.normed:
+            weights = weights / (weights.sum(dim=-1, keepdim=True) + _LEAST_SUM)
+        return weights * shape.scale, experts
+
+
+class Experts(nn.Module):
+    """Experts of a row, weighted, and those that every row has. Which experts run is asked of the device, so that this
+    cannot be captured in a CUDA graph. [.., H] -> [.., H]."""
+
+    def __init__(self, config: HeadConfig, shape: ExpertShape) -> None:
+        super().__init__()
+        self.gate = Router(config, shape)
+        self.experts = nn.ModuleList(Mlp(config, shape.width) for _ in range(shape.experts))
+        self.shared_experts = Mlp(config, shape.width * shape.shared) if shape.shared else None
+
+    def forward(self, rows: Tensor) -> Tensor:
+        flat = rows.flatten(0, -2)
+        weights, chosen = self.gate(flat)
+        mixed = torch.zeros_like(flat)
+        for number in chosen.unique().tolist():
+            places, ranks = torch.where(chosen == number)
+            said = self.experts[number](flat[places]) * weights[places, ranks, None]
+            mixed.index_add_(0, places, said.to(mixed.dtype))
+        if self.shared_experts is not None:
+            mixed = mixed + self.shared_experts(flat)
+        return mixed.view_as(rows)
+
+
+class DeepseekLayer(nn.Module):
+    """A decoder layer with latent attention, experts, or both; what a head has not of them is Llama's."""
+
+    def __init__(self, config: HeadConfig) -> None:
+        super().__init__()
+        width, eps, latent, experts = config.hidden_size, config.rms_norm_eps, config.latent, config.experts
+        self.input_layernorm = nn.RMSNorm(width, eps)
+        self.self_attn = Attention(config, 0, width) if latent is None else LatentAttention(config, latent)
+        self.post_attention_layernorm = nn.RMSNorm(width, eps)
+        self.mlp = Mlp(config) if experts is None else Experts(config, experts)
+
+    def forward(self, rows: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+        """[.., H] -> [.., H]."""
+        rows = rows + self.self_attn(self.input_layernorm(rows), rotation, attend)
+        return rows + cast(Tensor, self.mlp(self.post_attention_layernorm(rows)))
+
+
+def _yarn_softness(config: HeadConfig) -> float:
+    """Factor of attention's scale under YaRN with `mscale_all_dim`: transformers' `yarn_apply_mscale`."""
+    rope = config.rope
+    every = float(rope.get("mscale_all_dim") or 0.0)
+    if rope.get("rope_type", "default") == "default" or not every:
+        return 1.0
+    factor = float(rope.get("factor") or 0.0)
+    if not factor:
+        raise HeadRefused("config.json scales rotary positions, and does not say by which factor")
+    return 1.0 if factor <= 1 else (0.1 * every * math.log(factor) + 1.0) ** 2

@@ -1,0 +1,149 @@
+"""What every drafter does that runs a head over the target's features, with trees that grow as EAGLE-2's do.
+
+Entry i of a sequence's cache pairs the feature of token i with the embedding of token i + 1 at rotary position i, and
+guesses token i + 2. With L tokens there are L - 1 features and as many entries, and the last one speaks of what
+follows the root. Entries are made of the target's own features; those of a tree's nodes, made of the head's, are
+overwritten by the next.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from draft_service.drafters.base import DraftSequence
+from draft_service.drafters.hidden_states import FeatureWindow
+from draft_service.eagle.checkpoint import read_token_map
+from draft_service.eagle.config import HeadDrafterConfig
+from draft_service.eagle.fused_head import MAX_ROWS, fused
+from draft_service.eagle.head import EagleHead
+from draft_service.eagle.head_config import HeadConfig
+from draft_service.neural.cuda_graphs.attention import StaticAttend
+from draft_service.neural.cuda_graphs.drafting import FIRST_PROMPTS
+from draft_service.neural.devices import launching_on
+from draft_service.neural.network import Network, RowOutput
+from draft_service.neural.tail_attention import Attend
+from draft_service.neural.tree_drafting import Extension
+from draft_service.neural_drafter import NeuralDrafter
+from outrider.errors import InvalidField
+from outrider.wire.frames import FeatureRequest
+
+
+class HeadNetwork:
+    """A head as `neural.tree_drafting.Network`."""
+
+    def __init__(self, head: EagleHead) -> None:
+        config, weight = head.config, head.embed_tokens.weight
+        self._head, self._fused = head, fused(head)
+        self.layers, self.kv_heads, self.head_dim = config.num_layers, config.num_kv_heads, config.head_dim
+        self.dtype, self.device = weight.dtype, weight.device
+        ids = head.token_ids
+        self.token_ids = None if ids is None else ids.cpu().numpy().astype(np.int32)
+
+    def read(self, token_ids: Tensor, carried: Tensor | None, positions: Tensor, attend: Attend) -> RowOutput:
+        """See `Network.read`; carried are features [R, H]."""
+        assert carried is not None, "an EAGLE head reads features"
+        if self._fused is not None and isinstance(attend, StaticAttend) and len(token_ids) <= MAX_ROWS:
+            return RowOutput(*self._fused.forward(token_ids, carried, positions, attend))
+        return RowOutput(*self._head(token_ids, carried, positions, attend))
+
+    def logits(self, lm_input: Tensor) -> Tensor:
+        """See `Network.logits`."""
+        return self._head.logits(lm_input)
+
+
+class HeadDrafter(NeuralDrafter):
+    """See `HeadDrafterConfig` for what can be set, and `FeatureDrafter` for how features come in."""
+
+    # Entry i is of token i + 1.
+    children_at = -1
+    first_prompts = FIRST_PROMPTS
+
+    def __init__(
+        self, config: HeadDrafterConfig, shape: HeadConfig, features: FeatureRequest, head: EagleHead | None
+    ) -> None:
+        """`head` of this `shape`, None where `_loaded` brings it at the start. Raises `SettingsError` for a device that
+        is not there."""
+        super().__init__(config, shape.vocab_size, config.max_context)
+        self.tokenizer_fingerprint = shape.tokenizer_fingerprint
+        self.features: FeatureRequest | None = features
+        self._feature_window, self._token_map = config.feature_window, config.token_map
+        self._head = head
+        self._misses = 0
+
+    def open(self, sequence: DraftSequence) -> None:
+        super().open(sequence)
+        assert self.features is not None
+        sequence.features = FeatureWindow(self.features.width, self._feature_window)
+
+    def advance(self, sequence: DraftSequence, committed: Sequence[int]) -> None:  # noqa: ARG002
+        """Raises `InvalidField` when there are more features than tokens that can have one."""
+        known, end = len(sequence.token_ids) - 1, _window(sequence).end
+        if end > known:
+            raise InvalidField("features", f"are {end}, and {known} tokens can have one")
+
+    def absorb(self, sequences: Sequence[DraftSequence]) -> None:
+        """See `FeatureDrafter.absorb`."""
+        # A feature's entry needs the token after its own.
+        paired = [one for one in sequences if _window(one).end < len(one.token_ids)]
+        with launching_on(self.device):
+            self._read([one for one in paired if self._has_room(one, len(_window(one)))])
+
+    def stats(self) -> Mapping[str, float]:
+        return {
+            f"{self.name}_cache_used_tokens": self._cached_tokens,
+            f"{self.name}_feature_rows_total": self._rows,
+            f"{self.name}_missing_features_total": self._misses,
+            f"{self.name}_cache_full_total": self._full,
+        }
+
+    @property
+    def head(self) -> EagleHead:
+        """The head, once it is loaded."""
+        assert self._head is not None, "the drafter was not started"
+        return self._head
+
+    @abstractmethod
+    def _loaded(self, token_map: Sequence[int] | None) -> EagleHead:
+        """The head on its device, with these token ids alone where there is a map."""
+
+    def _load(self) -> Network:
+        if self._head is None:
+            self._head = self._loaded(read_token_map(self._token_map) if self._token_map else None)
+        return HeadNetwork(self._head)
+
+    def _ready(self, sequence: DraftSequence) -> bool:
+        """Whether features reach the token before the root, and the cache has room."""
+        known, window = len(sequence.token_ids) - 1, _window(sequence)
+        if window.end != known or not (len(window) or sequence.state.entries):
+            self._misses += 1
+            return False
+        return self._has_room(sequence, len(window))
+
+    @torch.inference_mode()
+    def _read(self, sequences: Sequence[DraftSequence]) -> None:
+        assert self.features is not None
+        waiting = [sequence for sequence in sequences if len(_window(sequence))]
+        taken = [_window(sequence).take() for sequence in waiting]
+        if not taken:
+            return
+        # In one copy to the device, and one pass of the projection.
+        staging, device = self.drafting.staging, self.drafting.network.device
+        vectors = staging.join([vectors for _, vectors in taken])
+        features = vectors if self.features.projected else self.head.project(vectors.to(device, non_blocking=True))
+        extensions = []
+        for sequence, (begin, own) in zip(waiting, taken, strict=True):
+            tokens = sequence.token_ids[begin + 1 : begin + 1 + len(own)]
+            extensions.append(Extension(sequence.state, tokens, begin))
+        self._rows += len(vectors)
+        self.drafting.extend(extensions, features)
+        staging.sent()
+
+
+def _window(sequence: DraftSequence) -> FeatureWindow:
+    assert sequence.features is not None, "a head's sequences have a window"
+    return sequence.features
