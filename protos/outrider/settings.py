@@ -42,7 +42,7 @@ _FALSE = {"0", "false", "no", "off"}
 SECTIONS = frozenset(
     (
         *("target", "draft", "training", "trie", "prompt_lookup", "random", "eagle", "medusa", "model", "merged"),
-        *("client", "generate", "bench", "up", "demo", "gateway"),
+        *("client", "generate", "bench", "tune", "up", "demo", "gateway"),
     )
 )
 
