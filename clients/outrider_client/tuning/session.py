@@ -27,6 +27,8 @@ from outrider_client.tuning.services import Setup, Side
 Note = Callable[[str], None]
 _IN_FORCE = Mode(Candidate().label)
 _WARM_TOKENS = 24
+# A guess until a change has been seen: on two cores of a CPU a trie took four.
+_CHANGE_SECONDS = 5.0
 NO_TIME = "for lack of time"
 
 
@@ -243,10 +245,6 @@ class _Tuner:
         await _warm(in_force)
         await _warm(own)
         return await self._comparison.run((Mode(candidate.label), own), (_IN_FORCE, in_force), until, start)
-
-
-# A guess until a change has been seen: on two cores of a CPU a trie took four.
-_CHANGE_SECONDS = 5.0
 
 
 async def _warm(backend: Backend) -> None:
