@@ -29,7 +29,7 @@ from outrider.errors import InvalidField, UnknownModel
 from outrider.heads import head_source
 from outrider.model_store import model_source
 from outrider.runtime import in_passing_thread
-from outrider.sampling import VerificationMode
+from outrider.sampling import LOSSLESS_MODES
 from outrider.settings import SettingsError
 from outrider.tree import TokenTree
 from outrider.wire.frames import FeatureRequest, TreeLimits
@@ -157,7 +157,7 @@ class MedusaDrafter(Drafter):
     def _warm_up(self) -> None:
         """Draft once in every mode for a sequence that nobody has."""
         assert self.features is not None
-        for mode in VerificationMode:
+        for mode in LOSSLESS_MODES:
             sequence = DraftSequence(0, [0, 0], 1, self.vocabulary_size, mode=mode)
             self.open(sequence)
             _window(sequence).append(torch.zeros(1, self.features.width), 0)

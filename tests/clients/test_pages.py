@@ -30,6 +30,8 @@ PAGES = ("operate.md", "troubleshooting.md", "protocol.md", "tuning.md")
 OF_METRICS = ("operate.md", "troubleshooting.md", "tuning.md")
 # Flags of other programs.
 FOREIGN = {"--gpus", "--index-url"}
+# Commands that have commands of their own.
+WITH_OWN = {"corpus", "head", "model", "weights"}
 
 
 @cache
@@ -52,14 +54,18 @@ def flags_of(words: list[str]) -> set[str]:
     return {word for word in words if word.startswith("--") and " " not in word}
 
 
-def named(command: str) -> str:
-    return help_of("draft", "--drafter", "merged") if command == "draft" else help_of(command)
+def named(command: str, *further: str) -> str:
+    """The help of a command, or of one of its own, such as `weights update`."""
+    if command == "draft":
+        return help_of("draft", "--drafter", "merged")
+    own = further[:1] if command in WITH_OWN else ()
+    return help_of(command, *own)
 
 
 @pytest.mark.parametrize("command", commands("operate.md") + commands("tuning.md"), ids=" ".join)
 def test_the_examples_flags_are_the_commands(command: list[str]) -> None:
     _, name, *words = command
-    assert [flag for flag in sorted(flags_of(words)) if flag not in named(name)] == []
+    assert [flag for flag in sorted(flags_of(words)) if flag not in named(name, *words)] == []
     for flag, service in (("--target-flags", "target"), ("--draft-flags", "draft")):
         if flag in words:
             inner = flags_of(shlex.split(words[words.index(flag) + 1]))
@@ -69,6 +75,7 @@ def test_the_examples_flags_are_the_commands(command: list[str]) -> None:
 @pytest.mark.parametrize("page", PAGES)
 def test_every_flag_that_is_named_is_there(page: str) -> None:
     everywhere = "".join(map(named, ("target", "draft", "up", "bench", "tune", "generate"))) + help_of()
+    everywhere += named("weights", "update")
     found = set(re.findall(r"`(--[a-z-]+)", (DOCS / page).read_text())) - FOREIGN
     assert len(found) > 4
     assert [flag for flag in sorted(found) if flag not in everywhere] == []

@@ -25,6 +25,11 @@ class Costs:
         """The least that measuring a candidate takes."""
         return self.change + LEAST_PAIRS * self.pair
 
+    @property
+    def barely(self) -> float:
+        """What it takes to see any spread at all: two pairs."""
+        return self.change + 2 * self.pair
+
 
 def final_seconds(left: float, costs: Costs) -> float:
     """What of the time that is `left` for all candidates is kept for the best one's second measurement."""
@@ -42,7 +47,7 @@ def next_share(left: float, kept: float, waiting: int, first: bool, costs: Costs
     affordable = min(waiting, int((left - kept) / costs.least))
     if affordable > 0:
         return (left - kept) / affordable
-    return left if first and left >= costs.least else 0.0
+    return left if first and left >= costs.barely else 0.0
 
 
 def seconds_for_all(spent: float, waiting: int, costs: Costs) -> float:

@@ -180,7 +180,7 @@ class _Tuner:
         ahead = started if self._setup.gpu else 0.0
         waiting, final = self._possible(info), None
         needed = seconds_for_all(spent + ahead, len(waiting), costs)
-        if until - loop.time() > ahead + costs.least:
+        if until - loop.time() > ahead + costs.barely:
             if self._setup.gpu:
                 self._note("starting a second target and draft, for candidates")
                 await self._challenger.start()
