@@ -43,7 +43,7 @@ SECTIONS = frozenset(
     (
         *("target", "draft", "training", "trie", "prompt_lookup", "random", "eagle", "medusa", "model", "mtp"),
         "merged",
-        *("client", "generate", "bench", "up", "demo", "gateway"),
+        *("client", "generate", "bench", "tune", "up", "demo", "gateway"),
     )
 )
 

@@ -30,10 +30,11 @@ class Backend(Protocol):
 class TargetBackend:
     """A target service, with drafts or without."""
 
-    def __init__(self, reach: ClientOptions, address: str, speculate: bool) -> None:
+    def __init__(self, reach: ClientOptions, address: str, speculate: bool, max_nodes: int | None = None) -> None:
+        """`max_nodes` bounds the drafted rows of a step; None leaves them to the target."""
         self._reach = reach
         self._address = address
-        self._speculation = Speculation(enabled=None if speculate else False)
+        self._speculation = Speculation(enabled=None if speculate else False, max_nodes=max_nodes)
         self._clients: dict[str, Client] = {}
 
     def client(self, tenant: str = "") -> Client:

@@ -21,10 +21,11 @@ start here:
   outrider up                            run both services on this machine
   outrider chat                          talk to them
   outrider bench --prompts FILE          measure
+  outrider tune --out outrider.toml      find the settings that pay here
 
 Every flag can also be set as OUTRIDER_<SECTION>_<FLAG> in the environment, or in a TOML file given with --config
-(or OUTRIDER_CONFIG), in a table named like the section: [client], [generate], [up], [bench], [target], [draft],
-[training].
+(or OUTRIDER_CONFIG), in a table named like the section: [client], [generate], [up], [bench], [tune], [target],
+[draft], [training].
 The flag wins over the environment, and the environment over the file."""
 
 

@@ -10,6 +10,7 @@ from outrider_client.cli.head import HEAD
 from outrider_client.cli.health import HEALTH
 from outrider_client.cli.info import INFO
 from outrider_client.cli.services import DRAFT, GATEWAY, MODEL, TARGET, TRAIN_HEAD, UP
+from outrider_client.cli.tune import TUNE
 from outrider_client.cli.weights import WEIGHTS
 
 COMMANDS: tuple[Command, ...] = (
@@ -18,6 +19,7 @@ COMMANDS: tuple[Command, ...] = (
     CHAT,
     GENERATE,
     BENCH,
+    TUNE,
     HEALTH,
     INFO,
     MODEL,

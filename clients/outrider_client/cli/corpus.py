@@ -16,8 +16,8 @@ from outrider.wire.frames import CorpusInfo
 from outrider_client.cli.base import Command, CommandFailed, add_config_flag, error_console, options
 from outrider_client.cli.generate import read_text
 from outrider_client.draft import CorpusAdded, DraftClient
-from outrider_client.local.models import ModelMissing, Tokenizer, load_tokenizer
-from outrider_client.terminal.options import DEFAULT_MODEL, AccessOptions, ClientOptions
+from outrider_client.local.models import DEFAULT_MODEL, ModelMissing, Tokenizer, load_tokenizer
+from outrider_client.terminal.options import AccessOptions, ClientOptions
 
 _DEFAULT_DRAFT = "127.0.0.1:50052"
 _COLUMNS = ("NAME", "OWNER", "TOKENS", "DOCUMENTS", "NODES", "MEMORY", "KIND")

@@ -21,7 +21,7 @@ from outrider_client.cli.base import (
     error_console,
     options,
 )
-from outrider_client.cli.placement import named_settings, place, visible_gpus
+from outrider_client.local.placement import named_settings, place, visible_gpus
 from outrider_client.local.roles import missing_for
 from outrider_client.local.stack import private_directory, service_argv
 from outrider_client.local.supervisor import ServiceCommand, Supervisor

@@ -12,6 +12,8 @@ from outrider.model_store import stored_folder
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+# As the target's own setting, which cannot be imported from here.
+DEFAULT_MODEL = "smollm2-135m-instruct"
 _TOKENIZER = "tokenizer.json"
 
 

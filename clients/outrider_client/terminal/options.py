@@ -6,12 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from outrider.sampling import SamplingParams, TypicalAcceptance, VerificationMode
-from outrider.settings import SettingsError, setting
+from outrider.settings import Settings, SettingsError, setting
 from outrider_client.connection import Connection, Tls
 from outrider_client.generation import Speculation
+from outrider_client.local.models import DEFAULT_MODEL
 
-# As the target's own setting, which cannot be imported from here.
-DEFAULT_MODEL = "smollm2-135m-instruct"
 _TYPICAL = TypicalAcceptance()
 
 
@@ -182,3 +181,27 @@ class BenchOptions:
     json: str = setting("", "file for the figures")
     plot: str = setting("", "PNG file for the plot")
     profile: bool = setting(False, "show where a target's time goes in each step, from its metrics")
+
+
+@dataclass(frozen=True)
+class TuneOptions(Settings):
+    """What `outrider tune` tries, by flag, environment (`OUTRIDER_TUNE_*`) or `[tune]` table."""
+
+    model: str = setting("", "model to serve; the target's own setting when empty")
+    dtype: str = setting("", "dtype of the model; the target's own setting when empty")
+    device: str = setting("", "torch device of the target; placed as `outrider up` does when empty")
+    drafter: str = setting("trie", "drafter to tune")
+    candidates: str = setting(
+        "",
+        "settings to try instead of those known for the drafter: SECTION.NAME=NUMBER, with spaces between those of one "
+        "candidate and semicolons between candidates",
+    )
+    minutes: float = setting(5.0, "time for the whole, services' start included", gt=0)
+    concurrency: str = setting("1", "requests at once, with commas between; a candidate is judged by all of them")
+    prompts: str = setting("", "JSONL file, one prompt a line: id, task, turns; a dozen that come along when empty")
+    # Chosen, not measured: long enough for a text to repeat itself, short enough for many pairs in a minute.
+    max_tokens: int = setting(48, "tokens of an answer at most", ge=1)
+    target_flags: str = setting("", "more flags for the targets, quoted as one word")
+    draft_flags: str = setting("", "more flags for the drafts, quoted as one word")
+    out: str = setting("", "TOML file to write, for --config of the services and of `outrider up`")
+    plot: str = setting("", "PNG file for the plot")

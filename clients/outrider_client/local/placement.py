@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from outrider.heads import head_made_for
-from outrider_client.terminal.options import DEFAULT_MODEL
+from outrider_client.local.models import DEFAULT_MODEL
 
 # Drafters that run a network, and the settings sections of those that they are or may be made of.
 _NEURAL: Mapping[str, tuple[str, ...]] = {

@@ -1,0 +1,129 @@
+"""`outrider tune`: settings of drafts that pay with this model on this machine, as a file for the services."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import shlex
+import sys
+import time
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from outrider.runtime import run
+from outrider.settings import SettingsError, add_flags
+from outrider_client.bench.plot import require_matplotlib
+from outrider_client.cli.base import Command, CommandFailed, add_config_flag, config_file, error_console, options
+from outrider_client.local.stack import ServiceFailed
+from outrider_client.terminal.options import TuneOptions
+from outrider_client.tuning.report import file_comment, save_tuning_plot, sentences, tuning_table
+from outrider_client.tuning.services import Setup, read_setup
+from outrider_client.tuning.session import Tuning, read_prompts, tune
+from outrider_client.tuning.settings_file import to_toml, with_settings
+
+_PIPE_WIDTH = 140
+_DESCRIPTION = """\
+Tries shapes of drafted trees, and bounds on the rows that the target verifies, against the settings in force: both
+on services of their own on this machine, in turn on the same prompts. The best is measured once more, and chosen
+only if it is faster beyond the noise; else the file keeps the settings in force, which are the defaults and what
+--config names.
+
+examples:
+  outrider tune --drafter trie --out outrider.toml
+  outrider tune --drafter merged --minutes 30 --concurrency 1,8 --prompts prompts.jsonl --out outrider.toml --plot t.png
+  outrider tune --candidates "trie.num_draft_tokens=12 trie.breadth=2; target.max_draft_nodes=20"
+  outrider up --config outrider.toml"""
+
+
+def _add_flags(parser: argparse.ArgumentParser) -> None:
+    add_config_flag(parser)
+    add_flags(parser, TuneOptions)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    wanted = options(TuneOptions, "tune", arguments)
+    setup = read_setup(wanted, config_file(arguments))
+    loads, prompts = _loads(wanted.concurrency), read_prompts(wanted.prompts)
+    for path in filter(None, (wanted.out, wanted.plot)):
+        _check_folder(Path(path))
+    if wanted.out and Path(wanted.out).exists():
+        # It may hold what nobody has a copy of, comments among it.
+        raise SettingsError(f"--out: {wanted.out} is there already; name another file")
+    if wanted.plot:
+        require_matplotlib()
+    with _Watcher(error_console(), 60.0 * wanted.minutes) as watcher:
+        try:
+            tuning = run(tune(setup, loads, prompts, watcher.note))
+        except ServiceFailed as error:
+            raise CommandFailed("\n".join([str(error), *error.tail])) from error
+    # A file or a pipe is as wide as need be.
+    console = Console(highlight=False) if sys.stdout.isatty() else Console(width=_PIPE_WIDTH, highlight=False)
+    console.print(tuning_table(tuning))
+    for line in sentences(tuning):
+        console.print(line, markup=False)
+    if wanted.plot:
+        save_tuning_plot(tuning, Path(wanted.plot))
+    if wanted.out:
+        Path(wanted.out).write_text(tuned_file(setup, tuning), encoding="utf-8")
+        console.print(f"Written: {wanted.out}. `outrider up --config {wanted.out}` serves with it.", markup=False)
+    return 0
+
+
+def tuned_file(setup: Setup, tuning: Tuning) -> str:
+    """The settings file: what `--config` named, what was tuned, and what was chosen."""
+    chosen = tuning.chosen
+    settings = [*setup.identity, *(chosen.settings if chosen is not None else ())]
+    when = datetime.datetime.now(datetime.UTC).isoformat(timespec="minutes")
+    comment = file_comment(tuning, when, shlex.join(["outrider", *sys.argv[1:]]))
+    return to_toml(with_settings(setup.document, settings), comment)
+
+
+class _Watcher:
+    """Tells whoever waits what is being done, and how much of the time is over."""
+
+    def __init__(self, console: Console, seconds: float) -> None:
+        columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+        self._progress = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+        self._task = self._progress.add_task("starting", total=seconds)
+        self._begun = time.monotonic()
+
+    def __enter__(self) -> _Watcher:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def note(self, what: str) -> None:
+        """Say what comes now."""
+        elapsed = time.monotonic() - self._begun
+        self._progress.update(self._task, description=what, completed=elapsed)
+        if self._progress.disable:
+            self._progress.console.print(f"{elapsed:4.0f} s  {what} ...", markup=False)
+
+
+def _loads(text: str) -> list[int]:
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    if not words or not all(word.isdecimal() and int(word) for word in words):
+        raise SettingsError(f"--concurrency: {text!r} is not a list of whole numbers above 0")
+    return list(dict.fromkeys(map(int, words)))
+
+
+def _check_folder(path: Path) -> None:
+    """Now, and not after minutes of measuring."""
+    try:
+        path.absolute().parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SettingsError(f"{path}: {error.strerror}") from None
+
+
+TUNE = Command(
+    "tune",
+    "find settings of drafts that pay with a model on this machine, and write them to a file",
+    _DESCRIPTION,
+    _add_flags,
+    _run,
+    needs="target",
+)

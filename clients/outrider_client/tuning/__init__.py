@@ -1,0 +1,1 @@
+"""Finds settings of drafts that a model, a drafter and a machine gain by, within a given time."""

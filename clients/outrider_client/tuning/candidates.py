@@ -1,0 +1,111 @@
+"""Settings that are worth trying: shapes of drafted trees, and how many rows of them the target verifies."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from types import MappingProxyType
+
+from outrider.settings import SECTIONS, SettingsError
+
+# Verified rows are bounded by each request, so that a running target takes another bound.
+TARGET, MAX_DRAFT_NODES = "target", "max_draft_nodes"
+MERGED = "merged"
+DEFAULT_LABEL = "default"
+_ONE = re.compile(r"(?P<section>[a-z_]+)\.(?P<name>[a-z0-9_-]+)=(?P<value>\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """Settings that differ from those in force: (section, name, value) of each. None at all are the settings in
+    force."""
+
+    settings: tuple[tuple[str, str, int], ...] = ()
+
+    @property
+    def label(self) -> str:
+        """As `parse_candidates` reads it."""
+        return " ".join(f"{section}.{name}={value}" for section, name, value in self.settings) or DEFAULT_LABEL
+
+    @property
+    def draft(self) -> tuple[tuple[str, str, int], ...]:
+        """What of it the draft service reads."""
+        return tuple(one for one in self.settings if one[0] != TARGET)
+
+    @property
+    def max_nodes(self) -> int | None:
+        """Drafted rows of a sequence that are verified at most; None leaves that to the target."""
+        return next((value for section, _, value in self.settings if section == TARGET), None)
+
+
+def _shapes(section: str, names: Sequence[str], rows: Iterable[Sequence[int]]) -> tuple[Candidate, ...]:
+    return tuple(
+        Candidate(tuple((section, name, value) for name, value in zip(names, row, strict=True))) for row in rows
+    )
+
+
+# Around the defaults, the likeliest first, since the time may not be enough for all: smaller and larger trees, deeper
+# and wider ones, and a chain. Chosen, not measured: what pays is what tuning finds out.
+_LEVELS = ("num_steps", "topk", "frontier", "num_draft_tokens")
+# Beside 3, 4, 4, 12.
+_EAGER_SHAPES = ((2, 4, 4, 8), (4, 4, 4, 16), (3, 8, 8, 24), (3, 1, 1, 3), (2, 2, 2, 4), (5, 4, 8, 32), (5, 1, 1, 5))
+# Beside 8, 8, 32, 239; a level adds as many nodes as it expands.
+_CAPTURED_SHAPES = ((6, 8, 32, 175), (8, 8, 16, 127), (4, 8, 32, 111), (6, 8, 16, 95), (4, 8, 16, 63), (5, 4, 8, 39))
+_OWN: Mapping[str, tuple[Candidate, ...]] = MappingProxyType(
+    {
+        # Beside 32 nodes, paths of 32, 8 children.
+        "trie": (
+            *_shapes("trie", ("num_draft_tokens",), ((16,), (63,), (8,))),
+            *_shapes("trie", ("num_draft_tokens", "breadth"), ((16, 1), (8, 1), (16, 3))),
+            *_shapes("trie", ("branch_length",), ((8,),)),
+        ),
+        # Beside 10.
+        "prompt_lookup": _shapes("prompt_lookup", ("lookup_tokens",), ((5,), (15,), (3,))),
+        # Beside 63 nodes, 10 children.
+        "medusa": _shapes("medusa", ("num_draft_tokens", "topk"), ((31, 10), (15, 5), (15, 10), (7, 3))),
+    }
+)
+# Beside 63, in the order of trying.
+_VERIFIED = (15, 31, 7)
+
+
+def known_candidates(drafter: str, parts: Sequence[str] = (), captured: bool = False) -> list[Candidate]:
+    """Candidates for a drafter, the likeliest first; for `merged`, those of its `parts` in turn.
+
+    `captured` says that trees are drafted in CUDA graphs, whose defaults are larger.
+    """
+    verified = _shapes(TARGET, (MAX_DRAFT_NODES,), [(rows,) for rows in _VERIFIED])
+    columns = [_shapes_of(name, captured) for name in (parts if drafter == MERGED else (drafter,))]
+    return [one for row in zip_longest(*columns, verified) for one in row if one is not None]
+
+
+def _shapes_of(drafter: str, captured: bool) -> tuple[Candidate, ...]:
+    if drafter in ("eagle", "model"):
+        return _shapes(drafter, _LEVELS, _CAPTURED_SHAPES if captured else _EAGER_SHAPES)
+    return _OWN.get(drafter, ())
+
+
+def parse_candidates(text: str) -> list[Candidate]:
+    """Candidates as a user writes them: `trie.breadth=1 trie.num_draft_tokens=16; target.max_draft_nodes=15`.
+
+    Raises `SettingsError` for anything else. Whether a service has such a setting, only it knows.
+    """
+    found = [_candidate(words.split()) for words in text.split(";") if words.strip()]
+    return list(dict.fromkeys(found))
+
+
+def _candidate(words: Sequence[str]) -> Candidate:
+    settings: dict[tuple[str, str], int] = {}
+    for word in words:
+        match = _ONE.fullmatch(word)
+        if match is None:
+            raise SettingsError(f"--candidates: {word!r} is not SECTION.NAME=NUMBER")
+        section, name = match["section"], match["name"].replace("-", "_")
+        if section not in SECTIONS:
+            raise SettingsError(f"--candidates: there is no section {section!r}")
+        if section == TARGET and name != MAX_DRAFT_NODES:
+            raise SettingsError(f"--candidates: of the target, {MAX_DRAFT_NODES} alone can be tried")
+        settings[section, name] = int(match["value"])
+    return Candidate(tuple((section, name, value) for (section, name), value in settings.items()))

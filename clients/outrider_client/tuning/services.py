@@ -1,0 +1,163 @@
+"""Two targets with a draft each, on this machine: the settings in force, and a challenger whose draft is changed."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from outrider.settings import SettingsError
+from outrider_client.bench.backends import TargetBackend
+from outrider_client.local.placement import Placement, named_settings, place, visible_gpus
+from outrider_client.local.stack import Stack, wait_for_drafter
+from outrider_client.results import TargetInfo
+from outrider_client.terminal.options import ClientOptions, TuneOptions
+from outrider_client.tuning.candidates import MERGED, Candidate, known_candidates, parse_candidates
+from outrider_client.tuning.settings_file import Document, read_document, to_toml, with_settings
+
+# What is for clients and operators of a service, and not for one that only we call.
+_PRIVATE = (
+    *("metrics-listen", "admin-listen", "otlp-endpoint"),
+    *("auth-tokens", "tls-certificate", "tls-key", "tls-client-ca"),
+)
+_PRIVATE_TARGET = ("draft-token", "draft-tls-ca", "draft-tls-certificate", "draft-tls-key")
+# A learned trie would know the prompts, and ours would take its place.
+_SNAPSHOT = ("trie", "snapshot")
+# Of a GPU's free memory, for two targets' caches at once.
+_MEMORY_SHARE = "0.4"
+_DEFAULT_PARTS = "eagle,trie"
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What is tuned, read from options, environment and file before anything is started."""
+
+    options: TuneOptions
+    path: Path | None
+    document: Document
+    placed: Placement
+    target_words: tuple[str, ...]
+    draft_words: tuple[str, ...]
+    candidates: tuple[Candidate, ...]
+    # Whether the targets run on one.
+    gpu: bool = False
+
+    @property
+    def identity(self) -> list[tuple[str, str, Any]]:
+        """Settings that say what is tuned, for the file."""
+        options = self.options
+        own = (("target", "model", options.model), ("target", "dtype", options.dtype))
+        return [one for one in (*own, ("draft", "drafter", options.drafter)) if one[2]]
+
+
+def read_setup(options: TuneOptions, path: Path | None, environment: Mapping[str, str] = os.environ) -> Setup:
+    """Raises `SettingsError` for what cannot be tuned."""
+    document = read_document(path)
+    named = named_settings(environment, path)
+    target_words, draft_words = _split(options.target_flags), _split(options.draft_flags)
+    device = ("--device", options.device) if options.device else ()
+    placed = place(visible_gpus(), options.drafter, options.model, (*target_words, *device), draft_words, named)
+    captured = "--cuda-graphs" in (*placed.draft, *draft_words)
+    parts = named.get((MERGED, "merged_drafters"), _DEFAULT_PARTS).split(",")
+    candidates = parse_candidates(options.candidates) or known_candidates(options.drafter, parts, captured)
+    if not candidates:
+        raise SettingsError(f"nothing is known to try for {options.drafter}: name --candidates")
+    _check_effective(candidates, draft_words, environment)
+    gpu = any("cuda" in word for word in (*placed.target, *target_words, *device, named.get(("target", "device"), "")))
+    if gpu:
+        # First, so that a flag of the user's wins.
+        share = () if ("target", "memory_share") in named else ("--memory-share", _MEMORY_SHARE)
+        target_words = (*share, *target_words)
+    return Setup(options, path, document, placed, (*target_words, *device), draft_words, tuple(candidates), gpu)
+
+
+def _split(flags: str) -> tuple[str, ...]:
+    try:
+        return tuple(shlex.split(flags))
+    except ValueError as error:
+        raise SettingsError(f"{flags!r}: {error}") from None
+
+
+def _check_effective(candidates: Sequence[Candidate], words: Sequence[str], environment: Mapping[str, str]) -> None:
+    """What flags or environment say would win over the file that a candidate is given in."""
+    tried = [(section, name) for candidate in candidates for section, name, _ in candidate.draft]
+    for section, name in (*tried, _SNAPSHOT):
+        variable = f"OUTRIDER_{section.upper()}_{name.upper()}"
+        if variable in environment:
+            raise SettingsError(f"{variable} is set, and would be for all that is tried: unset it for tuning")
+    for _, name in tried:
+        flag = "--" + name.replace("_", "-")
+        if any(word == flag or word.startswith(f"{flag}=") for word in words):
+            raise SettingsError(f"--draft-flags: {flag} is what is tuned; leave it out")
+
+
+class Side:
+    """A target and its draft, of which the draft can be changed for one with other settings."""
+
+    def __init__(self, name: str, setup: Setup, stack: Stack, folder: Path) -> None:
+        """`folder` takes the draft's settings."""
+        self._name = name
+        self._setup = setup
+        self._stack = stack
+        self._folder = folder
+        self._address = ""
+        self._draft: tuple[tuple[str, str, int], ...] | None = None
+        self._backends: list[TargetBackend] = []
+
+    async def start(self) -> None:
+        """Start both, with the settings in force. Raises `ServiceFailed` or `SettingsError`."""
+        setup = self._setup
+        draft = await self._start_draft(Candidate())
+        own = (("--model", setup.options.model), ("--dtype", setup.options.dtype))
+        words = [word for pair in own if pair[1] for word in pair]
+        if setup.path is not None:
+            words += ["--config", str(setup.path)]
+        words += [*setup.placed.target, *setup.target_words, *_emptied(_PRIVATE + _PRIVATE_TARGET), "--draft", draft]
+        self._address = await self._stack.start(f"target-{self._name}", "target_service", *words)
+        await self._connected()
+
+    async def take(self, candidate: Candidate) -> None:
+        """Have the draft that the candidate says. Raises `ServiceFailed` for settings that the draft refuses."""
+        if candidate.draft != self._draft:
+            await self._stack.stop(f"draft-{self._name}")
+            # Not known until it has started.
+            self._draft = None
+            await self._start_draft(candidate)
+            await self._connected()
+
+    def backend(self, candidate: Candidate, speculate: bool = True) -> TargetBackend:
+        """Where answers under the candidate's settings come from, once it is taken; plain ones with `speculate` off."""
+        backend = TargetBackend(ClientOptions(), self._address, speculate, candidate.max_nodes)
+        self._backends.append(backend)
+        return backend
+
+    async def info(self) -> TargetInfo:
+        """What the target says of itself now."""
+        return await self.backend(Candidate()).client().info()
+
+    async def close(self) -> None:
+        """Close what `backend` gave; the services are the stack's to stop."""
+        for backend in self._backends:
+            await backend.close()
+
+    async def _start_draft(self, candidate: Candidate) -> str:
+        setup = self._setup
+        document = with_settings(setup.document, candidate.draft)
+        document.get(_SNAPSHOT[0], {}).pop(_SNAPSHOT[1], None)
+        path = self._folder / f"{self._name}.toml"
+        path.write_text(to_toml(document), encoding="utf-8")
+        words = ["--config", str(path), "--drafter", setup.options.drafter, *setup.placed.draft, *setup.draft_words]
+        address = await self._stack.start(f"draft-{self._name}", "draft_service", *words, *_emptied(_PRIVATE))
+        self._draft = candidate.draft
+        return address
+
+    async def _connected(self) -> None:
+        if await wait_for_drafter(self.backend(Candidate()).client()) != self._setup.options.drafter:
+            raise SettingsError(f"the target did not reach its draft service with {self._setup.options.drafter}")
+
+
+def _emptied(names: Sequence[str]) -> list[str]:
+    return [word for name in names for word in (f"--{name}", "")]

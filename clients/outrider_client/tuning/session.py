@@ -1,0 +1,266 @@
+"""One tuning from options to a choice: candidates against the settings in force, as long as the time allows."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
+from importlib.resources import files
+from itertools import groupby, zip_longest
+from pathlib import Path
+
+from outrider.settings import SettingsError
+from outrider_client.bench.backends import Backend
+from outrider_client.bench.prompts import Prompt, load_prompts
+from outrider_client.bench.report import ALL_TASKS, cells
+from outrider_client.bench.runner import Plan, Runner
+from outrider_client.bench.samples import PLAIN, Block, Mode
+from outrider_client.local.stack import ServiceFailed, Stack, private_directory
+from outrider_client.results import TargetInfo
+from outrider_client.tuning.budget import SPECULATION_SHARE, Costs, final_seconds, next_share, seconds_for_all
+from outrider_client.tuning.candidates import Candidate
+from outrider_client.tuning.estimates import Estimate, better, estimate, most_promising, over_loads
+from outrider_client.tuning.services import Setup, Side
+
+Note = Callable[[str], None]
+_IN_FORCE = Mode(Candidate().label)
+_WARM_TOKENS = 24
+# A guess until a change has been seen: on two cores of a CPU a trie took four.
+_CHANGE_SECONDS = 5.0
+NO_TIME = "for lack of time"
+
+
+@dataclass(frozen=True, slots=True)
+class LoadFigures:
+    """One way at one load, against another that took turns with it. `tokens_per_step` is None where nothing was
+    said."""
+
+    ratio: Estimate
+    tokens_per_second: float
+    tokens_per_step: float | None
+    base_tokens_per_second: float
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A candidate against the settings in force, by load."""
+
+    label: str
+    by_load: Mapping[int, LoadFigures]
+
+    @property
+    def ratio(self) -> Estimate:
+        """Over all loads."""
+        return over_loads([figures.ratio for figures in self.by_load.values()])
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """What was found out. `speculation` is the settings in force against plain decoding; `final` the best candidate,
+    if one was faster at all: measured once more where there were several; `left_out` has the reason of each."""
+
+    info: TargetInfo
+    speculation: Measured
+    measured: tuple[tuple[Candidate, Measured], ...]
+    final: tuple[Candidate, Measured] | None
+    left_out: tuple[tuple[Candidate, str], ...]
+    # About what it would take to measure every candidate.
+    minutes_for_all: float
+
+    @property
+    def chosen(self) -> Candidate | None:
+        """What is faster beyond the noise; None where that is nothing."""
+        return self.final[0] if self.final is not None and better(self.final[1].ratio) else None
+
+
+def read_prompts(path: str) -> list[Prompt]:
+    """Prompts of a file, or those that come along, the tasks in turn. Raises `SettingsError`."""
+    source = Path(path) if path else Path(str(files("outrider_client.tuning") / "prompts.jsonl"))
+    tasks = [list(group) for _, group in groupby(load_prompts(source), key=lambda prompt: prompt.task)]
+    # As of one task, since a block holds prompts of one.
+    return [replace(prompt, task=ALL_TASKS) for row in zip_longest(*tasks) for prompt in row if prompt is not None]
+
+
+class Comparison:
+    """Runs two ways in turn on the same prompts, block by block, at each load."""
+
+    def __init__(self, prompts: Sequence[Prompt], loads: Sequence[int], max_tokens: int) -> None:
+        self._prompts = prompts
+        self._loads = loads
+        self._max_tokens = max_tokens
+
+    async def run(
+        self, first: tuple[Mode, Backend], second: tuple[Mode, Backend], until: float, start: int = 0
+    ) -> tuple[Measured, float]:
+        """First against second, until the event loop's time `until`, in one round over the loads at least.
+
+        `start` is the place of the first prompt. Returns the figures and the
+        seconds of a round. Raises `SettingsError` where a block gets no answers.
+        """
+        loop = asyncio.get_running_loop()
+        begun, rounds = loop.time(), 0
+        pairs: dict[int, list[tuple[Block, Block]]] = {load: [] for load in self._loads}
+        # No draft has seen these prompts for this tenant.
+        run_id = secrets.token_hex(4)
+        while True:
+            for load in self._loads:
+                pairs[load].append(await self._pair(first, second, load, rounds, start, run_id))
+            rounds += 1
+            seconds = (loop.time() - begun) / rounds
+            if loop.time() + seconds / 2 > until:
+                return Measured(first[0].name, {load: _figures(found) for load, found in pairs.items()}), seconds
+
+    async def _pair(
+        self,
+        first: tuple[Mode, Backend],
+        second: tuple[Mode, Backend],
+        load: int,
+        number: int,
+        start: int,
+        run_id: str,
+    ) -> tuple[Block, Block]:
+        count = 1 if load == 1 else max(load, min(2 * load, len(self._prompts)))
+        at = start + number * count
+        plan = Plan(
+            prompts=[self._prompts[(at + place) % len(self._prompts)] for place in range(count)],
+            modes=(first[0], second[0]) if number % 2 else (second[0], first[0]),
+            concurrency=(load,),
+            repeats=1,
+            max_tokens=self._max_tokens,
+            second_turns=False,
+            isolate=False,
+            # Once the prompts begin again, nobody has learnt them either.
+            run_id=f"{run_id}-{(number * count) // len(self._prompts)}",
+        )
+        found = {block.mode: block for block in await Runner(plan, dict((first, second)), lambda _: None).run()}
+        for block in found.values():
+            if not block.tokens:
+                raise SettingsError(f"the target gives no answers: {block.requests[0].refusal or 'they are empty'}")
+        return found[first[0]], found[second[0]]
+
+
+def _figures(pairs: Sequence[tuple[Block, Block]]) -> LoadFigures:
+    own, base = ([pair[place] for pair in pairs] for place in (0, 1))
+    cell = cells(own, [own[0].mode])[0]
+    ratio = estimate([(_rate(one), _rate(other)) for one, other in pairs])
+    rate = cells(base, [base[0].mode])[0]["tokens_per_second"]
+    return LoadFigures(ratio, cell["tokens_per_second"], cell["mean_accepted_length"], rate)
+
+
+def _rate(block: Block) -> float:
+    return block.tokens / block.seconds
+
+
+class _Tuner:
+    def __init__(self, setup: Setup, comparison: Comparison, sides: tuple[Side, Side], offset: int, note: Note) -> None:
+        self._setup = setup
+        self._comparison = comparison
+        self._base, self._challenger = sides
+        self._offset = offset
+        self._note = note
+        self._left_out: list[tuple[Candidate, str]] = []
+        self._measured: list[tuple[Candidate, Measured]] = []
+
+    async def run(self) -> Tuning:
+        loop = asyncio.get_running_loop()
+        begun, seconds = loop.time(), 60.0 * self._setup.options.minutes
+        until = begun + seconds
+        # On a GPU one after the other, since each takes a share of the memory that is free. On a CPU together, so that
+        # whatever else runs there hits both alike while they time their own steps.
+        sides = (self._base,) if self._setup.gpu else (self._base, self._challenger)
+        self._note("starting targets and drafts")
+        await asyncio.gather(*(side.start() for side in sides))
+        started = loop.time() - begun
+        self._note("measuring the settings in force against plain decoding")
+        speculation, pair = await self._speculation(loop.time() + SPECULATION_SHARE * seconds)
+        info = await self._base.info()
+        spent, costs = loop.time() - begun, Costs(change=_CHANGE_SECONDS, pair=pair)
+        ahead = started if self._setup.gpu else 0.0
+        waiting, final = self._possible(info), None
+        needed = seconds_for_all(spent + ahead, len(waiting), costs)
+        if until - loop.time() > ahead + costs.barely:
+            if self._setup.gpu:
+                self._note("starting a second target and draft, for candidates")
+                await self._challenger.start()
+            final = await self._screen_and_confirm(waiting, until, costs)
+        else:
+            self._left_out += [(candidate, NO_TIME) for candidate in waiting]
+        return Tuning(info, speculation, tuple(self._measured), final, tuple(self._left_out), needed / 60.0)
+
+    async def _speculation(self, until: float) -> tuple[Measured, float]:
+        in_force, plain = self._base.backend(Candidate()), self._base.backend(Candidate(), speculate=False)
+        await _warm(in_force)
+        await _warm(plain)
+        return await self._comparison.run((_IN_FORCE, in_force), (Mode(PLAIN), plain), until)
+
+    def _possible(self, info: TargetInfo) -> list[Candidate]:
+        bound = info.max_rows - 1
+        above = [one for one in self._setup.candidates if one.max_nodes is not None and one.max_nodes > bound]
+        self._left_out += [(one, f"the target's own max_draft_nodes is {bound}") for one in above]
+        return [one for one in self._setup.candidates if one not in above]
+
+    async def _screen_and_confirm(
+        self, waiting: list[Candidate], until: float, costs: Costs
+    ) -> tuple[Candidate, Measured] | None:
+        loop = asyncio.get_running_loop()
+        begun_left = until - loop.time()
+        while waiting:
+            left, kept = until - loop.time(), final_seconds(begun_left, costs)
+            share = next_share(left, kept, len(waiting), not self._measured, costs)
+            if not share:
+                break
+            candidate, begun = waiting.pop(0), loop.time()
+            self._note(f"measuring {candidate.label}, {len(waiting)} more wait")
+            costs = await self._measure(candidate, begun + share, costs)
+        self._left_out += [(candidate, NO_TIME) for candidate in waiting]
+        place = most_promising([measured.ratio for _, measured in self._measured])
+        if place is None:
+            return None
+        if len(self._measured) == 1 and until - loop.time() < costs.least:
+            return self._measured[0]
+        best = self._measured[place][0]
+        self._note(f"measuring the best once more: {best.label}")
+        await self._challenger.take(best)
+        return best, (await self._against(best, until, self._offset))[0]
+
+    async def _measure(self, candidate: Candidate, until: float, costs: Costs) -> Costs:
+        """Measure a candidate, or say why not; returns what things take, as seen now."""
+        loop = asyncio.get_running_loop()
+        begun = loop.time()
+        try:
+            await self._challenger.take(candidate)
+        except ServiceFailed as error:
+            self._left_out.append((candidate, error.tail[-1] if error.tail else str(error)))
+            return costs
+        change = loop.time() - begun
+        measured, pair = await self._against(candidate, until, 0)
+        self._measured.append((candidate, measured))
+        return Costs(max(costs.change if self._measured[1:] else 0.0, change), pair)
+
+    async def _against(self, candidate: Candidate, until: float, start: int) -> tuple[Measured, float]:
+        own, in_force = self._challenger.backend(candidate), self._base.backend(Candidate())
+        # Both, so that neither is the colder one.
+        await _warm(in_force)
+        await _warm(own)
+        return await self._comparison.run((Mode(candidate.label), own), (_IN_FORCE, in_force), until, start)
+
+
+async def _warm(backend: Backend) -> None:
+    await backend.answer((("user", "Count from one to ten."),), _WARM_TOKENS, "warm")
+
+
+async def tune(setup: Setup, loads: Sequence[int], prompts: Sequence[Prompt], note: Note) -> Tuning:
+    """Measure candidates for as long as the options say. Raises `SettingsError`, `ServiceFailed`, or what a call
+    raises."""
+    comparison = Comparison(prompts, loads, setup.options.max_tokens)
+    async with AsyncExitStack() as exit_stack:
+        folder = exit_stack.enter_context(private_directory())
+        stack = await exit_stack.enter_async_context(Stack(folder))
+        await exit_stack.enter_async_context(stack.explaining())
+        sides = Side("base", setup, stack, folder), Side("other", setup, stack, folder)
+        for side in sides:
+            exit_stack.push_async_callback(side.close)
+        # The second measurement begins with prompts that the first may not have come to.
+        return await _Tuner(setup, comparison, sides, len(prompts) // 2, note).run()

@@ -1,0 +1,55 @@
+"""The TOML file that services read, with a candidate's settings in it."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from outrider.settings import SettingsError
+
+Document = dict[str, dict[str, Any]]
+
+
+def read_document(path: Path | None) -> Document:
+    """The tables of a settings file; none without a file. Raises `SettingsError` for what is no such file."""
+    if path is None:
+        return {}
+    try:
+        document = tomllib.loads(path.read_text())
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise SettingsError(f"{path}: {error}") from None
+    for section, table in document.items():
+        if not isinstance(table, dict):
+            raise SettingsError(f"{path}: {section} is not a table")
+    # As the services read them, so that a setting written in either way is replaced.
+    return {
+        section: {name.replace("-", "_"): value for name, value in table.items()} for section, table in document.items()
+    }
+
+
+def with_settings(document: Mapping[str, Mapping[str, Any]], settings: Iterable[tuple[str, str, Any]]) -> Document:
+    """A copy of a document in which each (section, name, value) is set."""
+    copy = {section: dict(table) for section, table in document.items()}
+    for section, name, value in settings:
+        copy.setdefault(section, {})[name] = value
+    return copy
+
+
+def to_toml(document: Mapping[str, Mapping[str, Any]], comment: str = "") -> str:
+    """A settings file: tables of texts, numbers, and true or false. Every line of `comment` comes first, behind a #."""
+    lines = [f"# {line}".rstrip() for line in comment.splitlines()]
+    for section, table in document.items():
+        lines += [*([""] if lines else []), f"[{section}]", *(f"{name} = {_value(table[name])}" for name in table)]
+    return "\n".join(lines) + "\n"
+
+
+def _value(value: object) -> str:
+    if isinstance(value, bool | int | float):
+        return json.dumps(value)
+    if not isinstance(value, str):
+        raise SettingsError(f"{value!r} is no value of a setting")
+    # JSON's escapes are TOML's, but for DEL, which JSON leaves as it is.
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
