@@ -9,11 +9,11 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from outrider.healthcheck import LIVENESS, READINESS
+
 _Status = health_pb2.HealthCheckResponse
 
 SERVICE_NAME = "grpc.health.v1.Health"
-# The names that probes ask by. The services' own and "", which clients and load balancers ask by, mean the second.
-LIVENESS, READINESS = "liveness", "readiness"
 
 
 class _Flag:
