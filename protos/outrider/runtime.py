@@ -94,6 +94,7 @@ async def in_thread_to_leave(work: Callable[[], Result]) -> Result:
     def run_it() -> None:
         try:
             result = work()
+        # Raised again where it is awaited.
         except BaseException as error:
             raised = error
             settle(lambda: ended.set_exception(raised))
