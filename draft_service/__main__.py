@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 
-from outrider.runtime import prepare_grpc, switch_threads_often
+from outrider.runtime import leave, prepare_grpc, switch_threads_often
 
 
 def main() -> int:
@@ -22,4 +22,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -22,7 +22,7 @@ from draft_service.telemetry.metrics import PrometheusDraftObserver
 from draft_service.telemetry.observer import DraftObserver
 from outrider import __version__
 from outrider.errors import OutriderError
-from outrider.runtime import configure_logging, run, settled
+from outrider.runtime import configure_logging, in_thread_to_leave, run, settled
 from outrider.serving import (
     Authenticator,
     GrpcServer,
@@ -30,7 +30,7 @@ from outrider.serving import (
     ServingOptions,
     TlsFiles,
     check_free,
-    serve_until_stopped,
+    load_and_serve,
 )
 from outrider.settings import CONFIG_VARIABLE, SettingsError, add_flags, load
 from outrider.telemetry.names import DRAFT_SERVICE
@@ -79,24 +79,37 @@ def build_server(
 
     Raises `SettingsError` for settings that contradict each other or the drafter.
     """
+    server = _make_server(config, interceptors)
+    return server, _provide(server, config, drafter, observer, tracing)
+
+
+def _provide(
+    server: GrpcServer, config: DraftConfig, drafter: Drafter, observer: DraftObserver | None, tracing: Tracing | None
+) -> DraftWorker:
+    """Bring a server the servicer of a started drafter."""
     vocabulary_size = config.vocabulary_size or drafter.vocabulary_size
     if drafter.vocabulary_size not in (0, vocabulary_size):
         raise SettingsError(
             f"vocabulary_size is {vocabulary_size}, but the drafter was made for {drafter.vocabulary_size}"
         )
-    authenticator = Authenticator.from_file(config.auth_tokens)
     admission = Admission(
         config.max_sequences,
         vocabulary_size,
-        trusted_tenant=config.trusted_tenant if authenticator.required else None,
+        trusted_tenant=config.trusted_tenant if server.options.authenticator.required else None,
     )
     info = info_of(drafter, vocabulary_size, config.tokenizer_fingerprint)
     servicer = DraftServicer(drafter, admission, info, observer, tracing)
+    server.provide(SERVICE_NAME, lambda to: draft_pb2_grpc.add_DraftServiceServicer_to_server(servicer, to))
+    return DraftWorker(admission, servicer.close)
+
+
+def _make_server(config: DraftConfig, interceptors: Sequence[grpc.aio.ServerInterceptor]) -> GrpcServer:
+    """A server whose servicer comes once there is a drafter."""
     options = ServingOptions(
         listen=config.listen,
         max_message_bytes=config.max_message_bytes,
         first_message_seconds=config.first_message_seconds,
-        authenticator=authenticator,
+        authenticator=Authenticator.from_file(config.auth_tokens),
         read_tokens=partial(Authenticator.from_file, config.auth_tokens),
         tls=TlsFiles(config.tls_certificate, config.tls_key, config.tls_client_ca),
         reflection=config.reflection,
@@ -104,30 +117,36 @@ def build_server(
         # A drafter that compiles or computes for seconds lets its target's pings pile up, which looks like abuse.
         ping_strikes=0,
     )
-    service = Service(SERVICE_NAME, lambda server: draft_pb2_grpc.add_DraftServiceServicer_to_server(servicer, server))
-    return GrpcServer(options, [service], interceptors), DraftWorker(admission, servicer.close)
+    return GrpcServer(options, [Service(SERVICE_NAME, loading="the drafter is being loaded")], interceptors)
 
 
 async def serve(config: DraftConfig, drafter: Drafter) -> int:
-    """Serve until SIGTERM or SIGINT; returns the process's exit status."""
-    # Compiling and loading take seconds; until then nothing listens, so nobody takes the service for ready.
-    await asyncio.to_thread(drafter.start)
-    observer = PrometheusDraftObserver(drafter.name, __version__, drafter.stats)
+    """Start the drafter and serve until SIGTERM or SIGINT; returns the process's exit status. Health and scrapes are
+    answered from the start."""
     calls = RpcMetricsInterceptor()
     tracing = set_up_tracing(DRAFT_SERVICE, config.otlp_endpoint, ratio=config.trace_ratio, version=__version__)
     with ExitStack() as stack:
         stack.callback(tracing.shutdown)
-        stack.callback(drafter.stop)
-        server, worker = build_server(config, drafter, observer, tracing, [calls])
-        # Before the drafter is stopped.
-        stack.callback(worker.close)
-        if config.metrics_listen:
-            metrics = MetricsServer(config.metrics_listen, [observer.metrics, calls.metrics])
+        server = _make_server(config, [calls])
+        metrics = MetricsServer(config.metrics_listen, ()) if config.metrics_listen else None
+        if metrics is not None:
             stack.callback(metrics.close)
-        stack.enter_context(settled())
-        await server.start()
-        logger.info("drafting with %s on %s", drafter.name, server.address)
-        return await serve_until_stopped(server, worker, config.drain_seconds)
+
+        async def load() -> DraftWorker:
+            # Compiling and loading take seconds.
+            await in_thread_to_leave(drafter.start)
+            stack.callback(drafter.stop)
+            observer = PrometheusDraftObserver(drafter.name, __version__, drafter.stats)
+            worker = _provide(server, config, drafter, observer, tracing)
+            # Before the drafter is stopped.
+            stack.callback(worker.close)
+            if metrics is not None:
+                metrics.add([observer.metrics, calls.metrics])
+            stack.enter_context(settled())
+            logger.info("drafting with %s on %s", drafter.name, server.address)
+            return worker
+
+        return await load_and_serve(server, load, config.drain_seconds)
 
 
 def run_service(arguments: Sequence[str]) -> int:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from outrider.runtime import configure_logging, prepare_grpc, run, switch_threads_often
+from outrider.runtime import configure_logging, leave, prepare_grpc, run, switch_threads_often
 from outrider.settings import CONFIG_VARIABLE, SettingsError, add_flags, load
 from target_service.config import TargetConfig
+
+if TYPE_CHECKING:
+    from target_service.engine_process.client import EngineLink
 
 _DESCRIPTION = """Serve a model over gRPC, with speculative decoding when a draft service is given.
 
@@ -55,53 +57,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from outrider.errors import OutriderError
 
     try:
-        return _serve_apart(config) if engine_stands_apart(config) else _serve_shared(config)
+        return _serve(config, apart=engine_stands_apart(config))
     except EngineRefused as refusal:
         parser.exit(refusal.status, f"{parser.prog}: {refusal.reason}\n")
     except (SettingsError, OutriderError) as error:
         parser.exit(2, f"{parser.prog}: error: {error}\n")
 
 
-@contextmanager
-def _answering_scrapes(config: TargetConfig) -> Iterator[None]:
-    """Answer scrapes while a model loads, with what is known of the process: one that loads is up, and not ready."""
-    if not config.metrics_listen:
-        yield
-        return
-    from outrider.telemetry.registry import MetricsServer
+def _serve(config: TargetConfig, *, apart: bool) -> int:
+    # Before there are threads here, of which the other process would know nothing.
+    host = _engine_apart(config) if apart else None
+    from target_service.lifecycle import serve_engine
+    from target_service.shared_engine import SharedEngine
 
-    metrics = MetricsServer(config.metrics_listen, ())
-    try:
-        yield
-    finally:
-        metrics.close()
+    return run(serve_engine(config, host or SharedEngine(config)))
 
 
-def _serve_shared(config: TargetConfig) -> int:
-    with _answering_scrapes(config):
-        from target_service.assembly import load_model
-        from target_service.lifecycle import serve
-
-        runner = load_model(config)
-    return run(serve(config, runner))
-
-
-def _serve_apart(config: TargetConfig) -> int:
+def _engine_apart(config: TargetConfig) -> EngineLink:
     from target_service.engine_process.client import EngineLink
 
-    # Before there are threads here, of which the other process would know nothing.
-    link = EngineLink(config)
-    with _answering_scrapes(config):
-        # Imported while the other process loads the model.
+    def tokenizer() -> Any:
         from transformers import AutoTokenizer
 
-        from target_service.lifecycle import serve_engine
         from target_service.model.loading.store import resolve
 
-        link.wait_until_ready()
-        link.use_tokenizer(AutoTokenizer.from_pretrained(str(resolve(config.model))))
-    return run(serve_engine(config, link))
+        return AutoTokenizer.from_pretrained(str(resolve(config.model)))
+
+    return EngineLink(config, tokenizer=tokenizer)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -21,8 +21,7 @@ from target_service.engine.engine import Engine, EngineConfig
 from target_service.engine.stats import EngineObserver
 from target_service.model.loading.loader import load_runner
 from target_service.model.runner import ModelRunner
-from target_service.preflight import EngineRefused, link_options, speculates
-from target_service.speculation.config import DraftingConfig
+from target_service.preflight import EngineRefused, drafting_config, link_options, speculates
 from target_service.speculation.policy.cost_profile import measure_step_cost
 
 logger = logging.getLogger(__name__)
@@ -41,13 +40,7 @@ def engine_config(config: TargetConfig) -> EngineConfig:
     """The engine's part of the settings."""
     return EngineConfig(
         scheduler=SchedulerConfig(config.max_running, config.step_rows, config.chunk_rows),
-        drafting=DraftingConfig(
-            enabled=speculates(config),
-            disable_above=config.speculative_disable_queue_size,
-            wait_seconds=config.draft_wait_ms / 1e3,
-            failures_to_open=config.draft_failures_to_open,
-            feature_window=config.feature_window,
-        ),
+        drafting=drafting_config(config),
         max_waiting=config.max_waiting,
         max_draft_nodes=config.max_draft_nodes,
         chains=config.batch_invariant,

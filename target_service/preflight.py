@@ -12,6 +12,7 @@ from outrider.limits import TenantTable
 from outrider.serving import Authenticator, TlsFiles, check_free
 from outrider.settings import SettingsError
 from target_service.config import TargetConfig
+from target_service.speculation.config import DraftingConfig
 
 # Of tokens; no model has such a context, and tables by position are made for all of it.
 _LONGEST_CONTEXT = 1 << 24
@@ -29,6 +30,17 @@ class EngineRefused(Exception):
 def speculates(config: TargetConfig) -> bool:
     """Whether drafts are asked for at all."""
     return config.speculation and bool(config.draft)
+
+
+def drafting_config(config: TargetConfig) -> DraftingConfig:
+    """The settings of drafting."""
+    return DraftingConfig(
+        enabled=speculates(config),
+        disable_above=config.speculative_disable_queue_size,
+        wait_seconds=config.draft_wait_ms / 1e3,
+        failures_to_open=config.draft_failures_to_open,
+        feature_window=config.feature_window,
+    )
 
 
 def engine_stands_apart(config: TargetConfig) -> bool:

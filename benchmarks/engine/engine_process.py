@@ -33,6 +33,7 @@ prepare_grpc()
 import grpc  # noqa: E402
 
 from benchmarks.engine.stepping_engine import SERVED, STATS, SteppingEngine  # noqa: E402
+from outrider.healthcheck import check  # noqa: E402
 from outrider.sampling import SamplingParams, VerificationMode  # noqa: E402
 from outrider.v1 import target_pb2, target_pb2_grpc, tree_pb2  # noqa: E402
 from target_service.api.admission import ServedModel  # noqa: E402
@@ -57,9 +58,11 @@ class SharedHost:
 
     def __init__(self, engine: SteppingEngine) -> None:
         self._engine = engine
-        self.served = with_text(SERVED)
 
-    def engine(self, _observer: Any) -> SteppingEngine:
+    async def load(self) -> ServedModel:
+        return with_text(SERVED)
+
+    async def engine(self, _observer: Any) -> SteppingEngine:
         return self._engine
 
     async def start(self, sequences: Sequences) -> None:
@@ -95,9 +98,7 @@ def serve(arrangement: str, step_ms: float, port: int) -> int:
     )
     if arrangement == "shared":
         return run(serve_target(config, SharedHost(SteppingEngine(step_seconds(config)))))
-    link = EngineLink(config, (*_ME, "--engine"))
-    link.wait_until_ready()
-    link.use_tokenizer(with_text(SERVED).tokenizer)
+    link = EngineLink(config, (*_ME, "--engine"), lambda: with_text(SERVED).tokenizer)
     return run(serve_target(config, link))
 
 
@@ -164,10 +165,10 @@ def measure(arrangement: str, step_ms: float, clients: int) -> list[dict[str, An
 
 
 def wait_for(port: int) -> None:
-    """Until somebody listens, for half a minute at most."""
+    """Until calls are taken, for half a minute at most."""
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
-        with contextlib.suppress(ConnectionRefusedError), socket.create_connection(("127.0.0.1", port)):
+        if check(f"127.0.0.1:{port}", timeout=deadline - time.monotonic()) == "SERVING":
             return
         time.sleep(0.02)
     raise TimeoutError("the server did not start")

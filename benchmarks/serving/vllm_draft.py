@@ -30,6 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.serving.services import wait_for
 from benchmarks.serving.vllm_peer import ENVIRONMENT, describe_peer
 from benchmarks.serving.vllm_peer import engine_options as peer_options
 from benchmarks.shared.workload import Prompt, random_prompts, read_prompts, wave
@@ -37,7 +38,6 @@ from benchmarks.shared.workload import Prompt, random_prompts, read_prompts, wav
 MODES = ("plain", "ngram", "outrider")
 # Fewer answers say nothing of a mode.
 _LEAST_PROMPTS = 8
-_START_SECONDS = 120.0
 _COUNTERS = {
     "vllm:spec_decode_num_drafts": "drafts",
     "vllm:spec_decode_num_draft_tokens": "drafted",
@@ -162,11 +162,7 @@ def draft_service(options: argparse.Namespace) -> Iterator[str]:
         command = [options.draft_python, "-m", "draft_service", "--listen", address, "--drafter", "trie"]
         running = subprocess.Popen(command, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""})
         try:
-            deadline = time.monotonic() + _START_SECONDS
-            while not Path(folder, "draft.sock").exists():
-                if running.poll() is not None or time.monotonic() > deadline:
-                    raise RuntimeError(f"the draft service did not start: {' '.join(command)}")
-                time.sleep(0.1)
+            wait_for(address, running)
             yield address
         finally:
             running.terminate()

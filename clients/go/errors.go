@@ -38,6 +38,7 @@ const (
 	WeightsChanged     Reason = "WEIGHTS_CHANGED"
 	DraftUnavailable   Reason = "DRAFT_UNAVAILABLE"
 	EngineDead         Reason = "ENGINE_DEAD"
+	Loading            Reason = "LOADING"
 
 	// Unreachable: nobody answers at the address, or the connection broke.
 	Unreachable Reason = "UNREACHABLE"

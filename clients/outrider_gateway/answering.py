@@ -8,7 +8,7 @@ from time import perf_counter
 
 from opentelemetry.context import attach, detach
 
-from outrider.errors import Draining
+from outrider.errors import Draining, Loading
 from outrider_client.failures import ServiceUnreachable
 from outrider_client.generation import Generation
 from outrider_client.results import Chunk, Result
@@ -73,7 +73,7 @@ class Answering:
                     self._metrics.tokens.add(result.completion_tokens)
                     await on_result(index, result)
                     return
-                except (ServiceUnreachable, Draining):
+                except (ServiceUnreachable, Draining, Loading):
                     target.lost()
                     tried.append(target)
                     if not silent or len(tried) == len(self._targets.all):

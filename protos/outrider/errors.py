@@ -20,7 +20,8 @@ OutriderError
 ├── Draining              UNAVAILABLE          the service is about to stop
 ├── WeightsChanged        UNAVAILABLE          the model's weights were exchanged under the request; ask again
 ├── DraftUnavailable      UNAVAILABLE          never reaches a client: the target goes on without drafts
-└── EngineDead            UNAVAILABLE          the engine loop failed; the process is about to exit, another may serve
+├── EngineDead            UNAVAILABLE          the engine loop failed; the process is about to exit, another may serve
+└── Loading               UNAVAILABLE          what serves is being loaded; ask again, or ask another
 """
 
 from __future__ import annotations
@@ -164,6 +165,12 @@ class DraftUnavailable(OutriderError):
 class EngineDead(OutriderError):
     code = grpc.StatusCode.UNAVAILABLE
     reason = "ENGINE_DEAD"
+    retry_after = 1.0
+
+
+class Loading(OutriderError):
+    code = grpc.StatusCode.UNAVAILABLE
+    reason = "LOADING"
     retry_after = 1.0
 
 

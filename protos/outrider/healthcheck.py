@@ -1,4 +1,5 @@
-"""`python -m outrider.healthcheck ADDRESS`: exit 0 when the service there is SERVING, for container health checks."""
+"""`python -m outrider.healthcheck ADDRESS`: exit 0 when the service there is ready for calls, or, with --service
+liveness, when its process lives. For containers' health checks."""
 
 from __future__ import annotations
 
@@ -13,9 +14,13 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from outrider.addresses import address_problem
 from outrider.limits import TENANT_WORD
 
+# What probes ask by. A service's own name and "", by which clients and load balancers ask, mean readiness.
+LIVENESS, READINESS = "liveness", "readiness"
+
 
 def check(address: str, service: str = "", *, timeout: float = 3.0, ca: str = "", tokens: str = "") -> str:
-    """The status of `service` by name: SERVING, NOT_SERVING, or the gRPC status of a call that failed.
+    """The status of `service`, or of `LIVENESS` or `READINESS`: SERVING, NOT_SERVING, or the gRPC status of a call that
+    failed.
 
     `ca` is a file of PEM roots and makes the call use TLS; `tokens` is a service's own file of `TOKEN TENANT` lines,
     whose first token is sent.
@@ -44,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The exit status: 0 when serving, 1 otherwise."""
     parser = argparse.ArgumentParser(prog="python -m outrider.healthcheck", description=__doc__)
     parser.add_argument("address", help="HOST:PORT or unix:PATH")
-    parser.add_argument("--service", default="", help="full service name (default: the whole process)")
+    parser.add_argument("--service", default="", help="liveness, readiness or a full service name (default: readiness)")
     parser.add_argument("--timeout", type=float, default=3.0, help="seconds to wait (default: 3)")
     parser.add_argument("--ca", default="", help="PEM roots of the server's certificate (default: plain text)")
     parser.add_argument("--tokens", default="", help="file of `TOKEN TENANT` lines, for services that ask for one")

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import logging
 import os
 import sys
+import threading
 from collections.abc import Callable, Coroutine, Iterator, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 Result = TypeVar("Result")
 
@@ -73,6 +75,44 @@ def run(main: Coroutine[Any, Any, Result]) -> Result:
         return asyncio.run(main)
     result: Result = uvloop.run(main)
     return result
+
+
+_LEFT_BEHIND = "loading"
+
+
+async def in_thread_to_leave(work: Callable[[], Result]) -> Result:
+    """Run `work` in a thread that nobody waits for once this is cancelled, unlike one of `asyncio.to_thread`: a model
+    that is being loaded cannot be told to stop. Returns or raises what `work` does; see `leave`."""
+    loop = asyncio.get_running_loop()
+    ended: asyncio.Future[Result] = loop.create_future()
+
+    def settle(said: Callable[[], None]) -> None:
+        # A closed loop means that it has been left.
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(lambda: None if ended.done() else said())
+
+    def run_it() -> None:
+        try:
+            result = work()
+        # Raised again where it is awaited.
+        except BaseException as error:
+            raised = error
+            settle(lambda: ended.set_exception(raised))
+        else:
+            settle(lambda: ended.set_result(result))
+
+    threading.Thread(target=run_it, name=_LEFT_BEHIND, daemon=True).start()
+    return await ended
+
+
+def leave(status: int) -> NoReturn:
+    """End the process. Where a thread was left behind in the middle of its work, at once: the interpreter's own end
+    would pull its objects from under it, and PyTorch's code aborts then."""
+    if any(thread.name == _LEFT_BEHIND for thread in threading.enumerate()):
+        logging.shutdown()
+        sys.stdout.flush()
+        os._exit(status)
+    sys.exit(status)
 
 
 def in_passing_thread(work: Callable[[], Result]) -> Result:

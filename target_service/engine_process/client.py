@@ -12,11 +12,12 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 from outrider.errors import EngineDead
+from outrider.runtime import in_thread_to_leave
 from outrider.tree import TokenTree
 from outrider.wire.frames import DraftInfo
 from target_service.api.admission import ServedModel
@@ -63,11 +64,19 @@ _BUFFER_BYTES = 1 << 22
 class EngineLink(EngineFront, asyncio.Protocol):
     """Starts the engine's process and stands for it. What `Engine` refuses is refused here, without asking it.
 
-    Use: construct, `wait_until_ready` (which blocks, before there is an event loop), `start`, `stop`.
+    Use: construct (best before the process has threads), then what `lifecycle.EngineHost` says.
     """
 
-    def __init__(self, config: TargetConfig, command: Sequence[str] = ENGINE_COMMAND) -> None:
-        """Start `command` with the number of its socket as last argument."""
+    def __init__(
+        self,
+        config: TargetConfig,
+        command: Sequence[str] = ENGINE_COMMAND,
+        tokenizer: Callable[[], Any] | None = None,
+    ) -> None:
+        """Start `command` with the number of its socket as last argument.
+
+        `tokenizer` loads one, once the model is there; without it no text is taken.
+        """
         super().__init__(config.max_waiting)
         self._frames = Frames()
         self._observer: EngineObserver | None = None
@@ -78,7 +87,11 @@ class EngineLink(EngineFront, asyncio.Protocol):
         self._stopping = False
         # Updates of the weights that are under way.
         self._updates: dict[int, UpdateDone] = {}
+        self._tokenizer = tokenizer
         self._served: ServedModel | None = None
+        # Set once the model is loaded, or will never be, for the reason given.
+        self._known = asyncio.Event()
+        self._refused: EngineRefused | None = None
         self.draft_info: DraftInfo | None = None
         self._socket, theirs = socket.socketpair()
         with theirs:
@@ -101,25 +114,28 @@ class EngineLink(EngineFront, asyncio.Protocol):
         assert self._served is not None, "the engine is not ready"
         return self._served
 
-    def wait_until_ready(self) -> None:
-        """Block until the model is loaded. Raises `EngineRefused` when it cannot be, having let go of the process."""
-        try:
-            while self._served is None:
-                data = self._socket.recv(_RECEIVE_BYTES)
-                if not data:
-                    raise EngineRefused(1, f"the engine's process ended with status {self._process.wait()}")
-                self.data_received(data)
-        except BaseException:
-            self._end_process()
-            raise
-
-    def use_tokenizer(self, tokenizer: Any) -> None:
-        """Take text too. The engine's process has loaded the tokenizer for itself."""
-        self._served = replace(self.served, tokenizer=tokenizer)
-
     # What `lifecycle.serve_engine` asks of whoever hosts an engine.
 
-    def engine(self, observer: EngineObserver | None) -> EngineLink:
+    async def load(self) -> ServedModel:
+        """Wait until the model is loaded. Raises `EngineRefused` when it cannot be, having let go of the process."""
+        await asyncio.get_running_loop().create_unix_connection(lambda: self, sock=self._socket)
+        # Imported while the other process loads the model.
+        importing = asyncio.ensure_future(in_thread_to_leave(_import_tokenizers)) if self._tokenizer else None
+        try:
+            await self._known.wait()
+            if self._served is None:
+                status = await asyncio.to_thread(self._process.wait)
+                await self.stop()
+                raise self._refused or EngineRefused(1, f"the engine's process ended with status {status}")
+            if importing is not None and self._tokenizer is not None:
+                await importing
+                self._served = replace(self.served, tokenizer=await in_thread_to_leave(self._tokenizer))
+        finally:
+            if importing is not None:
+                importing.cancel()
+        return self.served
+
+    async def engine(self, observer: EngineObserver | None) -> EngineLink:
         """This link. `observer` is called on the event loop."""
         self._observer = observer
         return self
@@ -128,13 +144,15 @@ class EngineLink(EngineFront, asyncio.Protocol):
         """Dispatch events to `sequences` from now on. The engine runs already."""
         self._sequences = sequences
         self.last_beat_ns = time.monotonic_ns()
-        await asyncio.get_running_loop().create_unix_connection(lambda: self, sock=self._socket)
 
     async def stop(self) -> None:
         """Fail what is left, and end the process; kill it when a step hangs."""
         self.drain()
         self._stopping = True
-        if self._transport is not None:
+        if self._transport is not None and self._served is None:
+            # It loads, or was refused: it ends with its socket.
+            self._transport.abort()
+        elif self._transport is not None:
             self._send(Stop())
             try:
                 await asyncio.wait_for(self._closed.wait(), STOP_SECONDS)
@@ -201,12 +219,15 @@ class EngineLink(EngineFront, asyncio.Protocol):
                 self._fail(message.reason)
             elif isinstance(message, Ready):
                 self._served = message.served
+                self._known.set()
             elif isinstance(message, Refused):
-                raise EngineRefused(message.status, message.reason)
+                self._refused = EngineRefused(message.status, message.reason)
+                self._known.set()
 
     def connection_lost(self, _exc: Exception | None) -> None:
         self._closed.set()
-        if not self._stopping:
+        self._known.set()
+        if not self._stopping and self._served is not None:
             self._fail("the engine's process has ended")
         self._end_all()
 
@@ -265,3 +286,7 @@ class EngineLink(EngineFront, asyncio.Protocol):
             status = self._process.wait()
         if self.failure is not None:
             logger.error("the engine's process ended with status %d", status)
+
+
+def _import_tokenizers() -> None:
+    from transformers import AutoTokenizer  # noqa: F401

@@ -165,6 +165,18 @@ async def test_health(running: Any, outrider: Any, serving: bool) -> None:
         assert status == expected[0] and f"{running.address}{expected[1]}" in out
 
 
+async def test_health_of_a_process_that_loads(running: Any, outrider: Any) -> None:
+    running.server.health.set_serving(False)
+    for flag in ("--target", "--draft"):
+        status, out, _ = await outrider("health", "--live", flag, running.address)
+        assert (status, out) == (0, f"{running.address} SERVING  alive, not ready\n")
+    running.server.health.set_serving(True)
+    status, out, _ = await outrider("health", "--live", "--target", running.address)
+    assert (status, out) == (0, f"{running.address} SERVING  alive\n")
+    running.server.health.set_live(False)
+    assert (await outrider("health", "--live", "--target", running.address))[0] == 1
+
+
 async def test_health_of_nobody(outrider: Any, unused_tcp_port: int) -> None:
     status, out, _ = await outrider("health", "--target", f"127.0.0.1:{unused_tcp_port}")
     assert status == 1 and "UNREACHABLE" in out

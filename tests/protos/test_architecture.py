@@ -41,6 +41,7 @@ GRPC_EDGES = {
     "outrider.serving.credentials",
     "outrider.serving.health",
     "outrider.serving.interceptors",
+    "outrider.serving.pending",
     "outrider.serving.server",
     "outrider.wire.trees",
     "outrider_client.connection",

@@ -33,6 +33,15 @@ async def test_status(serving: bool, status: str) -> None:
         assert await asyncio.to_thread(check, address) == status
 
 
+async def test_a_process_lives_before_it_is_ready() -> None:
+    async with running(serving=False) as address:
+        said = [await asyncio.to_thread(check, address, name) for name in ("liveness", "readiness", "")]
+        assert said == ["SERVING", "NOT_SERVING", "NOT_SERVING"]
+        command = (sys.executable, "-m", "outrider.healthcheck", address, "--service", "liveness")
+        done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, f"{address}: SERVING\n")
+
+
 async def test_a_service_that_is_not_there() -> None:
     async with running() as address:
         assert await asyncio.to_thread(check, address, "no.such.Service") == "NOT_FOUND"

@@ -18,6 +18,7 @@ import grpc
 import psutil
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from readiness import ready
 from scripted_engine_process import FATAL, GARBLED, HANGS
 
 from outrider.errors import InvalidField
@@ -77,11 +78,10 @@ class Service:
 async def served_apart(folder: Path, **settings: Any) -> AsyncIterator[Service]:
     config = TargetConfig(**({"listen": f"unix:{folder}/target", "drain_seconds": 5.0} | settings))
     link = EngineLink(config, SCRIPTED)
-    await asyncio.to_thread(link.wait_until_ready)
     stopping = asyncio.Event()
     task = asyncio.create_task(serve_engine(config, link, stopping))
     async with grpc.aio.insecure_channel(config.listen) as channel:
-        await asyncio.wait_for(channel.channel_ready(), 10)
+        await asyncio.wait_for(ready(channel), 20)
         yield Service(link, channel, task, stopping)
         stopping.set()
         await asyncio.wait_for(task, 20)
@@ -269,7 +269,7 @@ class TestStart:
         before = psutil.Process().num_fds()
         link = EngineLink(TargetConfig(model=model), SCRIPTED)
         with pytest.raises(EngineRefused, match=reason) as caught:
-            link.wait_until_ready()
+            asyncio.run(link.load())
         assert caught.value.status == status
         assert not psutil.pid_exists(link.pid)
         assert psutil.Process().num_fds() == before
@@ -277,12 +277,15 @@ class TestStart:
     def test_engine_ends_with_the_process_that_serves(self) -> None:
         """Killed, so that nothing in it can tell its engine."""
         script = (
-            "import sys, time\n"
+            "import asyncio, sys\n"
             "from target_service.config import TargetConfig\n"
             "from target_service.engine_process.client import EngineLink\n"
             f"link = EngineLink(TargetConfig(), {SCRIPTED!r})\n"
-            "link.wait_until_ready()\n"
-            "sys.stdout.write(f'{link.pid}\\n'), sys.stdout.flush(), time.sleep(60)\n"
+            "async def main():\n"
+            "    await link.load()\n"
+            "    sys.stdout.write(f'{link.pid}\\n'), sys.stdout.flush()\n"
+            "    await asyncio.sleep(60)\n"
+            "asyncio.run(main())\n"
         )
         with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as parent:
             assert parent.stdout is not None

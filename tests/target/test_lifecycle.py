@@ -18,6 +18,7 @@ import pytest
 from google.protobuf import descriptor_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from readiness import ready
 
 from outrider.settings import SettingsError
 from outrider.v1 import target_pb2 as pb
@@ -83,9 +84,9 @@ def running(tiny_model: Any, byte_tokenizer: Any, tmp_path: Any) -> Any:
         task = asyncio.create_task(serve(config, runner, stopping))  # type: ignore[arg-type]
         async with grpc.aio.insecure_channel(config.listen) as channel:
             try:
-                ready = asyncio.create_task(channel.channel_ready())
-                await asyncio.wait((ready, task), timeout=30, return_when=asyncio.FIRST_COMPLETED)
-                ready.cancel()
+                is_ready = asyncio.create_task(ready(channel))
+                await asyncio.wait((is_ready, task), timeout=30, return_when=asyncio.FIRST_COMPLETED)
+                is_ready.cancel()
                 if task.done():
                     task.result()
                 yield Service(runner, channel, task, stopping)

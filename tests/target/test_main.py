@@ -6,10 +6,8 @@ import asyncio
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
-import urllib.request
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -24,8 +22,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from outrider.runtime import GRPC_EXPERIMENTS, prepare_grpc
 from outrider.v1 import target_pb2 as pb
 from outrider.v1 import target_pb2_grpc
-from target_service.__main__ import _answering_scrapes, main
-from target_service.config import TargetConfig
+from target_service.__main__ import main
 
 
 @pytest.fixture(scope="module")
@@ -202,17 +199,3 @@ class TestProcess:
             _, error = await asyncio.wait_for(second.communicate(), 60)
         assert second.returncode == 2
         assert f"cannot listen on {address}" in error.decode()
-
-
-def test_scrapes_are_answered_while_a_model_loads_and_the_port_is_free_after() -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
-    for _ in range(2):
-        with _answering_scrapes(TargetConfig(metrics_listen=address)):
-            page = urllib.request.urlopen(f"http://{address}/metrics", timeout=10).read().decode()
-            assert "process_resident_memory_bytes" in page
-            # Nothing is said of an engine that is not there.
-            assert "outrider_" not in page
-    with _answering_scrapes(TargetConfig()):
-        pass

@@ -12,6 +12,7 @@ from typing import Any
 
 import grpc
 import pytest
+from readiness import ready
 
 from outrider.v1 import target_pb2 as pb
 from outrider.v1 import target_pb2_grpc
@@ -67,7 +68,7 @@ async def test_what_was_said_is_not_told(
     running = asyncio.create_task(serve(config, runner, stopping))
     told: list[str] = []
     async with grpc.aio.insecure_channel(config.listen) as channel:
-        await asyncio.wait_for(channel.channel_ready(), 30)
+        await asyncio.wait_for(ready(channel), 30)
         stub: Any = target_pb2_grpc.TargetServiceStub(channel)
         for request in requests():
             try:

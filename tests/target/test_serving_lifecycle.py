@@ -177,6 +177,22 @@ class TestLifecycle:
             os.kill(os.getpid(), signal.SIGINT)
             assert await asyncio.wait_for(task, 5) == 0
 
+    async def test_liveness_outlasts_readiness_and_falls_with_the_work(self, echo: Any) -> None:
+        async with lifecycle(echo) as (worker, stopping, ready, _task, channel):
+            stub = health_pb2_grpc.HealthStub(channel)
+            live = stub.Watch(health_pb2.HealthCheckRequest(service="liveness"))
+            assert (await live.read()).status == SERVING
+            worker.is_alive = False
+            assert (await live.read()).status == (await ready.read()).status == NOT_SERVING
+            worker.is_alive = True
+            assert (await live.read()).status == (await ready.read()).status == SERVING
+            stopping.set()
+            assert (await ready.read()).status == NOT_SERVING
+            asked = health_pb2.HealthCheckRequest(service="liveness")
+            assert (await stub.Check(asked)).status == SERVING
+            live.cancel()
+            ready.cancel()
+
     async def test_drain_is_bounded(self, echo: Any) -> None:
         async with lifecycle(echo, drain_seconds=0.1) as (_, stopping, watch, task, _channel):
             watch.cancel()

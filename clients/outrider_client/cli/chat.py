@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from rich.console import Console
 from rich.markup import escape
 
-from outrider.errors import DeadlineExceeded, Draining, EngineDead, OutriderError
+from outrider.errors import DeadlineExceeded, Draining, EngineDead, Loading, OutriderError
 from outrider.runtime import run
 from outrider.settings import add_flags
 from outrider_client.cli.base import Command, add_config_flag, options
@@ -42,7 +42,7 @@ _HINT = "/help lists the commands; Ctrl-C ends an answer."
 _WAIT_SECONDS = 30.0
 _LOOK_SECONDS = 0.25
 # Failures of a server that has gone or is about to; another may take its place.
-_AWAY = (ServiceUnreachable, Draining, EngineDead)
+_AWAY = (ServiceUnreachable, Draining, EngineDead, Loading)
 
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:

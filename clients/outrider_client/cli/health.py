@@ -8,10 +8,12 @@ from collections.abc import Awaitable, Callable
 from rich.console import Console
 
 from outrider.errors import OutriderError
+from outrider.healthcheck import LIVENESS
 from outrider.runtime import run
 from outrider.settings import add_flags
 from outrider_client.cli.base import Command, add_config_flag, options
 from outrider_client.client import Client
+from outrider_client.connection import Connection
 from outrider_client.draft import DraftClient
 from outrider_client.failures import ServiceUnreachable
 from outrider_client.terminal.options import ClientOptions
@@ -20,15 +22,25 @@ from outrider_client.terminal.options import ClientOptions
 def _add_flags(parser: argparse.ArgumentParser) -> None:
     add_config_flag(parser)
     parser.add_argument("--draft", metavar="ADDRESS", default="", help="ask this draft service instead of the target")
+    parser.add_argument("--live", action="store_true", help="ask whether its process lives, ready for calls or not")
     add_flags(parser, ClientOptions)
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    return run(_health(options(ClientOptions, "client", arguments), arguments.draft))
+    return run(_health(options(ClientOptions, "client", arguments), arguments.draft, arguments.live))
 
 
-async def _health(client: ClientOptions, draft_address: str) -> int:
+async def _health(client: ClientOptions, draft_address: str, live: bool) -> int:
     console = Console(highlight=False)
+    if live:
+        address = draft_address or client.target
+        connection = client.connection(address)
+        try:
+            return await _report(
+                console, address, lambda: connection.serving(LIVENESS), lambda: _describe_process(connection)
+            )
+        finally:
+            await connection.close()
     if draft_address:
         async with DraftClient(client.connection(draft_address)) as draft:
             return await _report(console, draft_address, draft.serving, lambda: _describe_draft(draft))
@@ -52,6 +64,10 @@ async def _report(
     return 0 if healthy else 1
 
 
+async def _describe_process(connection: Connection) -> str:
+    return "alive" if await connection.serving() else "alive, not ready"
+
+
 async def _describe_target(client: Client) -> str:
     info = await client.info()
     return f"model {info.model}, {info.dtype}, context {info.max_context}, drafter {info.drafter or 'none'}"
@@ -65,7 +81,8 @@ async def _describe_draft(client: DraftClient) -> str:
 HEALTH = Command(
     "health",
     "ask whether a service is healthy (exit status 0 if so)",
-    "Asks the target, or a draft service with --draft, for its health. The exit status is 0 when it is serving.",
+    "Asks the target, or a draft service with --draft, whether it is ready for calls, or, with --live, whether its "
+    "process lives: one that loads a model or drains does, and is not ready. The exit status is 0 when it is.",
     _add_flags,
     _run,
 )

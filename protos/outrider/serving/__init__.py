@@ -4,6 +4,8 @@
     await server.start()
     status = await serve_until_stopped(server, worker, drain_seconds=30)
 
+With something to load first, `Service(full_name)` and `load_and_serve`, which opens the port before.
+
 Servicers raise `OutriderError`; they ask `current_tenant()` who calls. Handlers may be coroutines that call
 `context.write` (preferred: what they hold is freed at once on cancellation) or async generators.
 """
@@ -11,7 +13,7 @@ Servicers raise `OutriderError`; they ask `current_tenant()` who calls. Handlers
 from outrider.serving.credentials import TlsFiles
 from outrider.serving.health import HealthServicer
 from outrider.serving.interceptors import AuthInterceptor, ErrorInterceptor, guarded
-from outrider.serving.lifecycle import Worker, serve_until_stopped
+from outrider.serving.lifecycle import Worker, load_and_serve, serve_until_stopped
 from outrider.serving.server import GrpcServer, Service, ServingOptions, check_free
 from outrider.serving.tenancy import TENANT_KEY, Authenticator, Caller, current_caller, current_tenant
 
@@ -31,5 +33,6 @@ __all__ = [
     "current_caller",
     "current_tenant",
     "guarded",
+    "load_and_serve",
     "serve_until_stopped",
 ]

@@ -1,4 +1,4 @@
-"""grpc.health.v1, tied to whether the work behind the socket goes on."""
+"""grpc.health.v1, tied to whether the work behind the socket goes on. Readiness and liveness are told apart."""
 
 from __future__ import annotations
 
@@ -9,55 +9,76 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from outrider.healthcheck import LIVENESS, READINESS
+
 _Status = health_pb2.HealthCheckResponse
 
 SERVICE_NAME = "grpc.health.v1.Health"
 
 
+class _Flag:
+    """A status, and those who wait for it to change."""
+
+    def __init__(self, on: bool) -> None:
+        self.on = on
+        self.changed = asyncio.Event()
+
+    def turn(self, on: bool) -> None:
+        if on != self.on:
+            self.on = on
+            changed, self.changed = self.changed, asyncio.Event()
+            changed.set()
+
+    def response(self) -> Any:
+        return _Status(status=_Status.SERVING if self.on else _Status.NOT_SERVING)
+
+
 class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
-    """Health of the services of one process, which live and die together, under their names and under "".
+    """Health of the services of one process, which live and die together.
+
+    Readiness, whether calls are taken, under their names, "readiness" and "": NOT_SERVING until told otherwise, and
+    again while the process drains. Liveness, whether the process is worth keeping, under "liveness": SERVING from the
+    start to the end, unless its work no longer comes round.
 
     The stock servicer writes to watchers while it holds the lock that a change of status needs: one watcher
     that does not read would keep all others from hearing of a death. This one has no lock.
     """
 
     def __init__(self, services: Iterable[str]) -> None:
-        self._names = frozenset(services) | {""}
-        self._serving = False
+        self._live, self._ready = _Flag(True), _Flag(False)
+        self._flags = dict.fromkeys((*services, READINESS, ""), self._ready) | {LIVENESS: self._live}
         self._closed = False
-        self._changed = asyncio.Event()
 
     @property
     def serving(self) -> bool:
-        return self._serving
+        return self._ready.on
 
     def set_serving(self, serving: bool) -> None:
-        """Change the status of all services, and wake watchers. Ignored after `close`."""
-        if serving == self._serving or self._closed:
-            return
-        self._serving = serving
-        changed, self._changed = self._changed, asyncio.Event()
-        changed.set()
+        """Change the readiness of all services, and wake watchers. Ignored after `close`."""
+        if not self._closed:
+            self._ready.turn(serving)
+
+    def set_live(self, live: bool) -> None:
+        """Change liveness, and wake watchers."""
+        self._live.turn(live)
 
     def close(self) -> None:
-        """NOT_SERVING from now on, whatever is set later."""
+        """Not ready from now on, whatever is set later. Liveness stays as it is."""
         self.set_serving(False)
         self._closed = True
 
     async def Check(self, request: Any, context: Any) -> Any:
-        if request.service not in self._names:
+        if request.service not in self._flags:
             await context.abort(grpc.StatusCode.NOT_FOUND, "no such service")
-        return self._response()
+        return self._flags[request.service].response()
 
     async def Watch(self, request: Any, context: Any) -> None:
-        if request.service not in self._names:
+        if request.service not in self._flags:
             # The protocol wants an answer here, not an error, and a stream that stays open.
             await context.write(_Status(status=_Status.SERVICE_UNKNOWN))
             await asyncio.Event().wait()
+        flag = self._flags[request.service]
         while True:
-            changed = self._changed
-            await context.write(self._response())
+            changed = flag.changed
+            await context.write(flag.response())
             await changed.wait()
-
-    def _response(self) -> Any:
-        return _Status(status=_Status.SERVING if self._serving else _Status.NOT_SERVING)

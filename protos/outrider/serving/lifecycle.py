@@ -1,4 +1,4 @@
-"""From serving to stopped: a signal drains, a death does not wait."""
+"""From loading to stopped: the port is open all the while, a signal drains, a death does not wait."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Worker(Protocol):
     """The work behind a server, as far as its lifecycle goes."""
 
     def alive(self) -> bool:
-        """Whether it makes progress. False makes health NOT_SERVING; it may become true again."""
+        """Whether it makes progress. False makes health NOT_SERVING, liveness too; it may become true again."""
 
     def failure(self) -> BaseException | None:
         """Why it will never go on, if so: the process then ends with a non-zero status."""
@@ -42,16 +42,63 @@ async def serve_until_stopped(
     stopping = stopping or asyncio.Event()
     impatient = asyncio.Event()
     with _signals(lambda: impatient.set() if stopping.is_set() else stopping.set(), server.reload):
-        server.health.set_serving(worker.alive())
-        failure = await _watch(server, worker, stopping)
-        server.health.close()
-        if failure is None:
-            logger.info("draining for at most %g s", drain_seconds)
-            await _first(worker.drain(), _died(worker), impatient.wait(), timeout=drain_seconds)
-            failure = worker.failure()
-        if failure is not None:
-            logger.critical("the engine died: %s", type(failure).__name__, exc_info=failure)
-        await _first(server.stop(0.0 if failure else STOP_GRACE), impatient.wait(), timeout=STOP_GRACE + 1.0)
+        return await _run(server, worker, drain_seconds, stopping, impatient)
+
+
+async def load_and_serve(
+    server: GrpcServer,
+    load: Callable[[], Awaitable[Worker]],
+    drain_seconds: float,
+    stopping: asyncio.Event | None = None,
+) -> int:
+    """Open a server's port, `load` what it serves, and go on as `serve_until_stopped`.
+
+    While it loads, health says that the process lives and is not ready, and all else is refused by the server. `load`
+    provides the servicers. A signal while it loads cancels it, and stops at once with status 0; what it raises is
+    raised, with the port closed. Raises `SettingsError` when the port cannot be had.
+    """
+    stopping = stopping or asyncio.Event()
+    impatient = asyncio.Event()
+    with _signals(lambda: impatient.set() if stopping.is_set() else stopping.set(), server.reload):
+        await server.start()
+        logger.info("loading; health is answered on %s", server.address)
+        try:
+            worker = await _unless(load(), stopping)
+        except BaseException:
+            await server.stop(0.0)
+            raise
+        if worker is None:
+            await server.stop(0.0)
+            logger.info("stopped while loading")
+            return 0
+        return await _run(server, worker, drain_seconds, stopping, impatient)
+
+
+async def _unless(work: Awaitable[Worker], stopping: asyncio.Event) -> Worker | None:
+    """What `work` returns or raises; None, having cancelled it, when told to stop before."""
+    loading, stopped = asyncio.ensure_future(work), asyncio.ensure_future(stopping.wait())
+    try:
+        await asyncio.wait((loading, stopped), return_when=asyncio.FIRST_COMPLETED)
+        return loading.result() if loading.done() else None
+    finally:
+        for task in (loading, stopped):
+            task.cancel()
+        await asyncio.gather(loading, stopped, return_exceptions=True)
+
+
+async def _run(
+    server: GrpcServer, worker: Worker, drain_seconds: float, stopping: asyncio.Event, impatient: asyncio.Event
+) -> int:
+    server.health.set_serving(worker.alive())
+    failure = await _watch(server, worker, stopping)
+    server.health.close()
+    if failure is None:
+        logger.info("draining for at most %g s", drain_seconds)
+        await _first(worker.drain(), _died(worker), impatient.wait(), timeout=drain_seconds)
+        failure = worker.failure()
+    if failure is not None:
+        logger.critical("the engine died: %s", type(failure).__name__, exc_info=failure)
+    await _first(server.stop(0.0 if failure else STOP_GRACE), impatient.wait(), timeout=STOP_GRACE + 1.0)
     logger.info("stopped")
     return 0 if failure is None else 1
 
@@ -82,6 +129,7 @@ async def _watch(server: GrpcServer, worker: Worker, stopping: asyncio.Event) ->
         if alive != server.health.serving:
             logger.log(logging.INFO if alive else logging.ERROR, "health is %sserving", "" if alive else "not ")
         server.health.set_serving(alive)
+        server.health.set_live(alive)
         await _first(stopping.wait(), timeout=HEARTBEAT_INTERVAL)
     return worker.failure()
 

@@ -22,6 +22,7 @@ from outrider.serving.calls import CallLimits, Calls
 from outrider.serving.credentials import TlsFiles
 from outrider.serving.health import HealthServicer
 from outrider.serving.interceptors import AuthInterceptor, ErrorInterceptor
+from outrider.serving.pending import PendingService
 from outrider.serving.tenancy import Authenticator
 from outrider.settings import FIRST_MESSAGE_SECONDS, MAX_MESSAGE_BYTES, SettingsError
 
@@ -32,10 +33,14 @@ MAX_METADATA_BYTES = 16 * 1024
 
 @dataclass(frozen=True)
 class Service:
-    """One service to serve: its full name, and what adds its servicer to a server."""
+    """One service to serve: its full name, and what adds its servicer to a server.
+
+    Without `add` the servicer comes with `GrpcServer.provide`; callers are told what `loading` says until then.
+    """
 
     name: str
-    add: Callable[[grpc.aio.Server], None]
+    add: Callable[[Any], None] | None = None
+    loading: str = "the model is being loaded"
 
 
 @dataclass(frozen=True)
@@ -106,8 +111,13 @@ class GrpcServer:
         )
         self._guards = [*interceptors, ErrorInterceptor(), self._known]
         self._server = self._make(options.call_limits.backstop)
+        self._pending: dict[str, PendingService] = {}
         for service in services:
-            service.add(self._server)
+            if service.add is None:
+                self._pending[service.name] = PendingService(service.name, service.loading)
+                self._server.add_generic_rpc_handlers((self._pending[service.name],))
+            else:
+                service.add(self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self.health, self._server)
         if options.reflection:
             names = [service.name for service in services]
@@ -135,6 +145,10 @@ class GrpcServer:
         await self._server.start()
         if credentials is None and not self.options.authenticator.required and not _is_local(self.options.listen):
             logger.warning("%s is reachable from elsewhere without TLS and without tokens", self.address)
+
+    def provide(self, name: str, add: Callable[[Any], None]) -> None:
+        """Bring the servicer of a service that was named without one: its calls are taken from now on."""
+        add(self._pending.pop(name))
 
     def reload(self) -> None:
         """Read the tokens anew: calls that begin from now on are held against them. What cannot be read changes

@@ -243,12 +243,9 @@ class MetricsServer:
         host = host.strip("[]") or "127.0.0.1"
         registry = CollectorRegistry()
         ProcessCollector(registry=registry)
-        for collector in collectors:
-            registry.register(collector)
+        self._registry, self._vllm = registry, CollectorRegistry()
         self._registry_app = make_wsgi_app(registry)
-        self._vllm = CollectorRegistry()
-        if vllm is not None:
-            self._vllm.register(vllm)
+        self.add(collectors, vllm)
         server_class = _Ipv6Server if ":" in host else _BoundedServer
         try:
             self._server = make_server(host, int(port), self._answer, server_class, handler_class=_QuietHandler)
@@ -257,6 +254,13 @@ class MetricsServer:
         self.address = f"{f'[{host}]' if ':' in host else host}:{self._server.server_port}"
         self._thread = threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True)
         self._thread.start()
+
+    def add(self, collectors: Iterable[Collector], vllm: Collector | None = None) -> None:
+        """Tell of these too from now on: a process that loads a model has nothing to tell of it before."""
+        for collector in collectors:
+            self._registry.register(collector)
+        if vllm is not None:
+            self._vllm.register(vllm)
 
     def close(self) -> None:
         """Stop answering."""

@@ -1,0 +1,77 @@
+"""The engine in the process that serves, as a host for `target_service.lifecycle.serve_engine`."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from typing import TYPE_CHECKING
+
+from outrider.runtime import in_thread_to_leave
+from target_service.api.admission import ServedModel
+from target_service.config import TargetConfig
+from target_service.core.events import Sequences
+from target_service.engine_process.client import STOP_SECONDS
+
+if TYPE_CHECKING:
+    from target_service.assembly import Assembled
+    from target_service.engine.engine import Engine
+    from target_service.engine.stats import EngineObserver
+    from target_service.model.runner import ModelRunner
+
+logger = logging.getLogger(__name__)
+
+# Seconds between two looks at whether the engine has stopped: less than anybody notices at a stop.
+_STOP_POLL = 0.02
+
+
+class SharedEngine:
+    """An engine with a thread of its own in the process that serves. Loaded in another, so that health is answered."""
+
+    def __init__(self, config: TargetConfig, runner: ModelRunner | None = None) -> None:
+        """With a `runner`, its model is loaded already."""
+        self._config = config
+        self._runner = runner
+        self._assembled: Assembled | None = None
+
+    async def load(self) -> ServedModel:
+        """Load the model. Raises `EngineRefused` when it cannot be served."""
+        return await in_thread_to_leave(self._load)
+
+    def _load(self) -> ServedModel:
+        # Imported as late as this: PyTorch and what reads models take seconds, and health is to be answered before.
+        from target_service.assembly import load_model, served_model
+
+        if self._runner is None:
+            self._runner = load_model(self._config)
+        return served_model(self._config, self._runner)
+
+    async def engine(self, observer: EngineObserver | None) -> Engine:
+        """Assemble it. `observer` is called in the engine's thread; raises what `assemble` raises."""
+        self._assembled = await in_thread_to_leave(lambda: self._assemble(observer))
+        return self._assembled.engine
+
+    def _assemble(self, observer: EngineObserver | None) -> Assembled:
+        from target_service.assembly import assemble
+
+        assert self._runner is not None, "the model is not loaded"
+        return assemble(self._config, self._runner, observer)
+
+    async def start(self, sequences: Sequences) -> None:
+        """Deliver events to `sequences` from now on."""
+        assert self._assembled is not None, "there is no engine yet"
+        self._assembled.engine.start(sequences.deliver)
+
+    async def stop(self) -> None:
+        """Stop it, or leave it behind when a step hangs: its thread is a daemon and does not hold the process."""
+        if self._assembled is None:
+            return
+        stopper = threading.Thread(target=self._assembled.stop, name="engine-stop", daemon=True)
+        stopper.start()
+        deadline = time.monotonic() + STOP_SECONDS
+        while stopper.is_alive():
+            if time.monotonic() > deadline:
+                logger.error("a step of the engine hangs; leaving without it")
+                return
+            await asyncio.sleep(_STOP_POLL)

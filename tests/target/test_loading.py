@@ -1,0 +1,233 @@
+"""A target while it loads: its port is open, it says that it lives, and it takes no calls."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import sys
+import urllib.request
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from google.rpc import error_details_pb2
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_status import rpc_status
+from readiness import ready
+
+from outrider.v1 import target_pb2 as pb
+from outrider.v1 import target_pb2_grpc
+from target_service.api.admission import ServedModel
+from target_service.api.server import SERVICE_NAME
+from target_service.config import TargetConfig
+from target_service.lifecycle import serve_engine
+from target_service.model.runner import runner_for
+from target_service.preflight import EngineRefused
+from target_service.shared_engine import SharedEngine
+
+SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
+LIVE = {"liveness": SERVING}
+READINESS = ("", "readiness", SERVICE_NAME)
+TOKEN = "a-token-of-twenty-characters"
+BEARER = (("authorization", f"Bearer {TOKEN}"),)
+ASKED = pb.GenerateRequest(tokens={"token_ids": [10, 20, 30]}, sampling={"max_tokens": 400, "ignore_eos": True})
+
+
+class SlowHost(SharedEngine):
+    """A host whose model takes until it is told."""
+
+    def __init__(self, config: TargetConfig, runner: Any) -> None:
+        super().__init__(config, runner)
+        self.may_load = asyncio.Event()
+        self.refusal: Exception | None = None
+
+    async def load(self) -> ServedModel:
+        await self.may_load.wait()
+        if self.refusal is not None:
+            raise self.refusal
+        return await super().load()
+
+
+@dataclass
+class Loading:
+    host: SlowHost
+    config: TargetConfig
+    channel: grpc.aio.Channel
+    task: asyncio.Task[int]
+    stopping: asyncio.Event
+
+    @property
+    def stub(self) -> Any:
+        return target_pb2_grpc.TargetServiceStub(self.channel)
+
+    async def health(self) -> dict[str, int]:
+        """What probes are told, who have no token."""
+        stub = health_pb2_grpc.HealthStub(self.channel)
+        asked = {name: health_pb2.HealthCheckRequest(service=name) for name in ("liveness", *READINESS)}
+        return {
+            name: (await stub.Check(request, timeout=5, wait_for_ready=True)).status for name, request in asked.items()
+        }
+
+    async def page(self) -> str:
+        def read() -> str:
+            with urllib.request.urlopen(f"http://{self.config.metrics_listen}/metrics", timeout=10) as answer:
+                return str(answer.read().decode())
+
+        return await asyncio.to_thread(read)
+
+
+@pytest.fixture
+async def loading(tiny_model: Any, byte_tokenizer: Any, tmp_path: Path, unused_tcp_port: int) -> AsyncIterator[Loading]:
+    (tmp_path / "tokens").write_text(f"{TOKEN} acme\n")
+    config = TargetConfig(
+        listen=f"unix:{tmp_path}/target",
+        metrics_listen=f"127.0.0.1:{unused_tcp_port}",
+        auth_tokens=str(tmp_path / "tokens"),
+        drain_seconds=20.0,
+    )
+    host = SlowHost(config, runner_for(tiny_model, byte_tokenizer, num_pages=64, page_size=16, name="tiny"))
+    stopping = asyncio.Event()
+    task = asyncio.create_task(serve_engine(config, host, stopping))
+    async with grpc.aio.insecure_channel(config.listen) as channel:
+        await asyncio.wait_for(ready(channel, "liveness"), 10)
+        yield Loading(host, config, channel, task, stopping)
+        stopping.set()
+        await asyncio.wait({task}, timeout=20)
+        assert task.done()
+
+
+async def refused(call: Any) -> grpc.aio.AioRpcError:
+    async with asyncio.timeout(5):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await (call if not hasattr(call, "read") else call.read())
+    return caught.value
+
+
+async def test_probes_need_no_token_and_hear_both_answers(loading: Loading) -> None:
+    assert await loading.health() == LIVE | dict.fromkeys(READINESS, NOT_SERVING)
+    loading.host.may_load.set()
+    await asyncio.wait_for(ready(loading.channel), 20)
+    assert await loading.health() == LIVE | dict.fromkeys(READINESS, SERVING)
+    # The first answer of a call that lasts: then it is told to stop.
+    call = loading.stub.Generate(ASKED, metadata=BEARER)
+    await call.read()
+    loading.stopping.set()
+    async with asyncio.timeout(5):
+        while (await loading.health())[""] == SERVING:
+            await asyncio.sleep(0.01)
+    assert await loading.health() == LIVE | dict.fromkeys(READINESS, NOT_SERVING)
+    call.cancel()
+    assert await asyncio.wait_for(loading.task, 20) == 0
+
+
+@pytest.mark.parametrize("method", ["GetTargetInfo", "Generate", "Verify", "UpdateWeights", "NoSuchMethod"])
+async def test_calls_are_refused_with_a_time_to_try_again(loading: Loading, method: str) -> None:
+    path = f"/{SERVICE_NAME}/{method}"
+    calls = {
+        "GetTargetInfo": lambda: loading.stub.GetTargetInfo(pb.GetTargetInfoRequest(), metadata=BEARER),
+        "Generate": lambda: loading.stub.Generate(ASKED, metadata=BEARER),
+        "Verify": lambda: loading.stub.Verify(metadata=BEARER),
+        "UpdateWeights": lambda: loading.stub.UpdateWeights(iter([pb.UpdateWeightsRequest()]), metadata=BEARER),
+        "NoSuchMethod": lambda: loading.channel.unary_unary(path)(b"", metadata=BEARER),
+    }
+    error = await refused(calls[method]())
+    assert (error.code(), error.details()) == (grpc.StatusCode.UNAVAILABLE, "the model is being loaded")
+    status = rpc_status.from_call(error)
+    info, retry = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
+    assert any(detail.Unpack(info) for detail in status.details) and info.reason == "LOADING"
+    assert any(detail.Unpack(retry) for detail in status.details) and retry.retry_delay.ToTimedelta().total_seconds()
+
+
+async def test_strangers_are_told_nothing(loading: Loading) -> None:
+    error = await refused(loading.stub.Generate(ASKED))
+    assert error.code() is grpc.StatusCode.UNAUTHENTICATED
+    error = await refused(loading.channel.unary_unary("/outrider.v1.NoService/Call")(b"", metadata=BEARER))
+    assert error.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+async def test_everything_works_once_it_is_loaded(loading: Loading) -> None:
+    await refused(loading.stub.Generate(ASKED, metadata=BEARER))
+    page = await loading.page()
+    # It is up, and nothing is said of an engine that is not there, nor of calls that are refused until it is.
+    assert "process_resident_memory_bytes" in page and "outrider_" not in page
+    loading.host.may_load.set()
+    await asyncio.wait_for(ready(loading.channel, SERVICE_NAME), 20)
+    assert (await loading.stub.GetTargetInfo(pb.GetTargetInfoRequest(), metadata=BEARER)).model == "tiny"
+    tokens = [token async for part in loading.stub.Generate(ASKED, metadata=BEARER) for token in part.chunk.token_ids]
+    assert len(tokens) == 400
+    assert (await refused(loading.stub.Generate(ASKED))).code() is grpc.StatusCode.UNAUTHENTICATED
+    error = await refused(loading.channel.unary_unary(f"/{SERVICE_NAME}/NoSuchMethod")(b"", metadata=BEARER))
+    assert error.code() is grpc.StatusCode.UNIMPLEMENTED
+    assert "outrider_engine_up 1.0" in await loading.page()
+
+
+async def test_a_watch_hears_that_it_is_ready(loading: Loading) -> None:
+    watch = health_pb2_grpc.HealthStub(loading.channel).Watch(health_pb2.HealthCheckRequest(service=SERVICE_NAME))
+    assert (await watch.read()).status == NOT_SERVING
+    loading.host.may_load.set()
+    assert (await asyncio.wait_for(watch.read(), 20)).status == SERVING
+    watch.cancel()
+
+
+async def test_told_to_stop_it_does_not_wait_for_the_model(loading: Loading) -> None:
+    loading.stopping.set()
+    assert await asyncio.wait_for(loading.task, 5) == 0
+
+
+async def test_a_model_that_cannot_be_served_ends_it_with_the_reason(loading: Loading) -> None:
+    loading.host.refusal = EngineRefused(1, "cannot serve it")
+    loading.host.may_load.set()
+    with pytest.raises(EngineRefused, match="cannot serve it"):
+        await asyncio.wait_for(loading.task, 10)
+    error = await refused(loading.stub.GetTargetInfo(pb.GetTargetInfoRequest(), metadata=BEARER))
+    assert error.code() is grpc.StatusCode.UNAVAILABLE and error.details() != "the model is being loaded"
+
+
+@asynccontextmanager
+async def stuck(folder: Path, arrangement: str) -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
+    """A process that reads its model's configuration from a pipe into which nobody writes, and its address."""
+    os.mkfifo(folder / "config.json")
+    command = [sys.executable, "-m", "target_service", "--model", str(folder), "--engine-process", arrangement]
+    command += ["--listen", "127.0.0.1:0", "--threads", "1"]
+    process = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE)
+    assert process.stderr is not None
+    try:
+        said = ""
+        async with asyncio.timeout(60):
+            while (found := re.search(r"loading; health is answered on (\S+)", said)) is None:
+                line = (await process.stderr.readline()).decode()
+                assert line, said
+                said += line
+        yield process, found[1]
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+
+
+@pytest.mark.parametrize("arrangement", ["shared", "own"])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
+async def test_process_answers_while_it_loads_and_stops_when_told(
+    tmp_path: Path, arrangement: str, number: signal.Signals
+) -> None:
+    async with stuck(tmp_path, arrangement) as (process, address):
+        async with grpc.aio.insecure_channel(address) as channel:
+            await asyncio.wait_for(ready(channel, "liveness"), 10)
+            error = await refused(target_pb2_grpc.TargetServiceStub(channel).Generate(ASKED))
+            assert error.details() == "the model is being loaded"
+            # For as long as libraries are imported, and then for as long as it reads.
+            for _ in range(20):
+                stub = health_pb2_grpc.HealthStub(channel)
+                assert (await stub.Check(health_pb2.HealthCheckRequest(), timeout=2)).status == NOT_SERVING
+                await asyncio.sleep(0.2)
+        process.send_signal(number)
+        assert process.stderr is not None
+        said = (await asyncio.wait_for(process.stderr.read(), 10)).decode()
+        assert await asyncio.wait_for(process.wait(), 10) == 0, said
+        assert "stopped while loading" in said and "Traceback" not in said
