@@ -131,7 +131,8 @@ def test_errors_are_those_that_there_are() -> None:
 
 
 def test_fields_that_are_named_are_there() -> None:
-    known = {"authorization", "default", "traceparent", "outrider", "google", "rpc"}
+    # Metadata, packages, and the names that health knows beside the services'.
+    known = {"authorization", "default", "traceparent", "outrider", "google", "rpc", "liveness", "readiness"}
     for module in _CONTRACT:
         for message in module.DESCRIPTOR.message_types_by_name.values():
             known |= {message.name, *message.fields_by_name, *message.oneofs_by_name}

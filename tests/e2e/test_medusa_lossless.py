@@ -25,11 +25,11 @@ from draft_service.medusa.checkpoint import save_heads
 from draft_service.medusa.config import MedusaConfig
 from draft_service.medusa.drafter import MedusaDrafter
 from draft_service.medusa.head import MedusaHead
+from outrider.drafting.link import GrpcDraftLink, LinkOptions
 from outrider.sampling import SamplingParams
 from outrider.wire.frames import DraftEvents, DraftLink
 from target_service.core.sequence import Verdict
 from target_service.engine.loop import EngineLoop
-from target_service.speculation.client.link import GrpcDraftLink, LinkOptions
 
 TOKENS = 24
 

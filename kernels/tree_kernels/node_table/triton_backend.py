@@ -157,6 +157,44 @@ def _likeliest(among, cost, i):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _nodes_at(table, i):  # type: ignore[no-untyped-def]
+    """Token, parent, end, depth and cost of the nodes at places `i` [CANDIDATES]. A table uses only so many; what lies
+    behind is read without waiting for the count."""
+    there = i < _NODES
+    token = tl.load(table + _TOKENS + i, mask=there, other=-1)
+    parent = tl.load(table + _PARENTS + i, mask=there, other=0)
+    end = tl.load(table + _ENDS + i, mask=there, other=0)
+    depth = tl.load(table + _DEPTHS + i, mask=there, other=0)
+    return token, parent, end, depth, tl.load(table + _COSTS + i, mask=there, other=0)
+
+
+@triton.jit
+def _end_and_cost(table, place):  # type: ignore[no-untyped-def]
+    """Of the node at a place; zeros where that is -1."""
+    end = tl.load(table + _ENDS + place, mask=place >= 0, other=0)
+    return end, tl.load(table + _COSTS + place, mask=place >= 0, other=0)
+
+
+@triton.jit
+def _nearest(on_path, depth, age, i):  # type: ignore[no-untyped-def]
+    """The last token's place or else, of the token before, one that is to be mended, -1 without either; and whether it
+    is the former, which is the larger of both."""
+    near = tl.where(on_path & (depth == age - 1), 2 * i, -2)
+    near = tl.max(tl.where(on_path & (depth == age), 2 * i + 1, near), axis=0)
+    return near >> 1, (near & 1) == 1
+
+
+@triton.jit
+def _lender(table, having, cost, i):  # type: ignore[no-untyped-def]
+    """The likeliest of the nodes `having` [CANDIDATES] a token and anything below it, -1 for none and the root left
+    out: its place, its end, its depth, and its cost less what borrowing costs."""
+    place = _likeliest(having & (i > 0), cost, i)
+    end, own_cost = _end_and_cost(table, place)
+    depth = tl.load(table + _DEPTHS + place, mask=place >= 0, other=0)
+    return place, end, depth, own_cost - _MEND_BORROWED
+
+
+@triton.jit
 def _keep_best(  # type: ignore[no-untyped-def]
     chances, counts, keys, ranked, all_keys, ranks, b, limit, i, key, cost, token, parent, depth, near, near_end,
     CANDIDATES: tl.constexpr, KEPT_ROWS: tl.constexpr, RIVALS: tl.constexpr,
@@ -207,12 +245,7 @@ def _rank(  # type: ignore[no-untyped-def]
     i = tl.arange(0, CANDIDATES)
     base = tl.load(table)
     nodes = tl.where(slot >= 0, tl.load(table + 1), 0)
-    # All that is used is so many; what lies behind is read without waiting for the count.
-    own_token = tl.load(table + _TOKENS + i, mask=i < _NODES, other=-1)
-    own_parent = tl.load(table + _PARENTS + i, mask=i < _NODES, other=0)
-    own_end = tl.load(table + _ENDS + i, mask=i < _NODES, other=0)
-    own_depth = tl.load(table + _DEPTHS + i, mask=i < _NODES, other=0)
-    own_cost = tl.load(table + _COSTS + i, mask=i < _NODES, other=0)
+    own_token, own_parent, own_end, own_depth, own_cost = _nodes_at(table, i)
     node = i < nodes
     in_chain = i >= _NODES
     run, end, chain = 0, prefix, 0
@@ -228,29 +261,23 @@ def _rank(  # type: ignore[no-untyped-def]
     text_token = _text_at(tokens, pages, prefix, root, end, chain, position, PAGE_SIZE)
     differs = node & (i > 0) & (own_token != text_token)
     on_path = node & (tl.associative_scan(tl.where(differs, own_end, 0), 0, _larger) <= i)
-    # The last token's place or else, of the token before, one that is to be mended. Of both the former is the larger.
     age = prefix + 1 - base
-    near = tl.where(on_path & (own_depth == age - 1), 2 * i, -2)
-    near = tl.max(tl.where(on_path & (own_depth == age), 2 * i + 1, near), axis=0)
-    held = (near & 1) == 1
-    near = near >> 1
+    near, held = _nearest(on_path, own_depth, age, i)
     lost = (near >= 0) & (held == 0)
-    near_end = tl.load(table + _ENDS + near, mask=near >= 0, other=0)
-    near_cost = tl.load(table + _COSTS + near, mask=near >= 0, other=0)
+    near_end, near_cost = _end_and_cost(table, near)
     # What may follow is below `top`, the node of the last token or of the likeliest in its place, or inserted.
     top, top_end, top_cost = near, near_end, near_cost
     inserted = node & lost & (i > near) & (own_parent == near)
     if lost:
         top = _likeliest(inserted, own_cost, i)
-        top_end = tl.load(table + _ENDS + top, mask=top >= 0, other=0)
-        top_cost = tl.load(table + _COSTS + top, mask=top >= 0, other=0) - _MEND_EXCHANGED
+        top_end, top_cost = _end_and_cost(table, top)
+        top_cost -= _MEND_EXCHANGED
     # What is below another node of the last token hangs nowhere else.
     lender, lender_end, lender_depth, lender_cost = tl.full([], -1, tl.int32), 0, 0, 0
     if ((held == 0) | (near_end == near + 1)) & (nodes > 0) & (age >= 0) & (age <= _MAX_PATH):
-        lender = _likeliest(node & (i > 0) & (own_token == root) & (own_end > i + 1), own_cost, i)
-        lender_end = tl.load(table + _ENDS + lender, mask=lender >= 0, other=0)
-        lender_depth = tl.load(table + _DEPTHS + lender, mask=lender >= 0, other=0)
-        lender_cost = tl.load(table + _COSTS + lender, mask=lender >= 0, other=0) - _MEND_BORROWED
+        lender, lender_end, lender_depth, lender_cost = _lender(
+            table, node & (own_token == root) & (own_end > i + 1), own_cost, i
+        )
     borrowed = node & (lender >= 0) & (i > lender) & (i < lender_end)
     inserted = inserted & (borrowed == 0)
 
@@ -264,8 +291,7 @@ def _rank(  # type: ignore[no-untyped-def]
     both = below & on_path & (depth <= chain)
     cost = tl.where(both, tl.minimum(cost, chain_cost), cost)
     last = tl.max(tl.where(both, i, -1), axis=0)
-    last_depth = tl.load(table + _DEPTHS + last, mask=last >= 0, other=0) - age
-    last_depth = tl.where(last >= 0, last_depth, 0)
+    last_depth = tl.where(last >= 0, tl.load(table + _DEPTHS + last, mask=last >= 0, other=0) - age, 0)
     last_cost = tl.load(table + _COSTS + last, mask=last >= 0, other=0) - top_cost
     last_cost = tl.minimum(last_cost, first + following * (last_depth - 1))
     hung = tl.where(last >= 0, last_cost + following * (depth - last_depth), chain_cost)
@@ -274,15 +300,13 @@ def _rank(  # type: ignore[no-untyped-def]
     candidate = tl.where(in_chain, (depth > last_depth) & (depth <= chain), hangs)
     key = tl.where(candidate & (cost < _MOST_COST), cost * _KEYS_PER_COST + i, _NO_KEY)
 
-    at_root = tl.where(borrowed, own_parent == lender, (own_parent == top) | inserted)
-    parent = tl.where(at_root, -1, own_parent)
+    parent = tl.where(tl.where(borrowed, own_parent == lender, (own_parent == top) | inserted), -1, own_parent)
     parent = tl.where(in_chain, tl.where(depth > last_depth + 1, i - 1, last), parent)
-    token = tl.where(in_chain, text_token, own_token)
     if lender >= 0:
         near, near_end = tl.full([], 0, tl.int32), nodes
     _keep_best(
-        chances, counts, keys, ranked, all_keys, ranks, b, limit, i, key, cost, token, parent, depth, near, near_end,
-        CANDIDATES, KEPT_ROWS, RIVALS,
+        chances, counts, keys, ranked, all_keys, ranks, b, limit, i, key, cost,
+        tl.where(in_chain, text_token, own_token), parent, depth, near, near_end, CANDIDATES, KEPT_ROWS, RIVALS,
     )  # fmt: skip
     tl.store(ages + b, tl.where(held, age, -1))
 
