@@ -22,6 +22,7 @@ from torch import Tensor
 # The longest that one waits for another that lives: followers while the leader validates and saves, all for one that
 # compiles. Chosen, not measured: far above the minutes that these take. A death is noticed at once by other ways.
 _TIMEOUT = timedelta(hours=2)
+# Between looks at whether all are there. Chosen, not measured: far below the seconds that loading a teacher takes.
 _POLL_SECONDS = 0.05
 # For the libraries to close their connections. Chosen, not measured: it takes well below a second.
 _LEAVE_SECONDS = 10.0
