@@ -21,7 +21,8 @@ LAST_POSITION = 200
 
 class Case(NamedTuple):
     """`rows` that each sequence may have, `longest` keys before a root, and `vocabulary` tokens in use: few tokens make
-    long walks, long runs and chains that coincide with nodes."""
+    long walks, long runs and chains that coincide with nodes. The first sequences are `reading` so many rows, and may
+    have none."""
 
     page_size: int
     rows: list[int]
@@ -29,6 +30,12 @@ class Case(NamedTuple):
     longest: int
     vocabulary: int
     lookup_tokens: int = LOOKUP
+    reading: tuple[int, ...] = ()
+
+    @property
+    def passes(self) -> int:
+        """Steps with prompts are not gone on with."""
+        return 1 if self.reading else PASSES
 
 
 CASES = (
@@ -41,6 +48,8 @@ CASES = (
     Case(16, [64, 1, 64, 0, 16, 9, 3], 8, 300, 4),
     Case(16, [64] * 5, 40, 60, 2, 0),
     Case(4, [64] * 4, 60, 200, 4, 5),
+    Case(16, [0, 0, 64, 64, 9], 128, 90, 3, reading=(37, 1)),
+    Case(4, [0, 64, 0, 64], 70, 40, 4, reading=(64,)),
 )
 
 
@@ -121,13 +130,16 @@ def random_table(text: list[int], vocabulary: int, rng: random.Random) -> list[i
 def given_for(case: Case, seed: int) -> Given:
     """The same in every process."""
     generator, rng = torch.Generator().manual_seed(seed), random.Random(seed)
-    roots = [min(1, rows) for rows in case.rows]
+    reading = len(case.reading)
+    roots = [*case.reading, *(min(1, rows) for rows in case.rows[reading:])]
     step = random_step(roots, case.page_size, generator, longest=case.longest, room=260, rows_in_all=case.rows_in_all)
     records = step.parameters.view(-1, RECORD)
     records[:, MODE] = torch.arange(len(roots)).int() % 2
     records[0, MODE] = Mode.COUPLED
     records[:, ROWS] = torch.tensor(case.rows, dtype=torch.int32)
-    first = list(range(sum(roots)))
+    assert step.causal is not None
+    step.causal[:reading] = 1
+    first = list(range(sum(case.reading), sum(roots)))
     step.token_ids[first] = integers(generator, 0, case.vocabulary, len(first))
     # Some are awaited.
     step.token_ids[first[::2]] = -1 - torch.randperm(MAX_SEQUENCES, generator=generator)[: len(first[::2])].int()
@@ -138,7 +150,7 @@ def given_for(case: Case, seed: int) -> Given:
     places, tables = [-1] * MAX_SEQUENCES, dict[int, list[int]]()
     free = rng.sample(range(MAX_SEQUENCES), MAX_SEQUENCES)
     for b, row in enumerate(step.query_starts[:-1].tolist()):
-        if not roots[b] or rng.random() < 0.15:
+        if b < reading or not roots[b] or rng.random() < 0.15:
             continue
         root, moved = int(step.token_ids[row]), 0
         if root < 0:
@@ -173,14 +185,17 @@ def table_for(case: Case, tokens: torch.Tensor, backend: Literal["triton", "torc
     return table
 
 
-def random_verdicts(step: StepIntegers, vocabulary: int, rng: random.Random) -> Verdicts:
+def random_verdicts(step: StepIntegers, vocabulary: int, rng: random.Random, reading: int = 0) -> Verdicts:
     """A random path down each sequence's tree, and a token behind it: often one that has a row too, which no target
-    says, so that walks go on."""
+    says, so that walks go on. Of those that read a token alone, or nothing."""
     starts, parents = step.query_starts.tolist(), (step.parents.tolist() if step.parents is not None else [])
     verdicts = Verdicts.over(torch.full((2 * MAX_SEQUENCES + len(step.token_ids),), -1).int(), MAX_SEQUENCES)
     verdicts.accepted_counts.zero_()
     for b, (first, end) in enumerate(itertools.pairwise(starts)):
         at, path = 0, []
+        if b < reading:
+            verdicts.next_tokens[b] = rng.choice([-1, rng.randrange(vocabulary)])
+            continue
         while rng.random() < 0.6:
             below = [row for row in range(at + 1, end - first) if parents[first + row] == at]
             if not below:
@@ -223,14 +238,18 @@ def moved_on(case: Case, seed: int, backend: Literal["triton", "torch"]) -> list
     def note() -> None:
         found.append([getattr(step, name).tolist() for name in step.__slots__])
 
-    table.begin(step, given.pending.to(device), given.moves.to(device) if seed % 2 else None)
+    reading = len(case.reading)
+    table.begin(step, given.pending.to(device), given.moves.to(device) if seed % 2 else None, reading)
     note()
     rng = random.Random(seed)
-    for _ in range(PASSES):
-        run_pass(table, step, random_verdicts(step, case.vocabulary, rng))
+    for _ in range(case.passes):
+        run_pass(table, step, random_verdicts(step, case.vocabulary, rng, reading))
         note()
     for b, rows in enumerate(case.rows):
         if rows:
-            found.append([reports_of(table, b, turn) for turn in range(PASSES)])
+            found.append([reports_of(table, b, turn) for turn in range(case.passes)])
+        elif b < reading:
+            # The rest says what was never found.
+            found.append([[*reports_of(table, b, 0)[:1], *reports_of(table, b, 0)[REPORT_TOKENS:]]])
     count = len(case.rows)
     return [*found, table.passes[:count].tolist(), table.accepted[:count].tolist(), table.tokens.tolist()]

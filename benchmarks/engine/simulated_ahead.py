@@ -54,6 +54,7 @@ from target_service.engine.loop import EngineLoop
 from target_service.execution.batch import StepBatch
 from target_service.execution.device_executor import DeviceSteps
 from target_service.execution.host_executor import Launched, Ready
+from target_service.model.cuda_graphs.sizes import row_sizes
 from target_service.model.forward import ForwardInput
 from target_service.model.runner import ModelRunner, runner_for
 from target_service.sampling.verifier import SequenceVerifier, Verified
@@ -153,7 +154,7 @@ class SimulatedDevice:
     def __init__(self, runner: ModelRunner, times: DeviceTimes, most: int, max_rows: int) -> None:
         self._steps = DeviceSteps(runner, max_sequences=most, max_rows=max_rows, backend="torch")
         self.tables = self._steps.tables
-        self._times = times
+        self._times, self._max_rows = times, max_rows
         self._queue: deque[_Pass] = deque()
         self._free_at = 0.0
 
@@ -179,7 +180,9 @@ class SimulatedDevice:
     def _begin(self) -> None:
         one = self._queue[0]
         begun = max(self._free_at, time.perf_counter())
-        rows = one.batch.device_rows.rows if one.batch.device_rows is not None else one.batch.decode_rows
+        laid_out = one.batch.device_rows.rows if one.batch.device_rows is not None else len(one.batch.input.token_ids)
+        # Steps run in the sizes that are captured.
+        rows = next(size for size in row_sizes(self._max_rows) if size >= laid_out)
         one.ends_at = begun + self._times.of_step(max(rows, len(one.batch.items)), len(one.batch.items), one.stride)
         one.launched = self._steps.launch(one.batch, one.verifiers, one.stride, lambda: None)
 
@@ -188,7 +191,10 @@ class SimulatedDevice:
 class _Due:
     at: float
     number: int
-    growth: SequenceGrowth = field(compare=False)
+    sequence_id: int = field(compare=False)
+    step: int = field(compare=False)
+    # Parent, token and score of each node.
+    nodes: Sequence[tuple[int, int, float]] = field(compare=False)
 
 
 class RecordedDraft:
@@ -242,16 +248,9 @@ class RecordedDraft:
         for part in parts:
             table = self._tables[tokens[0]][part].get(root) if step - first >= self._opening else None
             nodes = _nodes_of(table) if table is not None else []
-            start = self._ids[sequence_id]
-            self._ids[sequence_id] += len(nodes)
-            parents = tuple(start + parent - 1 if parent else 0 for parent, _, _ in nodes)
-            growth = SequenceGrowth(
-                sequence_id, step, start, parents, tuple(self._texts.id_of(token) for _, token, _ in nodes),
-                tuple(score for _, _, score in nodes), replaces=True,
-            )  # fmt: skip
             with self._wake:
                 due = time.perf_counter() + self._delays[part]
-                heapq.heappush(self._due, _Due(due, next(self._count), growth))
+                heapq.heappush(self._due, _Due(due, next(self._count), sequence_id, step, nodes))
                 self._wake.notify()
 
     def _deliver(self) -> None:
@@ -259,9 +258,19 @@ class RecordedDraft:
             with self._wake:
                 while not self._due or self._due[0].at > time.perf_counter():
                     self._wake.wait(max(0.0, self._due[0].at - time.perf_counter()) if self._due else None)
-                growth = heapq.heappop(self._due).growth
-            if growth.sequence_id in self._tokens:
-                self._events.on_growth([growth])
+                due = heapq.heappop(self._due)
+            if due.sequence_id in self._tokens:
+                self._events.on_growth([self._growth(due)])
+
+    def _growth(self, due: _Due) -> SequenceGrowth:
+        """Its ids follow those of what was sent last, which a whole tree may be that was drawn before."""
+        start = self._ids[due.sequence_id]
+        self._ids[due.sequence_id] += len(due.nodes)
+        parents = tuple(start + parent - 1 if parent else 0 for parent, _, _ in due.nodes)
+        return SequenceGrowth(
+            due.sequence_id, due.step, start, parents, tuple(self._texts.id_of(token) for _, token, _ in due.nodes),
+            tuple(score for _, _, score in due.nodes), replaces=True,
+        )  # fmt: skip
 
 
 def _nodes_of(table: Table) -> list[tuple[int, int, float]]:

@@ -43,13 +43,19 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """One step: decoding sequences first, then prompts. Pages for every known token are held."""
+    """One step: sequences that read first, then those that feed their root alone, behind whose rows drafted ones may
+    come. Pages for every known token are held."""
 
     chunks: tuple[Chunk, ...] = ()
 
     @property
     def rows(self) -> int:
         return sum(chunk.count for chunk in self.chunks)
+
+    @property
+    def reading(self) -> int:
+        """Sequences that read."""
+        return sum(not chunk.takes_tree for chunk in self.chunks)
 
 
 class Scheduler:
@@ -178,7 +184,8 @@ class Scheduler:
             if self._holds_chunk(sequence, count):
                 chunks.append(Chunk(sequence, count))
         # A sequence scheduled early in the loop may have been preempted for a later one.
-        return Schedule(tuple([chunk for chunk in chunks if chunk.sequence.state in _RUNS]))
+        run = [chunk for chunk in chunks if chunk.sequence.state in _RUNS]
+        return Schedule(tuple(sorted(run, key=lambda chunk: chunk.takes_tree)))
 
     def _due(self, sequence: Sequence) -> int:
         """Known tokens to feed next. A client that drafts feeds its root with its tree only."""

@@ -451,7 +451,8 @@ class EngineLoop:
 
     def _learn(self, step: Step, outcomes: SequenceOf[Verified | None]) -> None:
         """Let the policy learn from a pass whose rows the device chose, once the draft knows what it said."""
-        if self._policy.on and not step.batch.prefill_rows and not step.batch.drafted:
+        read_alone = step.batch.prefill_rows and step.batch.device_rows is None
+        if self._policy.on and not read_alone and not step.batch.drafted:
             kind, tables = self._kind(Launch.AHEAD if step.ahead else Launch.HELD), self._steps.tables
             # Of a table that holds a prediction too, nobody knows what the draft promised.
             drafted = [tables is not None and tables.of_draft(one.sequence.sequence_id) for one in step.batch.items]

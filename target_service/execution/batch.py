@@ -42,15 +42,19 @@ class DeviceRows(NamedTuple):
 
     Limits are the sequences' own, whatever the pass has room for: so many candidates are ranked, and what is said of
     the best 1, 3, 7 .. of them has to hold for passes of other sizes too.
+
+    Some sequences may be `reading`, with `read_rows` together. They come first, and have limits of 0.
     """
 
     rows: int
     limits: tuple[int, ...]
+    reading: int = 0
+    read_rows: int = 0
 
     @property
     def most(self) -> tuple[int, ...]:
         """Drafted rows that each sequence can get, the others' roots being rows too."""
-        room = self.rows - len(self.limits)
+        room = self.rows - self.read_rows - (len(self.limits) - self.reading)
         return tuple(min(limit, room) for limit in self.limits)
 
 
@@ -93,7 +97,7 @@ def lay_out(
     Of the passes of a `execution.multi_step`, this is the first; the pages hold the keys of all. Row r of a sequence
     sits in cache slot `kv_length + r`; its position is `kv_length` plus its depth. A token that the step under way will
     say is laid out as `Sequence.feed` gives it, and as if that step accepted no drafted row. Where the device chooses
-    rows, all trees are roots alone, and the pages hold what all passes may accept.
+    rows, all trees are roots alone, those that read come first, and the pages hold what all passes may accept.
     """
     token_ids, positions, slots, logit_rows = (list[int]() for _ in range(4))
     starts, pages = [0], list[SequenceOf[int]]()
@@ -117,12 +121,14 @@ def lay_out(
             logit_rows.extend(range(root_row, first_row + rows))
         slots.extend(cache.slots(sequence.pages, start, rows))
         starts.append(first_row + rows)
-        keys = start + keys_of(rows, stride, limit) + sequence.pending_drafts
+        keys = start + keys_of(rows, stride, limit if chunk.takes_tree else None) + sequence.pending_drafts
         pages.append(sequence.pages[: cache.pages_for(keys)])
         parents.append(shape)
     prefixes = tuple(item.start for item in items)
     attention = AttentionBatch(tuple(starts), prefixes, tuple(pages), cache.page_size, tuple(parents))
-    room, decode_rows = device_rows.rows if device_rows is not None else 0, len(logit_rows)
-    forward = ForwardInput(tuple(token_ids), tuple(positions), tuple(slots), attention, tuple(logit_rows), room)
+    room, reading = (device_rows.rows, device_rows.reading) if device_rows is not None else (0, 0)
+    layout = tuple(token_ids), tuple(positions), tuple(slots), attention, tuple(logit_rows)
+    forward = ForwardInput(*layout, room, reading)
     drafted = any(item.tree is not None and item.tree.drafted for item in items)
-    return StepBatch(tuple(items), forward, max(decode_rows, room), len(token_ids) - decode_rows, drafted, device_rows)
+    decode_rows, prefill_rows = len(logit_rows), len(token_ids) - len(logit_rows)
+    return StepBatch(tuple(items), forward, max(decode_rows, room - prefill_rows), prefill_rows, drafted, device_rows)

@@ -169,7 +169,8 @@ class DeviceSteps:
         self._conclude(batch, rows, done)
         self._moves = None
         self._count += 1
-        return TableStep(len(rows), passes, table, self._reports[self._count % _RESULTS], span)
+        reading = [item.tree is not None for item in batch.items[: batch.input.reading]]
+        return TableStep(len(rows), passes, table, self._reports[self._count % _RESULTS], span, reading)
 
     def _seat(self, batch: StepBatch, table: NodeTable) -> None:
         """Publish what drafts have said by now, and say who of the step has which table."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as SequenceOf
+
 import torch
 from torch import Tensor
 
@@ -27,11 +29,19 @@ class TableStep(CopiedLater):
     followable = True
 
     def __init__(
-        self, sequences: int, passes: int, table: NodeTable, host: Tensor, span: DeviceSpan | None = None
+        self,
+        sequences: int,
+        passes: int,
+        table: NodeTable,
+        host: Tensor,
+        span: DeviceSpan | None = None,
+        reading: SequenceOf[bool] = (),
     ) -> None:
-        """`host` [max_sequences, max_passes, REPORT] gets what `table` says of this step's passes."""
+        """`host` [max_sequences, max_passes, REPORT] gets what `table` says of this step's passes. The first sequences
+        are `reading`: a token follows those that come to the end of what they read."""
         self.span = span
         self._passes = passes
+        self._reading = reading
         self._reports = host[:sequences]
         self._reports.copy_(table.reports[:sequences], non_blocking=True)
         super().__init__(table.reports)
@@ -41,7 +51,10 @@ class TableStep(CopiedLater):
         self.wait()
         reports = self._reports.numpy()
         outcomes: list[Verified | None] = []
-        for sequence in reports[:, : self._passes]:
+        for sequence, ends in zip(reports, self._reading, strict=False):
+            token = int(sequence[0, REPORT_TOKENS])
+            outcomes.append(Verified(Walk((), token), ()) if ends else None)
+        for sequence in reports[len(self._reading) :, : self._passes]:
             tokens: list[int] = []
             passes: list[DevicePass] = []
             for one in sequence:

@@ -69,10 +69,12 @@ def _have_pages(
     """Hold pages for so many passes. False where a sequence gets none, or would become too long."""
     if passes == 1 and device_rows is None:
         return True
-    if not all(chunk.takes_tree for chunk in schedule.chunks):
+    reading = device_rows.reading if device_rows is not None and passes == 1 else 0
+    # Those that read hold theirs, which come first.
+    if not all(chunk.takes_tree for chunk in schedule.chunks[reading:]):
         return False
-    sequences = [chunk.sequence for chunk in schedule.chunks]
-    limits = device_rows.most if device_rows is not None else (None,) * len(sequences)
+    sequences = [chunk.sequence for chunk in schedule.chunks[reading:]]
+    limits = device_rows.most[reading:] if device_rows is not None else (None,) * len(sequences)
     keys = [one.pending_drafts + keys_of(1, passes, limit) for one, limit in zip(sequences, limits, strict=True)]
     if any(one.length + more > max_context for one, more in zip(sequences, keys, strict=True)):
         return False

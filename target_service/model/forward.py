@@ -24,8 +24,10 @@ class ForwardInput:
     slots: tuple[int, ...]
     attention: AttentionBatch
     logit_rows: tuple[int, ...]
-    # Rows that the device may make of these by drafting behind them; 0 where it does not.
+    # Rows that the device may make of these by drafting behind them, and sequences that read, which come first and have
+    # none behind theirs; 0 where it does not.
     room: int = 0
+    reading: int = 0
 
     def later(self, passes: int) -> ForwardInput:
         """The pass so many passes after this one, if every sequence has one row here and feeds what it says.

@@ -201,7 +201,8 @@ class ModelRunner:
         moves: Tensor | None = None,
         before: Callable[[], None] | None = None,
     ) -> ForwardPass:
-        """Run a step of roots alone whose drafted rows the device chooses, moved on by `moves`; see `NodeTable.begin`.
+        """Run a step whose drafted rows the device chooses, of roots alone behind those that read, moved on by `moves`;
+        see `NodeTable.begin`.
         `before` is called once, when all is ready but what rows are chosen from. Here the host waits for that, and the
         layout goes there and back."""
         table, attention = self.node_table, batch.attention
@@ -220,12 +221,12 @@ class ModelRunner:
             self._to_device([page for held in attention.pages for page in held]),
             on_device[RECORD * table.max_sequences :],
             self._to_device([0] * batch.room),
-            self._to_device([0] * attention.sequences),
+            self._to_device([int(b < batch.reading) for b in range(attention.sequences)]),
         )
         if before is not None:
             with torch.inference_mode(False):
                 before()
-        table.begin(step, self.pending, moves)
+        table.begin(step, self.pending, moves, batch.reading)
         return self._run_where_it_lies(batch, step)
 
     def run_again(self, batch: ForwardInput, done: ForwardPass) -> ForwardPass:

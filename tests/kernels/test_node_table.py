@@ -316,21 +316,43 @@ def test_steps_are_laid_out_as_trees(seed: int, case: Case) -> None:
     step, table = given.step, table_for(case, given.tokens, "torch")
     table.accepted.zero_()
     seat(table, given.places, given.tables)
-    table.begin(step, given.pending, given.moves)
+    reading = len(case.reading)
+    before = read_rows(step, case)
+    table.begin(step, given.pending, given.moves, reading)
+    assert read_rows(step, case) == before
     rng = random.Random(seed)
-    for _ in range(PASSES):
+    for turn in range(case.passes):
         check_layout(step, table, case)
-        run_pass(table, step, random_verdicts(step, case.vocabulary, rng))
+        verdicts = random_verdicts(step, case.vocabulary, rng, reading)
+        run_pass(table, step, verdicts)
+        for b in range(reading):
+            assert reports_of(table, b, turn)[0] == 0
+            assert reports_of(table, b, turn)[REPORT_TOKENS] == int(verdicts.next_tokens[b])
     check_layout(step, table, case)
+    assert read_rows(step, case) == before
+
+
+def read_rows(step: StepIntegers, case: Case) -> list[object]:
+    """All that a step says of the sequences that read."""
+    rows, reading = sum(case.reading), len(case.reading)
+    assert step.parents is not None and step.causal is not None
+    each = (step.token_ids, step.positions, step.slots, step.owners, step.parents)
+    records = step.parameters[: RECORD * reading]
+    sequences = (step.prefix_lengths[:reading], step.query_starts[: reading + 1], step.causal[:reading], records)
+    return [[one[:rows].tolist() for one in each], [one.tolist() for one in sequences]]
 
 
 def check_layout(step: StepIntegers, table: NodeTable, case: Case) -> None:
     """Every sequence's rows are a tree, within what it may get, and its keys follow its prefix."""
-    assert step.parents is not None and step.causal is not None and not step.causal.any()
+    assert step.parents is not None and step.causal is not None
+    assert step.causal.tolist() == [int(b < len(case.reading)) for b in range(len(step.causal))]
     starts = step.query_starts.tolist()
     assert starts[-1] <= case.rows_in_all
     dearest, given_up = [-1], [NO_KEY]
     for b, (first, end) in enumerate(itertools.pairwise(starts)):
+        if b < len(case.reading):
+            assert end - first == case.reading[b]
+            continue
         assert (end > first) == (case.rows[b] > 0)
         if end == first:
             continue
@@ -586,7 +608,7 @@ def test_random_cases_are_what_they_should_be(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(_torch_node_table, "candidates", watched)
     reports: list[list[int]] = []
     for place, case in enumerate(CASES):
-        for passes in moved_on(case, place, "torch")[1 + PASSES : -3]:
+        for passes in moved_on(case, place, "torch")[1 + case.passes + len(case.reading) : -3]:
             assert isinstance(passes, list)
             reports += passes
     assert any(one[6] > 5 for one in reports) and any(one[6] < 0 for one in reports)

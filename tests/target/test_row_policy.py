@@ -246,6 +246,17 @@ class Engine:
         )
         return Verified(Walk((), 3), (), (3,) * len(path), (one,))
 
+    def makes(self, rows: int) -> float:
+        """Tokens of a pass with so many rows of these sequences, on average."""
+        seen = self.launches[-200:]
+        dice, found = random.Random(1), 0.0
+        for _ in seen:
+            texts = [dice.randrange(CONTEXTS) for _ in range(self._sequences)]
+            ranked = [self.drafts.ranked(text, self.policy.trust, followed=self.drafted) for text in texts]
+            counts = given_out(ranked, rows - self._sequences, (KEPT,) * self._sequences)
+            found += sum(1 + one.true[count] for one, count in zip(ranked, counts, strict=True))
+        return found / len(seen)
+
     def lost(self, launches: list[Launch]) -> float:
         """The share of the tokens a second that the best size would have made, always."""
 
@@ -453,13 +464,63 @@ def test_those_who_want_none_alone_get_none(policies: Policies) -> None:
     assert policies.rows(policy, *[replace(PLAIN, speculate=False)] * 2) is None
 
 
-def test_where_prompts_are_read_there_are_none(runner: ModelRunner) -> None:
-    live: dict[int, LiveSequence] = {}
-    policy = RowPolicy(KEPT, None, live)
-    steps = schedule(runner, live, PLAIN, request([1, 2, 3, 4], 9))
-    live[1].sequence.kv_length = 0
-    reading = Schedule((steps.chunks[0], Chunk(live[1].sequence, 4)))
-    assert policy.choose(reading, MAX_ROWS, Kind.ALONE) is None
+def beside_a_prompt(engine: Engine, rows: int, runner: ModelRunner, **changes: object) -> Schedule:
+    """The engine's sequences behind one that reads so many rows of its prompt."""
+    prompt = replace(request([1] * (rows + 9), 9), **changes)  # type: ignore[arg-type]
+    reader = LiveSequence.of(999, prompt, runner)
+    engine.live[999] = reader
+    return Schedule((Chunk(reader.sequence, rows), *engine._schedule.chunks))
+
+
+@pytest.mark.parametrize(("read", "rows"), [(5, 64), (27, 64), (33, 128), (100, 256), (240, 256)])
+def test_drafted_rows_stand_behind_those_that_are_read(runner: ModelRunner, read: int, rows: int) -> None:
+    engine = Engine(runner, DEVICES["free"], GOOD, sequences=4)
+    engine.policy = RowPolicy(7, None, engine.live)
+    found = engine.policy.choose(beside_a_prompt(engine, read, runner), MAX_ROWS, Kind.ALONE)
+    # Room for all that may be drafted, or as much as a step has.
+    assert found == DeviceRows(rows, (0, *[7] * 4), 1, read)
+    assert found.most == (0, *[min(7, rows - read - 4)] * 4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "read"), [({"mode": VerificationMode.REJECTION}, 20), ({"external": True}, 20), ({}, MAX_ROWS)]
+)
+def test_a_prompt_may_leave_no_room(runner: ModelRunner, changes: dict[str, object], read: int) -> None:
+    """Those who read are verified with the others, where they come to the end of their prompts."""
+    engine = Engine(runner, DEVICES["free"], GOOD, sequences=4)
+    assert engine.policy.choose(beside_a_prompt(engine, read, runner, **changes), MAX_ROWS, Kind.ALONE) is None
+
+
+def test_where_all_read_there_are_none(runner: ModelRunner) -> None:
+    engine = Engine(runner, DEVICES["free"], GOOD)
+    alone = Schedule(beside_a_prompt(engine, 20, runner).chunks[:1])
+    assert engine.policy.choose(alone, MAX_ROWS, Kind.ALONE) is None
+
+
+@pytest.mark.parametrize("device", ["large", "by the row"])
+@pytest.mark.parametrize("distribution", ["good", "nothing"])
+@pytest.mark.parametrize("read", [9, 40, 100, 130])
+def test_rows_beside_prompts_are_worth_their_time(
+    runner: ModelRunner, device: str, distribution: str, read: int
+) -> None:
+    """A step with a prompt and those of the same time without one make nearly what the best size of it would."""
+    drafts = Drafts(**DISTRIBUTIONS[distribution])  # type: ignore[arg-type]
+    engine = Engine(runner, DEVICES[device], drafts, sequences=8)
+    engine.run(400)
+    chosen = engine.policy.choose(beside_a_prompt(engine, read, runner), MAX_ROWS, kind_of(followed=True))
+    without = engine.launches[-200:]
+    rate = sum(one.tokens for one in without) / sum(engine.seconds(one.rows, followed=True) for one in without)
+    held = next(size for size in row_sizes(MAX_ROWS) if size >= read + 8)
+    sizes = [size for size in row_sizes(MAX_ROWS) if size >= held]
+    said = {size: engine.makes(size - read) for size in sizes}
+    # A step of prompts and roots alone is as large as the smallest size that holds it.
+    worth = {size: said[size] - rate * engine.seconds(size, followed=True) for size in sizes}
+    worth[0] = 8 - rate * engine.seconds(held, followed=True)
+    best = max(worth.values())
+    mine = worth[chosen.rows if chosen is not None else 0]
+    assert best - mine < 0.05 * rate * engine.seconds(held, followed=True)
+    if distribution == "good" and read == 100:
+        assert chosen is not None and chosen.read_rows == 100
 
 
 def test_above_a_load_there_are_none(policies: Policies) -> None:

@@ -63,6 +63,18 @@ def test_passes_become_outcomes(table: NodeTable) -> None:
     assert first.logprobs == second.logprobs == ()
 
 
+def test_a_sequence_that_reads_says_a_token_at_its_end(table: NodeTable) -> None:
+    say(table, 0, 0, (0, 30, 9, 0, 0, 0, 0, 0), (77,), ())
+    say(table, 1, 0, (0, 8, 9, 0, 31, 0, 0, 0), (-1,), ())
+    say(table, 2, 0, (1, 3, 3, 100, 40, 1, 1, 100), (51, 52), (2,))
+    host = room_for_reports(1, MAX_SEQUENCES, MAX_PASSES, on_gpu=False)[0]
+    first, second, third = TableStep(3, 1, table, host, reading=(True, False)).outcomes()
+    assert first is not None and third is not None and second is None
+    # Nothing was drafted for it.
+    assert (first.walk.next_token, first.following, first.device_passes, first.passes) == (77, (), (), 1)
+    assert (third.walk.next_token, third.following, third.device_passes[0].path) == (51, (52,), (2,))
+
+
 def test_the_deepest_path_fits(table: NodeTable) -> None:
     most = REPORT - REPORT_ROWS
     tokens, rows = tuple(range(100, 101 + most)), tuple(range(1, 1 + most))

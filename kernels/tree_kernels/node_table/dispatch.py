@@ -59,6 +59,7 @@ class NodeTable:
         accepted: [B] int32, drafted rows that were accepted since `begin`.
         limits: [B] int32, rows that may be drafted of a sequence, since `begin`.
         places: [B] int32, the table of the step's b-th sequence; -1 for none.
+        reading: [1] int32, how many of the step's sequences, the first, read their prompts.
         tables: [B, TABLE] int32, see above.
         taken: [B] int32, the number of the table in each slot; see `Mailboxes`.
         lookup_tokens: of a chain that is looked up at most.
@@ -95,6 +96,7 @@ class NodeTable:
         integers = torch.zeros(8, max_sequences, dtype=torch.int32, device=device)
         # Found for the next pass: how many candidates were kept (-1 of who is not there), the root's token and the age.
         self.passes, self.accepted, self.limits, self.places, self.counts, self.roots, self.ages, self.taken = integers
+        self.reading = torch.zeros(1, dtype=torch.int32, device=device)
         self.places.fill_(-1)
         self.counts.fill_(-1)
         # [B, KEPT + 1] keys of the kept candidates, rising, `NO_KEY` behind them. Of each [B, 3, KEPT + 1] the token,
@@ -166,7 +168,7 @@ class NodeTable:
             raise ValueError(f"expected {self.max_sequences} boxes, got {len(mail.newest)}")
         self._backend.take(self, mail)
 
-    def begin(self, step: StepIntegers, pending: Tensor, moves: Tensor | None = None) -> None:
+    def begin(self, step: StepIntegers, pending: Tensor, moves: Tensor | None = None, reading: int = 0) -> None:
         """Choose the rows of a step that was just laid out, after moving it on. In place.
 
         Args:
@@ -174,9 +176,11 @@ class NodeTable:
                 for `pending[i]`; it is laid out as if the step before had accepted no drafted row. Its sequence's
                 record has as many rows as the sequence may get, the first included. The pages hold the keys that may
                 come. It has `parents` and `causal`.
-            awaited: [any] int32.
+            pending: [any] int32.
             moves: [any] int32, what the step before has accepted, by the sequences' places in it; None for `accepted`,
                 which then still is of the launch before.
+            reading: so many sequences, the first, read their prompts: any number of rows each, which stay as they are.
+                `go_on` says of them that nothing was accepted, and their token; such a step is not to be run again.
 
         Raises:
             ValueError: the step has no room for trees.
@@ -184,7 +188,7 @@ class NodeTable:
         _check(step)
         if moves is None:
             moves = self._before.copy_(self.accepted)
-        self._backend.begin(self, step, pending, moves)
+        self._backend.begin(self, step, pending, moves, reading)
 
     def go_on(self, step: StepIntegers, verdicts: Verdicts) -> None:
         """Note what a pass of `step` said, make of it the next pass of the same sequences, and choose its rows. In

@@ -85,13 +85,17 @@ def take(table: NodeTable, mail: Mailboxes) -> None:
             table.taken[slot] = number
 
 
-def begin(table: NodeTable, step: StepIntegers, pending: Tensor, moves: Tensor) -> None:
+def begin(table: NodeTable, step: StepIntegers, pending: Tensor, moves: Tensor, reading: int) -> None:
     """See `NodeTable.begin`."""
     count = len(step.prefix_lengths)
+    table.reading[0] = reading
     table.passes[:count] = 0
     table.accepted[:count] = 0
+    table.limits[:count] = 0
     table.counts.fill_(-1)
     for b, row, _ in _trees(step):
+        if b < reading:
+            continue
         table.limits[b] = step.parameters[b * RECORD + ROWS] - 1
         token, moved = int(step.token_ids[row]), 0
         if token < 0:
@@ -107,6 +111,9 @@ def go_on(table: NodeTable, step: StepIntegers, verdicts: Verdicts) -> None:
         count, token = int(verdicts.accepted_counts[b]), int(verdicts.next_tokens[b])
         path = verdicts.accepted_rows[row : row + count].long()
         reports = table.reports[b, int(table.passes[b])]
+        if b < int(table.reading):
+            reports[Figure.ACCEPTED], reports[REPORT_TOKENS] = 0, token
+            continue
         reports[:REPORT_TOKENS] = 0
         reports[Figure.ACCEPTED], reports[Figure.DRAFTED], reports[Figure.FIRST_ROW] = count, rows - 1, row
         reports[Figure.ACCEPTED_FROM_TABLE] = (table.ranked[b, 1, path - 1] >> 16).sum()
@@ -276,21 +283,23 @@ def _find(table: NodeTable, step: StepIntegers, b: int, root: int, moves: int) -
 
 
 def _lay_out(table: NodeTable, step: StepIntegers) -> None:
-    """Give every sequence its rows."""
+    """Give every sequence its rows, behind those that are read."""
     assert step.parents is not None and step.causal is not None
-    sequences, rows_in_all = len(step.prefix_lengths), len(step.token_ids)
+    sequences, rows_in_all, reading = len(step.prefix_lengths), len(step.token_ids), int(table.reading)
     counts = table.counts[:sequences].tolist()
     keys = [table.keys[b, : max(0, count)].tolist() for b, count in enumerate(counts)]
-    room = rows_in_all - sum(count >= 0 for count in counts)
+    row = int(step.query_starts[reading])
+    room = rows_in_all - row - sum(count >= 0 for count in counts)
     bound = bound_for([key for own in keys for key in own], room)
-    step.token_ids.zero_()
-    step.positions.zero_()
-    step.slots.fill_(-1)
-    step.owners[:rows_in_all] = -1
-    step.parents.zero_()
-    step.causal[:sequences] = 0
-    row = 0
+    step.token_ids[row:] = 0
+    step.positions[row:] = 0
+    step.slots[row:] = -1
+    step.owners[row:rows_in_all] = -1
+    step.parents[row:] = 0
+    step.causal[reading:sequences] = 0
     for b, count in enumerate(counts):
+        if b < reading:
+            continue
         taken = sum(key < bound for key in keys[b])
         if count >= 0:
             _lay_out_one(table, step, b, slice(row, row + 1 + taken))

@@ -327,19 +327,21 @@ def _move(records, prefix_lengths, roots, b, prefix, root, moves):  # type: igno
     tl.store(roots + b, root)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["reading"])
 def _begin_kernel(  # type: ignore[no-untyped-def]
     token_ids, records, query_starts, prefix_lengths, page_starts, page_table, tokens, tables, places, lookup_costs,
-    chances, counts, roots, ages, keys, ranked, all_keys, ranks, passes, accepted, limits, pending, moves,
-    CHAIN: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr, CANDIDATES: tl.constexpr, KEPT_ROWS:
+    chances, counts, roots, ages, keys, ranked, all_keys, ranks, passes, accepted, limits, all_reading, pending, moves,
+    reading, CHAIN: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr, CANDIDATES: tl.constexpr, KEPT_ROWS:
     tl.constexpr, RIVALS: tl.constexpr,
 ):  # fmt: skip
     """One sequence a program; see `NodeTable.begin`."""
     b = tl.program_id(0)
+    if b == 0:
+        tl.store(all_reading, reading)
     tl.store(passes + b, 0)
     tl.store(accepted + b, 0)
     row = tl.load(query_starts + b)
-    if tl.load(query_starts + b + 1) > row:
+    if (b >= reading) & (tl.load(query_starts + b + 1) > row):
         token = tl.load(token_ids + row)
         root = tl.load(pending - 1 - token, mask=token < 0, other=0)
         root = tl.where(token < 0, root, token)
@@ -354,13 +356,14 @@ def _begin_kernel(  # type: ignore[no-untyped-def]
         _move(records, prefix_lengths, roots, b, prefix, root, moved)
     else:
         tl.store(counts + b, -1)
+        tl.store(limits + b, 0)
 
 
 @triton.jit
 def _go_on_kernel(  # type: ignore[no-untyped-def]
     token_ids, records, query_starts, prefix_lengths, page_starts, page_table, tokens, tables, places, lookup_costs,
-    chances, counts, roots, ages, keys, ranked, all_keys, ranks, passes, accepted, limits, accepted_counts, next_tokens,
-    accepted_rows, noted, reports, REPORT_STRIDE: tl.constexpr, NOTED_STRIDE: tl.constexpr,
+    chances, counts, roots, ages, keys, ranked, all_keys, ranks, passes, accepted, limits, reading, accepted_counts,
+    next_tokens, accepted_rows, noted, reports, REPORT_STRIDE: tl.constexpr, NOTED_STRIDE: tl.constexpr,
     CHAIN: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr, CANDIDATES: tl.constexpr, KEPT_ROWS:
     tl.constexpr, RIVALS: tl.constexpr,
 ):  # fmt: skip
@@ -368,7 +371,12 @@ def _go_on_kernel(  # type: ignore[no-untyped-def]
     b = tl.program_id(0)
     row = tl.load(query_starts + b)
     rows = tl.load(query_starts + b + 1) - row
-    if rows > 0:
+    reads = b < tl.load(reading)
+    if (rows > 0) & reads:
+        out = reports + b * REPORT_STRIDE + tl.load(passes + b) * _REPORT
+        tl.store(out + _ACCEPTED, 0)
+        tl.store(out + _REPORT_TOKENS, tl.load(next_tokens + b))
+    if (rows > 0) & (reads == 0):
         count, root = tl.load(accepted_counts + b), tl.load(next_tokens + b)
         done, so_far = tl.load(passes + b), tl.load(accepted + b)
         age, limit = tl.load(ages + b), tl.load(limits + b)
@@ -413,9 +421,9 @@ def take(table: NodeTable, mail: Mailboxes) -> None:
     )  # fmt: skip
 
 
-def begin(table: NodeTable, step: StepIntegers, pending: Tensor, moves: Tensor) -> None:
+def begin(table: NodeTable, step: StepIntegers, pending: Tensor, moves: Tensor, reading: int) -> None:
     """See `NodeTable.begin`."""
-    _begin_kernel[(len(step.prefix_lengths),)](*_tensors(table, step), pending, moves, **_constants(table))
+    _begin_kernel[(len(step.prefix_lengths),)](*_tensors(table, step), pending, moves, reading, **_constants(table))
     _lay_out(table, step)
 
 
@@ -441,6 +449,7 @@ def _tensors(table: NodeTable, step: StepIntegers) -> tuple[Tensor, ...]:
         step.token_ids, step.parameters, step.query_starts, step.prefix_lengths, step.page_starts, step.page_table,
         table.tokens, table.tables, table.places, table.lookup_costs, table.chances, table.counts, table.roots,
         table.ages, table.keys, table.ranked, table.all_keys, table.ranks, table.passes, table.accepted, table.limits,
+        table.reading,
     )  # fmt: skip
 
 
@@ -462,9 +471,10 @@ def _lay_out(table: NodeTable, step: StepIntegers) -> None:
     lay_out_kernel[(sequences,)](
         step.token_ids, step.positions, step.slots, step.owners, step.parents, step.parameters, step.query_starts,
         step.prefix_lengths, step.page_starts, step.page_table, step.causal, table.counts, table.roots, table.keys,
-        table.ranked, table.noted, sequences, len(step.token_ids), table.last_position, PAGE_SIZE=table.page_size,
-        RECORD=RECORD, FIRST_ROW=FIRST_ROW, ROWS=ROWS, IS_CHAIN=IS_CHAIN, NO_KEY=MOST_COST * KEYS_PER_COST,
-        NOTED_STRIDE=table.noted.stride(0), EXPECTED=SURE // EXPECTED_UNIT, BLOCK_B=triton.next_power_of_2(sequences),
-        KEPT_ROWS=_KEPT_ROWS, BOUNDS=16 if sequences <= _ONE_WARP else 8 if sequences <= _FOUR_WARPS else 4,
+        table.ranked, table.noted, sequences, len(step.token_ids), table.last_position,
+        table.reading, PAGE_SIZE=table.page_size, RECORD=RECORD, FIRST_ROW=FIRST_ROW, ROWS=ROWS, IS_CHAIN=IS_CHAIN,
+        NO_KEY=MOST_COST * KEYS_PER_COST, NOTED_STRIDE=table.noted.stride(0), EXPECTED=SURE // EXPECTED_UNIT,
+        BLOCK_B=triton.next_power_of_2(sequences), KEPT_ROWS=_KEPT_ROWS,
+        BOUNDS=16 if sequences <= _ONE_WARP else 8 if sequences <= _FOUR_WARPS else 4,
         num_warps=warps,
     )  # fmt: skip

@@ -27,14 +27,15 @@ def _bound_for(keys, room, NO_KEY: tl.constexpr, BOUNDS: tl.constexpr):  # type:
 @triton.jit
 def lay_out_kernel(  # type: ignore[no-untyped-def]
     token_ids, positions, slots, owners, parents, records, query_starts, prefix_lengths, page_starts, page_table,
-    causal, counts, roots, keys, ranked, noted, sequences, rows_in_all, last_position,
+    causal, counts, roots, keys, ranked, noted, sequences, rows_in_all, last_position, reading,
     PAGE_SIZE: tl.constexpr, RECORD: tl.constexpr, FIRST_ROW: tl.constexpr, ROWS: tl.constexpr, IS_CHAIN: tl.constexpr,
     NO_KEY: tl.constexpr, NOTED_STRIDE: tl.constexpr, EXPECTED: tl.constexpr, BLOCK_B: tl.constexpr,
     KEPT_ROWS: tl.constexpr, BOUNDS: tl.constexpr,
 ):  # fmt: skip
     """One sequence a program, and the first one the free rows; see `node_table.torch_backend._lay_out`.
 
-    Each program repeats the choice among all candidates [B * KEPT_ROWS].
+    Each program repeats the choice among all candidates [B * KEPT_ROWS]. Of the first `reading` sequences, which are no
+    candidates' owners, nothing is stored.
     """
     b = tl.program_id(0)
     k = tl.arange(0, KEPT_ROWS)
@@ -55,12 +56,16 @@ def lay_out_kernel(  # type: ignore[no-untyped-def]
     link = tl.load(own + KEPT_ROWS, mask=k > 0, other=0)
     chance = tl.load(own + 2 * KEPT_ROWS, mask=k > 0, other=0)
 
-    bound = _bound_for(all_keys, rows_in_all - tl.sum(here.to(tl.int32), axis=0), NO_KEY, BOUNDS)
+    # Behind the rows of those that read, where no program stores it.
+    read = tl.load(reading)
+    first = tl.load(query_starts + read)
+    bound = _bound_for(all_keys, rows_in_all - first - tl.sum(here.to(tl.int32), axis=0), NO_KEY, BOUNDS)
     taken = all_keys < bound
-    row = tl.sum((taken & (owner < b)).to(tl.int32), axis=0) + tl.sum((here & (every < b)).to(tl.int32), axis=0)
+    before = tl.sum((taken & (owner < b)).to(tl.int32), axis=0) + tl.sum((here & (every < b)).to(tl.int32), axis=0)
+    row = first + before
     rows = tl.where(count >= 0, 1 + tl.sum((own_key < bound).to(tl.int32), axis=0), 0)
-    tl.store(query_starts + b + 1, row + rows)
-    tl.store(causal + b, 0)
+    tl.store(query_starts + b + 1, row + rows, mask=b >= read)
+    tl.store(causal + b, 0, mask=b >= read)
     if rows > 0:
         mine = k < rows
         key = prefix + k
@@ -84,7 +89,7 @@ def lay_out_kernel(  # type: ignore[no-untyped-def]
             near = (k <= count) & (k < (2 << i))
             tl.store(noted + (3 + i) * NOTED_STRIDE + b, tl.sum(tl.where(near, chance, 0), axis=0) // EXPECTED)
     if b == 0:
-        laid_out = tl.sum(taken.to(tl.int32), axis=0) + tl.sum(here.to(tl.int32), axis=0)
+        laid_out = first + tl.sum(taken.to(tl.int32), axis=0) + tl.sum(here.to(tl.int32), axis=0)
         for free in tl.range(laid_out, rows_in_all, KEPT_ROWS):
             at = free + k
             nobody = tl.zeros_like(k)

@@ -180,7 +180,7 @@ class CapturedRunner(ModelRunner):
                 # Whatever a caller does there is none of the pass's computing.
                 with torch.inference_mode(False):
                     before()
-            table.begin(buffer.step, self.pending, moves)
+            table.begin(buffer.step, self.pending, moves, batch.reading)
 
         captured = self._replay(batch, parameters, begin)
         if captured is None:

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from tree_kernels.attention import AttentionBatch
+from tree_kernels.node_table import KEPT
 
 # Of one mask word per row; a larger tree needs four.
 _ONE_WORD = 64
@@ -59,12 +60,12 @@ def buckets_up_to(max_rows: int, max_sequences: int) -> tuple[Bucket, ...]:
 
 
 def choose_bucket(buckets: Iterable[Bucket], batch: AttentionBatch, room: int = 0) -> Bucket | None:
-    """The bucket with the fewest rows, then the fewest sequences, that holds the step and so many rows; None if none
-    does.
+    """The bucket with the fewest rows, then the fewest sequences, that holds the step and so many rows, whatever trees
+    the device makes of these; None if none does.
 
     `cuda_graphs.sizes` are in that order.
     """
-    trees = max((len(parents) for parents in batch.parents if parents is not None), default=0)
+    trees = max((len(parents) for parents in batch.parents if parents is not None), default=KEPT + 1 if room else 0)
     fitting = (
         bucket
         for bucket in buckets

@@ -129,16 +129,35 @@ class RowPolicy:
     def choose(self, schedule: Schedule, max_rows: int, kind: Kind, waits: float = 0.0) -> DeviceRows | None:
         """The rows of a step of at most `max_rows` that `waits` so many seconds for its drafts; None where a plain step
         is better, or some sequence's distribution does not allow any other."""
-        if not self.on or not all(chunk.takes_tree for chunk in schedule.chunks):
+        if not self.on:
             return None
-        sequences = len(schedule.chunks)
-        limits = [self._most(self._live[chunk.sequence.sequence_id]) for chunk in schedule.chunks]
-        sizes, best = self._sizes(limits, max_rows), 0
-        if sizes:
-            best = sizes[-1] if self._cost is None else self._tried(sizes, sequences, kind, waits)
-        if not best:
+        every = [self._most(self._live[chunk.sequence.sequence_id]) for chunk in schedule.chunks]
+        reading, allowed = schedule.reading, [limit for limit in every if limit is not None]
+        if len(allowed) < len(every) or len(every) > self._disable_above or not any(allowed[reading:]):
             return None
-        return DeviceRows(best, tuple(limit or 0 for limit in limits))
+        limits = (*[0] * reading, *allowed[reading:])
+        read_rows = sum(chunk.count for chunk in schedule.chunks[:reading])
+        best = self._best(limits[reading:], read_rows, max_rows, kind, waits)
+        return DeviceRows(best, limits, reading, read_rows) if best else None
+
+    def _best(self, limits: SequenceOf[int], read_rows: int, max_rows: int, kind: Kind, waits: float) -> int:
+        """Rows of a pass of sequences with these limits, beside so many that are read; 0 for a plain one."""
+        # Beside none: what else the device may do in the same time.
+        sizes, sequences = _sizes(limits, 0, max_rows), len(limits)
+        if not read_rows:
+            if not sizes or self._cost is None:
+                return sizes[-1] if sizes else 0
+            return self._tried(sizes, sequences, kind, waits)
+        beside = _sizes(limits, read_rows, max_rows)
+        if not beside or self._cost is None:
+            return beside[-1] if beside else 0
+        rate = max(sequences * self._rate(sequences, rows, kind, waits) for rows in (0, *sizes))
+        tokens = {rows: sequences * self._tokens(sequences, rows - read_rows, kind) for rows in beside}
+        # Rows pay that bring more than passes without a prompt make of the time that they take. Up to the size that a
+        # step has anyway they take none.
+        worth = {rows: tokens[rows] - rate * self._cost(rows) for rows in beside}
+        best = max(beside, key=lambda rows: worth[rows])
+        return best if tokens[best] > _MARGIN * sequences else 0
 
     def seconds(self, sequences: int, rows: int, kind: Kind) -> float:
         """What a pass of so many sequences and `rows`, 0 for a plain one, takes; 0 where nobody knows yet."""
@@ -181,15 +200,6 @@ class RowPolicy:
         left = request.max_tokens - sequence.totals.completion_tokens - sequence.pending_tokens - 1
         return max(0, min(self._limit, request.max_draft_nodes, _GUESSES * left)) if request.speculate else 0
 
-    def _sizes(self, limits: SequenceOf[int | None], max_rows: int) -> list[int]:
-        """Rows of all that a pass may have, those of its roots among them."""
-        sequences, allowed = len(limits), [limit for limit in limits if limit is not None]
-        if len(allowed) < sequences or sequences > self._disable_above or not any(allowed):
-            return []
-        larger = [size for size in row_sizes(max_rows) if size > sequences]
-        # The smallest that holds all, and those below.
-        return larger[: 1 + sum(size < sequences + sum(allowed) for size in larger)]
-
     def _tried(self, sizes: SequenceOf[int], sequences: int, kind: Kind, waits: float) -> int:
         """What makes most, or at times another, for else nobody would know what that takes by now."""
         if self._was_alone and kind is not Kind.ALONE:
@@ -222,8 +232,12 @@ class RowPolicy:
 
     def _rate(self, sequences: int, rows: int, kind: Kind, waits: float) -> float:
         """Tokens of a sequence a second, in passes of so many rows, 0 for plain ones, that wait so long."""
-        tokens = self._seen[kind].tokens(max(0, rows - sequences) / sequences)
+        tokens = self._tokens(sequences, rows, kind)
         return tokens / (self._expected_seconds(sequences, rows, kind) + (waits if rows else 0.0))
+
+    def _tokens(self, sequences: int, rows: int, kind: Kind) -> float:
+        """Of each sequence, in a pass of so many rows of theirs."""
+        return self._seen[kind].tokens(max(0, rows - sequences) / sequences)
 
     def _expected_seconds(self, sequences: int, rows: int, kind: Kind) -> float:
         """As measured, or by what rows cost beside those of a size that was."""
@@ -233,6 +247,14 @@ class RowPolicy:
             return measured
         plain = self.seconds(sequences, 0, kind) or self._cost(sequences)
         return plain * self._cost(max(sequences, rows)) / self._cost(sequences)
+
+
+def _sizes(limits: SequenceOf[int], read_rows: int, max_rows: int) -> list[int]:
+    """Rows of all that a pass may have, of which so many are read, and those of its roots are others."""
+    held = read_rows + len(limits)
+    larger = [size for size in row_sizes(max_rows) if size > held]
+    # The smallest that holds all, and those below.
+    return larger[: 1 + sum(size < held + sum(limits) for size in larger)]
 
 
 def pooled(prospects: SequenceOf[SequenceOf[float]]) -> SequenceOf[float]:

@@ -1,0 +1,94 @@
+"""Sequences are drafted for in steps that read others' prompts, and say what they would have said alone."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+from engine_harness import ScriptedDraft, engine_config, knowing_tree, make_runner, plain, request
+from transformers import PreTrainedModel
+
+from outrider.sampling import SamplingParams
+from target_service.core.sequence import SequenceFinished, SequenceRequest, StepStats, Verdict
+from target_service.engine.loop import EngineLoop
+from target_service.execution.device_executor import DeviceSteps
+from target_service.execution.multi_step import Stride
+
+RUNNING = 4
+
+
+class Watching:
+    """Keeps what every step was. See `EngineObserver`."""
+
+    def __init__(self) -> None:
+        self.steps: list[StepStats] = []
+
+    def on_step(self, stats: StepStats) -> None:
+        self.steps.append(stats)
+
+    def on_finished(self, *_: object) -> None:
+        """Nothing is to be noted."""
+
+    def on_speculation(self, active: bool) -> None:
+        """Nothing is to be noted."""
+
+
+def asked(temperature: float) -> list[SequenceRequest]:
+    """Prompts of 10 to 90 tokens, which are read in chunks of 16."""
+    dice = random.Random(3)
+    return [
+        request(
+            [dice.randrange(90) for _ in range(length)],
+            20 + 3 * place,
+            sampling=SamplingParams(temperature=temperature, seed=place, ignore_eos=True),
+        )
+        for place, length in enumerate((10, 90, 40, 17, 64, 33, 80, 12))
+    ]
+
+
+def run(
+    model: PreTrainedModel, wanted: Sequence[SequenceRequest], truths: Sequence[tuple[int, ...]], passes: int
+) -> tuple[list[tuple[int, ...]], list[StepStats], int]:
+    """What each said, every step, and how many drafted tokens they accepted."""
+    runner, watching = make_runner(model), Watching()
+    runner.keep_tokens(RUNNING, 7)
+    config = engine_config(max_running=RUNNING, prefill_chunk=16)
+    steps = DeviceSteps(runner, max_sequences=RUNNING, max_rows=256)
+    loop = EngineLoop(runner, config, steps=steps, observer=watching, stride=Stride(passes))
+    whole = [(*one.token_ids, *truth) for one, truth in zip(wanted, truths, strict=True)]
+    loop.drafting.attach(ScriptedDraft(loop.drafting, knowing_tree(whole, runner.vocabulary_size, 12, right=0.8)))
+    loop.drafting.listen()
+    for number, one in enumerate(wanted):
+        loop.add(loop.make(number, one))
+    said: list[list[int]] = [[] for _ in wanted]
+    accepted = 0
+    while loop.live:
+        for event in loop.step() or ():
+            if isinstance(event, Verdict):
+                said[event.sequence_id] += event.token_ids
+            elif isinstance(event, SequenceFinished):
+                accepted += event.totals.accepted_tokens
+        runner.cache.check_integrity(live.sequence.pages for live in loop.live.values())
+    return [tuple(one) for one in said], watching.steps, accepted
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("passes", [1, 4])
+def test_rows_are_drafted_beside_prompts(tiny_model: PreTrainedModel, temperature: float, passes: int) -> None:
+    wanted = asked(temperature)
+    truths = [plain(tiny_model, one) for one in wanted]
+    said, steps, accepted = run(tiny_model, wanted, truths, passes)
+    assert said == truths
+    beside = [one for one in steps if one.prefill_rows and one.chosen_rows]
+    reading = [one for one in steps if one.prefill_rows]
+    # The first prompts are read together, with nobody to draft for.
+    assert len(beside) > 0.5 * len(reading) > 3
+    gained = sum(one.chosen_accepted for one in beside)
+    assert gained > len(beside)
+    # Nothing is counted twice or lost: each committed token is a drafted one or a pass's own.
+    assert sum(one.accepted_tokens for one in steps) == accepted
+    assert sum(one.committed_tokens for one in steps) == sum(map(len, truths))
+    for one in beside:
+        assert one.committed_tokens <= one.committed_sequences + one.accepted_tokens
+        assert one.chosen_rows + one.prefill_rows + one.committed_sequences <= 256
