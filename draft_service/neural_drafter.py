@@ -20,7 +20,6 @@ from draft_service.neural.network import Network
 from draft_service.neural.tree_drafting import CacheEntry, TreeDrafting, Wanted
 from outrider.devices import check_device
 from outrider.runtime import in_passing_thread
-from outrider.sampling import VerificationMode
 from outrider.tree import TokenTree
 
 
@@ -29,7 +28,6 @@ class NeuralDrafter(Drafter, ABC):
 
     # Position of the root's children in the network's count, less the sequence's length.
     children_at: ClassVar[int] = 0
-    first_prompts: ClassVar[Sequence[int]] = ()
 
     def __init__(self, config: NeuralConfig, vocabulary_size: int, max_context: int) -> None:
         """Raises `SettingsError` for a device that is not there."""
@@ -114,9 +112,8 @@ class NeuralDrafter(Drafter, ABC):
             self._rows = self._full = 0
 
     def _warm_up(self) -> None:
-        """Draft once for throw-away sequences, of which one for each of `first_prompts` has so many rows to read."""
-        prompts = [(VerificationMode.GREEDY, 1, rows) for rows in self.first_prompts]
-        for mode, count, rows in prompts + [(*batch, 1) for batch in first_batches(self.drafting, self._neural)]:
+        """Draft once for throw-away sequences."""
+        for mode, count, rows in first_batches(self.drafting, self._neural):
             tokens = [0] * (rows + 1)
             sequences = [DraftSequence(i, [*tokens], 1, self.vocabulary_size, mode=mode) for i in range(count)]
             for sequence in sequences:

@@ -23,7 +23,6 @@ from draft_service.eagle.fused_head import MAX_ROWS, fused
 from draft_service.eagle.head import EagleHead
 from draft_service.eagle.head_config import HeadConfig
 from draft_service.neural.cuda_graphs.attention import StaticAttend
-from draft_service.neural.cuda_graphs.drafting import FIRST_PROMPTS
 from draft_service.neural.devices import launching_on
 from draft_service.neural.network import Network, RowOutput
 from draft_service.neural.tail_attention import Attend
@@ -61,7 +60,6 @@ class HeadDrafter(NeuralDrafter):
 
     # Entry i is of token i + 1.
     children_at = -1
-    first_prompts = FIRST_PROMPTS
 
     def __init__(
         self, config: HeadDrafterConfig, shape: HeadConfig, features: FeatureRequest, head: EagleHead | None

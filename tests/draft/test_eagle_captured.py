@@ -111,6 +111,36 @@ def test_static_passes_draft_the_same_trees(count: int, kind: dict[str, object])
     assert any(not size.certain for size in drafting._passes) == (count > 2)
 
 
+@pytest.mark.parametrize("beside", [0, 2], ids=["alone", "beside others"])
+@pytest.mark.parametrize("length", [8, 9, 64, 65, 256, 257, 700])
+def test_prompts_are_read_in_pieces_of_captured_sizes(length: int, beside: int) -> None:
+    """The trees behind them, and the next ones, are those of a head that has read all at once."""
+    head = make_head()
+    drafters = [make_drafter(head), static_drafter(head)]
+    known = [states_of(head, length + 20, i) for i in range(1 + beside)]
+    followed = [
+        [opened(drafter, sequence_of(text(9, i)), known[i]) for i in range(1, 1 + beside)] for drafter in drafters
+    ]
+    for drafter, others in zip(drafters, followed, strict=True):
+        drafter.propose(others)
+        for i, other in enumerate(others, 1):
+            other.token_ids.extend(text(2, i))
+            feed(other, known[i][8:10], 8)
+        # Its features are one fewer than its tokens.
+        others.insert(0, opened(drafter, sequence_of(text(length + 1)), known[0]))
+    for step in range(2):
+        expected, found = (drafter.propose(own) for drafter, own in zip(drafters, followed, strict=True))
+        for one, other in zip(expected, found, strict=True):
+            assert one.drafted
+            same_tree(other, one)
+        for own in followed:
+            own[0].token_ids.extend(text(3, step))
+            feed(own[0], known[0][length + 3 * step : length + 3 * step + 3], length + 3 * step)
+    drafting = drafters[1]._drafting
+    assert isinstance(drafting, StaticDrafting)
+    assert max(size.tail for size in drafting._passes if size.sequences == 1) <= 256
+
+
 @pytest.mark.parametrize("mode", [GREEDY, COUPLED], ids=lambda mode: mode.value)
 @pytest.mark.parametrize("page_size", [4, 16])
 @pytest.mark.parametrize("steps", [1, 2, 3, 6])

@@ -2,8 +2,9 @@
 
 A graph reads from tensors that stay where they are, and there is one per kind of work and power of two of sequences.
 Trees grow on the device as a whole (`tree_pass`); only those of REJECTION requests, which carry distributions in
-integers, grow a level at a time, as all do without graphs, in captured passes. A prompt's rows, which are many, are
-read eagerly.
+integers, grow a level at a time, as all do without graphs, in captured passes. A prompt is read in pieces of a captured
+size, one prompt after the other: read eagerly it would keep the host, and everybody's trees, for as many launches as a
+head has kernels.
 """
 
 from __future__ import annotations
@@ -29,9 +30,10 @@ from outrider.tree import TokenTree
 
 # Rows of one sequence that a captured pass over committed tokens has room for, on average.
 _COMMITTED = 8
-# Rows of prompts that are read once before the first request: a kernel is compiled for each of these sizes, and one for
-# all that are larger.
-FIRST_PROMPTS = (16, 32, 64, 200)
+# Rows of the captured passes that prompts are read in; the last piece of a prompt is padded to either. Reasoned, not
+# measured: up to the first a pass takes as long as one of a few rows, and up to the second not much longer than reading
+# the weights, on a GPU that computes some 200 operations for each byte that it reads.
+PROMPT_ROWS = (64, 256)
 
 Output = TypeVar("Output")
 
@@ -199,17 +201,16 @@ class CapturedDrafting(TreeDrafting):
             size = PassSize(sequences, sequences * _COMMITTED, sequences * _COMMITTED)
             self._replay(size, parts, tokens, carried, positions)
             return
-        if len(parts) == 1:
-            # Eagerly: passes without parents are never captured by `_read`.
-            super()._commit(parts, tokens, carried, positions)
-            return
-        # A prompt comes with what others have committed. One by one, since a kernel would be compiled for each number
-        # of sequences that are read eagerly, with all their trees waiting for seconds.
-        end = 0
+        # A prompt comes, maybe with what others have committed.
+        end, most = 0, PROMPT_ROWS[-1]
         for part in parts:
-            begin, end = end, end + part.rows
-            own = None if carried is None else carried[begin:end]
-            self._commit([part], tokens[begin:end], own, positions[begin:end])
+            first, end = end, end + part.rows
+            for begin in range(first, end, most):
+                stop = min(end, begin + most)
+                piece = TailPart(part.pages, part.prefix + begin - first, stop - begin, stop - begin)
+                rows = next(rows for rows in (_COMMITTED, *PROMPT_ROWS) if rows >= stop - begin)
+                own = None if carried is None else carried[begin:stop]
+                self._replay(PassSize(1, rows, rows), [piece], tokens[begin:stop], own, positions[begin:stop])
 
     def _read(
         self, parts: Sequence[TailPart], tokens: list[int], carried: Tensor | None, positions: list[int]
@@ -270,15 +271,17 @@ def drafting_on(network: Network, config: NeuralConfig) -> TreeDrafting:
     return (CapturedDrafting if captured else TreeDrafting)(network, config.tree, config.cache)
 
 
-def first_batches(drafting: TreeDrafting, config: NeuralConfig) -> Iterator[tuple[VerificationMode, int]]:
-    """Modes, and numbers of sequences of that mode, that are drafted for once before the first request, so that none
-    waits for compiling and capturing."""
-    for mode in LOSSLESS_MODES:
-        yield mode, 1
-    if isinstance(drafting, CapturedDrafting):
+def first_batches(drafting: TreeDrafting, config: NeuralConfig) -> Iterator[tuple[VerificationMode, int, int]]:
+    """Modes, numbers of sequences of that mode, and rows that each has to read, that are drafted for once before the
+    first request, so that none waits for compiling and capturing."""
+    captured = isinstance(drafting, CapturedDrafting)
+    if captured:
+        yield from ((VerificationMode.GREEDY, 1, rows) for rows in PROMPT_ROWS)
+    yield from ((mode, 1, 1) for mode in LOSSLESS_MODES)
+    if captured:
         # Trees of REJECTION requests take other graphs for each number, and are rare.
         for mode in (VerificationMode.GREEDY, VerificationMode.COUPLED):
-            yield from ((mode, 1 << power) for power in range(1, config.captured_sequences.bit_length()))
+            yield from ((mode, 1 << power, 1) for power in range(1, config.captured_sequences.bit_length()))
 
 
 def _power_of_two(count: int) -> int:
