@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from draft_service.eagle.deepseek_layers import Router
-from draft_service.eagle.head_config import HeadRefused
+from draft_service.heads.facts import HeadRefused
 from draft_service.mtp.checkpoint import load_mtp, read_mtp_config
 from draft_service.mtp.config import MtpConfig
 from draft_service.mtp.drafter import MtpDrafter

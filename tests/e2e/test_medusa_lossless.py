@@ -112,7 +112,9 @@ def test_chunks_preemption_and_short_types_do_not_matter(
 def test_heads_that_know_nothing_do_not_matter(
     teacher: PreTrainedModel, tiny_model: PreTrainedModel, sampling: SamplingParams
 ) -> None:
-    untaught = make_heads(hidden_size=HIDDEN, vocab_size=VOCABULARY, draft_vocab_size=VOCABULARY, target_layers=LAYERS)
+    untaught = make_heads(
+        target_hidden_size=HIDDEN, vocab_size=VOCABULARY, draft_vocab_size=VOCABULARY, target_layers=LAYERS
+    )
     wanted = [request_of(prompt, sampling) for prompt in prompts()]
     outcomes = run(make_runner(tiny_model), wanted, connect=drafting(untaught, []), stagger=2)
     assert [outcome.token_ids for outcome in outcomes] == [plain(teacher, one) for one in wanted]
