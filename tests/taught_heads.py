@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Sequence
 from typing import Any
@@ -67,8 +68,10 @@ def new_head(teacher: PreTrainedModel, kind: str) -> EagleHead:
     return made
 
 
+@functools.cache
 def taught_head(teacher: PreTrainedModel, kind: str, max_tokens: int = MAX_TOKENS, steps: int = 90) -> EagleHead:
-    """A head that has seen what the teacher says to every prompt in every way of sampling."""
+    """A head that has seen what the teacher says to every prompt in every way of sampling. Made once for all tests of a
+    process, none of which changes it."""
     made = new_head(teacher, kind)
     texts = []
     for sampling in SAMPLINGS.values():
