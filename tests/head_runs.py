@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -10,6 +9,7 @@ from typing import TypeVar
 
 from draft_process import Service
 from engine_harness import Connect, Outcome, engine_config, make_runner, plain, run
+from once import once
 from taught_heads import SAMPLINGS, VOCABULARY, prompts, request_of
 from transformers import PreTrainedModel
 
@@ -26,7 +26,7 @@ OPTIONS = LinkOptions(min_backoff=0.01, max_backoff=0.1, connect_timeout=0.5)
 Made = TypeVar("Made", bound=Drafter)
 
 
-@functools.cache
+@once
 def _plain(teacher: PreTrainedModel, wanted: SequenceRequest) -> tuple[int, ...]:
     return plain(teacher, wanted)
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
 from engine_harness import Outcome
+from once import once
 from scipy import stats
 from transformers import PreTrainedModel
 
@@ -21,7 +21,7 @@ VOCABULARY, LENGTH, PROMPT, SAMPLES = 7, 3, (1, 4, 2), 1200
 _LEAST = 1e-6
 
 
-@functools.cache
+@once
 @torch.inference_mode()
 def distribution(model: PreTrainedModel, sampling: SamplingParams) -> Mapping[tuple[int, ...], float]:
     """The probability of every output of LENGTH tokens."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import random
 from collections.abc import Sequence
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 from conftest import TINY
 from engine_harness import plain, request
 from hidden_states import states_of
+from once import once
 from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel
@@ -68,7 +68,7 @@ def new_head(teacher: PreTrainedModel, kind: str) -> EagleHead:
     return made
 
 
-@functools.cache
+@once
 def taught_head(teacher: PreTrainedModel, kind: str, max_tokens: int = MAX_TOKENS, steps: int = 90) -> EagleHead:
     """A head that has seen what the teacher says to every prompt in every way of sampling. Made once for all tests of a
     process, none of which changes it."""
