@@ -48,9 +48,9 @@ from benchmarks.running_ahead.walk import NOWHERE, Chain, Table, Tally, Way, mer
 from benchmarks.shared.machine import describe
 from benchmarks.shared.report import parser_of, write_json
 from benchmarks.shared.workload import folder_of
+from draft_service.checkpoints.target import TargetCheckpoint
 from draft_service.eagle.checkpoint import load_head
 from draft_service.eagle.head import EagleHead
-from draft_service.heads.target_checkpoint import TargetCheckpoint
 from outrider.heads import head_source
 
 USUAL, SHALLOW = TreeShape(12, 16, 8, 239), TreeShape(3, 16, 8, 63)

@@ -36,8 +36,8 @@ from outrider.runtime import prepare_grpc, run
 # Before anything imports gRPC, as in the services.
 prepare_grpc()
 
+from outrider.machine import describe_commit, describe_machine, describe_versions  # noqa: E402
 from outrider.sampling import SamplingParams  # noqa: E402
-from outrider_client.bench.machine import describe_commit, describe_machine, describe_versions  # noqa: E402
 from outrider_client.client import Client  # noqa: E402
 
 MODEL = "counter"

@@ -22,9 +22,9 @@ from pathlib import Path
 from statistics import median, quantiles
 
 from benchmarks.shared.report import parser_of, write_json
+from outrider.machine import describe_commit, describe_machine, describe_versions
 from outrider.sampling import SamplingParams
 from outrider_client import Client, Result
-from outrider_client.bench.machine import describe_commit, describe_machine, describe_versions
 from outrider_client.local.stack import Stack, private_directory, wait_for_drafter
 
 CASES = Path(__file__).parents[1] / "edits.jsonl"

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from draft_service.checkpoints.facts import HeadRefused, check_fits
+from draft_service.checkpoints.files import fill, write_folder
+from draft_service.checkpoints.target import TargetCheckpoint
+from draft_service.checkpoints.vocabulary import ids_of, restrict, tensors_of
+from draft_service.checkpoints.weights import Weights
 from draft_service.eagle.head import EagleHead
 from draft_service.eagle.head_config import HeadConfig
 from draft_service.eagle.layouts import head_config, module_name, neutral_name, published_config, published_name
-from draft_service.heads.facts import HeadRefused, check_fits
-from draft_service.heads.files import fill, write_folder
-from draft_service.heads.target_checkpoint import TargetCheckpoint
-from draft_service.heads.vocabulary import ids_of, restrict, tensors_of
-from draft_service.heads.weights import Weights
 from outrider.heads import weight_fingerprint
 
 _EMBEDDING = "embed_tokens.weight"

@@ -10,10 +10,11 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
+from draft_service.checkpoints.vocabulary import check_token_ids
 from draft_service.eagle.deepseek_layers import DeepseekLayer
 from draft_service.eagle.head_config import HeadConfig
-from draft_service.eagle.layers import Attend, FusedLayer, Layer, Rotary
-from draft_service.heads.vocabulary import check_token_ids
+from draft_service.eagle.layers import FusedLayer, Layer, Rotary
+from draft_service.neural.tail_attention import Attend
 
 
 class Projection(nn.Module):

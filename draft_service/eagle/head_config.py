@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from draft_service.heads.facts import HeadRefused, HeadShape
+from draft_service.checkpoints.facts import HeadRefused, HeadShape
 
 HeadKind = Literal["eagle", "eagle3", "mtp"]
 

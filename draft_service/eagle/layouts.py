@@ -19,9 +19,9 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from draft_service.checkpoints.facts import HeadRefused, architectures_of, number_of
 from draft_service.eagle.head_config import HeadConfig
 from draft_service.eagle.layers import rope_of
-from draft_service.heads.facts import HeadRefused, architectures_of, number_of
 
 Shapes = Mapping[str, tuple[int, ...]]
 _RENAMED = (

@@ -7,7 +7,7 @@
 - vLLM: `blocks.{head}.layers.{layer}.weight`, often without bias, `lm_heads.{head}.weight`, and `token_map` [V'] for a
   vocabulary that was reduced.
 
-What is saved says which tokens it can say as EAGLE heads do (`draft_service.heads.vocabulary`).
+What is saved says which tokens it can say as EAGLE heads do (`draft_service.checkpoints.vocabulary`).
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draft_service.heads.facts import HeadRefused, architectures_of, check_fits
-from draft_service.heads.files import fill, write_folder
-from draft_service.heads.target_checkpoint import TargetCheckpoint
-from draft_service.heads.vocabulary import ids_of, restrict, tensors_of
-from draft_service.heads.weights import Weights
+from draft_service.checkpoints.facts import HeadRefused, architectures_of, check_fits
+from draft_service.checkpoints.files import fill, write_folder
+from draft_service.checkpoints.target import TargetCheckpoint
+from draft_service.checkpoints.vocabulary import ids_of, restrict, tensors_of
+from draft_service.checkpoints.weights import Weights
 from draft_service.medusa.head import MedusaHead, MedusaShape
 
 # Heads by themselves, before the target's checkpoint that may lie beside them.

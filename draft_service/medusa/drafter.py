@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from draft_service.checkpoints.facts import HeadRefused
+from draft_service.checkpoints.target import TargetCheckpoint
 from draft_service.drafters.base import DrafterSpec, DraftSequence
 from draft_service.drafters.hidden_states import FeatureWindow, check_features, window_of
-from draft_service.heads.facts import HeadRefused
-from draft_service.heads.target_checkpoint import TargetCheckpoint
 from draft_service.medusa.checkpoint import load_heads, read_shape
 from draft_service.medusa.config import MedusaConfig
 from draft_service.medusa.drafting import MedusaDrafting

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from draft_service.heads.facts import HeadRefused, HeadShape
-from draft_service.heads.vocabulary import check_token_ids
+from draft_service.checkpoints.facts import HeadRefused, HeadShape
+from draft_service.checkpoints.vocabulary import check_token_ids
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import torch
 
+from draft_service.checkpoints.target import TargetCheckpoint
+from draft_service.checkpoints.weights import Weights
 from draft_service.eagle.checkpoint import make_head
 from draft_service.eagle.deepseek_layers import Router
 from draft_service.eagle.head import EagleHead
 from draft_service.eagle.head_config import HeadConfig
-from draft_service.heads.target_checkpoint import TargetCheckpoint
-from draft_service.heads.weights import Weights
 from draft_service.mtp.layouts import MtpLayout, mtp_config, mtp_layout, mtp_names
 
 

@@ -18,10 +18,10 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from draft_service.checkpoints.facts import HeadRefused, number_of
 from draft_service.eagle.head_config import ExpertShape, HeadConfig, LatentShape
 from draft_service.eagle.layers import rope_of
 from draft_service.eagle.layouts import Shapes, layer_settings
-from draft_service.heads.facts import HeadRefused, number_of
 
 _LAYER = "layers.0."
 

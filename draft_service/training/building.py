@@ -12,12 +12,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from draft_service.checkpoints.facts import same_tokenizer
+from draft_service.checkpoints.target import TargetCheckpoint
 from draft_service.eagle.checkpoint import load_head, save_head
 from draft_service.eagle.head import EagleHead
 from draft_service.eagle.head_config import HeadConfig
 from draft_service.eagle.layers import Layer
-from draft_service.heads.facts import same_tokenizer
-from draft_service.heads.target_checkpoint import TargetCheckpoint
 from draft_service.medusa.beginning import new_heads
 from draft_service.medusa.checkpoint import load_heads, save_heads
 from draft_service.medusa.head import MedusaHead, MedusaShape

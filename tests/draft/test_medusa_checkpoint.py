@@ -13,9 +13,9 @@ from medusa_heads import DRAFT, HEADS, VOCABULARY, WIDTH, make_heads, plain_logi
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from draft_service.checkpoints.facts import HeadRefused
+from draft_service.checkpoints.target import TargetCheckpoint
 from draft_service.eagle.checkpoint import save_head
-from draft_service.heads.facts import HeadRefused
-from draft_service.heads.target_checkpoint import TargetCheckpoint
 from draft_service.medusa.checkpoint import load_heads, read_shape, save_heads
 from draft_service.medusa.config import MedusaConfig
 from draft_service.medusa.drafter import MedusaDrafter

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from outrider.addresses import address_problem
+from outrider.machine import describe_commit, describe_machine, describe_versions
 from outrider.ports import free_port
 from outrider.settings import SettingsError
 from outrider_client.bench.backends import Backend, TargetBackend, TransformersBackend
-from outrider_client.bench.machine import describe_commit, describe_machine, describe_versions
 from outrider_client.bench.profile import StepProfile
 from outrider_client.bench.prompts import load_prompts
 from outrider_client.bench.report import SCHEMA, cells

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from draft_service.heads.facts import HeadRefused
+from draft_service.checkpoints.facts import HeadRefused
 
 _WEIGHTS = "model.safetensors"
 _PICKLED = (".bin", ".pt")

@@ -19,6 +19,6 @@ class HeadSettings(Settings):
     def read_token_map(self) -> tuple[int, ...] | None:
         """The ids of `token_map`; None without one. Raises `HeadRefused` for what is no token map."""
         # Here, since it takes PyTorch.
-        from draft_service.heads.vocabulary import read_token_map
+        from draft_service.checkpoints.vocabulary import read_token_map
 
         return read_token_map(self.token_map) if self.token_map else None

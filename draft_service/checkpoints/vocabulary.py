@@ -15,7 +15,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from draft_service.heads.facts import HeadRefused, HeadShape
+from draft_service.checkpoints.facts import HeadRefused, HeadShape
 
 Shape = TypeVar("Shape", bound=HeadShape)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from draft_service.heads.facts import HeadRefused
+from draft_service.checkpoints.facts import HeadRefused
 
 RECORD = "training.json"
 
