@@ -146,7 +146,7 @@ class VerifySession(AsyncClosing):
             return await answer
         finally:
             del self._waiting[key]
-            # The reader may have failed it while the write failed too; asyncio wants every exception looked at.
+            # The reader may have failed it while the write failed too; asyncio logs exceptions that are not looked at.
             if answer.done() and not answer.cancelled():
                 answer.exception()
 
@@ -155,7 +155,7 @@ class VerifySession(AsyncClosing):
             async with self._writing:
                 await self._call.write(frame)
         except (grpc.RpcError, asyncio.InvalidStateError):
-            # The reader knows why the call ended; a write to an ended call does not.
+            # The reader has the reason why the call ended; a write to an ended call has not.
             await asyncio.wait({self._reader})
             raise self._failure or ServiceUnreachable(self._address, "the stream has ended") from None
 

@@ -1,4 +1,5 @@
-"""Which of the target's tokens a head can say: a head may know fewer of them, and may be told to say fewer still.
+"""Which of the target's tokens a head can draft: a head may have rows for fewer of them, and settings may allow fewer
+still.
 
 In a checkpoint `d2t` holds offsets, so that draft id i stands for i + d2t[i], and `t2d` [vocab_size] marks the tokens
 that can be said.
@@ -83,7 +84,7 @@ def restrict(
         tensors: weights, of which the `lm_heads` that are there are cut in place.
 
     Raises:
-        HeadRefused: it knows none of them.
+        HeadRefused: it can say none of them.
     """
     if token_map is None:
         return shape, token_ids

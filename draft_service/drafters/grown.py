@@ -183,7 +183,7 @@ def in_order(
 
 
 def warm_up(drafter: ArrayDrafter, sequences: Sequence[DraftSequence]) -> None:
-    """Draft and pack trees that nobody wants, of sequences of one mode, so that all that this takes is compiled."""
+    """Draft and pack trees that are thrown away, of sequences of one mode, so that all that this takes is compiled."""
     if any(sequence.mode is VerificationMode.REJECTION for sequence in sequences):
         drafter.propose(sequences)
     else:

@@ -1,4 +1,4 @@
-"""Several drafters for the same sequence, their trees merged: which one knows best changes from text to text.
+"""Several drafters for the same sequence, their trees merged: which one is best changes from text to text.
 
 GREEDY and COUPLED take any tree, so the trees are joined: a child that several drafters propose is one node with the
 highest of their scores, and of all nodes the likeliest are kept. REJECTION does not: a node must have been drawn from

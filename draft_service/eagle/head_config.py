@@ -84,7 +84,7 @@ class HeadConfig(HeadShape):
         input_norm: an EAGLE-1 head whose first layer has an input_layernorm; published ones have none.
         fc_bias, qkv_bias, o_bias, mlp_bias, qk_norm: which optional weights there are.
         latent, experts: of an MTP module whose layer has latent attention, or a mixture of experts.
-        tied_lm_head: an EAGLE-1 or EAGLE-2 head, or an EAGLE-3 head without its own: it speaks through the target's.
+        tied_lm_head: an EAGLE-1 or EAGLE-2 head, or an EAGLE-3 head without its own: its logits come from the target's.
     """
 
     kind: HeadKind

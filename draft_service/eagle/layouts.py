@@ -9,7 +9,7 @@
   `eagle_aux_hidden_state_layer_ids` counting the inputs of layers, so one more; EAGLE-1 with `fusion_fc` and
   `transformer.*`.
 
-Which kind it is, and which optional weights it has, is told by the weights and not by the configuration, which
+Which kind it is, and which optional weights it has, follows from the weights and not from the configuration, which
 published heads often leave incomplete.
 """
 
@@ -98,7 +98,7 @@ def layer_settings(config: Mapping[str, Any], shapes: Shapes) -> dict[str, Any]:
     """What the layer of a head has of Llama's, as arguments of `HeadConfig`.
 
     Args:
-        config: the entries of a config.json that speak of the layer.
+        config: the entries of a config.json about the layer.
         shapes: shape of every weight, by neutral name.
 
     Raises:

@@ -213,7 +213,7 @@ def saying(head: EagleHead, tokens: NDArray[np.int64] | None, target_lm_head: Te
         target_lm_head: [vocab_size, target_hidden_size].
 
     Raises:
-        SettingsError: it speaks through the target's lm_head, or is of another width.
+        SettingsError: its lm_head is the target's, or is of another width.
     """
     if head.config.tied_lm_head or head.config.hidden_size != head.config.target_hidden_size:
         raise SettingsError("--new-vocabulary takes a head of the target's width with an lm_head of its own")

@@ -93,7 +93,7 @@ class Session:
     """The backends of a plan. Leaving the `async with` block ends what was started for it."""
 
     def __init__(self, options: BenchOptions, reach: ClientOptions, note: Note) -> None:
-        """`note` hears what is being waited for."""
+        """`note` gets what is being waited for."""
         self._options = options
         self._reach = reach
         self._note = note

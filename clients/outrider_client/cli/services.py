@@ -30,7 +30,7 @@ _COLOURS = {"target": "cyan", "draft": "magenta", "gateway": "green", "outrider"
 
 def _up(arguments: argparse.Namespace) -> int:
     up = options(UpOptions, "up", arguments)
-    # How to ask a target for its health that wants a token or speaks TLS.
+    # For health checks of a target that asks for a token or uses TLS.
     reach = options(ClientOptions, "client", arguments)
     if not 0 < up.port < 65536:
         raise SettingsError("--port must be in 1..65535")
