@@ -1,4 +1,4 @@
-"""`python -m draft_service`: serve drafts until told to stop."""
+"""`python -m draft_service`: serve drafts until SIGTERM or SIGINT."""
 
 from __future__ import annotations
 

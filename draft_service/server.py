@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
@@ -40,6 +40,7 @@ SERVICE_NAME: str = draft_pb2.DESCRIPTOR.services_by_name["DraftService"].full_n
 MAX_CORPUS_TOKENS = 65536
 
 Result = TypeVar("Result")
+Part = TypeVar("Part", draft_pb2.SequenceAdvance, draft_pb2.SequenceFeatures)
 ProposeContext = grpc.aio.ServicerContext[draft_pb2.ProposeRequest, draft_pb2.ProposeResponse]
 
 
@@ -270,50 +271,50 @@ class _ProposeStream:
         return draft_pb2.ProposeResponse(opened=opened)
 
     def _advance(self, frame: draft_pb2.AdvanceSequences) -> list[draft_pb2.ProposeResponse]:
-        _check_count(len(frame.sequences), MAX_SEQUENCES_PER_FRAME, "advance.sequences")
-        failures: list[draft_pb2.ProposeResponse] = []
         session, trace, advanced, tokens = self._session, self._trace, 0, 0
-        unknown: list[int] = []
-        for i, pb in enumerate(frame.sequences):
-            try:
-                vocabulary_size = session.vocabulary_of(pb.sequence_id)
-                advance = advance_from_pb(pb, vocabulary_size, f"advance.sequences[{i}]")
-                session.advance(advance)
-            except UnknownSequence:
-                unknown.append(pb.sequence_id)
-                continue
-            # See `_open`.
-            except Exception as error:
-                failures.append(self._failed(pb.sequence_id, error))
-                continue
+
+        def take(pb: draft_pb2.SequenceAdvance, path: str) -> None:
+            nonlocal advanced, tokens
+            advance = advance_from_pb(pb, session.vocabulary_of(pb.sequence_id), path)
+            session.advance(advance)
             advanced, tokens = advanced + 1, tokens + len(advance.token_ids)
             if trace.follows:
                 trace.advanced(advance.sequence_id, len(advance.token_ids))
+
+        failures = self._take_parts(frame.sequences, take, "advance.sequences")
         self._note(self._observer.on_advanced, advanced, tokens)
-        return failures + self._unknown(unknown)
+        return failures
 
     def _features(self, frame: draft_pb2.SendFeatures) -> list[draft_pb2.ProposeResponse]:
-        _check_count(len(frame.sequences), MAX_SEQUENCES_PER_FRAME, "features.sequences")
+        def take(pb: draft_pb2.SequenceFeatures, path: str) -> None:
+            self._session.vocabulary_of(pb.sequence_id)
+            self._session.take_features(features_from_pb(pb, path))
+
+        failures = self._take_parts(frame.sequences, take, "features.sequences")
+        self._session.absorb(pb.sequence_id for pb in frame.sequences)
+        return failures
+
+    def _take_parts(
+        self, parts: Sequence[Part], take: Callable[[Part, str], None], path: str
+    ) -> list[draft_pb2.ProposeResponse]:
+        """Take each sequence's part of a frame, given the part and its field path; returns what failed. Of sequences
+        that are not open there is one status for all: the sender had one for each when it failed, or ended it, or never
+        opened it."""
+        _check_count(len(parts), MAX_SEQUENCES_PER_FRAME, path)
         failures: list[draft_pb2.ProposeResponse] = []
         unknown: list[int] = []
-        for i, pb in enumerate(frame.sequences):
+        for i, pb in enumerate(parts):
             try:
-                self._session.vocabulary_of(pb.sequence_id)
-                self._session.take_features(features_from_pb(pb, f"features.sequences[{i}]"))
+                take(pb, f"{path}[{i}]")
             except UnknownSequence:
                 unknown.append(pb.sequence_id)
             # See `_open`.
             except Exception as error:
                 failures.append(self._failed(pb.sequence_id, error))
-        self._session.absorb(pb.sequence_id for pb in frame.sequences)
-        return failures + self._unknown(unknown)
-
-    def _unknown(self, sequence_ids: list[int]) -> list[draft_pb2.ProposeResponse]:
-        """One status for all of a frame: whoever sent it was told of each when it failed, ended it, or made it up."""
-        if not sequence_ids:
-            return []
-        error = UnknownSequence("the sequence is not open on this stream", others=len(sequence_ids) - 1)
-        return [self._failed(sequence_ids[0], error)]
+        if unknown:
+            missing = UnknownSequence("the sequence is not open on this stream", others=len(unknown) - 1)
+            failures.append(self._failed(unknown[0], missing))
+        return failures
 
     def _failed(self, sequence_id: int, error: Exception) -> draft_pb2.ProposeResponse:
         """Say so; whatever failed, the sequence is closed then, on both sides. A bug is logged, and only called one."""

@@ -10,7 +10,6 @@ import functools
 import json
 import os
 import shutil
-import socket
 import subprocess
 import tempfile
 import threading
@@ -22,6 +21,8 @@ from contextlib import contextmanager, suppress
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+
+from outrider.ports import free_port
 
 ROOT = Path(__file__).parent.parent
 PROJECT = "outrider-test"
@@ -122,12 +123,6 @@ def wheels_over_http() -> Iterator[str]:
 class _QuietHandler(SimpleHTTPRequestHandler):
     def log_message(self, format: str, *args: object) -> None:
         """Test output is for tests."""
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class ComposeStack:

@@ -22,7 +22,7 @@ VOCABULARY, DRAFT, WIDTH, HEADS = 60, 40, 16, 4
 def make_heads(**changes: Any) -> MedusaHead:
     """Heads in fp32, equal for equal arguments; weights large enough for peaked distributions."""
     settings: dict[str, Any] = {
-        "hidden_size": WIDTH,
+        "target_hidden_size": WIDTH,
         "vocab_size": VOCABULARY,
         "draft_vocab_size": DRAFT,
         "num_heads": HEADS,
@@ -68,9 +68,9 @@ def plain_logits(weights: Mapping[str, Tensor], states: Tensor, num_heads: int, 
 
 def taught_heads(teacher: PreTrainedModel, max_tokens: int, steps: int = 150) -> MedusaHead:
     """Heads that have seen what the teacher says to every prompt in every way of sampling."""
-    shape = MedusaShape(HIDDEN, TAUGHT_VOCABULARY, TAUGHT_VOCABULARY, num_heads=3, target_layers=LAYERS)
+    sizes = {"vocab_size": TAUGHT_VOCABULARY, "draft_vocab_size": TAUGHT_VOCABULARY, "target_hidden_size": HIDDEN}
     torch.manual_seed(5)
-    heads = MedusaHead(shape)
+    heads = MedusaHead(MedusaShape(**sizes, num_heads=3, target_layers=LAYERS))
     texts: list[tuple[Sequence[int], Tensor]] = []
     for sampling in SAMPLINGS.values():
         for prompt in prompts():

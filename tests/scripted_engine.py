@@ -184,8 +184,10 @@ class ScriptedEngine:
             return []
         tree, live.tree = live.tree or TokenTree.root_only(live.token_ids[-1]), None
         accepted: list[int] = []
-        while (child := tree.child_with(accepted[-1] if accepted else 0, self._next(live, accepted))) is not None:
-            accepted.append(child)
+        children = tree.children[0]
+        while match := [child for child in children if tree.token_ids[child] == self._next(live, accepted)]:
+            accepted += match
+            children = tree.children[match[0]]
         tokens = [live.token_ids[-1] + 1 + i for i in range(len(accepted) + 1)]
         tokens = [token % VOCABULARY for token in tokens]
         finish = self._cut(live, tokens)

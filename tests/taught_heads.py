@@ -10,6 +10,7 @@ import torch
 from conftest import TINY
 from engine_harness import plain, request
 from hidden_states import states_of
+from once import once
 from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel
@@ -67,8 +68,10 @@ def new_head(teacher: PreTrainedModel, kind: str) -> EagleHead:
     return made
 
 
+@once
 def taught_head(teacher: PreTrainedModel, kind: str, max_tokens: int = MAX_TOKENS, steps: int = 90) -> EagleHead:
-    """A head that has seen what the teacher says to every prompt in every way of sampling."""
+    """A head that has seen what the teacher says to every prompt in every way of sampling. Made once for all tests of a
+    process, none of which changes it."""
     made = new_head(teacher, kind)
     texts = []
     for sampling in SAMPLINGS.values():

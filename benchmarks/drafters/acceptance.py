@@ -26,6 +26,7 @@ from typing import Any
 from benchmarks.drafters.acceptance_drafters import NAMES, TREE_NODES, DrafterSet
 from benchmarks.drafters.acceptance_run import Distribution, Talk, Tally
 from benchmarks.shared.machine import describe
+from benchmarks.shared.report import parser_of, settings_of, write_json
 from benchmarks.shared.workload import Conversation, folder_of, read_conversations
 from outrider.sampling import VerificationMode
 from target_service.assembly import engine_config, load_model
@@ -135,7 +136,7 @@ def tables(results: Sequence[dict[str, Any]]) -> str:
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--head", default="", help="folder of an EAGLE head; may be missing for the trie alone")
     parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument("--device", default="cpu")
@@ -153,7 +154,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--draft-device", default="", help="of the head; the target's when empty")
     parser.add_argument("--cuda-graphs", action="store_true", help="draft with captured passes")
     parser.add_argument("--target", default="{}", type=json.loads, help="more settings of the target, as JSON")
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--markdown", type=Path)
     options = parser.parse_args(arguments)
     if set(options.drafters) - set(NAMES):
@@ -181,10 +181,9 @@ def main() -> None:
     sys.stdout.write("\n" + written)
     if options.markdown is not None:
         options.markdown.write_text(written)
-    if options.json is not None:
-        settings = {name: value for name, value in vars(options).items() if name not in ("json", "markdown")}
-        document = {"machine": describe(), "settings": settings, "results": results}
-        options.json.write_text(json.dumps(document, indent=1) + "\n")
+    settings = settings_of(options)
+    document = {"machine": describe(), "settings": settings, "results": results}
+    write_json(options.json, document)
 
 
 if __name__ == "__main__":

@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 
 import torch
 
+from draft_service.checkpoints.target import TargetCheckpoint
 from draft_service.drafters.base import Drafter
 from draft_service.drafters.merged import MergedConfig, MergedDrafter
 from draft_service.eagle.checkpoint import load_head
 from draft_service.eagle.config import EagleConfig
 from draft_service.eagle.drafter import EagleDrafter
 from draft_service.eagle.head import EagleHead
-from draft_service.eagle.target_checkpoint import TargetCheckpoint
 from draft_service.ngram.config import TrieConfig
 from draft_service.ngram.drafter import NgramDrafter
 from outrider.heads import head_source

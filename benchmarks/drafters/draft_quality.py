@@ -8,7 +8,6 @@ prompt, proposes, and is told what a greedy target would have committed, step by
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import sys
@@ -18,6 +17,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from benchmarks.shared.report import parser_of, write_json
 from draft_service.drafters.base import DRAFTERS, Drafter, DraftSequence, create, drafter_spec
 from draft_service.ngram.drafter import NgramDrafter
 from outrider.settings import load as load_settings
@@ -154,14 +154,13 @@ def report(tallies: dict[str, Tally]) -> dict[str, dict[str, float]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = parser_of(__doc__)
     parser.add_argument("traces", type=Path, help="file of traces; benchmarks/drafters/make_traces.py writes one")
     parser.add_argument("--drafter", default="trie", choices=DRAFTERS)
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a setting of the drafter")
     parser.add_argument("--rows", default="8,16,32,pays", help="rows per step, or pays (default: 8,16,32,pays)")
     parser.add_argument("--slope", type=float, default=0.024, help="cost of one more row, in plain steps")
     parser.add_argument("--half", default="all", choices=("even", "odd", "all"), help="which traces of each task")
-    parser.add_argument("--json", type=Path, help="also write the figures here")
     arguments = parser.parse_args()
     spec = drafter_spec(arguments.drafter)
     environment = {}
@@ -178,8 +177,7 @@ def main() -> None:
         for task, line in figures[rows].items():
             numbers = "  ".join(f"{name} {value:g}" for name, value in line.items())
             sys.stdout.write(f"{rows:>5} rows  {task:<16} {numbers}\n")
-    if arguments.json:
-        arguments.json.write_text(json.dumps(figures, indent=2) + "\n")
+    write_json(arguments.json, figures)
 
 
 if __name__ == "__main__":

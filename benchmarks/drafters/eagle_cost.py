@@ -13,16 +13,15 @@ root:
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import torch
 
+from benchmarks.shared.report import parser_of, write_json
 from draft_service.drafters.base import DraftSequence
 from draft_service.eagle.config import EagleConfig
 from draft_service.eagle.drafter import EagleDrafter
@@ -33,11 +32,19 @@ from draft_service.neural.tree_drafting import Wanted
 from outrider.sampling import LOSSLESS_MODES, SamplingParams, VerificationMode
 from outrider.tree import TokenTree
 
+
+def _shape(layer: Sequence[int], vocabularies: tuple[int, int], feature_layers: tuple[int, int, int]) -> HeadConfig:
+    """`layer`: width, that of the MLP, heads, key heads, and their width. `vocabularies`: of target and draft."""
+    target, draft = vocabularies
+    own = dict(vocab_size=target, draft_vocab_size=draft, target_hidden_size=layer[0])
+    return HeadConfig("eagle3", *layer, num_features=3, feature_layers=feature_layers, **own)
+
+
 SHAPES = {
-    "smollm2-135m": HeadConfig("eagle3", 576, 1536, 9, 3, 64, 49152, 16384, 576, 1, 3, (1, 14, 26)),
-    "llama-8b": HeadConfig("eagle3", 4096, 14336, 32, 8, 128, 128256, 32000, 4096, 1, 3, (1, 15, 28)),
+    "smollm2-135m": _shape((576, 1536, 9, 3, 64), (49152, 16384), (1, 14, 26)),
+    "llama-8b": _shape((4096, 14336, 32, 8, 128), (128256, 32000), (1, 15, 28)),
     # For rehearsals.
-    "tiny": HeadConfig("eagle3", 64, 128, 4, 2, 16, 1000, 500, 64, 1, 3, (1, 2, 3)),
+    "tiny": _shape((64, 128, 4, 2, 16), (1000, 500), (1, 2, 3)),
 }
 # Steps, topk, nodes; the first is what a draft has by default.
 TREES = {
@@ -223,7 +230,7 @@ def line_of(figure: Figure) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16"))
     parser.add_argument("--shapes", default="smollm2-135m,llama-8b", help=f"of {', '.join(SHAPES)}")
@@ -231,7 +238,6 @@ def main() -> None:
     parser.add_argument("--modes", default="greedy,coupled", help="verification modes (default: greedy,coupled)")
     parser.add_argument("--trees", default="tree 12", help=f"of {', '.join(TREES)}")
     parser.add_argument("--threads", type=int, default=0, help="of PyTorch on a CPU; 0 leaves it to PyTorch")
-    parser.add_argument("--json", type=Path, help="also write the figures here")
     asked = parser.parse_args()
     if asked.threads:
         torch.set_num_threads(asked.threads)
@@ -247,8 +253,7 @@ def main() -> None:
                         figures.append(figure)
                         sys.stdout.write(line_of(figure) + "\n")
                         sys.stdout.flush()
-    if asked.json:
-        asked.json.write_text(json.dumps([asdict(figure) for figure in figures], indent=2) + "\n")
+    write_json(asked.json, [asdict(figure) for figure in figures])
 
 
 if __name__ == "__main__":

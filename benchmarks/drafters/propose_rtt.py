@@ -13,7 +13,6 @@ off.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import subprocess
 import sys
@@ -26,6 +25,7 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 
+from benchmarks.shared.report import parser_of, write_json
 from outrider.runtime import prepare_grpc, switch_threads_often
 
 # Before anything imports gRPC, as in the services.
@@ -171,14 +171,13 @@ def service(address: str, drafter: str) -> Iterator[int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--drafter", default="trie")
     parser.add_argument("--sequences", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--rounds", type=int, default=3000)
     parser.add_argument("--transports", nargs="+", default=["unix", "tcp", "inprocess"])
     parser.add_argument("--step-ms", type=float, default=1.0)
     parser.add_argument("--busy-ms", type=float, default=0.0)
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
@@ -192,9 +191,8 @@ def main() -> None:
             for sequences in options.sequences:
                 rows.append(run_one(transport, address, sequences, options))
                 sys.stdout.write(f"{rows[-1]}\n")
-    if options.json:
-        result = {"grpcio": version("grpcio"), "drafter": options.drafter, "rows": [asdict(row) for row in rows]}
-        options.json.write_text(json.dumps(result, indent=2) + "\n")
+    result = {"grpcio": version("grpcio"), "drafter": options.drafter, "rows": [asdict(row) for row in rows]}
+    write_json(options.json, result)
 
 
 def run_one(transport: str, address: str, sequences: int, options: argparse.Namespace) -> Row:

@@ -8,7 +8,6 @@ Drafts are timed as the drafter makes them, one call from Python each, at random
 
 from __future__ import annotations
 
-import argparse
 import json
 import platform
 import re
@@ -23,6 +22,7 @@ from pathlib import Path
 import numba
 import numpy as np
 
+from benchmarks.shared.report import parser_of, write_json
 from draft_service.ngram.config import TrieConfig
 from draft_service.ngram.growth import Shape, grow
 from draft_service.ngram.prediction import UNIT
@@ -82,12 +82,11 @@ def time_drafts(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--tokens", type=int, default=600_000, help="tokens inserted (default: 600000)")
     parser.add_argument("--drafts", type=int, default=20_000, help="drafts timed (default: 20000)")
     parser.add_argument("--runs", type=int, default=3, help="insertions of the whole text (default: 3)")
     parser.add_argument("--cpu-time", action="store_true", help="count the thread's CPU time, for a busy machine")
-    parser.add_argument("--json", type=Path, help="also write the figures here")
     arguments = parser.parse_args()
     clock = time.thread_time if arguments.cpu_time else time.perf_counter
     config = TrieConfig()
@@ -121,8 +120,7 @@ def main() -> None:
         "drafts": arguments.drafts,
     }
     sys.stdout.write(json.dumps(figures, indent=2) + "\n")
-    if arguments.json:
-        arguments.json.write_text(json.dumps(figures, indent=2) + "\n")
+    write_json(arguments.json, figures)
 
 
 if __name__ == "__main__":

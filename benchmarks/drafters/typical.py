@@ -21,7 +21,6 @@ import json
 import math
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -33,6 +32,7 @@ from benchmarks.drafters.acceptance import parse as parse_acceptance
 from benchmarks.drafters.acceptance_drafters import DrafterSet
 from benchmarks.drafters.acceptance_run import Distribution, Talk, Tally
 from benchmarks.shared.machine import describe
+from benchmarks.shared.report import parser_of, settings_of, write_json
 from benchmarks.shared.workload import Conversation, chat_tokens, folder_of, read_conversations
 from outrider.sampling import TypicalAcceptance, VerificationMode
 from target_service.assembly import engine_config, load_model
@@ -144,10 +144,9 @@ def measure(options: argparse.Namespace, conversations: Sequence[Conversation]) 
 
 def write(options: argparse.Namespace, results: Sequence[dict[str, Any]]) -> None:
     """The file that was asked for, if any."""
-    if options.json is not None:
-        settings = {name: value for name, value in vars(options).items() if name != "json"}
-        document = {"machine": describe(), "settings": settings, "results": results}
-        options.json.write_text(json.dumps(document, indent=1) + "\n")
+    settings = settings_of(options)
+    document = {"machine": describe(), "settings": settings, "results": results}
+    write_json(options.json, document)
 
 
 def numbers(text: str) -> list[float]:
@@ -155,7 +154,7 @@ def numbers(text: str) -> list[float]:
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument("--head", default="smollm2-135m-instruct", help="a name or folder")
     parser.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16"))
@@ -169,7 +168,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--topk", type=int, default=4, help="nodes that each level expands")
     parser.add_argument("--rows", type=int, default=12, help="drafted rows that are verified in a step")
     parser.add_argument("--target", default="{}", type=json.loads, help="more settings of the target, as JSON")
-    parser.add_argument("--json", type=Path)
     return parser.parse_args(arguments)
 
 

@@ -22,7 +22,6 @@ import time
 import timeit
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from outrider.runtime import prepare_grpc, run
@@ -33,6 +32,7 @@ prepare_grpc()
 import grpc  # noqa: E402
 
 from benchmarks.engine.stepping_engine import SERVED, STATS, SteppingEngine  # noqa: E402
+from benchmarks.shared.report import parser_of, write_json  # noqa: E402
 from outrider.healthcheck import check  # noqa: E402
 from outrider.sampling import SamplingParams, VerificationMode  # noqa: E402
 from outrider.v1 import target_pb2, target_pb2_grpc, tree_pb2  # noqa: E402
@@ -198,10 +198,9 @@ def report_us() -> dict[str, float]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     cores = os.cpu_count() or 1
     parser.add_argument("--clients", type=int, default=max(1, min(4, cores // 4)), help="client processes")
-    parser.add_argument("--json", type=Path, help="where to write the result")
     parser.add_argument("--serve", nargs=3, help=argparse.SUPPRESS)
     parser.add_argument("--read", nargs="+", help=argparse.SUPPRESS)
     parser.add_argument("--engine", type=int, help=argparse.SUPPRESS)
@@ -223,8 +222,7 @@ def main() -> int:
     }
     sys.stdout.write(json.dumps(result) + "\n")
     rows = [row for step in STEP_MS for kind in ("shared", "own") for row in measure(kind, step, options.clients)]
-    if options.json:
-        options.json.write_text(json.dumps(result | {"rows": rows}, indent=1) + "\n")
+    write_json(options.json, result | {"rows": rows})
     return 0
 
 

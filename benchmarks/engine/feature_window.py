@@ -8,13 +8,13 @@ every N steps and is told of every sequence anew, as after a crash, with the new
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence as SequenceOf
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from benchmarks.shared.report import parser_of, write_json
 from draft_service.drafters.base import Drafter
 from draft_service.eagle.config import EagleConfig
 from draft_service.eagle.drafter import EagleDrafter
@@ -138,7 +138,7 @@ def requests_of(runner: ModelRunner, per_task: int, tokens: int) -> list[Sequenc
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--head", required=True, help="folder of an EAGLE head")
     parser.add_argument("--model", default=TargetConfig.model)
     parser.add_argument("--dtype", default="float32")
@@ -147,7 +147,6 @@ def main() -> None:
     parser.add_argument("--restart-every", type=int, default=16, help="steps between restarts")
     parser.add_argument("--per-task", type=int, default=1, help="prompts of each of seven tasks")
     parser.add_argument("--tokens", type=int, default=96)
-    parser.add_argument("--json", type=Path, default=None, help="write the figures here")
     chosen = parser.parse_args()
     config = TargetConfig(
         model=chosen.model,
@@ -176,8 +175,7 @@ def main() -> None:
         figures.append(run(runner, replace(config, feature_window=window), drafter, requests, every))
         sys.stdout.write(json.dumps(asdict(figures[-1])) + "\n")
         sys.stdout.flush()
-    if chosen.json is not None:
-        chosen.json.write_text(json.dumps([asdict(figure) for figure in figures], indent=2) + "\n")
+    write_json(chosen.json, [asdict(figure) for figure in figures])
 
 
 if __name__ == "__main__":

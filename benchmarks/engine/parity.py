@@ -12,18 +12,17 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.shared.engine_events import EngineEvents
 from benchmarks.shared.machine import describe
+from benchmarks.shared.report import parser_of, settings_of, write_json
 from benchmarks.shared.workload import read_prompts
 from draft_service.in_process import connect
 from outrider.sampling import SamplingParams, VerificationMode
@@ -133,14 +132,13 @@ def summary(gaps: Sequence[float | None], outputs: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--prompts", type=int, default=14, help="how many, taken evenly from the tasks")
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--kv-tokens", type=int, default=32768)
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     every = read_prompts(options.model, 0)
     prompts = every[:: max(1, len(every) // options.prompts)][: options.prompts]
@@ -161,10 +159,9 @@ def main() -> None:
             ]
             results[name] = summary(gaps, len(prompts))
             sys.stdout.write(f"{name}: {results[name]}\n")
-    if options.json is not None:
-        settings = {name: value for name, value in vars(options).items() if name != "json"}
-        document = {"machine": describe(), "settings": settings, "near_tie": NEAR_TIE, "results": results}
-        options.json.write_text(json.dumps(document, indent=1, default=str) + "\n")
+    settings = settings_of(options)
+    document = {"machine": describe(), "settings": settings, "near_tie": NEAR_TIE, "results": results}
+    write_json(options.json, document)
 
 
 if __name__ == "__main__":

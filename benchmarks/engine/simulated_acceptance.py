@@ -34,6 +34,7 @@ from benchmarks.engine.simulated_drafter import SimulatedDrafter, write_answers
 from benchmarks.engine.simulated_run import Connect, SimulatedRun
 from benchmarks.serving.services import process, visible_device, wait_for
 from benchmarks.shared.machine import describe
+from benchmarks.shared.report import parser_of, settings_of, write_json
 from benchmarks.shared.step_recorder import line
 from benchmarks.shared.workload import Prompt, random_prompts
 from draft_service.eagle.config import EagleConfig
@@ -166,7 +167,7 @@ def note(rows: list[dict[str, Any]], concurrency: int, mode: str, figures: dict[
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--model", required=True, help="folder that benchmarks.shared.random_model wrote")
     parser.add_argument("--head", required=True, help="folder of the head that it wrote")
     parser.add_argument("--device", default="cuda")
@@ -191,7 +192,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--draft-wait-ms", type=float, default=2000.0, help="long, so that no step goes on undrafted")
     parser.add_argument("--eagle", default="{}", type=json.loads, help="more settings of the drafter, as JSON")
     parser.add_argument("--target", default="{}", type=json.loads, help="more settings of the target, as JSON")
-    parser.add_argument("--json", type=Path)
     return parser.parse_args(arguments)
 
 
@@ -205,11 +205,10 @@ def main() -> None:
         measure(options, rows)
     finally:
         # What was measured before something failed is worth keeping.
-        if options.json is not None:
-            settings = {name: value for name, value in vars(options).items() if name != "json"}
-            document: dict[str, Any] = {"label": LABEL, "machine": describe(), "settings": settings}
-            document |= {"seconds": round(time.perf_counter() - begin, 1), "results": rows}
-            options.json.write_text(json.dumps(document, indent=1) + "\n")
+        settings = settings_of(options)
+        document: dict[str, Any] = {"label": LABEL, "machine": describe(), "settings": settings}
+        document |= {"seconds": round(time.perf_counter() - begin, 1), "results": rows}
+        write_json(options.json, document)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import heapq
 import itertools
-import json
 import sys
 import threading
 import time
@@ -37,6 +36,7 @@ from benchmarks.running_ahead.drafts import HEAD, Drafts, TreeShape, read_trees
 from benchmarks.running_ahead.recording import Recording, read_recordings
 from benchmarks.running_ahead.walk import Table
 from benchmarks.shared.machine import describe
+from benchmarks.shared.report import parser_of, settings_of, write_json
 from outrider.sampling import SamplingParams, VerificationMode
 from outrider.wire.frames import (
     DraftEvents,
@@ -375,7 +375,7 @@ def run_mode(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--folder", type=Path, required=True, help="what `running_ahead.simulate` keeps")
     parser.add_argument("--modes", default=",".join(MODES))
     parser.add_argument("--concurrency", type=int, default=1)
@@ -385,7 +385,6 @@ def main() -> None:
     parser.add_argument("--early", type=float, default=0.62, help="passes until a tree's first levels are there")
     parser.add_argument("--whole", type=float, default=0.85, help="and the whole tree")
     parser.add_argument("--opening", type=int, default=2, help="passes of a sequence before its first tree")
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
     every = enumerate(read_recordings(options.folder / "recordings.safetensors"))
@@ -405,11 +404,8 @@ def main() -> None:
         rows[-1]["ratio"] = round(rows[-1]["tokens_per_second"] / rows[0]["tokens_per_second"], 3)
         sys.stdout.write(" ".join(f"{name} {value}" for name, value in rows[-1].items()) + "\n")
         sys.stdout.flush()
-    if options.json is not None:
-        settings = {name: str(value) for name, value in vars(options).items() if name not in ("json", "folder")}
-        options.json.write_text(
-            json.dumps({"machine": describe(), "settings": settings, "results": rows}, indent=1) + "\n"
-        )
+    settings = settings_of(options, ["folder"])
+    write_json(options.json, {"machine": describe(), "settings": settings, "results": rows})
 
 
 if __name__ == "__main__":

@@ -14,8 +14,6 @@ turns, under tenants of their own; the first repeat lets the engine learn and is
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 import time
 from collections.abc import Sequence
@@ -33,6 +31,7 @@ from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
 
 from benchmarks.drafters.draft_quality import Trace, load  # noqa: E402
 from benchmarks.shared.machine import describe  # noqa: E402
+from benchmarks.shared.report import parser_of, settings_of, write_json  # noqa: E402
 from outrider.drafting.link import connect_draft  # noqa: E402
 from outrider.sampling import SamplingParams, VerificationMode  # noqa: E402
 from outrider.tree import TokenTree  # noqa: E402
@@ -204,7 +203,7 @@ def measure(bench: Bench, traces: Sequence[Trace], concurrency: int, repeats: in
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("traces", type=Path)
     parser.add_argument("--draft", required=True, help="address of a draft service")
     parser.add_argument("--pass-ms", type=float, default=1.2)
@@ -213,7 +212,6 @@ def main() -> None:
     parser.add_argument("--concurrency", default="1,8", type=lambda text: [int(c) for c in text.split(",")])
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--tokens", type=int, default=200)
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
     switch_threads_often()
@@ -227,11 +225,8 @@ def main() -> None:
         sys.stdout.write(" ".join(f"{name} {value}" for name, value in rows[-1].items()) + "\n")
         sys.stdout.flush()
     bench.link.stop()
-    if options.json is not None:
-        settings = {name: str(value) for name, value in vars(options).items() if name != "json"}
-        options.json.write_text(
-            json.dumps({"machine": describe(), "settings": settings, "results": rows}, indent=1) + "\n"
-        )
+    settings = settings_of(options)
+    write_json(options.json, {"machine": describe(), "settings": settings, "results": rows})
 
 
 if __name__ == "__main__":

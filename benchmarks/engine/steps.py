@@ -8,15 +8,11 @@ same weights in fp32 and the attention that defines all others. Run it from the 
 
 from __future__ import annotations
 
-import argparse
 import copy
-import json
 import random
-import statistics
 import sys
 import time
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +20,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.shared.machine import describe
+from benchmarks.shared.report import median_and_spread, parser_of, write_json
 from target_service.model.cuda_graphs.runner import CapturedRunner, CaptureOptions
 from target_service.model.forward import ForwardInput
 from target_service.model.fused.preparing import LayerOptions
@@ -138,9 +135,9 @@ def check(runner: ModelRunner, reference: ModelRunner, eager: ModelRunner | None
     return results
 
 
-def median_and_spread(values: list[float]) -> dict[str, float]:
-    quartiles = statistics.quantiles(values, n=4)
-    return {"median": statistics.median(values), "spread": quartiles[2] - quartiles[0], "n": len(values)}
+def figures_of(values: list[float]) -> dict[str, float]:
+    median, spread = median_and_spread(values)
+    return {"median": median, "spread": spread, "n": len(values)}
 
 
 def likeliest(logits: Tensor) -> Tensor:
@@ -173,9 +170,9 @@ def time_step(runner: ModelRunner, load: Load, seconds: float) -> dict[str, Any]
         if count >= 15 and after - begin > seconds:
             break
     return {
-        "wall_ms": median_and_spread(wall),
-        "device_ms": median_and_spread(device),
-        "host_ms": median_and_spread(host),
+        "wall_ms": figures_of(wall),
+        "device_ms": figures_of(device),
+        "host_ms": figures_of(host),
     }
 
 
@@ -267,20 +264,18 @@ def run_shape(shape: str, modes: list[str], seconds: float, profiled: bool) -> l
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES))
     parser.add_argument("--modes", nargs="+", default=list(MODES), choices=list(MODES))
     parser.add_argument("--seconds", type=float, default=1.0, help="for each time measured")
     parser.add_argument("--profile", action="store_true", help="also device time by kernel")
-    parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     results: list[dict[str, Any]] = []
     for shape in arguments.shapes:
         results += run_shape(shape, arguments.modes, arguments.seconds, arguments.profile)
         torch.cuda.empty_cache()
-        if arguments.json is not None:
-            loads = [asdict(load) for load in TIMED]
-            arguments.json.write_text(json.dumps({"machine": describe(), "loads": loads, "results": results}, indent=1))
+        loads = [asdict(load) for load in TIMED]
+        write_json(arguments.json, {"machine": describe(), "loads": loads, "results": results})
 
 
 if __name__ == "__main__":

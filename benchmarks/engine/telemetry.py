@@ -5,8 +5,6 @@ python -m benchmarks.engine.telemetry [--repeats 9] [--json FILE]
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import platform
 import statistics
@@ -15,7 +13,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import prometheus_client
@@ -23,6 +20,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
+from benchmarks.shared.report import parser_of, write_json
 from draft_service.telemetry.metrics import PrometheusDraftObserver
 from outrider.sampling import SamplingParams, VerificationMode
 from outrider.telemetry.registry import Counter, Histogram, VllmNames
@@ -181,9 +179,8 @@ def environment() -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     results = {}
     sys.stdout.write(f"{'microseconds per call':44s} {'median':>9s} {'min':>9s} {'max':>9s}\n")
@@ -192,8 +189,7 @@ def main() -> None:
         spread = {"median": statistics.median(times), "min": min(times), "max": max(times)}
         results[name] = {**{figure: round(value, 3) for figure, value in spread.items()}, "n": len(times)}
         sys.stdout.write(f"{name:44s} " + " ".join(f"{value:9.2f}" for value in spread.values()) + "\n")
-    if arguments.json:
-        arguments.json.write_text(json.dumps({"environment": environment(), "microseconds": results}, indent=2) + "\n")
+    write_json(arguments.json, {"environment": environment(), "microseconds": results})
 
 
 if __name__ == "__main__":

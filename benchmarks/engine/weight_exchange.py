@@ -11,16 +11,14 @@ has the pause in it and what requests that go on are read again in.
 
 from __future__ import annotations
 
-import argparse
-import json
 import queue
 import statistics
 import sys
 import threading
 import time
-from pathlib import Path
 
 from benchmarks.shared.machine import describe
+from benchmarks.shared.report import parser_of, write_json
 from outrider.errors import OutriderError
 from outrider.sampling import SamplingParams
 from target_service.assembly import engine_config, load_model
@@ -87,7 +85,7 @@ def _updated(engine: Engine, folder: str, running: RunningRequests) -> WeightsUp
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--model", required=True)
     parser.add_argument("--weights", required=True, help="folder of safetensors files")
     parser.add_argument("--device", default="cpu")
@@ -96,7 +94,6 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=4)
     parser.add_argument("--max-tokens", type=int, default=256)
     parser.add_argument("--updates", type=int, default=3)
-    parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
     config = TargetConfig(model=asked.model, device=asked.device, dtype=asked.dtype, speculation=False)
     engine = Engine(load_model(config), engine_config(config))
@@ -115,10 +112,7 @@ def main() -> None:
     engine.stop(0.0)
     median = statistics.median(row["pause_s"] for row in rows)
     sys.stdout.write(f"pause: median {median:.3f} s of {len(rows)}\n")
-    if asked.json:
-        asked.json.write_text(
-            json.dumps({"machine": describe(), "arguments": vars(asked), "updates": rows}, default=str)
-        )
+    write_json(asked.json, {"machine": describe(), "arguments": vars(asked), "updates": rows})
 
 
 if __name__ == "__main__":

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
-import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from benchmarks.shared.gpu_timing import captured_us
 from tree_kernels.attention import AttentionBatch, ancestor_mask, attend, sequence_mask, sequence_slots
 
 # One H200, measured: a device copy counting reads and writes, and a large bf16 matrix product.
@@ -87,23 +88,8 @@ Attention = Callable[[Tensor, Tensor], Tensor]
 def time_us(inputs: Inputs, attention: Attention, replays: int = 11) -> tuple[float, float]:
     """Median and quartile distance of one launch, in microseconds."""
     copies = len(inputs.keys)
-    launches = max(copies, 8)
-    attention(inputs.keys[0], inputs.values[0])
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for i in range(launches):
-            attention(inputs.keys[i % copies], inputs.values[i % copies])
-    times = []
-    for i in range(replays + 2):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        if i >= 2:
-            times.append(start.elapsed_time(end) * 1e3 / launches)
-    quartiles = statistics.quantiles(times, n=4)
-    return statistics.median(times), quartiles[2] - quartiles[0]
+    own = [partial(attention, inputs.keys[i % copies], inputs.values[i % copies]) for i in range(max(copies, 8))]
+    return captured_us(own, replays)
 
 
 def worst_error(inputs: Inputs, attention: Attention, causal: bool = False) -> float:

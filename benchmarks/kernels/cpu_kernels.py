@@ -7,18 +7,15 @@ Microseconds of one call: median of 200, and the distance between the quartiles.
 
 from __future__ import annotations
 
-import argparse
-import json
 import platform
 import random
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import torch
 
+from benchmarks.shared.report import median_and_spread, parser_of, write_json
 from tree_kernels.attention import AttentionBatch, TreeAttention
 from tree_kernels.paging import write_kv
 from tree_kernels.verification import coupled_token, move_kv, rejection_walk
@@ -37,8 +34,7 @@ def time_us(name: str, call: Callable[[], object]) -> Measured:
         call()
         if i >= 10:
             times.append((time.perf_counter() - started) * 1e6)
-    quartiles = statistics.quantiles(times, n=4)
-    return name, statistics.median(times), quartiles[2] - quartiles[0]
+    return name, *median_and_spread(times)
 
 
 def attention(dtype: torch.dtype, context: int, rows: int, shuffled: bool) -> Iterator[Measured]:
@@ -76,9 +72,8 @@ def others() -> Iterator[Measured]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
@@ -92,13 +87,12 @@ def main() -> None:
         results += others()
     for name, median, spread in results:
         sys.stdout.write(f"{name:60s} {median:8.1f} +-{spread:.1f} us\n")
-    if options.json:
-        document = {
-            "machine": {"cpu": platform.processor(), "threads": options.threads, "torch": torch.__version__},
-            "calls": CALLS,
-            "us": {name: {"median": median, "spread": spread} for name, median, spread in results},
-        }
-        options.json.write_text(json.dumps(document, indent=1) + "\n")
+    document = {
+        "machine": {"cpu": platform.processor(), "threads": options.threads, "torch": torch.__version__},
+        "calls": CALLS,
+        "us": {name: {"median": median, "spread": spread} for name, median, spread in results},
+    }
+    write_json(options.json, document)
 
 
 if __name__ == "__main__":

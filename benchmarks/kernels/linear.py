@@ -8,16 +8,12 @@ launch counts as it does in a step. Run it from the repository's root:
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
 import multiprocessing
-import statistics
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +21,9 @@ from torch import Tensor
 from torch.nn import functional
 from triton.runtime.errors import OutOfResources, PTXASError
 
+from benchmarks.shared.gpu_timing import captured_us
 from benchmarks.shared.machine import describe
+from benchmarks.shared.report import parser_of, write_json
 from tree_kernels.linear import HeadRows, Norm, ScaledRows
 from tree_kernels.linear.triton_backend import TritonLinears
 from tree_kernels.linear.triton_tiling import LinearTiling, choose_linear_tiling
@@ -116,22 +114,8 @@ class Chain:
 
     def time(self, launch: Callable[[Tensor], Any]) -> dict[str, float]:
         """Microseconds of one launch: median over replays of the chain, and the quartiles' distance."""
-        launch(self.weights[0])
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for weight in self.weights:
-                launch(weight)
-        times = []
-        for _ in range(12):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end) * 1e3 / len(self.weights))
-        quartiles = statistics.quantiles(times[2:], n=4)
-        return {"us": statistics.median(times[2:]), "spread": quartiles[2] - quartiles[0]}
+        median, spread = captured_us([partial(launch, weight) for weight in self.weights])
+        return {"us": median, "spread": spread}
 
 
 def compile_some(work: list[tuple[Layer, int, LinearTiling]]) -> None:
@@ -184,19 +168,17 @@ def measure(layer: Layer, rows: int, tried: list[LinearTiling]) -> dict[str, Any
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 16, 64])
     parser.add_argument("--layers", nargs="+", default=[layer.name for layer in LAYERS])
     parser.add_argument("--sweep", action="store_true", help="also try other tilings")
-    parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     layers = [layer for layer in LAYERS if layer.name in arguments.layers]
     points = list(itertools.product(layers, arguments.rows))
     tried = {point: list(tilings(*point)) if arguments.sweep else [] for point in points}
     compile_all([(*point, tiling) for point, some in tried.items() for tiling in some])
     results = [measure(*point, tried[point]) for point in points]
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps({"machine": describe(), "results": results}, indent=1))
+    write_json(arguments.json, {"machine": describe(), "results": results})
 
 
 if __name__ == "__main__":

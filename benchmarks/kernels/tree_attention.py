@@ -14,12 +14,10 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,6 +26,7 @@ from torch import Tensor
 
 from benchmarks.kernels.attention_inputs import DEVICE, Case, Inputs, draw, measure, time_us
 from benchmarks.shared.machine import describe
+from benchmarks.shared.report import parser_of, write_json
 from tree_kernels.attention.triton_backend import TritonAttention, TritonSettings
 from tree_kernels.attention.triton_tiling import Tiling
 
@@ -173,7 +172,7 @@ def run_case(case: Case, seed: int, options: argparse.Namespace, scratch: list[T
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--grid", choices=("small", "full"), default="full")
     parser.add_argument("--rows", type=int, nargs="*", help="only these numbers of rows")
     parser.add_argument("--tune", action="store_true", help="try many tilings and keep the fastest; no peers")
@@ -181,7 +180,6 @@ def main() -> int:
     parser.add_argument("--dense", action="store_true", help="measure PyTorch's own attention too, in a few cases")
     parser.add_argument("--split-keys", type=int, default=0, help="measure this fixed split size too")
     parser.add_argument("--seconds", type=float, default=420.0, help="start no case after this time")
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     started = time.monotonic()
     scratch = []
@@ -202,10 +200,9 @@ def main() -> int:
     summary = bars(results)
     sys.stdout.write("".join(f"{name}: {held}\n" for name, held in summary.items()))
     sys.stdout.write(f"{len(skipped)} cases not started in time\n")
-    if options.json:
-        rows = [{**asdict(case), "floor_us": case.floor_us, **found} for case, found in results]
-        document = {"machine": describe(), "bars": summary, "skipped": skipped, "cases": rows}
-        options.json.write_text(json.dumps(document, indent=1) + "\n")
+    rows = [{**asdict(case), "floor_us": case.floor_us, **found} for case, found in results]
+    document = {"machine": describe(), "bars": summary, "skipped": skipped, "cases": rows}
+    write_json(options.json, document)
     return int(any("us" not in found["ours"] for _, found in results))
 
 

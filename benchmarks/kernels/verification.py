@@ -10,19 +10,17 @@ beside them is what a step of plain greedy decoding would call.
 
 from __future__ import annotations
 
-import argparse
-import json
-import statistics
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from benchmarks.shared.gpu_timing import captured_us
 from benchmarks.shared.machine import describe
+from benchmarks.shared.report import parser_of, write_json
 from tree_kernels.verification import DeviceVerifier, Mode, RowsToVerify, Verdicts, move_accepted
 
 DEVICE = torch.device("cuda")
@@ -86,23 +84,7 @@ def draw(case: Case) -> tuple[Tensor, Tensor, Tensor, list[RowsToVerify]]:
 
 def time_us(call: Callable[[], object], replays: int = 21) -> tuple[float, float]:
     """Median and quartile distance of one call in a captured graph, in microseconds."""
-    call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(_CALLS):
-            call()
-    times = []
-    for i in range(replays + 3):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        if i >= 3:
-            times.append(start.elapsed_time(end) * 1e3 / _CALLS)
-    quartiles = statistics.quantiles(times, n=4)
-    return statistics.median(times), quartiles[2] - quartiles[0]
+    return captured_us([call] * _CALLS, replays)
 
 
 def meaning(verdicts: Verdicts, asked: list[RowsToVerify]) -> list[tuple[list[int], int]]:
@@ -164,8 +146,7 @@ def line(found: dict[str, Any]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path)
+    parser = parser_of(__doc__)
     options = parser.parse_args()
     torch.manual_seed(0)
     results = []
@@ -176,8 +157,7 @@ def main() -> int:
     for moving in (0, 1, 4):
         results.append(run_move(moving))
         sys.stdout.write(line(results[-1]) + "\n")
-    if options.json:
-        options.json.write_text(json.dumps({"machine": describe(), "cases": results}, indent=1) + "\n")
+    write_json(options.json, {"machine": describe(), "cases": results})
     return int(not all(found.get("correct", True) for found in results))
 
 

@@ -46,10 +46,11 @@ from benchmarks.running_ahead.recording import Recording, record
 from benchmarks.running_ahead.tables import markdown
 from benchmarks.running_ahead.walk import NOWHERE, Chain, Table, Tally, Way, merged, rows_of, walk
 from benchmarks.shared.machine import describe
+from benchmarks.shared.report import parser_of, write_json
 from benchmarks.shared.workload import folder_of
+from draft_service.checkpoints.target import TargetCheckpoint
 from draft_service.eagle.checkpoint import load_head
 from draft_service.eagle.head import EagleHead
-from draft_service.eagle.target_checkpoint import TargetCheckpoint
 from outrider.heads import head_source
 
 USUAL, SHALLOW = TreeShape(12, 16, 8, 239), TreeShape(3, 16, 8, 63)
@@ -338,21 +339,19 @@ def write(options: argparse.Namespace, found: Mapping[str, Any]) -> None:
     """What is there so far."""
     settings = {name: value for name, value in vars(options).items() if name not in ("json", "markdown", "folder")}
     document = {"machine": describe(), "settings": settings, **found}
-    if options.json is not None:
-        options.json.write_text(json.dumps(document, indent=1) + "\n")
+    write_json(options.json, document)
     if options.markdown is not None:
         options.markdown.write_text(markdown(document))
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument("--head", default="smollm2-135m-instruct")
     parser.add_argument("--folder", type=Path, required=True, help="where recordings and the head's trees are kept")
     parser.add_argument("--per-task", type=int, default=7, help="prompts of each task; the first ones only teach tries")
     parser.add_argument("--measured", type=int, default=2, help="of them, how many are walked")
     parser.add_argument("--tokens", type=int, default=112, help="of an answer at most")
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--markdown", type=Path)
     return parser.parse_args(arguments)
 

@@ -30,13 +30,14 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.shared.report import parser_of, write_json
 from outrider.runtime import prepare_grpc, run
 
 # Before anything imports gRPC, as in the services.
 prepare_grpc()
 
+from outrider.machine import describe_commit, describe_machine, describe_versions  # noqa: E402
 from outrider.sampling import SamplingParams  # noqa: E402
-from outrider_client.bench.machine import describe_commit, describe_machine, describe_versions  # noqa: E402
 from outrider_client.client import Client  # noqa: E402
 
 MODEL = "counter"
@@ -236,13 +237,12 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--requests", type=int, default=200, help="requests of a round, for the first token")
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=200, help="tokens of an answer, for the throughput")
     parser.add_argument("--steps", type=float, nargs="+", default=[20.0, 10.0, 0.5], help="step times in milliseconds")
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--table", type=Path)
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--step-ms", type=float, default=1.0, help=argparse.SUPPRESS)
@@ -251,8 +251,7 @@ def main() -> None:
         run(serve(options.step_ms))
         return
     document = run(measure(options))
-    if options.json:
-        options.json.write_text(json.dumps(document, indent=2) + "\n")
+    write_json(options.json, document)
     if options.table:
         options.table.write_text(table(document))
     sys.stdout.write(table(document))

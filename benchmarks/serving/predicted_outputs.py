@@ -21,9 +21,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median, quantiles
 
+from benchmarks.shared.report import parser_of, write_json
+from outrider.machine import describe_commit, describe_machine, describe_versions
 from outrider.sampling import SamplingParams
 from outrider_client import Client, Result
-from outrider_client.bench.machine import describe_commit, describe_machine, describe_versions
 from outrider_client.local.stack import Stack, private_directory, wait_for_drafter
 
 CASES = Path(__file__).parents[1] / "edits.jsonl"
@@ -214,7 +215,7 @@ def table_of(rows: Sequence[dict[str, object]]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--drafters", default="none,prompt_lookup", help="with commas between; none is no draft")
@@ -222,21 +223,20 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--every", type=int, default=1, help="take every so many cases")
     parser.add_argument("--max-tokens", type=int, default=160)
-    parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     samples = asyncio.run(measure(arguments))
     rows = rows_of(samples)
     sys.stdout.write(table_of(rows))
+    document = {
+        "machine": describe_machine(),
+        "versions": describe_versions(),
+        "commit": describe_commit(),
+        "command": " ".join(["python -m benchmarks.serving.predicted_outputs", *sys.argv[1:]]),
+        "rows": rows,
+        "samples": [asdict(one) for one in samples],
+    }
+    write_json(arguments.json, document)
     if arguments.json:
-        document = {
-            "machine": describe_machine(),
-            "versions": describe_versions(),
-            "commit": describe_commit(),
-            "command": " ".join(["python -m benchmarks.serving.predicted_outputs", *sys.argv[1:]]),
-            "rows": rows,
-            "samples": [asdict(one) for one in samples],
-        }
-        arguments.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
         arguments.json.with_suffix(".md").write_text(table_of(rows), encoding="utf-8")
     return 0
 

@@ -29,12 +29,12 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from benchmarks.serving.clients import Clients
 from benchmarks.serving.figures import LONG, SHORT, closed_figures, line, step_figures, wave_figures
 from benchmarks.serving.services import DraftSettings, TargetSettings, service
+from benchmarks.shared.report import parser_of, settings_of, write_json
 from benchmarks.shared.workload import Prompt, closed_requests, folder_of, random_prompts, read_prompts, wave
 
 # Memory of the GPU that services share which are up at once.
@@ -159,7 +159,7 @@ def run(session: Session) -> None:
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--dtype", default="bfloat16")
@@ -178,7 +178,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--draft-device", default="cpu", help="of eagle, merged and model: cpu, cuda:0, cuda:1")
     parser.add_argument("--draft-flags", default="{}", type=json.loads, help="drafters' settings by section, as JSON")
     parser.add_argument("--target", default="{}", type=json.loads, help="more settings of the target, as JSON")
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
     if {"eagle", "merged"} & set(options.modes) and not (options.head or options.address):
         parser.error("the modes eagle and merged need --head")
@@ -208,9 +207,8 @@ def main() -> None:
         if options.json is not None:
             from benchmarks.shared.machine import describe
 
-            settings = {name: value for name, value in vars(options).items() if name != "json"}
-            document = {"machine": describe(), "settings": settings, "cores": os.cpu_count(), "results": session.rows}
-            options.json.write_text(json.dumps(document, indent=1) + "\n")
+            own = {"settings": settings_of(options), "cores": os.cpu_count(), "results": session.rows}
+            write_json(options.json, {"machine": describe(), **own})
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ from typing import Any
 from benchmarks.serving.services import wait_for
 from benchmarks.serving.vllm_peer import ENVIRONMENT, describe_peer
 from benchmarks.serving.vllm_peer import engine_options as peer_options
+from benchmarks.shared.report import parser_of, write_json
 from benchmarks.shared.workload import Prompt, random_prompts, read_prompts, wave
 
 MODES = ("plain", "ngram", "outrider")
@@ -220,7 +221,7 @@ def compare(options: argparse.Namespace, arguments: Sequence[str]) -> dict[str, 
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--model", default="", help="folder of a model with its tokenizer")
     parser.add_argument("--shape", default="", help="folder with a config.json, for random weights")
     parser.add_argument("--prompt-tokens", type=int, default=0, help="random prompts of so many tokens")
@@ -235,7 +236,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--draft", default="", help="address of a draft service that runs")
     parser.add_argument("--draft-python", default=sys.executable, help="interpreter that has outrider[draft]")
     parser.add_argument("--engine", default="{}", type=json.loads, help="more arguments of vllm.LLM, as JSON")
-    parser.add_argument("--json", type=Path)
     # What the process of one mode is told.
     parser.add_argument("--mode", default="", choices=("", *MODES), help=argparse.SUPPRESS)
     parser.add_argument("--rounds-file", type=Path, help=argparse.SUPPRESS)
@@ -253,8 +253,7 @@ def main() -> None:
         run_mode(options)
         return
     document = compare(options, sys.argv[1:])
-    if options.json is not None:
-        options.json.write_text(json.dumps(document, indent=1) + "\n")
+    write_json(options.json, document)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.serving.figures import LONG, SHORT, Answer, Share, closed_figures, line, step_figures, wave_figures
+from benchmarks.shared.report import parser_of, settings_of, write_json
 from benchmarks.shared.workload import Prompt, closed_requests, random_prompts, read_prompts, wave
 
 # Before vLLM is imported: one process, no network, and no FlashInfer for sampling.
@@ -159,7 +160,7 @@ def describe_peer() -> dict[str, str]:
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--model", default="", help="folder of a model with its tokenizer")
     parser.add_argument("--shape", default="", help="folder with a config.json, for random weights")
     parser.add_argument("--mode", default="plain", choices=("plain", "ngram"))
@@ -172,7 +173,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--prompt-tokens", type=int, default=0, help="random prompts of so many tokens")
     parser.add_argument("--ngram-tokens", type=int, default=5, help="tokens that n-gram speculation proposes")
     parser.add_argument("--engine", default="{}", type=json.loads, help="more arguments of vllm.LLM, as JSON")
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
     if bool(options.model) == bool(options.shape) or (options.shape and not options.prompt_tokens):
         parser.error("name a --model, or a --shape with --prompt-tokens")
@@ -194,10 +194,9 @@ def main() -> None:
         measure(peer, prompts, options, rows)
     finally:
         # What was measured before something failed is worth keeping.
-        if options.json is not None:
-            settings = {name: value for name, value in vars(options).items() if name != "json"}
-            document = {"machine": describe_peer(), "settings": settings, "cores": os.cpu_count(), "results": rows}
-            options.json.write_text(json.dumps(document, indent=1) + "\n")
+        settings = settings_of(options)
+        document = {"machine": describe_peer(), "settings": settings, "cores": os.cpu_count(), "results": rows}
+        write_json(options.json, document)
 
 
 if __name__ == "__main__":

@@ -36,10 +36,10 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from draft_service.checkpoints.target import TargetCheckpoint
 from draft_service.eagle.checkpoint import load_head, save_head
 from draft_service.eagle.head import EagleHead
 from draft_service.eagle.head_config import HeadConfig
-from draft_service.eagle.target_checkpoint import TargetCheckpoint
 from outrider.heads import head_source
 from target_service.model.loading.store import resolve
 

@@ -52,7 +52,7 @@ from benchmarks.widened.services import (
     tails,
 )
 from outrider.heads import head_source
-from outrider_client.bench.machine import describe_commit, describe_machine, describe_versions
+from outrider.machine import describe_commit, describe_machine, describe_versions
 
 Tasks = dict[str, list[Prompt]]
 # A request that takes longer is taken for a service that hangs. Chosen, many times what any takes.

@@ -6,7 +6,6 @@ import contextlib
 import ctypes
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -20,6 +19,7 @@ from typing import IO, Any, NamedTuple
 from benchmarks.serving.services import DraftSettings, visible_device, wait_for
 from benchmarks.widened.metrics import CONNECTED, fetch, value
 from benchmarks.widened.proxy import DelayProxy
+from outrider.ports import free_port
 
 PLAIN, LOOKUP = "plain", "lookup"
 # Drafters by mode.
@@ -163,7 +163,7 @@ def started(plan: Plan, subject: Subject, say: Callable[[str], None]) -> Iterato
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="widened-")))
         draft = draft_settings(plan, subject) if subject.mode in DRAFTERS else None
-        addresses: dict[str, Any] = {"listen": f"unix:{folder}/target", "metrics_listen": f"127.0.0.1:{_free_port()}"}
+        addresses: dict[str, Any] = {"listen": f"unix:{folder}/target", "metrics_listen": f"127.0.0.1:{free_port()}"}
         environment = {"CUDA_VISIBLE_DEVICES": visible_device(plan.device if plan.on_gpu else "cpu")}
         running = {}
         if draft is not None and subject.placement == IN_PROCESS:
@@ -254,10 +254,3 @@ def tails(plan: Plan, subject: Subject) -> str:
         lines = log.read_text(errors="replace").splitlines()[-_TAIL_LINES:]
         found.append("\n".join([f"--- {log}", *lines]))
     return "\n".join(found)
-
-
-def _free_port() -> int:
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        port: int = held.getsockname()[1]
-    return port

@@ -28,30 +28,23 @@ if TYPE_CHECKING:
     from outrider_client.weights import RunningRequests, WeightsUpdated
 
 _HOMES = {
-    "Chunk": "outrider_client.results",
-    "Client": "outrider_client.client",
-    "DraftClient": "outrider_client.draft",
-    "FinishReason": "outrider_client.results",
-    "Generation": "outrider_client.generation",
-    "OutriderError": "outrider.errors",
-    "Policy": "outrider_client.policy",
-    "Result": "outrider_client.results",
-    "RunningRequests": "outrider_client.weights",
-    "SamplingParams": "outrider.sampling",
-    "ServiceUnreachable": "outrider_client.failures",
-    "Speculation": "outrider_client.generation",
-    "Started": "outrider_client.results",
-    "SyncClient": "outrider_client.synchronous",
-    "SyncGeneration": "outrider_client.synchronous",
-    "SyncVerifySession": "outrider_client.synchronous",
-    "Tls": "outrider_client.connection",
-    "TlsProblem": "outrider_client.failures",
-    "TokenTree": "outrider.tree",
-    "TypicalAcceptance": "outrider.sampling",
-    "Verdict": "outrider_client.results",
-    "VerificationMode": "outrider.sampling",
-    "VerifySession": "outrider_client.verification",
-    "WeightsUpdated": "outrider_client.weights",
+    name: home
+    for home, names in {
+        "outrider.errors": "OutriderError",
+        "outrider.sampling": "SamplingParams TypicalAcceptance VerificationMode",
+        "outrider.tree": "TokenTree",
+        "outrider_client.client": "Client",
+        "outrider_client.connection": "Tls",
+        "outrider_client.draft": "DraftClient",
+        "outrider_client.failures": "ServiceUnreachable TlsProblem",
+        "outrider_client.generation": "Generation Speculation",
+        "outrider_client.policy": "Policy",
+        "outrider_client.results": "Chunk FinishReason Result Started Verdict",
+        "outrider_client.synchronous": "SyncClient SyncGeneration SyncVerifySession",
+        "outrider_client.verification": "VerifySession",
+        "outrider_client.weights": "RunningRequests WeightsUpdated",
+    }.items()
+    for name in names.split()
 }
 
 __all__ = [

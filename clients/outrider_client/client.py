@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import cast
 
 from outrider.errors import InvalidField
@@ -13,6 +12,7 @@ from outrider.sampling import SamplingParams
 from outrider.telemetry.tracing import Tracing
 from outrider.v1 import target_pb2, target_pb2_grpc
 from outrider.wire.trees import sampling_to_pb
+from outrider_client.blocks import AsyncClosing
 from outrider_client.connection import Connection, Tls
 from outrider_client.failures import typed_errors
 from outrider_client.generation import Generation, Speculation
@@ -27,7 +27,7 @@ from outrider_client.weights import RunningRequests, WeightsUpdated, update_requ
 TARGET_SERVICE = "outrider.v1.TargetService"
 
 
-class Client:
+class Client(AsyncClosing):
     """Talks to one target service. Make it with `Client.connect`, from a running event loop.
 
     Example:
@@ -79,14 +79,6 @@ class Client:
         other = copy.copy(self)
         other._connection = self._connection.acting_for(token, tenant)
         return other
-
-    async def __aenter__(self) -> Client:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.close()
 
     async def close(self) -> None:
         """Cancel what runs and close the connection."""

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import cast
 
 from outrider.v1 import draft_pb2, draft_pb2_grpc
-from outrider.wire.drafts import corpus_from_pb
-from outrider.wire.frames import CorpusInfo, DraftInfo, TreeLimits
-from outrider.wire.hidden_states import request_from_pb
+from outrider.wire.drafts import corpus_from_pb, info_from_pb
+from outrider.wire.frames import CorpusInfo, DraftInfo
+from outrider_client.blocks import AsyncClosing
 from outrider_client.connection import Connection, Tls
 from outrider_client.failures import typed_errors
 from outrider_client.policy import PLAIN, Policy
@@ -28,7 +27,7 @@ class CorpusAdded:
     nodes: int
 
 
-class DraftClient:
+class DraftClient(AsyncClosing):
     """Talks to one draft service.
 
     Example:
@@ -56,26 +55,13 @@ class DraftClient:
         """A client of the draft at `address` (HOST:PORT or unix:PATH)."""
         return cls(Connection(address, tls=tls, token=token, tenant=tenant), policy or Policy())
 
-    async def __aenter__(self) -> DraftClient:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def close(self) -> None:
+        """Cancel what runs and close the connection."""
         await self._connection.close()
 
     async def info(self, timeout: float | None = None) -> DraftInfo:
         """What the service drafts with. Without a timeout the policy's deadline holds."""
-        pb = await self._policy.call(timeout, self._info)
-        return DraftInfo(
-            drafter=pb.drafter,
-            vocabulary_size=pb.vocabulary_size,
-            tokenizer_fingerprint=pb.tokenizer_fingerprint,
-            limits=TreeLimits(pb.limits.max_nodes, pb.limits.max_depth),
-            max_context=pb.max_context,
-            version=pb.version,
-            features=request_from_pb(pb.features) if pb.HasField("features") else None,
-        )
+        return info_from_pb(await self._policy.call(timeout, self._info))
 
     async def _info(self, left: float | None) -> draft_pb2.GetDraftInfoResponse:
         with typed_errors(self._connection.address):

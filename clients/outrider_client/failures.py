@@ -17,7 +17,7 @@ from outrider.wire.trees import error_of_rpc
 
 # What gRPC sets as a stream's status when a write finds the connection gone before its reader does.
 _BROKEN_WRITE = "Internal error from Core"
-# How gRPC begins when no connection came about; what breaks later is told without it.
+# How gRPC begins when no connection came about; what breaks later comes without it.
 _NOT_CONNECTED = "failed to connect to all addresses"
 # A server that expects TLS hangs up on the first bytes of HTTP/2, and one that expects a client's certificate after the
 # handshake. A proxy with nobody behind it does so too, so that this is likely and not certain.

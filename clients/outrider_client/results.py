@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import MutableSequence
+from dataclasses import dataclass, fields
 from enum import Enum
+from typing import Any
+
+from google.protobuf.message import Message
 
 from outrider.sampling import VerificationMode
 from outrider.v1 import target_pb2, tree_pb2
@@ -28,6 +32,13 @@ _REASONS = {
 def reason_from_pb(number: target_pb2.FinishReason.ValueType) -> FinishReason | None:
     """None while the sequence goes on."""
     return _REASONS.get(number)
+
+
+def _same_named(kind: type[Any], pb: Message) -> dict[str, Any]:
+    """The fields of a dataclass that a message has by the same name, repeated ones as tuples. For what comes once a
+    request at most: it takes microseconds."""
+    found = {field.name: getattr(pb, field.name) for field in fields(kind) if hasattr(pb, field.name)}
+    return {name: tuple(value) if isinstance(value, MutableSequence) else value for name, value in found.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,16 +128,7 @@ class SpeculationTotals:
 
     @classmethod
     def from_pb(cls, pb: target_pb2.SpeculationTotals) -> SpeculationTotals:
-        return cls(
-            pb.steps,
-            pb.drafted_steps,
-            pb.drafted_tokens,
-            pb.accepted_tokens,
-            tuple(pb.drafted_by_depth),
-            tuple(pb.accepted_by_depth),
-            pb.draft_wait_nanoseconds,
-            pb.fallback_steps,
-        )
+        return cls(**_same_named(cls, pb), draft_wait_ns=pb.draft_wait_nanoseconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,28 +246,4 @@ class TargetInfo:
     @classmethod
     def from_pb(cls, pb: target_pb2.GetTargetInfoResponse) -> TargetInfo:
         modes = tuple(mode for number in pb.modes if (mode := mode_from_pb(number)) is not None)
-        return cls(
-            pb.model,
-            pb.vocabulary_size,
-            pb.tokenizer_fingerprint,
-            pb.max_context,
-            pb.max_rows,
-            pb.dtype,
-            pb.page_size,
-            pb.kv_tokens,
-            modes,
-            pb.drafter,
-            tuple(pb.end_token_ids),
-            pb.version,
-            pb.torch_version,
-            pb.triton_version,
-            pb.device,
-            pb.device_name,
-            pb.captured_step_sizes,
-            pb.capturable_step_sizes,
-            pb.draft,
-            pb.draft_connected,
-            pb.speculating,
-            pb.speculation_reason,
-            pb.model_version,
-        )
+        return cls(**(_same_named(cls, pb) | {"modes": modes}))

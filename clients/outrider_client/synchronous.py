@@ -7,12 +7,12 @@ import contextlib
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 from outrider.sampling import SamplingParams, TypicalAcceptance, VerificationMode
 from outrider.telemetry.tracing import Tracing
 from outrider.tree import TokenTree
+from outrider_client.blocks import Closing
 from outrider_client.client import Client
 from outrider_client.connection import Tls
 from outrider_client.generation import Generation, Speculation
@@ -59,7 +59,7 @@ class _LoopThread:
             self._loop.close()
 
 
-class SyncGeneration:
+class SyncGeneration(Closing):
     """A running request. Iterate over it for chunks; `result()` reads the rest and returns the totals.
 
     Leaving a `with` block, `close()`, or dropping it ends the request and frees what it held on the target.
@@ -70,14 +70,6 @@ class SyncGeneration:
         self._soon = loop.soon
         self._generation = generation
         self._chunks = aiter(generation)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def __iter__(self) -> Iterator[Chunk]:
         return self
@@ -140,20 +132,12 @@ class SyncVerifiedSequence:
         self._run(self._sequence.close())
 
 
-class SyncVerifySession:
+class SyncVerifySession(Closing):
     """One `Verify` stream, which carries many sequences. Use it with `with`."""
 
     def __init__(self, loop: _LoopThread, session: VerifySession) -> None:
         self._loop = loop
         self._session = session
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def open(
         self,
@@ -173,7 +157,7 @@ class SyncVerifySession:
         self._loop.run(self._session.close())
 
 
-class SyncClient:
+class SyncClient(Closing):
     """Talks to one target service, from a program without an event loop. Errors are those of `Client`.
 
     Example:
@@ -209,14 +193,6 @@ class SyncClient:
         except BaseException:
             loop.stop()
             raise
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         """Cancel what runs and close the connection. Does nothing the second time."""

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import itertools
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Any
 
 import grpc
@@ -16,6 +15,7 @@ from outrider.sampling import SamplingParams, TypicalAcceptance, VerificationMod
 from outrider.tree import TokenTree
 from outrider.v1 import target_pb2
 from outrider.wire.trees import error_of, mode_from_pb, mode_to_pb, sampling_to_pb, tree_to_pb, typical_to_pb
+from outrider_client.blocks import AsyncClosing
 from outrider_client.failures import ServiceUnreachable, typed_error, typed_errors
 from outrider_client.results import FinishReason, Verdict
 
@@ -59,7 +59,7 @@ class VerifiedSequence:
             await self._session._close_sequence(self.sequence_id)
 
 
-class VerifySession:
+class VerifySession(AsyncClosing):
     """One `Verify` stream, which carries many sequences.
 
     Example:
@@ -79,14 +79,6 @@ class VerifySession:
         self._writing = asyncio.Lock()
         self._reader = asyncio.create_task(self._read_all())
         self._failure: OutriderError | ServiceUnreachable | None = None
-
-    async def __aenter__(self) -> VerifySession:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.close()
 
     async def open(
         self,
@@ -154,7 +146,7 @@ class VerifySession:
             return await answer
         finally:
             del self._waiting[key]
-            # The reader may have failed it while the write failed too; asyncio wants every exception looked at.
+            # The reader may have failed it while the write failed too; asyncio logs exceptions that are not looked at.
             if answer.done() and not answer.cancelled():
                 answer.exception()
 
@@ -163,7 +155,7 @@ class VerifySession:
             async with self._writing:
                 await self._call.write(frame)
         except (grpc.RpcError, asyncio.InvalidStateError):
-            # The reader knows why the call ended; a write to an ended call does not.
+            # The reader has the reason why the call ended; a write to an ended call has not.
             await asyncio.wait({self._reader})
             raise self._failure or ServiceUnreachable(self._address, "the stream has ended") from None
 

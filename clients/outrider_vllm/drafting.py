@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from outrider.drafting.draft_tree import GrowingTree
 from outrider.drafting.inbox import Connected, Disconnected, DraftEvent, DraftInbox, Lost
 from outrider.drafting.latency import DraftLatency
-from outrider.drafting.listening import ListeningTime
 from outrider.errors import InvalidField
 from outrider.sampling import SamplingParams, VerificationMode
 from outrider.tree import MAX_ROWS
@@ -58,7 +57,6 @@ class Drafting(DraftInbox):
         # Requests that the draft does not take.
         self._refused: set[int] = set()
         self._latency = DraftLatency(config.failures_to_open)
-        self._listening = ListeningTime()
         self._sent_at = 0.0
         self.late = 0
 
@@ -74,7 +72,7 @@ class Drafting(DraftInbox):
     def follow(self, seen: Iterable[tuple[Seen, Tokens, int]]) -> None:
         """Tell the draft of every request of a step: what was seen, its whole text [length], and how many tokens of it
         were generated just now."""
-        self._listen()
+        self.listen()
         if self._link is None or not self._connected:
             return
         advances: list[SequenceAdvance] = []
@@ -128,7 +126,7 @@ class Drafting(DraftInbox):
     def wait_for(self, requests: Sequence[Request], deadline: float) -> None:
         """Wait until the draft has answered for each request, to a time of the monotonic clock at most; not at all for
         a draft that was late lately."""
-        self._listen()
+        self.listen()
         if not self._latency.waiting_pays or self._answered(requests):
             return
         while not self._answered(requests):
@@ -139,7 +137,7 @@ class Drafting(DraftInbox):
                     self._latency.late()
                     self.late += 1
                 return
-            self._listen()
+            self.listen()
 
     def _answered(self, requests: Sequence[Request]) -> bool:
         return not any(True for _ in self._owed(requests))
@@ -180,22 +178,11 @@ class Drafting(DraftInbox):
         log.warning("a malformed growth ends drafting for its request: %s", error)
         self._refuse(number)
 
-    def _listen(self) -> None:
-        """Take in what has arrived, without waiting: all of it, unless that takes too long."""
-        listening = self._listening
-        listening.begin()
-        for event in self._received():
-            self._handle(event)
-            if listening.over:
-                break
-        if listening.end(emptied=not self._waiting):
-            reason = "what it says takes more time than a step has for it"
-            log.error("the draft is cut off: %s", reason)
-            self._forget_growth()
-            listening.forget()
-            self._followed.clear()
-            if self._link is not None:
-                self._link.cut_off(reason)
+    def _cut_off(self, reason: str) -> None:
+        log.error("the draft is cut off: %s", reason)
+        self._followed.clear()
+        if self._link is not None:
+            self._link.cut_off(reason)
 
     def _handle(self, event: DraftEvent) -> None:
         match event:

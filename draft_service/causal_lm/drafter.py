@@ -21,7 +21,7 @@ from draft_service.neural.config import NeuralConfig
 from draft_service.neural.network import Network, RowOutput
 from draft_service.neural.tail_attention import Attend
 from draft_service.neural.tree_drafting import CacheEntry, Extension
-from draft_service.neural_drafter import NeuralDrafter
+from draft_service.neural_drafter import CachingDrafter
 from outrider.errors import NotSupported
 from outrider.model_store import model_source
 from outrider.settings import SettingsError, setting
@@ -95,7 +95,7 @@ class ModelNetwork:
         return logits
 
 
-class ModelDrafter(NeuralDrafter):
+class ModelDrafter(CachingDrafter):
     """See `ModelConfig` for what can be set."""
 
     name = "model"
@@ -135,7 +135,7 @@ class ModelDrafter(NeuralDrafter):
             self._rows += len(sequence.token_ids) - entries
         self.drafting.extend(extensions)
 
-    def _load(self) -> Network:
+    def _load_network(self) -> Network:
         config = self._config
         model: Any = AutoModelForCausalLM.from_pretrained(
             self._source, dtype=getattr(torch, config.dtype), use_safetensors=True

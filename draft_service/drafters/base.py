@@ -1,4 +1,4 @@
-"""The seam every drafter fits: what it is told about sequences, what it answers, and where drafters are listed.
+"""The interface of every drafter: what it is given of sequences, what it returns, and where drafters are listed.
 
 A new drafter is one module with a settings class and a factory, and one line in `DRAFTERS`.
 """
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class DraftSequence:
-    """A sequence as the draft knows it. The session owns it and appends to `token_ids`; drafters only read.
+    """A sequence on the draft's side. The session owns it and appends to `token_ids`; drafters only read.
 
     `token_ids` is prompt plus committed tokens, never empty; its last entry is the root.
     `state` belongs to the drafter, from `Drafter.open` to `Drafter.close`. `features` is made by a `FeatureDrafter` in
@@ -153,7 +153,7 @@ class FeatureDrafter(Protocol):
 
 
 def features_of(drafter: object) -> FeatureRequest | None:
-    """What the drafter wants of the target's hidden states."""
+    """Which of the target's hidden states the drafter reads; None for none."""
     return drafter.features if isinstance(drafter, FeatureDrafter) else None
 
 

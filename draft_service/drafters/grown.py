@@ -7,9 +7,9 @@ two are merged, so those that need not carry distributions stay as they were com
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 
@@ -18,6 +18,8 @@ from draft_service.drafters.base import DraftSequence
 from draft_service.drafters.packing import PackedTrees, RowHeads, pack, room_for
 from outrider.sampling import VerificationMode
 from outrider.tree import TokenTree
+
+One = TypeVar("One")
 
 
 class Grown(NamedTuple):
@@ -163,8 +165,25 @@ def among(sequences: Sequence[DraftSequence], places: Sequence[int], pending: Pe
     return Scattered([sequence.root for sequence in sequences], places, pending)
 
 
+def in_order(
+    wanted: Sequence[One],
+    modes: Iterable[VerificationMode],
+    grow: Callable[[list[One]], Grown],
+    draw: Callable[[list[One]], Sequence[TokenTree]],
+) -> list[TokenTree]:
+    """A tree of each, in order: all are grown together, but for those of REJECTION requests, which are drawn since they
+    carry distributions. Neither is called where there is nothing to do."""
+    places: dict[bool, list[int]] = {False: [], True: []}
+    for place, mode in enumerate(modes):
+        places[mode is VerificationMode.REJECTION].append(place)
+    grown, drawn = ([wanted[place] for place in places[is_drawn]] for is_drawn in (False, True))
+    trees = [*(grow(grown).as_trees() if grown else ()), *(draw(drawn) if drawn else ())]
+    found = dict(zip(places[False] + places[True], trees, strict=True))
+    return [found[place] for place in range(len(wanted))]
+
+
 def warm_up(drafter: ArrayDrafter, sequences: Sequence[DraftSequence]) -> None:
-    """Draft and pack trees that nobody wants, of sequences of one mode, so that all that this takes is compiled."""
+    """Draft and pack trees that are thrown away, of sequences of one mode, so that all that this takes is compiled."""
     if any(sequence.mode is VerificationMode.REJECTION for sequence in sequences):
         drafter.propose(sequences)
     else:

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from draft_service.drafters.base import DraftSequence
 from outrider.errors import InvalidField
 from outrider.wire.frames import Vectors
 
@@ -132,3 +133,16 @@ class FeatureWindow:
                 self._pieces.insert(0, (rows - count, piece[count:]))
                 return
             count -= rows
+
+
+def window_of(sequence: DraftSequence) -> FeatureWindow:
+    """The window of a sequence whose drafter reads features."""
+    assert sequence.features is not None, "the sequence was not opened"
+    return sequence.features
+
+
+def check_features(sequence: DraftSequence) -> None:
+    """Raise `InvalidField` when there are more features than tokens that can have one."""
+    known, end = len(sequence.token_ids) - 1, window_of(sequence).end
+    if end > known:
+        raise InvalidField("features", f"are {end}, and {known} tokens can have one")

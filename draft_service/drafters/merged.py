@@ -1,4 +1,4 @@
-"""Several drafters for the same sequence, their trees merged: which one knows best changes from text to text.
+"""Several drafters for the same sequence, their trees merged: which one is best changes from text to text.
 
 GREEDY and COUPLED take any tree, so the trees are joined: a child that several drafters propose is one node with the
 highest of their scores, and of all nodes the likeliest are kept. REJECTION does not: a node must have been drawn from
@@ -25,10 +25,9 @@ from draft_service.drafters.base import (
     features_of,
     tree_limits,
 )
-from draft_service.drafters.grown import ArrayDrafter, Computed, Grown, Pending
+from draft_service.drafters.grown import ArrayDrafter, Computed, Grown, Pending, in_order
 from draft_service.drafters.merging import merge_grown
 from outrider.errors import NotSupported, OutriderError
-from outrider.sampling import VerificationMode
 from outrider.settings import Settings, SettingsError, setting
 from outrider.tree import MAX_ROWS, TokenTree
 from outrider.wire.frames import CorpusInfo, FeatureRequest, TreeLimits
@@ -122,13 +121,7 @@ class MergedDrafter(Drafter):
                 part.absorb([sequence.state[number] for sequence in sequences])
 
     def propose(self, sequences: Sequence[DraftSequence]) -> list[TokenTree]:
-        drawn = [place for place, one in enumerate(sequences) if one.mode is VerificationMode.REJECTION]
-        joined = [place for place, one in enumerate(sequences) if one.mode is not VerificationMode.REJECTION]
-        found = dict(zip(drawn, self._drawn([sequences[place] for place in drawn]), strict=True))
-        if joined:
-            grown = self.begin([sequences[place] for place in joined]).fetch()
-            found.update(zip(joined, grown.as_trees(), strict=True))
-        return [found[place] for place in range(len(sequences))]
+        return in_order(sequences, (one.mode for one in sequences), lambda own: self.begin(own).fetch(), self._drawn)
 
     def begin(self, sequences: Sequence[DraftSequence]) -> Pending:
         """See `ArrayDrafter.begin`."""

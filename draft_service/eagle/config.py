@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from draft_service.checkpoints.config import HeadSettings
 from draft_service.neural.config import NeuralConfig
 from outrider.settings import setting
 
 
 @dataclass(frozen=True)
-class HeadDrafterConfig(NeuralConfig):
+class HeadDrafterConfig(HeadSettings, NeuralConfig):
     """What any head is set by that follows the target's features."""
 
-    token_map: str = setting("", "JSON or safetensors file of the only token ids to draft (FR-Spec); all when empty")
-    feature_dtype: str = setting(
-        "bfloat16", "type of features on the wire", choices=("float32", "bfloat16", "float8_e4m3")
-    )
     feature_window: int = setting(
         8192, "features of a sequence that may wait for its next tree; the oldest go first", ge=1
     )

@@ -12,8 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from draft_service.eagle.head_config import ExpertShape, HeadConfig, HeadRefused, LatentShape
-from draft_service.eagle.layers import Attend, Attention, Mlp, rotate
+from draft_service.checkpoints.facts import HeadRefused
+from draft_service.eagle.head_config import ExpertShape, HeadConfig, LatentShape
+from draft_service.eagle.layers import Attention, Mlp, rotate
+from draft_service.neural.tail_attention import Attend
 
 # Of the norms of latents, whatever the model's own is: transformers' DeepseekV3Attention.
 _LATENT_EPS = 1e-6

@@ -6,13 +6,14 @@ from collections.abc import Sequence
 
 import torch
 
+from draft_service.checkpoints.facts import HeadRefused
+from draft_service.checkpoints.target import TargetCheckpoint
 from draft_service.drafters.base import DrafterSpec
 from draft_service.eagle.checkpoint import load_head, projection_fingerprint, read_config
 from draft_service.eagle.config import EagleConfig
 from draft_service.eagle.head import EagleHead
-from draft_service.eagle.head_config import HeadConfig, HeadRefused
+from draft_service.eagle.head_config import HeadConfig
 from draft_service.eagle.head_drafter import HeadDrafter
-from draft_service.eagle.target_checkpoint import TargetCheckpoint
 from outrider.errors import UnknownModel
 from outrider.heads import head_source
 from outrider.model_store import model_source

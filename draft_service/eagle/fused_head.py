@@ -38,7 +38,7 @@ class FusedHead:
     """See the module. Takes up to `MAX_ROWS` rows, and attention over a static plan."""
 
     def __init__(self, head: EagleHead, linears: RowLinears) -> None:
-        """The head is as `can_be_fused` wants it."""
+        """`can_be_fused` must hold of the head."""
         self._head, self._linears = head, linears
         first = head.layers[0]
         assert isinstance(first, FusedLayer)

@@ -10,9 +10,11 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
+from draft_service.checkpoints.vocabulary import check_token_ids
 from draft_service.eagle.deepseek_layers import DeepseekLayer
-from draft_service.eagle.head_config import HeadConfig, HeadRefused
-from draft_service.eagle.layers import Attend, FusedLayer, Layer, Rotary
+from draft_service.eagle.head_config import HeadConfig
+from draft_service.eagle.layers import FusedLayer, Layer, Rotary
+from draft_service.neural.tail_attention import Attend
 
 
 class Projection(nn.Module):
@@ -67,7 +69,7 @@ class EagleHead(nn.Module):
         Raises `HeadRefused` when the two do not fit.
         """
         super().__init__()
-        _check_token_ids(config, token_ids)
+        check_token_ids(config, token_ids)
         self.config = config
         self.projection = Projection(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
@@ -118,18 +120,3 @@ class EagleHead(nn.Module):
 
 def _first_layer(config: HeadConfig) -> nn.Module:
     return Layer(config, 0) if config.latent is None and config.experts is None else DeepseekLayer(config)
-
-
-def _check_token_ids(config: HeadConfig, token_ids: Tensor | None) -> None:
-    if token_ids is None:
-        if config.draft_vocab_size != config.vocab_size:
-            raise HeadRefused(
-                f"the head says {config.draft_vocab_size} of {config.vocab_size} tokens, and nothing says which (d2t)"
-            )
-        return
-    if token_ids.shape != (config.draft_vocab_size,):
-        raise HeadRefused(f"{len(token_ids)} token ids are mapped, the head says {config.draft_vocab_size}")
-    if int(token_ids.min()) < 0 or int(token_ids.max()) >= config.vocab_size:
-        raise HeadRefused(f"the token map leaves the vocabulary of {config.vocab_size}")
-    if len(set(token_ids.tolist())) != len(token_ids):
-        raise HeadRefused("the token map names a token twice")

@@ -1,4 +1,4 @@
-"""What an EAGLE head is, in one form for every checkpoint layout, and what it needs of its target."""
+"""What an EAGLE head is, in one form for every checkpoint layout."""
 
 from __future__ import annotations
 
@@ -6,13 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from outrider.errors import NotSupported
+from draft_service.checkpoints.facts import HeadRefused, HeadShape
 
 HeadKind = Literal["eagle", "eagle3", "mtp"]
-
-
-class HeadRefused(NotSupported):
-    """The head cannot be loaded, or does not fit its target; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,15 +67,12 @@ class ExpertShape:
 
 
 @dataclass(frozen=True, slots=True)
-class HeadConfig:
-    """The shape of a head.
+class HeadConfig(HeadShape):
+    """The shape of an EAGLE head, or of an MTP module.
 
     Attributes:
         kind: "eagle" for EAGLE-1 and EAGLE-2, which share their weights' form; "eagle3" for EAGLE-3 and EAGLE-3.1;
             "mtp" for a target's own multi-token-prediction module.
-        vocab_size: of the target, whose token ids the head reads.
-        draft_vocab_size: token ids that the head can say.
-        target_hidden_size: width of one captured hidden state.
         num_features: hidden states that are captured for one token: 3 for EAGLE-3, 1 otherwise.
         feature_layers: decoder layers of the target whose outputs are captured, counted from 0; the number of layers
             stands for the state after the last norm. None leaves it to the target's number of layers.
@@ -91,9 +84,7 @@ class HeadConfig:
         input_norm: an EAGLE-1 head whose first layer has an input_layernorm; published ones have none.
         fc_bias, qkv_bias, o_bias, mlp_bias, qk_norm: which optional weights there are.
         latent, experts: of an MTP module whose layer has latent attention, or a mixture of experts.
-        tied_lm_head: an EAGLE-1 or EAGLE-2 head, or an EAGLE-3 head without its own: it speaks through the target's.
-        target: name or folder of the target it was made for; empty when unknown.
-        tokenizer_fingerprint: of the target's tokenizer; empty when unknown.
+        tied_lm_head: an EAGLE-1 or EAGLE-2 head, or an EAGLE-3 head without its own: its logits come from the target's.
     """
 
     kind: HeadKind
@@ -102,9 +93,6 @@ class HeadConfig:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    vocab_size: int
-    draft_vocab_size: int
-    target_hidden_size: int
     num_layers: int = 1
     num_features: int = 1
     feature_layers: tuple[int, ...] | None = None
@@ -124,8 +112,6 @@ class HeadConfig:
     latent: LatentShape | None = None
     experts: ExpertShape | None = None
     tied_lm_head: bool = False
-    target: str = ""
-    tokenizer_fingerprint: str = ""
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads or self.head_dim % 2:
@@ -165,41 +151,3 @@ class HeadConfig:
         if any(not 0 <= layer <= target_layers for layer in layers) or len(layers) != self.num_features:
             raise HeadRefused(f"the head reads layers {layers} of a target that has {target_layers}")
         return layers
-
-
-@dataclass(frozen=True, slots=True)
-class TargetFacts:
-    """What is known of the target: from its config.json, and its tokenizer's fingerprint; empty when unknown."""
-
-    vocab_size: int
-    hidden_size: int
-    num_layers: int
-    tokenizer_fingerprint: str = ""
-
-    @classmethod
-    def from_config(cls, config: Mapping[str, Any], tokenizer_fingerprint: str = "") -> TargetFacts:
-        """From the entries of a transformers config.json. Raises `HeadRefused` when one is missing."""
-        text: Mapping[str, Any] = config.get("text_config") or config
-        try:
-            return cls(
-                int(text["vocab_size"]),
-                int(text["hidden_size"]),
-                int(text["num_hidden_layers"]),
-                tokenizer_fingerprint,
-            )
-        except KeyError as missing:
-            raise HeadRefused(f"the target's config.json has no {missing}") from None
-
-
-def check_fits(head: HeadConfig, target: TargetFacts) -> None:
-    """Raise `HeadRefused` with the reason unless the head was made for a target like this one."""
-    if head.vocab_size != target.vocab_size:
-        raise HeadRefused(f"the head has a vocabulary of {head.vocab_size}, the target one of {target.vocab_size}")
-    if head.target_hidden_size != target.hidden_size:
-        raise HeadRefused(
-            f"the head reads hidden states of width {head.target_hidden_size}, the target's have {target.hidden_size}"
-        )
-    head.layers_of(target.num_layers)
-    known = {head.tokenizer_fingerprint, target.tokenizer_fingerprint} - {""}
-    if len(known) > 1:
-        raise HeadRefused("the head was made for another tokenizer")

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from draft_service.drafters.base import DraftSequence
-from draft_service.drafters.hidden_states import FeatureWindow
-from draft_service.eagle.checkpoint import read_token_map
+from draft_service.drafters.hidden_states import FeatureWindow, check_features, window_of
 from draft_service.eagle.config import HeadDrafterConfig
 from draft_service.eagle.fused_head import MAX_ROWS, fused
 from draft_service.eagle.head import EagleHead
@@ -27,8 +26,7 @@ from draft_service.neural.devices import launching_on
 from draft_service.neural.network import Network, RowOutput
 from draft_service.neural.tail_attention import Attend
 from draft_service.neural.tree_drafting import Extension
-from draft_service.neural_drafter import NeuralDrafter
-from outrider.errors import InvalidField
+from draft_service.neural_drafter import CachingDrafter
 from outrider.wire.frames import FeatureRequest
 
 
@@ -55,7 +53,7 @@ class HeadNetwork:
         return self._head.logits(lm_input)
 
 
-class HeadDrafter(NeuralDrafter):
+class HeadDrafter(CachingDrafter):
     """See `HeadDrafterConfig` for what can be set, and `FeatureDrafter` for how features come in."""
 
     # Entry i is of token i + 1.
@@ -69,27 +67,24 @@ class HeadDrafter(NeuralDrafter):
         super().__init__(config, shape.vocab_size, config.max_context)
         self.tokenizer_fingerprint = shape.tokenizer_fingerprint
         self.features: FeatureRequest | None = features
-        self._feature_window, self._token_map = config.feature_window, config.token_map
+        self._settings = config
         self._head = head
-        self._misses = 0
 
     def open(self, sequence: DraftSequence) -> None:
         super().open(sequence)
         assert self.features is not None
-        sequence.features = FeatureWindow(self.features.width, self._feature_window)
+        sequence.features = FeatureWindow(self.features.width, self._settings.feature_window)
 
     def advance(self, sequence: DraftSequence, committed: Sequence[int]) -> None:  # noqa: ARG002
         """Raises `InvalidField` when there are more features than tokens that can have one."""
-        known, end = len(sequence.token_ids) - 1, _window(sequence).end
-        if end > known:
-            raise InvalidField("features", f"are {end}, and {known} tokens can have one")
+        check_features(sequence)
 
     def absorb(self, sequences: Sequence[DraftSequence]) -> None:
         """See `FeatureDrafter.absorb`."""
         # A feature's entry needs the token after its own.
-        paired = [one for one in sequences if _window(one).end < len(one.token_ids)]
+        paired = [one for one in sequences if window_of(one).end < len(one.token_ids)]
         with launching_on(self.device):
-            self._read([one for one in paired if self._has_room(one, len(_window(one)))])
+            self._read([one for one in paired if self._has_room(one, len(window_of(one)))])
 
     def stats(self) -> Mapping[str, float]:
         return {
@@ -109,14 +104,14 @@ class HeadDrafter(NeuralDrafter):
     def _loaded(self, token_map: Sequence[int] | None) -> EagleHead:
         """The head on its device, with these token ids alone where there is a map."""
 
-    def _load(self) -> Network:
+    def _load_network(self) -> Network:
         if self._head is None:
-            self._head = self._loaded(read_token_map(self._token_map) if self._token_map else None)
+            self._head = self._loaded(self._settings.read_token_map())
         return HeadNetwork(self._head)
 
     def _ready(self, sequence: DraftSequence) -> bool:
         """Whether features reach the token before the root, and the cache has room."""
-        known, window = len(sequence.token_ids) - 1, _window(sequence)
+        known, window = len(sequence.token_ids) - 1, window_of(sequence)
         if window.end != known or not (len(window) or sequence.state.entries):
             self._misses += 1
             return False
@@ -125,8 +120,8 @@ class HeadDrafter(NeuralDrafter):
     @torch.inference_mode()
     def _read(self, sequences: Sequence[DraftSequence]) -> None:
         assert self.features is not None
-        waiting = [sequence for sequence in sequences if len(_window(sequence))]
-        taken = [_window(sequence).take() for sequence in waiting]
+        waiting = [sequence for sequence in sequences if len(window_of(sequence))]
+        taken = [window_of(sequence).take() for sequence in waiting]
         if not taken:
             return
         # In one copy to the device, and one pass of the projection.
@@ -140,8 +135,3 @@ class HeadDrafter(NeuralDrafter):
         self._rows += len(vectors)
         self.drafting.extend(extensions, features)
         staging.sent()
-
-
-def _window(sequence: DraftSequence) -> FeatureWindow:
-    assert sequence.features is not None, "a head's sequences have a window"
-    return sequence.features

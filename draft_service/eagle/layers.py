@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
@@ -10,9 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from draft_service.eagle.head_config import HeadConfig
-
-# (layer, query [.., Hq, D], key [.., Hkv, D], value [.., Hkv, D]) -> [.., Hq, D]; rotary positions are applied.
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+from draft_service.neural.tail_attention import Attend
 
 
 class Rotary(nn.Module):

@@ -9,7 +9,7 @@
   `eagle_aux_hidden_state_layer_ids` counting the inputs of layers, so one more; EAGLE-1 with `fusion_fc` and
   `transformer.*`.
 
-Which kind it is, and which optional weights it has, is told by the weights and not by the configuration, which
+Which kind it is, and which optional weights it has, follows from the weights and not from the configuration, which
 published heads often leave incomplete.
 """
 
@@ -19,7 +19,8 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from draft_service.eagle.head_config import HeadConfig, HeadRefused
+from draft_service.checkpoints.facts import HeadRefused, architectures_of, number_of
+from draft_service.eagle.head_config import HeadConfig
 from draft_service.eagle.layers import rope_of
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -72,39 +73,50 @@ def head_config(config: Mapping[str, Any], shapes: Shapes) -> HeadConfig:
     _refuse_foreign(sources, shapes)
     layer, head = sources.layer, sources.head
     fused = "layers.0.hidden_norm.weight" in shapes
-    hidden = _number(layer, "hidden_size")
-    heads = _number(layer, "num_attention_heads")
-    vocabulary = _number(layer, "vocab_size")
-    target_hidden = int(head.get("target_hidden_size") or hidden) if fused else hidden
+    sizes = layer_settings(layer, shapes)
+    target_hidden = int(head.get("target_hidden_size") or sizes["hidden_size"]) if fused else sizes["hidden_size"]
     return HeadConfig(
         kind="eagle3" if fused else "eagle",
-        hidden_size=hidden,
-        intermediate_size=_number(layer, "intermediate_size"),
-        num_heads=heads,
-        num_kv_heads=int(layer.get("num_key_value_heads") or heads),
-        head_dim=int(layer.get("head_dim") or hidden // heads),
-        vocab_size=vocabulary,
-        draft_vocab_size=_draft_vocabulary(head, shapes, vocabulary),
+        draft_vocab_size=_draft_vocabulary(head, shapes, sizes["vocab_size"]),
         target_hidden_size=target_hidden,
         num_layers=_layers(shapes),
         num_features=shapes["fc.weight"][1] // target_hidden if fused else 1,
         feature_layers=sources.feature_layers if fused else None,
-        max_positions=int(layer.get("max_position_embeddings") or 2048),
-        rms_norm_eps=float(layer.get("rms_norm_eps", 1e-6)),
         rope=rope_of(layer),
         norm_output=bool(head.get("norm_output", False)),
         norm_before_residual=bool(head.get("norm_before_residual", False)),
         target=sources.target,
         tokenizer_fingerprint=str((config.get("outrider") or {}).get("tokenizer_fingerprint", "")),
-        **_optional_weights(shapes, fused),
+        fc_norm="fc_norm.0.weight" in shapes,
+        norm_before_fc="input_norm.weight" in shapes,
+        input_norm=not fused and "layers.0.input_layernorm.weight" in shapes,
+        **sizes,
     )
 
 
-def _optional_weights(shapes: Shapes, fused: bool) -> dict[str, Any]:
+def layer_settings(config: Mapping[str, Any], shapes: Shapes) -> dict[str, Any]:
+    """What the layer of a head has of Llama's, as arguments of `HeadConfig`.
+
+    Args:
+        config: the entries of a config.json about the layer.
+        shapes: shape of every weight, by neutral name.
+
+    Raises:
+        HeadRefused: an entry is missing, or another activation than silu.
+    """
+    activation = config.get("hidden_act", "silu")
+    if activation != "silu":
+        raise HeadRefused(f"an activation of {activation!r} is not served, only silu")
+    hidden, heads = number_of(config, "hidden_size"), number_of(config, "num_attention_heads")
     return {
-        "fc_norm": "fc_norm.0.weight" in shapes,
-        "norm_before_fc": "input_norm.weight" in shapes,
-        "input_norm": not fused and "layers.0.input_layernorm.weight" in shapes,
+        "hidden_size": hidden,
+        "intermediate_size": number_of(config, "intermediate_size"),
+        "num_heads": heads,
+        "num_kv_heads": int(config.get("num_key_value_heads") or heads),
+        "head_dim": int(config.get("head_dim") or hidden // heads),
+        "vocab_size": number_of(config, "vocab_size"),
+        "max_positions": int(config.get("max_position_embeddings") or 2048),
+        "rms_norm_eps": float(config.get("rms_norm_eps", 1e-6)),
         "fc_bias": "fc.bias" in shapes,
         "qkv_bias": "layers.0.self_attn.q_proj.bias" in shapes,
         "o_bias": "layers.0.self_attn.o_proj.bias" in shapes,
@@ -131,14 +143,11 @@ def _sources(config: Mapping[str, Any]) -> _Sources:
 
 
 def _refuse_foreign(sources: _Sources, shapes: Shapes) -> None:
-    architectures = ", ".join(map(str, sources.head.get("architectures") or ())) or "no architecture"
     if "fc.weight" not in shapes or "layers.0.self_attn.q_proj.weight" not in shapes:
+        architectures = architectures_of(sources.head)
         raise HeadRefused(f"no EAGLE head of Llama's layers: {architectures}, and no fc or no layer among its weights")
     if sources.head.get("layernorms") or "embed_layernorm.weight" in shapes or "embedding_layernorm.weight" in shapes:
         raise HeadRefused("an EAGLE-1 head with norms around its fusion layer is not served")
-    activation = sources.layer.get("hidden_act", "silu")
-    if activation != "silu":
-        raise HeadRefused(f"an activation of {activation!r} is not served, only silu")
     for flag, weight in (("fc_norm", "fc_norm.0.weight"), ("norm_before_fc", "input_norm.weight")):
         if bool(sources.head.get(flag, False)) is not (weight in shapes):
             raise HeadRefused(f"config.json says {flag} is {sources.head.get(flag, False)}, its weights say otherwise")
@@ -153,12 +162,6 @@ def _draft_vocabulary(head: Mapping[str, Any], shapes: Shapes, vocabulary: int) 
 
 def _layers(shapes: Shapes) -> int:
     return 1 + max(int(name.split(".")[1]) for name in shapes if name.startswith("layers."))
-
-
-def _number(config: Mapping[str, Any], name: str) -> int:
-    if config.get(name) is None:
-        raise HeadRefused(f"config.json does not say {name}")
-    return int(config[name])
 
 
 def published_config(config: HeadConfig) -> dict[str, Any]:

@@ -7,26 +7,25 @@
 - vLLM: `blocks.{head}.layers.{layer}.weight`, often without bias, `lm_heads.{head}.weight`, and `token_map` [V'] for a
   vocabulary that was reduced.
 
-What is saved says which tokens it can say as EAGLE heads do: `d2t` holds offsets, draft id i stands for i + d2t[i].
+What is saved says which tokens it can say as EAGLE heads do (`draft_service.checkpoints.vocabulary`).
 """
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from draft_service.eagle.checkpoint import RECORD
-from draft_service.eagle.head_config import HeadRefused
-from draft_service.eagle.target_checkpoint import TargetCheckpoint
-from draft_service.eagle.weights import Weights
-from draft_service.medusa.head import MedusaHead, MedusaShape, check_fits
+from draft_service.checkpoints.facts import HeadRefused, architectures_of, check_fits
+from draft_service.checkpoints.files import fill, write_folder
+from draft_service.checkpoints.target import TargetCheckpoint
+from draft_service.checkpoints.vocabulary import ids_of, restrict, tensors_of
+from draft_service.checkpoints.weights import Weights
+from draft_service.medusa.head import MedusaHead, MedusaShape
 
 # Heads by themselves, before the target's checkpoint that may lie beside them.
 _FILES = ("medusa_lm_head.safetensors", "model.safetensors")
@@ -47,7 +46,7 @@ def read_shape(source: str | Path) -> MedusaShape:
     Raises:
         HeadRefused: they cannot be read, or are not served; the message says why.
     """
-    weights = _weights(source)
+    weights = Weights(source, _FILES)
     return _shape(weights, _names(weights))
 
 
@@ -69,37 +68,34 @@ def load_heads(
     Raises:
         HeadRefused: see `read_shape`; or they do not fit the target.
     """
-    weights = _weights(source)
+    weights = Weights(source, _FILES)
     names = _names(weights)
     shape = _shape(weights, names)
     if target is not None:
-        check_fits(shape, target.facts())
-    token_ids = _token_ids(weights)
-    tensors = {name: weights.tensor(published) for name, published in names.items()}
-    if token_map is not None:
-        shape, token_ids = _restrict(shape, token_ids, token_map, tensors)
-    heads = MedusaHead(shape, token_ids)
-    _fill(heads, tensors)
+        check_fits(shape, target.facts(fingerprint=bool(shape.tokenizer_fingerprint)))
+    tensors = weights.tensors(names)
+    lm_heads = [f"heads.{head}.{shape.num_layers}.weight" for head in range(shape.num_heads)]
+    heads = MedusaHead(*restrict(shape, _token_ids(weights), token_map, tensors, lm_heads))
+    for name, own in heads.state_dict().items():
+        # vLLM's blocks may have none.
+        if name.endswith(".linear.bias"):
+            tensors.setdefault(name, torch.zeros_like(own))
+    fill(heads, tensors)
     return heads.to(device=device, dtype=dtype).requires_grad_(False).eval()
 
 
 def save_heads(heads: MedusaHead, folder: str | Path, record: Mapping[str, Any] | None = None) -> Path:
     """Write config.json, medusa_lm_head.safetensors and, when there is a `record` of their training, training.json."""
-    from safetensors.torch import save_file
-
     folder, shape = Path(folder), heads.config
-    folder.mkdir(parents=True, exist_ok=True)
-    tensors = {_PREFIX.sub("", name): tensor.detach().cpu().contiguous() for name, tensor in heads.state_dict().items()}
+    tensors = {_PREFIX.sub("", name): tensor for name, tensor in heads.state_dict().items()}
     if heads.token_ids is not None:
-        ids = heads.token_ids.cpu()
-        tensors["d2t"] = ids - torch.arange(len(ids))
-        tensors["t2d"] = torch.zeros(shape.vocab_size, dtype=torch.bool).index_fill_(0, ids, True)
+        tensors |= tensors_of(heads.token_ids, shape.vocab_size)
     config = {
         "model_type": "medusa",
         "medusa_num_heads": shape.num_heads,
         "medusa_num_layers": shape.num_layers,
         "base_model_name_or_path": shape.target,
-        "hidden_size": shape.hidden_size,
+        "hidden_size": shape.target_hidden_size,
         "vocab_size": shape.vocab_size,
         "draft_vocab_size": shape.draft_vocab_size,
         "outrider": {
@@ -108,18 +104,8 @@ def save_heads(heads: MedusaHead, folder: str | Path, record: Mapping[str, Any] 
             "tokenizer_fingerprint": shape.tokenizer_fingerprint,
         },
     }
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    path = folder / _FILES[0]
-    save_file(tensors, path, metadata={"format": "pt"})
-    # safetensors lets nobody else read it, and the service that will may run as another user.
-    path.chmod((folder / "config.json").stat().st_mode)
-    if record is not None:
-        (folder / RECORD).write_text(json.dumps(record, indent=2) + "\n")
+    write_folder(folder, config, _FILES[0], tensors, record)
     return folder
-
-
-def _weights(source: str | Path) -> Weights:
-    return Weights(source, _FILES)
 
 
 def neutral_name(name: str) -> tuple[int, int, str] | None:
@@ -138,8 +124,9 @@ def _names(weights: Weights) -> dict[str, str]:
     found = {part: name for name in weights.names if (part := neutral_name(name)) is not None}
     blocks = [layer for _, layer, part in found if part == "weight"]
     if not any(part == "lm_head" for _, _, part in found):
-        architectures = ", ".join(map(str, weights.config.get("architectures") or ())) or "no architecture"
-        raise HeadRefused(f"no Medusa heads: {architectures}, and no head's lm_head among the weights")
+        raise HeadRefused(
+            f"no Medusa heads: {architectures_of(weights.config)}, and no head's lm_head among the weights"
+        )
     layers = 1 + max(blocks, default=-1)
     return {
         f"heads.{head}.{layers}.weight" if part == "lm_head" else f"heads.{head}.{layer}.linear.{part}": name
@@ -160,7 +147,7 @@ def _shape(weights: Weights, names: Mapping[str, str]) -> MedusaShape:
     if mapped and not config.get("vocab_size"):
         raise HeadRefused("the heads' vocabulary was reduced, and config.json does not say the target's vocab_size")
     return MedusaShape(
-        hidden_size=hidden,
+        target_hidden_size=hidden,
         # Heads that say every token know their vocabulary better than a config.json that may be another's.
         vocab_size=int(config["vocab_size"]) if mapped else said,
         draft_vocab_size=said,
@@ -179,39 +166,7 @@ def _layers_of_target(config: Mapping[str, Any]) -> int:
 
 
 def _token_ids(weights: Weights) -> Tensor | None:
-    """[V'] target ids."""
+    """[V'] target ids; None for all."""
     if "d2t" in weights.names:
-        offsets = weights.tensor("d2t").long()
-        return offsets + torch.arange(len(offsets))
+        return ids_of(weights.tensor("d2t"))
     return weights.tensor("token_map").long() if "token_map" in weights.names else None
-
-
-def _restrict(
-    shape: MedusaShape, token_ids: Tensor | None, token_map: Sequence[int], tensors: dict[str, Tensor]
-) -> tuple[MedusaShape, Tensor]:
-    """The heads with a smaller vocabulary; their lm_heads in `tensors` are cut in place."""
-    wanted = torch.tensor(sorted(set(token_map)), dtype=torch.int64)
-    known = torch.arange(shape.vocab_size) if token_ids is None else token_ids
-    rows = torch.isin(known, wanted).nonzero()[:, 0]
-    if not len(rows):
-        raise HeadRefused("the token map names no token that the heads know")
-    for head in range(shape.num_heads):
-        name = f"heads.{head}.{shape.num_layers}.weight"
-        if name in tensors:
-            tensors[name] = tensors[name][rows]
-    return replace(shape, draft_vocab_size=len(rows)), known[rows]
-
-
-def _fill(heads: MedusaHead, tensors: dict[str, Tensor]) -> None:
-    own = heads.state_dict()
-    for name in own.keys() - tensors.keys():
-        # vLLM's blocks may have none.
-        if name.endswith(".linear.bias"):
-            tensors[name] = torch.zeros_like(own[name])
-    unknown, missing = sorted(tensors.keys() - own.keys()), sorted(own.keys() - tensors.keys())
-    if unknown or missing:
-        raise HeadRefused(f"weights that do not fit: unknown {unknown or 'none'}, missing {missing or 'none'}")
-    for name, tensor in tensors.items():
-        if own[name].shape != tensor.shape:
-            raise HeadRefused(f"{name} has shape {list(tensor.shape)}, the heads ask for {list(own[name].shape)}")
-    heads.load_state_dict(tensors)

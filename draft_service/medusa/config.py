@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from draft_service.checkpoints.config import HeadSettings
 from draft_service.medusa.fixed_trees import FIXED_TREES
 from draft_service.neural.config import NetworkConfig
 from outrider.settings import SettingsError, setting
@@ -13,7 +14,7 @@ BEST_FIRST = "best-first"
 
 
 @dataclass(frozen=True)
-class MedusaConfig(NetworkConfig):
+class MedusaConfig(HeadSettings, NetworkConfig):
     """Settings of the Medusa drafter: flags, environment (`OUTRIDER_MEDUSA_*`) or the `[medusa]` table."""
 
     head: str = setting("", "Medusa heads: a folder, or a hub id, in any published layout; safetensors only")
@@ -22,7 +23,6 @@ class MedusaConfig(NetworkConfig):
         "target that the heads were made for: a name from `outrider model list`, a folder, or a hub id; empty asks the "
         "heads' record",
     )
-    token_map: str = setting("", "JSON or safetensors file of the only token ids to draft (FR-Spec); all when empty")
     tree: str = setting(
         BEST_FIRST,
         "best-first follows the most probable paths of each tree anew; the others are Medusa's fixed trees",
@@ -32,9 +32,6 @@ class MedusaConfig(NetworkConfig):
     num_draft_tokens: int = setting(63, "nodes of a tree, the root not counted", ge=1, le=MAX_ROWS - 1)
     topk: int = setting(10, "children of a node; 1 drafts a chain", ge=1)
     num_steps: int = setting(0, "levels of a tree, one for each head; 0 takes all heads", ge=0)
-    feature_dtype: str = setting(
-        "bfloat16", "type of features on the wire", choices=("float32", "bfloat16", "float8_e4m3")
-    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -9,23 +9,22 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from draft_service.drafters.base import DraftSequence
-from draft_service.drafters.grown import Grown
+from draft_service.drafters.grown import Computed, Grown, Pending, in_order
 from draft_service.medusa.fixed_trees import FixedTree
 from draft_service.medusa.growth import grown
 from draft_service.medusa.head import MedusaHead
-from draft_service.neural.candidates import Candidates, candidates_wanted, most_probable, temperature_of
+from draft_service.neural.candidates import candidates_wanted, most_probable, temperature_of
 from draft_service.neural.level_growth import DEPTH, grow_level, make_forest
 from draft_service.neural.tree_config import TreeShape
 from draft_service.neural.tree_drafting import best_items, rules_of, with_distributions
-from outrider.sampling import VerificationMode
 from outrider.tree import TokenTree
 
 
 class MedusaDrafting:
-    """Heads on their device, and how their trees grow. Calls come from one thread."""
+    """Heads on their device, and how their trees grow. A sequence's state is the vector that they read, [1, H]. Calls
+    come from one thread."""
 
     def __init__(self, heads: MedusaHead, shape: TreeShape, tree: FixedTree | None) -> None:
         """`shape.num_steps` heads are used; `tree` is a fixed one, None grows best first."""
@@ -34,27 +33,38 @@ class MedusaDrafting:
         ids = heads.token_ids
         self._token_ids = None if ids is None else ids.cpu().numpy().astype(np.int32)
 
+    def trees(self, wanted: Sequence[DraftSequence]) -> list[TokenTree]:
+        """The best trees of sequences that have a vector, in whatever mode."""
+        return in_order(wanted, (one.mode for one in wanted), self._grown, self._drawn)
+
+    def begin(self, wanted: Sequence[DraftSequence]) -> Pending:
+        """As `trees`, of no REJECTION request."""
+        return Computed(self._grown(wanted))
+
     @torch.inference_mode()
-    def candidates(self, sequences: Sequence[DraftSequence], states: Tensor) -> Candidates:
-        """[B * K, M] of every depth of every sequence, whose states are [B, H]; depths of a sequence side by side."""
+    def _candidates(self, sequences: Sequence[DraftSequence]) -> tuple[np.ndarray, np.ndarray]:
+        """[B, K, M] tokens and probabilities of every depth of every sequence."""
         shape, weight = self._shape, self._weight
+        states = torch.cat([one.state.float() for one in sequences])
         logits = self._heads(states.to(weight.device, weight.dtype))[: shape.num_steps]
         rows = logits.transpose(0, 1).flatten(0, 1)
         temperatures = torch.tensor([temperature_of(one) for one in sequences]).repeat_interleave(shape.num_steps)
         count = max(candidates_wanted(one.mode, shape.topk, shape.race_entrants) for one in sequences)
-        return most_probable(rows, temperatures.to(weight.device), count, self._token_ids)
+        candidates = most_probable(rows, temperatures.to(weight.device), count, self._token_ids)
+        tokens, probs = (part.reshape(len(sequences), shape.num_steps, -1) for part in candidates)
+        return tokens, probs
 
-    def grown(self, sequences: Sequence[DraftSequence], states: Tensor) -> Grown:
-        """Trees of sequences none of which is of a REJECTION request; states are [B, H]."""
-        tokens, probs = self._by_depth(self.candidates(sequences, states), len(sequences))
+    def _grown(self, sequences: Sequence[DraftSequence]) -> Grown:
+        """Trees of sequences none of which is of a REJECTION request."""
+        tokens, probs = self._candidates(sequences)
         roots = [one.root for one in sequences]
         return grown(rules_of(sequences, self._shape), tokens, probs, roots, self._tree)
 
-    def drawn(self, sequences: Sequence[DraftSequence], states: Tensor) -> list[TokenTree]:
+    def _drawn(self, sequences: Sequence[DraftSequence]) -> list[TokenTree]:
         """Trees of REJECTION requests, whose nodes are drawn, so that a fixed tree has no part in them: each parent
-        draws from its depth's distribution anew. States are [B, H]."""
+        draws from its depth's distribution anew."""
         shape, count = self._shape, len(sequences)
-        tokens, probs = self._by_depth(self.candidates(sequences, states), count)
+        tokens, probs = self._candidates(sequences)
         rules = rules_of(sequences, shape)
         forest = make_forest(count, shape.num_steps, shape.width, shape.topk, drawn=True)
         levels = min(int(rules.ints[:, DEPTH].max()), shape.num_steps)
@@ -64,19 +74,3 @@ class MedusaDrafting:
                 break
         trees = best_items(forest, rules, [one.root for one in sequences]).as_trees()
         return [with_distributions(tree, forest, b) for b, tree in enumerate(trees)]
-
-    def trees(self, sequences: Sequence[DraftSequence], states: Tensor) -> list[TokenTree]:
-        """Trees in whatever mode; states are [B, H]."""
-        found: dict[int, TokenTree] = {}
-        for drawn in (False, True):
-            places = [i for i, one in enumerate(sequences) if (one.mode is VerificationMode.REJECTION) is drawn]
-            if places:
-                own, rows = [sequences[i] for i in places], states[places]
-                trees = self.drawn(own, rows) if drawn else self.grown(own, rows).as_trees()
-                found.update(zip(places, trees, strict=True))
-        return [found[i] for i in range(len(sequences))]
-
-    def _by_depth(self, candidates: Candidates, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """[B, K, M] tokens and probabilities."""
-        tokens, probs = (part.reshape(count, self._shape.num_steps, -1) for part in candidates)
-        return tokens, probs

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import torch
 
+from draft_service.checkpoints.target import TargetCheckpoint
+from draft_service.checkpoints.weights import Weights
 from draft_service.eagle.checkpoint import make_head
 from draft_service.eagle.deepseek_layers import Router
 from draft_service.eagle.head import EagleHead
 from draft_service.eagle.head_config import HeadConfig
-from draft_service.eagle.target_checkpoint import TargetCheckpoint
-from draft_service.eagle.weights import Weights
 from draft_service.mtp.layouts import MtpLayout, mtp_config, mtp_layout, mtp_names
 
 
@@ -49,7 +49,7 @@ def load_mtp(
     """
     weights = Weights(source)
     layout, config, names = _mtp(weights)
-    tensors = {name: weights.tensor(published) for name, published in names.items()}
+    tensors = weights.tensors(names)
     if layout.state_first:
         state, embedding = tensors["fc.weight"].chunk(2, dim=1)
         tensors["fc.weight"] = torch.cat([embedding, state], dim=1)
@@ -64,5 +64,4 @@ def _mtp(weights: Weights) -> tuple[MtpLayout, HeadConfig, dict[str, str]]:
     """Layout of the first MTP module, what it is, and its weights' neutral and published names."""
     layout = mtp_layout(weights.config, weights.names)
     names = mtp_names(layout, weights.names)
-    config = mtp_config(weights.config, {name: weights.shape(published) for name, published in names.items()})
-    return layout, config, names
+    return layout, mtp_config(weights.config, weights.shapes(names)), names

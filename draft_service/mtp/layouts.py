@@ -18,10 +18,11 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from draft_service.eagle.head_config import ExpertShape, HeadConfig, HeadRefused, LatentShape
+from draft_service.checkpoints.facts import HeadRefused, number_of
+from draft_service.eagle.head_config import ExpertShape, HeadConfig, LatentShape
 from draft_service.eagle.layers import rope_of
+from draft_service.eagle.layouts import Shapes, layer_settings
 
-Shapes = Mapping[str, tuple[int, ...]]
 _LAYER = "layers.0."
 
 
@@ -63,7 +64,7 @@ def mtp_layout(config: Mapping[str, Any], names: Sequence[str]) -> MtpLayout:
     if config.get("quantization_config"):
         raise HeadRefused("an MTP module with quantised weights (quantization_config) is not served")
     layouts = (
-        MtpLayout(f"model.layers.{_number(config, 'num_hidden_layers')}.", _DEEPSEEK, state_first=False),
+        MtpLayout(f"model.layers.{number_of(config, 'num_hidden_layers')}.", _DEEPSEEK, state_first=False),
         MtpLayout("model.mtp_layers.0.", _MIMO, state_first=True),
     )
     for layout in layouts:
@@ -98,49 +99,36 @@ def mtp_config(config: Mapping[str, Any], shapes: Shapes) -> HeadConfig:
     Raises:
         HeadRefused: its layer is of a kind that is not served.
     """
-    if config.get("hidden_act", "silu") != "silu":
-        raise HeadRefused(f"an activation of {config['hidden_act']!r} is not served, only silu")
     if config.get("sliding_window") and config.get("use_sliding_window", True):
         raise HeadRefused(f"a sliding window of {config['sliding_window']} tokens is not served")
-    hidden, heads = _number(config, "hidden_size"), _number(config, "num_attention_heads")
-    vocabulary, layers = _number(config, "vocab_size"), _number(config, "num_hidden_layers")
+    settings = layer_settings(config, shapes)
     latent = _latent(config) if f"{_LAYER}self_attn.kv_a_proj_with_mqa.weight" in shapes else None
     if latent is None and f"{_LAYER}self_attn.q_proj.weight" not in shapes:
         raise HeadRefused("an MTP module whose attention is neither Llama's nor latent is not served")
+    if latent is not None:
+        settings["num_kv_heads"], settings["head_dim"] = settings["num_heads"], latent.plain + latent.rotary
+        settings["qkv_bias"] = f"{_LAYER}self_attn.kv_a_proj_with_mqa.bias" in shapes
     return HeadConfig(
         kind="mtp",
-        hidden_size=hidden,
-        intermediate_size=_number(config, "intermediate_size"),
-        num_heads=heads,
-        num_kv_heads=heads if latent else int(config.get("num_key_value_heads") or heads),
-        head_dim=latent.plain + latent.rotary if latent else int(config.get("head_dim") or hidden // heads),
-        vocab_size=vocabulary,
-        draft_vocab_size=vocabulary,
-        target_hidden_size=hidden,
-        feature_layers=(layers,),
-        max_positions=int(config.get("max_position_embeddings") or 2048),
-        rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+        draft_vocab_size=settings["vocab_size"],
+        target_hidden_size=settings["hidden_size"],
+        feature_layers=(number_of(config, "num_hidden_layers"),),
         rope=_rope(config, latent),
         norm_output=True,
         input_norm=True,
-        fc_bias="fc.bias" in shapes,
-        qkv_bias=any(f"{_LAYER}self_attn.{name}.bias" in shapes for name in ("q_proj", "kv_a_proj_with_mqa")),
-        o_bias=f"{_LAYER}self_attn.o_proj.bias" in shapes,
-        mlp_bias=f"{_LAYER}mlp.down_proj.bias" in shapes,
-        qk_norm=f"{_LAYER}self_attn.q_norm.weight" in shapes,
         latent=latent,
         experts=_experts(config) if f"{_LAYER}mlp.gate.weight" in shapes else None,
-        tied_lm_head="lm_head.weight" not in shapes,
+        **settings,
     )
 
 
 def _latent(config: Mapping[str, Any]) -> LatentShape:
     return LatentShape(
         query_rank=int(config.get("q_lora_rank") or 0),
-        key_rank=_number(config, "kv_lora_rank"),
-        plain=_number(config, "qk_nope_head_dim"),
-        rotary=_number(config, "qk_rope_head_dim"),
-        value=_number(config, "v_head_dim"),
+        key_rank=number_of(config, "kv_lora_rank"),
+        plain=number_of(config, "qk_nope_head_dim"),
+        rotary=number_of(config, "qk_rope_head_dim"),
+        value=number_of(config, "v_head_dim"),
         interleaved=bool(config.get("rope_interleave", True)),
     )
 
@@ -160,18 +148,12 @@ def _experts(config: Mapping[str, Any]) -> ExpertShape:
         if config.get(setting, served) != served:
             raise HeadRefused(f"experts chosen by {setting} {config[setting]!r} are not served, only {served!r}")
     return ExpertShape(
-        experts=_number(config, "n_routed_experts"),
+        experts=number_of(config, "n_routed_experts"),
         shared=int(config.get("n_shared_experts") or 0),
-        width=_number(config, "moe_intermediate_size"),
-        chosen=_number(config, "num_experts_per_tok"),
+        width=number_of(config, "moe_intermediate_size"),
+        chosen=number_of(config, "num_experts_per_tok"),
         groups=int(config.get("n_group") or 1),
         chosen_groups=int(config.get("topk_group") or 1),
         normed=bool(config.get("norm_topk_prob", True)),
         scale=float(config.get("routed_scaling_factor", 1.0)),
     )
-
-
-def _number(config: Mapping[str, Any], name: str) -> int:
-    if config.get(name) is None:
-        raise HeadRefused(f"config.json does not say {name}")
-    return int(config[name])

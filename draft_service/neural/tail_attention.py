@@ -12,7 +12,8 @@ from draft_service.neural.paged_cache import PagedCache
 from tree_kernels.attention import AttentionBatch, TreeAttention
 from tree_kernels.paging import write_kv
 
-# (layer, query [R, Hq, D], key [R, Hkv, D], value [R, Hkv, D]) -> [R, Hq, D]; stores keys and values, and attends.
+# (layer, query [.., Hq, D], key [.., Hkv, D], value [.., Hkv, D]) -> [.., Hq, D]; rotary positions are applied. Stores
+# keys and values, and attends.
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 

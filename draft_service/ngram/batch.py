@@ -153,7 +153,7 @@ class TrieBatch:
     def grow(self, tries: Sequence[NgramTrie], asked: Sequence[Asked], fresh: Sequence[int]) -> Grown:
         """Insert what waits for these sequences, and grow their trees.
 
-        The caller holds the locks of `tries`, which another thread teaches, and has made room in the own ones.
+        The caller holds the locks of `tries`, which another thread inserts into, and has made room in the own ones.
 
         Args:
             asked: for each tree its sequence's place, where the tenant's and the shared trie stand in `tries`, and

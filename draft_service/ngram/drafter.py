@@ -185,7 +185,7 @@ class NgramDrafter(Drafter):
         }
 
     def _asked(self, sequences: Sequence[DraftSequence]) -> tuple[list[NgramTrie], list[Asked], list[int]]:
-        """The tries that are read for these sequences, each once, and what else `TrieBatch.grow` wants to know."""
+        """The tries that are read for these sequences, each once, and the other arguments of `TrieBatch.grow`."""
         numbers: dict[tuple[str, str], tuple[int, int]] = {}
         places: dict[int, int] = {}
         tries: list[NgramTrie] = []

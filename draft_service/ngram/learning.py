@@ -1,4 +1,4 @@
-"""Teaching tries off the request path: one thread, and a bound on what waits for it."""
+"""Inserting into tries off the request path: one thread, and a bound on what waits for it."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def save(folder: Path, tries: Sequence[StoredTrie], settings: dict[str, int]) ->
         "documents": json.dumps([stored.documents for stored in tries]),
         "sha256": json.dumps([_checksum(stored.tenant, stored.corpus, stored.rows) for stored in tries]),
     }
-    # Made before it is filled, under a name that nobody knows, so that it is never readable by others and never a link.
+    # Made before it is filled, under a random name, so that it is never readable by others and never a link.
     descriptor, name = tempfile.mkstemp(prefix=_PARTIAL_PREFIX, dir=folder)
     os.close(descriptor)
     partial = Path(name)

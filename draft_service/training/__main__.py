@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _train(config: TrainingConfig, command: Sequence[str]) -> int:
     # Late: a typing error should not wait for torch.
-    from draft_service.eagle.head_config import HeadRefused
+    from draft_service.checkpoints.facts import HeadRefused
     from draft_service.training.parallel.followers import FollowerFailed
     from draft_service.training.run import train_head
     from draft_service.training.trainer import TrainingDiverged

@@ -12,11 +12,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from draft_service.checkpoints.facts import same_tokenizer
+from draft_service.checkpoints.target import TargetCheckpoint
 from draft_service.eagle.checkpoint import load_head, save_head
 from draft_service.eagle.head import EagleHead
 from draft_service.eagle.head_config import HeadConfig
 from draft_service.eagle.layers import Layer
-from draft_service.eagle.target_checkpoint import TargetCheckpoint
 from draft_service.medusa.beginning import new_heads
 from draft_service.medusa.checkpoint import load_heads, save_heads
 from draft_service.medusa.head import MedusaHead, MedusaShape
@@ -81,7 +82,7 @@ def head_config(config: TrainingConfig, facts: TeacherFacts, draft_vocab_size: i
 def medusa_shape(config: TrainingConfig, facts: TeacherFacts, draft_vocab_size: int) -> MedusaShape:
     """As many heads as `--steps`, of the target's width."""
     return MedusaShape(
-        hidden_size=facts.hidden_size,
+        target_hidden_size=facts.hidden_size,
         vocab_size=facts.vocab_size,
         draft_vocab_size=draft_vocab_size,
         num_heads=config.steps,
@@ -162,42 +163,26 @@ def head_to_begin_with(config: TrainingConfig, facts: TeacherFacts) -> Head | No
     """
     if not config.init:
         return None
-    return _medusa_to_begin_with(config, facts) if config.kind == "medusa" else _eagle_to_begin_with(config, facts)
-
-
-def _medusa_to_begin_with(config: TrainingConfig, facts: TeacherFacts) -> MedusaHead:
+    medusa = config.kind == "medusa"
     try:
-        heads = load_heads(head_source(config.init), target=TargetCheckpoint(model_source(config.model)))
-    except (NotSupported, UnknownModel, OSError) as error:
-        raise SettingsError(f"--init {config.init}: {error}") from None
-    known = {heads.config.tokenizer_fingerprint, facts.tokenizer_fingerprint} - {""}
-    if len(known) > 1:
-        raise SettingsError(f"--init {config.init}: no Medusa heads for this model's tokenizer")
-    if heads.config.num_heads != config.steps:
-        raise SettingsError(f"--init {config.init} has {heads.config.num_heads} heads: say so with --steps")
-    heads.config = replace(
-        heads.config,
-        target=facts.model,
-        target_layers=facts.num_layers,
-        tokenizer_fingerprint=facts.tokenizer_fingerprint,
-    )
-    return heads.requires_grad_(True).train()
-
-
-def _eagle_to_begin_with(config: TrainingConfig, facts: TeacherFacts) -> EagleHead:
-    try:
-        source = model_source(config.model)
-        head = load_head(head_source(config.init), target=TargetCheckpoint(source))
+        target = TargetCheckpoint(model_source(config.model))
+        head = (load_heads if medusa else load_head)(head_source(config.init), target=target)
         head.config.layers_of(facts.num_layers)
     except (NotSupported, UnknownModel, OSError) as error:
         raise SettingsError(f"--init {config.init}: {error}") from None
-    known = {head.config.tokenizer_fingerprint, facts.tokenizer_fingerprint} - {""}
-    if head.config.kind != "eagle3" or len(known) > 1:
-        raise SettingsError(f"--init {config.init}: no EAGLE-3 head for this model's tokenizer")
+    of_kind = isinstance(head, MedusaHead) or head.config.kind == "eagle3"
+    if not of_kind or not same_tokenizer(head.config.tokenizer_fingerprint, facts.tokenizer_fingerprint):
+        kind = "Medusa heads" if medusa else "EAGLE-3 head"
+        raise SettingsError(f"--init {config.init}: no {kind} for this model's tokenizer")
     head.config = replace(head.config, target=facts.model, tokenizer_fingerprint=facts.tokenizer_fingerprint)
-    if config.layers > head.config.num_layers:
-        head = deepened(head, config.layers, config.seed)
-    return _kept_from_training(head.requires_grad_(True).train())
+    head.requires_grad_(True).train()
+    if isinstance(head, EagleHead):
+        deeper = config.layers > head.config.num_layers
+        return _kept_from_training(deepened(head, config.layers, config.seed) if deeper else head)
+    if head.config.num_heads != config.steps:
+        raise SettingsError(f"--init {config.init} has {head.config.num_heads} heads: say so with --steps")
+    head.config = replace(head.config, target_layers=facts.num_layers)
+    return head
 
 
 def deepened(head: EagleHead, layers: int, seed: int) -> EagleHead:
@@ -228,7 +213,7 @@ def saying(head: EagleHead, tokens: NDArray[np.int64] | None, target_lm_head: Te
         target_lm_head: [vocab_size, target_hidden_size].
 
     Raises:
-        SettingsError: it speaks through the target's lm_head, or is of another width.
+        SettingsError: its lm_head is the target's, or is of another width.
     """
     if head.config.tied_lm_head or head.config.hidden_size != head.config.target_hidden_size:
         raise SettingsError("--new-vocabulary takes a head of the target's width with an lm_head of its own")

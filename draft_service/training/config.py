@@ -54,7 +54,7 @@ class TrainingConfig(Settings):
     layers: int = setting(1, "layers of the head, or residual blocks of each Medusa head", ge=1)
     hidden: int = setting(0, "width of the head; 0 takes the target's, another carries its own token embedding")
     intermediate: int = setting(0, "width of the head's MLP; 0 takes the target's, or 8/3 of --hidden")
-    tied: bool = setting(False, "speak through the target's own lm_head, which is neither trained nor saved")
+    tied: bool = setting(False, "take logits from the target's own lm_head, which is neither trained nor saved")
     vocabulary: int = setting(16384, "tokens that the head can say, the most frequent ones; 0 is all of them")
 
     steps: int = setting(

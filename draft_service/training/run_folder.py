@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
-import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +22,7 @@ from draft_service.training.config import TrainingConfig
 from draft_service.training.corpus import Corpus, Texts, coverage
 from draft_service.training.trainer import Progress
 from draft_service.training.unrolling import Head
-from outrider import __version__
+from outrider.machine import describe_machine, describe_versions
 from outrider.settings import SettingsError
 
 # What text and weights depend on, and a run that goes on cannot change.
@@ -118,7 +115,8 @@ def _check_writers(before: Mapping[str, Any], config: TrainingConfig) -> None:
         raise SettingsError(f"the text that is there was begun by {begun} writers on --device {before['device']}")
 
 
-_PACKAGES = ("torch", "transformers", "triton", "numpy", "safetensors")
+# Beside those that are described always.
+_PACKAGES = ("triton", "safetensors")
 _CURVE_POINTS = 200
 
 
@@ -139,8 +137,8 @@ def training_record(
         "command": list(command),
         "finished": progress.fraction >= 1,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": machine(config.devices),
-        "versions": versions(),
+        "machine": describe_machine() | _gpus(config.devices),
+        "versions": describe_versions(_PACKAGES),
         "text": {
             "texts": len(texts),
             "tokens": len(texts.token_ids),
@@ -163,29 +161,9 @@ def training_record(
     }
 
 
-def machine(devices: Sequence[str]) -> dict[str, Any]:
-    """Processor, cores, and the GPU if one was used: the first one's name and memory, and how many there were."""
-    found: dict[str, Any] = {
-        "processor": platform.processor() or platform.machine(),
-        "cores": os.cpu_count(),
-        "system": platform.system(),
-        "python": platform.python_version(),
-    }
-    if devices[0].startswith("cuda"):
-        found["gpu"] = torch.cuda.get_device_name(devices[0])
-        found["gpu_gib_used"] = round(torch.cuda.max_memory_reserved(devices[0]) / 2**30, 1)
-        if len(devices) > 1:
-            found["gpus"] = len(devices)
-    return found
-
-
-def versions() -> dict[str, str]:
-    """Of Outrider and of what computed."""
-    found = {"outrider": __version__}
-    for package in _PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            # Triton is not everywhere.
-            continue
-    return found
+def _gpus(devices: Sequence[str]) -> dict[str, Any]:
+    """The first GPU's name and memory, and how many there were; nothing where none was used."""
+    if not devices[0].startswith("cuda"):
+        return {}
+    used = torch.cuda.max_memory_reserved(devices[0]) / 2**30
+    return {"gpu": torch.cuda.get_device_name(devices[0]), "gpus": len(devices), "gpu_gib_used": round(used, 1)}

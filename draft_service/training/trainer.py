@@ -248,7 +248,7 @@ def step_losses(
     counts = torch.tensor([max(1, count) for count in batch.counts], dtype=torch.float32)
     shares = decay ** torch.arange(steps, dtype=torch.float32)
     each = (shares / shares.sum() / counts).to(device, non_blocking=True)
-    # The number of rows is told, so that nobody waits for the device to count them.
+    # The number of rows is given, so that the host need not wait for the device to count them.
     step_of = torch.repeat_interleave(torch.arange(steps), torch.tensor(batch.counts)).to(device, non_blocking=True)
     rows = lm_input.flatten(0, 2).index_select(0, batch.rows)
     weights = each.index_select(0, step_of)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import os
 import subprocess
 import sys
 import time
@@ -15,6 +14,7 @@ from pathlib import Path
 
 from draft_service.training.config import TrainingConfig
 from draft_service.training.corpus import Corpus
+from draft_service.training.parallel.followers import one_of
 from draft_service.training.progress import Budget, Phase
 from outrider.distillation import Teacher, WritingOrder, WrittenText
 from outrider.settings import SettingsError
@@ -143,9 +143,7 @@ def write_texts(teacher: Teacher, config: TrainingConfig, corpus: Corpus, budget
 def _writers(config: TrainingConfig, seconds: float) -> Iterator[list[subprocess.Popen[bytes]]]:
     """Processes of `workers.writer.main`, ended when the block is left."""
     command = [sys.executable, "-m", "draft_service.training.workers.writer", json.dumps(asdict(config))]
-    # Each starts a pool of compilers and of threads for all cores otherwise.
-    threads = str(max(1, (os.cpu_count() or 1) // config.writers_at_once))
-    environment = {"OMP_NUM_THREADS": threads, "TORCHINDUCTOR_COMPILE_THREADS": threads} | dict(os.environ)
+    environment = one_of(config.writers_at_once)
     processes = [
         subprocess.Popen([*command, str(writer), str(seconds)], env=environment)
         for writer in range(config.writers_at_once)

@@ -2,7 +2,7 @@
 
 The trainer belongs to the draft service and the model to the target's, and neither imports the other: a trainer finds
 its teacher among the entry points of `TEACHER_GROUP`, as a target finds an in-process draft. The protocol stands here,
-and not beside the kernels, because it speaks of prompts, token ids and end tokens, of which kernels know nothing.
+and not beside the kernels, because it is about prompts, token ids and end tokens, of which kernels have none.
 PyTorch is named for types only: nothing here imports it.
 """
 

@@ -1,35 +1,11 @@
-"""Every error the API can return, and its gRPC status.
-
-OutriderError
-├── InvalidField          INVALID_ARGUMENT     a field of a request breaks its documented limits
-├── PositionOutOfRange    OUT_OF_RANGE         longer than the model's context
-├── UnknownModel          NOT_FOUND
-├── UnknownSequence       NOT_FOUND            not open, or not this caller's
-├── UnknownCorpus         NOT_FOUND
-├── SequenceExists        ALREADY_EXISTS
-├── StepReplayed          ABORTED              a step that lies behind, or a replay with another payload
-├── StepSkipped           FAILED_PRECONDITION  a step that lies ahead
-├── WrongRoot             FAILED_PRECONDITION  a tree whose root is not the last committed token
-├── WrongVocabulary       FAILED_PRECONDITION  draft and target do not speak the same token ids
-├── NotSupported          FAILED_PRECONDITION  this drafter or model cannot do what was asked
-├── QuotaExceeded         RESOURCE_EXHAUSTED   a queue, a tenant's limit or a corpus quota is full
-├── CreditExceeded        RESOURCE_EXHAUSTED   a peer that sends past its credit
-├── Unauthenticated       UNAUTHENTICATED
-├── PermissionDenied      PERMISSION_DENIED
-├── DeadlineExceeded      DEADLINE_EXCEEDED
-├── Draining              UNAVAILABLE          the service is about to stop
-├── WeightsChanged        UNAVAILABLE          the model's weights were exchanged under the request; ask again
-├── DraftUnavailable      UNAVAILABLE          never reaches a client: the target goes on without drafts
-├── EngineDead            UNAVAILABLE          the engine loop failed; the process is about to exit, another may serve
-└── Loading               UNAVAILABLE          what serves is being loaded; ask again, or ask another
-"""
+"""Every error the API can return, and its gRPC status."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import ClassVar
 
-import grpc
+from grpc import StatusCode
 
 DOMAIN = "outrider"
 
@@ -40,10 +16,18 @@ class OutriderError(Exception):
     Messages never hold prompt text or token ids: they travel into logs.
     """
 
-    code: ClassVar[grpc.StatusCode] = grpc.StatusCode.INTERNAL
+    code: ClassVar[StatusCode] = StatusCode.INTERNAL
     reason: ClassVar[str] = "INTERNAL"
     # Seconds after which trying again makes sense; None when it does not.
     retry_after: float | None = None
+
+    def __init_subclass__(
+        cls, *, code: StatusCode | None = None, reason: str = "", retry_after: float | None = None
+    ) -> None:
+        """Each kind has its own code and reason; what inherits a kind and names none is of the same kind."""
+        super().__init_subclass__()
+        if code is not None:
+            cls.code, cls.reason, cls.retry_after = code, reason, retry_after
 
     def __init__(self, message: str, **metadata: str | int | float) -> None:
         super().__init__(message)
@@ -51,11 +35,8 @@ class OutriderError(Exception):
         self.metadata: Mapping[str, str] = {key: str(value) for key, value in metadata.items()}
 
 
-class InvalidField(OutriderError):
+class InvalidField(OutriderError, code=StatusCode.INVALID_ARGUMENT, reason="INVALID_FIELD"):
     """A field of a request breaks its documented limits; `field` is its path, such as `tree.parents[3]`."""
-
-    code = grpc.StatusCode.INVALID_ARGUMENT
-    reason = "INVALID_FIELD"
 
     def __init__(self, field: str, problem: str) -> None:
         super().__init__(f"{field}: {problem}", field=field)
@@ -63,60 +44,48 @@ class InvalidField(OutriderError):
         self.problem = problem
 
 
-class PositionOutOfRange(OutriderError):
-    code = grpc.StatusCode.OUT_OF_RANGE
-    reason = "POSITION_OUT_OF_RANGE"
+class PositionOutOfRange(OutriderError, code=StatusCode.OUT_OF_RANGE, reason="POSITION_OUT_OF_RANGE"):
+    """Longer than the model's context."""
 
 
-class UnknownModel(OutriderError):
-    code = grpc.StatusCode.NOT_FOUND
-    reason = "UNKNOWN_MODEL"
+class UnknownModel(OutriderError, code=StatusCode.NOT_FOUND, reason="UNKNOWN_MODEL"):
+    """No model of that name is served, or known."""
 
 
-class UnknownSequence(OutriderError):
-    code = grpc.StatusCode.NOT_FOUND
-    reason = "UNKNOWN_SEQUENCE"
+class UnknownSequence(OutriderError, code=StatusCode.NOT_FOUND, reason="UNKNOWN_SEQUENCE"):
+    """Not open, or not this caller's."""
 
 
-class UnknownCorpus(OutriderError):
-    code = grpc.StatusCode.NOT_FOUND
-    reason = "UNKNOWN_CORPUS"
+class UnknownCorpus(OutriderError, code=StatusCode.NOT_FOUND, reason="UNKNOWN_CORPUS"):
+    """No shared corpus of that name, or none of this caller's."""
 
 
-class SequenceExists(OutriderError):
-    code = grpc.StatusCode.ALREADY_EXISTS
-    reason = "SEQUENCE_EXISTS"
+class SequenceExists(OutriderError, code=StatusCode.ALREADY_EXISTS, reason="SEQUENCE_EXISTS"):
+    """A sequence that is open is opened once more."""
 
 
-class StepReplayed(OutriderError):
-    code = grpc.StatusCode.ABORTED
-    reason = "STEP_REPLAYED"
+class StepReplayed(OutriderError, code=StatusCode.ABORTED, reason="STEP_REPLAYED"):
+    """A step that lies behind, or a replay with another payload."""
 
 
-class StepSkipped(OutriderError):
-    code = grpc.StatusCode.FAILED_PRECONDITION
-    reason = "STEP_SKIPPED"
+class StepSkipped(OutriderError, code=StatusCode.FAILED_PRECONDITION, reason="STEP_SKIPPED"):
+    """A step that lies ahead."""
 
 
-class WrongRoot(OutriderError):
-    code = grpc.StatusCode.FAILED_PRECONDITION
-    reason = "WRONG_ROOT"
+class WrongRoot(OutriderError, code=StatusCode.FAILED_PRECONDITION, reason="WRONG_ROOT"):
+    """A tree whose root is not the last committed token."""
 
 
-class WrongVocabulary(OutriderError):
-    code = grpc.StatusCode.FAILED_PRECONDITION
-    reason = "WRONG_VOCABULARY"
+class WrongVocabulary(OutriderError, code=StatusCode.FAILED_PRECONDITION, reason="WRONG_VOCABULARY"):
+    """Draft and target do not speak the same token ids."""
 
 
-class NotSupported(OutriderError):
-    code = grpc.StatusCode.FAILED_PRECONDITION
-    reason = "NOT_SUPPORTED"
+class NotSupported(OutriderError, code=StatusCode.FAILED_PRECONDITION, reason="NOT_SUPPORTED"):
+    """This drafter or model cannot do what was asked."""
 
 
-class QuotaExceeded(OutriderError):
-    code = grpc.StatusCode.RESOURCE_EXHAUSTED
-    reason = "QUOTA_EXCEEDED"
-    retry_after: float | None = 1.0
+class QuotaExceeded(OutriderError, code=StatusCode.RESOURCE_EXHAUSTED, reason="QUOTA_EXCEEDED", retry_after=1.0):
+    """A queue, a tenant's limit or a corpus quota is full."""
 
     def after(self, seconds: float | None) -> QuotaExceeded:
         """The error, with when to try again; None is never."""
@@ -124,54 +93,40 @@ class QuotaExceeded(OutriderError):
         return self
 
 
-class CreditExceeded(OutriderError):
-    code = grpc.StatusCode.RESOURCE_EXHAUSTED
-    reason = "CREDIT_EXCEEDED"
+class CreditExceeded(OutriderError, code=StatusCode.RESOURCE_EXHAUSTED, reason="CREDIT_EXCEEDED"):
+    """A peer that sends past its credit."""
 
 
-class Unauthenticated(OutriderError):
-    code = grpc.StatusCode.UNAUTHENTICATED
-    reason = "UNAUTHENTICATED"
+class Unauthenticated(OutriderError, code=StatusCode.UNAUTHENTICATED, reason="UNAUTHENTICATED"):
+    """No token, or none that is known."""
 
 
-class PermissionDenied(OutriderError):
-    code = grpc.StatusCode.PERMISSION_DENIED
-    reason = "PERMISSION_DENIED"
+class PermissionDenied(OutriderError, code=StatusCode.PERMISSION_DENIED, reason="PERMISSION_DENIED"):
+    """The caller may not do this."""
 
 
-class DeadlineExceeded(OutriderError):
-    code = grpc.StatusCode.DEADLINE_EXCEEDED
-    reason = "DEADLINE_EXCEEDED"
+class DeadlineExceeded(OutriderError, code=StatusCode.DEADLINE_EXCEEDED, reason="DEADLINE_EXCEEDED"):
+    """The deadline passed before the answer was complete."""
 
 
-class Draining(OutriderError):
-    code = grpc.StatusCode.UNAVAILABLE
-    reason = "DRAINING"
-    retry_after = 1.0
+class Draining(OutriderError, code=StatusCode.UNAVAILABLE, reason="DRAINING", retry_after=1.0):
+    """The service is about to stop."""
 
 
-class WeightsChanged(OutriderError):
-    code = grpc.StatusCode.UNAVAILABLE
-    reason = "WEIGHTS_CHANGED"
-    retry_after = 0.1
+class WeightsChanged(OutriderError, code=StatusCode.UNAVAILABLE, reason="WEIGHTS_CHANGED", retry_after=0.1):
+    """The model's weights were exchanged under the request; ask again."""
 
 
-class DraftUnavailable(OutriderError):
-    code = grpc.StatusCode.UNAVAILABLE
-    reason = "DRAFT_UNAVAILABLE"
-    retry_after = 1.0
+class DraftUnavailable(OutriderError, code=StatusCode.UNAVAILABLE, reason="DRAFT_UNAVAILABLE", retry_after=1.0):
+    """Never reaches a client: the target goes on without drafts."""
 
 
-class EngineDead(OutriderError):
-    code = grpc.StatusCode.UNAVAILABLE
-    reason = "ENGINE_DEAD"
-    retry_after = 1.0
+class EngineDead(OutriderError, code=StatusCode.UNAVAILABLE, reason="ENGINE_DEAD", retry_after=1.0):
+    """The engine loop failed; the process is about to exit, another may serve."""
 
 
-class Loading(OutriderError):
-    code = grpc.StatusCode.UNAVAILABLE
-    reason = "LOADING"
-    retry_after = 1.0
+class Loading(OutriderError, code=StatusCode.UNAVAILABLE, reason="LOADING", retry_after=1.0):
+    """What serves is being loaded; ask again, or ask another."""
 
 
 def all_errors() -> tuple[type[OutriderError], ...]:

@@ -1,4 +1,5 @@
-"""Whether somebody could listen on a port, asked before what takes long to load. Needs no gRPC."""
+"""Whether somebody could listen on a port, asked before what takes long to load, and ports that are free. Needs no
+gRPC."""
 
 from __future__ import annotations
 
@@ -19,6 +20,14 @@ def port_refusal(host: str, port: int) -> OSError | None:
     if taken or len(failures) == len(found):
         return (taken or failures)[0]
     return None
+
+
+def free_port() -> int:
+    """A port of the loopback that nobody listened on a moment ago."""
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        port: int = held.getsockname()[1]
+    return port
 
 
 def _refusal(family: int, where: tuple[Any, ...]) -> OSError | None:

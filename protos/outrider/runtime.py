@@ -82,7 +82,7 @@ _LEFT_BEHIND = "loading"
 
 async def in_thread_to_leave(work: Callable[[], Result]) -> Result:
     """Run `work` in a thread that nobody waits for once this is cancelled, unlike one of `asyncio.to_thread`: a model
-    that is being loaded cannot be told to stop. Returns or raises what `work` does; see `leave`."""
+    that is being loaded cannot be stopped. Returns or raises what `work` does; see `leave`."""
     loop = asyncio.get_running_loop()
     ended: asyncio.Future[Result] = loop.create_future()
 

@@ -135,10 +135,3 @@ class TokenTree:
     def is_chain(self) -> bool:
         """Whether every row's parent is the row before it, so that causal attention is the tree's own."""
         return all(self.parents[i] == i - 1 for i in range(1, len(self)))
-
-    def child_with(self, row: int, token_id: int) -> int | None:
-        """The child of `row` that carries `token_id`, or None."""
-        for child in self.children[row]:
-            if self.token_ids[child] == token_id:
-                return child
-        return None

@@ -11,7 +11,6 @@ from dataclasses import replace
 from outrider.drafting.draft_tree import GrowingTree
 from outrider.drafting.inbox import Connected, Disconnected, DraftEvent, DraftInbox, Lost
 from outrider.drafting.latency import DraftLatency
-from outrider.drafting.listening import ListeningTime
 from outrider.errors import InvalidField, NotSupported
 from outrider.sampling import SamplingParams, VerificationMode
 from outrider.wire.frames import (
@@ -58,7 +57,6 @@ class Drafting(DraftInbox):
         self._wanting: dict[int, Sequence] = {}
         self._newcomers: list[Sequence] = []
         self.latency = DraftLatency(config.failures_to_open)
-        self._listening = ListeningTime()
         # Commits that the draft was not told of yet, by sequence.
         self._unsent: dict[int, list[SequenceAdvance]] = {}
         self.info: DraftInfo | None = None
@@ -165,17 +163,6 @@ class Drafting(DraftInbox):
             if self.asks(sequence) and sequence.sequence_id not in self._trees:
                 self._open(sequence)
         self._newcomers = []
-
-    def listen(self) -> None:
-        """Take in what has arrived from the draft, without waiting: all of it, unless that takes too long."""
-        listening = self._listening
-        listening.begin()
-        for event in self._received():
-            self._handle(event)
-            if listening.over:
-                break
-        if listening.end(emptied=not self._waiting):
-            self._cut_off()
 
     def wait_for(self, sequences: SequenceOf[Sequence], max_wait: float = float("inf"), *, late: bool = True) -> int:
         """Wait until the draft has answered the last commit of each sequence, for `max_wait` seconds at most and no
@@ -327,14 +314,11 @@ class Drafting(DraftInbox):
                 self._forget_trees()
                 self._features.lost()
 
-    def _cut_off(self) -> None:
-        """Part from a draft that says more than can be taken in."""
-        log.error("the draft is cut off: what it says takes more time than the engine has for it")
-        self._forget_growth()
-        self._listening.forget()
+    def _cut_off(self, reason: str) -> None:
+        log.error("the draft is cut off: %s", reason)
         self._forget_trees()
         if self._link is not None:
-            self._link.cut_off("what it says takes more time than the engine has for it")
+            self._link.cut_off(reason)
 
     def _can_give(self, info: DraftInfo) -> bool:
         """Whether the draft can have what it needs of this target."""

@@ -280,7 +280,9 @@ def test_stored_tables_are_those_of_the_stored_figures() -> None:
 def drawn() -> tuple[EagleHead, Recording]:
     """A head with random weights, and random states."""
     torch.manual_seed(3)
-    shape = HeadConfig("eagle3", 32, 64, 4, 2, 8, 90, 90, 32, 1, 3, (0, 1, 2))
+    shape = HeadConfig(
+        "eagle3", 32, 64, 4, 2, 8, 1, 3, (0, 1, 2), vocab_size=90, draft_vocab_size=90, target_hidden_size=32
+    )
     head = EagleHead(shape).eval()
     with torch.no_grad():
         head.lm_head.weight.mul_(4.0)

@@ -15,9 +15,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from benchmarks.widened.model import SHAPES, CannotWiden, Shape, Widening, wide_config, widen_head, widen_model
+from draft_service.checkpoints.target import TargetCheckpoint
 from draft_service.eagle.checkpoint import load_head, save_head
 from draft_service.eagle.head import EagleHead
-from draft_service.eagle.target_checkpoint import TargetCheckpoint
 
 VOCABULARY, LAYERS = 60, 6
 SMALL = Shape(hidden=48, heads=6, kv_heads=2, head_dim=8, inner=40, layers=LAYERS)

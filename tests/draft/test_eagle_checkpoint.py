@@ -12,10 +12,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from draft_service.eagle.checkpoint import load_head, read_config, read_token_map, save_head
+from draft_service.checkpoints.facts import HeadRefused
+from draft_service.checkpoints.target import TargetCheckpoint
+from draft_service.checkpoints.vocabulary import read_token_map
+from draft_service.eagle.checkpoint import load_head, read_config, save_head
 from draft_service.eagle.head import EagleHead, HeadOutput
-from draft_service.eagle.head_config import HeadConfig, HeadRefused
-from draft_service.eagle.target_checkpoint import TargetCheckpoint
+from draft_service.eagle.head_config import HeadConfig
 
 VOCABULARY, DRAFT, HIDDEN, HEADS, KV_HEADS, INNER = 50, 20, 16, 4, 2, 24
 TARGET_LAYERS = 12

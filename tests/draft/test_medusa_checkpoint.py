@@ -13,9 +13,9 @@ from medusa_heads import DRAFT, HEADS, VOCABULARY, WIDTH, make_heads, plain_logi
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from draft_service.checkpoints.facts import HeadRefused
+from draft_service.checkpoints.target import TargetCheckpoint
 from draft_service.eagle.checkpoint import save_head
-from draft_service.eagle.head_config import HeadRefused
-from draft_service.eagle.target_checkpoint import TargetCheckpoint
 from draft_service.medusa.checkpoint import load_heads, read_shape, save_heads
 from draft_service.medusa.config import MedusaConfig
 from draft_service.medusa.drafter import MedusaDrafter
@@ -79,7 +79,7 @@ def test_published_heads_compute_what_the_paper_says(layout: Any, num_layers: in
     folder = layout(tmp_path, weights)
     shape = read_shape(folder)
     assert (shape.num_heads, shape.num_layers) == (HEADS, num_layers)
-    assert (shape.hidden_size, shape.vocab_size, shape.draft_vocab_size) == (WIDTH, VOCABULARY, VOCABULARY)
+    assert (shape.target_hidden_size, shape.vocab_size, shape.draft_vocab_size) == (WIDTH, VOCABULARY, VOCABULARY)
     assert shape.target_layers == (0 if layout is alone else TARGET_LAYERS)
     states = torch.randn(3, 5, WIDTH)
     expected = plain_logits(weights, states, HEADS, num_layers)

@@ -12,8 +12,8 @@ from mtp_modules import CONFIGS, DEEPSEEK, EXPERTS, HIDDEN, LAYERS, MIMO, PlainM
 from torch import Tensor
 from torch.nn import functional
 
+from draft_service.checkpoints.facts import HeadRefused
 from draft_service.eagle.deepseek_layers import Router
-from draft_service.eagle.head_config import HeadRefused
 from draft_service.mtp.checkpoint import load_mtp, read_mtp_config
 from draft_service.mtp.config import MtpConfig
 from draft_service.mtp.drafter import MtpDrafter

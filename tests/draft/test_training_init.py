@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load_file
 from teaching_model import save_teaching_model
 
+from draft_service.checkpoints.target import TargetCheckpoint
 from draft_service.eagle.checkpoint import load_head
-from draft_service.eagle.target_checkpoint import TargetCheckpoint
 from draft_service.training import run
 from draft_service.training.building import head_config, head_to_begin_with, new_head, saying
 from draft_service.training.config import TrainingConfig

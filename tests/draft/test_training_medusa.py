@@ -70,7 +70,13 @@ def record_of(folder: Path) -> dict[str, Any]:
 @pytest.mark.parametrize("tokens", [None, np.array([2, 3, 7])], ids=["whole", "reduced"])
 def test_every_head_begins_as_the_targets_lm_head(num_layers: int, tokens: np.ndarray | None) -> None:
     lm_head, states = torch.randn(11, WIDTH), torch.randn(5, WIDTH)
-    shape = MedusaShape(WIDTH, 11, 11 if tokens is None else 3, num_heads=4, num_layers=num_layers)
+    shape = MedusaShape(
+        vocab_size=11,
+        draft_vocab_size=11 if tokens is None else 3,
+        target_hidden_size=WIDTH,
+        num_heads=4,
+        num_layers=num_layers,
+    )
     heads = new_heads(shape, tokens, lm_head)
     expected = states @ (lm_head if tokens is None else lm_head[torch.from_numpy(tokens)]).T
     assert all(torch.allclose(logits, expected, atol=1e-5) for logits in heads(states))

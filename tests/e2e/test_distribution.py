@@ -5,47 +5,22 @@ from __future__ import annotations
 import itertools
 import random
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
-import numpy as np
 import pytest
-import torch
 from conftest import make_tiny
-from engine_harness import Outcome, Propose, engine_config, make_runner, request, run
-from scipy import stats
+from engine_harness import Propose, engine_config, make_runner, request, run
+from sampled_outputs import LENGTH, PROMPT, SAMPLES, VOCABULARY, assert_follow, distribution
 from transformers import PreTrainedModel
 
 from outrider.sampling import SamplingParams, VerificationMode
 from outrider.tree import DraftDistribution, TokenTree
-from target_service.sampling.distribution import LogitShaper
-
-VOCABULARY = 7
-LENGTH = 3
-PROMPT = (1, 4, 2)
-SAMPLES = 1200
 
 
 @pytest.fixture(scope="module")
 def small() -> PreTrainedModel:
     return make_tiny(vocab_size=VOCABULARY)
-
-
-@torch.inference_mode()
-def distribution(model: PreTrainedModel, sampling: SamplingParams) -> dict[tuple[int, ...], float]:
-    """The exact probability of every output of LENGTH tokens, by enumeration."""
-    model.set_attn_implementation("eager")
-    shaper = LogitShaper(sampling, PROMPT, (), VOCABULARY)
-    known: dict[tuple[int, ...], float] = {(): 1.0}
-    for _ in range(LENGTH):
-        grown: dict[tuple[int, ...], float] = {}
-        for path, mass in known.items():
-            logits = model(torch.tensor([[*PROMPT, *path]]), use_cache=False).logits[0, -1]
-            for token, probability in enumerate(shaper.probs(shaper.shaped(logits, path)).tolist()):
-                if probability:
-                    grown[(*path, token)] = mass * probability
-        known = grown
-    return known
 
 
 def drawn_tree(children: int) -> Propose:
@@ -70,20 +45,6 @@ def drawn_tree(children: int) -> Propose:
 def fixed_tree(tokens: Sequence[int], _: random.Random) -> TokenTree:
     """The same guesses always: point masses, no distribution."""
     return TokenTree((tokens[-1], 3, 5, 0, 3), (0, 0, 0, 1, 2), (1.0, 0.5, 0.5, 0.5, 0.5))
-
-
-def assert_follow(outcomes: Sequence[Outcome], exact: Mapping[tuple[int, ...], float]) -> None:
-    """The outputs have that distribution: chi-squared over those that are common enough, and the rest as one."""
-    counts = Counter(outcome.token_ids for outcome in outcomes)
-    assert set(counts) <= set(exact)
-    common = [path for path, mass in exact.items() if mass * SAMPLES >= 5]
-    rare = 1.0 - sum(exact[path] for path in common)
-    observed = np.array([*(counts[path] for path in common), SAMPLES - sum(counts[path] for path in common)], float)
-    expected = np.array([*(exact[path] for path in common), rare]) * SAMPLES
-    if expected[-1] < 5:
-        observed, expected = observed[:-1], expected[:-1] * observed[:-1].sum() / expected[:-1].sum()
-    # Some 50 cases run; one in a million is no accident.
-    assert stats.chisquare(observed, expected).pvalue > 1e-6
 
 
 @pytest.mark.parametrize("mode", [VerificationMode.REJECTION, VerificationMode.COUPLED], ids=lambda m: m.value)

@@ -9,18 +9,17 @@ from typing import Any
 import pytest
 import torch
 from conftest import make_tiny
-from engine_harness import Connect, engine_config, make_runner, plain, run
+from engine_harness import Connect, make_runner, plain, run
+from head_runs import accepted_in, check_chunks_and_preemption, drafting, said_plainly
 from mtp_modules import mimo_weights
 from safetensors.torch import load_file, save_file
 from taught_heads import HIDDEN, LAYERS, SAMPLINGS, prompts, request_of, taught_head
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from draft_service.in_process import InprocessLink
 from draft_service.mtp.config import MtpConfig
 from draft_service.mtp.drafter import MtpDrafter
 from outrider.sampling import SamplingParams
-from outrider.wire.frames import DraftEvents, DraftLink
 from target_service.model.head_projection import read_draft_head
 
 # A target with latent attention and experts, as is its module.
@@ -29,13 +28,6 @@ DEEPSEEK: dict[str, Any] = {
     "num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
     "first_k_dense_replace": 1, "moe_intermediate_size": 16, "n_shared_experts": 1,
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def teacher() -> PreTrainedModel:
-    model = make_tiny()
-    model.set_attn_implementation("eager")
-    return model
 
 
 @pytest.fixture(scope="module")
@@ -55,16 +47,10 @@ def with_module(model: PreTrainedModel, folder: Path, module: dict[str, Tensor])
     return folder
 
 
-def drafting(checkpoint: Path, drafters: list[MtpDrafter], **settings: Any) -> Connect:
-    """How to connect to a drafter in this process; every one that was made so is added to `drafters`."""
-
-    def connect(events: DraftEvents) -> DraftLink:
-        defaults = {"base_model": str(checkpoint), "num_steps": 4, "dtype": "float32", "race_sharpness": 2.0}
-        drafters.append(MtpDrafter(MtpConfig(**(defaults | settings))))
-        drafters[-1].start()
-        return InprocessLink(drafters[-1], events)
-
-    return connect
+def made(checkpoint: Path, drafters: list[MtpDrafter] | None = None, **settings: Any) -> Connect:
+    defaults = {"base_model": str(checkpoint), "num_steps": 4, "dtype": "float32", "race_sharpness": 2.0}
+    config = MtpConfig(**(defaults | settings))
+    return drafting(lambda: MtpDrafter(config), [] if drafters is None else drafters)
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
@@ -73,14 +59,14 @@ def test_output_is_plain_decoding(
     checkpoint: Path, teacher: PreTrainedModel, tiny_model: PreTrainedModel, sampling: SamplingParams, topk: int
 ) -> None:
     wanted = [request_of(prompt, sampling) for prompt in prompts()]
-    said = [plain(teacher, one) for one in wanted]
+    said = said_plainly(teacher, wanted)
     runner, drafters = make_runner(tiny_model), list[MtpDrafter]()
     runner.draft_head = read_draft_head(str(checkpoint), LAYERS, HIDDEN)
     assert runner.draft_head.layers == (LAYERS,) and runner.draft_head.projection is None
-    outcomes = run(runner, wanted, connect=drafting(checkpoint, drafters, topk=topk), stagger=1)
+    outcomes = run(runner, wanted, connect=made(checkpoint, drafters, topk=topk), stagger=1)
     assert [outcome.token_ids for outcome in outcomes] == said
     # Of 96 tokens; more than one for each step, so that later steps of the one module are right too.
-    assert sum(outcome.finished.totals.accepted_tokens for outcome in outcomes) > 56
+    assert accepted_in(outcomes) > 56
     stats = drafters[0].stats()
     assert stats["mtp_cache_used_tokens"] == 0
     # Nothing but the answer to an open, which comes before the prompt's features.
@@ -92,14 +78,7 @@ def test_output_is_plain_decoding(
 def test_chunks_preemption_and_short_types_do_not_matter(
     checkpoint: Path, teacher: PreTrainedModel, tiny_model: PreTrainedModel, kv_tokens: int, feature_dtype: str
 ) -> None:
-    wanted = [request_of(prompt, SAMPLINGS["greedy"]) for prompt in prompts()]
-    said = [plain(teacher, one) for one in wanted]
-    runner = make_runner(tiny_model, page_size=4, kv_tokens=kv_tokens)
-    connect = drafting(checkpoint, [], feature_dtype=feature_dtype)
-    outcomes = run(runner, [*wanted, *wanted], connect=connect, config=engine_config(prefill_chunk=3))
-    assert [outcome.token_ids for outcome in outcomes] == [*said, *said]
-    assert sum(outcome.finished.totals.accepted_tokens for outcome in outcomes) > 80
-    assert (sum(outcome.finished.totals.preemptions for outcome in outcomes) > 0) is (kv_tokens < 2048)
+    check_chunks_and_preemption(teacher, tiny_model, made(checkpoint, feature_dtype=feature_dtype), kv_tokens)
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
@@ -116,7 +95,7 @@ def test_a_deepseek_target_drafts_with_its_own_layer(sampling: SamplingParams, t
     draft_head = read_draft_head(str(folder), LAYERS, HIDDEN)
     assert draft_head.layers == (LAYERS,) and draft_head.projection is None
     wanted = [request_of(prompt, sampling) for prompt in prompts()]
-    outcomes = run(make_runner(model), wanted, connect=drafting(folder, drafters), stagger=2)
+    outcomes = run(make_runner(model), wanted, connect=made(folder, drafters), stagger=2)
     assert [outcome.token_ids for outcome in outcomes] == [plain(model, one) for one in wanted]
     assert sum(outcome.finished.totals.drafted_tokens for outcome in outcomes) > 0
     shape = drafters[0].head.config

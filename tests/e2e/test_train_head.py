@@ -165,7 +165,7 @@ def test_the_saved_head_drafts_what_it_learnt_to(trained: Path, model: Path, tea
 
 
 def _checkpoint(model: Path) -> Any:
-    from draft_service.eagle.target_checkpoint import TargetCheckpoint
+    from draft_service.checkpoints.target import TargetCheckpoint
 
     return TargetCheckpoint(model)
 

@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 import pytest_asyncio
 from google.protobuf import json_format
-from sdk.toolchains import BUILDS, Toolchain, free_port, go, typescript
+from sdk.toolchains import BUILDS, Toolchain, go, typescript
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from outrider.ports import free_port
 from outrider.v1 import target_pb2 as pb
 from outrider_client.local.stack import Stack, private_directory
 

@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 from sdk.certificates import Certificates
-from sdk.toolchains import EXAMPLES, free_port
+from sdk.toolchains import EXAMPLES
 
 from outrider.errors import OutriderError, QuotaExceeded, UnknownModel, all_errors
+from outrider.ports import free_port
 from outrider.serving import GrpcServer, Service, ServingOptions, TlsFiles
 from outrider.v1 import target_pb2 as pb
 from outrider.v1 import target_pb2_grpc

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -131,8 +130,3 @@ def _environment(*folders: str) -> dict[str, str]:
     """The process's own, with programs of these folders and of this Python's first."""
     path = os.pathsep.join([*folders, str(Path(sys.executable).parent), os.environ["PATH"]])
     return os.environ | {"PATH": path}
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])

@@ -32,7 +32,7 @@ class Plan:
     max_tokens: int
     second_turns: bool
     isolate: bool
-    # Tells this run's tenants from another's, so that no draft knows the prompts already.
+    # Tells this run's tenants from another's, so that no draft has seen the prompts.
     run_id: str
 
     def turns(self, prompt: Prompt) -> int:
@@ -59,7 +59,7 @@ class Runner:
         on_answer: Callable[[str], None],
         profile: StepProfile | None = None,
     ) -> None:
-        """`on_answer` hears what is being measured after each answer; `profile` reads the targets' own timers."""
+        """`on_answer` gets what is being measured after each answer; `profile` reads the targets' own timers."""
         self._plan = plan
         self._backends = backends
         self._on_answer = on_answer

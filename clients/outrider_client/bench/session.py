@@ -7,17 +7,16 @@ import dataclasses
 import datetime
 import secrets
 import shlex
-import socket
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from outrider.addresses import address_problem
+from outrider.machine import describe_commit, describe_machine, describe_versions
+from outrider.ports import free_port
 from outrider.settings import SettingsError
 from outrider_client.bench.backends import Backend, TargetBackend, TransformersBackend
-from outrider_client.bench.machine import describe_commit, describe_machine, describe_versions
 from outrider_client.bench.profile import StepProfile
 from outrider_client.bench.prompts import load_prompts
 from outrider_client.bench.report import SCHEMA, cells
@@ -26,7 +25,7 @@ from outrider_client.bench.samples import PLAIN, TRANSFORMERS, Mode
 from outrider_client.client import Client
 from outrider_client.local.stack import Stack, private_directory, wait_for_drafter
 from outrider_client.results import TargetInfo
-from outrider_client.terminal.options import BenchOptions, ClientOptions
+from outrider_client.terminal.options import BenchOptions, ClientOptions, flag_words
 
 PLACEMENTS = ("remote", "inprocess")
 Note = Callable[[str], None]
@@ -94,7 +93,7 @@ class Session:
     """The backends of a plan. Leaving the `async with` block ends what was started for it."""
 
     def __init__(self, options: BenchOptions, reach: ClientOptions, note: Note) -> None:
-        """`note` hears what is being waited for."""
+        """`note` gets what is being waited for."""
         self._options = options
         self._reach = reach
         self._note = note
@@ -110,11 +109,9 @@ class Session:
     async def __aenter__(self) -> Session:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: Any) -> None:
         # With the error, of which the stack may know the cause.
-        await self._exit.__aexit__(kind, error, trace)
+        await self._exit.__aexit__(*error)
 
     async def start(self, modes: Sequence[Mode]) -> None:
         """Start or find a backend for every mode. Plain answers come from the first drafter's own target.
@@ -168,16 +165,16 @@ class Session:
             if mode.name not in self._drafts:
                 self._note(f"starting a draft service with {mode.name}")
                 self._drafts[mode.name] = await stack.start(
-                    f"draft-{mode.name}", "draft_service", "--drafter", mode.name, *shlex.split(options.draft_flags)
+                    f"draft-{mode.name}", "draft_service", "--drafter", mode.name, *flag_words(options.draft_flags)
                 )
             flags += ["--draft", self._drafts[mode.name]]
         self._note(f"starting a target for {mode.label}")
         if options.profile:
-            listen = f"127.0.0.1:{_free_port()}"
+            listen = f"127.0.0.1:{free_port()}"
             flags += ["--metrics-listen", listen]
             self.pages[mode] = f"http://{listen}/metrics"
         name = f"target-{mode.name}-{mode.placement or 'alone'}"
-        address = await stack.start(name, "target_service", *flags, *shlex.split(options.target_flags))
+        address = await stack.start(name, "target_service", *flags, *flag_words(options.target_flags))
         if mode.drafts:
             async with Client.connect(address) as client:
                 if await wait_for_drafter(client) != mode.name:
@@ -230,10 +227,3 @@ async def measure(
         "results": cells(blocks, plan.modes),
         **({"ms_per_step": profile.per_step()} if options.profile else {}),
     }
-
-
-def _free_port() -> int:
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        port: int = held.getsockname()[1]
-    return port

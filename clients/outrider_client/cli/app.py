@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             add_help=command.module is None,
         )
         parsers[command.name] = own
-        command.add_flags(own)
+        command.set_up(own)
     # Before parsing: flags of the services are theirs to read, and to explain.
     handed_on = next((command for command in COMMANDS if command.module and words[:1] == [command.name]), None)
     if handed_on is not None:

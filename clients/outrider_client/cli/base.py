@@ -8,18 +8,20 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.markup import escape
 
 from outrider.errors import OutriderError
-from outrider.settings import SettingsError, load
+from outrider.settings import SettingsError, add_flags, load
 from outrider_client.failures import ServiceUnreachable, TlsProblem
 from outrider_client.local.roles import missing_for
+from outrider_client.local.stack import ServiceFailed
 
 Options = TypeVar("Options")
 INTERRUPTED = 130
+_PIPE_COLUMNS = 140
 _TLS_ADVICE = {
     TlsProblem.EXPECTED: "If it speaks TLS, give --tls, or --tls-ca FILE where its certificate has an authority of its "
     "own; if it asks for a client's certificate, --tls-certificate and --tls-key.",
@@ -43,15 +45,25 @@ def _not_run(_: argparse.Namespace) -> int:
 @dataclass(frozen=True)
 class Command:
     """One command. With a `module`, everything after its name is handed to `python -m module`. `needs` is the extra of
-    the package that it cannot run without."""
+    the package that it cannot run without. `settings` are classes for `options`, each setting a flag; `add_flags` adds
+    what else there is."""
 
     name: str
     summary: str
     description: str = ""
-    add_flags: Callable[[argparse.ArgumentParser], None] = _no_flags
     run: Callable[[argparse.Namespace], int] = _not_run
+    settings: tuple[type[Any], ...] = ()
+    add_flags: Callable[[argparse.ArgumentParser], None] = _no_flags
     module: str | None = None
     needs: str | None = None
+
+    def set_up(self, parser: argparse.ArgumentParser) -> None:
+        """Give its parser all flags."""
+        if self.settings:
+            add_config_flag(parser)
+        self.add_flags(parser)
+        for kind in self.settings:
+            add_flags(parser, kind)
 
 
 def add_config_flag(parser: argparse.ArgumentParser) -> None:
@@ -77,6 +89,23 @@ def check_installed(command: Command) -> None:
         raise CommandFailed(message)
 
 
+def make_folders_of(*paths: str) -> None:
+    """Make the folders that files are to be written in, now and not after hours of measuring; an empty path is none.
+
+    Raises `SettingsError` where that cannot be.
+    """
+    for path in filter(None, paths):
+        try:
+            Path(path).absolute().parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise SettingsError(f"{path}: {error.strerror}") from None
+
+
+def table_console() -> Console:
+    """Where tables go. A file or a pipe is as wide as need be."""
+    return Console(highlight=False, width=None if sys.stdout.isatty() else _PIPE_COLUMNS)
+
+
 def error_console() -> Console:
     """Where messages go: what a command is asked for goes to the standard output instead."""
     return Console(stderr=True, highlight=False)
@@ -100,6 +129,8 @@ def run_command(command: Command, parser: argparse.ArgumentParser, arguments: ar
         return _fail(f"{error.message} ({error.reason})")
     except ServiceUnreachable as error:
         return _fail(f"{error}\n{advice(error)}")
+    except ServiceFailed as error:
+        return _fail("\n".join([str(error), *error.tail]))
     except CommandFailed as error:
         return _fail(str(error))
     except KeyboardInterrupt:

@@ -4,28 +4,30 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import MofNCompleteColumn, TimeRemainingColumn
 
 from outrider.runtime import run
-from outrider.settings import SettingsError, add_flags
 from outrider_client.bench.plot import require_matplotlib, save_plot
 from outrider_client.bench.profile import profile_table
 from outrider_client.bench.report import differing
 from outrider_client.bench.session import make_plan, measure, open_session
 from outrider_client.bench.table import figures_table
-from outrider_client.cli.base import Command, CommandFailed, add_config_flag, error_console, options
-from outrider_client.local.stack import ServiceFailed
-from outrider_client.terminal.options import AccessOptions, BenchOptions, ClientOptions
+from outrider_client.cli.base import (
+    Command,
+    error_console,
+    make_folders_of,
+    options,
+    table_console,
+)
+from outrider_client.terminal.options import AccessOptions, BenchOptions, ClientOptions, flag_words
+from outrider_client.terminal.waiting import ProgressBar
 
 EXIT_DIFFERENT = 3
-_PIPE_WIDTH = 140
 _SAY_SECONDS = 30.0
 _DESCRIPTION = """\
 Measures modes against each other on the prompts of a file. Modes take turns within every block of prompts, so that
@@ -39,24 +41,16 @@ examples:
   outrider bench --prompts prompts.jsonl --target 127.0.0.1:50051 --modes plain,trie --concurrency 1,4,16"""
 
 
-def _add_flags(parser: argparse.ArgumentParser) -> None:
-    add_config_flag(parser)
-    add_flags(parser, BenchOptions)
-    add_flags(parser, AccessOptions)
-
-
 def _run(arguments: argparse.Namespace) -> int:
     bench = options(BenchOptions, "bench", arguments)
     reach = options(ClientOptions, "client", arguments)
     for flags in (bench.target_flags, bench.draft_flags):
-        _check_split(flags)
-    for path in filter(None, (bench.json, bench.plot)):
-        _make_folder(Path(path))
+        flag_words(flags)
+    make_folders_of(bench.json, bench.plot)
     if bench.plot:
         require_matplotlib()
     document = run(_bench(bench, reach))
-    # A file or a pipe is as wide as need be.
-    console = Console() if sys.stdout.isatty() else Console(width=_PIPE_WIDTH)
+    console = table_console()
     console.print(figures_table(document, console.width))
     if bench.profile:
         console.print(profile_table(document["ms_per_step"]))
@@ -70,45 +64,32 @@ def _run(arguments: argparse.Namespace) -> int:
 async def _bench(bench: BenchOptions, reach: ClientOptions) -> dict[str, Any]:
     plan = make_plan(bench)
     with _Watcher(error_console(), plan.requests()) as watcher:
-        try:
-            async with open_session(bench, reach, plan, watcher.waits_for) as session:
-                return await measure(bench, plan, session, watcher.answered)
-        except ServiceFailed as error:
-            raise CommandFailed("\n".join([str(error), *error.tail])) from error
+        async with open_session(bench, reach, plan, watcher.waits_for) as session:
+            return await measure(bench, plan, session, watcher.answered)
 
 
-class _Watcher:
-    """Tells whoever waits how far it is: a bar in a terminal, a line now and then elsewhere."""
+class _Watcher(ProgressBar):
+    """What is measured, after each answer; where there is no terminal, now and then."""
 
     def __init__(self, console: Console, total: int) -> None:
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        self._progress = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
-        self._task = self._progress.add_task("starting", total=total)
+        super().__init__(console, total, MofNCompleteColumn(), TimeRemainingColumn())
         self._total = total
         self._answers = 0
         self._said_at = time.monotonic()
 
-    def __enter__(self) -> _Watcher:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
-
     def waits_for(self, what: str) -> None:
-        self._progress.update(self._task, description=what)
+        self.show(what)
         self._say(f"{what} ...")
 
     def answered(self, where: str) -> None:
         self._answers += 1
-        self._progress.update(self._task, description=where, advance=1)
+        self.show(where, completed=self._answers)
         if time.monotonic() - self._said_at > _SAY_SECONDS:
             self._say(f"{self._answers} of {self._total} answers: {where}")
 
     def _say(self, line: str) -> None:
         self._said_at = time.monotonic()
-        if self._progress.disable:
-            self._progress.console.print(line, markup=False)
+        self.line(line)
 
 
 def _verdict(document: dict[str, Any]) -> int:
@@ -126,25 +107,10 @@ def _verdict(document: dict[str, Any]) -> int:
     return 0
 
 
-def _make_folder(path: Path) -> None:
-    """Now, and not after hours of measuring."""
-    try:
-        path.absolute().parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise SettingsError(f"{path}: {error.strerror}") from None
-
-
-def _check_split(flags: str) -> None:
-    try:
-        shlex.split(flags)
-    except ValueError as error:
-        raise SettingsError(f"{flags!r}: {error}") from None
-
-
 BENCH = Command(
     "bench",
     "measure throughput, latency and acceptance by task and concurrency",
     _DESCRIPTION,
-    _add_flags,
     _run,
+    settings=(BenchOptions, AccessOptions),
 )

@@ -15,8 +15,7 @@ from rich.markup import escape
 
 from outrider.errors import DeadlineExceeded, Draining, EngineDead, Loading, OutriderError
 from outrider.runtime import run
-from outrider.settings import add_flags
-from outrider_client.cli.base import Command, add_config_flag, options
+from outrider_client.cli.base import Command, options
 from outrider_client.cli.generate import summary
 from outrider_client.client import Client, Message
 from outrider_client.failures import ServiceUnreachable
@@ -46,10 +45,7 @@ _AWAY = (ServiceUnreachable, Draining, EngineDead, Loading)
 
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:
-    add_config_flag(parser)
     parser.add_argument("--system", default="", metavar="TEXT", help="system message of the conversation")
-    add_flags(parser, ClientOptions)
-    add_flags(parser, GenerateOptions)
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -261,6 +257,7 @@ CHAT = Command(
     "chat",
     "talk to the model, drafted tokens in colour",
     f"A conversation in the terminal. Lines are questions, or commands:\n\n{_HELP}",
-    _add_flags,
     _run,
+    settings=(ClientOptions, GenerateOptions),
+    add_flags=_add_flags,
 )

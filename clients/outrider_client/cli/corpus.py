@@ -157,6 +157,6 @@ CORPUS = Command(
     "teach a draft service documents; list and delete corpora",
     "Teaches a draft service documents, so that it drafts from them before the first request; lists and deletes what "
     "it was taught.",
-    _add_flags,
     _run,
+    add_flags=_add_flags,
 )

@@ -7,17 +7,11 @@ import argparse
 from rich.console import Console
 
 from outrider.runtime import run
-from outrider.settings import SettingsError, add_flags
-from outrider_client.cli.base import Command, CommandFailed, add_config_flag, error_console, options
-from outrider_client.local.stack import ServiceFailed
+from outrider.settings import SettingsError
+from outrider_client.cli.base import Command, CommandFailed, error_console, options
 from outrider_client.terminal.options import DemoOptions
 
 EXIT_DIFFERENT = 3
-
-
-def _add_flags(parser: argparse.ArgumentParser) -> None:
-    add_config_flag(parser)
-    add_flags(parser, DemoOptions)
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -35,8 +29,6 @@ async def _demo(demo: DemoOptions) -> int:
         raise CommandFailed(f"cannot get the model {demo.model}")
     try:
         identical = await run_demo(demo, Console(highlight=False))
-    except ServiceFailed as error:
-        raise CommandFailed("\n".join([str(error), *error.tail])) from error
     except DraftNotFound as error:
         raise CommandFailed(str(error)) from error
     if not identical:
@@ -51,7 +43,7 @@ DEMO = Command(
     "Fetches a small model, runs both services as two processes, streams an answer with drafted tokens in one\n"
     "colour and the model's own in another, and the same prompt without drafts. Both outputs must be identical:\n"
     "the exit status is 3 if they are not.",
-    _add_flags,
     _run,
+    settings=(DemoOptions,),
     needs="all",
 )

@@ -12,8 +12,8 @@ from pathlib import Path
 from rich.console import Console
 
 from outrider.runtime import run
-from outrider.settings import SettingsError, add_flags
-from outrider_client.cli.base import Command, CommandFailed, add_config_flag, error_console, options
+from outrider.settings import SettingsError
+from outrider_client.cli.base import Command, CommandFailed, error_console, options
 from outrider_client.client import Client, Message
 from outrider_client.generation import Generation
 from outrider_client.local.models import find_tokenizer
@@ -24,7 +24,6 @@ from outrider_client.terminal.painting import Painter
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("prompt", nargs="?", help="what to say; read from the standard input when left out or -")
-    add_config_flag(parser)
     parser.add_argument("--raw", action="store_true", help="continue the prompt as it stands, without a chat template")
     parser.add_argument("--system", default="", metavar="TEXT", help="system message of the conversation")
     parser.add_argument(
@@ -35,8 +34,6 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print the result as JSON instead of streaming text")
     parser.add_argument("--colour", action="store_true", help="show drafted and own tokens in two colours")
-    add_flags(parser, ClientOptions)
-    add_flags(parser, GenerateOptions)
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -127,6 +124,7 @@ GENERATE = Command(
     "generate",
     "answer one prompt",
     "Sends one prompt to the target and streams the answer to the standard output; totals go to the standard error.",
-    _add_flags,
     _run,
+    settings=(ClientOptions, GenerateOptions),
+    add_flags=_add_flags,
 )

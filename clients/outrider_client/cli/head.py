@@ -44,6 +44,6 @@ HEAD = Command(
     "head",
     "list or locate the EAGLE heads that come with Outrider",
     "A head drafts for one model: `outrider draft --drafter eagle --head NAME`.",
-    _add_flags,
     _run,
+    add_flags=_add_flags,
 )

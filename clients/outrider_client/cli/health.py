@@ -10,8 +10,7 @@ from rich.console import Console
 from outrider.errors import OutriderError
 from outrider.healthcheck import LIVENESS
 from outrider.runtime import run
-from outrider.settings import add_flags
-from outrider_client.cli.base import Command, add_config_flag, options
+from outrider_client.cli.base import Command, options
 from outrider_client.client import Client
 from outrider_client.connection import Connection
 from outrider_client.draft import DraftClient
@@ -20,10 +19,8 @@ from outrider_client.terminal.options import ClientOptions
 
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:
-    add_config_flag(parser)
     parser.add_argument("--draft", metavar="ADDRESS", default="", help="ask this draft service instead of the target")
     parser.add_argument("--live", action="store_true", help="ask whether its process lives, ready for calls or not")
-    add_flags(parser, ClientOptions)
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -83,6 +80,7 @@ HEALTH = Command(
     "ask whether a service is healthy (exit status 0 if so)",
     "Asks the target, or a draft service with --draft, whether it is ready for calls, or, with --live, whether its "
     "process lives: one that loads a model or drains does, and is not ready. The exit status is 0 when it is.",
-    _add_flags,
     _run,
+    settings=(ClientOptions,),
+    add_flags=_add_flags,
 )

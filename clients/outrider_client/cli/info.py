@@ -11,19 +11,13 @@ from rich.table import Table
 from rich.text import Text
 
 from outrider.runtime import run
-from outrider.settings import add_flags
-from outrider_client.cli.base import Command, add_config_flag, options
+from outrider_client.cli.base import Command, options
 from outrider_client.client import Client
 from outrider_client.results import TargetInfo
 from outrider_client.terminal.options import ClientOptions
 
 # Wider than any line: a terminal folds reasons, which are long, and what reads a pipe gets them whole.
 _PIPED_COLUMNS = 1000
-
-
-def _add_flags(parser: argparse.ArgumentParser) -> None:
-    add_config_flag(parser)
-    add_flags(parser, ClientOptions)
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -71,6 +65,6 @@ INFO = Command(
     "info",
     "what a target runs: versions, model, device, draft, and why it speculates or not",
     "Asks the target what it runs, on which device, where its draft is, and whether anything drafts right now and why.",
-    _add_flags,
     _run,
+    settings=(ClientOptions,),
 )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import shlex
 import sys
 
 from rich.console import Console
@@ -12,11 +11,10 @@ from rich.text import Text
 
 from outrider.ports import port_refusal
 from outrider.runtime import run
-from outrider.settings import SettingsError, add_flags
+from outrider.settings import SettingsError
 from outrider_client.cli.base import (
     Command,
     CommandFailed,
-    add_config_flag,
     config_file,
     error_console,
     options,
@@ -25,19 +23,14 @@ from outrider_client.local.placement import named_settings, place, visible_gpus
 from outrider_client.local.roles import missing_for
 from outrider_client.local.stack import private_directory, service_argv
 from outrider_client.local.supervisor import ServiceCommand, Supervisor
-from outrider_client.terminal.options import ClientOptions, UpOptions
+from outrider_client.terminal.options import ClientOptions, UpOptions, flag_words
 
 _COLOURS = {"target": "cyan", "draft": "magenta", "gateway": "green", "outrider": "bold"}
 
 
-def _add_up_flags(parser: argparse.ArgumentParser) -> None:
-    add_config_flag(parser)
-    add_flags(parser, UpOptions)
-
-
 def _up(arguments: argparse.Namespace) -> int:
     up = options(UpOptions, "up", arguments)
-    # How to ask a target for its health that wants a token or speaks TLS.
+    # For health checks of a target that asks for a token or uses TLS.
     reach = options(ClientOptions, "client", arguments)
     if not 0 < up.port < 65536:
         raise SettingsError("--port must be in 1..65535")
@@ -47,7 +40,7 @@ def _up(arguments: argparse.Namespace) -> int:
     with private_directory() as directory:
         path = config_file(arguments)
         shared = ("--config", str(path)) if path else ()
-        draft, target_words, draft_words = None, _split(up.target_flags), _split(up.draft_flags)
+        draft, target_words, draft_words = None, flag_words(up.target_flags), flag_words(up.draft_flags)
         named = named_settings(os.environ, path)
         placed = place(visible_gpus(), up.drafter, up.model, target_words, draft_words, named)
         if up.drafter != "none":
@@ -135,21 +128,14 @@ def _given(**flags: str) -> tuple[str, ...]:
     return tuple(word for name, value in flags.items() if value for word in (f"--{name}", value))
 
 
-def _split(flags: str) -> list[str]:
-    try:
-        return shlex.split(flags)
-    except ValueError as error:
-        raise SettingsError(f"{flags!r}: {error}") from None
-
-
 UP = Command(
     "up",
     "run a draft and a target on this machine, supervised",
     "Runs both services on this machine, with a private socket between them, and a gateway with --http. A draft or a\n"
     "gateway that dies is started again; when the target dies, the whole ends with its exit status. SIGTERM or Ctrl-C\n"
     "lets running requests finish.",
-    _add_up_flags,
     _up,
+    settings=(UpOptions,),
     needs="target",
 )
 TARGET = Command(

@@ -10,20 +10,26 @@ import time
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import TimeElapsedColumn
 
 from outrider.runtime import run
-from outrider.settings import SettingsError, add_flags
+from outrider.settings import SettingsError
 from outrider_client.bench.plot import require_matplotlib
-from outrider_client.cli.base import Command, CommandFailed, add_config_flag, config_file, error_console, options
-from outrider_client.local.stack import ServiceFailed
+from outrider_client.cli.base import (
+    Command,
+    config_file,
+    error_console,
+    make_folders_of,
+    options,
+    table_console,
+)
 from outrider_client.terminal.options import TuneOptions
+from outrider_client.terminal.waiting import ProgressBar
 from outrider_client.tuning.report import file_comment, save_tuning_plot, sentences, tuning_table
 from outrider_client.tuning.services import Setup, read_setup
 from outrider_client.tuning.session import Tuning, read_prompts, tune
 from outrider_client.tuning.settings_file import to_toml, with_settings
 
-_PIPE_WIDTH = 140
 _DESCRIPTION = """\
 Tries shapes of drafted trees, and bounds on the rows that the target verifies, against the settings in force: both
 on services of their own on this machine, in turn on the same prompts. The best is measured once more, and chosen
@@ -37,29 +43,19 @@ examples:
   outrider up --config outrider.toml"""
 
 
-def _add_flags(parser: argparse.ArgumentParser) -> None:
-    add_config_flag(parser)
-    add_flags(parser, TuneOptions)
-
-
 def _run(arguments: argparse.Namespace) -> int:
     wanted = options(TuneOptions, "tune", arguments)
     setup = read_setup(wanted, config_file(arguments))
     loads, prompts = _loads(wanted.concurrency), read_prompts(wanted.prompts)
-    for path in filter(None, (wanted.out, wanted.plot)):
-        _check_folder(Path(path))
+    make_folders_of(wanted.out, wanted.plot)
     if wanted.out and Path(wanted.out).exists():
         # It may hold what nobody has a copy of, comments among it.
         raise SettingsError(f"--out: {wanted.out} is there already; name another file")
     if wanted.plot:
         require_matplotlib()
     with _Watcher(error_console(), 60.0 * wanted.minutes) as watcher:
-        try:
-            tuning = run(tune(setup, loads, prompts, watcher.note))
-        except ServiceFailed as error:
-            raise CommandFailed("\n".join([str(error), *error.tail])) from error
-    # A file or a pipe is as wide as need be.
-    console = Console(highlight=False) if sys.stdout.isatty() else Console(width=_PIPE_WIDTH, highlight=False)
+        tuning = run(tune(setup, loads, prompts, watcher.note))
+    console = table_console()
     console.print(tuning_table(tuning))
     for line in sentences(tuning):
         console.print(line, markup=False)
@@ -80,28 +76,18 @@ def tuned_file(setup: Setup, tuning: Tuning) -> str:
     return to_toml(with_settings(setup.document, settings), comment)
 
 
-class _Watcher:
-    """Tells whoever waits what is being done, and how much of the time is over."""
+class _Watcher(ProgressBar):
+    """What is being done, and how much of the time is over."""
 
     def __init__(self, console: Console, seconds: float) -> None:
-        columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-        self._progress = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
-        self._task = self._progress.add_task("starting", total=seconds)
+        super().__init__(console, seconds, TimeElapsedColumn())
         self._begun = time.monotonic()
 
-    def __enter__(self) -> _Watcher:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
-
     def note(self, what: str) -> None:
-        """Say what comes now."""
+        """Show what comes now."""
         elapsed = time.monotonic() - self._begun
-        self._progress.update(self._task, description=what, completed=elapsed)
-        if self._progress.disable:
-            self._progress.console.print(f"{elapsed:4.0f} s  {what} ...", markup=False)
+        self.show(what, completed=elapsed)
+        self.line(f"{elapsed:4.0f} s  {what} ...")
 
 
 def _loads(text: str) -> list[int]:
@@ -111,19 +97,11 @@ def _loads(text: str) -> list[int]:
     return list(dict.fromkeys(map(int, words)))
 
 
-def _check_folder(path: Path) -> None:
-    """Now, and not after minutes of measuring."""
-    try:
-        path.absolute().parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise SettingsError(f"{path}: {error.strerror}") from None
-
-
 TUNE = Command(
     "tune",
     "find settings of drafts that pay with a model on this machine, and write them to a file",
     _DESCRIPTION,
-    _add_flags,
     _run,
+    settings=(TuneOptions,),
     needs="target",
 )

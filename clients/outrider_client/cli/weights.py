@@ -64,6 +64,6 @@ WEIGHTS = Command(
     "weights",
     "exchange the weights of a target that goes on serving",
     "Exchanges the weights of a target between two of its steps, without a restart.",
-    _add_flags,
     _run,
+    add_flags=_add_flags,
 )

@@ -34,7 +34,7 @@ _SERVICES = (telemetry.CLIENT, telemetry.TARGET_SERVICE, telemetry.DRAFT_SERVICE
 _WARM_UP: tuple[Message, ...] = (("user", "Count from one to ten, then count from one to ten once more."),)
 _TRIE = ("--drafter", "trie")
 _WITH_HEAD = ("--drafter", "merged", "--merged-drafters", "eagle,trie")
-# Editing repeats much of the prompt, which is where an n-gram drafter earns its keep; it knows nothing else.
+# Editing repeats much of the prompt, which is which is all that an n-gram drafter can draft from.
 _QUESTION = """\
 Review this class: print it again with a comment in every method, then list two improvements.
 
@@ -66,7 +66,7 @@ class DraftNotFound(Exception):
 
 
 async def pull_model(model: str) -> int:
-    """Fetch a model that the store knows, with the store's own progress. Returns its exit status.
+    """Fetch a model of the model store, with the store's own progress. Returns its exit status.
 
     Folders are taken as they are, and hub ids, which have a slash, are fetched by the target.
     """

@@ -114,7 +114,7 @@ def _head(names: Set[str], words: Sequence[str], named: Mapping[tuple[str, str],
 
 
 def _own_head(names: Set[str], model: str) -> str:
-    """The head that the model has without being told: an MTP module is in its checkpoint. Empty for none."""
+    """The head of a model for which none was named: an MTP module is in its checkpoint. Empty for none."""
     if "mtp" in names:
         return model
     shipped = head_made_for(model)

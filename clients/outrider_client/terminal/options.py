@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -205,3 +206,11 @@ class TuneOptions(Settings):
     draft_flags: str = setting("", "more flags for the drafts, quoted as one word")
     out: str = setting("", "TOML file to write, for --config of the services and of `outrider up`")
     plot: str = setting("", "PNG file for the plot")
+
+
+def flag_words(flags: str) -> list[str]:
+    """Flags that were quoted as one word, split as a shell does. Raises `SettingsError`."""
+    try:
+        return shlex.split(flags)
+    except ValueError as error:
+        raise SettingsError(f"{flags!r}: {error}") from None

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Self
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 
 @contextmanager
@@ -21,3 +22,29 @@ def waiting(console: Console, what: str) -> Iterator[None]:
     with Progress(*columns, console=console, transient=True) as progress:
         progress.add_task(escape(what), total=None)
         yield
+
+
+class ProgressBar:
+    """How far something is, while a block runs: a bar in a terminal, lines elsewhere."""
+
+    def __init__(self, console: Console, total: float, *columns: ProgressColumn) -> None:
+        """`columns` stand behind the bar."""
+        shown = (TextColumn("{task.description}"), BarColumn(), *columns)
+        self._progress = Progress(*shown, console=console, transient=True, disable=not console.is_terminal)
+        self._task = self._progress.add_task("starting", total=total)
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def show(self, what: str, *, completed: float | None = None) -> None:
+        """What is being done, and how much of the total is."""
+        self._progress.update(self._task, description=what, completed=completed)
+
+    def line(self, text: str) -> None:
+        """A line where there is no bar."""
+        if self._progress.disable:
+            self._progress.console.print(text, markup=False)

@@ -8,7 +8,7 @@ from pathlib import Path
 from rich import box
 from rich.table import Table
 
-from outrider_client.bench.machine import describe_commit, describe_machine
+from outrider.machine import describe_commit, describe_machine
 from outrider_client.tuning.candidates import DEFAULT_LABEL
 from outrider_client.tuning.estimates import Estimate
 from outrider_client.tuning.session import NO_TIME, Measured, Tuning

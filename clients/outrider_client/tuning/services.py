@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ from outrider_client.bench.backends import TargetBackend
 from outrider_client.local.placement import Placement, named_settings, place, visible_gpus
 from outrider_client.local.stack import Stack, wait_for_drafter
 from outrider_client.results import TargetInfo
-from outrider_client.terminal.options import ClientOptions, TuneOptions
+from outrider_client.terminal.options import ClientOptions, TuneOptions, flag_words
 from outrider_client.tuning.candidates import MERGED, Candidate, known_candidates, parse_candidates
 from outrider_client.tuning.settings_file import Document, read_document, to_toml, with_settings
 
@@ -57,7 +56,7 @@ def read_setup(options: TuneOptions, path: Path | None, environment: Mapping[str
     """Raises `SettingsError` for what cannot be tuned."""
     document = read_document(path)
     named = named_settings(environment, path)
-    target_words, draft_words = _split(options.target_flags), _split(options.draft_flags)
+    target_words, draft_words = (tuple(flag_words(flags)) for flags in (options.target_flags, options.draft_flags))
     device = ("--device", options.device) if options.device else ()
     placed = place(visible_gpus(), options.drafter, options.model, (*target_words, *device), draft_words, named)
     captured = "--cuda-graphs" in (*placed.draft, *draft_words)
@@ -72,13 +71,6 @@ def read_setup(options: TuneOptions, path: Path | None, environment: Mapping[str
         share = () if ("target", "memory_share") in named else ("--memory-share", _MEMORY_SHARE)
         target_words = (*share, *target_words)
     return Setup(options, path, document, placed, (*target_words, *device), draft_words, tuple(candidates), gpu)
-
-
-def _split(flags: str) -> tuple[str, ...]:
-    try:
-        return tuple(shlex.split(flags))
-    except ValueError as error:
-        raise SettingsError(f"{flags!r}: {error}") from None
 
 
 def _check_effective(candidates: Sequence[Candidate], words: Sequence[str], environment: Mapping[str, str]) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from draft_service.drafters.grown import Grown, Pending
+from draft_service.drafters.grown import Grown, Pending, in_order
 from draft_service.neural.config import NeuralConfig
 from draft_service.neural.cuda_graphs.attention import StaticAttend, StaticAttention, StaticIntegers, TreePlan, capacity
 from draft_service.neural.cuda_graphs.tree_pass import TreePass
@@ -159,15 +159,8 @@ class CapturedDrafting(TreeDrafting):
     @torch.inference_mode()
     def trees(self, wanted: Sequence[Wanted]) -> list[TokenTree]:
         """The best trees: at once for all whose modes need no distributions, level by level for the others."""
-        found: dict[int, TokenTree] = {}
-        drawn = [i for i, one in enumerate(wanted) if one.sequence.mode is VerificationMode.REJECTION]
-        at_once = [i for i, one in enumerate(wanted) if one.sequence.mode is not VerificationMode.REJECTION]
-        if at_once:
-            grown = self.begin([wanted[i] for i in at_once]).fetch()
-            found.update(zip(at_once, grown.as_trees(), strict=True))
-        if drawn:
-            found.update(zip(drawn, super().trees([wanted[i] for i in drawn]), strict=True))
-        return [found[i] for i in range(len(wanted))]
+        modes = (one.sequence.mode for one in wanted)
+        return in_order(wanted, modes, lambda own: self.begin(own).fetch(), super().trees)
 
     @torch.inference_mode()
     def begin(self, wanted: Sequence[Wanted]) -> Pending:

@@ -99,9 +99,7 @@ def followers(module: str, settings: str, devices: Sequence[str]) -> Iterator[Fo
     Raises:
         FollowerFailed: in place of a `GroupLost` that the block raises.
     """
-    # Each starts a pool of compilers and of threads for all cores otherwise.
-    threads = str(max(1, (os.cpu_count() or 1) // len(devices)))
-    environment = {"OMP_NUM_THREADS": threads, "TORCHINDUCTOR_COMPILE_THREADS": threads} | dict(os.environ)
+    environment = one_of(len(devices))
     over = threading.Event()
     with tempfile.TemporaryDirectory(prefix="outrider-") as folder:
         store = Path(folder) / "store"
@@ -116,14 +114,14 @@ def followers(module: str, settings: str, devices: Sequence[str]) -> Iterator[Fo
             )
             for rank in range(1, len(devices))
         ]
-        started, patience = Followers(group, devices[1:], processes), 0.0
+        started, time_to_end = Followers(group, devices[1:], processes), 0.0
         watching = threading.Thread(target=started.watch, args=(over,), name="followers", daemon=True)
         watching.start()
         try:
             yield started
             over.set()
             group.dismiss()
-            patience = _END_SECONDS
+            time_to_end = _END_SECONDS
             # While they leave it too: NCCL closes a group together.
             group.leave()
         except GroupLost as error:
@@ -131,8 +129,15 @@ def followers(module: str, settings: str, devices: Sequence[str]) -> Iterator[Fo
         finally:
             over.set()
             watching.join()
-            started.end(patience)
+            started.end(time_to_end)
             group.leave()
+
+
+def one_of(processes: int) -> dict[str, str]:
+    """The environment of one of several processes that share the cores. Each would start a pool of compilers and of
+    threads for all of them otherwise."""
+    threads = str(max(1, (os.cpu_count() or 1) // processes))
+    return {"OMP_NUM_THREADS": threads, "TORCHINDUCTOR_COMPILE_THREADS": threads} | dict(os.environ)
 
 
 def end_with_leader() -> None:

@@ -24,7 +24,7 @@ _ROOT = 0
 
 
 class GrowingTree:
-    """What the draft knows now about one sequence.
+    """What the draft has sent of one sequence.
 
     Nodes are numbered in order of arrival, 0 being the root, so parents come before children. A node id stands
     either for a live node (its number) or for a committed token (minus the sequence's length up to it).
@@ -62,7 +62,7 @@ class GrowingTree:
         return self.answered_step >= self._asked_step
 
     def ask(self) -> None:
-        """The draft was told of the last commit."""
+        """The last commit was sent to the draft."""
         self._asked_step = self._step
 
     @property

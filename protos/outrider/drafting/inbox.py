@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
+from outrider.drafting.listening import ListeningTime
 from outrider.wire.frames import DraftInfo, SequenceFailure, SequenceGrowth
 
 
@@ -36,12 +38,13 @@ class Lost:
 DraftEvent = SequenceGrowth | SequenceFailure | Connected | Disconnected | Lost
 
 
-class DraftInbox:
+class DraftInbox(ABC):
     """`DraftEvents` that queue and wake whoever waits. The `on_...` methods may be called from any thread."""
 
     def __init__(self) -> None:
         self._events: deque[DraftEvent] = deque()
         self._wake = threading.Condition()
+        self._listening = ListeningTime()
         # When a growth came last, on the monotonic clock.
         self.received_at = 0.0
 
@@ -66,22 +69,30 @@ class DraftInbox:
             self._events.extend(events)
             self._wake.notify_all()
 
-    def _received(self) -> Iterator[DraftEvent]:
-        """Everything that was said, in order, without waiting."""
+    def listen(self) -> None:
+        """Take in what has arrived, in order and without waiting: all of it, unless that takes too long."""
+        listening = self._listening
+        listening.begin()
         while self._events:
-            yield self._events.popleft()
+            self._handle(self._events.popleft())
+            if listening.over:
+                break
+        if listening.end(emptied=not self._events):
+            with self._wake:
+                # What was said of the draft itself is kept.
+                kept = [event for event in self._events if isinstance(event, Connected | Disconnected | Lost)]
+                self._events.clear()
+                self._events.extend(kept)
+            listening.forget()
+            self._cut_off("what it says takes more time than there is for it")
 
-    @property
-    def _waiting(self) -> bool:
-        """Whether something was said that was not taken."""
-        return bool(self._events)
+    @abstractmethod
+    def _handle(self, event: DraftEvent) -> None:
+        """Take in one event."""
 
-    def _forget_growth(self) -> None:
-        """Drop what was said of sequences, and keep what was said of the draft itself."""
-        with self._wake:
-            kept = [event for event in self._events if isinstance(event, Connected | Disconnected | Lost)]
-            self._events.clear()
-            self._events.extend(kept)
+    @abstractmethod
+    def _cut_off(self, reason: str) -> None:
+        """Part from a draft that says more than can be taken in; what it had said of sequences is dropped."""
 
     def _wait_until(self, deadline: float) -> bool:
         """Wait for something to be said, to a time of the monotonic clock. Whether there is something."""

@@ -121,7 +121,7 @@ class GrpcDraftLink:
         tokenizer_fingerprint: str,
         options: LinkOptions | None = None,
     ) -> None:
-        """Start connecting. `events` hears the outcome, and every change of it."""
+        """Start connecting. `events` gets the outcome, and every change of it."""
         self._address = address
         self._events = events
         self._vocabulary_size = vocabulary_size
@@ -221,7 +221,7 @@ class GrpcDraftLink:
             except grpc.aio.AioRpcError as error:
                 reason = f"{error.code().name}: {error.details()}"
             self._lost(reason)
-            # A draft that spoke and then fell is met again at once; one that never speaks is not hammered.
+            # A draft that had answered is connected to again at once; one that never answers is not hammered.
             # Spread, so that the many targets of a draft that restarts do not come back together.
             backoff = options.min_backoff if conversation.received else min(2 * backoff, options.max_backoff)
             if at_fault:
@@ -292,7 +292,7 @@ class GrpcDraftLink:
                     await self._wake.wait()
                     self._wake.clear()
         except asyncio.InvalidStateError:
-            # The call is over; its reader knows why.
+            # The call is over; its reader has the reason.
             await asyncio.sleep(self._options.answer_timeout)
 
     async def _watch(self, conversation: DraftConversation) -> None:

@@ -62,8 +62,8 @@ class SeveralDrafts:
     def __init__(
         self, addresses: Sequence[str], connect: Callable[[str, DraftEvents], StoppableLink], events: DraftEvents
     ) -> None:
-        """Start connecting to each address by `connect`. `events` hears of the first that is there, and of the last
-        that is gone; of others in between it hears which sequences they leave behind (`DraftEvents.on_lost`)."""
+        """Start connecting to each address by `connect`. `events` gets the first that is there, and the last that
+        is gone; of others in between, which sequences they leave behind (`DraftEvents.on_lost`)."""
         self._events = events
         self._lock = threading.RLock()
         # What the receiver believes the draft to be; None while none is there.
@@ -71,7 +71,7 @@ class SeveralDrafts:
         self._members = [_Member(address, self) for address in addresses]
         # Who follows each open sequence.
         self._homes: dict[int, _Member] = {}
-        # Members speak as soon as they have a link.
+        # Members send as soon as they have a link.
         with self._lock:
             for member in self._members:
                 member.link = connect(member.address, member)
@@ -85,7 +85,7 @@ class SeveralDrafts:
                 member.link.open(sequence)
 
     def advance(self, advances: Sequence[SequenceAdvance]) -> None:
-        """See `DraftLink.advance`. One frame to each draft that has to hear of any of them."""
+        """See `DraftLink.advance`. One frame to each draft that follows any of them."""
         with self._lock:
             for member, ids in self._by_home([one.sequence_id for one in advances]):
                 member.link.advance([one for one in advances if one.sequence_id in ids])

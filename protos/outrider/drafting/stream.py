@@ -33,10 +33,10 @@ CREDIT_WINDOW = 32
 # Growth frames that one frame of ours earns the draft. It bounds what can pile up while the engine is in a long
 # step, however fast the draft sends.
 GROWTHS_PER_FRAME = 4
-# Unused earnings that are kept: a draft that rarely speaks may not save up for a flood.
+# Unused earnings that are kept: a draft that rarely sends may not save up for a flood.
 MAX_ALLOWANCE = 256
 # Growths, nodes and distributions that an open, an advance or a piece of features earns: those of four whole trees,
-# where a draft owes one and may send another once it knows more. Frames alone would be credit for any number of them.
+# where a draft owes one and may send another once it has more. Frames alone would be credit for any number of them.
 WORK_PER_ANSWER = 4 * (1 + 2 * MAX_NODES)
 # Earnings that are kept are those of so many answers, or of one for each open sequence.
 MAX_ANSWERS_KEPT = 64

@@ -1,4 +1,4 @@
-"""grpc.health.v1, tied to whether the work behind the socket goes on. Readiness and liveness are told apart."""
+"""grpc.health.v1, tied to whether the work behind the socket goes on. Readiness and liveness are two services."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class _Flag:
 class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
     """Health of the services of one process, which live and die together.
 
-    Readiness, whether calls are taken, under their names, "readiness" and "": NOT_SERVING until told otherwise, and
+    Readiness, whether calls are taken, under their names, "readiness" and "": NOT_SERVING until it is set, and
     again while the process drains. Liveness, whether the process is worth keeping, under "liveness": SERVING from the
     start to the end, unless its work no longer comes round.
 
@@ -74,7 +74,7 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
 
     async def Watch(self, request: Any, context: Any) -> None:
         if request.service not in self._flags:
-            # The protocol wants an answer here, not an error, and a stream that stays open.
+            # The protocol asks for an answer here, not an error, and a stream that stays open.
             await context.write(_Status(status=_Status.SERVICE_UNKNOWN))
             await asyncio.Event().wait()
         flag = self._flags[request.service]

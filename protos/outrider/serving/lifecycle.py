@@ -75,7 +75,7 @@ async def load_and_serve(
 
 
 async def _unless(work: Awaitable[Worker], stopping: asyncio.Event) -> Worker | None:
-    """What `work` returns or raises; None, having cancelled it, when told to stop before."""
+    """What `work` returns or raises; None, having cancelled it, when a signal to stop came before."""
     loading, stopped = asyncio.ensure_future(work), asyncio.ensure_future(stopping.wait())
     try:
         await asyncio.wait((loading, stopped), return_when=asyncio.FIRST_COMPLETED)
@@ -120,7 +120,7 @@ def _signals(stop: Callable[[], None], reload: Callable[[], None]) -> Iterator[N
 
 
 async def _watch(server: GrpcServer, worker: Worker, stopping: asyncio.Event) -> BaseException | None:
-    """Keep health true to the worker until told to stop (None) or until it died (why)."""
+    """Keep health true to the worker until a signal to stop (None) or until it died (why)."""
     while not stopping.is_set():
         failure = worker.failure()
         if failure is not None:

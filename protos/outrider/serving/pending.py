@@ -20,7 +20,7 @@ class PendingService(grpc.GenericRpcHandler):
     """
 
     def __init__(self, name: str, loading: str) -> None:
-        """`loading` is what callers are told."""
+        """`loading` is the message that callers get."""
         self._path = f"/{name}/"
         self._loading = loading
         self._handlers: tuple[grpc.GenericRpcHandler, ...] = ()

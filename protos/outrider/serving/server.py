@@ -35,7 +35,7 @@ MAX_METADATA_BYTES = 16 * 1024
 class Service:
     """One service to serve: its full name, and what adds its servicer to a server.
 
-    Without `add` the servicer comes with `GrpcServer.provide`; callers are told what `loading` says until then.
+    Without `add` the servicer comes with `GrpcServer.provide`; callers get the message `loading` until then.
     """
 
     name: str
@@ -89,7 +89,7 @@ class ServingOptions:
 
 
 class GrpcServer:
-    """A server with its services, health, reflection and admin port. NOT_SERVING until told otherwise."""
+    """A server with its services, health, reflection and admin port. NOT_SERVING until that is set."""
 
     def __init__(
         self,
@@ -152,7 +152,7 @@ class GrpcServer:
 
     def reload(self) -> None:
         """Read the tokens anew: calls that begin from now on are held against them. What cannot be read changes
-        nothing. Certificates are followed without being told."""
+        nothing. Certificates are read again by themselves."""
         if self.options.read_tokens is None:
             return
         try:

@@ -189,7 +189,7 @@ def _find(series: dict[Labels, Series], labels: Labels, make: Callable[[], Serie
 
 
 def _buckets(histogram: Histogram) -> list[tuple[str, float] | tuple[str, float, Exemplar]]:
-    """Cumulative buckets with their exemplars, as the exposition wants them."""
+    """Cumulative buckets with their exemplars, in the form of the exposition."""
     buckets: list[tuple[str, float] | tuple[str, float, Exemplar]] = []
     total = 0
     for place, (bound, count) in enumerate(zip((*histogram.bounds, float("inf")), list(histogram.counts), strict=True)):

@@ -24,7 +24,7 @@ DEADLINE_SLACK_S = 0.05
 
 
 def ended_with(context: Context, error: BaseException | None) -> str:
-    """The gRPC status by name that a call ends with, told from inside its handler.
+    """The gRPC status by name that a call ends with, found out inside its handler.
 
     A call whose caller went away has no status of its own: it is CANCELLED, or DEADLINE_EXCEEDED once its time is up.
     """

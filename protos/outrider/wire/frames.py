@@ -37,7 +37,7 @@ class TreeLimits:
 
 @dataclass(frozen=True, slots=True)
 class FeatureRequest:
-    """The hidden states that a drafter wants of the target: one vector for each token.
+    """The hidden states that a drafter reads of the target: one vector for each token.
 
     Attributes:
         layers: decoder layers whose outputs are wanted, counted from 0. The number of layers stands for the state
@@ -79,7 +79,7 @@ class Vectors:
 
 @dataclass(frozen=True, slots=True)
 class OpenSequence:
-    """A sequence as the draft first hears of it, or hears of it again after a reconnect."""
+    """A sequence as it is sent to the draft first, or again after a reconnect."""
 
     sequence_id: int
     token_ids: tuple[int, ...]
@@ -112,7 +112,7 @@ class SequenceAdvance:
 
 @dataclass(frozen=True, slots=True)
 class SequenceFeatures:
-    """Features of tokens that the draft knows: `vectors` row i belongs to token `position` + i of the sequence."""
+    """Features of tokens that the draft has: `vectors` row i belongs to token `position` + i of the sequence."""
 
     sequence_id: int
     position: int
@@ -183,7 +183,7 @@ class CorpusInfo:
 
 
 class DraftEvents(Protocol):
-    """Where a draft link delivers what it hears. Called from the link's own thread; must not block."""
+    """Where a draft link delivers what it receives. Called from the link's own thread; must not block."""
 
     def on_growth(self, growths: Sequence[SequenceGrowth]) -> None:
         """Nodes arrived."""
@@ -192,7 +192,7 @@ class DraftEvents(Protocol):
         """The draft closed one sequence."""
 
     def on_connected(self, info: DraftInfo) -> None:
-        """The draft is there and speaks our vocabulary. The receiver opens its live sequences (again)."""
+        """The draft is there and has our vocabulary. The receiver opens its live sequences (again)."""
 
     def on_disconnected(self, reason: str) -> None:
         """The draft is gone, and so is its state of every sequence."""

@@ -72,7 +72,7 @@ def features_to_pb(features: SequenceFeatures) -> draft_pb2.SequenceFeatures:
 
 
 def request_from_pb(pb: draft_pb2.FeatureRequest, field_path: str = "features") -> FeatureRequest:
-    """What a drafter wants, within bounds. Whether the target has such layers is not known here."""
+    """The hidden states that a drafter asks for, within bounds. Whether the target has such layers is checked later."""
     if not 1 <= len(pb.layers) <= MAX_LAYERS:
         raise InvalidField(f"{field_path}.layers", f"needs 1 to {MAX_LAYERS} entries, has {len(pb.layers)}")
     if not 1 <= pb.width <= MAX_WIDTH:
@@ -91,7 +91,7 @@ def request_from_pb(pb: draft_pb2.FeatureRequest, field_path: str = "features") 
 
 
 def request_to_pb(request: FeatureRequest) -> draft_pb2.FeatureRequest:
-    """What a drafter wants."""
+    """The hidden states that a drafter asks for."""
     return draft_pb2.FeatureRequest(
         layers=request.layers,
         width=request.width,

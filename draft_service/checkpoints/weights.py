@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from draft_service.eagle.head_config import HeadRefused
+from draft_service.checkpoints.facts import HeadRefused
 
 _WEIGHTS = "model.safetensors"
 _PICKLED = (".bin", ".pt")
@@ -44,6 +44,14 @@ class Weights:
         """Of one weight, from the file's header."""
         with self._open(name) as file:
             return tuple(file.get_slice(name).get_shape())
+
+    def shapes(self, names: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
+        """Of some weights, by the names that others are called by: own name -> published name."""
+        return {name: self.shape(published) for name, published in names.items()}
+
+    def tensors(self, names: Mapping[str, str]) -> dict[str, Tensor]:
+        """As `shapes`, and the weights themselves."""
+        return {name: self.tensor(published) for name, published in names.items()}
 
     def tensor(self, name: str) -> Tensor:
         """One weight, on the CPU, in the type it is kept in."""

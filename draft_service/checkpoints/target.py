@@ -6,8 +6,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from draft_service.eagle.head_config import HeadRefused, TargetFacts
-from draft_service.eagle.weights import Weights
+from draft_service.checkpoints.facts import HeadRefused, TargetFacts
+from draft_service.checkpoints.weights import Weights
 from outrider.heads import tokenizer_fingerprint
 
 _EMBEDDINGS = ("model.embed_tokens.weight", "embed_tokens.weight", "transformer.wte.weight")

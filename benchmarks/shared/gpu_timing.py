@@ -1,0 +1,32 @@
+"""How long launches take on a GPU, without what the host needs to ask for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from benchmarks.shared.report import median_and_spread
+
+# Replays that are not counted: clocks rise, and memory is seen for the first time.
+_WARM = 3
+
+
+def captured_us(launches: Sequence[Callable[[], object]], replays: int = 11) -> tuple[float, float]:
+    """Median and quartile distance of one of these launches, in microseconds, over replays of a graph that holds each
+    of them once."""
+    launches[0]()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for launch in launches:
+            launch()
+    times = []
+    for _ in range(_WARM + replays):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e3 / len(launches))
+    return median_and_spread(times[_WARM:])
