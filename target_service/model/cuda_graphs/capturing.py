@@ -59,7 +59,7 @@ def _give_the_rest(captured: CapturedRunner, reserved: float, share: float) -> N
     torch.cuda.empty_cache()
     cache = _cache_of(captured.cache, _free(captured.device) - reserved, share)
     captured.use_cache(cache)
-    log.info("KV cache of %d tokens", cache.num_pages * cache.page_size)
+    log.info("KV cache of %s", cache)
 
 
 def _free(device: torch.device) -> int:
@@ -70,8 +70,7 @@ def _free(device: torch.device) -> int:
 def _cache_of(small: KVCache, free: float, share: float) -> KVCache:
     """A cache like `small` in a share of `free` bytes."""
     layers, _, page_size, kv_heads, key_width = small.key_pool.shape
-    page_bytes = (small.key_pool.nbytes + small.value_pool.nbytes) // small.num_pages
-    pages = max(small.num_pages, int(free * share / page_bytes))
+    pages = max(small.num_pages, int(free * share / (small.token_bytes * page_size)))
     pool, value_width = small.key_pool, small.value_pool.shape[-1]
     return KVCache(pages, page_size, layers, kv_heads, key_width, value_width, pool.dtype, pool.device)
 
