@@ -34,6 +34,8 @@ class SequencePlan:
 
 @dataclass
 class TorchPlan(AttentionPlan):
+    """What each sequence that has rows reads, in the order of the batch."""
+
     sequences: list[SequencePlan] = field(default_factory=list)
 
 
