@@ -86,13 +86,17 @@ Attention = Callable[[Tensor, Tensor], Tensor]
 
 def time_us(inputs: Inputs, attention: Attention, replays: int = 11) -> tuple[float, float]:
     """Median and quartile distance of one launch, in microseconds."""
-    copies = len(inputs.keys)
+    return rotated_us(lambda i: attention(inputs.keys[i], inputs.values[i]), len(inputs.keys), replays)
+
+
+def rotated_us(launch: Callable[[int], object], copies: int, replays: int = 11) -> tuple[float, float]:
+    """Median and quartile distance of one launch, in microseconds, over copies 0 .. `copies` - 1 of a cache in turn."""
     launches = max(copies, 8)
-    attention(inputs.keys[0], inputs.values[0])
+    launch(0)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for i in range(launches):
-            attention(inputs.keys[i % copies], inputs.values[i % copies])
+            launch(i % copies)
     times = []
     for i in range(replays + 2):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

@@ -23,6 +23,7 @@ from target_service.config import TargetConfig
 from target_service.core.kv_cache import KVCache
 from target_service.model import latent_attention
 from target_service.model.cuda_graphs.capturing import _cache_of
+from target_service.model.cuda_graphs.runner import ATTENTION as CAPTURED_ATTENTION
 from target_service.model.forward import ForwardInput
 from target_service.model.fused.packed_linears import PackedLinear, can_pack
 from target_service.model.fused.preparing import LayerOptions, prepare_layers
@@ -253,6 +254,23 @@ class TestServing:
         monkeypatch.setattr("target_service.model.runner.attend_latents", attend)
         runner.forward(rows_of(text(6), 0, (9, 3), None))
         assert len(launches) == model.config.num_hidden_layers and min(launches) > 5
+
+    @pytest.mark.parametrize("name", ["v2, one query projection", "v3"])
+    def test_compiled_layers_break_at_attention_alone(self, name: str) -> None:
+        """The parts of a layer before and behind attention are traced whole, experts among them."""
+        model = make_latent(name)
+        runner = make_runner(model, PAGE_SIZE, 256)
+        steps = [rows_of(text(6), 0, (9, 3), None), rows_of(text(13)[6:], 6, (9, 3, 20, 7), TREE)]
+        expected = [runner.forward(step).clone() for step in steps]
+        runner._attend_by(CAPTURED_ATTENTION)
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        for layer in model.model.layers:
+            layer.compile(backend="eager", dynamic=False)
+        for step, logits in zip(steps, expected, strict=True):
+            close(runner.forward(step), logits)
+        breaks = torch._dynamo.utils.counters["graph_break"]
+        assert breaks and all("torch.compiler.disable" in reason for reason in breaks), breaks
 
     @pytest.mark.parametrize("latent_cache", [True, False], ids=["latents", "expanded"])
     @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
