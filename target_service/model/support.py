@@ -73,7 +73,7 @@ class KVShape:
 
 def has_latents(config: PretrainedConfig) -> bool:
     """Whether the model's keys and values are made of latents (multi-head latent attention)."""
-    return bool(getattr(config, "kv_lora_rank", None))
+    return all(getattr(config, name, None) for name in ("kv_lora_rank", "qk_rope_head_dim"))
 
 
 def kv_shape(config: PretrainedConfig, *, latent: bool = False) -> KVShape:
