@@ -51,6 +51,7 @@ def cases() -> Iterator[tuple[str, dict[str, Any], TritonSettings]]:
     for keys in (0, 1, 15, 16, 700):
         yield f"{keys} keys before", {"specs": [(keys, 1, "tree"), (keys, 9, "tree")]}, BALANCED
     yield "a prompt", {"specs": [(0, 70, "causal")], "heads": 2}, BALANCED
+    # The interpreter multiplies the bits of bf16 as integers, so that fp16 stands for it.
     yield "half precision", {"specs": RAGGED, "dtype": torch.float16}, BALANCED
     yield "own tiling", {"specs": RAGGED[:3]}, TritonSettings(processors=4)
     if not INTERPRETED:

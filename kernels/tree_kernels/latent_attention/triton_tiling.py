@@ -26,8 +26,9 @@ def choose_latent_tiling(packed_rows: int, latent: int, itemsize: int) -> Tiling
     - Up to 16 packed rows reading is all there is: 1,152 bytes a key against 35 kFLOP. Tiles of 32 keys, two of them
       in 92 KB, leave room for two programs on an SM, one of which loads while the other multiplies.
     - From 64 on, a tile of 64 rows fills a warpgroup's instructions. Its output is 64 x 512 in fp32, 128 registers of
-      each of 256 threads, and queries (72 KB) and two tiles of 64 keys (144 KB) take the SM's 227 KB: one program, and
-      taller tiles would spill. More rows are more blocks, which find the latents in L2.
+      each of 256 threads, and queries (72 KB), two tiles of 64 keys (144 KB) and weights (8 KB) take 224 of the SM's
+      227 KB: one program, and taller tiles would spill in the loop (as compiled, it reads back four words a tile).
+      More rows are more blocks, which find the latents in L2.
 
     Args:
         packed_rows: rows times query heads, of the largest sequence.
