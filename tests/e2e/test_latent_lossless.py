@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 from engine_harness import engine_config, knowing_tree, make_runner, plain, random_tree, real_drafter, request, run
+from kernel_worker import INTERPRETED, work
 from latent_models import CHECKPOINTS, make_latent
 from transformers import PreTrainedModel
 
@@ -104,3 +105,12 @@ def test_expanded_says_the_same(name: str) -> None:
     assert not runner.latent
     drafts = knowing_tree(knowing(said), VOCABULARY, 24, right=0.8)
     assert [outcome.token_ids for outcome in run(runner, requests(), propose=drafts)] == said
+
+
+def test_padded_steps_of_the_kernels_are_plain_ones() -> None:
+    """As captured steps run on a GPU, but for the graph: prompts, trees and chains in one batch, and free rows."""
+    pytest.importorskip("triton")
+    found = work("../e2e/latent_steps_worker.py", **INTERPRETED)
+    assert len(found) == 2
+    # Logits of three steps, and the cache.
+    assert all(len(errors) == 4 and max(errors) < 1e-5 for errors in found.values()), found
