@@ -47,7 +47,9 @@ def capture_steps(
         captured.node_table = None
     taken = before - _free(runner.device)
     if memory_share:
-        _give_the_rest(captured, taken * _POOL_SLACK + len(captured.buckets) * _GRAPH_BYTES, memory_share)
+        # Partial results of latents are four times as wide as those of usual heads.
+        each = max(_GRAPH_BYTES, captured.scratch_bytes)
+        _give_the_rest(captured, taken * _POOL_SLACK + len(captured.buckets) * each, memory_share)
     if captured.buckets:
         _capture_all(captured, seconds)
     return captured

@@ -131,6 +131,12 @@ class CapturedRunner(ModelRunner):
         """Every size that a step can be captured for, smallest first."""
         return self._buckets
 
+    @property
+    def scratch_bytes(self) -> int:
+        """Of the captured step that keeps most for what its attention merges."""
+        schedules = [one.buffer.plan.schedules.values() for one in self._captured.values()]
+        return max((sum(schedule.partials.nbytes for schedule in each) for each in schedules), default=0)
+
     @torch.inference_mode()
     def forward(self, batch: ForwardInput) -> Tensor:
         """See `ModelRunner.forward`. Steps outside the buckets run eagerly."""
