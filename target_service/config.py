@@ -110,6 +110,11 @@ class TargetConfig:
     attention: str = setting(
         "auto", "tree attention backend", choices=("auto", "reference", "torch", "triton", "flashinfer")
     )
+    latent_cache: bool = setting(
+        True,
+        "where a model's attention has latents (DeepSeek-V2, -V3), cache one for each token; off caches keys and "
+        "values of all heads, which takes many times the memory",
+    )
     lockstep: bool = setting(
         False,
         "on a GPU, run the plain loop that a CPU runs: one eager step after the other, verified by the host; slower, "

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from benchmarks.shared.machine import describe
 from benchmarks.shared.report import median_and_spread, parser_of, write_json
@@ -25,8 +25,16 @@ from target_service.model.cuda_graphs.runner import CapturedRunner, CaptureOptio
 from target_service.model.forward import ForwardInput
 from target_service.model.fused.preparing import LayerOptions
 from target_service.model.runner import ModelRunner, runner_for
+from target_service.model.support import has_latents, kv_bytes
 from tree_kernels.attention import AttentionBatch
 
+_V2_LITE: dict[str, Any] = {
+    "model_type": "deepseek_v2", "hidden_size": 2048, "num_hidden_layers": 27, "num_attention_heads": 16,
+    "num_key_value_heads": 16, "kv_lora_rank": 512, "q_lora_rank": None, "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64, "v_head_dim": 128, "intermediate_size": 10944, "moe_intermediate_size": 1408,
+    "n_routed_experts": 64, "n_shared_experts": 2, "num_experts_per_tok": 6, "vocab_size": 102400,
+    "tie_word_embeddings": False,
+}  # fmt: skip
 SHAPES: dict[str, dict[str, Any]] = {
     "smollm2-135m": {
         "hidden_size": 576, "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3,
@@ -36,6 +44,9 @@ SHAPES: dict[str, dict[str, Any]] = {
         "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
         "intermediate_size": 14336, "vocab_size": 128256, "tie_word_embeddings": False,
     },
+    "deepseek-v2-lite": _V2_LITE | {"first_k_dense_replace": 1},
+    # Every row of a tree has experts of its own, which costs more than all else; without experts attention shows.
+    "deepseek-v2-lite-dense": _V2_LITE | {"first_k_dense_replace": 27},
 }  # fmt: skip
 MODES: dict[str, CaptureOptions | None] = {
     "eager": None,
@@ -67,14 +78,19 @@ TIMED = (Load((1,)), Load((1,) * 4), Load((1,) * 16), Load((1,) * 64), Load((16,
 CHECKED = (Load((3, 1, 9)), Load((1,) * 5), Load((37,)), Load((2, 60)))
 
 
-def build(shape: str) -> LlamaForCausalLM:
+def config_of(shape: str) -> PretrainedConfig:
+    """A named shape as transformers reads it."""
+    return AutoConfig.for_model(**({"model_type": "llama"} | SHAPES[shape]), max_position_embeddings=8192)
+
+
+def build(shape: str) -> PreTrainedModel:
     torch.manual_seed(0)
-    config = LlamaConfig(**SHAPES[shape], max_position_embeddings=8192)
+    config = config_of(shape)
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
         with torch.device("cuda"):
-            model = LlamaForCausalLM(config)
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
     finally:
         torch.set_default_dtype(before)
     return model.eval()
@@ -201,14 +217,23 @@ def kernels_of(runner: ModelRunner, load: Load) -> list[dict[str, Any]]:
     return [{"kernel": one.key[:90], "us": one.self_device_time_total / 5, "launches": one.count / 5} for one in found]
 
 
-def floor_ms(model: LlamaForCausalLM, load: Load) -> float:
-    """Weights that a step reads once, and keys and values, over the memory's speed."""
+def floor_ms(model: PreTrainedModel, load: Load) -> float:
+    """Weights that a step reads once, and what the cache holds, over the memory's speed."""
     config = model.config
-    parameters = sum(parameter.numel() for parameter in model.parameters())
+    rows = sum(load.rows)
+    parameters = sum(parameter.numel() * share_read(name, config, rows) for name, parameter in model.named_parameters())
     if not config.tie_word_embeddings:
         parameters -= config.vocab_size * config.hidden_size
-    kv = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * CONTEXT * len(load.rows)
-    return float(2 * (parameters + kv) / BYTES_PER_MS)
+    kept = kv_bytes(config, 1, latent=has_latents(config)) * CONTEXT * len(load.rows)
+    return float(2 * (parameters + kept) / BYTES_PER_MS)
+
+
+def share_read(name: str, config: PretrainedConfig, rows: int) -> float:
+    """Of a parameter, if each row chooses its experts as a coin would."""
+    if ".experts." not in name:
+        return 1.0
+    any_config: Any = config
+    return 1.0 - (1.0 - any_config.num_experts_per_tok / any_config.n_routed_experts) ** rows
 
 
 def say(text: str) -> None:
@@ -252,6 +277,9 @@ def run_shape(shape: str, modes: list[str], seconds: float, profiled: bool) -> l
                 result["times"][str(load)]["replay_ms"] = replay_ms(current, load)
                 medians += f" replay {result['times'][str(load)]['replay_ms']:.3f}"
             say(f"  {load!s:16s} {medians} floor {floors[str(load)]:.3f}")
+        one, tree = (result["times"][str(load)]["device_ms"]["median"] for load in (Load((1,)), Load((16,))))
+        result["tree_of_16_beside_one_row"] = tree / one
+        say(f"  a tree of 16 rows takes {tree / one:.2f} times a step of one")
         if profiled:
             result["kernels"] = {str(load): kernels_of(current, load) for load in (TIMED[0], TIMED[-1])}
             for name, kernels in result["kernels"].items():
@@ -265,7 +293,7 @@ def run_shape(shape: str, modes: list[str], seconds: float, profiled: bool) -> l
 
 def main() -> None:
     parser = parser_of(__doc__)
-    parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES))
+    parser.add_argument("--shapes", nargs="+", default=["smollm2-135m", "llama-8b"], choices=list(SHAPES))
     parser.add_argument("--modes", nargs="+", default=list(MODES), choices=list(MODES))
     parser.add_argument("--seconds", type=float, default=1.0, help="for each time measured")
     parser.add_argument("--profile", action="store_true", help="also device time by kernel")

@@ -87,9 +87,12 @@ Attention = Callable[[Tensor, Tensor], Tensor]
 
 def time_us(inputs: Inputs, attention: Attention, replays: int = 11) -> tuple[float, float]:
     """Median and quartile distance of one launch, in microseconds."""
-    copies = len(inputs.keys)
-    own = [partial(attention, inputs.keys[i % copies], inputs.values[i % copies]) for i in range(max(copies, 8))]
-    return captured_us(own, replays)
+    return rotated_us(lambda i: attention(inputs.keys[i], inputs.values[i]), len(inputs.keys), replays)
+
+
+def rotated_us(launch: Callable[[int], object], copies: int, replays: int = 11) -> tuple[float, float]:
+    """Median and quartile distance of one launch, in microseconds, over copies 0 .. `copies` - 1 of a cache in turn."""
+    return captured_us([partial(launch, i % copies) for i in range(max(copies, 8))], replays)
 
 
 def worst_error(inputs: Inputs, attention: Attention, causal: bool = False) -> float:

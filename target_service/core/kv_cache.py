@@ -15,9 +15,9 @@ __all__ = ["KVCache", "OutOfPages"]
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Zeros [shape]. On a CPU they take memory only once written, so that a large cache costs nothing at start."""
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
     count = math.prod(shape)
+    if device.type != "cpu" or not count:
+        return torch.zeros(shape, dtype=dtype, device=device)
     memory = mmap.mmap(-1, count * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(memory, dtype=dtype, count=count).view(shape)
 
@@ -25,9 +25,9 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 class KVCache(Pages):
     """Keys and values of all sequences, in pages of `page_size` tokens.
 
-    `keys[layer]` is [num_pages, page_size, kv_heads, key_width], `values[layer]` likewise with value_width; they are
-    parts of `key_pool` [layers, num_pages, ...] and `value_pool`. `tokens` [slots] int32 are those that these are the
-    keys of, where a runner keeps them.
+    `keys[layer]` is [num_pages, page_size, kv_heads, key_width], `values[layer]` likewise with value_width, which is 0
+    where values are a part of the keys; they are parts of `key_pool` [layers, num_pages, ...] and `value_pool`.
+    `tokens` [slots] int32 are those that these are the keys of, where a runner keeps them.
     """
 
     def __init__(
@@ -48,3 +48,13 @@ class KVCache(Pages):
         self.keys = list(self.key_pool)
         self.values = list(self.value_pool)
         self.tokens = torch.zeros(num_pages * page_size, dtype=torch.int32, device=device)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token, all layers."""
+        return (self.key_pool.nbytes + self.value_pool.nbytes) // (self.num_pages * self.page_size)
+
+    def __str__(self) -> str:
+        tokens = self.num_pages * self.page_size
+        kind = "keys and values" if self.value_pool.shape[-1] else "latents"
+        return f"{tokens:,} tokens, {kind} of {self.token_bytes:,} bytes each, {tokens * self.token_bytes:,} bytes"

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any, Literal
+from typing import Any, Literal, cast, get_args
 
 import numpy
 import torch
@@ -20,13 +20,17 @@ from target_service.core.sequence import MAX_STRIDE
 from target_service.model.forward import ForwardInput, ForwardPass
 from target_service.model.head_projection import DraftHead
 from target_service.model.hidden_state_hooks import LayerTaps
+from target_service.model.latent_attention import attend_latents, form_of, keeps_latents, leave_latents
 from target_service.model.support import ModelRefused, kv_shape, longest_context
 from tree_kernels.attention import AttentionPlan, Backend, TreeAttention
+from tree_kernels.latent_attention import LatentAttention, LatentBackend
 from tree_kernels.node_table import LOOKUP, NodeTable, StepIntegers, fill_pending
 from tree_kernels.paging import write_kv
 from tree_kernels.verification import RECORD, Mode, records_of
 
 ATTENTION = "outrider_tree"
+# Attention over keys and values of heads, or over latents that are both.
+Attention = TreeAttention | LatentAttention
 # Rows that taps have room for until a pass has more.
 _HOOKED_ROWS = 64
 
@@ -35,7 +39,7 @@ _HOOKED_ROWS = 64
 class _Step:
     """What every layer of one pass needs."""
 
-    attention: TreeAttention
+    attention: Attention
     plan: AttentionPlan
     slots: Tensor
     cache: KVCache
@@ -54,20 +58,25 @@ def _attend(
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention interface: query [1, Hq, R, D], key and value [1, Hkv, R, D], rotary applied."""
+    """transformers' attention interface: query [1, Hq, R, D], key and value [1, Hkv, R, D], rotary applied. Where
+    attention is over latents, rotary keys and latents come in the place of keys and values; see `latent_attention`."""
     if attention_mask is not None or softcap is not None or s_aux is not None:
         raise ModelRefused("a mask of its own, capped scores or attention sinks are not served")
     if outrider_step is None:
         raise ModelRefused("a model that does not hand arguments on to its attention is not served")
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     step, layer = outrider_step, int(module.layer_idx)  # type: ignore[arg-type]
+    if isinstance(step.attention, LatentAttention):
+        vectors = step.cache.keys[layer]
+        return attend_latents(module, step.attention, step.plan, vectors, step.slots, query, key, value, scaling), None
     keys, values = step.cache.keys[layer], step.cache.values[layer]
     write_kv(key[0].transpose(0, 1), value[0].transpose(0, 1), keys, values, step.slots)
     out = step.attention.run(step.plan, query[0].transpose(0, 1), keys, values, scaling)
     return out.unsqueeze(0), None
 
 
-AttentionInterface.register(ATTENTION, _attend)
+for _latent in (False, True):
+    AttentionInterface.register(form_of(ATTENTION, latent=_latent), _attend)
 
 
 class ModelRunner:
@@ -78,16 +87,16 @@ class ModelRunner:
         model: PreTrainedModel,
         tokenizer: Any | None,
         cache: KVCache,
-        attention: TreeAttention,
+        attention: Attention,
         *,
         name: str,
         max_context: int,
         end_token_ids: tuple[int, ...],
         tokenizer_fingerprint: str,
     ) -> None:
-        model.set_attn_implementation(ATTENTION)
         self._model = model
         self._attention = attention
+        self._attend_by(ATTENTION)
         self.cache = cache
         self.tokenizer = tokenizer
         self.tokenizer_fingerprint = tokenizer_fingerprint
@@ -105,6 +114,14 @@ class ModelRunner:
         # What a drafter reads of the model, and the part of its head that runs here.
         self.hooks: LayerTaps | None = None
         self.draft_head: DraftHead | None = None
+
+    @property
+    def latent(self) -> bool:
+        """Whether the cache holds latents, from which keys and values would be made."""
+        return isinstance(self._attention, LatentAttention)
+
+    def _attend_by(self, implementation: str) -> None:
+        self._model.set_attn_implementation(form_of(implementation, latent=self.latent))
 
     @property
     def hidden_size(self) -> int:
@@ -296,12 +313,20 @@ def runner_for(
     page_size: int,
     attention: Backend = "torch",
     invariant: bool = False,
+    latent: bool = True,
     name: str = "model",
     max_context: int | None = None,
     tokenizer_fingerprint: str = "",
 ) -> ModelRunner:
-    """A runner for a model already loaded, on the device and in the dtype it is in."""
-    config, shape = model.config, kv_shape(model.config)
+    """A runner for a model already loaded, on the device and in the dtype it is in.
+
+    `latent` keeps latents in the cache where the model has such and they can be attended to as they are; without it
+    keys and values of all heads are kept, which is the reference.
+    """
+    config = model.config
+    if latent := latent and takes_latents(attention) and keeps_latents(model):
+        leave_latents(model)
+    shape = kv_shape(config, latent=latent)
     cache = KVCache(
         num_pages,
         page_size,
@@ -312,13 +337,23 @@ def runner_for(
         model.dtype,
         model.device,
     )
+    attend: Attention
+    if latent:
+        attend = LatentAttention(cast(LatentBackend, attention), model.device, invariant=invariant)
+    else:
+        attend = TreeAttention(attention, model.device, invariant=invariant)
     return ModelRunner(
         model.eval(),
         tokenizer,
         cache,
-        TreeAttention(attention, model.device, invariant=invariant),
+        attend,
         name=name,
         max_context=max_context or longest_context(config),
         end_token_ids=end_tokens_of(model),
         tokenizer_fingerprint=tokenizer_fingerprint,
     )
+
+
+def takes_latents(attention: Backend) -> bool:
+    """Whether a backend of attention has a form over latents."""
+    return attention in get_args(LatentBackend)

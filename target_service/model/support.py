@@ -60,7 +60,7 @@ def check_supported(config: PretrainedConfig, model: PreTrainedModel | None = No
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
-    """What one layer keeps of one token."""
+    """What one layer keeps of one token. A latent is key and value in one, and has no values beside it."""
 
     heads: int
     key_width: int
@@ -71,14 +71,34 @@ class KVShape:
         return self.heads * (self.key_width + self.value_width)
 
 
-def kv_shape(config: PretrainedConfig) -> KVShape:
-    """Keys and values as attention gets them. Multi-head latent attention comes expanded: all heads, unequal widths."""
+def has_latents(config: PretrainedConfig) -> bool:
+    """Whether the model's keys and values are made of latents (multi-head latent attention)."""
+    return all(getattr(config, name, None) for name in ("kv_lora_rank", "qk_rope_head_dim"))
+
+
+def kv_shape(config: PretrainedConfig, *, latent: bool = False) -> KVShape:
+    """Keys and values as attention gets them.
+
+    Args:
+        config: of the model.
+        latent: of a model with latents, one vector for all heads: the latent and the rotary key. Else they come
+            expanded, all heads, of unequal widths.
+    """
     any_config: Any = config
     heads = int(any_config.num_attention_heads)
-    if getattr(config, "kv_lora_rank", None):
-        return KVShape(heads, any_config.qk_nope_head_dim + any_config.qk_rope_head_dim, any_config.v_head_dim)
+    if has_latents(config):
+        rotary = int(any_config.qk_rope_head_dim)
+        if latent:
+            return KVShape(1, int(any_config.kv_lora_rank) + rotary, 0)
+        return KVShape(heads, any_config.qk_nope_head_dim + rotary, any_config.v_head_dim)
     width = getattr(config, "head_dim", None) or any_config.hidden_size // heads
     return KVShape(getattr(config, "num_key_value_heads", None) or heads, width, width)
+
+
+def kv_bytes(config: PretrainedConfig, itemsize: int, *, latent: bool) -> int:
+    """Bytes of a token in the cache, all layers; `latent` as in `kv_shape`."""
+    any_config: Any = config
+    return int(any_config.num_hidden_layers) * kv_shape(config, latent=latent).elements * itemsize
 
 
 def longest_context(config: PretrainedConfig) -> int:

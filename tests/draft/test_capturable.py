@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from captured import Captured
 from conftest import make_tiny
 from eagle_drafting import COUPLED, GREEDY, SETTINGS, make_drafter, opened, sequence_of, states_of, text
 from eagle_heads import KINDS, make_head
 from static_drafting import StaticDrafting, StaticTorch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from draft_service.causal_lm.drafter import ModelConfig, ModelDrafter
 from draft_service.drafters.base import DraftSequence
@@ -25,25 +24,6 @@ from draft_service.neural.cuda_graphs import attention as static_attention
 from draft_service.neural.cuda_graphs.attention import StaticAttention, TreePlan
 from tree_kernels.linear import TorchLinears
 from tree_kernels.linear import dispatch as linear
-
-# What waits for the device, what makes tensors of a size that it decides, and what brings numbers from the host.
-FORBIDDEN = {"_local_scalar_dense", "nonzero", "masked_select", "lift_fresh", "lift_fresh_copy", "item", "unique2"}
-
-
-class Captured(TorchDispatchMode):
-    """Raises at what a capture would fail at, and counts what it would hold."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.launches = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        index = args[1] if name == "index" else ()
-        chosen = any(one is not None and one.dtype is torch.bool for one in index)
-        assert name not in FORBIDDEN and not chosen, name
-        self.launches += 1
-        return func(*args, **(kwargs or {}))
 
 
 class NoAttention(StaticTorch):

@@ -95,7 +95,10 @@ def test_a_deepseek_target_drafts_with_its_own_layer(sampling: SamplingParams, t
     draft_head = read_draft_head(str(folder), LAYERS, HIDDEN)
     assert draft_head.layers == (LAYERS,) and draft_head.projection is None
     wanted = [request_of(prompt, sampling) for prompt in prompts()]
-    outcomes = run(make_runner(model), wanted, connect=made(folder, drafters), stagger=2)
+    runner = make_runner(model)
+    # The states that the module reads are those of a target that caches latents.
+    assert runner.latent
+    outcomes = run(runner, wanted, connect=made(folder, drafters), stagger=2)
     assert [outcome.token_ids for outcome in outcomes] == [plain(model, one) for one in wanted]
     assert sum(outcome.finished.totals.drafted_tokens for outcome in outcomes) > 0
     shape = drafters[0].head.config

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tree_kernels.attention import AttentionBatch
+from tree_kernels.latent_attention import HeadProjections, absorbed_queries, attend_expanded
 
 
 @dataclass(frozen=True)
@@ -87,3 +88,80 @@ CaseMaker = Callable[..., Case]
 @pytest.fixture(scope="session")
 def attention_case() -> CaseMaker:
     return make_case
+
+
+@dataclass(frozen=True)
+class LatentCase:
+    """One layer's inputs; slots that no sequence owns hold NaN, so that reading one shows."""
+
+    batch: AttentionBatch
+    # [R, H, N] and [R, H, P].
+    plain: Tensor
+    rotary: Tensor
+    # [pages, page_size, L + P].
+    cache: Tensor
+    projections: HeadProjections
+    latent: int
+    scale: float
+
+    @property
+    def query(self) -> Tensor:
+        return absorbed_queries(self.plain, self.rotary, self.projections)
+
+    def expanded(self) -> Tensor:
+        """[R, H, V] in fp32 by the definition."""
+        return attend_expanded(self.plain, self.rotary, self.cache, self.projections, self.batch, self.scale)
+
+
+def make_latent_case(
+    specs: list[Spec],
+    *,
+    heads: int = 4,
+    latent: int = 32,
+    rotary: int = 16,
+    plain: int = 24,
+    value: int = 20,
+    page_size: int = 16,
+    dtype: torch.dtype = torch.float32,
+    shuffled: bool = True,
+    spare_pages: int = 1,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+) -> LatentCase:
+    case = make_case(
+        specs,
+        page_size=page_size,
+        kv_heads=1,
+        group=heads,
+        width=latent + rotary,
+        dtype=dtype,
+        shuffled=shuffled,
+        spare_pages=spare_pages,
+        device=device,
+        seed=seed,
+    )
+    generator = torch.Generator().manual_seed(seed + 1)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(device=device, dtype=dtype)
+
+    # So that keys and values of a head are as large as a latent.
+    weight = random(heads * (plain + value), latent) / latent**0.5
+    rows = case.batch.rows
+    return LatentCase(
+        case.batch,
+        random(rows, heads, plain),
+        random(rows, heads, rotary),
+        case.key_cache.squeeze(2),
+        HeadProjections.of(weight, heads, plain),
+        latent,
+        (plain + rotary) ** -0.5,
+    )
+
+
+LatentCaseMaker = Callable[..., LatentCase]
+
+
+@pytest.fixture(scope="session")
+def latent_case() -> LatentCaseMaker:
+    return make_latent_case

@@ -1,4 +1,4 @@
-"""Compiles the attention kernel for an H100 or H200, which takes no GPU, in the tilings that need most of an SM's
+"""Compiles the attention kernels for an H100 or H200, which takes no GPU, in the tilings that need most of an SM's
 memory, and writes what each needs as JSON to standard output."""
 
 from __future__ import annotations
@@ -13,10 +13,14 @@ from triton.compiler import ASTSource, compile
 
 from tree_kernels.attention.triton_kernels import attention_kernel
 from tree_kernels.attention.triton_tiling import Tiling, choose_tiling
+from tree_kernels.latent_attention.triton_backend import INVARIANT
+from tree_kernels.latent_attention.triton_kernels import latent_kernel
+from tree_kernels.latent_attention.triton_tiling import choose_latent_tiling
 
 GROUP, KV_HEADS, WIDTH = 4, 8, 128
+LATENT = 512
 POINTERS = {
-    **dict.fromkeys(("query", "key_cache", "value_cache", "output"), "*bf16"),
+    **dict.fromkeys(("query", "key_cache", "value_cache", "cache", "output"), "*bf16"),
     **dict.fromkeys(("partials", "partial_lse"), "*fp32"),
     **dict.fromkeys(("arrivals", "page_table", "groups", "chunk_table", "totals"), "*i32"),
     "words": "*i64",
@@ -46,16 +50,36 @@ def shared_bytes(tiling: Tiling, words: int) -> int:
         "APART": tiling.apart, "FIXED": False, "MERGE_ROWS": tiling.merge_rows,
         "MERGE_PARTS": tiling.merge_parts(WIDTH), "EARLY": True,
     }  # fmt: skip
-    names = attention_kernel.arg_names
+    return compiled_bytes(attention_kernel, constants, tiling)
+
+
+def latent_bytes(tiling: Tiling, words: int, page_size: int) -> int:
+    """Of one program of latent attention at DeepSeek's widths."""
+    constants: dict[str, Any] = {
+        "GROUP": 16, "LATENT": LATENT, "ROTARY": 64, "BLOCK_LATENT": LATENT, "BLOCK_ROTARY": 64,
+        "PAGE_SIZE": page_size, "BLOCK_M": tiling.block_rows, "BLOCK_N": tiling.block_keys, "WORDS": words,
+        "FAR": True, "FIXED": False, "EARLY": True,
+    }  # fmt: skip
+    return compiled_bytes(latent_kernel, constants, tiling)
+
+
+def compiled_bytes(kernel: Any, constants: dict[str, Any], tiling: Tiling) -> int:
+    """Shared memory of a program, compiled for compute capability 9.0."""
+    names = kernel.arg_names
     signature = {name: (POINTERS | NUMBERS).get(name, "constexpr") for name in names}
-    aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in (*POINTERS, *list(NUMBERS)[1:])}
-    source = ASTSource(attention_kernel, signature, {(names.index(k),): v for k, v in constants.items()}, aligned)
+    pointers = [name for name in (*POINTERS, *list(NUMBERS)[1:]) if name in names]
+    aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in pointers}
+    source = ASTSource(kernel, signature, {(names.index(k),): v for k, v in constants.items()}, aligned)
     options = {"num_warps": tiling.warps, "num_stages": tiling.stages, "launch_pdl": True}
     return int(compile(source, target=GPUTarget("cuda", 90, 32), options=options).metadata.shared)
 
 
 def main() -> None:
     found = {f"{tiling}, {words} words": shared_bytes(tiling, words) for tiling, words in chosen()}
+    latent = {choose_latent_tiling(rows, LATENT, 2) for rows in (1, 16, 32, 64, 256, 4096)} | {INVARIANT.tiling}
+    for tiling in filter(None, latent):
+        # Masks of four words, and an id for each key, take most.
+        found[f"latent, {tiling}"] = latent_bytes(tiling, words=4, page_size=1)
     json.dump(found, sys.stdout)
 
 

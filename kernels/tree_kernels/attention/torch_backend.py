@@ -13,7 +13,7 @@ from tree_kernels.attention.reference import sequence_mask
 
 
 @dataclass
-class _Sequence:
+class SequencePlan:
     """One sequence's share of a plan.
 
     Exactly one of `first_slot` (its pages lie in one run, so keys are a view) and `page_index` (they do not, so keys
@@ -33,8 +33,10 @@ class _Sequence:
 
 
 @dataclass
-class _TorchPlan(AttentionPlan):
-    sequences: list[_Sequence] = field(default_factory=list)
+class TorchPlan(AttentionPlan):
+    """What each sequence that has rows reads, in the order of the batch."""
+
+    sequences: list[SequencePlan] = field(default_factory=list)
 
 
 class TorchAttention:
@@ -44,10 +46,10 @@ class TorchAttention:
         self._device = device
 
     def plan(self, batch: AttentionBatch) -> AttentionPlan:
-        return _TorchPlan(batch, [self._plan_one(batch, b) for b in range(batch.sequences) if batch.row_counts[b]])
+        return TorchPlan(batch, [self._plan_one(batch, b) for b in range(batch.sequences) if batch.row_counts[b]])
 
     def run(self, plan: AttentionPlan, query: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float) -> Tensor:
-        assert isinstance(plan, _TorchPlan)
+        assert isinstance(plan, TorchPlan)
         if len(plan.sequences) == 1:
             return self._run_one(plan.sequences[0], query, key_cache, value_cache, scale)
         output = query.new_empty(query.shape[0], query.shape[1], value_cache.shape[-1])
@@ -56,7 +58,7 @@ class TorchAttention:
             output[one.start : one.end] = self._run_one(one, rows, key_cache, value_cache, scale)
         return output
 
-    def _plan_one(self, batch: AttentionBatch, b: int) -> _Sequence:
+    def _plan_one(self, batch: AttentionBatch, b: int) -> SequencePlan:
         prefix, rows = batch.prefix_lengths[b], batch.row_counts[b]
         keys = prefix + rows
         # Pages beyond the last key are reserved, not read.
@@ -64,7 +66,7 @@ class TorchAttention:
         consecutive = pages == tuple(range(pages[0], pages[0] + len(pages)))
         causal = rows > 1 and prefix == 0 and batch.parents[b] is None
         masked = rows > 1 and not causal
-        return _Sequence(
+        return SequencePlan(
             start=batch.query_starts[b],
             end=batch.query_starts[b + 1],
             keys=keys,
@@ -74,14 +76,16 @@ class TorchAttention:
             causal=causal,
         )
 
-    def _run_one(self, one: _Sequence, query: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float) -> Tensor:
+    def _run_one(
+        self, one: SequencePlan, query: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float
+    ) -> Tensor:
         if one.mask is not None and (one.bias is None or one.bias.dtype != query.dtype):
             one.bias = torch.zeros(one.mask.shape, dtype=query.dtype, device=query.device)
             one.bias.masked_fill_(~one.mask, float("-inf"))
         output = functional.scaled_dot_product_attention(
             query.transpose(0, 1)[None],
-            _keys_of(one, key_cache),
-            _keys_of(one, value_cache),
+            keys_of(one, key_cache),
+            keys_of(one, value_cache),
             attn_mask=one.bias,
             is_causal=one.causal,
             scale=scale,
@@ -90,7 +94,7 @@ class TorchAttention:
         return output[0].transpose(0, 1)
 
 
-def _keys_of(one: _Sequence, cache: Tensor) -> Tensor:
+def keys_of(one: SequencePlan, cache: Tensor) -> Tensor:
     """[1, Hkv, keys, width] of one sequence, a view where its pages allow."""
     if one.page_index is None:
         assert one.first_slot is not None

@@ -6,11 +6,11 @@ import triton
 import triton.language as tl
 
 from tree_kernels.attention.triton_mask import hide
-from tree_kernels.attention.triton_merge import merge_if_last, write_rows
+from tree_kernels.attention.triton_merge import merge_if_last, write_partial, write_rows
 
 
 @triton.jit
-def _slots(page_table, offsets, first, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, FAR: tl.constexpr):  # type: ignore[no-untyped-def]
+def key_slots(page_table, offsets, first, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, FAR: tl.constexpr):  # type: ignore[no-untyped-def]
     """[BLOCK_N] cache slots of keys, `first` the first of them; int64 if FAR."""
     if PAGE_SIZE % BLOCK_N == 0:
         pages = tl.load(page_table + first // PAGE_SIZE)
@@ -35,7 +35,7 @@ def _tile(  # type: ignore[no-untyped-def]
     if KEYS != "open":
         # What lies behind the last key may be NaN, and 0 * NaN is NaN: the last key stands in for it.
         offsets = tl.minimum(offsets, prefix + rows - 1)
-    slots = _slots(page_table, offsets, first, PAGE_SIZE, BLOCK_N, FAR)
+    slots = key_slots(page_table, offsets, first, PAGE_SIZE, BLOCK_N, FAR)
     key_at = key_head + slots[:, None] * (KV_HEADS * D) + d[None, :]
     value_at = value_head + slots[:, None] * (KV_HEADS * DV) + dv[None, :]
     k = tl.load(key_at) if BLOCK_D == D else tl.load(key_at, mask=(d < D)[None, :], other=0.0)
@@ -80,7 +80,6 @@ def _attend(  # type: ignore[no-untyped-def]
     if low < high:
         m = tl.arange(0, BLOCK_M)
         d = tl.arange(0, BLOCK_D)
-        dv = tl.arange(0, BLOCK_DV)
         row = (block * BLOCK_M + m) // GROUP
         query_head = head * GROUP + (block * BLOCK_M + m) % GROUP
         live = row < rows
@@ -114,10 +113,9 @@ def _attend(  # type: ignore[no-untyped-def]
         if (low == 0) & (high == tiles):
             write_rows(output, acc, row_start, rows, block, head, m, GROUP, KV_HEADS, DV, BLOCK_DV, BLOCK_M)
         else:
-            slot = chunk * 2 + (first_tile > chunk * per_chunk).to(tl.int32)
-            place = slot.to(tl.int64) * BLOCK_M + m
-            tl.store(partials + place[:, None] * DV + dv[None, :], acc, mask=live[:, None] & (dv < DV)[None, :])
-            tl.store(partial_lse + place, tl.where(mass == 0.0, float("-inf"), peak + tl.log2(mass)), mask=live)
+            write_partial(
+                partials, partial_lse, acc, peak, mass, chunk, per_chunk, first_tile, m, live, DV, BLOCK_DV, BLOCK_M
+            )
             if MERGE_ROWS > 0:
                 merge_if_last(
                     output, partials, partial_lse, arrivals + group, first_tile, tiles, per_chunk, row_start, rows,

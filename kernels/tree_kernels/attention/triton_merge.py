@@ -54,6 +54,19 @@ def write_rows(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def write_partial(  # type: ignore[no-untyped-def]
+    partials, partial_lse, values, peak, mass, chunk, per_chunk, first_tile, m, live, DV: tl.constexpr,
+    BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """Store what one chunk made of packed rows m of a block, for `merge_parts`. Its values are divided by its mass."""
+    dv = tl.arange(0, BLOCK_DV)
+    slot = chunk * 2 + (first_tile > chunk * per_chunk).to(tl.int32)
+    place = slot.to(tl.int64) * BLOCK_M + m
+    tl.store(partials + place[:, None] * DV + dv[None, :], values, mask=live[:, None] & (dv < DV)[None, :])
+    tl.store(partial_lse + place, tl.where(mass == 0.0, float("-inf"), peak + tl.log2(mass)), mask=live)
+
+
+@triton.jit
 def merge_if_last(  # type: ignore[no-untyped-def]
     output, partials, partial_lse, arrival, first_tile, tiles, per_chunk, row_start, rows, block, head,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
@@ -100,10 +113,12 @@ def merge_kernel(  # type: ignore[no-untyped-def]
     """Merge the partials of group `program_id(0)`, if it was cut; which takes the fewest loads in a row.
 
     Not BY_GROUP, of the group whose first cut lies at the start of chunk `program_id(0)`: fewer programs if there are
-    many groups.
+    many groups. Values wider than BLOCK_DV, a multiple of it, have a program for each so many columns.
     """
     if EARLY:
         tl.extra.cuda.gdc_wait()
+    output += tl.program_id(2) * BLOCK_DV
+    partials += tl.program_id(2) * BLOCK_DV
     chunk = tl.program_id(0)
     per_chunk = tl.load(totals)
     if BY_GROUP:

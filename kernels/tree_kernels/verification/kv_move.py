@@ -25,7 +25,7 @@ def move_kv(
     All sources are read before any target is written, so the two may overlap.
 
     Args:
-        caches: [pages, page_size, Hkv, width] each, contiguous; keys and values of every layer.
+        caches: [pages, page_size, Hkv, width] each, contiguous; keys and values of every layer. A width may be 0.
         source_slots: [n] slots to read.
         target_slots: [n] slots to write, all different.
 
@@ -39,7 +39,7 @@ def move_kv(
     source = torch.as_tensor(source_slots, dtype=torch.int64, device=caches[0].device)
     target = torch.as_tensor(target_slots, dtype=torch.int64, device=caches[0].device)
     for cache in caches:
-        slots = cache.view(-1, *cache.shape[2:])
+        slots = cache.flatten(0, 1)
         slots.index_copy_(0, target, slots.index_select(0, source))
 
 
@@ -58,7 +58,7 @@ def move_accepted(
 
     Args:
         keys: [layers, pages, page_size, Hkv, D], contiguous.
-        values: [layers, pages, page_size, Hkv, Dv], contiguous.
+        values: [layers, pages, page_size, Hkv, Dv], contiguous. Dv may be 0.
         slots: [R] int32 of the step's rows, all different; a row whose slot is negative neither moves nor is moved on.
         parameters: what the step was verified with, see `DeviceVerifier.pack`.
         verdicts: what `DeviceVerifier` found.

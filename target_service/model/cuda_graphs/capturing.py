@@ -47,7 +47,9 @@ def capture_steps(
         captured.node_table = None
     taken = before - _free(runner.device)
     if memory_share:
-        _give_the_rest(captured, taken * _POOL_SLACK + len(captured.buckets) * _GRAPH_BYTES, memory_share)
+        # Partial results of latents are four times as wide as those of usual heads.
+        each = max(_GRAPH_BYTES, captured.scratch_bytes)
+        _give_the_rest(captured, taken * _POOL_SLACK + len(captured.buckets) * each, memory_share)
     if captured.buckets:
         _capture_all(captured, seconds)
     return captured
@@ -59,7 +61,7 @@ def _give_the_rest(captured: CapturedRunner, reserved: float, share: float) -> N
     torch.cuda.empty_cache()
     cache = _cache_of(captured.cache, _free(captured.device) - reserved, share)
     captured.use_cache(cache)
-    log.info("KV cache of %d tokens", cache.num_pages * cache.page_size)
+    log.info("KV cache of %s", cache)
 
 
 def _free(device: torch.device) -> int:
@@ -70,8 +72,7 @@ def _free(device: torch.device) -> int:
 def _cache_of(small: KVCache, free: float, share: float) -> KVCache:
     """A cache like `small` in a share of `free` bytes."""
     layers, _, page_size, kv_heads, key_width = small.key_pool.shape
-    page_bytes = (small.key_pool.nbytes + small.value_pool.nbytes) // small.num_pages
-    pages = max(small.num_pages, int(free * share / page_bytes))
+    pages = max(small.num_pages, int(free * share / (small.token_bytes * page_size)))
     pool, value_width = small.key_pool, small.value_pool.shape[-1]
     return KVCache(pages, page_size, layers, kv_heads, key_width, value_width, pool.dtype, pool.device)
 

@@ -24,6 +24,7 @@ from target_service.model.cuda_graphs.step_buffer import StepBuffer
 from target_service.model.forward import ForwardInput, ForwardPass, rows_of
 from target_service.model.fused.preparing import LayerOptions, prepare_layers
 from target_service.model.hidden_state_hooks import LayerTaps
+from target_service.model.latent_attention import form_of
 from target_service.model.runner import ModelRunner, _attend, _Step
 from tree_kernels.node_table import fill_pending
 
@@ -47,7 +48,8 @@ def _attend_opaque(
     return _attend(*args, outrider_step=outrider_held.step if outrider_held else outrider_step, **kw)
 
 
-AttentionInterface.register(ATTENTION, _attend_opaque)
+for _latent in (False, True):
+    AttentionInterface.register(form_of(ATTENTION, latent=_latent), _attend_opaque)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +107,7 @@ class CapturedRunner(ModelRunner):
         self._captured: dict[Bucket, _Captured] = {}
         self._pool: Any = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-        self._model.set_attn_implementation(ATTENTION)
+        self._attend_by(ATTENTION)
         prepare_layers(self._model, self._options.layers)
         self.draft_head = runner.draft_head
         if runner.node_table is not None:
@@ -128,6 +130,12 @@ class CapturedRunner(ModelRunner):
     def buckets(self) -> tuple[Bucket, ...]:
         """Every size that a step can be captured for, smallest first."""
         return self._buckets
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Of the captured step that keeps most for what its attention merges."""
+        schedules = [one.buffer.plan.schedules.values() for one in self._captured.values()]
+        return max((sum(schedule.partials.nbytes for schedule in each) for each in schedules), default=0)
 
     @torch.inference_mode()
     def forward(self, batch: ForwardInput) -> Tensor:

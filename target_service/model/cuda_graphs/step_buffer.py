@@ -12,7 +12,7 @@ from torch import Tensor
 from target_service.model.cuda_graphs.sizes import Bucket, capacity, padded
 from target_service.model.forward import ForwardInput
 from tree_kernels.attention import plan_integers
-from tree_kernels.attention.triton_backend import TritonAttention, TritonPlan
+from tree_kernels.attention.triton_planning import TritonPlan, TritonPlanner
 from tree_kernels.node_table import StepIntegers, advance, move_on
 from tree_kernels.verification import RECORD, parameter_count
 
@@ -49,7 +49,7 @@ class StepBuffer:
     def __init__(
         self,
         bucket: Bucket,
-        attention: TritonAttention,
+        attention: TritonPlanner,
         device: torch.device,
         page_size: int,
         pages_each: int,

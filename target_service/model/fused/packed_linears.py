@@ -6,7 +6,7 @@ time at 1 to 16 rows and its lm_head 0.3, with the same sums in the same order.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 import torch
@@ -113,14 +113,15 @@ def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
     return all(hasattr(operators, name) for name in names) and bool(operators._is_mkldnn_bf16_supported())
 
 
-def pack_linears(model: PreTrainedModel) -> None:
-    """Replace every `nn.Linear` of `model`, in place. For inference only, and for good."""
+def pack_linears(model: PreTrainedModel, apart: Collection[str] = ()) -> None:
+    """Replace every `nn.Linear` of `model` but those that are named in `apart`, in place. For inference only, and for
+    good."""
     with torch.inference_mode():
         for parent in list(model.modules()):
             _join_siblings(parent)
             for name, child in list(parent.named_children()):
                 # Subclasses compute something else.
-                if type(child) is nn.Linear:
+                if type(child) is nn.Linear and name not in apart:
                     setattr(parent, name, PackedLinear(child.weight, child.bias))
 
 

@@ -6,26 +6,36 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+# Bytes of an element as models are served unless asked otherwise.
+_HALF = 2
 _INDEX = "model.safetensors.index.json"
 
 
 @dataclass(frozen=True, slots=True)
 class Inspected:
     """A folder with a model. `refusal` says why it cannot be served, and is empty when it can be as far as its
-    configuration tells; loading looks at the weights too."""
+    configuration tells; loading looks at the weights too. `form` says what is cached of a model with latents."""
 
     architecture: str
     size: int
     refusal: str
+    form: str = ""
+
+    @property
+    def verdict(self) -> str:
+        """Whether it can be served, and how or why not."""
+        if self.refusal:
+            return f"cannot be served: {self.refusal}"
+        return f"can be served, {self.form}" if self.form else "can be served"
 
     def __str__(self) -> str:
-        verdict = f"cannot be served: {self.refusal}" if self.refusal else "can be served"
-        return ", ".join(filter(None, (self.architecture, in_words(self.size), verdict)))
+        return ", ".join(filter(None, (self.architecture, in_words(self.size), self.verdict)))
 
 
 def inspect(folder: Path) -> Inspected:
     """Look at a folder. Nothing is loaded but its configuration."""
-    return Inspected(_architecture(folder), size_of(folder), refusal_of(folder) or missing_weights(folder))
+    refusal = refusal_of(folder) or missing_weights(folder)
+    return Inspected(_architecture(folder), size_of(folder), refusal, "" if refusal else form_of(folder))
 
 
 def size_of(folder: Path) -> int:
@@ -56,6 +66,18 @@ def refusal_of(folder: Path) -> str:
     if architecture and architecture not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
         return f"{architecture} is no causal language model that transformers knows"
     return ""
+
+
+def form_of(folder: Path) -> str:
+    """What the cache keeps of the model that config.json describes, if its attention is over latents; else empty."""
+    from transformers import AutoConfig
+
+    from target_service.model.support import has_latents, kv_bytes
+
+    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    if not has_latents(config):
+        return ""
+    return f"latents in the cache, {kv_bytes(config, _HALF, latent=True):,} bytes a token in 16 bits"
 
 
 def missing_weights(folder: Path) -> str:

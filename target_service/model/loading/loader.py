@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import Any, cast
+from typing import cast
 
 import psutil
 import torch
@@ -13,11 +13,12 @@ from outrider.heads import tokenizer_fingerprint
 from target_service.config import TargetConfig
 from target_service.model.fused.packed_linears import can_pack, pack_linears
 from target_service.model.head_projection import read_draft_head
+from target_service.model.latent_attention import EXPANDING, keeps_latents
 from target_service.model.loading.hub import check_hub
 from target_service.model.loading.self_check import check_runner, own_logits
 from target_service.model.loading.store import resolve
-from target_service.model.runner import ModelRunner, runner_for
-from target_service.model.support import ModelRefused, check_supported, kv_shape, longest_context
+from target_service.model.runner import ModelRunner, runner_for, takes_latents
+from target_service.model.support import ModelRefused, check_supported, has_latents, kv_bytes, longest_context
 from tree_kernels.attention import Backend
 
 log = logging.getLogger(__name__)
@@ -46,16 +47,17 @@ def load_runner(config: TargetConfig) -> ModelRunner:
     check_hub(source)
     settings = AutoConfig.from_pretrained(source)
     check_supported(settings)
+    backend = _backend(config, torch.device(config.device))
     model = _load_model(source, settings, config)
+    latent = _settle_form(model, config, backend)
     if not config.threads and model.device.type == "cuda":
         torch.set_num_threads(_BESIDE_GPU)
     own = own_logits(model)
     tokenizer = AutoTokenizer.from_pretrained(source)
     longest = longest_context(settings)
     max_context = min(config.max_context or min(longest, _CONTEXT_LIMIT), longest)
-    backend = _backend(config, model.device)
     captured = config.captures
-    kv_tokens = config.kv_tokens or _tokens_that_fit(settings, model.dtype, model.device)
+    kv_tokens = config.kv_tokens or _tokens_that_fit(settings, model.dtype, model.device, latent=latent)
     if captured and not config.kv_tokens:
         # Until it is known what captured steps leave.
         kv_tokens = 2 * config.step_rows
@@ -67,6 +69,7 @@ def load_runner(config: TargetConfig) -> ModelRunner:
         page_size=config.page_size,
         attention=backend,
         invariant=config.batch_invariant,
+        latent=latent,
         name=config.served_model_name or config.model,
         max_context=max_context,
         tokenizer_fingerprint=tokenizer_fingerprint(tokenizer),
@@ -75,7 +78,7 @@ def load_runner(config: TargetConfig) -> ModelRunner:
         _add_head(runner, config.draft_head, settings)
     check_runner(runner, own)
     if not captured:
-        log.info("KV cache of %d tokens", kv_tokens)
+        log.info("KV cache of %s", runner.cache)
         return runner
     runner = _captured(runner, config)
     check_runner(runner, own)
@@ -86,9 +89,19 @@ def _load_model(source: str, settings: PretrainedConfig, config: TargetConfig) -
     dtype = getattr(torch, config.dtype)
     model = cast(PreTrainedModel, AutoModelForCausalLM.from_pretrained(source, dtype=dtype).to(config.device))
     check_supported(settings, model)
-    if can_pack(dtype, model.device):
-        pack_linears(model)
     return model
+
+
+def _settle_form(model: PreTrainedModel, config: TargetConfig, backend: Backend) -> bool:
+    """Whether latents are kept, said and made ready for: what absorbs them is not packed."""
+    latent = config.latent_cache and takes_latents(backend) and keeps_latents(model)
+    if has_latents(model.config):
+        mine, other = (kv_bytes(model.config, model.dtype.itemsize, latent=form) for form in (latent, not latent))
+        kept = "its latents" if latent else "keys and values of all heads, made of its latents"
+        log.info("latent attention: the cache keeps %s, %d bytes a token (%d otherwise)", kept, mine, other)
+    if can_pack(model.dtype, model.device):
+        pack_linears(model, apart=(EXPANDING,) if latent else ())
+    return latent
 
 
 def _add_head(runner: ModelRunner, source: str, settings: PretrainedConfig) -> None:
@@ -130,12 +143,10 @@ def _backend(config: TargetConfig, device: torch.device) -> Backend:
     return cast(Backend, asked)
 
 
-def _tokens_that_fit(settings: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> int:
+def _tokens_that_fit(settings: PretrainedConfig, dtype: torch.dtype, device: torch.device, *, latent: bool) -> int:
     """Tokens of KV in a share of the memory that is free now."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
     else:
         free = psutil.virtual_memory().available
-    any_settings: Any = settings
-    per_token = any_settings.num_hidden_layers * kv_shape(settings).elements * dtype.itemsize
-    return int(min(_KV_TOKENS_LIMIT, free * _KV_MEMORY_SHARE / per_token))
+    return int(min(_KV_TOKENS_LIMIT, free * _KV_MEMORY_SHARE / kv_bytes(settings, dtype.itemsize, latent=latent)))

@@ -250,9 +250,8 @@ def _listing() -> Table:
 
 
 def _add(table: Table, name: str, seen: Inspected) -> None:
-    verdict = f"cannot be served: {seen.refusal}" if seen.refusal else "can be served"
     # As text: names and reasons are others', and may look like markup.
-    table.add_row(*map(Text, (name, in_words(seen.size), seen.architecture, verdict)))
+    table.add_row(*map(Text, (name, in_words(seen.size), seen.architecture, seen.verdict)))
 
 
 def _pull(model: str) -> Path:

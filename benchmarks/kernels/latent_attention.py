@@ -1,0 +1,285 @@
+"""Latent attention over trees on one GPU: microseconds of one layer, beside its floor, one row, and other kernels.
+
+    PYTHONPATH=kernels:protos:. python -m benchmarks.kernels.latent_attention [--sweep] [--json FILE]
+    TRITON_INTERPRET=1 PYTHONPATH=kernels:protos:. python -m benchmarks.kernels.latent_attention --rehearse
+
+Every case draws fresh inputs, is checked against the fp32 reference (and against the expanded form where that has
+room), and is then timed: CUDA graphs of several launches over different caches, so that no launch finds its latents in
+L2; medians over replays, divided by the launches, with the distance of the quartiles. `layer` is the same with what
+goes before and after it in a layer: queries absorbed, new vectors written, outputs expanded. Beside them stand the
+expanded form through the tree-attention kernel (16 heads), and FlashInfer's MLA kernel where it is installed, which
+knows no tree and runs the rows as a chain.
+
+The bar, a tree of 16 rows in at most 1.3 times a step of one, is one of whole steps (`benchmarks.engine.steps --shapes
+deepseek-v2-lite-dense`): attention alone passes from reading to multiplying between the two. Its floors are 2.6 times
+apart with 16 heads, at any length.
+
+`--sweep` times other tilings and says the fastest. `--rehearse` runs tiny cases on the CPU in Triton's interpreter, so
+that the command is known to work before there is a GPU; nothing is timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from benchmarks.kernels.attention_inputs import ROTATED_BYTES, rotated_us
+from benchmarks.kernels.latent_inputs import PLAIN, VALUE, LatentCase, LatentInputs, draw, worst_error
+from benchmarks.shared.machine import describe
+from tree_kernels.attention import TreeAttention
+from tree_kernels.attention.triton_planning import TritonSettings
+from tree_kernels.attention.triton_tiling import Tiling
+from tree_kernels.latent_attention import expanded_values, write_latents
+from tree_kernels.latent_attention.triton_backend import TritonLatentAttention
+
+# Of bf16; a wrong key, mask or scale makes far more. In the interpreter products are fp32.
+TOLERANCE = 2e-2
+ROWS = (1, 4, 16, 64)
+# Of the tree that is held beside one row.
+TREE_ROWS = 16
+SHAPES = [(1, 1024), (1, 8192), (1, 32768), (1, 131072), (8, 1024), (8, 8192), (64, 1024), (64, 8192)]
+# Processors that the interpreter plays: more chunks than sequences, so that results are merged.
+_REHEARSED = TritonSettings(tiling=Tiling(16, 16, 4, 1, 1), processors=5)
+
+
+def cases() -> Iterator[LatentCase]:
+    """DeepSeek-V2-Lite's heads at first, then other pages, then DeepSeek-V3's."""
+    yield from (LatentCase(batch, context, rows) for batch, context in SHAPES for rows in ROWS)
+    for batch, context in ((1, 8192), (8, 8192)):
+        yield from (LatentCase(batch, context, rows, page_size=page) for page in (1, 64) for rows in ROWS)
+    for batch, context in ((1, 8192), (8, 8192), (64, 1024)):
+        yield from (LatentCase(batch, context, rows, heads=128) for rows in ROWS)
+
+
+def rehearsed() -> Iterator[LatentCase]:
+    """Every number of rows and every page size, small enough for the interpreter."""
+    small = LatentCase(2, 70, 1, heads=2, latent=32, rotary=16)
+    yield from (replace(small, rows=rows) for rows in ROWS)
+    yield from (replace(small, rows=4, page_size=page) for page in (1, 64))
+
+
+def sweep(case: LatentCase) -> list[Tiling]:
+    """What `--sweep` tries: tiles that fit an SM of a Hopper GPU for 512 + 64 in 16 bits, and some that may not."""
+    packed = max(16, triton.next_power_of_2(case.rows * case.heads))
+    shapes = [(16, 32, 4, 3, 2), (16, 32, 4, 5, 1), (16, 32, 4, 5, 2), (16, 64, 4, 3, 2), (16, 64, 8, 5, 1)]
+    shapes += [(32, 32, 8, 4, 1), (32, 32, 8, 5, 1), (32, 64, 8, 3, 1)]
+    shapes += [(64, 32, 8, 2, 1), (64, 32, 8, 3, 1), (64, 32, 8, 5, 1), (64, 64, 8, 2, 1), (64, 64, 8, 3, 1)]
+    shapes += [(64, 64, 16, 2, 1), (64, 128, 8, 2, 1), (128, 32, 16, 2, 1)]
+    return [Tiling(*shape) for shape in shapes if packed // 4 <= shape[0] or shape[0] >= 64]
+
+
+class Bench:
+    """Checks and times one case; on a CPU it only checks."""
+
+    def __init__(self, inputs: LatentInputs) -> None:
+        self.inputs = inputs
+        self.device = inputs.plain.device
+        self.query = inputs.query
+
+    def measured(self, attend: Callable[[Tensor], Tensor]) -> dict[str, float]:
+        """Error, median and spread of attention over one cache; a wrong result is not timed."""
+        # Freed at once, so that the output is likely to lie where only NaN was.
+        poison = torch.full_like(self.query, float("nan"))
+        del poison
+        error = worst_error(self.inputs, attend(self.inputs.caches[-1]))
+        if not error < TOLERANCE or self.device.type == "cpu":
+            return {"error": error}
+        median, spread = rotated_us(lambda i: attend(self.inputs.caches[i]), len(self.inputs.caches))
+        return {"error": error, "us": median, "spread_us": spread}
+
+    def ours(self, settings: TritonSettings) -> dict[str, float]:
+        """The kernel, what its schedule takes of the device, and a layer's part around it."""
+        inputs, case = self.inputs, self.inputs.case
+        backend = TritonLatentAttention(self.device, settings)
+        plan, slots = backend.plan(inputs.batch), inputs.slots
+        latents, rotary = (part.contiguous() for part in self._own_vectors())
+
+        def attend(cache: Tensor) -> Tensor:
+            return backend.run(plan, self.query, cache, case.latent, inputs.scale)
+
+        def layer(cache: Tensor) -> Tensor:
+            write_latents(latents, rotary, cache, slots)
+            attended = backend.run(plan, inputs.query, cache, case.latent, inputs.scale)
+            return expanded_values(attended, inputs.projections)
+
+        def scheduled(cache: Tensor) -> Tensor:
+            plan.schedules.clear()
+            return attend(cache)
+
+        found = self.measured(attend)
+        if "us" in found:
+            copies = len(inputs.caches)
+            found["layer_us"] = rotated_us(lambda i: layer(inputs.caches[i]), copies)[0]
+            found["schedule_us"] = rotated_us(lambda i: scheduled(inputs.caches[i]), copies)[0] - found["us"]
+        elif self.device.type == "cpu":
+            layer(inputs.caches[0])
+        return found
+
+    def swept(self) -> dict[str, Any]:
+        """The fastest tiling, beside the times of all that fit and are right."""
+        tried: list[tuple[float, Tiling]] = []
+        for tiling in sweep(self.inputs.case):
+            try:
+                found = self.ours(TritonSettings(tiling=tiling))
+            except triton.runtime.errors.OutOfResources:
+                continue
+            if "us" in found:
+                tried.append((found["us"], tiling))
+        tried.sort(key=lambda pair: pair[0])
+        best = self.ours(TritonSettings(tiling=tried[0][1]))
+        return {**best, "tiling": asdict(tried[0][1]), "tried": [(us, asdict(tiling)) for us, tiling in tried]}
+
+    def expanded(self) -> dict[str, float]:
+        """Tree attention over keys and values of all heads, random ones: what the cache held before."""
+        inputs, case = self.inputs, self.inputs.case
+        attention = TreeAttention("triton", self.device)
+        plan = attention.plan(inputs.batch)
+        shape = (*inputs.caches.shape[1:3], case.heads)
+        width = PLAIN + case.rotary
+        each = 2 * case.batch * case.context * case.heads * (width + VALUE)
+        copies = min(16, max(1, -(-ROTATED_BYTES // each)))
+        keys = torch.randn(copies, *shape, width, device=self.device, dtype=self.query.dtype)
+        values = torch.randn(copies, *shape, VALUE, device=self.device, dtype=self.query.dtype)
+        query = torch.cat([inputs.plain, inputs.rotary], dim=-1)
+        median, spread = rotated_us(lambda i: attention.run(plan, query, keys[i], values[i], inputs.scale), copies)
+        return {"us": median, "spread_us": spread}
+
+    def flashinfer(self) -> dict[str, Any]:
+        """FlashInfer's MLA kernel over the same cache; more than one row of a sequence is a chain."""
+        import flashinfer
+
+        inputs, case, batch = self.inputs, self.inputs.case, self.inputs.batch
+        workspace = torch.empty(256 << 20, dtype=torch.int8, device=self.device)
+        wrapper = flashinfer.mla.BatchMLAPagedAttentionWrapper(workspace)
+        per_sequence = len(batch.pages[0])
+
+        def integers(values: Any) -> Tensor:
+            return torch.tensor(list(values), dtype=torch.int32, device=self.device)
+
+        wrapper.plan(
+            integers(batch.query_starts),
+            integers(range(0, case.batch * per_sequence + 1, per_sequence)),
+            integers(page for pages in batch.pages for page in pages),
+            integers([case.context] * case.batch),
+            case.heads, case.latent, case.rotary, case.page_size, case.rows > 1, inputs.scale,
+            self.query.dtype, self.query.dtype,
+        )  # fmt: skip
+        latents, rotary = self.query[..., : case.latent].contiguous(), self.query[..., case.latent :].contiguous()
+
+        def attend(cache: Tensor) -> Tensor:
+            output: Tensor = wrapper.run(latents, rotary, cache[..., : case.latent], cache[..., case.latent :])
+            return output
+
+        if case.rows == 1:
+            return self.measured(attend)
+        # A chain, whose result is another than the tree's.
+        median, spread = rotated_us(lambda i: attend(inputs.caches[i]), len(inputs.caches))
+        return {"us": median, "spread_us": spread}
+
+    def _own_vectors(self) -> tuple[Tensor, Tensor]:
+        own = self.inputs.caches[-1].flatten(0, 1)[self.inputs.slots.long()]
+        return own[:, : self.inputs.case.latent], own[:, self.inputs.case.latent :]
+
+
+def run_case(case: LatentCase, seed: int, options: argparse.Namespace) -> dict[str, Any]:
+    rehearsing = options.rehearse
+    device = torch.device("cpu" if rehearsing else "cuda")
+    bench = Bench(draw(case, seed, device, torch.float32 if rehearsing else torch.bfloat16))
+    if rehearsing:
+        return {"ours": bench.ours(_REHEARSED)}
+    found: dict[str, Any] = {"ours": bench.swept() if options.sweep else bench.ours(TritonSettings())}
+    if options.sweep or "us" not in found["ours"]:
+        return found
+    if case.heads == 16:
+        found["expanded"] = bench.expanded()
+    if importlib.util.find_spec("flashinfer"):
+        try:
+            found["flashinfer"] = bench.flashinfer()
+        # A shape that it has no kernel for is no reason to stop.
+        except (RuntimeError, ValueError, TypeError) as error:
+            found["flashinfer"] = {"refused": str(error).splitlines()[0]}
+    return found
+
+
+def line(case: LatentCase, found: dict[str, Any], one_row: float | None) -> str:
+    """A row of the table."""
+    mine = found["ours"]
+    if "us" not in mine:
+        verdict = "right" if mine["error"] < TOLERANCE else "WRONG"
+        return f"{case} | {verdict}: error {mine['error']:.1e}, not timed"
+    peers = [f"{name} {run['us']:.1f} ({run['us'] / mine['us']:.2f}x)" for name, run in found.items() if "us" in run][
+        1:
+    ]
+    beside = f"{mine['us'] / one_row:5.2f}x one row" if one_row else " " * 14
+    return (
+        f"{case} | floor {case.floor_us:7.1f} | ours {mine['us']:7.1f} +-{mine['spread_us']:.1f} us "
+        f"{mine['us'] / case.floor_us:5.2f}x floor {beside} | layer {mine['layer_us']:7.1f} | {'  '.join(peers)}"
+    )
+
+
+def one_row_us(case: LatentCase, results: list[tuple[LatentCase, dict[str, Any]]]) -> float | None:
+    """What one row of the same sequences takes, if it was measured."""
+    same = (found["ours"].get("us") for other, found in results if other == replace(case, rows=1))
+    return next(same, None)
+
+
+def bars(results: list[tuple[LatentCase, dict[str, Any]]]) -> dict[str, str]:
+    """What a tree of 16 rows takes beside one row, of attention alone, and what their floors would make of it."""
+    summary = {}
+    for heads in sorted({case.heads for case, _ in results}):
+        ratios = []
+        for case, found in results:
+            alone = one_row_us(case, results)
+            if (case.heads, case.rows) == (heads, TREE_ROWS) and alone and "us" in found["ours"]:
+                floors = case.floor_us / replace(case, rows=1).floor_us
+                ratios.append((found["ours"]["us"] / alone, floors, str(case)))
+        if ratios:
+            (least, _, _), (most, floors, where) = min(ratios), max(ratios)
+            said = f"{least:.2f} to {most:.2f} times one row (at {where}); floors alone {floors:.2f}"
+            summary[f"{TREE_ROWS} rows of {heads} heads"] = said
+    return summary
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, nargs="*", help="only these numbers of rows")
+    parser.add_argument("--sweep", action="store_true", help="try other tilings and keep the fastest; no peers")
+    parser.add_argument("--rehearse", action="store_true", help="tiny cases on the CPU, checked and not timed")
+    parser.add_argument("--seconds", type=float, default=420.0, help="start no case after this time")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    started = time.monotonic()
+    results: list[tuple[LatentCase, dict[str, Any]]] = []
+    skipped = []
+    for seed, case in enumerate(rehearsed() if options.rehearse else cases()):
+        if options.rows and case.rows not in options.rows:
+            continue
+        if time.monotonic() - started > options.seconds:
+            skipped.append(str(case))
+            continue
+        results.append((case, run_case(case, seed, options)))
+        sys.stdout.write(line(*results[-1], one_row_us(case, results)) + "\n")
+        sys.stdout.flush()
+    summary = bars(results)
+    sys.stdout.write("".join(f"{name}: {held}\n" for name, held in summary.items()))
+    sys.stdout.write(f"{len(skipped)} cases not started in time\n")
+    if options.json:
+        rows = [{**asdict(case), "floor_us": case.floor_us, **found} for case, found in results]
+        document = {"machine": describe(), "bars": summary, "skipped": skipped, "cases": rows}
+        options.json.write_text(json.dumps(document, indent=1) + "\n")
+    return int(not all(found["ours"]["error"] < TOLERANCE for _, found in results))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

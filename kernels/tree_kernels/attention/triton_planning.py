@@ -1,0 +1,250 @@
+"""The index work of a step of tree attention for Triton's kernels: one launch prepares it; nothing is read back.
+
+Every tensor of a plan keeps its address, so that a captured CUDA graph stays good: `update` writes the next step's
+lengths, pages and parents into the plan that the graph was captured with.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+import torch
+import triton
+from torch import Tensor
+
+from tree_kernels.attention.batch import AttentionBatch, AttentionPlan
+from tree_kernels.attention.tree_mask import WORD_BITS, mask_words, tree_rows
+from tree_kernels.attention.triton_schedule import schedule_kernel
+from tree_kernels.attention.triton_tiling import Tiling
+
+# Kernels take the softmax in base 2.
+LOG2_E = 1.4426950408889634
+_SCHEDULE_BLOCK = 64
+# Every row of a tail, however long.
+_ALL = (0, 1 << 30)
+
+
+@dataclass(frozen=True)
+class TritonSettings:
+    """What a user of the backend may choose.
+
+    Attributes:
+        split_keys: cut every sequence's keys into splits of this size, a multiple of the tile's, so that no result
+            depends on what else is in the batch. None balances the work over the device instead.
+        tiling: None chooses by the packed rows of the largest sequence.
+        processors: SMs to fill; None asks the device.
+    """
+
+    split_keys: int | None = None
+    tiling: Tiling | None = None
+    processors: int | None = None
+
+
+@dataclass(frozen=True)
+class HeadLayout:
+    """Everything about the model's heads that kernels are compiled for."""
+
+    group: int
+    kv_heads: int
+    width: int
+    value_width: int
+    tiling: Tiling
+
+
+@dataclass
+class Schedule:
+    """Work space of one layout; see `attention.triton_schedule` for the integers."""
+
+    # [groups, 8], [chunks, 16], [groups] and [3] int32.
+    groups: Tensor
+    chunk_table: Tensor
+    arrivals: Tensor
+    totals: Tensor
+    # [2 * chunks, packed rows of a block, Dv] and [2 * chunks, packed rows of a block] fp32.
+    partials: Tensor
+    partial_lse: Tensor
+    max_chunks: int
+
+
+@dataclass
+class TritonPlan(AttentionPlan):
+    """Device tensors of one step. All integers lie in `integers`; the others are views of it."""
+
+    integers: Tensor
+    query_starts: Tensor
+    prefix_lengths: Tensor
+    causal: Tensor
+    page_starts: Tensor
+    parents: Tensor
+    page_table: Tensor
+    # [R, 1 or 4] int64.
+    words: Tensor
+    # Rows of every tail that are asked for, first and end; what `run` returns of the others means nothing. None is all.
+    # A schedule keeps to what was asked for when it was made: clear them after a change.
+    asked: tuple[int, int] | None = None
+    # By layout, made by the first layer that has it.
+    schedules: dict[HeadLayout, Schedule] = field(default_factory=dict)
+
+
+class TritonPlanner:
+    """What the Triton backends of attention share: plans that stay where they are, and how work is divided.
+
+    Attributes:
+        processors: SMs to fill.
+    """
+
+    def __init__(self, device: torch.device, settings: TritonSettings | None = None) -> None:
+        self._device = device
+        self._settings = settings or TritonSettings()
+        processors = self._settings.processors
+        if processors is None:
+            processors = torch.cuda.get_device_properties(device).multi_processor_count
+        self.processors = processors
+        early = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+        # From Hopper on, a launch may be put in place while the one before it ends.
+        self._launch = {"EARLY": True, "launch_pdl": True} if early else {"EARLY": False}
+
+    def plan(self, batch: AttentionBatch, integers: Tensor | None = None) -> TritonPlan:
+        """See `TreeAttention.plan`.
+
+        Args:
+            batch: the step, or with `integers` the largest that the plan is to hold.
+            integers: [plan_integers(batch)] int32 on the device, to lay the plan out in and left as they are: what
+                `pack` returns must be there before the plan is run. None makes and fills them.
+        """
+        if integers is None:
+            integers = torch.frombuffer(_pack(batch), dtype=torch.int32).to(self._device, non_blocking=True)
+        count, rows = batch.sequences, batch.rows
+        sizes = [count + 1, count, count, count, rows, sum(map(len, batch.pages))]
+        query_starts, prefix_lengths, causal, page_starts, parents, page_table = torch.split(integers, sizes)
+        return TritonPlan(
+            batch,
+            integers=integers,
+            query_starts=query_starts,
+            prefix_lengths=prefix_lengths,
+            causal=causal,
+            page_starts=page_starts,
+            parents=parents,
+            page_table=page_table,
+            words=torch.empty(rows, mask_words(batch), dtype=torch.int64, device=self._device),
+        )
+
+    def update(self, plan: TritonPlan, batch: AttentionBatch) -> None:
+        """Write another step into a plan's tensors. A graph captured with the plan then computes that step.
+
+        Raises:
+            ValueError: it does not fit, see `pack`.
+        """
+        packed = torch.frombuffer(self.pack(plan, batch), dtype=torch.int32)
+        plan.integers[: len(packed)].copy_(packed, non_blocking=True)
+
+    def pack(self, plan: TritonPlan, batch: AttentionBatch) -> array[int]:
+        """What a step is in a plan: [n] int32, for the first n of the plan's `integers`.
+
+        The batch has the plan's number of sequences (those that are not there have no rows and no pages) and at most
+        its rows, its pages in all, and its largest tree's words; a fixed split needs no more chunks either.
+
+        Raises:
+            ValueError: it does not fit.
+        """
+        old = plan.batch
+        fits = (
+            batch.sequences == old.sequences
+            and batch.page_size == old.page_size
+            and batch.rows <= old.rows
+            and sum(map(len, batch.pages)) <= plan.page_table.numel()
+            and tree_rows(batch) <= WORD_BITS * plan.words.shape[1]
+            and all(
+                self._max_chunks(batch, layout) <= schedule.max_chunks for layout, schedule in plan.schedules.items()
+            )
+        )
+        if not fits:
+            raise ValueError(
+                f"a plan of {old.sequences} sequences, {old.rows} rows and {plan.page_table.numel()} pages "
+                f"cannot take {batch.sequences}, {batch.rows} and {sum(map(len, batch.pages))}"
+            )
+        return _pack(batch, pad_rows=old.rows)
+
+    def _programs(self, tiling: Tiling) -> int:
+        return self.processors * tiling.programs_per_sm
+
+    def _fixed_tiles(self, tiling: Tiling) -> int:
+        split = self._settings.split_keys or 0
+        if split % tiling.block_keys:
+            raise ValueError(f"expected split_keys to be a multiple of {tiling.block_keys}, got {split}")
+        return split // tiling.block_keys
+
+    def _max_chunks(self, batch: AttentionBatch, layout: HeadLayout) -> int:
+        if not self._settings.split_keys:
+            return self._programs(layout.tiling)
+        keys = zip(batch.prefix_lengths, batch.row_counts, strict=True)
+        return sum(
+            triton.cdiv(rows * layout.group, layout.tiling.block_rows)
+            * layout.kv_heads
+            * triton.cdiv(prefix + rows, self._settings.split_keys)
+            for prefix, rows in keys
+        )
+
+    def schedule_of(self, plan: TritonPlan, layout: HeadLayout) -> Schedule:
+        """How the step is divided for one layout of heads. The first call of a step launches what divides it."""
+        schedule = plan.schedules.get(layout)
+        if schedule is None:
+            schedule = plan.schedules[layout] = self._schedule(plan, layout)
+        return schedule
+
+    def _schedule(self, plan: TritonPlan, layout: HeadLayout) -> Schedule:
+        """Allocate and launch what divides the step's work. In a captured graph it runs again at every replay."""
+        batch, tiling = plan.batch, layout.tiling
+        fixed_tiles = self._fixed_tiles(tiling)
+        max_chunks = self._max_chunks(batch, layout)
+        # However the rows are spread over the sequences, each has at most one block that is not full; and one more that
+        # begins before the rows that are asked for.
+        rows = batch.rows if plan.asked is None else most_asked(plan) * batch.sequences
+        max_blocks = rows * layout.group // tiling.block_rows + (1 if plan.asked is None else 2) * batch.sequences
+        max_groups = max_blocks * layout.kv_heads
+        schedule = Schedule(
+            groups=self._integers(max_groups, 8),
+            chunk_table=self._integers(max_chunks, 16),
+            arrivals=self._integers(max_groups),
+            totals=self._integers(3),
+            partials=torch.empty(2 * max_chunks, tiling.block_rows, layout.value_width, device=self._device),
+            partial_lse=torch.empty(2 * max_chunks, tiling.block_rows, device=self._device),
+            max_chunks=max_chunks,
+        )
+        walk = not plan.schedules and any(parents is not None for parents in batch.parents)
+        words = plan.words.shape[1]
+        schedule_kernel[(batch.sequences,)](
+            plan.query_starts, plan.prefix_lengths, plan.causal, plan.page_starts, plan.parents, plan.words,
+            schedule.groups, schedule.chunk_table, schedule.arrivals, schedule.totals, batch.sequences,
+            self._programs(tiling), max_chunks, *(plan.asked or _ALL),
+            GROUP=layout.group, KV_HEADS=layout.kv_heads, BLOCK_M=tiling.block_rows, BLOCK_N=tiling.block_keys,
+            FIXED_TILES=fixed_tiles, BLOCK_B=triton.next_power_of_2(batch.sequences),
+            BLOCK_R=WORD_BITS * words if walk else 0, WORDS=words, BLOCK_I=_SCHEDULE_BLOCK, num_warps=2,
+        )  # fmt: skip
+        return schedule
+
+    def _integers(self, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.int32, device=self._device)
+
+
+def most_asked(plan: TritonPlan) -> int:
+    """Rows of one sequence that are asked for, at most, in the batch that the plan was made for."""
+    first, end = plan.asked or _ALL
+    return max(0, min(end, max(plan.batch.row_counts)) - first)
+
+
+def _pack(batch: AttentionBatch, pad_rows: int | None = None) -> array[int]:
+    """All in one, so that one copy brings the step to the device; the order is that of `TritonPlan`."""
+    packed = array("i", batch.query_starts)
+    packed.extend(batch.prefix_lengths)
+    packed.extend(parents is None for parents in batch.parents)
+    packed.extend(list(accumulate(map(len, batch.pages), initial=0))[:-1])
+    for parents, rows in zip(batch.parents, batch.row_counts, strict=True):
+        packed.extend(parents if parents is not None else (0,) * rows)
+    packed.extend((0,) * ((pad_rows or batch.rows) - batch.rows))
+    for pages in batch.pages:
+        # A copy of memory where they come as an array, and most of the host's time where they do not.
+        packed.extend(pages)
+    return packed

@@ -1,0 +1,20 @@
+"""Multi-head latent attention over token trees, with one vector for each token in the cache (arXiv 2405.04434).
+
+A token's keys and values of all heads are products of one latent, and beside them is one rotary key for all heads. So
+the cache keeps latent and rotary key; the products are absorbed into queries before, and into outputs after.
+"""
+
+from tree_kernels.latent_attention.dispatch import LatentAttention, LatentBackend
+from tree_kernels.latent_attention.projections import HeadProjections, absorbed_queries, expanded_values
+from tree_kernels.latent_attention.reference import attend_expanded
+from tree_kernels.latent_attention.writing import write_latents
+
+__all__ = [
+    "HeadProjections",
+    "LatentAttention",
+    "LatentBackend",
+    "absorbed_queries",
+    "attend_expanded",
+    "expanded_values",
+    "write_latents",
+]

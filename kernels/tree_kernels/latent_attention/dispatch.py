@@ -1,0 +1,112 @@
+"""Latent attention over a paged cache of latents: `plan` once per step, `run` once per layer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, Protocol, get_args
+
+import torch
+from torch import Tensor
+
+from tree_kernels.attention import AttentionBatch, AttentionPlan
+
+if TYPE_CHECKING:
+    from tree_kernels.latent_attention.triton_backend import TritonLatentAttention
+
+LatentBackend = Literal["reference", "torch", "triton"]
+
+
+class _Implementation(Protocol):
+    def plan(self, batch: AttentionBatch) -> AttentionPlan: ...
+
+    def run(self, plan: AttentionPlan, query: Tensor, cache: Tensor, latent: int, scale: float) -> Tensor: ...
+
+
+class LatentAttention:
+    """Attention of ragged tree rows over a paged cache of latents, in absorbed form.
+
+    Symbols: R rows of all sequences, H query heads, L width of a latent, P width of the rotary key.
+
+    Args:
+        backend: "reference" is the fp32 definition; "torch" is the fast path on a CPU; "triton" needs a GPU.
+        device: where the cache lives.
+        invariant: cut keys alike whatever the step holds; see `TreeAttention`. Only of "triton".
+
+    Raises:
+        ValueError: an unknown backend, or one that cannot be `invariant`.
+        ImportError: the backend's package is not installed.
+    """
+
+    def __init__(
+        self, backend: LatentBackend = "torch", device: torch.device | str = "cpu", *, invariant: bool = False
+    ) -> None:
+        self.backend = backend
+        self.device = torch.device(device)
+        if invariant and backend != "triton":
+            raise ValueError(f"only the triton backend is independent of the batch, this is {backend}")
+        self._implementation = _create(backend, self.device, invariant)
+
+    @property
+    def capturable(self) -> TritonLatentAttention:
+        """The backend whose plans keep their tensors, for captured steps.
+
+        Raises:
+            ValueError: this object's backend is another.
+        """
+        from tree_kernels.latent_attention.triton_backend import TritonLatentAttention
+
+        if not isinstance(self._implementation, TritonLatentAttention):
+            raise ValueError(f"only the triton backend runs in captured steps, this is {self.backend}")
+        return self._implementation
+
+    def plan(self, batch: AttentionBatch) -> AttentionPlan:
+        """Do the index work of one step.
+
+        Raises:
+            ValueError: the batch's lengths disagree, or a sequence has too few pages.
+        """
+        batch.check()
+        return self._implementation.plan(batch)
+
+    def run(self, plan: AttentionPlan, query: Tensor, cache: Tensor, latent: int, scale: float) -> Tensor:
+        """Attend in one layer. The tail's vectors must be in the cache already (`write_latents`).
+
+        Args:
+            plan: of this step, by this object.
+            query: [R, H, L + P], absorbed (`absorbed_queries`).
+            cache: [pages, page_size, L + P], contiguous: the latent, then the rotary key. The whole vector is the key
+                of every head, and the latent its value.
+            latent: L.
+            scale: factor of the scores, by the width of a head's own query, not of an absorbed one; positive.
+
+        Returns:
+            [R, H, L], in query's dtype: attended latents, for `expanded_values`.
+
+        Raises:
+            ValueError: a shape does not fit the plan.
+        """
+        batch = plan.batch
+        rows, heads, width = query.shape
+        if rows != batch.rows or width != cache.shape[-1] or not 0 < latent < width:
+            raise ValueError(f"expected query [{batch.rows}, heads, {cache.shape[-1]}], got {list(query.shape)}")
+        if cache.dim() != 3 or cache.shape[1] != batch.page_size:
+            raise ValueError(f"expected a cache [pages, {batch.page_size}, width], got {list(cache.shape)}")
+        if rows == 0:
+            return query.new_empty(0, heads, latent)
+        return self._implementation.run(plan, query, cache, latent, scale)
+
+
+def _create(backend: LatentBackend, device: torch.device, invariant: bool) -> _Implementation:
+    """Import a backend only when it is asked for: triton may be absent."""
+    if backend == "reference":
+        from tree_kernels.latent_attention.reference import ReferenceLatentAttention
+
+        return ReferenceLatentAttention(device)
+    if backend == "torch":
+        from tree_kernels.latent_attention.torch_backend import TorchLatentAttention
+
+        return TorchLatentAttention(device)
+    if backend == "triton":
+        from tree_kernels.latent_attention.triton_backend import INVARIANT, TritonLatentAttention
+
+        return TritonLatentAttention(device, INVARIANT if invariant else None)
+    raise ValueError(f"expected a backend among {get_args(LatentBackend)}, got {backend!r}")

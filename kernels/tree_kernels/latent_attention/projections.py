@@ -1,0 +1,67 @@
+"""From a head's queries to queries over latents, and from attended latents to a head's values.
+
+With keys k = U c of a latent c, q . (U c) = (U^T q) . c: a head's half of the projection that makes keys goes into its
+query once, instead of into every key of the cache. With values v = W c, a weighted sum of values is W times the same
+sum of latents.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class HeadProjections(NamedTuple):
+    """What makes keys and values of latents; views of one weight, so that writing to it changes both.
+
+    Attributes:
+        keys: [H, N, L], of a head's keys without their rotary part.
+        values: [H, V, L].
+    """
+
+    keys: Tensor
+    values: Tensor
+
+    @classmethod
+    def of(cls, weight: Tensor, heads: int, plain: int) -> HeadProjections:
+        """The halves of a `kv_b_proj` weight [H * (N + V), L], with N = `plain`."""
+        both = weight.view(heads, -1, weight.shape[1])
+        return cls(both[:, :plain], both[:, plain:])
+
+
+def absorbed_queries(plain: Tensor, rotary: Tensor, projections: HeadProjections) -> Tensor:
+    """Queries over latents and rotary keys.
+
+    Args:
+        plain: [R, H, N] queries without their rotary part.
+        rotary: [R, H, P] their rotary part, rotated.
+        projections: of the layer.
+
+    Returns:
+        [R, H, L + P], contiguous, in their dtype. Shapes alone decide what is launched.
+    """
+    rows, heads, _ = plain.shape
+    latent = projections.keys.shape[2]
+    absorbed = plain.new_empty(rows, heads, latent + rotary.shape[2])
+    # Written where it belongs, head by head, so that nothing is put together afterwards.
+    torch.bmm(plain.transpose(0, 1), projections.keys, out=absorbed[..., :latent].transpose(0, 1))
+    absorbed[..., latent:] = rotary
+    return absorbed
+
+
+def expanded_values(attended: Tensor, projections: HeadProjections) -> Tensor:
+    """A head's output of attended latents.
+
+    Args:
+        attended: [R, H, L].
+        projections: of the layer.
+
+    Returns:
+        [R, H, V], contiguous, in attended's dtype.
+    """
+    rows, heads, _ = attended.shape
+    output = attended.new_empty(rows, heads, projections.values.shape[1])
+    torch.bmm(attended.transpose(0, 1), projections.values.transpose(1, 2), out=output.transpose(0, 1))
+    return output

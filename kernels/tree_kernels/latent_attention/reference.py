@@ -1,0 +1,60 @@
+"""Latent attention in plain PyTorch: the expanded form, which is the definition, and the absorbed one in fp32."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tree_kernels.attention import AttentionBatch, AttentionPlan, attend, sequence_mask, sequence_slots
+from tree_kernels.latent_attention.projections import HeadProjections
+
+
+def attend_expanded(
+    plain: Tensor, rotary: Tensor, cache: Tensor, projections: HeadProjections, batch: AttentionBatch, scale: float
+) -> Tensor:
+    """Every latent made keys and values of every head, then attended to: what absorbing has to equal.
+
+    Args:
+        plain, rotary: [R, H, N] and [R, H, P] queries without and with rotary embedding.
+        cache: [pages, page_size, L + P].
+        projections: of the layer.
+        batch: the step.
+        scale: factor of the scores, usually (N + P) ** -0.5.
+
+    Returns:
+        [R, H, V] in fp32, or fp64 if the queries are.
+    """
+    dtype = torch.float64 if plain.dtype == torch.float64 else torch.float32
+    heads, latent = plain.shape[1], projections.keys.shape[2]
+    query = torch.cat([plain, rotary], dim=-1).to(dtype)
+    key_of, value_of = (part.to(dtype) for part in projections)
+    output = query.new_empty(len(query), heads, value_of.shape[1])
+    for b in range(batch.sequences):
+        start, end = batch.query_starts[b], batch.query_starts[b + 1]
+        vectors = cache.flatten(0, 1)[sequence_slots(batch, b).to(cache.device)].to(dtype)
+        latents, turned = vectors[:, :latent], vectors[:, latent:]
+        keys = torch.cat([torch.einsum("hnl,kl->khn", key_of, latents), turned[:, None].expand(-1, heads, -1)], dim=-1)
+        values = torch.einsum("hvl,kl->khv", value_of, latents)
+        mask = sequence_mask(batch, b).to(cache.device)
+        output[start:end] = attend(query[start:end], keys, values, mask, scale)
+    return output
+
+
+class ReferenceLatentAttention:
+    """Gathers every vector, builds the whole mask, computes in fp32 (fp64 if the inputs are)."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def plan(self, batch: AttentionBatch) -> AttentionPlan:
+        return AttentionPlan(batch)
+
+    def run(self, plan: AttentionPlan, query: Tensor, cache: Tensor, latent: int, scale: float) -> Tensor:
+        batch = plan.batch
+        output = query.new_empty(query.shape[0], query.shape[1], latent)
+        for b in range(batch.sequences):
+            start, end = batch.query_starts[b], batch.query_starts[b + 1]
+            vectors = cache.flatten(0, 1)[sequence_slots(batch, b).to(query.device)].unsqueeze(1)
+            mask = sequence_mask(batch, b).to(query.device)
+            output[start:end] = attend(query[start:end], vectors, vectors[..., :latent], mask, scale)
+        return output

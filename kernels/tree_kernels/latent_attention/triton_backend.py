@@ -1,0 +1,67 @@
+"""Latent attention in Triton: plans, schedules and merging of tree attention around a kernel of its own."""
+
+from __future__ import annotations
+
+import triton
+from torch import Tensor
+
+from tree_kernels.attention import AttentionPlan
+from tree_kernels.attention.triton_merge import merge_kernel
+from tree_kernels.attention.triton_planning import (
+    LOG2_E,
+    HeadLayout,
+    TritonPlan,
+    TritonPlanner,
+    TritonSettings,
+    most_asked,
+)
+from tree_kernels.attention.triton_tiling import Tiling
+from tree_kernels.latent_attention.triton_kernels import latent_kernel
+from tree_kernels.latent_attention.triton_tiling import choose_latent_tiling
+
+# One tile and one split for every step; see `attention.triton_backend.INVARIANT`.
+INVARIANT = TritonSettings(split_keys=512, tiling=Tiling(64, 32, 8, 2, 1))
+# Columns of an output that one program merges: those of the values that merging is tuned for.
+_MERGE_COLUMNS = 128
+
+
+class TritonLatentAttention(TritonPlanner):
+    """See `tree_kernels.latent_attention.LatentAttention`."""
+
+    def run(self, plan: AttentionPlan, query: Tensor, cache: Tensor, latent: int, scale: float) -> Tensor:
+        assert isinstance(plan, TritonPlan)
+        if scale <= 0:
+            # The largest score is looked for before scaling.
+            raise ValueError(f"expected a positive scale, got {scale}")
+        layout = self._layout(plan, query, cache, latent)
+        output = query.new_empty(query.shape[0], query.shape[1], latent)
+        schedule, tiling = self.schedule_of(plan, layout), layout.tiling
+        rotary = layout.width - latent
+        latent_kernel[(self._programs(tiling),)](
+            query, cache, output, schedule.partials, schedule.partial_lse, plan.page_table, plan.words,
+            schedule.groups, schedule.chunk_table, schedule.totals, scale * LOG2_E, query.stride(0), query.stride(1),
+            GROUP=layout.group, LATENT=latent, ROTARY=rotary, BLOCK_LATENT=max(16, triton.next_power_of_2(latent)),
+            BLOCK_ROTARY=max(16, triton.next_power_of_2(rotary)), PAGE_SIZE=plan.batch.page_size,
+            BLOCK_M=tiling.block_rows, BLOCK_N=tiling.block_keys, WORDS=plan.words.shape[1],
+            FAR=cache.numel() >= 1 << 31, FIXED=bool(self._settings.split_keys),
+            num_warps=tiling.warps, num_stages=tiling.stages, **self._launch,
+        )  # fmt: skip
+        by_group = len(schedule.groups) <= schedule.max_chunks
+        rows, parts = (2, 16) if by_group else (4, 8)
+        columns = triton.next_power_of_2(latent) if latent % _MERGE_COLUMNS else _MERGE_COLUMNS
+        groups = len(schedule.groups) if by_group else schedule.max_chunks
+        merge_kernel[(groups, tiling.block_rows // rows, triton.cdiv(latent, columns))](
+            output, schedule.partials, schedule.partial_lse, schedule.groups, schedule.chunk_table, schedule.totals,
+            GROUP=layout.group, KV_HEADS=1, DV=latent, BLOCK_DV=columns, BLOCK_M=tiling.block_rows, ROWS=rows,
+            PARTS=parts, BY_GROUP=by_group, num_warps=4, **self._launch,
+        )  # fmt: skip
+        return output
+
+    def _layout(self, plan: TritonPlan, query: Tensor, cache: Tensor, latent: int) -> HeadLayout:
+        if not (cache.is_contiguous() and query.stride(-1) == 1):
+            raise ValueError("expected a contiguous cache and a query whose last dimension is contiguous")
+        if query.dtype != cache.dtype:
+            raise ValueError(f"expected one dtype, got {query.dtype} and {cache.dtype}")
+        heads = query.shape[1]
+        tiling = self._settings.tiling or choose_latent_tiling(most_asked(plan) * heads, latent, query.element_size())
+        return HeadLayout(heads, 1, cache.shape[2], latent, tiling)

@@ -1,0 +1,144 @@
+"""Layers of multi-head latent attention (DeepSeek-V2, arXiv 2405.04434), served with one vector a token in the cache.
+
+transformers' layers make keys and values of all heads of a token's latent in `expand_kv`, right before they attend.
+Here latent and rotary key are handed on to attention as they are, and what would have expanded them is absorbed into
+queries and outputs (`tree_kernels.latent_attention`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from tree_kernels.attention import AttentionPlan
+from tree_kernels.latent_attention import (
+    HeadProjections,
+    LatentAttention,
+    absorbed_queries,
+    expanded_values,
+    write_latents,
+)
+
+# Behind the name of an attention implementation that takes latents.
+_SUFFIX = "_latents"
+# The product that absorbing takes apart, so that its weight has to stay as it was loaded.
+EXPANDING = "kv_b_proj"
+_WIDTHS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+# By a layer's own class, the one that its layers get.
+_UNEXPANDED: dict[type, type] = {}
+# Rows that a layer's own expansion is tried with, and what two ways to round one product may differ by.
+_PROBE_ROWS = 3
+_TOLERANCE = 0.03
+
+
+def form_of(attention: str, *, latent: bool) -> str:
+    """The name that an attention implementation of transformers has where it takes latents, or where it does not."""
+    return attention + _SUFFIX if latent else attention
+
+
+def keeps_latents(model: PreTrainedModel) -> bool:
+    """Whether each of the model's layers attends over latents, and makes keys and values of them as is known here.
+
+    Tried on each layer's own weights: one that computes something else is served in expanded form.
+    """
+    layers = _layers(model)
+    return len(layers) == model.config.num_hidden_layers and all(_expands_plainly(layer) for layer in layers)
+
+
+def leave_latents(model: PreTrainedModel) -> None:
+    """Let every layer hand on latents where its attention takes them; with any other it expands them as before."""
+    for layer in _layers(model):
+        if not isinstance(layer, _Unexpanded):
+            layer.__class__ = _unexpanded(type(layer))
+
+
+def attend_latents(
+    layer: Any,
+    attention: LatentAttention,
+    plan: AttentionPlan,
+    cache: Tensor,
+    slots: Tensor,
+    query: Tensor,
+    rotary: Tensor,
+    latents: Tensor,
+    scaling: float,
+) -> Tensor:
+    """Write one layer's new vectors, and attend.
+
+    Args:
+        layer: whose weights are absorbed.
+        attention, plan: of the step.
+        cache: [pages, page_size, 1, L + P] of the layer.
+        slots: [R] of the rows.
+        query: [1, H, R, N + P], the last P rotated.
+        rotary, latents: [1, 1, R, P] and [1, 1, R, L].
+        scaling: of the scores.
+
+    Returns:
+        [1, R, H, V].
+    """
+    vectors, rows, plain = cache.squeeze(2), query[0].transpose(0, 1), int(layer.qk_nope_head_dim)
+    projections = _projections(layer)
+    write_latents(latents[0, 0], rotary[0, 0], vectors, slots)
+    absorbed = absorbed_queries(rows[..., :plain], rows[..., plain:], projections)
+    attended = attention.run(plan, absorbed, vectors, latents.shape[-1], scaling)
+    return expanded_values(attended, projections).unsqueeze(0)
+
+
+class _Unexpanded:
+    """Before a layer's own class in the order of its methods."""
+
+    config: Any
+
+    def expand_kv(self, kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values as attention takes them: rotary keys and latents, or those of all heads."""
+        if self.config._attn_implementation.endswith(_SUFFIX):
+            return k_rot, kv_nope
+        expanded: tuple[Tensor, Tensor] = super().expand_kv(kv_nope, k_rot)  # type: ignore[misc]
+        return expanded
+
+
+def _unexpanded(kind: type) -> type:
+    if kind not in _UNEXPANDED:
+        _UNEXPANDED[kind] = type(kind.__name__, (_Unexpanded, kind), {})
+    return _UNEXPANDED[kind]
+
+
+def _layers(model: PreTrainedModel) -> list[Any]:
+    return [module for module in model.modules() if hasattr(module, "expand_kv")]
+
+
+def _projections(layer: Any) -> HeadProjections:
+    weight, plain = getattr(layer, EXPANDING).weight, int(layer.qk_nope_head_dim)
+    return HeadProjections.of(weight, len(weight) // (plain + int(layer.v_head_dim)), plain)
+
+
+@torch.inference_mode()
+def _expands_plainly(layer: Any) -> bool:
+    """Whether the layer's keys and values are the products with the halves of its weight, beside the rotary key."""
+    if isinstance(layer, _Unexpanded):
+        # Tried before.
+        return True
+    product: Any = getattr(layer, EXPANDING, None)
+    # Subclasses, and layouts of their own, multiply with something else.
+    plain = type(product) is nn.Linear and getattr(product, "bias", None) is None
+    if not plain or not hasattr(layer, "config"):
+        return False
+    if not all(hasattr(layer, name) for name in _WIDTHS):
+        return False
+    generator, weight = torch.Generator().manual_seed(0), product.weight
+    latents, rotary = (
+        torch.randn(1, 1, _PROBE_ROWS, width, generator=generator).to(weight)
+        for width in (layer.kv_lora_rank, layer.qk_rope_head_dim)
+    )
+    own = type(layer).expand_kv(layer, latents, rotary)
+    projections = _projections(layer)
+    keys, values = (latents[0] @ part.transpose(1, 2) for part in projections)
+    keys = torch.cat([keys, rotary[0].expand(len(keys), -1, -1)], dim=-1)
+    return all(
+        mine.shape == other.shape[1:] and bool((mine - other[0]).float().norm() <= _TOLERANCE * other.float().norm())
+        for mine, other in zip((keys, values), own, strict=True)
+    )

@@ -1,0 +1,162 @@
+"""Runs the Triton backend of latent attention over every case and writes what it found as JSON to standard output.
+
+A process of its own, because Triton's interpreter must be chosen before Triton is imported.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from conftest import LatentCase, Spec, make_latent_case
+
+from tree_kernels.attention.triton_planning import TritonSettings
+from tree_kernels.attention.triton_tiling import Tiling
+from tree_kernels.latent_attention import LatentAttention, expanded_values
+from tree_kernels.latent_attention.triton_backend import TritonLatentAttention
+from tree_kernels.latent_attention.triton_writing import write_rows
+
+INTERPRETED = not torch.cuda.is_available()
+DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
+SMALL = Tiling(block_rows=16, block_keys=16, warps=4, stages=1, programs_per_sm=1)
+WIDE = Tiling(block_rows=32, block_keys=32, warps=4, stages=2, programs_per_sm=1)
+BALANCED = TritonSettings(tiling=SMALL, processors=5)
+# Trees and prompts in one batch, one of them in the middle of itself, and a sequence that is not there.
+RAGGED: list[Spec] = [
+    (3, 1, "tree"), (47, 16, "tree"), (0, 21, "causal"), (63, 5, "chain"), (0, 0, "causal"), (130, 3, "causal"),
+]  # fmt: skip
+
+
+def cases() -> Iterator[tuple[str, dict[str, Any], TritonSettings]]:
+    """Name, arguments of `make_latent_case`, settings."""
+    for page_size in (1, 16, 64):
+        yield f"page {page_size}", {"specs": RAGGED, "page_size": page_size}, BALANCED
+        wide = TritonSettings(tiling=WIDE, processors=5)
+        yield f"page {page_size}, tiles of 32", {"specs": RAGGED, "page_size": page_size}, wide
+    for rows in (1, 2, 16, 64, 65, 129):
+        yield f"{rows} rows", {"specs": [(19, rows, "tree")], "heads": 2}, BALANCED
+    for heads in (1, 3, 16, 40):
+        yield f"{heads} heads", {"specs": [(33, 7, "tree"), (20, 1, "tree")], "heads": heads}, BALANCED
+    for latent, rotary in ((16, 16), (64, 8), (24, 16), (128, 16), (384, 16)):
+        arguments = {"specs": RAGGED[:3], "latent": latent, "rotary": rotary, "heads": 2}
+        yield f"widths {latent} and {rotary}", arguments, BALANCED
+    for processors in (1, 2, 64):
+        yield f"{processors} programs", {"specs": RAGGED}, TritonSettings(tiling=SMALL, processors=processors)
+    for split_keys in (16, 48, 128):
+        yield f"split every {split_keys} keys", {"specs": RAGGED}, TritonSettings(split_keys, SMALL, 3)
+    for keys in (0, 1, 15, 16, 700):
+        yield f"{keys} keys before", {"specs": [(keys, 1, "tree"), (keys, 9, "tree")]}, BALANCED
+    yield "a prompt", {"specs": [(0, 70, "causal")], "heads": 2}, BALANCED
+    # The interpreter multiplies the bits of bf16 as integers, so that fp16 stands for it.
+    yield "half precision", {"specs": RAGGED, "dtype": torch.float16}, BALANCED
+    yield "own tiling", {"specs": RAGGED[:3]}, TritonSettings(processors=4)
+    if not INTERPRETED:
+        yield from device_cases()
+    rng = random.Random(0)
+    for i in range(10):
+        kinds = ("tree", "chain", "causal", "star")
+        specs = [(rng.randrange(70), rng.randrange(20), rng.choice(kinds)) for _ in range(rng.randrange(1, 5))]
+        arguments = {
+            "specs": [*specs, (rng.randrange(9), 1, "tree")], "page_size": rng.choice((1, 16, 64)),
+            "heads": rng.randrange(1, 6), "seed": i,
+        }  # fmt: skip
+        yield f"random {i}", arguments, TritonSettings(rng.choice((None, 32)), SMALL, rng.randrange(1, 9))
+
+
+def device_cases() -> Iterator[tuple[str, dict[str, Any], TritonSettings]]:
+    """What only a GPU runs: bfloat16, DeepSeek's widths and the backend's own tilings."""
+    shape = {"latent": 512, "rotary": 64, "plain": 128, "value": 128, "dtype": torch.bfloat16}
+    for page_size in (1, 16, 64):
+        for heads in (16, 128):
+            for rows in (1, 2, 4, 16, 64):
+                specs: list[Spec] = [(1000, rows, "tree"), (37, 1, "tree"), (5000, rows, "chain"), (0, 90, "causal")]
+                arguments = {"specs": specs, "page_size": page_size, "heads": heads, **shape}
+                yield f"bf16 {page_size} {heads} {rows}", arguments, TritonSettings()
+    yield "bf16 split", {"specs": [(1000, 16, "tree"), (37, 1, "tree")], "heads": 16, **shape}, TritonSettings(1024)
+    widest = {"specs": [(300, 16, "tree")], "heads": 16, **shape, "dtype": torch.float32}
+    yield "fp32 of full width", widest, TritonSettings()
+
+
+def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((actual.double() - expected.double()).norm() / expected.double().norm())
+
+
+def run(case: LatentCase, settings: TritonSettings) -> torch.Tensor:
+    backend = TritonLatentAttention(DEVICE, settings)
+    return backend.run(backend.plan(case.batch), case.query, case.cache, case.latent, case.scale)
+
+
+def errors_of(arguments: dict[str, Any], settings: TritonSettings) -> list[float]:
+    """Against attended latents in fp32, and as values against the expanded form. NaN if a plan's second run, for
+    another layer say, does not give the same bits."""
+    case = make_latent_case(**{"device": DEVICE, **arguments})
+    backend = TritonLatentAttention(DEVICE, settings)
+    plan, query = backend.plan(case.batch), case.query
+    attended, again = (backend.run(plan, query, case.cache, case.latent, case.scale) for _ in range(2))
+    if not torch.equal(attended, again):
+        return [float("nan")]
+    own = LatentAttention("reference", DEVICE)
+    expected = own.run(own.plan(case.batch), query, case.cache, case.latent, case.scale)
+    values = expanded_values(attended, case.projections)
+    return [relative_error(attended, expected), relative_error(values, case.expanded())]
+
+
+def a_plan_takes_the_next_step() -> list[float]:
+    """Errors of steps of other shapes, run through the tensors of one plan without planning again."""
+    backend = TritonLatentAttention(DEVICE, BALANCED)
+    first = make_latent_case([(70, 40, "tree"), (40, 20, "tree"), (9, 9, "tree")], device=DEVICE)
+    plan = backend.plan(first.batch)
+    backend.run(plan, first.query, first.cache, first.latent, first.scale)
+    errors = []
+    steps: list[list[Spec]] = [
+        [(30, 1, "tree"), (5, 17, "tree"), (8, 50, "causal")],
+        [(100, 1, "tree"), (0, 0, "tree"), (0, 0, "tree")],
+        [(0, 64, "tree"), (60, 3, "chain"), (1, 1, "tree")],
+    ]
+    for step in steps:
+        case = make_latent_case(step, spare_pages=0, device=DEVICE)
+        backend.update(plan, case.batch)
+        # What a captured graph replays: prepare, attend, merge.
+        plan.schedules.clear()
+        query = torch.zeros_like(first.query)
+        query[: case.batch.rows] = case.query
+        output = backend.run(plan, query, case.cache, case.latent, case.scale)[: case.batch.rows]
+        errors.append(relative_error(expanded_values(output, case.projections), case.expanded()))
+    return errors
+
+
+def split_results_do_not_depend_on_the_batch() -> bool:
+    settings = TritonSettings(32, SMALL, 3)
+    both = make_latent_case([(70, 9, "tree"), (33, 4, "chain")], device=DEVICE)
+    alone = LatentAttention("reference", DEVICE).plan(both.batch).batch
+    one = type(alone)((0, 9), (70,), alone.pages[:1], alone.page_size, alone.parents[:1])
+    case = LatentCase(one, both.plain[:9], both.rotary[:9], both.cache, both.projections, both.latent, both.scale)
+    return torch.equal(run(case, settings), run(both, settings)[:9])
+
+
+def writing_leaves_out_rows_without_a_slot() -> bool:
+    cache = torch.zeros(4, 16, 40, device=DEVICE)
+    both = torch.randn(5, 2, 40, device=DEVICE)
+    slots = torch.tensor([33, -1, 0, 63, 17], dtype=torch.int32, device=DEVICE)
+    expected = cache.clone().flatten(0, 1)
+    expected[slots[[0, 2, 3, 4]].long()] = torch.cat([both[[0, 2, 3, 4], 0, :24], both[[0, 2, 3, 4], 1, :16]], dim=1)
+    write_rows(both[:, 0, :24], both[:, 1, :16], cache, slots)
+    return torch.equal(cache.flatten(0, 1), expected)
+
+
+def main() -> None:
+    found = {
+        "errors": {name: errors_of(arguments, settings) for name, arguments, settings in cases()},
+        "update_errors": a_plan_takes_the_next_step(),
+        "split_invariant": split_results_do_not_depend_on_the_batch(),
+        "written": writing_leaves_out_rows_without_a_slot(),
+    }
+    json.dump(found, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()
