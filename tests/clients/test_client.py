@@ -245,9 +245,10 @@ async def test_verify_after_the_target_is_gone(running: Any) -> None:
     async with Client.connect(running.address) as client, client.verify() as session:
         sequence = await session.open([1])
         await running.server.stop(0)
-        with pytest.raises(ServiceUnreachable):
+        # Either means to try elsewhere; which it is depends on whether the last word comes before the connection goes.
+        with pytest.raises((ServiceUnreachable, errors.Draining)):
             await sequence.verify(TokenTree.root_only(1))
-        with pytest.raises(ServiceUnreachable):
+        with pytest.raises((ServiceUnreachable, errors.Draining)):
             await session.open([1])
 
 
