@@ -63,7 +63,8 @@ def _shown(payloads: Sequence[bytes]) -> str:
 
 
 async def fuzz_doors(open_doors: Doors, seed: int, frames: int) -> dict[str, Any]:
-    """Spoilt frames straight to the servicers, which read at least `frames` of them. Raises `AssertionError` with the seed at the first that is wrong."""
+    """Spoilt frames straight to the servicers, until they have read so many. Raises `AssertionError`, with the seed, at
+    the first that goes wrong."""
     every = enumerate(draw_calls(seed))
     by_service = open_doors.by_service
     seen: list[Door] = list({id(door): door for door in by_service.values()}.values())
