@@ -37,7 +37,6 @@ _PRELOADED = (
     "transformers.models.llama.modeling_llama",
     "chaos.compiled",
 )
-_START_SECONDS = 60.0
 
 
 class Clocks:

@@ -38,7 +38,7 @@ FORBIDDEN = ("UNKNOWN", "INTERNAL", "DATA_LOSS")
 # What gRPC's own client makes of a write to a call that has ended; the services' figures say with what it had.
 _BROKEN_WRITE = "Internal error from Core"
 # Far more than any takes; and what those get that do not end by themselves.
-_CALL_SECONDS, _ENDLESS_SECONDS = 20.0, 0.02
+_CALL_SECONDS, _ENDLESS_SECONDS = 120.0, 0.02
 
 
 def draw_calls(seed: int) -> Iterator[tuple[Call, list[bytes]]]:
@@ -152,7 +152,7 @@ async def _call(channel: grpc.aio.Channel, call: Call, payloads: Sequence[bytes]
         for payload in payloads:
             await running.write(payload)
         await running.done_writing()
-    except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+    except (grpc.aio.AioRpcError, grpc.aio.InternalError, asyncio.InvalidStateError):
         # It has ended before, which its status tells.
         pass
     try:

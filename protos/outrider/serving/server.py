@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 MAX_METADATA_BYTES = 16 * 1024
 # What statuses of calls that a stop ends are given to leave; a caller that reads nothing is left without. Chosen, not
 # measured.
-LAST_WORDS_SECONDS = 0.5
+LAST_WORDS_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
