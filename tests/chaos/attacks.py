@@ -21,7 +21,7 @@ from typing import Any
 
 from chaos.actors import ATTACKS, PROMPT, TOKENS, TOKENS_ASKED
 from chaos.report import say, write
-from chaos.taught import taught
+from chaos.taught import Taught, taught
 from chaos.world import World, free_ports, world_of
 from conftest import make_tiny
 from engine_harness import plain, request
@@ -141,10 +141,16 @@ async def _relent(world: World, attacker: Actor | None) -> None:
 
 
 async def measure(
-    folder: Path, names: Sequence[str], rounds: int, seconds: float, placement: str, limits: str
+    found: Taught,
+    folder: Path,
+    names: Sequence[str],
+    *,
+    rounds: int,
+    seconds: float,
+    placement: str = "shared",
+    limits: str = "",
 ) -> dict[str, Any]:
     """All attacks of `names`, one after the other. `limits` is a line of the tokens' file for the attacker."""
-    found = taught(folder)
     tokens = folder / "tokens"
     lines = [f"{token} {tenant}" for tenant, token in TOKENS.items()]
     tokens.write_text("\n".join([*lines, *([f"tenant evil {limits}"] if limits else [])]) + "\n")
@@ -180,7 +186,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     names = [name for name in every if name.startswith(chosen.only)]
     with TemporaryDirectory() as passing:
         folder = chosen.folder or Path(passing)
-        told = asyncio.run(measure(folder, names, chosen.rounds, chosen.seconds, chosen.engine_process, chosen.limits))
+        told = asyncio.run(
+            measure(
+                taught(folder),
+                folder,
+                names,
+                rounds=chosen.rounds,
+                seconds=chosen.seconds,
+                placement=chosen.engine_process,
+                limits=chosen.limits,
+            )
+        )
     write(chosen.json, "chaos.attacks", told)
     missed = [name for name, figures in told["attacks"].items() if figures["p99_ratio"] > BAR]
     say(f"above {BAR:g} times the quiet value: {', '.join(missed) or 'none'}")

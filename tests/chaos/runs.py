@@ -15,7 +15,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -105,7 +105,7 @@ class Runner:
         async with self._world.client() as client:
             for sampling in SAMPLINGS.values():
                 for prompt in self._world.taught.prompts:
-                    await client.generate(token_ids=prompt, sampling=_with(sampling, MAX_TOKENS)).result()
+                    await client.generate(token_ids=prompt, sampling=replace(sampling, max_tokens=MAX_TOKENS)).result()
 
     async def _befall_all(self, plan: Plan, outcome: Outcome) -> None:
         """All faults, and then the time that the services take until they are whole, by themselves."""
@@ -153,17 +153,11 @@ class Runner:
 
     async def _attempt(self, client: Client, plan: Plan, prompt: int, max_tokens: int, said: list[int]) -> Result:
         token_ids = self._world.taught.prompts[prompt]
-        sampling = _with(SAMPLINGS[plan.sampling], max_tokens)
+        sampling = replace(SAMPLINGS[plan.sampling], max_tokens=max_tokens)
         async with client.generate(token_ids=token_ids, sampling=sampling, timeout=_ATTEMPT_SECONDS) as generation:
             async for chunk in generation:
                 said += chunk.token_ids
             return await generation.result()
-
-
-def _with(sampling: Any, max_tokens: int) -> Any:
-    from dataclasses import replace
-
-    return replace(sampling, max_tokens=max_tokens)
 
 
 async def _lane(seeds: Sequence[int], taught_folder: Taught, folder: Path, name: str) -> list[Outcome]:
@@ -182,9 +176,8 @@ async def _lane(seeds: Sequence[int], taught_folder: Taught, folder: Path, name:
     return outcomes
 
 
-async def run_seeds(seeds: Iterable[int], folder: Path, lanes_each: int = 1) -> list[Outcome]:
+async def run_seeds(seeds: Iterable[int], found: Taught, folder: Path, lanes_each: int = 1) -> list[Outcome]:
     """Run them all: arrangements beside each other, each split over `lanes_each` worlds."""
-    found = taught(folder)
     lanes: dict[str, list[int]] = {}
     counts: Counter[str] = Counter()
     for seed in seeds:
@@ -245,7 +238,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with TemporaryDirectory() as passing:
         folder = chosen.folder or Path(passing)
         folder.mkdir(parents=True, exist_ok=True)
-        outcomes = asyncio.run(run_seeds(seeds, folder, chosen.lanes))
+        outcomes = asyncio.run(run_seeds(seeds, taught(folder), folder, chosen.lanes))
     told = {"seeds": [seeds[0], seeds[-1]], "seconds": round(time.monotonic() - begun), **summary(outcomes)}
     write(chosen.json, "chaos.runs", told)
     say(json.dumps(told["all"], indent=1))
