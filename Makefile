@@ -38,12 +38,19 @@ test test-full: export OMP_NUM_THREADS := 1
 # make test          everything that a CPU can prove
 .PHONY: test
 test: install
-	$(BIN)/python -m pytest -n logical --dist loadfile --no-loadscope-reorder --durations 20 -m "not full and not gpu and not compose and not sdk and not install"
+	$(BIN)/python -m pytest -n logical --dist loadfile --no-loadscope-reorder --durations 20 -m "not full and not gpu and not compose and not sdk and not install and not chaos"
 
 # make test-full     the same and the long matrix: 42 real prompts, every drafter
 .PHONY: test-full
 test-full: install
-	$(BIN)/python -m pytest -n logical --dist loadfile --no-loadscope-reorder --durations 20 -m "not gpu and not compose and not sdk and not install"
+	$(BIN)/python -m pytest -n logical --dist loadfile --no-loadscope-reorder --durations 20 -m "not gpu and not compose and not sdk and not install and not chaos"
+
+# make test-chaos    a thousand fault runs, a million frames, a soak, attacks; an hour on two cores, figures in build/chaos
+.PHONY: test-chaos
+test-chaos: export OMP_NUM_THREADS := 1
+test-chaos: export OUTRIDER_CHAOS_RESULTS := build/chaos
+test-chaos: install
+	$(BIN)/python -m pytest -s -m chaos tests/chaos
 
 # make test-install  a wheel and a source distribution, installed in a clean environment, each role run
 .PHONY: test-install

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -69,12 +69,18 @@ def new_head(teacher: PreTrainedModel, kind: str) -> EagleHead:
 
 
 @once
-def taught_head(teacher: PreTrainedModel, kind: str, max_tokens: int = MAX_TOKENS, steps: int = 90) -> EagleHead:
+def taught_head(
+    teacher: PreTrainedModel,
+    kind: str,
+    max_tokens: int = MAX_TOKENS,
+    steps: int = 90,
+    samplings: Mapping[str, SamplingParams] = SAMPLINGS,
+) -> EagleHead:
     """A head that has seen what the teacher says to every prompt in every way of sampling. Made once for all tests of a
     process, none of which changes it."""
     made = new_head(teacher, kind)
     texts = []
-    for sampling in SAMPLINGS.values():
+    for sampling in samplings.values():
         for prompt in prompts():
             tokens = [*prompt, *plain(teacher, request_of(prompt, sampling, max_tokens))]
             texts.append((tokens, states_of(teacher, tokens, made.config.feature_layers or ())))

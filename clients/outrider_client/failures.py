@@ -17,6 +17,9 @@ from outrider.wire.trees import error_of_rpc
 
 # What gRPC sets as a stream's status when a write finds the connection gone before its reader does.
 _BROKEN_WRITE = "Internal error from Core"
+# What a server's gRPC answers to a call that reaches it just as it stops, whatever its service would say. A call that
+# we cancel ourselves ends with other words.
+_CAME_TOO_LATE = "CANCELLED"
 # How gRPC begins when no connection came about; what breaks later comes without it.
 _NOT_CONNECTED = "failed to connect to all addresses"
 # A server that expects TLS hangs up on the first bytes of HTTP/2, and one that expects a client's certificate after the
@@ -54,6 +57,8 @@ def typed_error(error: grpc.RpcError, address: str) -> OutriderError | ServiceUn
         return DeadlineExceeded("the deadline passed before the answer was complete")
     if code == grpc.StatusCode.UNAVAILABLE.name or typed.message == _BROKEN_WRITE:
         return ServiceUnreachable(address, typed.message)
+    if code == grpc.StatusCode.CANCELLED.name and typed.message == _CAME_TOO_LATE:
+        return ServiceUnreachable(address, "it stopped as the call came")
     return typed
 
 

@@ -16,8 +16,10 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from outrider.errors import Draining, EngineDead
 from outrider.serving import GrpcServer, Service, ServingOptions, TlsFiles, serve_until_stopped
 from outrider.settings import SettingsError
+from outrider.wire.trees import error_of_rpc
 
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
 
@@ -198,6 +200,26 @@ class TestLifecycle:
             watch.cancel()
             stopping.set()
             assert await asyncio.wait_for(task, 5) == 0
+
+    @pytest.mark.parametrize("method", ["Generate", "Converse"])
+    @pytest.mark.parametrize("dies", [False, True], ids=["drained", "died"])
+    async def test_what_still_runs_is_told_to_try_elsewhere(self, echo: Any, method: str, dies: bool) -> None:
+        """gRPC's own end is CANCELLED, as if the caller had wished it, and nobody tries that again."""
+        async with lifecycle(echo, drain_seconds=0.1) as (worker, stopping, _watch, task, channel):
+            if method == "Generate":
+                stream = channel.unary_stream(f"/{echo.name}/Generate")(b"forever")
+            else:
+                stream = channel.stream_stream(f"/{echo.name}/Converse")()
+                await stream.write(b"")
+            assert await stream.read()
+            if dies:
+                worker.died = RuntimeError("kernel")
+            stopping.set()
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                while await stream.read() is not grpc.aio.EOF:
+                    pass
+            assert isinstance(error_of_rpc(caught.value), EngineDead if dies else Draining)
+            assert await asyncio.wait_for(task, 5) == int(dies)
 
     async def test_stalled_worker_is_not_serving_and_may_recover(self, echo: Any) -> None:
         async with lifecycle(echo) as (worker, _, watch, task, _channel):

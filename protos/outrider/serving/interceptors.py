@@ -39,7 +39,9 @@ _KINDS: Mapping[tuple[bool, bool], tuple[str, Any]] = {
 
 
 def guarded(handler: Handler, guard: Guard) -> Handler:
-    """`handler` with every call run inside `guard(context)`. Takes generator and `context.write` handlers."""
+    """`handler` with every call run inside `guard(context)`, all that it writes included: one that is a generator
+    becomes one that calls `context.write`, since gRPC writes for a generator, and leaves it to the garbage collector
+    when the call is cancelled meanwhile."""
     kind, make = _KINDS[bool(handler.request_streaming), bool(handler.response_streaming)]
     behaviour = getattr(handler, kind)
     wrap = _guarded_generator if inspect.isasyncgenfunction(behaviour) else _guarded_coroutine
@@ -56,11 +58,11 @@ def _guarded_coroutine(behaviour: Any, guard: Guard) -> Any:
 
 
 def _guarded_generator(behaviour: Any, guard: Guard) -> Any:
-    async def handle(request: Any, context: Context) -> AsyncIterator[Any]:
-        # Closed here and not by the garbage collector, so that a cancelled call frees what it holds at once.
+    async def handle(request: Any, context: Context) -> None:
+        # Closed here, so that a cancelled call frees what it holds at once.
         async with guard(context), aclosing(behaviour(request, context)) as responses:
             async for response in responses:
-                yield response
+                await context.write(response)
 
     return handle
 
@@ -164,6 +166,15 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 
     def __init__(self) -> None:
         self._refusals = RefusalLog()
+        self._running: set[asyncio.Task[Any]] = set()
+        self._ending: OutriderError | None = None
+
+    def end_calls(self, reason: OutriderError) -> None:
+        """Cancel the handlers of all calls; their callers get `reason`. When gRPC itself cancels what is left of a
+        server that stops, they get CANCELLED, as if they had wished it, and do not try again."""
+        self._ending = reason
+        for task in self._running:
+            task.cancel()
 
     async def intercept_service(
         self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
@@ -173,8 +184,15 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 
         @asynccontextmanager
         async def guard(context: Context) -> AsyncIterator[None]:
+            task = asyncio.current_task()
+            assert task is not None
+            self._running.add(task)
             try:
                 yield
+            except asyncio.CancelledError:
+                if self._ending is None or context.done():
+                    raise
+                await context.abort_with_status(rpc_status.to_status(status_of(self._ending)))
             except OutriderError as error:
                 if isinstance(error, Unauthenticated | PermissionDenied) or _is_malformed(error):
                     self._refusals.add(method, context.peer(), error)
@@ -186,6 +204,8 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
             except Exception:
                 logger.exception("bug while handling %s", method)
                 await context.abort(grpc.StatusCode.INTERNAL, "internal error")
+            finally:
+                self._running.discard(task)
 
         return None if handler is None else guarded(handler, guard)
 

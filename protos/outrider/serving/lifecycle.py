@@ -10,7 +10,8 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
-from outrider.serving.server import GrpcServer
+from outrider.errors import EngineDead
+from outrider.serving.server import LAST_WORDS_SECONDS, GrpcServer
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +99,10 @@ async def _run(
         failure = worker.failure()
     if failure is not None:
         logger.critical("the engine died: %s", type(failure).__name__, exc_info=failure)
-    await _first(server.stop(0.0 if failure else STOP_GRACE), impatient.wait(), timeout=STOP_GRACE + 1.0)
+        ending = server.stop(0.0, EngineDead("the engine has failed"))
+    else:
+        ending = server.stop(STOP_GRACE)
+    await _first(ending, impatient.wait(), timeout=STOP_GRACE + LAST_WORDS_SECONDS + 1.0)
     logger.info("stopped")
     return 0 if failure is None else 1
 

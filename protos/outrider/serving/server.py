@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 import logging
 import socket
@@ -16,6 +17,7 @@ from grpc_channelz.v1 import channelz, channelz_pb2_grpc
 from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from outrider.errors import Draining, OutriderError
 from outrider.ports import port_refusal
 from outrider.serving import health
 from outrider.serving.calls import CallLimits, Calls
@@ -29,6 +31,9 @@ from outrider.settings import FIRST_MESSAGE_SECONDS, MAX_MESSAGE_BYTES, Settings
 logger = logging.getLogger(__name__)
 
 MAX_METADATA_BYTES = 16 * 1024
+# What statuses of calls that a stop ends are given to leave; a caller that reads nothing is left without. Chosen, not
+# measured.
+LAST_WORDS_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -109,7 +114,8 @@ class GrpcServer:
         self._known = AuthInterceptor(
             options.authenticator, calls, options.request_seconds, options.first_message_seconds
         )
-        self._guards = [*interceptors, ErrorInterceptor(), self._known]
+        self._errors = ErrorInterceptor()
+        self._guards = [*interceptors, self._errors, self._known]
         self._server = self._make(options.call_limits.backstop)
         self._pending: dict[str, PendingService] = {}
         for service in services:
@@ -162,10 +168,18 @@ class GrpcServer:
         else:
             logger.info("the tokens were read anew")
 
-    async def stop(self, grace: float) -> None:
-        """Refuse new calls, give running ones `grace` seconds, then cancel them."""
+    async def stop(self, grace: float, reason: OutriderError | None = None) -> None:
+        """Refuse new calls, give running ones `grace` seconds, then end them with `reason`, which is `Draining` when
+        None."""
         self.health.close()
-        await self._server.stop(grace)
+        stopped = asyncio.ensure_future(self._server.stop(grace + LAST_WORDS_SECONDS))
+        try:
+            await asyncio.wait({stopped}, timeout=grace)
+        finally:
+            # Also when nobody has the patience to wait for `grace`.
+            if not stopped.done():
+                self._errors.end_calls(reason or Draining("the service has stopped"))
+            await asyncio.shield(stopped)
         if self._admin is not None:
             await self._admin.stop(0)
 

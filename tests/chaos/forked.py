@@ -1,0 +1,161 @@
+"""Services as real processes that start in a second: each is forked from one that has imported everything.
+
+They are killed, frozen, given a full disk and wrong clocks like any others, and share with nobody but their code.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import multiprocessing
+import os
+import resource
+import signal
+import sys
+import time
+import types
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from outrider.runtime import prepare_grpc
+
+_CONTEXT = multiprocessing.get_context("forkserver")
+# What a service imports and compiles before it serves.
+_PRELOADED = (
+    "draft_service.service",
+    "draft_service.drafters.merged",
+    "draft_service.eagle.drafter",
+    "draft_service.ngram.drafter",
+    "target_service.assembly",
+    "target_service.lifecycle",
+    "target_service.shared_engine",
+    "transformers.models.llama.modeling_llama",
+    "chaos.compiled",
+)
+
+
+class Clocks:
+    """How far a process's clocks are from the machine's, in seconds; set from outside while it runs.
+
+    They are what our code reads, and all other Python code but gRPC's: that hands its deadlines to C code, which reads
+    the machine's own clock, as the waits of the operating system do.
+    """
+
+    def __init__(self) -> None:
+        self._wall: Any = _CONTEXT.Value(ctypes.c_double, 0.0, lock=False)
+        self._monotonic: Any = _CONTEXT.Value(ctypes.c_double, 0.0, lock=False)
+
+    def jump(self, seconds: float) -> None:
+        """Of the wall clock, either way."""
+        self._wall.value += seconds
+
+    def leap(self, seconds: float) -> None:
+        """Of the monotonic clock, as after a machine was suspended: forward."""
+        assert seconds >= 0
+        self._monotonic.value += seconds
+
+    def install(self) -> None:
+        """Have this process read these clocks from now on."""
+        import grpc.aio  # noqa: F401
+
+        right = types.ModuleType("time")
+        vars(right).update(vars(time))
+        for module in [module for name, module in sys.modules.items() if name.partition(".")[0] == "grpc"]:
+            if getattr(module, "time", None) is time:
+                module.time = right  # type: ignore[attr-defined]
+        for name, offset in (("time", self._wall), ("monotonic", self._monotonic)):
+            seconds, nanoseconds = getattr(time, name), getattr(time, f"{name}_ns")
+            setattr(time, name, lambda real=seconds, by=offset: real() + by.value)
+            setattr(time, f"{name}_ns", lambda real=nanoseconds, by=offset: real() + int(by.value * 1e9))
+
+
+def _serve(module: str, arguments: Sequence[str], clocks: Clocks, log: Path) -> None:
+    # Of its own, so that nothing that is meant for the tests' process reaches it, and for its children to end with it.
+    os.setsid()
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    sys.stdout = sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    clocks.install()
+    sys.argv = [module, *arguments]
+    from outrider.runtime import leave
+
+    if module == "draft_service":
+        from draft_service.__main__ import main as main_of_draft
+
+        leave(main_of_draft())
+    from target_service.__main__ import main as main_of_target
+
+    leave(main_of_target(list(arguments)))
+
+
+@dataclass
+class Child:
+    """`python -m MODULE ARGUMENTS`, to be started, killed, and started again."""
+
+    module: str
+    arguments: Sequence[str]
+    log: Path
+    clocks: Clocks = field(default_factory=Clocks)
+    starts: int = 0
+    _process: ForkServerProcess | None = None
+
+    def start(self) -> None:
+        prepare_grpc()
+        _CONTEXT.set_forkserver_preload(list(_PRELOADED))
+        self._process = _CONTEXT.Process(
+            target=_serve, args=(self.module, self.arguments, self.clocks, self.log), daemon=True
+        )
+        self._process.start()
+        self.starts += 1
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None and self._process.pid is not None
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        return self._process is not None and self._process.is_alive()
+
+    @property
+    def status(self) -> int | None:
+        return None if self._process is None else self._process.exitcode
+
+    def children(self) -> list[psutil.Process]:
+        """Processes that it started, an engine's."""
+        try:
+            return [each for each in psutil.Process(self.pid).children() if each.status() != psutil.STATUS_ZOMBIE]
+        except psutil.NoSuchProcess:
+            return []
+
+    def send(self, number: signal.Signals) -> None:
+        """A signal; none to a process that has ended."""
+        if self.alive:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def fill_disk(self, full: bool) -> None:
+        """Let every write to a file fail, or succeed again."""
+        with contextlib.suppress(ProcessLookupError):
+            _, hard = resource.prlimit(self.pid, resource.RLIMIT_FSIZE)
+            resource.prlimit(self.pid, resource.RLIMIT_FSIZE, (0 if full else hard, hard))
+
+    def end(self, number: signal.Signals = signal.SIGKILL, seconds: float = 20.0) -> int | None:
+        """Signal it and wait; its exit status, None where it had to be killed for it."""
+        self.send(number)
+        self.send(signal.SIGCONT)
+        if self._process is None:
+            return None
+        self._process.join(seconds)
+        if not self.alive:
+            return self._process.exitcode
+        self._process.kill()
+        self._process.join()
+        return None
