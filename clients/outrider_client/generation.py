@@ -29,7 +29,7 @@ class Speculation:
     """How drafts are used for one request. None leaves the choice to the target.
 
     It never changes what is said, but for `VerificationMode.TYPICAL`, which a target's operator has to allow; `typical`
-    is its rule, with the target's defaults when None.
+    is its rule, with the target's defaults when None. `trees` asks for `Chunk.tree`.
     """
 
     enabled: bool | None = None
@@ -37,6 +37,7 @@ class Speculation:
     max_nodes: int | None = None
     corpus: str = ""
     typical: TypicalAcceptance | None = None
+    trees: bool = False
 
     def to_pb(self) -> target_pb2.SpeculationOptions:
         return target_pb2.SpeculationOptions(
@@ -45,6 +46,7 @@ class Speculation:
             max_nodes=self.max_nodes,
             corpus=self.corpus,
             typical=typical_to_pb(self.typical),
+            trees=self.trees,
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from outrider.tree import TokenTree
-from target_service.core.sequence import Finish, Sequence, SequenceState, Verdict
+from target_service.core.sequence import Finish, Sequence, SequenceState, Verdict, VerifiedTree
 from target_service.sampling.verifier import Verified
 from target_service.speculation.merged_tree import PredictedTree
 from target_service.speculation.policy.live_sequence import LiveSequence
@@ -18,6 +18,7 @@ def commit(
     known tokens was counted at its launch, and that of accepted ones counts if the sequence has `kept` its pages since.
     """
     sequence, walk, now = live.sequence, outcome.walk, time.monotonic_ns()
+    shown = _shown(sequence, tree, outcome)
     tokens = [*(tree.token_ids[row] for row in walk.accepted_rows), walk.next_token, *outcome.following]
     kept_tokens, finish = live.stops.cut(sequence.totals.completion_tokens, tokens)
     del tokens[kept_tokens:]
@@ -42,6 +43,7 @@ def commit(
         compute_ns=compute_ns,
         drafts_by_step=by_step if any(by_step[1:]) else (),
         model_version=model_version,
+        tree=shown,
     )
     sequence.totals.lossy_tokens += sum(outcome.lossy[: len(accepted)])
     if isinstance(tree, PredictedTree):
@@ -56,6 +58,15 @@ def commit(
             _count_drafts(sequence, rows, max(1, drafts), drafts)
     _count(sequence, verdict, finish, now)
     return verdict
+
+
+def _shown(sequence: Sequence, tree: TokenTree, outcome: Verified) -> VerifiedTree | None:
+    """What was verified, before the sequence moves on, where the request asks and the host knows."""
+    if not sequence.request.trees or outcome.passes > 1 or outcome.device_passes:
+        return None
+    # A step that was prepared before its root was known has another in its place.
+    token_ids = (sequence.root, *tree.token_ids[1:])
+    return VerifiedTree(token_ids, tuple(tree.parents), tuple(outcome.walk.accepted_rows))
 
 
 def _kept_drafts(right: tuple[int, ...], tokens: int) -> tuple[int, ...]:
