@@ -56,7 +56,7 @@ class Answers:
         self._begun[index] = True
         event = self._event([choice])
         if pieces is not None:
-            event["outrider"] = _drafting(chunk, pieces)
+            event["outrider"] = self._drafting(chunk, pieces)
         return event
 
     def last(self, index: int, result: Result) -> dict[str, Any]:
@@ -111,6 +111,17 @@ class Answers:
         self._offsets[index] += len(chunk.text)
         return self._texts.completion(chunk, self._silent, offset)
 
+    def _drafting(self, chunk: Chunk, pieces: Pieces) -> dict[str, Any]:
+        told: dict[str, Any] = {
+            "step": chunk.step,
+            "tokens": len(chunk.token_ids),
+            "accepted_by_step": list(chunk.drafts_by_step or (chunk.drafted_tokens,)),
+            "pieces": [{"text": text, "drafted": drafted} for text, drafted in pieces.of(chunk)],
+        }
+        if chunk.tree is not None:
+            told["tree"] = self._texts.tree(chunk, chunk.tree)
+        return told
+
     def _event(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         event = {**self._head, "choices": choices}
         if self._asked.include_usage:
@@ -153,15 +164,6 @@ def totals(result: Result) -> dict[str, Any]:
         "queue_ms": round(result.times.queue * 1e3, 3),
         "prefill_ms": round(result.times.prefill * 1e3, 3),
         "decode_ms": round(decode * 1e3, 3),
-    }
-
-
-def _drafting(chunk: Chunk, pieces: Pieces) -> dict[str, Any]:
-    return {
-        "step": chunk.step,
-        "tokens": len(chunk.token_ids),
-        "accepted_by_step": list(chunk.drafts_by_step or (chunk.drafted_tokens,)),
-        "pieces": [{"text": text, "drafted": drafted} for text, drafted in pieces.of(chunk)],
     }
 
 
