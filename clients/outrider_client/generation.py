@@ -139,17 +139,17 @@ class Generation:
         return self._result
 
     async def _read(self) -> target_pb2.GenerateResponse:
-        event = await (self._first_event() if self._call is None else self._next_event(self._call))
+        if self._call is None:
+            event = await self._first_event()
+        else:
+            try:
+                event = await self._call.read()
+            except grpc.RpcError as error:
+                raise self._failed(typed_error(error, self._address)) from error
         if not isinstance(event, target_pb2.GenerateResponse):
             # gRPC's end-of-stream marker, before the event that must come last.
             raise self._failed(OutriderError("the stream ended without its last event"))
         return event
-
-    async def _next_event(self, call: _Call) -> object:
-        try:
-            return await call.read()
-        except grpc.RpcError as error:
-            raise self._failed(typed_error(error, self._address)) from error
 
     async def _first_event(self) -> object:
         """Make the call, again where the target asks for it: as long as nothing was answered, nothing is lost."""

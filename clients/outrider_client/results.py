@@ -113,7 +113,7 @@ class Chunk:
             text=pb.text,
             drafted_tokens=pb.drafted_tokens,
             step=pb.step,
-            logprobs=tuple(TokenLogprobs.from_pb(entry) for entry in pb.logprobs),
+            logprobs=tuple([TokenLogprobs.from_pb(entry) for entry in pb.logprobs]) if pb.logprobs else (),
             queue_ns=timings.queue_nanoseconds,
             compute_ns=timings.compute_nanoseconds,
             drafts_by_step=tuple(pb.drafts_by_step),

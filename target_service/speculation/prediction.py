@@ -33,9 +33,9 @@ _SURE_RUN = 8
 _MOST_DOUBLINGS = 6
 # Accepted tokens of an offer that clear the record of those before.
 _RIGHT_AGAIN = 2
-# Tokens of a first offer, and how many more each accepted one allows. Two texts share a run of words by chance, and what
-# followed it in the wrong one was 34 rows, for two and a half steps (fp32, one thread: a row takes 0.07 of a step). A
-# right prediction is offered whole with its third offer.
+# Tokens of a first offer, and how many more each accepted one allows. Where two texts share a run of words by chance,
+# what follows it in the wrong one was offered in 34 rows, for two and a half steps' time (fp32, one thread, where a row
+# takes 0.07 of a step). A right prediction is offered whole with its third offer.
 _FIRST_OFFER, _FOR_EACH_RIGHT = 4, 4
 
 

@@ -48,7 +48,9 @@ async def test_chat_stream(gateway: Any) -> None:
     assert done == "[DONE]"
     assert usage["choices"] == []
     assert usage["usage"]["completion_tokens"] == 4
-    assert parts[0]["choices"][0]["delta"]["role"] == "assistant"
+    # As OpenAI begins: the role, and no text.
+    assert parts[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert all("role" not in part["choices"][0]["delta"] for part in parts[1:])
     assert "".join(part["choices"][0]["delta"].get("content", "") for part in parts) == "^_`a"
     assert [part["choices"][0]["finish_reason"] for part in parts][-1] == "length"
     assert {part["object"] for part in parts} == {"chat.completion.chunk"}
@@ -59,7 +61,7 @@ async def test_chat_stream(gateway: Any) -> None:
 
 async def test_drafts_are_told_when_asked_for(gateway: Any) -> None:
     asked = {**CHAT, "stream": True, "outrider": {"drafts": True}}
-    *parts, last, done = events((await gateway.http.post("/v1/chat/completions", json=asked)).text)
+    _, *parts, last, done = events((await gateway.http.post("/v1/chat/completions", json=asked)).text)
     assert done == "[DONE]"
     pieces = [piece for part in parts for piece in part["outrider"]["pieces"]]
     assert "".join(piece["text"] for piece in pieces) == "^_`a"

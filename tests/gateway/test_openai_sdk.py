@@ -63,7 +63,7 @@ async def test_drafted_text_is_marked(real: Any, model: str) -> None:
     )  # fmt: skip
     accepted, drafted, totals = 0, "", {}
     async for chunk in stream:
-        extra = chunk.model_extra["outrider"]
+        extra = chunk.model_extra.get("outrider", {})
         accepted += sum(extra.get("accepted_by_step", []))
         drafted += "".join(piece["text"] for piece in extra.get("pieces", []) if piece["drafted"])
         totals = extra.get("totals", totals)
