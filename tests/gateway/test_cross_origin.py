@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from outrider.settings import SettingsError
 from outrider_gateway.config import GatewayConfig
 
 TEXT = {"model": "counter", "prompt": "a", "max_tokens": 3, "temperature": 0}
+DOCS = Path(__file__).parents[2] / "docs/gateway.md"
 LISTED, OTHER = "https://chat.example", "https://other.example"
 # What OpenAI's package sends from a page, which a browser asks about first.
 PREFLIGHT = {
@@ -118,13 +120,12 @@ _CALL = """
 
 
 @contextlib.asynccontextmanager
-async def page_elsewhere() -> AsyncIterator[str]:
-    """The origin of an empty page."""
-    page = b"HTTP/1.1 200 OK\r\ncontent-type: text/html\r\ncontent-length: 6\r\nconnection: close\r\n\r\n<title"
+async def page_elsewhere(pages: list[str]) -> AsyncIterator[str]:
+    """The origin of a page, which is the last of `pages` when it is asked for."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
-        writer.write(page)
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/html\r\nconnection: close\r\n\r\n" + pages[-1].encode())
         await writer.drain()
         writer.close()
 
@@ -139,7 +140,7 @@ async def test_a_browser_streams_with_a_bearer_token(gateways: Any, tmp_path: Pa
     token = "sixteen-letters!"
     serving = {"authenticator": Authenticator({token: "acme"})}
     engine = ScriptedEngine(tick=0.01)
-    async with page_elsewhere() as origin, browser_page(tmp_path) as page:
+    async with page_elsewhere([""]) as origin, browser_page(tmp_path) as page:
         await page.open(origin)
         async with gateways(engine, serving=serving, token=token, allow_origin=origin) as gateway:
             said = await page.look(_CALL % (gateway.url, token))
@@ -152,3 +153,18 @@ async def test_a_browser_streams_with_a_bearer_token(gateways: Any, tmp_path: Pa
         async with gateways(serving=serving, token=token, allow_origin=LISTED) as gateway:
             assert await page.look(_CALL % (gateway.url, token)) == {"error": "TypeError"}
             assert gateway.targets[0].engine.requests == []
+
+
+@pytest.mark.browser
+@pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
+async def test_the_pages_example(gateways: Any, tmp_path: Path) -> None:
+    """That of docs/gateway.md, from another origin."""
+    found = re.search(r"```html\n(.*?)```", DOCS.read_text(), re.DOTALL)
+    assert found is not None and len(found[1].splitlines()) <= 10
+    pages = [""]
+    async with page_elsewhere(pages) as origin, gateways(allow_origin=origin) as gateway:
+        pages.append(found[1].replace("127.0.0.1:8000", gateway.server.address))
+        async with browser_page(tmp_path) as page:
+            await page.open(origin)
+            await page.until("document.body.innerText.includes('[DONE]')")
+            assert gateway.targets[0].engine.requests[-1].max_tokens == 32

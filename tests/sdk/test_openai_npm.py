@@ -215,7 +215,7 @@ async def test_the_pages_example(npm: OpenAiNpm, gateway: GatewayServer, chat: d
     assert len(said) >= 32 and answer["choices"][0]["message"]["content"]
 
 
-def test_the_version_is_pinned() -> None:
+async def test_the_version_is_pinned() -> None:
     package = json.loads((SOURCE / "package.json").read_text())
     lock = json.loads((SOURCE / "package-lock.json").read_text())
     assert re.fullmatch(r"\d+\.\d+\.\d+", package["dependencies"]["openai"])
