@@ -18,11 +18,12 @@ def commit(
     known tokens was counted at its launch, and that of accepted ones counts if the sequence has `kept` its pages since.
     """
     sequence, walk, now = live.sequence, outcome.walk, time.monotonic_ns()
-    shown = _shown(sequence, tree, outcome)
+    # Where the device chose rows, and in passes launched at once, only the device knows what was verified.
+    root, shows = sequence.root, sequence.request.trees and outcome.passes == 1 and not outcome.device_passes
     tokens = [*(tree.token_ids[row] for row in walk.accepted_rows), walk.next_token, *outcome.following]
     kept_tokens, finish = live.stops.cut(sequence.totals.completion_tokens, tokens)
     del tokens[kept_tokens:]
-    accepted = walk.accepted_rows[:kept_tokens]
+    accepted = tuple(walk.accepted_rows[:kept_tokens])
     sequence.token_ids.extend(tokens)
     if kept:
         sequence.kv_length += min(len(accepted), kept_tokens - 1) + sum(outcome.accepted_by_pass)
@@ -43,7 +44,7 @@ def commit(
         compute_ns=compute_ns,
         drafts_by_step=by_step if any(by_step[1:]) else (),
         model_version=model_version,
-        tree=shown,
+        tree=_shown(root, tree, accepted) if shows else None,
     )
     sequence.totals.lossy_tokens += sum(outcome.lossy[: len(accepted)])
     if isinstance(tree, PredictedTree):
@@ -60,13 +61,9 @@ def commit(
     return verdict
 
 
-def _shown(sequence: Sequence, tree: TokenTree, outcome: Verified) -> VerifiedTree | None:
-    """What was verified, before the sequence moves on, where the request asks and the host knows."""
-    if not sequence.request.trees or outcome.passes > 1 or outcome.device_passes:
-        return None
-    # A step that was prepared before its root was known has another in its place.
-    token_ids = (sequence.root, *tree.token_ids[1:])
-    return VerifiedTree(token_ids, tuple(tree.parents), tuple(outcome.walk.accepted_rows))
+def _shown(root: int, tree: TokenTree, accepted_rows: tuple[int, ...]) -> VerifiedTree:
+    """What was verified. A step that was prepared before its root was known has another in its place."""
+    return VerifiedTree((root, *tree.token_ids[1:]), tuple(tree.parents), accepted_rows)
 
 
 def _kept_drafts(right: tuple[int, ...], tokens: int) -> tuple[int, ...]:

@@ -59,6 +59,23 @@ def test_trees_are_what_was_verified(tiny_model: PreTrainedModel, sampling: str,
     assert drafted == totals.drafted_tokens > totals.accepted_tokens > 0
 
 
+def test_a_stop_inside_a_path_ends_it(tiny_model: PreTrainedModel) -> None:
+    """Rows behind the last token are no part of the output, though the model would have said them."""
+    wanted = asked(SAMPLINGS["greedy"])
+    said = plain(tiny_model, wanted)
+    propose = knowing_tree([(*wanted.token_ids, *said)], VOCABULARY, 24, right=1.0)
+    inside = 0
+    for place in range(8, 20):
+        stopping = SamplingParams(ignore_eos=True, stop_token_ids=(said[place],))
+        outcome = run(make_runner(tiny_model), [replace(wanted, sampling=stopping, trees=True)], propose=propose)[0]
+        last = outcome.verdicts[-1]
+        assert outcome.token_ids == said[: said.index(said[place]) + 1]
+        assert last.tree is not None and last.tree.accepted_rows == last.accepted_rows
+        assert len(last.accepted_rows) == last.drafted_tokens
+        inside += last.drafted_tokens < len(last.tree.token_ids) - 1
+    assert inside > 0
+
+
 def test_steps_launched_at_once_have_none(tiny_model: PreTrainedModel) -> None:
     """Nobody lays out a tree of a pass whose root only the device knows."""
     wanted = replace(asked(SAMPLINGS["greedy"]), trees=True)
