@@ -5,12 +5,17 @@
 Target, gateway and clients are processes of their own on this machine. The target is the real server with an engine
 that says one token for every sequence in each step and takes `--step-ms` for it, as a model on a device would: what is
 measured is what stands between it and its clients. gRPC is read with the Python client; HTTP with a reader that only
-looks for events, so that no HTTP library's own cost counts. Both paths take turns, round by round.
+looks for events, so that no HTTP library's own cost counts.
+
+Measurements are pairs, one of either path right after the other; who is first alternates, so that what others do on the
+machine meanwhile falls on both alike. The interval holds 95 % of what drawing the pairs anew gives (a bootstrap).
 
 - first token: one request at a time on warm connections, from sending it to the first text, after a pause of random
-  length. The engine looks for work every millisecond, which both paths wait for alike; differences are of the medians
-  over all requests of a round.
-- throughput: `--streams` answers at once, tokens over the time from the first request to the last token.
+  length: the engine looks for work every millisecond, which both paths wait for alike. Compared are medians over all.
+- throughput: `--streams` answers at once, tokens over the time from the first request to the last token. Compared is
+  the median of the ratios of the pairs.
+- processor: time that all threads of a process were at work for each token, by the kernel's scheduler. Waiting for a
+  core is not in it.
 """
 
 from __future__ import annotations
@@ -25,7 +30,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -41,23 +46,30 @@ from outrider.sampling import SamplingParams  # noqa: E402
 from outrider_client.client import Client  # noqa: E402
 
 MODEL = "counter"
-WARM_UP = 50
+# Of the bootstrap.
+DRAWS = 4000
 BARS = {"added_first_token_ms": 1.0, "throughput_ratio": 0.95}
 # Reads one answer of so many tokens; returns when its first text came, and how many tokens there were.
 Read = Callable[[int], Awaitable[tuple[float, int]]]
+# One value of a path; a value of gRPC's and one of the gateway's.
+Measure = Callable[[], Awaitable[float]]
+Pair = tuple[float, float]
 
 
 @dataclass(frozen=True)
 class Figure:
-    """The medians of the rounds of both paths, with the least and the greatest round, and of what is compared."""
+    """The medians of both paths, with their quartiles, and of what is compared, with its interval of 95 %.
+
+    `processor_us` is the median time at work for each token, by path and process.
+    """
 
     what: str
     unit: str
-    n: int
+    pairs: int
     grpc: tuple[float, float, float]
     gateway: tuple[float, float, float]
     compared: tuple[float, float, float]
-    gateway_cpu_us: float = 0.0
+    processor_us: dict[str, float]
 
 
 async def serve(step_ms: float) -> None:
@@ -74,8 +86,8 @@ async def serve(step_ms: float) -> None:
 
 
 @contextlib.asynccontextmanager
-async def services(step_ms: float) -> AsyncIterator[tuple[str, str, int]]:
-    """A target and a gateway: their addresses, and the gateway's process id."""
+async def services(step_ms: float) -> AsyncIterator[tuple[str, dict[str, int], str]]:
+    """A target and a gateway: the target's address, the processes by name with this one, and the gateway's address."""
     me = [sys.executable, __file__, "--serve", "--step-ms", str(step_ms)]
     gateway = [sys.executable, "-m", "outrider_gateway", "--listen", "127.0.0.1:0"]
     with contextlib.ExitStack() as leave:
@@ -87,7 +99,8 @@ async def services(step_ms: float) -> AsyncIterator[tuple[str, str, int]]:
         leave.callback(web.kill)
         assert web.stderr is not None
         line = next(line for line in web.stderr if "serving http://" in line)
-        yield address, line.split("http://")[1].split()[0], web.pid
+        processes = {"target": target.pid, "gateway": web.pid, "client": os.getpid()}
+        yield address, processes, line.split("http://")[1].split()[0]
 
 
 class HttpReader:
@@ -132,19 +145,6 @@ async def grpc_read(client: Client, tokens: int) -> tuple[float, int]:
     return first, count
 
 
-async def first_tokens(read: Read, requests: int) -> float:
-    """The median time to the first token, in milliseconds, of requests one after the other."""
-    times = []
-    pauses = random.Random(0)
-    for _ in range(requests):
-        # Without this a path's own length would decide where in the engine's millisecond its requests arrive.
-        await asyncio.sleep(pauses.uniform(0.0, 0.004))
-        begin = time.perf_counter()
-        first, _ = await read(1)
-        times.append((first - begin) * 1e3)
-    return statistics.median(times)
-
-
 async def throughput(reads: list[Read], tokens: int) -> float:
     """Tokens a second over all streams at once."""
     begin = time.perf_counter()
@@ -152,70 +152,135 @@ async def throughput(reads: list[Read], tokens: int) -> float:
     return len(reads) * tokens / (time.perf_counter() - begin)
 
 
-def spread(values: list[float]) -> tuple[float, float, float]:
-    """Median, least, greatest."""
-    return tuple(round(value, 4) for value in (statistics.median(values), min(values), max(values)))  # type: ignore[return-value]
+def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
+    """Median, lower and upper quartile."""
+    low, middle, high = statistics.quantiles(values, n=4)
+    return round(middle, 4), round(low, 4), round(high, 4)
 
 
-def cpu_seconds(process: int) -> float:
-    """Processor time of all threads of a process so far, in ticks of 10 ms."""
-    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+def compared(pairs: Sequence[Pair], compare: Callable[[Sequence[Pair]], float]) -> tuple[float, float, float]:
+    """What `compare` makes of the pairs, and the interval of that."""
+    rng = random.Random(0)
+    drawn = sorted(compare(rng.choices(pairs, k=len(pairs))) for _ in range(DRAWS))
+    ends = (drawn[int(share * (DRAWS - 1))] for share in (0.025, 0.975))
+    return tuple(round(value, 4) for value in (compare(pairs), *ends))  # type: ignore[return-value]
+
+
+def added(pairs: Sequence[Pair]) -> float:
+    """By how much the median over the gateway is above that over gRPC."""
+    return statistics.median(pair[1] for pair in pairs) - statistics.median(pair[0] for pair in pairs)
+
+
+def share(pairs: Sequence[Pair]) -> float:
+    """The median of what the gateway's path makes of gRPC's."""
+    return statistics.median(web / direct for direct, web in pairs)
+
+
+def processor_seconds(process: int) -> float:
+    """Time that the threads of a process which are alive have been at work."""
+    nanoseconds = 0
+    for thread in Path(f"/proc/{process}/task").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            nanoseconds += int((thread / "schedstat").read_text().split()[0])
+    return nanoseconds * 1e-9
 
 
 async def measure_first_token(options: argparse.Namespace) -> Figure:
-    async with services(1.0) as (target, web, _), Client.connect(target) as client:
+    pauses = random.Random(0)
+    async with services(1.0) as (address, processes, web), Client.connect(address) as client:
         http = HttpReader(web)
 
-        async def direct(tokens: int) -> tuple[float, int]:
-            return await grpc_read(client, tokens)
+        async def first(read: Read) -> float:
+            # Without this a path's own length would decide where in the engine's millisecond its requests arrive.
+            await asyncio.sleep(pauses.uniform(0.0, 0.004))
+            begin = time.perf_counter()
+            return ((await read(1))[0] - begin) * 1e3
 
-        paths: tuple[Read, Read] = (direct, http.read)
-        for read in paths:
-            await first_tokens(read, WARM_UP)
-        rounds = [[await first_tokens(read, options.requests) for read in paths] for _ in range(options.rounds)]
+        async def direct() -> float:
+            return await first(lambda tokens: grpc_read(client, tokens))
+
+        async def over_http() -> float:
+            return await first(http.read)
+
+        pairs, processor = await measure_pairs(direct, over_http, options.requests, processes, 1)
         await http.close()
-    added = [over_http - over_grpc for over_grpc, over_http in rounds]
-    columns = [spread(list(column)) for column in zip(*rounds, strict=True)]
-    return Figure("first token, one request at a time", "ms", options.requests, *columns, spread(added))
+    return figure("first token, one request at a time", "ms", pairs, added, processor)
 
 
 async def measure_throughput(options: argparse.Namespace, step_ms: float) -> Figure:
-    async with services(step_ms) as (target, web, process), Client.connect(target) as client:
+    async with services(step_ms) as (address, processes, web), Client.connect(address) as client:
         readers = [HttpReader(web) for _ in range(options.streams)]
 
-        async def direct(tokens: int) -> tuple[float, int]:
-            return await grpc_read(client, tokens)
+        async def direct() -> float:
+            return await throughput([lambda tokens: grpc_read(client, tokens)] * options.streams, options.tokens)
 
-        paths: tuple[list[Read], list[Read]] = ([direct] * options.streams, [reader.read for reader in readers])
-        for reads in paths:
-            await throughput(reads, 20)
-        rounds, cpu = [], 0.0
-        for _ in range(options.rounds):
-            over_grpc = await throughput(paths[0], options.tokens)
-            before = cpu_seconds(process)
-            rounds.append((over_grpc, await throughput(paths[1], options.tokens)))
-            cpu += cpu_seconds(process) - before
+        async def over_http() -> float:
+            return await throughput([reader.read for reader in readers], options.tokens)
+
+        tokens = options.streams * options.tokens
+        pairs, processor = await measure_pairs(direct, over_http, options.rounds, processes, tokens)
         for reader in readers:
             await reader.close()
-    ratios = [over_http / over_grpc for over_grpc, over_http in rounds]
-    columns = [spread(list(column)) for column in zip(*rounds, strict=True)]
-    n = options.streams * options.tokens
-    each = round(cpu / options.rounds / n * 1e6, 1)
-    return Figure(f"{options.streams} streams, a step of {step_ms:g} ms", "tokens/s", n, *columns, spread(ratios), each)
+    return figure(f"{options.streams} streams, a step of {step_ms:g} ms", "tokens/s", pairs, share, processor)
+
+
+async def measure_pairs(
+    direct: Measure, over_http: Measure, count: int, processes: Mapping[str, int], tokens: int
+) -> tuple[list[Pair], dict[str, float]]:
+    """So many pairs, after some that are not counted, and the median time at work of each process for a token."""
+    used: dict[str, list[float]] = {}
+
+    async def one(path: str, measure: Measure) -> float:
+        before = {name: processor_seconds(number) for name, number in processes.items()}
+        value = await measure()
+        for name, number in processes.items():
+            spent = (processor_seconds(number) - before[name]) / tokens * 1e6
+            used.setdefault(f"{path}: {name}", []).append(spent)
+        return value
+
+    for _ in range(1 + count // 20):
+        await direct()
+        await over_http()
+    pairs: list[Pair] = []
+    for turn in range(count):
+        if turn % 2:
+            web, plain = await one("gateway", over_http), await one("gRPC", direct)
+        else:
+            plain, web = await one("gRPC", direct), await one("gateway", over_http)
+        pairs.append((plain, web))
+    return pairs, {name: round(statistics.median(values), 1) for name, values in sorted(used.items())}
+
+
+def figure(
+    what: str,
+    unit: str,
+    pairs: Sequence[Pair],
+    compare: Callable[[Sequence[Pair]], float],
+    processor: dict[str, float],
+) -> Figure:
+    """What pairs come to."""
+    columns = (quartiles([pair[place] for pair in pairs]) for place in (0, 1))
+    return Figure(what, unit, len(pairs), *columns, compared(pairs, compare), processor)
 
 
 def table(document: dict[str, Any]) -> str:
     """The figures as Markdown."""
     lines = [
-        "| what | gRPC | gateway | compared | processor for each token in the gateway |",
-        "|---|---|---|---|---|",
+        "| what | pairs | gRPC (quartiles) | gateway (quartiles) | compared (95 %) | processor in the gateway |",
+        "|---|---|---|---|---|---|",
     ]
     for figure in document["figures"]:
         cells = ["{:.6g} ({:.6g} to {:.6g})".format(*figure[name]) for name in ("grpc", "gateway", "compared")]
-        sign = "+ {} ms" if figure["unit"] == "ms" else "{} of gRPC"
-        cpu = f"{figure['gateway_cpu_us']:g} µs" if figure["gateway_cpu_us"] else ""
-        row = (f"{figure['what']}, {figure['unit']}", cells[0], cells[1], sign.format(cells[2]), cpu)
+        over = "+ {} ms" if figure["unit"] == "ms" else "{} of gRPC"
+        each = "a request" if figure["unit"] == "ms" else "a token"
+        processor = f"{figure['processor_us']['gateway: gateway']:g} µs {each}"
+        row = (
+            f"{figure['what']}, {figure['unit']}",
+            str(figure["pairs"]),
+            *cells[:2],
+            over.format(cells[2]),
+            processor,
+        )
         lines.append("| " + " | ".join(row) + " |")
     return "\n".join(lines) + "\n"
 
@@ -230,7 +295,6 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
         "commit": describe_commit(),
         "machine": describe_machine(),
         "versions": describe_versions(("uvicorn", "starlette", "httptools", "uvloop")),
-        "rounds": options.rounds,
         "bars": BARS,
         "figures": [asdict(figure) for figure in figures],
     }
@@ -238,10 +302,10 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     parser = parser_of(__doc__)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--requests", type=int, default=200, help="requests of a round, for the first token")
+    parser.add_argument("--rounds", type=int, default=40, help="pairs of waves, for the throughput")
+    parser.add_argument("--requests", type=int, default=400, help="pairs of requests, for the first token")
     parser.add_argument("--streams", type=int, default=64)
-    parser.add_argument("--tokens", type=int, default=200, help="tokens of an answer, for the throughput")
+    parser.add_argument("--tokens", type=int, default=100, help="tokens of an answer, for the throughput")
     parser.add_argument("--steps", type=float, nargs="+", default=[20.0, 10.0, 0.5], help="step times in milliseconds")
     parser.add_argument("--table", type=Path)
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)

@@ -145,8 +145,9 @@ async def measure_target(
                 continue
             predicted = predictions(cases, answers, place)
             # No mode is always the first.
-            first = (turn + place) % len(MODES)
-            for mode in (*MODES[first:], *MODES[:first]):
+            modes = arguments.modes.split(",")
+            first = (turn + place) % len(modes)
+            for mode in (*modes[first:], *modes[:first]):
                 result = await answer(case, predicted[mode])
                 same = result.token_ids == answers[place].token_ids
                 samples.append(sample_of(result, case, drafter, mode, turn, same=same))
@@ -219,6 +220,7 @@ def main() -> int:
     parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--drafters", default="none,prompt_lookup", help="with commas between; none is no draft")
+    parser.add_argument("--modes", default=",".join(MODES), help="with commas between; plain among them")
     parser.add_argument("--threads", type=int, default=0, help="of the target; 0 leaves torch's own choice")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--every", type=int, default=1, help="take every so many cases")

@@ -28,7 +28,7 @@ class Speculation:
     """How drafts are used for one request. None leaves the choice to the target.
 
     It never changes what is said, but for `VerificationMode.TYPICAL`, which a target's operator has to allow; `typical`
-    is its rule, with the target's defaults when None.
+    is its rule, with the target's defaults when None. `trees` asks for `Chunk.tree`.
     """
 
     enabled: bool | None = None
@@ -36,6 +36,7 @@ class Speculation:
     max_nodes: int | None = None
     corpus: str = ""
     typical: TypicalAcceptance | None = None
+    trees: bool = False
 
     def to_pb(self) -> target_pb2.SpeculationOptions:
         return target_pb2.SpeculationOptions(
@@ -44,6 +45,7 @@ class Speculation:
             max_nodes=self.max_nodes,
             corpus=self.corpus,
             typical=typical_to_pb(self.typical),
+            trees=self.trees,
         )
 
 
@@ -134,17 +136,17 @@ class Generation:
         return self._result
 
     async def _read(self) -> target_pb2.GenerateResponse:
-        event = await (self._first_event() if self._call is None else self._next_event(self._call))
+        if self._call is None:
+            event = await self._first_event()
+        else:
+            try:
+                event = await self._call.read()
+            except grpc.RpcError as error:
+                raise self._failed(typed_error(error, self._address)) from error
         if not isinstance(event, target_pb2.GenerateResponse):
             # gRPC's end-of-stream marker, before the event that must come last.
             raise self._failed(OutriderError("the stream ended without its last event"))
         return event
-
-    async def _next_event(self, call: _Call) -> object:
-        try:
-            return await call.read()
-        except grpc.RpcError as error:
-            raise self._failed(typed_error(error, self._address)) from error
 
     async def _first_event(self) -> object:
         """Make the call, again where the target asks for it: as long as nothing was answered, nothing is lost."""

@@ -70,13 +70,31 @@ class Started:
 
 
 @dataclass(frozen=True, slots=True)
+class VerifiedTree:
+    """What one step verified: row 0 is the root, the last token before it, and `parents[i]` the row of row i's parent.
+
+    `accepted_rows` are the rows that became output, from the root's child down. Of a plain step there is the root
+    alone.
+    """
+
+    token_ids: tuple[int, ...]
+    parents: tuple[int, ...]
+    accepted_rows: tuple[int, ...]
+
+    @classmethod
+    def from_pb(cls, pb: target_pb2.VerifiedTree) -> VerifiedTree:
+        return cls(tuple(pb.tree.token_ids), tuple(pb.tree.parents), tuple(pb.accepted_rows))
+
+
+@dataclass(frozen=True, slots=True)
 class Chunk:
     """The tokens of one step, or of several in a row.
 
     `drafted_tokens` of `token_ids` were drafted, as `drafted` tells, the rest are the model's own. `step` is the last
     one's. `drafts_by_step` has the drafted tokens of each step, where later ones than the first have some.
     `text` is what became complete with them; it may lag behind the tokens by part of a character or of a
-    stop string. `queue_ns` and `compute_ns` are the target's own times.
+    stop string. `queue_ns` and `compute_ns` are the target's own times. `tree` is what the last step verified, where
+    `Speculation.trees` asks for it and the target knows it.
     """
 
     token_ids: tuple[int, ...]
@@ -89,6 +107,7 @@ class Chunk:
     drafts_by_step: tuple[int, ...] = ()
     # Of the target's weights that said the tokens; 0 from a target that does not say.
     model_version: int = 0
+    tree: VerifiedTree | None = None
 
     @property
     def drafted(self) -> tuple[bool, ...]:
@@ -105,11 +124,12 @@ class Chunk:
             text=pb.text,
             drafted_tokens=pb.drafted_tokens,
             step=pb.step,
-            logprobs=tuple(TokenLogprobs.from_pb(entry) for entry in pb.logprobs),
+            logprobs=tuple([TokenLogprobs.from_pb(entry) for entry in pb.logprobs]) if pb.logprobs else (),
             queue_ns=timings.queue_nanoseconds,
             compute_ns=timings.compute_nanoseconds,
             drafts_by_step=tuple(pb.drafts_by_step),
             model_version=pb.model_version,
+            tree=VerifiedTree.from_pb(pb.tree) if pb.HasField("tree") else None,
         )
 
 

@@ -7,13 +7,18 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
+import orjson
+
 import outrider
 from outrider_client.results import Chunk, FinishReason, Result
 from outrider_gateway.asked import Asked
+from outrider_gateway.http import event_bytes
 from outrider_gateway.prediction import prediction_details
 from outrider_gateway.token_texts import Pieces, TokenTexts, merged
 
 _FINISH = {FinishReason.END_OF_SEQUENCE: "stop", FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
+# Stands for an event's text while its frame is made.
+_TEXT = "text"
 _FINGERPRINT = f"outrider-{outrider.__version__}"
 
 
@@ -36,45 +41,64 @@ class Answers:
         self._pieces = [texts.pieces() if asked.drafts else None for _ in range(asked.answers)]
         self._offsets = [0] * asked.answers
         self._begun = [False] * asked.answers
+        self._frames: list[tuple[bytes, bytes] | None] = [None] * asked.answers
         self._listed: list[list[Any]] = [[] for _ in range(asked.answers)]
 
     @property
     def id(self) -> str:
         return str(self._head["id"])
 
-    def chunk(self, index: int, chunk: Chunk) -> dict[str, Any] | None:
-        """The event of a chunk; None for one that tells a client nothing."""
-        listed = self._list(index, chunk)
+    def chunk(self, index: int, chunk: Chunk) -> bytes:
+        """The events of a chunk; empty for one that tells a client nothing."""
         pieces = self._pieces[index]
+        if pieces is None and not self._asked.logprobs:
+            # The common case, of which nothing but the text changes from event to event.
+            if not chunk.text:
+                return b""
+            before, after = self._frames[index] or self._frame(index)
+            return self._opening(index) + before + orjson.dumps(chunk.text) + after
+        listed = self._list(index, chunk)
         if not chunk.text and not listed and pieces is None:
-            return None
-        if self._asked.chat:
-            delta = {"content": chunk.text} if self._begun[index] else {"role": "assistant", "content": chunk.text}
-            choice: dict[str, Any] = {"index": index, "delta": delta, "logprobs": listed, "finish_reason": None}
-        else:
-            choice = {"index": index, "text": chunk.text, "logprobs": listed, "finish_reason": None}
-        self._begun[index] = True
-        event = self._event([choice])
+            return b""
+        event = self._said(index, chunk.text, listed)
         if pieces is not None:
-            event["outrider"] = _drafting(chunk, pieces)
-        return event
+            event["outrider"] = self._drafting(chunk, pieces)
+        return self._opening(index) + event_bytes(event)
 
-    def last(self, index: int, result: Result) -> dict[str, Any]:
-        """The event that ends an answer."""
-        finish = _finish(result)
-        if self._asked.chat:
-            delta = {} if self._begun[index] else {"role": "assistant", "content": ""}
-            choice: dict[str, Any] = {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish}
-        else:
-            choice = {"index": index, "text": "", "logprobs": None, "finish_reason": finish}
+    def last(self, index: int, result: Result) -> bytes:
+        """The events that end an answer."""
+        choice: dict[str, Any] = {"index": index, "delta": {}, "logprobs": None, "finish_reason": _finish(result)}
+        if not self._asked.chat:
+            choice = {"index": index, "text": "", "logprobs": None, "finish_reason": _finish(result)}
         event = self._event([choice])
         if self._asked.drafts:
             event["outrider"] = {"index": index, "totals": totals(result)}
-        return event
+        return self._opening(index) + event_bytes(event)
 
-    def usage_event(self, results: Sequence[Result]) -> dict[str, Any]:
+    def usage_event(self, results: Sequence[Result]) -> bytes:
         """The event with the usage of the whole request, which has no choice."""
-        return self._event([]) | {"usage": self._usage(results)}
+        return event_bytes(self._event([]) | {"usage": self._usage(results)})
+
+    def _opening(self, index: int) -> bytes:
+        """Before all else of a chat answer its role and no text, as OpenAI does: its npm package counts tokens of the
+        first event twice."""
+        if self._begun[index] or not self._asked.chat:
+            return b""
+        self._begun[index] = True
+        delta = {"role": "assistant", "content": ""}
+        return event_bytes(self._event([{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}]))
+
+    def _frame(self, index: int) -> tuple[bytes, bytes]:
+        """What stands before and behind the text in an event that says nothing else."""
+        # The last of them: what follows the text is of our own making, and holds none.
+        before, _, after = event_bytes(self._said(index, _TEXT, None)).rpartition(orjson.dumps(_TEXT))
+        self._frames[index] = frame = before, after
+        return frame
+
+    def _said(self, index: int, text: str, listed: Any) -> dict[str, Any]:
+        """An event with text, and with its tokens where they are listed."""
+        said = {"delta": {"content": text}} if self._asked.chat else {"text": text}
+        return self._event([{"index": index, **said, "logprobs": listed, "finish_reason": None}])
 
     def keep(self, index: int, chunk: Chunk) -> None:
         """Note a chunk of an answer that is sent whole."""
@@ -110,6 +134,17 @@ class Answers:
         offset = self._offsets[index]
         self._offsets[index] += len(chunk.text)
         return self._texts.completion(chunk, self._silent, offset)
+
+    def _drafting(self, chunk: Chunk, pieces: Pieces) -> dict[str, Any]:
+        told: dict[str, Any] = {
+            "step": chunk.step,
+            "tokens": len(chunk.token_ids),
+            "accepted_by_step": list(chunk.drafts_by_step or (chunk.drafted_tokens,)),
+            "pieces": [{"text": text, "drafted": drafted} for text, drafted in pieces.of(chunk)],
+        }
+        if chunk.tree is not None:
+            told["tree"] = self._texts.tree(chunk, chunk.tree)
+        return told
 
     def _event(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         event = {**self._head, "choices": choices}
@@ -153,15 +188,6 @@ def totals(result: Result) -> dict[str, Any]:
         "queue_ms": round(result.times.queue * 1e3, 3),
         "prefill_ms": round(result.times.prefill * 1e3, 3),
         "decode_ms": round(decode * 1e3, 3),
-    }
-
-
-def _drafting(chunk: Chunk, pieces: Pieces) -> dict[str, Any]:
-    return {
-        "step": chunk.step,
-        "tokens": len(chunk.token_ids),
-        "accepted_by_step": list(chunk.drafts_by_step or (chunk.drafted_tokens,)),
-        "pieces": [{"text": text, "drafted": drafted} for text, drafted in pieces.of(chunk)],
     }
 
 

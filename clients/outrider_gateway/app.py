@@ -12,6 +12,7 @@ from starlette.routing import BaseRoute, Route
 
 from outrider_gateway.caller import caller_from
 from outrider_gateway.config import GatewayConfig
+from outrider_gateway.cross_origin import cross_origin
 from outrider_gateway.endpoints import Generating
 from outrider_gateway.failures import Refused
 from outrider_gateway.metrics import GatewayMetrics
@@ -43,7 +44,11 @@ class Application:
         ]
         if config.page:
             routes += page_routes()
-        self.asgi = Starlette(routes=routes, exception_handlers={HTTPException: _not_found, Refused: _refused})
+        self.asgi = Starlette(
+            routes=routes,
+            middleware=cross_origin(config.origins),
+            exception_handlers={HTTPException: _not_found, Refused: _refused},
+        )
 
     @property
     def running(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +11,9 @@ from outrider.settings import SettingsError, setting
 
 # Names the settings file where no flag does.
 CONFIG_VARIABLE = "OUTRIDER_CONFIG"
+# As browsers write the origin of a page: in lower case, without a path.
+_ORIGIN = re.compile(r"https?://(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:\d{1,5})?")
+ANY_ORIGIN = "*"
 
 
 @dataclass(frozen=True)
@@ -22,6 +26,7 @@ class GatewayConfig:
     target: str = setting("127.0.0.1:50051", "target services, HOST:PORT or unix:PATH, with commas between")
     listen: str = setting("127.0.0.1:8000", "HOST:PORT to serve HTTP on")
     page: bool = setting(True, "serve the chat page at /")
+    allow_origin: str = setting("", "origins whose pages may call, such as https://a.example, commas between; * is any")
     tokenizer: str = setting("", "model or folder whose tokenizer names tokens; the served model's when empty")
 
     max_running: int = setting(256, "answers being written at once; requests for more are refused with 429")
@@ -54,6 +59,10 @@ class GatewayConfig:
             problem = address_problem(address)
             _need(problem is None, "target", problem or "")
         _need(len(set(self.targets)) == len(self.targets), "target", "names a target twice")
+        for origin in self.origins:
+            known = origin == ANY_ORIGIN or _ORIGIN.fullmatch(origin) is not None
+            _need(known, "allow_origin", f"{origin!r} is not SCHEME://HOST[:PORT] in lower case, nor *")
+        _need(ANY_ORIGIN not in self.origins or len(self.origins) == 1, "allow_origin", "* stands alone")
         _need(bool(self.tls_certificate) == bool(self.tls_key), "tls_certificate", "needs --tls-key, and the other way")
         for path in filter(None, (self.tls_certificate, self.tls_key)):
             _need(Path(path).is_file(), "tls_certificate", f"{path}: no such file")
@@ -62,7 +71,16 @@ class GatewayConfig:
     @property
     def targets(self) -> tuple[str, ...]:
         """The address of every target."""
-        return tuple(address.strip() for address in self.target.split(",") if address.strip())
+        return _listed(self.target)
+
+    @property
+    def origins(self) -> tuple[str, ...]:
+        """The origin of every other page that may call; `ANY_ORIGIN` alone for all."""
+        return _listed(self.allow_origin)
+
+
+def _listed(names: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in names.split(",") if name.strip())
 
 
 def host_and_port(listen: str) -> tuple[str, int]:

@@ -18,7 +18,7 @@ from outrider_gateway.asked import Asked
 from outrider_gateway.caller import caller_from
 from outrider_gateway.config import GatewayConfig
 from outrider_gateway.failures import Refused, TooMany, refusal
-from outrider_gateway.http import ClientGone, EventWriter, read_json, send_json, while_connected
+from outrider_gateway.http import ClientGone, EventWriter, event_bytes, read_json, send_json, while_connected
 from outrider_gateway.metrics import GatewayMetrics
 from outrider_gateway.names import Names
 from outrider_gateway.targets import Targets
@@ -89,9 +89,9 @@ class Generating:
         results: dict[int, Result] = {}
 
         async def on_chunk(index: int, chunk: Chunk) -> None:
-            event = answers.chunk(index, chunk)
-            if event is not None:
-                await writer.write(event)
+            events = answers.chunk(index, chunk)
+            if events:
+                await writer.write(events)
 
         async def on_result(index: int, result: Result) -> None:
             results[index] = result
@@ -130,7 +130,7 @@ class _Request:
     async def refuse(self, refused: Refused) -> int:
         """Say that it failed: as the answer, or as the last event of one that has begun. Returns the status."""
         if self.writer is not None and self.writer.begun:
-            await self.writer.write(refused.body())
+            await self.writer.write(event_bytes(refused.body()))
             await self.writer.end(done=False)
         else:
             await send_json(self.send, refused.status, refused.body(), self.id, refused.headers())

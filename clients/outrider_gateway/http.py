@@ -103,25 +103,33 @@ class EventWriter:
         # Choices are written by tasks of their own, and none may come before the answer's head.
         self._turn = asyncio.Lock()
         self.begun = False
+        # Whether the head was taken, and anybody may write.
+        self._open = False
 
-    async def write(self, event: Mapping[str, Any]) -> None:
-        """Returns when the client's connection takes more."""
-        data = b"data: " + orjson.dumps(event) + b"\n\n"
-        async with self._turn:
-            await self._write(data)
+    async def write(self, events: bytes) -> None:
+        """Write whole events, see `event_bytes`. Returns when the client's connection takes more."""
+        if not self._open:
+            await self._begin()
+        await self._send({"type": "http.response.body", "body": events, "more_body": True})
 
     async def end(self, done: bool) -> None:
         """The end of the stream; `done` says so in words, which an answer that broke off must not."""
         if done:
-            await self._write(b"data: [DONE]\n\n")
+            await self.write(b"data: [DONE]\n\n")
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _write(self, data: bytes) -> None:
-        if not self.begun:
-            self.begun = True
-            headers = [*_EVENTS, (b"x-request-id", self._request_id.encode())]
-            await self._send({"type": "http.response.start", "status": 200, "headers": headers})
-        await self._send({"type": "http.response.body", "body": data, "more_body": True})
+    async def _begin(self) -> None:
+        async with self._turn:
+            if not self.begun:
+                self.begun = True
+                headers = [*_EVENTS, (b"x-request-id", self._request_id.encode())]
+                await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+                self._open = True
+
+
+def event_bytes(event: Mapping[str, Any]) -> bytes:
+    """A server-sent event with this JSON."""
+    return b"data: " + orjson.dumps(event) + b"\n\n"
 
 
 async def send_json(

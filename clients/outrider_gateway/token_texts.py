@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from outrider_client.local.models import Tokenizer
-from outrider_client.results import Chunk, TokenLogprobs
+from outrider_client.results import Chunk, TokenLogprobs, VerifiedTree
 from outrider_client.terminal.painting import Painter
 
 _REPLACEMENT = "\ufffd"
@@ -43,6 +43,17 @@ class TokenTexts:
             lists["text_offset"].append(offset)
             offset += 0 if self._tokenizer is None else len(name)
         return lists
+
+    def tree(self, chunk: Chunk, tree: VerifiedTree) -> dict[str, Any]:
+        """What the chunk's last step verified, and the token of the model's own that came behind; null where the answer
+        ended before it."""
+        own = bool(chunk.token_ids) and not chunk.drafted[-1]
+        return {
+            "tokens": [self.name(token_id) for token_id in tree.token_ids],
+            "parents": list(tree.parents),
+            "accepted": list(tree.accepted_rows),
+            "next": self.name(chunk.token_ids[-1]) if own else None,
+        }
 
     def pieces(self) -> Pieces:
         """For telling drafted text from the model's own, in one answer."""

@@ -225,8 +225,11 @@ def _extension(fields: Fields) -> tuple[Speculation, bool]:
         mode=modes.get(mode),
         max_nodes=inner.whole("max_nodes", 0, _MAX_UINT32),
         corpus=inner.text("corpus"),
+        trees=inner.flag("trees"),
     )
     drafts = inner.flag("drafts")
+    if speculation.trees and not drafts:
+        raise BadField(inner.path("trees"), "needs drafts to be true", "invalid_value")
     inner.end()
     return speculation, drafts
 

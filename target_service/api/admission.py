@@ -107,6 +107,7 @@ class Admission:
             max_draft_nodes=max_nodes,
             corpus=corpus,
             prediction=prediction if asked and served.predictions and max_nodes > 0 else (),
+            trees=options.trees,
             traceparent=traceparent,
         )
 

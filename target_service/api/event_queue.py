@@ -70,7 +70,7 @@ def _join(run: list[Verdict]) -> Verdict:
     """One verdict that says what several say, under the last one's step."""
     if len(run) == 1:
         return run[0]
-    first = run[0].drafts_by_step
+    first, shown = run[0].drafts_by_step, [verdict.tree for verdict in run if verdict.tree is not None]
     return msgspec.structs.replace(
         run[-1],
         accepted_rows=run[0].accepted_rows,
@@ -80,5 +80,6 @@ def _join(run: list[Verdict]) -> Verdict:
         queue_ns=sum(verdict.queue_ns for verdict in run),
         compute_ns=sum(verdict.compute_ns for verdict in run),
         # The others' tokens are the model's own, one of each step.
+        tree=shown[-1] if shown else None,
         drafts_by_step=first and (*first, *(0 for verdict in run[1:] for _ in verdict.token_ids)),
     )

@@ -15,6 +15,7 @@ from target_service.core.sequence import (
     SequenceTotals,
     TokenLogprobs,
     Verdict,
+    VerifiedTree,
 )
 from target_service.core.weights import WeightsUpdated
 
@@ -50,6 +51,7 @@ def chunk(verdict: Verdict, text: str) -> pb.GenerateResponse:
             step=verdict.step,
             drafts_by_step=verdict.drafts_by_step,
             model_version=verdict.model_version,
+            tree=_tree(verdict.tree),
         ),
         timings=_timings(verdict),
     )
@@ -120,6 +122,13 @@ def updated(result: WeightsUpdated) -> pb.UpdateWeightsResponse:
         aborted_sequences=result.aborted,
         continued_sequences=result.continued,
     )
+
+
+def _tree(shown: VerifiedTree | None) -> pb.VerifiedTree | None:
+    if shown is None:
+        return None
+    tree = tree_pb2.TokenTree(token_ids=shown.token_ids, parents=shown.parents)
+    return pb.VerifiedTree(tree=tree, accepted_rows=shown.accepted_rows)
 
 
 def _logprobs(logprobs: Sequence[TokenLogprobs]) -> list[pb.TokenLogprobs]:

@@ -43,6 +43,8 @@ class SequenceRequest:
     prediction: tuple[int, ...] = ()
     # The client drafts: each step waits for `Engine.verify`.
     external: bool = False
+    # Verdicts say what was verified.
+    trees: bool = False
     traceparent: str = ""
 
     @property
@@ -101,6 +103,14 @@ class DevicePass(NamedTuple):
     path: tuple[int, ...]
 
 
+class VerifiedTree(NamedTuple):
+    """What a step verified, for those who show it: a `TokenTree`'s rows, and which of them were accepted."""
+
+    token_ids: tuple[int, ...]
+    parents: tuple[int, ...]
+    accepted_rows: tuple[int, ...]
+
+
 class _Event(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
     """What the engine reports of a sequence. A struct, because up to 64 are made in every step and sent to another
     process: a frozen dataclass takes ten times as long to make."""
@@ -128,6 +138,8 @@ class Verdict(_Event, frozen=True):
     drafts_by_step: tuple[int, ...] = ()
     # Of the weights that said the tokens.
     model_version: int = FIRST_VERSION
+    # Where the request asks for it, and the host knows it.
+    tree: VerifiedTree | None = None
 
     @property
     def passes(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from outrider.tree import TokenTree
-from target_service.core.sequence import Finish, Sequence, SequenceState, Verdict
+from target_service.core.sequence import Finish, Sequence, SequenceState, Verdict, VerifiedTree
 from target_service.sampling.verifier import Verified
 from target_service.speculation.merged_tree import PredictedTree
 from target_service.speculation.policy.live_sequence import LiveSequence
@@ -18,10 +18,12 @@ def commit(
     known tokens was counted at its launch, and that of accepted ones counts if the sequence has `kept` its pages since.
     """
     sequence, walk, now = live.sequence, outcome.walk, time.monotonic_ns()
+    # Where the device chose rows, and in passes launched at once, only the device knows what was verified.
+    root, shows = sequence.root, sequence.request.trees and outcome.passes == 1 and not outcome.device_passes
     tokens = [*(tree.token_ids[row] for row in walk.accepted_rows), walk.next_token, *outcome.following]
     kept_tokens, finish = live.stops.cut(sequence.totals.completion_tokens, tokens)
     del tokens[kept_tokens:]
-    accepted = walk.accepted_rows[:kept_tokens]
+    accepted = tuple(walk.accepted_rows[:kept_tokens])
     sequence.token_ids.extend(tokens)
     if kept:
         sequence.kv_length += min(len(accepted), kept_tokens - 1) + sum(outcome.accepted_by_pass)
@@ -42,6 +44,7 @@ def commit(
         compute_ns=compute_ns,
         drafts_by_step=by_step if any(by_step[1:]) else (),
         model_version=model_version,
+        tree=_shown(root, tree, accepted) if shows else None,
     )
     sequence.totals.lossy_tokens += sum(outcome.lossy[: len(accepted)])
     if isinstance(tree, PredictedTree):
@@ -56,6 +59,11 @@ def commit(
             _count_drafts(sequence, rows, max(1, drafts), drafts)
     _count(sequence, verdict, finish, now)
     return verdict
+
+
+def _shown(root: int, tree: TokenTree, accepted_rows: tuple[int, ...]) -> VerifiedTree:
+    """What was verified. A step that was prepared before its root was known has another in its place."""
+    return VerifiedTree((root, *tree.token_ids[1:]), tuple(tree.parents), accepted_rows)
 
 
 def _kept_drafts(right: tuple[int, ...], tokens: int) -> tuple[int, ...]:

@@ -138,6 +138,31 @@ def test_a_wrong_prediction_is_hardly_ever_offered(tiny_model: PreTrainedModel) 
     assert totals.drafted_steps - totals.accepted_tokens <= 12
 
 
+@pytest.mark.parametrize("cost", COSTS)
+def test_an_offer_is_bounded_by_what_was_right(tiny_model: PreTrainedModel, cost: str) -> None:
+    """A text that shares runs of words with the answer by chance, which is what makes a wrong one look right."""
+    wanted = asked(SAMPLINGS["greedy"], 120)
+    said, rng = plain(tiny_model, wanted), random.Random(6)
+    # Runs of the answer, each followed by something else.
+    misleading = [
+        token
+        for at in range(0, 112, 8)
+        for token in (*said[at : at + 6], *(rng.randrange(3, VOCABULARY) for _ in range(40)))
+    ]
+    predicted = replace(wanted, prediction=tuple(misleading), trees=True)
+    outcome = run(make_runner(tiny_model), [predicted], step_cost=COSTS[cost])[0]
+    assert outcome.token_ids == said
+    right = offered = 0
+    for verdict in outcome.verdicts:
+        assert verdict.tree is not None
+        rows = len(verdict.tree.token_ids) - 1
+        # Two guesses at most are offered at once.
+        assert rows <= 2 * (4 + 4 * right)
+        right += len(verdict.tree.accepted_rows)
+        offered += rows
+    assert COSTS[cost] is not None or offered > right > 0
+
+
 @pytest.mark.parametrize("draft", [None, "random"])
 def test_rejection_follows_a_prediction_that_is_certain(tiny_model: PreTrainedModel, draft: str | None) -> None:
     """At top_k 1 the distribution has one token, so that rejection sampling must say what greedy decoding does."""

@@ -47,7 +47,7 @@ async def test_curl(gateways: Any) -> None:
     parts = [line.removeprefix("data: ") for line in out.splitlines() if line.startswith("data: ")]
     assert parts[-1] == "[DONE]"
     assert json.loads(parts[-2])["usage"]["completion_tokens"] == 32
-    assert json.loads(parts[0])["outrider"]["pieces"]
+    assert json.loads(parts[1])["outrider"]["pieces"]
     assert len(example("bash").splitlines()) <= 10
 
 

@@ -63,13 +63,37 @@ async def test_drafted_text_is_marked(real: Any, model: str) -> None:
     )  # fmt: skip
     accepted, drafted, totals = 0, "", {}
     async for chunk in stream:
-        extra = chunk.model_extra["outrider"]
+        extra = chunk.model_extra.get("outrider", {})
         accepted += sum(extra.get("accepted_by_step", []))
         drafted += "".join(piece["text"] for piece in extra.get("pieces", []) if piece["drafted"])
         totals = extra.get("totals", totals)
     assert accepted == totals["accepted_tokens"] > 0
     assert drafted
     assert totals["mean_accepted_length"] > 1
+
+
+async def test_trees_are_told_when_asked_for(real: Any, model: str) -> None:
+    asked = {"model": model, "messages": MESSAGES, "max_tokens": 120, "temperature": 0, "stream": True}
+    stream = await real.openai.chat.completions.create(
+        **asked, extra_body={"outrider": {"drafts": True, "trees": True}}
+    )
+    drafted, accepted, totals = 0, 0, {}
+    async for chunk in stream:
+        extra = chunk.model_extra.get("outrider", {})
+        totals = extra.get("totals", totals)
+        # Several steps in one chunk have one tree.
+        if (tree := extra.get("tree")) and len(extra["accepted_by_step"]) == 1:
+            path = [tree["tokens"][row] for row in tree["accepted"]]
+            assert [tree["parents"][row] for row in tree["accepted"]] == [0, *tree["accepted"][:-1]][: len(path)]
+            assert len(path) == extra["accepted_by_step"][0]
+            drafted, accepted = drafted + len(tree["tokens"]) - 1, accepted + len(path)
+    assert 0 < accepted <= totals["accepted_tokens"]
+    assert accepted < drafted <= totals["drafted_tokens"]
+    plain = await real.openai.chat.completions.create(**asked, extra_body={"outrider": {"drafts": True}})
+    assert not ["tree" async for chunk in plain if "tree" in chunk.model_extra.get("outrider", {})]
+    with pytest.raises(openai.BadRequestError) as caught:
+        await real.openai.chat.completions.create(**asked, extra_body={"outrider": {"trees": True}})
+    assert caught.value.param == "outrider.trees"
 
 
 async def test_seeded_choices_differ_and_repeat(real: Any, model: str) -> None:

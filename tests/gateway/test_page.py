@@ -11,7 +11,7 @@ from browser import CHROMIUM, browser_page
 from scripted_engine import ScriptedEngine
 
 ANSWERED = "document.querySelector('.answer .text')?.textContent.length > 20"
-FILES = ("/", "/page/chat.css", "/page/chat.js", "/page/stream.js", "/page/icon.svg")
+FILES = ("/", "/page/chat.css", "/page/chat.js", "/page/stream.js", "/page/tree.js", "/page/icon.svg")
 in_browser = [
     pytest.mark.browser,
     pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed"),
@@ -146,7 +146,30 @@ class TestInBrowser:
             assert await page.look("document.querySelectorAll('.both .drafted').length") > 0
             assert await page.look("document.querySelectorAll('#steps span').length") > 0
             assert "accepted in" in await page.look("document.getElementById('steps-text').textContent")
+            await self._tree_is_drawn(page)
             assert page.complaints == []
+
+    async def _tree_is_drawn(self, page: Any) -> None:
+        """The last step that had drafts: a node for each row and the model's own token, the same in words."""
+        said = await page.look("document.getElementById('tree-text').textContent")
+        found = re.match(r"step \d+: (\d+) tokens drafted, (\d+) accepted; it said", said)
+        assert found is not None, said
+        rows, accepted = int(found[1]), int(found[2])
+        count = "document.querySelectorAll('#tree .node.{}').length"
+        kinds = {kind: await page.look(count.format(kind)) for kind in ("root", "drafted", "left", "own")}
+        # The answer may have ended before a token of the model's own.
+        assert kinds.pop("own") <= 1
+        assert kinds == {"root": 1, "drafted": accepted, "left": rows - accepted}
+        nodes = await page.look("document.querySelectorAll('#tree .node').length")
+        assert await page.look("document.querySelectorAll('#tree path').length") == nodes - 1
+        # No node hides another.
+        boxes = await page.look(
+            "[...document.querySelectorAll('#tree .node')].map((node) => "
+            "{ const box = node.getBoundingClientRect(); return [box.left, box.right, box.top, box.bottom]; })"
+        )
+        for at, (left, right, top, bottom) in enumerate(boxes):
+            for other in boxes[at + 1 :]:
+                assert right <= other[0] or left >= other[1] or bottom <= other[2] or top >= other[3]
 
     @pytest.mark.parametrize("scheme", ["light", "dark"])
     async def test_contrast_and_labels(self, gateways: Any, tmp_path: Path, scheme: str) -> None:

@@ -27,6 +27,7 @@ from target_service.core.sequence import (
     StepStats,
     TokenLogprobs,
     Verdict,
+    VerifiedTree,
 )
 from target_service.core.weights import RunningRequests, WeightsUpdated, WeightUpdate
 from target_service.engine_process.messages import (
@@ -114,6 +115,7 @@ MESSAGES: dict[str, Message] = {
     "plain": report(*(Verdict(i, i + 1, (), (i + 7,), 0, compute_ns=10**6) for i in range(64))),
     "several steps": report(Verdict(1, 2, (), (11, 12, 13, 14), 2, drafts_by_step=(0, 2)), Verdict(2, 2, (), (5,), 0)),
     "accepted": report(Verdict(1, 0, (1, 4, 5), (11, 12, 13, 14), 3, queue_ns=5, compute_ns=6)),
+    "tree": report(Verdict(1, 0, (1,), (11, 12), 1, tree=VerifiedTree((10, 11, 13), (0, 0, 0), (1,)))),
     "logprobs": report(
         Verdict(
             *(1, 0, (), (11, 12), 0),

@@ -10,7 +10,15 @@ from hypothesis import strategies as st
 
 from outrider.errors import EngineDead
 from target_service.api.event_queue import joined
-from target_service.core.sequence import Finish, FinishReason, SequenceFailed, SequenceFinished, SequenceTotals, Verdict
+from target_service.core.sequence import (
+    Finish,
+    FinishReason,
+    SequenceFailed,
+    SequenceFinished,
+    SequenceTotals,
+    Verdict,
+    VerifiedTree,
+)
 from target_service.core.sequence import TokenLogprobs as Logprobs
 
 LENGTH = Finish(FinishReason.LENGTH)
@@ -49,6 +57,12 @@ def test_steps_keep_their_drafts() -> None:
     assert (said.token_ids, said.drafted_tokens) == ((1, 2, 3, 4, 5, 6, 7), 2)
     assert said.drafts_by_step == (0, 2, 0, 0, 0) and said.step == 5
     assert [one.drafts_by_step for one in joined([verdict(0, 1), several])] == [(), (0, 2)]  # type: ignore[union-attr]
+
+
+def test_the_last_tree_is_kept() -> None:
+    first, second = VerifiedTree((1, 2), (0, 0), (1,)), VerifiedTree((3, 4), (0, 0), ())
+    (said,) = joined([verdict(0, 2, 3, drafted=1, tree=first), verdict(1, 9, tree=second), verdict(2, 8)])
+    assert isinstance(said, Verdict) and said.tree == second
 
 
 def test_what_came_before_a_failure_is_said() -> None:

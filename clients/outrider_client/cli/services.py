@@ -61,7 +61,8 @@ def _up(arguments: argparse.Namespace) -> int:
             token=reach.secret(),
             tls=reach.tls_options(),
         )
-        return _supervise(console, target, draft, _gateway(http, listen, shared), placed.said)
+        gateway = _gateway(http, listen, (*shared, *_split(up.gateway_flags)))
+        return _supervise(console, target, draft, gateway, placed.said)
 
 
 def _http_address(http: str) -> str:
@@ -78,12 +79,12 @@ def _http_address(http: str) -> str:
     return f"{host}:{port}"
 
 
-def _gateway(http: str, target: str, shared: tuple[str, ...]) -> ServiceCommand | None:
+def _gateway(http: str, target: str, flags: tuple[str, ...]) -> ServiceCommand | None:
     """The gateway before the target; it reaches it as `[client]` says, like every client."""
     if not http:
         return None
     return ServiceCommand(
-        "gateway", service_argv("outrider_gateway", "--listen", http, "--target", target, *shared), http
+        "gateway", service_argv("outrider_gateway", "--listen", http, "--target", target, *flags), http
     )
 
 

@@ -147,6 +147,7 @@ class UpOptions:
     draft_listen: str = setting("", "address the draft listens on; a private socket when empty")
     target_flags: str = setting("", "more flags for the target, quoted as one word")
     draft_flags: str = setting("", "more flags for the draft, quoted as one word")
+    gateway_flags: str = setting("", "more flags for the gateway, quoted as one word")
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The chat page at `/`: three files of this folder, served as they stand, which ask nobody but this server."""
+"""The chat page at `/`: files of this folder, served as they stand, which ask nobody but this server."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ _FILES = {
     "/": ("index.html", "text/html; charset=utf-8"),
     "/page/chat.css": ("chat.css", "text/css; charset=utf-8"),
     "/page/chat.js": ("chat.js", "text/javascript; charset=utf-8"),
+    "/page/tree.js": ("tree.js", "text/javascript; charset=utf-8"),
     "/page/stream.js": ("stream.js", "text/javascript; charset=utf-8"),
     "/page/icon.svg": ("icon.svg", "image/svg+xml"),
 }

@@ -1,6 +1,7 @@
 // The chat page: what is typed, what is shown, and the figures beside it.
 
 import { answer, models } from "./stream.js";
+import { describeTree, drawTree } from "./tree.js";
 
 const LONGEST = 120; // steps that are drawn
 const at = (id) => document.getElementById(id);
@@ -52,6 +53,15 @@ function drawSteps(accepted) {
     : "none yet";
 }
 
+/** The last step that had drafts; `told` says whether the target tells of trees at all. */
+function showTree(last, accepted, told) {
+  if (last) drawTree(at("tree"), last.tree);
+  else at("tree").replaceChildren();
+  const drafted = accepted.some((count) => count > 0);
+  const without = drafted && !told ? "the target's device chose the rows of each step, and tells no tree" : "no step had drafts";
+  at("tree-text").textContent = last ? describeTree(last.tree, last.step) : without;
+}
+
 function fill(row, values) {
   [...at(row).querySelectorAll("td")].forEach((cell, place) => (cell.textContent = values[place]));
 }
@@ -61,22 +71,24 @@ async function run(speculation, parent, title, signal) {
   const say = place(parent, title);
   const accepted = [];
   const row = speculation ? "row-on" : "row-off";
-  let text = "", tokens = 0, begun = 0, drawn = 0;
+  let text = "", tokens = 0, begun = 0, drawn = 0, last = null, told = false;
   const asked = {
     model: served.id,
     messages: conversation,
     max_tokens: at("tokens").valueAsNumber || 200,
     temperature: at("temperature").valueAsNumber || 0,
-    outrider: { drafts: true, speculation },
+    outrider: { drafts: true, trees: speculation, speculation },
   };
   if (served.outrider.prediction && at("prediction").value) {
     asked.prediction = { type: "content", content: at("prediction").value };
   }
   for await (const event of answer(at("key").value, asked, signal)) {
-    const { pieces = [], accepted_by_step = [], tokens: more = 0, totals } = event.outrider ?? {};
+    const { pieces = [], accepted_by_step = [], tokens: more = 0, totals, tree, step } = event.outrider ?? {};
     for (const piece of pieces) say(piece.text, piece.drafted);
     text += pieces.map((piece) => piece.text).join("");
     accepted.push(...accepted_by_step);
+    told ||= Boolean(tree);
+    if (tree?.tokens.length > 1) last = { tree, step };
     const now = performance.now();
     if (begun) tokens += more;
     begun ||= now;
@@ -85,10 +97,14 @@ async function run(speculation, parent, title, signal) {
       const rate = tokens ? ((1000 * tokens) / (now - begun)).toFixed(1) : "…";
       fill(row, [rate, (1 + accepted.reduce((sum, count) => sum + count, 0) / accepted.length).toFixed(2), accepted.length]);
       if (speculation) drawSteps(accepted);
+      if (last) showTree(last, accepted, told);
     }
     if (totals) fill(row, [totals.tokens_per_second ?? "–", totals.mean_accepted_length.toFixed(2), totals.steps]);
   }
-  if (speculation) drawSteps(accepted);
+  if (speculation) {
+    drawSteps(accepted);
+    showTree(last, accepted, told);
+  }
   return text;
 }
 

@@ -248,6 +248,7 @@ class SpeculationOptions(google.protobuf.message.Message):
     MAX_NODES_FIELD_NUMBER: builtins.int
     CORPUS_FIELD_NUMBER: builtins.int
     TYPICAL_FIELD_NUMBER: builtins.int
+    TREES_FIELD_NUMBER: builtins.int
     enabled: builtins.bool
     """enabled switches drafting. Default true where the target has a draft service."""
     mode: outrider.v1.tree_pb2.VerificationMode.ValueType
@@ -256,6 +257,8 @@ class SpeculationOptions(google.protobuf.message.Message):
     """max_nodes bounds the drafted rows of one step. Default: the target's own; at most its max_rows - 1."""
     corpus: builtins.str
     """corpus names a shared corpus for the draft to use. Default none."""
+    trees: builtins.bool
+    """trees asks for GenerateChunk.tree, for those who show what was verified. It changes nothing else. Default false."""
     @property
     def typical(self) -> outrider.v1.tree_pb2.TypicalAcceptance:
         """typical is the rule of VERIFICATION_MODE_TYPICAL; INVALID_ARGUMENT beside another mode."""
@@ -268,9 +271,10 @@ class SpeculationOptions(google.protobuf.message.Message):
         max_nodes: builtins.int | None = ...,
         corpus: builtins.str = ...,
         typical: outrider.v1.tree_pb2.TypicalAcceptance | None = ...,
+        trees: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_enabled", b"_enabled", "_max_nodes", b"_max_nodes", "enabled", b"enabled", "max_nodes", b"max_nodes", "typical", b"typical"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_enabled", b"_enabled", "_max_nodes", b"_max_nodes", "corpus", b"corpus", "enabled", b"enabled", "max_nodes", b"max_nodes", "mode", b"mode", "typical", b"typical"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_enabled", b"_enabled", "_max_nodes", b"_max_nodes", "corpus", b"corpus", "enabled", b"enabled", "max_nodes", b"max_nodes", "mode", b"mode", "trees", b"trees", "typical", b"typical"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_enabled", b"_enabled"]) -> typing.Literal["enabled"] | None: ...
     @typing.overload
@@ -371,6 +375,7 @@ class GenerateChunk(google.protobuf.message.Message):
     STEP_FIELD_NUMBER: builtins.int
     DRAFTS_BY_STEP_FIELD_NUMBER: builtins.int
     MODEL_VERSION_FIELD_NUMBER: builtins.int
+    TREE_FIELD_NUMBER: builtins.int
     text: builtins.str
     """text that is complete with these tokens. Text of a token can arrive with a later chunk, when it ends inside a
     character or might begin a stop string.
@@ -398,6 +403,12 @@ class GenerateChunk(google.protobuf.message.Message):
         the model's own follows them, unless the answer ended before it. Empty where drafted_tokens says it all.
         """
 
+    @property
+    def tree(self) -> global___VerifiedTree:
+        """tree that the last step of the chunk verified, where SpeculationOptions.trees asks for it. Absent where the target's
+        device chooses the rows of a step, and for steps that were launched at once: nobody but the device knows those.
+        """
+
     def __init__(
         self,
         *,
@@ -408,10 +419,39 @@ class GenerateChunk(google.protobuf.message.Message):
         step: builtins.int = ...,
         drafts_by_step: collections.abc.Iterable[builtins.int] | None = ...,
         model_version: builtins.int = ...,
+        tree: global___VerifiedTree | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["drafted_tokens", b"drafted_tokens", "drafts_by_step", b"drafts_by_step", "logprobs", b"logprobs", "model_version", b"model_version", "step", b"step", "text", b"text", "token_ids", b"token_ids"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["tree", b"tree"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["drafted_tokens", b"drafted_tokens", "drafts_by_step", b"drafts_by_step", "logprobs", b"logprobs", "model_version", b"model_version", "step", b"step", "text", b"text", "token_ids", b"token_ids", "tree", b"tree"]) -> None: ...
 
 global___GenerateChunk = GenerateChunk
+
+@typing.final
+class VerifiedTree(google.protobuf.message.Message):
+    """VerifiedTree is what one step verified."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TREE_FIELD_NUMBER: builtins.int
+    ACCEPTED_ROWS_FIELD_NUMBER: builtins.int
+    @property
+    def tree(self) -> outrider.v1.tree_pb2.TokenTree:
+        """tree of the step, without scores and distributions. Of a plain step it is the root alone."""
+
+    @property
+    def accepted_rows(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """accepted_rows of the tree, from the root's child down. Empty when none was."""
+
+    def __init__(
+        self,
+        *,
+        tree: outrider.v1.tree_pb2.TokenTree | None = ...,
+        accepted_rows: collections.abc.Iterable[builtins.int] | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["tree", b"tree"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["accepted_rows", b"accepted_rows", "tree", b"tree"]) -> None: ...
+
+global___VerifiedTree = VerifiedTree
 
 @typing.final
 class TokenLogprobs(google.protobuf.message.Message):

@@ -212,7 +212,7 @@ class Gathering:
         # The target says the last token itself.
         left = sequence.request.max_tokens - sequence.totals.completion_tokens - sequence.pending_tokens - 1
         most = min(left, self._max_nodes(sequence))
-        chains = live.prediction.chains(most)
+        chains = live.prediction.chains(min(most, live.prediction.room))
         if not chains:
             return
         drafted = offers.get(sequence.sequence_id)

@@ -16,7 +16,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file outrider/v1/target.proto.
  */
 export const file_outrider_v1_target: GenFile = /*@__PURE__*/
-  fileDesc("ChhvdXRyaWRlci92MS90YXJnZXQucHJvdG8SC291dHJpZGVyLnYxIrYCCg9HZW5lcmF0ZVJlcXVlc3QSDQoFbW9kZWwYASABKAkSDgoEdGV4dBgCIAEoCUgAEiYKBGNoYXQYAyABKAsyFi5vdXRyaWRlci52MS5DaGF0SW5wdXRIABIpCgZ0b2tlbnMYBCABKAsyFy5vdXRyaWRlci52MS5Ub2tlbklucHV0SAASMQoIc2FtcGxpbmcYBSABKAsyHy5vdXRyaWRlci52MS5TYW1wbGluZ1BhcmFtZXRlcnMSNAoLc3BlY3VsYXRpb24YBiABKAsyHy5vdXRyaWRlci52MS5TcGVjdWxhdGlvbk9wdGlvbnMSMAoKcHJlZGljdGlvbhgHIAEoCzIXLm91dHJpZGVyLnYxLlByZWRpY3Rpb25IAYgBAUIHCgVpbnB1dEINCgtfcHJlZGljdGlvbiJSCgpQcmVkaWN0aW9uEg4KBHRleHQYASABKAlIABIpCgZ0b2tlbnMYAiABKAsyFy5vdXRyaWRlci52MS5Ub2tlbklucHV0SABCCQoHY29udGVudCI3CglDaGF0SW5wdXQSKgoIbWVzc2FnZXMYASADKAsyGC5vdXRyaWRlci52MS5DaGF0TWVzc2FnZSIsCgtDaGF0TWVzc2FnZRIMCgRyb2xlGAEgASgJEg8KB2NvbnRlbnQYAiABKAkiHwoKVG9rZW5JbnB1dBIRCgl0b2tlbl9pZHMYASADKA0iygEKElNwZWN1bGF0aW9uT3B0aW9ucxIUCgdlbmFibGVkGAEgASgISACIAQESKwoEbW9kZRgCIAEoDjIdLm91dHJpZGVyLnYxLlZlcmlmaWNhdGlvbk1vZGUSFgoJbWF4X25vZGVzGAMgASgNSAGIAQESDgoGY29ycHVzGAQgASgJEi8KB3R5cGljYWwYBSABKAsyHi5vdXRyaWRlci52MS5UeXBpY2FsQWNjZXB0YW5jZUIKCghfZW5hYmxlZEIMCgpfbWF4X25vZGVzItMBChBHZW5lcmF0ZVJlc3BvbnNlEi8KB3N0YXJ0ZWQYASABKAsyHC5vdXRyaWRlci52MS5HZW5lcmF0ZVN0YXJ0ZWRIABIrCgVjaHVuaxgCIAEoCzIaLm91dHJpZGVyLnYxLkdlbmVyYXRlQ2h1bmtIABIxCghmaW5pc2hlZBgDIAEoCzIdLm91dHJpZGVyLnYxLkdlbmVyYXRlRmluaXNoZWRIABIlCgd0aW1pbmdzGAQgASgLMhQub3V0cmlkZXIudjEuVGltaW5nc0IHCgVldmVudCKcAQoPR2VuZXJhdGVTdGFydGVkEhMKC3NlcXVlbmNlX2lkGAEgASgEEhUKDXByb21wdF90b2tlbnMYAiABKA0SDAoEc2VlZBgDIAEoBhIrCgRtb2RlGAQgASgOMh0ub3V0cmlkZXIudjEuVmVyaWZpY2F0aW9uTW9kZRITCgtzcGVjdWxhdGluZxgFIAEoCBINCgVtb2RlbBgGIAEoCSKzAQoNR2VuZXJhdGVDaHVuaxIRCgl0b2tlbl9pZHMYASADKA0SDAoEdGV4dBgCIAEoCRIWCg5kcmFmdGVkX3Rva2VucxgDIAEoDRIsCghsb2dwcm9icxgEIAMoCzIaLm91dHJpZGVyLnYxLlRva2VuTG9ncHJvYnMSDAoEc3RlcBgFIAEoBBIWCg5kcmFmdHNfYnlfc3RlcBgGIAMoDRIVCg1tb2RlbF92ZXJzaW9uGAcgASgEIkYKDVRva2VuTG9ncHJvYnMSDwoHbG9ncHJvYhgBIAEoAhIkCgN0b3AYAiADKAsyFy5vdXRyaWRlci52MS5Ub3BMb2dwcm9iIi8KClRvcExvZ3Byb2ISEAoIdG9rZW5faWQYASABKA0SDwoHbG9ncHJvYhgCIAEoAiKBAgoQR2VuZXJhdGVGaW5pc2hlZBIwCg1maW5pc2hfcmVhc29uGAEgASgOMhkub3V0cmlkZXIudjEuRmluaXNoUmVhc29uEhcKDXN0b3BfdG9rZW5faWQYAiABKA1IABIVCgtzdG9wX3N0cmluZxgDIAEoCUgAEiEKBXVzYWdlGAQgASgLMhIub3V0cmlkZXIudjEuVXNhZ2USMwoLc3BlY3VsYXRpb24YBSABKAsyHi5vdXRyaWRlci52MS5TcGVjdWxhdGlvblRvdGFscxIoCgV0aW1lcxgGIAEoCzIZLm91dHJpZGVyLnYxLlJlcXVlc3RUaW1lc0IJCgdtYXRjaGVkIqYBCgVVc2FnZRIVCg1wcm9tcHRfdG9rZW5zGAEgASgNEhkKEWNvbXBsZXRpb25fdG9rZW5zGAIgASgNEiIKGmFjY2VwdGVkX3ByZWRpY3Rpb25fdG9rZW5zGAMgASgNEiIKGnJlamVjdGVkX3ByZWRpY3Rpb25fdG9rZW5zGAQgASgNEg0KBWxvc3N5GAUgASgIEhQKDGxvc3N5X3Rva2VucxgGIAEoDSLXAQoRU3BlY3VsYXRpb25Ub3RhbHMSDQoFc3RlcHMYASABKAQSFQoNZHJhZnRlZF9zdGVwcxgCIAEoBBIWCg5kcmFmdGVkX3Rva2VucxgDIAEoBBIXCg9hY2NlcHRlZF90b2tlbnMYBCABKAQSGAoQZHJhZnRlZF9ieV9kZXB0aBgFIAMoBBIZChFhY2NlcHRlZF9ieV9kZXB0aBgGIAMoBBIeChZkcmFmdF93YWl0X25hbm9zZWNvbmRzGAcgASgEEhYKDmZhbGxiYWNrX3N0ZXBzGAggASgEImIKDFJlcXVlc3RUaW1lcxIZChFxdWV1ZV9uYW5vc2Vjb25kcxgBIAEoBBIbChNwcmVmaWxsX25hbm9zZWNvbmRzGAIgASgEEhoKEmRlY29kZV9uYW5vc2Vjb25kcxgDIAEoBCKhAQoNVmVyaWZ5UmVxdWVzdBItCgRvcGVuGAEgASgLMh0ub3V0cmlkZXIudjEuT3BlblZlcmlmaWNhdGlvbkgAEicKBHRyZWUYAiABKAsyFy5vdXRyaWRlci52MS5WZXJpZnlUcmVlSAASLwoFY2xvc2UYAyABKAsyHi5vdXRyaWRlci52MS5DbG9zZVZlcmlmaWNhdGlvbkgAQgcKBWZyYW1lIsoBChBPcGVuVmVyaWZpY2F0aW9uEhIKCmNsaWVudF90YWcYASABKAQSEQoJdG9rZW5faWRzGAIgAygNEjEKCHNhbXBsaW5nGAMgASgLMh8ub3V0cmlkZXIudjEuU2FtcGxpbmdQYXJhbWV0ZXJzEisKBG1vZGUYBCABKA4yHS5vdXRyaWRlci52MS5WZXJpZmljYXRpb25Nb2RlEi8KB3R5cGljYWwYBSABKAsyHi5vdXRyaWRlci52MS5UeXBpY2FsQWNjZXB0YW5jZSJVCgpWZXJpZnlUcmVlEhMKC3NlcXVlbmNlX2lkGAEgASgEEgwKBHN0ZXAYAiABKAQSJAoEdHJlZRgDIAEoCzIWLm91dHJpZGVyLnYxLlRva2VuVHJlZSIoChFDbG9zZVZlcmlmaWNhdGlvbhITCgtzZXF1ZW5jZV9pZBgBIAEoBCLPAQoOVmVyaWZ5UmVzcG9uc2USMQoGb3BlbmVkGAEgASgLMh8ub3V0cmlkZXIudjEuVmVyaWZpY2F0aW9uT3BlbmVkSAASJwoHdmVyZGljdBgCIAEoCzIULm91dHJpZGVyLnYxLlZlcmRpY3RIABIxCgZzdGF0dXMYAyABKAsyHy5vdXRyaWRlci52MS5WZXJpZmljYXRpb25TdGF0dXNIABIlCgd0aW1pbmdzGAQgASgLMhQub3V0cmlkZXIudjEuVGltaW5nc0IHCgVmcmFtZSKYAQoSVmVyaWZpY2F0aW9uT3BlbmVkEhIKCmNsaWVudF90YWcYASABKAQSEwoLc2VxdWVuY2VfaWQYAiABKAQSDAoEc3RlcBgDIAEoBBIMCgRzZWVkGAQgASgGEisKBG1vZGUYBSABKA4yHS5vdXRyaWRlci52MS5WZXJpZmljYXRpb25Nb2RlEhAKCG1heF9yb3dzGAYgASgNIuABCgdWZXJkaWN0EhMKC3NlcXVlbmNlX2lkGAEgASgEEgwKBHN0ZXAYAiABKAQSFQoNYWNjZXB0ZWRfcm93cxgDIAMoDRIRCgl0b2tlbl9pZHMYBCADKA0SEQoJbmV4dF9zdGVwGAUgASgEEjAKDWZpbmlzaF9yZWFzb24YBiABKA4yGS5vdXRyaWRlci52MS5GaW5pc2hSZWFzb24SLAoIbG9ncHJvYnMYByADKAsyGi5vdXRyaWRlci52MS5Ub2tlbkxvZ3Byb2JzEhUKDW1vZGVsX3ZlcnNpb24YCCABKAQibwoSVmVyaWZpY2F0aW9uU3RhdHVzEhMKC3NlcXVlbmNlX2lkGAEgASgEEhIKCmNsaWVudF90YWcYAiABKAQSDAoEc3RlcBgDIAEoBBIiCgZzdGF0dXMYBCABKAsyEi5nb29nbGUucnBjLlN0YXR1cyIWChRHZXRUYXJnZXRJbmZvUmVxdWVzdCKhBAoVR2V0VGFyZ2V0SW5mb1Jlc3BvbnNlEg0KBW1vZGVsGAEgASgJEhcKD3ZvY2FidWxhcnlfc2l6ZRgCIAEoDRIdChV0b2tlbml6ZXJfZmluZ2VycHJpbnQYAyABKAkSEwoLbWF4X2NvbnRleHQYBCABKA0SEAoIbWF4X3Jvd3MYBSABKA0SDQoFZHR5cGUYBiABKAkSEQoJcGFnZV9zaXplGAcgASgNEhEKCWt2X3Rva2VucxgIIAEoBBIsCgVtb2RlcxgJIAMoDjIdLm91dHJpZGVyLnYxLlZlcmlmaWNhdGlvbk1vZGUSDwoHZHJhZnRlchgKIAEoCRIVCg1lbmRfdG9rZW5faWRzGAsgAygNEg8KB3ZlcnNpb24YDCABKAkSFQoNdG9yY2hfdmVyc2lvbhgNIAEoCRIWCg50cml0b25fdmVyc2lvbhgOIAEoCRIOCgZkZXZpY2UYDyABKAkSEwoLZGV2aWNlX25hbWUYECABKAkSGwoTY2FwdHVyZWRfc3RlcF9zaXplcxgRIAEoDRIdChVjYXB0dXJhYmxlX3N0ZXBfc2l6ZXMYEiABKA0SDQoFZHJhZnQYEyABKAkSFwoPZHJhZnRfY29ubmVjdGVkGBQgASgIEhMKC3NwZWN1bGF0aW5nGBUgASgIEhoKEnNwZWN1bGF0aW9uX3JlYXNvbhgWIAEoCRIVCg1tb2RlbF92ZXJzaW9uGBcgASgEIlkKFFVwZGF0ZVdlaWdodHNSZXF1ZXN0EikKBWJlZ2luGAEgASgLMhgub3V0cmlkZXIudjEuQmVnaW5VcGRhdGVIABIOCgRkYXRhGAIgASgMSABCBgoEcGFydCKDAQoLQmVnaW5VcGRhdGUSEAoGZm9sZGVyGAEgASgJSAASKQoFZmlsZXMYAiABKAsyGC5vdXRyaWRlci52MS5XZWlnaHRGaWxlc0gAEi0KB3J1bm5pbmcYAyABKA4yHC5vdXRyaWRlci52MS5SdW5uaW5nUmVxdWVzdHNCCAoGc291cmNlIhwKC1dlaWdodEZpbGVzEg0KBXNpemVzGAEgAygEIr4BChVVcGRhdGVXZWlnaHRzUmVzcG9uc2USFQoNbW9kZWxfdmVyc2lvbhgBIAEoBBIPCgd0ZW5zb3JzGAIgASgNEg0KBWJ5dGVzGAMgASgEEhsKE3ByZXBhcmVfbmFub3NlY29uZHMYBCABKAQSGQoRcGF1c2VfbmFub3NlY29uZHMYBSABKAQSGQoRYWJvcnRlZF9zZXF1ZW5jZXMYBiABKA0SGwoTY29udGludWVkX3NlcXVlbmNlcxgHIAEoDSqCAQoMRmluaXNoUmVhc29uEh0KGUZJTklTSF9SRUFTT05fVU5TUEVDSUZJRUQQABIhCh1GSU5JU0hfUkVBU09OX0VORF9PRl9TRVFVRU5DRRABEhYKEkZJTklTSF9SRUFTT05fU1RPUBACEhgKFEZJTklTSF9SRUFTT05fTEVOR1RIEAMqigEKD1J1bm5pbmdSZXF1ZXN0cxIgChxSVU5OSU5HX1JFUVVFU1RTX1VOU1BFQ0lGSUVEEAASGgoWUlVOTklOR19SRVFVRVNUU19EUkFJThABEhoKFlJVTk5JTkdfUkVRVUVTVFNfQUJPUlQQAhIdChlSVU5OSU5HX1JFUVVFU1RTX0NPTlRJTlVFEAMy0wIKDVRhcmdldFNlcnZpY2USSQoIR2VuZXJhdGUSHC5vdXRyaWRlci52MS5HZW5lcmF0ZVJlcXVlc3QaHS5vdXRyaWRlci52MS5HZW5lcmF0ZVJlc3BvbnNlMAESRQoGVmVyaWZ5Ehoub3V0cmlkZXIudjEuVmVyaWZ5UmVxdWVzdBobLm91dHJpZGVyLnYxLlZlcmlmeVJlc3BvbnNlKAEwARJWCg1HZXRUYXJnZXRJbmZvEiEub3V0cmlkZXIudjEuR2V0VGFyZ2V0SW5mb1JlcXVlc3QaIi5vdXRyaWRlci52MS5HZXRUYXJnZXRJbmZvUmVzcG9uc2USWAoNVXBkYXRlV2VpZ2h0cxIhLm91dHJpZGVyLnYxLlVwZGF0ZVdlaWdodHNSZXF1ZXN0GiIub3V0cmlkZXIudjEuVXBkYXRlV2VpZ2h0c1Jlc3BvbnNlKAFCK1opb3V0cmlkZXIvY2xpZW50cy9nby9vdXRyaWRlcnYxO291dHJpZGVydjFiBnByb3RvMw", [file_google_rpc_status, file_outrider_v1_tree]);
+  fileDesc("ChhvdXRyaWRlci92MS90YXJnZXQucHJvdG8SC291dHJpZGVyLnYxIrYCCg9HZW5lcmF0ZVJlcXVlc3QSDQoFbW9kZWwYASABKAkSDgoEdGV4dBgCIAEoCUgAEiYKBGNoYXQYAyABKAsyFi5vdXRyaWRlci52MS5DaGF0SW5wdXRIABIpCgZ0b2tlbnMYBCABKAsyFy5vdXRyaWRlci52MS5Ub2tlbklucHV0SAASMQoIc2FtcGxpbmcYBSABKAsyHy5vdXRyaWRlci52MS5TYW1wbGluZ1BhcmFtZXRlcnMSNAoLc3BlY3VsYXRpb24YBiABKAsyHy5vdXRyaWRlci52MS5TcGVjdWxhdGlvbk9wdGlvbnMSMAoKcHJlZGljdGlvbhgHIAEoCzIXLm91dHJpZGVyLnYxLlByZWRpY3Rpb25IAYgBAUIHCgVpbnB1dEINCgtfcHJlZGljdGlvbiJSCgpQcmVkaWN0aW9uEg4KBHRleHQYASABKAlIABIpCgZ0b2tlbnMYAiABKAsyFy5vdXRyaWRlci52MS5Ub2tlbklucHV0SABCCQoHY29udGVudCI3CglDaGF0SW5wdXQSKgoIbWVzc2FnZXMYASADKAsyGC5vdXRyaWRlci52MS5DaGF0TWVzc2FnZSIsCgtDaGF0TWVzc2FnZRIMCgRyb2xlGAEgASgJEg8KB2NvbnRlbnQYAiABKAkiHwoKVG9rZW5JbnB1dBIRCgl0b2tlbl9pZHMYASADKA0i2QEKElNwZWN1bGF0aW9uT3B0aW9ucxIUCgdlbmFibGVkGAEgASgISACIAQESKwoEbW9kZRgCIAEoDjIdLm91dHJpZGVyLnYxLlZlcmlmaWNhdGlvbk1vZGUSFgoJbWF4X25vZGVzGAMgASgNSAGIAQESDgoGY29ycHVzGAQgASgJEi8KB3R5cGljYWwYBSABKAsyHi5vdXRyaWRlci52MS5UeXBpY2FsQWNjZXB0YW5jZRINCgV0cmVlcxgGIAEoCEIKCghfZW5hYmxlZEIMCgpfbWF4X25vZGVzItMBChBHZW5lcmF0ZVJlc3BvbnNlEi8KB3N0YXJ0ZWQYASABKAsyHC5vdXRyaWRlci52MS5HZW5lcmF0ZVN0YXJ0ZWRIABIrCgVjaHVuaxgCIAEoCzIaLm91dHJpZGVyLnYxLkdlbmVyYXRlQ2h1bmtIABIxCghmaW5pc2hlZBgDIAEoCzIdLm91dHJpZGVyLnYxLkdlbmVyYXRlRmluaXNoZWRIABIlCgd0aW1pbmdzGAQgASgLMhQub3V0cmlkZXIudjEuVGltaW5nc0IHCgVldmVudCKcAQoPR2VuZXJhdGVTdGFydGVkEhMKC3NlcXVlbmNlX2lkGAEgASgEEhUKDXByb21wdF90b2tlbnMYAiABKA0SDAoEc2VlZBgDIAEoBhIrCgRtb2RlGAQgASgOMh0ub3V0cmlkZXIudjEuVmVyaWZpY2F0aW9uTW9kZRITCgtzcGVjdWxhdGluZxgFIAEoCBINCgVtb2RlbBgGIAEoCSLcAQoNR2VuZXJhdGVDaHVuaxIRCgl0b2tlbl9pZHMYASADKA0SDAoEdGV4dBgCIAEoCRIWCg5kcmFmdGVkX3Rva2VucxgDIAEoDRIsCghsb2dwcm9icxgEIAMoCzIaLm91dHJpZGVyLnYxLlRva2VuTG9ncHJvYnMSDAoEc3RlcBgFIAEoBBIWCg5kcmFmdHNfYnlfc3RlcBgGIAMoDRIVCg1tb2RlbF92ZXJzaW9uGAcgASgEEicKBHRyZWUYCCABKAsyGS5vdXRyaWRlci52MS5WZXJpZmllZFRyZWUiSwoMVmVyaWZpZWRUcmVlEiQKBHRyZWUYASABKAsyFi5vdXRyaWRlci52MS5Ub2tlblRyZWUSFQoNYWNjZXB0ZWRfcm93cxgCIAMoDSJGCg1Ub2tlbkxvZ3Byb2JzEg8KB2xvZ3Byb2IYASABKAISJAoDdG9wGAIgAygLMhcub3V0cmlkZXIudjEuVG9wTG9ncHJvYiIvCgpUb3BMb2dwcm9iEhAKCHRva2VuX2lkGAEgASgNEg8KB2xvZ3Byb2IYAiABKAIigQIKEEdlbmVyYXRlRmluaXNoZWQSMAoNZmluaXNoX3JlYXNvbhgBIAEoDjIZLm91dHJpZGVyLnYxLkZpbmlzaFJlYXNvbhIXCg1zdG9wX3Rva2VuX2lkGAIgASgNSAASFQoLc3RvcF9zdHJpbmcYAyABKAlIABIhCgV1c2FnZRgEIAEoCzISLm91dHJpZGVyLnYxLlVzYWdlEjMKC3NwZWN1bGF0aW9uGAUgASgLMh4ub3V0cmlkZXIudjEuU3BlY3VsYXRpb25Ub3RhbHMSKAoFdGltZXMYBiABKAsyGS5vdXRyaWRlci52MS5SZXF1ZXN0VGltZXNCCQoHbWF0Y2hlZCKmAQoFVXNhZ2USFQoNcHJvbXB0X3Rva2VucxgBIAEoDRIZChFjb21wbGV0aW9uX3Rva2VucxgCIAEoDRIiChphY2NlcHRlZF9wcmVkaWN0aW9uX3Rva2VucxgDIAEoDRIiChpyZWplY3RlZF9wcmVkaWN0aW9uX3Rva2VucxgEIAEoDRINCgVsb3NzeRgFIAEoCBIUCgxsb3NzeV90b2tlbnMYBiABKA0i1wEKEVNwZWN1bGF0aW9uVG90YWxzEg0KBXN0ZXBzGAEgASgEEhUKDWRyYWZ0ZWRfc3RlcHMYAiABKAQSFgoOZHJhZnRlZF90b2tlbnMYAyABKAQSFwoPYWNjZXB0ZWRfdG9rZW5zGAQgASgEEhgKEGRyYWZ0ZWRfYnlfZGVwdGgYBSADKAQSGQoRYWNjZXB0ZWRfYnlfZGVwdGgYBiADKAQSHgoWZHJhZnRfd2FpdF9uYW5vc2Vjb25kcxgHIAEoBBIWCg5mYWxsYmFja19zdGVwcxgIIAEoBCJiCgxSZXF1ZXN0VGltZXMSGQoRcXVldWVfbmFub3NlY29uZHMYASABKAQSGwoTcHJlZmlsbF9uYW5vc2Vjb25kcxgCIAEoBBIaChJkZWNvZGVfbmFub3NlY29uZHMYAyABKAQioQEKDVZlcmlmeVJlcXVlc3QSLQoEb3BlbhgBIAEoCzIdLm91dHJpZGVyLnYxLk9wZW5WZXJpZmljYXRpb25IABInCgR0cmVlGAIgASgLMhcub3V0cmlkZXIudjEuVmVyaWZ5VHJlZUgAEi8KBWNsb3NlGAMgASgLMh4ub3V0cmlkZXIudjEuQ2xvc2VWZXJpZmljYXRpb25IAEIHCgVmcmFtZSLKAQoQT3BlblZlcmlmaWNhdGlvbhISCgpjbGllbnRfdGFnGAEgASgEEhEKCXRva2VuX2lkcxgCIAMoDRIxCghzYW1wbGluZxgDIAEoCzIfLm91dHJpZGVyLnYxLlNhbXBsaW5nUGFyYW1ldGVycxIrCgRtb2RlGAQgASgOMh0ub3V0cmlkZXIudjEuVmVyaWZpY2F0aW9uTW9kZRIvCgd0eXBpY2FsGAUgASgLMh4ub3V0cmlkZXIudjEuVHlwaWNhbEFjY2VwdGFuY2UiVQoKVmVyaWZ5VHJlZRITCgtzZXF1ZW5jZV9pZBgBIAEoBBIMCgRzdGVwGAIgASgEEiQKBHRyZWUYAyABKAsyFi5vdXRyaWRlci52MS5Ub2tlblRyZWUiKAoRQ2xvc2VWZXJpZmljYXRpb24SEwoLc2VxdWVuY2VfaWQYASABKAQizwEKDlZlcmlmeVJlc3BvbnNlEjEKBm9wZW5lZBgBIAEoCzIfLm91dHJpZGVyLnYxLlZlcmlmaWNhdGlvbk9wZW5lZEgAEicKB3ZlcmRpY3QYAiABKAsyFC5vdXRyaWRlci52MS5WZXJkaWN0SAASMQoGc3RhdHVzGAMgASgLMh8ub3V0cmlkZXIudjEuVmVyaWZpY2F0aW9uU3RhdHVzSAASJQoHdGltaW5ncxgEIAEoCzIULm91dHJpZGVyLnYxLlRpbWluZ3NCBwoFZnJhbWUimAEKElZlcmlmaWNhdGlvbk9wZW5lZBISCgpjbGllbnRfdGFnGAEgASgEEhMKC3NlcXVlbmNlX2lkGAIgASgEEgwKBHN0ZXAYAyABKAQSDAoEc2VlZBgEIAEoBhIrCgRtb2RlGAUgASgOMh0ub3V0cmlkZXIudjEuVmVyaWZpY2F0aW9uTW9kZRIQCghtYXhfcm93cxgGIAEoDSLgAQoHVmVyZGljdBITCgtzZXF1ZW5jZV9pZBgBIAEoBBIMCgRzdGVwGAIgASgEEhUKDWFjY2VwdGVkX3Jvd3MYAyADKA0SEQoJdG9rZW5faWRzGAQgAygNEhEKCW5leHRfc3RlcBgFIAEoBBIwCg1maW5pc2hfcmVhc29uGAYgASgOMhkub3V0cmlkZXIudjEuRmluaXNoUmVhc29uEiwKCGxvZ3Byb2JzGAcgAygLMhoub3V0cmlkZXIudjEuVG9rZW5Mb2dwcm9icxIVCg1tb2RlbF92ZXJzaW9uGAggASgEIm8KElZlcmlmaWNhdGlvblN0YXR1cxITCgtzZXF1ZW5jZV9pZBgBIAEoBBISCgpjbGllbnRfdGFnGAIgASgEEgwKBHN0ZXAYAyABKAQSIgoGc3RhdHVzGAQgASgLMhIuZ29vZ2xlLnJwYy5TdGF0dXMiFgoUR2V0VGFyZ2V0SW5mb1JlcXVlc3QioQQKFUdldFRhcmdldEluZm9SZXNwb25zZRINCgVtb2RlbBgBIAEoCRIXCg92b2NhYnVsYXJ5X3NpemUYAiABKA0SHQoVdG9rZW5pemVyX2ZpbmdlcnByaW50GAMgASgJEhMKC21heF9jb250ZXh0GAQgASgNEhAKCG1heF9yb3dzGAUgASgNEg0KBWR0eXBlGAYgASgJEhEKCXBhZ2Vfc2l6ZRgHIAEoDRIRCglrdl90b2tlbnMYCCABKAQSLAoFbW9kZXMYCSADKA4yHS5vdXRyaWRlci52MS5WZXJpZmljYXRpb25Nb2RlEg8KB2RyYWZ0ZXIYCiABKAkSFQoNZW5kX3Rva2VuX2lkcxgLIAMoDRIPCgd2ZXJzaW9uGAwgASgJEhUKDXRvcmNoX3ZlcnNpb24YDSABKAkSFgoOdHJpdG9uX3ZlcnNpb24YDiABKAkSDgoGZGV2aWNlGA8gASgJEhMKC2RldmljZV9uYW1lGBAgASgJEhsKE2NhcHR1cmVkX3N0ZXBfc2l6ZXMYESABKA0SHQoVY2FwdHVyYWJsZV9zdGVwX3NpemVzGBIgASgNEg0KBWRyYWZ0GBMgASgJEhcKD2RyYWZ0X2Nvbm5lY3RlZBgUIAEoCBITCgtzcGVjdWxhdGluZxgVIAEoCBIaChJzcGVjdWxhdGlvbl9yZWFzb24YFiABKAkSFQoNbW9kZWxfdmVyc2lvbhgXIAEoBCJZChRVcGRhdGVXZWlnaHRzUmVxdWVzdBIpCgViZWdpbhgBIAEoCzIYLm91dHJpZGVyLnYxLkJlZ2luVXBkYXRlSAASDgoEZGF0YRgCIAEoDEgAQgYKBHBhcnQigwEKC0JlZ2luVXBkYXRlEhAKBmZvbGRlchgBIAEoCUgAEikKBWZpbGVzGAIgASgLMhgub3V0cmlkZXIudjEuV2VpZ2h0RmlsZXNIABItCgdydW5uaW5nGAMgASgOMhwub3V0cmlkZXIudjEuUnVubmluZ1JlcXVlc3RzQggKBnNvdXJjZSIcCgtXZWlnaHRGaWxlcxINCgVzaXplcxgBIAMoBCK+AQoVVXBkYXRlV2VpZ2h0c1Jlc3BvbnNlEhUKDW1vZGVsX3ZlcnNpb24YASABKAQSDwoHdGVuc29ycxgCIAEoDRINCgVieXRlcxgDIAEoBBIbChNwcmVwYXJlX25hbm9zZWNvbmRzGAQgASgEEhkKEXBhdXNlX25hbm9zZWNvbmRzGAUgASgEEhkKEWFib3J0ZWRfc2VxdWVuY2VzGAYgASgNEhsKE2NvbnRpbnVlZF9zZXF1ZW5jZXMYByABKA0qggEKDEZpbmlzaFJlYXNvbhIdChlGSU5JU0hfUkVBU09OX1VOU1BFQ0lGSUVEEAASIQodRklOSVNIX1JFQVNPTl9FTkRfT0ZfU0VRVUVOQ0UQARIWChJGSU5JU0hfUkVBU09OX1NUT1AQAhIYChRGSU5JU0hfUkVBU09OX0xFTkdUSBADKooBCg9SdW5uaW5nUmVxdWVzdHMSIAocUlVOTklOR19SRVFVRVNUU19VTlNQRUNJRklFRBAAEhoKFlJVTk5JTkdfUkVRVUVTVFNfRFJBSU4QARIaChZSVU5OSU5HX1JFUVVFU1RTX0FCT1JUEAISHQoZUlVOTklOR19SRVFVRVNUU19DT05USU5VRRADMtMCCg1UYXJnZXRTZXJ2aWNlEkkKCEdlbmVyYXRlEhwub3V0cmlkZXIudjEuR2VuZXJhdGVSZXF1ZXN0Gh0ub3V0cmlkZXIudjEuR2VuZXJhdGVSZXNwb25zZTABEkUKBlZlcmlmeRIaLm91dHJpZGVyLnYxLlZlcmlmeVJlcXVlc3QaGy5vdXRyaWRlci52MS5WZXJpZnlSZXNwb25zZSgBMAESVgoNR2V0VGFyZ2V0SW5mbxIhLm91dHJpZGVyLnYxLkdldFRhcmdldEluZm9SZXF1ZXN0GiIub3V0cmlkZXIudjEuR2V0VGFyZ2V0SW5mb1Jlc3BvbnNlElgKDVVwZGF0ZVdlaWdodHMSIS5vdXRyaWRlci52MS5VcGRhdGVXZWlnaHRzUmVxdWVzdBoiLm91dHJpZGVyLnYxLlVwZGF0ZVdlaWdodHNSZXNwb25zZSgBQitaKW91dHJpZGVyL2NsaWVudHMvZ28vb3V0cmlkZXJ2MTtvdXRyaWRlcnYxYgZwcm90bzM", [file_google_rpc_status, file_outrider_v1_tree]);
 
 /**
  * GenerateRequest asks for one continuation.
@@ -243,6 +243,13 @@ export type SpeculationOptions = Message<"outrider.v1.SpeculationOptions"> & {
    * @generated from field: outrider.v1.TypicalAcceptance typical = 5;
    */
   typical?: TypicalAcceptance;
+
+  /**
+   * trees asks for GenerateChunk.tree, for those who show what was verified. It changes nothing else. Default false.
+   *
+   * @generated from field: bool trees = 6;
+   */
+  trees: boolean;
 };
 
 /**
@@ -419,6 +426,14 @@ export type GenerateChunk = Message<"outrider.v1.GenerateChunk"> & {
    * @generated from field: uint64 model_version = 7;
    */
   modelVersion: bigint;
+
+  /**
+   * tree that the last step of the chunk verified, where SpeculationOptions.trees asks for it. Absent where the target's
+   * device chooses the rows of a step, and for steps that were launched at once: nobody but the device knows those.
+   *
+   * @generated from field: outrider.v1.VerifiedTree tree = 8;
+   */
+  tree?: VerifiedTree;
 };
 
 /**
@@ -427,6 +442,34 @@ export type GenerateChunk = Message<"outrider.v1.GenerateChunk"> & {
  */
 export const GenerateChunkSchema: GenMessage<GenerateChunk> = /*@__PURE__*/
   messageDesc(file_outrider_v1_target, 8);
+
+/**
+ * VerifiedTree is what one step verified.
+ *
+ * @generated from message outrider.v1.VerifiedTree
+ */
+export type VerifiedTree = Message<"outrider.v1.VerifiedTree"> & {
+  /**
+   * tree of the step, without scores and distributions. Of a plain step it is the root alone.
+   *
+   * @generated from field: outrider.v1.TokenTree tree = 1;
+   */
+  tree?: TokenTree;
+
+  /**
+   * accepted_rows of the tree, from the root's child down. Empty when none was.
+   *
+   * @generated from field: repeated uint32 accepted_rows = 2;
+   */
+  acceptedRows: number[];
+};
+
+/**
+ * Describes the message outrider.v1.VerifiedTree.
+ * Use `create(VerifiedTreeSchema)` to create a new message.
+ */
+export const VerifiedTreeSchema: GenMessage<VerifiedTree> = /*@__PURE__*/
+  messageDesc(file_outrider_v1_target, 9);
 
 /**
  * TokenLogprobs are log-probabilities before penalties and filters.
@@ -454,7 +497,7 @@ export type TokenLogprobs = Message<"outrider.v1.TokenLogprobs"> & {
  * Use `create(TokenLogprobsSchema)` to create a new message.
  */
 export const TokenLogprobsSchema: GenMessage<TokenLogprobs> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 9);
+  messageDesc(file_outrider_v1_target, 10);
 
 /**
  * TopLogprob is one alternative.
@@ -482,7 +525,7 @@ export type TopLogprob = Message<"outrider.v1.TopLogprob"> & {
  * Use `create(TopLogprobSchema)` to create a new message.
  */
 export const TopLogprobSchema: GenMessage<TopLogprob> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 10);
+  messageDesc(file_outrider_v1_target, 11);
 
 /**
  * GenerateFinished ends a generation.
@@ -547,7 +590,7 @@ export type GenerateFinished = Message<"outrider.v1.GenerateFinished"> & {
  * Use `create(GenerateFinishedSchema)` to create a new message.
  */
 export const GenerateFinishedSchema: GenMessage<GenerateFinished> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 11);
+  messageDesc(file_outrider_v1_target, 12);
 
 /**
  * Usage counts tokens.
@@ -607,7 +650,7 @@ export type Usage = Message<"outrider.v1.Usage"> & {
  * Use `create(UsageSchema)` to create a new message.
  */
 export const UsageSchema: GenMessage<Usage> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 12);
+  messageDesc(file_outrider_v1_target, 13);
 
 /**
  * SpeculationTotals sum up what drafting did for one request. Mean accepted length counting the target's own token
@@ -678,7 +721,7 @@ export type SpeculationTotals = Message<"outrider.v1.SpeculationTotals"> & {
  * Use `create(SpeculationTotalsSchema)` to create a new message.
  */
 export const SpeculationTotalsSchema: GenMessage<SpeculationTotals> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 13);
+  messageDesc(file_outrider_v1_target, 14);
 
 /**
  * RequestTimes are the phases of one request.
@@ -713,7 +756,7 @@ export type RequestTimes = Message<"outrider.v1.RequestTimes"> & {
  * Use `create(RequestTimesSchema)` to create a new message.
  */
 export const RequestTimesSchema: GenMessage<RequestTimes> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 14);
+  messageDesc(file_outrider_v1_target, 15);
 
 /**
  * VerifyRequest is one frame from a client that drafts for itself.
@@ -758,7 +801,7 @@ export type VerifyRequest = Message<"outrider.v1.VerifyRequest"> & {
  * Use `create(VerifyRequestSchema)` to create a new message.
  */
 export const VerifyRequestSchema: GenMessage<VerifyRequest> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 15);
+  messageDesc(file_outrider_v1_target, 16);
 
 /**
  * OpenVerification starts a sequence.
@@ -807,7 +850,7 @@ export type OpenVerification = Message<"outrider.v1.OpenVerification"> & {
  * Use `create(OpenVerificationSchema)` to create a new message.
  */
 export const OpenVerificationSchema: GenMessage<OpenVerification> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 16);
+  messageDesc(file_outrider_v1_target, 17);
 
 /**
  * VerifyTree asks for one step.
@@ -843,7 +886,7 @@ export type VerifyTree = Message<"outrider.v1.VerifyTree"> & {
  * Use `create(VerifyTreeSchema)` to create a new message.
  */
 export const VerifyTreeSchema: GenMessage<VerifyTree> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 17);
+  messageDesc(file_outrider_v1_target, 18);
 
 /**
  * CloseVerification ends a sequence.
@@ -864,7 +907,7 @@ export type CloseVerification = Message<"outrider.v1.CloseVerification"> & {
  * Use `create(CloseVerificationSchema)` to create a new message.
  */
 export const CloseVerificationSchema: GenMessage<CloseVerification> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 18);
+  messageDesc(file_outrider_v1_target, 19);
 
 /**
  * VerifyResponse is one frame to a client that drafts for itself.
@@ -916,7 +959,7 @@ export type VerifyResponse = Message<"outrider.v1.VerifyResponse"> & {
  * Use `create(VerifyResponseSchema)` to create a new message.
  */
 export const VerifyResponseSchema: GenMessage<VerifyResponse> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 19);
+  messageDesc(file_outrider_v1_target, 20);
 
 /**
  * VerificationOpened acknowledges an open.
@@ -972,7 +1015,7 @@ export type VerificationOpened = Message<"outrider.v1.VerificationOpened"> & {
  * Use `create(VerificationOpenedSchema)` to create a new message.
  */
 export const VerificationOpenedSchema: GenMessage<VerificationOpened> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 20);
+  messageDesc(file_outrider_v1_target, 21);
 
 /**
  * Verdict is the result of one step.
@@ -1043,7 +1086,7 @@ export type Verdict = Message<"outrider.v1.Verdict"> & {
  * Use `create(VerdictSchema)` to create a new message.
  */
 export const VerdictSchema: GenMessage<Verdict> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 21);
+  messageDesc(file_outrider_v1_target, 22);
 
 /**
  * VerificationStatus reports that a frame failed.
@@ -1085,7 +1128,7 @@ export type VerificationStatus = Message<"outrider.v1.VerificationStatus"> & {
  * Use `create(VerificationStatusSchema)` to create a new message.
  */
 export const VerificationStatusSchema: GenMessage<VerificationStatus> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 22);
+  messageDesc(file_outrider_v1_target, 23);
 
 /**
  * GetTargetInfoRequest asks what is served.
@@ -1100,7 +1143,7 @@ export type GetTargetInfoRequest = Message<"outrider.v1.GetTargetInfoRequest"> &
  * Use `create(GetTargetInfoRequestSchema)` to create a new message.
  */
 export const GetTargetInfoRequestSchema: GenMessage<GetTargetInfoRequest> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 23);
+  messageDesc(file_outrider_v1_target, 24);
 
 /**
  * GetTargetInfoResponse describes the target.
@@ -1276,7 +1319,7 @@ export type GetTargetInfoResponse = Message<"outrider.v1.GetTargetInfoResponse">
  * Use `create(GetTargetInfoResponseSchema)` to create a new message.
  */
 export const GetTargetInfoResponseSchema: GenMessage<GetTargetInfoResponse> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 24);
+  messageDesc(file_outrider_v1_target, 25);
 
 /**
  * UpdateWeightsRequest is a piece of an update. The first message begins it, and all others carry data.
@@ -1313,7 +1356,7 @@ export type UpdateWeightsRequest = Message<"outrider.v1.UpdateWeightsRequest"> &
  * Use `create(UpdateWeightsRequestSchema)` to create a new message.
  */
 export const UpdateWeightsRequestSchema: GenMessage<UpdateWeightsRequest> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 25);
+  messageDesc(file_outrider_v1_target, 26);
 
 /**
  * BeginUpdate says where weights come from, and what becomes of running requests.
@@ -1359,7 +1402,7 @@ export type BeginUpdate = Message<"outrider.v1.BeginUpdate"> & {
  * Use `create(BeginUpdateSchema)` to create a new message.
  */
 export const BeginUpdateSchema: GenMessage<BeginUpdate> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 26);
+  messageDesc(file_outrider_v1_target, 27);
 
 /**
  * WeightFiles are safetensors files that a stream carries one after the other.
@@ -1380,7 +1423,7 @@ export type WeightFiles = Message<"outrider.v1.WeightFiles"> & {
  * Use `create(WeightFilesSchema)` to create a new message.
  */
 export const WeightFilesSchema: GenMessage<WeightFiles> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 27);
+  messageDesc(file_outrider_v1_target, 28);
 
 /**
  * UpdateWeightsResponse says what was exchanged, once the new weights are in force.
@@ -1443,7 +1486,7 @@ export type UpdateWeightsResponse = Message<"outrider.v1.UpdateWeightsResponse">
  * Use `create(UpdateWeightsResponseSchema)` to create a new message.
  */
 export const UpdateWeightsResponseSchema: GenMessage<UpdateWeightsResponse> = /*@__PURE__*/
-  messageDesc(file_outrider_v1_target, 28);
+  messageDesc(file_outrider_v1_target, 29);
 
 /**
  * FinishReason says why a sequence ended.

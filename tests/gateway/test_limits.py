@@ -1,0 +1,103 @@
+"""Bounds that hold whatever clients do: memory for those who do not read, connections, and the time of a drain."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import sys
+from collections.abc import AsyncIterator
+from typing import Any
+
+import psutil
+import pytest
+from scripted_engine import ScriptedEngine
+
+TEXT = {"model": "counter", "prompt": "a", "max_tokens": 3, "temperature": 0}
+MIB = 2**20
+
+
+@contextlib.asynccontextmanager
+async def gateway_process(target: str) -> AsyncIterator[tuple[str, psutil.Process]]:
+    """The address of a gateway in a process of its own, whose memory can be looked at."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "outrider_gateway", "--listen", "127.0.0.1:0", "--target", target),
+        stderr=asyncio.subprocess.PIPE,
+    )
+    assert process.stderr is not None
+    try:
+        async with asyncio.timeout(60):
+            while b"serving http://" not in (line := await process.stderr.readline()):
+                assert line, "the gateway ended"
+        yield line.split(b"serving http://")[1].split()[0].decode(), psutil.Process(process.pid)
+    finally:
+        process.kill()
+        await process.wait()
+
+
+async def begin(address: str, body: dict[str, Any]) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A request whose answer nobody reads."""
+    # As little as possible is buffered here.
+    reader, writer = await asyncio.open_connection(*address.split(":"), limit=1024)
+    content = json.dumps(body).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+    writer.write(head % len(content) + content)
+    return reader, writer
+
+
+async def test_readers_that_stop_do_not_grow_memory(gateways: Any) -> None:
+    """Eight answers of some 20 MiB each, of which their clients read nothing."""
+    engine = ScriptedEngine(tick=0.0, max_sequences=16)
+    served = {"max_context": 20_000}
+    async with (
+        gateways(engine, served=served) as gateway,
+        gateway_process(gateway.targets[0].server.address) as (address, process),
+    ):
+        asked = {**TEXT, "max_tokens": 19_000, "stream": True, "ignore_eos": True, "logprobs": 20}
+        before = process.memory_info().rss
+        streams = [await begin(address, asked) for _ in range(8)]
+        most, still = 0, 0
+        # Until nothing has moved for a second: all have stopped at what lies between engine and client, or were given
+        # up by the target as readers that are too slow.
+        last = -1.0
+        async with asyncio.timeout(90):
+            while still < 5:
+                await asyncio.sleep(0.2)
+                most = max(most, process.memory_info().rss - before)
+                now = sum(process.cpu_times()[:2])
+                still, last = (still + 1 if now - last < 0.02 else 0), now
+        assert most < 60 * MIB, f"{most / MIB:.0f} MiB more"
+        for _, writer in streams:
+            writer.close()
+        # What they held is free again.
+        await gateway.targets[0].idle()
+
+
+async def test_more_connections_than_allowed_are_refused(gateways: Any) -> None:
+    async with gateways(ScriptedEngine(tick=0.01), max_connections=3) as gateway:
+        running = [await begin(gateway.server.address, {**TEXT, "max_tokens": 200, "stream": True}) for _ in range(2)]
+        for reader, _ in running:
+            assert b" 200 " in await reader.readline()
+        reader, writer = await begin(gateway.server.address, TEXT)
+        assert b" 503 " in await asyncio.wait_for(reader.readline(), 5)
+        for _, closing in (*running, (reader, writer)):
+            closing.close()
+        await gateway.idle()
+
+
+async def test_a_drain_ends_in_time(gateways: Any) -> None:
+    """Answers that would go on for longer are cut off, and free what they held."""
+    engine = ScriptedEngine(tick=0.02)
+    async with gateways(engine, drain_seconds=1.0) as gateway:
+        reader, writer = await begin(gateway.server.address, {**TEXT, "max_tokens": 250, "stream": True})
+        await reader.readline()
+        gateway.server.drain()
+        with pytest.raises(TimeoutError):
+            # Not at once: it had a second.
+            await asyncio.wait_for(gateway.server.ended(), 0.5)
+        await asyncio.wait_for(gateway.server.ended(), 5)
+        rest = await asyncio.wait_for(reader.read(2**20), 5)
+        assert b"[DONE]" not in rest
+        await gateway.targets[0].idle()
+        assert len(engine.cancelled) == 1
+        writer.close()

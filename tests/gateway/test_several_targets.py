@@ -1,0 +1,121 @@
+"""Several targets behind one gateway: who gets what, and what happens when one goes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from scripted_engine import ScriptedEngine
+
+TEXT = {"model": "counter", "prompt": "a", "max_tokens": 3, "temperature": 0}
+
+
+def series(page: str, name: str) -> float:
+    return float(next(line.rpartition(" ")[2] for line in page.splitlines() if line.startswith(name)))
+
+
+async def test_a_tenant_stays_and_load_is_bounded(gateways: Any) -> None:
+    engines = [ScriptedEngine(tick=0.005) for _ in range(3)]
+    async with gateways(*engines) as gateway:
+        for _ in range(6):
+            await gateway.http.post("/v1/completions", json=TEXT, headers={"outrider-tenant": "acme"})
+        assert sorted(len(engine.requests) for engine in engines) == [0, 0, 6]
+        asked = {**TEXT, "max_tokens": 60}
+        headers = {"outrider-tenant": "acme"}
+        await asyncio.gather(*(gateway.http.post("/v1/completions", json=asked, headers=headers) for _ in range(12)))
+        counts = sorted(len(engine.requests) for engine in engines)
+        assert sum(counts) == 18
+        assert counts[0] >= 2
+
+
+async def test_target_that_goes_before_the_first_token_is_replaced(gateways: Any) -> None:
+    engines = [ScriptedEngine(), ScriptedEngine()]
+    async with gateways(*engines, health_seconds=60.0) as gateway:
+        await gateway.http.post("/v1/completions", json=TEXT)
+        first = next(i for i, engine in enumerate(engines) if engine.requests)
+        await gateway.targets[first].server.stop(0)
+        answer = await gateway.http.post("/v1/completions", json=TEXT)
+        assert answer.json()["choices"][0]["text"] == "bcd"
+        assert len(engines[1 - first].requests) == 1
+        ready = (await gateway.http.get("/health/ready")).json()
+        assert sorted(ready["targets"].values()) == [False, True]
+        assert series((await gateway.http.get("/metrics")).text, "outrider_gateway_retries_total") == 1
+
+
+async def test_draining_target_is_replaced(gateways: Any) -> None:
+    engines = [ScriptedEngine(), ScriptedEngine()]
+    async with gateways(*engines, health_seconds=60.0) as gateway:
+        await gateway.http.post("/v1/completions", json=TEXT)
+        first = next(i for i, engine in enumerate(engines) if engine.requests)
+        engines[first].drain()
+        assert (await gateway.http.post("/v1/completions", json=TEXT)).status_code == 200
+        assert len(engines[1 - first].requests) == 1
+
+
+async def test_nothing_left_is_503(gateways: Any) -> None:
+    async with gateways() as gateway:
+        await gateway.targets[0].server.stop(0)
+        for _ in range(2):
+            answer = await gateway.http.post("/v1/completions", json=TEXT)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "target_unavailable")
+            assert answer.headers["retry-after"] == "1"
+        assert (await gateway.http.get("/health/ready")).status_code == 503
+        assert (await gateway.http.get("/health")).status_code == 200
+
+
+async def tenants_by_target(gateway: Any) -> list[str]:
+    """A tenant that each target ranks first for."""
+    found: dict[int, str] = {}
+    names: Iterator[str] = (f"tenant-{number}" for number in range(100))
+    while len(found) < len(gateway.targets):
+        tenant = next(names)
+        before = [len(target.engine.requests) for target in gateway.targets]
+        await gateway.http.post("/v1/completions", json=TEXT, headers={"outrider-tenant": tenant})
+        after = [len(target.engine.requests) for target in gateway.targets]
+        found.setdefault(
+            next(i for i, pair in enumerate(zip(before, after, strict=True)) if pair[0] != pair[1]), tenant
+        )
+    return [found[place] for place in range(len(gateway.targets))]
+
+
+@pytest.mark.parametrize("how", ["engine", "service"])
+async def test_target_that_dies_in_mid_stream_ends_its_own_answers_only(gateways: Any, how: str) -> None:
+    """What was said cannot be said again elsewhere: its answers end with an error, the others go on, and the next
+    request of its tenants is another target's."""
+    engines = [ScriptedEngine(tick=0.01), ScriptedEngine(tick=0.01)]
+    async with gateways(*engines, health_seconds=60.0) as gateway:
+        tenants = await tenants_by_target(gateway)
+        half_way = asyncio.Event()
+
+        async def read(tenant: str) -> list[str]:
+            asked = {**TEXT, "max_tokens": 150, "stream": True}
+            headers = {"outrider-tenant": tenant}
+            lines: list[str] = []
+            async with gateway.http.stream("POST", "/v1/completions", json=asked, headers=headers) as answer:
+                async for line in answer.aiter_lines():
+                    if line:
+                        lines.append(line.removeprefix("data: "))
+                    if len(lines) == 20:
+                        half_way.set()
+            return lines
+
+        readers = [asyncio.create_task(read(tenant)) for tenant in tenants]
+        await asyncio.wait_for(half_way.wait(), 10)
+        if how == "engine":
+            engines[0].die(RuntimeError("broken"))
+        else:
+            await gateway.targets[0].server.stop(0)
+        broken, whole = await asyncio.wait_for(asyncio.gather(*readers), 20)
+        assert "error" in json.loads(broken[-1]) and "[DONE]" not in broken
+        assert json.loads(broken[0])["choices"][0]["text"].startswith("b")
+        assert whole[-1] == "[DONE]"
+        assert sum(len(json.loads(line)["choices"][0]["text"]) for line in whole[:-1]) == 150
+        if how == "engine":
+            # A service whose engine is dead says so in its health, and ends.
+            await gateway.targets[0].server.stop(0)
+        answer = await gateway.http.post("/v1/completions", json=TEXT, headers={"outrider-tenant": tenants[0]})
+        assert answer.json()["choices"][0]["text"] == "bcd"
+        assert engines[1].requests[-1].tenant == tenants[0]
