@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from outrider import __version__
+from outrider.command_line import CommandParser
 from outrider.runtime import prepare_grpc
 from outrider_client.local.roles import missing_for
 
@@ -44,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
     words = list(sys.argv[1:] if argv is None else argv)
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="outrider",
         description=_DESCRIPTION,
         epilog=_EPILOG,
