@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
+from safetensors import SafetensorError
 
 from outrider.devices import check_device
 from outrider.drafting.link import Connect, prepare_draft
@@ -26,14 +28,24 @@ from target_service.speculation.policy.cost_profile import measure_step_cost
 
 logger = logging.getLogger(__name__)
 
+_LESS_MEMORY = "--kv-tokens and --memory-share bound the cache of keys and values"
+
 
 def load_model(config: TargetConfig) -> ModelRunner:
     """The model, its KV cache allocated. Raises `EngineRefused` when it cannot be served."""
     try:
         check_device(config.device)
+    except SettingsError as error:
+        raise EngineRefused(2, f"error: --device: {error}") from None
+    try:
         return in_passing_thread(lambda: load_runner(config))
+    except torch.OutOfMemoryError as error:
+        raise EngineRefused(1, f"cannot serve {config.model}: {error} ({_LESS_MEMORY})") from None
+    except SafetensorError as error:
+        raise EngineRefused(1, f"cannot serve {config.model}: its weights cannot be read: {error}") from None
     except (OSError, ValueError, NotSupported) as error:
-        raise EngineRefused(1, f"cannot serve {config.model}: {error}") from None
+        hint = f" ({_LESS_MEMORY})" if isinstance(error, OSError) and error.errno == errno.ENOMEM else ""
+        raise EngineRefused(1, f"cannot serve {config.model}: {error}{hint}") from None
 
 
 def engine_config(config: TargetConfig) -> EngineConfig:

@@ -83,7 +83,9 @@ class TenantTable:
             return cls(default)
         try:
             lines = Path(path).read_text().splitlines()
-        except (OSError, UnicodeDecodeError) as error:
+        except OSError as error:
+            raise SettingsError(f"{path}: {error.strerror}") from None
+        except UnicodeDecodeError as error:
             raise SettingsError(f"{path}: {error}") from None
         named: dict[str, TenantLimits] = {}
         for number, line in enumerate(lines, start=1):

@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 CONFIG_VARIABLE = "OUTRIDER_CONFIG"
 # Bytes of the largest message that a service takes unless it is configured otherwise.
 MAX_MESSAGE_BYTES = 4 * 1024 * 1024
+# What gRPC can be told: its numbers have 32 bits.
+MOST_MESSAGE_BYTES = 2**31 - 1
 # Chosen, not measured: clients send their first message with the headers, and a slow network takes a second or two.
 FIRST_MESSAGE_SECONDS = 10.0
 _TRUE = {"1", "true", "yes", "on"}
@@ -203,7 +205,9 @@ def _file_section(path: Path | None, section: str) -> Mapping[str, object]:
         return {}
     try:
         document = tomllib.loads(path.read_text())
-    except (OSError, tomllib.TOMLDecodeError) as error:
+    except OSError as error:
+        raise SettingsError(f"{path}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise SettingsError(f"{path}: {error}") from None
     if unknown := sorted(set(document) - SECTIONS - {section}):
         raise SettingsError(f"{path}: there is no table [{unknown[0]}]; there are {', '.join(sorted(SECTIONS))}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -96,6 +97,28 @@ class TestSettings:
             main(["--model", str(tmp_path)])
         assert caught.value.code == 1
         assert f"cannot serve {tmp_path}" in capsys.readouterr().err
+
+    def test_weights_that_were_cut_short(
+        self, model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        folder = shutil.copytree(model_folder, tmp_path / "cut")
+        weights = folder / "model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:2000])
+        assert "its weights cannot be read" in self.refusal(folder, capsys)
+
+    def test_a_folder_without_a_tokenizer(
+        self, model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        folder = shutil.copytree(model_folder, tmp_path / "mute", ignore=shutil.ignore_patterns("*token*"))
+        assert "tokenizer.json" in self.refusal(folder, capsys)
+
+    def refusal(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
+        """The line that says why the model is not served."""
+        with pytest.raises(SystemExit) as caught:
+            main(["--model", str(folder), "--listen", "127.0.0.1:0", "--kv-tokens", "64"])
+        assert caught.value.code == 1
+        (line,) = [line for line in capsys.readouterr().err.splitlines() if "cannot serve" in line]
+        return line
 
 
 class TestPoller:

@@ -75,7 +75,9 @@ class Authenticator:
             return cls()
         try:
             lines = Path(path).read_text().splitlines()
-        except (OSError, UnicodeDecodeError) as error:
+        except OSError as error:
+            raise SettingsError(f"{path}: {error.strerror}") from None
+        except UnicodeDecodeError as error:
             raise SettingsError(f"{path}: {error}") from None
         tenants: dict[str, str | Caller] = {}
         for number, line in enumerate(lines, start=1):
