@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from outrider.settings import SettingsError
+from outrider.settings import SettingsError, unreadable
 
 # The first word of a line about a tenant; no token is that short.
 TENANT_WORD = "tenant"
@@ -83,10 +83,8 @@ class TenantTable:
             return cls(default)
         try:
             lines = Path(path).read_text().splitlines()
-        except OSError as error:
-            raise SettingsError(f"{path}: {error.strerror}") from None
-        except UnicodeDecodeError as error:
-            raise SettingsError(f"{path}: {error}") from None
+        except (OSError, UnicodeDecodeError) as error:
+            raise SettingsError(unreadable(path, error)) from None
         named: dict[str, TenantLimits] = {}
         for number, line in enumerate(lines, start=1):
             words = line.split()

@@ -200,15 +200,18 @@ def load(
     return config(**values)
 
 
+def unreadable(path: object, error: Exception) -> str:
+    """Why a file cannot be read, in a line that names it once: what the system says names it too."""
+    return f"{path}: {getattr(error, 'strerror', None) or error}"
+
+
 def _file_section(path: Path | None, section: str) -> Mapping[str, object]:
     if path is None:
         return {}
     try:
         document = tomllib.loads(path.read_text())
-    except OSError as error:
-        raise SettingsError(f"{path}: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise SettingsError(f"{path}: {error}") from None
+    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SettingsError(unreadable(path, error)) from None
     if unknown := sorted(set(document) - SECTIONS - {section}):
         raise SettingsError(f"{path}: there is no table [{unknown[0]}]; there are {', '.join(sorted(SECTIONS))}")
     table = document.get(section, {})

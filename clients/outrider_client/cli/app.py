@@ -77,6 +77,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments, unknown = parser.parse_known_args(words)
     if unknown:
         # Said by the command's own parser, whose usage is the one that helps.
-        parsers[arguments.command].error(f"no such flag or argument: {' '.join(unknown)}; see --help")
+        parsers[arguments.command].error(f"no such flag or argument: {' '.join(unknown)}")
     command = next(command for command in COMMANDS if command.name == arguments.command)
     return run_command(command, parsers[command.name], arguments)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from outrider.sampling import SamplingParams, TypicalAcceptance, VerificationMode
-from outrider.settings import Settings, SettingsError, setting
+from outrider.settings import Settings, SettingsError, setting, unreadable
 from outrider_client.connection import Connection, Tls
 from outrider_client.generation import Speculation
 from outrider_client.local.models import DEFAULT_MODEL
@@ -38,7 +38,7 @@ class AccessOptions:
         try:
             return Path(self.token_file).read_text().strip()
         except (OSError, UnicodeDecodeError) as error:
-            raise SettingsError(f"{self.token_file}: {error}") from None
+            raise SettingsError(unreadable(self.token_file, error)) from None
 
     def tls_options(self) -> Tls | None:
         """What `Client.connect` takes. Raises `SettingsError` for files that are not there."""
