@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from outrider.addresses import address_problem
-from outrider.settings import SettingsError, setting
+from outrider.settings import Settings, SettingsError, setting
 
 # Names the settings file where no flag does.
 CONFIG_VARIABLE = "OUTRIDER_CONFIG"
 
 
 @dataclass(frozen=True)
-class GatewayConfig:
+class GatewayConfig(Settings):
     """Everything `outrider gateway` takes, by flag, environment (`OUTRIDER_GATEWAY_*`) or `[gateway]` table.
 
     Raises `SettingsError` for values outside their limits.
@@ -44,13 +44,7 @@ class GatewayConfig:
     log_level: str = setting("info", "log level", choices=("debug", "info", "warning", "error"))
 
     def __post_init__(self) -> None:
-        for name in ("max_running", "max_choices", "max_body_bytes", "max_connections"):
-            _need(getattr(self, name) >= 1, name, "must be at least 1")
-        for name in ("body_seconds", "health_seconds"):
-            _need(getattr(self, name) > 0, name, "must be above 0")
-        for name in ("request_seconds", "drain_seconds"):
-            _need(getattr(self, name) >= 0, name, "must not be negative")
-        _need(self.load_bound >= 1, "load_bound", "must be at least 1")
+        super().__post_init__()
         _need(bool(self.targets), "target", "names no target")
         for address in self.targets:
             problem = address_problem(address)

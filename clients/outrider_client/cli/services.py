@@ -39,15 +39,14 @@ def _up(arguments: argparse.Namespace) -> int:
     up = options(UpOptions, "up", arguments)
     # How to ask a target for its health that wants a token or speaks TLS.
     reach = options(ClientOptions, "client", arguments)
-    if not 0 < up.port < 65536:
-        raise SettingsError("--port must be in 1..65535")
+    target_words, draft_words = _split(up.target_flags), _split(up.draft_flags)
     _check_free(up.host, up.port, "--port")
     http = _http_address(up.http)
     console = error_console()
     with private_directory() as directory:
         path = config_file(arguments)
         shared = ("--config", str(path)) if path else ()
-        draft, target_words, draft_words = None, _split(up.target_flags), _split(up.draft_flags)
+        draft = None
         named = named_settings(os.environ, path)
         placed = place(visible_gpus(), up.drafter, up.model, target_words, draft_words, named)
         if up.drafter != "none":
