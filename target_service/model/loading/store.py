@@ -277,7 +277,7 @@ def _errors() -> Console:
 def main(arguments: list[str] | None = None) -> int:
     """The command line. 0 when done, 1 when the model is not to be had."""
     parser = CommandParser(prog="outrider model", description="Models on this machine.")
-    verbs = parser.add_subparsers(dest="verb", required=True)
+    verbs = parser.add_subparsers(dest="verb", metavar="pull|path|list", required=True)
     pulled = verbs.add_parser("pull", help="fetch a model, unless it is here")
     pulled.add_argument("name", help="a name from `outrider model list`, a hub id (ORG/NAME or ORG/NAME@REVISION)")
     path = verbs.add_parser("path", help="print the folder of a model that is here")
