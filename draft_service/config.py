@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from draft_service.drafters.base import drafter_spec
-from outrider.settings import FIRST_MESSAGE_SECONDS, MAX_MESSAGE_BYTES, load, setting
+from outrider.settings import FIRST_MESSAGE_SECONDS, MAX_MESSAGE_BYTES, MOST_MESSAGE_BYTES, load, setting
 
 
 @dataclass(frozen=True)
@@ -20,15 +20,15 @@ class DraftConfig:
     metrics_listen: str = setting("", "HOST:PORT of the Prometheus endpoint; off when empty")
 
     drafter: str = setting("trie", "registered name of the drafter")
-    vocabulary_size: int = setting(0, "vocabulary that targets must have; 0 takes any")
+    vocabulary_size: int = setting(0, "vocabulary that targets must have; 0 takes any", ge=0)
     tokenizer_fingerprint: str = setting("", "SHA-256 of the tokenizer that targets must have; empty takes any")
-    max_sequences: int = setting(1024, "open sequences, over all streams; more are refused")
+    max_sequences: int = setting(1024, "open sequences, over all streams; more are refused", ge=1)
 
-    max_message_bytes: int = setting(MAX_MESSAGE_BYTES, "largest message accepted")
+    max_message_bytes: int = setting(MAX_MESSAGE_BYTES, "largest message accepted", ge=1024, le=MOST_MESSAGE_BYTES)
     first_message_seconds: float = setting(
         FIRST_MESSAGE_SECONDS, "time that a stream has for its first message", gt=0, le=3600
     )
-    drain_seconds: float = setting(5.0, "time open sequences get after SIGTERM")
+    drain_seconds: float = setting(5.0, "time open sequences get after SIGTERM", ge=0)
     reflection: bool = setting(False, "serve gRPC reflection")
     admin_listen: str = setting("", "loopback HOST:PORT for channelz; off when empty")
     auth_tokens: str = setting("", "file of `TOKEN TENANT` lines; callers without a token are refused when set")
@@ -37,7 +37,7 @@ class DraftConfig:
     tls_key: str = setting("", "PEM private key")
     tls_client_ca: str = setting("", "PEM roots for client certificates; required of clients when set")
     otlp_endpoint: str = setting("", "OTLP gRPC endpoint for traces; off when empty")
-    trace_ratio: float = setting(1.0, "share of streams without a parent trace that are traced")
+    trace_ratio: float = setting(1.0, "share of streams without a parent trace that are traced", ge=0, le=1)
     log_level: str = setting("info", "log level", choices=("debug", "info", "warning", "error"))
 
 

@@ -31,20 +31,27 @@ from outrider.wire.frames import (
 logger = logging.getLogger(__name__)
 
 
-def connect(argument: str, events: DraftEvents, vocabulary_size: int, _tokenizer_fingerprint: str) -> InprocessLink:
-    """Make the drafter that `argument` names, warm it up, and link it.
+def connect(argument: str) -> Callable[[DraftEvents, int, str], InprocessLink]:
+    """Make the drafter that `argument` names. What this returns warms it up and links it, once, given a target's
+    events, size of vocabulary and fingerprint of its tokenizer, which are known when its model is loaded.
 
     Its settings come from the environment and from the file that `OUTRIDER_CONFIG` names, as for the service.
-    Raises `NotSupported`, `SettingsError` or `WrongVocabulary`: here, unlike for a service that may come back, a
-    mismatch is the operator's mistake.
+    Raises `NotSupported` or `SettingsError`, and what it returns also `WrongVocabulary`: here, unlike for a service
+    that may come back, a mismatch is the operator's mistake.
     """
     path = os.environ.get(CONFIG_VARIABLE)
     settings_of = partial(drafter_config, environment=os.environ, path=Path(path) if path else None)
     drafter = create(argument, settings_of(argument), settings_of)
-    if drafter.vocabulary_size not in (0, vocabulary_size):
-        raise WrongVocabulary("draft and target have vocabularies of different sizes")
-    drafter.start()
-    return ThreadedLink(drafter, events) if device_of(drafter) != "cpu" else InprocessLink(drafter, events)
+
+    def link(events: DraftEvents, vocabulary_size: int, _tokenizer_fingerprint: str) -> InprocessLink:
+        if drafter.vocabulary_size not in (0, vocabulary_size):
+            raise WrongVocabulary(
+                f"the draft's vocabulary has {drafter.vocabulary_size} tokens, the target's {vocabulary_size}"
+            )
+        drafter.start()
+        return ThreadedLink(drafter, events) if device_of(drafter) != "cpu" else InprocessLink(drafter, events)
+
+    return link
 
 
 class InprocessLink:

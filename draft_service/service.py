@@ -21,6 +21,7 @@ from draft_service.session import Admission
 from draft_service.telemetry.metrics import PrometheusDraftObserver
 from draft_service.telemetry.observer import DraftObserver
 from outrider import __version__
+from outrider.command_line import CommandParser
 from outrider.errors import OutriderError
 from outrider.runtime import configure_logging, in_thread_to_leave, run, settled
 from outrider.serving import (
@@ -151,7 +152,7 @@ async def serve(config: DraftConfig, drafter: Drafter) -> int:
 
 def run_service(arguments: Sequence[str]) -> int:
     """Read settings and serve; returns the process's exit status, 2 for settings that cannot work."""
-    parser = argparse.ArgumentParser(prog="python -m draft_service", description=__doc__, allow_abbrev=False)
+    parser = CommandParser(prog="outrider draft", description=__doc__, allow_abbrev=False)
     parser.add_argument("--config", type=Path, default=None, help="TOML file with [draft] and the drafter's section")
     add_flags(parser, DraftConfig)
     path_name = os.environ.get(CONFIG_VARIABLE)

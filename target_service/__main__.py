@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from outrider.command_line import CommandParser
 from outrider.runtime import configure_logging, leave, prepare_grpc, run, switch_threads_often
 from outrider.settings import CONFIG_VARIABLE, SettingsError, add_flags, load
 from target_service.config import TargetConfig
@@ -25,8 +26,8 @@ settings that cannot work."""
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m target_service",
+    parser = CommandParser(
+        prog="outrider target",
         usage="%(prog)s [--config FILE] [--model MODEL] [--listen ADDRESS] [--draft ADDRESS] [setting ...]",
         description=_DESCRIPTION,
         epilog=_EPILOG,
@@ -42,18 +43,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Parse, load, serve; returns the exit status."""
     parser = _parser()
     flags = parser.parse_args(arguments)
-    named = os.environ.get(CONFIG_VARIABLE)
+    named = flags.config or os.environ.get(CONFIG_VARIABLE)
     prepare_grpc()
     switch_threads_often()
     # Imported late: gRPC reads its environment as it is imported, and a typing error should not wait for torch.
     from target_service.preflight import EngineRefused, check_settings, engine_stands_apart
 
     try:
-        config = load(TargetConfig, "target", flags, os.environ, flags.config or (Path(named) if named else None))
+        config = load(TargetConfig, "target", flags, os.environ, Path(named) if named else None)
         check_settings(config)
         configure_logging(config.log_level)
     except SettingsError as error:
         parser.exit(2, f"{parser.prog}: error: {error}\n")
+    if named:
+        # A drafter in this process, or in the engine's own, has its settings from the same file.
+        os.environ[CONFIG_VARIABLE] = str(named)
     from outrider.errors import OutriderError
 
     try:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
+from safetensors import SafetensorError
 
 from outrider.devices import check_device
-from outrider.drafting.link import connect_draft
+from outrider.drafting.link import Connect, prepare_draft
 from outrider.drafting.stoppable import StoppableLink
-from outrider.errors import NotSupported, OutriderError
+from outrider.errors import NotSupported
 from outrider.runtime import in_passing_thread
 from outrider.settings import SettingsError
 from target_service.api.admission import Runtime, ServedModel
@@ -26,14 +28,24 @@ from target_service.speculation.policy.cost_profile import measure_step_cost
 
 logger = logging.getLogger(__name__)
 
+_LESS_MEMORY = "--kv-tokens and --memory-share bound the cache of keys and values"
+
 
 def load_model(config: TargetConfig) -> ModelRunner:
     """The model, its KV cache allocated. Raises `EngineRefused` when it cannot be served."""
     try:
         check_device(config.device)
+    except SettingsError as error:
+        raise EngineRefused(2, f"error: --device: {error}") from None
+    try:
         return in_passing_thread(lambda: load_runner(config))
+    except torch.OutOfMemoryError as error:
+        raise EngineRefused(1, f"cannot serve {config.model}: {error} ({_LESS_MEMORY})") from None
+    except SafetensorError as error:
+        raise EngineRefused(1, f"cannot serve {config.model}: its weights cannot be read: {error}") from None
     except (OSError, ValueError, NotSupported) as error:
-        raise EngineRefused(1, f"cannot serve {config.model}: {error}") from None
+        hint = f" ({_LESS_MEMORY})" if isinstance(error, OSError) and error.errno == errno.ENOMEM else ""
+        raise EngineRefused(1, f"cannot serve {config.model}: {error}{hint}") from None
 
 
 def engine_config(config: TargetConfig) -> EngineConfig:
@@ -102,10 +114,26 @@ class Assembled:
             self.link.stop()
 
 
-def assemble(config: TargetConfig, runner: ModelRunner, observer: EngineObserver | None) -> Assembled:
-    """Measure what steps cost if that matters, make the engine and connect its draft.
+def prepared_draft(config: TargetConfig) -> Connect | None:
+    """What connects the draft, if there is to be one. Before the model, which takes long to load: a drafter of this
+    process is made here, so that its settings and its head are refused at once.
 
-    Raises `SettingsError` for a draft that cannot be, and what the drafter of an in-process link raises.
+    Raises `EngineRefused`.
+    """
+    if not speculates(config):
+        return None
+    try:
+        return prepare_draft(config.draft, link_options(config))
+    except SettingsError as error:
+        raise EngineRefused(2, f"error: --draft: {error}") from None
+
+
+def assemble(
+    config: TargetConfig, runner: ModelRunner, observer: EngineObserver | None, connect: Connect | None = None
+) -> Assembled:
+    """Measure what steps cost if that matters, make the engine and connect its draft, if there is one.
+
+    `connect` is what `prepared_draft` gave. Raises `EngineRefused` for a draft that does not fit the model.
     """
     cost = None
     if (config.speculation or runner.node_table is not None) and config.row_budget == "adaptive":
@@ -113,26 +141,17 @@ def assemble(config: TargetConfig, runner: ModelRunner, observer: EngineObserver
         cost = in_passing_thread(lambda: measure_step_cost(runner, config.step_rows))
     engine = Engine(runner, engine_config(config), step_cost=cost, observer=observer)
     served = served_model(config, runner)
-    if not speculates(config):
+    if connect is None:
         return Assembled(engine, served)
     try:
-        link = connect_draft(
-            config.draft,
-            engine.draft_events,
-            runner.vocabulary_size,
-            runner.tokenizer_fingerprint,
-            link_options(config),
-        )
-    except ValueError as error:
-        raise SettingsError(f"--draft: {error}") from None
+        link = connect(engine.draft_events, runner.vocabulary_size, runner.tokenizer_fingerprint)
+    except SettingsError as error:
+        raise EngineRefused(2, f"error: --draft: {error}") from None
     engine.attach_draft(link)
     return Assembled(engine, served, link)
 
 
 def load_engine(config: TargetConfig, observer: EngineObserver) -> Assembled:
-    """Load the model and assemble its engine, every refusal being an `EngineRefused`."""
-    runner = load_model(config)
-    try:
-        return assemble(config, runner, observer)
-    except (SettingsError, OutriderError) as error:
-        raise EngineRefused(2, f"error: {error}") from None
+    """Prepare the draft, load the model and assemble its engine. Raises `EngineRefused`."""
+    connect = prepared_draft(config)
+    return assemble(config, load_model(config), observer, connect)

@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from outrider.limits import TenantLimits
-from outrider.settings import FIRST_MESSAGE_SECONDS, MAX_MESSAGE_BYTES, setting
+from outrider.settings import FIRST_MESSAGE_SECONDS, MAX_MESSAGE_BYTES, MOST_MESSAGE_BYTES, setting
 
 # As `tree_kernels.node_table.LOOKUP`, which would bring torch along.
 MOST_LOOKED_UP = 15
 # As `outrider.tree.MAX_ROWS` but for the root, which would bring gRPC along.
 MOST_DRAFTED = 255
+# More than any machine has cores for.
+MOST_THREADS = 1024
 # Sequences of one step at most.
 MAX_SEQUENCES = 1024
 
@@ -59,7 +61,7 @@ class TargetConfig:
         "or a hub id, the target's own for its MTP module; when empty, one that comes with Outrider is found once a "
         "draft asks for it, if steps run eagerly",
     )
-    feature_window: int = setting(512, "hidden states of a sequence that are kept for a draft that connects late")
+    feature_window: int = setting(512, "hidden states of a sequence that are kept for a draft that connects late", ge=0)
     lookup_tokens: int = setting(
         -1,
         "tokens of each sequence that the device drafts itself from the text so far, at most; up to 15, 0 for none, -1 "
@@ -128,8 +130,10 @@ class TargetConfig:
     batch_invariant: bool = setting(
         False, "on a GPU, make no bit of an output depend on what else runs; drafts are then chains, and steps slower"
     )
-    threads: int = setting(0, "CPU threads for torch; 0 takes 1 beside a GPU and torch's own choice elsewhere", ge=0)
-    max_message_bytes: int = setting(MAX_MESSAGE_BYTES, "largest message accepted", ge=1024)
+    threads: int = setting(
+        0, "CPU threads for torch; 0 takes 1 beside a GPU and torch's own choice elsewhere", ge=0, le=MOST_THREADS
+    )
+    max_message_bytes: int = setting(MAX_MESSAGE_BYTES, "largest message accepted", ge=1024, le=MOST_MESSAGE_BYTES)
     max_sequences_per_stream: int = setting(256, "open sequences of one Verify stream", ge=1)
     verify_idle_seconds: float = setting(120.0, "time a sequence of a Verify stream may go without a tree", gt=0)
     first_message_seconds: float = setting(

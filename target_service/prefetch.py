@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 
+from outrider.command_line import CommandParser
 from target_service.model.loading.store import pull
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The exit status: 0 when the model is in the cache, 1 otherwise."""
-    parser = argparse.ArgumentParser(prog="python -m target_service.prefetch", description=__doc__)
+    parser = CommandParser(prog="python -m target_service.prefetch", description=__doc__)
     parser.add_argument("model", help="a name from `outrider model list`, a folder, or a hub id")
     model = parser.parse_args(arguments).model
     try:

@@ -7,6 +7,7 @@ from pathlib import Path
 import grpc
 
 from outrider.addresses import address_problem
+from outrider.devices import check_device_name
 from outrider.drafting.link import LinkOptions
 from outrider.limits import TenantTable
 from outrider.serving import Authenticator, TlsFiles, check_free
@@ -54,10 +55,14 @@ def engine_stands_apart(config: TargetConfig) -> bool:
 
 def check_settings(config: TargetConfig) -> None:
     """Raise `SettingsError` for settings that do not go together, and files that cannot be used."""
+    check_device_name(config.device)
     if config.lookup_tokens > 0 and not config.captures:
         raise SettingsError("--lookup-tokens: needs captured steps on a GPU; elsewhere there is --draft inprocess:trie")
     if config.max_context > _LONGEST_CONTEXT:
         raise SettingsError(f"--max-context: must be at most {_LONGEST_CONTEXT}")
+    for flag, folder in (("--weights-folder", config.weights_folder), ("--weights-staging", config.weights_staging)):
+        if folder and not Path(folder).is_dir():
+            raise SettingsError(f"{flag}: there is no folder {folder}")
     _check_draft(config.draft)
     TlsFiles(config.tls_certificate, config.tls_key, config.tls_client_ca).check()
     Authenticator.from_file(config.auth_tokens)

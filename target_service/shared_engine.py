@@ -15,6 +15,7 @@ from target_service.core.events import Sequences
 from target_service.engine_process.client import STOP_SECONDS
 
 if TYPE_CHECKING:
+    from outrider.drafting.link import Connect
     from target_service.assembly import Assembled
     from target_service.engine.engine import Engine
     from target_service.engine.stats import EngineObserver
@@ -33,16 +34,18 @@ class SharedEngine:
         """With a `runner`, its model is loaded already."""
         self._config = config
         self._runner = runner
+        self._connect: Connect | None = None
         self._assembled: Assembled | None = None
 
     async def load(self) -> ServedModel:
-        """Load the model. Raises `EngineRefused` when it cannot be served."""
+        """Prepare the draft and load the model. Raises `EngineRefused` when either cannot be."""
         return await in_thread_to_leave(self._load)
 
     def _load(self) -> ServedModel:
         # Imported as late as this: PyTorch and what reads models take seconds, and health is to be answered before.
-        from target_service.assembly import load_model, served_model
+        from target_service.assembly import load_model, prepared_draft, served_model
 
+        self._connect = prepared_draft(self._config)
         if self._runner is None:
             self._runner = load_model(self._config)
         return served_model(self._config, self._runner)
@@ -56,7 +59,7 @@ class SharedEngine:
         from target_service.assembly import assemble
 
         assert self._runner is not None, "the model is not loaded"
-        return assemble(self._config, self._runner, observer)
+        return assemble(self._config, self._runner, observer, self._connect)
 
     async def start(self, sequences: Sequences) -> None:
         """Deliver events to `sequences` from now on."""

@@ -24,7 +24,7 @@ from benchmarks.shared.engine_events import EngineEvents
 from benchmarks.shared.machine import describe
 from benchmarks.shared.report import parser_of, settings_of, write_json
 from benchmarks.shared.workload import read_prompts
-from draft_service.in_process import connect
+from outrider.drafting.link import connect_draft
 from outrider.sampling import SamplingParams, VerificationMode
 from target_service.assembly import engine_config, load_model
 from target_service.config import TargetConfig
@@ -95,8 +95,7 @@ def loaded(options: argparse.Namespace, dtype: str) -> Iterator[Model]:
     )
     answers, runner = Answers(), load_model(config)
     engine = Engine(runner, engine_config(config), step_cost=measure_step_cost(runner, config.step_rows))
-    # Not by its address, which asks for an installed draft service.
-    link = connect("trie", engine.draft_events, runner.vocabulary_size, "")
+    link = connect_draft(config.draft, engine.draft_events, runner.vocabulary_size, "")
     engine.attach_draft(link)
     engine.start(answers.events.note)
     yield Model(engine, answers)

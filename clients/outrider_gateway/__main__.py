@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from outrider.command_line import CommandParser
 from outrider.runtime import configure_logging, prepare_grpc, run
 from outrider.settings import SettingsError, add_flags, load
 from outrider_gateway.config import CONFIG_VARIABLE, GatewayConfig
@@ -22,7 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # gRPC reads its environment as it is imported, which the client's options do.
     from outrider_client.terminal.options import AccessOptions
 
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="outrider gateway",
         description="An OpenAI-compatible HTTP server in front of one target service or several.",
         allow_abbrev=False,

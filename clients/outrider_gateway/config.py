@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from outrider.addresses import address_problem
-from outrider.settings import SettingsError, setting
+from outrider.settings import Settings, SettingsError, setting
 
 # Names the settings file where no flag does.
 CONFIG_VARIABLE = "OUTRIDER_CONFIG"
@@ -17,7 +17,7 @@ ANY_ORIGIN = "*"
 
 
 @dataclass(frozen=True)
-class GatewayConfig:
+class GatewayConfig(Settings):
     """Everything `outrider gateway` takes, by flag, environment (`OUTRIDER_GATEWAY_*`) or `[gateway]` table.
 
     Raises `SettingsError` for values outside their limits.
@@ -29,31 +29,27 @@ class GatewayConfig:
     allow_origin: str = setting("", "origins whose pages may call, such as https://a.example, commas between; * is any")
     tokenizer: str = setting("", "model or folder whose tokenizer names tokens; the served model's when empty")
 
-    max_running: int = setting(256, "answers being written at once; requests for more are refused with 429")
-    max_choices: int = setting(16, "answers that one request may ask for")
-    max_body_bytes: int = setting(4 * 1024 * 1024, "largest request body")
-    max_connections: int = setting(1024, "connections at once; more are refused with 503")
-    body_seconds: float = setting(30.0, "time a request's body may take to arrive")
-    request_seconds: float = setting(1800.0, "time until an answer is given up; 0 waits for ever")
-    drain_seconds: float = setting(30.0, "time running answers get after SIGTERM")
+    max_running: int = setting(256, "answers being written at once; requests for more are refused with 429", ge=1)
+    max_choices: int = setting(16, "answers that one request may ask for", ge=1)
+    max_body_bytes: int = setting(4 * 1024 * 1024, "largest request body", ge=1)
+    max_connections: int = setting(1024, "connections at once; more are refused with 503", ge=1)
+    body_seconds: float = setting(30.0, "time a request's body may take to arrive", gt=0)
+    request_seconds: float = setting(1800.0, "time until an answer is given up; 0 waits for ever", ge=0)
+    drain_seconds: float = setting(30.0, "time running answers get after SIGTERM", ge=0)
 
-    health_seconds: float = setting(2.0, "time between two looks at the health of a target")
-    load_bound: float = setting(1.25, "load that a target may have, as a multiple of the mean, before tenants move on")
+    health_seconds: float = setting(2.0, "time between two looks at the health of a target", gt=0)
+    load_bound: float = setting(
+        1.25, "load that a target may have, as a multiple of the mean, before tenants move on", ge=1
+    )
 
     tls_certificate: str = setting("", "PEM certificate chain; plain HTTP when empty")
     tls_key: str = setting("", "PEM private key")
     otlp_endpoint: str = setting("", "OTLP gRPC endpoint for traces; off when empty")
-    trace_ratio: float = setting(1.0, "share of requests without a parent trace that are traced")
+    trace_ratio: float = setting(1.0, "share of requests without a parent trace that are traced", ge=0, le=1)
     log_level: str = setting("info", "log level", choices=("debug", "info", "warning", "error"))
 
     def __post_init__(self) -> None:
-        for name in ("max_running", "max_choices", "max_body_bytes", "max_connections"):
-            _need(getattr(self, name) >= 1, name, "must be at least 1")
-        for name in ("body_seconds", "health_seconds"):
-            _need(getattr(self, name) > 0, name, "must be above 0")
-        for name in ("request_seconds", "drain_seconds"):
-            _need(getattr(self, name) >= 0, name, "must not be negative")
-        _need(self.load_bound >= 1, "load_bound", "must be at least 1")
+        super().__post_init__()
         _need(bool(self.targets), "target", "names no target")
         for address in self.targets:
             problem = address_problem(address)

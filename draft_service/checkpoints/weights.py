@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from draft_service.checkpoints.facts import HeadRefused
+from outrider.hub import HubUnreachable, check_fetchable
 
 _WEIGHTS = "model.safetensors"
 _PICKLED = (".bin", ".pt")
@@ -29,6 +30,8 @@ class Weights:
         self._source = str(source)
         self._files = tuple(files)
         self._folder = Path(source) if Path(source).is_dir() else None
+        if self._folder is None and "/" in self._source:
+            _check_fetchable(self._source)
         self.config: dict[str, Any] = json.loads(self._needed("config.json").read_text())
 
     @property
@@ -111,3 +114,16 @@ class Weights:
             return Path(hf_hub_download(self._source, name))
         except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError):
             return None
+
+
+def _check_fetchable(source: str) -> None:
+    """Raise `HeadRefused` for a hub id that is not here and cannot be fetched."""
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        check_fetchable(source)
+    except HubUnreachable as error:
+        raise HeadRefused(f"{source}: {error}") from None
+    except HFValidationError:
+        # A path: what is missing there is told by whoever looks for it.
+        return

@@ -20,7 +20,7 @@ class PromptLookupConfig(Settings):
 
     lookup_tokens: int = setting(10, "tokens drafted, one after the other", ge=1, le=MAX_ROWS - 1)
     lookup_min: int = setting(2, "shortest run of tokens that is looked up", ge=1)
-    lookup_max: int = setting(4, "longest run of tokens that is looked up", le=16)
+    lookup_max: int = setting(4, "longest run of tokens that is looked up", le=16, ge=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -17,8 +17,8 @@ from outrider.wire.frames import TreeLimits
 class RandomConfig:
     """Settings of the random drafter, section `[random]`."""
 
-    random_nodes: int = setting(15, "most nodes of a tree, the root not counted; 0 proposes nothing")
-    random_depth: int = setting(8, "longest path below the root")
+    random_nodes: int = setting(15, "most nodes of a tree, the root not counted; 0 proposes nothing", ge=0)
+    random_depth: int = setting(8, "longest path below the root", ge=1)
     random_seed: int = setting(0, "seed of the trees; the same calls give the same trees")
 
 

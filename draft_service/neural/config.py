@@ -36,15 +36,15 @@ class NetworkConfig(Settings):
     """What any network that drafts runs on, and how its guesses are scored."""
 
     min_score: float = setting(0.001, "least probability of the path to a node that is worth drafting", ge=0, le=1)
-    race_entrants: int = setting(128, "tokens of a node that run the shared race of COUPLED requests")
+    race_entrants: int = setting(128, "tokens of a node that run the shared race of COUPLED requests", ge=1)
     race_sharpness: float = setting(
         1.0, "how far the race over the draft's distribution is taken for the target's own", gt=0
     )
 
     dtype: str = setting("bfloat16", "type of weights and cache", choices=("float32", "bfloat16"))
     device: str = setting("cpu", "device to run on")
-    threads: int = setting(0, "threads of PyTorch on a CPU; 0 takes OMP_NUM_THREADS, 1 in a draft service")
-    max_context: int = setting(131_072, "longest sequence followed, in tokens")
+    threads: int = setting(0, "threads of PyTorch on a CPU; 0 takes OMP_NUM_THREADS, 1 in a draft service", ge=0)
+    max_context: int = setting(131_072, "longest sequence followed, in tokens", ge=1)
 
 
 @dataclass(frozen=True)
@@ -74,8 +74,10 @@ class NeuralConfig(NetworkConfig):
         0, "nodes of a tree, the root not counted; 0 takes 12, or 239 where captured", ge=0, le=MAX_ROWS - 1
     )
     cuda_graphs: bool = setting(False, "draft in captured CUDA graphs, on a GPU")
-    captured_sequences: int = setting(8, "sequences that graphs are captured for at the start; for more when first met")
-    kv_tokens: int = setting(65536, "tokens of all sequences in the cache; what does not fit is not drafted for")
+    captured_sequences: int = setting(
+        8, "sequences that graphs are captured for at the start; for more when first met", ge=1
+    )
+    kv_tokens: int = setting(65536, "tokens of all sequences in the cache; what does not fit is not drafted for", ge=1)
     page_size: int = setting(64, "tokens of a page of the cache", ge=1)
     max_rows: int = setting(2048, "rows of one pass over what arrived together", ge=1)
 

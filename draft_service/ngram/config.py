@@ -23,7 +23,7 @@ class TrieConfig(Settings):
     branch_length: int = setting(32, "longest path below the root", ge=1)
     breadth: int = setting(8, "most children of a node; 1 drafts a single branch", ge=1)
     min_match: int = setting(1, "shortest context, in tokens, that may speak", ge=1)
-    max_match: int = setting(8, "longest context, in tokens; memory per token grows with it", le=32)
+    max_match: int = setting(8, "longest context, in tokens; memory per token grows with it", le=32, ge=1)
     selection: str = setting(
         "probable", "which continuations come first: most probable, or most recent", choices=("probable", "recent")
     )
@@ -34,7 +34,7 @@ class TrieConfig(Settings):
     output_weight: int = setting(2, "occurrences that one in an output counts as, against one in a prompt", ge=1)
     half_life_tokens: int = setting(1 << 20, "tokens learnt until an old count is halved; a power of two", ge=1)
 
-    capacity: int = setting(16_000_000, "nodes over all tenants and corpora, at about 50 bytes")
+    capacity: int = setting(16_000_000, "nodes over all tenants and corpora, at about 50 bytes", ge=1, le=2**31 - 1)
     tenant_capacity: int = setting(4_000_000, "nodes of one tenant's trie; the least useful go first", ge=128)
     corpus_capacity: int = setting(8_000_000, "nodes of one shared corpus; past it, adding is refused", ge=128)
     own_tokens: int = setting(32_768, "latest tokens of a sequence that its own trie holds", ge=128)
@@ -42,10 +42,10 @@ class TrieConfig(Settings):
         16_000_000, "nodes over the own tries of all open sequences; past it, they forget", ge=128
     )
     max_context: int = setting(131_072, "longest sequence followed, in tokens", ge=1, le=MAX_CONTEXT)
-    max_backlog: int = setting(1_000_000, "tokens that may wait to be learnt; past it, new ones are not learnt")
+    max_backlog: int = setting(1_000_000, "tokens that may wait to be learnt; past it, new ones are not learnt", ge=0)
 
     snapshot: str = setting("", "folder to keep tries in across restarts; none when empty")
-    snapshot_seconds: float = setting(300.0, "time between snapshots; one is also written at the end")
+    snapshot_seconds: float = setting(300.0, "time between snapshots; one is also written at the end", gt=0)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -12,6 +12,7 @@ from pathlib import Path
 from rich.console import Console
 
 from draft_service.training.config import TrainingConfig
+from outrider.command_line import CommandParser
 from outrider.runtime import configure_logging, prepare_grpc
 from outrider.settings import CONFIG_VARIABLE, SettingsError, add_flags, load
 
@@ -31,7 +32,7 @@ INTERRUPTED = 130
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse and train; returns the exit status."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog=_PROG,
         description=_DESCRIPTION,
         epilog=_EPILOG,

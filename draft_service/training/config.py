@@ -39,9 +39,11 @@ class TrainingConfig(Settings):
     )
     text: str = setting("", "folder of text that is written already, `text` of another run; none is written then")
     tokens: str = setting("20M", "tokens of text to write: a number, with k or M")
-    writing_share: float = setting(0.5, "share of --minutes after which writing ends, however much there is")
+    writing_share: float = setting(
+        0.5, "share of --minutes after which writing ends, however much there is", gt=0, le=1
+    )
     writers: int = setting(1, "processes that write at once, one a device at least; more than one pays on a GPU", ge=1)
-    sequences: int = setting(0, "texts that each writes at once; 0 is 256 on a GPU and 16 elsewhere")
+    sequences: int = setting(0, "texts that each writes at once; 0 is 256 on a GPU and 16 elsewhere", ge=0)
     prompts: str = setting("", "file of prompts to answer first: JSON lines with `turns`, or a prompt a line")
     sampled_prompts: bool = setting(True, "let the target make up prompts, by itself or after those of the file")
     temperatures: str = setting("0,0.7,1", "temperatures of answers, in turn; 0 must be one, to validate with")
@@ -52,25 +54,27 @@ class TrainingConfig(Settings):
 
     style: str = setting("eagle3.1", "architecture of an EAGLE-3 head", choices=("eagle3", "eagle3.1"))
     layers: int = setting(1, "layers of the head, or residual blocks of each Medusa head", ge=1)
-    hidden: int = setting(0, "width of the head; 0 takes the target's, another carries its own token embedding")
-    intermediate: int = setting(0, "width of the head's MLP; 0 takes the target's, or 8/3 of --hidden")
+    hidden: int = setting(0, "width of the head; 0 takes the target's, another carries its own token embedding", ge=0)
+    intermediate: int = setting(0, "width of the head's MLP; 0 takes the target's, or 8/3 of --hidden", ge=0)
     tied: bool = setting(False, "take logits from the target's own lm_head, which is neither trained nor saved")
-    vocabulary: int = setting(16384, "tokens that the head can say, the most frequent ones; 0 is all of them")
+    vocabulary: int = setting(16384, "tokens that the head can say, the most frequent ones; 0 is all of them", ge=0)
 
     steps: int = setting(
         5, "steps of training-time test: how deep a draft the head learns to make; of Medusa heads their number", ge=1
     )
-    decay: float = setting(0.8, "weight of each step's loss relative to the one before")
-    epochs: float = setting(6.0, "passes over the text at most")
+    decay: float = setting(0.8, "weight of each step's loss relative to the one before", gt=0)
+    epochs: float = setting(6.0, "passes over the text at most", gt=0)
     batch_tokens: int = setting(16384, "tokens of a batch, with padding", ge=1)
-    learning_rate: float = setting(1e-3, "AdamW's, at its highest")
-    warmup: float = setting(0.04, "share of training until then")
-    weight_decay: float = setting(0.01, "AdamW's, of matrices")
-    clip: float = setting(1.0, "largest norm of a gradient")
+    learning_rate: float = setting(1e-3, "AdamW's, at its highest", gt=0)
+    warmup: float = setting(0.04, "share of training until then", ge=0, le=1)
+    weight_decay: float = setting(0.01, "AdamW's, of matrices", ge=0)
+    clip: float = setting(1.0, "largest norm of a gradient", gt=0)
     compile: bool = setting(False, "compile the training step; costs a minute for every length of texts")
 
     validation: int = setting(48, "greedy texts that are held back to validate with", ge=1)
-    validation_seconds: float = setting(30.0, "time between validations, each of which saves the head and the run")
+    validation_seconds: float = setting(
+        30.0, "time between validations, each of which saves the head and the run", ge=0
+    )
     log_level: str = setting("info", "log level", choices=("debug", "info", "warning", "error"))
 
     def __post_init__(self) -> None:

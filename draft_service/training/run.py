@@ -59,7 +59,10 @@ def train_head(config: TrainingConfig, command: Sequence[str]) -> Path:
             write_texts(teacher, config, corpus, budget, shown)
     texts = corpus.load()
     if not (texts.temperatures == 0).any() or len(texts) < 2:
-        raise SettingsError("too little text was written to train and to validate: give it more --tokens or --minutes")
+        raise SettingsError(
+            f"{len(texts)} texts were written, too few to train and to validate: "
+            "--resume goes on, with more --tokens or --minutes"
+        )
     counts = answer_counts(texts, teacher.facts.vocab_size)
     tokens = _token_map(config, folder, counts, first)
     log.info(

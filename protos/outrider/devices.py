@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+import re
+
 from outrider.settings import SettingsError
+
+# Where pip finds builds of PyTorch for GPUs; docs/models.md and docs/troubleshooting.md name it too.
+CUDA_BUILD = "pip install torch --index-url https://download.pytorch.org/whl/cu130"
+
+
+def check_device_name(device: str) -> None:
+    """Raise `SettingsError` for what is no device that anything runs on. Asks neither PyTorch nor the machine."""
+    if not re.fullmatch(r"cpu(:0)?|cuda(:\d+)?", device):
+        raise SettingsError(f"device {device!r} is none that Outrider runs on: cpu, cuda, or cuda:1 and so on")
 
 
 def check_device(device: str) -> None:
     """Raise `SettingsError`, with what is there instead, for a device that this machine or this PyTorch has not."""
+    check_device_name(device)
     # Only here: clients read this package without PyTorch.
     import torch
 
-    try:
-        wanted = torch.device(device)
-    except RuntimeError:
-        raise SettingsError(f"device {device!r} is none that PyTorch knows, such as cpu, cuda or cuda:1") from None
+    wanted = torch.device(device)
     if wanted.type != "cuda":
         return
     if torch.version.cuda is None and torch.version.hip is None:
         raise SettingsError(
-            f"device {device}: PyTorch {torch.__version__} was built without CUDA; install a build that has it"
+            f"device {device}: PyTorch {torch.__version__} was built without CUDA; a build that has it: {CUDA_BUILD}"
         )
     count = torch.cuda.device_count()
     if not count:

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import EntryPoint, entry_points
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
+from importlib.metadata import EntryPoint
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from outrider.extensions import find_extension
 from outrider.settings import SettingsError
 
 if TYPE_CHECKING:
@@ -155,11 +156,11 @@ def load_teacher(name: str, settings: TeacherSettings) -> Teacher:
     Raises:
         SettingsError: there is none of this name, or the model cannot be one.
     """
+    load: Callable[[TeacherSettings], Teacher] | None
     if ":" in name:
-        found = [EntryPoint(name, name, TEACHER_GROUP)]
+        load = EntryPoint(name, name, TEACHER_GROUP).load()
     else:
-        found = list(entry_points(group=TEACHER_GROUP, name=name))
-    if not found:
+        load = find_extension(TEACHER_GROUP, name)
+    if load is None:
         raise SettingsError(f"no teacher {name!r} is installed in this environment")
-    load = cast("Callable[[TeacherSettings], Teacher]", found[0].load())
     return load(settings)

@@ -3,7 +3,6 @@ liveness, when its process lives. For containers' health checks."""
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from outrider.addresses import address_problem
+from outrider.command_line import CommandParser
 from outrider.limits import TENANT_WORD
 
 # What probes ask by. A service's own name and "", by which clients and load balancers ask, mean readiness.
@@ -47,7 +47,7 @@ def _first_token(lines: str) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The exit status: 0 when serving, 1 otherwise."""
-    parser = argparse.ArgumentParser(prog="python -m outrider.healthcheck", description=__doc__)
+    parser = CommandParser(prog="python -m outrider.healthcheck", description=__doc__)
     parser.add_argument("address", help="HOST:PORT or unix:PATH")
     parser.add_argument("--service", default="", help="liveness, readiness or a full service name (default: readiness)")
     parser.add_argument("--timeout", type=float, default=3.0, help="seconds to wait (default: 3)")

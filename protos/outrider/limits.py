@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from outrider.settings import SettingsError
+from outrider.settings import SettingsError, unreadable
 
 # The first word of a line about a tenant; no token is that short.
 TENANT_WORD = "tenant"
@@ -84,7 +84,7 @@ class TenantTable:
         try:
             lines = Path(path).read_text().splitlines()
         except (OSError, UnicodeDecodeError) as error:
-            raise SettingsError(f"{path}: {error}") from None
+            raise SettingsError(unreadable(path, error)) from None
         named: dict[str, TenantLimits] = {}
         for number, line in enumerate(lines, start=1):
             words = line.split()

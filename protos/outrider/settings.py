@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 CONFIG_VARIABLE = "OUTRIDER_CONFIG"
 # Bytes of the largest message that a service takes unless it is configured otherwise.
 MAX_MESSAGE_BYTES = 4 * 1024 * 1024
+# What gRPC can be told: its numbers have 32 bits.
+MOST_MESSAGE_BYTES = 2**31 - 1
 # Chosen, not measured: clients send their first message with the headers, and a slow network takes a second or two.
 FIRST_MESSAGE_SECONDS = 10.0
 _TRUE = {"1", "true", "yes", "on"}
@@ -198,13 +200,18 @@ def load(
     return config(**values)
 
 
+def unreadable(path: object, error: Exception) -> str:
+    """Why a file cannot be read, in a line that names it once: what the system says names it too."""
+    return f"{path}: {getattr(error, 'strerror', None) or error}"
+
+
 def _file_section(path: Path | None, section: str) -> Mapping[str, object]:
     if path is None:
         return {}
     try:
         document = tomllib.loads(path.read_text())
-    except (OSError, tomllib.TOMLDecodeError) as error:
-        raise SettingsError(f"{path}: {error}") from None
+    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SettingsError(unreadable(path, error)) from None
     if unknown := sorted(set(document) - SECTIONS - {section}):
         raise SettingsError(f"{path}: there is no table [{unknown[0]}]; there are {', '.join(sorted(SECTIONS))}")
     table = document.get(section, {})

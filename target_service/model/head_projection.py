@@ -22,6 +22,7 @@ from torch.nn import functional
 
 from outrider.errors import NotSupported
 from outrider.heads import head_source, shipped_heads, weight_fingerprint
+from outrider.hub import check_fetchable
 from outrider.model_store import model_source
 
 _INDEX = "model.safetensors.index.json"
@@ -141,6 +142,7 @@ def _layers(config: Mapping[str, Any], target_layers: int) -> tuple[int, ...]:
 def _folder(source: str) -> Path:
     if Path(source).is_dir():
         return Path(source)
+    check_fetchable(source)
     from huggingface_hub import snapshot_download
 
     return Path(snapshot_download(source, allow_patterns=["*.json", "*.safetensors"]))

@@ -28,7 +28,7 @@ def test_help(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
         (["fly"], "invalid choice: 'fly'"),
         (["up", "--prot", "1"], "no such flag or argument: --prot 1"),
         (["up", "--port", "many"], "--port: 'many' is not a whole number"),
-        (["up", "--port", "0"], "--port must be in 1..65535"),
+        (["up", "--port", "0"], "--port: must be at least 1"),
         (["up", "--target-flags", "'"], "No closing quotation"),
         (["generate", ""], "the prompt is empty"),
         (["generate", "x", "--mode", "guess"], "'guess' is not one of auto, greedy"),
@@ -51,7 +51,7 @@ def test_help(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
         (["weights", "update", "--folder", "b", "--running", "stop"], "invalid choice: 'stop'"),
         (["corpus", "delete"], "required: NAME"),
         (["corpus", "add", "a.txt", "--to", "b"], "no such flag or argument: --to b"),
-        (["demo", "--max-tokens", "0"], "--max-tokens must be at least 1"),
+        (["demo", "--max-tokens", "0"], "--max-tokens: must be at least 1"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, list) else None,
 )
@@ -59,7 +59,9 @@ def test_wrong_usage(words: list[str], said: str, capsys: pytest.CaptureFixture[
     with pytest.raises(SystemExit) as ended:
         main(words)
     assert ended.value.code == 2
-    assert said in capsys.readouterr().err
+    err = capsys.readouterr().err
+    # What is wrong stands first, and not below a screen of flags.
+    assert said in err.splitlines()[0] and "usage:" not in err
 
 
 def test_unknown_key_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -231,6 +233,12 @@ async def test_chat(running: Any, outrider: Any) -> None:
     assert [len(request.chat.messages) for request in requests] == [1, 3, 1]
     assert requests[1].chat.messages[1].content == "one two three"
     assert not requests[1].speculation.enabled
+
+
+async def test_a_draft_that_is_not_there_is_told_how_to_have(outrider: Any, unused_tcp_port: int) -> None:
+    address = f"127.0.0.1:{unused_tcp_port}"
+    status, _, err = await outrider("corpus", "list", "--draft", address)
+    assert status == 1 and "Connection refused" in err and f"outrider up --draft-listen {address}" in err
 
 
 async def test_corpus_of_token_ids(running: Any, outrider: Any, tmp_path: Path) -> None:

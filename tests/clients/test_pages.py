@@ -20,6 +20,7 @@ from draft_service.drafters.base import drafter_spec
 from draft_service.neural.config import NeuralConfig
 from draft_service.ngram.config import TrieConfig
 from outrider_client.bench.table import figures_table
+from outrider_client.cli.commands import COMMANDS
 from target_service.config import TargetConfig
 from target_service.core.events import EngineSnapshot
 from target_service.speculation.config import DraftingConfig
@@ -28,8 +29,12 @@ from target_service.speculation_state import speculation_state
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = ("operate.md", "troubleshooting.md", "protocol.md", "tuning.md")
 OF_METRICS = ("operate.md", "troubleshooting.md", "tuning.md")
+# Pages with commands to type, as seen from docs/.
+SHOWING = (*sorted(path.name for path in DOCS.glob("*.md")), "../README.md", "../clients/README.md")
 # Flags of other programs.
 FOREIGN = {"--gpus", "--index-url"}
+# Pages whose links are followed.
+LINKING = ("*.md", "docs/*.md", "clients/*.md", "clients/*/README.md", "kernels/*.md", "benchmarks/**/*.md")
 # Commands that have commands of their own.
 WITH_OWN = {"corpus", "head", "model", "weights"}
 
@@ -45,7 +50,7 @@ def help_of(*command: str) -> str:
 
 def commands(page: str) -> list[list[str]]:
     """Every `outrider ..` of the page's examples, lines that go on joined and comments left out."""
-    blocks = re.findall(r"```\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)
+    blocks = re.findall(r"```(?:sh)?\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)
     lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
     return [shlex.split(line, comments=True) for line in lines if line.startswith("outrider ")]
 
@@ -57,12 +62,13 @@ def flags_of(words: list[str]) -> set[str]:
 def named(command: str, *further: str) -> str:
     """The help of a command, or of one of its own, such as `weights update`."""
     if command == "draft":
-        return help_of("draft", "--drafter", "merged")
+        drafter = further[further.index("--drafter") + 1] if "--drafter" in further else "merged"
+        return help_of("draft", "--drafter", drafter)
     own = further[:1] if command in WITH_OWN else ()
     return help_of(command, *own)
 
 
-@pytest.mark.parametrize("command", commands("operate.md") + commands("tuning.md"), ids=" ".join)
+@pytest.mark.parametrize("command", [words for page in SHOWING for words in commands(page)], ids=" ".join)
 def test_the_examples_flags_are_the_commands(command: list[str]) -> None:
     _, name, *words = command
     assert [flag for flag in sorted(flags_of(words)) if flag not in named(name, *words)] == []
@@ -162,3 +168,41 @@ def test_panels_are_those_of_the_dashboard() -> None:
     named = re.findall(r"^\| (\w[^|]+) \| `", rows, re.MULTILINE)
     assert len(named) == 5
     assert {*named, "Running ahead", "Steps without the draft they wanted", "Wait for the draft"} <= titles
+
+
+def test_every_command_is_in_the_clients_table() -> None:
+    table = (DOCS.parent / "clients/README.md").read_text().partition("## The `outrider` command")[2]
+    named = {
+        words.split()[0]
+        for row in re.findall(r"^\| (`[^|]+) \|", table, re.MULTILINE)
+        for words in row.split("`")[1::2]
+    }
+    assert named == {command.name for command in COMMANDS}
+
+
+@pytest.mark.parametrize("page", sorted(path.name for path in DOCS.glob("*.md")))
+def test_every_page_is_linked_from_the_readme(page: str) -> None:
+    assert f"(docs/{page})" in (DOCS.parent / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    "page",
+    sorted(str(path.relative_to(DOCS.parent)) for where in LINKING for path in DOCS.parent.glob(where)),
+)
+def test_every_link_leads_somewhere(page: str) -> None:
+    """To a file that is there, and to a heading that it has."""
+    source = DOCS.parent / page
+    for link in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"```.*?```", "", source.read_text(), flags=re.DOTALL)):
+        if "://" in link:
+            continue
+        name, _, heading = link.partition("#")
+        target = (source.parent / name).resolve() if name else source
+        assert target.exists(), link
+        if heading and target.suffix == ".md":
+            assert heading in anchors(target.read_text()), link
+
+
+def anchors(text: str) -> set[str]:
+    """Of every heading, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", text, flags=re.DOTALL), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}

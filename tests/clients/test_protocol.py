@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
+import shlex
+import shutil
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -23,7 +26,7 @@ from outrider.settings import MAX_MESSAGE_BYTES
 from outrider.tree import MAX_DISTRIBUTION_SUPPORT, MAX_DISTRIBUTION_WEIGHT
 from outrider.v1 import draft_pb2, target_pb2, tree_pb2
 from outrider.wire.frames import MAX_CLOSED_PER_FRAME, MAX_OUTSTANDING_CREDIT, MAX_SEQUENCES_PER_FRAME
-from outrider_client import Client, Policy
+from outrider_client import Client, Policy, ServiceUnreachable
 from target_service.api.admission import DEFAULT_MAX_TOKENS
 from target_service.config import TargetConfig
 from target_service.lifecycle import serve
@@ -52,19 +55,61 @@ async def drafting(address: str) -> AsyncIterator[str]:
 @pytest.fixture
 async def target(tiny_model: Any, tmp_path: Path) -> AsyncIterator[str]:
     """Address of a target with a model of random weights, and a draft beside it."""
+    async with served(tiny_model, tmp_path, f"unix:{tmp_path}/target") as address:
+        yield address
+
+
+@asynccontextmanager
+async def served(model: Any, folder: Path, listen: str) -> AsyncIterator[str]:
     stopping = asyncio.Event()
-    runner = runner_for(tiny_model, byte_tokenizer(), num_pages=64, page_size=16, name="tiny")
-    async with drafting(f"unix:{tmp_path}/draft") as draft:
-        config = TargetConfig(listen=f"unix:{tmp_path}/target", draft=draft, drain_seconds=5.0)
+    runner = runner_for(model, byte_tokenizer(), num_pages=64, page_size=16, name="tiny")
+    async with drafting(f"unix:{folder}/draft") as draft:
+        config = TargetConfig(listen=listen, draft=draft, drain_seconds=5.0, reflection=True)
         running = asyncio.create_task(serve(config, runner, stopping))
         async with Client.connect(config.listen) as client, asyncio.timeout(60):
-            while not ((tmp_path / "target").exists() and await client.serving()):
+            while not await is_serving(client):
                 await asyncio.sleep(0.05)
         try:
             yield config.listen
         finally:
             stopping.set()
             assert await running == 0
+
+
+async def is_serving(client: Client) -> bool:
+    try:
+        return await client.serving()
+    except ServiceUnreachable:
+        return False
+
+
+def typed(program: str) -> list[str]:
+    """The page's commands of a program."""
+    blocks = re.findall(r"```\n(.*?)```", _PAGE, re.DOTALL)
+    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
+    return [line.partition("  #")[0] for line in lines if line.startswith(f"{program} ")]
+
+
+@pytest.mark.parametrize("program", ["buf", "grpcurl"])
+async def test_the_page_is_true_of_tools(program: str, tiny_model: Any, tmp_path: Path, unused_tcp_port: int) -> None:
+    beside = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    found = shutil.which(program, path=beside)
+    if found is None:
+        pytest.skip(f"{program} is not installed")
+    said = []
+    async with served(tiny_model, tmp_path, f"127.0.0.1:{unused_tcp_port}") as address:
+        for line in typed(program):
+            _, *words = shlex.split(line.replace("127.0.0.1:50051", address))
+            process = await asyncio.create_subprocess_exec(
+                found, *words, cwd=_ROOT, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
+            )
+            out, _ = await asyncio.wait_for(process.communicate(), 60)
+            assert process.returncode == 0, (line, out.decode())
+            said.append(out.decode())
+    listed, health, info, generated = said
+    assert "outrider.v1.TargetService" in listed and '"SERVING"' in health
+    # Random weights may end their text at any token.
+    assert '"tiny"' in info and '"finished"' in generated and '"completionTokens"' in generated
 
 
 def example(name: str) -> str:

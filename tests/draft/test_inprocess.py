@@ -100,16 +100,16 @@ def test_settings_come_from_environment_and_file(
     path.write_text("[random]\nrandom_nodes = 3\nrandom_depth = 2\n")
     monkeypatch.setenv("OUTRIDER_CONFIG", str(path))
     monkeypatch.setenv("OUTRIDER_RANDOM_RANDOM_DEPTH", "1")
-    connect("random", heard, VOCABULARY, "").stop()
+    connect("random")(heard, VOCABULARY, "").stop()
     assert (heard.infos[0].limits.max_nodes, heard.infos[0].limits.max_depth) == (3, 1)
 
 
-def test_what_cannot_be_is_said_at_start(heard: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_is_said_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(NotSupported):
-        connect("nothing", heard, VOCABULARY, "")
+        connect("nothing")
     monkeypatch.setenv("OUTRIDER_RANDOM_COLOUR", "red")
     with pytest.raises(SettingsError, match="COLOUR"):
-        connect("random", heard, VOCABULARY, "")
+        connect("random")
 
 
 def test_a_drafter_on_a_gpu_answers_from_a_thread_of_its_own(drafter: ScriptedDrafter, heard: Listener) -> None:
@@ -196,6 +196,6 @@ def test_a_drafter_on_a_gpu_gets_a_thread(
     drafter.device = device  # type: ignore[attr-defined]
     monkeypatch.setattr(devices, "on_stream_of_its_own", lambda _: nullcontext())
     monkeypatch.setattr(inprocess, "create", lambda *_: drafter)
-    link = connect("random", heard, VOCABULARY, "")
+    link = connect("random")(heard, VOCABULARY, "")
     link.stop()
     assert type(link) is kind and drafter.started == drafter.stopped == 1

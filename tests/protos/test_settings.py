@@ -12,8 +12,11 @@ from typing import Any
 import pytest
 
 from draft_service.config import DraftConfig
+from draft_service.drafters.base import DRAFTERS, drafter_spec
+from draft_service.training.config import TrainingConfig
 from outrider.settings import SECTIONS, Settings, SettingsError, add_flags, load, setting
 from outrider.tree import MAX_ROWS
+from outrider_gateway.config import GatewayConfig
 from target_service.config import MOST_DRAFTED, MOST_LOOKED_UP, TargetConfig
 from tree_kernels.node_table import LOOKUP
 
@@ -210,3 +213,23 @@ def test_every_table_that_is_read_is_known() -> None:
         read |= set(re.findall(r'(?:load|options)\(\w+, "(\w+)", ', text))
         read |= set(re.findall(r'DrafterSpec\("(\w+)"', text))
     assert read == SECTIONS
+
+
+def test_numbers_have_a_least_value() -> None:
+    """One that cannot be meant is refused where it is given, and not by what breaks of it later."""
+    services = [
+        TargetConfig,
+        DraftConfig,
+        TrainingConfig,
+        GatewayConfig,
+        *(drafter_spec(name).config for name in DRAFTERS),
+    ]
+    # Seeds may be any number.
+    free = {
+        f"{config.__name__}.{field.name}"
+        for config in services
+        for field in dataclasses.fields(config)
+        if field.type in ("int", "float") and not field.name.endswith("seed") and not field.metadata["choices"]
+        if field.metadata["bounds"]["ge"] is None and field.metadata["bounds"]["gt"] is None
+    }
+    assert not free

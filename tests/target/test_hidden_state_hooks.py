@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from draft_service.eagle.checkpoint import save_head
 from outrider.errors import NotSupported
-from target_service.assembly import assemble, load_model
+from target_service.assembly import assemble, load_model, prepared_draft
 from target_service.config import TargetConfig
 from target_service.core.sequence import SequenceEvent, Verdict
 from target_service.model.forward import ForwardInput
@@ -156,7 +156,7 @@ class TestHeadSetting:
             draft_head=head,
             row_budget="all",
         )
-        assembled = assemble(config, load_model(config), None)
+        assembled = assemble(config, load_model(config), None, prepared_draft(config))
         assert assembled.engine.draft_info is None
         said: list[int] = []
         ended = threading.Event()

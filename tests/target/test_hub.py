@@ -6,7 +6,7 @@ import json
 import shutil
 import time
 from collections import namedtuple
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,12 @@ from conftest import make_tiny
 from fake_hub import COMMIT, FakeHub, fake_hub
 from huggingface_hub import constants
 
+from draft_service.eagle.weights import Weights
+from outrider import hub as hub_module
+from outrider.errors import NotSupported
 from target_service import prefetch
 from target_service.config import TargetConfig
-from target_service.model.loading import hub as hub_module
+from target_service.model.head_projection import read_draft_head
 from target_service.model.loading import store
 from target_service.model.loading.hub import HubId, HubUnreachable, PullFailed, check_hub
 from target_service.model.loading.loader import load_runner
@@ -87,6 +90,14 @@ def test_a_hub_that_answers_never(no_hub: str, monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(HubUnreachable, match="does not answer"):
         store.pull(NAME)
     assert time.monotonic() - begun < 5
+
+
+@pytest.mark.parametrize("read", [Weights, lambda source: read_draft_head(source, 30, 576)], ids=["draft", "target"])
+def test_a_head_of_a_hub_that_does_not_answer(no_hub: str, read: Callable[[str], object]) -> None:
+    begun = time.monotonic()
+    with pytest.raises((NotSupported, OSError), match="does not answer") as refused:
+        read("nobody/no-head")
+    assert time.monotonic() - begun < 5 and no_hub in str(refused.value)
 
 
 def test_a_pull_from_a_hub_that_does_not_answer_is_one_line(no_hub: str, capfd: pytest.CaptureFixture[str]) -> None:

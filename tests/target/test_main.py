@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -97,6 +98,28 @@ class TestSettings:
         assert caught.value.code == 1
         assert f"cannot serve {tmp_path}" in capsys.readouterr().err
 
+    def test_weights_that_were_cut_short(
+        self, model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        folder = shutil.copytree(model_folder, tmp_path / "cut")
+        weights = folder / "model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:2000])
+        assert "its weights cannot be read" in self.refusal(folder, capsys)
+
+    def test_a_folder_without_a_tokenizer(
+        self, model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        folder = shutil.copytree(model_folder, tmp_path / "mute", ignore=shutil.ignore_patterns("*token*"))
+        assert "tokenizer.json" in self.refusal(folder, capsys)
+
+    def refusal(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
+        """The line that says why the model is not served."""
+        with pytest.raises(SystemExit) as caught:
+            main(["--model", str(folder), "--listen", "127.0.0.1:0", "--kv-tokens", "64"])
+        assert caught.value.code == 1
+        (line,) = [line for line in capsys.readouterr().err.splitlines() if "cannot serve" in line]
+        return line
+
 
 class TestPoller:
     def test_grpc_is_imported_after_its_environment_is_set(self) -> None:
@@ -111,6 +134,14 @@ class TestPoller:
         chosen = {"GRPC_EXPERIMENTS": ""}
         prepare_grpc(chosen)
         assert chosen == {"GRPC_EXPERIMENTS": ""}
+
+
+# Read by every Python process that starts with it on its path.
+UNINSTALLED = """
+import importlib.metadata
+everything = importlib.metadata.entry_points
+importlib.metadata.entry_points = lambda **which: everything(**which) if "outrider" not in str(which) else ()
+"""
 
 
 @dataclass
@@ -159,6 +190,45 @@ async def started(model: Path, *flags: str) -> AsyncIterator[tuple[Process, str]
 
 
 class TestProcess:
+    async def test_a_drafter_in_process_needs_no_installation(
+        self, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A checkout on the path has no entry points, and the engine's process of a GPU target is no other."""
+        (tmp_path / "sitecustomize.py").write_text(UNINSTALLED)
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
+        settings = tmp_path / "outrider.toml"
+        settings.write_text("[random]\nrandom_nodes = 3\n")
+        flags = ("--engine-process", "own", "--draft", "inprocess:random", "--config", str(settings))
+        async with started(model_folder, *flags) as (_, address), grpc.aio.insecure_channel(address) as channel:
+            stub: Any = target_pb2_grpc.TargetServiceStub(channel)
+            async with asyncio.timeout(10):
+                while not (info := await stub.GetTargetInfo(pb.GetTargetInfoRequest())).drafter:
+                    await asyncio.sleep(0.05)
+            assert info.drafter == "random"
+
+    @pytest.mark.parametrize("engine", ["own", "shared"])
+    @pytest.mark.parametrize(
+        ("draft", "settings", "message"),
+        [
+            ("nothing", {}, "no drafter is called 'nothing'; there are"),
+            ("random", {"OUTRIDER_RANDOM_COLOUR": "red"}, "OUTRIDER_RANDOM_COLOUR: no such setting"),
+            ("eagle", {"OUTRIDER_EAGLE_HEAD": "/nowhere/head"}, "/nowhere/head"),
+            ("merged", {"OUTRIDER_EAGLE_HEAD": "/nowhere/head"}, "/nowhere/head"),
+            ("eagle", {"OUTRIDER_EAGLE_DEVICE": "cuda:77"}, "cuda:77"),
+        ],
+    )
+    def test_a_drafter_in_process_is_refused_before_the_model_is_loaded(
+        self, engine: str, draft: str, settings: dict[str, str], message: str
+    ) -> None:
+        """Of a model that is not there nothing is said."""
+        command = [sys.executable, "-m", "target_service", "--model", "/nowhere/model", "--listen", "127.0.0.1:0"]
+        command += ["--engine-process", engine, "--draft", f"inprocess:{draft}"]
+        ended = subprocess.run(
+            command, env={**os.environ, **settings}, capture_output=True, text=True, timeout=60, check=False
+        )
+        (line,) = [line for line in ended.stderr.splitlines() if "INFO" not in line]
+        assert ended.returncode == 2 and line.startswith("outrider target: error: --draft: ") and message in line
+
     async def test_serves_then_drains_on_sigterm(self, model_folder: Path) -> None:
         flags = ("--served-model-name", "tiny", "--metrics-listen", "127.0.0.1:0")
         async with started(model_folder, *flags) as (running, address):

@@ -223,6 +223,10 @@ class TestServer:
         ("address", "message"),
         [
             ("nowhere", "not HOST:PORT"),
+            ("50051", "has no port"),
+            ("127.0.0.1:99999", "ports are 1 to 65535"),
+            ("http://127.0.0.1:50051", "leave out http://"),
+            ("unix:/no/folder/here/s", "no folder /no/folder/here"),
             ("127.0.0.1:http", "not HOST:PORT"),
             ("no.such.host.invalid:1", "cannot listen on no.such.host.invalid:1: "),
             ("192.0.2.1:50051", "Cannot assign"),
@@ -232,7 +236,7 @@ class TestServer:
         with pytest.raises(SettingsError, match=message):
             check_free(address)
 
-    @pytest.mark.parametrize("address", ["127.0.0.1:0", "localhost:0", ":0", "unix:/no/folder/here/s"])
+    @pytest.mark.parametrize("address", ["127.0.0.1:0", "localhost:0", ":0", "unix:/tmp/nobody-listens-here"])
     async def test_an_address_that_is_free_may_be_taken(self, address: str) -> None:
         check_free(address)
 

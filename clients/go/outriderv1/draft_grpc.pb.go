@@ -35,11 +35,14 @@ type DraftServiceClient interface {
 	// Propose carries all sequences of one target worker over one stream. The target opens sequences, advances them
 	// as it commits tokens, and closes them; the draft answers each open and each advance with one growth (possibly
 	// empty) and may send more when it knows more. A stream that ends without close frames aborts its sequences.
+	// DEADLINE_EXCEEDED for one without a first message within the service's time for it, 10 s unless it is configured
+	// otherwise.
 	Propose(ctx context.Context, opts ...grpc.CallOption) (DraftService_ProposeClient, error)
 	// GetDraftInfo says what this service drafts with and for which vocabulary.
 	GetDraftInfo(ctx context.Context, in *GetDraftInfoRequest, opts ...grpc.CallOption) (*GetDraftInfoResponse, error)
 	// AddCorpus teaches a tenant's trie documents or past outputs. FAILED_PRECONDITION where the drafter has no trie,
-	// RESOURCE_EXHAUSTED past the tenant's quota (what fitted is kept).
+	// RESOURCE_EXHAUSTED past the tenant's quota (what fitted is kept), DEADLINE_EXCEEDED without a first message within
+	// the service's time for it, 10 s unless it is configured otherwise.
 	AddCorpus(ctx context.Context, opts ...grpc.CallOption) (DraftService_AddCorpusClient, error)
 	// ListCorpora says which tries a tenant may draft from: every shared corpus, and its own. FAILED_PRECONDITION where
 	// the drafter has no trie.
@@ -162,11 +165,14 @@ type DraftServiceServer interface {
 	// Propose carries all sequences of one target worker over one stream. The target opens sequences, advances them
 	// as it commits tokens, and closes them; the draft answers each open and each advance with one growth (possibly
 	// empty) and may send more when it knows more. A stream that ends without close frames aborts its sequences.
+	// DEADLINE_EXCEEDED for one without a first message within the service's time for it, 10 s unless it is configured
+	// otherwise.
 	Propose(DraftService_ProposeServer) error
 	// GetDraftInfo says what this service drafts with and for which vocabulary.
 	GetDraftInfo(context.Context, *GetDraftInfoRequest) (*GetDraftInfoResponse, error)
 	// AddCorpus teaches a tenant's trie documents or past outputs. FAILED_PRECONDITION where the drafter has no trie,
-	// RESOURCE_EXHAUSTED past the tenant's quota (what fitted is kept).
+	// RESOURCE_EXHAUSTED past the tenant's quota (what fitted is kept), DEADLINE_EXCEEDED without a first message within
+	// the service's time for it, 10 s unless it is configured otherwise.
 	AddCorpus(DraftService_AddCorpusServer) error
 	// ListCorpora says which tries a tenant may draft from: every shared corpus, and its own. FAILED_PRECONDITION where
 	// the drafter has no trie.

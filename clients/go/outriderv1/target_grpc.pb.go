@@ -35,14 +35,16 @@ type TargetServiceClient interface {
 	// RESOURCE_EXHAUSTED when the queue is full, UNAVAILABLE while draining.
 	Generate(ctx context.Context, in *GenerateRequest, opts ...grpc.CallOption) (TargetService_GenerateClient, error)
 	// Verify checks trees that the client drafts. One stream carries many sequences; they share batches with
-	// Generate's. A stream that ends without close frames aborts its sequences.
+	// Generate's. A stream that ends without close frames aborts its sequences. DEADLINE_EXCEEDED for one without a first
+	// message within the service's time for it, 10 s unless it is configured otherwise.
 	Verify(ctx context.Context, opts ...grpc.CallOption) (TargetService_VerifyClient, error)
 	// GetTargetInfo says which model is served, and within which limits.
 	GetTargetInfo(ctx context.Context, in *GetTargetInfoRequest, opts ...grpc.CallOption) (*GetTargetInfoResponse, error)
 	// UpdateWeights exchanges the model's weights between two engine steps, for others of the same names and shapes: of a
 	// folder that the server reads, or of files that the stream carries. PERMISSION_DENIED unless the caller is an
 	// operator. Everything is read and checked before anything is touched; a call that fails, ends early or is cancelled
-	// before the exchange leaves the old weights as they were. RESOURCE_EXHAUSTED while another update is under way.
+	// before the exchange leaves the old weights as they were. RESOURCE_EXHAUSTED while another update is under way;
+	// DEADLINE_EXCEEDED without a first message within the service's time for it, 10 s unless it is configured otherwise.
 	UpdateWeights(ctx context.Context, opts ...grpc.CallOption) (TargetService_UpdateWeightsClient, error)
 }
 
@@ -172,14 +174,16 @@ type TargetServiceServer interface {
 	// RESOURCE_EXHAUSTED when the queue is full, UNAVAILABLE while draining.
 	Generate(*GenerateRequest, TargetService_GenerateServer) error
 	// Verify checks trees that the client drafts. One stream carries many sequences; they share batches with
-	// Generate's. A stream that ends without close frames aborts its sequences.
+	// Generate's. A stream that ends without close frames aborts its sequences. DEADLINE_EXCEEDED for one without a first
+	// message within the service's time for it, 10 s unless it is configured otherwise.
 	Verify(TargetService_VerifyServer) error
 	// GetTargetInfo says which model is served, and within which limits.
 	GetTargetInfo(context.Context, *GetTargetInfoRequest) (*GetTargetInfoResponse, error)
 	// UpdateWeights exchanges the model's weights between two engine steps, for others of the same names and shapes: of a
 	// folder that the server reads, or of files that the stream carries. PERMISSION_DENIED unless the caller is an
 	// operator. Everything is read and checked before anything is touched; a call that fails, ends early or is cancelled
-	// before the exchange leaves the old weights as they were. RESOURCE_EXHAUSTED while another update is under way.
+	// before the exchange leaves the old weights as they were. RESOURCE_EXHAUSTED while another update is under way;
+	// DEADLINE_EXCEEDED without a first message within the service's time for it, 10 s unless it is configured otherwise.
 	UpdateWeights(TargetService_UpdateWeightsServer) error
 	mustEmbedUnimplementedTargetServiceServer()
 }

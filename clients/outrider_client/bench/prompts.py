@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 
-from outrider.settings import SettingsError
+from outrider.settings import SettingsError, unreadable
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ def _read(path: Path) -> Sequence[Prompt]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise SettingsError(f"{path}: {error}") from None
+        raise SettingsError(unreadable(path, error)) from None
     return [_parse(f"{path}:{number}", line) for number, line in enumerate(lines, start=1) if line.strip()]
 
 

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from outrider import __version__
+from outrider.command_line import CommandParser
 from outrider.runtime import prepare_grpc
 from outrider_client.local.roles import missing_for
 
@@ -44,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
     words = list(sys.argv[1:] if argv is None else argv)
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="outrider",
         description=_DESCRIPTION,
         epilog=_EPILOG,
@@ -76,6 +77,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments, unknown = parser.parse_known_args(words)
     if unknown:
         # Said by the command's own parser, whose usage is the one that helps.
-        parsers[arguments.command].error(f"no such flag or argument: {' '.join(unknown)}; see --help")
+        parsers[arguments.command].error(f"no such flag or argument: {' '.join(unknown)}")
     command = next(command for command in COMMANDS if command.name == arguments.command)
     return run_command(command, parsers[command.name], arguments)

@@ -16,6 +16,7 @@ from outrider.wire.frames import CorpusInfo
 from outrider_client.cli.base import Command, CommandFailed, add_config_flag, error_console, options
 from outrider_client.cli.generate import read_text
 from outrider_client.draft import CorpusAdded, DraftClient
+from outrider_client.failures import ServiceUnreachable
 from outrider_client.local.models import DEFAULT_MODEL, ModelMissing, Tokenizer, load_tokenizer
 from outrider_client.terminal.options import AccessOptions, ClientOptions
 
@@ -67,7 +68,16 @@ def _add_access(parser: argparse.ArgumentParser, run_action: Callable[[argparse.
 
 def _run(arguments: argparse.Namespace) -> int:
     run_action: Callable[[argparse.Namespace], int] = arguments.run_action
-    return run_action(arguments)
+    try:
+        return run_action(arguments)
+    except ServiceUnreachable as error:
+        if error.tls_problem is not None:
+            raise
+        # Where `outrider up` runs, its draft has a socket that nobody else knows.
+        raise CommandFailed(
+            f"{error}\n`outrider up --draft-listen {arguments.draft}` has its draft listen there, "
+            "and `outrider draft` runs one alone."
+        ) from error
 
 
 def _run_list(arguments: argparse.Namespace) -> int:

@@ -7,7 +7,6 @@ import argparse
 from rich.console import Console
 
 from outrider.runtime import run
-from outrider.settings import SettingsError
 from outrider_client.cli.base import Command, CommandFailed, error_console, options
 from outrider_client.terminal.options import DemoOptions
 
@@ -22,8 +21,6 @@ async def _demo(demo: DemoOptions) -> int:
     # Services and the trace's receiver are not part of a client's installation.
     from outrider_client.demo.run import DraftNotFound, pull_model, run_demo
 
-    if demo.max_tokens < 1:
-        raise SettingsError("--max-tokens must be at least 1")
     status = await pull_model(demo.model)
     if status != 0:
         raise CommandFailed(f"cannot get the model {demo.model}")

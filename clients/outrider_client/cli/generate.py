@@ -12,7 +12,7 @@ from pathlib import Path
 from rich.console import Console
 
 from outrider.runtime import run
-from outrider.settings import SettingsError
+from outrider.settings import SettingsError, unreadable
 from outrider_client.cli.base import Command, CommandFailed, error_console, options
 from outrider_client.client import Client, Message
 from outrider_client.generation import Generation
@@ -117,7 +117,7 @@ def read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise CommandFailed(f"{path}: {error}") from error
+        raise CommandFailed(unreadable(path, error)) from error
 
 
 GENERATE = Command(

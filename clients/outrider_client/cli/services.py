@@ -32,15 +32,14 @@ def _up(arguments: argparse.Namespace) -> int:
     up = options(UpOptions, "up", arguments)
     # For health checks of a target that asks for a token or uses TLS.
     reach = options(ClientOptions, "client", arguments)
-    if not 0 < up.port < 65536:
-        raise SettingsError("--port must be in 1..65535")
+    target_words, draft_words = flag_words(up.target_flags), flag_words(up.draft_flags)
     _check_free(up.host, up.port, "--port")
     http = _http_address(up.http)
     console = error_console()
     with private_directory() as directory:
         path = config_file(arguments)
         shared = ("--config", str(path)) if path else ()
-        draft, target_words, draft_words = None, flag_words(up.target_flags), flag_words(up.draft_flags)
+        draft = None
         named = named_settings(os.environ, path)
         placed = place(visible_gpus(), up.drafter, up.model, target_words, draft_words, named)
         if up.drafter != "none":
@@ -61,7 +60,7 @@ def _up(arguments: argparse.Namespace) -> int:
             token=reach.secret(),
             tls=reach.tls_options(),
         )
-        gateway = _gateway(http, listen, (*shared, *_split(up.gateway_flags)))
+        gateway = _gateway(http, listen, (*shared, *flag_words(up.gateway_flags)))
         return _supervise(console, target, draft, gateway, placed.said)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from outrider.sampling import SamplingParams, TypicalAcceptance, VerificationMode
-from outrider.settings import Settings, SettingsError, setting
+from outrider.settings import Settings, SettingsError, setting, unreadable
 from outrider_client.connection import Connection, Tls
 from outrider_client.generation import Speculation
 from outrider_client.local.models import DEFAULT_MODEL
@@ -26,7 +26,7 @@ class AccessOptions:
     tls_ca: str = setting("", "PEM roots to check the service with; implies TLS")
     tls_certificate: str = setting("", "PEM client certificate; implies TLS")
     tls_key: str = setting("", "PEM key of the client certificate")
-    timeout: float = setting(0.0, "seconds until a request is given up; 0 waits for ever")
+    timeout: float = setting(0.0, "seconds until a request is given up; 0 waits for ever", ge=0)
 
     @property
     def deadline(self) -> float | None:
@@ -39,7 +39,7 @@ class AccessOptions:
         try:
             return Path(self.token_file).read_text().strip()
         except (OSError, UnicodeDecodeError) as error:
-            raise SettingsError(f"{self.token_file}: {error}") from None
+            raise SettingsError(unreadable(self.token_file, error)) from None
 
     def tls_options(self) -> Tls | None:
         """What `Client.connect` takes. Raises `SettingsError` for files that are not there."""
@@ -72,7 +72,7 @@ class ClientOptions(AccessOptions):
 class GenerateOptions:
     """How to generate, by flag, environment (`OUTRIDER_GENERATE_*`) or `[generate]` table."""
 
-    max_tokens: int = setting(256, "tokens at most")
+    max_tokens: int = setting(256, "tokens at most", ge=1)
     temperature: float = setting(0.0, "0 is greedy")
     top_k: int = setting(0, "keep the k most probable tokens; 0 keeps all")
     top_p: float = setting(1.0, "keep the smallest set of tokens with this much probability")
@@ -139,7 +139,7 @@ class UpOptions:
     """What `outrider up` runs, by flag, environment (`OUTRIDER_UP_*`) or `[up]` table."""
 
     host: str = setting("127.0.0.1", "address the target listens on")
-    port: int = setting(50051, "port the target listens on")
+    port: int = setting(50051, "port the target listens on", ge=1, le=65535)
     model: str = setting("", "model to serve; the target's own setting when empty")
     dtype: str = setting("", "dtype of the model; the target's own setting when empty")
     drafter: str = setting("", "drafter; the draft's own setting when empty, and no draft service at all for none")
@@ -155,7 +155,7 @@ class DemoOptions:
     """What `outrider demo` shows, by flag, environment (`OUTRIDER_DEMO_*`) or `[demo]` table."""
 
     model: str = setting(DEFAULT_MODEL, "model: a name from `outrider model list`, a folder, or a hub id")
-    max_tokens: int = setting(200, "tokens of the answer at most")
+    max_tokens: int = setting(200, "tokens of the answer at most", ge=1)
 
 
 @dataclass(frozen=True)
@@ -163,13 +163,13 @@ class BenchOptions:
     """What `outrider bench` measures, by flag, environment (`OUTRIDER_BENCH_*`) or `[bench]` table."""
 
     prompts: str = setting("", "JSONL file, one prompt a line: id, task, turns")
-    limit: int = setting(0, "prompts in all, taken evenly from the tasks; 0 takes every one")
+    limit: int = setting(0, "prompts in all, taken evenly from the tasks; 0 takes every one", ge=0)
     tasks: str = setting("", "tasks to keep, with commas between; all when empty")
     modes: str = setting("plain,trie", "plain, transformers, or drafters, with commas between")
     concurrency: str = setting("1", "requests at once, with commas between")
     draft_placement: str = setting("remote", "where drafters run: remote, inprocess, or both with a comma between")
-    repeats: int = setting(1, "times the whole is measured")
-    max_tokens: int = setting(200, "tokens of an answer at most")
+    repeats: int = setting(1, "times the whole is measured", ge=1)
+    max_tokens: int = setting(200, "tokens of an answer at most", ge=1)
     second_turns: bool = setting(True, "send second turns too, with the first answer in the conversation")
     isolate: bool = setting(
         False, "forget between prompts what drafts learnt, so that each drafts from its own prompt and output only"

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from outrider.settings import SettingsError
+from outrider.settings import SettingsError, unreadable
 
 Document = dict[str, dict[str, Any]]
 
@@ -20,7 +20,7 @@ def read_document(path: Path | None) -> Document:
     try:
         document = tomllib.loads(path.read_text())
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise SettingsError(f"{path}: {error}") from None
+        raise SettingsError(unreadable(path, error)) from None
     for section, table in document.items():
         if not isinstance(table, dict):
             raise SettingsError(f"{path}: {section} is not a table")

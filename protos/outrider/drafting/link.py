@@ -13,7 +13,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
-from importlib.metadata import entry_points
 from typing import Any
 
 import grpc
@@ -22,8 +21,9 @@ from outrider.drafting.several import SeveralDrafts
 from outrider.drafting.stoppable import StoppableLink
 from outrider.drafting.stream import DraftConversation
 from outrider.errors import CreditExceeded, DraftUnavailable, InvalidField, OutriderError, WrongVocabulary
+from outrider.extensions import find_extension
 from outrider.runtime import run
-from outrider.settings import MAX_MESSAGE_BYTES
+from outrider.settings import MAX_MESSAGE_BYTES, SettingsError
 from outrider.v1 import draft_pb2, draft_pb2_grpc
 from outrider.wire.drafts import info_from_pb
 from outrider.wire.frames import DraftEvents, DraftInfo, OpenSequence, SequenceAdvance, SequenceFeatures
@@ -73,6 +73,10 @@ class LinkOptions:
         return grpc.aio.insecure_channel(address, options=options)
 
 
+# Connects a target: where events go, its vocabulary's size, and the fingerprint of its tokenizer.
+Connect = Callable[[DraftEvents, int, str], StoppableLink]
+
+
 def connect_draft(
     address: str,
     events: DraftEvents,
@@ -83,28 +87,53 @@ def connect_draft(
     """The link for an address: `HOST:PORT`, `unix:PATH`, several of these with commas between them, or
     `inprocess:DRAFTER`.
 
-    The last is looked up among the installed entry points, so that this package does not import drafters.
-    Raises `ValueError` when none is installed, or when that drafter cannot draft for this target.
+    Raises `SettingsError` when there can be none, or when that drafter cannot draft for this target.
     """
-    if "," in address:
-        every = [one.strip() for one in address.split(",") if one.strip()]
-        if len(set(every)) < len(every) or any(one.startswith(INPROCESS_SCHEME) for one in every):
-            raise ValueError(f"{address}: several drafts are services of their own, each named once")
+    return prepare_draft(address, options)(events, vocabulary_size, tokenizer_fingerprint)
 
+
+def prepare_draft(address: str, options: LinkOptions | None = None) -> Connect:
+    """What connects to an address of `connect_draft`: for a target that has a model to load first, which takes long.
+
+    `inprocess:DRAFTER` is looked up among the entry points of `LINK_GROUP`, so that this package imports no drafters;
+    the drafter is made now, and loads what it needs when it is connected.
+    Raises `SettingsError` for what can be refused without the target. What it returns raises it for the rest.
+    """
+    if address.startswith(INPROCESS_SCHEME):
+        return _prepare_in_process(address)
+    if "," not in address:
+        return lambda events, vocabulary_size, fingerprint: GrpcDraftLink(
+            address, events, vocabulary_size, fingerprint, options
+        )
+    every = [one.strip() for one in address.split(",") if one.strip()]
+    if len(set(every)) < len(every) or any(one.startswith(INPROCESS_SCHEME) for one in every):
+        raise SettingsError(f"{address}: several drafts are services of their own, each named once")
+
+    def connect(events: DraftEvents, vocabulary_size: int, fingerprint: str) -> StoppableLink:
         def connect_one(one: str, member: DraftEvents) -> StoppableLink:
-            return GrpcDraftLink(one, member, vocabulary_size, tokenizer_fingerprint, options)
+            return GrpcDraftLink(one, member, vocabulary_size, fingerprint, options)
 
         return SeveralDrafts(every, connect_one, events)
-    if not address.startswith(INPROCESS_SCHEME):
-        return GrpcDraftLink(address, events, vocabulary_size, tokenizer_fingerprint, options)
-    for entry in entry_points(group=LINK_GROUP, name=INPROCESS_SCHEME.rstrip(":")):
-        connect: Callable[[str, DraftEvents, int, str], StoppableLink] = entry.load()
-        argument = address.removeprefix(INPROCESS_SCHEME)
+
+    return connect
+
+
+def _prepare_in_process(address: str) -> Connect:
+    extension: Callable[[str], Connect] | None = find_extension(LINK_GROUP, INPROCESS_SCHEME.rstrip(":"))
+    if extension is None:
+        raise SettingsError(f"{address}: no draft service is installed in this environment")
+    try:
+        prepared = extension(address.removeprefix(INPROCESS_SCHEME))
+    except OutriderError as error:
+        raise SettingsError(f"{address}: {error.message}") from None
+
+    def connect(events: DraftEvents, vocabulary_size: int, fingerprint: str) -> StoppableLink:
         try:
-            return connect(argument, events, vocabulary_size, tokenizer_fingerprint)
+            return prepared(events, vocabulary_size, fingerprint)
         except OutriderError as error:
-            raise ValueError(f"{address}: {error.message}") from None
-    raise ValueError(f"{address}: no draft service is installed in this environment")
+            raise SettingsError(f"{address}: {error.message}") from None
+
+    return connect
 
 
 class GrpcDraftLink:

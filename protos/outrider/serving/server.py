@@ -17,6 +17,7 @@ from grpc_channelz.v1 import channelz, channelz_pb2_grpc
 from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from outrider.addresses import address_problem
 from outrider.errors import Draining, OutriderError
 from outrider.ports import port_refusal
 from outrider.serving import health
@@ -191,8 +192,10 @@ def check_free(address: str) -> None:
         _refuse_taken(Path(address.removeprefix("unix:")))
         return
     host, _, port = address.rpartition(":")
-    if not (port.isascii() and port.isdigit()):
-        raise SettingsError(f"cannot listen on {address}: it is not HOST:PORT or unix:PATH")
+    # The system chooses a port for 0, and no host is all of the machine's addresses.
+    meant = f"{host or 'localhost'}:{1 if port == '0' else port}" if ":" in address else address
+    if address_problem(meant) is not None:
+        raise SettingsError(f"cannot listen: {address_problem(address)}")
     refusal = port_refusal(host, int(port))
     if refusal is not None:
         raise SettingsError(f"cannot listen on {address}: {refusal.strerror or refusal}")
@@ -218,6 +221,8 @@ def _bind(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredent
 def _refuse_taken(path: Path) -> None:
     """Raise `SettingsError` where another process listens: gRPC would take its socket away without a word. One that was
     left behind is gRPC's to replace."""
+    if not path.parent.is_dir():
+        raise SettingsError(f"cannot listen on unix:{path}: there is no folder {path.parent}")
     try:
         mode = path.lstat().st_mode
     except OSError:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from outrider.errors import InvalidField, PermissionDenied, Unauthenticated
 from outrider.limits import TENANT_NAME, TENANT_WORD
-from outrider.settings import SettingsError
+from outrider.settings import SettingsError, unreadable
 from outrider.wire.frames import DEFAULT_TENANT
 
 TENANT_KEY = "outrider-tenant"
@@ -76,7 +76,7 @@ class Authenticator:
         try:
             lines = Path(path).read_text().splitlines()
         except (OSError, UnicodeDecodeError) as error:
-            raise SettingsError(f"{path}: {error}") from None
+            raise SettingsError(unreadable(path, error)) from None
         tenants: dict[str, str | Caller] = {}
         for number, line in enumerate(lines, start=1):
             words = line.split()

@@ -70,6 +70,8 @@ class DraftServiceServicer(object):
         """Propose carries all sequences of one target worker over one stream. The target opens sequences, advances them
         as it commits tokens, and closes them; the draft answers each open and each advance with one growth (possibly
         empty) and may send more when it knows more. A stream that ends without close frames aborts its sequences.
+        DEADLINE_EXCEEDED for one without a first message within the service's time for it, 10 s unless it is configured
+        otherwise.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -84,7 +86,8 @@ class DraftServiceServicer(object):
 
     def AddCorpus(self, request_iterator, context):
         """AddCorpus teaches a tenant's trie documents or past outputs. FAILED_PRECONDITION where the drafter has no trie,
-        RESOURCE_EXHAUSTED past the tenant's quota (what fitted is kept).
+        RESOURCE_EXHAUSTED past the tenant's quota (what fitted is kept), DEADLINE_EXCEEDED without a first message within
+        the service's time for it, 10 s unless it is configured otherwise.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -28,6 +28,8 @@ class DraftServiceStub:
     """Propose carries all sequences of one target worker over one stream. The target opens sequences, advances them
     as it commits tokens, and closes them; the draft answers each open and each advance with one growth (possibly
     empty) and may send more when it knows more. A stream that ends without close frames aborts its sequences.
+    DEADLINE_EXCEEDED for one without a first message within the service's time for it, 10 s unless it is configured
+    otherwise.
     """
 
     GetDraftInfo: grpc.UnaryUnaryMultiCallable[
@@ -41,7 +43,8 @@ class DraftServiceStub:
         outrider.v1.draft_pb2.AddCorpusResponse,
     ]
     """AddCorpus teaches a tenant's trie documents or past outputs. FAILED_PRECONDITION where the drafter has no trie,
-    RESOURCE_EXHAUSTED past the tenant's quota (what fitted is kept).
+    RESOURCE_EXHAUSTED past the tenant's quota (what fitted is kept), DEADLINE_EXCEEDED without a first message within
+    the service's time for it, 10 s unless it is configured otherwise.
     """
 
     ListCorpora: grpc.UnaryUnaryMultiCallable[
@@ -71,6 +74,8 @@ class DraftServiceAsyncStub:
     """Propose carries all sequences of one target worker over one stream. The target opens sequences, advances them
     as it commits tokens, and closes them; the draft answers each open and each advance with one growth (possibly
     empty) and may send more when it knows more. A stream that ends without close frames aborts its sequences.
+    DEADLINE_EXCEEDED for one without a first message within the service's time for it, 10 s unless it is configured
+    otherwise.
     """
 
     GetDraftInfo: grpc.aio.UnaryUnaryMultiCallable[
@@ -84,7 +89,8 @@ class DraftServiceAsyncStub:
         outrider.v1.draft_pb2.AddCorpusResponse,
     ]
     """AddCorpus teaches a tenant's trie documents or past outputs. FAILED_PRECONDITION where the drafter has no trie,
-    RESOURCE_EXHAUSTED past the tenant's quota (what fitted is kept).
+    RESOURCE_EXHAUSTED past the tenant's quota (what fitted is kept), DEADLINE_EXCEEDED without a first message within
+    the service's time for it, 10 s unless it is configured otherwise.
     """
 
     ListCorpora: grpc.aio.UnaryUnaryMultiCallable[
@@ -116,6 +122,8 @@ class DraftServiceServicer(metaclass=abc.ABCMeta):
         """Propose carries all sequences of one target worker over one stream. The target opens sequences, advances them
         as it commits tokens, and closes them; the draft answers each open and each advance with one growth (possibly
         empty) and may send more when it knows more. A stream that ends without close frames aborts its sequences.
+        DEADLINE_EXCEEDED for one without a first message within the service's time for it, 10 s unless it is configured
+        otherwise.
         """
 
     @abc.abstractmethod
@@ -133,7 +141,8 @@ class DraftServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[outrider.v1.draft_pb2.AddCorpusResponse, collections.abc.Awaitable[outrider.v1.draft_pb2.AddCorpusResponse]]:
         """AddCorpus teaches a tenant's trie documents or past outputs. FAILED_PRECONDITION where the drafter has no trie,
-        RESOURCE_EXHAUSTED past the tenant's quota (what fitted is kept).
+        RESOURCE_EXHAUSTED past the tenant's quota (what fitted is kept), DEADLINE_EXCEEDED without a first message within
+        the service's time for it, 10 s unless it is configured otherwise.
         """
 
     @abc.abstractmethod

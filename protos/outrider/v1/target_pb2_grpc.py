@@ -71,7 +71,8 @@ class TargetServiceServicer(object):
 
     def Verify(self, request_iterator, context):
         """Verify checks trees that the client drafts. One stream carries many sequences; they share batches with
-        Generate's. A stream that ends without close frames aborts its sequences.
+        Generate's. A stream that ends without close frames aborts its sequences. DEADLINE_EXCEEDED for one without a first
+        message within the service's time for it, 10 s unless it is configured otherwise.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -88,7 +89,8 @@ class TargetServiceServicer(object):
         """UpdateWeights exchanges the model's weights between two engine steps, for others of the same names and shapes: of a
         folder that the server reads, or of files that the stream carries. PERMISSION_DENIED unless the caller is an
         operator. Everything is read and checked before anything is touched; a call that fails, ends early or is cancelled
-        before the exchange leaves the old weights as they were. RESOURCE_EXHAUSTED while another update is under way.
+        before the exchange leaves the old weights as they were. RESOURCE_EXHAUSTED while another update is under way;
+        DEADLINE_EXCEEDED without a first message within the service's time for it, 10 s unless it is configured otherwise.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -34,7 +34,8 @@ class TargetServiceStub:
         outrider.v1.target_pb2.VerifyResponse,
     ]
     """Verify checks trees that the client drafts. One stream carries many sequences; they share batches with
-    Generate's. A stream that ends without close frames aborts its sequences.
+    Generate's. A stream that ends without close frames aborts its sequences. DEADLINE_EXCEEDED for one without a first
+    message within the service's time for it, 10 s unless it is configured otherwise.
     """
 
     GetTargetInfo: grpc.UnaryUnaryMultiCallable[
@@ -50,7 +51,8 @@ class TargetServiceStub:
     """UpdateWeights exchanges the model's weights between two engine steps, for others of the same names and shapes: of a
     folder that the server reads, or of files that the stream carries. PERMISSION_DENIED unless the caller is an
     operator. Everything is read and checked before anything is touched; a call that fails, ends early or is cancelled
-    before the exchange leaves the old weights as they were. RESOURCE_EXHAUSTED while another update is under way.
+    before the exchange leaves the old weights as they were. RESOURCE_EXHAUSTED while another update is under way;
+    DEADLINE_EXCEEDED without a first message within the service's time for it, 10 s unless it is configured otherwise.
     """
 
 class TargetServiceAsyncStub:
@@ -69,7 +71,8 @@ class TargetServiceAsyncStub:
         outrider.v1.target_pb2.VerifyResponse,
     ]
     """Verify checks trees that the client drafts. One stream carries many sequences; they share batches with
-    Generate's. A stream that ends without close frames aborts its sequences.
+    Generate's. A stream that ends without close frames aborts its sequences. DEADLINE_EXCEEDED for one without a first
+    message within the service's time for it, 10 s unless it is configured otherwise.
     """
 
     GetTargetInfo: grpc.aio.UnaryUnaryMultiCallable[
@@ -85,7 +88,8 @@ class TargetServiceAsyncStub:
     """UpdateWeights exchanges the model's weights between two engine steps, for others of the same names and shapes: of a
     folder that the server reads, or of files that the stream carries. PERMISSION_DENIED unless the caller is an
     operator. Everything is read and checked before anything is touched; a call that fails, ends early or is cancelled
-    before the exchange leaves the old weights as they were. RESOURCE_EXHAUSTED while another update is under way.
+    before the exchange leaves the old weights as they were. RESOURCE_EXHAUSTED while another update is under way;
+    DEADLINE_EXCEEDED without a first message within the service's time for it, 10 s unless it is configured otherwise.
     """
 
 class TargetServiceServicer(metaclass=abc.ABCMeta):
@@ -108,7 +112,8 @@ class TargetServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[outrider.v1.target_pb2.VerifyResponse], collections.abc.AsyncIterator[outrider.v1.target_pb2.VerifyResponse]]:
         """Verify checks trees that the client drafts. One stream carries many sequences; they share batches with
-        Generate's. A stream that ends without close frames aborts its sequences.
+        Generate's. A stream that ends without close frames aborts its sequences. DEADLINE_EXCEEDED for one without a first
+        message within the service's time for it, 10 s unless it is configured otherwise.
         """
 
     @abc.abstractmethod
@@ -128,7 +133,8 @@ class TargetServiceServicer(metaclass=abc.ABCMeta):
         """UpdateWeights exchanges the model's weights between two engine steps, for others of the same names and shapes: of a
         folder that the server reads, or of files that the stream carries. PERMISSION_DENIED unless the caller is an
         operator. Everything is read and checked before anything is touched; a call that fails, ends early or is cancelled
-        before the exchange leaves the old weights as they were. RESOURCE_EXHAUSTED while another update is under way.
+        before the exchange leaves the old weights as they were. RESOURCE_EXHAUSTED while another update is under way;
+        DEADLINE_EXCEEDED without a first message within the service's time for it, 10 s unless it is configured otherwise.
         """
 
 def add_TargetServiceServicer_to_server(servicer: TargetServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

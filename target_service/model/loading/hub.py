@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import queue
 import re
 import shutil
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from outrider.hub import HubUnreachable, check_fetchable, reach_hub
 from target_service.model.loading.inspection import Inspected, in_words, inspect, missing_weights, refusal_of
 
 if TYPE_CHECKING:
@@ -22,17 +21,11 @@ if TYPE_CHECKING:
 PATTERNS = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 # Second copies of the weights: formats that have folders of their own, and Mistral's one.
 IGNORED = ("*/*", "consolidated*")
-# For the hub's first answer. Chosen, not measured: many round trips around the world.
-_HUB_SECONDS = 5.0
 # For a list of files, from a hub that has answered just now. Chosen, not measured.
 _LIST_SECONDS = 30.0
 _COMMIT = re.compile("[0-9a-f]{40}")
 
 Answer = TypeVar("Answer")
-
-
-class HubUnreachable(OSError):
-    """A hub id cannot be looked up; the message says why."""
 
 
 class PullFailed(OSError):
@@ -70,17 +63,13 @@ class CachedModel:
 def check_hub(model: str) -> None:
     """Raise `OSError` soon where a hub id is asked for that was never fetched, and the hub does not answer:
     transformers would try for half a minute. Folders need none, and must be there."""
-    # Only here, and in the functions below: what is at hand needs no hub.
-    from huggingface_hub import constants
-
-    if Path(model).is_dir() or constants.HF_HUB_OFFLINE or snapshot(HubId.parse(model)) is not None:
+    if Path(model).is_dir():
         return
+    parsed = HubId.parse(model)
     try:
-        _reach()
+        check_fetchable(parsed.name, parsed.revision)
     except HubUnreachable as error:
-        raise HubUnreachable(
-            f"it is no folder, it was not fetched before, and {error}; name a folder, or one of `outrider model list`"
-        ) from None
+        raise HubUnreachable(f"{error}; name a folder, or one of `outrider model list`") from None
 
 
 def snapshot(model: HubId) -> Path | None:
@@ -114,7 +103,7 @@ def fetch(model: HubId) -> Path:
     try:
         if constants.HF_HUB_OFFLINE:
             raise HubUnreachable("HF_HUB_OFFLINE is set, and it was not fetched before")
-        _reach()
+        reach_hub()
     except HubUnreachable:
         if here is not None:
             return here
@@ -157,40 +146,6 @@ def check_space(model: str, needed: int, folder: Path) -> None:
     free = shutil.disk_usage(there).free
     if needed > free:
         raise PullFailed(f"{model} takes {in_words(needed)} more, and {folder} has {in_words(free)} free")
-
-
-def _reach() -> None:
-    """Raise `HubUnreachable` unless the hub answers soon."""
-    import httpx
-    from huggingface_hub import constants, get_session
-
-    try:
-        _within(_HUB_SECONDS, lambda: get_session().head(constants.ENDPOINT, timeout=_HUB_SECONDS))
-    except (httpx.HTTPError, TimeoutError) as error:
-        raise HubUnreachable(f"{constants.ENDPOINT} does not answer ({error})") from None
-
-
-def _within(seconds: float, call: Callable[[], object]) -> None:
-    """Raise what `call` raises, or `TimeoutError`. Timeouts of its own are not enough: a name's look-up has none, and
-    each address of a host has one."""
-    ended: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
-
-    def run() -> None:
-        try:
-            call()
-        # Raised again by the one who waits.
-        except Exception as error:
-            ended.put(error)
-        else:
-            ended.put(None)
-
-    threading.Thread(target=run, name="hub", daemon=True).start()
-    try:
-        failure = ended.get(timeout=seconds)
-    except queue.Empty:
-        raise TimeoutError(f"nothing came within {seconds:.0f} s") from None
-    if failure is not None:
-        raise failure
 
 
 def _list(model: HubId) -> ModelInfo:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import cast
+from typing import Any, cast
 
 import psutil
 import torch
@@ -53,7 +53,7 @@ def load_runner(config: TargetConfig) -> ModelRunner:
     if not config.threads and model.device.type == "cuda":
         torch.set_num_threads(_BESIDE_GPU)
     own = own_logits(model)
-    tokenizer = AutoTokenizer.from_pretrained(source)
+    tokenizer = _tokenizer(source)
     longest = longest_context(settings)
     max_context = min(config.max_context or min(longest, _CONTEXT_LIMIT), longest)
     captured = config.captures
@@ -83,6 +83,15 @@ def load_runner(config: TargetConfig) -> ModelRunner:
     runner = _captured(runner, config)
     check_runner(runner, own)
     return runner
+
+
+def _tokenizer(source: str) -> Any:
+    """Raises `ModelRefused` for what transformers cannot make one of."""
+    try:
+        return AutoTokenizer.from_pretrained(source)
+    except (OSError, ValueError, ImportError) as error:
+        (reason, *_) = str(error).strip().splitlines() or [type(error).__name__]
+        raise ModelRefused(f"its tokenizer cannot be read (is there a tokenizer.json?): {reason}") from None
 
 
 def _load_model(source: str, settings: PretrainedConfig, config: TargetConfig) -> PreTrainedModel:

@@ -5,7 +5,6 @@ python -m target_service.model.loading.store pull|list|path NAME
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import logging
 import os
@@ -24,6 +23,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
+from outrider.command_line import CommandParser
 from target_service.model.loading.hub import (
     HubId,
     PullFailed,
@@ -275,8 +275,8 @@ def _errors() -> Console:
 
 def main(arguments: list[str] | None = None) -> int:
     """The command line. 0 when done, 1 when the model is not to be had."""
-    parser = argparse.ArgumentParser(prog="outrider model", description="Models on this machine.")
-    verbs = parser.add_subparsers(dest="verb", required=True)
+    parser = CommandParser(prog="outrider model", description="Models on this machine.")
+    verbs = parser.add_subparsers(dest="verb", metavar="pull|path|list", required=True)
     pulled = verbs.add_parser("pull", help="fetch a model, unless it is here")
     pulled.add_argument("name", help="a name from `outrider model list`, a hub id (ORG/NAME or ORG/NAME@REVISION)")
     path = verbs.add_parser("path", help="print the folder of a model that is here")

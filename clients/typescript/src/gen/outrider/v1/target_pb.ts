@@ -1592,7 +1592,8 @@ export const TargetService: GenService<{
   },
   /**
    * Verify checks trees that the client drafts. One stream carries many sequences; they share batches with
-   * Generate's. A stream that ends without close frames aborts its sequences.
+   * Generate's. A stream that ends without close frames aborts its sequences. DEADLINE_EXCEEDED for one without a first
+   * message within the service's time for it, 10 s unless it is configured otherwise.
    *
    * @generated from rpc outrider.v1.TargetService.Verify
    */
@@ -1615,7 +1616,8 @@ export const TargetService: GenService<{
    * UpdateWeights exchanges the model's weights between two engine steps, for others of the same names and shapes: of a
    * folder that the server reads, or of files that the stream carries. PERMISSION_DENIED unless the caller is an
    * operator. Everything is read and checked before anything is touched; a call that fails, ends early or is cancelled
-   * before the exchange leaves the old weights as they were. RESOURCE_EXHAUSTED while another update is under way.
+   * before the exchange leaves the old weights as they were. RESOURCE_EXHAUSTED while another update is under way;
+   * DEADLINE_EXCEEDED without a first message within the service's time for it, 10 s unless it is configured otherwise.
    *
    * @generated from rpc outrider.v1.TargetService.UpdateWeights
    */

@@ -1,0 +1,31 @@
+"""What one package offers to another by name, so that neither imports the other: entry points."""
+
+from __future__ import annotations
+
+import tomllib
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from typing import Any
+
+import outrider
+
+# Of a checkout, from which Outrider may run without being installed; a wheel has no such file two folders above.
+_DECLARED = Path(outrider.__file__).parents[2] / "pyproject.toml"
+
+
+def find_extension(group: str, name: str) -> Any | None:
+    """What the entry point of this group and name stands for, loaded; None where there is none.
+
+    Installed packages come first. A checkout on the path alone has no metadata, and its own declarations count.
+    """
+    found = list(entry_points(group=group, name=name)) or _declared(_DECLARED, group, name)
+    return found[0].load() if found else None
+
+
+def _declared(path: Path, group: str, name: str) -> list[EntryPoint]:
+    """The entry point as this pyproject.toml, if it is Outrider's, declares it."""
+    if not path.is_file():
+        return []
+    project = tomllib.loads(path.read_text()).get("project", {})
+    value = project.get("entry-points", {}).get(group, {}).get(name)
+    return [EntryPoint(name, value, group)] if project.get("name") == "outrider" and value else []
