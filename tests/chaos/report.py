@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from outrider_client.bench.machine import describe_machine
+from outrider.machine import describe_machine
 
 _ROOT = Path(__file__).parents[2]
 

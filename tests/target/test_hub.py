@@ -15,7 +15,7 @@ from conftest import make_tiny
 from fake_hub import COMMIT, FakeHub, fake_hub
 from huggingface_hub import constants
 
-from draft_service.eagle.weights import Weights
+from draft_service.checkpoints.weights import Weights
 from outrider import hub as hub_module
 from outrider.errors import NotSupported
 from target_service import prefetch

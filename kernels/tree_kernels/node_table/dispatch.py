@@ -63,6 +63,7 @@ class NodeTable:
         tables: [B, TABLE] int32, see above.
         taken: [B] int32, the number of the table in each slot; see `Mailboxes`.
         lookup_tokens: of a chain that is looked up at most.
+        backend: what does the work.
     """
 
     def __init__(
@@ -116,21 +117,8 @@ class NodeTable:
         self.chances = torch.from_numpy(np.floor(SURE * 2.0**-halvings).astype(np.int32)).to(device)
         # What was accepted in the launch before, while `begin` reads it.
         self._before = torch.zeros_like(self.accepted)
-        self._backend: ModuleType
-        if (backend or ("triton" if device.type == "cuda" else "torch")) == "triton":
-            # Only here: Triton may be absent.
-            from tree_kernels.node_table import triton_backend as _triton_node_table
-
-            self._backend = _triton_node_table
-        else:
-            from tree_kernels.node_table import torch_backend as _torch_node_table
-
-            self._backend = _torch_node_table
-
-    @property
-    def on_triton(self) -> bool:
-        """Whether kernels do the work."""
-        return self._backend.__name__.endswith("_triton_node_table")
+        self.backend: Literal["triton", "torch"] = backend or ("triton" if device.type == "cuda" else "torch")
+        self._backend = _implementation(self.backend)
 
     def warm_up(self, step: StepIntegers) -> None:
         """Have kernels compiled for where `step` lies, whose sequences have no rows yet. What is under way may hang on
@@ -142,7 +130,7 @@ class NodeTable:
             max_sequences=self.max_sequences,
             max_passes=self.reports.shape[1],
             lookup_tokens=self.lookup_tokens,
-            backend="triton" if self.on_triton else "torch",
+            backend=self.backend,
         )
         own.take(Mailboxes(self.max_sequences, pinned=self.tokens.is_cuda))
         nothing = torch.zeros(2 * self.max_sequences + 1, dtype=torch.int32, device=self.tokens.device)
@@ -214,6 +202,17 @@ class NodeTable:
             verdicts: what was found.
         """
         self._backend.keep_accepted(self, token_ids, slots, parameters, verdicts)
+
+
+def _implementation(backend: Literal["triton", "torch"]) -> ModuleType:
+    """Imported only when it is asked for: Triton may be absent."""
+    if backend == "triton":
+        from tree_kernels.node_table import triton_backend
+
+        return triton_backend
+    from tree_kernels.node_table import torch_backend
+
+    return torch_backend
 
 
 def _check(step: StepIntegers) -> None:
