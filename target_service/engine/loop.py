@@ -279,7 +279,8 @@ class EngineLoop:
         a draft that has stopped costs one round trip. Nanoseconds that this took."""
         if batch.device_rows is None or self._way is Launch.AHEAD:
             return 0
-        sequences = [item.sequence for item in batch.items]
+        # Those that read have no rows for a draft.
+        sequences = [item.sequence for item in batch.items[batch.input.reading :]]
         return self.drafting.wait_for(
             sequences, _WAIT_IN_ANSWERS * self.drafting.latency.answer_seconds or _FIRST_WAIT_SECONDS
         )

@@ -140,6 +140,28 @@ def test_a_wrong_measurement_is_lived_down() -> None:
     assert cost(16) / cost(1) == pytest.approx(1.2, rel=0.02)
 
 
+@pytest.mark.parametrize("speed", [1 / 40, 40.0])
+def test_rows_cost_what_they_did_when_the_machine_becomes_faster_or_slower(speed: float) -> None:
+    """Also those of steps that nobody runs meanwhile; else drafts would never be tried again."""
+    cost = StepCost([(1, 1.0), (16, 1.3), (64, 2.0)])
+    for _ in range(20):
+        cost.observe(16, 1.3)
+        cost.observe(1, 1.0)
+    for _ in range(400):
+        cost.observe(1, 1 / speed)
+    assert cost(1) == pytest.approx(1 / speed, rel=0.05)
+    assert 0.6 < cost(16) / cost(1) / 1.3 < 1.7 and 0.6 < cost(64) / cost(1) / 2.0 < 1.7
+
+
+def test_sizes_that_take_turns_in_runs_are_told_apart() -> None:
+    cost = StepCost([(1, 1.0), (16, 6.0), (64, 7.0)])
+    for _ in range(60):
+        for rows, seconds in ((16, 1.2), (1, 1.0)):
+            for _ in range(20):
+                cost.observe(rows, seconds)
+    assert cost(16) / cost(1) == pytest.approx(1.2, rel=0.05)
+
+
 def test_one_pause_of_the_machine_costs_no_size_its_place() -> None:
     cost = StepCost([(1, 1.0), (16, 1.2), (64, 2.0)])
     cost.observe(16, 60.0)

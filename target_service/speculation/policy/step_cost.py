@@ -11,13 +11,17 @@ from target_service.speculation.policy.running_means import bounded
 # by a twentieth at most, ten that take half as long again move it two thirds of the way. Chosen, not measured.
 _LIVE_SHARE = 0.1
 _LIVE_BOUND = 1.5
+# Steps of other sizes after which a size moves as those do. Chosen: a machine that becomes forty times as fast leaves a
+# size that is not run any more half as dear again as it should be, and sizes that take turns learn of their own.
+_UNSEEN = 16
 
 
 class StepCost:
     """Seconds of a step by its rows: measured at a few sizes, straight lines between, corrected by what steps take.
 
     A size that was measured while the machine was busy with something else would otherwise be shunned, or sought,
-    for ever. Only ratios of costs matter, so that a size not seen lately is tried again once the others have risen.
+    for ever. A machine becomes faster and slower as a whole, so a size that was not seen lately moves with those that
+    are: only ratios of costs matter, and what rows cost would seem to have risen when a step alone became cheap.
     """
 
     def __init__(self, measured: SequenceOf[tuple[int, float]]) -> None:
@@ -26,6 +30,8 @@ class StepCost:
             raise ValueError("needs at least one measured size")
         self._rows = [rows for rows, _ in measured]
         self._measured = [cost for _, cost in measured]
+        # Steps since each size was seen itself.
+        self._unseen = [0] * len(measured)
         self._seconds: list[float] = []
         self._smooth()
 
@@ -66,5 +72,8 @@ class StepCost:
             i -= 1
         # Bounded, so that one pause of the machine does not count as what rows cost.
         expected = self(rows)
-        self._measured[i] *= 1 + _LIVE_SHARE * (bounded(seconds, expected, _LIVE_BOUND) / expected - 1)
+        factor = 1 + _LIVE_SHARE * (bounded(seconds, expected, _LIVE_BOUND) / expected - 1)
+        for size, unseen in enumerate(self._unseen):
+            self._unseen[size] = 0 if size == i else unseen + 1
+            self._measured[size] *= factor if size == i else factor ** min(1.0, unseen / _UNSEEN)
         self._smooth()
