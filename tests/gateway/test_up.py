@@ -16,6 +16,7 @@ async def test_up_serves_http(model: str, unused_tcp_port_factory: Callable[[], 
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "outrider_client.cli", "up", "--drafter", "none", "--model", model),
         *("--dtype", "float32", "--target-flags", "--threads 1", "--port", str(port), "--http", str(http)),
+        *("--gateway-flags", "--allow-origin http://localhost:3000"),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
     )
@@ -32,7 +33,9 @@ async def test_up_serves_http(model: str, unused_tcp_port_factory: Callable[[], 
                 await asyncio.sleep(0.1)
             asked = {"prompt": "once", "max_tokens": 4}
             answer = (await client.post("/v1/completions", json=asked)).json()
+            listed = await client.get("/v1/models", headers={"origin": "http://localhost:3000"})
         assert answer["usage"]["completion_tokens"] == 4
+        assert listed.headers["access-control-allow-origin"] == "http://localhost:3000"
         process.send_signal(signal.SIGTERM)
         said += await process.stdout.read()
     assert await process.wait() == 0
