@@ -89,6 +89,9 @@ class Prompts:
 
     def _fitting(self, prompt: tuple[int, ...], field_path: str) -> tuple[int, ...]:
         self._check_count(len(prompt), field_path)
+        # A tokeniser may have more tokens than its model: an engine that looked one of them up would die.
+        if max(prompt) >= self._vocabulary_size:
+            raise InvalidField(field_path, "has tokens that the model does not know")
         return prompt
 
     def _check_count(self, tokens: int, field_path: str) -> None:

@@ -25,6 +25,8 @@ import psutil
 from outrider.runtime import prepare_grpc
 
 _CONTEXT = multiprocessing.get_context("forkserver")
+# Of prctl(2): the signal that a process gets when the one that forked it ends.
+_PR_SET_PDEATHSIG = 1
 # What a service imports and compiles before it serves.
 _PRELOADED = (
     "draft_service.service",
@@ -75,8 +77,9 @@ class Clocks:
 
 
 def _serve(module: str, arguments: Sequence[str], clocks: Clocks, log: Path) -> None:
-    # Of its own, so that nothing that is meant for the tests' process reaches it, and for its children to end with it.
+    # Of its own, so that nothing that is meant for the tests' process reaches it; and it ends when that one does.
     os.setsid()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)

@@ -81,7 +81,7 @@ class World:
     token: str = ""
 
     def client(self) -> Client:
-        return Client.connect(self.target_proxy.address, tenant="chaos", token=self.token)
+        return Client.connect(self.target_proxy.address, token=self.token)
 
     def lie(self, manner: str) -> None:
         """Put the hostile draft in the real one's place."""

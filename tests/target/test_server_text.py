@@ -46,6 +46,17 @@ async def test_text_in_and_out(target: Any, byte_tokenizer: Any) -> None:
     assert (finished.usage.prompt_tokens, finished.usage.completion_tokens) == (2, 4)
 
 
+@pytest.mark.parametrize("asked", [{"text": "aé"}, {"chat": chat(("user", "é"))}], ids=["text", "chat"])
+async def test_text_that_only_the_tokenizer_knows(targets: Any, byte_tokenizer: Any, asked: dict[str, Any]) -> None:
+    """Its tokens went to the engine, which looked them up in the model and died."""
+    async with targets(served=replace(SERVED, tokenizer=byte_tokenizer, vocabulary_size=150)) as target:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await spoken(target, sampling={"max_tokens": 1}, **asked)
+        error = error_of_rpc(caught.value)
+        assert isinstance(error, InvalidField) and "does not know" in error.message
+        assert target.engine.requests == []
+
+
 async def test_text_in_other_alphabets(target: Any, byte_tokenizer: Any) -> None:
     await spoken(target, text="naïve 漢字 🙂", sampling={"max_tokens": 1})
     assert prompt_text(target, byte_tokenizer) == "naïve 漢字 🙂"
