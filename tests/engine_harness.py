@@ -237,7 +237,7 @@ def real_drafter(name: str, vocabulary_size: int) -> Iterator[Connect]:
     links: list[InprocessLink] = []
 
     def connect(events: DraftEvents) -> DraftLink:
-        links.append(inprocess.connect(name, events, vocabulary_size, ""))
+        links.append(inprocess.connect(name)(events, vocabulary_size, ""))
         return links[-1]
 
     yield connect

@@ -82,7 +82,7 @@ def check_merged_with_trie(teacher: PreTrainedModel, runner: ModelRunner, least:
     links: list[InprocessLink] = []
 
     def connect(events: DraftEvents) -> DraftLink:
-        links.append(in_process.connect("merged", events, runner.vocabulary_size, ""))
+        links.append(in_process.connect("merged")(events, runner.vocabulary_size, ""))
         return links[-1]
 
     outcomes = run(runner, [*wanted, *wanted], connect=connect, stagger=4)

@@ -58,7 +58,10 @@ def test_a_recorded_tree_comes_in_two_parts_and_late() -> None:
     draft.open(opening(1, token_ids=tuple(prompt)))
     draft.advance([step(1, texts.texts[0][len(prompt)])])
     heard.until(lambda it: len(it.growths) == 3)
-    first, early, whole = sorted(heard.growths, key=lambda growth: growth.first_node_id)
+    first, early, whole = sorted(heard.growths, key=lambda growth: (growth.base_step, len(growth.token_ids)))
     assert (first.base_step, early.base_step, whole.base_step) == (0, 1, 1)
+    # Nobody refuses them, in whatever order they come.
+    ends = [growth.first_node_id + len(growth.token_ids) for growth in heard.growths]
+    assert [growth.first_node_id for growth in heard.growths] == [1, *ends[:-1]]
     assert (len(early.token_ids), len(whole.token_ids)) == (4, 10) and whole.replaces
     assert texts.texts[0][len(prompt) + 1] in early.token_ids[:2]

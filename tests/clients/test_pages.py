@@ -32,7 +32,7 @@ OF_METRICS = ("operate.md", "troubleshooting.md", "tuning.md")
 # Pages with commands to type, as seen from docs/.
 SHOWING = (*sorted(path.name for path in DOCS.glob("*.md")), "../README.md", "../clients/README.md")
 # Flags of other programs.
-FOREIGN = {"--gpus", "--index-url"}
+FOREIGN = {"--gpus", "--index-url", "--schema"}
 # Pages whose links are followed.
 LINKING = ("*.md", "docs/*.md", "clients/*.md", "clients/*/README.md", "kernels/*.md", "benchmarks/**/*.md")
 # Commands that have commands of their own.

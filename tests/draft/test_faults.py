@@ -157,7 +157,7 @@ def test_settings_come_from_flags_environment_and_file(tmp_path: Path, service: 
     [
         (["--drafter", "nothing"], "no drafter is called 'nothing'"),
         (["--random-nodes", "many"], "--random-nodes: 'many' is not a whole number"),
-        (["--listen", "nowhere"], "cannot listen on nowhere"),
+        (["--listen", "nowhere"], "cannot listen: 'nowhere' is not HOST:PORT"),
         (["--auth-tokens", "/nonexistent"], "/nonexistent"),
         (["--colour", "red"], "unrecognized arguments: --colour red"),
     ],
