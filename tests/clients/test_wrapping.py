@@ -51,7 +51,9 @@ def test_nothing_is_lost(text: str, cuts: list[int], width: int) -> None:
 @given(TEXTS, st.lists(st.integers(0, 200)), WIDTHS)
 def test_no_line_is_too_long_unless_one_word_is(text: str, cuts: list[int], width: int) -> None:
     for line in wrapped(text, cuts, width).split("\n"):
-        assert cells(line) <= width or not re.search(r"[ \t].|.[ \t]", line)
+        # An accent alone takes no room, and no break before what follows it.
+        seen = "".join(one for one in line if cells(one))
+        assert cells(line) <= width or not re.search(r"[ \t].|.[ \t]", seen)
 
 
 @given(st.lists(st.text("abcde", min_size=1, max_size=9), min_size=1), st.lists(st.integers(0, 200)))

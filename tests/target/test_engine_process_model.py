@@ -222,7 +222,7 @@ async def test_weights_are_updated_in_both_arrangements(
     [
         (["--model", "/absent/model"], 1, "cannot serve /absent/model"),
         (["--draft", "inprocess:absent"], 2, "absent"),
-        (["--listen", "nowhere"], 2, "cannot listen on nowhere"),
+        (["--listen", "nowhere"], 2, "cannot listen: 'nowhere' is not HOST:PORT"),
     ],
     ids=["model", "draft", "address"],
 )

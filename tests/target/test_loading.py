@@ -189,13 +189,28 @@ async def test_a_model_that_cannot_be_served_ends_it_with_the_reason(loading: Lo
     assert error.code() is grpc.StatusCode.UNAVAILABLE and error.details() != "the model is being loaded"
 
 
+# Python runs it before anything else: whoever loads a model waits for the library that knows how.
+NEVER_LOADED = """
+import sys, time
+
+class Stuck:
+    def find_spec(self, name, path=None, target=None):
+        if name == "transformers":
+            time.sleep(600)
+
+sys.meta_path.insert(0, Stuck())
+"""
+
+
 @asynccontextmanager
 async def stuck(folder: Path, arrangement: str) -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
-    """A process that reads its model's configuration from a pipe into which nobody writes, and its address."""
-    os.mkfifo(folder / "config.json")
+    """A process that loads its model for ever, and its address."""
+    (folder / "sitecustomize.py").write_text(NEVER_LOADED)
     command = [sys.executable, "-m", "target_service", "--model", str(folder), "--engine-process", arrangement]
     command += ["--listen", "127.0.0.1:0", "--threads", "1"]
-    process = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE)
+    path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "PYTHONPATH": path}
+    process = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE, env=environment)
     assert process.stderr is not None
     try:
         said = ""
@@ -221,7 +236,6 @@ async def test_process_answers_while_it_loads_and_stops_when_told(
             await asyncio.wait_for(ready(channel, "liveness"), 10)
             error = await refused(target_pb2_grpc.TargetServiceStub(channel).Generate(ASKED))
             assert error.details() == "the model is being loaded"
-            # For as long as libraries are imported, and then for as long as it reads.
             for _ in range(20):
                 stub = health_pb2_grpc.HealthStub(channel)
                 assert (await stub.Check(health_pb2.HealthCheckRequest(), timeout=2)).status == NOT_SERVING
