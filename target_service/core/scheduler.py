@@ -199,7 +199,7 @@ class Scheduler:
                 # The step under way says its last token.
                 return 0
             if known > 1:
-                # An pending token is fed alone, once the others were.
+                # A pending token is fed alone, once the others were.
                 known -= 1
         return min(known, self._config.prefill_chunk)
 

@@ -51,7 +51,7 @@ class TableStep(CopiedLater):
         self.wait()
         reports = self._reports.numpy()
         outcomes: list[Verified | None] = []
-        for sequence, ends in zip(reports, self._reading, strict=False):
+        for sequence, ends in zip(reports[: len(self._reading)], self._reading, strict=True):
             token = int(sequence[0, REPORT_TOKENS])
             outcomes.append(Verified(Walk((), token), ()) if ends else None)
         for sequence in reports[len(self._reading) :, : self._passes]:

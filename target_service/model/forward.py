@@ -17,7 +17,7 @@ from tree_kernels.node_table import StepIntegers
 class ForwardInput:
     """One packed pass: R rows of all sequences, and the rows whose logits are wanted."""
 
-    # [R] each. A token id of -1 - i stands for `ModelRunner.awaited[i]`.
+    # [R] each. A token id of -1 - i stands for `ModelRunner.pending[i]`.
     token_ids: tuple[int, ...]
     positions: tuple[int, ...]
     # Where each row's key and value go: page * page_size + offset.

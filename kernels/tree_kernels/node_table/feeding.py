@@ -16,7 +16,7 @@ def fill_pending(
 
     Args:
         token_ids: [R] int32.
-        awaited: [any] int32, longer than the largest i.
+        pending: [any] int32, longer than the largest i.
         slots: [R] int32, where each row's key goes; a negative one has none. With `tokens` or not at all.
         tokens: [slots of the cache] int32, written.
 
@@ -66,7 +66,7 @@ def advance(step: StepIntegers, page_size: int, last_position: int) -> None:
 
 
 def move_on(step: StepIntegers, accepted_counts: Tensor, page_size: int, last_position: int) -> None:
-    """Move every row that feeds an pending token as far on as the step before accepted drafted rows. In place.
+    """Move every row that feeds a pending token as far on as the step before accepted drafted rows. In place.
 
     The step is laid out as if nothing had been accepted. A sequence that awaits no token, or has more than one row,
     stays where it is.

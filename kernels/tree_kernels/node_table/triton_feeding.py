@@ -29,7 +29,7 @@ def _fill_kernel(  # type: ignore[no-untyped-def]
 
 
 def fill(token_ids: Tensor, pending: Tensor, slots: Tensor | None = None, tokens: Tensor | None = None) -> Tensor:
-    """See `feeding.fill_awaited`."""
+    """See `feeding.fill_pending`."""
     filled = torch.empty_like(token_ids)
     keep = slots is not None and tokens is not None
     _fill_kernel[(triton.cdiv(len(token_ids), _BLOCK),)](
