@@ -11,8 +11,8 @@ from target_service.speculation.policy.running_means import bounded
 # by a twentieth at most, ten that take half as long again move it two thirds of the way. Chosen, not measured.
 _LIVE_SHARE = 0.1
 _LIVE_BOUND = 1.5
-# Steps of other sizes after which a size moves as those do. Chosen: in a simulation of a machine that becomes forty times
-# as fast, a size that is not run any more ends 1.3 times as dear as it should; sizes that take turns learn of their own.
+# Steps of other sizes after which a size moves as those do. Chosen: where a simulated machine becomes forty times as
+# fast, a size that is not run any more ends 1.3 times as dear as it should; sizes that take turns learn of their own.
 _UNSEEN = 16
 
 
