@@ -32,7 +32,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@touch $@
 
 # A worker for each core, so torch computes with one thread in each: teams that share cores wait for each other. Files in
-# the order of their names: sorted by their numbers of tests, those of few long ones came last, with a core idle.
+# the order of tests/conftest.py, the longest first: sorted by their numbers of tests, those of few long ones came last.
 test test-full: export OMP_NUM_THREADS := 1
 
 # make test          everything that a CPU can prove
@@ -136,4 +136,4 @@ PROFILE ?=
 .PHONY: up
 up:
 	$(if $(filter observability,$(PROFILE)),OUTRIDER_OTLP_ENDPOINT=http://jaeger:4317) \
-		docker compose $(PROFILE:%=--profile %) up --build --detach --wait
+		target_service/stack/up.sh $(PROFILE:%=--profile %)

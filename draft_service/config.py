@@ -19,7 +19,7 @@ class DraftConfig:
     listen: str = setting("127.0.0.1:50052", "address to serve on: HOST:PORT or unix:PATH")
     metrics_listen: str = setting("", "HOST:PORT of the Prometheus endpoint; off when empty")
 
-    drafter: str = setting("trie", "registered name of the drafter")
+    drafter: str = setting("trie", "name of the drafter, or MODULE:CLASS of your own")
     vocabulary_size: int = setting(0, "vocabulary that targets must have; 0 takes any", ge=0)
     tokenizer_fingerprint: str = setting("", "SHA-256 of the tokenizer that targets must have; empty takes any")
     max_sequences: int = setting(1024, "open sequences, over all streams; more are refused", ge=1)
@@ -47,9 +47,9 @@ def drafter_config(
     environment: Mapping[str, str] | None = None,
     path: Path | None = None,
 ) -> Any:
-    """The settings of a listed drafter, from its own section of the same sources.
+    """The settings of a drafter, from its own section of the same sources.
 
-    Raises `NotSupported` for a drafter that is not listed, `SettingsError` for settings it does not have.
+    Raises `NotSupported` for a drafter that is not there, `SettingsError` for settings it does not have.
     """
     spec = drafter_spec(name)
     return load(spec.config, spec.name, flags, environment, path)

@@ -19,7 +19,7 @@ from draft_service.neural.cuda_graphs.drafting import drafting_on, first_batches
 from draft_service.neural.devices import launching_on
 from draft_service.neural.network import Network
 from draft_service.neural.tree_config import TreeShape
-from draft_service.neural.tree_drafting import CacheEntry, TreeDrafting, Wanted
+from draft_service.neural.tree_drafting import TreeDrafting, Wanted
 from outrider.devices import check_device
 from outrider.runtime import in_passing_thread
 from outrider.sampling import LOSSLESS_MODES, VerificationMode
@@ -137,7 +137,7 @@ class CachingDrafter(NeuralDrafter[TreeDrafting]):
         """Extend the cache by what is new of sequences that it has room for."""
 
     def open(self, sequence: DraftSequence) -> None:
-        sequence.state = CacheEntry()
+        sequence.state = self.drafting.follow()
 
     def close(self, sequence: DraftSequence) -> None:
         if sequence.state is not None:

@@ -79,6 +79,7 @@ def served_model(config: TargetConfig, runner: ModelRunner) -> ServedModel:
         predictions=config.speculation,
         lossy=config.allow_lossy,
         runtime=_runtime(config, runner),
+        kv_token_bytes=cache.token_bytes,
     )
 
 

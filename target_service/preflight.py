@@ -10,6 +10,7 @@ from outrider.addresses import address_problem
 from outrider.devices import check_device_name
 from outrider.drafting.link import LinkOptions
 from outrider.limits import TenantTable
+from outrider.pem import check_authority, check_pair
 from outrider.serving import Authenticator, TlsFiles, check_free
 from outrider.settings import SettingsError
 from target_service.config import TargetConfig
@@ -81,7 +82,11 @@ def link_options(config: TargetConfig) -> LinkOptions:
     if config.draft_tls_ca:
         if bool(config.draft_tls_certificate) != bool(config.draft_tls_key):
             raise SettingsError("--draft-tls-certificate and --draft-tls-key go together")
-        pair = (_read(config.draft_tls_key), _read(config.draft_tls_certificate)) if config.draft_tls_key else ()
+        check_authority(config.draft_tls_ca)
+        pair: tuple[bytes, ...] = ()
+        if config.draft_tls_key:
+            check_pair(config.draft_tls_certificate, config.draft_tls_key)
+            pair = (_read(config.draft_tls_key), _read(config.draft_tls_certificate))
         credentials = grpc.ssl_channel_credentials(_read(config.draft_tls_ca), *pair)
     elif config.draft_tls_certificate or config.draft_tls_key:
         raise SettingsError("--draft-tls-certificate needs --draft-tls-ca")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +23,33 @@ TINY: dict[str, Any] = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
+
+# Files of fifteen processor seconds and more, the longest first. They begin before all others, which then fill what one
+# worker has left while another is busy: a long file at the end has a core to itself, and the other idles.
+LONGEST = (
+    "target/test_row_policy.py",
+    "target/test_main.py",
+    "e2e/test_train_on_devices.py",
+    "e2e/test_lookup.py",
+    "e2e/test_lossless.py",
+    "target/test_engine_process_model.py",
+    "clients/test_demo.py",
+    "e2e/test_real_model.py",
+    "e2e/test_distribution.py",
+    "e2e/test_tune.py",
+    "chaos/test_runs.py",
+    "kernels/test_device_verification_kernels.py",
+    "kernels/test_triton_attention.py",
+    "draft/test_eagle_distribution.py",
+    "kernels/test_latent_attention.py",
+    "clients/test_cli.py",
+    "clients/test_pages.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    first = {Path(__file__).parent / name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: first.get(item.path, len(first)))
 
 
 def make_tiny(model_type: str = "llama", **overrides: Any) -> PreTrainedModel:

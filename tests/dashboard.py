@@ -15,6 +15,7 @@ DASHBOARDS = sorted((STACK / "grafana" / "dashboards").glob("*.json"))
 METRIC = re.compile(r"\b(outrider_[a-z_]+|process_[a-z_]+)\b")
 # A comparison filters; with `bool` it answers 0 or 1, so that an alert that does not fire returns data too.
 _COMPARISON = re.compile(r"\s(==|!=|>=|<=|>|<)\s(?!bool\b)")
+_UNLESS = re.compile(r"\sunless\s+(?:on\s*\([^)]*\)\s+)?")
 
 
 def panels() -> Iterator[dict[str, Any]]:
@@ -47,6 +48,7 @@ def alerts() -> dict[str, str]:
     return {rule["alert"]: rule["expr"] for rule in rules() if "alert" in rule}
 
 
-def answerable(expression: str) -> str:
-    """The expression with every comparison made to answer instead of to filter."""
-    return _COMPARISON.sub(r" \1 bool ", expression)
+def answerable(expression: str) -> list[str]:
+    """What the expression judges by: every comparison made to answer instead of to filter, and both sides of an
+    `unless`, which answers nothing where all is well."""
+    return [_COMPARISON.sub(r" \1 bool ", side) for side in _UNLESS.split(expression)]

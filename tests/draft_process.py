@@ -4,31 +4,42 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
+
+from forked import Child
 
 
 class Service:
-    """`python -m draft_service` on a unix socket, to be killed, frozen and started again."""
+    """`python -m draft_service` on a unix socket, to be killed, frozen and started again. Its log is beside it."""
 
     def __init__(self, folder: Path) -> None:
         self.address = f"unix:{folder}/draft.sock"
-        self.process: subprocess.Popen[bytes] | None = None
+        self._log = folder / "draft.log"
+        self._child: Child | None = None
+
+    @property
+    def alive(self) -> bool:
+        return self._child is not None and self._child.alive
 
     def start(self, *arguments: str, environment: dict[str, str] | None = None) -> None:
-        command = [sys.executable, "-m", "draft_service", "--listen", self.address, "--log-level", "warning"]
+        flags = ["--listen", self.address, "--log-level", "warning"]
         chosen = arguments if "--drafter" in arguments else ("--drafter", "random", *arguments)
-        self.process = subprocess.Popen([*command, *chosen], env={**os.environ, **(environment or {})})
+        own = {**os.environ, **(environment or {})}
+        self._child = Child("draft_service", [*flags, *chosen], self._log, environment=own)
+        self._child.start()
 
     def send(self, number: signal.Signals) -> None:
-        assert self.process is not None
-        self.process.send_signal(number)
+        assert self._child is not None
+        self._child.send(number)
+
+    def wait(self, seconds: float = 10.0) -> int:
+        """Its exit status, once it has ended."""
+        assert self._child is not None
+        return self._child.wait(seconds)
 
     def end(self, number: signal.Signals = signal.SIGKILL) -> int:
         """Signal the process and wait for its end; its exit status."""
-        assert self.process is not None
-        self.process.send_signal(number)
+        self.send(number)
         # A frozen process takes no other signal to heart.
-        self.process.send_signal(signal.SIGCONT)
-        return self.process.wait(timeout=10)
+        self.send(signal.SIGCONT)
+        return self.wait()

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import torch
+from once import once
 from transformers import PreTrainedModel
 
 from draft_service import in_process as inprocess
@@ -207,6 +208,7 @@ def run(
     ]
 
 
+@once
 @torch.inference_mode()
 def plain(model: PreTrainedModel, wanted: SequenceRequest) -> tuple[int, ...]:
     """The oracle: one whole forward pass of transformers' own model per token, no cache, no tree, no batch."""

@@ -9,7 +9,6 @@ from typing import TypeVar
 
 from draft_process import Service
 from engine_harness import Connect, Outcome, engine_config, make_runner, plain, run
-from once import once
 from taught_heads import SAMPLINGS, VOCABULARY, prompts, request_of
 from transformers import PreTrainedModel
 
@@ -26,14 +25,9 @@ OPTIONS = LinkOptions(min_backoff=0.01, max_backoff=0.1, connect_timeout=0.5)
 Made = TypeVar("Made", bound=Drafter)
 
 
-@once
-def _plain(teacher: PreTrainedModel, wanted: SequenceRequest) -> tuple[int, ...]:
-    return plain(teacher, wanted)
-
-
 def said_plainly(teacher: PreTrainedModel, wanted: Sequence[SequenceRequest]) -> list[tuple[int, ...]]:
-    """`plain` of each request, by a teacher whose weights stay; computed once for all tests."""
-    return [_plain(teacher, one) for one in wanted]
+    """`plain` of each request, by a teacher whose weights stay."""
+    return [plain(teacher, one) for one in wanted]
 
 
 def drafting(make: Callable[[], Made], drafters: list[Made]) -> Connect:

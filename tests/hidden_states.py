@@ -11,6 +11,12 @@ from transformers import PreTrainedModel
 
 @torch.no_grad()
 def states_of(model: PreTrainedModel, tokens: Sequence[int], layers: Sequence[int]) -> Tensor:
-    """[tokens, F * W] of the outputs of layers side by side; for the last layer and past it, after the last norm."""
-    hidden = model(torch.tensor([tokens]), output_hidden_states=True, use_cache=False).hidden_states
-    return torch.cat([hidden[min(layer + 1, len(hidden) - 1)][0] for layer in layers], dim=-1)
+    """[tokens, F * W] of the outputs of layers side by side; the number of layers stands for the last norm's."""
+    last: list[Tensor] = []
+    handle = model.get_decoder().layers[-1].register_forward_hook(lambda _module, _inputs, output: last.append(output))
+    output = model(torch.tensor([tokens]), output_hidden_states=True, use_cache=False)
+    handle.remove()
+    # transformers has the last layer's only behind the norm.
+    _, *between, normed = output.hidden_states
+    outputs = [*between, last[0], normed]
+    return torch.cat([outputs[layer][0] for layer in layers], dim=-1)

@@ -15,10 +15,11 @@ INTERPRETED = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THR
 
 def work(script: str, **environment: str) -> dict[str, Any]:
     """What the script wrote to standard output, as JSON."""
+    runner = [str(FOLDER.with_name("interpreted.py"))] if environment.get("TRITON_INTERPRET") == "1" else []
     # What workers and tests have in common.
     path = os.pathsep.join([str(FOLDER.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(FOLDER / script)],
+        [sys.executable, "-W", "ignore", *runner, str(FOLDER / script)],
         env={**os.environ, "PYTHONPATH": path, **environment},
         stdout=subprocess.PIPE,
         text=True,

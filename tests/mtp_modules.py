@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional
-from transformers import DeepseekV3Config, PretrainedConfig, Qwen2Config
+from transformers import DeepseekV3Config, Glm4MoeConfig, PretrainedConfig, Qwen2Config
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3DecoderLayer, DeepseekV3RotaryEmbedding
+from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeDecoderLayer, Glm4MoeRotaryEmbedding
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2RotaryEmbedding
 
 from draft_service.eagle.head import EagleHead
@@ -67,9 +68,38 @@ YARN = {
         "mscale_all_dim": 0.7,
     }
 }
+MIMO_V2 = BASE | {
+    "model_type": "mimo_v2_flash",
+    "swa_num_attention_heads": HEADS,
+    "swa_num_key_value_heads": 2,
+    # Of the target's other layers, and none of the modules' business.
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 6,
+    "rope_theta": 900.0,
+    "swa_head_dim": HIDDEN // HEADS,
+    "swa_v_head_dim": HIDDEN // HEADS,
+    "swa_rope_theta": 5000.0,
+    "layernorm_epsilon": 1e-5,
+}
+# GLM-4.5 and -4.6: DeepSeek-V3's layout and experts around Llama's attention, half of whose heads are turned.
+GLM = (
+    BASE
+    | EXPERTS
+    | {
+        "model_type": "glm4_moe",
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "partial_rotary_factor": 0.5,
+    }
+)
 # config.json of what differs in what it computes.
 CONFIGS: dict[str, dict[str, Any]] = {
     "mimo": MIMO,
+    "mimo-v2": MIMO_V2,
+    "glm": GLM,
     "deepseek, dense": DEEPSEEK,
     "deepseek, experts": DEEPSEEK | EXPERTS,
     "deepseek, experts as they are weighted": DEEPSEEK | EXPERTS | {"norm_topk_prob": False},
@@ -78,49 +108,77 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
+@dataclass(frozen=True)
+class Published:
+    """How a layout calls a module's parts, and what of it is not as in DeepSeek-V3's. `prefix` has a place for the
+    module's number, which is `first` for the first one."""
+
+    prefix: str
+    norms: tuple[str, str, str]
+    joining: str
+    first: int = 0
+    state_first: bool = False
+    chained: bool = True
+
+    def prefix_of(self, module: int) -> str:
+        return self.prefix.format(self.first + module)
+
+
+DEEPSEEKS = Published("model.layers.{}.", ("enorm", "hnorm", "shared_head.norm"), "eh_proj", first=LAYERS)
+PUBLISHED = {
+    "deepseek_v3": DEEPSEEKS,
+    "mimo": Published(
+        "model.mtp_layers.{}.",
+        ("token_layernorm", "hidden_layernorm", "final_layernorm"),
+        "input_proj",
+        state_first=True,
+    ),
+    "mimo_v2_flash": Published("model.mtp.layers.{}.", ("enorm", "hnorm", "final_layernorm"), "eh_proj", chained=False),
+}
+
+
+# transformers' layer and rotary positions of a kind of settings.
+_PARTS: dict[type[PretrainedConfig], tuple[Any, Any]] = {
+    DeepseekV3Config: (DeepseekV3DecoderLayer, DeepseekV3RotaryEmbedding),
+    Glm4MoeConfig: (Glm4MoeDecoderLayer, Glm4MoeRotaryEmbedding),
+    Qwen2Config: (Qwen2DecoderLayer, Qwen2RotaryEmbedding),
+}
+
+
 @dataclass
 class PlainModule:
     """A module by the published formula around transformers' own decoder layer, with no cache: the definition.
 
-    `tensors` are those of the whole checkpoint, in fp64 where they are computed with.
+    `tensors` are those of the whole checkpoint, in fp64 where they are computed with; `number` counts modules from 0.
     """
 
     config: Mapping[str, Any]
     tensors: Mapping[str, Tensor]
+    number: int = 0
 
     def __post_init__(self) -> None:
-        self._mimo = self.config["model_type"] == "mimo"
-        self._prefix = "model.mtp_layers.0." if self._mimo else f"model.layers.{LAYERS}."
+        self._published = PUBLISHED.get(self.config["model_type"], DEEPSEEKS)
+        self._prefix = self._published.prefix_of(self.number)
         settings = settings_of(self.config)
-        rotary = Qwen2RotaryEmbedding if self._mimo else DeepseekV3RotaryEmbedding
-        self._rotary: Any = rotary(settings)
-        self._layer = _layer(settings, self._mimo).double()
+        self._rotary: Any = _PARTS[type(settings)][1](settings)
+        self._layer = _layer(settings).double()
         self._layer.load_state_dict(_joined_experts(self._below("")), strict=False)
 
     def hidden(self, tokens: Sequence[int], states: Tensor) -> Tensor:
-        """[n, H] after the module's last norm, of rows that pair the states [n, H] of tokens 0 .. with tokens 1 .. ."""
-        first, second = ("token_layernorm", "hidden_layernorm") if self._mimo else ("enorm", "hnorm")
+        """[n, H] after the module's last norm, of rows that pair states [n, H] with tokens [n]."""
+        first, second, last = self._published.norms
         embedding = self._norm(first, self._own("embed_tokens.weight")[list(tokens)])
         state = self._norm(second, states.double())
-        # DeepSeek joins the embedding first, MiMo the state.
-        joined = torch.cat([state, embedding] if self._mimo else [embedding, state], dim=-1)
-        weight = self._one("input_proj.weight" if self._mimo else "eh_proj.weight")
-        rows = (joined @ weight.T)[None]
+        joined = torch.cat([state, embedding] if self._published.state_first else [embedding, state], dim=-1)
+        rows = (joined @ self._one(f"{self._published.joining}.weight").T)[None]
         positions = torch.arange(rows.shape[1])[None]
         mask = torch.full((rows.shape[1],) * 2, float("-inf"), dtype=torch.float64).triu(1)[None, None]
         out = self._layer(rows, attention_mask=mask, position_embeddings=self._rotary(rows, positions))[0]
-        return self._norm("final_layernorm" if self._mimo else "shared_head.norm", out)
+        return self._norm(last, out)
 
-    def logits(self, tokens: Sequence[int], states: Tensor, path: Sequence[int] = ()) -> Tensor:
-        """[vocabulary] of what follows `path` below the last of `tokens`, whose tokens but the last have `states`.
-
-        The module reads its own output where the target's state is not known.
-        """
-        rows, features = list(tokens[1:]), states[: len(tokens) - 1].double()
-        for token in path:
-            features = torch.cat([features, self.hidden(rows, features)[-1:]])
-            rows.append(token)
-        return self.hidden(rows, features)[-1] @ self._own("shared_head.head.weight").T
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[.., H] -> [.., vocabulary]"""
+        return hidden @ self._own("shared_head.head.weight").T
 
     def _own(self, name: str) -> Tensor:
         """The module's own, else the target's."""
@@ -131,53 +189,86 @@ class PlainModule:
         return self.tensors[self._prefix + name].double()
 
     def _norm(self, name: str, rows: Tensor) -> Tensor:
-        return functional.rms_norm(rows, (HIDDEN,), self._one(f"{name}.weight"), self.config["rms_norm_eps"])
+        return functional.rms_norm(rows, (HIDDEN,), self._one(f"{name}.weight"), BASE["rms_norm_eps"])
 
     def _below(self, prefix: str) -> dict[str, Tensor]:
         start = self._prefix + prefix
-        return {name.removeprefix(start): tensor for name, tensor in self.tensors.items() if name.startswith(start)}
+        return {
+            name.removeprefix(start).replace("pre_mlp_layernorm", "post_attention_layernorm"): tensor
+            for name, tensor in self.tensors.items()
+            if name.startswith(start)
+        }
+
+
+def plain_logits(
+    config: Mapping[str, Any], tensors: Mapping[str, Tensor], modules: int, tokens: Sequence[int], states: Tensor
+) -> Callable[[tuple[int, ...]], Tensor]:
+    """What follows a path below the last of `tokens`, [vocabulary], by so many modules of a checkpoint: the formula of
+    arXiv 2412.19437, section 2.2, as it stands, computed anew for every path.
+
+    `states` [n, H] are those of `tokens` from the first on; that of the last is not known.
+    """
+    plain = [PlainModule(config, tensors, number) for number in range(modules)]
+    chained = PUBLISHED.get(config["model_type"], DEEPSEEKS).chained
+
+    def after(path: tuple[int, ...]) -> Tensor:
+        text = [*tokens, *path]
+        known = states[: len(tokens) - 1].double()
+        hidden = known
+        depth = min(1 + len(path), modules)
+        for k in range(1, depth + 1):
+            # Row i pairs what the module before made of row i with token i + k.
+            read = hidden if chained else known
+            hidden = plain[k - 1].hidden(text[k : k + len(read)], read)
+        for _ in range(1 + len(path) - depth):
+            # Below, the last module follows itself.
+            read = torch.cat([read, hidden[-1:]])
+            hidden = plain[depth - 1].hidden(text[depth : depth + len(read)], read)
+        return plain[depth - 1].logits(hidden[-1])
+
+    return after
 
 
 def settings_of(config: Mapping[str, Any]) -> PretrainedConfig:
     """transformers' settings of the layer that a config.json describes."""
+    if config["model_type"] == "mimo_v2_flash":
+        config = dict(config) | {name.removeprefix("swa_"): config[name] for name in config if name.startswith("swa_")}
     own = {name: value for name, value in config.items() if name not in ("model_type", "rope_theta", "rope_scaling")}
     scaling = dict(config.get("rope_scaling") or {"type": "default"})
     rope = scaling | {"rope_type": scaling.pop("type"), "rope_theta": config["rope_theta"]}
     rope.pop("type", None)
-    kind = Qwen2Config if config["model_type"] == "mimo" else DeepseekV3Config
-    settings = kind(**own, rope_parameters=rope)
+    kinds = {"deepseek_v3": DeepseekV3Config, "glm4_moe": Glm4MoeConfig}
+    settings = kinds.get(config["model_type"], Qwen2Config)(**own, rope_parameters=rope)
     settings._attn_implementation = "eager"
     return settings
 
 
-def checkpoint_tensors(config: Mapping[str, Any], *, own_embedding: bool = False) -> dict[str, Tensor]:
-    """A target's weights as published, equal for equal arguments: embedding, head, some of a layer, and two modules.
+def checkpoint_tensors(
+    config: Mapping[str, Any], *, modules: int = 2, own_embedding: bool = False
+) -> dict[str, Tensor]:
+    """A target's weights as published, equal for equal arguments: embedding, head, some of a layer, and modules.
 
-    `own_embedding` gives a module of DeepSeek's layout its copies of embedding and head, which then differ from the
-    target's, so that it shows which are read.
+    `own_embedding` gives modules of DeepSeek's layout copies of embedding and head, which then differ from the target's
+    and each other's, so that it shows which are read.
     """
     torch.manual_seed(11)
-    mimo = config["model_type"] == "mimo"
+    names = PUBLISHED.get(config["model_type"], DEEPSEEKS)
     tensors = {
         "model.embed_tokens.weight": torch.randn(config["vocab_size"], HIDDEN),
         "lm_head.weight": torch.randn(config["vocab_size"], HIDDEN),
         "model.norm.weight": torch.ones(HIDDEN),
         "model.layers.0.mlp.up_proj.weight": torch.randn(24, HIDDEN),
     }
-    norms = (
-        ("token_layernorm", "hidden_layernorm", "final_layernorm") if mimo else ("enorm", "hnorm", "shared_head.norm")
-    )
-    for number in range(2):
-        prefix = f"model.mtp_layers.{number}." if mimo else f"model.layers.{LAYERS + number}."
-        tensors |= {f"{prefix}{name}.weight": torch.rand(HIDDEN) + 0.5 for name in norms}
-        tensors[f"{prefix}{'input_proj' if mimo else 'eh_proj'}.weight"] = torch.randn(HIDDEN, 2 * HIDDEN) * 0.4
-        if own_embedding and not mimo:
+    for number in range(modules):
+        prefix = names.prefix_of(number)
+        tensors |= {f"{prefix}{name}.weight": torch.rand(HIDDEN) + 0.5 for name in names.norms}
+        tensors[f"{prefix}{names.joining}.weight"] = torch.randn(HIDDEN, 2 * HIDDEN) * 0.4
+        if own_embedding and config["model_type"] == "deepseek_v3":
             tensors[f"{prefix}embed_tokens.weight"] = torch.randn(VOCABULARY, HIDDEN)
             tensors[f"{prefix}shared_head.head.weight"] = torch.randn(VOCABULARY, HIDDEN)
-        layer = _layer(settings_of(config), mimo)
-        for name, tensor in _published(layer.state_dict()).items():
+        for name, tensor in _published(_layer(settings_of(config)).state_dict()).items():
             large = torch.rand(tensor.shape) + 0.5 if "norm" in name else torch.randn(tensor.shape) * 0.5
-            tensors[prefix + name] = large.contiguous()
+            tensors[prefix + _named(config["model_type"], name)] = large.contiguous()
     return tensors
 
 
@@ -189,28 +280,41 @@ def write(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
     return folder
 
 
-def mimo_weights(head: EagleHead) -> dict[str, Tensor]:
-    """A head with Llama's layer, as MiMo names and joins its parts."""
+def module_weights(layout: str, modules: Sequence[EagleHead], target_layers: int) -> dict[str, Tensor]:
+    """Heads with Llama's layer, as a layout names and joins the parts of modules without embedding and lm_head."""
+    published = PUBLISHED[layout]
+    if layout == "deepseek_v3":
+        published = replace(published, first=target_layers)
+    first, second, last = published.norms
     names = {
-        "token_norm.": "token_layernorm.",
-        "feature_norm.": "hidden_layernorm.",
-        "fc.": "input_proj.",
-        "norm.": "final_layernorm.",
+        "token_norm.": f"{first}.",
+        "feature_norm.": f"{second}.",
+        "fc.": f"{published.joining}.",
+        "norm.": f"{last}.",
         "layers.0.": "",
     }
     found: dict[str, Tensor] = {}
-    for name, tensor in head.state_dict().items():
-        for neutral, published in names.items():
-            if name.startswith(neutral):
-                found[f"model.mtp_layers.0.{published}{name.removeprefix(neutral)}"] = tensor.clone()
-    embedding, state = head.fc.weight.chunk(2, dim=1)
-    found["model.mtp_layers.0.input_proj.weight"] = torch.cat([state, embedding], dim=1)
+    for number, module in enumerate(modules):
+        prefix = published.prefix_of(number)
+        for name, tensor in module.state_dict().items():
+            for neutral, own in names.items():
+                if name.startswith(neutral):
+                    found[prefix + _named(layout, own + name.removeprefix(neutral))] = tensor.clone()
+        if published.state_first:
+            embedding, state = module.fc.weight.chunk(2, dim=1)
+            found[f"{prefix}{published.joining}.weight"] = torch.cat([state, embedding], dim=1)
     return found
 
 
-def _layer(settings: PretrainedConfig, mimo: bool) -> torch.nn.Module:
-    kind: Any = Qwen2DecoderLayer if mimo else DeepseekV3DecoderLayer
-    layer: torch.nn.Module = kind(settings, LAYERS if not mimo else 0)
+def _named(layout: str, name: str) -> str:
+    """The name of a part of a layer in a layout, given Llama's."""
+    return name.replace("post_attention_layernorm", "pre_mlp_layernorm") if layout == "mimo_v2_flash" else name
+
+
+def _layer(settings: PretrainedConfig) -> torch.nn.Module:
+    # Past the target's dense layers, where it has others.
+    number = 0 if isinstance(settings, Qwen2Config) else LAYERS
+    layer: torch.nn.Module = _PARTS[type(settings)][0](settings, number)
     return layer.eval().requires_grad_(False)
 
 

@@ -49,6 +49,7 @@ SERVED = ServedModel(
     tokenizer_fingerprint="f" * 64,
     speculation=True,
     runtime=Runtime("2.9", "3.5", "cuda:0", "A GPU", captured_steps=25, capturable_steps=26),
+    kv_token_bytes=46_080,
 )
 
 

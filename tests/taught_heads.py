@@ -30,9 +30,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "eagle-1": {"kind": "eagle", "num_features": 1, "feature_layers": (2,), "fc_bias": True},
 }
 # A target's own module, which speaks through the target's embedding and lm_head as they are.
-MTP: dict[str, dict[str, Any]] = {
-    "mtp": {"kind": "mtp", "num_features": 1, "feature_layers": (2,), "input_norm": True, "norm_output": True},
-}
+MTP: dict[str, Any] = {"kind": "mtp", "num_features": 1, "input_norm": True, "norm_output": True}
 MAX_TOKENS = 24
 
 
@@ -45,10 +43,10 @@ def request_of(prompt: Sequence[int], sampling: SamplingParams, max_tokens: int 
     return request(prompt, max_tokens, sampling=sampling)
 
 
-def new_head(teacher: PreTrainedModel, kind: str) -> EagleHead:
+def new_head(teacher: PreTrainedModel, kind: Mapping[str, Any], seed: int = 5) -> EagleHead:
     """Random weights, beside the teacher's embedding."""
     config = HeadConfig(
-        **(KINDS | MTP)[kind],
+        **kind,
         hidden_size=HIDDEN,
         intermediate_size=96,
         num_heads=4,
@@ -58,10 +56,10 @@ def new_head(teacher: PreTrainedModel, kind: str) -> EagleHead:
         draft_vocab_size=VOCABULARY,
         target_hidden_size=HIDDEN,
     )
-    torch.manual_seed(5)
+    torch.manual_seed(seed)
     made = EagleHead(config)
     made.embed_tokens.weight.data.copy_(teacher.get_input_embeddings().weight)
-    if kind in MTP:
+    if config.kind == "mtp":
         made.lm_head.weight.data.copy_(teacher.get_output_embeddings().weight)
         made.embed_tokens.requires_grad_(False)
         made.lm_head.requires_grad_(False)
@@ -78,25 +76,61 @@ def taught_head(
 ) -> EagleHead:
     """A head that has seen what the teacher says to every prompt in every way of sampling. Made once for all tests of a
     process, none of which changes it."""
-    made = new_head(teacher, kind)
+    made = new_head(teacher, KINDS[kind])
+    _train(made, _texts(teacher, max_tokens, samplings, made.config.feature_layers or ()), steps)
+    return made.requires_grad_(False).eval()
+
+
+@once
+def taught_modules(teacher: PreTrainedModel, *, normed_state: bool, chained: bool) -> tuple[EagleHead, EagleHead]:
+    """Two MTP modules that have seen what `taught_head` has, each of which learnt its own depth and nothing else. Made
+    once for all tests of a process, none of which changes them."""
+    layers = (LAYERS - (not normed_state),)
+    modules = tuple(new_head(teacher, MTP | {"feature_layers": layers}, seed) for seed in (5, 6))
+    texts = _texts(teacher, MAX_TOKENS, SAMPLINGS, layers)
+    torch.manual_seed(0)
+    learning = [parameter for module in modules for parameter in module.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.Adam(learning, lr=4e-3)
+    for _ in range(90):
+        loss = torch.zeros(())
+        for tokens, states in texts:
+            ids, hidden = torch.tensor(tokens), states
+            for k, module in enumerate(modules, start=1):
+                read = hidden if chained else states
+                count = len(tokens) - k - 1
+                output = module(ids[k : k + count], read[:count], torch.arange(count), _attend)
+                loss = loss + functional.cross_entropy(module.logits(output.lm_input), ids[k + 1 :])
+                hidden = output.features
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    first, second = (module.requires_grad_(False).eval() for module in modules)
+    return first, second
+
+
+def _texts(
+    teacher: PreTrainedModel, max_tokens: int, samplings: Mapping[str, SamplingParams], layers: Sequence[int]
+) -> list[tuple[list[int], Tensor]]:
+    """What the teacher says to every prompt in every way of sampling, and its states."""
     texts = []
     for sampling in samplings.values():
         for prompt in prompts():
             tokens = [*prompt, *plain(teacher, request_of(prompt, sampling, max_tokens))]
-            texts.append((tokens, states_of(teacher, tokens, made.config.feature_layers or ())))
-    _train(made, texts, steps)
-    return made.requires_grad_(False).eval()
+            texts.append((tokens, states_of(teacher, tokens, layers)))
+    return texts
+
+
+def _attend(_: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Causal attention over the rows of one pass."""
+    queries, keys, values = (part.transpose(-3, -2) for part in (query, key, value))
+    attended = functional.scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=True)
+    return attended.transpose(-3, -2)
 
 
 def _train(head: EagleHead, texts: Sequence[tuple[Sequence[int], Tensor]], steps: int) -> None:
     """Teach the head what followed, by plain teacher forcing."""
     torch.manual_seed(0)
     optimizer = torch.optim.Adam(head.parameters(), lr=4e-3)
-
-    def attend(_: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        queries, keys, values = (part.transpose(-3, -2) for part in (query, key, value))
-        attended = functional.scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=True)
-        return attended.transpose(-3, -2)
 
     for _ in range(steps):
         loss = torch.zeros(())
@@ -106,7 +140,7 @@ def _train(head: EagleHead, texts: Sequence[tuple[Sequence[int], Tensor]], steps
             for step in range(2):
                 # The second step reads the head's own features, as drafting does.
                 count = len(features)
-                output = head(ids[1 + step : 1 + step + count], features, torch.arange(step, step + count), attend)
+                output = head(ids[1 + step : 1 + step + count], features, torch.arange(step, step + count), _attend)
                 targets = ids[2 + step : 2 + step + count]
                 loss = loss + functional.cross_entropy(head.logits(output.lm_input)[: len(targets)], targets)
                 features = output.features[:-1]

@@ -116,7 +116,7 @@ class HttpReader:
         reader, writer = self._streams
         asked = {"model": MODEL, "prompt": "a", "max_tokens": tokens, "temperature": 0, "stream": True}
         body = json.dumps({**asked, "ignore_eos": True}).encode()
-        head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: "
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: "
         writer.write(b"%s%d\r\n\r\n%s" % (head, len(body), body))
         first, text, rest = 0.0, 0, b""
         while not rest.endswith(b"\r\n0\r\n\r\n"):

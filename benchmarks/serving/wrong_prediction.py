@@ -10,6 +10,9 @@ slower than a pair takes falls on both alike. Two costs are compared:
 - processor: time that all threads of the target were at work for the request, its prompt included, by the kernel's
   own count in nanoseconds. Waiting for a core is not in it.
 
+Counts beside them, with a wrong prediction and without, say where a difference may come from: steps, rows of the draft
+and time that steps waited for it.
+
 What is said of all cases is the median over pairs of one answer's cost over the other's, and that of all answers
 together over that of all others. The intervals hold 95 % of what drawing the cases anew, with all of their rounds,
 gives (a bootstrap by case: rounds of a case are not independent of each other).
@@ -32,9 +35,9 @@ from statistics import median
 
 from benchmarks.serving.predicted_outputs import ANOTHER, NO_DRAFTER, SHORTEST, Case, read_cases
 from benchmarks.serving.services import process, wait_for
+from outrider.machine import describe_commit, describe_machine, describe_versions
 from outrider.sampling import SamplingParams
 from outrider_client import Client, Result
-from outrider_client.bench.machine import describe_commit, describe_machine, describe_versions
 from outrider_client.local.stack import wait_for_drafter
 
 BAR = 1.02
@@ -44,7 +47,9 @@ Cost = Callable[["Half"], float]
 
 @dataclass(frozen=True)
 class Half:
-    """One answer: the target's seconds from its first token to the last, processor seconds, tokens and steps."""
+    """One answer: the target's seconds from its first token to the last, processor seconds, tokens, steps, and rows of
+    the prediction that were rejected and accepted. `drafted` are rows of the draft, for which steps waited `waited`
+    seconds."""
 
     seconds: float
     processor: float
@@ -52,6 +57,8 @@ class Half:
     steps: int
     rejected: int
     accepted: int
+    drafted: int
+    waited: float
 
 
 @dataclass(frozen=True)
@@ -124,7 +131,10 @@ async def measure_target(
         result = await client.generate(messages=case.messages, sampling=sampling, prediction=prediction).result()
         used = processor_seconds(pid) - before
         counts = (result.rejected_prediction_tokens, result.accepted_prediction_tokens)
-        return result, Half(result.times.decode, used, result.completion_tokens, result.speculation.steps, *counts)
+        drafting = result.speculation
+        steps = (result.completion_tokens, drafting.steps, *counts)
+        waited = drafting.draft_wait_ns * 1e-9
+        return result, Half(result.times.decode, used, *steps, drafting.drafted_tokens, waited)
 
     said = [(await answer(case, None))[0].token_ids for case in cases]
     pairs: list[Pair] = []
@@ -172,9 +182,17 @@ def figures(pairs: Sequence[Pair], cost: Cost) -> dict[str, object]:
         "together_interval": interval(wholes),
         "rejected_rows_an_answer": round(sum(pair.wrong.rejected for pair in pairs) / len(pairs), 1),
         "accepted_rows_an_answer": round(sum(pair.wrong.accepted for pair in pairs) / len(pairs), 2),
-        "steps_an_answer": round(sum(pair.wrong.steps for pair in pairs) / len(pairs), 1),
+        "steps_an_answer": each_way(pairs, lambda half: half.steps),
+        "drafted_rows_an_answer": each_way(pairs, lambda half: half.drafted),
+        "ms_waited_an_answer": each_way(pairs, lambda half: half.waited * 1e3),
         "same_answers": sum(pair.same for pair in pairs),
     }
+
+
+def each_way(pairs: Sequence[Pair], count: Cost) -> list[float]:
+    """The mean of a count over answers with a wrong prediction, and over those without."""
+    halves = ([pair.wrong for pair in pairs], [pair.plain for pair in pairs])
+    return [round(sum(map(count, answers)) / len(answers), 1) for answers in halves]
 
 
 def middle(cases: Sequence[Sequence[tuple[float, float]]]) -> float:

@@ -122,6 +122,15 @@ func errorOf(err error, address string) *Error {
 	return found
 }
 
+// transportErrors are what Go and gRPC say of a connection that cannot be, and what it means. The others are shown as they
+// are. A server that asks for a client's certificate hangs up after the handshake, which is seen as one of several.
+var transportErrors = []struct{ said, meaning string }{
+	{"first record does not look like a TLS handshake", "it does not speak TLS"},
+	{"looked like an HTTP/1.1 header", "it speaks HTTP/1 and no gRPC, as a gateway does"},
+	{"error reading server preface: EOF", "it hung up at once, as a server does that expects TLS, or a client's certificate"},
+	{"tls: certificate required", "it asks for a client's certificate"},
+}
+
 // explain names what gRPC reports itself: no service's details come with it.
 func (e *Error) explain() {
 	switch e.Code {
@@ -134,6 +143,12 @@ func (e *Error) explain() {
 		}
 		for _, layer := range []string{"transport: ", "Error while dialing: "} {
 			e.Message = strings.TrimPrefix(e.Message, layer)
+		}
+		for _, known := range transportErrors {
+			if strings.Contains(e.Message, known.said) {
+				e.Message = known.meaning
+				break
+			}
 		}
 	case codes.DeadlineExceeded:
 		e.Reason, e.Message = DeadlineExceeded, "the deadline passed before the answer was complete"

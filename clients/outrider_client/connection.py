@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from outrider.addresses import address_problem
+from outrider.pem import check_authority, check_pair
 from outrider_client.failures import typed_errors
 
 logger = logging.getLogger(__name__)
@@ -43,12 +43,15 @@ class Tls:
     key: Path | None = None
 
     def credentials(self) -> grpc.ChannelCredentials:
-        """Raises `OSError` for an unreadable file."""
-        return grpc.ssl_channel_credentials(
-            root_certificates=self.ca.read_bytes() if self.ca else None,
-            private_key=self.key.read_bytes() if self.key else None,
-            certificate_chain=self.certificate.read_bytes() if self.certificate else None,
-        )
+        """Raises `OSError` for a file that cannot be read, `ValueError` for one that holds something else."""
+        roots, key, chain = (path.read_bytes() if path else None for path in (self.ca, self.key, self.certificate))
+        if self.ca:
+            check_authority(self.ca)
+        if bool(self.certificate) != bool(self.key):
+            raise ValueError("a client certificate needs its key, and a key its certificate")
+        if self.certificate and self.key:
+            check_pair(self.certificate, self.key)
+        return grpc.ssl_channel_credentials(roots, key, chain)
 
 
 class Connection:
@@ -57,7 +60,8 @@ class Connection:
     def __init__(self, address: str, *, tls: Tls | None = None, token: str = "", tenant: str = "") -> None:
         """`address` is HOST:PORT or unix:PATH. Must be called from a running event loop.
 
-        Raises `ValueError` for what is no address.
+        Raises `ValueError` for what is no address, and for files of `tls` that hold something else; `OSError` for
+        those that cannot be read.
         """
         problem = address_problem(address)
         if problem is not None:
@@ -73,8 +77,8 @@ class Connection:
 
     def acting_for(self, token: str = "", tenant: str = "") -> Connection:
         """The same channel for another caller, whose credentials take the place of this one's."""
-        other = copy.copy(self)
-        other.metadata = _metadata(token, tenant)
+        other = object.__new__(type(self))
+        other.__dict__.update(self.__dict__, metadata=_metadata(token, tenant))
         return other
 
     def with_metadata(self, extra: Sequence[tuple[str, str]]) -> tuple[tuple[str, str], ...]:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from enum import Enum
 
 import grpc
 
 from outrider.errors import DeadlineExceeded, OutriderError
+from outrider.unreachable import SPEAKS_HTTP as SPEAKS_HTTP
+from outrider.unreachable import TlsProblem as TlsProblem
+from outrider.unreachable import cause_of
 from outrider.wire.trees import error_of_rpc
 
 # What gRPC sets as a stream's status when a write finds the connection gone before its reader does.
@@ -20,19 +22,6 @@ _BROKEN_WRITE = "Internal error from Core"
 # What a server's gRPC answers to a call that reaches it just as it stops, whatever its service would say. A call that
 # we cancel ourselves ends with other words.
 _CAME_TOO_LATE = "CANCELLED"
-# How gRPC begins when no connection came about; what breaks later comes without it.
-_NOT_CONNECTED = "failed to connect to all addresses"
-# A server that expects TLS hangs up on the first bytes of HTTP/2, and one that expects a client's certificate after the
-# handshake. A proxy with nobody behind it does so too, so that this is likely and not certain.
-_HUNG_UP = ("Socket closed", "Connection reset by peer", "Connection reset by peer (104)")
-
-
-class TlsProblem(Enum):
-    """What is likely wrong where somebody listens and no connection comes about."""
-
-    EXPECTED = "the server seems to expect TLS, or a client's certificate"
-    NOT_SPOKEN = "we speak TLS, and the server does not"
-    NOT_TRUSTED = "the server's certificate is not one that we trust"
 
 
 class ServiceUnreachable(ConnectionError):
@@ -40,7 +29,7 @@ class ServiceUnreachable(ConnectionError):
     `tls_problem`. `cause` is the reason in few words, `detail` all that gRPC said."""
 
     def __init__(self, address: str, detail: str) -> None:
-        self.cause, self.tls_problem = _cause(detail)
+        self.cause, self.tls_problem = cause_of(detail)
         super().__init__(f"cannot reach {address}: {self.cause}")
         self.address = address
         self.detail = detail
@@ -69,18 +58,3 @@ def typed_errors(address: str) -> Iterator[None]:
         yield
     except grpc.RpcError as error:
         raise typed_error(error, address) from error
-
-
-def _cause(detail: str) -> tuple[str, TlsProblem | None]:
-    """What gRPC means by `detail`, in few words."""
-    # gRPC repeats itself; what the system said stands last, but for the OK of the step before a failed handshake.
-    cause = detail.removesuffix(": OK").rpartition(": ")[2]
-    if "WRONG_VERSION_NUMBER" in detail:
-        return "the server does not speak TLS", TlsProblem.NOT_SPOKEN
-    if "CERTIFICATE_VERIFY_FAILED" in detail:
-        return f"its certificate is not trusted: {cause}", TlsProblem.NOT_TRUSTED
-    if "Hostname Verification Check failed" in detail:
-        return "its certificate is of another name", TlsProblem.NOT_TRUSTED
-    if detail.startswith(_NOT_CONNECTED) and cause.endswith(_HUNG_UP):
-        return f"it hung up at once ({cause}), as a server does that speaks TLS", TlsProblem.EXPECTED
-    return cause, None

@@ -262,6 +262,8 @@ class TargetInfo:
     speculation_reason: str = ""
     # Of the weights in force; 0 from a target that does not say.
     model_version: int = 0
+    # Of one token in the KV cache, all layers; 0 from a target that does not say.
+    kv_token_bytes: int = 0
 
     @classmethod
     def from_pb(cls, pb: target_pb2.GetTargetInfoResponse) -> TargetInfo:

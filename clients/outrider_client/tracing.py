@@ -45,6 +45,11 @@ class RequestSpan:
 
     def finished(self, result: Result) -> None:
         """Totals as attributes, then the end."""
+        if self._span.is_recording():
+            self._describe(result)
+        self.end("OK")
+
+    def _describe(self, result: Result) -> None:
         self._span.set_attributes(
             {
                 "gen_ai.usage.output_tokens": result.completion_tokens,
@@ -53,7 +58,6 @@ class RequestSpan:
                 "outrider.accepted_tokens": result.speculation.accepted_tokens,
             }
         )
-        self.end("OK")
 
     def end(self, code: str, reason: str = "") -> None:
         """End the span with a gRPC status by name. Only the first call counts."""

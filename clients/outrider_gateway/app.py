@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Mapping
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from outrider_gateway.caller import caller_from
 from outrider_gateway.config import GatewayConfig
 from outrider_gateway.cross_origin import cross_origin
 from outrider_gateway.endpoints import Generating
 from outrider_gateway.failures import Refused
+from outrider_gateway.hosts import host_check
 from outrider_gateway.metrics import GatewayMetrics
 from outrider_gateway.names import Names
 from outrider_gateway.page import page_routes
@@ -33,9 +36,9 @@ class Application:
         metrics.gauges(targets.readings)
         chat = Generating("chat", chat_request, config, targets, names, metrics)
         completions = Generating("completions", completion_request, config, targets, names, metrics)
+        generating = {"/v1/chat/completions": chat, "/v1/completions": completions}
         routes: list[BaseRoute] = [
-            Route("/v1/chat/completions", chat, methods=["POST"]),
-            Route("/v1/completions", completions, methods=["POST"]),
+            *(Route(path, endpoint, methods=["POST"]) for path, endpoint in generating.items()),
             Route("/v1/models", self._models),
             Route("/v1/models/{model:path}", self._model),
             Route("/health", self._alive),
@@ -44,11 +47,11 @@ class Application:
         ]
         if config.page:
             routes += page_routes()
-        self.asgi = Starlette(
-            routes=routes,
-            middleware=cross_origin(config.origins),
-            exception_handlers={HTTPException: _not_found, Refused: _refused},
-        )
+        others = Starlette(routes=routes, exception_handlers={HTTPException: _not_found, Refused: _refused})
+        self.paths = tuple(route.path for route in routes if isinstance(route, Route))
+        self.asgi: ASGIApp = _Shortcut(generating, others)
+        for check in (*cross_origin(config.origins), *host_check(config)):
+            self.asgi = check.cls(self.asgi, *check.args, **check.kwargs)
 
     @property
     def running(self) -> int:
@@ -75,6 +78,21 @@ class Application:
     async def _metrics_page(self, _request: Request) -> Response:
         page, content_type = self._metrics.page()
         return Response(page, headers={"content-type": content_type})
+
+
+class _Shortcut:
+    """Requests for answers go straight to their endpoint, which handles its own errors; all else to `others`.
+
+    What stands around a Starlette application's routes takes a tenth of a request's time before the target is asked.
+    """
+
+    def __init__(self, endpoints: Mapping[str, ASGIApp], others: ASGIApp) -> None:
+        self._endpoints = endpoints
+        self._others = others
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        endpoint = self._endpoints.get(scope["path"]) if scope["method"] == "POST" else None
+        await (endpoint or self._others)(scope, receive, send)
 
 
 async def _refused(_request: Request, error: Exception) -> Response:

@@ -26,5 +26,7 @@ def choose(key: str, loads: Mapping[str, int], bound: float) -> str:
 
     `loads` has at least one entry. The least loaded is never above the mean, so one is always found.
     """
+    if len(loads) == 1:
+        return next(iter(loads))
     capacity = math.ceil(bound * (sum(loads.values()) + 1) / len(loads))
     return next(address for address in ranked(key, loads) if loads[address] < capacity)

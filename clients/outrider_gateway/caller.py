@@ -41,7 +41,7 @@ def caller_from(headers: Headers) -> Caller:
             tenant = _printable(value, 400, "the header outrider-tenant")
         elif name in _TRACE:
             trace.append((name.decode(), value.decode("latin-1")))
-    return Caller(token, tenant, context_from_metadata(trace))
+    return Caller(token, tenant, context_from_metadata(trace) if trace else Context())
 
 
 def _bearer(value: bytes) -> str:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from pathlib import Path
 
 from outrider.addresses import address_problem
+from outrider.pem import check_pair
 from outrider.settings import Settings, SettingsError, setting
 
 # Names the settings file where no flag does.
@@ -14,6 +14,11 @@ CONFIG_VARIABLE = "OUTRIDER_CONFIG"
 # As browsers write the origin of a page: in lower case, without a path.
 _ORIGIN = re.compile(r"https?://(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:\d{1,5})?")
 ANY_ORIGIN = "*"
+# A name as DNS has it, without a port; with a dot before it, every name below it too.
+_LABEL = r"[a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9_])?"
+_HOST = re.compile(rf"\.?{_LABEL}(\.{_LABEL})*")
+MAX_HOST = 253
+ANY_HOST = "*"
 
 
 @dataclass(frozen=True)
@@ -26,6 +31,7 @@ class GatewayConfig(Settings):
     target: str = setting("127.0.0.1:50051", "target services, HOST:PORT or unix:PATH, with commas between")
     listen: str = setting("127.0.0.1:8000", "HOST:PORT to serve HTTP on")
     page: bool = setting(True, "serve the chat page at /")
+    allow_host: str = setting("", "names that clients know this server by, commas between; .a.example has all below")
     allow_origin: str = setting("", "origins whose pages may call, such as https://a.example, commas between; * is any")
     tokenizer: str = setting("", "model or folder whose tokenizer names tokens; the served model's when empty")
 
@@ -59,15 +65,24 @@ class GatewayConfig(Settings):
             known = origin == ANY_ORIGIN or _ORIGIN.fullmatch(origin) is not None
             _need(known, "allow_origin", f"{origin!r} is not SCHEME://HOST[:PORT] in lower case, nor *")
         _need(ANY_ORIGIN not in self.origins or len(self.origins) == 1, "allow_origin", "* stands alone")
+        for host in self.hosts:
+            known = host == ANY_HOST or (len(host) <= MAX_HOST and _HOST.fullmatch(host) is not None)
+            _need(known, "allow_host", f"{host!r} is not a name in lower case without port, nor .DOMAIN, nor *")
+        _need(ANY_HOST not in self.hosts or len(self.hosts) == 1, "allow_host", "* stands alone")
         _need(bool(self.tls_certificate) == bool(self.tls_key), "tls_certificate", "needs --tls-key, and the other way")
-        for path in filter(None, (self.tls_certificate, self.tls_key)):
-            _need(Path(path).is_file(), "tls_certificate", f"{path}: no such file")
+        if self.tls_certificate:
+            check_pair(self.tls_certificate, self.tls_key)
         host_and_port(self.listen)
 
     @property
     def targets(self) -> tuple[str, ...]:
         """The address of every target."""
         return _listed(self.target)
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """The names that clients may use beside this machine's own; `ANY_HOST` alone for all."""
+        return _listed(self.allow_host)
 
     @property
     def origins(self) -> tuple[str, ...]:

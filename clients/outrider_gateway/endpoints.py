@@ -87,6 +87,7 @@ class Generating:
         answers = await self._names.answers(asked)
         writer = request.writer = EventWriter(request.send, request.id)
         results: dict[int, Result] = {}
+        last = b""
 
         async def on_chunk(index: int, chunk: Chunk) -> None:
             events = answers.chunk(index, chunk)
@@ -94,14 +95,18 @@ class Generating:
                 await writer.write(events)
 
         async def on_result(index: int, result: Result) -> None:
+            nonlocal last
             results[index] = result
-            await writer.write(answers.last(index, result))
+            last = answers.last(index, result)
+            # What ends the last answer goes with the end of the stream.
+            if len(results) < asked.answers:
+                await writer.write(last)
 
         async with while_connected(receive):
             await answering.run(on_chunk, on_result)
         if asked.include_usage:
-            await writer.write(answers.usage_event([results[index] for index in range(asked.answers)]))
-        await writer.end(done=True)
+            last += answers.usage_event([results[index] for index in range(asked.answers)])
+        await writer.end(last, done=True)
 
     async def _whole(self, request: _Request, receive: Receive, asked: Asked, answering: Answering) -> None:
         answers = await self._names.answers(asked)
@@ -130,8 +135,7 @@ class _Request:
     async def refuse(self, refused: Refused) -> int:
         """Say that it failed: as the answer, or as the last event of one that has begun. Returns the status."""
         if self.writer is not None and self.writer.begun:
-            await self.writer.write(event_bytes(refused.body()))
-            await self.writer.end(done=False)
+            await self.writer.end(event_bytes(refused.body()), done=False)
         else:
             await send_json(self.send, refused.status, refused.body(), self.id, refused.headers())
         return refused.status

@@ -63,6 +63,10 @@ class Fields:
         for name in names:
             self.take(name)
 
+    def left(self) -> tuple[str, ...]:
+        """The names of what was not taken yet."""
+        return tuple(self._values)
+
     def end(self) -> None:
         """Refuse whatever was not taken."""
         for name in self._values:

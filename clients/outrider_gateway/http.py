@@ -112,11 +112,12 @@ class EventWriter:
             await self._begin()
         await self._send({"type": "http.response.body", "body": events, "more_body": True})
 
-    async def end(self, done: bool) -> None:
-        """The end of the stream; `done` says so in words, which an answer that broke off must not."""
-        if done:
-            await self.write(b"data: [DONE]\n\n")
-        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+    async def end(self, events: bytes, *, done: bool) -> None:
+        """The last events, and the end of the stream; `done` says so in words, which one that broke off must not."""
+        if not self._open:
+            await self._begin()
+        body = events + b"data: [DONE]\n\n" if done else events
+        await self._send({"type": "http.response.body", "body": body, "more_body": False})
 
     async def _begin(self) -> None:
         async with self._turn:

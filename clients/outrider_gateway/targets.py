@@ -28,6 +28,8 @@ class Target:
     def __init__(self, client: Client) -> None:
         self.client = client
         self.healthy = False
+        # What was logged of it last.
+        self._said = ""
         self.info: TargetInfo | None = None
         self.running = 0
         self.doubted = asyncio.Event()
@@ -63,14 +65,11 @@ class Target:
             self._becomes(error.code.name in _ABOUT_THE_CALLER, error.reason)
 
     def _becomes(self, healthy: bool, reason: str) -> None:
-        if healthy != self.healthy:
-            logger.log(
-                logging.INFO if healthy else logging.WARNING,
-                "target %s is %s",
-                self.address,
-                "healthy" if healthy else f"left out: {reason}",
-            )
-        self.healthy = healthy
+        said = "healthy" if healthy else f"left out: {reason}"
+        # Also why one is left out that never was healthy, and once more where that is for another reason.
+        if said != self._said:
+            logger.log(logging.INFO if healthy else logging.WARNING, "target %s is %s", self.address, said)
+        self.healthy, self._said = healthy, said
 
 
 class Targets:

@@ -235,9 +235,9 @@ def _extension(fields: Fields) -> tuple[Speculation, bool]:
 
 
 def _refuse(fields: Fields, unsupported: Mapping[str, _Defaults]) -> None:
-    for name, harmless in unsupported.items():
-        value = fields.take(name)
-        if value is not None and value not in harmless.values:
+    for name in fields.left():
+        harmless = unsupported.get(name)
+        if harmless is not None and fields.take(name) not in harmless.values:
             raise BadField(name, "is not supported by this server", "unsupported_parameter")
 
 

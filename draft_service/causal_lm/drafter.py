@@ -68,7 +68,7 @@ AttentionInterface.register(_ATTENTION, _attend)
 
 
 class ModelNetwork:
-    """A transformers model as `neural.tree_drafting.Network`."""
+    """A transformers model as `neural.network.Network`."""
 
     token_ids: npt.NDArray[np.int32] | None = None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from draft_service.checkpoints.facts import HeadRefused
 
 RECORD = "training.json"
+# Weights that a message names. Chosen: a line still.
+_NAMED = 4
 
 
 def fill(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
@@ -20,14 +22,28 @@ def fill(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     Raises:
         HeadRefused: weights are missing, unknown, or of another shape than the module's.
     """
-    own = module.state_dict()
-    unknown, missing = sorted(tensors.keys() - own.keys()), sorted(own.keys() - tensors.keys())
-    if unknown or missing:
-        raise HeadRefused(f"weights that do not fit: unknown {unknown or 'none'}, missing {missing or 'none'}")
-    for name, tensor in tensors.items():
-        if own[name].shape != tensor.shape:
-            raise HeadRefused(f"{name} has shape {list(tensor.shape)}, config.json asks for {list(own[name].shape)}")
+    check_shapes(module, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
     module.load_state_dict(tensors)
+
+
+def check_shapes(module: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise `HeadRefused` unless weights of these shapes, by the module's own names, are all that `fill` takes.
+
+    The module may be on PyTorch's `meta` device, where it has no weights of its own.
+    """
+    own = module.state_dict()
+    unknown, missing = sorted(shapes.keys() - own.keys()), sorted(own.keys() - shapes.keys())
+    if unknown or missing:
+        raise HeadRefused(f"weights that do not fit: unknown {_some(unknown)}, missing {_some(missing)}")
+    for name, shape in shapes.items():
+        if tuple(own[name].shape) != shape:
+            raise HeadRefused(f"{name} has shape {list(shape)}, config.json asks for {list(own[name].shape)}")
+
+
+def _some(names: Sequence[str]) -> str:
+    """Names for a message, which a layer of experts has thousands of."""
+    rest = len(names) - _NAMED
+    return (", ".join(names[:_NAMED]) or "none") + (f" and {rest} more" if rest > 0 else "")
 
 
 def write_folder(

@@ -28,19 +28,22 @@ class TargetCheckpoint:
 
     def embedding(self) -> Tensor:
         """[vocab_size, hidden_size]."""
-        return self._first(_EMBEDDINGS)
+        return self._weights.tensor(self.embedding_name())
 
     def lm_head(self) -> Tensor:
         """[vocab_size, hidden_size]: its own, or the embedding where the two are tied."""
-        if any(name in self._weights.names for name in _LM_HEADS):
-            return self._first(_LM_HEADS)
-        return self.embedding()
+        return self._weights.tensor(self.lm_head_name())
 
-    def _first(self, names: tuple[str, ...]) -> Tensor:
-        for name in names:
+    def embedding_name(self) -> str:
+        """Of the weight that `embedding` reads. Raises `HeadRefused` where there is none."""
+        for name in _EMBEDDINGS:
             if name in self._weights.names:
-                return self._weights.tensor(name)
-        raise HeadRefused(f"{self._source} has none of {', '.join(names)}")
+                return name
+        raise HeadRefused(f"{self._source} has none of {', '.join(_EMBEDDINGS)}")
+
+    def lm_head_name(self) -> str:
+        """Of the weight that `lm_head` reads. Raises `HeadRefused` where there is none."""
+        return next((name for name in _LM_HEADS if name in self._weights.names), None) or self.embedding_name()
 
     def _fingerprint(self) -> str:
         """Empty without a tokenizer."""

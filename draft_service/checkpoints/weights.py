@@ -48,6 +48,11 @@ class Weights:
         with self._open(name) as file:
             return tuple(file.get_slice(name).get_shape())
 
+    def kind(self, name: str) -> str:
+        """The type that one weight is kept in as safetensors names it, such as "BF16", from the file's header."""
+        with self._open(name) as file:
+            return str(file.get_slice(name).get_dtype())
+
     def shapes(self, names: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
         """Of some weights, by the names that others are called by: own name -> published name."""
         return {name: self.shape(published) for name, published in names.items()}

@@ -1,6 +1,7 @@
 """The interface of every drafter: what it is given of sequences, what it returns, and where drafters are listed.
 
-A new drafter is one module with a settings class and a factory, and one line in `DRAFTERS`.
+A new drafter is a class, which its users name as `MODULE:CLASS`; one that comes with Outrider is a module with a
+settings class and a factory, and has a line in `DRAFTERS`.
 """
 
 from __future__ import annotations
@@ -207,12 +208,19 @@ DRAFTERS: Mapping[str, str] = MappingProxyType(
     }
 )
 
+# For all other names, `MODULE:CLASS`; imported on use as well.
+_NAMED_CLASSES = "draft_service.drafters.named_class"
+
 
 def drafter_spec(name: str) -> DrafterSpec:
-    """The spec of a listed drafter. Raises `NotSupported` for any other name."""
+    """The spec of a listed drafter, or of a class that is named `MODULE:CLASS`. Raises `NotSupported` for others."""
+    if ":" in name:
+        named: DrafterSpec = importlib.import_module(_NAMED_CLASSES).spec_of(name)
+        return named
     module = DRAFTERS.get(name)
     if module is None:
-        raise NotSupported(f"no drafter is called {name!r}; there are {', '.join(DRAFTERS)}")
+        listed = ", ".join(DRAFTERS)
+        raise NotSupported(f"no drafter is called {name!r}; there are {listed}, and MODULE:CLASS of your own")
     spec: DrafterSpec = importlib.import_module(module).SPEC
     return spec
 

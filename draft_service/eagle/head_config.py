@@ -131,13 +131,17 @@ class HeadConfig(HeadShape):
         rope_type = self.rope.get("rope_type", "default")
         if rope_type not in ("default", "linear", "llama3", "yarn"):
             raise HeadRefused(f"rotary positions of type {rope_type!r} are not served")
-        if self.rope.get("partial_rotary_factor", 1.0) != 1.0:
+        if self.rotary_width % 2 or not 0 < self.rotary_width <= self.head_dim:
+            raise HeadRefused(f"rotary positions over {self.rotary_width} of {self.head_dim} numbers are not served")
+        if self.kind != "mtp" and self.rotary_width != self.head_dim:
             raise HeadRefused("rotary positions over a part of a head's width are not served")
 
     @property
     def rotary_width(self) -> int:
-        """Of the part of a query or key that has rotary positions."""
-        return self.head_dim if self.latent is None else self.latent.rotary
+        """Of the part of a query or key that has rotary positions: the first numbers, or a latent head's own part."""
+        if self.latent is not None:
+            return self.latent.rotary
+        return int(self.head_dim * float(self.rope.get("partial_rotary_factor", 1.0)))
 
     def layers_of(self, target_layers: int) -> tuple[int, ...]:
         """The layers to capture of a target with so many, counted as in `feature_layers`.

@@ -31,7 +31,7 @@ from outrider.wire.frames import FeatureRequest
 
 
 class HeadNetwork:
-    """A head as `neural.tree_drafting.Network`."""
+    """A head as `neural.network.Network`."""
 
     def __init__(self, head: EagleHead) -> None:
         config, weight = head.config, head.embed_tokens.weight

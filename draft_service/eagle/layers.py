@@ -24,33 +24,36 @@ class Rotary(nn.Module):
         self.inverse_bits: Tensor
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosine and sine [.., 1, D] in fp32 of positions [..]."""
+        """Cosine and sine [.., 1, T] in fp32 of positions [..], T numbers of a head being turned."""
         angles = positions[..., None].float() * self.inverse_bits.view(torch.float32)
         angles = torch.cat([angles, angles], dim=-1).unsqueeze(-2)
         return angles.cos() * self.scaling, angles.sin() * self.scaling
 
 
-def _frequencies(rope: dict[str, Any], head_dim: int, max_positions: int) -> tuple[Tensor, float]:
-    """Inverse frequencies [D / 2] in fp32, and the factor of sine and cosine."""
+def _frequencies(rope: dict[str, Any], width: int, max_positions: int) -> tuple[Tensor, float]:
+    """Inverse frequencies [width / 2] in fp32, and the factor of sine and cosine."""
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
     settings = LlamaConfig(
-        hidden_size=head_dim,
+        hidden_size=width,
         num_attention_heads=1,
-        head_dim=head_dim,
+        head_dim=width,
         max_position_embeddings=max_positions,
-        rope_parameters=rope,
+        # All of the width, which is a part of a head's already.
+        rope_parameters=rope | {"partial_rotary_factor": 1.0},
     )
     embedding: Any = LlamaRotaryEmbedding(settings)
     return embedding.inv_freq.float().clone(), float(embedding.attention_scaling)
 
 
 def rotate(vectors: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """Rotate [.., heads, D] by cosine and sine [.., 1, D], in fp32; in the type of `vectors`."""
-    wide = vectors.float()
+    """Rotate the first T of [.., heads, D] by cosine and sine [.., 1, T], in fp32; in the type of `vectors`."""
+    width = cosine.shape[-1]
+    wide = vectors[..., :width].float()
     first, second = wide.chunk(2, dim=-1)
-    return (wide * cosine + torch.cat([-second, first], dim=-1) * sine).to(vectors.dtype)
+    turned = (wide * cosine + torch.cat([-second, first], dim=-1) * sine).to(vectors.dtype)
+    return turned if width == vectors.shape[-1] else torch.cat([turned, vectors[..., width:]], dim=-1)
 
 
 class Attention(nn.Module):

@@ -7,61 +7,104 @@ from pathlib import Path
 
 import torch
 
+from draft_service.checkpoints.facts import HeadRefused
+from draft_service.checkpoints.files import check_shapes
 from draft_service.checkpoints.target import TargetCheckpoint
 from draft_service.checkpoints.weights import Weights
 from draft_service.eagle.checkpoint import make_head
 from draft_service.eagle.deepseek_layers import Router
 from draft_service.eagle.head import EagleHead
 from draft_service.eagle.head_config import HeadConfig
-from draft_service.mtp.layouts import MtpLayout, mtp_config, mtp_layout, mtp_names
+from draft_service.mtp.layouts import modules_of, mtp_config, mtp_layout, mtp_names
+
+# As safetensors names the types that are served; others are those of quantised weights.
+_FLOATS = ("F32", "F16", "BF16")
+# What a module may leave to its target, and share with other modules.
+_EMBEDDING, _LM_HEAD = "embed_tokens.weight", "lm_head.weight"
 
 
-def read_mtp_config(source: str | Path) -> HeadConfig:
-    """What the first MTP module of a target is, without loading its weights.
+class MtpCheckpoint:
+    """The modules of a target that draft, first the one of the first depth; see `draft_service.mtp.layouts`.
 
-    Args:
-        source: the target's folder with config.json and safetensors, or a hub id, of which only files that hold the
-            module are fetched.
-
-    Raises:
-        HeadRefused: it has no such module, or one that is not served; the message says why.
+    Attributes:
+        configs: what each of them is.
+        chained: a module reads what the one before it made, not the target's state.
     """
-    return _mtp(Weights(source))[1]
+
+    def __init__(self, source: str | Path, num_modules: int = 0) -> None:
+        """Reads what the modules are, and whether they can be served, without loading a weight.
+
+        Args:
+            source: the target's folder with config.json and safetensors, or a hub id, of which only files that hold
+                modules are fetched.
+            num_modules: how many of them; 0 takes all.
+
+        Raises:
+            HeadRefused: there are not so many, or they are not served; the message says why.
+        """
+        self._weights, self._target = Weights(source), TargetCheckpoint(source)
+        config, names = self._weights.config, self._weights.names
+        self._layout = mtp_layout(config, names)
+        self.chained = self._layout.chained
+        count = modules_of(self._layout, config, names, num_modules)
+        # Of each module: neutral name -> published name.
+        self._names = [mtp_names(self._layout, names, module) for module in range(count)]
+        self.configs = tuple(self._checked(own) for own in self._names)
+        if len({(one.num_kv_heads, one.head_dim) for one in self.configs}) > 1:
+            raise HeadRefused("MTP modules whose keys differ in shape are not served together: num_modules 1 takes one")
+
+    def load(
+        self,
+        most: int | None = None,
+        *,
+        token_map: Sequence[int] | None = None,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> tuple[EagleHead, ...]:
+        """The modules as heads. Embedding and lm_head are the target's where a module has none of its own, and then
+        one for all such modules.
+
+        Args:
+            most: how many modules, from the first on; None loads all.
+            token_map: target token ids, the only ones that the heads shall say.
+        """
+        heads: list[EagleHead] = []
+        for config, names in [*zip(self.configs, self._names, strict=True)][:most]:
+            head = self._load(config, names, token_map)
+            for name, part in ((_EMBEDDING, "embed_tokens"), (_LM_HEAD, "lm_head")):
+                lender = next((i for i, own in enumerate(self._names[: len(heads)]) if name not in own), None)
+                if name not in names and lender is not None:
+                    setattr(head, part, getattr(heads[lender], part))
+            exact = {name: module.e_score_correction_bias for name, module in _routers(head)}
+            heads.append(head.to(device=device, dtype=dtype))
+            for name, router in _routers(head):
+                router.to_exact(exact[name])
+        return tuple(heads)
+
+    def _load(self, config: HeadConfig, names: dict[str, str], token_map: Sequence[int] | None) -> EagleHead:
+        tensors = self._weights.tensors(names)
+        if self._layout.state_first:
+            state, embedding = tensors["fc.weight"].chunk(2, dim=1)
+            tensors["fc.weight"] = torch.cat([embedding, state], dim=1)
+        return make_head(config, tensors, self._target, token_map)
+
+    def _checked(self, names: dict[str, str]) -> HeadConfig:
+        """What the module of these names is."""
+        weights = self._weights
+        for name in names.values():
+            kind = weights.kind(name)
+            if kind not in _FLOATS:
+                raise HeadRefused(f"an MTP module with quantised weights ({name} is {kind}) is not served")
+        shapes = weights.shapes(names)
+        config = mtp_config(self._layout, weights.config, shapes)
+        if _EMBEDDING not in names:
+            shapes[_EMBEDDING] = weights.shape(self._target.embedding_name())
+        if _LM_HEAD not in names:
+            shapes[_LM_HEAD] = weights.shape(self._target.lm_head_name())
+        with torch.device("meta"):
+            check_shapes(EagleHead(config), shapes)
+        return config
 
 
-def load_mtp(
-    source: str | Path,
-    *,
-    token_map: Sequence[int] | None = None,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | str = "cpu",
-) -> EagleHead:
-    """Load the first MTP module of a target as a head, in any layout of `draft_service.mtp.layouts`.
-
-    Embedding and lm_head are the target's where the module has none of its own.
-
-    Args:
-        source: see `read_mtp_config`.
-        token_map: target token ids, the only ones that the head shall say.
-
-    Raises:
-        HeadRefused: see `read_mtp_config`; or its weights do not fit config.json.
-    """
-    weights = Weights(source)
-    layout, config, names = _mtp(weights)
-    tensors = weights.tensors(names)
-    if layout.state_first:
-        state, embedding = tensors["fc.weight"].chunk(2, dim=1)
-        tensors["fc.weight"] = torch.cat([embedding, state], dim=1)
-    head = make_head(config, tensors, TargetCheckpoint(source), token_map).to(device=device, dtype=dtype)
-    for name, module in head.named_modules():
-        if isinstance(module, Router):
-            module.to_exact(tensors[f"{name}.e_score_correction_bias"])
-    return head
-
-
-def _mtp(weights: Weights) -> tuple[MtpLayout, HeadConfig, dict[str, str]]:
-    """Layout of the first MTP module, what it is, and its weights' neutral and published names."""
-    layout = mtp_layout(weights.config, weights.names)
-    names = mtp_names(layout, weights.names)
-    return layout, mtp_config(weights.config, weights.shapes(names)), names
+def _routers(head: EagleHead) -> list[tuple[str, Router]]:
+    return [(name, module) for name, module in head.named_modules() if isinstance(module, Router)]

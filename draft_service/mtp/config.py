@@ -14,6 +14,9 @@ class MtpConfig(HeadDrafterConfig):
 
     base_model: str = setting(
         "",
-        "target whose checkpoint holds the module: a name from `outrider model list`, a folder, or a hub id; "
+        "target whose checkpoint holds the modules: a name from `outrider model list`, a folder, or a hub id; "
         "safetensors only",
+    )
+    num_modules: int = setting(
+        0, "modules that draft, each a level of the trees and the last one all that follow; 0 takes all there are", ge=0
     )

@@ -1,21 +1,25 @@
-"""The MTP drafter: the target's own multi-token-prediction module over the target's last hidden state.
+"""The MTP drafter: the target's own multi-token-prediction modules over the target's hidden states.
 
-One module drafts every level of a tree: what it makes of a node is the state that the node's children read, as in vLLM
-and SGLang for targets with one module. Of several modules the first drafts.
+Each module drafts a level of the trees (`draft_service.mtp.drafting`), and the last one all that follow: what it makes
+of a node is the state that the node's children read, as in vLLM and SGLang for targets with one module.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
 from draft_service.drafters.base import DrafterSpec
 from draft_service.eagle.head import EagleHead
 from draft_service.eagle.head_drafter import HeadDrafter
-from draft_service.mtp.checkpoint import load_mtp, read_mtp_config
+from draft_service.mtp.checkpoint import MtpCheckpoint
 from draft_service.mtp.config import MtpConfig
+from draft_service.mtp.drafting import ModuleDrafting
+from draft_service.neural.cuda_graphs.drafting import drafting_on
+from draft_service.neural.tree_drafting import TreeDrafting
 from outrider.model_store import model_source
+from outrider.sampling import VerificationMode
 from outrider.settings import SettingsError
 from outrider.wire.frames import FeatureRequest
 
@@ -25,31 +29,48 @@ class MtpDrafter(HeadDrafter):
 
     name = "mtp"
 
-    def __init__(self, config: MtpConfig, head: EagleHead | None = None) -> None:
-        """Reads the module's configuration; its weights follow in `start`, unless the module is given, as `head`.
+    def __init__(self, config: MtpConfig) -> None:
+        """Reads what the modules are; their weights follow in `start`.
 
         Raises:
-            SettingsError: no target is named, or its experts cannot be captured.
-            NotSupported: the target has no such module, or one that is not served.
+            SettingsError: no target is named, or its modules cannot be captured.
+            NotSupported: the target has not so many modules, or they are not served.
             UnknownModel: there is no such target.
         """
-        if head is None and not config.base_model:
+        if not config.base_model:
             raise SettingsError(
                 "the mtp drafter needs its target's checkpoint: --base-model names a folder or a hub id"
             )
         self._config = config
-        self._source = model_source(config.base_model) if head is None else ""
-        shape = read_mtp_config(self._source) if head is None else head.config
+        self._checkpoint = MtpCheckpoint(model_source(config.base_model), config.num_modules)
+        shape, *others = self._checkpoint.configs
         if shape.experts is not None and config.cuda_graphs:
             raise SettingsError("a mixture of experts cannot be captured: leave cuda_graphs off")
+        if others and config.cuda_graphs:
+            raise SettingsError(
+                f"{1 + len(others)} modules cannot be captured: leave cuda_graphs off, or take one (num_modules 1)"
+            )
         request = FeatureRequest(
             shape.feature_layers or (), shape.hidden_size, config.feature_dtype, window=config.feature_window
         )
-        super().__init__(config, shape, request, head)
+        self._modules: tuple[EagleHead, ...] = ()
+        super().__init__(config, shape, request, None)
 
     def _loaded(self, token_map: Sequence[int] | None) -> EagleHead:
-        dtype = getattr(torch, self._config.dtype)
-        return load_mtp(self._source, token_map=token_map, dtype=dtype, device=self._config.device)
+        dtype, levels = getattr(torch, self._config.dtype), self._config.tree.num_steps
+        self._modules = self._checkpoint.load(levels, token_map=token_map, dtype=dtype, device=self._config.device)
+        return self._modules[0]
+
+    def _load(self) -> TreeDrafting:
+        first, config = self._load_network(), self._config
+        if len(self._modules) == 1:
+            return drafting_on(first, config)
+        return ModuleDrafting(self._modules, config.tree, config.cache, chained=self._checkpoint.chained)
+
+    def _first_batches(self) -> Iterable[tuple[VerificationMode, int, int]]:
+        # Of fewer rows not every module drafts.
+        least = len(self._modules)
+        return ((mode, count, max(rows, least)) for mode, count, rows in super()._first_batches())
 
 
 SPEC = DrafterSpec("mtp", MtpConfig, lambda config, _: MtpDrafter(config))

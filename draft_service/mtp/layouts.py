@@ -1,22 +1,28 @@
 """Published layouts of MTP modules, read from their target's checkpoint, in the terms of `EagleHead`.
 
-| | DeepSeek-V3 | MiMo |
-|---|---|---|
-| prefix, n being the target's layers | `model.layers.{n}.` | `model.mtp_layers.0.` |
-| norms of embedding and state | `enorm`, `hnorm` | `token_layernorm`, `hidden_layernorm` |
-| joined by | `eh_proj`, the embedding first | `input_proj`, the state first |
-| last norm | `shared_head.norm` | `final_layernorm` |
-| head, embedding | `shared_head.head`, `embed_tokens`, or the target's | the target's |
+| | DeepSeek-V3 | MiMo | MiMo-V2 |
+|---|---|---|---|
+| module k, from 0, of n layers' target | `model.layers.{n + k}.` | `model.mtp_layers.{k}.` | `model.mtp.layers.{k}.` |
+| norms of embedding and state | `enorm`, `hnorm` | `token_layernorm`, `hidden_layernorm` | `enorm`, `hnorm` |
+| joined by | `eh_proj`, the embedding first | `input_proj`, the state first | `eh_proj`, the embedding first |
+| last norm | `shared_head.norm` | `final_layernorm` | `final_layernorm` |
+| head, embedding | `shared_head.head`, `embed_tokens`, or the target's | the target's | the target's |
+| the target's state | after its last norm | before it | before it |
+| module k reads | what module k - 1 made | what module k - 1 made | the target's state, as module 0 does |
 
-Sources: vLLM's deepseek_mtp.py and mimo_mtp.py, SGLang's deepseek_nextn.py. All read the state after the target's last
-norm, and hand the state after the module's own to the next step; DeepSeek's own code has no next step of one module.
+What a module made is its output after its own last norm. Sources: vLLM's deepseek_mtp.py, mimo.py (whose states come
+before the norm), mimo_mtp.py and mimo_v2_mtp.py; SGLang's deepseek_nextn.py, mimo_v2_nextn.py and
+multi_layer_eagle_worker_v2.py, which hands the target's state before its norm to every module of MiMo-V2
+(`chain_mtp_hidden_states`); that a chain costs these modules acceptance was measured in sglang-jax, pull request 1256.
+DeepSeek's paper (arXiv 2412.19437, section 2.2) chains modules; its published checkpoints have one.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from draft_service.checkpoints.facts import HeadRefused, number_of
 from draft_service.eagle.head_config import ExpertShape, HeadConfig, LatentShape
@@ -24,14 +30,42 @@ from draft_service.eagle.layers import rope_of
 from draft_service.eagle.layouts import Shapes, layer_settings
 
 _LAYER = "layers.0."
+_COUNT = "num_nextn_predict_layers"
 
 
-class MtpLayout(NamedTuple):
-    """Where a checkpoint keeps its first module, and whether it joins the state before the embedding."""
+@dataclass(frozen=True, slots=True)
+class MtpLayout:
+    """Where a checkpoint keeps its modules, and what they read.
+
+    Attributes:
+        prefix: of a module's weights, with a place for its number.
+        first: that number of the first one.
+        renamed: beginnings of published names below the prefix, and what they are called in `EagleHead`.
+        state_first: the state is joined before the embedding.
+        normed_state: the target's state is the one after its last norm, not the one before it.
+        chained: a module reads what the one before it made, not the target's state.
+        settings: entries of config.json that go by another name for modules, and their usual name.
+    """
 
     prefix: str
+    first: int
     renamed: Mapping[str, str]
-    state_first: bool
+    state_first: bool = False
+    normed_state: bool = True
+    chained: bool = True
+    settings: Mapping[str, str] = field(default_factory=dict)
+
+    def prefix_of(self, module: int) -> str:
+        """Of the weights of a module, counted from 0."""
+        return self.prefix.format(self.first + module)
+
+    def count(self, names: Collection[str]) -> int:
+        """Modules among the weights of these names, from the first on without a gap."""
+        joining = next(name for name, neutral in self.renamed.items() if neutral == "fc.")
+        found = 0
+        while f"{self.prefix_of(found)}{joining}weight" in names:
+            found += 1
+        return found
 
 
 _DEEPSEEK = {
@@ -48,10 +82,27 @@ _MIMO = {
     "input_proj.": "fc.",
     "final_layernorm.": "norm.",
 }
+_MIMO_V2 = {
+    "enorm.": "token_norm.",
+    "hnorm.": "feature_norm.",
+    "eh_proj.": "fc.",
+    "final_layernorm.": "norm.",
+    "pre_mlp_layernorm.": f"{_LAYER}post_attention_layernorm.",
+}
+# What MiMo-V2 calls the settings of its layers with a window, of whose shape its modules are.
+_MIMO_V2_SETTINGS = {
+    "swa_num_attention_heads": "num_attention_heads",
+    "swa_num_key_value_heads": "num_key_value_heads",
+    "swa_head_dim": "head_dim",
+    "swa_v_head_dim": "v_head_dim",
+    "swa_rope_theta": "rope_theta",
+    "sliding_window_size": "sliding_window",
+    "layernorm_epsilon": "rms_norm_eps",
+}
 _IGNORED = re.compile(r".*rotary_emb\.inv_freq$")
 
 
-def mtp_layout(config: Mapping[str, Any], names: Sequence[str]) -> MtpLayout:
+def mtp_layout(config: Mapping[str, Any], names: Collection[str]) -> MtpLayout:
     """Which layout a checkpoint has.
 
     Args:
@@ -64,24 +115,42 @@ def mtp_layout(config: Mapping[str, Any], names: Sequence[str]) -> MtpLayout:
     if config.get("quantization_config"):
         raise HeadRefused("an MTP module with quantised weights (quantization_config) is not served")
     layouts = (
-        MtpLayout(f"model.layers.{number_of(config, 'num_hidden_layers')}.", _DEEPSEEK, state_first=False),
-        MtpLayout("model.mtp_layers.0.", _MIMO, state_first=True),
+        MtpLayout("model.layers.{}.", number_of(config, "num_hidden_layers"), _DEEPSEEK),
+        MtpLayout("model.mtp_layers.{}.", 0, _MIMO, state_first=True, normed_state=False),
+        MtpLayout("model.mtp.layers.{}.", 0, _MIMO_V2, normed_state=False, chained=False, settings=_MIMO_V2_SETTINGS),
     )
     for layout in layouts:
-        joining = next(name for name, neutral in layout.renamed.items() if neutral == "fc.")
-        if f"{layout.prefix}{joining}weight" in names:
+        if layout.count(names):
             return layout
-    said = config.get("num_nextn_predict_layers") or 0
-    looked = " and ".join(layout.prefix for layout in layouts)
-    raise HeadRefused(f"no MTP module below {looked}; config.json counts {said} (num_nextn_predict_layers)")
+    said = config.get(_COUNT) or 0
+    looked = ", ".join(layout.prefix_of(0) for layout in layouts)
+    raise HeadRefused(f"no MTP module below any of {looked}; config.json counts {said} ({_COUNT})")
 
 
-def mtp_names(layout: MtpLayout, names: Sequence[str]) -> dict[str, str]:
-    """Neutral name -> published name of the first module's weights."""
+def modules_of(layout: MtpLayout, config: Mapping[str, Any], names: Collection[str], wanted: int) -> int:
+    """How many modules of a checkpoint draft: `wanted`, or where that is 0 as many as config.json counts, or as there
+    are where it counts none.
+
+    Raises:
+        HeadRefused: the checkpoint has fewer.
+    """
+    there, counted = layout.count(names), int(config.get(_COUNT) or 0)
+    if (wanted or counted) <= there:
+        return wanted or counted or there
+    if wanted:
+        raise HeadRefused(f"{wanted} MTP modules are wanted (num_modules), the checkpoint has {there}")
+    raise HeadRefused(
+        f"config.json counts {counted} MTP modules ({_COUNT}), the checkpoint has {there}: num_modules takes these"
+    )
+
+
+def mtp_names(layout: MtpLayout, names: Collection[str], module: int) -> dict[str, str]:
+    """Neutral name -> published name of the weights of a module, counted from 0."""
     found: dict[str, str] = {}
+    prefix = layout.prefix_of(module)
     for published in names:
-        if published.startswith(layout.prefix) and not _IGNORED.match(published):
-            own = published.removeprefix(layout.prefix)
+        if published.startswith(prefix) and not _IGNORED.match(published):
+            own = published.removeprefix(prefix)
             renamed = (
                 neutral + own.removeprefix(old) for old, neutral in layout.renamed.items() if own.startswith(old)
             )
@@ -89,8 +158,8 @@ def mtp_names(layout: MtpLayout, names: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def mtp_config(config: Mapping[str, Any], shapes: Shapes) -> HeadConfig:
-    """What the first module is.
+def mtp_config(layout: MtpLayout, config: Mapping[str, Any], shapes: Shapes) -> HeadConfig:
+    """What a module is.
 
     Args:
         config: the entries of the checkpoint's config.json.
@@ -99,12 +168,12 @@ def mtp_config(config: Mapping[str, Any], shapes: Shapes) -> HeadConfig:
     Raises:
         HeadRefused: its layer is of a kind that is not served.
     """
-    if config.get("sliding_window") and config.get("use_sliding_window", True):
-        raise HeadRefused(f"a sliding window of {config['sliding_window']} tokens is not served")
+    config = dict(config) | {usual: config[own] for own, usual in layout.settings.items() if own in config}
     settings = layer_settings(config, shapes)
     latent = _latent(config) if f"{_LAYER}self_attn.kv_a_proj_with_mqa.weight" in shapes else None
     if latent is None and f"{_LAYER}self_attn.q_proj.weight" not in shapes:
         raise HeadRefused("an MTP module whose attention is neither Llama's nor latent is not served")
+    _refuse_attention(config, shapes, 0 if latent else settings["head_dim"])
     if latent is not None:
         settings["num_kv_heads"], settings["head_dim"] = settings["num_heads"], latent.plain + latent.rotary
         settings["qkv_bias"] = f"{_LAYER}self_attn.kv_a_proj_with_mqa.bias" in shapes
@@ -112,7 +181,7 @@ def mtp_config(config: Mapping[str, Any], shapes: Shapes) -> HeadConfig:
         kind="mtp",
         draft_vocab_size=settings["vocab_size"],
         target_hidden_size=settings["hidden_size"],
-        feature_layers=(number_of(config, "num_hidden_layers"),),
+        feature_layers=(number_of(config, "num_hidden_layers") - (not layout.normed_state),),
         rope=_rope(config, latent),
         norm_output=True,
         input_norm=True,
@@ -120,6 +189,20 @@ def mtp_config(config: Mapping[str, Any], shapes: Shapes) -> HeadConfig:
         experts=_experts(config) if f"{_LAYER}mlp.gate.weight" in shapes else None,
         **settings,
     )
+
+
+def _refuse_attention(config: Mapping[str, Any], shapes: Shapes, head_dim: int) -> None:
+    """Raise `HeadRefused` for attention with more to it than is served. Keys are `head_dim` wide; 0 for latent ones,
+    whose values may be narrower."""
+    if config.get("sliding_window") and config.get("use_sliding_window", True):
+        raise HeadRefused(f"a sliding window of {config['sliding_window']} tokens is not served")
+    if f"{_LAYER}self_attn.attention_sink_bias" in shapes:
+        raise HeadRefused("an MTP module with attention sinks (attention_sink_bias) is not served")
+    if config.get("attention_value_scale") not in (None, 1.0):
+        raise HeadRefused(f"values scaled by {config['attention_value_scale']} (attention_value_scale) are not served")
+    value = int(config.get("v_head_dim") or head_dim)
+    if head_dim and value != head_dim:
+        raise HeadRefused(f"an MTP module with values of width {value} beside keys of {head_dim} is not served")
 
 
 def _latent(config: Mapping[str, Any]) -> LatentShape:

@@ -76,7 +76,7 @@ class TreeDrafting:
     """A network, its cache, and how trees grow. Calls come from one thread.
 
     Every pass over certain rows goes through `_commit`, and every level of a tree through `_read`;
-    `captured.CapturedDrafting` replaces both, and most trees as a whole.
+    `cuda_graphs.drafting.CapturedDrafting` replaces both, and most trees as a whole.
     """
 
     def __init__(self, network: Network, tree: TreeShape, cache: CacheShape) -> None:
@@ -96,6 +96,10 @@ class TreeDrafting:
         self.staging = Staging(network.dtype, network.device)
         on_cpu = network.device.type == "cpu"
         self._attention = TreeAttention("torch" if on_cpu else "triton", network.device)
+
+    def follow(self) -> CacheEntry:
+        """What is kept of a new sequence: nothing yet."""
+        return CacheEntry()
 
     def reserve(self, followed: CacheEntry, rows: int) -> bool:
         """Room for so many more certain rows, and a tree below them. False when the cache is full."""
@@ -149,12 +153,12 @@ class TreeDrafting:
         """One pass per level for all sequences together."""
         shape = self.shape.for_sequences(len(wanted))
         drawn = any(one.sequence.mode is VerificationMode.REJECTION for one in wanted)
-        rules = rules_of([one.sequence for one in wanted], shape)
+        rules = self._rules(wanted, shape)
         forest = make_forest(len(wanted), shape.num_steps, shape.width, shape.topk, drawn=drawn)
         count = max(candidates_wanted(w.sequence.mode, shape.topk, shape.race_entrants) for w in wanted)
         temperatures = np.array([temperature_of(w.sequence) for w in wanted], dtype=np.float32)
         carried, lm_input = self.states.read(self.states.places([w.followed.pages for w in wanted]))
-        logits = self.network.logits(lm_input)
+        logits = self._network_of(0).logits(lm_input)
         device, levels = self.network.device, int(rules.ints[:, DEPTH].max())
         for level in range(1, levels + 1):
             rows = torch.from_numpy(np.repeat(temperatures, forest.widths)).to(device)
@@ -163,8 +167,20 @@ class TreeDrafting:
             if not grow_level(forest, rules, level, level == levels, candidates.token_ids, candidates.probs):
                 break
             output = self._level(wanted, forest, before, carried, level)
-            carried, logits = output.carried, self.network.logits(output.lm_input)
+            carried, logits = output.carried, self._network_of(level).logits(output.lm_input)
         return forest, rules
+
+    def _rules(self, wanted: Sequence[Wanted], shape: TreeShape) -> Rules:
+        """What the sequences ask for."""
+        return rules_of([one.sequence for one in wanted], shape)
+
+    def _network_of(self, level: int) -> Network:  # noqa: ARG002
+        """What reads the nodes of a level, and certain rows, which are level 0."""
+        return self.network
+
+    def _certain(self, followed: CacheEntry, level: int) -> int:  # noqa: ARG002
+        """Certain rows of a sequence in the cache of what reads a level."""
+        return followed.entries
 
     def _extend(self, pieces: Sequence[tuple[Extension, int, int]], carried: Tensor | None) -> None:
         parts: list[TailPart] = []
@@ -202,22 +218,27 @@ class TreeDrafting:
                 continue
             rows = int(forest.rows[b])
             # The last certain entry is the root of the tail, and stands in the cache already.
-            prefix, parents = one.followed.entries - 1, tuple(forest.tail_parents[b, :rows].tolist())
+            prefix, parents = self._certain(one.followed, level) - 1, tuple(forest.tail_parents[b, :rows].tolist())
             parts.append(TailPart(one.followed.pages, prefix, rows, new, parents))
             tokens += forest.tokens[b, forest.frontier[b, :new]].tolist()
             positions += [one.position + level - 1] * new
             sources += (forest.sources[b, :new] + offsets[b]).tolist()
-        return self._read(parts, tokens, carried[torch.tensor(sources, device=carried.device)], positions)
+        return self._read(parts, tokens, carried[torch.tensor(sources, device=carried.device)], positions, level)
 
     def _read(
-        self, parts: Sequence[TailPart], tokens: list[int], carried: Tensor | None, positions: list[int]
+        self,
+        parts: Sequence[TailPart],
+        tokens: list[int],
+        carried: Tensor | None,
+        positions: list[int],
+        level: int = 0,
     ) -> RowOutput:
         device = self.network.device
         if carried is not None:
             carried = carried.to(device, non_blocking=True)
         attend = TailAttention(self._attention, self.cache, parts)
         rows, places = torch.tensor(tokens, device=device), torch.tensor(positions, device=device)
-        return self.network.read(rows, carried, places, attend)
+        return self._network_of(level).read(rows, carried, places, attend)
 
 
 def rules_of(sequences: Sequence[DraftSequence], shape: TreeShape) -> Rules:

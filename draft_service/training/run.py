@@ -25,7 +25,7 @@ from draft_service.training.run_folder import RunFolder, training_record
 from draft_service.training.trainer import Trainer
 from draft_service.training.unrolling import Head
 from draft_service.training.validation import DEPTH, Acceptance, Validator, hold_back
-from draft_service.training.writing import write_texts
+from draft_service.training.writing import read_prompts, write_texts
 from outrider.devices import check_device, choose_device
 from outrider.distillation import Teacher, TeacherSettings, load_teacher
 from outrider.settings import SettingsError
@@ -49,6 +49,9 @@ def train_head(config: TrainingConfig, command: Sequence[str]) -> Path:
         check_device(device)
     choose_device(config.devices[0])
     folder = RunFolder(config)
+    # Found out here, and not by a writer that has loaded the model.
+    if not read_prompts(config.prompts) and not config.sampled_prompts:
+        raise SettingsError(f"--prompts {config.prompts}: it holds no prompt, and none are to be sampled")
     teacher = load_teacher(config.teacher, TeacherSettings(config.model, config.devices[0], config.dtype))
     if config.max_length > teacher.facts.max_context:
         raise SettingsError(f"--max-length is more than the model's context of {teacher.facts.max_context}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -23,7 +24,7 @@ from draft_service.training.corpus import Corpus, Texts, coverage
 from draft_service.training.trainer import Progress
 from draft_service.training.unrolling import Head
 from outrider.machine import describe_machine, describe_versions
-from outrider.settings import SettingsError
+from outrider.settings import SettingsError, unreadable
 
 # What text and weights depend on, and a run that goes on cannot change.
 _FIXED = (
@@ -40,7 +41,7 @@ class RunFolder:
         """Look whether it may be made, or gone on with; `begin` comes before all else.
 
         Raises:
-            SettingsError: a run is there and is not to be resumed, or has other settings.
+            SettingsError: a run is there and is not to be resumed, or has other settings; or nothing can be written.
         """
         self._config = config
         self._folder = config.run_folder
@@ -53,11 +54,17 @@ class RunFolder:
                 _check_writers(json.loads(self._settings.read_text()), config)
         elif config.resume:
             raise SettingsError(f"{self._folder} holds no run to go on with")
+        above = next(folder for folder in self._folder.absolute().parents if folder.exists())
+        if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
+            raise SettingsError(f"--out {config.out}: {above} is no folder that may be written")
 
     def begin(self) -> Corpus:
         """Make it, with its settings, and return where its text is. A run that was refused before leaves nothing."""
         config = self._config
-        self._folder.mkdir(parents=True, exist_ok=True)
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise SettingsError(f"--out {config.out}: {unreadable(self._folder, error)}") from None
         self._settings.write_text(json.dumps(asdict(config), indent=2) + "\n")
         return self.corpus()
 

@@ -17,7 +17,7 @@ from draft_service.training.corpus import Corpus
 from draft_service.training.parallel.followers import one_of
 from draft_service.training.progress import Budget, Phase
 from outrider.distillation import Teacher, WritingOrder, WrittenText
-from outrider.settings import SettingsError
+from outrider.settings import SettingsError, unreadable
 
 log = logging.getLogger(__name__)
 # What a process that is killed loses. Chosen, not measured: every keeping writes one more file, which each writer then
@@ -42,8 +42,8 @@ def read_prompts(path: str) -> tuple[tuple[str, ...], ...]:
         return ()
     try:
         lines = [line.strip() for line in Path(path).read_text().splitlines()]
-    except OSError as error:
-        raise SettingsError(f"--prompts {path}: {error.strerror}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(f"--prompts {unreadable(path, error)}") from None
     if not path.endswith(".jsonl"):
         return tuple((line,) for line in lines if line)
     conversations = []

@@ -1,4 +1,4 @@
-"""Philox4x32-10 in PyTorch: the noise of COUPLED verification and the private coins of REJECTION.
+"""Philox4x32-10 in PyTorch and NumPy: the noise of COUPLED verification and the private coins of REJECTION.
 
 Token y at absolute position t of a request with 64-bit seed s has E(s, t, y) = -log1p(-u), u = (x + 0.5) * 2**-32,
 where x is word y % 4 of Philox with key (s mod 2**32, s >> 32) and counter (y // 4, t mod 2**32, t >> 32, 0). Every
@@ -10,6 +10,8 @@ Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011).
 
 from __future__ import annotations
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -19,6 +21,8 @@ PHILOX_W0 = 0x9E3779B9
 PHILOX_W1 = 0xBB67AE85
 PHILOX_ROUNDS = 10
 _LOW = 0xFFFFFFFF
+_MULTIPLIERS = np.array([[PHILOX_M0], [PHILOX_M1]], np.uint64)
+_HALF, _LOW_WORD = np.uint64(32), np.uint64(_LOW)
 _RACE = 0
 _COINS = 1
 
@@ -35,6 +39,12 @@ def philox(blocks: Tensor, middle: int, domain: int, seed: int) -> Tensor:
     Returns:
         [4, n] int64, random words below 2**32.
     """
+    if blocks.device.type == "cpu":
+        return torch.from_numpy(_philox_on_host(blocks.numpy(), middle, domain, seed))
+    return _philox_on_device(blocks, middle, domain, seed)
+
+
+def _philox_on_device(blocks: Tensor, middle: int, domain: int, seed: int) -> Tensor:
     # Rows hold the two halves side by side, so that each round is a handful of operations on [2, n]. The products
     # wrap around int64, which keeps their bits; the arithmetic shift's copies of the sign are masked away.
     even = torch.stack([blocks, torch.full_like(blocks, middle >> 32)])
@@ -46,6 +56,17 @@ def philox(blocks: Tensor, middle: int, domain: int, seed: int) -> Tensor:
         even = (product >> 32).bitwise_and_(_LOW).bitwise_xor_(odd).bitwise_xor_(key)
         odd = product.bitwise_and_(_LOW)
     return torch.stack([even[0], odd[0], even[1], odd[1]])
+
+
+def _philox_on_host(blocks: npt.NDArray[np.int64], middle: int, domain: int, seed: int) -> npt.NDArray[np.int64]:
+    # For the few blocks of a row's coins PyTorch takes longer to begin a hundred operations than to compute them.
+    even = np.empty((2, len(blocks)), np.uint64)
+    even[0], even[1] = blocks, middle >> 32
+    odd = np.array([[middle & _LOW], [domain]], np.uint64)
+    for key in np.array(_round_keys(seed), np.uint64)[..., None]:
+        product = (even * _MULTIPLIERS)[::-1]
+        even, odd = product >> _HALF ^ odd ^ key, product & _LOW_WORD
+    return np.stack([even[0], odd[0], even[1], odd[1]]).view(np.int64)
 
 
 def _round_keys(seed: int) -> list[tuple[int, int]]:

@@ -158,7 +158,10 @@ def load_teacher(name: str, settings: TeacherSettings) -> Teacher:
     """
     load: Callable[[TeacherSettings], Teacher] | None
     if ":" in name:
-        load = EntryPoint(name, name, TEACHER_GROUP).load()
+        try:
+            load = EntryPoint(name, name, TEACHER_GROUP).load()
+        except (ImportError, AttributeError) as error:
+            raise SettingsError(f"--teacher {name}: {error}") from None
     else:
         load = find_extension(TEACHER_GROUP, name)
     if load is None:

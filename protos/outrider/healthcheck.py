@@ -13,6 +13,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from outrider.addresses import address_problem
 from outrider.command_line import CommandParser
 from outrider.limits import TENANT_WORD
+from outrider.pem import check_authority
+from outrider.settings import SettingsError, unreadable
 
 # What probes ask by. A service's own name and "", by which clients and load balancers ask, mean readiness.
 LIVENESS, READINESS = "liveness", "readiness"
@@ -57,6 +59,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     problem = address_problem(asked.address)
     if problem is not None:
         parser.error(problem)
+    try:
+        if asked.ca:
+            check_authority(asked.ca)
+        if asked.tokens:
+            _first_token(Path(asked.tokens).read_text())
+    except SettingsError as error:
+        parser.error(f"--ca: {error}")
+    except (OSError, UnicodeDecodeError, StopIteration) as error:
+        reason = "it holds no token" if isinstance(error, StopIteration) else unreadable(asked.tokens, error)
+        parser.error(f"--tokens: {reason}")
     status = check(asked.address, asked.service, timeout=asked.timeout, ca=asked.ca, tokens=asked.tokens)
     sys.stdout.write(f"{asked.address}: {status}\n")
     return 0 if status == "SERVING" else 1

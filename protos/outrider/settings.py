@@ -45,6 +45,8 @@ SECTIONS = frozenset(
     (
         *("target", "draft", "training", "trie", "prompt_lookup", "random", "eagle", "medusa", "model", "mtp"),
         "merged",
+        # Of a drafter that is named MODULE:CLASS.
+        "drafter",
         *("client", "generate", "bench", "tune", "up", "demo", "gateway"),
     )
 )

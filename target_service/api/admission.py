@@ -58,6 +58,8 @@ class ServedModel:
     # Whether requests may ask for what is not lossless.
     lossy: bool = False
     runtime: Runtime = Runtime()
+    # Bytes of one token in the KV cache, all layers.
+    kv_token_bytes: int = 0
 
     @property
     def modes(self) -> tuple[VerificationMode, ...]:

@@ -169,6 +169,7 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
             speculating=speculation.speculating,
             speculation_reason=speculation.reason,
             model_version=self._weights.model_version,
+            kv_token_bytes=served.kv_token_bytes,
         )
 
     async def UpdateWeights(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -17,6 +18,11 @@ class Share:
     running: int = 0
     # Tokens whose keys and values are held, in whole pages.
     kv_tokens: int = 0
+
+
+# Steps for which a tenant's part of the time is kept after its last one. Chosen: callers who send one short request
+# after the other are back within a step or two, and would meet a step that had just begun without them.
+_KEPT_STEPS = 4
 
 
 class FairShare:
@@ -64,3 +70,36 @@ class FairShare:
         passes |= {tenant: paid for paid, _, tenant in heap}
         self._passes = {tenant: paid - floor for tenant, paid in passes.items() if paid > floor}
         return served
+
+
+@dataclass(slots=True)
+class _Present:
+    """A tenant's part of the time: seconds of a step of its own, and for how many steps more they count."""
+
+    alone: float
+    weight: float
+    steps: int
+
+
+class TimeShares:
+    """How long steps may take: no tenant waits for one longer than its own, divided by its part of the weights."""
+
+    def __init__(self) -> None:
+        self._present: dict[str, _Present] = {}
+
+    @property
+    def shared(self) -> bool:
+        """Whether several tenants had steps lately."""
+        return len(self._present) > 1
+
+    def longest_step(self, alone: Mapping[str, float], shares: Mapping[str, Share]) -> float:
+        """Seconds that the next step may take, of tenants whose own would take `alone`; infinite for a lone one."""
+        for present in self._present.values():
+            present.steps -= 1
+        for tenant, seconds in alone.items():
+            self._present[tenant] = _Present(seconds, shares[tenant].weight, _KEPT_STEPS)
+        self._present = {tenant: present for tenant, present in self._present.items() if present.steps > 0}
+        if not self.shared:
+            return math.inf
+        weights = sum(present.weight for present in self._present.values())
+        return min(present.alone * weights / present.weight for present in self._present.values())

@@ -80,7 +80,8 @@ class EngineFront:
         if needed > capacity:
             raise PositionOutOfRange("prompt and output do not fit", tokens=needed, capacity=capacity)
         waiting = len(self._open) - not_waiting
-        if waiting >= self._max_waiting:
+        # Half of the queue is out of reach for callers who draft: theirs wait for a tree as long as they like.
+        if waiting >= (self._max_waiting // 2 if request.external else self._max_waiting):
             raise QuotaExceeded("too many requests wait", waiting=waiting)
         return next(self._ids) if sequence_id is None else sequence_id
 

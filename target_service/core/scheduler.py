@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from outrider.tree import TokenTree
-from target_service.core.fairness import FairShare, Share
+from target_service.core.fairness import FairShare, Share, TimeShares
 from target_service.core.kv_cache import KVCache, OutOfPages
 from target_service.core.sequence import Sequence, SequenceState
+from target_service.core.step_times import StepTimes
 
 _RUNS = (SequenceState.PREFILL, SequenceState.RUNNING)
+# Rows of prompts that are read in any step, however long steps are: prompts come to their end. Chosen.
+_LEAST_READ = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,20 +66,26 @@ class Scheduler:
     """Continuous batching: running sequences go on, waiting ones join as places, rows and KV pages allow.
 
     Where there is not enough of these for all, tenants get theirs by weight, in every step and not only as they join,
-    and within a tenant the first to come goes first. Who gets no place in a step keeps its pages. When pages run out
-    one sequence gives its pages back and waits again; its tokens stay, and are fed anew. Idle ones, whose client has
-    sent no tree, go first, for they may idle as long as they like; they wait again once there is a tree. Then the
-    youngest of the tenant goes that holds most for its weight. The oldest of all goes last, so that it ends some day.
+    and within a tenant the first to come goes first. Time is one of them: while several tenants want steps, none has to
+    wait for a step longer than one of its own takes, divided by its part of the weights, as far as that is known from
+    the steps before. Who gets no place in a step keeps its pages.
+
+    When pages run out one sequence gives its pages back and waits again; its tokens stay, and are fed anew. Idle ones,
+    whose client has sent no tree, go first, for they may idle as long as they like; they wait again once there is a
+    tree. Then the youngest of the tenant goes that holds most for its weight. The oldest of all goes last, so that it
+    ends some day.
     """
 
     def __init__(self, config: SchedulerConfig, cache: KVCache) -> None:
         self._config = config
         self._cache = cache
+        # What steps took, as whoever runs them tells it. Until something is known of them, no time is shared.
+        self.times = StepTimes()
         self._waiting: dict[str, deque[Sequence]] = {}
         self._evicted: dict[int, Sequence] = {}
         # Sequences that may not begin before `release`; None while all may.
         self._kept_back: list[Sequence] | None = None
-        self._places, self._rows = FairShare(), FairShare()
+        self._places, self._rows, self._time = FairShare(), FairShare(), TimeShares()
         self.running: list[Sequence] = []
         # Rows of a step at most: what is configured, or less where that did not fit the device's memory.
         self.max_step_rows = config.max_step_rows
@@ -97,8 +107,9 @@ class Scheduler:
 
     @property
     def load(self) -> int:
-        """Sequences that run, or will as soon as their prompts are read."""
-        return max(len(self.running), min(self._config.max_running, len(self.running) + self.waiting))
+        """Sequences that have a place in the next step, or will as soon as their prompts are read. Others may run
+        beside them that hold pages and wait for theirs."""
+        return min(self._config.max_running, len(self.running) + self.waiting)
 
     @property
     def admits(self) -> bool:
@@ -171,7 +182,7 @@ class Scheduler:
         """The next step. Empty when nothing can run."""
         rows = self.max_step_rows
         chunks: list[Chunk] = []
-        chosen, free_places = self._share_places()
+        chosen, free_places, seconds = self._share_places()
         # Decoding first, so that long prompts cannot starve it.
         decoding, reading = _by_stage(chosen)
         for sequence in decoding:
@@ -180,6 +191,8 @@ class Scheduler:
                 rows -= 1
         if rows:
             reading += self._admit(free_places)
+        if seconds < math.inf:
+            rows = max(min(rows, _LEAST_READ), self.times.reading_within(len(chunks), seconds, rows))
         for sequence, count in self._share_rows(reading, rows):
             if self._holds_chunk(sequence, count):
                 chunks.append(Chunk(sequence, count))
@@ -203,8 +216,9 @@ class Scheduler:
                 known -= 1
         return min(known, self._config.prefill_chunk)
 
-    def _share_places(self) -> tuple[list[Sequence], dict[str, int]]:
-        """Running sequences that take part in the next step, and how many waiting ones may join, by tenant."""
+    def _share_places(self) -> tuple[list[Sequence], dict[str, int], float]:
+        """Running sequences that take part in the next step, how many waiting ones may join, by tenant, and the seconds
+        that the step may take."""
         ready = [sequence for sequence in self.running if self._due(sequence)]
         wanted: dict[str, int] = {}
         shares: dict[str, Share] = {}
@@ -220,20 +234,36 @@ class Scheduler:
                 shares[tenant] = queue[0].request.share
         allowed = {tenant: min(count, shares[tenant].running or count) for tenant, count in wanted.items()}
         # Every place takes a row.
-        places = min(self._config.max_running, self.max_step_rows)
+        places, seconds = min(self._config.max_running, self.max_step_rows), math.inf
+        if len(allowed) > 1 or self._time.shared:
+            seconds = self._time.longest_step(self._alone(ready, allowed), shares)
+            places = max(min(places, len(allowed)), self.times.decoding_within(seconds, places))
         if sum(allowed.values()) > places:
             items = {tenant: [1] * min(count, places) for tenant, count in allowed.items()}
             allowed = Counter(tenant for tenant, _ in self._places.divide(items, shares, places))
         else:
             self._places.rest()
             if allowed == wanted and not self._waiting:
-                return ready, {}
+                return ready, {}, seconds
         chosen = []
         for sequence in ready:
             if allowed.get(sequence.request.tenant):
                 allowed[sequence.request.tenant] -= 1
                 chosen.append(sequence)
-        return chosen, allowed
+        return chosen, allowed, seconds
+
+    def _alone(self, ready: list[Sequence], places: dict[str, int]) -> dict[str, float]:
+        """Seconds of a step of each tenant's own."""
+        decoding, rows = Counter[str](), Counter[str]()
+        for stage, counted in zip(_by_stage(ready), (decoding, rows), strict=True):
+            for sequence in stage:
+                counted[sequence.request.tenant] += self._due(sequence)
+        for tenant, queue in self._waiting.items():
+            if rows[tenant] < self.max_step_rows:
+                # Of the next in line alone: the others may have to wait in any case.
+                rows[tenant] += self._due(queue[0])
+        seconds = self.times.seconds
+        return {tenant: seconds(min(decoding[tenant], most), rows[tenant]) for tenant, most in places.items()}
 
     def _share_rows(self, reading: list[Sequence], rows: int) -> list[tuple[Sequence, int]]:
         """Known tokens that each of these feeds, of so many at most."""

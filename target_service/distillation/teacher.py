@@ -13,6 +13,7 @@ from outrider.settings import SettingsError
 from target_service.config import TargetConfig
 from target_service.distillation.reading import TextReader
 from target_service.distillation.writing import ChatTexts, TextWriter, writing_runner
+from target_service.model.loading.hub import check_hub
 from target_service.model.loading.store import resolve
 from target_service.model.support import ModelRefused, check_supported, longest_context
 
@@ -35,6 +36,7 @@ class LocalTeacher:
     def __init__(self, settings: TeacherSettings) -> None:
         self._settings = settings
         self._source = str(resolve(settings.model))
+        check_hub(self._source)
         config = AutoConfig.from_pretrained(self._source)
         check_supported(config)
         self._tokenizer = AutoTokenizer.from_pretrained(self._source)

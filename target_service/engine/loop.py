@@ -14,6 +14,7 @@ import torch
 
 from outrider.errors import QuotaExceeded
 from outrider.wire.frames import DraftInfo
+from target_service.core.running_means import RunningTime
 from target_service.core.scheduler import Schedule, Scheduler, SchedulerConfig
 from target_service.core.sequence import (
     Sequence,
@@ -49,7 +50,6 @@ from target_service.speculation.policy.live_sequence import LiveSequence
 from target_service.speculation.policy.predicted_nodes import graft_predictions, note_passes
 from target_service.speculation.policy.row_budget import RowBudget
 from target_service.speculation.policy.row_policy import Kind, RowPolicy
-from target_service.speculation.policy.running_means import RunningTime
 from target_service.speculation.policy.step_cost import StepCost
 from target_service.speculation.policy.unaided import Unaided
 
@@ -374,6 +374,7 @@ class EngineLoop:
         )
         # What is launched by now belongs to the next step.
         self._free_ns, ended_ns, self._ended_ns = step.clock.forwarded, self._ended_ns, step.clock.committed
+        self.scheduler.times.observe(*step.work, step.seconds_since(ended_ns))
         if not stats.prefill_rows:
             self._budget.observe_step(stats.decode_rows, stats.forward_ns * 1e-9 / step.stride)
             took = stats.forward_ns * 1e-9 / step.stride

@@ -36,6 +36,15 @@ class Step:
         """Whether it may accept drafted rows, and so ends nobody knows where."""
         return self.batch.drafted or self.batch.device_rows is not None
 
+    @property
+    def work(self) -> tuple[int, int]:
+        """Sequences that decode in it, and rows of prompts beside them."""
+        return sum(item.known == 1 for item in self.batch.items), self.batch.prefill_rows
+
+    def seconds_since(self, ended_ns: int) -> float:
+        """What one of its passes took of everybody's time, after a step that ended then; 0 is after a pause."""
+        return (self.clock.committed - (ended_ns or self.clock.begun)) * 1e-9 / self.stride
+
     def await_tokens(self) -> None:
         """Let its sequences be scheduled and laid out as if it had said its tokens, and accepted no drafted one, until
         `forget_tokens`."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,8 +29,10 @@ _INDEX = "model.safetensors.index.json"
 # Beside `fc`, what may stand before it: norms of each state (EAGLE-3.1), or one of all joined.
 _NEEDED = ("fc.", "fc_norm.", "input_norm.")
 _MEDUSA_FILE = "medusa_lm_head.safetensors"
-# What joins embedding and state in an MTP module, as DeepSeek-V3 or MiMo names it.
-_MTP = re.compile(r"model\.(layers\.\d+\.eh_proj|mtp_layers\.\d+\.input_proj)\.weight")
+# What joins embedding and state in an MTP module of DeepSeek-V3, which reads the target's state after its last norm.
+_MTP_NORMED = re.compile(r"model\.layers\.\d+\.eh_proj\.weight")
+# And in one of MiMo or MiMo-V2, which read the state before it: vLLM's mimo.py, SGLang's mimo_v2.py.
+_MTP_UNNORMED = re.compile(r"model\.(mtp_layers\.\d+\.input_proj|mtp\.layers\.\d+\.eh_proj)\.weight")
 # A residual block of a Medusa head, as FasterDecoding or vLLM names it.
 _MEDUSA = re.compile(r"((medusa_heads?|heads)\.)?\d+\.\d+\.linear\.weight|blocks\.\d+\.layers\.\d+\.weight")
 
@@ -100,8 +102,9 @@ def read_draft_head(source: str, target_layers: int, target_hidden: int) -> Draf
     config: dict[str, Any] = json.loads((folder / "config.json").read_text())
     names, weights = _weights(folder)
     if not any(name.endswith(".hidden_norm.weight") for name in names):
-        # EAGLE-1, EAGLE-2 and Medusa heads and MTP modules read what the target's lm_head reads.
-        return DraftHead((target_layers,), None)
+        # EAGLE-1, EAGLE-2 and Medusa heads and DeepSeek's MTP modules read what the target's lm_head reads.
+        unnormed = _has(names, _MTP_UNNORMED) and not _has(names, _MTP_NORMED)
+        return DraftHead((target_layers - unnormed,), None)
     features, left = divmod(weights["fc.weight"].shape[1], target_hidden)
     if left or not features:
         raise NotSupported(
@@ -139,6 +142,10 @@ def _layers(config: Mapping[str, Any], target_layers: int) -> tuple[int, ...]:
     return tuple(int(layer) - speculators for layer in named)
 
 
+def _has(names: Iterable[str], pattern: re.Pattern[str]) -> bool:
+    return any(pattern.fullmatch(name) for name in names)
+
+
 def _folder(source: str) -> Path:
     if Path(source).is_dir():
         return Path(source)
@@ -169,6 +176,7 @@ def _weights(folder: Path) -> tuple[set[str], dict[str, Tensor]]:
                 name = published.removeprefix("model.")
                 if name.startswith(_NEEDED):
                     weights[name] = file.get_tensor(published)
-    if not any(name.endswith("fc.weight") or _MEDUSA.fullmatch(name) or _MTP.fullmatch(name) for name in names):
+    known = _has(names, _MEDUSA) or _has(names, _MTP_NORMED) or _has(names, _MTP_UNNORMED)
+    if not known and not any(name.endswith("fc.weight") for name in names):
         raise NotSupported(f"{folder}: no EAGLE head, for it has no fc, no Medusa heads and no MTP module")
     return names, weights

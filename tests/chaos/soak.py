@@ -20,10 +20,10 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import psutil
-from chaos.forked import Child
 from chaos.report import say, write
 from chaos.taught import SAMPLINGS, Taught, taught
 from chaos.world import VOCABULARY, World, world_of
+from forked import Child
 from scipy.stats import theilslopes
 
 _BESIDE = 16

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chaos.forked import Child
 from chaos.soak import MOST_KB_PER_THOUSAND, Watched, leaks, soak
 from chaos.taught import Taught
+from forked import Child
 
 
 def watched(kb_per_request: float, descriptors: int = 30) -> Watched:

@@ -12,10 +12,10 @@ from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from chaos.forked import Child
 from chaos.liar import LyingDraft, serve_lies
 from chaos.proxy import Proxy
 from chaos.taught import Taught
+from forked import Child
 
 from outrider.errors import OutriderError
 from outrider_client.client import Client

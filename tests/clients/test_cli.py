@@ -192,6 +192,7 @@ async def test_info_says_what_runs_and_why_it_speculates(running: Any, outrider:
         "device_name": "A GPU [large]",
         "captured_step_sizes": 25,
         "capturable_step_sizes": 26,
+        "kv_token_bytes": 46_080,
         "draft": "draft-host:50052",
         "speculation_reason": "the draft at draft-host:50052 is not connected",
     }
@@ -204,7 +205,7 @@ async def test_info_says_what_runs_and_why_it_speculates(running: Any, outrider:
         "model": "scripted, float32, vocabulary 8",
         "device": "cuda:0, A GPU [large]",
         "steps": "25 of 26 sizes of steps are captured",
-        "context": "512 tokens a sequence, 4096 in the KV cache",
+        "context": "512 tokens a sequence, 4096 in the KV cache, 46,080 bytes each",
         "drafter": "trie, up to 63 drafted rows a sequence and step",
         "draft": "draft-host:50052, not connected",
         "speculation": "off: the draft at draft-host:50052 is not connected",
@@ -293,3 +294,13 @@ def test_wrong_corpus_line(line: str, tmp_path: Path, capsys: pytest.CaptureFixt
 async def test_flags_of_services_are_theirs(outrider: Any, words: Sequence[str], said: str) -> None:
     _, out, err = await outrider(*words)
     assert said in out + err
+
+
+async def test_weights_that_cannot_be_sent(running: Any, outrider: Any, tmp_path: Any, unused_tcp_port: int) -> None:
+    absent = tmp_path / "absent.safetensors"
+    status, _, err = await outrider("weights", "update", str(absent), "--target", running.address)
+    assert (status, err) == (1, f"error: {absent}: No such file or directory\n")
+    present = tmp_path / "present.safetensors"
+    present.touch()
+    status, _, err = await outrider("weights", "update", str(present), "--target", f"127.0.0.1:{unused_tcp_port}")
+    assert status == 1 and "cannot reach" in err and "Is it running? `outrider up`" in err

@@ -80,7 +80,7 @@ def test_the_examples_flags_are_the_commands(command: list[str]) -> None:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_every_flag_that_is_named_is_there(page: str) -> None:
-    everywhere = "".join(map(named, ("target", "draft", "up", "bench", "tune", "generate"))) + help_of()
+    everywhere = "".join(map(named, ("target", "draft", "up", "gateway", "bench", "tune", "generate"))) + help_of()
     everywhere += named("weights", "update")
     found = set(re.findall(r"`(--[a-z-]+)", (DOCS / page).read_text())) - FOREIGN
     assert len(found) > 4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -111,6 +112,7 @@ async def test_both_agree_and_nobody_listens(certificates: Certificates, unused_
     [
         ("failed to connect to all addresses; last error: UNKNOWN: recvmsg:Connection reset by peer", True),
         ("failed to connect to all addresses; last error: UNKNOWN: Connection reset by peer (104)", True),
+        ("failed to connect to all addresses; last error: UNAVAILABLE: a:1: Secure read failed (Socket closed)", True),
         ("failed to connect to all addresses; last error: UNKNOWN: Connection refused", False),
         # These were connected before.
         ("Socket closed", False),
@@ -119,3 +121,56 @@ async def test_both_agree_and_nobody_listens(certificates: Certificates, unused_
 )
 def test_who_hangs_up_at_once_may_expect_tls(detail: str, problem: bool) -> None:
     assert ServiceUnreachable("a:1", detail).tls_problem is (TlsProblem.EXPECTED if problem else None)
+
+
+async def test_a_port_of_http(outrider: Any) -> None:
+    """As a gateway's is."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(1)
+        writer.write(b"HTTP/1.1 400 Bad Request\r\ncontent-length: 0\r\nconnection: close\r\n\r\n")
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    async with server:
+        address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        status, _, err = await outrider("info", "--target", address)
+    assert status == 1 and "speaks HTTP/1 and no gRPC" in err
+    assert "port of its own" in err and "Is it running" not in err
+
+
+@pytest.mark.parametrize(
+    ("flags", "refusal"),
+    [
+        (("--tls-ca", "{page}"), "holds no PEM certificate"),
+        (("--tls-ca", "{folder}/nothing.pem"), "no such file"),
+        (("--tls-certificate", "{folder}/client.pem", "--tls-key", "{folder}/server.key"), "KEY_VALUES_MISMATCH"),
+        (("--tls-certificate", "{page}", "--tls-key", "{page}"), "no certificate and its key: no PEM file of one"),
+        (("--tls-certificate", "{folder}/client.pem"), "needs its key"),
+    ],
+)
+@pytest.mark.parametrize("command", ["info", "generate x"], ids=["info", "generate"])
+async def test_files_are_looked_at_before_anybody_is_called(
+    certificates: Certificates, outrider: Any, command: str, flags: tuple[str, ...], refusal: str
+) -> None:
+    folder = certificates.authority.parent
+    page = folder / "page.html"
+    page.write_text("<html></html>")
+    words = [flag.format(folder=folder, page=page) for flag in flags]
+    status, _, err = await outrider(*command.split(), "--target", "127.0.0.1:1", *words)
+    assert status == 2 and refusal in err and len(err.splitlines()) == 2
+
+
+async def test_a_program_hears_of_files_at_once(certificates: Certificates) -> None:
+    for tls in (
+        Tls(certificates.server_key),
+        Tls(certificates.authority, certificates.client, certificates.server_key),
+    ):
+        with pytest.raises(ValueError, match=r"PEM certificate|no certificate and its key"):
+            Client.connect("127.0.0.1:1", tls=tls)
+
+
+def test_a_name_that_nobody_knows() -> None:
+    detail = "errors resolving a:1: [field:hostname lookup error:address lookup failed for a:1: Domain name not found]"
+    assert str(ServiceUnreachable("a:1", detail)) == "cannot reach a:1: the name is not resolved: Domain name not found"

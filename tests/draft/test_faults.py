@@ -24,7 +24,7 @@ OPTIONS = LinkOptions(min_backoff=0.02, max_backoff=0.2, connect_timeout=1.0, an
 def service(tmp_path: Path) -> Iterator[Service]:
     service = Service(tmp_path)
     yield service
-    if service.process is not None and service.process.poll() is None:
+    if service.alive:
         service.end()
 
 
@@ -118,7 +118,7 @@ def test_told_to_stop_it_drains_and_ends_well(service: Service, link: GrpcDraftL
     link.advance([step(2, 21)])
     listener.until(lambda it: it.answered(1, 2))
     link.close([1])
-    assert service.process is not None and service.process.wait(timeout=10) == 0
+    assert service.wait() == 0
 
 
 def test_something_else_on_the_socket(tmp_path: Path, service: Service, listener: Listener) -> None:

@@ -16,6 +16,7 @@ from draft_service.training.config import TrainingConfig
 from draft_service.training.corpus import Corpus
 from draft_service.training.optimiser import MasterAdamW, rate_at
 from draft_service.training.progress import Budget
+from draft_service.training.run import train_head
 from draft_service.training.run_folder import RunFolder
 from draft_service.training.writing import read_prompts
 from outrider.distillation import TeacherFacts, TeacherSettings, TeacherWeights, WrittenText, load_teacher
@@ -206,3 +207,31 @@ def test_a_width_that_heads_do_not_divide_is_refused(tmp_path: Path) -> None:
 def test_a_teacher_that_is_not_there_is_named() -> None:
     with pytest.raises(SettingsError, match="'nobody'"):
         load_teacher("nobody", TeacherSettings("m", "cpu", "float32"))
+
+
+@pytest.mark.parametrize("text", [None, "", "\xff"], ids=["absent", "empty", "no_text"])
+def test_prompts_are_read_before_anything_is_loaded(tmp_path: Path, text: str | None) -> None:
+    """And no run is left behind, which would be in the way of the next try."""
+    prompts = tmp_path / "prompts.txt"
+    if text is not None:
+        prompts.write_bytes(text.encode("latin-1"))
+    config = config_of(tmp_path, model=str(tmp_path / "nowhere"), prompts=str(prompts), sampled_prompts=False)
+    with pytest.raises(SettingsError, match="--prompts") as raised:
+        train_head(config, [])
+    assert "\n" not in str(raised.value)
+    assert not config.run_folder.exists()
+
+
+def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(SettingsError, match=f"--out .*: {tmp_path}/file is no folder that may be written"):
+        RunFolder(config_of(tmp_path / "file" / "below"))
+    with pytest.raises(SettingsError, match="--out /proc/head: /proc"):
+        RunFolder(config_of(Path("/proc"))).begin()
+
+
+def test_a_teacher_that_cannot_be_imported_is_refused() -> None:
+    settings = TeacherSettings("m", "cpu", "float32")
+    for name in ("nowhere_to_be_found:load", "json:nothing_of_that_name"):
+        with pytest.raises(SettingsError, match=f"--teacher {name}: "):
+            load_teacher(name, settings)

@@ -25,5 +25,5 @@ def service(tmp_path: Path) -> Iterator[Service]:
     """A draft process, not started, which is gone afterwards."""
     service = Service(tmp_path)
     yield service
-    if service.process is not None:
+    if service.alive:
         service.end(signal.SIGKILL)

@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 from conftest import make_tiny
 from engine_harness import Propose, engine_config, make_runner, request, run
-from sampled_outputs import LENGTH, PROMPT, SAMPLES, VOCABULARY, assert_follow, distribution
+from sampled_outputs import LENGTH, PROMPT, VOCABULARY, assert_follow, distribution, samples_drawn
 from transformers import PreTrainedModel
 
 from outrider.sampling import SamplingParams, VerificationMode
@@ -47,6 +47,7 @@ def fixed_tree(tokens: Sequence[int], _: random.Random) -> TokenTree:
     return TokenTree((tokens[-1], 3, 5, 0, 3), (0, 0, 0, 1, 2), (1.0, 0.5, 0.5, 0.5, 0.5))
 
 
+@samples_drawn
 @pytest.mark.parametrize("mode", [VerificationMode.REJECTION, VerificationMode.COUPLED], ids=lambda m: m.value)
 @pytest.mark.parametrize(
     "propose",
@@ -63,37 +64,43 @@ def fixed_tree(tokens: Sequence[int], _: random.Random) -> TokenTree:
 )
 @pytest.mark.parametrize("ahead", [False, True], ids=["one step after the other", "launched before tokens go out"])
 def test_outputs_have_the_targets_distribution(
-    small: PreTrainedModel, mode: VerificationMode, propose: Propose | None, sampling: SamplingParams, ahead: bool
+    small: PreTrainedModel,
+    mode: VerificationMode,
+    propose: Propose | None,
+    sampling: SamplingParams,
+    ahead: bool,
+    samples: int,
 ) -> None:
     exact = distribution(small, sampling)
-    config = replace(engine_config(max_running=64, disable_above=64), max_waiting=SAMPLES)
+    config = replace(engine_config(max_running=64, disable_above=64), max_waiting=samples)
     # Seeds spread as callers' would: consecutive ones must do as well as random ones.
-    wanted = [replace(request(PROMPT, LENGTH, sampling=sampling, mode=mode), seed=seed) for seed in range(SAMPLES)]
+    wanted = [replace(request(PROMPT, LENGTH, sampling=sampling, mode=mode), seed=seed) for seed in range(samples)]
     outcomes = run(make_runner(small, kv_tokens=4096), wanted, propose=propose, config=config, followable=ahead)
     assert_follow(outcomes, exact)
     if propose is not None:
-        assert sum(outcome.finished.totals.accepted_tokens for outcome in outcomes) > SAMPLES / 20
+        assert sum(outcome.finished.totals.accepted_tokens for outcome in outcomes) > samples / 20
 
 
+@samples_drawn
 @pytest.mark.parametrize("mode", [VerificationMode.REJECTION, VerificationMode.COUPLED], ids=lambda m: m.value)
 @pytest.mark.parametrize("propose", [None, drawn_tree(2)], ids=["no draft", "two children"])
 def test_predictions_leave_the_distribution_as_it_is(
-    small: PreTrainedModel, mode: VerificationMode, propose: Propose | None
+    small: PreTrainedModel, mode: VerificationMode, propose: Propose | None, samples: int
 ) -> None:
     """The likeliest output, one that is unlikely, and what begins in the middle of one."""
     sampling = SamplingParams(temperature=1.3, ignore_eos=True)
     exact = distribution(small, sampling)
     falling = sorted(exact, key=exact.__getitem__, reverse=True)
     predictions = (falling[0], falling[len(falling) // 2], (3, *falling[1], *falling[2]))
-    config = replace(engine_config(max_running=64, disable_above=64), max_waiting=SAMPLES)
+    config = replace(engine_config(max_running=64, disable_above=64), max_waiting=samples)
     wanted = [
         replace(request(PROMPT, LENGTH, sampling=sampling, mode=mode), seed=seed, prediction=predictions[seed % 3])
-        for seed in range(SAMPLES)
+        for seed in range(samples)
     ]
     outcomes = run(make_runner(small, kv_tokens=4096), wanted, propose=propose, config=config)
     assert_follow(outcomes, exact)
     # The first token comes with the prompt, and the last is the target's own: one of three can be a predicted one.
-    assert sum(outcome.finished.totals.accepted_predicted_tokens for outcome in outcomes) > SAMPLES / 100
+    assert sum(outcome.finished.totals.accepted_predicted_tokens for outcome in outcomes) > samples / 100
 
 
 def test_the_distribution_test_would_notice() -> None:

@@ -9,7 +9,7 @@ from conftest import make_tiny
 from eagle_heads import make_head
 from engine_harness import engine_config, make_runner, request, run
 from medusa_heads import make_heads
-from sampled_outputs import LENGTH, PROMPT, SAMPLES, VOCABULARY, assert_follow, distribution
+from sampled_outputs import LENGTH, PROMPT, VOCABULARY, assert_follow, distribution, samples_drawn
 
 from draft_service.drafters.base import Drafter
 from draft_service.eagle.config import EagleConfig
@@ -40,10 +40,11 @@ def medusa(topk: int) -> Drafter:
     return MedusaDrafter(MedusaConfig(topk=topk, dtype="float32"), heads)
 
 
+@samples_drawn
 @pytest.mark.parametrize("mode", [VerificationMode.REJECTION, VerificationMode.COUPLED], ids=lambda mode: mode.value)
 @pytest.mark.parametrize("topk", [1, 3], ids=["chain", "tree"])
 @pytest.mark.parametrize("kind", ["eagle", "medusa"])
-def test_outputs_have_the_targets_distribution(kind: str, mode: VerificationMode, topk: int) -> None:
+def test_outputs_have_the_targets_distribution(kind: str, mode: VerificationMode, topk: int, samples: int) -> None:
     teacher = make_tiny(vocab_size=VOCABULARY)
 
     def connect(events: DraftEvents) -> DraftLink:
@@ -51,9 +52,9 @@ def test_outputs_have_the_targets_distribution(kind: str, mode: VerificationMode
         drafter.start()
         return InprocessLink(drafter, events)
 
-    config = replace(engine_config(max_running=64, disable_above=64), max_waiting=SAMPLES)
-    wanted = [replace(request(PROMPT, LENGTH, sampling=SAMPLING, mode=mode), seed=seed) for seed in range(SAMPLES)]
+    config = replace(engine_config(max_running=64, disable_above=64), max_waiting=samples)
+    wanted = [replace(request(PROMPT, LENGTH, sampling=SAMPLING, mode=mode), seed=seed) for seed in range(samples)]
     runner = make_runner(make_tiny(vocab_size=VOCABULARY), kv_tokens=4096)
     outcomes = run(runner, wanted, connect=connect, config=config)
     assert_follow(outcomes, distribution(teacher, SAMPLING))
-    assert sum(outcome.finished.totals.accepted_tokens for outcome in outcomes) > SAMPLES / 20
+    assert sum(outcome.finished.totals.accepted_tokens for outcome in outcomes) > samples / 20

@@ -96,7 +96,7 @@ def test_chunks_preemption_and_short_types_do_not_matter(
 def test_a_head_that_knows_nothing_does_not_matter(
     kind: str, teacher: PreTrainedModel, tiny_model: PreTrainedModel, sampling: str
 ) -> None:
-    untaught = new_head(teacher, kind).requires_grad_(False).eval()
+    untaught = new_head(teacher, KINDS[kind]).requires_grad_(False).eval()
     check_ignorance(teacher, tiny_model, made(untaught, projection="draft"), sampling)
 
 

@@ -56,18 +56,12 @@ def requests(sampling: SamplingParams, max_tokens: int = 24) -> list[SequenceReq
     return [request(prompt, max_tokens, sampling=sampling) for prompt in prompts()]
 
 
-_PLAIN: dict[str, list[tuple[int, ...]]] = {}
-
-
-@pytest.fixture(params=SAMPLINGS.items(), ids=lambda item: item[0])
+@pytest.fixture(params=SAMPLINGS.values(), ids=SAMPLINGS)
 def case(
     request: pytest.FixtureRequest, tiny_model: PreTrainedModel
 ) -> tuple[list[SequenceRequest], list[Sequence[int]]]:
-    name, sampling = request.param
-    wanted = requests(sampling)
-    if name not in _PLAIN:
-        _PLAIN[name] = [plain(tiny_model, one) for one in wanted]
-    return wanted, list(_PLAIN[name])
+    wanted = requests(request.param)
+    return wanted, [plain(tiny_model, one) for one in wanted]
 
 
 def drafter(name: str, wanted: Sequence[SequenceRequest], said: Sequence[Sequence[int]]) -> Propose | None:

@@ -23,8 +23,8 @@ PROMPTS = Path(__file__).parents[2] / "benchmarks" / "prompts.jsonl"
 GREEDY = SamplingParams(ignore_eos=True)
 SEEDED = SamplingParams(temperature=0.8, top_p=0.9, seed=11, ignore_eos=True)
 PENALTIES = SamplingParams(temperature=0.6, repetition_penalty=1.1, frequency_penalty=0.2, seed=12, ignore_eos=True)
-# Longer prompts say no more about equality, and cost their prefill four times.
-LONGEST_PROMPT = 400
+# Longer prompts say no more about equality, and cost their prefill for plain decoding and once for every draft.
+SHORT, LONGEST = 220, 400
 
 
 @pytest.fixture(scope="module")
@@ -32,15 +32,17 @@ def runner() -> Iterator[ModelRunner]:
     yield load_runner(TargetConfig(dtype="float32", kv_tokens=16384))
 
 
-def wanted(runner: ModelRunner, per_task: int, max_tokens: int, sampling: SamplingParams) -> list[SequenceRequest]:
-    """The first short prompts of each task."""
+def wanted(
+    runner: ModelRunner, per_task: int, max_tokens: int, sampling: SamplingParams, longest: int = SHORT
+) -> list[SequenceRequest]:
+    """The first prompts of each task that have no more tokens than `longest`."""
     by_task: dict[str, list[SequenceRequest]] = {}
     for line in PROMPTS.read_text().splitlines():
         row = json.loads(line)
         chat = [{"role": "user", "content": row["turns"][0]}]
         ids = runner.tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
         of_task = by_task.setdefault(row["task"], [])
-        if len(ids) <= LONGEST_PROMPT and len(of_task) < per_task:
+        if len(ids) <= longest and len(of_task) < per_task:
             of_task.append(request(ids, max_tokens, sampling=sampling))
     assert len(by_task) == 7
     return [one for of_task in by_task.values() for one in of_task]
@@ -68,7 +70,7 @@ def test_a_handful_of_prompts(runner: ModelRunner, sampling: SamplingParams) -> 
 @pytest.mark.full
 @pytest.mark.parametrize("sampling", [GREEDY, SEEDED, PENALTIES], ids=["greedy", "seeded", "penalties"])
 def test_forty_two_prompts(runner: ModelRunner, sampling: SamplingParams) -> None:
-    check(runner, wanted(runner, 6, 48, sampling), ("trie", "prompt_lookup", "random"))
+    check(runner, wanted(runner, 6, 48, sampling, LONGEST), ("trie", "prompt_lookup", "random"))
 
 
 def test_plain_decoding_is_transformers_own(runner: ModelRunner) -> None:

@@ -176,7 +176,7 @@ def batches_of(config: TrainingConfig) -> int:
 
 
 def test_time_ends_the_training_of_all(tmp_path: Path, model: Path, written: Path) -> None:
-    config = config_of(model, tmp_path, device=BOTH, text=str(written / "text"), epochs=1e6, minutes=0.5)
+    config = config_of(model, tmp_path, device=BOTH, text=str(written / "text"), epochs=1e6, minutes=0.2)
     train_head(config, COMMAND)
     record = json.loads((config.out_folder / "training.json").read_text())
     assert record["finished"]

@@ -13,6 +13,9 @@ import pytest
 from scripted_engine import ScriptedEngine
 
 from outrider.serving import Authenticator
+from outrider_client.client import Client
+from outrider_gateway.http import EventWriter
+from outrider_gateway.targets import Target as GatewayTarget
 
 TOKEN = "sixteen-letters!"
 CHAT = {"model": "counter", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4, "temperature": 0}
@@ -217,7 +220,7 @@ async def test_paths_and_methods_that_are_not_there(gateway: Any) -> None:
 async def test_slow_bodies_time_out(gateways: Any) -> None:
     async with gateways(body_seconds=0.1) as gateway:
         reader, writer = await asyncio.open_connection(*gateway.server.address.split(":"))
-        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n")
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n")
         writer.write(b"content-length: 10\r\n\r\n{")
         assert b" 408 " in await asyncio.wait_for(reader.readline(), 5)
         writer.close()
@@ -334,6 +337,20 @@ async def test_health_and_metrics(gateway: Any) -> None:
     assert series(page, "outrider_gateway_target_healthy") == 1
 
 
+async def test_a_target_that_was_never_there_is_logged_once(
+    unused_tcp_port: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A gateway that begins with a wrong address, or without the TLS that its target speaks, says so."""
+    async with Client.connect(f"127.0.0.1:{unused_tcp_port}") as client:
+        target = GatewayTarget(client)
+        for _ in range(3):
+            await target.look()
+    [line] = [record.getMessage() for record in caplog.records if record.name == "outrider_gateway.targets"]
+    assert line.startswith(
+        f"target 127.0.0.1:{unused_tcp_port} is left out: cannot reach 127.0.0.1:{unused_tcp_port}: "
+    )
+
+
 async def test_drain_lets_running_answers_finish(gateways: Any) -> None:
     engine = ScriptedEngine(tick=0.01)
     async with gateways(engine) as gateway:
@@ -376,8 +393,10 @@ async def test_process_ends_on_a_signal(gateway: Any, number: signal.Signals) ->
         (["--listen", "8000"], "--listen: '8000' is not HOST:PORT"),
         (["--target", ","], "--target: names no target"),
         (["--target", "a:1,a:1"], "--target: names a target twice"),
+        (["--allow-host", "a.example:8000"], "--allow-host: 'a.example:8000' is not a name in lower case without port"),
         (["--load-bound", "0.5"], "--load-bound: must be at least 1"),
         (["--tls-certificate", "x"], "--tls-certificate: needs --tls-key"),
+        (["--tls-certificate", "Makefile", "--tls-key", "Makefile"], "no certificate and its key: no PEM file of one"),
         (["--config", "/absent"], "/absent"),
     ],
 )
@@ -388,3 +407,36 @@ async def test_settings_that_cannot_work(flags: list[str], message: str) -> None
     _, said = await asyncio.wait_for(process.communicate(), 60)
     assert process.returncode == 2
     assert message in said.decode() and "Traceback" not in said.decode()
+
+
+@pytest.mark.parametrize("done", [True, False])
+async def test_what_ends_a_stream_is_one_write(done: bool) -> None:
+    """The last events, what says that it is complete, and the end; and a stream of these alone has a head."""
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    for before in (b"", b"data: 1\n\n"):
+        sent.clear()
+        writer = EventWriter(send, "request")
+        if before:
+            await writer.write(before)
+        await writer.end(b"data: 2\n\n", done=done)
+        head, *bodies = sent
+        assert (head["type"], head["status"]) == ("http.response.start", 200)
+        last = b"data: 2\n\ndata: [DONE]\n\n" if done else b"data: 2\n\n"
+        assert [body["body"] for body in bodies] == [*filter(None, (before,)), last]
+        assert [body["more_body"] for body in bodies] == [*[True] * bool(before), False]
+
+
+async def test_only_posts_take_the_short_way(gateway: Any) -> None:
+    """Around the router; whatever it would have refused is refused, and said in OpenAI's form."""
+    paths = ("/v1/completions", "/v1/chat/completions")
+    for method in ("GET", "PUT", "HEAD", "OPTIONS"):
+        answers = [await gateway.http.request(method, path, json=TEXT) for path in paths]
+        assert [answer.status_code for answer in answers] == [405, 405]
+    for path in ("/v1/completions/x", "//v1/completions", "/v1/Completions"):
+        answer = await gateway.http.post(path, json=TEXT)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (404, "unknown_url")
+    assert gateway.targets[0].engine.requests == []

@@ -40,8 +40,8 @@ async def begin(address: str, body: dict[str, Any]) -> tuple[asyncio.StreamReade
     # As little as possible is buffered here.
     reader, writer = await asyncio.open_connection(*address.split(":"), limit=1024)
     content = json.dumps(body).encode()
-    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
-    writer.write(head % len(content) + content)
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    writer.write(head + b"content-length: %d\r\n\r\n%s" % (len(content), content))
     return reader, writer
 
 

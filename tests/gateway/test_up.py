@@ -16,7 +16,7 @@ async def test_up_serves_http(model: str, unused_tcp_port_factory: Callable[[], 
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "outrider_client.cli", "up", "--drafter", "none", "--model", model),
         *("--dtype", "float32", "--target-flags", "--threads 1", "--port", str(port), "--http", str(http)),
-        *("--gateway-flags", "--allow-origin http://localhost:3000"),
+        *("--gateway-flags", "--allow-origin http://localhost:3000 --allow-host llm.example"),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
     )
@@ -34,6 +34,8 @@ async def test_up_serves_http(model: str, unused_tcp_port_factory: Callable[[], 
             asked = {"prompt": "once", "max_tokens": 4}
             answer = (await client.post("/v1/completions", json=asked)).json()
             listed = await client.get("/v1/models", headers={"origin": "http://localhost:3000"})
+            named = [await client.get("/health", headers={"host": host}) for host in ("llm.example", "evil.example")]
+        assert [one.status_code for one in named] == [200, 403]
         assert answer["usage"]["completion_tokens"] == 4
         assert listed.headers["access-control-allow-origin"] == "http://localhost:3000"
         process.send_signal(signal.SIGTERM)

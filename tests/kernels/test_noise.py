@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 
 from outrider import noise as contract
-from tree_kernels.philox import exponentials, philox, race_exponentials, race_words, race_words_of, uniforms
+from tree_kernels.philox import (
+    _philox_on_device,
+    exponentials,
+    philox,
+    race_exponentials,
+    race_words,
+    race_words_of,
+    uniforms,
+)
 
 SEEDS = [0, 1, 2**32 - 1, 2**32, 0x9E3779B97F4A7C15, 2**64 - 1]
 POSITIONS = [0, 1, 4095, 2**32 - 1, 2**32, 2**63, 2**64 - 1]
 
 
-def test_the_published_vectors_of_philox() -> None:
+@pytest.mark.parametrize("philox", [philox, _philox_on_device], ids=["here", "on a device"])
+def test_the_published_vectors_of_philox(philox: Any) -> None:
     """Random123's known answers for philox4x32-10."""
     low, middle, high = philox(torch.tensor([0]), 0, 0, 0), (1 << 64) - 1, 0xFFFFFFFF
     assert low[:, 0].tolist() == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
@@ -29,6 +40,13 @@ def test_race_words_equal_the_contracts(seed: int, position: int) -> None:
     for vocabulary in (1, 3, 4, 211):
         expected = contract.noise_words(seed, position, np.arange(vocabulary))
         assert np.array_equal(race_words(seed, position, vocabulary).numpy(), expected)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("position", POSITIONS)
+def test_a_device_draws_what_the_host_draws(seed: int, position: int) -> None:
+    blocks = torch.tensor([0, 1, 77, 2**31, 2**32 - 1])
+    assert torch.equal(_philox_on_device(blocks, position, 1, seed), philox(blocks, position, 1, seed))
 
 
 def test_words_of_single_tokens_equal_those_of_the_whole_vocabulary() -> None:

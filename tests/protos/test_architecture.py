@@ -10,6 +10,8 @@ from functools import cached_property
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
+from conftest import LONGEST
+
 ROOT = Path(__file__).parents[2]
 PACKAGES = {
     "outrider": "protos/outrider",
@@ -285,3 +287,8 @@ def test_methods_of_the_client_are_documented() -> None:
         if not ast.get_docstring(node) and not _says_itself(node)
     ]
     assert missing == []
+
+
+def test_test_files_that_begin_first_are_there() -> None:
+    assert len(set(LONGEST)) == len(LONGEST)
+    assert [name for name in LONGEST if not (ROOT / "tests" / name).is_file()] == []

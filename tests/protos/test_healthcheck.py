@@ -66,3 +66,24 @@ async def test_exit_status_of_the_command(tmp_path: Path) -> None:
 def test_nobody_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["127.0.0.1:1", "--timeout", "0.5"]) == 1
     assert "DEADLINE_EXCEEDED" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flag", "text", "refusal"),
+    [
+        ("--ca", None, "--ca: "),
+        ("--ca", "text", "holds no PEM certificate"),
+        ("--tokens", None, "--tokens: "),
+        ("--tokens", "# nothing", "--tokens: it holds no token"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_a_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], flag: str, text: str | None, refusal: str
+) -> None:
+    path = tmp_path / "given"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(SystemExit) as ended:
+        main(["127.0.0.1:1", flag, str(path)])
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and refusal in said and said.count("\n") <= 2

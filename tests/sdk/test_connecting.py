@@ -166,6 +166,7 @@ class TestTls:
         async with self.serve(certificates, mutual=True) as address:
             problem = await sdk.run("call", target=address, **self.client(certificates))
         assert problem["reason"] == "UNREACHABLE"
+        assert "\n" not in problem["line"]
 
     @pytest.mark.parametrize("change", [{"ca": ""}, {"serverName": ""}], ids=["unknown_authority", "other_name"])
     async def test_certificate_is_checked(self, sdk: Any, certificates: Certificates, change: dict[str, Any]) -> None:
@@ -176,17 +177,44 @@ class TestTls:
 
     async def test_plain_text_to_tls(self, sdk: Any, certificates: Certificates) -> None:
         async with self.serve(certificates) as address:
-            assert (await sdk.run("call", target=address))["reason"] == "UNREACHABLE"
+            problem = await sdk.run("call", target=address)
+        assert problem["reason"] == "UNREACHABLE"
+        assert "a server does" in problem["line"] and "that expects TLS" in problem["line"]
 
     async def test_tls_to_plain_text(self, sdk: Any, certificates: Certificates) -> None:
         async with serving(ScriptedTarget()) as address:
             problem = await sdk.run("call", target=address, **self.client(certificates))
-        assert problem["reason"] == "UNREACHABLE"
+        assert problem["line"] == f"cannot reach {address}: it does not speak TLS"
 
-    @pytest.mark.parametrize("change", [{"key": ""}, {"ca": "/nowhere/ca.pem"}], ids=["no_key", "no_file"])
-    async def test_files_are_checked_first(self, sdk: Any, certificates: Certificates, change: dict[str, Any]) -> None:
-        problem = await sdk.run("call", **self.client(certificates, mutual=True) | change)
-        assert "its key" in problem["refused"] or "/nowhere/ca.pem" in problem["refused"]
+    @pytest.mark.parametrize(
+        ("change", "refusal"),
+        [
+            ({"key": ""}, "its key"),
+            ({"ca": "/nowhere/ca.pem"}, "/nowhere/ca.pem"),
+            ({"ca": __file__}, "holds no PEM certificate"),
+            ({"key": "server_key"}, "key"),
+            ({"certificate": __file__}, "certificate"),
+        ],
+        ids=["no_key", "no_file", "no_authority", "another_key", "no_certificate"],
+    )
+    async def test_files_are_checked_first(
+        self, sdk: Any, certificates: Certificates, change: dict[str, str], refusal: str
+    ) -> None:
+        given = {name: str(getattr(certificates, value, value)) for name, value in change.items()}
+        problem = await sdk.run("call", **self.client(certificates, mutual=True) | given)
+        assert problem["refused"].lower().startswith("tls") and refusal in problem["refused"]
+
+    async def test_a_port_of_http(self, sdk: Any) -> None:
+        async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.read(1)
+            writer.write(b"HTTP/1.1 400 Bad Request\r\ncontent-length: 0\r\nconnection: close\r\n\r\n")
+            await writer.drain()
+            writer.close()
+
+        async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+            host, port = server.sockets[0].getsockname()
+            problem = await sdk.run("call", target=f"{host}:{port}")
+        assert problem["line"] == f"cannot reach {host}:{port}: it speaks HTTP/1 and no gRPC, as a gateway does"
 
 
 async def test_every_reason_has_a_name(sdk: Any) -> None:
@@ -194,9 +222,22 @@ async def test_every_reason_has_a_name(sdk: Any) -> None:
 
 
 class TestExamples:
-    @pytest.mark.parametrize("name", EXAMPLES)
-    async def test_usage(self, sdk: Any, name: str) -> None:
-        status, out, err = await sdk.run_example(name)
+    @pytest.mark.parametrize(
+        ("name", "given"),
+        [
+            ("chat", ()),
+            ("chat", ("127.0.0.1:1",)),
+            ("chat", ("127.0.0.1:1", "a question", "of", "several", "words")),
+            ("sampling", ()),
+            ("sampling", ("127.0.0.1:1", "7")),
+            ("sampling", ("127.0.0.1:1", "seven", "hi")),
+            ("sampling", ("127.0.0.1:1", "-1", "hi")),
+            ("sampling", ("127.0.0.1:1", str(2**64), "hi")),
+            ("sampling", ("127.0.0.1:1", "7", "hi", "there")),
+        ],
+    )
+    async def test_usage(self, sdk: Any, name: str, given: tuple[str, ...]) -> None:
+        status, out, err = await sdk.run_example(name, *given)
         assert (status, out) == (2, "")
         assert err.startswith("usage: ")
         assert err.count("\n") == 1

@@ -117,6 +117,28 @@ def test_programs_of_the_readme_compile(toolchain: Any) -> None:
         toolchain.run("tsc", "--project", ".", folder=toolchain.consumer)
 
 
+def test_a_program_of_ones_own_runs_from_a_checkout(toolchain: Any, tmp_path: Path) -> None:
+    """In an empty folder, with the commands that the README gives; nobody listens, and the program says so."""
+    readme = (toolchain.folder / "README.md").read_text()
+    mark = {"typescript": "ts", "go": "go"}[toolchain.language]
+    [program, _] = re.findall(rf"^```{mark}\n(.+?)^```$", readme, re.MULTILINE | re.DOTALL)
+    program = program.replace("127.0.0.1:50051", "127.0.0.1:1")
+    if toolchain.language == "go":
+        (tmp_path / "main.go").write_text(program)
+        [commands] = [block for block in re.findall(r"^```sh\n(.+?)^```$", readme, re.M | re.S) if "go run" in block]
+        run = commands.replace("PATH/outrider", str(CLIENTS.parent))
+    else:
+        assert "`node chat.mjs`" in readme
+        (tmp_path / "chat.mjs").write_text(program)
+        [archive] = toolchain.consumer.parent.glob("*.tgz")
+        run = f"npm install --ignore-scripts {archive} && node chat.mjs"
+    done = subprocess.run(
+        ["sh", "-ec", run], cwd=tmp_path, env=toolchain.environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    assert "cannot reach 127.0.0.1:1: " in done.stderr
+
+
 @pytest.mark.asyncio(loop_scope="session")
 async def test_example_prints_the_answer(sdk: Any) -> None:
     question = pb.ChatMessage(role="user", content="Why is the sky blue?")

@@ -46,7 +46,8 @@ def test_every_container_is_locked_in(name: str) -> None:
     assert service["read_only"] is True
     assert service["cap_drop"] == ["ALL"]
     assert service["security_opt"] == ["no-new-privileges:true"]
-    assert service["restart"] == "on-failure"
+    # What others wait for gives up one day, and then `make up` says why.
+    assert service["restart"] == ("on-failure:3" if name == "model" else "on-failure")
     assert service["logging"]["options"]["max-size"]
     assert "privileged" not in service
     assert all(filled(port).startswith("127.0.0.1:") for port in service.get("ports", []))
@@ -107,6 +108,15 @@ def test_the_gateway_answers_for_its_own_health() -> None:
     assert f"http://127.0.0.1:{port}/health'" in service["healthcheck"]["test"][-1]
     assert filled(service["ports"]) == [f"127.0.0.1:8000:{port}"]
     assert service["mem_limit"]
+
+
+@pytest.mark.parametrize("more", ["", "llm.example,.lan"])
+def test_the_gateway_answers_to_its_name_inside(more: str) -> None:
+    hosts = SERVICES["gateway"]["environment"]["OUTRIDER_GATEWAY_ALLOW_HOST"]
+    assert filled(hosts) == hosts.replace("${OUTRIDER_HTTP_HOSTS:-}", "")
+    environment = {"OUTRIDER_GATEWAY_ALLOW_HOST": hosts.replace("${OUTRIDER_HTTP_HOSTS:-}", more)}
+    loaded = load(GatewayConfig, "gateway", None, environment)
+    assert loaded.hosts == ("gateway", *filter(None, more.split(",")))
 
 
 def test_the_draft_is_on_the_inner_network_only() -> None:

@@ -158,6 +158,8 @@ def test_bounds_that_rules_name_are_buckets(metric: str, bound: float) -> None:
 
 
 def test_a_rule_is_made_answerable_without_changing_what_it_compares() -> None:
-    assert answerable("a / b > 0.5") == "a / b > bool 0.5"
-    assert answerable("(a >= 1) and on (x) (b > 2)") == "(a >= bool 1) and on (x) (b > bool 2)"
-    assert answerable('up{job="a"} == 0') == 'up{job="a"} == bool 0'
+    assert answerable("a / b > 0.5") == ["a / b > bool 0.5"]
+    assert answerable("(a >= 1) and on (x) (b > 2)") == ["(a >= bool 1) and on (x) (b > bool 2)"]
+    assert answerable('up{job="a"} == 0') == ['up{job="a"} == bool 0']
+    assert answerable("up == 1 unless on (x) b") == ["up == bool 1", "b"]
+    assert answerable("a unless b > 2") == ["a", "b > bool 2"]

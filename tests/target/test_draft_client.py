@@ -118,10 +118,22 @@ async def test_mutual_tls(certificates: Any) -> None:
     async with draft_over(**settings) as draft:
         async with linked(draft.server.address) as (_, refused):
             await until(refused, lambda it: it.losses)
+            assert refused.losses[0].startswith("UNAVAILABLE: it hung up at once (")
+            assert refused.losses[0].endswith("as a server does that speaks TLS")
         async with linked(draft.server.address, replace(FAST, credentials=credentials)) as (link, heard):
             await until(heard, lambda it: it.infos)
             link.open(opening(1))
             await until(heard, lambda it: it.answered(1, 0))
+
+
+async def test_tls_to_a_draft_without_it(certificates: Any) -> None:
+    credentials = grpc.ssl_channel_credentials(certificates.authority.read_bytes())
+    async with (
+        draft_over() as draft,
+        linked(draft.server.address, replace(FAST, credentials=credentials)) as (_, heard),
+    ):
+        await until(heard, lambda it: it.losses)
+        assert heard.losses[0] == "UNAVAILABLE: the server does not speak TLS"
 
 
 def test_a_drafter_in_process_is_found_by_the_scheme_of_the_address() -> None:

@@ -95,6 +95,19 @@ def test_a_full_queue_refuses(start: Started) -> None:
             engine.submit(request([5], 400))
 
 
+def test_half_of_the_queue_is_out_of_reach_for_callers_who_draft(start: Started) -> None:
+    """Their sequences wait for a tree as long as they like: other tenants' requests were refused meanwhile."""
+    engine, events = start(max_waiting=8, scheduler=replace(engine_config().scheduler, max_running=1))
+    engine.submit(request([5], 400))
+    # It runs, and all others wait.
+    events.get(timeout=60)
+    for _ in range(4):
+        engine.submit(request([5] * 20, 400, external=True))
+    with pytest.raises(QuotaExceeded):
+        engine.submit(request([5] * 20, 400, external=True))
+    engine.submit(request([5], 4))
+
+
 def test_what_can_never_fit_is_refused(start: Started) -> None:
     engine, _ = start()
     with pytest.raises(PositionOutOfRange):

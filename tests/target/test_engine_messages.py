@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -63,7 +64,10 @@ def report(*events: SequenceEvent) -> Report:
 
 
 RUNTIME = Runtime("2.9", "", "cuda:1", "A GPU", captured_steps=25, capturable_steps=26, lookup=True)
-SERVED = ServedModel("m", 300, 256, 16, "float32", 16, 4096, (2, 3), "f" * 64, speculation=True, runtime=RUNTIME)
+SERVED = replace(
+    ServedModel("m", 300, 256, 16, "float32", 16, 4096, (2, 3), "f" * 64, speculation=True, runtime=RUNTIME),
+    kv_token_bytes=46_080,
+)
 MESSAGES: dict[str, Message] = {
     "configure": Configure(TargetConfig(model="tiny", draft_wait_ms=2.5, reflection=True)),
     "submit": Submit(

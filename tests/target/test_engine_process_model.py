@@ -228,6 +228,6 @@ async def test_weights_are_updated_in_both_arrangements(
 )
 def test_refusals(model_folder: Path, flags: list[str], status: int, message: str) -> None:
     command = [sys.executable, "-m", "target_service", "--model", str(model_folder), "--kv-tokens", "256"]
-    command += ["--threads", "1", "--engine-process", "own", *flags]
+    command += ["--threads", "1", "--engine-process", "own", "--listen", "127.0.0.1:0", *flags]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (ended.returncode, message in ended.stderr) == (status, True), ended.stderr

@@ -26,7 +26,7 @@ from outrider.wire.trees import error_of_rpc
 from outrider_client.cli.app import main as outrider
 from outrider_client.terminal.options import ClientOptions
 from target_service.config import TargetConfig
-from target_service.preflight import check_settings
+from target_service.preflight import check_settings, link_options
 
 OLD, NEW = "old-token-of-length", "new-token-of-length"
 
@@ -91,6 +91,18 @@ class TestCertificates:
         junk.write_text("junk")
         with pytest.raises(SettingsError, match="no certificate and its key"):
             TlsFiles(str(junk), str(certificates.server_key)).check()
+        with pytest.raises(SettingsError, match="holds no PEM certificate"):
+            TlsFiles(str(certificates.server), str(certificates.server_key), str(junk)).check()
+
+    def test_files_for_a_draft_are_looked_at_too(self, tmp_path: Path, certificates: Any) -> None:
+        junk = tmp_path / "junk.pem"
+        junk.write_text("junk")
+        with pytest.raises(SettingsError, match="holds no PEM certificate"):
+            link_options(TargetConfig(draft_tls_ca=str(junk)))
+        own = {"draft_tls_certificate": str(certificates.client), "draft_tls_key": str(certificates.client_key)}
+        assert link_options(TargetConfig(draft_tls_ca=str(certificates.authority), **own)).credentials is not None
+        with pytest.raises(SettingsError, match="no certificate and its key"):
+            link_options(TargetConfig(draft_tls_ca=str(certificates.authority), **own | {"draft_tls_key": str(junk)}))
 
 
 class IdleWorker:

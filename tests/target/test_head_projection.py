@@ -49,6 +49,23 @@ def test_an_eagle1_head_reads_what_the_targets_lm_head_reads(tmp_path: Path) -> 
     assert read.layers == (TARGET_LAYERS,) and read.projection is None
 
 
+@pytest.mark.parametrize(
+    ("name", "layer"),
+    [
+        ("model.layers.12.eh_proj.weight", TARGET_LAYERS),
+        ("model.mtp_layers.0.input_proj.weight", TARGET_LAYERS - 1),
+        ("model.mtp.layers.0.eh_proj.weight", TARGET_LAYERS - 1),
+    ],
+)
+def test_a_targets_own_modules_read_its_last_state_before_or_after_the_norm(
+    name: str, layer: int, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    save_file({name: torch.zeros(2, 4), "model.norm.weight": torch.zeros(2)}, tmp_path / "model.safetensors")
+    read = read_draft_head(str(tmp_path), TARGET_LAYERS, 2)
+    assert read.layers == (layer,) and read.projection is None
+
+
 def test_layers_are_counted_by_their_outputs_in_every_layout(tmp_path: Path) -> None:
     folder = saved(tmp_path, "eagle-3")
     config = json.loads((folder / "config.json").read_text())

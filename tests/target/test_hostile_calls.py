@@ -11,9 +11,19 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from outrider.errors import DeadlineExceeded, InvalidField, OutriderError, QuotaExceeded, Unauthenticated
+from outrider.errors import (
+    DeadlineExceeded,
+    EngineDead,
+    InvalidField,
+    NotSupported,
+    OutriderError,
+    PositionOutOfRange,
+    QuotaExceeded,
+    Unauthenticated,
+)
 from outrider.serving import Authenticator
 from outrider.serving.calls import CallLimits, Calls
+from outrider.serving.pacing import RefusalPace
 from outrider.v1 import target_pb2, target_pb2_grpc
 from outrider.wire.trees import error_of_rpc
 
@@ -147,6 +157,111 @@ async def test_one_tenant_leaves_places_to_others(echo: Any) -> None:
                     break
                 except grpc.aio.AioRpcError:
                     await asyncio.sleep(0.01)
+
+
+async def test_who_comes_back_at_once_is_told_later(echo: Any) -> None:
+    """Refusing one tenant without pause took the time of the others' steps."""
+    told = 0
+
+    async def again(channel: grpc.aio.Channel) -> None:
+        nonlocal told
+        while True:
+            assert isinstance(
+                await error_of(channel.unary_unary(f"/{echo.name}/Unary")(b"", metadata=bearer(ACME))), QuotaExceeded
+            )
+            told += 1
+
+    async with echo.serving(echo.Echo(), max_concurrent_calls=8, **LOCKED) as server, AsyncExitStack() as stack:
+        channel = await stack.enter_async_context(grpc.aio.insecure_channel(server.address, options=FRESH))
+        for _ in range(6):
+            stream = channel.unary_stream(f"/{echo.name}/Generate")(b"forever", metadata=bearer(ACME))
+            await stream.read()
+        begun = time.monotonic()
+        storm = [asyncio.create_task(again(channel)) for _ in range(50)]
+        await asyncio.sleep(2.0)
+        # 64 at once and 20 a second, with room for a slow machine; without a pace they are thousands.
+        most = 64 + 25 * (time.monotonic() - begun) + 25
+        assert 64 <= told <= most
+        # Others are told at once that they are refused, and are served.
+        assert await echo.call(channel, "Unary", metadata=bearer(OTHER), timeout=5) == b"other"
+        assert isinstance(
+            await error_of(channel.unary_unary(f"/{echo.name}/Unary")(b"", metadata=bearer("wrong" * 5), timeout=5)),
+            Unauthenticated,
+        )
+        for each in storm:
+            each.cancel()
+        await asyncio.gather(*storm, return_exceptions=True)
+
+
+def test_the_pace_of_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, slept = 100.0, list[float]()
+
+    async def sleep(seconds: float) -> None:
+        slept.append(seconds)
+
+    monkeypatch.setattr("outrider.serving.pacing.time.monotonic", lambda: now)
+    monkeypatch.setattr("outrider.serving.pacing.asyncio.sleep", sleep)
+    pace = RefusalPace(room=1000)
+
+    def refuse(whose: str, times: int) -> list[float]:
+        slept.clear()
+        for _ in range(times):
+            asyncio.run(pace.wait(whose))
+        return list(slept)
+
+    assert refuse("a", 64) == []
+    assert refuse("a", 3) == pytest.approx([0.05, 0.10, 0.15])
+    assert refuse("b", 1) == []
+    # Nobody waits longer than ten seconds, however many there are.
+    assert max(refuse("a", 400)) == pytest.approx(10.0)
+    now += 20.0
+    assert refuse("a", 64) == []
+
+
+async def test_large_requests_that_are_refused_are_told_later_too(target: Any) -> None:
+    """Texts of megabytes, refused for their length without a pause, kept the event loop from others."""
+    large, small = (target_pb2.GenerateRequest(text="a b " * count) for count in (250_000, 1_000))
+
+    async def refuse(request: target_pb2.GenerateRequest) -> float:
+        begun = time.monotonic()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await target.stub.Generate(request, timeout=30).read()
+        assert isinstance(error_of_rpc(caught.value), PositionOutOfRange | NotSupported)
+        return time.monotonic() - begun
+
+    assert await refuse(large) < 2.0
+    assert await refuse(large) > 2.0
+    # What costs no more than a refusal is told at once, however often.
+    assert max([await refuse(small) for _ in range(100)]) < 2.0
+
+
+@pytest.mark.parametrize(("raised", "waits"), [(EngineDead("gone"), False), (PositionOutOfRange("long"), True)])
+async def test_a_large_request_hears_at_once_of_what_is_not_its_fault(
+    echo: Any, raised: OutriderError, waits: bool
+) -> None:
+    echoing = echo.Echo()
+    echoing.raises = raised
+    async with echo.serving(echoing) as server, grpc.aio.insecure_channel(server.address) as channel:
+        call, taken = channel.unary_unary(f"/{echo.name}/Unary"), []
+        for _ in range(2):
+            begun = time.monotonic()
+            assert isinstance(await error_of(call(b"a" * 1_000_000)), type(raised))
+            taken.append(time.monotonic() - begun)
+        assert taken[0] < 2.0 and (taken[1] > 2.0) is waits
+
+
+async def test_only_so_many_wait_to_be_told() -> None:
+    pace = RefusalPace(room=2)
+    waiting = [asyncio.create_task(pace.wait("a")) for _ in range(64 + 40)]
+    done, pending = await asyncio.wait(waiting, timeout=0.02)
+    assert len(pending) == 2 and len(done) == 102
+    for each in pending:
+        each.cancel()
+    await asyncio.gather(*pending, return_exceptions=True)
+    # Who has gone leaves his place.
+    again = asyncio.create_task(pace.wait("a"))
+    assert not (await asyncio.wait([again], timeout=0.02))[0]
+    again.cancel()
 
 
 def test_what_was_taken_is_given_back() -> None:

@@ -17,7 +17,9 @@ from huggingface_hub import constants
 
 from draft_service.checkpoints.weights import Weights
 from outrider import hub as hub_module
+from outrider.distillation import TeacherSettings, load_teacher
 from outrider.errors import NotSupported
+from outrider.settings import SettingsError
 from target_service import prefetch
 from target_service.config import TargetConfig
 from target_service.model.head_projection import read_draft_head
@@ -74,6 +76,13 @@ def test_a_hub_that_does_not_answer(no_hub: str) -> None:
         load_runner(TargetConfig(model="nobody/nothing"))
     assert time.monotonic() - begun < 5 and no_hub in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+def test_a_teacher_of_a_hub_that_does_not_answer(no_hub: str) -> None:
+    begun = time.monotonic()
+    with pytest.raises(SettingsError, match="does not answer") as refused:
+        load_teacher("local", TeacherSettings("nobody/nothing", "cpu", "float32"))
+    assert time.monotonic() - begun < 5 and no_hub in str(refused.value)
 
 
 def test_a_hub_that_answers_never(no_hub: str, monkeypatch: pytest.MonkeyPatch) -> None:

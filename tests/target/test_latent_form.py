@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
 
+from target_service.assembly import served_model
 from target_service.config import TargetConfig
 from target_service.core.kv_cache import KVCache
 from target_service.model import latent_attention
@@ -284,6 +285,7 @@ class TestServing:
             runner = load_runner(config)
         each = runner.dtype.itemsize * 2 * (24 if latent_cache else 4 * 36)
         assert runner.latent is latent_cache and runner.cache.token_bytes == each
+        assert served_model(config, runner).kv_token_bytes == each
         kind = "its latents" if latent_cache else "keys and values of all heads"
         assert f"the cache keeps {kind}" in caplog.text and f"{each} bytes a token" in caplog.text
         assert f"{128 * each:,} bytes" in caplog.text

@@ -18,6 +18,7 @@ from typing import Any
 import grpc
 import pytest
 import torch
+from forked import Child
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from outrider.runtime import GRPC_EXPERIMENTS, prepare_grpc
@@ -94,7 +95,7 @@ class TestSettings:
 
     def test_model_that_is_not_there(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit) as caught:
-            main(["--model", str(tmp_path)])
+            main(["--model", str(tmp_path), "--listen", "127.0.0.1:0"])
         assert caught.value.code == 1
         assert f"cannot serve {tmp_path}" in capsys.readouterr().err
 
@@ -218,16 +219,16 @@ class TestProcess:
         ],
     )
     def test_a_drafter_in_process_is_refused_before_the_model_is_loaded(
-        self, engine: str, draft: str, settings: dict[str, str], message: str
+        self, tmp_path: Path, engine: str, draft: str, settings: dict[str, str], message: str
     ) -> None:
         """Of a model that is not there nothing is said."""
-        command = [sys.executable, "-m", "target_service", "--model", "/nowhere/model", "--listen", "127.0.0.1:0"]
-        command += ["--engine-process", engine, "--draft", f"inprocess:{draft}"]
-        ended = subprocess.run(
-            command, env={**os.environ, **settings}, capture_output=True, text=True, timeout=60, check=False
-        )
-        (line,) = [line for line in ended.stderr.splitlines() if "INFO" not in line]
-        assert ended.returncode == 2 and line.startswith("outrider target: error: --draft: ") and message in line
+        flags = ["--model", "/nowhere/model", "--listen", "127.0.0.1:0", "--engine-process", engine]
+        log = tmp_path / "log"
+        child = Child("target_service", [*flags, "--draft", f"inprocess:{draft}"], log, environment=settings)
+        child.start()
+        status = child.wait(60)
+        (line,) = [line for line in log.read_text().splitlines() if "INFO" not in line]
+        assert status == 2 and line.startswith("outrider target: error: --draft: ") and message in line
 
     async def test_serves_then_drains_on_sigterm(self, model_folder: Path) -> None:
         flags = ("--served-model-name", "tiny", "--metrics-listen", "127.0.0.1:0")

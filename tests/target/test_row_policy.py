@@ -319,8 +319,8 @@ def test_a_worthless_draft_gets_few_rows(runner: ModelRunner, device: str, seque
     engine = Engine(runner, DEVICES[device], Drafts(quality=0.0, lookups=lookups), sequences)
     engine.run(320)
     assert engine.policy.trust < 0.97
-    engine.run(2700)
     if not lookups:
+        engine.run(2700)
         assert engine.in_rows(engine.launches[320:]) < 0.02
 
 

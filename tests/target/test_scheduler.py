@@ -216,6 +216,22 @@ class TestTenants:
         assert {number for number, _ in play(scheduled.schedule(), scheduled)} == set(range(1, 9))
         assert not any(one.totals.preemptions for one in scheduled.sequences())
 
+    def test_who_waits_for_a_place_is_not_part_of_the_load(self) -> None:
+        """Drafts were off for everybody while one tenant held all places, and another's sequence came beside them."""
+        scheduled = scheduler(cache(pages=400), running=8)
+        for number in range(1, 41):
+            scheduled.add(sequence(number, tenant="loud"))
+        play(scheduled.schedule(), scheduled)
+        scheduled.add(sequence(99, tenant="quiet"))
+        play(scheduled.schedule(), scheduled)
+        assert len(scheduled.running) == 9 and scheduled.load == 8
+        for one in scheduled.running[2:]:
+            scheduled.remove(one)
+        assert scheduled.load == 8
+        for one in [one for one in scheduled.sequences() if one not in scheduled.running]:
+            scheduled.remove(one)
+        assert scheduled.load == 2
+
     @pytest.mark.parametrize("weight", [1.0, 3.0])
     def test_places_are_shared_by_weight_while_running(self, weight: float) -> None:
         scheduled = scheduler(cache(pages=2000), running=8)

@@ -202,7 +202,7 @@ class TestEnds:
 async def test_info(target: Any) -> None:
     info = await target.stub.GetTargetInfo(pb.GetTargetInfoRequest())
     assert (info.model, info.vocabulary_size, info.max_context, info.max_rows) == ("counter", VOCABULARY, 256, 16)
-    assert (info.dtype, info.page_size, info.kv_tokens) == ("float32", 16, 4096)
+    assert (info.dtype, info.page_size, info.kv_tokens, info.kv_token_bytes) == ("float32", 16, 4096, 46_080)
     assert (info.drafter, list(info.end_token_ids), info.version) == ("trie", [END_TOKEN], "0.1.0")
     assert list(info.modes) == [1, 2, 3]
     assert (info.torch_version, info.triton_version) == ("2.9", "3.5")

@@ -55,6 +55,11 @@ def make_plan(options: BenchOptions) -> Plan:
     )
 
 
+def _is_drafter_of(mode: Mode, drafter: str) -> bool:
+    """Whether a target's drafter is the mode's. One that is named MODULE:CLASS goes by a name of its own."""
+    return drafter == mode.name or (bool(drafter) and ":" in mode.name)
+
+
 def _modes(options: BenchOptions) -> list[Mode]:
     names = _words(options.modes)
     placements = _words(options.draft_placement)
@@ -152,7 +157,7 @@ class Session:
 
     async def _check_drafter(self, mode: Mode) -> None:
         info = await (await self._target_backend(self._options.target, False)).client().info()
-        if mode.drafts and info.drafter != mode.name:
+        if mode.drafts and not _is_drafter_of(mode, info.drafter):
             raise SettingsError(f"the target's drafter is {info.drafter or 'none'}, not {mode.name}")
 
     async def _start_target(self, mode: Mode) -> str:
@@ -177,7 +182,7 @@ class Session:
         address = await stack.start(name, "target_service", *flags, *flag_words(options.target_flags))
         if mode.drafts:
             async with Client.connect(address) as client:
-                if await wait_for_drafter(client) != mode.name:
+                if not _is_drafter_of(mode, await wait_for_drafter(client)):
                     raise SettingsError(f"the target did not reach its draft service with {mode.name}")
         return address
 

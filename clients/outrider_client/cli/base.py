@@ -15,7 +15,7 @@ from rich.markup import escape
 
 from outrider.errors import OutriderError
 from outrider.settings import SettingsError, add_flags, load
-from outrider_client.failures import ServiceUnreachable, TlsProblem
+from outrider_client.failures import SPEAKS_HTTP, ServiceUnreachable, TlsProblem
 from outrider_client.local.roles import missing_for
 from outrider_client.local.stack import ServiceFailed
 
@@ -113,6 +113,8 @@ def error_console() -> Console:
 
 def advice(error: ServiceUnreachable) -> str:
     """What the user of a command can do about it."""
+    if error.cause == SPEAKS_HTTP:
+        return "A target has a port of its own, 50051 unless it was told otherwise."
     if error.tls_problem is None:
         return "Is it running? `outrider up` starts both services on this machine."
     return _TLS_ADVICE[error.tls_problem]

@@ -47,7 +47,8 @@ def _lines(address: str, info: TargetInfo) -> Iterator[tuple[str, str]]:
     if info.device:
         yield "device", f"{info.device}, {info.device_name}" if info.device_name else info.device
         yield "steps", _steps(info)
-    yield "context", f"{info.max_context} tokens a sequence, {info.kv_tokens} in the KV cache"
+    each = f", {info.kv_token_bytes:,} bytes each" if info.kv_token_bytes else ""
+    yield "context", f"{info.max_context} tokens a sequence, {info.kv_tokens} in the KV cache{each}"
     yield "drafter", f"{info.drafter or 'none'}, up to {info.max_rows - 1} drafted rows a sequence and step"
     if info.draft:
         yield "draft", f"{info.draft}, {'connected' if info.draft_connected else 'not connected'}"

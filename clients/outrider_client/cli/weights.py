@@ -8,9 +8,10 @@ from pathlib import Path
 from rich.console import Console
 
 from outrider.runtime import run
-from outrider.settings import SettingsError, add_flags
+from outrider.settings import SettingsError, add_flags, unreadable
 from outrider_client.cli.base import Command, CommandFailed, add_config_flag, options
 from outrider_client.client import Client
+from outrider_client.failures import ServiceUnreachable
 from outrider_client.terminal.options import ClientOptions
 from outrider_client.weights import RunningRequests, WeightsUpdated
 
@@ -44,8 +45,11 @@ def _run(arguments: argparse.Namespace) -> int:
         raise SettingsError("either --folder or files are needed")
     try:
         done = run(_update(reach, arguments.folder, arguments.files, RunningRequests(arguments.running)))
+    except ServiceUnreachable:
+        # An `OSError` too, and no file's.
+        raise
     except OSError as error:
-        raise CommandFailed(str(error)) from None
+        raise CommandFailed(unreadable(error.filename, error) if error.filename else str(error)) from None
     Console(highlight=False).print(
         f"model version {done.model_version}: {done.tensors} tensors, {done.bytes / 1e6:.1f} MB; read in "
         f"{done.prepare:.3f} s, paused for {done.pause:.3f} s; {done.aborted} requests "

@@ -1,8 +1,8 @@
 // Streams the answer to one question.
 import { Outrider, OutriderError } from "outrider-client";
 
-const [address, question] = process.argv.slice(2);
-if (address === undefined || question === undefined) {
+const [address, question, ...more] = process.argv.slice(2);
+if (address === undefined || question === undefined || more.length > 0) {
   console.error("usage: chat.js ADDRESS QUESTION");
   process.exit(2);
 }

@@ -1,8 +1,9 @@
 // Draws an answer with a seed, and draws it again: the same seed gives the same tokens.
 import { Outrider, OutriderError } from "outrider-client";
 
-const [address, seed, question] = process.argv.slice(2);
-if (address === undefined || question === undefined || !/^\d+$/.test(seed ?? "")) {
+const [address, seed, question, ...more] = process.argv.slice(2);
+const isSeed = /^\d+$/.test(seed ?? "") && BigInt(seed ?? 0) < 2n ** 64n;
+if (address === undefined || question === undefined || more.length > 0 || !isSeed) {
   console.error("usage: sampling.js ADDRESS SEED QUESTION");
   process.exit(2);
 }

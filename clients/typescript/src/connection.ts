@@ -1,5 +1,7 @@
+import { X509Certificate } from "node:crypto";
 import { readFileSync } from "node:fs";
 import { connect as connectSocket } from "node:net";
+import { createSecureContext } from "node:tls";
 
 import type { Interceptor, Transport } from "@connectrpc/connect";
 import { createGrpcTransport, type GrpcTransportOptions, Http2SessionManager } from "@connectrpc/connect-node";
@@ -28,7 +30,10 @@ export interface ConnectOptions {
   attempts?: number;
 }
 
-/** A plain gRPC transport to `HOST:PORT` or `unix:PATH`, and what closes its connection. */
+/**
+ * A plain gRPC transport to `HOST:PORT` or `unix:PATH`, and what closes its connection. Throws `TypeError` for what is
+ * no address, and for files of TLS that cannot be used.
+ */
 export function connect(address: string, { token, tls = false }: ConnectOptions): [Transport, () => void] {
   checkAddress(address);
   const interceptors = token === undefined ? [] : [bearer(token)];
@@ -51,13 +56,29 @@ function tlsOptions({ ca, certificate, key, serverName }: TlsOptions): object {
   if ((certificate === undefined) !== (key === undefined)) {
     throw new TypeError("tls: a certificate needs its key, and a key its certificate");
   }
-  return {
-    minVersion: "TLSv1.2",
-    ...(ca === undefined ? {} : { ca: readFileSync(ca) }),
-    ...(certificate === undefined ? {} : { cert: readFileSync(certificate) }),
-    ...(key === undefined ? {} : { key: readFileSync(key) }),
-    ...(serverName === undefined ? {} : { servername: serverName }),
+  const files = {
+    ...(ca === undefined ? {} : { ca: read(ca) }),
+    ...(certificate === undefined ? {} : { cert: read(certificate) }),
+    ...(key === undefined ? {} : { key: read(key) }),
   };
+  if (ca !== undefined) attempt(`${ca} holds no PEM certificate`, () => new X509Certificate(files.ca!));
+  if (certificate !== undefined) {
+    attempt(`${certificate} and ${key} are no certificate and its key`, () => createSecureContext(files));
+  }
+  return { minVersion: "TLSv1.2", ...files, ...(serverName === undefined ? {} : { servername: serverName }) };
+}
+
+function read(path: string): Buffer {
+  return attempt(`cannot read ${path}`, () => readFileSync(path));
+}
+
+/** What `action` gives; a `TypeError` that begins with `problem` where it fails. */
+function attempt<T>(problem: string, action: () => T): T {
+  try {
+    return action();
+  } catch (error) {
+    throw new TypeError(`tls: ${problem}: ${error instanceof Error ? error.message : String(error)}`);
+  }
 }
 
 function bearer(token: string): Interceptor {

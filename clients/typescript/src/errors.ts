@@ -111,7 +111,14 @@ function systemCode(error: ConnectError): string | undefined {
 }
 
 function transportMessage(error: ConnectError): string {
-  if (systemCode(error) === "ERR_SSL_WRONG_VERSION_NUMBER") return "it does not speak TLS";
-  if (error.code === Code.Canceled) return "the connection was closed before the answer was complete";
-  return error.cause instanceof Error && error.cause.message ? error.cause.message : error.rawMessage;
+  const said = error.cause instanceof Error && error.cause.message ? error.cause.message : error.rawMessage;
+  const code = systemCode(error) ?? "";
+  if (code === "ERR_SSL_WRONG_VERSION_NUMBER") return "it does not speak TLS";
+  if (code === "ERR_TLS_CERT_ALTNAME_INVALID") return `its certificate is of another name: ${said}`;
+  if (/CERT|VERIFY|ISSUER/.test(code)) return `its certificate is not trusted: ${said}`;
+  if (code === "ERR_HTTP2_ERROR" && said === "Protocol error") return "it speaks HTTP/1 and no gRPC, as a gateway does";
+  if (error.code !== Code.Canceled) return said;
+  return `${HUNG_UP} (at once, a server does so that expects TLS, or a client's certificate)`;
 }
+
+const HUNG_UP = "the connection was closed before the answer was complete";

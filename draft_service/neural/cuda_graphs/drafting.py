@@ -206,10 +206,15 @@ class CapturedDrafting(TreeDrafting):
                 self._replay(PassSize(1, rows, rows), [piece], tokens[begin:stop], own, positions[begin:stop])
 
     def _read(
-        self, parts: Sequence[TailPart], tokens: list[int], carried: Tensor | None, positions: list[int]
+        self,
+        parts: Sequence[TailPart],
+        tokens: list[int],
+        carried: Tensor | None,
+        positions: list[int],
+        level: int = 0,
     ) -> RowOutput:
         if any(part.parents is None for part in parts):
-            return super()._read(parts, tokens, carried, positions)
+            return super()._read(parts, tokens, carried, positions, level)
         sequences = _power_of_two(len(parts))
         # Of as many sequences as still grow, for which levels are as wide as for all or wider.
         shape = self.shape.for_sequences(sequences)

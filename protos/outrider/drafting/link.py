@@ -24,6 +24,7 @@ from outrider.errors import CreditExceeded, DraftUnavailable, InvalidField, Outr
 from outrider.extensions import find_extension
 from outrider.runtime import run
 from outrider.settings import MAX_MESSAGE_BYTES, SettingsError
+from outrider.unreachable import cause_of
 from outrider.v1 import draft_pb2, draft_pb2_grpc
 from outrider.wire.drafts import info_from_pb
 from outrider.wire.frames import DraftEvents, DraftInfo, OpenSequence, SequenceAdvance, SequenceFeatures
@@ -248,7 +249,10 @@ class GrpcDraftLink:
                 reason = error.message
                 at_fault = isinstance(error, CreditExceeded | InvalidField)
             except grpc.aio.AioRpcError as error:
-                reason = f"{error.code().name}: {error.details()}"
+                detail = error.details() or ""
+                # Services explain themselves; this is gRPC's own.
+                own = error.code() is grpc.StatusCode.UNAVAILABLE
+                reason = f"{error.code().name}: {cause_of(detail)[0] if own else detail}"
             self._lost(reason)
             # A draft that had answered is connected to again at once; one that never answers is not hammered.
             # Spread, so that the many targets of a draft that restarts do not come back together.

@@ -15,10 +15,11 @@ _TENANT_SHARE = 0.75
 
 @dataclass(frozen=True)
 class CallLimits:
-    """Calls at once, health not among them; `health` is its own."""
+    """Calls at once, health not among them; `health` is its own. `refused` are those that wait to be told so."""
 
     total: int = 1024
     health: int = 64
+    refused: int = 1024
 
     @property
     def per_tenant(self) -> int:
@@ -33,7 +34,7 @@ class CallLimits:
     @property
     def backstop(self) -> int:
         """Of the server, with room for those that are about to be refused."""
-        return self.total + 2 * self.health
+        return self.total + 2 * self.health + self.refused
 
 
 class Calls:
@@ -41,7 +42,7 @@ class Calls:
 
     def __init__(self, limits: CallLimits, *, by_tenant: bool) -> None:
         """`by_tenant`: callers are who they say, so that a limit on each of them means something."""
-        self._limits = limits
+        self.limits = limits
         self._by_tenant = by_tenant
         self._tenants: Counter[str] = Counter()
         self._health = 0
@@ -49,8 +50,8 @@ class Calls:
     @contextmanager
     def health(self) -> Iterator[None]:
         """A health call. Raises `QuotaExceeded` instead."""
-        if self._health >= self._limits.health:
-            raise QuotaExceeded("too many health calls", limit=self._limits.health)
+        if self._health >= self.limits.health:
+            raise QuotaExceeded("too many health calls", limit=self.limits.health)
         self._health += 1
         try:
             yield
@@ -60,10 +61,10 @@ class Calls:
     @contextmanager
     def of(self, tenant: str) -> Iterator[None]:
         """Any other call of a tenant. Raises `QuotaExceeded` instead."""
-        if self._by_tenant and self._tenants[tenant] >= self._limits.per_tenant:
-            raise QuotaExceeded("too many calls of this tenant at once", limit=self._limits.per_tenant)
-        if self._tenants.total() >= self._limits.total:
-            raise QuotaExceeded("too many calls at once", limit=self._limits.total)
+        if self._by_tenant and self._tenants[tenant] >= self.limits.per_tenant:
+            raise QuotaExceeded("too many calls of this tenant at once", limit=self.limits.per_tenant)
+        if self._tenants.total() >= self.limits.total:
+            raise QuotaExceeded("too many calls at once", limit=self.limits.total)
         self._tenants[tenant] += 1
         try:
             yield

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import grpc
 
+from outrider.pem import check_authority, check_pair
 from outrider.settings import SettingsError
 
 # X509_V_ERR_CERT_NOT_YET_VALID and X509_V_ERR_CERT_HAS_EXPIRED of OpenSSL.
@@ -28,13 +29,11 @@ class TlsFiles:
             raise SettingsError("a TLS certificate needs its key, and a key its certificate")
         if self.client_ca and not self.certificate:
             raise SettingsError("client certificates need TLS: give a certificate and a key too")
-        for path in filter(None, (self.certificate, self.key, self.client_ca)):
-            try:
-                Path(path).read_bytes()
-            except OSError as error:
-                raise SettingsError(f"{path}: {error.strerror}") from None
+        if self.client_ca:
+            check_authority(self.client_ca)
         if self.certificate:
-            _check_pair(self.certificate, self.key)
+            check_pair(self.certificate, self.key)
+            _check_dates(self.certificate, self.key)
 
     def server_credentials(self) -> grpc.ServerCredentials | None:
         """Credentials that follow renewed files, or None for plain text."""
@@ -47,18 +46,14 @@ class TlsFiles:
         )
 
 
-def _check_pair(certificate: str, key: str) -> None:
-    """Raise `SettingsError` unless the key is the certificate's, and the certificate holds today: clients would refuse
-    what gRPC serves without a word. Found out as a client would, in a handshake that trusts the certificate itself."""
+def _check_dates(certificate: str, key: str) -> None:
+    """Raise `SettingsError` unless the certificate holds today: clients would refuse what gRPC serves without a word.
+    Found out as a client would, in a handshake that trusts the certificate itself."""
     server, client = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     client.check_hostname = False
     client.verify_flags |= ssl.VerifyFlags.VERIFY_X509_PARTIAL_CHAIN
-    try:
-        # A password would be asked for at the terminal.
-        server.load_cert_chain(certificate, key, password="")
-        client.load_verify_locations(certificate)
-    except ssl.SSLError as error:
-        raise SettingsError(f"{certificate} and {key} are no certificate and its key: {error.reason}") from None
+    server.load_cert_chain(certificate, key)
+    client.load_verify_locations(certificate)
     to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
     ends = client.wrap_bio(to_client, to_server), server.wrap_bio(to_server, to_client, server_side=True)
     for end in ends * 3:

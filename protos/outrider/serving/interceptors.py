@@ -14,9 +14,17 @@ import grpc
 from google.protobuf.message import DecodeError
 from grpc_status import rpc_status
 
-from outrider.errors import DeadlineExceeded, InvalidField, OutriderError, PermissionDenied, Unauthenticated
+from outrider.errors import (
+    DeadlineExceeded,
+    InvalidField,
+    OutriderError,
+    PermissionDenied,
+    QuotaExceeded,
+    Unauthenticated,
+)
 from outrider.serving import health
 from outrider.serving.calls import Calls
+from outrider.serving.pacing import RefusalPace, is_large
 from outrider.serving.refusals import RefusalLog
 from outrider.serving.tenancy import Authenticator, set_current_caller
 from outrider.wire.trees import status_of
@@ -28,6 +36,9 @@ Guard = Callable[[Context], AbstractAsyncContextManager[None]]
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Continuation: TypeAlias = "Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]]"
 
+
+# Whose calls those are that show no token, to whoever counts them. No tenant is called so.
+_NOBODY_KNOWN = ""
 
 # By (request_streaming, response_streaming): where a handler keeps its behaviour, and what makes one.
 _KINDS: Mapping[tuple[bool, bool], tuple[str, Any]] = {
@@ -67,6 +78,11 @@ def _guarded_generator(behaviour: Any, guard: Guard) -> Any:
     return handle
 
 
+# Of the message that the call being handled has read last.
+_request_bytes: ContextVar[int] = ContextVar("outrider_request_bytes", default=0)
+# What a call ends with that its caller has no part in, and is to hear of at once: it asks elsewhere.
+_NOT_THE_CALLERS = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.INTERNAL)
+
 # The deadline of the streaming call being handled, until its first message has come.
 _first_message: ContextVar[asyncio.Timeout] = ContextVar("outrider_first_message")
 
@@ -85,7 +101,7 @@ def _begun_inside(handler: Handler, seconds: float) -> Handler:
         # One that is past ends the call, whatever comes now.
         if deadline.when() is not None and not deadline.expired():
             deadline.reschedule(None)
-        return payload if parse is None else parse(payload)
+        return parse(payload)
 
     @asynccontextmanager
     async def begun() -> AsyncIterator[None]:
@@ -147,14 +163,14 @@ def _read_inside(handler: Handler, seconds: float) -> Handler:
     return made
 
 
-def _checked(parse: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:
-    """`parse` that raises `InvalidField` for malformed bytes, where the handler reads."""
-    if parse is None:
-        return None
+def _checked(parse: Callable[[bytes], Any] | None) -> Callable[[bytes], Any]:
+    """`parse`, None for bytes as they are, that raises `InvalidField` for malformed bytes, where the handler reads, and
+    notes how many there are."""
 
     def checked(payload: bytes) -> Any:
+        _request_bytes.set(len(payload))
         try:
-            return parse(payload)
+            return payload if parse is None else parse(payload)
         except DecodeError:
             raise InvalidField("request", "is not a valid message") from None
 
@@ -225,6 +241,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         # May be exchanged for another while calls come.
         self.authenticator = authenticator
         self._calls = calls
+        self._pace = RefusalPace(calls.limits.refused)
         self._request_seconds = request_seconds
         self._first_message_seconds = first_message_seconds
 
@@ -236,14 +253,23 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
 
         @asynccontextmanager
         async def guard(context: Context) -> AsyncIterator[None]:
-            if for_health:
-                with self._calls.health():
+            whose = _NOBODY_KNOWN
+            try:
+                if for_health:
+                    with self._calls.health():
+                        yield
+                    return
+                caller = self.authenticator.caller(context.invocation_metadata() or ())
+                set_current_caller(caller)
+                whose = caller.tenant
+                with self._calls.of(caller.tenant):
                     yield
-                return
-            caller = self.authenticator.caller(context.invocation_metadata() or ())
-            set_current_caller(caller)
-            with self._calls.of(caller.tenant):
-                yield
+            except OutriderError as error:
+                size = _request_bytes.get()
+                refused_large = is_large(size) and error.code not in _NOT_THE_CALLERS
+                if isinstance(error, QuotaExceeded | Unauthenticated) or refused_large:
+                    await self._pace.wait(whose, size)
+                raise
 
         if handler is None:
             return None

@@ -88,6 +88,8 @@ def context_from_traceparent(traceparent: str) -> Context:
 
 def metadata_of(span: Span) -> tuple[tuple[str, str], ...]:
     """`traceparent`, and `tracestate` if any, for a call's metadata. Empty for a span without a trace."""
+    if not span.get_span_context().is_valid:
+        return ()
     carrier: dict[str, str] = {}
     _PROPAGATOR.inject(carrier, trace.set_span_in_context(span, Context()))
     return tuple(carrier.items())

@@ -999,6 +999,7 @@ class GetTargetInfoResponse(google.protobuf.message.Message):
     SPECULATING_FIELD_NUMBER: builtins.int
     SPECULATION_REASON_FIELD_NUMBER: builtins.int
     MODEL_VERSION_FIELD_NUMBER: builtins.int
+    KV_TOKEN_BYTES_FIELD_NUMBER: builtins.int
     model: builtins.str
     """model is the served model's name."""
     vocabulary_size: builtins.int
@@ -1043,6 +1044,10 @@ class GetTargetInfoResponse(google.protobuf.message.Message):
     """speculation_reason says why that is so, for people; empty where the target does not say."""
     model_version: builtins.int
     """model_version of the weights in force; see UpdateWeightsResponse."""
+    kv_token_bytes: builtins.int
+    """kv_token_bytes that a token takes in the KV cache, all layers together; 0 from a target that does not say. Times
+    kv_tokens it is the memory of the whole cache.
+    """
     @property
     def modes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[outrider.v1.tree_pb2.VerificationMode.ValueType]:
         """modes of verification on offer."""
@@ -1077,8 +1082,9 @@ class GetTargetInfoResponse(google.protobuf.message.Message):
         speculating: builtins.bool = ...,
         speculation_reason: builtins.str = ...,
         model_version: builtins.int = ...,
+        kv_token_bytes: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["capturable_step_sizes", b"capturable_step_sizes", "captured_step_sizes", b"captured_step_sizes", "device", b"device", "device_name", b"device_name", "draft", b"draft", "draft_connected", b"draft_connected", "drafter", b"drafter", "dtype", b"dtype", "end_token_ids", b"end_token_ids", "kv_tokens", b"kv_tokens", "max_context", b"max_context", "max_rows", b"max_rows", "model", b"model", "model_version", b"model_version", "modes", b"modes", "page_size", b"page_size", "speculating", b"speculating", "speculation_reason", b"speculation_reason", "tokenizer_fingerprint", b"tokenizer_fingerprint", "torch_version", b"torch_version", "triton_version", b"triton_version", "version", b"version", "vocabulary_size", b"vocabulary_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["capturable_step_sizes", b"capturable_step_sizes", "captured_step_sizes", b"captured_step_sizes", "device", b"device", "device_name", b"device_name", "draft", b"draft", "draft_connected", b"draft_connected", "drafter", b"drafter", "dtype", b"dtype", "end_token_ids", b"end_token_ids", "kv_token_bytes", b"kv_token_bytes", "kv_tokens", b"kv_tokens", "max_context", b"max_context", "max_rows", b"max_rows", "model", b"model", "model_version", b"model_version", "modes", b"modes", "page_size", b"page_size", "speculating", b"speculating", "speculation_reason", b"speculation_reason", "tokenizer_fingerprint", b"tokenizer_fingerprint", "torch_version", b"torch_version", "triton_version", b"triton_version", "version", b"version", "vocabulary_size", b"vocabulary_size"]) -> None: ...
 
 global___GetTargetInfoResponse = GetTargetInfoResponse
 

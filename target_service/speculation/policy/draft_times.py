@@ -9,7 +9,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from enum import Enum
 
-from target_service.speculation.policy.running_means import RunningMean, RunningTime, bounded
+from target_service.core.running_means import RunningMean, RunningTime, bounded
 
 # Steps of a kind at one load before their time is believed: fewer drafted ones of several sequences, which cost more,
 # and more plain ones where they are launched ahead, which until then have found how many passes to launch at once.

@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from target_service.speculation.policy.running_means import RunningMean, RunningTime
+from target_service.core.running_means import RunningMean, RunningTime
 
 # Passes without a draft at a load before it is followed there, for else nobody would know what it costs: a quarter of
 # a second at 8B size.

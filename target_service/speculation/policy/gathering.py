@@ -88,7 +88,7 @@ class Gathering:
         """How the next step uses drafts; `alone`, the device verifies every sequence, and the step may be launched
         behind the one under way. Called once per step, before it is scheduled."""
         self._use, self._goes_ahead = Use.PLAIN, alone
-        if not self._drafting.connected or self._drafting.config.too_many(len(running)):
+        if not self._drafting.connected or self._drafting.config.too_many(self._scheduler.load):
             return self._use
         if alone and self._policy.on and all(map(self._device_chooses, running)):
             # Rows come from the device's tables then.

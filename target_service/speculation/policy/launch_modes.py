@@ -12,7 +12,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from enum import Enum
 
-from target_service.speculation.policy.running_means import PassRate
+from target_service.core.running_means import PassRate
 
 
 class Launch(Enum):

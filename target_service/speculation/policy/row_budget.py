@@ -18,8 +18,8 @@ from itertools import islice
 
 from outrider.drafting.draft_tree import GrowingTree
 from outrider.tree import TokenTree
+from target_service.core.running_means import RunningMean
 from target_service.speculation.merged_tree import MergedTree, PredictedTree
-from target_service.speculation.policy.running_means import RunningMean
 from target_service.speculation.policy.step_cost import StepCost
 
 # All of these are chosen, not measured.

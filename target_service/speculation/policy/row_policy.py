@@ -15,6 +15,7 @@ from enum import Enum
 import numpy as np
 
 from outrider.sampling import VerificationMode
+from target_service.core.running_means import RunningMean
 from target_service.core.scheduler import Schedule
 from target_service.core.sequence import DevicePass
 from target_service.execution.batch import DeviceRows
@@ -22,7 +23,6 @@ from target_service.model.cuda_graphs.sizes import row_sizes
 from target_service.sampling.verifier import Verified
 from target_service.speculation.policy.draft_times import StepTime
 from target_service.speculation.policy.live_sequence import LiveSequence
-from target_service.speculation.policy.running_means import RunningMean
 from target_service.speculation.policy.step_cost import StepCost
 from tree_kernels.node_table import KEPT, PROSPECTS
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Sequence as SequenceOf
 
-from target_service.speculation.policy.running_means import bounded
+from target_service.core.running_means import bounded
 
 # What one live step may move the cost of its size, and how far from the estimate a step is believed: one step moves it
 # by a twentieth at most, ten that take half as long again move it two thirds of the way. Chosen, not measured.

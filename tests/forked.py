@@ -14,8 +14,9 @@ import signal
 import sys
 import time
 import types
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from multiprocessing import forkserver
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ _PRELOADED = (
     "target_service.lifecycle",
     "target_service.shared_engine",
     "transformers.models.llama.modeling_llama",
-    "chaos.compiled",
+    "compiled",
 )
 
 
@@ -76,7 +77,7 @@ class Clocks:
             setattr(time, f"{name}_ns", lambda real=nanoseconds, by=offset: real() + int(by.value * 1e9))
 
 
-def _serve(module: str, arguments: Sequence[str], clocks: Clocks, log: Path) -> None:
+def _serve(module: str, arguments: Sequence[str], clocks: Clocks, log: Path, environment: Mapping[str, str]) -> None:
     # Of its own, so that nothing that is meant for the tests' process reaches it; and it ends when that one does.
     os.setsid()
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -85,6 +86,7 @@ def _serve(module: str, arguments: Sequence[str], clocks: Clocks, log: Path) -> 
     os.dup2(descriptor, 2)
     sys.stdout = sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    os.environ.update(environment)
     clocks.install()
     sys.argv = [module, *arguments]
     from outrider.runtime import leave
@@ -98,6 +100,22 @@ def _serve(module: str, arguments: Sequence[str], clocks: Clocks, log: Path) -> 
     leave(main_of_target(list(arguments)))
 
 
+def _start_fork_server() -> None:
+    """Once in a process, with what services import. CPython 3.11's does not look where this process imports from, and
+    passes over what it does not find."""
+    prepare_grpc()
+    _CONTEXT.set_forkserver_preload(list(_PRELOADED))
+    own = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+    try:
+        forkserver.ensure_running()
+    finally:
+        if own is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = own
+
+
 @dataclass
 class Child:
     """`python -m MODULE ARGUMENTS`, to be started, killed, and started again."""
@@ -106,15 +124,15 @@ class Child:
     arguments: Sequence[str]
     log: Path
     clocks: Clocks = field(default_factory=Clocks)
+    # Beside that of the process that services are forked from.
+    environment: Mapping[str, str] = field(default_factory=dict)
     starts: int = 0
     _process: ForkServerProcess | None = None
 
     def start(self) -> None:
-        prepare_grpc()
-        _CONTEXT.set_forkserver_preload(list(_PRELOADED))
-        self._process = _CONTEXT.Process(
-            target=_serve, args=(self.module, self.arguments, self.clocks, self.log), daemon=True
-        )
+        _start_fork_server()
+        arguments = (self.module, self.arguments, self.clocks, self.log, self.environment)
+        self._process = _CONTEXT.Process(target=_serve, args=arguments, daemon=True)
         self._process.start()
         self.starts += 1
 
@@ -149,6 +167,15 @@ class Child:
         with contextlib.suppress(ProcessLookupError):
             _, hard = resource.prlimit(self.pid, resource.RLIMIT_FSIZE)
             resource.prlimit(self.pid, resource.RLIMIT_FSIZE, (0 if full else hard, hard))
+
+    def wait(self, seconds: float) -> int:
+        """Its exit status, once it has ended by itself. Raises `TimeoutError`."""
+        assert self._process is not None
+        self._process.join(seconds)
+        status = self._process.exitcode
+        if status is None:
+            raise TimeoutError(f"{self.module} has not ended within {seconds:g} s")
+        return status
 
     def end(self, number: signal.Signals = signal.SIGKILL, seconds: float = 20.0) -> int | None:
         """Signal it and wait; its exit status, None where it had to be killed for it."""

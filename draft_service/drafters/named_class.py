@@ -1,0 +1,102 @@
+"""A drafter that is named `MODULE:CLASS`: somebody's own, found on Python's path, listed and installed nowhere.
+
+The class is made as `CLASS(config)` where it has an attribute `config`, a settings class whose flags the service then
+takes, and as `CLASS()` where it has none. Whatever is wrong with it is said in one line, before anything is served.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, fields, is_dataclass
+from types import ModuleType
+from typing import Any
+
+from draft_service.drafters.base import Drafter, DrafterSpec
+from outrider.errors import NotSupported, OutriderError
+from outrider.settings import Settings, SettingsError
+from outrider.wire.frames import TreeLimits
+
+_NAME = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+_METHODS = ("start", "stop", "open", "advance", "propose", "close", "stats")
+_ATTRIBUTES = {"name": str, "limits": TreeLimits, "max_context": int, "vocabulary_size": int}
+_HINT = "docs/drafters.md has one of thirty lines"
+
+
+@dataclass(frozen=True)
+class NoSettings(Settings):
+    """Of a class that has no `config`."""
+
+
+def spec_of(name: str) -> DrafterSpec:
+    """The spec of `MODULE:CLASS`. Its settings are in the section `[drafter]`.
+
+    Raises `NotSupported` for what cannot be found, cannot be imported, or is no drafter.
+    """
+    if not _NAME.fullmatch(name):
+        raise NotSupported(f"{name!r} names no drafter: one of your own is MODULE:CLASS, such as mine.drafting:Mine")
+    module_name, _, class_name = name.partition(":")
+    found = getattr(_imported(name, module_name), class_name, None)
+    if found is None:
+        raise NotSupported(f"{name}: the module {module_name} has no {class_name}")
+    if not inspect.isclass(found):
+        raise NotSupported(f"{name}: {class_name} is no class")
+    _check_methods(name, found)
+    config = getattr(found, "config", NoSettings)
+    if not (inspect.isclass(config) and is_dataclass(config) and all("help" in one.metadata for one in fields(config))):
+        raise NotSupported(f"{name}: its config is no settings class, a frozen dataclass of setting(..); {_HINT}")
+    given = config is not NoSettings
+    return DrafterSpec("drafter", config, lambda settings, _: _made(name, found, (settings,) if given else ()))
+
+
+def _imported(name: str, module_name: str) -> ModuleType:
+    try:
+        return importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        missing = error.name or ""
+        if module_name != missing and not module_name.startswith(f"{missing}."):
+            raise NotSupported(f"{name}: {module_name} needs {missing}, which is not installed here") from None
+        raise NotSupported(
+            f"{name}: there is no module {missing} on Python's path: start this where the module is, or name its "
+            "folder in PYTHONPATH"
+        ) from None
+    # The module is somebody's own, and may fail in any way.
+    except Exception as error:
+        raise NotSupported(f"{name}: {module_name} cannot be imported: {_where(error)}") from None
+
+
+def _check_methods(name: str, found: type) -> None:
+    """What a class that inherits `Drafter` leaves out is there, but for `propose`, which does nothing there."""
+    missing = [method for method in _METHODS if not callable(getattr(found, method, None))]
+    if "propose" not in missing and getattr(found, "propose", None) is Drafter.propose:
+        missing.append("propose")
+    if missing:
+        inherit = "" if Drafter in found.__mro__ else ", and does not inherit draft_service.drafters.base.Drafter"
+        raise NotSupported(f"{name}: it is no drafter: it has no {', '.join(missing)}{inherit}; {_HINT}")
+
+
+def _made(name: str, found: Callable[..., Any], settings: tuple[Any, ...]) -> Drafter:
+    """The drafter, with everything that a service reads of it before its first sequence."""
+    try:
+        drafter: Drafter = found(*settings)
+    except (SettingsError, OutriderError):
+        raise
+    # As above.
+    except Exception as error:
+        raise NotSupported(f"{name}: it cannot be made: {_where(error)}") from None
+    for attribute, kind in _ATTRIBUTES.items():
+        if not isinstance(getattr(drafter, attribute, None), kind):
+            raise NotSupported(f"{name}: it is no drafter: its {attribute} is no {kind.__name__}; {_HINT}")
+    if not drafter.name:
+        raise NotSupported(f"{name}: its name is empty")
+    return drafter
+
+
+def _where(error: Exception) -> str:
+    """What was raised, and the line that raised it."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    said = f"{type(error).__name__}: {error}".splitlines()[0]
+    return said if isinstance(error, SyntaxError) else f"{said} ({last.filename}:{last.lineno})"

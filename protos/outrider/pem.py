@@ -1,0 +1,34 @@
+"""PEM files of TLS, looked at before they are used: gRPC says of one that holds something else that a handshake could
+not be made, or that a port could not be bound, and says it late."""
+
+from __future__ import annotations
+
+import ssl
+from os import PathLike
+
+from outrider.settings import SettingsError
+
+
+def check_authority(path: str | PathLike[str]) -> None:
+    """Raise `SettingsError` unless the file can be read and holds certificates to check others with."""
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(path)
+    except ssl.SSLError:
+        raise SettingsError(f"{path}: holds no PEM certificate") from None
+    except OSError as error:
+        raise SettingsError(f"{path}: {error.strerror}") from None
+
+
+def check_pair(certificate: str | PathLike[str], key: str | PathLike[str]) -> None:
+    """Raise `SettingsError` unless the files can be read and hold a certificate and its own key, with no password."""
+    for path in (certificate, key):
+        try:
+            open(path, "rb").close()
+        except OSError as error:
+            raise SettingsError(f"{path}: {error.strerror}") from None
+    try:
+        # A password would be asked for at the terminal.
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, password="")
+    except ssl.SSLError as error:
+        reason = error.reason or "no PEM file of one"
+        raise SettingsError(f"{certificate} and {key} are no certificate and its key: {reason}") from None

@@ -1,0 +1,195 @@
+"""Time of steps shared by tenants: whoever wants little is not held up by whoever wants much."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from outrider.sampling import SamplingParams, VerificationMode
+from target_service.core.fairness import Share
+from target_service.core.kv_cache import KVCache
+from target_service.core.scheduler import Scheduler, SchedulerConfig
+from target_service.core.sequence import Sequence, SequenceRequest, SequenceState, SequenceTotals
+from target_service.core.step_times import StepTimes
+
+Machine = Callable[[int, int], float]
+
+
+def dear(decoding: int, rows: int) -> float:
+    """A processor: each sequence takes a tenth of what a step alone takes."""
+    return 5.0 + 0.5 * decoding + 0.05 * rows
+
+
+def cheap(decoding: int, rows: int) -> float:
+    """A GPU: sixty-four sequences take a fifth more than one, and prompts as long as they are."""
+    return 5.0 + decoding / 64 + 0.02 * rows
+
+
+class Played:
+    """A scheduler, and an engine that takes the times of a machine. Every output is `length` tokens."""
+
+    def __init__(self, machine: Machine, *, length: int = 1 << 20, chunk: int = 256) -> None:
+        cache = KVCache(4096, 16, 1, 1, 4, 4, torch.float32, torch.device("cpu"))
+        self.scheduler = Scheduler(SchedulerConfig(64, 512, chunk), cache)
+        self._machine, self._length, self._count = machine, length, 0
+        # Of each step: seconds, and sequences by tenant.
+        self.steps: list[tuple[float, Counter[str]]] = []
+
+    def add(self, tenant: str, prompt: int, weight: float = 1.0) -> Sequence:
+        tokens = tuple(range(1, prompt + 1))
+        asked = SequenceRequest(
+            tokens, SamplingParams(), VerificationMode.GREEDY, 0, 16, tenant=tenant, share=Share(weight)
+        )
+        self._count += 1
+        one = Sequence(self._count, asked, list(tokens), SequenceTotals(prompt_tokens=prompt))
+        self.scheduler.add(one)
+        return one
+
+    def run(self, steps: int) -> None:
+        for _ in range(steps):
+            chunks = self.scheduler.schedule().chunks
+            decoding = sum(chunk.takes_tree for chunk in chunks)
+            rows = sum(chunk.count for chunk in chunks if not chunk.takes_tree)
+            seconds = self._machine(decoding, rows)
+            self.steps.append((seconds, Counter(chunk.sequence.request.tenant for chunk in chunks)))
+            self.scheduler.times.observe(decoding, rows, seconds)
+            for chunk in chunks:
+                one, reaches = chunk.sequence, chunk.reaches_root
+                one.kv_length += chunk.count
+                if reaches:
+                    one.token_ids.append(1)
+                    one.state = SequenceState.RUNNING
+                if len(one.token_ids) - len(one.request.token_ids) >= self._length:
+                    self.scheduler.remove(one)
+
+    def longest(self, last: int) -> float:
+        return max(seconds for seconds, _ in self.steps[-last:])
+
+    def served(self, last: int) -> Counter[str]:
+        return sum((tenants for _, tenants in self.steps[-last:]), Counter[str]())
+
+
+def crowd(played: Played, prompt: int = 4, weight: float = 1.0) -> None:
+    """One tenant alone with one sequence, then with sixty-three, so that both are known."""
+    played.add("many", prompt, weight)
+    played.run(20)
+    for _ in range(62):
+        played.add("many", prompt, weight)
+    played.run(40)
+
+
+@pytest.mark.parametrize("weight", [1.0, 3.0, 0.5])
+def test_nobody_waits_for_a_step_longer_than_his_own_by_his_part(weight: float) -> None:
+    played = Played(dear)
+    crowd(played)
+    played.add("few", 4, weight)
+    played.run(200)
+    alone, part = dear(1, 0), weight / (weight + 1.0)
+    # Times are means of sizes that are near each other.
+    assert played.longest(50) <= 1.15 * alone / part
+    served = played.served(50)
+    # In every step, and the others have all that is left of it.
+    assert served["few"] == 50
+    room = (0.85 * alone / part - 5.0) / 0.5 - 1
+    assert served["many"] >= 50 * max(1, int(room))
+
+
+def test_one_tenant_alone_is_not_held_back() -> None:
+    played = Played(dear)
+    crowd(played)
+    played.run(50)
+    assert played.served(50) == {"many": 50 * 63}
+
+
+def test_who_comes_back_at_once_does_not_meet_a_long_step() -> None:
+    played = Played(dear)
+    crowd(played)
+    for _ in range(20):
+        one = played.add("few", 4)
+        played.run(8)
+        played.scheduler.remove(one)
+        played.run(2)
+    assert played.longest(100) <= 1.15 * 2 * dear(1, 0)
+    # Who stays away leaves his part to the others.
+    played.run(10)
+    assert played.served(5) == {"many": 5 * 63}
+
+
+def test_where_sequences_are_cheap_all_of_them_go() -> None:
+    played = Played(cheap)
+    crowd(played)
+    played.add("few", 4)
+    played.run(50)
+    assert played.served(40) == {"many": 40 * 63, "few": 40}
+
+
+def test_what_was_never_seen_holds_nobody_back() -> None:
+    played = Played(dear)
+    for _ in range(63):
+        played.add("many", 4)
+    played.add("few", 4)
+    played.run(30)
+    assert played.served(20) == {"many": 20 * 63, "few": 20}
+
+
+def test_anothers_prompts_are_read_in_pieces() -> None:
+    """A prompt of five hundred rows makes a step three times as long; whoever decodes beside it waits twice as long at
+    most."""
+    played = Played(cheap, length=400)
+    played.add("few", 4)
+    played.run(20)
+    # What reading takes is known from a time when nobody else was there.
+    for _ in range(3):
+        played.add("few", 300)
+    played.run(20)
+    long = [played.add("many", 2000) for _ in range(4)]
+    played.run(5)
+    before = sum(one.kv_length for one in long)
+    played.run(20)
+    assert played.longest(20) <= 1.25 * 2 * cheap(4, 0)
+    # They come to their end at the pace that the half of the time allows.
+    assert sum(one.kv_length for one in long) - before >= 20 * 150
+
+
+def test_prompts_come_to_their_end_however_dear_they_are() -> None:
+    played = Played(lambda _, rows: 1.0 + 100.0 * rows)
+    played.add("few", 4)
+    played.run(5)
+    one = played.add("many", 160)
+    played.run(40)
+    assert one.state is SequenceState.RUNNING
+
+
+def test_many_tenants_of_one_sequence_all_go() -> None:
+    played = Played(dear)
+    for number in range(30):
+        played.add(str(number), 4)
+        played.run(4)
+    played.run(20)
+    assert set(played.served(20).values()) == {20}
+
+
+def test_times_follow_a_machine_that_becomes_slower() -> None:
+    times = StepTimes()
+    for seconds in (1.0, 2.0):
+        for _ in range(60):
+            times.observe(1, 0, seconds)
+            times.observe(32, 0, 3 * seconds)
+            times.observe(32, 100, 4 * seconds)
+        assert times.seconds(1, 0) == pytest.approx(seconds, rel=0.02)
+        assert times.seconds(32, 100) == pytest.approx(4 * seconds, rel=0.02)
+        assert times.seconds(32, 50) == pytest.approx(3.5 * seconds, rel=0.02)
+        assert times.seconds(16, 0) == pytest.approx(seconds + 2 * seconds * 15 / 31, rel=0.02)
+    assert times.decoding_within(4.0, 64) == pytest.approx(16, abs=1)
+    assert times.reading_within(32, 7.0, 512) == pytest.approx(50, abs=2)
+
+
+def test_a_first_step_that_compiles_says_nothing() -> None:
+    times = StepTimes()
+    for seconds in (30.0, 1.0, 1.0, 1.0):
+        times.observe(4, 0, seconds)
+    assert times.seconds(4, 0) == 1.0
+    assert StepTimes().seconds(4, 100) == 0.0
