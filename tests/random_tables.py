@@ -163,10 +163,11 @@ def given_for(case: Case, seed: int) -> Given:
 
 def seat(table: NodeTable, places: torch.Tensor, tables: Mapping[int, Sequence[int]]) -> None:
     """Give the step's sequences their slots [B], and slots their tables, by way of boxes."""
-    mail = Mailboxes(table.max_sequences, pinned=places.is_cuda)
+    mail = Mailboxes(table.max_sequences, places.device)
     for slot, given in tables.items():
         mail.next_table(slot)[:] = given
         mail.put(slot)
+    mail.send()
     table.seat(places)
     table.take(mail)
 
@@ -213,8 +214,10 @@ def random_verdicts(step: StepIntegers, vocabulary: int, rng: random.Random, rea
 
 def run_pass(table: NodeTable, step: StepIntegers, verdicts: Verdicts) -> None:
     """What happens to tables and text around a pass that is verified so."""
-    fed = step.slots >= 0
-    table.tokens[step.slots[fed].long()] = step.token_ids[fed]
+    # Random pages are shared, and no GPU says which of several writes to a slot is the last.
+    kept = {slot: token for slot, token in zip(step.slots.tolist(), step.token_ids.tolist(), strict=True) if slot >= 0}
+    slots = torch.tensor(list(kept), device=table.tokens.device)
+    table.tokens[slots] = torch.tensor(list(kept.values()), dtype=torch.int32, device=table.tokens.device)
     table.keep_accepted(step.token_ids, step.slots, step.parameters, verdicts)
     table.go_on(step, verdicts)
 

@@ -78,7 +78,7 @@ class DeviceSteps:
         self._reports = room_for_reports(_RESULTS, max_sequences, MAX_STRIDE, on_gpu=on_gpu)
         self.tables: NodeTables | None = None
         if runner.node_table is not None:
-            self.tables = NodeTables(max_sequences, Mailboxes(max_sequences, pinned=on_gpu))
+            self.tables = NodeTables(max_sequences, Mailboxes(max_sequences, runner.device))
         self._count = 0
         # Of the step under way.
         self._verdicts = self._verifier.verdicts

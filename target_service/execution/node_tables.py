@@ -199,6 +199,7 @@ class NodeTables:
         for tree in self._trees.values():
             if tree.changed:
                 self._publish(tree)
+        self.mail.send()
 
     def _publish(self, tree: _Tree) -> None:
         tree.changed = False

@@ -212,12 +212,15 @@ def test_no_bit_depends_on_the_batch_when_that_is_asked_for() -> None:
 @pytest.mark.parametrize("invariant", [False, True], ids=["fused", "invariant"])
 def test_captured_steps_go_on_with_other_weights(tmp_path: Path, invariant: bool) -> None:
     """Graphs that were captured before an exchange compute what graphs that are captured behind it do."""
-    new = other_weights(make_tiny().to(torch.bfloat16))
+    # As large as fused layers are.
+    tiny = make_tiny("llama", hidden_size=256, head_dim=64, intermediate_size=512).to(torch.bfloat16)
+    new = other_weights(tiny)
     new.save_pretrained(tmp_path)
     wanted = requests(SAMPLINGS["seeded"])
     said = []
-    for model, exchanged in ((make_tiny().to(torch.bfloat16), True), (new, False)):
-        taken, steps = captured(make_runner(model.cuda(), attention="triton"), invariant=invariant)
+    for model, exchanged in ((tiny, True), (new, False)):
+        plain = runner_for(model.cuda(), None, num_pages=128, page_size=16, attention="triton", invariant=invariant)
+        taken, steps = captured(plain, invariant=invariant)
         if exchanged:
             before = run(taken, wanted, launch=steps)
             slots = weight_slots(taken.model)

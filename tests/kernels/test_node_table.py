@@ -578,7 +578,7 @@ def test_what_is_refused() -> None:
     with pytest.raises(ValueError, match="parents"):
         table.go_on(bare, Verdicts.over(nothing, MAX_SEQUENCES))
     with pytest.raises(ValueError, match=f"{MAX_SEQUENCES} boxes, got {MAX_SEQUENCES - 1}"):
-        table.take(Mailboxes(MAX_SEQUENCES - 1, pinned=False))
+        table.take(Mailboxes(MAX_SEQUENCES - 1, torch.device("cpu")))
 
 
 def test_getting_ready_leaves_what_is_there() -> None:
@@ -652,7 +652,7 @@ def gpu_table() -> tuple[NodeTable, Mailboxes]:
     table = NodeTable(
         torch.zeros(64, dtype=torch.int32, device="cuda"), 4, LAST_POSITION, max_sequences=MAX_SEQUENCES, max_passes=1
     )
-    mail = Mailboxes(MAX_SEQUENCES, pinned=True)
+    mail = Mailboxes(MAX_SEQUENCES, torch.device("cuda"))
     table.take(mail)
     torch.cuda.synchronize()
     return table, mail
@@ -668,6 +668,7 @@ def test_what_is_put_after_a_launch_is_taken_when_the_device_comes_to_it() -> No
     table.take(mail)
     mail.next_table(3)[:] = range(TABLE)
     mail.put(3)
+    mail.send()
     assert not before.query(), "the device came to it before the host was ready"
     torch.cuda.synchronize()
     assert table.taken.tolist() == [0, 0, 0, 1, 0, 0, 0, 0]
@@ -676,7 +677,7 @@ def test_what_is_put_after_a_launch_is_taken_when_the_device_comes_to_it() -> No
 
 @pytest.mark.gpu
 def test_a_table_is_taken_whole_while_others_are_written() -> None:
-    """As fast as a host can write them, which is faster than any draft sends them."""
+    """As fast as a host can send them, which is faster than any draft does."""
     table, mail = gpu_table()
     seen: set[int] = set()
     for turn in range(200):
@@ -685,6 +686,7 @@ def test_a_table_is_taken_whole_while_others_are_written() -> None:
         for number in range(40):
             mail.next_table(5)[:] = 1 + 40 * turn + number
             mail.put(5)
+            mail.send()
         torch.cuda.synchronize()
         taken = table.tables[5].tolist()
         # One that was written over while it was read holds no tree.

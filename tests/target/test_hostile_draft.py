@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from fake_draft import FAST, FakeDraft, linked, serving, until
 from scripted_drafter import VOCABULARY, Listener, opening, step
 
@@ -219,7 +220,7 @@ def test_growths_of_one_node_that_exists_do_not_pile_up_in_the_device_tables() -
     from target_service.execution.node_tables import NodeTables
     from tree_kernels.node_table import Mailboxes
 
-    tables = NodeTables(2, Mailboxes(2, pinned=False))
+    tables = NodeTables(2, Mailboxes(2, torch.device("cpu")))
     tables.enter(1)
     for number in range(5000):
         tables.grow(SequenceGrowth(1, 0, 1 + number, (0,), (7,), (0.5,)), 1, [9])

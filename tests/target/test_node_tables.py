@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from preorder_tables import preorder
@@ -19,6 +20,7 @@ from tree_kernels.node_table import COST_OF_HALVING, MOST_COST, NODES, TURNS, Ma
 from tree_kernels.node_table.mailboxes import LAST_NUMBER
 
 SLOTS = 3
+CPU = torch.device("cpu")
 # What `NodeTables` takes for the surest that a node can be.
 SUREST = 0.98
 
@@ -96,7 +98,7 @@ def growth(
 
 
 def entered(*sequence_ids: int) -> tuple[NodeTables, Device]:
-    tables = NodeTables(SLOTS, Mailboxes(SLOTS, pinned=False))
+    tables = NodeTables(SLOTS, Mailboxes(SLOTS, CPU))
     for sequence_id in sequence_ids:
         tables.enter(sequence_id)
     return tables, Device(tables)
@@ -365,20 +367,46 @@ def test_what_is_said_is_there_before_its_turn() -> None:
 
 
 def test_the_newest_table_is_whole_while_further_ones_are_written() -> None:
-    mail = Mailboxes(SLOTS, pinned=False)
+    mail = Mailboxes(SLOTS, CPU)
     for number in range(1, 3 * TURNS):
         mail.next_table(1)[:] = number
         mail.put(1)
+        mail.send()
         assert mail.newest.tolist() == [0, number, 0]
         mail.next_table(1)[:] = -1
         assert bool((mail.tables[1, number % TURNS] == number).all())
 
 
+def test_a_table_is_on_the_device_once_it_is_sent() -> None:
+    mail = Mailboxes(SLOTS, CPU)
+    mail.next_table(1)[:] = 4
+    mail.put(1)
+    assert not mail.newest.any() and not mail.tables.any()
+    mail.send()
+    assert mail.newest.tolist() == [0, 1, 0] and bool((mail.tables[1, 1] == 4).all())
+    # Nothing is sent twice.
+    mail.tables.zero_()
+    mail.send()
+    assert not mail.tables.any()
+
+
+def test_every_table_of_a_box_is_sent() -> None:
+    """Or the device could read one while it is written over, with no number between that says so."""
+    mail = Mailboxes(SLOTS, CPU)
+    for number in range(1, TURNS + 1):
+        mail.next_table(2)[:] = number
+        mail.put(2)
+        assert mail.newest.tolist() == [0, 0, number - 1]
+    mail.send()
+    assert mail.tables[2, :, 0].tolist() == [TURNS, *range(1, TURNS)] and mail.newest.tolist() == [0, 0, TURNS]
+
+
 def test_numbers_of_tables_begin_again() -> None:
-    mail = Mailboxes(1, pinned=False)
-    mail.newest[0] = LAST_NUMBER
+    mail = Mailboxes(1, CPU)
+    mail._numbers[0] = LAST_NUMBER
     mail.next_table(0)[:] = 7
     mail.put(0)
+    mail.send()
     assert mail.newest.tolist() == [0] and bool((mail.tables[0, 0] == 7).all())
 
 

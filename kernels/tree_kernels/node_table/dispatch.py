@@ -132,7 +132,7 @@ class NodeTable:
             lookup_tokens=self.lookup_tokens,
             backend=self.backend,
         )
-        own.take(Mailboxes(self.max_sequences, pinned=self.tokens.is_cuda))
+        own.take(Mailboxes(self.max_sequences, self.tokens.device))
         nothing = torch.zeros(2 * self.max_sequences + 1, dtype=torch.int32, device=self.tokens.device)
         own.begin(step, nothing)
         own.go_on(step, Verdicts.over(nothing, self.max_sequences))
@@ -146,14 +146,16 @@ class NodeTable:
         self.places.copy_(places, non_blocking=True)
 
     def take(self, mail: Mailboxes) -> None:
-        """Take the newest table out of every box that has another than was taken last. What is put there while the
-        device is at it may be taken or not, and a box that is written over while it is read holds no tree.
+        """Take the newest table out of every box that has another than was taken last. What was sent is there; what
+        is sent from now on until the device comes to it may be, and a box that is written over while it is read holds
+        no tree.
 
         Raises:
             ValueError: there are not as many boxes as slots.
         """
         if len(mail.newest) != self.max_sequences:
             raise ValueError(f"expected {self.max_sequences} boxes, got {len(mail.newest)}")
+        mail.await_sent()
         self._backend.take(self, mail)
 
     def begin(self, step: StepIntegers, pending: Tensor, moves: Tensor | None = None, reading: int = 0) -> None:

@@ -1,9 +1,12 @@
 """Where the host leaves tables for the device, which takes the newest of each when a step begins.
 
 A step is launched while another runs, and the device comes to it milliseconds later. Its tables are therefore not
-copied with the launch: they lie in memory of the host that the device reads by itself, and what a draft says until the
-last moment is there. Nobody waits: the host writes a table where the device does not look yet, and then says that it is
-there.
+copied with the launch: they lie in boxes that are written beside what runs, and what a draft says until the last moment
+is there. Nobody waits: a table is copied to where the device does not look yet, and behind it the number that says that
+it is there.
+
+The boxes are in the device's memory. A kernel that read them from the host's took 65 to 160 us at the start of every
+pass, 8 and 32 sequences at 8B size (H200, `benchmarks/results/2026-11-23-h200-widened-seventh.md`).
 """
 
 from __future__ import annotations
@@ -11,35 +14,90 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from tree_kernels.node_table.layout import TABLE
 
 # Tables of a box that are kept at once, so that the newest is whole while further ones are written. A power of two.
-# The device reads one in some microseconds, in which a host writes no more than one.
+# The device reads one in some microseconds, in which no more than one is written.
 TURNS = 4
 # Numbers of tables begin again behind it.
 LAST_NUMBER = (1 << 30) - 1
+# Sends under way at most. A table's place on the host is written again after `TURNS` of them, its numbers' after these.
+_UNDER_WAY = 2
 
 
 class Mailboxes:
-    """A box for each slot of a `NodeTable`.
+    """A box for each slot of a `NodeTable`, and the host's own copy of it.
 
     Attributes:
-        newest: [B] int32, the number of the last table that was put into each box; 0 before the first.
-        tables: [B, TURNS, TABLE] int32, that with number n at n % `TURNS`.
+        newest: [B] int32 on the device, the number of the last table that came into each box; 0 before the first.
+        tables: [B, TURNS, TABLE] int32 on the device, that with number n at n % `TURNS`.
     """
 
-    def __init__(self, slots: int, *, pinned: bool) -> None:
-        """`pinned`: in memory that a GPU can read, which takes one."""
-        self.newest = torch.zeros(slots, dtype=torch.int32, pin_memory=pinned)
-        self.tables = torch.zeros(slots, TURNS, TABLE, dtype=torch.int32, pin_memory=pinned)
-        self._newest, self._tables = self.newest.numpy(), self.tables.numpy()
+    def __init__(self, slots: int, device: torch.device) -> None:
+        on_gpu = device.type == "cuda"
+        self.newest = torch.zeros(slots, dtype=torch.int32, device=device)
+        self.tables = torch.zeros(slots, TURNS, TABLE, dtype=torch.int32, device=device)
+        own = torch.zeros(slots, TURNS, TABLE, dtype=torch.int32, pin_memory=on_gpu)
+        self._written: npt.NDArray[np.int32] = own.numpy()
+        self._numbers = np.zeros(slots, np.int32)
+        # Views of both sides' places, since making them takes longer than to copy.
+        self._from = [list(turns) for turns in own]
+        self._to = [list(turns) for turns in self.tables]
+        # [_UNDER_WAY, B] numbers as they are sent.
+        self._said = torch.zeros(_UNDER_WAY, slots, dtype=torch.int32, pin_memory=on_gpu)
+        # Slots whose newest table was not sent yet.
+        self._put: dict[int, None] = {}
+        self._sends = 0
+        self._stream: torch.cuda.Stream | None = None
+        self._sent: list[torch.cuda.Event] = []
+        if on_gpu:
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            # Behind the zeros.
+            self._stream.wait_stream(torch.cuda.current_stream(device))
+            self._sent = [torch.cuda.Event() for _ in range(_UNDER_WAY)]  # type: ignore[no-untyped-call]
 
     def next_table(self, slot: int) -> npt.NDArray[np.int32]:
-        """[TABLE] int32 to write the slot's next table to, which the device does not read before `put`."""
-        table: npt.NDArray[np.int32] = self._tables[slot, (int(self._newest[slot]) + 1) % TURNS]
+        """[TABLE] int32 to write the slot's next table to, which is not sent before `put`."""
+        table: npt.NDArray[np.int32] = self._written[slot, (int(self._numbers[slot]) + 1) % TURNS]
         return table
 
     def put(self, slot: int) -> None:
-        """The table that was written last is whole."""
-        self._newest[slot] = (int(self._newest[slot]) + 1) & LAST_NUMBER
+        """The table that was written last is whole, and is sent with the next `send`."""
+        if slot in self._put:
+            # The device tells a torn table by the numbers that came while it read, so each of them is sent.
+            self.send()
+        self._numbers[slot] = (int(self._numbers[slot]) + 1) & LAST_NUMBER
+        self._put[slot] = None
+
+    def send(self) -> None:
+        """Copy what was put since to the device, beside whatever it does, and then the numbers."""
+        if not self._put:
+            return
+        place = self._sends % _UNDER_WAY
+        turns = [(slot, int(self._numbers[slot]) % TURNS) for slot in self._put]
+        to, own = [self._to[slot][turn] for slot, turn in turns], [self._from[slot][turn] for slot, turn in turns]
+        if self._stream is None:
+            self._copy(to, own, place)
+        else:
+            # Long ended as a rule; an event that was never recorded has.
+            self._sent[place].synchronize()
+            with torch.cuda.stream(self._stream):
+                self._copy(to, own, place)
+                self._sent[place].record()
+        self._sends += 1
+        self._put.clear()
+
+    def _copy(self, to: list[Tensor], own: list[Tensor], place: int) -> None:
+        torch._foreach_copy_(to, own, non_blocking=True)
+        said = self._said[place]
+        said.numpy()[:] = self._numbers
+        self.newest.copy_(said, non_blocking=True)
+
+    def await_sent(self) -> None:
+        """Let what the current stream does next find all that was sent."""
+        if self._stream is not None and self._sends:
+            last = self._sent[(self._sends - 1) % _UNDER_WAY]
+            if not last.query():  # type: ignore[no-untyped-call]
+                torch.cuda.current_stream(self.newest.device).wait_event(last)

@@ -118,8 +118,8 @@ def keep_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _number_of(newest, slot, THREADS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The number of the newest table in a box. The host may write it meanwhile, and yet all threads get the same: every
-    one of them reads it, and the largest counts."""
+    """The number of the newest table in a box. It may be written meanwhile, and yet all threads get the same: every one
+    of them reads it, and the largest counts."""
     return tl.max(tl.load(newest + slot + tl.zeros([THREADS], tl.int32), volatile=True), axis=0)
 
 
