@@ -31,7 +31,7 @@ from target_service.execution.host_executor import (
     verify_on_host,
 )
 from target_service.execution.node_tables import NodeTables
-from target_service.execution.post_pass import Kind, PostPass
+from target_service.execution.post_pass import Kind, PostPass, Table
 from target_service.model.forward import ForwardPass
 from target_service.model.runner import ModelRunner
 from target_service.sampling.verifier import SequenceVerifier, Verified
@@ -164,9 +164,9 @@ class DeviceSteps:
         for _ in range(1, passes):
             # What came while the pass ran.
             table.take(tables.mail)
-            self._conclude(batch, rows, done)
+            self._conclude(batch, rows, done, Table.GO_ON)
             done = self._runner.run_again(batch.input, done)
-        self._conclude(batch, rows, done)
+        self._conclude(batch, rows, done, Table.REPORT)
         self._moves = None
         self._count += 1
         reading = [item.tree is not None for item in batch.items[: batch.input.reading]]
@@ -183,17 +183,18 @@ class DeviceSteps:
             pinned.numpy()[:] = places
             table.seat(pinned)
 
-    def _conclude(self, batch: StepBatch, rows: SequenceOf[RowsToVerify], done: ForwardPass) -> None:
+    def _conclude(
+        self, batch: StepBatch, rows: SequenceOf[RowsToVerify], done: ForwardPass, table: Table = Table.NONE
+    ) -> None:
         """Verify a pass, bring accepted keys and values into place, and leave what was said for the next pass."""
         distributions = _distributions_of(batch)
         if distributions:
             packed = torch.from_numpy(self._verifier.pack_distributions(distributions))
             self._post_pass.run(Kind(batch.drafted), done, packed.to(done.logits.device))
             return
-        chosen = batch.device_rows is not None
         greedy = all(one.mode is Mode.GREEDY for one in rows)
         filtered = not greedy and any(one.filtered for one in rows)
-        self._post_pass.run(Kind(batch.drafted or chosen, greedy, filtered, goes_on=chosen), done)
+        self._post_pass.run(Kind(batch.drafted or table is not Table.NONE, greedy, filtered, table), done)
 
 
 def _distributions_of(batch: StepBatch) -> dict[int, tuple[tuple[int, ...], tuple[int, ...]]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator
+from enum import Enum, auto
 from typing import Any, Literal, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -24,14 +25,23 @@ log = logging.getLogger(__name__)
 _CAPTURE_SECONDS = 30.0
 
 
+class Table(Enum):
+    """What is done with the node table after a pass: nothing, where the host chose the rows; the pass is reported; or
+    the next one is laid out too, and the device goes on by itself."""
+
+    NONE = auto()
+    REPORT = auto()
+    GO_ON = auto()
+
+
 class Kind(NamedTuple):
-    """What is done after a pass: accepted rows are moved where any tree was `drafted`, how trees are verified, and
-    whether the device lays the next pass out by itself and `goes_on`."""
+    """What is done after a pass: accepted rows are moved where any tree was `drafted`, how trees are verified, and what
+    is done with the node table."""
 
     drafted: bool
     greedy: bool = False
     filtered: bool = True
-    goes_on: bool = False
+    table: Table = Table.NONE
 
 
 class PostPass:
@@ -90,9 +100,10 @@ class PostPass:
             if table is not None:
                 table.keep_accepted(done.token_ids, done.slots, done.parameters, verdicts)
         self._runner.pending[: len(verdicts.next_tokens)].copy_(verdicts.next_tokens)
-        if kind.goes_on:
+        if kind.table is not Table.NONE:
             assert table is not None and done.step is not None
-            table.go_on(done.step, verdicts)
+            conclude = table.go_on if kind.table is Table.GO_ON else table.report
+            conclude(done.step, verdicts)
 
     def _capture(self, kind: Kind, done: ForwardPass) -> torch.cuda.CUDAGraph:
         self._stream.wait_stream(torch.cuda.current_stream(self._runner.device))
@@ -115,4 +126,5 @@ def _kinds(*, drafts: bool, tables: bool) -> Iterator[Kind]:
         if drafts:
             yield Kind(True, greedy, filtered)
         if drafts and tables:
-            yield Kind(True, greedy, filtered, goes_on=True)
+            yield Kind(True, greedy, filtered, Table.REPORT)
+            yield Kind(True, greedy, filtered, Table.GO_ON)

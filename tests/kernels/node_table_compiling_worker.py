@@ -54,6 +54,7 @@ def launch(case: Case, needed: dict[str, int]) -> list[str]:
     table.begin(given.step, given.pending, given.moves)
     table.keep_accepted(given.step.token_ids, given.step.slots, given.step.parameters, verdicts)
     table.go_on(given.step, verdicts)
+    table.report(given.step, verdicts)
     return sorted(needed.keys() - warmed)
 
 

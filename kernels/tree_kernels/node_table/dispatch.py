@@ -136,6 +136,7 @@ class NodeTable:
         nothing = torch.zeros(2 * self.max_sequences + 1, dtype=torch.int32, device=self.tokens.device)
         own.begin(step, nothing)
         own.go_on(step, Verdicts.over(nothing, self.max_sequences))
+        own.report(step, Verdicts.over(nothing, self.max_sequences))
 
     def seat(self, places: Tensor) -> None:
         """Say which table each sequence of the next step has. In place, behind whatever runs.
@@ -192,7 +193,17 @@ class NodeTable:
             ValueError: the step has no room for trees.
         """
         _check(step)
-        self._backend.go_on(self, step, verdicts)
+        self._backend.go_on(self, step, verdicts, last=False)
+
+    def report(self, step: StepIntegers, verdicts: Verdicts) -> None:
+        """Note what a pass of `step` said, as `go_on` does, and choose no rows: `begin` comes next. The step stays as
+        it is.
+
+        Raises:
+            ValueError: the step has no room for trees.
+        """
+        _check(step)
+        self._backend.go_on(self, step, verdicts, last=True)
 
     def keep_accepted(self, token_ids: Tensor, slots: Tensor, parameters: Tensor, verdicts: Verdicts) -> None:
         """After a pass with trees, whose accepted keys were moved right behind their roots, keep their tokens there.

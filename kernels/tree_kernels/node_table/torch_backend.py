@@ -104,9 +104,10 @@ def begin(table: NodeTable, step: StepIntegers, pending: Tensor, moves: Tensor, 
     _lay_out(table, step)
 
 
-def go_on(table: NodeTable, step: StepIntegers, verdicts: Verdicts) -> None:
-    """See `NodeTable.go_on`."""
-    table.counts.fill_(-1)
+def go_on(table: NodeTable, step: StepIntegers, verdicts: Verdicts, *, last: bool) -> None:
+    """See `NodeTable.go_on`, and `NodeTable.report` for `last`."""
+    if not last:
+        table.counts.fill_(-1)
     for b, row, rows in _trees(step):
         count, token = int(verdicts.accepted_counts[b]), int(verdicts.next_tokens[b])
         path = verdicts.accepted_rows[row : row + count].long()
@@ -127,8 +128,10 @@ def go_on(table: NodeTable, step: StepIntegers, verdicts: Verdicts) -> None:
         reports[REPORT_ROWS : REPORT_ROWS + count] = path.int()
         table.passes[b] += 1
         table.accepted[b] += count
-        _find(table, step, b, token, count + 1)
-    _lay_out(table, step)
+        if not last:
+            _find(table, step, b, token, count + 1)
+    if not last:
+        _lay_out(table, step)
 
 
 def keep_accepted(table: NodeTable, token_ids: Tensor, slots: Tensor, parameters: Tensor, verdicts: Verdicts) -> None:

@@ -364,10 +364,10 @@ def _go_on_kernel(  # type: ignore[no-untyped-def]
     token_ids, records, query_starts, prefix_lengths, page_starts, page_table, tokens, tables, places, lookup_costs,
     chances, counts, roots, ages, keys, ranked, all_keys, ranks, passes, accepted, limits, reading, accepted_counts,
     next_tokens, accepted_rows, noted, reports, REPORT_STRIDE: tl.constexpr, NOTED_STRIDE: tl.constexpr,
-    CHAIN: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr, CANDIDATES: tl.constexpr, KEPT_ROWS:
-    tl.constexpr, RIVALS: tl.constexpr,
+    LAST: tl.constexpr, CHAIN: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr, CANDIDATES: tl.constexpr,
+    KEPT_ROWS: tl.constexpr, RIVALS: tl.constexpr,
 ):  # fmt: skip
-    """One sequence a program; see `NodeTable.go_on`. `reports` [B, P, REPORT]."""
+    """One sequence a program; see `NodeTable.go_on`, and `NodeTable.report` for `LAST`. `reports` [B, P, REPORT]."""
     b = tl.program_id(0)
     row = tl.load(query_starts + b)
     rows = tl.load(query_starts + b + 1) - row
@@ -390,11 +390,13 @@ def _go_on_kernel(  # type: ignore[no-untyped-def]
         token = tl.load(token_ids + row + path, mask=k < count, other=0)
         link = tl.load(ranked + b * 3 * KEPT_ROWS + KEPT_ROWS + path - 1, mask=k < count, other=0)
         accepted_from_table = tl.sum(link >> 16, axis=0)
-        _rank(
-            tables, places, tokens, page_table + tl.load(page_starts + b), lookup_costs, chances, counts, ages, keys,
-            ranked, all_keys, ranks, b, prefix, root, limit, CHAIN, PAGE_SIZE, BLOCK, CANDIDATES, KEPT_ROWS, RIVALS,
-        )  # fmt: skip
-        _move(records, prefix_lengths, roots, b, prefix, root, count + 1)
+        if not LAST:
+            _rank(
+                tables, places, tokens, page_table + tl.load(page_starts + b), lookup_costs, chances, counts, ages,
+                keys, ranked, all_keys, ranks, b, prefix, root, limit, CHAIN, PAGE_SIZE, BLOCK, CANDIDATES, KEPT_ROWS,
+                RIVALS,
+            )  # fmt: skip
+            _move(records, prefix_lengths, roots, b, prefix, root, count + 1)
         out = reports + b * REPORT_STRIDE + done * _REPORT
         tl.store(out + _ACCEPTED, count)
         tl.store(out + _DRAFTED, rows - 1)
@@ -409,7 +411,7 @@ def _go_on_kernel(  # type: ignore[no-untyped-def]
         tl.store(out + _REPORT_ROWS + k, path, mask=k < count)
         tl.store(passes + b, done + 1)
         tl.store(accepted + b, so_far + count)
-    else:
+    elif not LAST:
         tl.store(counts + b, -1)
 
 
@@ -427,13 +429,15 @@ def begin(table: NodeTable, step: StepIntegers, pending: Tensor, moves: Tensor, 
     _lay_out(table, step)
 
 
-def go_on(table: NodeTable, step: StepIntegers, verdicts: Verdicts) -> None:
-    """See `NodeTable.go_on`."""
+def go_on(table: NodeTable, step: StepIntegers, verdicts: Verdicts, *, last: bool) -> None:
+    """See `NodeTable.go_on`, and `NodeTable.report` for `last`."""
     _go_on_kernel[(len(step.prefix_lengths),)](
         *_tensors(table, step), verdicts.accepted_counts, verdicts.next_tokens, verdicts.accepted_rows, table.noted,
-        table.reports, REPORT_STRIDE=table.reports.stride(0), NOTED_STRIDE=table.noted.stride(0), **_constants(table),
+        table.reports, REPORT_STRIDE=table.reports.stride(0), NOTED_STRIDE=table.noted.stride(0), LAST=last,
+        **_constants(table),
     )  # fmt: skip
-    _lay_out(table, step)
+    if not last:
+        _lay_out(table, step)
 
 
 def keep_accepted(table: NodeTable, token_ids: Tensor, slots: Tensor, parameters: Tensor, verdicts: Verdicts) -> None:
