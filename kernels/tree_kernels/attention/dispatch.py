@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Generic, Literal, Protocol, TypeVar, get_args
 
 import torch
 from torch import Tensor
@@ -12,20 +12,65 @@ from tree_kernels.attention.batch import AttentionBatch, AttentionPlan, check_te
 if TYPE_CHECKING:
     from tree_kernels.attention.triton_backend import TritonAttention
 
-__all__ = ["AttentionBatch", "AttentionPlan", "Backend", "TreeAttention"]
+__all__ = ["AttentionBatch", "AttentionPlan", "Backend", "PlannedAttention", "TreeAttention"]
 
 Backend = Literal["reference", "torch", "triton", "flashinfer"]
 
 
-class _Implementation(Protocol):
+class _Planner(Protocol):
     def plan(self, batch: AttentionBatch) -> AttentionPlan: ...
 
+
+class _Implementation(_Planner, Protocol):
     def run(
         self, plan: AttentionPlan, query: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float
     ) -> Tensor: ...
 
 
-class TreeAttention:
+_Backend = TypeVar("_Backend", bound=_Planner)
+_Captured = TypeVar("_Captured")
+
+
+class PlannedAttention(Generic[_Backend]):
+    """What every form of attention does once per step, whatever a layer of it is given.
+
+    Attributes:
+        backend: its name.
+        device: where the caches live.
+    """
+
+    def __init__(self, backend: str, device: torch.device, implementation: _Backend) -> None:
+        self.backend = backend
+        self.device = device
+        self._implementation = implementation
+
+    def capturable_as(self, kind: type[_Captured]) -> _Captured:
+        """The backend, of the `kind` whose plans keep their tensors, for captured steps.
+
+        Raises:
+            ValueError: it is another.
+        """
+        if not isinstance(self._implementation, kind):
+            raise ValueError(f"only the triton backend runs in captured steps, this is {self.backend}")
+        return self._implementation
+
+    def plan(self, batch: AttentionBatch) -> AttentionPlan:
+        """Do the index work of one step.
+
+        Raises:
+            ValueError: the batch's lengths disagree, or a sequence has too few pages.
+        """
+        batch.check()
+        return self._implementation.plan(batch)
+
+
+def check_invariant(backend: str) -> None:
+    """Raise `ValueError` for a backend whose results may depend on what else is in the batch."""
+    if backend != "triton":
+        raise ValueError(f"only the triton backend is independent of the batch, this is {backend}")
+
+
+class TreeAttention(PlannedAttention[_Implementation]):
     """Attention of ragged tree rows over a paged cache.
 
     Symbols: R rows of all sequences, Hq query heads, Hkv key heads (Hq a multiple of Hkv), D key width, Dv value width.
@@ -45,33 +90,17 @@ class TreeAttention:
     def __init__(
         self, backend: Backend = "torch", device: torch.device | str = "cpu", *, invariant: bool = False
     ) -> None:
-        self.backend = backend
-        self.device = torch.device(device)
-        if invariant and backend != "triton":
-            raise ValueError(f"only the triton backend is independent of the batch, this is {backend}")
-        self._implementation = _create(backend, self.device, invariant)
+        device = torch.device(device)
+        if invariant:
+            check_invariant(backend)
+        super().__init__(backend, device, _create(backend, device, invariant))
 
     @property
     def capturable(self) -> TritonAttention:
-        """The backend whose plans keep their tensors, for captured steps.
-
-        Raises:
-            ValueError: this object's backend is another.
-        """
+        """See `capturable_as`."""
         from tree_kernels.attention.triton_backend import TritonAttention
 
-        if not isinstance(self._implementation, TritonAttention):
-            raise ValueError(f"only the triton backend runs in captured steps, this is {self.backend}")
-        return self._implementation
-
-    def plan(self, batch: AttentionBatch) -> AttentionPlan:
-        """Do the index work of one step.
-
-        Raises:
-            ValueError: the batch's lengths disagree, or a sequence has too few pages.
-        """
-        batch.check()
-        return self._implementation.plan(batch)
+        return self.capturable_as(TritonAttention)
 
     def run(self, plan: AttentionPlan, query: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float) -> Tensor:
         """Attend in one layer. The tail's keys and values must be in the cache already (`paging.write_kv`).

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tree_kernels.attention import AttentionBatch, AttentionPlan
+from tree_kernels.attention.dispatch import PlannedAttention, check_invariant
 
 if TYPE_CHECKING:
     from tree_kernels.latent_attention.triton_backend import TritonLatentAttention
@@ -21,7 +22,7 @@ class _Implementation(Protocol):
     def run(self, plan: AttentionPlan, query: Tensor, cache: Tensor, latent: int, scale: float) -> Tensor: ...
 
 
-class LatentAttention:
+class LatentAttention(PlannedAttention[_Implementation]):
     """Attention of ragged tree rows over a paged cache of latents, in absorbed form.
 
     Symbols: R rows of all sequences, H query heads, L width of a latent, P width of the rotary key.
@@ -39,33 +40,17 @@ class LatentAttention:
     def __init__(
         self, backend: LatentBackend = "torch", device: torch.device | str = "cpu", *, invariant: bool = False
     ) -> None:
-        self.backend = backend
-        self.device = torch.device(device)
-        if invariant and backend != "triton":
-            raise ValueError(f"only the triton backend is independent of the batch, this is {backend}")
-        self._implementation = _create(backend, self.device, invariant)
+        device = torch.device(device)
+        if invariant:
+            check_invariant(backend)
+        super().__init__(backend, device, _create(backend, device, invariant))
 
     @property
     def capturable(self) -> TritonLatentAttention:
-        """The backend whose plans keep their tensors, for captured steps.
-
-        Raises:
-            ValueError: this object's backend is another.
-        """
+        """See `capturable_as`."""
         from tree_kernels.latent_attention.triton_backend import TritonLatentAttention
 
-        if not isinstance(self._implementation, TritonLatentAttention):
-            raise ValueError(f"only the triton backend runs in captured steps, this is {self.backend}")
-        return self._implementation
-
-    def plan(self, batch: AttentionBatch) -> AttentionPlan:
-        """Do the index work of one step.
-
-        Raises:
-            ValueError: the batch's lengths disagree, or a sequence has too few pages.
-        """
-        batch.check()
-        return self._implementation.plan(batch)
+        return self.capturable_as(TritonLatentAttention)
 
     def run(self, plan: AttentionPlan, query: Tensor, cache: Tensor, latent: int, scale: float) -> Tensor:
         """Attend in one layer. The tail's vectors must be in the cache already (`write_latents`).
