@@ -38,6 +38,8 @@ if sys.argv[1:] != ["-f"]:
         client.recv(1)
     sys.exit(0)
 note("")
+# A test that fails may leave it behind.
+signal.alarm(300)
 if how == "fails":
     sys.exit("no GPU for me")
 if how in ("silent", "stubborn"):
@@ -64,7 +66,7 @@ if how != "leaves":
     server.wait()
 os.remove(os.path.join(pipes, "nvidia-cuda-mps-control.pid"))
 """
-_SERVER = "#!{python} -ISE\nimport signal\nsignal.pause()\n"
+_SERVER = "#!{python} -ISE\nimport signal\nsignal.alarm(300)\nsignal.pause()\n"
 
 
 class Call(NamedTuple):
