@@ -36,6 +36,14 @@ def test_a_head_runs_on_the_second_gpu_if_there_is_one(gpus: int, device: str) -
     assert placed.target[2:] == ("--draft-head", head) and placed.draft[3:] == ("--head", head)
 
 
+@pytest.mark.parametrize("drafter", ["merged", "eagle", "model", "medusa", "mtp", "trie", "none", ""])
+def test_one_gpu_is_shared_by_a_draft_that_runs_a_network(drafter: str) -> None:
+    placed = place(1, drafter, "", [], [])
+    assert placed.shared == (drafter in ("merged", "eagle", "model", "medusa", "mtp"))
+    assert ("which it shares with the target" in placed.said) == placed.shared
+    assert not place(2, drafter, "", [], []).shared and not place(0, drafter, "", [], []).shared
+
+
 def test_a_trie_stays_on_the_host() -> None:
     assert place(2, "trie", "", [], []) == Placement(("--device", "cuda:0"), (), "the target runs on cuda:0")
 

@@ -12,79 +12,28 @@ from typing import Any
 import psutil
 import pytest
 from child_processes import living_children
+from supervised import QUICK, SECONDS, Lines, failing, service
 
 from outrider_client.local.process import Child, ServiceDied, ServiceSlow, wait_serving
-from outrider_client.local.supervisor import RestartTimes, ServiceCommand, Supervisor
-
-# A service as far as supervision goes: health, and an end on SIGTERM. Its arguments: address, and words to print.
-_SERVICE = """
-import asyncio, signal, sys
-from outrider.serving import GrpcServer, ServingOptions
-
-async def serve():
-    server = GrpcServer(ServingOptions(listen=sys.argv[1]), [])
-    await server.start()
-    server.health.set_serving(True)
-    stop = asyncio.Event()
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
-    sys.stdout.write(sys.argv[2] + chr(10))
-    sys.stdout.flush()
-    await stop.wait()
-    await server.stop(0)
-    sys.stdout.write("goodbye" + chr(10))
-
-asyncio.run(serve())
-"""
-_QUICK = RestartTimes(start=60.0, stop=10.0, first_backoff=0.05, longest_backoff=0.2, healthy_after=30.0)
-_SECONDS = 60.0
-
-
-class Lines:
-    """What the supervisor and its services said."""
-
-    def __init__(self) -> None:
-        self.heard: list[tuple[str, str]] = []
-        self._more = asyncio.Event()
-
-    def emit(self, name: str, line: str) -> None:
-        self.heard.append((name, line))
-        self._more.set()
-
-    def count(self, name: str, words: str) -> int:
-        return sum(1 for who, line in self.heard if who == name and words in line)
-
-    async def wait(self, name: str, words: str, times: int = 1) -> None:
-        async with asyncio.timeout(_SECONDS):
-            while self.count(name, words) < times:
-                self._more.clear()
-                await self._more.wait()
-
-
-def service(name: str, folder: Path) -> ServiceCommand:
-    address = f"unix:{folder / name}.sock"
-    return ServiceCommand(name, (sys.executable, "-c", _SERVICE, address, f"hello from {name}"), address)
-
-
-def failing(name: str, status: int) -> ServiceCommand:
-    return ServiceCommand(name, (sys.executable, "-c", f"raise SystemExit({status})"), "unix:/nowhere")
+from outrider_client.local.supervisor import Supervisor
 
 
 async def test_ready_then_sigterm(tmp_path: Path) -> None:
     lines, ready = Lines(), asyncio.Event()
-    supervisor = Supervisor(service("target", tmp_path), service("draft", tmp_path), lines.emit, _QUICK)
+    supervisor = Supervisor(service("target", tmp_path), service("draft", tmp_path), lines.emit, QUICK)
     running = asyncio.create_task(supervisor.run(ready.set))
-    async with asyncio.timeout(_SECONDS):
+    async with asyncio.timeout(SECONDS):
         await ready.wait()
     await lines.wait("draft", "hello")
     os.kill(os.getpid(), signal.SIGTERM)
-    assert await asyncio.wait_for(running, _SECONDS) == 0
+    assert await asyncio.wait_for(running, SECONDS) == 0
     assert lines.count("target", "hello") == lines.count("draft", "hello") == 1
     assert not living_children("hello from")
 
 
 async def test_dead_draft_is_started_again(tmp_path: Path) -> None:
     lines = Lines()
-    supervisor = Supervisor(service("target", tmp_path), service("draft", tmp_path), lines.emit, _QUICK)
+    supervisor = Supervisor(service("target", tmp_path), service("draft", tmp_path), lines.emit, QUICK)
     running = asyncio.create_task(supervisor.run())
     for life in (1, 2, 3):
         await lines.wait("draft", "hello", times=life)
@@ -93,13 +42,13 @@ async def test_dead_draft_is_started_again(tmp_path: Path) -> None:
     assert lines.count("outrider", "the draft service was killed by SIGKILL") == 2
     assert lines.count("outrider", "in 0.1 s") == 1
     os.kill(os.getpid(), signal.SIGINT)
-    assert await asyncio.wait_for(running, _SECONDS) == 0
+    assert await asyncio.wait_for(running, SECONDS) == 0
 
 
 async def test_gateway_is_started_again_and_stops_first(tmp_path: Path) -> None:
     lines = Lines()
     gateway, draft = service("gateway", tmp_path), service("draft", tmp_path)
-    supervisor = Supervisor(service("target", tmp_path), draft, lines.emit, _QUICK, gateway)
+    supervisor = Supervisor(service("target", tmp_path), draft, lines.emit, QUICK, gateway)
     running = asyncio.create_task(supervisor.run())
     await lines.wait("gateway", "hello")
     _kill("hello from gateway")
@@ -109,7 +58,7 @@ async def test_gateway_is_started_again_and_stops_first(tmp_path: Path) -> None:
     assert lines.count("outrider", "the gateway service was killed by SIGKILL") == 1
     os.kill(os.getpid(), signal.SIGTERM)
     await lines.wait("gateway", "goodbye")
-    assert await asyncio.wait_for(running, _SECONDS) == 0
+    assert await asyncio.wait_for(running, SECONDS) == 0
     goodbyes = [name for name, line in lines.heard if line == "goodbye"]
     assert goodbyes[-3:] == ["gateway", "target", "draft"]
     assert not living_children("hello from")
@@ -123,8 +72,8 @@ def _kill(words: str) -> None:
 @pytest.mark.parametrize(("status", "expected"), [(3, 3), (0, 1)], ids=["failure", "clean-exit"])
 async def test_dead_target_ends_the_whole(tmp_path: Path, status: int, expected: int) -> None:
     lines = Lines()
-    supervisor = Supervisor(failing("target", status), service("draft", tmp_path), lines.emit, _QUICK)
-    assert await asyncio.wait_for(supervisor.run(), _SECONDS) == expected
+    supervisor = Supervisor(failing("target", status), service("draft", tmp_path), lines.emit, QUICK)
+    assert await asyncio.wait_for(supervisor.run(), SECONDS) == expected
     assert lines.count("outrider", f"the target service exited with status {status}") == 1
     assert not living_children("hello from")
 
@@ -132,18 +81,18 @@ async def test_dead_target_ends_the_whole(tmp_path: Path, status: int, expected:
 async def test_a_draft_that_refuses_its_settings_ends_the_whole(tmp_path: Path) -> None:
     """It would refuse them again."""
     lines = Lines()
-    supervisor = Supervisor(service("target", tmp_path), failing("draft", 2), lines.emit, _QUICK)
-    assert await asyncio.wait_for(supervisor.run(), _SECONDS) == 2
+    supervisor = Supervisor(service("target", tmp_path), failing("draft", 2), lines.emit, QUICK)
+    assert await asyncio.wait_for(supervisor.run(), SECONDS) == 2
     assert lines.count("outrider", "the draft service refuses its settings") == 1
     assert not living_children("hello from")
 
 
 async def test_killed_target_is_a_failure(tmp_path: Path) -> None:
     lines = Lines()
-    running = asyncio.create_task(Supervisor(service("target", tmp_path), None, lines.emit, _QUICK).run())
+    running = asyncio.create_task(Supervisor(service("target", tmp_path), None, lines.emit, QUICK).run())
     await lines.wait("target", "hello")
     _kill("hello from target")
-    assert await asyncio.wait_for(running, _SECONDS) == 1
+    assert await asyncio.wait_for(running, SECONDS) == 1
 
 
 async def test_stubborn_child_is_killed() -> None:
@@ -153,7 +102,7 @@ async def test_stubborn_child_is_killed() -> None:
     )
     child = Child("stubborn", (sys.executable, "-c", ignoring), lines.append)
     await child.start()
-    async with asyncio.timeout(_SECONDS):
+    async with asyncio.timeout(SECONDS):
         while not lines:
             await asyncio.sleep(0.02)
     assert await child.stop(0.2) == -signal.SIGKILL
@@ -175,7 +124,7 @@ async def test_waiting_for_what_never_serves(program: str, error: type[Exception
     child = Child("mute", (sys.executable, "-c", program), lambda _: None)
     await child.start()
     with pytest.raises(error, match="mute"):
-        await wait_serving(child, f"unix:{tmp_path}/absent.sock", 1.0 if error is ServiceSlow else _SECONDS)
+        await wait_serving(child, f"unix:{tmp_path}/absent.sock", 1.0 if error is ServiceSlow else SECONDS)
     child.kill()
     await child.wait()
 
@@ -196,7 +145,7 @@ asyncio.run(main())
 """
     parent = await asyncio.create_subprocess_exec(sys.executable, "-c", program)
     child: Any = None
-    async with asyncio.timeout(_SECONDS):
+    async with asyncio.timeout(SECONDS):
         while not pid_file.exists() or not pid_file.read_text():
             await asyncio.sleep(0.05)
         child = psutil.Process(int(pid_file.read_text()))

@@ -19,7 +19,8 @@ from outrider_client.cli.base import (
     error_console,
     options,
 )
-from outrider_client.local.placement import named_settings, place, visible_gpus
+from outrider_client.local.mps import Mps
+from outrider_client.local.placement import Placement, named_settings, place, visible_gpus
 from outrider_client.local.roles import missing_for
 from outrider_client.local.stack import private_directory, service_argv
 from outrider_client.local.supervisor import ServiceCommand, Supervisor
@@ -61,7 +62,7 @@ def _up(arguments: argparse.Namespace) -> int:
             tls=reach.tls_options(),
         )
         gateway = _gateway(http, listen, (*shared, *flag_words(up.gateway_flags)))
-        return _supervise(console, target, draft, gateway, placed.said)
+        return _supervise(console, (target, draft, gateway), placed, up.mps)
 
 
 def _http_address(http: str) -> str:
@@ -95,8 +96,13 @@ def _check_free(host: str, port: int, flag: str) -> None:
 
 
 def _supervise(
-    console: Console, target: ServiceCommand, draft: ServiceCommand | None, gateway: ServiceCommand | None, placed: str
+    console: Console,
+    services: tuple[ServiceCommand, ServiceCommand | None, ServiceCommand | None],
+    placed: Placement,
+    mps: bool,
 ) -> int:
+    target, draft, gateway = services
+
     def emit(name: str, line: str) -> None:
         console.print(Text.assemble((f"{name:<8} | ", _COLOURS[name]), line), soft_wrap=True)
 
@@ -111,11 +117,13 @@ def _supervise(
             )
         emit("outrider", f"try `outrider chat{flag}` in another terminal; Ctrl-C here stops all")
 
-    if placed:
-        emit("outrider", placed)
+    # It says how the GPU is shared, once that is settled.
+    sharing = Mps(placed.said, lambda line: emit("outrider", line)) if mps and placed.shared else None
+    if placed.said and sharing is None:
+        emit("outrider", placed.said)
 
     async def supervise() -> int:
-        return await Supervisor(target, draft, emit, gateway=gateway).run(ready)
+        return await Supervisor(target, draft, emit, gateway=gateway, mps=sharing).run(ready)
 
     try:
         return run(supervise())

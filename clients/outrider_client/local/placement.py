@@ -28,11 +28,13 @@ _NOTHING: Mapping[tuple[str, str], str] = MappingProxyType({})
 
 
 class Placement(NamedTuple):
-    """Flags for target and draft, and one line that says what they do; empty where nothing is placed."""
+    """Flags for target and draft, one line that says what they do, and whether both run on one GPU; empty where nothing
+    is placed."""
 
     target: tuple[str, ...] = ()
     draft: tuple[str, ...] = ()
     said: str = ""
+    shared: bool = False
 
 
 def visible_gpus(environment: Mapping[str, str] = os.environ, devices: Path = Path("/dev")) -> int:
@@ -89,11 +91,12 @@ def place(
     names = {drafter, *(merged.split(",") if drafter == "merged" else ())}
     target, draft = ["--device", "cuda:0"], list[str]()
     said = "the target runs on cuda:0"
+    shared = drafter in _NEURAL and gpus == 1
     if drafter in _NEURAL:
-        device = "cuda:1" if gpus > 1 else "cuda:0"
+        device = "cuda:0" if shared else "cuda:1"
         # Medusa heads have no passes to capture, and no such flag; an MTP module with experts cannot be captured.
         draft = ["--device", device] if names & {"medusa", "mtp"} else ["--device", device, "--cuda-graphs"]
-        said += f", the draft on {device}" + ("" if gpus > 1 else ", which it shares with the target")
+        said += f", the draft on {device}" + (", which it shares with the target" if shared else "")
     if drafter in _WITH_HEAD:
         flag, chosen = _head(names, draft_words, named)
         if not chosen:
@@ -102,7 +105,7 @@ def place(
         # A captured step keeps the states that a head reads only if it is named.
         if chosen and not _has(target_words, "--draft-head") and ("target", "draft_head") not in named:
             target += ["--draft-head", chosen]
-    return Placement(tuple(target), tuple(draft), said)
+    return Placement(tuple(target), tuple(draft), said, shared)
 
 
 def _head(names: Set[str], words: Sequence[str], named: Mapping[tuple[str, str], str]) -> tuple[str, str]:

@@ -42,13 +42,15 @@ class Child:
         name: str,
         argv: Sequence[str],
         on_line: Callable[[str], None],
-        environment: Mapping[str, str] | None = None,
+        environment: Mapping[str, str | None] | None = None,
     ) -> None:
-        """`on_line` gets every line of its output, without the line end."""
+        """`on_line` gets every line of its output, without the line end. `environment` is beside our own; None takes a
+        variable out of it."""
         self.name = name
         self._argv = tuple(argv)
         self._on_line = on_line
-        self._environment = dict(os.environ) | dict(environment or {})
+        merged = {**os.environ, **(environment or {})}
+        self._environment = {name: value for name, value in merged.items() if value is not None}
         self._process: asyncio.subprocess.Process | None = None
         self._pump: asyncio.Task[None] | None = None
 
@@ -92,6 +94,9 @@ class Child:
         except TimeoutError:
             self._signal(signal.SIGKILL)
             return await self._process.wait()
+
+    def terminate(self) -> None:
+        self._signal(signal.SIGTERM)
 
     def kill(self) -> None:
         self._signal(signal.SIGKILL)

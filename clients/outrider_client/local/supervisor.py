@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from outrider_client.connection import Tls
+from outrider_client.local.mps import Mps
 from outrider_client.local.process import Child, ServiceDied, ServiceSlow, wait_serving
 
 Emit = Callable[[str, str], None]
@@ -50,10 +51,13 @@ class Supervisor:
         emit: Emit,
         times: RestartTimes | None = None,
         gateway: ServiceCommand | None = None,
+        mps: Mps | None = None,
     ) -> None:
-        """`emit(name, line)` gets every line of a service, and our own under the name "outrider"."""
+        """`emit(name, line)` gets every line of a service, and our own under the name "outrider". `mps` runs from
+        before the first service until after the last."""
         self._target = target
         self._beside = [command for command in (draft, gateway) if command is not None]
+        self._mps = mps
         self._emit = emit
         self._times = times or RestartTimes()
         self._stopping = asyncio.Event()
@@ -67,8 +71,13 @@ class Supervisor:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_signal)
-        kept = {command.name: asyncio.create_task(self._keep(command)) for command in self._beside}
+        kept: dict[str, asyncio.Task[None]] = {}
         try:
+            if self._mps is not None:
+                await self._start_mps(self._mps)
+            if self._stopping.is_set():
+                return self._status
+            kept |= {command.name: asyncio.create_task(self._keep(command)) for command in self._beside}
             return await self._run_target(on_ready)
         finally:
             self._stopping.set()
@@ -78,6 +87,8 @@ class Supervisor:
                 with contextlib.suppress(asyncio.CancelledError):
                     await task
                 await self._stop(name)
+            if self._mps is not None:
+                await self._mps.stop()
             for number in (signal.SIGINT, signal.SIGTERM):
                 loop.remove_signal_handler(number)
 
@@ -90,8 +101,22 @@ class Supervisor:
         self._emit("outrider", "stopping: running requests may finish; once more stops at once")
         self._stopping.set()
 
+    async def _start_mps(self, mps: Mps) -> None:
+        """Return once it has started or cannot, or somebody asks to stop meanwhile."""
+        starting = asyncio.create_task(mps.start())
+        asked = asyncio.create_task(self._stopping.wait())
+        try:
+            await asyncio.wait({starting, asked}, return_when=asyncio.FIRST_COMPLETED)
+            if starting.done():
+                starting.result()
+        finally:
+            for task in (starting, asked):
+                task.cancel()
+            await asyncio.gather(starting, asked, return_exceptions=True)
+
     async def _start(self, command: ServiceCommand) -> Child:
-        child = Child(command.name, command.argv, lambda line: self._emit(command.name, line), command.environment)
+        environment = {**command.environment, **(self._mps.environment(command.name) if self._mps else {})}
+        child = Child(command.name, command.argv, lambda line: self._emit(command.name, line), environment)
         self._children[command.name] = child
         await child.start()
         return child
