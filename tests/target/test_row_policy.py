@@ -472,7 +472,7 @@ def beside_a_prompt(engine: Engine, rows: int, runner: ModelRunner, **changes: o
     return Schedule((Chunk(reader.sequence, rows), *engine._schedule.chunks))
 
 
-@pytest.mark.parametrize(("read", "rows"), [(5, 64), (27, 64), (33, 128), (100, 256), (240, 256)])
+@pytest.mark.parametrize(("read", "rows"), [(5, 64), (27, 64), (33, 128), (100, 192), (240, 256)])
 def test_drafted_rows_stand_behind_those_that_are_read(runner: ModelRunner, read: int, rows: int) -> None:
     engine = Engine(runner, DEVICES["free"], GOOD, sequences=4)
     engine.policy = RowPolicy(7, None, engine.live)
