@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from array import array
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
 
 import grpc
+import numpy as np
 
 from draft_service.drafters.base import CorpusDrafter, Drafter, device_of
 from draft_service.frame_reader import Inbox, slices
@@ -137,8 +139,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
                 self._admission.check_tenant(caller, tenant)
             if len(request.token_ids) > MAX_CORPUS_TOKENS:
                 raise InvalidField("token_ids", f"has more than {MAX_CORPUS_TOKENS} entries")
-            token_ids = tuple(request.token_ids)
-            check_token_ids(token_ids, self._info.vocabulary_size or MAX_VOCABULARY, "token_ids")
+            token_ids = _document(request.token_ids, self._info.vocabulary_size or MAX_VOCABULARY)
             # Off the event loop: streams in flight must not wait for a document.
             learnt = await asyncio.to_thread(drafter.add_corpus, tenant, corpus, token_ids)
             self._observer.on_corpus(learnt.tokens)
@@ -333,3 +334,12 @@ def _check_count(count: int, limit: int, field_path: str) -> None:
     """Raise `InvalidField`, which ends the stream, for a frame of more parts than one may have."""
     if count > limit:
         raise InvalidField(field_path, f"has more than {limit} entries")
+
+
+def _document(token_ids: Sequence[int], vocabulary_size: int) -> array[int]:
+    """A document's tokens as integers of C. 65,536 Python integers to make and to compare would hold up every stream
+    for 3 ms. Raises `InvalidField` for one outside [0, vocabulary_size)."""
+    ids = np.array(token_ids, np.int64)
+    if len(ids) and int(ids.max()) >= vocabulary_size:
+        check_token_ids(tuple(token_ids), vocabulary_size, "token_ids")
+    return array("i", ids.astype(np.int32).tobytes())
