@@ -31,6 +31,9 @@ PROMETHEUS = "prom/prometheus:v3.5.0"
 LOCAL_BASE = "outrider-test/base:bookworm"
 LOCAL_PROMETHEUS = "outrider-test/prometheus:debian"
 HEALTHY_SECONDS = 420
+SERVICES = ("draft", "target", "gateway", "prometheus")
+# The address is an argument of the build: one that changed had Docker install every dependency again.
+WHEELS_PORT = 41873
 NEEDS = """make test-compose needs a running Docker engine that this user may use, with `docker compose` or
 docker-compose 1.29, and python:3.11-slim-bookworm from a registry; or, run as root, debootstrap instead of the latter.
 On Debian 12: apt-get install docker.io docker-compose debootstrap iptables, and start dockerd."""
@@ -111,7 +114,10 @@ def wheels_over_http() -> Iterator[str]:
         yield ""
         return
     handler = functools.partial(_QuietHandler, directory=str(folder))
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    try:
+        server = ThreadingHTTPServer(("127.0.0.1", WHEELS_PORT), handler)
+    except OSError:
+        server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
         yield f"http://127.0.0.1:{server.server_port}/"
@@ -125,13 +131,18 @@ class _QuietHandler(SimpleHTTPRequestHandler):
         """Test output is for tests."""
 
 
+def _healthy(container: dict[str, Any]) -> bool:
+    state = container["State"]
+    return bool(state["Running"] and state["Health"]["Status"] == "healthy")
+
+
 class ComposeStack:
-    """Target, draft and Prometheus from `compose.yaml`, on free ports."""
+    """Target, draft, gateway and Prometheus from `compose.yaml`, on free ports."""
 
     def __init__(self) -> None:
         self._compose = compose_command()
         base = base_image()
-        self.port, self.prometheus_port = free_port(), free_port()
+        self.port, self.http_port, self.prometheus_port = free_port(), free_port(), free_port()
         self._environment = {
             **os.environ,
             "COMPOSE_PROJECT_NAME": PROJECT,
@@ -141,6 +152,7 @@ class ComposeStack:
             # Only in fp32 is an answer without drafts the same token for token on a CPU.
             "OUTRIDER_DTYPE": "float32",
             "OUTRIDER_PORT": str(self.port),
+            "OUTRIDER_HTTP_PORT": str(self.http_port),
             "PROMETHEUS_PORT": str(self.prometheus_port),
             "PROMETHEUS_IMAGE": prometheus_image(base),
         }
@@ -155,11 +167,15 @@ class ComposeStack:
             if wheels:
                 self._environment["OUTRIDER_TORCH_INDEX"] = ""
             self.compose("build", "draft", timeout=1800)
-        self.compose("up", "--detach", "--no-build", "model", "draft", "target", "prometheus")
+        self.compose("up", "--detach", "--no-build", "model", *SERVICES)
+        self.wait_until_healthy(*SERVICES)
+
+    def wait_until_healthy(self, *services: str) -> None:
+        """Until every container of these services is. Raises `StackFailed` with the logs after a time."""
         deadline = time.monotonic() + HEALTHY_SECONDS
-        waiting = ["draft", "target", "prometheus"]
+        waiting = list(services)
         while waiting:
-            waiting = [name for name in waiting if self.inspect(name)["State"]["Health"]["Status"] != "healthy"]
+            waiting = [name for name in waiting if not all(map(_healthy, self.containers(name)))]
             if time.monotonic() > deadline:
                 logs = self.compose("logs", "--tail=15")
                 raise StackFailed(f"{', '.join(waiting)} did not become healthy:\n{logs}")
@@ -170,10 +186,15 @@ class ComposeStack:
         self.compose("down", "--remove-orphans", timeout=180)
 
     def inspect(self, service: str) -> dict[str, Any]:
-        """What the engine says of a service's container."""
-        container = self.compose("ps", "--quiet", service).strip()
-        found: list[dict[str, Any]] = json.loads(run("docker", "inspect", container))
-        return found[0]
+        """What the engine says of a service's one container."""
+        [found] = self.containers(service)
+        return found
+
+    def containers(self, service: str) -> list[dict[str, Any]]:
+        """What the engine says of each container of a service that runs or has run."""
+        ids = self.compose("ps", "--all", "--quiet", service).split()
+        found: list[dict[str, Any]] = json.loads(run("docker", "inspect", *ids))
+        return found
 
     def prometheus(self, path: str, **parameters: str) -> Any:
         """The `data` of an answer of Prometheus's API."""

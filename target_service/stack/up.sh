@@ -32,6 +32,7 @@ find_compose() {
 containers() {
     local ids
     ids=$("${compose[@]}" "$@" ps --all --quiet)
+    [ -n "$ids" ] || return 0
     # shellcheck disable=SC2086 # one id a word
     docker inspect --format '{{if ne (index .Config.Labels "com.docker.compose.oneoff") "True"}}{{.Name}}|{{
         .State.Status}}|{{.State.ExitCode}}|{{.RestartCount}}|{{if .State.Health}}{{.State.Health.Status}}{{end}}{{end}}' $ids
@@ -79,7 +80,10 @@ check() {
 
 find_compose
 # Its own message names a container by its number; `check` says which that is, and why.
-"${compose[@]}" "$@" up --build --detach || { check "$@"; exit 1; }
+"${compose[@]}" "$@" up --build --detach || {
+    check "$@"
+    fail "\`${compose[*]} up\` failed, and says above why"
+}
 until [ "$SECONDS" -ge "$most_seconds" ]; do
     check "$@"
     [ ${#waiting[@]} -gt 0 ] || { echo 'make up: every container is healthy'; exit 0; }

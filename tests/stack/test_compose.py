@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import threading
 import time
+import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
 import grpc
 import pytest
-from compose_stack import ComposeStack, StackFailed
+from compose_stack import SERVICES, ComposeStack, StackFailed, run
 from dashboard import METRIC, alerts, answerable, queries, rules
 
 from outrider.errors import InvalidField
 from outrider.sampling import SamplingParams
 from outrider.v1 import target_pb2, target_pb2_grpc
-from outrider_client import Client
+from outrider_client import Client, Speculation
 from outrider_client.results import Result
 
 pytestmark = [pytest.mark.compose, pytest.mark.timeout(1800)]
@@ -27,6 +29,8 @@ PROMPT = "one two three four five six seven eight nine ten, " * 4
 TRACEPARENT = "00-5ca1ab1e5ca1ab1e5ca1ab1e5ca1ab1e-5ca1ab1e5ca1ab1e-01"
 # Rates need a few scrapes on both sides of the traffic.
 TRAFFIC_SECONDS = 40.0
+# Of the 30 that a target drains for: long enough for compose to begin, short enough for a machine that slows down.
+DRAINED_SECONDS = 10.0
 
 
 def make_stack() -> ComposeStack | str:
@@ -89,7 +93,18 @@ def test_a_generation_through_the_published_port_is_drafted_for(stack: ComposeSt
     assert result.speculation.accepted_tokens > 0
 
 
-@pytest.mark.parametrize("service", ["draft", "target", "prometheus"])
+def test_the_gateway_answers_through_its_port(stack: ComposeStack) -> None:
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{stack.http_port}/v1/completions",
+        json.dumps({"prompt": PROMPT, "max_tokens": 8}).encode(),
+        {"content-type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=120) as response:
+        answer = json.load(response)
+    assert answer["usage"]["completion_tokens"] == 8 and answer["choices"][0]["text"]
+
+
+@pytest.mark.parametrize("service", SERVICES)
 def test_containers_are_locked_in(stack: ComposeStack, service: str) -> None:
     found = stack.inspect(service)
     host = found["HostConfig"]
@@ -103,8 +118,8 @@ def test_containers_are_locked_in(stack: ComposeStack, service: str) -> None:
     assert {binding["HostIp"] for binding in bindings} <= {"127.0.0.1"}
 
 
-def test_prometheus_scrapes_both_services(after_traffic: ComposeStack) -> None:
-    assert after_traffic.values('up{job=~"outrider-(target|draft)"}') == [1.0, 1.0]
+def test_prometheus_scrapes_every_service(after_traffic: ComposeStack) -> None:
+    assert after_traffic.values('up{job=~"outrider-(target|draft|gateway)"}') == [1.0] * 3
 
 
 @pytest.mark.parametrize("title", queries())
@@ -166,16 +181,45 @@ def test_a_stopped_draft_shows_and_harms_nothing(after_traffic: ComposeStack) ->
         time.sleep(1)
     assert stack.values("outrider_draft_connected") == [0.0]
     stack.compose("start", "draft")
+    stack.wait_until_healthy("draft")
+
+
+def test_one_of_two_drafts_is_enough(after_traffic: ComposeStack) -> None:
+    """`--scale draft=2`: whichever the target is connected to, the other takes over when it is stopped."""
+    stack = after_traffic
+    stack.compose("up", "--detach", "--no-build", "--no-recreate", "--scale", "draft=2", "draft")
+    stack.wait_until_healthy("draft")
+    both = [container["Name"].removeprefix("/") for container in stack.containers("draft")]
+    assert len(both) == 2
+    for stopped in both:
+        run("docker", "stop", stopped)
+        assert asyncio.run(generate(stack.port)).speculation.accepted_tokens > 0
+        run("docker", "start", stopped)
+        stack.wait_until_healthy("draft")
 
 
 def test_a_stopped_target_finishes_what_it_began(after_traffic: ComposeStack) -> None:
-    """Last: nothing answers afterwards."""
-    stack, results = after_traffic, []
-    client = threading.Thread(target=lambda: results.append(asyncio.run(generate(stack.port, max_tokens=64))))
+    """Last: nothing answers afterwards. Plain decoding, whose pace tells how much can end while the target drains."""
+    stack, first, ended = after_traffic, threading.Event(), []
+
+    async def read(max_tokens: int) -> None:
+        async with Client.connect(f"127.0.0.1:{stack.port}") as client:
+            sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+            generation = client.generate(text=PROMPT, sampling=sampling, speculation=Speculation(enabled=False))
+            async for _ in generation:
+                first.set()
+            ended.append((await generation.result(), time.monotonic()))
+
+    begun = time.monotonic()
+    asyncio.run(read(16))
+    tokens = min(max(int(16 * DRAINED_SECONDS / (time.monotonic() - begun)), 16), 2048)
+    first.clear()
+    client = threading.Thread(target=lambda: asyncio.run(read(tokens)))
     client.start()
-    while not stack.values("outrider_requests_running > 0") and client.is_alive():
-        time.sleep(0.5)
+    assert first.wait(60)
+    stopped = time.monotonic()
     stack.compose("stop", "target", timeout=90)
     client.join(timeout=60)
-    assert [result.completion_tokens for result in results] == [64]
+    assert [result.completion_tokens for result, _ in ended] == [16, tokens]
+    assert ended[1][1] > stopped + 1, "it ended before the target was told to stop"
     assert stack.inspect("target")["State"]["ExitCode"] == 0

@@ -19,14 +19,15 @@ COMPOSE = """#!/bin/sh
 echo "$0 $*" >>"$LAID/calls"
 case "$*" in
   *"up "*) exit "$(cat "$LAID/up")" ;;
-  *"ps "*) echo 1 2 ;;
+  *"ps "*) cat "$LAID/ids" ;;
 esac
 """
 DOCKER = """#!/bin/sh
 case "$1" in
   info) cat "$LAID/info" >&2; [ ! -s "$LAID/info" ] ;;
   compose) shift; [ -e "$LAID/plugin" ] && exec docker-compose-plugin "$@"; exit 1 ;;
-  inspect) set -- "$LAID"/look.*; cat "$1"; [ $# -gt 1 ] && rm "$1"; true ;;
+  inspect) [ $# -gt 3 ] || { echo "inspect requires at least 1 argument" >&2; exit 1; }
+    set -- "$LAID"/look.*; cat "$1"; [ $# -gt 1 ] && rm "$1"; true ;;
   logs) echo "the last words of $4" ;;
 esac
 """
@@ -46,6 +47,7 @@ class Machine:
             (self.folder / f"look.{number}").write_text(look + "\n")
         (self.folder / "info").write_text(info)
         (self.folder / "up").write_text(str(up))
+        (self.folder / "ids").write_text("1 2\n" if looks else "")
         environment = {"PATH": str(self.folder), "LAID": str(self.folder), "OUTRIDER_UP_SECONDS": str(seconds)}
         done = subprocess.run([str(SCRIPT), *flags], env=environment, capture_output=True, text=True, timeout=60)
         return done.returncode, done.stdout + done.stderr
@@ -106,6 +108,12 @@ def test_a_failure_of_compose_is_explained(machine: Machine) -> None:
     """Compose itself gives a container's number and its exit status."""
     status, said = machine.up(looks=(READY.replace("exited|0", "exited|1"),), up=1)
     assert status == 1 and "the last words of stack_model_1" in said
+
+
+def test_an_image_that_cannot_be_built_is_not_explained_away(machine: Machine) -> None:
+    """No container is made then; what compose said is the reason, and nothing else stands below it."""
+    status, said = machine.up(looks=(), up=1)
+    assert status == 1 and said == "make up: `docker-compose up` failed, and says above why\n"
 
 
 def test_does_not_wait_for_ever(machine: Machine) -> None:
