@@ -13,7 +13,7 @@ from rich.console import Console
 
 from draft_service.training.config import TrainingConfig
 from outrider.command_line import CommandParser
-from outrider.runtime import configure_logging, prepare_grpc
+from outrider.runtime import configure_logging, leave, prepare_grpc
 from outrider.settings import CONFIG_VARIABLE, SettingsError, add_flags, load
 
 _PROG = "outrider train-head"
@@ -79,4 +79,4 @@ def _train(config: TrainingConfig, command: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

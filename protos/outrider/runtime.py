@@ -77,7 +77,8 @@ def run(main: Coroutine[Any, Any, Result]) -> Result:
     return result
 
 
-_LEFT_BEHIND = "loading"
+# What a thread is named that may be in the middle of its work when the process ends; see `leave`.
+LEFT_BEHIND = "left behind"
 
 
 async def in_thread_to_leave(work: Callable[[], Result]) -> Result:
@@ -101,14 +102,14 @@ async def in_thread_to_leave(work: Callable[[], Result]) -> Result:
         else:
             settle(lambda: ended.set_result(result))
 
-    threading.Thread(target=run_it, name=_LEFT_BEHIND, daemon=True).start()
+    threading.Thread(target=run_it, name=LEFT_BEHIND, daemon=True).start()
     return await ended
 
 
 def leave(status: int) -> NoReturn:
     """End the process. Where a thread was left behind in the middle of its work, at once: the interpreter's own end
     would pull its objects from under it, and PyTorch's code aborts then."""
-    if any(thread.name == _LEFT_BEHIND for thread in threading.enumerate()):
+    if any(thread.name == LEFT_BEHIND for thread in threading.enumerate()):
         logging.shutdown()
         sys.stdout.flush()
         os._exit(status)

@@ -307,6 +307,7 @@ async def test_up_starts_it_for_a_gpu_that_is_shared(
         *(sys.executable, "-c", _UP, str(gpus), "up", "--port", str(unused_tcp_port), *words),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )
     assert process.stdout is not None
     said = ""

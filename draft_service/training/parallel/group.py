@@ -19,6 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from outrider.runtime import LEFT_BEHIND
+
 # The longest that one waits for another that lives: followers while the leader validates and saves, all for one that
 # compiles. Chosen, not measured: far above the minutes that these take. A death is noticed at once by other ways.
 _TIMEOUT = timedelta(hours=2)
@@ -99,7 +101,7 @@ class Group:
         """Close what `connect` opened. A device that waits for one that is gone is not waited for."""
         if self._connected:
             self._connected = False
-            closing = threading.Thread(target=dist.destroy_process_group, name="group", daemon=True)
+            closing = threading.Thread(target=dist.destroy_process_group, name=LEFT_BEHIND, daemon=True)
             closing.start()
             closing.join(_LEAVE_SECONDS)
 
