@@ -192,7 +192,13 @@ def training_for_ever(model: Path, out: Path, text: Path) -> Iterator[tuple[subp
     settings = SMALL | {"model": model, "out": out / "head", "text": text, "epochs": 1e6, "device": BOTH}
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
     command = [sys.executable, "-m", "draft_service.training", *flags, "--validation-seconds=0.1"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+    # Where the tests run behind a shell, Ctrl-C may be ignored, and so by what they start.
+    heeded = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        started = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    finally:
+        signal.signal(signal.SIGINT, heeded)
+    with started as process:
         try:
             checkpoint, deadline = out / "head.run" / "checkpoint.safetensors", time.monotonic() + 240
             while not checkpoint.exists():

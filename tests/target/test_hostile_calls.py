@@ -184,10 +184,13 @@ async def test_who_comes_back_at_once_is_told_later(echo: Any) -> None:
         assert 64 <= told <= most
         # Others are told at once that they are refused, and are served.
         assert await echo.call(channel, "Unary", metadata=bearer(OTHER), timeout=5) == b"other"
-        assert isinstance(
-            await error_of(channel.unary_unary(f"/{echo.name}/Unary")(b"", metadata=bearer("wrong" * 5), timeout=5)),
-            Unauthenticated,
-        )
+        for _ in range(5):
+            wrong = channel.unary_unary(f"/{echo.name}/Unary")(b"", metadata=bearer("wrong" * 5), timeout=5)
+            error = await error_of(wrong)
+            # A connection that is as full as it may be takes no stream more: the call did not come as far as the token.
+            if "RST_STREAM" not in str(error):
+                break
+        assert isinstance(error, Unauthenticated)
         for each in storm:
             each.cancel()
         await asyncio.gather(*storm, return_exceptions=True)
