@@ -31,7 +31,7 @@ from target_service.execution.host_executor import (
     verify_on_host,
 )
 from target_service.execution.node_tables import NodeTables
-from target_service.execution.post_pass import Kind, PostPass, Table
+from target_service.execution.post_pass import Kind, PostPass, TableWork
 from target_service.model.forward import ForwardPass
 from target_service.model.runner import ModelRunner
 from target_service.sampling.verifier import SequenceVerifier, Verified
@@ -164,9 +164,9 @@ class DeviceSteps:
         for _ in range(1, passes):
             # What came while the pass ran.
             table.take(tables.mail)
-            self._conclude(batch, rows, done, Table.GO_ON)
+            self._conclude(batch, rows, done, TableWork.GO_ON)
             done = self._runner.run_again(batch.input, done)
-        self._conclude(batch, rows, done, Table.REPORT)
+        self._conclude(batch, rows, done, TableWork.REPORT)
         self._moves = None
         self._count += 1
         reading = [item.tree is not None for item in batch.items[: batch.input.reading]]
@@ -184,7 +184,7 @@ class DeviceSteps:
             table.seat(pinned)
 
     def _conclude(
-        self, batch: StepBatch, rows: SequenceOf[RowsToVerify], done: ForwardPass, table: Table = Table.NONE
+        self, batch: StepBatch, rows: SequenceOf[RowsToVerify], done: ForwardPass, table: TableWork = TableWork.NONE
     ) -> None:
         """Verify a pass, bring accepted keys and values into place, and leave what was said for the next pass."""
         distributions = _distributions_of(batch)
@@ -194,7 +194,7 @@ class DeviceSteps:
             return
         greedy = all(one.mode is Mode.GREEDY for one in rows)
         filtered = not greedy and any(one.filtered for one in rows)
-        self._post_pass.run(Kind(batch.drafted or table is not Table.NONE, greedy, filtered, table), done)
+        self._post_pass.run(Kind(batch.drafted or table is not TableWork.NONE, greedy, filtered, table), done)
 
 
 def _distributions_of(batch: StepBatch) -> dict[int, tuple[tuple[int, ...], tuple[int, ...]]]:

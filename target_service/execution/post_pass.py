@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 _CAPTURE_SECONDS = 30.0
 
 
-class Table(Enum):
+class TableWork(Enum):
     """What is done with the node table after a pass: nothing, where the host chose the rows; the pass is reported; or
     the next one is laid out too, and the device goes on by itself."""
 
@@ -41,7 +41,7 @@ class Kind(NamedTuple):
     drafted: bool
     greedy: bool = False
     filtered: bool = True
-    table: Table = Table.NONE
+    table: TableWork = TableWork.NONE
 
 
 class PostPass:
@@ -100,9 +100,9 @@ class PostPass:
             if table is not None:
                 table.keep_accepted(done.token_ids, done.slots, done.parameters, verdicts)
         self._runner.pending[: len(verdicts.next_tokens)].copy_(verdicts.next_tokens)
-        if kind.table is not Table.NONE:
+        if kind.table is not TableWork.NONE:
             assert table is not None and done.step is not None
-            conclude = table.go_on if kind.table is Table.GO_ON else table.report
+            conclude = table.go_on if kind.table is TableWork.GO_ON else table.report
             conclude(done.step, verdicts)
 
     def _capture(self, kind: Kind, done: ForwardPass) -> torch.cuda.CUDAGraph:
@@ -126,5 +126,5 @@ def _kinds(*, drafts: bool, tables: bool) -> Iterator[Kind]:
         if drafts:
             yield Kind(True, greedy, filtered)
         if drafts and tables:
-            yield Kind(True, greedy, filtered, Table.REPORT)
-            yield Kind(True, greedy, filtered, Table.GO_ON)
+            yield Kind(True, greedy, filtered, TableWork.REPORT)
+            yield Kind(True, greedy, filtered, TableWork.GO_ON)

@@ -1,10 +1,10 @@
 """How the latent-attention kernel is cut for a step.
 
 The choices follow from sizes, and from what the compiler reports for an sm_90 target (shared memory, registers, spills;
-`tests/kernels/test_tiling.py` holds the first). They were timed beside no others: on an H200
-they take 1.3 times the floor at best, 3.6 in the middle of all cases, and far more where a whole GPU reads one sequence
-(`benchmarks/results/2026-11-23-h200-widened-seventh.md`). `benchmarks/kernels/latent_attention.py --sweep` times
-others on a GPU.
+`tests/kernels/test_tiling.py` holds the first). They were timed beside no others: on an H200 they take 1.3 times the
+floor at best, 3.6 in the middle of all cases, and far more where a whole GPU reads one sequence
+(`benchmarks/results/2026-11-23-h200-widened-seventh.md`). `benchmarks/kernels/latent_attention.py --sweep` times others
+on a GPU.
 """
 
 from __future__ import annotations
