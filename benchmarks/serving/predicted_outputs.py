@@ -7,6 +7,7 @@ is that answer untouched, and `wrong` the answer to another case. Every mode of 
 one target that stays up; the answer must be plain decoding's each time.
 
     python -m benchmarks.serving.predicted_outputs [--drafters none,prompt_lookup] [--json FILE]
+        [--model FOLDER --target '{"device": "cuda"}']
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from pathlib import Path
 from statistics import median, quantiles
 
 from benchmarks.shared.report import parser_of, write_json
+from benchmarks.widened.services import flags_of
 from outrider.machine import describe_commit, describe_machine, describe_versions
 from outrider.sampling import SamplingParams
 from outrider_client import Client, Result
@@ -116,7 +118,8 @@ async def measure(arguments: argparse.Namespace) -> list[Sample]:
     for drafter in arguments.drafters.split(","):
         with private_directory() as folder:
             async with Stack(folder) as stack:
-                flags = ["--model", arguments.model, "--dtype", arguments.dtype, "--threads", str(arguments.threads)]
+                settings = {"model": arguments.model, "dtype": arguments.dtype, "threads": arguments.threads}
+                flags = flags_of(settings | arguments.target)
                 if drafter != NO_DRAFTER:
                     flags += ["--draft", await stack.start("draft", "draft_service", "--drafter", drafter)]
                 address = await stack.start("target", "target_service", *flags)
@@ -222,6 +225,7 @@ def main() -> int:
     parser.add_argument("--drafters", default="none,prompt_lookup", help="with commas between; none is no draft")
     parser.add_argument("--modes", default=",".join(MODES), help="with commas between; plain among them")
     parser.add_argument("--threads", type=int, default=0, help="of the target; 0 leaves torch's own choice")
+    parser.add_argument("--target", default="{}", type=json.loads, help="more settings of the target, as JSON")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--every", type=int, default=1, help="take every so many cases")
     parser.add_argument("--max-tokens", type=int, default=160)

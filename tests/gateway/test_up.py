@@ -31,7 +31,7 @@ async def test_up_serves_http(model: str, unused_tcp_port_factory: Callable[[], 
             # The gateway looks at its targets every two seconds.
             while (await client.get("/health/ready")).status_code != 200:
                 await asyncio.sleep(0.1)
-            asked = {"prompt": "once", "max_tokens": 4}
+            asked = {"prompt": "once", "max_tokens": 4, "temperature": 0}
             answer = (await client.post("/v1/completions", json=asked)).json()
             listed = await client.get("/v1/models", headers={"origin": "http://localhost:3000"})
             named = [await client.get("/health", headers={"host": host}) for host in ("llm.example", "evil.example")]
