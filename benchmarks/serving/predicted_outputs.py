@@ -3,8 +3,9 @@
 Each case of `edits.jsonl` asks for a text to be edited. A small model does not follow such instructions well, so the
 text before the edit (`before`) says little of what predictions do for a model that does. Therefore there is `kept`: the
 model's own greedy answer, of which a tenth of the tokens is exchanged, put in or left out, in runs of up to four. `own`
-is that answer untouched, and `wrong` the answer to another case. Every mode of a case runs in each round, in turn, on
-one target that stays up; the answer must be plain decoding's each time.
+is that answer untouched, and `wrong` the answer to another case. `plain` speculates in no way, and `unpredicted` as the
+target does without a prediction. Every mode of a case runs in each round, in turn, on one target that stays up; the
+answer must be plain decoding's each time (in bf16 a pass of more rows may choose another word at a near tie).
 
     python -m benchmarks.serving.predicted_outputs [--drafters none,prompt_lookup] [--json FILE]
         [--model FOLDER --target '{"device": "cuda"}']
@@ -26,11 +27,12 @@ from benchmarks.shared.report import parser_of, write_json
 from benchmarks.widened.services import flags_of
 from outrider.machine import describe_commit, describe_machine, describe_versions
 from outrider.sampling import SamplingParams
-from outrider_client import Client, Result
+from outrider_client import Client, Result, Speculation
 from outrider_client.local.stack import Stack, private_directory, wait_for_drafter
 
 CASES = Path(__file__).parents[1] / "edits.jsonl"
-PLAIN, MODES = "plain", ("plain", "kept", "own", "before", "wrong")
+PLAIN, UNPREDICTED = "plain", "unpredicted"
+MODES = (PLAIN, UNPREDICTED, "kept", "own", "before", "wrong")
 # Of the model's own answer, in `kept`.
 STAYS = 0.9
 LONGEST_EDIT = 4
@@ -103,7 +105,8 @@ def predictions(cases: Sequence[Case], answers: Sequence[Result], place: int) ->
     """By mode, what a case's request predicts."""
     said = list(answers[place].token_ids)
     return {
-        "plain": None,
+        PLAIN: None,
+        UNPREDICTED: None,
         "kept": edited(said, place),
         "own": said,
         "before": cases[place].before,
@@ -136,10 +139,13 @@ async def measure_target(
     """One target's samples: first each plain answer, which the predictions are made of, then rounds of all modes."""
     sampling = SamplingParams(max_tokens=arguments.max_tokens)
 
-    async def answer(case: Case, prediction: str | Sequence[int] | None) -> Result:
-        return await client.generate(messages=case.messages, sampling=sampling, prediction=prediction).result()
+    async def answer(case: Case, mode: str, prediction: str | Sequence[int] | None) -> Result:
+        speculation = Speculation(enabled=False if mode == PLAIN else None)
+        return await client.generate(
+            messages=case.messages, sampling=sampling, prediction=prediction, speculation=speculation
+        ).result()
 
-    answers = [await answer(case, None) for case in cases]
+    answers = [await answer(case, PLAIN, None) for case in cases]
     samples: list[Sample] = []
     for turn in range(arguments.rounds):
         for place, case in enumerate(cases):
@@ -151,7 +157,7 @@ async def measure_target(
             modes = arguments.modes.split(",")
             first = (turn + place) % len(modes)
             for mode in (*modes[first:], *modes[:first]):
-                result = await answer(case, predicted[mode])
+                result = await answer(case, mode, predicted[mode])
                 same = result.token_ids == answers[place].token_ids
                 samples.append(sample_of(result, case, drafter, mode, turn, same=same))
         sys.stderr.write(f"{drafter}: round {turn + 1} of {arguments.rounds}\n")
