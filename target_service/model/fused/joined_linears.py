@@ -7,7 +7,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
-from torch._inductor.compile_fx import compile_fx
 from transformers import PreTrainedModel
 
 # Children of one parent that the served families give the same input.
@@ -68,6 +67,9 @@ def _join(parent: nn.Module, names: Sequence[str]) -> bool:
 
 def compile_shared(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
     """A backend for `torch.compile`: its default one, after equal products were made one. It does not do so itself."""
+    # Imported for a second, which a CPU never needs.
+    from torch._inductor.compile_fx import compile_fx
+
     share_products(graph)
     return cast(Callable[..., Any], compile_fx(graph, inputs))
 
