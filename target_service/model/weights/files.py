@@ -6,6 +6,7 @@ is refused before any tensor is read; values are checked as they are read.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -86,9 +87,19 @@ def _check_headers(places: Mapping[str, Any], wanted: Mapping[str, TensorSpec]) 
 def _read(file: Any, name: str, dtype: torch.dtype) -> Tensor:
     # A copy, for a tensor may lie in the file, which others may change.
     tensor: Tensor = file.get_tensor(name).to(dtype, copy=True)
-    if not bool(torch.isfinite(tensor).all()):
+    if not _finite(tensor):
         raise InvalidField("tensors", f"{name} has values that are not finite in {str(dtype).removeprefix('torch.')}")
     return tensor
+
+
+def _finite(tensor: Tensor) -> bool:
+    """Whether every value is. One pass that makes no other tensor: `torch.isfinite` makes several of the tensor's size,
+    and took five sixths of the time of reading."""
+    if not tensor.numel():
+        return True
+    # Both are NaN where any value is.
+    least, most = torch.aminmax(tensor)
+    return math.isfinite(least) and math.isfinite(most)
 
 
 def _with_tied(found: dict[str, Tensor], wanted: Mapping[str, TensorSpec]) -> dict[str, Tensor]:
