@@ -103,7 +103,8 @@ def test_what_cannot_be_locked_stays_pageable(
     wait_for(lambda: not locks.held)
 
 
-def test_memory_goes_back_to_the_system(locks: Locks) -> None:
+@pytest.mark.usefixtures("locks")
+def test_memory_goes_back_to_the_system() -> None:
     room = HostRoom(GPU)
     room.reserve([3 * PIECE])
     tensor = room.take((3 * PIECE,), torch.uint8)
