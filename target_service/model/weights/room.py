@@ -118,7 +118,7 @@ class HostRoom:
 
 def copy_in_pieces(memory: Tensor, source: Tensor) -> None:
     """Copy `source` into `memory`, of the same shape and type, without waiting for a device: `source` has to stay until
-    that is done. No copy reaches across a room's pieces, for each is locked by itself, and the driver may refuse one that
+    that is done. No copy reaches across a room's pieces: each is locked by itself, and the driver may refuse one that
     takes from several."""
     if not memory.is_contiguous():
         # Some other way than straight there; from memory that no piece ends in.
