@@ -4,9 +4,10 @@
         [--sequences N] [--updates N] [--json FILE]
 
 FOLDER has the safetensors files that are exchanged for the model's own, again and again; the model's own folder will
-do, since as much is read, checked and written. Printed are, of each update, what reading and checking took beside
-running requests, the pause that the engine reports, and the longest time between two steps that told of tokens, which
-has the pause in it and what requests that go on are read again in.
+do, since as much is read, checked and written. Printed are, of each update, what reading, checking and (for a GPU)
+page-locking took beside running requests, the pause that the engine reports, both in bytes of weights a second too, and
+the longest time between two steps that told of tokens, from the asking until two seconds behind the exchange: the pause
+is in it, what requests that go on are read again in, and whatever locking and giving back memory holds steps up.
 """
 
 from __future__ import annotations
@@ -84,6 +85,17 @@ def _updated(engine: Engine, folder: str, running: RunningRequests) -> WeightsUp
     return result
 
 
+def _figures(done: WeightsUpdated) -> dict[str, float]:
+    prepare, pause = done.prepare_ns / 1e9, done.pause_ns / 1e9
+    return {
+        "MB": done.bytes / 1e6,
+        "prepare_s": prepare,
+        "prepare_GB_s": done.bytes / 1e9 / prepare,
+        "pause_s": pause,
+        "pause_GB_s": done.bytes / 1e9 / pause,
+    }
+
+
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--model", required=True)
@@ -105,8 +117,7 @@ def main() -> None:
         done = _updated(engine, asked.weights, RunningRequests(asked.running))
         # Whatever goes on is read again behind it.
         time.sleep(_BETWEEN_SECONDS)
-        row = {"MB": done.bytes / 1e6, "prepare_s": done.prepare_ns / 1e9, "pause_s": done.pause_ns / 1e9}
-        rows.append(row | {"longest_gap_s": gaps.take()})
+        rows.append(_figures(done) | {"longest_gap_s": gaps.take()})
         sys.stdout.write("  ".join(f"{name} {value:.3f}" for name, value in rows[-1].items()) + "\n")
         sys.stdout.flush()
     engine.stop(0.0)

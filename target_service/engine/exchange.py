@@ -16,6 +16,7 @@ from target_service.core.weights import RunningRequests, UpdateDone, WeightsUpda
 from target_service.engine.loop import EngineLoop
 from target_service.model.runner import ModelRunner
 from target_service.model.weights.files import read_weights
+from target_service.model.weights.room import HostRoom
 from target_service.model.weights.slots import WeightSlot, specs_of, weight_slots, write_weights
 
 
@@ -26,6 +27,8 @@ class _Asked:
     update_id: int
     update: WeightUpdate
     done: UpdateDone
+    # Where they lie until they are written.
+    room: HostRoom
     begun_ns: int = field(default_factory=time.monotonic_ns)
     slots: list[WeightSlot] = field(default_factory=list)
     # None until they are read.
@@ -56,7 +59,7 @@ class WeightExchange:
         Raises:
             QuotaExceeded: another update is under way.
         """
-        asked = _Asked(update_id, update, done)
+        asked = _Asked(update_id, update, done, HostRoom(self._runner.device))
         with self._lock:
             if self._asked is not None:
                 raise QuotaExceeded("another update of the weights is under way")
@@ -125,6 +128,9 @@ class WeightExchange:
         """Nothing is asked any more, and whoever was held may begin. The update that was."""
         with self._lock:
             asked, self._asked = self._asked, None
+            read = asked is not None and asked.weights is not None
+        if asked is not None and read:
+            asked.room.release()
         self._loop.settling = False
         self._loop.scheduler.release()
         return asked
@@ -133,7 +139,8 @@ class WeightExchange:
         """Read the weights, in a thread of its own."""
         try:
             slots = weight_slots(self._runner.model)
-            weights = read_weights(Path(asked.update.folder), specs_of(slots))
+            weights = read_weights(Path(asked.update.folder), specs_of(slots), asked.room)
+            asked.room.lock()
         except OutriderError as error:
             self._refuse(asked, error)
         # Whatever a file holds, the engine goes on with the weights it has.
@@ -142,11 +149,17 @@ class WeightExchange:
             raise
         else:
             asked.slots, asked.prepare_ns = slots, time.monotonic_ns() - asked.begun_ns
-            # Last: the engine's thread looks for it.
-            asked.weights = weights
+            with self._lock:
+                # Last: the engine's thread looks for it.
+                asked.weights = weights
+                ended = self._asked is not asked
+            if ended:
+                # The engine has; until now the room was this thread's.
+                asked.room.release()
             self._wake()
 
     def _refuse(self, asked: _Asked, error: OutriderError) -> None:
+        asked.room.release()
         with self._lock:
             self._asked = None
         if not asked.given_up:

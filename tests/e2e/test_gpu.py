@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from target_service.execution.host_executor import HostSteps
 from target_service.model.loading.self_check import check_runner, own_logits
 from target_service.model.runner import ModelRunner, runner_for
 from target_service.model.weights.files import read_weights
+from target_service.model.weights.room import HostRoom
 from target_service.model.weights.slots import specs_of, weight_slots, write_weights
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -209,9 +211,30 @@ def test_no_bit_depends_on_the_batch_when_that_is_asked_for() -> None:
     assert sum(one.finished.totals.accepted_tokens for one in drafted) > 40
 
 
+def exchange(runner: ModelRunner, folder: Path) -> None:
+    """Write the folder's weights into the runner's model, from page-locked memory."""
+    slots, room = weight_slots(runner.model), HostRoom(runner.device)
+    weights = read_weights(folder, specs_of(slots), room)
+    room.lock()
+    assert room.locked_bytes >= sum({one.data_ptr(): one.nbytes for one in weights.values()}.values())
+    assert all(tensor.is_pinned() for tensor in weights.values())
+    write_weights(slots, weights, lambda: None)
+    locked = next(iter(weights.values()))
+    room.release()
+    deadline = time.monotonic() + 20
+    while room.locked_bytes:
+        assert time.monotonic() < deadline, "the memory was not given back"
+        time.sleep(0.01)
+    assert not locked.is_pinned()
+
+
 @pytest.mark.parametrize("invariant", [False, True], ids=["fused", "invariant"])
-def test_captured_steps_go_on_with_other_weights(tmp_path: Path, invariant: bool) -> None:
+def test_captured_steps_go_on_with_other_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, invariant: bool
+) -> None:
     """Graphs that were captured before an exchange compute what graphs that are captured behind it do."""
+    # So that most tensors reach across pieces that are locked by themselves.
+    monkeypatch.setattr("target_service.model.weights.room.PIECE", 64 << 10)
     # As large as fused layers are.
     tiny = make_tiny("llama", hidden_size=256, head_dim=64, intermediate_size=512).to(torch.bfloat16)
     new = other_weights(tiny)
@@ -223,8 +246,7 @@ def test_captured_steps_go_on_with_other_weights(tmp_path: Path, invariant: bool
         taken, steps = captured(plain, invariant=invariant)
         if exchanged:
             before = run(taken, wanted, launch=steps)
-            slots = weight_slots(taken.model)
-            write_weights(slots, read_weights(tmp_path, specs_of(slots)), lambda: None)
+            exchange(taken, tmp_path)
             assert [one.token_ids for one in before] != [one.token_ids for one in run(taken, wanted, launch=steps)]
         said.append([one.token_ids for one in run(taken, wanted, launch=steps)])
     assert said[0] == said[1]

@@ -20,7 +20,7 @@ from target_service.model.forward import ForwardInput
 from target_service.model.fused.packed_linears import can_pack, pack_linears
 from target_service.model.fused.preparing import LayerOptions, prepare_layers
 from target_service.model.runner import ModelRunner
-from target_service.model.weights.files import read_weights
+from target_service.model.weights.files import TensorSpec, read_weights
 from target_service.model.weights.slots import specs_of, weight_slots, write_weights
 from tree_kernels.attention import AttentionBatch
 
@@ -163,6 +163,27 @@ def test_what_overflows_in_the_served_type(tmp_path: Path) -> None:
     assert exchange(make_runner(make_tiny()), folder)
     with pytest.raises(InvalidField, match="not finite in float16"):
         exchange(make_runner(make_tiny().to(torch.float16)), folder)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_a_value_that_is_not_finite_is_found_wherever_it_is(dtype: torch.dtype, value: float, tmp_path: Path) -> None:
+    """In the parts of a tensor that are read many at a time, and in what is left over."""
+    size = 70_003
+    wanted = {"w": TensorSpec((size,), dtype)}
+    for place in (0, 1, 31, size // 2, size - 4, size - 1):
+        tensor = torch.linspace(-1, 1, size).to(dtype)
+        save_file({"w": tensor}, tmp_path / "model.safetensors")
+        assert torch.equal(read_weights(tmp_path, wanted)["w"], tensor)
+        tensor[place] = value
+        save_file({"w": tensor}, tmp_path / "model.safetensors")
+        with pytest.raises(InvalidField, match="not finite"):
+            read_weights(tmp_path, wanted)
+
+
+def test_a_tensor_of_no_values_is_read(tmp_path: Path) -> None:
+    save_file({"w": torch.empty(0, 3)}, tmp_path / "model.safetensors")
+    assert read_weights(tmp_path, {"w": TensorSpec((0, 3), torch.float32)})["w"].shape == (0, 3)
 
 
 def test_a_buffer_that_is_kept_is_a_weight(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from outrider.wire.frames import OpenSequence
 from target_service.core.sequence import SequenceEvent, SequenceFailed, SequenceFinished, Verdict
 from target_service.core.weights import RunningRequests, WeightsUpdated, WeightUpdate
 from target_service.engine.engine import Engine
+from target_service.model.weights.room import HostRoom
 
 PROMPT = [5, 6, 7, 8]
 
@@ -310,6 +311,69 @@ def test_a_write_that_fails_ends_the_engine(start: Start, folder: Path, monkeypa
     running.update(folder)
     assert isinstance(running.refused(), EngineDead)
     assert running.engine.failure is not None
+
+
+class Rooms:
+    """Rooms as for a GPU, with locks that are only counted."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.locked: set[int] = set()
+        self.ever = 0
+        self.before_lock: Callable[[], object] = lambda: None
+        monkeypatch.setattr("target_service.model.weights.room._page_lock", self._lock)
+        monkeypatch.setattr("target_service.model.weights.room._page_unlock", self._unlock)
+        monkeypatch.setattr("target_service.engine.exchange.HostRoom", lambda _: HostRoom(torch.device("cuda")))
+
+    def wait_empty(self) -> None:
+        deadline = time.monotonic() + 20
+        while self.locked:
+            assert time.monotonic() < deadline, "memory was not given back"
+            time.sleep(0.01)
+
+    def _lock(self, _device: torch.device, address: int, _size: int) -> None:
+        self.before_lock()
+        self.locked.add(address)
+        self.ever += 1
+
+    def _unlock(self, _device: torch.device, address: int) -> None:
+        self.locked.remove(address)
+
+
+@pytest.mark.parametrize("way", ["done", "given up", "stopped", "stopped while reading"])
+def test_locked_memory_is_given_back_however_an_update_ends(
+    start: Start, new: PreTrainedModel, folder: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    rooms, running = Rooms(monkeypatch), start()
+    if way == "done":
+        for version in (2, 3):
+            running.update(folder)
+            assert running.result().model_version == version
+            rooms.wait_empty()
+        after = running.engine.submit(request(PROMPT, 10))
+        running.wait_last(after)
+        assert running.said(after) == expected(new, PROMPT, 10)
+        assert rooms.ever == 2
+        return
+    reading, go_on = threading.Event(), threading.Event()
+    rooms.before_lock = lambda: (reading.set(), go_on.wait(20))
+    held = running.engine.submit(request([5, 6], 5, external=True))
+    running.engine.verify(held, TokenTree.root_only(6))
+    running.wait_said(held, 1)
+    update_id = running.update(folder)
+    assert reading.wait(20)
+    if way == "stopped while reading":
+        running.engine.stop(grace=0)
+        go_on.set()
+    else:
+        go_on.set()
+        running.engine.cancel_update(update_id) if way == "given up" else running.engine.stop(grace=0)
+    running.engine.cancel(held)
+    deadline = time.monotonic() + 20
+    while not rooms.ever:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    rooms.wait_empty()
+    assert running.engine.snapshot().model_version == 1
 
 
 def damaged(folder: Path, to: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> Path:

@@ -252,7 +252,8 @@ class CapturedDrafting(TreeDrafting):
         plan.schedules.clear()
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=stream):
+        # What other threads of a shared process ask of CUDA meanwhile, such as page-locked memory, spoils nothing.
+        with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
             output = run()
         torch.cuda.current_stream(device).wait_stream(stream)
 

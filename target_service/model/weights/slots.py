@@ -18,6 +18,7 @@ from target_service.model.fused.joined_linears import JointLinear
 from target_service.model.fused.layers import FusedLayer, FusedNorm, RowsHead
 from target_service.model.fused.packed_linears import JoinedLinear, Packed, PackedLinear
 from target_service.model.weights.files import TensorSpec
+from target_service.model.weights.room import copy_in_pieces
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +42,16 @@ def specs_of(slots: Sequence[WeightSlot]) -> dict[str, TensorSpec]:
 
 def write_weights(slots: Sequence[WeightSlot], weights: Mapping[str, Tensor], beat: Callable[[], None]) -> None:
     """Write `weights`, which `read_weights` has checked, and wait for the device. Between two steps; `beat` is called
-    after each slot."""
-    with torch.inference_mode():
-        for slot in slots:
-            slot.write([weights[name] for name in slot.specs])
-            beat()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+    after each slot. The device is waited for once, behind all of them."""
+    try:
+        with torch.inference_mode():
+            for slot in slots:
+                slot.write([weights[name] for name in slot.specs])
+                beat()
+    finally:
+        # Also when one fails: copies under way read memory that is given back next.
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
 
 
 def _slots(module: nn.Module, path: str, ties: Mapping[str, str]) -> Iterator[WeightSlot]:
@@ -89,7 +93,7 @@ def _joined(module: nn.Module, path: str, ties: Mapping[str, str]) -> Iterator[W
 
 def _in_place(name: str, memory: Tensor, ties: Mapping[str, str]) -> WeightSlot:
     def write(tensors: Sequence[Tensor]) -> None:
-        memory.copy_(tensors[0])
+        copy_in_pieces(memory, tensors[0])
 
     return WeightSlot({name: TensorSpec(tuple(memory.shape), memory.dtype, ties.get(name, ""))}, write)
 
