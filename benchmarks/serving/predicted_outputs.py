@@ -23,8 +23,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median, quantiles
 
+from benchmarks.serving.services import flags_of
 from benchmarks.shared.report import parser_of, write_json
-from benchmarks.widened.services import flags_of
 from outrider.machine import describe_commit, describe_machine, describe_versions
 from outrider.sampling import SamplingParams
 from outrider_client import Client, Result, Speculation

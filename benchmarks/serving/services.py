@@ -65,6 +65,18 @@ class DraftSettings:
         return variables | {"CUDA_VISIBLE_DEVICES": visible_device(self.device)}
 
 
+def flags_of(settings: Mapping[str, Any]) -> list[str]:
+    """Settings as flags; booleans as the services have them."""
+    flags: list[str] = []
+    for name, chosen in settings.items():
+        flag = name.replace("_", "-")
+        if isinstance(chosen, bool):
+            flags.append(f"--{flag}" if chosen else f"--no-{flag}")
+        else:
+            flags += [f"--{flag}", str(chosen)]
+    return flags
+
+
 def visible_device(device: str) -> str:
     """What CUDA_VISIBLE_DEVICES must be for `device` to be the only GPU."""
     kind, _, index = device.partition(":")

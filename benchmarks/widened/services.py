@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from benchmarks.serving.services import DraftSettings, visible_device, wait_for
+from benchmarks.serving.services import DraftSettings, flags_of, visible_device, wait_for
 from benchmarks.widened.metrics import CONNECTED, fetch, value
 from benchmarks.widened.proxy import DelayProxy
 from outrider.ports import free_port
@@ -140,18 +140,6 @@ def target_settings(plan: Plan, subject: Subject) -> dict[str, Any]:
     elif subject.mode in DRAFTERS and draft_settings(plan, subject).reads_features:
         settings.setdefault("draft_head", plan.head)
     return settings
-
-
-def flags_of(settings: Mapping[str, Any]) -> list[str]:
-    """Settings as flags; booleans as the services have them."""
-    flags: list[str] = []
-    for name, chosen in settings.items():
-        flag = name.replace("_", "-")
-        if isinstance(chosen, bool):
-            flags.append(f"--{flag}" if chosen else f"--no-{flag}")
-        else:
-            flags += [f"--{flag}", str(chosen)]
-    return flags
 
 
 @contextmanager

@@ -37,7 +37,8 @@ from benchmarks.widened.runs import (
     run_figures,
     with_ratios,
 )
-from benchmarks.widened.services import Subject, draft_settings, flags_of, subjects_of, target_settings
+from benchmarks.serving.services import flags_of
+from benchmarks.widened.services import Subject, draft_settings, subjects_of, target_settings
 from outrider.telemetry.names import METRICS
 from target_service.config import TargetConfig
 
