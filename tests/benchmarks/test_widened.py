@@ -12,6 +12,7 @@ import pytest
 
 from benchmarks.serving.clients import Reply
 from benchmarks.serving.figures import Answer, Window
+from benchmarks.serving.services import flags_of
 from benchmarks.widened import metrics as widened_metrics
 from benchmarks.widened.metrics import (
     STEPS,
@@ -37,7 +38,6 @@ from benchmarks.widened.runs import (
     run_figures,
     with_ratios,
 )
-from benchmarks.serving.services import flags_of
 from benchmarks.widened.services import Subject, draft_settings, subjects_of, target_settings
 from outrider.telemetry.names import METRICS
 from target_service.config import TargetConfig
