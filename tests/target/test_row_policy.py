@@ -71,10 +71,12 @@ class Node(NamedTuple):
 
 
 class Ranked(NamedTuple):
-    """The root and what may follow it, the best of these, and what the first n of the best promise and bring."""
+    """The root and what may follow it, the best of these, what each of the best promises, negated, and what the first
+    n of them promise and bring."""
 
     nodes: list[Node]
     best: list[int]
+    costs: list[float]
     expected: list[float]
     true: list[float]
 
@@ -110,7 +112,8 @@ class Drafts:
                 [0.0, *itertools.accumulate(chances)]
                 for chances in ([nodes[node].expected for node in best], [nodes[node].true for node in best])
             )
-            self._known[key] = Ranked(nodes, best, expected, true)
+            costs = [before - after for before, after in itertools.pairwise(expected)]
+            self._known[key] = Ranked(nodes, best, costs, expected, true)
         return self._known[key]
 
     def _nodes(self, text: int, trust: float, followed: bool) -> list[Node]:
@@ -149,15 +152,16 @@ def kind_of(*, followed: bool) -> Kind:
     return Kind.AHEAD if followed else Kind.ALONE
 
 
-def given_out(ranked: Sequence[Ranked], rows: int, most: Sequence[int]) -> list[int]:
-    """How many of so many rows each root gets, which go to the best of all."""
-    gains = [
-        (-(one.expected[k + 1] - one.expected[k]), place)
-        for place, one in enumerate(ranked)
-        for k in range(min(len(one.best), most[place]))
-    ]
-    counts = Counter(place for _, place in sorted(gains)[: max(0, rows)])
-    return [counts[place] for place in range(len(ranked))]
+def best_first(ranked: Sequence[Ranked], most: Sequence[int]) -> list[int]:
+    """The root that each row goes to, the best row of all first."""
+    gains = [(gain, place) for place, one in enumerate(ranked) for gain in one.costs[: most[place]]]
+    return [place for _, place in sorted(gains)]
+
+
+def given_out(order: Sequence[int], rows: int, roots: int) -> list[int]:
+    """How many of so many rows each root gets."""
+    counts = Counter(order[: max(0, rows)])
+    return [counts[place] for place in range(roots)]
 
 
 class Launch(NamedTuple):
@@ -208,7 +212,8 @@ class Engine:
         texts = [self._dice.randrange(CONTEXTS) for _ in range(self._sequences)]
         all_ranked = [self.drafts.ranked(text, self.policy.trust, followed=followed) for text in texts]
         most = rows.limits if rows is not None else (KEPT,) * self._sequences
-        shares = {each: given_out(all_ranked, each - self._sequences, most) for each in self._sizes}
+        order = best_first(all_ranked, most)
+        shares = {each: given_out(order, each - self._sequences, self._sequences) for each in self._sizes}
         could = {
             each: sum(1 + ranked.true[count] for ranked, count in zip(all_ranked, own, strict=True))
             for each, own in shares.items()
@@ -223,7 +228,7 @@ class Engine:
 
     def _pass(self, ranked: Ranked, taken: int, limit: int) -> Verified:
         """Of which so many rows are `taken`, and as many ranked as the `limit` allows."""
-        nodes, best, expected, _ = ranked
+        nodes, best, _, expected, _ = ranked
         chosen, best = best[:taken], best[:limit]
         path: list[int] = []
         at = 0
@@ -253,7 +258,8 @@ class Engine:
         for _ in seen:
             texts = [dice.randrange(CONTEXTS) for _ in range(self._sequences)]
             ranked = [self.drafts.ranked(text, self.policy.trust, followed=self.drafted) for text in texts]
-            counts = given_out(ranked, rows - self._sequences, (KEPT,) * self._sequences)
+            order = best_first(ranked, (KEPT,) * self._sequences)
+            counts = given_out(order, rows - self._sequences, self._sequences)
             found += sum(1 + one.true[count] for one, count in zip(ranked, counts, strict=True))
         return found / len(seen)
 
