@@ -64,4 +64,6 @@ def _about_draft(drafting: DraftingConfig, snapshot: EngineSnapshot, draft: str)
             f"the draft is not asked while so many sequences run: {snapshot.running} do; it is left out above "
             f"{drafting.disable_above}, and asked again at {drafting.resumes_at}"
         )
+    if snapshot.measuring:
+        return "the draft is asked soon: the first passes at this load say what one takes without it"
     return "the draft is not asked for now: what it says makes less than it takes; it is tried again now and then"

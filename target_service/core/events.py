@@ -36,6 +36,8 @@ class EngineSnapshot:
     exchange_ns: int = 0
     # Of `sequences`, those whose pages went to others while their client sent no tree: they wait for nothing here.
     evicted: int = 0
+    # No draft is followed at this load yet: what passes take without one is being measured.
+    measuring: bool = False
 
 
 class SequenceEngine(Protocol):

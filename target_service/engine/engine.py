@@ -155,6 +155,7 @@ class Engine(EngineFront):
             evicted=loop.scheduler.evicted,
             model_version=loop.model_version,
             exchange_ns=self._exchange.pause_ns,
+            measuring=loop.measures,
         )
 
     def _command(self, command: Callable[[], None]) -> None:

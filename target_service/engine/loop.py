@@ -174,6 +174,11 @@ class EngineLoop:
         """Whether no step is under way."""
         return self._ahead is None
 
+    @property
+    def measures(self) -> bool:
+        """See `Gathering.measures`."""
+        return self._gathering.measures
+
     def exchanged(self, *, version: int) -> None:
         """The weights are others now. Keys and values of the old ones are dropped, and nothing that was learnt of what
         they said is held on to; the draft opens every sequence anew. While no step is under way."""

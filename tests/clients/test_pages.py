@@ -137,11 +137,14 @@ def test_the_file_of_settings_is_one() -> None:
 def test_what_info_says_is_what_the_page_says() -> None:
     """Each answer of the table is a part of one that a target gives."""
     said, drafting = set(), DraftingConfig(enabled=True, disable_above=64, wait_seconds=0.05, failures_to_open=3)
-    for draft, connected, speculating, running in product(("", "there:1"), (False, True), (False, True), (0, 100)):
-        snapshot = EngineSnapshot(running, 0, 0, 0, 0, speculating=speculating, draft_connected=connected)
+    flags = product((False, True), (False, True), (False, True))
+    for draft, running, (connected, speculating, measuring) in product(("", "there:1"), (0, 100), flags):
+        snapshot = EngineSnapshot(
+            running, 0, 0, 0, 0, speculating=speculating, draft_connected=connected, measuring=measuring
+        )
         said.add(speculation_state(drafting, snapshot, None, draft=draft, wanted=True, lookup=True).reason)
     rows = re.findall(r"^\| `([^`]+)` \| ", TUNING.partition("| it says |")[2].partition("Its line")[0], re.MULTILINE)
-    assert len(rows) == 5
+    assert len(rows) == 6
     for row in rows:
         parts = [part for part in row.split("..") if part.strip()]
         assert any(all(part in reason for part in parts) for reason in said), row

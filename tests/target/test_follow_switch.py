@@ -70,6 +70,16 @@ def is_dropped(followed: list[bool]) -> bool:
     return False in followed[followed.index(True) :]
 
 
+def test_it_says_that_it_measures() -> None:
+    engine = Engine(gain=1.2)
+    assert engine.switch.measures(1)
+    engine.run(ALONE_FIRST - 1)
+    assert engine.switch.measures(1)
+    engine.run(1)
+    assert not engine.switch.measures(1)
+    assert engine.switch.measures(8)
+
+
 def test_a_load_is_measured_alone_first() -> None:
     engine = Engine(gain=1.3)
     assert not engine.switch.follows(1)

@@ -17,9 +17,17 @@ INFO = DraftInfo("trie", 0, "f", TreeLimits(63, 8), 4096, "0.1")
 
 
 def state(
-    *, running: int = 1, speculating: bool = False, info: DraftInfo | None = INFO, **settings: Any
+    *,
+    running: int = 1,
+    speculating: bool = False,
+    measuring: bool = False,
+    info: DraftInfo | None = INFO,
+    **settings: Any,
 ) -> tuple[str, bool, bool, str]:
-    snapshot = EngineSnapshot(running, 0, running, 0, 1, speculating=speculating, draft_connected=info is not None)
+    connected = info is not None
+    snapshot = EngineSnapshot(
+        running, 0, running, 0, 1, speculating=speculating, draft_connected=connected, measuring=measuring
+    )
     found = speculation_state(
         DRAFTING, snapshot, info, **{"draft": "host:1", "wanted": True, "lookup": False, **settings}
     )
@@ -34,11 +42,12 @@ def state(
         ({"info": None, "draft": ""}, "", False, "no draft service is configured"),
         ({"running": 9}, "trie", False, "so many sequences run: 9 do; it is left out above 8, and asked again at 6"),
         ({"running": 6}, "trie", False, "makes less than it takes"),
+        ({"measuring": True}, "trie", False, "asked soon: the first passes at this load"),
         ({"info": None, "wanted": False}, "", False, "--no-speculation"),
         ({"info": None, "draft": "", "lookup": True}, "lookup", True, "the device drafts .*; no draft service"),
         ({"running": 9, "lookup": True}, "trie", True, "the device drafts .*; the draft is not asked while"),
     ],
-    ids=["on", "away", "alone", "loaded", "unpaid", "off", "lookup", "lookup-loaded"],
+    ids=["on", "away", "alone", "loaded", "unpaid", "unmeasured", "off", "lookup", "lookup-loaded"],
 )
 def test_the_reason_is_the_one_that_holds(asked: dict[str, Any], drafter: str, speculating: bool, reason: str) -> None:
     found_drafter, connected, found_speculating, found_reason = state(**asked)

@@ -113,6 +113,11 @@ class FollowSwitch:
         here = self._loads.get(load.bit_length())
         return here is not None and here.alone.count >= _ALONE_FIRST and self._clock() >= here.until
 
+    def measures(self, load: int) -> bool:
+        """Whether a draft is not followed at this load because too few passes without one were seen there."""
+        here = self._loads.get(load.bit_length())
+        return here is None or here.alone.count < _ALONE_FIRST
+
     def observe(self, load: int, seconds: float, *, followed: bool) -> None:
         """A pass that only decoded took so long from the end of the one before."""
         here = self._loads[load.bit_length()]

@@ -77,6 +77,12 @@ class Gathering:
         followed = _FOLLOWED_BY_HEADS if heads else _FOLLOWED
         return self._switch.drafts_are_near(_FOLLOWED_BY_MANY if load > FOLLOWED_ANYWAY else followed)
 
+    @property
+    def measures(self) -> bool:
+        """Whether the present load is not drafted for because what passes take without a draft is not known yet."""
+        load = max(1, len(self._scheduler.running))
+        return self._policy.on and self._follow is not None and self._follow.measures(load)
+
     def follow_load(self) -> bool:
         """Take in what has arrived from the draft, and draft or not as the load allows. Whether that changed."""
         was = self._drafting.active
