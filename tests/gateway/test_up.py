@@ -22,24 +22,31 @@ async def test_up_serves_http(model: str, unused_tcp_port_factory: Callable[[], 
     )
     assert process.stdout is not None
     said = b""
-    async with asyncio.timeout(240):
-        while b"OpenAI-compatible API at" not in said:
-            line = await process.stdout.readline()
-            assert line, said.decode()
-            said += line
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{http}") as client:
-            # The gateway looks at its targets every two seconds.
-            while (await client.get("/health/ready")).status_code != 200:
-                await asyncio.sleep(0.1)
-            asked = {"prompt": "once", "max_tokens": 4, "temperature": 0}
-            answer = (await client.post("/v1/completions", json=asked)).json()
-            listed = await client.get("/v1/models", headers={"origin": "http://localhost:3000"})
-            named = [await client.get("/health", headers={"host": host}) for host in ("llm.example", "evil.example")]
-        assert [one.status_code for one in named] == [200, 403]
-        assert answer["usage"]["completion_tokens"] == 4
-        assert listed.headers["access-control-allow-origin"] == "http://localhost:3000"
-        process.send_signal(signal.SIGTERM)
-        said += await process.stdout.read()
+    try:
+        async with asyncio.timeout(240):
+            while b"OpenAI-compatible API at" not in said:
+                line = await process.stdout.readline()
+                assert line, said.decode()
+                said += line
+            async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{http}") as client:
+                # The gateway looks at its targets every two seconds.
+                while (await client.get("/health/ready")).status_code != 200:
+                    await asyncio.sleep(0.1)
+                asked = {"prompt": "once", "max_tokens": 4, "temperature": 0}
+                answer = (await client.post("/v1/completions", json=asked)).json()
+                listed = await client.get("/v1/models", headers={"origin": "http://localhost:3000"})
+                named = [
+                    await client.get("/health", headers={"host": host}) for host in ("llm.example", "evil.example")
+                ]
+            assert [one.status_code for one in named] == [200, 403]
+            assert answer["usage"]["completion_tokens"] == 4
+            assert listed.headers["access-control-allow-origin"] == "http://localhost:3000"
+            process.send_signal(signal.SIGTERM)
+            said += await process.stdout.read()
+    except BaseException:
+        # Its services end with it.
+        process.terminate()
+        raise
     assert await process.wait() == 0
     assert b"Traceback" not in said
 
