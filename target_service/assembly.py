@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError
 
 from outrider.devices import check_device
-from outrider.drafting.link import Connect, prepare_draft
+from outrider.drafting.link import Connect
 from outrider.drafting.stoppable import StoppableLink
 from outrider.errors import NotSupported
 from outrider.runtime import in_passing_thread
@@ -23,7 +23,7 @@ from target_service.engine.engine import Engine, EngineConfig
 from target_service.engine.stats import EngineObserver
 from target_service.model.loading.loader import load_runner
 from target_service.model.runner import ModelRunner
-from target_service.preflight import EngineRefused, drafting_config, link_options, speculates
+from target_service.preflight import EngineRefused, drafting_config, speculates
 from target_service.speculation.policy.cost_profile import measure_step_cost
 
 logger = logging.getLogger(__name__)
@@ -115,20 +115,6 @@ class Assembled:
             self.link.stop()
 
 
-def prepared_draft(config: TargetConfig) -> Connect | None:
-    """What connects the draft, if there is to be one. Before the model, which takes long to load: a drafter of this
-    process is made here, so that its settings and its head are refused at once.
-
-    Raises `EngineRefused`.
-    """
-    if not speculates(config):
-        return None
-    try:
-        return prepare_draft(config.draft, link_options(config))
-    except SettingsError as error:
-        raise EngineRefused(2, f"error: --draft: {error}") from None
-
-
 def assemble(
     config: TargetConfig, runner: ModelRunner, observer: EngineObserver | None, connect: Connect | None = None
 ) -> Assembled:
@@ -152,7 +138,6 @@ def assemble(
     return Assembled(engine, served, link)
 
 
-def load_engine(config: TargetConfig, observer: EngineObserver) -> Assembled:
-    """Prepare the draft, load the model and assemble its engine. Raises `EngineRefused`."""
-    connect = prepared_draft(config)
+def load_engine(config: TargetConfig, observer: EngineObserver, connect: Connect | None = None) -> Assembled:
+    """Load the model and assemble its engine, with the draft that `prepared_draft` gave. Raises `EngineRefused`."""
     return assemble(config, load_model(config), observer, connect)

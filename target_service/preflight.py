@@ -1,4 +1,5 @@
-"""Refuses settings that no service can run with, before a model is loaded for them. Imports no model library."""
+"""Refuses settings that no service can run with, before a model is loaded for them. Imports no model library, but for a
+drafter of this process that has one."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ import grpc
 
 from outrider.addresses import address_problem
 from outrider.devices import check_device_name
-from outrider.drafting.link import LinkOptions
+from outrider.drafting.link import Connect, LinkOptions, prepare_draft
 from outrider.limits import TenantTable
 from outrider.pem import check_authority, check_pair
 from outrider.serving import Authenticator, TlsFiles, check_free
@@ -91,6 +92,20 @@ def link_options(config: TargetConfig) -> LinkOptions:
     elif config.draft_tls_certificate or config.draft_tls_key:
         raise SettingsError("--draft-tls-certificate needs --draft-tls-ca")
     return LinkOptions(metadata=metadata, credentials=credentials, max_message_bytes=config.max_message_bytes)
+
+
+def prepared_draft(config: TargetConfig) -> Connect | None:
+    """What connects the draft, if there is to be one. Before the model, which takes long to load: a drafter of this
+    process is made here, so that its settings and its head are refused at once.
+
+    Raises `EngineRefused`.
+    """
+    if not speculates(config):
+        return None
+    try:
+        return prepare_draft(config.draft, link_options(config))
+    except SettingsError as error:
+        raise EngineRefused(2, f"error: --draft: {error}") from None
 
 
 def _check_draft(draft: str) -> None:

@@ -13,6 +13,7 @@ from target_service.api.admission import ServedModel
 from target_service.config import TargetConfig
 from target_service.core.events import Sequences
 from target_service.engine_process.client import STOP_SECONDS
+from target_service.preflight import prepared_draft
 
 if TYPE_CHECKING:
     from outrider.drafting.link import Connect
@@ -42,10 +43,11 @@ class SharedEngine:
         return await in_thread_to_leave(self._load)
 
     def _load(self) -> ServedModel:
-        # Imported as late as this: PyTorch and what reads models take seconds, and health is to be answered before.
-        from target_service.assembly import load_model, prepared_draft, served_model
-
         self._connect = prepared_draft(self._config)
+        # Imported as late as this: PyTorch and what reads models take seconds. Health is to be answered before, and a
+        # draft that cannot be refused.
+        from target_service.assembly import load_model, served_model
+
         if self._runner is None:
             self._runner = load_model(self._config)
         return served_model(self._config, self._runner)

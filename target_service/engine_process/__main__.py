@@ -3,11 +3,26 @@
 from __future__ import annotations
 
 import sys
+from typing import TYPE_CHECKING
 
 from outrider.runtime import switch_threads_often
-from target_service.assembly import load_engine
-from target_service.engine_process.server import serve_engine
+from target_service.config import TargetConfig
+from target_service.engine_process.server import Reporter, serve_engine
+from target_service.preflight import prepared_draft
+
+if TYPE_CHECKING:
+    from target_service.assembly import Assembled
+
+
+def build(config: TargetConfig, reporter: Reporter) -> Assembled:
+    """Prepare the draft, then load the model and assemble its engine. Raises `EngineRefused`."""
+    connect = prepared_draft(config)
+    # PyTorch and what reads models take seconds, which nobody is to wait for who named a draft that cannot be.
+    from target_service.assembly import load_engine
+
+    return load_engine(config, reporter, connect)
+
 
 if __name__ == "__main__":
     switch_threads_often()
-    sys.exit(serve_engine(int(sys.argv[1]), load_engine))
+    sys.exit(serve_engine(int(sys.argv[1]), build))

@@ -17,14 +17,14 @@ from transformers import PreTrainedModel
 
 from draft_service.eagle.checkpoint import save_head
 from outrider.errors import NotSupported
-from target_service.assembly import assemble, load_model, prepared_draft
+from target_service.assembly import assemble, load_model
 from target_service.config import TargetConfig
 from target_service.core.sequence import SequenceEvent, Verdict
 from target_service.model.forward import ForwardInput
 from target_service.model.fused.preparing import MAX_ROWS, LayerOptions, prepare_layers
 from target_service.model.hidden_state_hooks import LayerTaps
 from target_service.model.runner import runner_for
-from target_service.preflight import EngineRefused
+from target_service.preflight import EngineRefused, prepared_draft
 from target_service.speculation.hidden_states.sending import Features
 from tree_kernels.attention import AttentionBatch
 
