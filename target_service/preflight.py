@@ -15,6 +15,8 @@ from outrider.pem import check_authority, check_pair
 from outrider.serving import Authenticator, TlsFiles, check_free
 from outrider.settings import SettingsError
 from target_service.config import TargetConfig
+from target_service.model.loading.hub import check_hub
+from target_service.model.loading.store import resolve
 from target_service.speculation.config import DraftingConfig
 
 # Of tokens; no model has such a context, and tables by position are made for all of it.
@@ -106,6 +108,14 @@ def prepared_draft(config: TargetConfig) -> Connect | None:
         return prepare_draft(config.draft, link_options(config))
     except SettingsError as error:
         raise EngineRefused(2, f"error: --draft: {error}") from None
+
+
+def check_model(model: str) -> None:
+    """Fetch a model that is to be fetched. Raises `EngineRefused` for one that cannot be had."""
+    try:
+        check_hub(str(resolve(model)))
+    except (OSError, ValueError) as error:
+        raise EngineRefused(1, f"cannot serve {model}: {error}") from None
 
 
 def _check_draft(draft: str) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import os
 import re
 import signal
+import subprocess
 import sys
 import urllib.request
 from collections.abc import AsyncIterator
@@ -245,3 +246,20 @@ async def test_process_answers_while_it_loads_and_stops_when_told(
         said = (await asyncio.wait_for(process.stderr.read(), 10)).decode()
         assert await asyncio.wait_for(process.wait(), 10) == 0, said
         assert "stopped while loading" in said and "Traceback" not in said
+
+
+NOWHERE = """
+import asyncio, sys
+from target_service.config import TargetConfig
+from target_service.preflight import EngineRefused
+from target_service.shared_engine import SharedEngine
+try:
+    asyncio.run(SharedEngine(TargetConfig(model="/nowhere/model")).load())
+except EngineRefused as refusal:
+    print(refusal.status, refusal.reason, "torch" in sys.modules)
+"""
+
+
+def test_a_model_that_is_not_there_is_refused_before_pytorch_is_imported() -> None:
+    done = subprocess.run([sys.executable, "-c", NOWHERE], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout == "1 cannot serve /nowhere/model: there is no such folder False\n"
