@@ -58,7 +58,10 @@ class GatewayServer:
             self._server = _Uvicorn(_uvicorn_config(config, self.application))
             self._serving = asyncio.create_task(self._server.serve([listening]))
             leave.push_async_callback(self._stop)
-            while not self._server.started and not self._serving.done():
+            while not self._server.started:
+                if self._serving.done():
+                    await self._serving
+                    raise SettingsError(f"cannot serve on {config.listen}")
                 await asyncio.sleep(0.005)
             self._leave = leave.pop_all()
         return self
@@ -73,8 +76,9 @@ class GatewayServer:
         self._server.force_exit = self._server.force_exit or at_once
 
     async def ended(self) -> None:
-        """Wait for the end that `drain` asked for."""
+        """Wait for the end that `drain` asked for. Raises what ended the serving without being asked to."""
         await asyncio.wait([self._serving])
+        self._serving.result()
 
     async def _stop(self) -> None:
         self.drain()
@@ -130,7 +134,8 @@ def _uvicorn_config(config: GatewayConfig, application: Application) -> uvicorn.
         access_log=False,
         proxy_headers=False,
         server_header=False,
-        limit_concurrency=config.max_connections,
+        # Uvicorn counts the connection that asks, and refuses it where there are so many.
+        limit_concurrency=config.max_connections + 1,
         timeout_keep_alive=_KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=math.ceil(config.drain_seconds),
         ssl_certfile=config.tls_certificate or None,

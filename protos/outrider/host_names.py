@@ -1,4 +1,4 @@
-"""The names that an HTTP port of ours answers to: what keeps pages of the web out of one that only this machine reaches.
+"""The names that an HTTP port answers to: what keeps pages of the web out of one that only this machine reaches.
 
 A page may have its own name mean 127.0.0.1, or an address of a private network, once it is loaded (DNS rebinding). To
 the browser the port is then the page's own server, which the page may ask and read, whatever CORS says. It still sends

@@ -74,7 +74,7 @@ async def test_readers_that_stop_do_not_grow_memory(gateways: Any) -> None:
 
 
 async def test_more_connections_than_allowed_are_refused(gateways: Any) -> None:
-    async with gateways(ScriptedEngine(tick=0.01), max_connections=3) as gateway:
+    async with gateways(ScriptedEngine(tick=0.01), max_connections=2) as gateway:
         running = [await begin(gateway.server.address, {**TEXT, "max_tokens": 200, "stream": True}) for _ in range(2)]
         for reader, _ in running:
             assert b" 200 " in await reader.readline()
@@ -83,6 +83,8 @@ async def test_more_connections_than_allowed_are_refused(gateways: Any) -> None:
         for _, closing in (*running, (reader, writer)):
             closing.close()
         await gateway.idle()
+    async with gateways(max_connections=1) as gateway:
+        assert (await gateway.http.post("/v1/completions", json=TEXT)).status_code == 200
 
 
 async def test_a_drain_ends_in_time(gateways: Any) -> None:
