@@ -22,6 +22,7 @@ from outrider_client.client import Client
 from outrider_client.terminal.options import AccessOptions
 from outrider_gateway.app import Application
 from outrider_gateway.config import GatewayConfig, host_and_port
+from outrider_gateway.heads import BoundedHeads
 from outrider_gateway.metrics import GatewayMetrics
 from outrider_gateway.names import Names
 from outrider_gateway.targets import Targets
@@ -126,7 +127,7 @@ class _Uvicorn(uvicorn.Server):
 def _uvicorn_config(config: GatewayConfig, application: Application) -> uvicorn.Config:
     return uvicorn.Config(
         application.asgi,
-        http="httptools",
+        http=BoundedHeads,
         ws="none",
         lifespan="off",
         # Ours are set up already. A line for every request is what metrics are for.
