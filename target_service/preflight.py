@@ -9,7 +9,7 @@ import grpc
 
 from outrider.addresses import address_problem
 from outrider.devices import check_device_name
-from outrider.drafting.link import Connect, LinkOptions, prepare_draft
+from outrider.drafting.link import Connect, LinkOptions, bearer_metadata, prepare_draft
 from outrider.limits import TenantTable
 from outrider.pem import check_authority, check_pair
 from outrider.serving import Authenticator, TlsFiles, check_free
@@ -78,9 +78,7 @@ def check_settings(config: TargetConfig) -> None:
 
 def link_options(config: TargetConfig) -> LinkOptions:
     """How the draft service is called. Raises `SettingsError` for files that cannot be used."""
-    metadata: tuple[tuple[str, str], ...] = ()
-    if config.draft_token:
-        metadata = (("authorization", f"Bearer {_read(config.draft_token).decode().strip()}"),)
+    metadata = bearer_metadata(config.draft_token)
     credentials = None
     if config.draft_tls_ca:
         if bool(config.draft_tls_certificate) != bool(config.draft_tls_key):

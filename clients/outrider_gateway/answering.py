@@ -8,7 +8,7 @@ from time import perf_counter
 
 from opentelemetry.context import attach, detach
 
-from outrider.errors import Draining, Loading
+from outrider.errors import Draining, EngineDead, Loading
 from outrider_client.failures import ServiceUnreachable
 from outrider_client.generation import Generation
 from outrider_client.results import Chunk, Result
@@ -17,6 +17,8 @@ from outrider_gateway.caller import Caller
 from outrider_gateway.metrics import GatewayMetrics
 from outrider_gateway.targets import Target, Targets
 
+# A target that ends, is about to, or does not serve yet: another may answer.
+_ELSEWHERE = (ServiceUnreachable, Draining, EngineDead, Loading)
 # What is done with a chunk of the answer of an index. Reading goes on when it returns, so a slow reader is waited for.
 OnChunk = Callable[[int, Chunk], Awaitable[None]]
 OnResult = Callable[[int, Result], Awaitable[None]]
@@ -73,7 +75,7 @@ class Answering:
                     self._metrics.tokens.add(result.completion_tokens)
                     await on_result(index, result)
                     return
-                except (ServiceUnreachable, Draining, Loading):
+                except _ELSEWHERE:
                     target.lost()
                     tried.append(target)
                     if not silent or len(tried) == len(self._targets.all):

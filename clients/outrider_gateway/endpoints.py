@@ -17,7 +17,7 @@ from outrider_gateway.answering import Answering
 from outrider_gateway.asked import Asked
 from outrider_gateway.caller import caller_from
 from outrider_gateway.config import GatewayConfig
-from outrider_gateway.failures import Refused, TooMany, refusal
+from outrider_gateway.failures import Refused, refusal
 from outrider_gateway.http import ClientGone, EventWriter, event_bytes, read_json, send_json, while_connected
 from outrider_gateway.metrics import GatewayMetrics
 from outrider_gateway.names import Names
@@ -71,20 +71,15 @@ class Generating:
         config = self._config
         body = await read_json(scope, receive, config.max_body_bytes, config.body_seconds)
         asked = self._translate(body, config.max_choices)
-        if self._targets.running + asked.answers > config.max_running:
-            raise TooMany(config.max_running)
         answering = Answering(self._targets, self._metrics, asked, caller, config.request_seconds or None, arrived)
+        write = self._stream if asked.stream else self._whole
         try:
-            if asked.stream:
-                await self._stream(request, receive, asked, answering)
-            else:
-                await self._whole(request, receive, asked, answering)
+            await write(request, receive, asked, answering)
         except (OutriderError, ServiceUnreachable) as error:
             raise refusal(error, asked.fields) from error
         return 200
 
     async def _stream(self, request: _Request, receive: Receive, asked: Asked, answering: Answering) -> None:
-        answers = await self._names.answers(asked)
         writer = request.writer = EventWriter(request.send, request.id)
         results: dict[int, Result] = {}
         last = b""
@@ -102,14 +97,15 @@ class Generating:
             if len(results) < asked.answers:
                 await writer.write(last)
 
-        async with while_connected(receive):
-            await answering.run(on_chunk, on_result)
+        with self._targets.admitting(asked.answers, self._config.max_running):
+            answers = await self._names.answers(asked)
+            async with while_connected(receive):
+                await answering.run(on_chunk, on_result)
         if asked.include_usage:
             last += answers.usage_event([results[index] for index in range(asked.answers)])
         await writer.end(last, done=True)
 
     async def _whole(self, request: _Request, receive: Receive, asked: Asked, answering: Answering) -> None:
-        answers = await self._names.answers(asked)
         results: dict[int, Result] = {}
 
         async def on_chunk(index: int, chunk: Chunk) -> None:
@@ -118,8 +114,10 @@ class Generating:
         async def on_result(index: int, result: Result) -> None:
             results[index] = result
 
-        async with while_connected(receive):
-            await answering.run(on_chunk, on_result)
+        with self._targets.admitting(asked.answers, self._config.max_running):
+            answers = await self._names.answers(asked)
+            async with while_connected(receive):
+                await answering.run(on_chunk, on_result)
         body = answers.whole([results[index] for index in range(asked.answers)])
         await send_json(request.send, 200, body, request.id)
 

@@ -11,6 +11,7 @@ Errors of the contract become one of the rows of `_STATUS`.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -70,7 +71,8 @@ class Refused(Exception):
 
     def headers(self) -> dict[str, str]:
         """What else a client should know before it tries again."""
-        headers = {} if self.retry_after is None else {"retry-after": f"{self.retry_after:.0f}"}
+        # Whole seconds, of which too few would be an invitation to come back at once.
+        headers = {} if self.retry_after is None else {"retry-after": f"{math.ceil(self.retry_after)}"}
         if self.status == 401:
             headers["www-authenticate"] = "Bearer"
         return headers

@@ -1,16 +1,8 @@
-"""Which names the gateway answers to: what keeps pages of the web out of a gateway that only this machine can reach.
-
-A page may have its own name mean 127.0.0.1, or an address of a private network, once it is loaded (DNS rebinding). To
-the browser the gateway is then the page's own server, which the page may ask and read, whatever CORS says. It still
-sends the page's name as `Host`. Nobody can make an address mean another, so every address is answered.
-"""
+"""Which names the gateway answers to, and what it says to others (`outrider.host_names` says what for)."""
 
 from __future__ import annotations
 
-import ipaddress
 import logging
-import re
-import socket
 import time
 import uuid
 from collections.abc import Iterator
@@ -18,33 +10,15 @@ from collections.abc import Iterator
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from outrider.host_names import HostNames, is_loopback
 from outrider_gateway.config import ANY_HOST, MAX_HOST, GatewayConfig, host_and_port
 from outrider_gateway.failures import Refused
 from outrider_gateway.http import send_json
 
 logger = logging.getLogger(__name__)
 
-# RFC 6761: it and every name below it mean the machine that asks.
-_LOOPBACK = ".localhost"
-_WITH_PORT = re.compile(r"(\[[^\[\]]*\]|[^\[\]:]*)(?::\d*)?")
 # Between two lines of the log. Chosen: whoever reads it sees within a minute that it goes on.
 _SECONDS_BETWEEN = 10.0
-
-
-class HostNames:
-    """A set of names; one that begins with a dot stands for itself and every name below it."""
-
-    def __init__(self, *names: str) -> None:
-        self._exact = frozenset(name.removeprefix(".") for name in names)
-        self._below = tuple(name for name in names if name.startswith("."))
-
-    def answers(self, host: str) -> bool:
-        """Whether the value of a header `Host` is an address, or one of the names, on whichever port."""
-        match = _WITH_PORT.fullmatch(host.strip())
-        if match is None:
-            return False
-        name = match[1].lower().removesuffix(".")
-        return name in self._exact or name.endswith(self._below) or _is_address(match[1])
 
 
 class HostCheck:
@@ -80,23 +54,9 @@ def host_check(config: GatewayConfig) -> Iterator[Middleware]:
     """The check, where it is wanted. A page cannot show a certificate for its own name, so TLS needs none; and who lets
     others reach the gateway by its address, and lists no names, may have given it any."""
     listen, _ = host_and_port(config.listen)
-    if ANY_HOST in config.hosts or config.tls_certificate or not (config.hosts or _is_loopback(listen)):
+    if ANY_HOST in config.hosts or config.tls_certificate or not (config.hosts or is_loopback(listen)):
         return
-    yield Middleware(HostCheck, names=HostNames(_LOOPBACK, listen.lower(), socket.gethostname().lower(), *config.hosts))
-
-
-def _is_address(host: str) -> bool:
-    try:
-        ipaddress.ip_address(host.strip("[]"))
-    except ValueError:
-        return False
-    return True
-
-
-def _is_loopback(host: str) -> bool:
-    if _is_address(host):
-        return ipaddress.ip_address(host).is_loopback
-    return HostNames(_LOOPBACK).answers(host)
+    yield Middleware(HostCheck, names=HostNames.of_listener(listen, *config.hosts))
 
 
 def _refusal(host: str) -> Refused:

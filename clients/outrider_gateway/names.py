@@ -18,7 +18,7 @@ from outrider_gateway.token_texts import TokenTexts
 
 
 class Names:
-    """What is known of the served models. Tokenizers are looked for on this machine, once for each model."""
+    """What is known of the served models. Tokenizers are looked for on this machine, once each."""
 
     def __init__(self, targets: Targets, tokenizer: str, started: int) -> None:
         """`tokenizer` names one for all models; empty takes each model's own. `started` is when the gateway did."""
@@ -29,12 +29,13 @@ class Names:
         self._finding = asyncio.Lock()
 
     async def answers(self, asked: Asked) -> Answers:
-        """What makes the JSON of a request's answers."""
+        """What makes the JSON of a request's answers. Where no target has said what it serves, tokens have no names but
+        those of a tokenizer that the operator named: nothing is looked for by a caller's word."""
         info = self._info(asked.model)
-        model = info.model if info else asked.model
+        named = self._tokenizer or (info.model if info else "")
         wanted = asked.logprobs or asked.drafts
-        texts = await self._texts_of(model) if wanted else TokenTexts(None)
-        return Answers(asked, model, texts, info.end_token_ids if info else ())
+        texts = await self._texts_of(named) if wanted and named else TokenTexts(None)
+        return Answers(asked, info.model if info else asked.model, texts, info.end_token_ids if info else ())
 
     async def models(self, caller: Caller) -> list[dict[str, Any]]:
         """Every model that healthy targets serve, asked in the caller's name. Raises `Refused`."""
@@ -62,12 +63,12 @@ class Names:
         known = [target.info for target in self._targets.healthy if target.info is not None]
         return next((info for info in known if info.model == model), known[0] if known else None)
 
-    async def _texts_of(self, model: str) -> TokenTexts:
+    async def _texts_of(self, named: str) -> TokenTexts:
+        """By the tokenizer of this name, model or folder, looked for once."""
         async with self._finding:
-            if model not in self._texts:
-                found = await asyncio.to_thread(find_tokenizer, self._tokenizer or model)
-                self._texts[model] = TokenTexts(found)
-        return self._texts[model]
+            if named not in self._texts:
+                self._texts[named] = TokenTexts(await asyncio.to_thread(find_tokenizer, named))
+        return self._texts[named]
 
     def _entry(self, info: TargetInfo) -> dict[str, Any]:
         return {

@@ -22,6 +22,7 @@ from outrider_client.client import Client
 from outrider_client.terminal.options import AccessOptions
 from outrider_gateway.app import Application
 from outrider_gateway.config import GatewayConfig, host_and_port
+from outrider_gateway.heads import BoundedHeads
 from outrider_gateway.metrics import GatewayMetrics
 from outrider_gateway.names import Names
 from outrider_gateway.targets import Targets
@@ -58,7 +59,10 @@ class GatewayServer:
             self._server = _Uvicorn(_uvicorn_config(config, self.application))
             self._serving = asyncio.create_task(self._server.serve([listening]))
             leave.push_async_callback(self._stop)
-            while not self._server.started and not self._serving.done():
+            while not self._server.started:
+                if self._serving.done():
+                    await self._serving
+                    raise SettingsError(f"cannot serve on {config.listen}")
                 await asyncio.sleep(0.005)
             self._leave = leave.pop_all()
         return self
@@ -73,8 +77,9 @@ class GatewayServer:
         self._server.force_exit = self._server.force_exit or at_once
 
     async def ended(self) -> None:
-        """Wait for the end that `drain` asked for."""
+        """Wait for the end that `drain` asked for. Raises what ended the serving without being asked to."""
         await asyncio.wait([self._serving])
+        self._serving.result()
 
     async def _stop(self) -> None:
         self.drain()
@@ -122,7 +127,7 @@ class _Uvicorn(uvicorn.Server):
 def _uvicorn_config(config: GatewayConfig, application: Application) -> uvicorn.Config:
     return uvicorn.Config(
         application.asgi,
-        http="httptools",
+        http=BoundedHeads,
         ws="none",
         lifespan="off",
         # Ours are set up already. A line for every request is what metrics are for.
@@ -130,7 +135,8 @@ def _uvicorn_config(config: GatewayConfig, application: Application) -> uvicorn.
         access_log=False,
         proxy_headers=False,
         server_header=False,
-        limit_concurrency=config.max_connections,
+        # Uvicorn counts the connection that asks, and refuses it where there are so many.
+        limit_concurrency=config.max_connections + 1,
         timeout_keep_alive=_KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=math.ceil(config.drain_seconds),
         ssl_certfile=config.tls_certificate or None,

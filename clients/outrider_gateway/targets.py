@@ -13,7 +13,7 @@ from outrider_client.client import Client
 from outrider_client.failures import ServiceUnreachable
 from outrider_client.results import TargetInfo
 from outrider_gateway.balancing import choose
-from outrider_gateway.failures import NoTarget
+from outrider_gateway.failures import NoTarget, TooMany
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +63,9 @@ class Target:
             self._becomes(False, str(error))
         except OutriderError as error:
             self._becomes(error.code.name in _ABOUT_THE_CALLER, error.reason)
+        except Exception as error:
+            # An answer that nothing can be made of, say. A watch that ended with it would never look again.
+            self._becomes(False, repr(error))
 
     def _becomes(self, healthy: bool, reason: str) -> None:
         said = "healthy" if healthy else f"left out: {reason}"
@@ -80,6 +83,8 @@ class Targets:
         self._look_seconds = look_seconds
         self._load_bound = load_bound
         self._watches: list[asyncio.Task[None]] = []
+        # Answers of requests that were let in.
+        self._admitted = 0
 
     async def __aenter__(self) -> Targets:
         await asyncio.gather(*(target.look() for target in self.all))
@@ -100,6 +105,20 @@ class Targets:
     def running(self) -> int:
         """Answers being written, on all targets."""
         return sum(target.running for target in self.all)
+
+    @contextlib.contextmanager
+    def admitting(self, answers: int, limit: int) -> Iterator[None]:
+        """Let in a request for so many answers, which count until the block ends, also before a target writes them.
+
+        Raises `TooMany` where they would be more than `limit` with those that were let in before.
+        """
+        if self._admitted + answers > limit:
+            raise TooMany(limit)
+        self._admitted += answers
+        try:
+            yield
+        finally:
+            self._admitted -= answers
 
     def pick(self, key: str, model: str, avoiding: Collection[Target] = ()) -> Target:
         """The target for a request of the tenant `key`. Raises `NoTarget`.

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from outrider.addresses import address_problem
-from outrider.drafting.link import LinkOptions
+from outrider.drafting.link import LinkOptions, bearer_metadata
 from outrider.errors import InvalidField
 from outrider.settings import Settings, SettingsError, load, setting
 from outrider.wire.frames import DEFAULT_TENANT
 from outrider.wire.trees import name_from_pb
-from outrider_client.connection import TOKEN_KEY, Tls
+from outrider_client.connection import Tls
 
 # Our part of vLLM's `additional_config`, which every worker gets, also of another machine.
 KEY = "outrider"
@@ -45,7 +45,8 @@ class ProposerConfig(Settings):
     def __post_init__(self) -> None:
         super().__post_init__()
         for address in self.draft.split(","):
-            problem = address_problem(address.strip())
+            # Blanks are for between several.
+            problem = address_problem(address.strip() if "," in self.draft else address)
             if problem is not None:
                 raise SettingsError(f"draft: {problem}")
         for field in ("tenant", "corpus"):
@@ -79,8 +80,8 @@ class ProposerConfig(Settings):
 
     def link_options(self) -> LinkOptions:
         """How the draft service is called. Raises `SettingsError` for files that cannot be read."""
+        metadata = bearer_metadata(self.token)
         try:
-            metadata = ((TOKEN_KEY, f"Bearer {Path(self.token).read_text().strip()}"),) if self.token else ()
             pair = (Path(self.tls_certificate), Path(self.tls_key)) if self.tls_key else (None, None)
             credentials = Tls(Path(self.tls_ca), *pair).credentials() if self.tls_ca else None
         except OSError as error:

@@ -1,7 +1,8 @@
 """Callers in processes of their own: one whose requests are timed, and those who mean harm.
 
 `python -m chaos.actors ROLE TARGET DRAFT METRICS` reads "go" and "rest" from standard input. While it may go, it calls;
-told to rest, it drops all it has and writes one line of JSON.
+told to rest, it drops all it has and writes one line of JSON. The one that is timed waits for the answer it is owed:
+without it the longest of all times would be missing.
 """
 
 from __future__ import annotations
@@ -44,15 +45,15 @@ def _channel(address: str) -> grpc.aio.Channel:
     return grpc.aio.insecure_channel(address, options=options)
 
 
-async def victim(at: Addresses) -> AsyncIterator[dict[str, Any]]:
-    """One short request after the other; how long each took, and what each said."""
+async def victim(at: Addresses, resting: asyncio.Event) -> AsyncIterator[dict[str, Any]]:
+    """One short request after the other until it is `resting`; how long each took, and what each said."""
     request = target_pb2.GenerateRequest(
         tokens=target_pb2.TokenInput(token_ids=PROMPT),
         sampling=tree_pb2.SamplingParameters(max_tokens=TOKENS_ASKED, ignore_eos=True),
     )
     async with _channel(at.target) as channel:
         stub: Any = target_pb2_grpc.TargetServiceStub(channel)
-        while True:
+        while not resting.is_set():
             begun, said = time.perf_counter(), []
             try:
                 async for response in stub.Generate(request, metadata=bearer("good"), timeout=60):
@@ -263,21 +264,26 @@ async def _serve(role: str, at: Addresses) -> None:
     commands = asyncio.StreamReader()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(commands), sys.stdin)
     found: list[Any] = []
+    resting = asyncio.Event()
 
     async def doing() -> None:
         if role != "victim":
             await ATTACKS[role](at)
-        async for each in victim(at):
+            raise RuntimeError("the attack is over")
+        async for each in victim(at, resting):
             found.append(each)
 
     task: asyncio.Task[None] | None = None
     while command := (await commands.readline()).decode().strip():
         if command == "go":
+            resting.clear()
             task = asyncio.create_task(doing())
         elif task is not None:
-            task.cancel()
+            resting.set()
+            if role != "victim":
+                task.cancel()
             (failure,) = await asyncio.gather(task, return_exceptions=True)
-            failed = "" if isinstance(failure, asyncio.CancelledError) else repr(failure)
+            failed = "" if failure is None or isinstance(failure, asyncio.CancelledError) else repr(failure)
             sys.stdout.write(json.dumps({"found": found, "failed": failed}) + "\n")
             sys.stdout.flush()
             found, task = [], None

@@ -87,6 +87,7 @@ class Times:
 
     def figures(self) -> dict[str, Any]:
         ordered = sorted(self.seconds)
+        assert ordered, f"no request was answered: {sorted(set(self.errors))[:3]}"
         return {
             "requests": len(ordered),
             "median_ms": round(1000 * statistics.median(ordered), 2),

@@ -129,6 +129,11 @@ FAULTS: dict[str, Doing] = {
     "disk full": _disk_full,
     "clock jump": _clock,
 }
+# Those that end a service, the target and the draft; whatever else ends one is a defect of ours.
+ENDING = (
+    frozenset(("target killed", "target restarted", "engine killed")),
+    frozenset(("draft killed", "draft restarted")),
+)
 # These need a trie that is kept.
 OF_TRIES = ("disk full",)
 

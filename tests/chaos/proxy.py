@@ -45,6 +45,7 @@ class Proxy:
         self._flowing.set()
         self._connections: set[_Connection] = set()
         self._server: asyncio.Server | None = None
+        # One for each connection.
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
@@ -94,8 +95,10 @@ class Proxy:
             connection.close(reset=reset)
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        connection = _Connection([writer])
+        connection, task = _Connection([writer]), asyncio.current_task()
+        assert task is not None
         self._connections.add(connection)
+        self._tasks.add(task)
         try:
             try:
                 theirs, ours = await asyncio.open_unix_connection(self.upstream)
@@ -108,6 +111,7 @@ class Proxy:
                 return
             await asyncio.gather(self._pump(connection, reader, ours), self._pump(connection, theirs, writer))
         finally:
+            self._tasks.discard(task)
             self._connections.discard(connection)
             connection.close(reset=False)
 

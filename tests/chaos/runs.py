@@ -14,16 +14,16 @@ import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from chaos.faults import FAULTS, Fault, draw
+from chaos.faults import ENDING, FAULTS, Fault, draw
 from chaos.report import say, write
 from chaos.taught import MAX_TOKENS, SAMPLINGS, Taught, taught
-from chaos.world import DRAFTERS, World, world_of
+from chaos.world import DRAFTERS, Supervisor, World, world_of
 
 from outrider.errors import DeadlineExceeded, Draining, EngineDead, Loading, OutriderError, QuotaExceeded
 from outrider_client.client import Client
@@ -84,19 +84,37 @@ class Outcome:
     seconds: float = 0.0
 
 
+def unexplained_ends(supervisors: Sequence[Supervisor], before: Sequence[int], kinds: Set[str]) -> list[str]:
+    """Services that ended though no fault of `kinds` ends them: they were started again, and nobody would have noticed.
+
+    `before` is how often each had ended when the run began.
+    """
+    return [
+        f"{supervisor.child.module} ended by itself: {supervisor.statuses[known:]}"
+        for supervisor, known, ending in zip(supervisors, before, ENDING, strict=True)
+        if supervisor.statuses[known:] and not kinds & ending
+    ]
+
+
 class Runner:
     """Runs plans in one world, one after the other."""
 
     def __init__(self, world: World) -> None:
         self._world = world
+        # Of the plan before: a service that it had drain may end in the next one.
+        self._kinds: set[str] = set()
 
     async def run(self, plan: Plan) -> Outcome:
         outcome, begun = Outcome(plan), time.monotonic()
+        ends = [len(supervisor.statuses) for supervisor in self._world.supervisors]
         async with self._world.client() as client:
             asking = [self._ask(client, plan, outcome, *request) for request in plan.requests]
             await asyncio.gather(*asking, self._befall_all(plan, outcome))
         async with self._world.client() as client:
             await self._ask(client, plan, outcome, 0.0, 0, MAX_TOKENS)
+        kinds = {fault.kind for fault in plan.faults}
+        outcome.problems += unexplained_ends(self._world.supervisors, ends, kinds | self._kinds)
+        self._kinds = kinds
         outcome.seconds = time.monotonic() - begun
         return outcome
 

@@ -9,8 +9,28 @@ from typing import Any
 
 import pytest
 from chaos.actors import ATTACKS
-from chaos.attacks import BAR, HOSTILE_DRAFT, measure
+from chaos.attacks import BAR, HOSTILE_DRAFT, Actor, measure
 from chaos.taught import Taught
+from scripted_engine import ScriptedEngine
+from scripted_service import target_over
+
+
+async def test_the_time_of_an_answer_that_is_owed_counts() -> None:
+    """An attack that lets no answer end would otherwise be seen in no time at all."""
+    async with (
+        target_over(ScriptedEngine(tick=0.05)) as target,
+        Actor.started("victim", target.server.address, "127.0.0.1:1", "127.0.0.1:1") as victim,
+    ):
+        await victim.go()
+        async with asyncio.timeout(30):
+            while not target.engine.requests:
+                await asyncio.sleep(0.01)
+        (found,) = await victim.rest()
+        assert not found["error"] and len(found["said"]) == 16
+        assert found["seconds"] > 0.5
+        # It goes again, and rests again.
+        await victim.go()
+        assert len(await victim.rest()) <= 1
 
 
 @pytest.mark.chaos

@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chaos.faults import FAULTS
-from chaos.runs import Outcome, Plan, run_seeds, summary
+from chaos.faults import ENDING, FAULTS
+from chaos.runs import Outcome, Plan, run_seeds, summary, unexplained_ends
 from chaos.taught import Taught
+from chaos.world import Supervisor
+from forked import Child
 
 # Of the drafted rows: below it drafts are hardly in use, and nothing would be proved.
 ACCEPTED_SHARE = 0.3
@@ -32,6 +34,18 @@ def test_a_seed_is_a_run() -> None:
     assert {fault.kind for plan in plans for fault in plan.faults} == set(FAULTS)
     cells = {(plan.drafter, plan.sampling, plan.placement) for plan in plans}
     assert len(cells) == 3 * 3 * 2
+
+
+def test_a_service_that_ends_by_itself_is_a_problem() -> None:
+    """Its supervisor starts it again, and callers ask again."""
+    assert {kind for kinds in ENDING for kind in kinds} <= set(FAULTS)
+    target, draft = (Supervisor(Child(name, (), Path())) for name in ("target_service", "draft_service"))
+    target.statuses, draft.statuses = [-9], [-9, -11]
+    both = (target, draft)
+    assert unexplained_ends(both, (1, 2), set()) == []
+    (problem,) = unexplained_ends(both, (1, 1), {"target killed", "draft lying"})
+    assert "draft_service" in problem and "-11" in problem
+    assert unexplained_ends(both, (1, 1), {"draft killed"}) == []
 
 
 def test_answers_under_a_few_faults_are_plain_decoding(taught_model: Taught, tmp_path: Path) -> None:

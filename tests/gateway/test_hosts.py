@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
+from outrider.host_names import HostNames
 from outrider.serving import Authenticator
 from outrider.settings import SettingsError
 from outrider_gateway.config import GatewayConfig
-from outrider_gateway.hosts import HostNames, host_check
+from outrider_gateway.hosts import host_check
 
 TEXT = {"model": "counter", "prompt": "a", "max_tokens": 3, "temperature": 0}
 EVIL = {"host": "evil.example:8000"}

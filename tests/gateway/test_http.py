@@ -6,6 +6,8 @@ import asyncio
 import json
 import signal
 import sys
+import threading
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -14,8 +16,12 @@ from scripted_engine import ScriptedEngine
 
 from outrider.serving import Authenticator
 from outrider_client.client import Client
+from outrider_client.terminal.options import AccessOptions
+from outrider_gateway.config import GatewayConfig
 from outrider_gateway.http import EventWriter
+from outrider_gateway.server import GatewayServer
 from outrider_gateway.targets import Target as GatewayTarget
+from outrider_gateway.targets import Targets
 
 TOKEN = "sixteen-letters!"
 CHAT = {"model": "counter", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4, "temperature": 0}
@@ -264,6 +270,87 @@ async def test_no_more_answers_than_the_limit(gateways: Any) -> None:
         assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
         assert refused.json()["error"]["type"] == "rate_limit_error"
         assert (await running).status_code == 200
+
+
+async def test_requests_that_come_at_once_keep_the_limit(gateways: Any) -> None:
+    """None of them has an answer that a target writes when the next is let in."""
+    engine = ScriptedEngine(tick=0.01)
+    async with gateways(engine, max_running=4) as gateway:
+        asked = {**TEXT, "max_tokens": 50, "n": 4}
+        answers = await asyncio.gather(*(gateway.http.post("/v1/completions", json=asked) for _ in range(8)))
+        statuses = sorted(answer.status_code for answer in answers)
+        assert statuses.count(200) == len(engine.requests) / 4 and set(statuses) == {200, 429}
+        # Every place is free again.
+        assert (await gateway.http.post("/v1/completions", json={**TEXT, "n": 4})).status_code == 200
+
+
+async def test_requests_that_wait_for_a_tokenizer_keep_the_limit(
+    gateways: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looking, found = asyncio.Event(), threading.Event()
+    loop = asyncio.get_running_loop()
+
+    def find(_model: str) -> None:
+        loop.call_soon_threadsafe(looking.set)
+        found.wait(20)
+
+    monkeypatch.setattr("outrider_gateway.names.find_tokenizer", find)
+    async with gateways(max_running=1) as gateway:
+        waiting = asyncio.create_task(gateway.http.post("/v1/completions", json={**TEXT, "logprobs": 1}))
+        await asyncio.wait_for(looking.wait(), 10)
+        refused = await gateway.http.post("/v1/completions", json=TEXT)
+        found.set()
+        assert (refused.status_code, (await waiting).status_code) == (429, 200)
+
+
+async def test_no_tokenizer_is_looked_for_by_a_callers_word(
+    gateways: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the gateway may not ask what is served: a model's name may be any folder of its machine."""
+    looked: list[str] = []
+    monkeypatch.setattr("outrider_gateway.names.find_tokenizer", looked.append)
+    serving = {"authenticator": Authenticator({TOKEN: "acme"})}
+    async with gateways(serving=serving) as gateway:
+        asked = {**TEXT, "model": str(tmp_path), "logprobs": 1}
+        assert (await gateway.http.post("/v1/completions", json=asked)).status_code == 401
+        known = {**TEXT, "logprobs": 1}
+        answer = await gateway.http.post("/v1/completions", json=known, headers={"authorization": f"Bearer {TOKEN}"})
+        assert answer.json()["choices"][0]["logprobs"]["tokens"][0] == "token_id:101"
+        assert looked == []
+
+
+async def test_a_target_whose_answer_is_none_is_looked_at_again() -> None:
+    """A watch that ended with the error would leave the target as it was for ever."""
+
+    class Odd:
+        address = "odd:1"
+        looks = 0
+
+        async def serving(self, _timeout: float) -> bool:
+            self.looks += 1
+            if self.looks < 3:
+                raise AttributeError("bytes that are no message")
+            return False
+
+        async def close(self) -> None:
+            """Nothing is held."""
+
+    odd = Odd()
+    clients: Any = [odd]
+    async with Targets(clients, look_seconds=0.01, load_bound=1.25) as targets, asyncio.timeout(5):
+        assert not targets.all[0].healthy
+        while odd.looks < 4:
+            await asyncio.sleep(0.01)
+
+
+async def test_serving_that_fails_is_not_an_orderly_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("no more serving")
+
+    monkeypatch.setattr("uvicorn.Server.serve", fail)
+    with pytest.raises(RuntimeError, match="no more serving"):
+        async with GatewayServer(GatewayConfig(target="127.0.0.1:1", listen="127.0.0.1:0"), AccessOptions()):
+            pass
 
 
 async def test_full_target_is_429(gateways: Any) -> None:

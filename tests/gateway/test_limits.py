@@ -13,6 +13,8 @@ import psutil
 import pytest
 from scripted_engine import ScriptedEngine
 
+from outrider_gateway.heads import HEAD_BYTES
+
 TEXT = {"model": "counter", "prompt": "a", "max_tokens": 3, "temperature": 0}
 MIB = 2**20
 
@@ -74,7 +76,7 @@ async def test_readers_that_stop_do_not_grow_memory(gateways: Any) -> None:
 
 
 async def test_more_connections_than_allowed_are_refused(gateways: Any) -> None:
-    async with gateways(ScriptedEngine(tick=0.01), max_connections=3) as gateway:
+    async with gateways(ScriptedEngine(tick=0.01), max_connections=2) as gateway:
         running = [await begin(gateway.server.address, {**TEXT, "max_tokens": 200, "stream": True}) for _ in range(2)]
         for reader, _ in running:
             assert b" 200 " in await reader.readline()
@@ -83,6 +85,8 @@ async def test_more_connections_than_allowed_are_refused(gateways: Any) -> None:
         for _, closing in (*running, (reader, writer)):
             closing.close()
         await gateway.idle()
+    async with gateways(max_connections=1) as gateway:
+        assert (await gateway.http.post("/v1/completions", json=TEXT)).status_code == 200
 
 
 async def test_a_drain_ends_in_time(gateways: Any) -> None:
@@ -101,3 +105,37 @@ async def test_a_drain_ends_in_time(gateways: Any) -> None:
         await gateway.targets[0].idle()
         assert len(engine.cancelled) == 1
         writer.close()
+
+
+async def test_a_head_without_end_is_refused(gateways: Any) -> None:
+    async with gateways() as gateway:
+        reader, writer = await asyncio.open_connection(*gateway.server.address.split(":"))
+        start = b"GET /health HTTP/1.1\r\nhost: localhost\r\nx: "
+        # Not a byte more than is read, so that the refusal is not lost in a reset.
+        writer.write(start + b"a" * (HEAD_BYTES + 1 - len(start)))
+        assert b" 400 " in await asyncio.wait_for(reader.readline(), 5)
+        writer.close()
+        # A body is bounded by itself, and a head that is merely long is read.
+        long = {**TEXT, "prompt": "a" * 2**17}
+        answer = await gateway.http.post("/v1/completions", json=long, headers={"x-own": "a" * 2**15})
+        assert answer.json()["error"]["code"] != "invalid_json"
+        for _ in range(3):
+            assert (await gateway.http.get("/health", headers={"x-own": "a" * 2**15})).status_code == 200
+
+
+async def test_connections_that_say_nothing_give_their_places_back(
+    gateways: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("outrider_gateway.heads.HEAD_SECONDS", 0.3)
+    async with gateways(ScriptedEngine(tick=0.01), max_connections=3) as gateway:
+        address = gateway.server.address.split(":")
+        silent = [await asyncio.open_connection(*address) for _ in range(2)]
+        for _, writer in silent[1:]:
+            # One that stops half-way.
+            writer.write(b"GET /health HTTP/1.1\r\nhost: loc")
+        for reader, writer in silent:
+            assert await asyncio.wait_for(reader.read(), 5) == b""
+            writer.close()
+        # Answers may take longer than heads.
+        answer = await gateway.http.post("/v1/completions", json={**TEXT, "max_tokens": 60})
+        assert answer.status_code == 200

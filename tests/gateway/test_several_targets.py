@@ -55,6 +55,17 @@ async def test_draining_target_is_replaced(gateways: Any) -> None:
         assert len(engines[1 - first].requests) == 1
 
 
+async def test_target_whose_engine_is_dead_is_replaced(gateways: Any) -> None:
+    engines = [ScriptedEngine(), ScriptedEngine()]
+    async with gateways(*engines, health_seconds=60.0) as gateway:
+        await gateway.http.post("/v1/completions", json=TEXT)
+        first = next(i for i, engine in enumerate(engines) if engine.requests)
+        engines[first].die(RuntimeError("broken"))
+        answer = await gateway.http.post("/v1/completions", json=TEXT)
+        assert (answer.status_code, answer.json()["choices"][0]["text"]) == (200, "bcd")
+        assert len(engines[1 - first].requests) == 1
+
+
 async def test_nothing_left_is_503(gateways: Any) -> None:
     async with gateways() as gateway:
         await gateway.targets[0].server.stop(0)

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
+from outrider.errors import QuotaExceeded
 from outrider.sampling import SamplingParams, VerificationMode
 from outrider_client.generation import Speculation
-from outrider_gateway.asked import Asked, Prompt
-from outrider_gateway.failures import Refused
+from outrider_gateway.asked import CHAT_FIELDS, Asked, Prompt
+from outrider_gateway.failures import Refused, refusal
 from outrider_gateway.translation import chat_request, completion_request
 
 HELLO: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
@@ -208,3 +209,9 @@ def test_refusals_of_completions(more: dict[str, Any], param: str) -> None:
 def test_best_of_may_say_what_happens_anyhow() -> None:
     assert completion(best_of=2, n=2).choices == 2
     assert completion(best_of=1, echo=False, suffix="", logprobs=2).sampling.logprobs == 2
+
+
+@pytest.mark.parametrize(("after", "said"), [(0.1, "1"), (1.0, "1"), (1.2, "2"), (30.0, "30")])
+def test_a_caller_is_never_told_to_come_back_too_soon(after: float, said: str) -> None:
+    refused = refusal(QuotaExceeded("full").after(after), CHAT_FIELDS)
+    assert (refused.status, refused.headers()["retry-after"]) == (429, said)

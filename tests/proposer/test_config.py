@@ -32,6 +32,7 @@ def test_nothing_given_is_every_default(nothing: Any) -> None:
         ({"draft": "http://a:1"}, "leave out http://"),
         ({"draft": "inprocess:trie"}, "no port"),
         ({"draft": "a:1,"}, "empty"),
+        ({"draft": " a:1"}, "no host"),
         ({"wait_ms": -1}, "at least 0"),
         ({"wait_ms": "soon"}, "not a number"),
         ({"tenant": "a b"}, "tenant"),
@@ -50,6 +51,14 @@ def test_a_token_is_read_from_its_file(tmp_path: Path) -> None:
     assert options.metadata == (("authorization", "Bearer secret"),) and options.credentials is None
     with pytest.raises(SettingsError, match="nowhere"):
         ProposerConfig(token=str(tmp_path / "nowhere")).link_options()
+
+
+@pytest.mark.parametrize("content", [b"", b"  \n", b"one\ntwo", b"one two", "schl\u00fcssel".encode(), b"\xff"])
+def test_a_file_that_holds_no_token_is_refused(tmp_path: Path, content: bytes) -> None:
+    """gRPC would refuse every call with it, and there would be no draft and no word of it."""
+    (tmp_path / "token").write_bytes(content)
+    with pytest.raises(SettingsError, match="is not one token"):
+        ProposerConfig(token=str(tmp_path / "token")).link_options()
 
 
 def test_the_readme_has_every_setting_with_its_default() -> None:

@@ -159,3 +159,41 @@ def test_ipv6() -> None:
         pytest.skip("this machine has no IPv6 loopback")
     assert "outrider_draft_nodes_total" in get(server)
     server.close()
+
+
+def status(server: MetricsServer, host: str, path: str = "/metrics") -> int:
+    """What a request that calls the server `host` is answered with."""
+    request = urllib.request.Request(f"http://{server.address}{path}", headers={"Host": host})
+    try:
+        with urllib.request.urlopen(request, timeout=5) as response:
+            return int(response.status)
+    except urllib.error.HTTPError as error:
+        assert b"outrider_" not in error.read()
+        return error.code
+
+
+def test_a_page_of_another_name_reads_nothing_on_loopback(server: MetricsServer) -> None:
+    """Its name may come to mean this machine once it is loaded (DNS rebinding)."""
+    for path in ("/metrics", "/metrics/vllm", "/absent"):
+        assert status(server, "evil.example:9464", path) == 403
+    assert status(server, "127.0.0.1.evil.example") == 403
+    for host in ("127.0.0.1:9464", "[::1]:9464", "10.1.2.3", "localhost:9464", f"{socket.gethostname()}:9464"):
+        assert status(server, host) == 200
+
+
+def test_a_scraper_elsewhere_uses_whichever_name(metrics: MetricSet) -> None:
+    """As that of a compose service, which the service itself does not know."""
+    server = MetricsServer("0.0.0.0:0", [metrics])
+    try:
+        for host in ("target:9464", "target.svc.cluster.local", "10.1.2.3:9464"):
+            assert status(server, host) == 200
+    finally:
+        server.close()
+
+
+def test_a_listener_without_a_host_is_on_loopback(metrics: MetricSet) -> None:
+    server = MetricsServer(":0", [metrics])
+    try:
+        assert status(server, "evil.example") == 403
+    finally:
+        server.close()

@@ -90,6 +90,17 @@ async def test_stopping_does_not_wait_for_a_draft_that_is_not_there() -> None:
         assert time.monotonic() - begin < 2.0
 
 
+async def test_an_error_of_grpcs_own_is_said_and_does_not_end_the_link(fake: FakeDraft) -> None:
+    """As about metadata that it cannot carry."""
+    options = replace(FAST, metadata=(("authorization", "Bearer one\ntwo"),))
+    async with serving(fake) as server, linked(server.address, options) as (link, heard):
+        await until(heard, lambda it: it.losses)
+        assert link._thread.is_alive()
+        assert fake.streams == []
+        link._options = FAST
+        await until(heard, lambda it: it.infos)
+
+
 async def test_tokens_travel_with_every_call(tmp_path: Path) -> None:
     path = tmp_path / "tokens"
     path.write_text("t" * 20 + " target\n")

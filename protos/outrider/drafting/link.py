@@ -13,6 +13,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -23,7 +24,7 @@ from outrider.drafting.stream import DraftConversation
 from outrider.errors import CreditExceeded, DraftUnavailable, InvalidField, OutriderError, WrongVocabulary
 from outrider.extensions import find_extension
 from outrider.runtime import run
-from outrider.settings import MAX_MESSAGE_BYTES, SettingsError
+from outrider.settings import MAX_MESSAGE_BYTES, SettingsError, unreadable
 from outrider.unreachable import cause_of
 from outrider.v1 import draft_pb2, draft_pb2_grpc
 from outrider.wire.drafts import info_from_pb
@@ -33,6 +34,23 @@ INPROCESS_SCHEME = "inprocess:"
 LINK_GROUP = "outrider.draft_links"
 # What gRPC's poller is given to hand out a cancelled call's last events, once at the end. Chosen, not measured.
 _LAST_EVENTS_SECONDS = 0.05
+
+
+def bearer_metadata(token_file: str) -> tuple[tuple[str, str], ...]:
+    """What shows the token in a file with every call; nothing where no file is named.
+
+    Raises `SettingsError` for a file that cannot be read, and for one that holds anything but a token.
+    """
+    if not token_file:
+        return ()
+    try:
+        token = Path(token_file).read_bytes().strip()
+    except OSError as error:
+        raise SettingsError(unreadable(token_file, error)) from None
+    # gRPC carries printable ASCII alone, and would refuse each call with words of its own.
+    if not token or any(not 0x21 <= byte < 0x7F for byte in token):
+        raise SettingsError(f"{token_file}: is not one token of printable ASCII")
+    return (("authorization", f"Bearer {token.decode()}"),)
 
 
 @dataclass(frozen=True)
@@ -253,6 +271,9 @@ class GrpcDraftLink:
                 # Services explain themselves; this is gRPC's own.
                 own = error.code() is grpc.StatusCode.UNAVAILABLE
                 reason = f"{error.code().name}: {cause_of(detail)[0] if own else detail}"
+            except Exception as error:
+                # Such as gRPC's own about what it was given. A link that ended here would never say so.
+                reason = repr(error)
             self._lost(reason)
             # A draft that had answered is connected to again at once; one that never answers is not hammered.
             # Spread, so that the many targets of a draft that restarts do not come back together.

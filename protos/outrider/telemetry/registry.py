@@ -31,6 +31,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.samples import Exemplar
 from prometheus_client.utils import floatToGoString
 
+from outrider.host_names import HostNames, is_loopback
 from outrider.settings import SettingsError
 from outrider.telemetry.table import METRICS, MetricSpec
 
@@ -235,12 +236,16 @@ class MetricsServer:
 
     `/metrics/vllm` has the vLLM names, in the plain text format only: prometheus_client writes colons in names as
     underscores in the other.
+
+    A port of loopback answers to addresses and this machine's names alone, so that no page of the web reads it by a
+    name of its own (`outrider.host_names`). Others answer to any name: a scraper may know the machine by any.
     """
 
     def __init__(self, address: str, collectors: Iterable[Collector], vllm: Collector | None = None) -> None:
         """Serve on HOST:PORT; port 0 takes a free one. Raises `SettingsError` when that cannot be."""
         host, _, port = address.rpartition(":")
         host = host.strip("[]") or "127.0.0.1"
+        self._names = HostNames.of_listener(host) if is_loopback(host) else None
         registry = CollectorRegistry()
         ProcessCollector(registry=registry)
         self._registry, self._vllm = registry, CollectorRegistry()
@@ -269,6 +274,11 @@ class MetricsServer:
         self._thread.join()
 
     def _answer(self, environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+        # Scrapers of HTTP/1.0 may leave it out; every browser names the host.
+        called = environ.get("HTTP_HOST")
+        if called and self._names is not None and not self._names.answers(called):
+            start_response("403 Forbidden", [("Content-Type", "text/plain")])
+            return [b"a metrics port of loopback answers to addresses and its machine's own names alone\n"]
         path = environ["PATH_INFO"]
         if path == "/metrics":
             page: Iterable[bytes] = self._registry_app(environ, start_response)
