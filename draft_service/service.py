@@ -74,13 +74,12 @@ def build_server(
     drafter: Drafter,
     observer: DraftObserver | None = None,
     tracing: Tracing | None = None,
-    interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
 ) -> tuple[GrpcServer, DraftWorker]:
     """A server over a started drafter, not yet listening. Needs a running event loop.
 
     Raises `SettingsError` for settings that contradict each other or the drafter.
     """
-    server = _make_server(config, interceptors)
+    server = _make_server(config, ())
     return server, _provide(server, config, drafter, observer, tracing)
 
 

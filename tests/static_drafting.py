@@ -17,7 +17,7 @@ from draft_service.neural.network import Network
 from draft_service.neural.tree_config import CacheShape, TreeShape
 from tree_kernels.attention import AttentionBatch, AttentionPlan, TreeAttention
 from tree_kernels.attention.triton_backend import TritonAttention, TritonPlan, TritonSettings
-from tree_kernels.linear import dispatch as linear
+from tree_kernels.linear import layers as linear
 
 Output = TypeVar("Output")
 

@@ -19,7 +19,7 @@ _BITS: dict[str, tuple[type[np.unsignedinteger], int, int]] = {
 }
 
 
-def read_vectors(vectors: Vectors, field_path: str = "features") -> Tensor:
+def read_vectors(vectors: Vectors) -> Tensor:
     """[count, width] of what travelled: in its own type, or in fp32 where it has scales. Shares no memory with it.
 
     Raises:
@@ -34,7 +34,7 @@ def read_vectors(vectors: Vectors, field_path: str = "features") -> Tensor:
         rows = rows * torch.tensor(vectors.scales)[:, None]
         finite = finite and bool(np.isfinite(rows.numpy()).all())
     if not finite:
-        raise InvalidField(f"{field_path}.data", "holds elements that are not finite")
+        raise InvalidField("features.data", "holds elements that are not finite")
     return rows
 
 
@@ -75,7 +75,7 @@ class FeatureWindow:
         """Position after the newest vector: where the next one goes."""
         return self._end
 
-    def append(self, vectors: Tensor, position: int, field_path: str = "features") -> None:
+    def append(self, vectors: Tensor, position: int) -> None:
         """Add the vectors of consecutive tokens.
 
         What came before is dropped from them, so that a target may send something twice. Where they begin late, the
@@ -84,18 +84,17 @@ class FeatureWindow:
         Args:
             vectors: [n, width], any floating type. Kept as they are, not copied.
             position: of the first vector's token in `DraftSequence.token_ids`.
-            field_path: what an error calls them.
 
         Raises:
             InvalidField: another shape, not floating, or a negative position.
         """
         shape = vectors.shape
         if len(shape) != 2 or shape[1] != self.width:
-            raise InvalidField(field_path, f"needs shape [tokens, {self.width}], has {list(shape)}")
+            raise InvalidField("features", f"needs shape [tokens, {self.width}], has {list(shape)}")
         if not vectors.is_floating_point():
-            raise InvalidField(field_path, f"needs a floating type, has {vectors.dtype}")
+            raise InvalidField("features", f"needs a floating type, has {vectors.dtype}")
         if position < 0:
-            raise InvalidField(field_path, f"begins at position {position}")
+            raise InvalidField("features", f"begins at position {position}")
         if position > self._end:
             self._pieces.clear()
             self._begin = self._end = position

@@ -61,18 +61,17 @@ class TailAttention:
         return self._attention.run(self._plan, queries, keys, values, scale).index_select(0, self._fresh)
 
 
-def attention_batch(parts: Sequence[TailPart], page_size: int, sequences: int | None = None) -> AttentionBatch:
-    """What a pass asks of attention. `sequences` that are not there are added without rows, keys and pages."""
+def attention_batch(parts: Sequence[TailPart], page_size: int) -> AttentionBatch:
+    """What a pass asks of attention."""
     starts: list[int] = [0]
     for part in parts:
         starts.append(starts[-1] + part.rows)
-    missing = 0 if sequences is None else sequences - len(parts)
     return AttentionBatch(
-        query_starts=(*starts, *(starts[-1],) * missing),
-        prefix_lengths=(*(part.prefix for part in parts), *(0,) * missing),
-        pages=(*(tuple(part.pages) for part in parts), *((),) * missing),
+        query_starts=tuple(starts),
+        prefix_lengths=tuple(part.prefix for part in parts),
+        pages=tuple(tuple(part.pages) for part in parts),
         page_size=page_size,
-        parents=(*(part.parents for part in parts), *(None,) * missing),
+        parents=tuple(part.parents for part in parts),
     )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from outrider.errors import OutriderError
 from outrider.v1 import target_pb2 as pb
 from outrider.v1 import tree_pb2
-from outrider.wire.trees import mode_to_pb, status_of, timings_to_pb
+from outrider.wire.trees import mode_to_pb, status_of
 from target_service.core.sequence import (
     FinishReason,
     SequenceFinished,
@@ -142,7 +142,7 @@ def _logprobs(logprobs: Sequence[TokenLogprobs]) -> list[pb.TokenLogprobs]:
 
 
 def _timings(event: Verdict) -> tree_pb2.Timings:
-    return timings_to_pb(event.queue_ns, event.compute_ns)
+    return tree_pb2.Timings(queue_nanoseconds=event.queue_ns, compute_nanoseconds=event.compute_ns)
 
 
 def _usage(totals: SequenceTotals, *, lossy: bool) -> pb.Usage:

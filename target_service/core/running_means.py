@@ -59,14 +59,14 @@ class RunningTime(RunningMean):
 
 
 class PassRate:
-    """What passes of a kind made lately, in tokens of a sequence and seconds, and how much the tokens vary."""
+    """What passes of a kind made lately, in tokens of a sequence and seconds."""
 
     # Passes whose median is what a pass takes at first, and how much of a longer one counts later.
     _FIRST_FEW, _MOST = 9, 3.0
 
     def __init__(self, share: float) -> None:
         """`share` of one pass in the means."""
-        self._tokens, self._squares = RunningMean(share), RunningMean(share)
+        self._tokens = RunningMean(share)
         self._seconds = RunningTime(share, first_few=self._FIRST_FEW, most=self._MOST)
 
     @property
@@ -79,15 +79,7 @@ class PassRate:
         """Tokens of a sequence a second; 0 before the first pass."""
         return self._tokens.value / self._seconds.value if self._seconds.value else 0.0
 
-    @property
-    def variance(self) -> float:
-        """Of the mean of tokens, as a share of its square."""
-        squared = self._tokens.value**2
-        spread = max(0.0, self._squares.value - squared)
-        return spread / max(squared, 1e-9) / max(1.0, min(self.count, 2 / self._tokens.share))
-
     def observe(self, tokens: float, seconds: float) -> None:
         """A pass made so many tokens of each sequence, in so many seconds."""
         self._tokens.observe(tokens)
-        self._squares.observe(tokens * tokens)
         self._seconds.observe(seconds)

@@ -21,7 +21,7 @@ from target_service.engine.stats import EngineObserver
 from target_service.model.runner import ModelRunner
 from target_service.speculation.policy.step_cost import StepCost
 
-__all__ = ["Engine", "EngineConfig", "EngineObserver", "EngineSnapshot"]
+__all__ = ["Engine", "EngineConfig", "EngineSnapshot"]
 
 log = logging.getLogger(__name__)
 # How often an idle engine beats, in seconds.

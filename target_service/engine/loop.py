@@ -94,7 +94,6 @@ class EngineLoop:
         step_cost: StepCost | None = None,
         observer: EngineObserver | None = None,
         stride: Stride | None = None,
-        modes: LaunchModes | None = None,
     ) -> None:
         """`steps` of None takes the runner's best, or the plain ones in lockstep. `step_cost` of None verifies every
         drafted row that is allowed, and waits for drafts whether they pay or not."""
@@ -135,7 +134,7 @@ class EngineLoop:
         self._seen_running = True
         # What it takes to launch a pass that is laid out, in seconds.
         self._launching = RunningTime(_LAUNCH_SHARE, first_few=_FIRST_LAUNCHES, most=_MOST_LAUNCH)
-        self._modes = modes or LaunchModes()
+        self._modes = LaunchModes()
         # How the next pass is launched, and how many rows the last one had that the device chose.
         self._way, self._rows = Launch.AHEAD, 0
         self._draft: DraftInfo | None = None

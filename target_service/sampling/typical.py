@@ -61,30 +61,6 @@ def typical_walk(
     return Walk(path, own_tokens[-1]), lossy
 
 
-def typical_path_by_definition(
-    tree: TokenTree, probs_of: ProbsOf, own: int | None, rule: TypicalAcceptance
-) -> tuple[int, ...]:
-    """The accepted rows of `typical_walk`, found by looking at every path of the tree as the paper puts it.
-
-    `own` is the token that a first token has to be; None in the midst of an answer.
-    """
-    best: tuple[int, ...] = ()
-    best_value = (0, 0.0)
-    for leaf in range(1, len(tree)):
-        path, likelihood = _path_to(tree, leaf), 1.0
-        for row in path:
-            probs, token = probs_of(tree.parents[row]), tree.token_ids[row]
-            entropy = -sum(p * math.log(p) for p in probs.tolist() if p > 0)
-            typical = float(probs[token]) > min(rule.epsilon, rule.delta * math.exp(-entropy))
-            if token != own if own is not None and tree.parents[row] == 0 else not typical:
-                break
-            likelihood *= float(probs[token])
-        else:
-            if (len(path), likelihood) > best_value:
-                best, best_value = path, (len(path), likelihood)
-    return best
-
-
 def entropy_of(probs: Tensor) -> float:
     """Entropy in nats of a distribution [V] of sum 1."""
     return float(torch.special.entr(probs).sum())

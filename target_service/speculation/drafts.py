@@ -164,9 +164,9 @@ class Drafting(DraftInbox):
                 self._open(sequence)
         self._newcomers = []
 
-    def wait_for(self, sequences: SequenceOf[Sequence], max_wait: float = float("inf"), *, late: bool = True) -> int:
+    def wait_for(self, sequences: SequenceOf[Sequence], max_wait: float = float("inf")) -> int:
         """Wait until the draft has answered the last commit of each sequence, for `max_wait` seconds at most and no
-        longer than is configured. Nanoseconds waited. A draft that took longer is `late`, or was hardly given time."""
+        longer than is configured. Nanoseconds waited."""
         self.listen()
         if not self.latency.waiting_pays or self._answered(sequences):
             return 0
@@ -175,8 +175,7 @@ class Drafting(DraftInbox):
         while not self._answered(sequences):
             # A draft that says something else all the time is no less late.
             if time.monotonic() >= deadline or not self._wait_until(deadline):
-                if late:
-                    self.latency.late()
+                self.latency.late()
                 break
             self.listen()
         else:

@@ -17,7 +17,7 @@ from draft_service.eagle.head import EagleHead
 from draft_service.eagle.head_drafter import HeadNetwork
 from draft_service.neural.cuda_graphs.attention import StaticAttend
 from draft_service.neural.paged_cache import PagedCache
-from tree_kernels.linear import TorchLinears, row_linears
+from tree_kernels.linear import RowLinears, row_linears
 
 FUSED: dict[str, dict[str, Any]] = {
     "eagle-3": {},
@@ -73,7 +73,7 @@ def both(head: EagleHead, own: FusedHead) -> list[list[Tensor]]:
 def test_kernels_compute_what_modules_do(kind: dict[str, Any]) -> None:
     head = make_head(head_dim=16, **kind)
     assert can_be_fused(head)
-    for expected, other in zip(*both(head, FusedHead(head, TorchLinears())), strict=True):
+    for expected, other in zip(*both(head, FusedHead(head, RowLinears())), strict=True):
         assert torch.allclose(other, expected, rtol=1e-4, atol=1e-5)
 
 
@@ -88,7 +88,7 @@ def test_a_cpu_and_fp32_keep_the_modules() -> None:
 
 def test_joined_weights_stay_the_heads_own() -> None:
     head, untouched = make_head(head_dim=16, qkv_bias=True), make_head(head_dim=16, qkv_bias=True)
-    FusedHead(head, TorchLinears())
+    FusedHead(head, RowLinears())
     for name, weight in untouched.state_dict().items():
         assert torch.equal(head.state_dict()[name], weight), name
 
@@ -99,7 +99,7 @@ def test_whole_trees_of_a_fused_head(mode: Any) -> None:
     config = EagleConfig(**SETTINGS)
     drafters = [make_drafter(head), make_drafter(head)]
     network = HeadNetwork(head)
-    network._fused = FusedHead(head, TorchLinears())
+    network._fused = FusedHead(head, RowLinears())
     drafters[1]._drafting = StaticDrafting(network, config.tree, config.cache)
     trees = []
     for drafter in drafters:

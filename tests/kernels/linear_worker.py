@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tree_kernels.linear import dispatch as linear
+from tree_kernels.linear import layers as linear
 from tree_kernels.linear.triton_backend import TritonLinears
 from tree_kernels.linear.triton_tiling import LinearTiling
 
@@ -24,7 +24,7 @@ INTERPRETED = not torch.cuda.is_available()
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 EPSILON = 1e-5
 SMALL = LinearTiling(block_rows=16, block_outputs=16, block_inner=32, splits=1, warps=4, stages=3, ahead=2)
-TORCH = linear.TorchLinears()
+TORCH = linear.RowLinears()
 
 
 @dataclass(frozen=True)

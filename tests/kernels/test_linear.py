@@ -9,7 +9,7 @@ import torch
 from kernel_worker import INTERPRETED, work
 from torch.nn import functional
 
-from tree_kernels.linear import HeadRows, Norm, TorchLinears, row_linears
+from tree_kernels.linear import HeadRows, Norm, RowLinears, row_linears
 
 pytest.importorskip("triton")
 from tree_kernels.linear.triton_backend import TritonLinears
@@ -77,7 +77,7 @@ def test_a_tile_holds_the_rows_and_little_more(rows: int, shape: tuple[int, int]
 def test_the_definition_is_that_of_a_decoder_layer() -> None:
     """In the words of torch: a norm, projections, rotary embedding of halves, SiLU."""
     torch.manual_seed(0)
-    linears = TorchLinears()
+    linears = RowLinears()
     hidden, norm = torch.randn(5, 24), Norm(torch.rand(24), 1e-5)
     normed = functional.rms_norm(hidden, (24,), norm.weight, norm.epsilon)
     torch.testing.assert_close(linears.norm_rows(hidden, norm), normed)
@@ -110,4 +110,4 @@ def test_rows_that_the_kernels_cannot_read_are_refused() -> None:
 
 
 def test_a_cpu_gets_the_definition() -> None:
-    assert isinstance(row_linears(CPU), TorchLinears)
+    assert type(row_linears(CPU)) is RowLinears

@@ -49,17 +49,6 @@ def steady_from(ways: list[Launch], better: Launch, passes: int = 60) -> int:
     return next(at for at in range(len(ways) - passes) if set(ways[at : at + passes]) == {better})
 
 
-@pytest.mark.parametrize("forced", Launch)
-def test_what_is_forced_is_chosen(forced: Launch) -> None:
-    modes = LaunchModes(forced)
-    for answer_seconds, pass_seconds in ((ANSWER, ONE_PASS), (ONE_PASS, ONE_PASS), (0.0, ONE_PASS), (ANSWER, 0.0)):
-        assert modes.choose(8, answer_seconds, LAUNCH, pass_seconds) is forced
-    for _ in range(200):
-        modes.observe(8, forced, 1.0, ONE_PASS)
-        modes.observe(8, HELD if forced is AHEAD else AHEAD, 9.0, ONE_PASS)
-    assert modes.choose(8, ANSWER, LAUNCH, ONE_PASS) is forced
-
-
 @pytest.mark.parametrize(
     ("answer_seconds", "pass_seconds", "tried"),
     [

@@ -14,7 +14,7 @@ from torch import Tensor
 from outrider.errors import InvalidField
 from outrider.sampling import SamplingParams, TypicalAcceptance, VerificationMode
 from outrider.tree import TokenTree
-from target_service.sampling.typical import entropy_of, typical_path_by_definition, typical_walk
+from target_service.sampling.typical import ProbsOf, entropy_of, typical_walk
 from target_service.sampling.verifier import SequenceVerifier, Verified
 from tree_kernels.verification import Walk, coupled_token
 
@@ -45,6 +45,35 @@ def walk_with(
 ) -> tuple[Walk, tuple[bool, ...]]:
     """The walk where the model itself would draw `own[d]` at depth d."""
     return typical_walk(tree, lambda row: probs[row], lambda _, depth: own[depth], rule, begins=begins)
+
+
+def path_to(tree: TokenTree, row: int) -> tuple[int, ...]:
+    """Rows from below the root to `row`."""
+    return (*path_to(tree, tree.parents[row]), row) if row else ()
+
+
+def typical_path_by_definition(
+    tree: TokenTree, probs_of: ProbsOf, own: int | None, rule: TypicalAcceptance
+) -> tuple[int, ...]:
+    """The accepted rows of `typical_walk`, found by looking at every path of the tree as the paper puts it.
+
+    `own` is the token that a first token has to be; None in the midst of an answer.
+    """
+    best: tuple[int, ...] = ()
+    best_value = (0, 0.0)
+    for leaf in range(1, len(tree)):
+        path, likelihood = path_to(tree, leaf), 1.0
+        for row in path:
+            probs, token = probs_of(tree.parents[row]), tree.token_ids[row]
+            entropy = -sum(p * math.log(p) for p in probs.tolist() if p > 0)
+            typical = float(probs[token]) > min(rule.epsilon, rule.delta * math.exp(-entropy))
+            if token != own if own is not None and tree.parents[row] == 0 else not typical:
+                break
+            likelihood *= float(probs[token])
+        else:
+            if (len(path), likelihood) > best_value:
+                best, best_value = path, (len(path), likelihood)
+    return best
 
 
 class TestDefinition:

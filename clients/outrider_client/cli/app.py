@@ -37,7 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Its own log lines would break into progress bars and answers; failures reach us as exceptions.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     try:
-        from outrider_client.cli.commands import COMMANDS, run_command
+        from outrider_client.cli.base import run_command
+        from outrider_client.cli.commands import COMMANDS
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "rich":
             raise

@@ -1,6 +1,6 @@
 """The commands of `outrider`, in the order of its help."""
 
-from outrider_client.cli.base import Command, run_command
+from outrider_client.cli.base import Command
 from outrider_client.cli.bench import BENCH
 from outrider_client.cli.chat import CHAT
 from outrider_client.cli.corpus import CORPUS
@@ -31,5 +31,3 @@ COMMANDS: tuple[Command, ...] = (
     GATEWAY,
     TRAIN_HEAD,
 )
-
-__all__ = ["COMMANDS", "Command", "run_command"]

@@ -12,8 +12,6 @@ from tree_kernels.attention.batch import AttentionBatch, AttentionPlan, check_te
 if TYPE_CHECKING:
     from tree_kernels.attention.triton_backend import TritonAttention
 
-__all__ = ["AttentionBatch", "AttentionPlan", "Backend", "PlannedAttention", "TreeAttention"]
-
 Backend = Literal["reference", "torch", "triton", "flashinfer"]
 
 

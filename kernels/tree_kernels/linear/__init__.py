@@ -1,6 +1,18 @@
 """Linear layers of few rows together with what a decoder layer does before and after them."""
 
-from tree_kernels.linear.dispatch import RowLinears, TorchLinears, row_linears
+import torch
+
+from tree_kernels.linear.layers import RowLinears
 from tree_kernels.linear.rows import HeadInput, HeadInputs, HeadRows, Norm, ScaledRows
 
-__all__ = ["HeadInput", "HeadInputs", "HeadRows", "Norm", "RowLinears", "ScaledRows", "TorchLinears", "row_linears"]
+__all__ = ["HeadInput", "HeadInputs", "HeadRows", "Norm", "RowLinears", "ScaledRows", "row_linears"]
+
+
+def row_linears(device: torch.device, *, invariant: bool = False) -> RowLinears:
+    """The layers for a device. With `invariant`, no bit of a row's result depends on how many rows there are."""
+    if device.type != "cuda":
+        return RowLinears()
+    # Only here: Triton may be absent.
+    from tree_kernels.linear.triton_backend import TritonLinears
+
+    return TritonLinears(device, invariant=invariant)

@@ -10,6 +10,7 @@ import torch
 import triton
 from torch import Tensor
 
+from tree_kernels.linear.layers import RowLinears
 from tree_kernels.linear.rows import HeadInput, HeadInputs, HeadRows, Norm, ScaledRows
 from tree_kernels.linear.triton_kernels import add_kernel, gated_kernel, head_input_kernel, norm_kernel, rotary_kernel
 from tree_kernels.linear.triton_tiling import LinearTiling, choose_linear_tiling
@@ -24,7 +25,7 @@ _MAX_TILES = 65536
 _THREADS_ASKING = 128
 
 
-class TritonLinears:
+class TritonLinears(RowLinears):
     """See `tree_kernels.linear.RowLinears`. Launches of one object must not run beside each other."""
 
     def __init__(self, device: torch.device, *, invariant: bool = False, tiling: LinearTiling | None = None) -> None:
@@ -88,12 +89,12 @@ class TritonLinears:
         )  # fmt: skip
         return output, scaled
 
-    def gated_linear(self, rows: ScaledRows, weight: Tensor, following: Tensor | None = None) -> Tensor:
+    def gated_linear(self, rows: ScaledRows, weight: Tensor) -> Tensor:
         tiling = self._prepare(rows.rows, weight)
         count, outputs = len(rows.rows), len(weight) // 2
         output = rows.rows.new_empty(count, outputs)
         tiles = triton.cdiv(outputs, tiling.block_outputs // 2)
-        grid, options = self._launch(tiling, rows.rows, tiles, following)
+        grid, options = self._launch(tiling, rows.rows, tiles)
         gated_kernel[grid](
             rows.rows, rows.squares, weight, output, count=count, epsilon=rows.epsilon, OUTPUTS=outputs,
             **_parts(rows), **options,
@@ -139,7 +140,7 @@ class TritonLinears:
         )  # fmt: skip
 
     def _launch(
-        self, tiling: LinearTiling, rows: Tensor, tiles: int, following: Tensor | None
+        self, tiling: LinearTiling, rows: Tensor, tiles: int, following: Tensor | None = None
     ) -> tuple[tuple[int, int, int], dict[str, Any]]:
         """Grid and arguments that all products have."""
         count, inner = rows.shape

@@ -16,8 +16,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tree_kernels.verification.records import (
-    MAX_SUPPORT,
-    Mode,
     RowsToVerify,
     pack_distributions,
     pack_parameters,
@@ -27,8 +25,6 @@ from tree_kernels.verification.torch_backend import TorchVerification
 
 if TYPE_CHECKING:
     from tree_kernels.verification.triton_backend import TritonVerification
-
-__all__ = ["MAX_SUPPORT", "DeviceVerifier", "Mode", "RowsToVerify", "Verdicts"]
 
 
 @dataclass(frozen=True)

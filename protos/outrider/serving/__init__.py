@@ -11,28 +11,20 @@ Servicers raise `OutriderError`; they ask `current_tenant()` who calls. Handlers
 """
 
 from outrider.serving.credentials import TlsFiles
-from outrider.serving.health import HealthServicer
-from outrider.serving.interceptors import AuthInterceptor, ErrorInterceptor, guarded
-from outrider.serving.lifecycle import Worker, load_and_serve, serve_until_stopped
+from outrider.serving.lifecycle import load_and_serve, serve_until_stopped
 from outrider.serving.server import GrpcServer, Service, ServingOptions, check_free
-from outrider.serving.tenancy import TENANT_KEY, Authenticator, Caller, current_caller, current_tenant
+from outrider.serving.tenancy import Authenticator, Caller, current_caller, current_tenant
 
 __all__ = [
-    "TENANT_KEY",
-    "AuthInterceptor",
     "Authenticator",
     "Caller",
-    "ErrorInterceptor",
     "GrpcServer",
-    "HealthServicer",
     "Service",
     "ServingOptions",
     "TlsFiles",
-    "Worker",
     "check_free",
     "current_caller",
     "current_tenant",
-    "guarded",
     "load_and_serve",
     "serve_until_stopped",
 ]

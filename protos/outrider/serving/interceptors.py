@@ -87,6 +87,21 @@ _NOT_THE_CALLERS = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEED
 _first_message: ContextVar[asyncio.Timeout] = ContextVar("outrider_first_message")
 
 
+def _reading(behaviour: Any, entered: Callable[[Any, Context], AbstractAsyncContextManager[Any]]) -> Any:
+    """`behaviour` run inside `entered(requests, context)`, on what that gives for the call's requests."""
+
+    async def answer(requests: Any, context: Context) -> Any:
+        async with entered(requests, context) as given:
+            return await behaviour(given, context)
+
+    async def answers(requests: Any, context: Context) -> AsyncIterator[Any]:
+        async with entered(requests, context) as given, aclosing(behaviour(given, context)) as responses:
+            async for response in responses:
+                yield response
+
+    return answers if inspect.isasyncgenfunction(behaviour) else answer
+
+
 def _begun_inside(handler: Handler, seconds: float) -> Handler:
     """`handler` of a stream of requests, ended with `DeadlineExceeded` when no message comes within `seconds`.
 
@@ -104,28 +119,18 @@ def _begun_inside(handler: Handler, seconds: float) -> Handler:
         return parse(payload)
 
     @asynccontextmanager
-    async def begun() -> AsyncIterator[None]:
+    async def begun(requests: Any, _context: Context) -> AsyncIterator[Any]:
         deadline = asyncio.timeout(seconds)
         _first_message.set(deadline)
         try:
             async with deadline:
-                yield
+                yield requests
         except TimeoutError:
             if not deadline.expired():
                 raise
             raise DeadlineExceeded(f"no message has come on the stream in {seconds:g} s") from None
 
-    async def answer(requests: Any, context: Context) -> Any:
-        async with begun():
-            return await inner(requests, context)
-
-    async def answers(requests: Any, context: Context) -> AsyncIterator[Any]:
-        async with begun(), aclosing(inner(requests, context)) as responses:
-            async for response in responses:
-                yield response
-
-    reading = answers if inspect.isasyncgenfunction(inner) else answer
-    made: Handler = make(reading, noted, handler.response_serializer)
+    made: Handler = make(_reading(inner, begun), noted, handler.response_serializer)
     return made
 
 
@@ -140,7 +145,8 @@ def _read_inside(handler: Handler, seconds: float) -> Handler:
     _, make = _KINDS[True, bool(handler.response_streaming)]
     parse, inner = _checked(handler.request_deserializer), getattr(handler, kind)
 
-    async def request_of(context: Context) -> Any:
+    @asynccontextmanager
+    async def read(_requests: Any, context: Context) -> AsyncIterator[Any]:
         try:
             async with asyncio.timeout(seconds):
                 request = await context.read()
@@ -148,18 +154,9 @@ def _read_inside(handler: Handler, seconds: float) -> Handler:
             raise DeadlineExceeded("no request has come") from None
         if request is grpc.aio.EOF:
             raise InvalidField("request", "is missing")
-        return request
+        yield request
 
-    async def answer(_requests: Any, context: Context) -> Any:
-        return await inner(await request_of(context), context)
-
-    async def answers(_requests: Any, context: Context) -> AsyncIterator[Any]:
-        async with aclosing(inner(await request_of(context), context)) as responses:
-            async for response in responses:
-                yield response
-
-    reading = answers if inspect.isasyncgenfunction(inner) else answer
-    made: Handler = make(reading, parse, handler.response_serializer)
+    made: Handler = make(_reading(inner, read), parse, handler.response_serializer)
     return made
 
 

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
-from typing import Any, TypeAlias
 
 import grpc
 
-from outrider.serving.interceptors import guarded
+from outrider.serving.interceptors import Context, Continuation, Handler, guarded
 from outrider.telemetry.registry import MetricSet, Reading
 from outrider.telemetry.table import RPC
-
-Context = grpc.aio.ServicerContext[Any, Any]
-Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
-Continuation: TypeAlias = "Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]]"
 
 # A caller's clock starts before ours, by the way of its request, so at its deadline it hangs up while we have a little
 # left. Chosen, not measured: longer than a request is under way between hosts of one place, and than a busy loop holds

@@ -106,7 +106,7 @@ def sampled_trace_id(traceparent: str) -> str:
     return trace.format_trace_id(span.trace_id) if span.is_valid and span.trace_flags.sampled else ""
 
 
-def end_rpc(span: Span, code: str, reason: str = "", *, server: bool = True, end_ns: int | None = None) -> None:
+def end_rpc(span: Span, code: str, reason: str = "", *, server: bool = True) -> None:
     """End the span of a call with its gRPC status by name, such as "OK" or "CANCELLED".
 
     By the conventions a server's span is an error only where the server is at fault, so a caller that cancels, or
@@ -117,7 +117,7 @@ def end_rpc(span: Span, code: str, reason: str = "", *, server: bool = True, end
         span.set_attribute("error.type", reason or code)
         if not server or code in _SERVER_ERRORS:
             span.set_status(Status(StatusCode.ERROR, reason or code))
-    span.end(end_time=end_ns)
+    span.end()
 
 
 class Clock:

@@ -71,18 +71,18 @@ def features_to_pb(features: SequenceFeatures) -> draft_pb2.SequenceFeatures:
     )
 
 
-def request_from_pb(pb: draft_pb2.FeatureRequest, field_path: str = "features") -> FeatureRequest:
+def request_from_pb(pb: draft_pb2.FeatureRequest) -> FeatureRequest:
     """The hidden states that a drafter asks for, within bounds. Whether the target has such layers is checked later."""
     if not 1 <= len(pb.layers) <= MAX_LAYERS:
-        raise InvalidField(f"{field_path}.layers", f"needs 1 to {MAX_LAYERS} entries, has {len(pb.layers)}")
+        raise InvalidField("features.layers", f"needs 1 to {MAX_LAYERS} entries, has {len(pb.layers)}")
     if not 1 <= pb.width <= MAX_WIDTH:
-        raise InvalidField(f"{field_path}.width", f"is not in 1..{MAX_WIDTH}")
+        raise InvalidField("features.width", f"is not in 1..{MAX_WIDTH}")
     if len(pb.projection_fingerprint) > _MAX_FINGERPRINT:
-        raise InvalidField(f"{field_path}.projection_fingerprint", f"is longer than {_MAX_FINGERPRINT} characters")
+        raise InvalidField("features.projection_fingerprint", f"is longer than {_MAX_FINGERPRINT} characters")
     return FeatureRequest(
         layers=tuple(pb.layers),
         width=pb.width,
-        dtype=_dtype_from_pb(pb.dtype, f"{field_path}.dtype"),
+        dtype=_dtype_from_pb(pb.dtype, "features.dtype"),
         projected=pb.projected,
         required=pb.required,
         window=pb.window,

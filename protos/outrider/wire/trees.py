@@ -180,11 +180,6 @@ def tree_to_pb(tree: TokenTree) -> tree_pb2.TokenTree:
     )
 
 
-def timings_to_pb(queue_ns: int, compute_ns: int) -> tree_pb2.Timings:
-    """Nanoseconds spent waiting and computing."""
-    return tree_pb2.Timings(queue_nanoseconds=queue_ns, compute_nanoseconds=compute_ns)
-
-
 def status_of(error: OutriderError) -> status_pb2.Status:
     """The google.rpc.Status of an error: ErrorInfo always, BadRequest and RetryInfo where they apply."""
     info = error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=error.metadata)

@@ -60,7 +60,7 @@ class CaptureOptions:
         max_rows: of all sequences of a step; larger steps run eagerly.
         max_sequences: of a step; at most `config.MAX_SEQUENCES`.
         layers: how layers are prepared.
-        tapped: decoder layers whose outputs every step keeps; see `LayerTaps`.
+        hooked: decoder layers whose outputs every step keeps; see `LayerTaps`.
     """
 
     max_rows: int = 512

@@ -47,9 +47,7 @@ class _Load:
 class LaunchModes:
     """Chooses pass by pass, by load in powers of two."""
 
-    def __init__(self, forced: Launch | None = None) -> None:
-        """`forced` is always chosen."""
-        self._forced = forced
+    def __init__(self) -> None:
         self._loads: defaultdict[int, _Load] = defaultdict(_Load)
 
     def choose(self, load: int, answer_seconds: float, launch_seconds: float, pass_seconds: float) -> Launch:
@@ -58,8 +56,6 @@ class LaunchModes:
 
         While a pass is held the device stands still until the answer is there, and then until the pass is launched.
         """
-        if self._forced is not None:
-            return self._forced
         if not answer_seconds or answer_seconds + launch_seconds > _WORTH_TRYING * pass_seconds:
             return Launch.AHEAD
         here = self._loads[load.bit_length()]
@@ -78,7 +74,7 @@ class LaunchModes:
 
     def preferred(self, load: int) -> Launch:
         """The way that makes most by what is known; what passes of the other make is a trial's."""
-        return self._forced or self._loads[load.bit_length()].best
+        return self._loads[load.bit_length()].best
 
     def observe(self, load: int, way: Launch, tokens: float, seconds: float) -> None:
         """A pass launched so made so many tokens of each sequence, in so many seconds since the one before ended."""

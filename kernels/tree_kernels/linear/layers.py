@@ -6,12 +6,10 @@ is four launches and its attention:
 
     rotary_linear, attention, add_linear, gated_linear, add_linear
 
-`TorchLinears` defines them all in PyTorch, and `row_linears` chooses it on a CPU and Triton's kernels on a GPU.
+`RowLinears` defines them all in PyTorch; `TritonLinears` does them in kernels on a GPU.
 """
 
 from __future__ import annotations
-
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -20,19 +18,24 @@ from torch.nn import functional
 from tree_kernels.linear.rows import HeadInput, HeadInputs, HeadRows, Norm, ScaledRows
 from tree_kernels.paging import write_kv
 
-__all__ = ["HeadRows", "Norm", "RowLinears", "ScaledRows", "TorchLinears", "row_linears"]
 
+class RowLinears:
+    """The linear layers, here as PyTorch has them: in fp32 and rounded at the end, which defines what kernels do.
 
-class RowLinears(Protocol):
-    """The linear layers. `following` is a weight that a later launch reads, for the L2 cache to ask for early."""
+    `following` is a weight that a later launch reads, for the L2 cache to ask for early.
+    """
 
     def norm_rows(self, hidden: Tensor, norm: Norm) -> Tensor:
         """RMSNorm of `hidden` [R, H], in fp32 and rounded once. No row's result depends on the others."""
-        ...
+        scaled = self.scale_rows(hidden.float(), norm)
+        return (scaled.rows * scaled.scale).to(hidden.dtype)
 
     def scale_rows(self, hidden: Tensor, norm: Norm) -> ScaledRows:
         """The first half of a norm of `hidden` [R, H]."""
-        ...
+        wide = hidden.float()
+        return ScaledRows(
+            (wide * norm.weight.float()).to(hidden.dtype), (wide * wide).sum(1, keepdim=True), norm.epsilon
+        )
 
     def head_input(self, token_ids: Tensor, features: Tensor, positions: Tensor, of: HeadInputs) -> HeadInput:
         """What a draft head's first layer reads, each norm in fp32 and rounded once.
@@ -42,7 +45,10 @@ class RowLinears(Protocol):
             features: [R, H], last dimension contiguous, of the embedding's dtype.
             positions: [R] integers.
         """
-        ...
+        embeddings = functional.embedding(token_ids, of.embedding)
+        normed = self.norm_rows(embeddings, of.embedding_norm), self.norm_rows(features, of.feature_norm)
+        angles = positions[:, None] * of.frequencies
+        return HeadInput(torch.cat(normed, dim=1), angles.cos() * of.scaling, angles.sin() * of.scaling)
 
     def add_linear(
         self,
@@ -51,7 +57,7 @@ class RowLinears(Protocol):
         bias: Tensor | None = None,
         residual: Tensor | None = None,
         norm: Norm | None = None,
-        following: Tensor | None = None,
+        following: Tensor | None = None,  # noqa: ARG002
     ) -> tuple[Tensor, ScaledRows | None]:
         """A linear layer, the residual added, and the first half of the norm that reads the sum next.
 
@@ -69,11 +75,16 @@ class RowLinears(Protocol):
         Raises:
             ValueError: dtype or strides are others.
         """
-        ...
+        total = _product(rows, weight, bias)
+        if residual is not None:
+            total = total + residual
+        output = total.to(rows.dtype)
+        return output, None if norm is None else self.scale_rows(output, norm)
 
-    def gated_linear(self, rows: ScaledRows, weight: Tensor, following: Tensor | None = None) -> Tensor:
+    def gated_linear(self, rows: ScaledRows, weight: Tensor) -> Tensor:
         """[R, N]: SiLU(gate) * up of the normed rows [R, K]; `weight` [2 * N, K] is gate's and below it up's."""
-        ...
+        gate, up = (_product(rows.rows, weight) * rows.scale).chunk(2, dim=1)
+        return (functional.silu(gate) * up).to(rows.rows.dtype)
 
     def rotary_linear(
         self,
@@ -81,7 +92,7 @@ class RowLinears(Protocol):
         weight: Tensor,
         bias: Tensor | None,
         heads: HeadRows,
-        following: Tensor | None = None,
+        following: Tensor | None = None,  # noqa: ARG002
     ) -> Tensor:
         """Queries, keys and values of the normed rows; queries and keys turned, keys and values into the cache.
 
@@ -98,64 +109,6 @@ class RowLinears(Protocol):
         Raises:
             ValueError: on a GPU, where D is no multiple of a tile's columns.
         """
-        ...
-
-
-def row_linears(device: torch.device, *, invariant: bool = False) -> RowLinears:
-    """The layers for a device. With `invariant`, no bit of a row's result depends on how many rows there are."""
-    if device.type != "cuda":
-        return TorchLinears()
-    from tree_kernels.linear.triton_backend import TritonLinears
-
-    return TritonLinears(device, invariant=invariant)
-
-
-class TorchLinears:
-    """The definition, in fp32 and rounded at the end. See `RowLinears`."""
-
-    def norm_rows(self, hidden: Tensor, norm: Norm) -> Tensor:
-        scaled = self.scale_rows(hidden.float(), norm)
-        return (scaled.rows * scaled.scale).to(hidden.dtype)
-
-    def scale_rows(self, hidden: Tensor, norm: Norm) -> ScaledRows:
-        wide = hidden.float()
-        return ScaledRows(
-            (wide * norm.weight.float()).to(hidden.dtype), (wide * wide).sum(1, keepdim=True), norm.epsilon
-        )
-
-    def head_input(self, token_ids: Tensor, features: Tensor, positions: Tensor, of: HeadInputs) -> HeadInput:
-        embeddings = functional.embedding(token_ids, of.embedding)
-        normed = self.norm_rows(embeddings, of.embedding_norm), self.norm_rows(features, of.feature_norm)
-        angles = positions[:, None] * of.frequencies
-        return HeadInput(torch.cat(normed, dim=1), angles.cos() * of.scaling, angles.sin() * of.scaling)
-
-    def add_linear(
-        self,
-        rows: Tensor,
-        weight: Tensor,
-        bias: Tensor | None = None,
-        residual: Tensor | None = None,
-        norm: Norm | None = None,
-        following: Tensor | None = None,  # noqa: ARG002
-    ) -> tuple[Tensor, ScaledRows | None]:
-        total = _product(rows, weight, bias)
-        if residual is not None:
-            total = total + residual
-        output = total.to(rows.dtype)
-        return output, None if norm is None else self.scale_rows(output, norm)
-
-    def gated_linear(self, rows: ScaledRows, weight: Tensor, following: Tensor | None = None) -> Tensor:  # noqa: ARG002
-        gate, up = (_product(rows.rows, weight) * rows.scale).chunk(2, dim=1)
-        return (functional.silu(gate) * up).to(rows.rows.dtype)
-
-    def rotary_linear(
-        self,
-        rows: ScaledRows,
-        weight: Tensor,
-        bias: Tensor | None,
-        heads: HeadRows,
-        following: Tensor | None = None,  # noqa: ARG002
-    ) -> Tensor:
         kv_heads, width = heads.key_cache.shape[-2:]
         total = _product(rows.rows, weight) * rows.scale
         if bias is not None:
