@@ -211,6 +211,7 @@ class SyncClient(Closing):
         token_ids: Sequence[int] = (),
         sampling: SamplingParams | None = None,
         speculation: Speculation | None = None,
+        prediction: str | Sequence[int] | None = None,
         model: str = "",
         timeout: float | None = None,
     ) -> SyncGeneration:
@@ -221,6 +222,7 @@ class SyncClient(Closing):
             token_ids=token_ids,
             sampling=sampling,
             speculation=speculation,
+            prediction=prediction,
             model=model,
             timeout=timeout,
         )

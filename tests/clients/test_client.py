@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 from typing import Any
 
 import pytest
@@ -85,6 +86,22 @@ async def test_predictions_are_text_or_token_ids(running: Any) -> None:
     text, token_ids, empty, none = (request.prediction for request, _, _ in running.target.requests)
     assert text.text == "one two" and list(token_ids.tokens.token_ids) == [5, 6]
     assert empty.WhichOneof("content") == "text" and none.WhichOneof("content") is None
+
+
+async def test_a_synchronous_client_predicts_too(running: Any) -> None:
+    def ask() -> None:
+        with SyncClient.connect(running.address) as client:
+            client.generate(token_ids=[1], prediction="one two").result()
+
+    await asyncio.to_thread(ask)
+    ((request, _, _),) = running.target.requests
+    assert request.prediction.text == "one two"
+
+
+@pytest.mark.parametrize("ours", [SyncClient.generate, SyncClient.update_weights, SyncClient.info])
+def test_a_synchronous_call_takes_what_the_other_takes(ours: Any) -> None:
+    theirs = getattr(Client, ours.__name__)
+    assert inspect.signature(ours).parameters.keys() == inspect.signature(theirs).parameters.keys()
 
 
 @pytest.mark.parametrize(
