@@ -39,6 +39,12 @@ _CONTRASTS = """
   });
 })()
 """
+# What the row of figures has said, from here on.
+_KEEP_FIGURES = """
+window.figures = [];
+new MutationObserver(() => figures.push(document.getElementById("row-on").textContent))
+  .observe(document.getElementById("row-on"), { childList: true, subtree: true, characterData: true });
+"""
 _UNLABELLED = """
 [...document.querySelectorAll("input, textarea, button")]
   .filter((node) => !(node.labels?.length || node.textContent.trim() || node.ariaLabel)).map((node) => node.outerHTML)
@@ -73,6 +79,7 @@ class TestInBrowser:
             assert await page.look("document.activeElement.id") == "message"
             assert not await page.look("document.getElementById('prediction').disabled")
             await page.look("document.getElementById('tokens').value = 60")
+            await page.look(_KEEP_FIGURES)
             await page.write("hello")
             await page.press("Enter")
             await page.until("document.querySelector('.answer .text')?.textContent.length > 5")
@@ -81,6 +88,8 @@ class TestInBrowser:
             await page.until("document.getElementById('stop').disabled")
             assert len(await page.look("document.querySelector('.answer .text').textContent")) == 60
             assert await page.look("document.querySelector('#row-on td').textContent") != "\u2013"
+            figures = await page.look("figures")
+            assert figures and not [said for said in figures if "NaN" in said or "Infinity" in said]
             assert page.complaints == []
             assert all(address.startswith(gateway.url) for address in page.requests)
 

@@ -94,8 +94,10 @@ async function run(speculation, parent, title, signal) {
     begun ||= now;
     if (now - drawn > 100) {
       drawn = now;
-      const rate = tokens ? ((1000 * tokens) / (now - begun)).toFixed(1) : "…";
-      fill(row, [rate, (1 + accepted.reduce((sum, count) => sum + count, 0) / accepted.length).toFixed(2), accepted.length]);
+      // The first events of an answer bring neither time nor steps.
+      const rate = tokens && now > begun ? ((1000 * tokens) / (now - begun)).toFixed(1) : "…";
+      const sum = accepted.reduce((sum, count) => sum + count, 0);
+      fill(row, [rate, accepted.length ? (1 + sum / accepted.length).toFixed(2) : "…", accepted.length]);
       if (speculation) drawSteps(accepted);
       if (last) showTree(last, accepted, told);
     }
