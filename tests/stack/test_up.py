@@ -121,6 +121,11 @@ def test_does_not_wait_for_ever(machine: Machine) -> None:
     assert status == 1 and "not healthy after 1 s: stack_target_1" in said
 
 
+def test_there_is_one_look_however_long_building_took(machine: Machine) -> None:
+    status, said = machine.up(looks=(READY,), seconds=0)
+    assert status == 0 and said == "make up: every container is healthy\n"
+
+
 def test_a_daemon_that_does_not_run(machine: Machine) -> None:
     status, said = machine.up(info="Cannot connect to the Docker daemon. Is it running?")
     assert status == 1 and len(said.splitlines()) == 2
