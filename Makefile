@@ -33,7 +33,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 
 # A worker for each core, so torch computes with one thread in each: teams that share cores wait for each other. Files in
 # the order of tests/conftest.py, the longest first: sorted by their numbers of tests, those of few long ones came last.
-# Three workers on two cores took as long (993 s), with a tenth more of the processor's time.
+# Three workers on two cores took as long (993 s, with other work beside), and more of the processor's time.
 test test-full: export OMP_NUM_THREADS := 1
 
 # make test          everything that a CPU can prove
