@@ -20,6 +20,12 @@ CPU = torch.device("cpu")
 SHAPES = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096), (960, 576), (576, 1536)]
 
 
+def test_no_layer_is_left_to_pytorch_on_a_gpu() -> None:
+    """A method of the definition that the kernels' class does not override would run, and be slow."""
+    defined = {name for name in vars(RowLinears) if not name.startswith("_")}
+    assert defined and defined <= vars(TritonLinears).keys()
+
+
 @pytest.fixture(scope="module")
 def interpreted() -> dict[str, Any]:
     return work(WORKER, **INTERPRETED)
