@@ -2,6 +2,7 @@
 
     PYTHONPATH=kernels:protos:. python -m benchmarks.drafters.acceptance --head FOLDER [--model MODEL] [--device cuda]
         [--drafters trie,eagle_chain,eagle_tree,merged] [--temperatures 0,1] [--rejection] [--json FILE]
+        [--medusa FOLDER, for the drafters medusa_chain, medusa_tree, medusa_fixed]
 
 Every conversation of `prompts.jsonl` is held, answers ending where the model ends them or after `--max-tokens`; where
 there is a second turn, it follows on the model's own first answer. Engine and drafter run in one process, `concurrency`
@@ -23,7 +24,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.drafters.acceptance_drafters import NAMES, TREE_NODES, DrafterSet
+from benchmarks.drafters.acceptance_drafters import EAGLE, MEDUSA, NAMES, TREE_NODES, DrafterSet
 from benchmarks.drafters.acceptance_run import Distribution, Talk, Tally
 from benchmarks.shared.machine import describe
 from benchmarks.shared.report import parser_of, settings_of, write_json
@@ -93,6 +94,7 @@ def measure(options: argparse.Namespace, conversations: Sequence[Conversation]) 
         options.topk,
         options.cuda_graphs,
         options.race_sharpness,
+        options.medusa,
     )
     results = []
     for distribution in distributions(options):
@@ -137,11 +139,12 @@ def tables(results: Sequence[dict[str, Any]]) -> str:
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = parser_of(__doc__)
-    parser.add_argument("--head", default="", help="folder of an EAGLE head; may be missing for the trie alone")
+    parser.add_argument("--head", default="", help="folder of an EAGLE head")
+    parser.add_argument("--medusa", default="", help="folder of Medusa heads")
     parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16"))
-    parser.add_argument("--drafters", default=",".join(NAMES), type=lambda text: text.split(","))
+    parser.add_argument("--drafters", default=",".join(("trie", *EAGLE)), type=lambda text: text.split(","))
     parser.add_argument("--temperatures", default="0,1", type=lambda text: [float(one) for one in text.split(",")])
     parser.add_argument("--rejection", action="store_true", help="also REJECTION, at temperatures above 0")
     parser.add_argument("--limit", type=int, default=0, help="so many conversations of each task; 0 for all")
@@ -158,8 +161,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if set(options.drafters) - set(NAMES):
         parser.error(f"drafters are {', '.join(NAMES)}")
-    if not options.head and options.drafters != ["trie"]:
-        parser.error("drafters other than the trie need --head")
+    if not options.head and set(options.drafters) & set(EAGLE):
+        parser.error(f"{', '.join(EAGLE)} need --head")
+    if not options.medusa and set(options.drafters) & set(MEDUSA):
+        parser.error(f"{', '.join(MEDUSA)} need --medusa")
     return options
 
 

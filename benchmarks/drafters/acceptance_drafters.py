@@ -1,4 +1,5 @@
-"""The drafters whose acceptance is compared: trie, EAGLE as chain and as tree, and both merged. One head for all."""
+"""The drafters whose acceptance is compared: trie, EAGLE as chain and as tree, both merged, and Medusa as chain, as
+tree and as the tree of the paper. One EAGLE head for all, and one set of Medusa heads."""
 
 from __future__ import annotations
 
@@ -14,11 +15,17 @@ from draft_service.eagle.checkpoint import load_head
 from draft_service.eagle.config import EagleConfig
 from draft_service.eagle.drafter import EagleDrafter
 from draft_service.eagle.head import EagleHead
+from draft_service.medusa.config import BEST_FIRST, MedusaConfig
+from draft_service.medusa.drafter import MedusaDrafter
 from draft_service.ngram.config import TrieConfig
 from draft_service.ngram.drafter import NgramDrafter
 from outrider.heads import head_source
 
-NAMES = ("trie", "eagle_chain", "eagle_tree", "merged")
+EAGLE = ("eagle_chain", "eagle_tree", "merged")
+MEDUSA = ("medusa_chain", "medusa_tree", "medusa_fixed")
+NAMES = ("trie", *EAGLE, *MEDUSA)
+# The paper's own: 63 nodes below the root, chosen for Vicuna 7B.
+_FIXED_TREE = "mc_sim_7b_63"
 # With the root, one word of a tree's mask.
 TREE_NODES = 63
 # Room for every sequence whole: what does not fit is not drafted for.
@@ -30,10 +37,11 @@ class DrafterSet:
     """Makes drafters that are started. A trie is new each time; a head learns nothing, so that its drafters are kept.
 
     Attributes:
-        head: folder or name of the EAGLE head; empty when only tries are made.
+        head: folder or name of the EAGLE head; empty when none is needed.
         embeddings: folder of the target.
         chain_steps: nodes of a chain.
         tree_steps, topk: levels of a tree, and nodes that each expands.
+        medusa: folder of the Medusa heads; empty when none are needed.
         race_sharpness: how far COUPLED's race over the head's distribution is taken for the target's own.
     """
 
@@ -46,8 +54,9 @@ class DrafterSet:
     topk: int = 10
     cuda_graphs: bool = False
     race_sharpness: float = EagleConfig.race_sharpness
+    medusa: str = ""
     _loaded: EagleHead | None = None
-    _eagles: dict[str, EagleDrafter] = field(default_factory=dict)
+    _started: dict[str, EagleDrafter | MedusaDrafter] = field(default_factory=dict)
 
     def make(self, name: str) -> Drafter:
         """Raises `KeyError` for a name that is not in `NAMES`."""
@@ -56,6 +65,9 @@ class DrafterSet:
             "eagle_chain": lambda: self._eagle(name, self.chain_steps, 1, self.chain_steps),
             "eagle_tree": lambda: self._eagle(name, self.tree_steps, self.topk, TREE_NODES),
             "merged": self._merged,
+            "medusa_chain": lambda: self._medusa(name, 1, BEST_FIRST),
+            "medusa_tree": lambda: self._medusa(name, self.topk, BEST_FIRST),
+            "medusa_fixed": lambda: self._medusa(name, self.topk, _FIXED_TREE),
         }
         return makers[name]()
 
@@ -70,7 +82,7 @@ class DrafterSet:
         return MergedDrafter(MergedConfig(merged_nodes=TREE_NODES), parts)
 
     def _eagle(self, name: str, steps: int, topk: int, nodes: int) -> Drafter:
-        if name not in self._eagles:
+        if name not in self._started:
             # Every node that fits, likely or not: rows are not what is measured.
             config = EagleConfig(
                 head=self.head,
@@ -85,9 +97,26 @@ class DrafterSet:
                 device=self.device,
                 cuda_graphs=self.cuda_graphs,
             )
-            self._eagles[name] = EagleDrafter(config, self._head())
-            self._eagles[name].start()
-        return self._eagles[name]
+            self._started[name] = EagleDrafter(config, self._head())
+            self._started[name].start()
+        return self._started[name]
+
+    def _medusa(self, name: str, topk: int, tree: str) -> Drafter:
+        if name not in self._started:
+            config = MedusaConfig(
+                head=self.medusa,
+                base_model=self.embeddings,
+                tree=tree,
+                topk=topk,
+                num_draft_tokens=TREE_NODES,
+                min_score=0.0,
+                race_sharpness=self.race_sharpness,
+                dtype=self.dtype,
+                device=self.device,
+            )
+            self._started[name] = MedusaDrafter(config)
+            self._started[name].start()
+        return self._started[name]
 
     def _head(self) -> EagleHead:
         if self._loaded is None:

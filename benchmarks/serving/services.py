@@ -14,7 +14,7 @@ from typing import Any
 
 START_SECONDS = 400.0
 # Of the drafters that run a network.
-_NEURAL = ("eagle", "model")
+_NEURAL = ("eagle", "medusa", "model")
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class DraftSettings:
 
     Attributes:
         drafter: registered name.
-        head: folder of an EAGLE head, empty for drafters without.
+        head: folder of an EAGLE head, or of Medusa heads for that drafter; empty for drafters without.
         embeddings: folder of the target, for what the head does not carry.
         device: cpu, or cuda:N for the N-th GPU that this process sees. The service sees that one alone.
         flags: settings by section of the drafter, such as {"eagle": {"topk": 4}, "trie": {...}}.
@@ -47,13 +47,15 @@ class DraftSettings:
 
     @property
     def reads_features(self) -> bool:
-        return self.drafter in ("eagle", "merged")
+        return self.drafter in ("eagle", "medusa", "merged")
 
     def environment(self) -> dict[str, str]:
         """Variables of the process: drafters inside a merged one are told nothing by flags."""
         kind = self.device.partition(":")[0]
         settings: dict[str, dict[str, Any]] = {section: {"device": kind} for section in _NEURAL}
-        if self.reads_features:
+        if self.drafter == "medusa":
+            settings["medusa"] |= {"head": self.head, "base_model": self.embeddings}
+        elif self.reads_features:
             settings["eagle"] |= {"head": self.head, "embeddings": self.embeddings}
         for section, values in self.flags.items():
             settings.setdefault(section, {}).update(values)

@@ -2,8 +2,8 @@
 
     python -m benchmarks.widened.model smollm2-135m-instruct smollm2-135m-instruct MODEL HEAD --shape 8b
     python -m benchmarks.widened.run --model MODEL --head HEAD --json OUT.json [--concurrency 1,8,32]
-        [--temperature 0,0.8] [--modes plain,lookup,trie,head,merged,random] [--placements second,same,inprocess]
-        [--delay-ms 2]
+        [--temperature 0,0.8] [--modes plain,lookup,trie,head,medusa,merged,random] [--placements second,same,inprocess]
+        [--delay-ms 2] [--medusa HEADS]
 
 Each mode in each placement has a target service of its own, and its draft in a service of its own on the second GPU
 (`second`) or the target's (`same`), or in the target's process (`draft_service.in_process`). Tries and random drafts
@@ -196,6 +196,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="folder that benchmarks.widened.model wrote, or any model")
     parser.add_argument("--head", default="", help="folder of the head that it wrote, or a head's name")
+    parser.add_argument("--medusa", default="", help="folder of Medusa heads that benchmarks.widened.medusa wrote")
     parser.add_argument("--prompts", type=Path, default=TASK_FILE, help="JSONL of id, task and turns")
     parser.add_argument("--longest-prompt", type=int, default=1500, help="tokens; longer prompts are left out")
     parser.add_argument("--modes", default="plain,lookup,trie,head,merged", type=_words, help=", ".join(MODES))
@@ -225,6 +226,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error(f"not known: {', '.join(sorted(unknown))}")
     if {"head", "merged"} & set(options.modes) and not options.head:
         parser.error("the modes head and merged need --head")
+    if "medusa" in options.modes and not options.medusa:
+        parser.error("the mode medusa needs --medusa")
     return options
 
 
@@ -233,6 +236,7 @@ def plan_of(options: argparse.Namespace) -> Plan:
     return Plan(
         model=str(folder_of(options.model)),
         head=str(head_source(options.head)) if options.head else "",
+        medusa=options.medusa,
         device=options.device,
         dtype=options.dtype,
         most=max(options.concurrency),

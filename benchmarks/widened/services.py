@@ -23,8 +23,10 @@ from outrider.ports import free_port
 
 PLAIN, LOOKUP = "plain", "lookup"
 # Drafters by mode.
-DRAFTERS = {"trie": "trie", "head": "eagle", "merged": "merged", "random": "random"}
+DRAFTERS = {"trie": "trie", "head": "eagle", "medusa": "medusa", "merged": "merged", "random": "random"}
 MODES = (PLAIN, LOOKUP, *DRAFTERS)
+# Modes whose target may make a head's features itself.
+_EAGLE = ("head", "merged")
 # Of drafters that need no GPU, a service of their own is the same wherever a head's would be.
 _WITHOUT_GPU = ("trie", "random")
 # Modes whose drafts remember prompts and answers.
@@ -53,6 +55,7 @@ class Plan:
     """What every service of a sweep is started with.
 
     Attributes:
+        head: folder of the EAGLE head, and `medusa` of the Medusa heads; each empty where no mode needs it.
         most: sequences that run at once, at most.
         room: tokens of the longest prompt and its answer.
         target: more settings of the target by name.
@@ -70,6 +73,7 @@ class Plan:
     logs: Path
     target: Mapping[str, Any] = field(default_factory=dict)
     drafters: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    medusa: str = ""
 
     @property
     def on_gpu(self) -> bool:
@@ -118,7 +122,9 @@ def draft_settings(plan: Plan, subject: Subject) -> DraftSettings:
         eagle |= {"cuda_graphs": True, "captured_sequences": min(_MOST_CAPTURED, plan.most)}
     flags = {section: dict(settings) for section, settings in plan.drafters.items()}
     flags["eagle"] = eagle | flags.get("eagle", {})
-    return DraftSettings(drafter, plan.head, plan.model, device, flags)
+    flags["medusa"] = {"dtype": plan.dtype} | flags.get("medusa", {})
+    head = plan.medusa if drafter == "medusa" else plan.head
+    return DraftSettings(drafter, head, plan.model, device, flags)
 
 
 def target_settings(plan: Plan, subject: Subject) -> dict[str, Any]:
@@ -137,7 +143,7 @@ def target_settings(plan: Plan, subject: Subject) -> dict[str, Any]:
     elif subject.mode == LOOKUP and int(settings.get("lookup_tokens", -1)) <= 0:
         # Refused where nothing is looked up, instead of measured as something else.
         settings["lookup_tokens"] = _LOOKED_UP
-    elif subject.mode in DRAFTERS and draft_settings(plan, subject).reads_features:
+    elif subject.mode in _EAGLE:
         settings.setdefault("draft_head", plan.head)
     return settings
 

@@ -6,6 +6,7 @@ import itertools
 from pathlib import Path
 
 import pytest
+from medusa_heads import make_heads
 from teaching_model import save_teaching_model
 
 from benchmarks.drafters.acceptance import agreement, by_task, parse, tables, target_config
@@ -13,6 +14,7 @@ from benchmarks.drafters.acceptance_drafters import NAMES, DrafterSet
 from benchmarks.drafters.acceptance_run import Distribution, Talk
 from benchmarks.shared.random_model import read_shape, write_head, write_model
 from benchmarks.shared.workload import Conversation
+from draft_service.medusa.checkpoint import save_heads
 from outrider.sampling import VerificationMode
 from target_service.assembly import engine_config
 from target_service.model.loading.loader import load_runner
@@ -24,21 +26,40 @@ CONVERSATIONS = [Conversation("chat", ("ab", "cd")), Conversation("code", ("ab",
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A model of few layers with the tokenizer of bytes, whose ids are fewer than the model's, and its head."""
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
+    """A model of few layers with the tokenizer of bytes, whose ids are fewer than the model's, its EAGLE head, and its
+    Medusa heads."""
     folder = tmp_path_factory.mktemp("models")
     tokenizer = save_teaching_model(folder / "teacher")
     config = read_shape("tiny")
     config.vocab_size = 9001
     write_model(folder / "model", config, str(tokenizer), "cpu")
     write_head(folder / "head", config, "cpu")
-    return folder / "model", folder / "head"
+    wide, layers = config.hidden_size, config.num_hidden_layers
+    save_heads(
+        make_heads(target_hidden_size=wide, vocab_size=9001, draft_vocab_size=9001, target_layers=layers),
+        folder / "medusa",
+    )
+    return folder / "model", folder / "head", folder / "medusa"
 
 
 @pytest.fixture(scope="module")
-def options(folders: tuple[Path, Path]):  # type: ignore[no-untyped-def]
-    model, head = map(str, folders)
-    words = ["--model", model, "--head", head, "--concurrency", "2", "--max-tokens", "12", "--dtype", "float32"]
+def options(folders: tuple[Path, Path, Path]):  # type: ignore[no-untyped-def]
+    model, head, medusa = map(str, folders)
+    words = [
+        "--model",
+        model,
+        "--head",
+        head,
+        "--medusa",
+        medusa,
+        "--concurrency",
+        "2",
+        "--max-tokens",
+        "12",
+        "--dtype",
+        "float32",
+    ]
     return parse([*words, "--target", '{"kv_tokens": 2048}'])
 
 
@@ -48,7 +69,7 @@ def runner(options) -> ModelRunner:  # type: ignore[no-untyped-def]
 
 
 def talk_of(runner: ModelRunner, options, name: str, distribution: Distribution) -> Talk:  # type: ignore[no-untyped-def]
-    drafters = DrafterSet(options.head, options.model, "cpu", "float32", tree_steps=3, topk=3)
+    drafters = DrafterSet(options.head, options.model, "cpu", "float32", tree_steps=3, topk=3, medusa=options.medusa)
     talk = Talk(runner, engine_config(target_config(options)), drafters.make(name), CONVERSATIONS)
     talk.run(distribution, options.max_tokens, options.concurrency)
     return talk

@@ -190,7 +190,18 @@ def test_ratios_are_to_plain_of_the_same_load_and_temperature() -> None:
     assert (answers_of(1, 2, 7), answers_of(8, 2, 7), answers_of(4, 1, 7)) == (7, 16, 8)
 
 
-ARGUMENTS = ["--model", "/tmp", "--head", "/tmp", "--concurrency", "1,64", "--json", "/tmp/nowhere/out.json"]
+ARGUMENTS = [
+    "--model",
+    "/tmp",
+    "--head",
+    "/tmp",
+    "--medusa",
+    "/medusa",
+    "--concurrency",
+    "1,64",
+    "--json",
+    "/tmp/nowhere/out.json",
+]
 
 
 def test_each_service_has_settings_of_its_own() -> None:
@@ -203,6 +214,13 @@ def test_each_service_has_settings_of_its_own() -> None:
     variables = draft_settings(plan, second).environment()
     assert (variables["OUTRIDER_EAGLE_TOPK"], variables["OUTRIDER_EAGLE_CUDA_GRAPHS"]) == ("8", "True")
     assert int(variables["OUTRIDER_EAGLE_KV_TOKENS"]) >= 64 * 1600
+    medusa = draft_settings(plan, Subject("medusa", "same GPU"))
+    variables = medusa.environment()
+    assert (medusa.drafter, variables["OUTRIDER_MEDUSA_HEAD"], variables["CUDA_VISIBLE_DEVICES"]) == (
+        *("medusa", "/medusa", "0"),
+    )
+    assert "OUTRIDER_EAGLE_HEAD" not in variables
+    assert "draft_head" not in target_settings(plan, Subject("medusa", "same GPU"))
     lookups = {mode: target_settings(plan, Subject(mode, "")).get("lookup_tokens") for mode in ("plain", "lookup")}
     assert lookups == {"plain": 0, "lookup": 15}
     settings = target_settings(plan, second)

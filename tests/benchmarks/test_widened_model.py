@@ -11,13 +11,16 @@ import pytest
 import torch
 from conftest import make_tiny
 from eagle_heads import PlainHead, make_head
+from medusa_heads import make_heads
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from benchmarks.widened.medusa import widen_medusa
 from benchmarks.widened.model import SHAPES, CannotWiden, Shape, Widening, wide_config, widen_head, widen_model
 from draft_service.checkpoints.target import TargetCheckpoint
 from draft_service.eagle.checkpoint import load_head, save_head
 from draft_service.eagle.head import EagleHead
+from draft_service.medusa.checkpoint import load_heads, save_heads
 
 VOCABULARY, LAYERS = 60, 6
 SMALL = Shape(hidden=48, heads=6, kv_heads=2, head_dim=8, inner=40, layers=LAYERS)
@@ -98,6 +101,21 @@ def test_heads_stay(pair: Pair) -> None:
         reader.add(tokens[20], reader.rows[-1].feature, 8, range(8))
     for one, other in zip(plain[0].rows, plain[1].rows, strict=True):
         torch.testing.assert_close(other.logits, one.logits, rtol=0, atol=1e-4)
+
+
+def test_medusa_heads_stay(pair: Pair, tmp_path: Path) -> None:
+    save_heads(make_heads(target_hidden_size=48, num_layers=2, target_layers=LAYERS), tmp_path / "small")
+    widen_medusa(str(tmp_path / "small"), pair.wide, tmp_path / "wide", "cpu", torch.float32)
+    heads = [
+        load_heads(tmp_path / name, target=TargetCheckpoint(target))
+        for name, target in (("small", pair.small), ("wide", pair.wide))
+    ]
+    said = [own(states_of(folder)[1][-1]) for own, folder in zip(heads, (pair.small, pair.wide), strict=True)]
+    torch.testing.assert_close(said[1], said[0], rtol=0, atol=1e-3)
+    assert said[0].std() > 0.5
+    assert heads[1].config.layers_of(LAYERS + 2) == (LAYERS + 2,)
+    # As many bytes as real heads of the large model have: nothing but what reads live dimensions is zero.
+    assert all((one == 0).float().mean() < 0.6 for name, one in heads[1].state_dict().items() if "weight" in name)
 
 
 def test_nothing_is_left_empty(pair: Pair) -> None:
