@@ -25,8 +25,6 @@ PLAIN, LOOKUP = "plain", "lookup"
 # Drafters by mode.
 DRAFTERS = {"trie": "trie", "head": "eagle", "medusa": "medusa", "merged": "merged", "random": "random"}
 MODES = (PLAIN, LOOKUP, *DRAFTERS)
-# Modes whose target may make a head's features itself.
-_EAGLE = ("head", "merged")
 # Of drafters that need no GPU, a service of their own is the same wherever a head's would be.
 _WITHOUT_GPU = ("trie", "random")
 # Modes whose drafts remember prompts and answers.
@@ -143,8 +141,8 @@ def target_settings(plan: Plan, subject: Subject) -> dict[str, Any]:
     elif subject.mode == LOOKUP and int(settings.get("lookup_tokens", -1)) <= 0:
         # Refused where nothing is looked up, instead of measured as something else.
         settings["lookup_tokens"] = _LOOKED_UP
-    elif subject.mode in _EAGLE:
-        settings.setdefault("draft_head", plan.head)
+    elif subject.mode in DRAFTERS and (draft := draft_settings(plan, subject)).reads_features:
+        settings.setdefault("draft_head", draft.head)
     return settings
 
 

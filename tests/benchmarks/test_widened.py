@@ -220,7 +220,7 @@ def test_each_service_has_settings_of_its_own() -> None:
         *("medusa", "/medusa", "0"),
     )
     assert "OUTRIDER_EAGLE_HEAD" not in variables
-    assert "draft_head" not in target_settings(plan, Subject("medusa", "same GPU"))
+    assert target_settings(plan, Subject("medusa", "same GPU"))["draft_head"] == "/medusa"
     lookups = {mode: target_settings(plan, Subject(mode, "")).get("lookup_tokens") for mode in ("plain", "lookup")}
     assert lookups == {"plain": 0, "lookup": 15}
     settings = target_settings(plan, second)
