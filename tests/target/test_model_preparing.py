@@ -51,7 +51,7 @@ def layers_of(model: PreTrainedModel) -> Any:
     return inner.model.layers
 
 
-@pytest.mark.parametrize("rows", [1, 7, MAX_ROWS, MAX_ROWS + 1])
+@pytest.mark.parametrize("rows", [1, 7, MAX_ROWS, MAX_ROWS + 1, 100])
 @pytest.mark.parametrize("model_type", ["llama", "qwen2", "mistral"])
 def test_fused_layers_compute_what_they_did(model_type: str, rows: int) -> None:
     expected = after(runner_of(make_tiny(model_type)), rows)
@@ -118,7 +118,7 @@ def test_invariant_layers_take_every_product_and_any_number_of_rows() -> None:
     assert prepare_layers(model, LayerOptions(invariant=True)) == 2
     inner: Any = model
     assert isinstance(inner.lm_head, RowsHead)
-    assert all(layer.max_rows is None for layer in inner.model.layers)
+    assert all(layer.linears.of(1 << 20) is layer.linears.of(1) for layer in inner.model.layers)
     for value, own in zip(after(runner, 70), expected, strict=True):
         torch.testing.assert_close(value, own, rtol=1e-4, atol=1e-5)
 
