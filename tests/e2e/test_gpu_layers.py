@@ -82,12 +82,10 @@ def after(runner: ModelRunner, batch: ForwardInput) -> tuple[Tensor, Tensor]:
     they were."""
     caches = runner.cache.keys + runner.cache.values
     before = [cache.clone() for cache in caches]
-    # The first is captured, and rehearsed over what the caches hold.
-    for _ in range(2):
-        logits = runner.forward(batch).float()
-        held = torch.stack([cache.float().flatten(0, 1).flatten(1) for cache in caches])
-        for cache, old in zip(caches, before, strict=True):
-            cache.copy_(old)
+    logits = runner.forward(batch).float()
+    held = torch.stack([cache.float().flatten(0, 1).flatten(1) for cache in caches])
+    for cache, old in zip(caches, before, strict=True):
+        cache.copy_(old)
     return logits, held
 
 

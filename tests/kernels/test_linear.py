@@ -9,7 +9,7 @@ import torch
 from kernel_worker import INTERPRETED, work
 from torch.nn import functional
 
-from tree_kernels.linear import HeadRows, Norm, RowLinears, many_row_linears, row_linears
+from tree_kernels.linear import HeadRows, Norm, RowLinears, ScaledRows, many_row_linears, row_linears
 
 pytest.importorskip("triton")
 from tree_kernels.linear.cublas_backend import CublasLinears
@@ -119,6 +119,13 @@ def test_rows_that_the_kernels_cannot_read_are_refused(linears: TritonLinears) -
 
 def test_a_cpu_gets_the_definition() -> None:
     assert type(row_linears(CPU)) is type(many_row_linears(CPU)) is RowLinears
+
+
+def test_rows_that_are_normed_by_half_are_refused() -> None:
+    """Their products could overflow float16."""
+    rows = ScaledRows(torch.zeros(2, 16), torch.ones(2, 1), 1e-5)
+    with pytest.raises(ValueError, match="normed whole"):
+        CublasLinears(CPU).gated_linear(rows, torch.zeros(32, 16))
 
 
 def test_a_product_with_nothing_behind_it_is_the_librarys() -> None:

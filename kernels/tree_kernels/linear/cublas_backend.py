@@ -1,8 +1,8 @@
 """Linear layers of many rows: cuBLAS's products, and one launch of ours behind each.
 
 Meaning, shapes and errors are those of `tree_kernels.linear.RowLinears`. A product is rounded to the rows' dtype before
-what follows it is computed in fp32, which kernels of few rows do not do: in half precision that is one rounding more,
-the one that `nn.Linear` makes, and in fp32 none.
+what follows it is computed in fp32, as `nn.Linear` rounds it and kernels of few rows do not: in half precision that is
+one rounding more, in fp32 none. For products to fit float16, a norm is done whole ahead of its product.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from tree_kernels.linear.rows import HeadRows, Norm, ScaledRows
-from tree_kernels.linear.triton_backend import TritonLinears, check_product, or_other, parts_of
+from tree_kernels.linear.triton_backend import TritonLinears, check_product, or_other
 from tree_kernels.linear.triton_epilogues import add_epilogue_kernel, gated_epilogue_kernel, rotary_epilogue_kernel
 
 # Of one program: sixteen bytes a thread.
@@ -29,7 +29,11 @@ class CublasLinears(TritonLinears):
     """
 
     def __init__(self, device: torch.device) -> None:
+        # Neither invariant nor of a tiling: what products do with rows is the library's own.
         super().__init__(device)
+
+    def scale_rows(self, hidden: Tensor, norm: Norm) -> ScaledRows:
+        return ScaledRows(self.norm_rows(hidden, norm), None, norm.epsilon)
 
     def add_linear(
         self,
@@ -42,29 +46,24 @@ class CublasLinears(TritonLinears):
     ) -> tuple[Tensor, ScaledRows | None]:
         check_product(rows, weight)
         output = functional.linear(rows, weight)
-        scaled = None
-        if norm is not None:
-            squares = torch.empty(len(rows), 1, dtype=torch.float32, device=rows.device)
-            scaled = ScaledRows(torch.empty_like(output), squares, norm.epsilon)
         if bias is None and residual is None and norm is None:
             return output, None
+        scaled = None if norm is None else ScaledRows(torch.empty_like(output), None, norm.epsilon)
         width = len(weight)
         add_epilogue_kernel[(len(rows),)](
             output, or_other(bias, output), or_other(residual, output), output if norm is None else norm.weight,
-            output if scaled is None else scaled.rows, output if scaled is None else scaled.squares,
-            HAS_BIAS=bias is not None, ADDS=residual is not None, SCALES=norm is not None,
+            output if scaled is None else scaled.rows, 0.0 if norm is None else norm.epsilon,
+            HAS_BIAS=bias is not None, ADDS=residual is not None, NORMS=norm is not None,
             WIDTH=width, BLOCK=triton.next_power_of_2(width), num_warps=4 if width <= _FOUR_WARPS else 8,
             **self._order(),
         )  # fmt: skip
         return output, scaled
 
     def gated_linear(self, rows: ScaledRows, weight: Tensor) -> Tensor:
-        check_product(rows.rows, weight)
-        (count, inner), outputs = rows.rows.shape, len(weight) // 2
+        count, outputs = len(rows.rows), len(weight) // 2
         output = rows.rows.new_empty(count, outputs)
         gated_epilogue_kernel[(count, triton.cdiv(outputs, _BLOCK))](
-            functional.linear(rows.rows, weight), rows.squares, output, rows.epsilon,
-            INNER=inner, OUTPUTS=outputs, BLOCK=_BLOCK, **parts_of(rows), num_warps=4, **self._order(),
+            _product(rows, weight), output, OUTPUTS=outputs, BLOCK=_BLOCK, num_warps=4, **self._order()
         )  # fmt: skip
         return output
 
@@ -76,17 +75,23 @@ class CublasLinears(TritonLinears):
         heads: HeadRows,
         following: Tensor | None = None,  # noqa: ARG002
     ) -> Tensor:
-        check_product(rows.rows, weight)
         kv_heads, width = heads.key_cache.shape[-2:]
-        (count, inner), total = rows.rows.shape, len(weight) // width
+        count, total = len(rows.rows), len(weight) // width
         query = rows.rows.new_empty(count, total - 2 * kv_heads, width)
         block_turn = triton.next_power_of_2(width // 2)
         block_heads = min(max(1, _BLOCK // block_turn), triton.next_power_of_2(total))
         rotary_epilogue_kernel[(count, triton.cdiv(total, block_heads))](
-            functional.linear(rows.rows, weight), rows.squares, or_other(bias, query), heads.cosines, heads.sines,
-            heads.slots, query, heads.key_cache, heads.value_cache, rows.epsilon,
-            INNER=inner, HAS_BIAS=bias is not None, HEADS=total - 2 * kv_heads, KV_HEADS=kv_heads, WIDTH=width,
-            BLOCK_HEADS=block_heads, BLOCK_TURN=block_turn, **parts_of(rows), num_warps=4,
-            **self._order(),
+            _product(rows, weight), or_other(bias, query), heads.cosines, heads.sines, heads.slots, query,
+            heads.key_cache, heads.value_cache,
+            HAS_BIAS=bias is not None, HEADS=total - 2 * kv_heads, KV_HEADS=kv_heads, WIDTH=width,
+            BLOCK_HEADS=block_heads, BLOCK_TURN=block_turn, num_warps=4, **self._order(),
         )  # fmt: skip
         return query
+
+
+def _product(rows: ScaledRows, weight: Tensor) -> Tensor:
+    """[R, N] of rows that are normed whole."""
+    if rows.squares is not None:
+        raise ValueError("expected rows that are normed whole, as this class norms them")
+    check_product(rows.rows, weight)
+    return functional.linear(rows.rows, weight)

@@ -98,7 +98,7 @@ class TritonLinears(RowLinears):
         grid, options = self._launch(tiling, rows.rows, tiles)
         gated_kernel[grid](
             rows.rows, rows.squares, weight, output, count=count, epsilon=rows.epsilon, OUTPUTS=outputs,
-            **parts_of(rows), **options,
+            **_parts(rows), **options,
         )  # fmt: skip
         return output
 
@@ -122,7 +122,7 @@ class TritonLinears(RowLinears):
         rotary_kernel[grid](
             rows.rows, rows.squares, weight, or_other(bias, query), heads.cosines, heads.sines, heads.slots, query,
             heads.key_cache, heads.value_cache, count=count, epsilon=rows.epsilon,
-            HAS_BIAS=bias is not None, HEADS=query_heads, KV_HEADS=kv_heads, WIDTH=width, **parts_of(rows), **options,
+            HAS_BIAS=bias is not None, HEADS=query_heads, KV_HEADS=kv_heads, WIDTH=width, **_parts(rows), **options,
         )  # fmt: skip
         return query
 
@@ -186,7 +186,7 @@ def or_other(tensor: Tensor | None, other: Tensor) -> Tensor:
     return other if tensor is None else tensor
 
 
-def parts_of(rows: ScaledRows) -> dict[str, int]:
-    """How many sums of squares a kernel adds up of each row."""
+def _parts(rows: ScaledRows) -> dict[str, int]:
+    assert rows.squares is not None, "what this object or its definition made"
     parts = rows.squares.shape[1]
     return {"PARTS": parts, "BLOCK_PARTS": triton.next_power_of_2(parts)}

@@ -8,26 +8,18 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
-def _load_scale(squares, row, epsilon, PARTS: tl.constexpr, BLOCK_PARTS: tl.constexpr, INNER: tl.constexpr):  # type: ignore[no-untyped-def]
-    """What is left to multiply the row with: see `ScaledRows`."""
-    part = tl.arange(0, BLOCK_PARTS)
-    found = tl.load(squares + row * PARTS + part, mask=part < PARTS, other=0.0)
-    return tl.rsqrt(tl.sum(found, 0) / INNER + epsilon)
-
-
-@triton.jit
 def add_epilogue_kernel(  # type: ignore[no-untyped-def]
-    product, bias, residual, norm_weight, scaled, squares,
-    HAS_BIAS: tl.constexpr, ADDS: tl.constexpr, SCALES: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    product, bias, residual, norm_weight, normed, epsilon,
+    HAS_BIAS: tl.constexpr, ADDS: tl.constexpr, NORMS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """One row per program: bias and residual onto the product where it lies, and the first half of the next norm."""
+    """One row per program: bias and residual onto the product where it lies, and the norm that reads it next."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH
     if DEPENDENT:
         gdc_launch_dependents()
-    if SCALES:
+    if NORMS:
         norm = tl.load(norm_weight + column, mask=inside, other=0.0).to(tl.float32)
     if DEPENDENT:
         gdc_wait()
@@ -39,42 +31,38 @@ def add_epilogue_kernel(  # type: ignore[no-untyped-def]
         total += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
     result = total.to(product.dtype.element_ty)
     tl.store(product + at, result, mask=inside)
-    if SCALES:
+    if NORMS:
         # The norm is that of the numbers as they are stored.
         result = result.to(tl.float32)
-        tl.store(scaled + at, (result * norm).to(scaled.dtype.element_ty), mask=inside)
-        tl.store(squares + row, tl.sum(result * result, 0))
+        result *= tl.rsqrt(tl.sum(result * result, 0) / WIDTH + epsilon)
+        tl.store(normed + at, (result * norm).to(normed.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def gated_epilogue_kernel(  # type: ignore[no-untyped-def]
-    product, squares, output, epsilon,
-    PARTS: tl.constexpr, BLOCK_PARTS: tl.constexpr, INNER: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-):  # fmt: skip
-    """BLOCK columns of one row per program: norm, and SiLU of gate times up. A row of the product is gate, then up."""
+    product, output, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr
+):
+    """BLOCK columns of one row per program: SiLU of gate times up. A row of the product is gate, then up."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < OUTPUTS
     if DEPENDENT:
         gdc_launch_dependents()
         gdc_wait()
-    scale = _load_scale(squares, row, epsilon, PARTS, BLOCK_PARTS, INNER)
     at = product + row * 2 * OUTPUTS + column
-    gate = tl.load(at, mask=inside, other=0.0).to(tl.float32) * scale
-    up = tl.load(at + OUTPUTS, mask=inside, other=0.0).to(tl.float32) * scale
+    gate = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(at + OUTPUTS, mask=inside, other=0.0).to(tl.float32)
     result = gate / (1.0 + tl.exp(-gate)) * up
     tl.store(output + row * OUTPUTS + column, result.to(output.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def rotary_epilogue_kernel(  # type: ignore[no-untyped-def]
-    product, squares, bias, cosines, sines, slots, query, key_cache, value_cache, epsilon,
-    PARTS: tl.constexpr, BLOCK_PARTS: tl.constexpr, INNER: tl.constexpr, HAS_BIAS: tl.constexpr,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, WIDTH: tl.constexpr,
+    product, bias, cosines, sines, slots, query, key_cache, value_cache,
+    HAS_BIAS: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK_HEADS: tl.constexpr, BLOCK_TURN: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_HEADS heads of one row per program: norm, rotary embedding, and keys and values into their slots.
+    """BLOCK_HEADS heads of one row per program: rotary embedding, and keys and values into their slots.
 
     A row of the product is its queries, then its keys, then its values.
     """
@@ -87,12 +75,12 @@ def rotary_epilogue_kernel(  # type: ignore[no-untyped-def]
     if DEPENDENT:
         gdc_launch_dependents()
         gdc_wait()
-    scale = _load_scale(squares, row, epsilon, PARTS, BLOCK_PARTS, INNER)
+    # Once for each head: the interpreter takes no number that is not in a block for a part of a mask.
     slot = tl.load(slots + row + 0 * head).to(tl.int64)
     column = head * WIDTH + lane
     at = product + row * TOTAL * WIDTH + column
-    left = tl.load(at, mask=there, other=0.0).to(tl.float32) * scale
-    right = tl.load(at + TURN, mask=there, other=0.0).to(tl.float32) * scale
+    left = tl.load(at, mask=there, other=0.0).to(tl.float32)
+    right = tl.load(at + TURN, mask=there, other=0.0).to(tl.float32)
     if HAS_BIAS:
         left += tl.load(bias + column, mask=there, other=0.0).to(tl.float32)
         right += tl.load(bias + column + TURN, mask=there, other=0.0).to(tl.float32)
