@@ -53,7 +53,6 @@ MODES: dict[str, CaptureOptions | None] = {
     "captured": CaptureOptions(layers=LayerOptions(joined=False, compiled=False, fused=False)),
     "compiled": CaptureOptions(layers=LayerOptions(joined=False, fused=False)),
     "joined": CaptureOptions(layers=LayerOptions(fused=False)),
-    "few": CaptureOptions(layers=LayerOptions(many=False)),
     "fused": CaptureOptions(),
     "invariant": CaptureOptions(layers=LayerOptions(invariant=True)),
 }
