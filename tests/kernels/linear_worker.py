@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from tree_kernels.linear import layers as linear
+from tree_kernels.linear.cublas_backend import CublasLinears
 from tree_kernels.linear.triton_backend import TritonLinears
 from tree_kernels.linear.triton_tiling import LinearTiling
 
@@ -41,6 +42,13 @@ class Sizes:
     dtype: torch.dtype = torch.float32
     tiling: LinearTiling | None = SMALL
     invariant: bool = False
+    # The products are the library's.
+    cublas: bool = False
+
+    def linears(self) -> TritonLinears:
+        if self.cublas:
+            return CublasLinears(DEVICE)
+        return TritonLinears(DEVICE, invariant=self.invariant, tiling=self.tiling)
 
 
 def cases() -> dict[str, Sizes]:
@@ -53,6 +61,7 @@ def cases() -> dict[str, Sizes]:
     found["parts"] = replace(tiny, rows=33, hidden=64, heads=4, inner=128, tiling=split)
     found["own tiling"] = replace(tiny, rows=33, width=32, tiling=None)
     found["half precision"] = replace(tiny, dtype=torch.float16)
+    found |= cublas_cases()
     if not INTERPRETED:
         small, large = Sizes(1, 576, 9, 3, 64, 1536), Sizes(1, 4096, 32, 8, 128, 14336)
         for name, sizes in (("smollm2", small), ("llama", large)):
@@ -61,6 +70,29 @@ def cases() -> dict[str, Sizes]:
                 for invariant in (False, True) if rows in (5, 64, 130) else (False,):
                     one = replace(sizes, rows=rows, bias=rows == 5, dtype=torch.bfloat16, tiling=None)
                     found[f"bf16 {name} {rows} {invariant}"] = replace(one, invariant=invariant)
+    return found
+
+
+def cublas_cases() -> dict[str, Sizes]:
+    """Of the library's products: groups of query heads, widths that fill no block, rows of one program and of many."""
+    base = Sizes(5, 48, 3, 1, 16, 80, cublas=True)
+    found = {f"cublas {rows} rows": replace(base, rows=rows, bias=rows % 2 == 1) for rows in (1, 2, 67, 129)}
+    for width, kv_heads in ((64, 1), (128, 2)):
+        for group in (1, 2, 3, 4, 8):
+            sizes = replace(base, heads=kv_heads * group, kv_heads=kv_heads, width=width, bias=group == 4)
+            found[f"cublas {group} heads a key of {width}"] = sizes
+    found["cublas many heads"] = replace(base, heads=24, kv_heads=4)
+    found["cublas odd widths"] = replace(base, hidden=40, width=48, inner=1300)
+    found["cublas more columns than a block"] = replace(base, hidden=2304)
+    for dtype in (torch.float16, torch.bfloat16):
+        half = replace(base, dtype=dtype, rows=9, hidden=96, heads=8, width=64, inner=128)
+        for bias in (False, True):
+            name = str(dtype).removeprefix("torch.").replace("bfloat16", "bf16")
+            found[f"{name} cublas {bias}"] = replace(half, bias=bias)
+    if not INTERPRETED:
+        for rows in (65, 1600):
+            sizes = Sizes(rows, 4096, 32, 8, 128, 14336, rows == 65, torch.bfloat16, cublas=True)
+            found[f"bf16 cublas llama {rows}"] = sizes
     return found
 
 
@@ -111,7 +143,7 @@ def head_input_of(linears: linear.RowLinears, inputs: Inputs, rows: slice = slic
 def kernels(inputs: Inputs, rows: slice = slice(None)) -> dict[str, Tensor]:
     """What every kernel makes of a slice of the rows."""
     sizes = inputs.sizes
-    triton = TritonLinears(DEVICE, invariant=sizes.invariant, tiling=sizes.tiling)
+    triton = sizes.linears()
     hidden, attended, heads = inputs.hidden[rows], inputs.attended[rows], inputs.heads(rows)
     start = triton.scale_rows(hidden, inputs.norm)
     added, scaled = triton.add_linear(attended, inputs.out, inputs.out_bias, hidden, inputs.norm, inputs.gate_up)
@@ -191,16 +223,20 @@ def rows_that_others_change(sizes: Sizes) -> list[str]:
     return sorted(changed)
 
 
-def rows_without_a_slot_are_not_written() -> bool:
-    inputs = Inputs(cases()["15 rows"])
+def rows_without_a_slot_are_not_written(sizes: Sizes) -> bool:
+    inputs = Inputs(sizes)
     heads = inputs.heads()
     slots = heads.slots.clone()
     slots[4:] = -1
+    # As a captured step has them.
+    slots = slots.to(torch.int32)
     heads = replace(heads, slots=slots)
-    triton = TritonLinears(DEVICE, tiling=SMALL)
+    triton = sizes.linears()
     triton.rotary_linear(triton.scale_rows(inputs.hidden, inputs.norm), inputs.qkv, None, heads)
-    untouched = [slot for slot in range(inputs.sizes.rows + 5) if slot not in slots[:4].tolist()]
-    return all(bool((cache[untouched] == 7.0).all()) for cache in (heads.key_cache, heads.value_cache))
+    written = slots[:4].tolist()
+    untouched = [slot for slot in range(inputs.sizes.rows + 5) if slot not in written]
+    caches = heads.key_cache, heads.value_cache
+    return all(bool((one[untouched] == 7.0).all() and (one[written] != 7.0).all()) for one in caches)
 
 
 def main() -> None:
@@ -212,7 +248,7 @@ def main() -> None:
     found = {
         "errors": {name: errors_of(sizes) for name, sizes in chosen.items()},
         "changed": changed,
-        "unslotted": rows_without_a_slot_are_not_written(),
+        "unslotted": all(rows_without_a_slot_are_not_written(chosen[name]) for name in ("15 rows", "cublas 67 rows")),
     }
     json.dump(found, sys.stdout)
 

@@ -13,10 +13,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from target_service.model.forward import ForwardInput
+from target_service.model.fused import preparing
 from target_service.model.fused.layers import FusedLayer, FusedNorm, RotaryTable, RowsHead
-from target_service.model.fused.preparing import MAX_ROWS, LayerOptions, prepare_layers
+from target_service.model.fused.preparing import MANY_ROWS, MAX_ROWS, LayerOptions, prepare_layers
 from target_service.model.runner import ModelRunner, runner_for
 from tree_kernels.attention import AttentionBatch
+from tree_kernels.linear import RowLinears, ScaledRows
 
 PAGE_SIZE = 4
 UNCOMPILED = LayerOptions(compiled=False)
@@ -51,7 +53,7 @@ def layers_of(model: PreTrainedModel) -> Any:
     return inner.model.layers
 
 
-@pytest.mark.parametrize("rows", [1, 7, MAX_ROWS, MAX_ROWS + 1])
+@pytest.mark.parametrize("rows", [1, 7, MAX_ROWS, MAX_ROWS + 1, 100])
 @pytest.mark.parametrize("model_type", ["llama", "qwen2", "mistral"])
 def test_fused_layers_compute_what_they_did(model_type: str, rows: int) -> None:
     expected = after(runner_of(make_tiny(model_type)), rows)
@@ -60,6 +62,31 @@ def test_fused_layers_compute_what_they_did(model_type: str, rows: int) -> None:
     assert prepare_layers(model, UNCOMPILED) == len(layers_of(model))
     for value, own in zip(after(runner, rows), expected, strict=True):
         torch.testing.assert_close(value, own, rtol=1e-4, atol=1e-5)
+
+
+def test_rows_choose_what_computes_them() -> None:
+    model = runner_of(make_tiny())._model
+    assert prepare_layers(model, UNCOMPILED) == 2
+    for layer in layers_of(model):
+        few, many = layer.linears.of(1), layer.linears.of(MAX_ROWS + 1)
+        assert few is not many and None not in (few, many)
+        assert layer.linears.of(MAX_ROWS) is few and layer.linears.of(MANY_ROWS) is many
+        assert layer.linears.of(0) is layer.linears.of(MANY_ROWS + 1) is None
+    prepare_layers(model, LayerOptions(compiled=False, many=False))
+    assert all(layer.linears.of(MAX_ROWS + 1) is None for layer in layers_of(model))
+
+
+def test_layers_that_many_rows_would_not_fit_are_not_fused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of a layer's ways is tried before it is trusted."""
+
+    class Other(RowLinears):
+        def gated_linear(self, rows: ScaledRows, weight: Tensor) -> Tensor:
+            return -super().gated_linear(rows, weight)
+
+    monkeypatch.setattr(preparing, "many_row_linears", lambda _device: Other())
+    model = runner_of(make_tiny())._model
+    assert prepare_layers(model, UNCOMPILED) == 0
+    assert prepare_layers(model, LayerOptions(compiled=False, many=False)) == 2
 
 
 FOREIGN: dict[str, Callable[[], PreTrainedModel]] = {
@@ -118,7 +145,7 @@ def test_invariant_layers_take_every_product_and_any_number_of_rows() -> None:
     assert prepare_layers(model, LayerOptions(invariant=True)) == 2
     inner: Any = model
     assert isinstance(inner.lm_head, RowsHead)
-    assert all(layer.max_rows is None for layer in inner.model.layers)
+    assert all(layer.linears.of(1 << 20) is layer.linears.of(1) for layer in inner.model.layers)
     for value, own in zip(after(runner, 70), expected, strict=True):
         torch.testing.assert_close(value, own, rtol=1e-4, atol=1e-5)
 

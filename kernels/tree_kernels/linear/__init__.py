@@ -1,11 +1,11 @@
-"""Linear layers of few rows together with what a decoder layer does before and after them."""
+"""Linear layers together with what a decoder layer does before and after them."""
 
 import torch
 
 from tree_kernels.linear.layers import RowLinears
 from tree_kernels.linear.rows import HeadInput, HeadInputs, HeadRows, Norm, ScaledRows
 
-__all__ = ["HeadInput", "HeadInputs", "HeadRows", "Norm", "RowLinears", "ScaledRows", "row_linears"]
+__all__ = ["HeadInput", "HeadInputs", "HeadRows", "Norm", "RowLinears", "ScaledRows", "many_row_linears", "row_linears"]
 
 
 def row_linears(device: torch.device, *, invariant: bool = False) -> RowLinears:
@@ -16,3 +16,12 @@ def row_linears(device: torch.device, *, invariant: bool = False) -> RowLinears:
     from tree_kernels.linear.triton_backend import TritonLinears
 
     return TritonLinears(device, invariant=invariant)
+
+
+def many_row_linears(device: torch.device) -> RowLinears:
+    """The layers for a device whose products are the library's own, which is faster for many rows."""
+    if device.type != "cuda":
+        return RowLinears()
+    from tree_kernels.linear.cublas_backend import CublasLinears
+
+    return CublasLinears(device)

@@ -1,4 +1,4 @@
-"""Linear layers of few rows together with what a decoder layer does before and after them.
+"""Linear layers together with what a decoder layer does before and after them.
 
 A norm is done in two halves: whoever makes the hidden rows also makes `ScaledRows`, the rows times the norm's weight
 and the sums of their squares; whoever multiplies them divides its result by their root mean square. So a decoder layer
@@ -6,7 +6,8 @@ is four launches and its attention:
 
     rotary_linear, attention, add_linear, gated_linear, add_linear
 
-`RowLinears` defines them all in PyTorch; `TritonLinears` does them in kernels on a GPU.
+`RowLinears` defines them all in PyTorch. On a GPU `TritonLinears` does them in kernels of few rows; `CublasLinears`
+takes cuBLAS's products for many rows, with a launch behind each.
 """
 
 from __future__ import annotations

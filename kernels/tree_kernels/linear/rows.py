@@ -18,21 +18,22 @@ class Norm:
 
 @dataclass(frozen=True, slots=True)
 class ScaledRows:
-    """Hidden rows whose norm is half done.
+    """Hidden rows whose norm is half done, or whole where no squares are.
 
     Attributes:
-        rows: [R, H] the hidden rows times the norm's weight.
+        rows: [R, H] the hidden rows times the norm's weight; without squares the normed rows.
         squares: [R, parts] fp32; their sum over the parts is that of the hidden row's squares.
         epsilon: of the norm.
     """
 
     rows: Tensor
-    squares: Tensor
+    squares: Tensor | None
     epsilon: float
 
     @property
     def scale(self) -> Tensor:
-        """[R, 1] fp32: what is left to multiply with."""
+        """[R, 1] fp32: what is left to multiply with, of rows whose norm is half done."""
+        assert self.squares is not None
         return torch.rsqrt(self.squares.sum(1, keepdim=True) / self.rows.shape[1] + self.epsilon)
 
 

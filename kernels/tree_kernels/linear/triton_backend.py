@@ -82,7 +82,8 @@ class TritonLinears(RowLinears):
             scaled = ScaledRows(torch.empty_like(output), squares, norm.epsilon)
         grid, options = self._launch(tiling, rows, tiles, following)
         add_kernel[grid](
-            rows, weight, _or(bias, output), _or(residual, output), output if norm is None else norm.weight, output,
+            rows, weight, or_other(bias, output), or_other(residual, output),
+            output if norm is None else norm.weight, output,
             output if scaled is None else scaled.rows, output if scaled is None else scaled.squares,
             count=count, row_stride=rows.stride(0),
             HAS_BIAS=bias is not None, ADDS=residual is not None, SCALES=norm is not None, OUTPUTS=outputs, **options,
@@ -119,15 +120,14 @@ class TritonLinears(RowLinears):
         query = rows.rows.new_empty(count, query_heads, width)
         grid, options = self._launch(tiling, rows.rows, len(weight) // tiling.block_outputs, following)
         rotary_kernel[grid](
-            rows.rows, rows.squares, weight, _or(bias, query), heads.cosines, heads.sines, heads.slots, query,
+            rows.rows, rows.squares, weight, or_other(bias, query), heads.cosines, heads.sines, heads.slots, query,
             heads.key_cache, heads.value_cache, count=count, epsilon=rows.epsilon,
             HAS_BIAS=bias is not None, HEADS=query_heads, KV_HEADS=kv_heads, WIDTH=width, **_parts(rows), **options,
         )  # fmt: skip
         return query
 
     def _prepare(self, rows: Tensor, weight: Tensor) -> LinearTiling:
-        if rows.dtype != weight.dtype or rows.stride(1) != 1 or not weight.is_contiguous():
-            raise ValueError("expected contiguous rows and weights of one dtype")
+        check_product(rows, weight)
         return self._tiling or choose_linear_tiling(len(rows), *weight.shape, invariant=self._invariant)
 
     def _launch_norm(self, hidden: Tensor, norm: Norm, output: Tensor, squares: Tensor, *, whole: bool) -> None:
@@ -156,7 +156,7 @@ class TritonLinears(RowLinears):
         options = {
             "partials": torch.empty(numbers, dtype=torch.float32, device=rows.device),
             "counters": self._counters,
-            "following": _or(following, rows),
+            "following": or_other(following, rows),
             "INNER": inner,
             "SPLITS": splits,
             "BLOCK_M": tiling.block_rows,
@@ -175,11 +175,18 @@ class TritonLinears(RowLinears):
         return {"DEPENDENT": True, "launch_pdl": True} if self._dependent else {"DEPENDENT": False}
 
 
-def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
+def check_product(rows: Tensor, weight: Tensor) -> None:
+    """Raise `ValueError` unless `rows` [R, K] and `weight` [N, K] are contiguous in K and of one dtype."""
+    if rows.dtype != weight.dtype or rows.stride(1) != 1 or not weight.is_contiguous():
+        raise ValueError("expected contiguous rows and weights of one dtype")
+
+
+def or_other(tensor: Tensor | None, other: Tensor) -> Tensor:
     """A kernel takes a pointer also where it reads none."""
     return other if tensor is None else tensor
 
 
 def _parts(rows: ScaledRows) -> dict[str, int]:
+    assert rows.squares is not None, "what this object or its definition made"
     parts = rows.squares.shape[1]
     return {"PARTS": parts, "BLOCK_PARTS": triton.next_power_of_2(parts)}

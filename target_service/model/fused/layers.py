@@ -1,4 +1,4 @@
-"""Decoder layers of few rows as five launches, in place of the modules of a transformers model.
+"""Decoder layers of few launches, in place of the modules of a transformers model: five for few rows, nine for many.
 
 Families whose layers are built like Llama's take part: two RMSNorms, projections that `joining` has joined, rotary
 embedding of whole heads, SiLU. `preparing` says when.
@@ -107,21 +107,35 @@ def norm_of(module: nn.Module) -> Norm | None:
     return Norm(weight.detach(), epsilon)
 
 
+@dataclass(frozen=True, slots=True)
+class LinearsByRows:
+    """What computes the linear layers of a pass.
+
+    Attributes:
+        ranges: (most rows, what computes so many), with most rows rising. More than the last run a model's own code.
+    """
+
+    ranges: tuple[tuple[float, RowLinears], ...]
+
+    def of(self, rows: int) -> RowLinears | None:
+        """What computes a pass of so many rows; None for its own code, as of a pass without any."""
+        return next((linears for most, linears in self.ranges if 0 < rows <= most), None)
+
+
 class FusedLayer(nn.Module):
-    """A decoder layer of up to `max_rows` rows by `RowLinears`; of more, and without a step, by its own code.
+    """A decoder layer by the `RowLinears` for its number of rows; where there are none, and without a step, by its own
+    code.
 
     The hidden rows that it returns carry, as an attribute, the first half of the norm that reads them next.
     """
 
-    def __init__(self, plain: nn.Module, parts: LayerParts, linears: RowLinears, max_rows: int | None) -> None:
-        """`max_rows` None is for any number."""
+    def __init__(self, plain: nn.Module, parts: LayerParts, linears: LinearsByRows) -> None:
         super().__init__()
         self.plain = plain
         self.parts = parts
-        self.max_rows = max_rows
+        self.linears = linears
         # Of the layer after this one.
         self.next_norm: Norm | None = None
-        self._linears = linears
 
     def __getattr__(self, name: str) -> Any:
         # What a model's own code asks of its layers besides calling them.
@@ -134,20 +148,24 @@ class FusedLayer(nn.Module):
         """[1, R, H] -> [1, R, H], with the arguments of a transformers layer and the step of `runner._attend`."""
         held = kwargs.get("outrider_held")
         step = held.step if held is not None else kwargs.get("outrider_step")
-        rows = hidden_states.shape[1]
-        fits = self.max_rows is None or rows <= self.max_rows
-        if step is None or args or kwargs.get("attention_mask") is not None or not fits or not rows:
+        linears = self.linears.of(hidden_states.shape[1])
+        if step is None or args or kwargs.get("attention_mask") is not None or linears is None:
             return self.plain(hidden_states, *args, **kwargs)
         scaled = getattr(hidden_states, _SCALED, None)
-        output, scaled = self._rows(hidden_states[0], scaled, step, kwargs["position_embeddings"])
+        output, scaled = self._rows(linears, hidden_states[0], scaled, step, kwargs["position_embeddings"])
         output = output.unsqueeze(0)
         setattr(output, _SCALED, scaled)
         return output
 
     def _rows(
-        self, hidden: Tensor, scaled: ScaledRows | None, step: Step, turns: tuple[Tensor, Tensor]
+        self,
+        linears: RowLinears,
+        hidden: Tensor,
+        scaled: ScaledRows | None,
+        step: Step,
+        turns: tuple[Tensor, Tensor],
     ) -> tuple[Tensor, ScaledRows | None]:
-        parts, linears = self.parts, self._linears
+        parts = self.parts
         if scaled is None:
             scaled = linears.scale_rows(hidden, parts.input_norm)
         keys, values = step.cache.keys[parts.index], step.cache.values[parts.index]
@@ -162,19 +180,19 @@ class FusedLayer(nn.Module):
 
 
 class FusedNorm(nn.Module):
-    """The norm after the last layer, one launch. Of more than `max_rows` rows by its own code."""
+    """The norm after the last layer, one launch. Of rows that `linears` has nothing for by its own code."""
 
-    def __init__(self, plain: nn.Module, norm: Norm, linears: RowLinears, max_rows: int | None) -> None:
+    def __init__(self, plain: nn.Module, norm: Norm, linears: LinearsByRows) -> None:
         super().__init__()
-        self.plain, self.max_rows = plain, max_rows
+        self.plain = plain
         self._norm, self._linears = norm, linears
 
     def forward(self, hidden_states: Tensor) -> Any:
         """[1, R, H] -> [1, R, H]."""
-        rows = hidden_states.shape[1]
-        if hidden_states.shape[0] != 1 or not rows or (self.max_rows is not None and rows > self.max_rows):
+        linears = self._linears.of(hidden_states.shape[1])
+        if hidden_states.shape[0] != 1 or linears is None:
             return self.plain(hidden_states)
-        return self._linears.norm_rows(hidden_states[0], self._norm).unsqueeze(0)
+        return linears.norm_rows(hidden_states[0], self._norm).unsqueeze(0)
 
 
 class RowsHead(nn.Module):

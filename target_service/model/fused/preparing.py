@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from itertools import pairwise
+from math import inf
 from typing import Any, cast
 
 import torch
@@ -20,17 +21,21 @@ from target_service.model.fused.layers import (
     FusedLayer,
     FusedNorm,
     LayerParts,
+    LinearsByRows,
     RotaryTable,
     RowsHead,
     norm_of,
     parts_of,
 )
 from target_service.model.support import longest_context
-from tree_kernels.linear import RowLinears, row_linears
+from tree_kernels.linear import many_row_linears, row_linears
 
 log = logging.getLogger(__name__)
 # Above, cuBLAS multiplies as fast, and what is fused matters less.
 MAX_ROWS = 64
+# Above, the model's own code runs. Chosen, to be measured with `benchmarks/kernels/decoder_layer.py`: three times the
+# largest pass that is captured unless asked for, so that every captured pass and chunks of prompts have few launches.
+MANY_ROWS = 1536
 # Relative error of two ways to compute a layer in half precision; another formula makes far more.
 _TOLERANCE = 0.03
 _PROBE_ROWS = 5
@@ -46,6 +51,8 @@ class LayerOptions:
         joined: compute products that share their input as one.
         compiled: fuse what lies between the products with the compiler, where no kernel does.
         fused: run layers of few rows through `tree_kernels.linear`. Only where products are joined.
+        many: where layers are fused, run those of more rows as cuBLAS's products with kernels between; else the
+            model's own code does.
         invariant: no bit of a row's result depends on how many rows there are; takes every product through the
             kernels, of any number of rows.
     """
@@ -53,6 +60,7 @@ class LayerOptions:
     joined: bool = True
     compiled: bool = True
     fused: bool = True
+    many: bool = True
     invariant: bool = False
 
 
@@ -71,8 +79,11 @@ def prepare_layers(model: PreTrainedModel, options: LayerOptions) -> int:
         join_linears(model)
     fused = 0
     linears = row_linears(model.device, invariant=options.invariant)
+    by_rows = LinearsByRows(((inf, linears),) if options.invariant else ((MAX_ROWS, linears),))
+    if options.many and not options.invariant:
+        by_rows = LinearsByRows((*by_rows.ranges, (MANY_ROWS, many_row_linears(model.device))))
     if known and (options.fused or options.invariant):
-        fused = _fuse(inner, linears, None if options.invariant else MAX_ROWS)
+        fused = _fuse(inner, by_rows)
     if options.invariant:
         if not known or fused < len(inner.layers):
             raise ValueError(f"{model.config.model_type}: its layers cannot be made independent of the batch")
@@ -84,7 +95,7 @@ def prepare_layers(model: PreTrainedModel, options: LayerOptions) -> int:
     return fused
 
 
-def _fuse(inner: Any, linears: RowLinears, max_rows: int | None) -> int:
+def _fuse(inner: Any, linears: LinearsByRows) -> int:
     """Replace the layers of `inner`, its last norm and its rotary embedding, all or none. Also a second time."""
     layers = [layer.plain if isinstance(layer, FusedLayer) else layer for layer in inner.layers]
     found = [parts_of(layer) for layer in layers]
@@ -96,8 +107,7 @@ def _fuse(inner: Any, linears: RowLinears, max_rows: int | None) -> int:
     if any(parts is None or not _can_be_launched(parts) for parts in found):
         return 0
     fused = [
-        FusedLayer(layer, parts, linears, max_rows)
-        for layer, parts in zip(layers, cast(list[LayerParts], found), strict=True)
+        FusedLayer(layer, parts, linears) for layer, parts in zip(layers, cast(list[LayerParts], found), strict=True)
     ]
     if not all(computes_the_same(layer, inner.rotary_emb) for layer in fused):
         log.info("layers of %s compute something of their own and stay as they are", type(inner).__name__)
@@ -105,7 +115,7 @@ def _fuse(inner: Any, linears: RowLinears, max_rows: int | None) -> int:
     for layer, after in pairwise(fused):
         layer.next_norm = after.parts.input_norm
     inner.layers = nn.ModuleList(fused)
-    inner.norm = FusedNorm(cast(nn.Module, final), last, linears, max_rows)
+    inner.norm = FusedNorm(cast(nn.Module, final), last, linears)
     if not isinstance(inner.rotary_emb, RotaryTable):
         inner.rotary_emb = RotaryTable(inner.rotary_emb, longest_context(inner.config), last.weight)
     return len(fused)
@@ -118,7 +128,8 @@ def _can_be_launched(parts: LayerParts) -> bool:
 
 
 def computes_the_same(fused: FusedLayer, rotary: nn.Module) -> bool:
-    """Whether a fused layer and its own code make the same of random rows, to the rounding of half precision."""
+    """Whether a fused layer, by each of its linears, and its own code make the same of random rows, to the rounding of
+    half precision."""
     weight = fused.parts.qkv.weight
     generator = torch.Generator().manual_seed(0)
     # Small beside what the layer adds, whose share is what is asked for.
@@ -128,13 +139,17 @@ def computes_the_same(fused: FusedLayer, rotary: nn.Module) -> bool:
     found: list[tuple[Tensor, Tensor, Tensor]] = []
     with torch.inference_mode(), torch.compiler.set_stance("force_eager"):
         turns = rotary(hidden, positions)
-        for layer in (fused.plain, fused):
+        ways = (LinearsByRows(((inf, linears),)) for _, linears in fused.linears.ranges)
+        for layer in (fused.plain, *(FusedLayer(fused.plain, fused.parts, way) for way in ways)):
             step = _ProbeStep.of(fused, _PROBE_ROWS)
             output = layer(hidden, attention_mask=None, position_embeddings=turns, outrider_step=step)
             index = fused.parts.index
             found.append((output - hidden, step.cache.keys[index], step.cache.values[index]))
+    expected, *others = found
     return all(
-        bool((mine - own).float().norm() <= _TOLERANCE * own.float().norm()) for own, mine in zip(*found, strict=True)
+        bool((mine - own).float().norm() <= _TOLERANCE * own.float().norm())
+        for other in others
+        for own, mine in zip(expected, other, strict=True)
     )
 
 

@@ -1,0 +1,164 @@
+"""Time of a whole decoder layer by what computes its linear layers: the model's own code, compiled; kernels of few
+rows; cuBLAS with a kernel behind each product. It chooses `preparing.MAX_ROWS` and `preparing.MANY_ROWS`.
+
+Layers follow each other in a captured graph as they do in a step, attention included, each with its own weights and
+keys, so none finds its own in the L2 cache. Outputs are compared before they are timed. From the repository's root:
+
+    PYTHONPATH=kernels:protos:clients:. python -m benchmarks.kernels.decoder_layer --device cuda --json FILE
+
+On a CPU (`TRITON_INTERPRET=1`, `--shape tiny`) times mean nothing; only that it runs does.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from math import inf
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from benchmarks.engine.steps import CONTEXT, PAGE_SIZE, SHAPES, Load, step
+from benchmarks.shared.gpu_timing import captured_us
+from benchmarks.shared.machine import describe
+from benchmarks.shared.report import parser_of, settings_of, write_json
+from target_service.model.cuda_graphs.runner import _RECOMPILE_LIMIT, ATTENTION, _Held
+from target_service.model.fused.layers import LinearsByRows
+from target_service.model.fused.preparing import LayerOptions, prepare_layers
+from target_service.model.runner import ModelRunner, _Step, runner_for
+from tree_kernels.linear.cublas_backend import CublasLinears
+from tree_kernels.linear.triton_backend import TritonLinears
+
+TINY = {
+    "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96,
+}  # fmt: skip
+OWN, FEW, MANY = "own", "few", "many"
+
+
+def build(shape: str, layers: int, device: torch.device) -> PreTrainedModel:
+    """Some layers of a shape with random weights; bf16 on a GPU, fp32 elsewhere. Its vocabulary is none of it."""
+    sizes: dict[str, Any] = {"model_type": "llama"} | (TINY if shape == "tiny" else SHAPES[shape])
+    sizes |= {"num_hidden_layers": layers, "vocab_size": 256, "max_position_embeddings": 8192}
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    torch.manual_seed(0)
+    with device:
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(AutoConfig.for_model(**sizes), dtype=dtype)
+    return model.eval()
+
+
+class Layers:
+    """Prepared layers and a step of theirs, run one way after another."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._inner = cast(Any, runner.model).model
+        self._runner = runner
+        device = runner.device
+        self._ways = {
+            OWN: LinearsByRows(()),
+            FEW: LinearsByRows(((inf, TritonLinears(device)),)),
+            MANY: LinearsByRows(((inf, CublasLinears(device)),)),
+        }
+        runner._attend_by(ATTENTION)
+        if prepare_layers(runner.model, LayerOptions(compiled=device.type == "cuda")) != len(self._inner.layers):
+            raise ValueError("the layers of this shape are not fused")
+
+    @property
+    def ways(self) -> tuple[str, ...]:
+        return tuple(self._ways)
+
+    def load(self, rows: int, sequences: int) -> None:
+        """Take a step of so many rows, spread over sequences of `CONTEXT` keys."""
+        batch = step(load_of(rows, sequences), self._runner.vocabulary_size, rows)
+        device, attention = self._runner.device, self._runner._attention
+        slots = torch.tensor(batch.slots, device=device)
+        self._held = _Held(_Step(attention, attention.plan(batch.attention), slots, self._runner.cache))
+        generator = torch.Generator(device).manual_seed(rows)
+        shape = 1, rows, self._runner.hidden_size
+        self._hidden = torch.randn(shape, generator=generator, device=device).to(self._runner.dtype)
+        self._turns = self._inner.rotary_emb(self._hidden, torch.tensor([batch.positions], device=device))
+
+    def take(self, way: str) -> None:
+        for layer in self._inner.layers:
+            layer.linears = self._ways[way]
+
+    def run(self) -> Tensor:
+        """[1, R, H] from all layers, one behind the other."""
+        hidden = self._hidden
+        for layer in self._inner.layers:
+            hidden = layer(hidden, attention_mask=None, position_embeddings=self._turns, outrider_held=self._held)
+        return hidden
+
+    def added(self) -> Tensor:
+        """[1, R, H] fp32: what all layers add to the rows."""
+        return self.run().float() - self._hidden.float()
+
+    def time(self) -> dict[str, float]:
+        """Microseconds of one layer: median over replays of all, and the quartiles' distance."""
+        count = len(self._inner.layers)
+        if self._runner.device.type == "cuda":
+            median, spread = captured_us([self.run], replays=21)
+            return {"us": median / count, "spread": spread / count}
+        begin = time.perf_counter()
+        self.run()
+        return {"us": (time.perf_counter() - begin) * 1e6 / count, "spread": 0.0}
+
+
+def load_of(rows: int, sequences: int) -> Load:
+    each, more = divmod(rows, sequences)
+    return Load(tuple(each + (index < more) for index in range(sequences)))
+
+
+@torch.inference_mode()
+def measure(layers: Layers, rows: int, sequences: int) -> dict[str, Any]:
+    layers.load(rows, sequences)
+    result: dict[str, Any] = {"rows": rows, "sequences": sequences}
+    expected: Tensor | None = None
+    for way in layers.ways:
+        layers.take(way)
+        # Twice: what is compiled, and what libraries keep, comes before the graph.
+        for _ in range(2):
+            found = layers.added()
+        # The model's own code comes first.
+        expected = found if expected is None else expected
+        result[way] = layers.time() | {"error": float((found - expected).norm() / expected.norm())}
+    return result
+
+
+def table(results: list[dict[str, Any]], ways: tuple[str, ...]) -> str:
+    """Microseconds of a layer, a line for each number of rows."""
+    heads = "".join(f"{way + ' us':>16s}" for way in ways)
+    lines = [f"rows{heads}   {MANY} / {OWN}   error of {FEW}, {MANY} against {OWN}"]
+    for one in results:
+        cells = "".join(f"{one[way]['us']:9.1f} ± {one[way]['spread']:4.1f}" for way in ways)
+        share = one[MANY]["us"] / one[OWN]["us"]
+        lines.append(f"{one['rows']:4d}{cells}   {share:10.3f}   {one[FEW]['error']:.1e} {one[MANY]['error']:.1e}")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = parser_of(__doc__)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--shape", default="llama-8b", choices=["llama-8b", "smollm2-135m", "tiny"])
+    parser.add_argument("--rows", nargs="+", type=int, default=[64, 96, 128, 192, 256, 384, 512])
+    parser.add_argument("--sequences", type=int, default=32, help="that the rows are spread over")
+    parser.add_argument("--layers", type=int, default=8)
+    options = parser.parse_args()
+    device = torch.device(options.device)
+    model = build(options.shape, options.layers, device)
+    largest = max(max(load_of(rows, options.sequences).rows) for rows in options.rows)
+    pages = options.sequences * -(-(CONTEXT + largest) // PAGE_SIZE)
+    attention: Any = "triton" if device.type == "cuda" else "torch"
+    runner = runner_for(model, None, num_pages=pages, page_size=PAGE_SIZE, attention=attention)
+    for cache in runner.cache.keys + runner.cache.values:
+        cache.normal_()
+    with torch._dynamo.config.patch(recompile_limit=_RECOMPILE_LIMIT):
+        layers = Layers(runner)
+        results = [measure(layers, rows, options.sequences) for rows in options.rows]
+    sys.stdout.write(table(results, layers.ways))
+    write_json(options.json, {"machine": describe(), "settings": settings_of(options), "results": results})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+"""Linear layers of many rows: cuBLAS's products, and one launch of ours behind each.
+
+Meaning, shapes and errors are those of `tree_kernels.linear.RowLinears`. A product is rounded to the rows' dtype before
+what follows it is computed in fp32, as `nn.Linear` rounds it and kernels of few rows do not: in half precision that is
+one rounding more, in fp32 none. For products to fit float16, a norm is done whole ahead of its product.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+from torch.nn import functional
+
+from tree_kernels.linear.rows import HeadRows, Norm, ScaledRows
+from tree_kernels.linear.triton_backend import TritonLinears, check_product, or_other
+from tree_kernels.linear.triton_epilogues import add_epilogue_kernel, gated_epilogue_kernel, rotary_epilogue_kernel
+
+# Of one program: sixteen bytes a thread.
+_BLOCK = 1024
+# Columns of a row above which a program of four warps would hold too many numbers a thread.
+_FOUR_WARPS = 2048
+
+
+class CublasLinears(TritonLinears):
+    """See `tree_kernels.linear.RowLinears`. For any number of rows; made for more than a tile of `TritonLinears`.
+
+    No weight is asked for early: a product of many rows leaves the memory no time to.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        # Neither invariant nor of a tiling: what products do with rows is the library's own.
+        super().__init__(device)
+
+    def scale_rows(self, hidden: Tensor, norm: Norm) -> ScaledRows:
+        return ScaledRows(self.norm_rows(hidden, norm), None, norm.epsilon)
+
+    def add_linear(
+        self,
+        rows: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        residual: Tensor | None = None,
+        norm: Norm | None = None,
+        following: Tensor | None = None,  # noqa: ARG002
+    ) -> tuple[Tensor, ScaledRows | None]:
+        check_product(rows, weight)
+        output = functional.linear(rows, weight)
+        if bias is None and residual is None and norm is None:
+            return output, None
+        scaled = None if norm is None else ScaledRows(torch.empty_like(output), None, norm.epsilon)
+        width = len(weight)
+        add_epilogue_kernel[(len(rows),)](
+            output, or_other(bias, output), or_other(residual, output), output if norm is None else norm.weight,
+            output if scaled is None else scaled.rows, 0.0 if norm is None else norm.epsilon,
+            HAS_BIAS=bias is not None, ADDS=residual is not None, NORMS=norm is not None,
+            WIDTH=width, BLOCK=triton.next_power_of_2(width), num_warps=4 if width <= _FOUR_WARPS else 8,
+            **self._order(),
+        )  # fmt: skip
+        return output, scaled
+
+    def gated_linear(self, rows: ScaledRows, weight: Tensor) -> Tensor:
+        count, outputs = len(rows.rows), len(weight) // 2
+        output = rows.rows.new_empty(count, outputs)
+        gated_epilogue_kernel[(count, triton.cdiv(outputs, _BLOCK))](
+            _product(rows, weight), output, OUTPUTS=outputs, BLOCK=_BLOCK, num_warps=4, **self._order()
+        )  # fmt: skip
+        return output
+
+    def rotary_linear(
+        self,
+        rows: ScaledRows,
+        weight: Tensor,
+        bias: Tensor | None,
+        heads: HeadRows,
+        following: Tensor | None = None,  # noqa: ARG002
+    ) -> Tensor:
+        kv_heads, width = heads.key_cache.shape[-2:]
+        count, total = len(rows.rows), len(weight) // width
+        query = rows.rows.new_empty(count, total - 2 * kv_heads, width)
+        block_turn = triton.next_power_of_2(width // 2)
+        block_heads = min(max(1, _BLOCK // block_turn), triton.next_power_of_2(total))
+        rotary_epilogue_kernel[(count, triton.cdiv(total, block_heads))](
+            _product(rows, weight), or_other(bias, query), heads.cosines, heads.sines, heads.slots, query,
+            heads.key_cache, heads.value_cache,
+            HAS_BIAS=bias is not None, HEADS=total - 2 * kv_heads, KV_HEADS=kv_heads, WIDTH=width,
+            BLOCK_HEADS=block_heads, BLOCK_TURN=block_turn, num_warps=4, **self._order(),
+        )  # fmt: skip
+        return query
+
+
+def _product(rows: ScaledRows, weight: Tensor) -> Tensor:
+    """[R, N] of rows that are normed whole."""
+    if rows.squares is not None:
+        raise ValueError("expected rows that are normed whole, as this class norms them")
+    check_product(rows.rows, weight)
+    return functional.linear(rows.rows, weight)
