@@ -31,10 +31,11 @@ from target_service.model.support import longest_context
 from tree_kernels.linear import many_row_linears, row_linears
 
 log = logging.getLogger(__name__)
-# Above, cuBLAS multiplies as fast, and what is fused matters less.
+# Above, cuBLAS multiplies faster: at 64 rows of an 8B model's layer both take as long, at 96 cuBLAS takes three quarters
+# (benchmarks/results/2026-11-24-h200-decoder-layer.json).
 MAX_ROWS = 64
-# Above, the model's own code runs. Chosen, to be measured with `benchmarks/kernels/decoder_layer.py`: three times the
-# largest pass that is captured unless asked for, so that every captured pass and chunks of prompts have few launches.
+# Above, the model's own code runs, which the same record has at 1 to 3 % more up to 512 rows. Further up chosen, not
+# measured: three times the largest pass that is captured unless asked for, so that chunks of prompts are below it.
 MANY_ROWS = 1536
 # Relative error of two ways to compute a layer in half precision; another formula makes far more.
 _TOLERANCE = 0.03
