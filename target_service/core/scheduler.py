@@ -16,6 +16,8 @@ from target_service.core.step_times import StepTimes
 _RUNS = (SequenceState.PREFILL, SequenceState.RUNNING)
 # Rows of prompts that are read in any step, however long steps are: prompts come to their end. Chosen.
 _LEAST_READ = 16
+# Parts at most in which a step's rows of prompts are given out among tenants. Chosen: one part is little of a step.
+_PARTS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,13 +273,24 @@ class Scheduler:
         if sum(count for _, count in due) <= rows:
             self._rows.rest()
             return [(sequence, count) for sequence, count in due if count]
-        lines: dict[str, deque[tuple[Sequence, int]]] = defaultdict(deque)
+        lines: dict[str, list[tuple[Sequence, int]]] = defaultdict(list)
         for sequence, count in due:
             if count:
                 lines[sequence.request.tenant].append((sequence, count))
-        wanted = {tenant: [count for _, count in line] for tenant, line in lines.items()}
+        # A few at a time: whoever has a short prompt does not wait for another's long one to take its turn.
+        few = max(1, rows // _PARTS)
+        wanted = {tenant: _in_parts(sum(count for _, count in line), few) for tenant, line in lines.items()}
         shares = {tenant: line[0][0].request.share for tenant, line in lines.items()}
-        return [(lines[tenant].popleft()[0], count) for tenant, count in self._rows.divide(wanted, shares, rows)]
+        served = Counter[str]()
+        for tenant, count in self._rows.divide(wanted, shares, rows):
+            served[tenant] += count
+        reads: list[tuple[Sequence, int]] = []
+        for tenant, left in served.items():
+            for sequence, count in lines[tenant]:
+                if left:
+                    reads.append((sequence, min(count, left)))
+                    left -= reads[-1][1]
+        return reads
 
     def _admit(self, places: dict[str, int]) -> list[Sequence]:
         """Let as many of each tenant's waiting sequences join as it has places for, and pages."""
@@ -460,6 +473,12 @@ class Scheduler:
 def _age(sequence: Sequence) -> int:
     """Rises with the time at which a sequence came."""
     return sequence.sequence_id
+
+
+def _in_parts(count: int, few: int) -> list[int]:
+    """So many, a few at a time."""
+    whole, rest = divmod(count, few)
+    return [few] * whole + [rest] * bool(rest)
 
 
 def _by_stage(sequences: list[Sequence]) -> tuple[list[Sequence], list[Sequence]]:

@@ -163,6 +163,71 @@ def test_prompts_come_to_their_end_however_dear_they_are() -> None:
     assert one.state is SequenceState.RUNNING
 
 
+def test_prompts_without_end_do_not_hide_what_decoding_takes() -> None:
+    """Each step reads a piece of some prompt of the many's, so that none only decodes."""
+    played = Played(dear, length=400)
+    played.add("few", 4)
+    played.run(20)
+    for _ in range(300):
+        played.add("many", 60)
+    played.run(60)
+    assert played.longest(40) <= 1.15 * 2 * dear(1, 0) + dear(0, 16) - dear(0, 0)
+
+
+def test_a_short_prompt_does_not_wait_for_the_turn_of_anothers_long_one() -> None:
+    played = Played(lambda _, rows: 5.0 + 0.5 * rows, length=4)
+    played.add("few", 4)
+    played.run(20)
+    for _ in range(30):
+        played.add("many", 3000)
+    played.run(20)
+    for _ in range(20):
+        one = played.add("few", 3)
+        played.run(1)
+        assert one.state is SequenceState.RUNNING
+        played.run(4)
+
+
+def test_a_size_whose_first_steps_were_held_up_is_tried_again() -> None:
+    held_up = True
+    played = Played(lambda decoding, rows: dear(decoding, rows) * (20.0 if held_up and decoding > 1 else 1.0))
+    crowd(played)
+    held_up = False
+    played.add("few", 4)
+    played.run(400)
+    room = (0.85 * 2 * dear(1, 0) - 5.0) / 0.5 - 1
+    assert played.served(50)["many"] >= 50 * int(room)
+
+
+def test_steps_without_him_leave_room_for_who_comes_in_the_middle_of_one() -> None:
+    played = Played(dear)
+    crowd(played)
+    for _ in range(20):
+        one = played.add("few", 4)
+        played.run(8)
+        played.scheduler.remove(one)
+        played.run(2)
+    without = [seconds for seconds, tenants in played.steps[-100:] if not tenants["few"]]
+    assert without and max(without) <= 1.15 * 1.5 * dear(1, 0)
+    # Nobody pays for that where sequences are cheap.
+    played = Played(cheap)
+    crowd(played)
+    one = played.add("few", 4)
+    played.run(8)
+    played.scheduler.remove(one)
+    played.run(2)
+    assert played.served(2) == {"many": 2 * 63}
+
+
+def test_who_joins_alone_is_held_to_what_reading_alone_takes() -> None:
+    """A prompt that nobody decodes beside waits for no draft: a step of its own is shorter than one that decodes."""
+    times = StepTimes()
+    for _ in range(20):
+        times.observe(1, 0, 4.0)
+        times.observe(0, 3, 2.5)
+    assert times.seconds(0, 3) == pytest.approx(2.5)
+
+
 def test_many_tenants_of_one_sequence_all_go() -> None:
     played = Played(dear)
     for number in range(30):
