@@ -31,7 +31,7 @@ from target_service.model.support import longest_context
 from tree_kernels.linear import many_row_linears, row_linears
 
 log = logging.getLogger(__name__)
-# Above, cuBLAS multiplies faster: at 64 rows of an 8B model's layer both take as long, at 96 cuBLAS takes three quarters
+# Above, cuBLAS multiplies faster: at 64 rows of a layer of 8B both take as long, at 96 cuBLAS takes three quarters
 # (benchmarks/results/2026-11-24-h200-decoder-layer.json).
 MAX_ROWS = 64
 # Above, the model's own code runs, which the same record has at 1 to 3 % more up to 512 rows. Further up chosen, not
