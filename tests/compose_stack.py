@@ -175,6 +175,9 @@ class ComposeStack:
 
     def up(self) -> None:
         """Build, start, and wait until everything is healthy."""
+        # Prometheus answers for five minutes with the last figures of a run that has just ended.
+        self.down()
+        works("docker", "volume", "rm", f"{PROJECT}_prometheus")
         with wheels_over_http() as wheels:
             self._environment["OUTRIDER_FIND_LINKS"] = wheels
             if wheels:
@@ -195,7 +198,7 @@ class ComposeStack:
             time.sleep(2)
 
     def down(self) -> None:
-        """Stop and remove all but the model's volume and the images, which the next run uses again."""
+        """Stop and remove all but the volumes and the images, of which the next run uses all but the figures again."""
         self.compose("down", "--remove-orphans", timeout=180)
 
     def inspect(self, service: str) -> dict[str, Any]:

@@ -186,15 +186,21 @@ def test_no_alert_fires_on_a_healthy_stack(after_traffic: ComposeStack) -> None:
 
 
 def test_latency_buckets_carry_trace_ids(after_traffic: ComposeStack) -> None:
-    now = time.time()
-    found = after_traffic.prometheus(
-        "query_exemplars",
-        query="outrider_time_to_first_token_seconds_bucket",
-        start=str(now - 300),
-        end=str(now),
-    )
-    ids = {exemplar["labels"]["trace_id"] for series in found for exemplar in series["exemplars"]}
-    assert TRACEPARENT.split("-")[1] in ids
+    def ids() -> set[str]:
+        now = time.time()
+        found = after_traffic.prometheus(
+            "query_exemplars",
+            query="outrider_time_to_first_token_seconds_bucket",
+            start=str(now - 300),
+            end=str(now),
+        )
+        return {exemplar["labels"]["trace_id"] for series in found for exemplar in series["exemplars"]}
+
+    # The traced request may have been the last, and the next scrape is to come.
+    deadline = time.monotonic() + 30
+    while not ids() and time.monotonic() < deadline:
+        time.sleep(1)
+    assert TRACEPARENT.split("-")[1] in ids()
 
 
 def test_a_stopped_draft_shows_and_harms_nothing(after_traffic: ComposeStack) -> None:
