@@ -32,6 +32,8 @@ LOCAL_BASE = "outrider-test/base:bookworm"
 LOCAL_PROMETHEUS = "outrider-test/prometheus:debian"
 HEALTHY_SECONDS = 420
 SERVICES = ("draft", "target", "gateway", "prometheus")
+# Of each replica; compose.yaml has none by itself.
+LIMITS = {"OUTRIDER_CPUS": "1.5", "OUTRIDER_MEMORY": "6g", "OUTRIDER_DRAFT_CPUS": "1.25", "OUTRIDER_DRAFT_MEMORY": "2g"}
 # The address is an argument of the build: one that changed had Docker install every dependency again.
 WHEELS_PORT = 41873
 NEEDS = """make test-compose needs a running Docker engine that this user may use, with `docker compose` or
@@ -43,13 +45,19 @@ class StackFailed(AssertionError):
     """The stack cannot be brought up; the message says what is missing, or holds the end of the log."""
 
 
-def run(*command: str, env: dict[str, str] | None = None, stdin: bytes | None = None, timeout: float = 900) -> str:
-    """Standard output of a command. Raises `StackFailed` with what it said when it fails."""
+def run(
+    *command: str,
+    env: dict[str, str] | None = None,
+    stdin: bytes | None = None,
+    timeout: float = 900,
+    errors: bool = False,
+) -> str:
+    """Standard output of a command, with `errors` also the other. Raises `StackFailed` with both when it fails."""
     done = subprocess.run(command, cwd=ROOT, env=env, input=stdin, capture_output=True, timeout=timeout)
     if done.returncode:
         said = (done.stdout + done.stderr).decode(errors="replace").splitlines()[-25:]
         raise StackFailed(f"{' '.join(command)} failed:\n" + "\n".join(said))
-    return done.stdout.decode()
+    return (done.stdout + done.stderr if errors else done.stdout).decode()
 
 
 def works(*command: str, timeout: float = 60) -> bool:
@@ -60,13 +68,15 @@ def works(*command: str, timeout: float = 60) -> bool:
 
 
 def compose_command() -> list[str]:
-    """How compose is called here. Raises `StackFailed` without an engine or without compose."""
+    """How compose is called here: as `OUTRIDER_TEST_COMPOSE` says, else the plugin before docker-compose 1.29. Raises
+    `StackFailed` without an engine or without compose."""
     if not works("docker", "info"):
         raise StackFailed(NEEDS)
-    for command in (["docker", "compose"], ["/usr/bin/docker-compose"], ["docker-compose"]):
+    asked = os.environ.get("OUTRIDER_TEST_COMPOSE", "").split()
+    for command in [asked] if asked else (["docker", "compose"], ["/usr/bin/docker-compose"], ["docker-compose"]):
         if works(*command, "version"):
             return command
-    raise StackFailed(NEEDS)
+    raise StackFailed(f"{' '.join(asked)} does not work, which OUTRIDER_TEST_COMPOSE names" if asked else NEEDS)
 
 
 def image(name: str) -> bool:
@@ -131,7 +141,7 @@ class _QuietHandler(SimpleHTTPRequestHandler):
         """Test output is for tests."""
 
 
-def _healthy(container: dict[str, Any]) -> bool:
+def healthy(container: dict[str, Any]) -> bool:
     state = container["State"]
     return bool(state["Running"] and state["Health"]["Status"] == "healthy")
 
@@ -151,17 +161,23 @@ class ComposeStack:
             "OUTRIDER_BUILD_NETWORK": "host",
             # Only in fp32 is an answer without drafts the same token for token on a CPU.
             "OUTRIDER_DTYPE": "float32",
+            **LIMITS,
             "OUTRIDER_PORT": str(self.port),
             "OUTRIDER_HTTP_PORT": str(self.http_port),
             "PROMETHEUS_PORT": str(self.prometheus_port),
             "PROMETHEUS_IMAGE": prometheus_image(base),
         }
 
-    def compose(self, *arguments: str, timeout: float = 900) -> str:
-        return run(*self._compose, "--file", "compose.yaml", *arguments, env=self._environment, timeout=timeout)
+    def compose(self, *arguments: str, timeout: float = 900, **variables: str) -> str:
+        """What compose prints. `variables` are other values of `compose.yaml`'s, for this call alone."""
+        environment = {**self._environment, **variables}
+        return run(*self._compose, "--file", "compose.yaml", *arguments, env=environment, timeout=timeout)
 
     def up(self) -> None:
         """Build, start, and wait until everything is healthy."""
+        # Prometheus answers for five minutes with the last figures of a run that has just ended.
+        self.down()
+        works("docker", "volume", "rm", f"{PROJECT}_prometheus")
         with wheels_over_http() as wheels:
             self._environment["OUTRIDER_FIND_LINKS"] = wheels
             if wheels:
@@ -175,14 +191,14 @@ class ComposeStack:
         deadline = time.monotonic() + HEALTHY_SECONDS
         waiting = list(services)
         while waiting:
-            waiting = [name for name in waiting if not all(map(_healthy, self.containers(name)))]
+            waiting = [name for name in waiting if not all(map(healthy, self.containers(name)))]
             if time.monotonic() > deadline:
                 logs = self.compose("logs", "--tail=15")
                 raise StackFailed(f"{', '.join(waiting)} did not become healthy:\n{logs}")
             time.sleep(2)
 
     def down(self) -> None:
-        """Stop and remove all but the model's volume and the images, which the next run uses again."""
+        """Stop and remove all but the volumes and the images, of which the next run uses all but the figures again."""
         self.compose("down", "--remove-orphans", timeout=180)
 
     def inspect(self, service: str) -> dict[str, Any]:

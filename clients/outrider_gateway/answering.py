@@ -8,7 +8,7 @@ from time import perf_counter
 
 from opentelemetry.context import attach, detach
 
-from outrider.errors import Draining, EngineDead, Loading
+from outrider.errors import DeadlineExceeded, Draining, EngineDead, Loading
 from outrider_client.failures import ServiceUnreachable
 from outrider_client.generation import Generation
 from outrider_client.results import Chunk, Result
@@ -36,7 +36,8 @@ class Answering:
         timeout: float | None,
         arrived: float,
     ) -> None:
-        """`arrived` is when the request came, on `perf_counter`."""
+        """`arrived` is when the request came, on `perf_counter`; `timeout` are the seconds from then on that it may
+        take, however many targets are tried."""
         self._targets = targets
         self._metrics = metrics
         self._asked = asked
@@ -98,10 +99,19 @@ class Answering:
                 speculation=asked.speculation,
                 prediction=asked.prediction,
                 model=asked.model,
-                timeout=self._timeout,
+                timeout=self._left(),
             )
         finally:
             detach(previous)
+
+    def _left(self) -> float | None:
+        """Seconds of the request's time that are left. Raises `DeadlineExceeded` where none are."""
+        if self._timeout is None:
+            return None
+        left = self._arrived + self._timeout - perf_counter()
+        if left <= 0:
+            raise DeadlineExceeded(f"the request took longer than {self._timeout:g} s")
+        return left
 
     def _spoken(self) -> None:
         if not self._said_something:

@@ -40,7 +40,9 @@ class GatewayConfig(Settings):
     max_body_bytes: int = setting(4 * 1024 * 1024, "largest request body", ge=1)
     max_connections: int = setting(1024, "connections at once; more are refused with 503", ge=1)
     body_seconds: float = setting(30.0, "time a request's body may take to arrive", gt=0)
-    request_seconds: float = setting(1800.0, "time until an answer is given up; 0 waits for ever", ge=0)
+    request_seconds: float = setting(
+        1800.0, "time from a request's arrival until it is given up; 0 waits for ever", ge=0
+    )
     drain_seconds: float = setting(30.0, "time running answers get after SIGTERM", ge=0)
 
     health_seconds: float = setting(2.0, "time between two looks at the health of a target", gt=0)

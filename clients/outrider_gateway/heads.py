@@ -1,4 +1,4 @@
-"""Bounds on what comes before a request's body, for which uvicorn and httptools have none."""
+"""Bounds on what comes around a request's body, for which uvicorn and httptools have none."""
 
 from __future__ import annotations
 
@@ -7,21 +7,26 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-# Of a request's first line and headers. Chosen: four times what common servers take, for long tokens and traces.
+# Of a request's first line and headers, and of what stands between or behind a body's chunks: extensions and trailers.
+# Chosen: four times what common servers take, for long tokens and traces.
 HEAD_BYTES = 64 * 1024
-# Until they are complete, from the connection's beginning or their own first byte. Chosen: as long as bodies have.
+# Until a head is complete, from the connection's beginning or its own first byte; and for what is left of a body when
+# its answer is complete. Chosen: as long as bodies have.
 HEAD_SECONDS = 30.0
 
 
 class BoundedHeads(HttpToolsProtocol):
-    """A connection that is closed where a head grows past `HEAD_BYTES`, or takes longer than `HEAD_SECONDS`.
+    """A connection that is closed where a head or trailers grow past `HEAD_BYTES`, where a head takes longer than
+    `HEAD_SECONDS`, and where a body goes on for longer than these when its answer is complete.
 
-    Without the one a caller fills the memory, without the other it keeps a connection's place by saying nothing.
+    Without the bound on bytes a caller fills the memory, without those on time it keeps a connection's place by saying
+    nothing, or nothing that anybody reads. Trailers are read over, never taken for headers.
     """
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self._in_head = True
+        # Since the connection began, the last body's byte, or the last request's end.
         self._head_bytes = 0
         self._giving_up: asyncio.TimerHandle | None = None
 
@@ -34,25 +39,41 @@ class BoundedHeads(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if self._in_head:
-            self._head_bytes += len(data)
+        self._head_bytes += len(data)
         super().data_received(data)
-        if self._in_head and self._head_bytes > HEAD_BYTES and not self.transport.is_closing():
-            self.send_400_response(f"The request's head has more than {HEAD_BYTES} bytes.")
+        if self._head_bytes > HEAD_BYTES and not self.transport.is_closing():
+            part = "head has" if self._in_head else "trailers have"
+            self.send_400_response(f"The request's {part} more than {HEAD_BYTES} bytes.")
 
     def on_message_begin(self) -> None:
         self._wait_for_head()
         super().on_message_begin()
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        # The parser hands trailers over likewise. The application may not have looked at its headers yet.
+        if self._in_head:
+            super().on_header(name, value)
+
     def on_headers_complete(self) -> None:
         self._in_head = False
+        self._head_bytes = 0
         self._stop_waiting()
         super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._head_bytes = 0
+        super().on_body(body)
 
     def on_message_complete(self) -> None:
         # What comes next is another request's.
         self._in_head, self._head_bytes = True, 0
+        self._stop_waiting()
         super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if not self._in_head and self.cycle.response_complete:
+            self._wait_for_head()
 
     def _wait_for_head(self) -> None:
         self._stop_waiting()

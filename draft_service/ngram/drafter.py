@@ -63,6 +63,7 @@ class NgramDrafter(Drafter):
         self._evidence = config.evidence()
         self._corpora = Corpora(config)
         self._learner = Learner(config.max_backlog, self._save if config.snapshot else None, config.snapshot_seconds)
+        self._claim: snapshot.Claim | None = None
         self._nothing = NgramTrie(2, 4)
         self._own_rows = OwnRows(config)
         self._batch = TrieBatch(self._evidence, self._rules(), self.limits.max_nodes)
@@ -75,6 +76,7 @@ class NgramDrafter(Drafter):
     def stop(self) -> None:
         """Learn what waits and write the snapshot."""
         self._learner.stop()
+        self._release()
 
     def flush(self) -> None:
         """Wait until all that was committed so far is learnt. For tests and benchmarks."""
@@ -245,31 +247,44 @@ class NgramDrafter(Drafter):
 
     def _save(self) -> None:
         try:
-            snapshot.save(Path(self._config.snapshot), self._corpora.contents(), self._settings())
+            snapshot.save(self._claimed().path, self._corpora.contents(), self._settings())
         except OSError as error:
             log.error("the trie snapshot was not written: %s", error)
+
+    def _claimed(self) -> snapshot.Claim:
+        """The file for the snapshots. Other processes may keep theirs in the same folder."""
+        if self._claim is None:
+            self._claim = snapshot.Claim(Path(self._config.snapshot))
+        return self._claim
+
+    def _release(self) -> None:
+        if self._claim is not None:
+            self._claim.release()
+            self._claim = None
 
     def _restore(self) -> None:
         if not self._config.snapshot:
             return
-        folder = Path(self._config.snapshot)
+        claim = self._claimed()
+        path = claim.source()
+        log.info("tries are kept in %s, and start with those of %s", claim.path, path)
         try:
-            loaded = snapshot.load(folder, self._settings())
+            loaded = snapshot.load(path, self._settings())
         except snapshot.SnapshotRefused as error:
             log.error("the trie snapshot was refused, and every trie starts empty: %s", error)
-            self._keep_refused(folder)
+            self._keep_refused(path)
             return
         unsound = self._corpora.restore(loaded.tries)
         damaged = [*loaded.damaged, *((stored.tenant, stored.corpus) for stored in unsound)]
         for tenant, corpus in damaged:
             log.error("a damaged trie of the snapshot is refused, and starts empty: tenant %r, %r", tenant, corpus)
         if damaged:
-            self._keep_refused(folder)
+            self._keep_refused(path)
 
-    def _keep_refused(self, folder: Path) -> None:
+    def _keep_refused(self, path: Path) -> None:
         """For whoever looks for what happened: the next snapshot replaces this one."""
         try:
-            log.error("the snapshot as it was is kept at %s", snapshot.keep_refused(folder))
+            log.error("the snapshot as it was is kept at %s", snapshot.keep_refused(path))
         except OSError as error:
             log.error("the snapshot as it was is not kept: %s", error)
 

@@ -1,13 +1,17 @@
 """Tries on disk: one safetensors file, each trie with its checksum, replaced whole or not at all.
 
 The file holds what tenants said, so it is readable by its owner alone. A file that cannot be read, or that was written
-with other settings, is refused; a trie in it that is damaged costs its tenant and nobody else.
+with other settings, is refused; a trie in it that is damaged costs its tenant and nobody else. Processes that share a
+folder have a file each: `tries.safetensors`, `tries-2.safetensors` and so on.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
+import itertools
 import json
+import logging
 import os
 import tempfile
 from collections.abc import Sequence
@@ -21,9 +25,10 @@ from safetensors.numpy import save_file
 from draft_service.ngram.arrays import Rows
 from draft_service.ngram.corpora import StoredTrie
 
+log = logging.getLogger(__name__)
 FILE_NAME = "tries.safetensors"
 _FORMAT = "outrider-tries-2"
-_PARTIAL_PREFIX = FILE_NAME + ".partial-"
+_NUMBERED = "tries-{}.safetensors"
 
 
 class SnapshotRefused(ValueError):
@@ -38,11 +43,43 @@ class Loaded:
     damaged: list[tuple[str, str]] = field(default_factory=list)
 
 
-def save(folder: Path, tries: Sequence[StoredTrie], settings: dict[str, int]) -> None:
+class Claim:
+    """The snapshot file that is this process's own, `path`, until `release` or the process's end, however it ends."""
+
+    def __init__(self, folder: Path) -> None:
+        """Claim the first file of the folder that no other process has, and make the folder if need be."""
+        self._lock: int | None = None
+        for number in itertools.count(1):
+            self.path = folder / (FILE_NAME if number == 1 else _NUMBERED.format(number))
+            try:
+                self._lock = _locked(self.path)
+            except BlockingIOError:
+                continue
+            except OSError as error:
+                log.warning("%s cannot be locked, and no other process may keep tries in it: %s", self.path, error)
+            return
+
+    def release(self) -> None:
+        """Let another process have the file."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def source(self) -> Path:
+        """What to start with: the own file, or where there is none yet the newest of the folder's others."""
+        if self.path.exists():
+            return self.path
+        names = (FILE_NAME, _NUMBERED.format("*"))
+        others = [path for name in names for path in self.path.parent.glob(name) if path.is_file()]
+        return max(others, key=lambda path: path.stat().st_mtime_ns, default=self.path)
+
+
+def save(path: Path, tries: Sequence[StoredTrie], settings: dict[str, int]) -> None:
     """Write a snapshot. Raises `OSError` when the disk does not take it; the one before is then still whole, and
     nothing of the new one is left."""
+    folder, partial_prefix = path.parent, path.name + ".partial-"
     folder.mkdir(parents=True, exist_ok=True)
-    for left in folder.glob(_PARTIAL_PREFIX + "*"):
+    for left in folder.glob(partial_prefix + "*"):
         # Of a process that was killed at it.
         left.unlink(missing_ok=True)
     tensors = {str(i): np.ascontiguousarray(stored.rows) for i, stored in enumerate(tries)}
@@ -54,7 +91,7 @@ def save(folder: Path, tries: Sequence[StoredTrie], settings: dict[str, int]) ->
         "sha256": json.dumps([_checksum(stored.tenant, stored.corpus, stored.rows) for stored in tries]),
     }
     # Made before it is filled, under a random name, so that it is never readable by others and never a link.
-    descriptor, name = tempfile.mkstemp(prefix=_PARTIAL_PREFIX, dir=folder)
+    descriptor, name = tempfile.mkstemp(prefix=partial_prefix, dir=folder)
     os.close(descriptor)
     partial = Path(name)
     try:
@@ -62,16 +99,15 @@ def save(folder: Path, tries: Sequence[StoredTrie], settings: dict[str, int]) ->
         os.chmod(partial, 0o600)
         with partial.open("rb") as written:
             os.fsync(written.fileno())
-        partial.replace(folder / FILE_NAME)
+        partial.replace(path)
     except SafetensorError as error:
         raise OSError(str(error)) from error
     finally:
         partial.unlink(missing_ok=True)
 
 
-def load(folder: Path, settings: dict[str, int]) -> Loaded:
+def load(path: Path, settings: dict[str, int]) -> Loaded:
     """Read a snapshot; none is an empty one. Raises `SnapshotRefused`."""
-    path = folder / FILE_NAME
     if not path.exists():
         return Loaded()
     try:
@@ -100,12 +136,25 @@ def load(folder: Path, settings: dict[str, int]) -> Loaded:
     return loaded
 
 
-def keep_refused(folder: Path) -> Path:
+def keep_refused(path: Path) -> Path:
     """Give a snapshot that was refused, in whole or in part, a second name that the next one leaves alone."""
-    refused = folder / (FILE_NAME + ".refused")
+    refused = path.with_name(path.name + ".refused")
     refused.unlink(missing_ok=True)
-    os.link(folder / FILE_NAME, refused)
+    os.link(path, refused)
     return refused
+
+
+def _locked(path: Path) -> int:
+    """The descriptor that holds the lock of a file. Raises `BlockingIOError` where another has it, `OSError`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # A file of its own, since a snapshot is replaced by the next. It stays: to remove it would let two lock it.
+    lock = os.open(path.with_name(path.name + ".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(lock)
+        raise
+    return lock
 
 
 def _checksum(tenant: str, corpus: str, rows: Rows) -> str:

@@ -39,9 +39,12 @@ class HostNames:
 
 def is_loopback(host: str) -> bool:
     """Whether a name or an address to listen on can be reached from this machine alone."""
-    if _is_address(host):
-        return ipaddress.ip_address(host).is_loopback
-    return HostNames(_LOOPBACK).answers(host)
+    if not _is_address(host):
+        return HostNames(_LOOPBACK).answers(host)
+    address = ipaddress.ip_address(host.strip("[]"))
+    # An address of IPv4 as IPv6 writes it, of which Python says for some versions that it is none of loopback.
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return (mapped or address).is_loopback
 
 
 def _is_address(host: str) -> bool:

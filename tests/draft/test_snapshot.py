@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import logging
+import os
 import resource
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -19,7 +24,7 @@ from draft_service.ngram.arrays import SEEN
 from draft_service.ngram.config import TrieConfig
 from draft_service.ngram.corpora import StoredTrie
 from draft_service.ngram.drafter import NgramDrafter
-from draft_service.ngram.snapshot import FILE_NAME, Loaded, SnapshotRefused, keep_refused, load, save
+from draft_service.ngram.snapshot import FILE_NAME, Claim, Loaded, SnapshotRefused, keep_refused, load, save
 from draft_service.ngram.trie import NgramTrie
 
 SETTINGS = {"depth": 4, "unit": 16}
@@ -33,8 +38,8 @@ def tries() -> list[StoredTrie]:
 
 
 def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
-    save(tmp_path / "deep" / "folder", tries(), SETTINGS)
-    loaded = load(tmp_path / "deep" / "folder", SETTINGS)
+    save(tmp_path / "deep" / "folder" / FILE_NAME, tries(), SETTINGS)
+    loaded = load(tmp_path / "deep" / "folder" / FILE_NAME, SETTINGS)
     assert loaded.damaged == []
     for before, after in zip(tries(), loaded.tries, strict=True):
         assert (before.tenant, before.corpus) == (after.tenant, after.corpus)
@@ -42,13 +47,13 @@ def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
 
 
 def test_none_is_empty(tmp_path: Path) -> None:
-    assert load(tmp_path, SETTINGS) == Loaded()
-    save(tmp_path, [], SETTINGS)
-    assert load(tmp_path, SETTINGS) == Loaded()
+    assert load(tmp_path / FILE_NAME, SETTINGS) == Loaded()
+    save(tmp_path / FILE_NAME, [], SETTINGS)
+    assert load(tmp_path / FILE_NAME, SETTINGS) == Loaded()
 
 
 def test_only_the_owner_may_read(tmp_path: Path) -> None:
-    save(tmp_path, tries(), SETTINGS)
+    save(tmp_path / FILE_NAME, tries(), SETTINGS)
     assert (tmp_path / FILE_NAME).stat().st_mode & 0o777 == 0o600
     assert [path.name for path in tmp_path.iterdir()] == [FILE_NAME]
 
@@ -57,7 +62,7 @@ def test_only_the_owner_may_read(tmp_path: Path) -> None:
 @given(data=st.data())
 def test_a_changed_byte_costs_one_trie_or_all(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     folder = tmp_path_factory.mktemp("snapshot")
-    save(folder, tries(), SETTINGS)
+    save(folder / FILE_NAME, tries(), SETTINGS)
     content = bytearray((folder / FILE_NAME).read_bytes())
     header = int.from_bytes(content[:8], "little")
     # Anywhere in the tensors, or in the length of the header.
@@ -66,9 +71,9 @@ def test_a_changed_byte_costs_one_trie_or_all(tmp_path_factory: pytest.TempPathF
     (folder / FILE_NAME).write_bytes(content)
     if place < 8:
         with pytest.raises(SnapshotRefused):
-            load(folder, SETTINGS)
+            load(folder / FILE_NAME, SETTINGS)
         return
-    loaded = load(folder, SETTINGS)
+    loaded = load(folder / FILE_NAME, SETTINGS)
     # Every byte behind the header is one trie's.
     assert len(loaded.damaged) == 1 and len(loaded.tries) == len(tries()) - 1
     whole = {(stored.tenant, stored.corpus): stored.rows for stored in tries()}
@@ -80,17 +85,17 @@ def test_a_changed_byte_costs_one_trie_or_all(tmp_path_factory: pytest.TempPathF
 @given(keep=st.floats(0.0, 0.999))
 def test_a_cut_file_is_refused(tmp_path_factory: pytest.TempPathFactory, keep: float) -> None:
     folder = tmp_path_factory.mktemp("snapshot")
-    save(folder, tries(), SETTINGS)
+    save(folder / FILE_NAME, tries(), SETTINGS)
     content = (folder / FILE_NAME).read_bytes()
     (folder / FILE_NAME).write_bytes(content[: int(len(content) * keep)])
     with pytest.raises(SnapshotRefused):
-        load(folder, SETTINGS)
+        load(folder / FILE_NAME, SETTINGS)
 
 
 def test_other_settings_are_refused(tmp_path: Path) -> None:
-    save(tmp_path, tries(), SETTINGS)
+    save(tmp_path / FILE_NAME, tries(), SETTINGS)
     with pytest.raises(SnapshotRefused, match="other settings"):
-        load(tmp_path, SETTINGS | {"depth": 5})
+        load(tmp_path / FILE_NAME, SETTINGS | {"depth": 5})
 
 
 @pytest.mark.parametrize(
@@ -110,42 +115,42 @@ def test_other_settings_are_refused(tmp_path: Path) -> None:
     ],
 )
 def test_changed_metadata_is_refused(tmp_path: Path, key: str, value: str) -> None:
-    save(tmp_path, tries()[:1], SETTINGS)
+    save(tmp_path / FILE_NAME, tries()[:1], SETTINGS)
     path = tmp_path / FILE_NAME
     with safe_open(path, framework="numpy") as file:
         metadata, rows = file.metadata(), file.get_tensor("0")
     save_file({"0": rows}, path, metadata | {key: value})
     with pytest.raises(SnapshotRefused):
-        load(tmp_path, SETTINGS)
+        load(tmp_path / FILE_NAME, SETTINGS)
 
 
 def test_a_trie_under_another_name_is_refused(tmp_path: Path) -> None:
     """What one tenant said is never another's."""
-    save(tmp_path, tries()[:1], SETTINGS)
+    save(tmp_path / FILE_NAME, tries()[:1], SETTINGS)
     path = tmp_path / FILE_NAME
     with safe_open(path, framework="numpy") as file:
         metadata, rows = file.metadata(), file.get_tensor("0")
     save_file({"0": rows}, path, metadata | {"names": '[["b", ""]]'})
-    assert load(tmp_path, SETTINGS) == Loaded([], [("b", "")])
+    assert load(tmp_path / FILE_NAME, SETTINGS) == Loaded([], [("b", "")])
 
 
 def test_a_refused_file_is_kept(tmp_path: Path) -> None:
     (tmp_path / FILE_NAME).write_text(json.dumps("junk"))
     with pytest.raises(SnapshotRefused):
-        load(tmp_path, SETTINGS)
-    refused = keep_refused(tmp_path)
-    save(tmp_path, tries(), SETTINGS)
-    assert refused.read_text() == '"junk"' and len(load(tmp_path, SETTINGS).tries) == 3
+        load(tmp_path / FILE_NAME, SETTINGS)
+    refused = keep_refused(tmp_path / FILE_NAME)
+    save(tmp_path / FILE_NAME, tries(), SETTINGS)
+    assert refused.read_text() == '"junk"' and len(load(tmp_path / FILE_NAME, SETTINGS).tries) == 3
 
 
 def test_a_full_disk_leaves_the_snapshot_before(tmp_path: Path) -> None:
-    save(tmp_path, tries(), SETTINGS)
+    save(tmp_path / FILE_NAME, tries(), SETTINGS)
     before = (tmp_path / FILE_NAME).read_bytes()
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) // 2, limits[1]))
     try:
         with pytest.raises(OSError):
-            save(tmp_path, tries(), SETTINGS)
+            save(tmp_path / FILE_NAME, tries(), SETTINGS)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert (tmp_path / FILE_NAME).read_bytes() == before
@@ -159,10 +164,49 @@ def test_what_a_killed_process_left_is_removed_and_no_link_is_followed(tmp_path:
     folder.mkdir()
     for name in (FILE_NAME, FILE_NAME + ".partial", FILE_NAME + ".partial-left"):
         (folder / name).symlink_to(victim)
-    save(folder, tries(), SETTINGS)
+    save(folder / FILE_NAME, tries(), SETTINGS)
     assert victim.read_text() == "untouched"
-    assert not (folder / FILE_NAME).is_symlink() and len(load(folder, SETTINGS).tries) == 3
+    assert not (folder / FILE_NAME).is_symlink() and len(load(folder / FILE_NAME, SETTINGS).tries) == 3
     assert not (folder / (FILE_NAME + ".partial-left")).exists()
+
+
+def test_files_are_claimed_in_their_order(tmp_path: Path) -> None:
+    first, second = Claim(tmp_path / "folder"), Claim(tmp_path / "folder")
+    assert [claim.path.name for claim in (first, second)] == [FILE_NAME, "tries-2.safetensors"]
+    first.release()
+    third = Claim(tmp_path / "folder")
+    assert third.path == first.path
+    for claim in (second, third):
+        claim.release()
+
+
+def test_a_killed_process_claims_nothing(tmp_path: Path) -> None:
+    code = "import os, sys; from pathlib import Path; from draft_service.ngram.snapshot import Claim\n"
+    code += "print(Claim(Path(sys.argv[1])).path.name, flush=True); os.kill(os.getpid(), 9)"
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True)
+    assert done.stdout.strip() == FILE_NAME
+    claim = Claim(tmp_path)
+    assert claim.path.name == FILE_NAME
+    claim.release()
+
+
+def test_what_another_writes_is_left_alone(tmp_path: Path) -> None:
+    others = [tmp_path / f"{name}.partial-x" for name in (FILE_NAME, "tries-3.safetensors")]
+    for other in others:
+        other.touch()
+    save(tmp_path / "tries-2.safetensors", tries(), SETTINGS)
+    assert all(other.exists() for other in others)
+
+
+def test_a_folder_without_locks_is_one_process_s(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    assert Claim(tmp_path).path == tmp_path / FILE_NAME
+    assert "no other process may keep tries in it" in caplog.text
 
 
 class TestDrafter:
@@ -183,6 +227,7 @@ class TestDrafter:
         tries = {"a": (10, 11), "b": (20, 21)}
         counts = {tenant: count(drafter._corpora.tenant(tenant), window) for tenant, window in tries.items()}
         drafter._learner._thread.shutdown()
+        drafter._release()
         return counts
 
     def test_a_deleted_corpus_is_forgotten_and_the_others_are_listed_as_before(
@@ -198,9 +243,10 @@ class TestDrafter:
         before = drafter.corpora("a")
         drafter.delete_corpus("a", "gone")
         deadline = time.monotonic() + 10
-        while "gone" in (names := [stored.corpus for stored in load(tmp_path, drafter._settings()).tries]):
+        while "gone" in (names := [stored.corpus for stored in load(tmp_path / FILE_NAME, drafter._settings()).tries]):
             assert time.monotonic() < deadline, names
             time.sleep(0.01)
+        drafter._release()
         restarted = self.drafter(tmp_path)
         restarted._restore()
         listed = restarted.corpora("a")
@@ -209,18 +255,47 @@ class TestDrafter:
             ("kept", "a", 6, 2),
         ]
         assert [one.name for one in before] == ["", "gone", "kept"]
+        restarted._release()
         for each in (drafter, restarted):
             each._learner._thread.shutdown()
 
     def test_a_snapshot_of_an_earlier_version_counts_no_documents(self, tmp_path: Path) -> None:
-        save(tmp_path, tries(), SETTINGS)
+        save(tmp_path / FILE_NAME, tries(), SETTINGS)
         path = tmp_path / FILE_NAME
         with safe_open(path, framework="numpy") as file:
             metadata = file.metadata()
             rows = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         del metadata["documents"]
         save_file(rows, path, metadata)
-        assert [stored.documents for stored in load(tmp_path, SETTINGS).tries] == [0, 0, 0]
+        assert [stored.documents for stored in load(tmp_path / FILE_NAME, SETTINGS).tries] == [0, 0, 0]
+
+    def test_each_of_two_that_share_a_folder_keeps_what_it_learnt(self, tmp_path: Path) -> None:
+        for _ in range(2):
+            first, second = self.drafter(tmp_path), self.drafter(tmp_path)
+            for drafter in (first, second):
+                drafter._restore()
+            # The second time the one before has written both.
+            for drafter, tenant, token in ((first, "a", 10), (second, "b", 20)):
+                drafter.add_corpus(tenant, "", [token, token + 1, token + 2])
+            for drafter in (second, first):
+                drafter.stop()
+        names = [FILE_NAME, "tries-2.safetensors"]
+        held = [load(tmp_path / name, self.drafter(tmp_path)._settings()).tries for name in names]
+        assert [[(stored.tenant, stored.documents) for stored in tries] for tries in held] == [[("a", 2)], [("b", 2)]]
+
+    def test_one_that_has_no_snapshot_starts_with_the_newest_of_the_others(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        self.taught(tmp_path)
+        older = load(tmp_path / FILE_NAME, self.drafter(tmp_path)._settings()).tries[:1]
+        save(tmp_path / "tries-7.safetensors", older, self.drafter(tmp_path)._settings())
+        for name, seconds in (("tries-7.safetensors", 1000), (FILE_NAME, 2000)):
+            os.utime(tmp_path / name, (seconds, seconds))
+        holder = Claim(tmp_path)
+        with caplog.at_level(logging.INFO):
+            assert all(self.known(tmp_path).values())
+        assert f"kept in {tmp_path}/tries-2.safetensors, and start with those of {tmp_path}/{FILE_NAME}" in caplog.text
+        holder.release()
 
     def test_a_damaged_trie_costs_its_tenant_only(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         self.taught(tmp_path)
@@ -237,9 +312,9 @@ class TestDrafter:
     def test_an_unsound_trie_costs_its_tenant_only(self, tmp_path: Path) -> None:
         """With a checksum that is right, as of a clock that ran over before it was written."""
         self.taught(tmp_path)
-        loaded = load(tmp_path, self.drafter(tmp_path)._settings())
+        loaded = load(tmp_path / FILE_NAME, self.drafter(tmp_path)._settings())
         loaded.tries[0].rows[0, SEEN] = -(2**31)
-        save(tmp_path, loaded.tries, self.drafter(tmp_path)._settings())
+        save(tmp_path / FILE_NAME, loaded.tries, self.drafter(tmp_path)._settings())
         assert sum(count > 0 for count in self.known(tmp_path).values()) == 1
 
     def test_a_full_disk_does_not_end_the_service(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -249,4 +324,5 @@ class TestDrafter:
             self.taught(tmp_path)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        assert "was not written" in caplog.text and list(tmp_path.iterdir()) == []
+        assert "was not written" in caplog.text and not (tmp_path / FILE_NAME).exists()
+        assert [path.name for path in tmp_path.iterdir()] == [FILE_NAME + ".lock"]

@@ -13,6 +13,7 @@ import psutil
 import pytest
 from scripted_engine import ScriptedEngine
 
+from outrider_gateway.caller import caller_from
 from outrider_gateway.heads import HEAD_BYTES
 
 TEXT = {"model": "counter", "prompt": "a", "max_tokens": 3, "temperature": 0}
@@ -139,3 +140,74 @@ async def test_connections_that_say_nothing_give_their_places_back(
         # Answers may take longer than heads.
         answer = await gateway.http.post("/v1/completions", json={**TEXT, "max_tokens": 60})
         assert answer.status_code == 200
+
+
+CHUNKED = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+CHUNKED += b"transfer-encoding: chunked\r\n\r\n"
+
+
+def chunk(content: bytes) -> bytes:
+    return b"%x\r\n%s\r\n" % (len(content), content)
+
+
+@pytest.mark.parametrize("trailers", [b"x: " + b"a" * 2**20, b"x: a\r\n" * 2**17], ids=["a long one", "many"])
+async def test_trailers_without_end_are_refused(gateways: Any, trailers: bytes) -> None:
+    async with gateways() as gateway:
+        reader, writer = await asyncio.open_connection(*gateway.server.address.split(":"))
+        writer.write(CHUNKED + chunk(json.dumps(TEXT).encode()) + b"0\r\n")
+        with contextlib.suppress(ConnectionError):
+            for begin in range(0, len(trailers), 2**14):
+                writer.write(trailers[begin : begin + 2**14])
+                await asyncio.wait_for(writer.drain(), 5)
+                if reader.at_eof() or reader._buffer:  # type: ignore[attr-defined]
+                    break
+            else:
+                pytest.fail("a mebibyte was taken")
+            assert b" 400 " in await asyncio.wait_for(reader.readline(), 5)
+        writer.close()
+
+
+async def test_a_body_of_many_small_chunks_is_read(gateways: Any) -> None:
+    """What frames them is more than a head may have."""
+    async with gateways() as gateway:
+        reader, writer = await asyncio.open_connection(*gateway.server.address.split(":"))
+        content = json.dumps({**TEXT, "user": "a" * HEAD_BYTES}).encode()
+        writer.write(CHUNKED + b"".join(chunk(content[i : i + 1]) for i in range(len(content))) + b"0\r\nx: y\r\n\r\n")
+        assert b" 200 " in await asyncio.wait_for(reader.readline(), 20)
+        writer.close()
+
+
+async def test_trailers_are_no_headers(gateways: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A proxy that looks at headers has not seen them."""
+    seen: list[list[bytes]] = []
+
+    def looked_at(headers: Any) -> Any:
+        seen.append([name for name, _ in headers])
+        return caller_from(headers)
+
+    monkeypatch.setattr("outrider_gateway.endpoints.caller_from", looked_at)
+    async with gateways() as gateway:
+        reader, writer = await asyncio.open_connection(*gateway.server.address.split(":"))
+        # In one piece: all is parsed before the request is looked at.
+        writer.write(CHUNKED + chunk(json.dumps(TEXT).encode()) + b"0\r\noutrider-tenant: other\r\n\r\n")
+        assert b" 200 " in await asyncio.wait_for(reader.readline(), 5)
+        writer.close()
+    assert seen == [[b"host", b"content-type", b"transfer-encoding"]]
+
+
+async def test_a_body_that_goes_on_after_its_answer_gives_its_place_back(
+    gateways: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("outrider_gateway.heads.HEAD_SECONDS", 0.5)
+    async with gateways(body_seconds=0.2) as gateway:
+        reader, writer = await asyncio.open_connection(*gateway.server.address.split(":"))
+        writer.write(CHUNKED)
+        said = asyncio.create_task(reader.readline())
+        with pytest.raises(ConnectionError):
+            async with asyncio.timeout(5):
+                while True:
+                    writer.write(chunk(b"a"))
+                    await writer.drain()
+                    await asyncio.sleep(0.05)
+        assert b" 408 " in await said
+        writer.close()

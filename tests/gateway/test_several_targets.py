@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -64,6 +65,25 @@ async def test_target_whose_engine_is_dead_is_replaced(gateways: Any) -> None:
         answer = await gateway.http.post("/v1/completions", json=TEXT)
         assert (answer.status_code, answer.json()["choices"][0]["text"]) == (200, "bcd")
         assert len(engines[1 - first].requests) == 1
+
+
+async def test_a_second_target_has_the_time_that_the_first_left(gateways: Any) -> None:
+    """`request_seconds` bounds the request, however many targets are tried."""
+    engines = [ScriptedEngine(), ScriptedEngine()]
+    for engine in engines:
+        engine.paused.set()
+    async with gateways(*engines, health_seconds=60.0, request_seconds=1.5) as gateway:
+        begun = time.monotonic()
+        asking = asyncio.create_task(gateway.http.post("/v1/completions", json=TEXT))
+        while not any(engine.requests for engine in engines):
+            await asyncio.sleep(0.005)
+        await asyncio.sleep(1.0)
+        first = next(i for i, engine in enumerate(engines) if engine.requests)
+        engines[first].die(RuntimeError("broken"))
+        answer = await asking
+        assert (answer.status_code, answer.json()["error"]["code"]) == (504, "deadline_exceeded")
+        assert len(engines[1 - first].requests) == 1
+        assert 1.4 < time.monotonic() - begun < 2.2
 
 
 async def test_nothing_left_is_503(gateways: Any) -> None:

@@ -12,6 +12,7 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics
 from prometheus_client.parser import text_string_to_metric_families as plain
 
+from outrider.host_names import is_loopback
 from outrider.settings import SettingsError
 from outrider.telemetry.registry import Histogram, MetricSet, MetricsServer, VllmNames
 from outrider.telemetry.table import DRAFT, TARGET
@@ -197,3 +198,27 @@ def test_a_listener_without_a_host_is_on_loopback(metrics: MetricSet) -> None:
         assert status(server, "evil.example") == 403
     finally:
         server.close()
+
+
+def test_an_ipv4_loopback_written_as_ipv6_is_one(metrics: MetricSet) -> None:
+    try:
+        server = MetricsServer("[::ffff:127.0.0.1]:0", [metrics])
+    except SettingsError:
+        pytest.skip("this machine has no IPv6")
+    try:
+        assert status(server, "evil.example") == 403
+        assert status(server, "localhost") == 200
+    finally:
+        server.close()
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [
+        *((host, True) for host in ("127.0.0.1", "127.1.2.3", "::1", "[::1]", "localhost", "a.localhost")),
+        *((host, True) for host in ("::ffff:127.0.0.1", "[::ffff:7f00:1]")),
+        *((host, False) for host in ("0.0.0.0", "::", "10.1.2.3", "::ffff:10.1.2.3", "::ffff:0:0", "example.org", "")),
+    ],
+)
+def test_what_only_this_machine_reaches(host: str, expected: bool) -> None:
+    assert is_loopback(host) is expected

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import math
+import re
+import socket
 import threading
 import time
 import urllib.request
@@ -13,10 +16,11 @@ from typing import Any
 
 import grpc
 import pytest
-from compose_stack import SERVICES, ComposeStack, StackFailed, run
+from compose_stack import SERVICES, ComposeStack, StackFailed, healthy, run
 from dashboard import METRIC, alerts, answerable, queries, rules
 
 from outrider.errors import InvalidField
+from outrider.ports import free_port
 from outrider.sampling import SamplingParams
 from outrider.v1 import target_pb2, target_pb2_grpc
 from outrider_client import Client, Speculation
@@ -31,6 +35,14 @@ TRACEPARENT = "00-5ca1ab1e5ca1ab1e5ca1ab1e5ca1ab1e-5ca1ab1e5ca1ab1e-01"
 TRAFFIC_SECONDS = 40.0
 # Of the 30 that a target drains for: long enough for compose to begin, short enough for a machine that slows down.
 DRAINED_SECONDS = 10.0
+
+
+def free_ports() -> tuple[int, int]:
+    """Two neighbours."""
+    while True:
+        first = free_port()
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", first + 1)):
+            return first, first + 1
 
 
 def make_stack() -> ComposeStack | str:
@@ -104,6 +116,21 @@ def test_the_gateway_answers_through_its_port(stack: ComposeStack) -> None:
     assert answer["usage"]["completion_tokens"] == 8 and answer["choices"][0]["text"]
 
 
+def test_containers_have_the_limits_that_are_asked_for(stack: ComposeStack) -> None:
+    hosts = {service: stack.inspect(service)["HostConfig"] for service in SERVICES}
+    assert {service: host["NanoCpus"] for service, host in hosts.items()} == {
+        **dict.fromkeys(SERVICES, 0),
+        "target": 1_500_000_000,
+        "draft": 1_250_000_000,
+    }
+    assert {service: host["Memory"] for service, host in hosts.items()} == {
+        "target": 6 << 30,
+        "draft": 2 << 30,
+        "gateway": 1 << 30,
+        "prometheus": 0,
+    }
+
+
 @pytest.mark.parametrize("service", SERVICES)
 def test_containers_are_locked_in(stack: ComposeStack, service: str) -> None:
     found = stack.inspect(service)
@@ -159,15 +186,21 @@ def test_no_alert_fires_on_a_healthy_stack(after_traffic: ComposeStack) -> None:
 
 
 def test_latency_buckets_carry_trace_ids(after_traffic: ComposeStack) -> None:
-    now = time.time()
-    found = after_traffic.prometheus(
-        "query_exemplars",
-        query="outrider_time_to_first_token_seconds_bucket",
-        start=str(now - 300),
-        end=str(now),
-    )
-    ids = {exemplar["labels"]["trace_id"] for series in found for exemplar in series["exemplars"]}
-    assert TRACEPARENT.split("-")[1] in ids
+    def ids() -> set[str]:
+        now = time.time()
+        found = after_traffic.prometheus(
+            "query_exemplars",
+            query="outrider_time_to_first_token_seconds_bucket",
+            start=str(now - 300),
+            end=str(now),
+        )
+        return {exemplar["labels"]["trace_id"] for series in found for exemplar in series["exemplars"]}
+
+    # The traced request may have been the last, and the next scrape is to come.
+    deadline = time.monotonic() + 30
+    while not ids() and time.monotonic() < deadline:
+        time.sleep(1)
+    assert TRACEPARENT.split("-")[1] in ids()
 
 
 def test_a_stopped_draft_shows_and_harms_nothing(after_traffic: ComposeStack) -> None:
@@ -191,11 +224,46 @@ def test_one_of_two_drafts_is_enough(after_traffic: ComposeStack) -> None:
     stack.wait_until_healthy("draft")
     both = [container["Name"].removeprefix("/") for container in stack.containers("draft")]
     assert len(both) == 2
+    # Each has a snapshot of its own.
+    said = [re.findall(r"tries are kept in (\S+),", run("docker", "logs", name, errors=True)) for name in both]
+    assert sorted(files[-1] for files in said) == [f"/var/lib/outrider/tries{end}.safetensors" for end in ("-2", "")]
     for stopped in both:
         run("docker", "stop", stopped)
         assert asyncio.run(generate(stack.port)).speculation.accepted_tokens > 0
         run("docker", "start", stopped)
         stack.wait_until_healthy("draft")
+
+
+def test_each_of_two_targets_has_a_port(after_traffic: ComposeStack) -> None:
+    """`--scale target=2` with a range of ports; what runs already keeps its own."""
+    stack, (first, last) = after_traffic, free_ports()
+    up = ("up", "--detach", "--no-build", "--no-recreate", "--no-deps")
+    stack.compose(*up, "--scale", "target=2", "target", OUTRIDER_PORT=f"{first}-{last}")
+    stack.wait_until_healthy("target")
+    published = [container["NetworkSettings"]["Ports"]["50051/tcp"][0] for container in stack.containers("target")]
+    assert len(published) == 2 and {port["HostIp"] for port in published} == {"127.0.0.1"}
+    ports = {int(port["HostPort"]) for port in published}
+    assert stack.port in ports and len(ports & {first, last}) == 1
+    for port in ports:
+        assert asyncio.run(generate(port)).completion_tokens == 24
+    stack.compose(*up, "--scale", "target=1", "target")
+    assert len(stack.containers("target")) == 1
+
+
+def test_a_target_starts_without_its_draft(after_traffic: ComposeStack) -> None:
+    """One that never becomes healthy; the target finds the next."""
+    stack = after_traffic
+    stack.compose("rm", "--stop", "--force", "target", "draft", timeout=90)
+    stack.compose("up", "--detach", "--no-build", "draft", "target", OUTRIDER_DRAFTER="absent")
+    stack.wait_until_healthy("target")
+    assert asyncio.run(generate(stack.port)).speculation.accepted_tokens == 0
+    assert not all(map(healthy, stack.containers("draft")))
+    stack.compose("up", "--detach", "--no-build", "--no-deps", "draft")
+    stack.wait_until_healthy("draft", "target")
+    deadline = time.monotonic() + 30
+    while not asyncio.run(generate(stack.port)).speculation.accepted_tokens and time.monotonic() < deadline:
+        time.sleep(1)
+    assert asyncio.run(generate(stack.port)).speculation.accepted_tokens > 0
 
 
 def test_a_stopped_target_finishes_what_it_began(after_traffic: ComposeStack) -> None:

@@ -163,10 +163,40 @@ def test_requirements_are_the_projects() -> None:
     assert any(line.startswith("gguf") for line in done.stdout.splitlines())
 
 
-@pytest.mark.skipif(shutil.which("docker-compose") is None, reason="docker-compose is not installed")
-def test_compose_itself_accepts_the_file() -> None:
-    command = "/usr/bin/docker-compose" if os.path.exists("/usr/bin/docker-compose") else "docker-compose"
+TOKENS = ("compose.yaml", "target_service/stack/tokens.yaml")
+
+
+def test_tokens_are_a_secret() -> None:
+    more = yaml.safe_load((ROOT / TOKENS[1]).read_text())
+    assert set(more["secrets"]) == {"tokens"}
+    for name in ("target", "target-gpu"):
+        environment = more["services"][name]["environment"]
+        loaded = load(TargetConfig, "target", None, environment)
+        assert loaded.auth_tokens == "/run/secrets/tokens" and more["services"][name]["secrets"] == ["tokens"]
+
+
+def composes() -> list[list[str]]:
+    """Each compose that is installed, the plugin and docker-compose 1.29."""
+    found = [["docker", "compose"]] if shutil.which("docker") and _is_there(["docker", "compose"]) else []
+    standalone = "/usr/bin/docker-compose" if os.path.exists("/usr/bin/docker-compose") else "docker-compose"
+    return [*found, [standalone]] if shutil.which(standalone) else found
+
+
+def _is_there(command: list[str]) -> bool:
+    return subprocess.run([*command, "version"], capture_output=True, timeout=60).returncode == 0
+
+
+@pytest.mark.skipif(not composes(), reason="no compose is installed")
+@pytest.mark.parametrize("command", composes(), ids=" ".join)
+@pytest.mark.parametrize("files", [TOKENS[:1], TOKENS], ids=["alone", "tokens"])
+def test_compose_itself_accepts_the_files(command: list[str], files: tuple[str, ...]) -> None:
+    named = [word for file in files for word in ("--file", file)]
     done = subprocess.run(
-        [command, "--file", "compose.yaml", "config", "--quiet"], cwd=ROOT, capture_output=True, text=True, timeout=60
+        [*command, *named, "config", "--quiet"],
+        cwd=ROOT,
+        env={**os.environ, "OUTRIDER_TOKENS": "pyproject.toml"},
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert done.returncode == 0, done.stderr

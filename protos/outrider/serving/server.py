@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import logging
 import socket
 import stat
@@ -19,6 +18,7 @@ from grpc_reflection.v1alpha import reflection
 
 from outrider.addresses import address_problem
 from outrider.errors import Draining, OutriderError
+from outrider.host_names import is_loopback
 from outrider.ports import port_refusal
 from outrider.serving import health
 from outrider.serving.calls import CallLimits, Calls
@@ -244,11 +244,7 @@ def _refuse_taken(path: Path) -> None:
 def _is_local(address: str) -> bool:
     if address.startswith("unix:"):
         return True
-    host = address.rpartition(":")[0].strip("[]")
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+    return is_loopback(address.rpartition(":")[0])
 
 
 def _require_loopback(address: str) -> None:
