@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from outrider.runtime import collect_seldom
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 # Small enough for a step of a millisecond, odd enough (grouped heads, vocabulary not a power of two) to catch mistakes.
 TINY: dict[str, Any] = {
@@ -46,6 +50,22 @@ LONGEST = (
     "clients/test_pages.py",
 )
 
+_USUAL_ROUNDS = gc.get_threshold()
+# Until all files are imported.
+collect_seldom()
+
+
+def pytest_collection_finish() -> None:
+    """Tests and libraries stay: the collector need not look at them again."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*_USUAL_ROUNDS)
+
+
+def pytest_unconfigure() -> None:
+    # Libraries count at their end what is left of theirs.
+    gc.unfreeze()
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     first = {Path(__file__).parent / name: place for place, name in enumerate(LONGEST)}
@@ -57,6 +77,10 @@ def make_tiny(model_type: str = "llama", **overrides: Any) -> PreTrainedModel:
 
     Weights are scaled up so that distributions are peaked enough for drafts to be accepted now and then.
     """
+    # Late: the process that hands tests to others loads this file, and no model.
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
     torch.manual_seed(0)
     config = AutoConfig.for_model(model_type, **(TINY | overrides))
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
