@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from draft_service.training.config import TrainingConfig
+from outrider.devices import choose_device
 from outrider.distillation import TeacherSettings, load_teacher
 from outrider.runtime import collect_seldom, configure_logging
 from outrider.settings import SettingsError
@@ -22,7 +23,6 @@ def main(arguments: Sequence[str]) -> int:
     # PyTorch, which takes seconds to import.
     from draft_service.training.corpus import Corpus
     from draft_service.training.writing import write_here
-    from outrider.devices import choose_device
 
     corpus = Corpus(config.run_folder / "text")
     try:
