@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from outrider.runtime import collect_seldom
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 # Small enough for a step of a millisecond, odd enough (grouped heads, vocabulary not a power of two) to catch mistakes.
 TINY: dict[str, Any] = {
@@ -27,24 +31,48 @@ TINY: dict[str, Any] = {
 # Files of fifteen processor seconds and more, the longest first. They begin before all others, which then fill what one
 # worker has left while another is busy: a long file at the end has a core to itself, and the other idles.
 LONGEST = (
-    "target/test_row_policy.py",
-    "target/test_main.py",
     "e2e/test_train_on_devices.py",
-    "e2e/test_lookup.py",
     "e2e/test_lossless.py",
-    "target/test_engine_process_model.py",
-    "clients/test_demo.py",
+    "e2e/test_shipped_head.py",
     "e2e/test_real_model.py",
-    "e2e/test_distribution.py",
-    "e2e/test_tune.py",
     "chaos/test_runs.py",
-    "kernels/test_device_verification_kernels.py",
+    "e2e/test_distribution.py",
+    "e2e/test_train_head.py",
+    "target/test_main.py",
+    "clients/test_demo.py",
+    "target/test_row_policy.py",
+    "e2e/test_lookup.py",
+    "target/test_engine_process.py",
+    "target/test_weights_ahead.py",
+    "e2e/test_mtp_lossless.py",
+    "e2e/test_tune.py",
+    "target/test_engine_process_model.py",
     "kernels/test_triton_attention.py",
+    "clients/test_mps.py",
+    "kernels/test_device_verification_kernels.py",
     "draft/test_eagle_distribution.py",
-    "kernels/test_latent_attention.py",
     "clients/test_cli.py",
-    "clients/test_pages.py",
+    "e2e/test_predictions.py",
+    "draft/test_mtp_module.py",
+    "kernels/test_latent_attention.py",
+    "gateway/test_http.py",
 )
+
+_USUAL_ROUNDS = gc.get_threshold()
+# Until all files are imported.
+collect_seldom()
+
+
+def pytest_collection_finish() -> None:
+    """Tests and libraries stay: the collector need not look at them again."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*_USUAL_ROUNDS)
+
+
+def pytest_unconfigure() -> None:
+    # Libraries count at their end what is left of theirs.
+    gc.unfreeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -57,6 +85,10 @@ def make_tiny(model_type: str = "llama", **overrides: Any) -> PreTrainedModel:
 
     Weights are scaled up so that distributions are peaked enough for drafts to be accepted now and then.
     """
+    # Late: the process that hands tests to others loads this file, and no model.
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
     torch.manual_seed(0)
     config = AutoConfig.for_model(model_type, **(TINY | overrides))
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from draft_service.training.config import TrainingConfig
 from outrider.command_line import CommandParser
-from outrider.runtime import configure_logging, leave, prepare_grpc
+from outrider.runtime import collect_seldom, configure_logging, leave, prepare_grpc
 from outrider.settings import CONFIG_VARIABLE, SettingsError, add_flags, load
 
 _PROG = "outrider train-head"
@@ -44,6 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     flags = parser.parse_args(arguments)
     named = os.environ.get(CONFIG_VARIABLE)
     prepare_grpc()
+    collect_seldom()
     try:
         config = load(TrainingConfig, "training", flags, os.environ, flags.config or (Path(named) if named else None))
         configure_logging(config.log_level)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
-from outrider.runtime import switch_threads_often
+from outrider.runtime import collect_seldom, switch_threads_often
 from target_service.config import TargetConfig
 from target_service.engine_process.server import Reporter, serve_engine
 from target_service.preflight import check_model, prepared_draft
@@ -25,5 +25,6 @@ def build(config: TargetConfig, reporter: Reporter) -> Assembled:
 
 
 if __name__ == "__main__":
+    collect_seldom()
     switch_threads_often()
     sys.exit(serve_engine(int(sys.argv[1]), build))

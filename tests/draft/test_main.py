@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import subprocess
 import sys
 import threading
 import time
@@ -13,7 +14,7 @@ from collections.abc import Iterator
 import pytest
 
 from draft_service.__main__ import main
-from outrider.runtime import SWITCH_SECONDS, settled, switch_threads_often
+from outrider.runtime import SWITCH_SECONDS, collect_seldom, settled, switch_threads_often
 
 
 @pytest.fixture(autouse=True)
@@ -81,3 +82,24 @@ def test_the_collector_looks_only_at_what_came_since() -> None:
         gc.collect()
         assert gone() is None
     assert gc.get_freeze_count() == 0
+
+
+def test_the_collector_looks_seldom_until_the_process_serves() -> None:
+    usual = gc.get_threshold()
+    try:
+        collect_seldom()
+        assert gc.get_threshold()[0] > 100 * usual[0]
+        with settled():
+            assert gc.get_threshold() == usual
+        assert gc.isenabled()
+    finally:
+        gc.set_threshold(*usual)
+
+
+def test_no_process_imports_pytorch_before_it_collects_seldom() -> None:
+    """Which is what takes the time."""
+    programs = ["draft_service", "draft_service.training", "target_service", "target_service.engine_process"]
+    modules = [f"{program}.__main__" for program in programs]
+    modules += [f"draft_service.training.workers.{worker}" for worker in ("follower", "writer")]
+    code = f"import sys, {', '.join(modules)}; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

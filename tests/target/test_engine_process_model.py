@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import urllib.request
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -15,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-import psutil
 import pytest
+from forked import Child
 from other_weights import other_weights
 
 from outrider.v1 import target_pb2 as pb
@@ -45,7 +46,7 @@ REQUESTS: dict[str, dict[str, Any]] = {
 class Service:
     """A target service as a process, and the address it serves."""
 
-    process: asyncio.subprocess.Process
+    process: Child
     address: str
     metrics: str
 
@@ -67,29 +68,25 @@ class Service:
 
 @asynccontextmanager
 async def started(folder: Path, arrangement: str, *flags: str) -> AsyncIterator[Service]:
-    command = [sys.executable, "-m", "target_service", "--model", str(folder), "--dtype", "float32", "--threads", "1"]
-    command += ["--listen", "127.0.0.1:0", "--kv-tokens", "4096", "--engine-process", arrangement]
-    command += ["--draft", "inprocess:trie", "--row-budget", "all", "--served-model-name", "tiny"]
-    command += ["--metrics-listen", "127.0.0.1:0", *flags]
-    process = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE)
-    assert process.stderr is not None
-    try:
-        log, ready = "", None
-        async with asyncio.timeout(60):
-            while ready is None:
-                line = (await process.stderr.readline()).decode()
-                assert line, log
-                log += line
-                ready = re.search(r"ready: \S+ on (\S+)", line)
-        metrics = re.search(r"metrics on (\S+)", log)
-        assert metrics is not None
-        yield Service(process, ready[1], metrics[1])
-    finally:
-        if process.returncode is None:
-            process.kill()
-        await process.wait()
-        # Whatever its engine's process writes at its end.
-        await process.stderr.read()
+    arguments = ["--model", str(folder), "--dtype", "float32", "--threads", "1", "--served-model-name", "tiny"]
+    arguments += ["--listen", "127.0.0.1:0", "--kv-tokens", "4096", "--engine-process", arrangement]
+    arguments += ["--draft", "inprocess:trie", "--row-budget", "all", "--metrics-listen", "127.0.0.1:0", *flags]
+    with tempfile.TemporaryDirectory() as own:
+        log = Path(own, "log")
+        log.touch()
+        # An engine's process is started by it as always.
+        process = Child("target_service", arguments, log)
+        await asyncio.to_thread(process.start)
+        try:
+            async with asyncio.timeout(60):
+                while (ready := re.search(r"ready: \S+ on (\S+)\n", log.read_text())) is None:
+                    assert process.alive, log.read_text()
+                    await asyncio.sleep(0.02)
+            metrics = re.search(r"metrics on (\S+)", log.read_text())
+            assert metrics is not None
+            yield Service(process, ready[1], metrics[1])
+        finally:
+            await asyncio.to_thread(process.end)
 
 
 @pytest.fixture(scope="module")
@@ -150,9 +147,9 @@ async def all_that_is_said(folder: Path, arrangement: str) -> dict[str, Any]:
             await service.gave_everything_back()
             assert 'outrider_requests_total{outcome="length"} 4.0' in await service.page()
             together = await asyncio.gather(*(said(stub, REQUESTS["greedy"]) for _ in range(12)))
-        engines = psutil.Process(service.process.pid).children()
-        service.process.send_signal(signal.SIGTERM)
-        assert await asyncio.wait_for(service.process.wait(), 20) == 0
+        engines = service.process.children()
+        service.process.send(signal.SIGTERM)
+        assert await asyncio.to_thread(service.process.wait, 20) == 0
     assert len(engines) == (arrangement == "own")
     assert not any(engine.is_running() for engine in engines)
     assert together == [heard["greedy"]] * 12

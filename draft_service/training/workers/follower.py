@@ -9,17 +9,20 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from draft_service.training.config import TrainingConfig
-from draft_service.training.parallel.followers import end_with_leader, wait_for_the_end
-from draft_service.training.parallel.group import Group, GroupLost
-from draft_service.training.run import follow
-from draft_service.training.trainer import DevicesDisagree
-from outrider.runtime import configure_logging
+from outrider.runtime import collect_seldom, configure_logging
 from outrider.settings import SettingsError
 
 
 def main(arguments: Sequence[str]) -> int:
     """Train until dismissed. The exit status is 1 where that is not possible."""
     settings, rank, store = arguments
+    collect_seldom()
+    # These import PyTorch, which takes seconds.
+    from draft_service.training.parallel.followers import end_with_leader, wait_for_the_end
+    from draft_service.training.parallel.group import Group, GroupLost
+    from draft_service.training.run import follow
+    from draft_service.training.trainer import DevicesDisagree
+
     end_with_leader()
     config = TrainingConfig(**json.loads(settings))
     configure_logging(config.log_level)

@@ -8,11 +8,9 @@ import sys
 from collections.abc import Sequence
 
 from draft_service.training.config import TrainingConfig
-from draft_service.training.corpus import Corpus
-from draft_service.training.writing import write_here
 from outrider.devices import choose_device
 from outrider.distillation import TeacherSettings, load_teacher
-from outrider.runtime import configure_logging
+from outrider.runtime import collect_seldom, configure_logging
 from outrider.settings import SettingsError
 
 
@@ -21,6 +19,11 @@ def main(arguments: Sequence[str]) -> int:
     settings, number, seconds = arguments
     config = TrainingConfig(**json.loads(settings))
     configure_logging(config.log_level)
+    collect_seldom()
+    # PyTorch, which takes seconds to import.
+    from draft_service.training.corpus import Corpus
+    from draft_service.training.writing import write_here
+
     corpus = Corpus(config.run_folder / "text")
     try:
         # The writers take the devices in turn.
