@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 
 
@@ -23,6 +23,9 @@ class Share:
 # Steps for which a tenant's part of the time is kept after its last one. Chosen: callers who send one short request
 # after the other are back within a step or two, and would meet a step that had just begun without them.
 _KEPT_STEPS = 4
+# Steps that were shorter than asked for, after which one tenant runs alone for once: what that takes stays known while
+# contexts grow, and the others lose a sixteenth of the little that they have in such steps. Chosen.
+_ALONE_EVERY = 16
 # Of a step of his own: what one that runs without a tenant is shorter, since he may come in the middle of it and wait
 # for its end before he joins the next. Half is how long that is on average. Steps whose sequences are cheap, as a
 # GPU's are, take less than what is left, and stay as they are.
@@ -93,6 +96,8 @@ class TimeShares:
 
     def __init__(self) -> None:
         self._present: dict[str, _Present] = {}
+        # Whose own step was the measure of the last one, and steps that were held to it since his own was run.
+        self._strictest, self._held = "", 0
 
     @property
     def shared(self) -> bool:
@@ -109,7 +114,19 @@ class TimeShares:
         if not self.shared:
             return math.inf
         weights = sum(present.weight for present in self._present.values())
-        return min(
-            present.alone * (weights / present.weight - (0.0 if tenant in alone else _WAITED))
+        seconds, self._strictest = min(
+            (present.alone * (weights / present.weight - (0.0 if tenant in alone else _WAITED)), tenant)
             for tenant, present in self._present.items()
         )
+        return seconds
+
+    def hold(self) -> None:
+        """A step is shorter than was asked for, since it may take no longer."""
+        self._held += 1
+
+    def alone_next(self, ready: Container[str]) -> str | None:
+        """The tenant, of those with steps, that is to have the next one alone; mostly none."""
+        if self._held < _ALONE_EVERY or self._strictest not in ready:
+            return None
+        self._held = 0
+        return self._strictest

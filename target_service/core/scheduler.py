@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from outrider.tree import TokenTree
 from target_service.core.fairness import FairShare, Share, TimeShares
 from target_service.core.kv_cache import KVCache, OutOfPages
+from target_service.core.schedule import Chunk, Schedule
 from target_service.core.sequence import Sequence, SequenceState
 from target_service.core.step_times import StepTimes
 
@@ -27,41 +28,6 @@ class SchedulerConfig:
     max_running: int
     max_step_rows: int
     prefill_chunk: int
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """Known tokens that one sequence feeds in one step: `token_ids[kv_length : kv_length + count]`."""
-
-    sequence: Sequence
-    count: int
-
-    @property
-    def reaches_root(self) -> bool:
-        """Whether the last row is the root, so that the step yields a token."""
-        return self.sequence.kv_length + self.count == self.sequence.length
-
-    @property
-    def takes_tree(self) -> bool:
-        """Whether the chunk is the root alone, so that drafted rows may follow."""
-        return self.count == 1 and self.reaches_root
-
-
-@dataclass(frozen=True, slots=True)
-class Schedule:
-    """One step: sequences that read first, then those that feed their root alone, behind whose rows drafted ones may
-    come. Pages for every known token are held."""
-
-    chunks: tuple[Chunk, ...] = ()
-
-    @property
-    def rows(self) -> int:
-        return sum(chunk.count for chunk in self.chunks)
-
-    @property
-    def reading(self) -> int:
-        """Sequences that read."""
-        return sum(not chunk.takes_tree for chunk in self.chunks)
 
 
 class Scheduler:
@@ -185,6 +151,7 @@ class Scheduler:
         rows = self.max_step_rows
         chunks: list[Chunk] = []
         chosen, free_places, seconds = self._share_places()
+        own = seconds == math.inf
         # Decoding first, so that long prompts cannot starve it.
         decoding, reading = _by_stage(chosen)
         for sequence in decoding:
@@ -193,14 +160,21 @@ class Scheduler:
                 rows -= 1
         if rows:
             reading += self._admit(free_places)
-        if seconds < math.inf:
-            rows = max(min(rows, _LEAST_READ), self.times.reading_within(len(chunks), seconds, rows))
+        if not own:
+            rows = self._rows_within(seconds, len(chunks), reading, rows)
         for sequence, count in self._share_rows(reading, rows):
             if self._holds_chunk(sequence, count):
                 chunks.append(Chunk(sequence, count))
         # A sequence scheduled early in the loop may have been preempted for a later one.
         run = [chunk for chunk in chunks if chunk.sequence.state in _RUNS]
-        return Schedule(tuple(sorted(run, key=lambda chunk: chunk.takes_tree)))
+        return Schedule(tuple(sorted(run, key=lambda chunk: chunk.takes_tree)), own)
+
+    def _rows_within(self, seconds: float, decoding: int, reading: list[Sequence], rows: int) -> int:
+        """The rows of prompts, of so many at most, that a step may read in that time beside what decodes."""
+        within = max(min(rows, _LEAST_READ), self.times.reading_within(decoding, seconds, rows))
+        if within < min(rows, sum(map(self._due, reading))):
+            self._time.hold()
+        return within
 
     def _due(self, sequence: Sequence) -> int:
         """Known tokens to feed next. A client that drafts feeds its root with its tree only."""
@@ -220,7 +194,7 @@ class Scheduler:
 
     def _share_places(self) -> tuple[list[Sequence], dict[str, int], float]:
         """Running sequences that take part in the next step, how many waiting ones may join, by tenant, and the seconds
-        that the step may take."""
+        that the step may take: infinite where it is one tenant's own."""
         ready = [sequence for sequence in self.running if self._due(sequence)]
         wanted: dict[str, int] = {}
         shares: dict[str, Share] = {}
@@ -239,7 +213,14 @@ class Scheduler:
         places, seconds = min(self._config.max_running, self.max_step_rows), math.inf
         if len(allowed) > 1 or self._time.shared:
             seconds = self._time.longest_step(self._alone(ready, allowed), shares)
-            places = max(min(places, len(allowed)), self.times.decoding_within(seconds, places))
+            within = max(min(places, len(allowed)), self.times.decoding_within(seconds, places))
+            if within < min(places, sum(allowed.values())):
+                self._time.hold()
+            places = within
+            decoding, _ = _by_stage(ready)
+            alone = self._time.alone_next({sequence.request.tenant for sequence in decoding})
+            if alone is not None:
+                return [sequence for sequence in decoding if sequence.request.tenant == alone], {}, math.inf
         if sum(allowed.values()) > places:
             items = {tenant: [1] * min(count, places) for tenant, count in allowed.items()}
             allowed = Counter(tenant for tenant, _ in self._places.divide(items, shares, places))
@@ -264,7 +245,7 @@ class Scheduler:
             if rows[tenant] < self.max_step_rows:
                 # Of the next in line alone: the others may have to wait in any case.
                 rows[tenant] += self._due(queue[0])
-        seconds = self.times.seconds
+        seconds = self.times.own_seconds
         return {tenant: seconds(min(decoding[tenant], most), rows[tenant]) for tenant, most in places.items()}
 
     def _share_rows(self, reading: list[Sequence], rows: int) -> list[tuple[Sequence, int]]:

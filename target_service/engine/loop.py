@@ -15,7 +15,8 @@ import torch
 from outrider.errors import QuotaExceeded
 from outrider.wire.frames import DraftInfo
 from target_service.core.running_means import RunningTime
-from target_service.core.scheduler import Schedule, Scheduler, SchedulerConfig
+from target_service.core.schedule import Schedule
+from target_service.core.scheduler import Scheduler, SchedulerConfig
 from target_service.core.sequence import (
     Sequence,
     SequenceEvent,
@@ -347,7 +348,7 @@ class EngineLoop:
             # Whatever runs after this step finds their keys and values.
             item.sequence.kv_length += item.known + stride - 1
         behind_tree = behind is not None and behind.batch.drafted
-        return Step(batch, gathered, launched, clock, behind is not None, behind_tree, stride, features)
+        return Step(batch, gathered, launched, clock, behind is not None, behind_tree, stride, schedule.own, features)
 
     def _make_room(self, schedule: Schedule) -> None:
         """Run smaller steps from now on; where the smallest did not fit, refuse the youngest of its sequences."""
@@ -378,7 +379,7 @@ class EngineLoop:
         )
         # What is launched by now belongs to the next step.
         self._free_ns, ended_ns, self._ended_ns = step.clock.forwarded, self._ended_ns, step.clock.committed
-        self.scheduler.times.observe(*step.work, step.seconds_since(ended_ns))
+        self.scheduler.times.observe(*step.work, step.seconds_since(ended_ns), own=step.own)
         if not stats.prefill_rows:
             self._budget.observe_step(stats.decode_rows, stats.forward_ns * 1e-9 / step.stride)
             took = stats.forward_ns * 1e-9 / step.stride

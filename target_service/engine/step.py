@@ -28,6 +28,8 @@ class Step:
     behind_tree: bool
     # Passes launched at once.
     stride: int
+    # One tenant's alone.
+    own: bool
     # Of its rows, where a drafter reads them.
     features: StepFeatures | None
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from outrider.tree import TokenTree
 from target_service.core.kv_cache import KVCache
-from target_service.core.scheduler import Chunk
+from target_service.core.schedule import Chunk
 from target_service.core.sequence import Sequence
 from target_service.model.forward import ForwardInput
 from tree_kernels.attention import AttentionBatch

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from target_service.core.kv_cache import OutOfPages
-from target_service.core.scheduler import Schedule, Scheduler
+from target_service.core.schedule import Schedule
+from target_service.core.scheduler import Scheduler
 from target_service.core.sequence import MAX_STRIDE
 from target_service.execution.batch import DeviceRows, keys_of
 

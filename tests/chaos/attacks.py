@@ -98,9 +98,9 @@ class Times:
 
 
 async def _one(world: World, name: str, addresses: Sequence[str], rounds: int, seconds: float) -> dict[str, Any]:
-    """Quiet, attack, quiet, attack, ..."""
+    """Quiet, attack, quiet, attack, ... Whoever drafts and attacks is not drafting: that is told beside nobody there."""
     expected = plain(make_tiny(), request(PROMPT, TOKENS_ASKED))
-    quiet, attacked = Times(), Times()
+    quiet, attacked, undrafted = Times(), Times(), Times()
     async with AsyncExitStack() as stack:
         victim = await stack.enter_async_context(Actor.started("victim", *addresses))
         attacker = None
@@ -119,11 +119,28 @@ async def _one(world: World, name: str, addresses: Sequence[str], rounds: int, s
             await victim.go()
             await asyncio.sleep(seconds)
             attacked.add(await victim.rest(), expected)
+            if attacker is None:
+                world.lose_draft()
+                await victim.go()
+                await asyncio.sleep(seconds)
+                undrafted.add(await victim.rest(), expected)
             await _relent(world, attacker)
             await asyncio.sleep(1.0)
     figures = {"quiet": quiet.figures(), "attacked": attacked.figures()}
-    ratio = figures["attacked"]["p99_ms"] / figures["quiet"]["p99_ms"]
-    return {**figures, "p99_ratio": round(ratio, 2), "errors": sorted(set(attacked.errors))[:3]}
+    ratios = {"p99_ratio": _ratio(figures["attacked"], figures["quiet"])}
+    if attacker is None:
+        figures["without a draft"] = undrafted.figures()
+        ratios["p99_ratio_to_no_draft"] = _ratio(figures["attacked"], figures["without a draft"])
+    return {**figures, **ratios, "errors": sorted(set(attacked.errors))[:3]}
+
+
+def judged(figures: dict[str, Any]) -> float:
+    """The ratio that the bar is for. Whoever loses its draft decodes plainly, attack or not."""
+    return float(figures.get("p99_ratio_to_no_draft", figures["p99_ratio"]))
+
+
+def _ratio(some: dict[str, Any], others: dict[str, Any]) -> float:
+    return round(float(some["p99_ms"] / others["p99_ms"]), 2)
 
 
 async def _attack(world: World, attacker: Actor | None) -> None:
@@ -199,7 +216,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
         )
     write(chosen.json, "chaos.attacks", told)
-    missed = [name for name, figures in told["attacks"].items() if figures["p99_ratio"] > BAR]
+    missed = [name for name, figures in told["attacks"].items() if judged(figures) > BAR]
     say(f"above {BAR:g} times the quiet value: {', '.join(missed) or 'none'}")
     return 1 if missed else 0
 

@@ -89,6 +89,11 @@ class World:
         self.draft_proxy.upstream = str(self.folder / "liar.sock")
         self.draft_proxy.cut()
 
+    def lose_draft(self) -> None:
+        """Put nobody in the draft's place."""
+        self.draft_proxy.upstream = str(self.folder / "nobody.sock")
+        self.draft_proxy.cut()
+
     def tell_the_truth(self) -> None:
         self.draft_proxy.upstream = str(self.folder / "draft.sock")
         self.draft_proxy.cut()

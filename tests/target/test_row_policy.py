@@ -14,7 +14,7 @@ from engine_harness import make_runner, request
 from transformers import PreTrainedModel
 
 from outrider.sampling import SamplingParams, VerificationMode
-from target_service.core.scheduler import Chunk, Schedule
+from target_service.core.schedule import Chunk, Schedule
 from target_service.core.sequence import DevicePass, SequenceRequest
 from target_service.execution.batch import DeviceRows
 from target_service.model.cuda_graphs.sizes import row_sizes

@@ -12,7 +12,8 @@ from outrider.sampling import SamplingParams, VerificationMode
 from outrider.tree import TokenTree
 from target_service.core.fairness import Share
 from target_service.core.kv_cache import KVCache
-from target_service.core.scheduler import Schedule, Scheduler, SchedulerConfig
+from target_service.core.schedule import Schedule
+from target_service.core.scheduler import Scheduler, SchedulerConfig
 from target_service.core.sequence import Sequence, SequenceRequest, SequenceState, SequenceTotals
 
 

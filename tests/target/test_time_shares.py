@@ -37,6 +37,8 @@ class Played:
         self._machine, self._length, self._count = machine, length, 0
         # Of each step: seconds, and sequences by tenant.
         self.steps: list[tuple[float, Counter[str]]] = []
+        # Rows of prompts of each.
+        self.read: list[int] = []
 
     def add(self, tenant: str, prompt: int, weight: float = 1.0) -> Sequence:
         tokens = tuple(range(1, prompt + 1))
@@ -50,12 +52,14 @@ class Played:
 
     def run(self, steps: int) -> None:
         for _ in range(steps):
-            chunks = self.scheduler.schedule().chunks
+            schedule = self.scheduler.schedule()
+            chunks = schedule.chunks
             decoding = sum(chunk.takes_tree for chunk in chunks)
             rows = sum(chunk.count for chunk in chunks if not chunk.takes_tree)
             seconds = self._machine(decoding, rows)
+            self.read.append(rows)
             self.steps.append((seconds, Counter(chunk.sequence.request.tenant for chunk in chunks)))
-            self.scheduler.times.observe(decoding, rows, seconds)
+            self.scheduler.times.observe(decoding, rows, seconds, own=schedule.own)
             for chunk in chunks:
                 one, reaches = chunk.sequence, chunk.reaches_root
                 one.kv_length += chunk.count
@@ -170,7 +174,7 @@ def test_prompts_without_end_do_not_hide_what_decoding_takes() -> None:
     played.run(20)
     for _ in range(300):
         played.add("many", 60)
-    played.run(60)
+    played.run(80)
     assert played.longest(40) <= 1.15 * 2 * dear(1, 0) + dear(0, 16) - dear(0, 0)
 
 
@@ -258,3 +262,64 @@ def test_a_first_step_that_compiles_says_nothing() -> None:
         times.observe(4, 0, seconds)
     assert times.seconds(4, 0) == 1.0
     assert StepTimes().seconds(4, 100) == 0.0
+
+
+def test_what_a_crowd_makes_of_short_steps_is_not_what_a_tenants_own_takes() -> None:
+    """Beside many who come at once every step is held up: by their calls, their replies and their drafts."""
+    held = 1.0
+
+    def busy(decoding: int, rows: int) -> float:
+        return held * dear(decoding, rows)
+
+    played = Played(busy)
+    crowd(played)
+    played.add("few", 4)
+    held = 10.0
+    played.run(30)
+    held = 1.0
+    played.run(200)
+    assert played.longest(150) <= 1.15 * 2 * dear(1, 0)
+    # What the held up steps said of more than a few does not keep the others out for good.
+    played.run(2000)
+    assert played.longest(100) <= 1.15 * 2 * dear(1, 0)
+    assert played.served(100)["many"] >= 100 * 6
+
+
+def test_what_ones_own_step_takes_is_followed_while_others_are_there() -> None:
+    """Contexts grow: a step of one takes three times what it took when he was alone."""
+    grown = 1.0
+
+    def growing(decoding: int, rows: int) -> float:
+        return grown * cheap(decoding, rows)
+
+    played = Played(growing)
+    crowd(played)
+    played.add("few", 4)
+    played.run(20)
+    grown = 3.0
+    for one in played.scheduler.running[40:]:
+        played.scheduler.remove(one)
+    played.add("few", 4)
+    played.run(600)
+    # All that are left, but for a step now and then that is one's alone.
+    assert played.served(40)["many"] >= 37 * 40
+
+
+def test_prompts_are_not_read_in_crumbs_for_good_since_ones_own_step_got_longer() -> None:
+    grown = 1.0
+
+    def growing(decoding: int, rows: int) -> float:
+        return grown * cheap(decoding, rows)
+
+    played = Played(growing)
+    played.add("few", 4)
+    played.run(20)
+    for _ in range(3):
+        played.add("few", 300)
+    played.run(20)
+    grown = 3.0
+    for _ in range(40):
+        played.add("many", 2000)
+    played.run(600)
+    # Some 250 rows beside who decodes take as long as his own step.
+    assert sum(played.read[-100:]) >= 100 * 100

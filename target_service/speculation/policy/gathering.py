@@ -10,7 +10,8 @@ from outrider.drafting.draft_tree import GrowingTree
 from outrider.sampling import VerificationMode
 from outrider.tree import TokenTree
 from target_service.core.kv_cache import OutOfPages
-from target_service.core.scheduler import Chunk, Schedule, Scheduler
+from target_service.core.schedule import Chunk, Schedule
+from target_service.core.scheduler import Scheduler
 from target_service.core.sequence import Sequence
 from target_service.sampling.verifier import Verified
 from target_service.speculation.drafts import FOLLOWED_ANYWAY, Drafting

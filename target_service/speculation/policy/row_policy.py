@@ -16,7 +16,7 @@ import numpy as np
 
 from outrider.sampling import VerificationMode
 from target_service.core.running_means import RunningMean
-from target_service.core.scheduler import Schedule
+from target_service.core.schedule import Schedule
 from target_service.core.sequence import DevicePass
 from target_service.execution.batch import DeviceRows
 from target_service.model.cuda_graphs.sizes import row_sizes
