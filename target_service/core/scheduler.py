@@ -30,6 +30,16 @@ class SchedulerConfig:
     prefill_chunk: int
 
 
+@dataclass(slots=True)
+class _Asked:
+    """What a tenant would have of the next step: sequences that decode and that read, and rows of prompts."""
+
+    share: Share
+    decoding: int = 0
+    reading: int = 0
+    rows: int = 0
+
+
 class Scheduler:
     """Continuous batching: running sequences go on, waiting ones join as places, rows and KV pages allow.
 
@@ -150,10 +160,9 @@ class Scheduler:
         """The next step. Empty when nothing can run."""
         rows = self.max_step_rows
         chunks: list[Chunk] = []
-        chosen, free_places, seconds = self._share_places()
+        decoding, reading, free_places, seconds = self._share_places()
         own = seconds == math.inf
         # Decoding first, so that long prompts cannot starve it.
-        decoding, reading = _by_stage(chosen)
         for sequence in decoding:
             if rows and self._holds_chunk(sequence, 1):
                 chunks.append(Chunk(sequence, 1))
@@ -192,61 +201,70 @@ class Scheduler:
                 known -= 1
         return min(known, self._config.prefill_chunk)
 
-    def _share_places(self) -> tuple[list[Sequence], dict[str, int], float]:
-        """Running sequences that take part in the next step, how many waiting ones may join, by tenant, and the seconds
-        that the step may take: infinite where it is one tenant's own."""
-        ready = [sequence for sequence in self.running if self._due(sequence)]
-        wanted: dict[str, int] = {}
-        shares: dict[str, Share] = {}
-        for sequence in ready:
-            request = sequence.request
-            if request.tenant in wanted:
-                wanted[request.tenant] += 1
-            else:
-                wanted[request.tenant], shares[request.tenant] = 1, request.share
+    def _share_places(self) -> tuple[list[Sequence], list[Sequence], dict[str, int], float]:
+        """Running sequences that decode in the next step and those that read, how many waiting ones may join, by
+        tenant, and the seconds that the step may take: infinite where it is one tenant's own."""
+        ready, asked = self._ready()
+        wanted = {tenant: one.decoding + one.reading for tenant, one in asked.items()}
         for tenant, queue in self._waiting.items():
             if self._yielding(queue[0]) is not None:
                 wanted[tenant] = wanted.get(tenant, 0) + len(queue)
-                shares[tenant] = queue[0].request.share
+                one = asked.setdefault(tenant, _Asked(queue[0].request.share))
+                if one.rows < self.max_step_rows:
+                    # Of the next in line alone: the others may have to wait in any case.
+                    one.rows += self._due(queue[0])
+        shares = {tenant: one.share for tenant, one in asked.items()}
         allowed = {tenant: min(count, shares[tenant].running or count) for tenant, count in wanted.items()}
         # Every place takes a row.
         places, seconds = min(self._config.max_running, self.max_step_rows), math.inf
         if len(allowed) > 1 or self._time.shared:
-            seconds = self._time.longest_step(self._alone(ready, allowed), shares)
+            alone = {
+                tenant: self.times.own_seconds(min(asked[tenant].decoding, most), asked[tenant].rows)
+                for tenant, most in allowed.items()
+            }
+            seconds = self._time.longest_step(alone, shares)
             within = max(min(places, len(allowed)), self.times.decoding_within(seconds, places))
             if within < min(places, sum(allowed.values())):
                 self._time.hold()
             places = within
-            decoding, _ = _by_stage(ready)
-            alone = self._time.alone_next({sequence.request.tenant for sequence in decoding})
-            if alone is not None:
-                return [sequence for sequence in decoding if sequence.request.tenant == alone], {}, math.inf
+            chosen = self._time.alone_next({tenant for tenant, one in asked.items() if one.decoding})
+            if chosen is not None:
+                decoding = [one for one, decodes in ready if decodes and one.request.tenant == chosen]
+                return decoding, [], {}, math.inf
         if sum(allowed.values()) > places:
             items = {tenant: [1] * min(count, places) for tenant, count in allowed.items()}
             allowed = Counter(tenant for tenant, _ in self._places.divide(items, shares, places))
         else:
             self._places.rest()
-            if allowed == wanted and not self._waiting:
-                return ready, {}, seconds
-        chosen = []
-        for sequence in ready:
-            if allowed.get(sequence.request.tenant):
-                allowed[sequence.request.tenant] -= 1
-                chosen.append(sequence)
-        return chosen, allowed, seconds
+        stages: tuple[list[Sequence], list[Sequence]] = [], []
+        for sequence, decodes in ready:
+            tenant = sequence.request.tenant
+            if allowed.get(tenant):
+                allowed[tenant] -= 1
+                stages[not decodes].append(sequence)
+        return *stages, allowed, seconds
 
-    def _alone(self, ready: list[Sequence], places: dict[str, int]) -> dict[str, float]:
-        """Seconds of a step of each tenant's own."""
-        decoding, rows = Counter[str](), Counter[str]()
-        for stage, counted in zip(_by_stage(ready), (decoding, rows), strict=True):
-            for sequence in stage:
-                counted[sequence.request.tenant] += self._due(sequence)
-        for tenant, queue in self._waiting.items():
-            if rows[tenant] < self.max_step_rows:
-                # Of the next in line alone: the others may have to wait in any case.
-                rows[tenant] += self._due(queue[0])
-        seconds = self.times.own_seconds
-        return {tenant: seconds(min(decoding[tenant], most), rows[tenant]) for tenant, most in places.items()}
+    def _ready(self) -> tuple[list[tuple[Sequence, bool]], dict[str, _Asked]]:
+        """Running sequences that can go on, and whether each decodes; and what they are by tenant."""
+        ready: list[tuple[Sequence, bool]] = []
+        asked: dict[str, _Asked] = {}
+        for sequence in self.running:
+            due = self._due(sequence)
+            if not due:
+                continue
+            # It feeds its root, and nothing before it.
+            decodes = due == 1 and sequence.kv_length + 1 >= sequence.length
+            ready.append((sequence, decodes))
+            request = sequence.request
+            one = asked.get(request.tenant)
+            if one is None:
+                one = asked[request.tenant] = _Asked(request.share)
+            if decodes:
+                one.decoding += 1
+            else:
+                one.reading += 1
+                one.rows += due
+        return ready, asked
 
     def _share_rows(self, reading: list[Sequence], rows: int) -> list[tuple[Sequence, int]]:
         """Known tokens that each of these feeds, of so many at most."""
@@ -460,12 +478,3 @@ def _in_parts(count: int, few: int) -> list[int]:
     """So many, a few at a time."""
     whole, rest = divmod(count, few)
     return [few] * whole + [rest] * bool(rest)
-
-
-def _by_stage(sequences: list[Sequence]) -> tuple[list[Sequence], list[Sequence]]:
-    """Those that feed their root next, and those that have more to read before."""
-    decoding: list[Sequence] = []
-    reading: list[Sequence] = []
-    for sequence in sequences:
-        (decoding if sequence.kv_length + 1 >= sequence.length else reading).append(sequence)
-    return decoding, reading

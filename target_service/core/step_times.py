@@ -14,9 +14,9 @@ _FIRST_FEW, _SHARE, _MOST = 5, 0.1, 3.0
 # Steps that read, in a row, after which a size that has not decoded alone meanwhile is learnt from them too. Chosen:
 # longer than a prompt takes where steps are long enough to read it in a few pieces.
 _STALE_AFTER = 16
-# Steps of one's own of which the lowest but one is what such a step takes. Chosen: few enough to follow contexts that
-# grow, and as many as leave out those that something held up.
-_LAST = 8
+# Steps of one's own of which the shortest is what such a step takes. Chosen: as many as have one that a crowd left
+# alone, and few enough to follow contexts that grow.
+_LAST = 16
 # Steps after which what a size was thought to take more than the next smaller one counts for half, while it is not
 # seen: one that was dear while something held up all steps is tried again. Chosen: seldom enough, where it is dear, not
 # to be seen among the waits of those whom it holds up.
@@ -96,14 +96,14 @@ class StepTimes:
 
 
 class _Undisturbed:
-    """What a step takes that nothing else disturbs: the lowest but one of the last few."""
+    """What a step takes that nothing else disturbs: the least of late."""
 
     def __init__(self) -> None:
         self._last = deque[float](maxlen=_LAST)
 
     @property
     def value(self) -> float:
-        return sorted(self._last)[:2][-1]
+        return min(self._last)
 
     def observe(self, seconds: float) -> None:
         self._last.append(seconds)

@@ -98,7 +98,7 @@ class Times:
 
 
 async def _one(world: World, name: str, addresses: Sequence[str], rounds: int, seconds: float) -> dict[str, Any]:
-    """Quiet, attack, quiet, attack, ... Whoever drafts and attacks is not drafting: that is told beside nobody there."""
+    """Quiet, attack, quiet, attack, ... A draft that attacks does not draft: times without one are told beside it."""
     expected = plain(make_tiny(), request(PROMPT, TOKENS_ASKED))
     quiet, attacked, undrafted = Times(), Times(), Times()
     async with AsyncExitStack() as stack:
