@@ -44,6 +44,8 @@ class ScriptedTarget(target_pb2_grpc.TargetServiceServicer):
     refuses: set[str] = field(default_factory=set)
     # How many of the first calls are refused, when each call came, and how long it would wait.
     refusals: int = 0
+    # How many questions for what it serves come while it loads.
+    loads: int = 0
     came: list[float] = field(default_factory=list)
     deadlines: list[float | None] = field(default_factory=list)
 
@@ -154,6 +156,9 @@ class ScriptedTarget(target_pb2_grpc.TargetServiceServicer):
         context: Any,
     ) -> target_pb2.GetTargetInfoResponse:
         self._receive(context)
+        if self.loads > 0:
+            self.loads -= 1
+            raise errors.Loading("the model is being loaded")
         return target_pb2.GetTargetInfoResponse(
             model="scripted",
             vocabulary_size=len(WORDS),

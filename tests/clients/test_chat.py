@@ -183,6 +183,14 @@ class TestServerGoesAway:
             await talk.until("ended by length")
             assert said(second) == [["long"]]
 
+    async def test_one_that_loads_is_waited_for_before_the_first_question(self, running: Any) -> None:
+        running.target.loads = 2
+        async with talking(running.address, "--max-tokens", "3") as talk:
+            await talk.until("the target is loading its model; Ctrl-C ends the wait")
+            await talk.until("scripted")
+            talk.say("hello\n")
+            await talk.until("ended by length")
+
     async def test_waiting_ends(self, start: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
         monkeypatch.setattr(command, "_WAIT_SECONDS", 0.5)
         first = await start()

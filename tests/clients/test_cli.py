@@ -80,6 +80,19 @@ async def test_generate_streams_text(running: Any, outrider: Any) -> None:
     assert running.target.requests[0][0].chat.messages[0].content == "count"
 
 
+async def test_generate_waits_for_a_target_that_loads(running: Any, outrider: Any) -> None:
+    running.target.loads = 2
+    status, out, err = await outrider("generate", "hello", "--target", running.address, "--max-tokens", "3")
+    assert (status, out, running.target.loads) == (0, "one two three\n", 0), err
+    assert err.startswith("the target is loading its model; Ctrl-C ends the wait ...\n")
+
+
+async def test_generate_waits_no_longer_than_it_is_told(running: Any, outrider: Any) -> None:
+    running.target.loads = 1_000
+    status, out, err = await outrider("generate", "hello", "--target", running.address, "--timeout", "0.5")
+    assert (status, out) == (1, "") and "error: the model is being loaded (LOADING)" in err
+
+
 async def test_settings_from_flag_environment_and_file(running: Any, outrider: Any, tmp_path: Path) -> None:
     path = tmp_path / "outrider.toml"
     path.write_text(f'[client]\ntarget = "{running.address}"\n[generate]\nmax_tokens = 5\ntop_k = 7\nseed = 3\n')

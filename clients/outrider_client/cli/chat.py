@@ -22,6 +22,7 @@ from outrider_client.failures import ServiceUnreachable
 from outrider_client.local.models import Tokenizer, find_tokenizer
 from outrider_client.results import Chunk, Result
 from outrider_client.terminal.lines import History, LineReader, history_path
+from outrider_client.terminal.loading import until_loaded
 from outrider_client.terminal.options import ClientOptions, GenerateOptions
 from outrider_client.terminal.painting import Painter, coloured, legend
 from outrider_client.terminal.waiting import waiting
@@ -57,7 +58,7 @@ def _run(arguments: argparse.Namespace) -> int:
 async def _chat(reach: ClientOptions, wanted: GenerateOptions, system: str) -> int:
     console = Console(highlight=False)
     async with Client(reach.connection(reach.target)) as client:
-        info = await client.info()
+        info = await until_loaded(client, console, reach.deadline)
         drafter = info.drafter or "none"
         console.print(f"[bold]{escape(info.model)}[/] on {escape(reach.target)}, drafter {escape(drafter)}")
         console.print(legend())
