@@ -12,6 +12,7 @@ import os
 import resource
 import signal
 import sys
+import threading
 import time
 import types
 from collections.abc import Mapping, Sequence
@@ -28,6 +29,8 @@ from outrider.runtime import prepare_grpc
 _CONTEXT = multiprocessing.get_context("forkserver")
 # Of prctl(2): the signal that a process gets when the one that forked it ends.
 _PR_SET_PDEATHSIG = 1
+# Children are started from threads too, and two that change PYTHONPATH at once would leave it changed.
+_STARTING = threading.Lock()
 # What a service imports and compiles before it serves.
 _PRELOADED = (
     "draft_service.service",
@@ -105,15 +108,16 @@ def _start_fork_server() -> None:
     passes over what it does not find."""
     prepare_grpc()
     _CONTEXT.set_forkserver_preload(list(_PRELOADED))
-    own = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
-    try:
-        forkserver.ensure_running()
-    finally:
-        if own is None:
-            del os.environ["PYTHONPATH"]
-        else:
-            os.environ["PYTHONPATH"] = own
+    with _STARTING:
+        own = os.environ.get("PYTHONPATH")
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+        try:
+            forkserver.ensure_running()
+        finally:
+            if own is None:
+                del os.environ["PYTHONPATH"]
+            else:
+                os.environ["PYTHONPATH"] = own
 
 
 @dataclass

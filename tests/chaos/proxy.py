@@ -94,11 +94,17 @@ class Proxy:
         for connection in connections:
             connection.close(reset=reset)
 
-    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        connection, task = _Connection([writer]), asyncio.current_task()
-        assert task is not None
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        # Known at once: what is cut or stopped before its task has begun is closed as well.
+        connection = _Connection([writer])
         self._connections.add(connection)
+        task = asyncio.ensure_future(self._pass_on(connection, reader, writer))
         self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _pass_on(
+        self, connection: _Connection, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         try:
             try:
                 theirs, ours = await asyncio.open_unix_connection(self.upstream)
@@ -111,7 +117,6 @@ class Proxy:
                 return
             await asyncio.gather(self._pump(connection, reader, ours), self._pump(connection, theirs, writer))
         finally:
-            self._tasks.discard(task)
             self._connections.discard(connection)
             connection.close(reset=False)
 

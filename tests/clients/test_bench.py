@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tcp_server import answering
 
 from outrider.errors import PositionOutOfRange
 from outrider.settings import SettingsError
@@ -273,12 +274,9 @@ async def metrics_page() -> AsyncIterator[tuple[str, list[str]]]:
         text = texts.pop(0) if len(texts) > 1 else texts[0]
         writer.write(b"HTTP/1.0 200 OK\r\nContent-Type: text/plain\r\n\r\n" + text.encode())
         await writer.drain()
-        writer.close()
 
-    server = await asyncio.start_server(answer, "127.0.0.1", 0)
-    yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/metrics", texts
-    server.close()
-    await server.wait_closed()
+    async with answering(answer) as address:
+        yield f"http://{address}/metrics", texts
 
 
 async def test_profile_adds_up_what_each_block_took(metrics_page: tuple[str, list[str]]) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from sdk.certificates import Certificates
+from tcp_server import answering
 
 from outrider.serving import GrpcServer, Service, ServingOptions, TlsFiles
 from outrider.v1 import target_pb2, target_pb2_grpc
@@ -130,11 +131,8 @@ async def test_a_port_of_http(outrider: Any) -> None:
         await reader.read(1)
         writer.write(b"HTTP/1.1 400 Bad Request\r\ncontent-length: 0\r\nconnection: close\r\n\r\n")
         await writer.drain()
-        writer.close()
 
-    server = await asyncio.start_server(answer, "127.0.0.1", 0)
-    async with server:
-        address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    async with answering(answer) as address:
         status, _, err = await outrider("info", "--target", address)
     assert status == 1 and "speaks HTTP/1 and no gRPC" in err
     assert "port of its own" in err and "Is it running" not in err

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from browser import CHROMIUM, browser_page
 from scripted_engine import ScriptedEngine
+from tcp_server import answering
 
 from outrider.serving import Authenticator
 from outrider.settings import SettingsError
@@ -127,11 +128,9 @@ async def page_elsewhere(pages: list[str]) -> AsyncIterator[str]:
         await reader.readuntil(b"\r\n\r\n")
         writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/html\r\nconnection: close\r\n\r\n" + pages[-1].encode())
         await writer.drain()
-        writer.close()
 
-    server = await asyncio.start_server(serve, "127.0.0.1", 0)
-    async with server:
-        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    async with answering(serve) as address:
+        yield f"http://{address}"
 
 
 @pytest.mark.browser

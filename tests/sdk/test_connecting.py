@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from sdk.certificates import Certificates
 from sdk.toolchains import EXAMPLES
+from tcp_server import answering
 
 from outrider.errors import OutriderError, QuotaExceeded, UnknownModel, all_errors
 from outrider.ports import free_port
@@ -209,12 +210,10 @@ class TestTls:
             await reader.read(1)
             writer.write(b"HTTP/1.1 400 Bad Request\r\ncontent-length: 0\r\nconnection: close\r\n\r\n")
             await writer.drain()
-            writer.close()
 
-        async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
-            host, port = server.sockets[0].getsockname()
-            problem = await sdk.run("call", target=f"{host}:{port}")
-        assert problem["line"] == f"cannot reach {host}:{port}: it speaks HTTP/1 and no gRPC, as a gateway does"
+        async with answering(answer) as address:
+            problem = await sdk.run("call", target=address)
+        assert problem["line"] == f"cannot reach {address}: it speaks HTTP/1 and no gRPC, as a gateway does"
 
 
 async def test_every_reason_has_a_name(sdk: Any) -> None:
