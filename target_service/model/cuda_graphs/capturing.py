@@ -34,7 +34,11 @@ def capture_steps(
         seconds: no capture begins later than this. Steps of sizes that were left out run as the next larger ones.
         memory_share: of what is free then, for keys and values. 0 leaves the cache as it is.
     """
-    captured, before = CapturedRunner(runner, options), _free(runner.device)
+    captured = CapturedRunner(runner, options)
+    # Joining layers leaves as much as they weigh with PyTorch, which capturing gives back to the device: taken for what
+    # a step needs less than nothing of, it made a cache of 77 GB on a GPU that had 66 left.
+    torch.cuda.empty_cache()
+    before = _free(runner.device)
     try:
         captured.capture(captured.buckets[-1:])
     except torch.OutOfMemoryError:
@@ -45,7 +49,7 @@ def capture_steps(
         captured.keep_to_captured()
         # Each pass would wait for the host, which is what choosing rows on the device is to save.
         captured.node_table = None
-    taken = before - _free(runner.device)
+    taken = max(0, before - _free(runner.device))
     if memory_share:
         # Partial results of latents are four times as wide as those of usual heads.
         each = max(_GRAPH_BYTES, captured.scratch_bytes)
