@@ -60,8 +60,9 @@ class NeuralConfig(NetworkConfig):
     )
     rows_per_level: int = setting(
         0,
-        "most nodes that a level expands over all sequences of a frame: with many of them trees become narrower and "
-        "smaller, so that a frame takes no longer; 0 takes 64 where trees are captured, and no bound elsewhere",
+        "most nodes that a level expands over all sequences of a frame, 4 of each at least: with many of them trees "
+        "become narrower and shallower, so that a frame takes no longer; 0 takes 64 where trees are captured, and no "
+        "bound elsewhere",
         ge=0,
     )
     early_levels: int = setting(

@@ -8,6 +8,12 @@ from outrider.settings import SettingsError
 from outrider.tree import MAX_ROWS
 from outrider.wire.frames import TreeLimits
 
+# Of trees for several sequences. By walks over recorded answers, one pass behind: with 7 rows of a sequence, as 8 of
+# them have at 8B size, 5 levels of 8 nodes make 2.71 tokens a pass and 8 levels 2.79, but a tree that comes a pass too
+# late makes 2.31; with 3 rows, as 32 of them have, 5 levels of 4 nodes make 2.15 and 8 levels of 2 nodes 2.07. A level
+# took 0.3 ms, and whole trees came a pass too late (two H100, `benchmarks/results/2026-11-24-h100-widened-tenth.md`).
+_LEAST_LEVELS, _LEAST_WIDTH = 5, 4
+
 
 @dataclass(frozen=True, slots=True)
 class TreeShape:
@@ -21,7 +27,7 @@ class TreeShape:
         race_entrants: tokens that take part in COUPLED's race at each node.
         race_sharpness: how far the race over the drafter's distribution is taken for the target's own.
         frontier: nodes that a level expands; 0 is as many as topk.
-        rows_per_level: rows of a pass over a level of all sequences together; 0 is no bound.
+        rows_per_level: rows of a pass over a level of all sequences together, see `for_sequences`; 0 is no bound.
         early_levels: levels that are handed out while the others are grown, to a target of one sequence; 0 hands out
             whole trees only.
     """
@@ -57,20 +63,23 @@ class TreeShape:
         return (self.num_steps - 1) * self.width
 
     def for_sequences(self, count: int) -> TreeShape:
-        """The shape of trees that so many sequences get together, so that their levels keep to `rows_per_level`.
+        """The shape of trees that so many sequences get together, so that a frame for all of them takes no longer.
 
-        Levels are narrowed to a power of two, one node at least, and trees hold fewer nodes in proportion, but a chain
-        at least. The count is rounded up to a power of two, for which passes are captured. Several sequences get whole
-        trees only: passes of several take longer, so that there is time for those, and for each growth that comes the
-        target's host pays, sequence by sequence.
+        Trees lose a level for each doubling, down to `_LEAST_LEVELS`, and levels are narrowed to a power of two that
+        keeps to `rows_per_level`, down to `_LEAST_WIDTH` nodes; trees hold fewer nodes in proportion to the width, but
+        a chain at least. The count is rounded up to a power of two, for which passes are captured. Several sequences
+        get whole trees only: for each growth that comes the target's host pays, sequence by sequence.
         """
-        room = max(1, self.rows_per_level >> (count - 1).bit_length())
-        shape = replace(self, early_levels=0) if count > 1 and self.early_levels else self
-        if not self.rows_per_level or self.width <= room:
-            return shape
-        width = 1 << (room.bit_length() - 1)
-        nodes = min(self.num_draft_tokens, max(self.num_steps, self.num_draft_tokens * width // self.width))
-        return replace(shape, frontier=width, num_draft_tokens=nodes)
+        doublings = (count - 1).bit_length()
+        if not self.rows_per_level or not doublings:
+            return self
+        steps = max(self.num_steps - doublings, min(self.num_steps, _LEAST_LEVELS))
+        room = max(self.rows_per_level >> doublings, _LEAST_WIDTH)
+        width = min(self.width, 1 << (room.bit_length() - 1))
+        nodes = min(self.num_draft_tokens, max(steps, self.num_draft_tokens * width // self.width))
+        # Without a frontier levels are as wide as there are children of a node.
+        frontier = width if width < self.width else self.frontier
+        return replace(self, num_steps=steps, frontier=frontier, num_draft_tokens=nodes, early_levels=0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -123,7 +123,7 @@ def test_many_sequences_get_narrower_trees(count: int, mode: VerificationMode) -
     shape = TreeShape(4, 3, 100, 0.0, 40, 1.0, frontier=12, rows_per_level=16)
     both = make_both(shape, PathNetwork(40))
     trees = drawn(both, [sequence_of(i, mode, TreeLimits()) for i in range(count)])
-    narrow = {1: 12, 2: 8, 3: 4, 9: 1}[count]
+    narrow = {1: 12, 2: 8, 3: 4, 9: 4}[count]
     nodes = 100 * narrow // 12
     # Alone, with the shape that is meant.
     alone = make_both(TreeShape(4, 3, nodes, 0.0, 40, 1.0, frontier=narrow), PathNetwork(40))[0]
@@ -200,10 +200,22 @@ def test_the_noise_is_the_shared_one() -> None:
 def test_a_level_has_no_more_rows_than_it_may(rows: int, topk: int, frontier: int, count: int) -> None:
     whole = TreeShape(10, topk, 239, 0.0, 40, 1.0, frontier, rows)
     shape = whole.for_sequences(count)
-    assert shape.width <= whole.width and 10 <= shape.num_draft_tokens <= 239
-    assert shape.width == 1 or not rows or shape.width * (1 << (count - 1).bit_length()) <= rows
-    assert shape == whole if shape.width == whole.width else shape.width & (shape.width - 1) == 0
-    assert shape.for_sequences(count) == shape
+    if not rows or count == 1:
+        assert shape == whole
+        return
+    assert min(4, whole.width) <= shape.width <= whole.width and shape.num_steps <= shape.num_draft_tokens <= 239
+    assert shape.width <= 4 or shape.width * (1 << (count - 1).bit_length()) <= rows
+    assert shape.width == whole.width or shape.width & (shape.width - 1) == 0
+    # Passes are captured for powers of two, and what fewer sequences need fits those of more.
+    assert shape == whole.for_sequences(1 << (count - 1).bit_length())
+    assert shape.expanded <= whole.for_sequences(1 + count // 2).expanded
+
+
+@pytest.mark.parametrize(("count", "levels"), [(1, 8), (2, 7), (3, 6), (4, 6), (8, 5), (32, 5), (100, 5)])
+def test_trees_of_several_sequences_have_fewer_levels(count: int, levels: int) -> None:
+    assert TreeShape(8, 8, 239, 0.0, 40, 1.0, 32, 64).for_sequences(count).num_steps == levels
+    # Those that have few keep them.
+    assert TreeShape(3, 8, 239, 0.0, 40, 1.0, 32, 64).for_sequences(count).num_steps == 3
 
 
 @pytest.mark.parametrize(("count", "early"), [(1, 3), (2, 0), (8, 0), (33, 0)])
