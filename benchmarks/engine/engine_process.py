@@ -34,6 +34,7 @@ import grpc  # noqa: E402
 from benchmarks.engine.stepping_engine import SERVED, STATS, SteppingEngine  # noqa: E402
 from benchmarks.shared.report import parser_of, write_json  # noqa: E402
 from outrider.healthcheck import check  # noqa: E402
+from outrider.processes.framing import LENGTH_BYTES  # noqa: E402
 from outrider.sampling import SamplingParams, VerificationMode  # noqa: E402
 from outrider.v1 import target_pb2, target_pb2_grpc, tree_pb2  # noqa: E402
 from target_service.api.admission import ServedModel  # noqa: E402
@@ -41,7 +42,7 @@ from target_service.config import TargetConfig  # noqa: E402
 from target_service.core.events import EngineSnapshot, Sequences  # noqa: E402
 from target_service.core.sequence import SequenceEvent, SequenceRequest, Verdict  # noqa: E402
 from target_service.engine_process.client import EngineLink  # noqa: E402
-from target_service.engine_process.messages import LENGTH_BYTES, Report, pack, unpack  # noqa: E402
+from target_service.engine_process.messages import Report, pack, unpack  # noqa: E402
 from target_service.engine_process.server import serve_engine  # noqa: E402
 
 STREAMS = (1, 8, 32, 64)

@@ -1,7 +1,7 @@
 """What passes between the process that serves and the one that holds the engine: messages, and their frames.
 
-A frame is four bytes of length, then a struct in msgpack. Nothing that is read from a socket here can run code;
-`benchmarks/engine/engine_process.py` measures both ends of a step's report.
+A message is a struct in msgpack, in a frame of `outrider.processes.framing`. Nothing that is read from a socket here
+can run code; `benchmarks/engine/engine_process.py` measures both ends of a step's report.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from outrider.errors import InvalidField, OutriderError, all_errors
+from outrider.processes.framing import FrameCutter, framed
 from outrider.tree import TokenTree
 from outrider.wire.frames import DraftInfo
 from target_service.api.admission import ServedModel
@@ -18,8 +19,6 @@ from target_service.config import TargetConfig
 from target_service.core.events import EngineSnapshot
 from target_service.core.sequence import SequenceEvent, SequenceRequest, SequenceTotals, StepStats
 from target_service.core.weights import WeightsUpdated, WeightUpdate
-
-LENGTH_BYTES = 4
 
 
 class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -131,8 +130,7 @@ Message = ToEngine | FromEngine
 
 def pack(message: Message) -> bytes:
     """The frame of a message."""
-    body = _encoder.encode(message)
-    return len(body).to_bytes(LENGTH_BYTES, "big") + body
+    return framed(_encoder.encode(message))
 
 
 def unpack(body: bytes | bytearray) -> Message:
@@ -142,24 +140,14 @@ def unpack(body: bytes | bytearray) -> Message:
 
 
 class Frames:
-    """Cuts a stream of bytes into frames."""
+    """Cuts a stream of bytes into messages."""
 
     def __init__(self) -> None:
-        self._buffer = bytearray()
+        self._cutter = FrameCutter()
 
     def feed(self, data: bytes) -> list[Message]:
         """The messages that are complete with `data`."""
-        self._buffer += data
-        messages: list[Message] = []
-        begin = 0
-        while (start := begin + LENGTH_BYTES) <= len(self._buffer):
-            end = start + int.from_bytes(self._buffer[begin:start], "big")
-            if end > len(self._buffer):
-                break
-            messages.append(unpack(self._buffer[start:end]))
-            begin = end
-        del self._buffer[:begin]
-        return messages
+        return [unpack(body) for body in self._cutter.feed(data)]
 
 
 def _error_to_row(error: Any) -> tuple[str, str, dict[str, str]]:

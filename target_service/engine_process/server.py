@@ -17,6 +17,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from outrider.errors import OutriderError
+from outrider.processes.outbox import Outbox
 from outrider.runtime import configure_logging, settled
 from outrider.tree import TokenTree
 from outrider.wire.frames import DraftInfo
@@ -49,7 +50,6 @@ from target_service.engine_process.messages import (
     WeightsDone,
     pack,
 )
-from target_service.engine_process.outbox import Outbox
 from target_service.preflight import EngineRefused
 
 logger = logging.getLogger(__name__)

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from outrider.errors import InvalidField, all_errors
+from outrider.processes.framing import LENGTH_BYTES
 from outrider.sampling import SamplingParams, TypicalAcceptance, VerificationMode
 from outrider.tree import DraftDistribution, TokenTree
 from outrider.wire.frames import DraftInfo, FeatureRequest, TreeLimits
@@ -32,7 +33,6 @@ from target_service.core.sequence import (
 )
 from target_service.core.weights import RunningRequests, WeightsUpdated, WeightUpdate
 from target_service.engine_process.messages import (
-    LENGTH_BYTES,
     Cancel,
     CancelUpdate,
     Configure,

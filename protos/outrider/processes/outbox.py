@@ -18,21 +18,31 @@ class Outbox:
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._waiting: deque[bytes] = deque()
+        self._closed = False
         self._changed = threading.Condition()
+        # Of frames that the socket did not take yet.
+        self.waiting_bytes = 0
         threading.Thread(target=self._write, name="outbox", daemon=True).start()
 
     def send(self, frame: bytes) -> None:
         """Send after everything sent before. Frames to a process that is gone are dropped."""
         with self._changed:
             sent = 0 if self._waiting else self._send_now(frame)
-            if sent < len(frame):
+            if sent < len(frame) and not self._closed:
                 self._waiting.append(frame[sent:])
+                self.waiting_bytes += len(frame) - sent
                 self._changed.notify_all()
 
     def flush(self, seconds: float) -> bool:
         """Wait for the last frame to be written. Whether it was, in so many seconds."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._waiting, seconds)
+
+    def close(self) -> None:
+        """Send no more, and end the thread: for whoever ends the connection and goes on."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
 
     def _send_now(self, frame: bytes) -> int:
         try:
@@ -45,10 +55,13 @@ class Outbox:
     def _write(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._waiting)
+                self._changed.wait_for(lambda: self._waiting or self._closed)
+                if self._closed:
+                    return
                 frame = self._waiting[0]
             with contextlib.suppress(OSError):
                 self._connection.sendall(frame)
             with self._changed:
                 self._waiting.popleft()
+                self.waiting_bytes -= len(frame)
                 self._changed.notify_all()
