@@ -127,6 +127,11 @@ class TargetConfig:
         "where the engine runs: in a process of its own, in the server's, or the first on a GPU",
         choices=("auto", "own", "shared"),
     )
+    draft_link_process: str = setting(
+        "auto",
+        "where the stream to a draft service runs: in a process of its own, in the engine's, or the first on a GPU",
+        choices=("auto", "own", "shared"),
+    )
     batch_invariant: bool = setting(
         False, "on a GPU, make no bit of an output depend on what else runs; drafts are then chains, and steps slower"
     )
@@ -193,6 +198,11 @@ class TargetConfig:
         """`lookup_tokens`, -1 resolved; none without speculation."""
         most = MOST_LOOKED_UP if self.lookup_tokens < 0 and self.captures else max(0, self.lookup_tokens)
         return most if self.speculation else 0
+
+    @property
+    def link_apart(self) -> bool:
+        """Whether the stream to a draft service has a process of its own."""
+        return self.draft_link_process == "own" or (self.draft_link_process == "auto" and self.device != "cpu")
 
     @property
     def captures(self) -> bool:

@@ -5,13 +5,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import grpc
-
 from outrider.addresses import address_problem
 from outrider.devices import check_device_name
-from outrider.drafting.link import Connect, LinkOptions, bearer_metadata, prepare_draft
+from outrider.drafting.link import INPROCESS_SCHEME, ChannelTls, Connect, LinkOptions, bearer_metadata, prepare_draft
 from outrider.limits import TenantTable
-from outrider.pem import check_authority, check_pair
 from outrider.serving import Authenticator, TlsFiles, check_free
 from outrider.settings import SettingsError
 from target_service.config import TargetConfig
@@ -79,19 +76,14 @@ def check_settings(config: TargetConfig) -> None:
 def link_options(config: TargetConfig) -> LinkOptions:
     """How the draft service is called. Raises `SettingsError` for files that cannot be used."""
     metadata = bearer_metadata(config.draft_token)
-    credentials = None
+    tls = None
     if config.draft_tls_ca:
         if bool(config.draft_tls_certificate) != bool(config.draft_tls_key):
             raise SettingsError("--draft-tls-certificate and --draft-tls-key go together")
-        check_authority(config.draft_tls_ca)
-        pair: tuple[bytes, ...] = ()
-        if config.draft_tls_key:
-            check_pair(config.draft_tls_certificate, config.draft_tls_key)
-            pair = (_read(config.draft_tls_key), _read(config.draft_tls_certificate))
-        credentials = grpc.ssl_channel_credentials(_read(config.draft_tls_ca), *pair)
+        tls = ChannelTls.of_files(config.draft_tls_ca, config.draft_tls_key, config.draft_tls_certificate)
     elif config.draft_tls_certificate or config.draft_tls_key:
         raise SettingsError("--draft-tls-certificate needs --draft-tls-ca")
-    return LinkOptions(metadata=metadata, credentials=credentials, max_message_bytes=config.max_message_bytes)
+    return LinkOptions(metadata=metadata, tls=tls, max_message_bytes=config.max_message_bytes)
 
 
 def prepared_draft(config: TargetConfig) -> Connect | None:
@@ -103,7 +95,14 @@ def prepared_draft(config: TargetConfig) -> Connect | None:
     if not speculates(config):
         return None
     try:
-        return prepare_draft(config.draft, link_options(config))
+        options = link_options(config)
+        connect = prepare_draft(config.draft, options)
+        if config.link_apart and not config.draft.startswith(INPROCESS_SCHEME):
+            # Where it is not wanted, msgspec and another process are not either.
+            from outrider.drafting.link_process import connect_apart
+
+            connect = connect_apart(config.draft, options)
+        return connect
     except SettingsError as error:
         raise EngineRefused(2, f"error: --draft: {error}") from None
 
@@ -127,10 +126,3 @@ def _check_draft(draft: str) -> None:
         problem = address_problem(one)
         if problem is not None:
             raise SettingsError(f"--draft: {problem}; inprocess:DRAFTER needs no address")
-
-
-def _read(path: str) -> bytes:
-    try:
-        return Path(path).read_bytes()
-    except OSError as error:
-        raise SettingsError(f"{path}: {error.strerror}") from None

@@ -5,16 +5,14 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Any
 
 from outrider.addresses import address_problem
-from outrider.drafting.link import LinkOptions, bearer_metadata
+from outrider.drafting.link import ChannelTls, LinkOptions, bearer_metadata
 from outrider.errors import InvalidField
 from outrider.settings import Settings, SettingsError, load, setting
 from outrider.wire.frames import DEFAULT_TENANT
 from outrider.wire.trees import name_from_pb
-from outrider_client.connection import Tls
 
 # Our part of vLLM's `additional_config`, which every worker gets, also of another machine.
 KEY = "outrider"
@@ -81,9 +79,5 @@ class ProposerConfig(Settings):
     def link_options(self) -> LinkOptions:
         """How the draft service is called. Raises `SettingsError` for files that cannot be read."""
         metadata = bearer_metadata(self.token)
-        try:
-            pair = (Path(self.tls_certificate), Path(self.tls_key)) if self.tls_key else (None, None)
-            credentials = Tls(Path(self.tls_ca), *pair).credentials() if self.tls_ca else None
-        except OSError as error:
-            raise SettingsError(f"{error.filename}: {error.strerror}") from None
-        return LinkOptions(metadata=metadata, credentials=credentials)
+        tls = ChannelTls.of_files(self.tls_ca, self.tls_key, self.tls_certificate) if self.tls_ca else None
+        return LinkOptions(metadata=metadata, tls=tls)

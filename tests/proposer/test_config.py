@@ -48,7 +48,7 @@ def test_what_cannot_be_meant_is_refused(given: Any, problem: str) -> None:
 def test_a_token_is_read_from_its_file(tmp_path: Path) -> None:
     (tmp_path / "token").write_text("secret\n")
     options = ProposerConfig(token=str(tmp_path / "token")).link_options()
-    assert options.metadata == (("authorization", "Bearer secret"),) and options.credentials is None
+    assert options.metadata == (("authorization", "Bearer secret"),) and options.tls is None
     with pytest.raises(SettingsError, match="nowhere"):
         ProposerConfig(token=str(tmp_path / "nowhere")).link_options()
 

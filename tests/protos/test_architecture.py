@@ -52,7 +52,6 @@ GRPC_EDGES = {
     "outrider_client.generation",
     "outrider_client.verification",
     "outrider.drafting.link",
-    "target_service.preflight",
     "target_service.api.server",
 }
 # What turns bytes into running code. Bytes from elsewhere are read by protobuf, JSON, TOML and safetensors.

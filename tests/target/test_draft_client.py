@@ -8,14 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import grpc
 import pytest
 from draft_harness import draft_over
 from fake_draft import FAST, INFO, FakeDraft, eventually, linked, serving, until
 from scripted_drafter import VOCABULARY, Listener, opening, step
 
 from draft_service.drafters.base import create
-from outrider.drafting.link import LinkOptions, connect_draft
+from outrider.drafting.link import ChannelTls, LinkOptions, connect_draft
 from outrider.drafting.stream import CREDIT_WINDOW
 
 
@@ -116,11 +115,7 @@ async def test_tokens_travel_with_every_call(tmp_path: Path) -> None:
 
 
 async def test_mutual_tls(certificates: Any) -> None:
-    credentials = grpc.ssl_channel_credentials(
-        certificates.authority.read_bytes(),
-        certificates.client_key.read_bytes(),
-        certificates.client.read_bytes(),
-    )
+    tls = ChannelTls.of_files(*map(str, (certificates.authority, certificates.client_key, certificates.client)))
     settings = {
         "tls_certificate": str(certificates.server),
         "tls_key": str(certificates.server_key),
@@ -131,17 +126,17 @@ async def test_mutual_tls(certificates: Any) -> None:
             await until(refused, lambda it: it.losses)
             assert refused.losses[0].startswith("UNAVAILABLE: it hung up at once (")
             assert refused.losses[0].endswith("as a server does that speaks TLS")
-        async with linked(draft.server.address, replace(FAST, credentials=credentials)) as (link, heard):
+        async with linked(draft.server.address, replace(FAST, tls=tls)) as (link, heard):
             await until(heard, lambda it: it.infos)
             link.open(opening(1))
             await until(heard, lambda it: it.answered(1, 0))
 
 
 async def test_tls_to_a_draft_without_it(certificates: Any) -> None:
-    credentials = grpc.ssl_channel_credentials(certificates.authority.read_bytes())
+    tls = ChannelTls.of_files(str(certificates.authority))
     async with (
         draft_over() as draft,
-        linked(draft.server.address, replace(FAST, credentials=credentials)) as (_, heard),
+        linked(draft.server.address, replace(FAST, tls=tls)) as (_, heard),
     ):
         await until(heard, lambda it: it.losses)
         assert heard.losses[0] == "UNAVAILABLE: the server does not speak TLS"

@@ -100,7 +100,7 @@ class TestCertificates:
         with pytest.raises(SettingsError, match="holds no PEM certificate"):
             link_options(TargetConfig(draft_tls_ca=str(junk)))
         own = {"draft_tls_certificate": str(certificates.client), "draft_tls_key": str(certificates.client_key)}
-        assert link_options(TargetConfig(draft_tls_ca=str(certificates.authority), **own)).credentials is not None
+        assert link_options(TargetConfig(draft_tls_ca=str(certificates.authority), **own)).tls is not None
         with pytest.raises(SettingsError, match="no certificate and its key"):
             link_options(TargetConfig(draft_tls_ca=str(certificates.authority), **own | {"draft_tls_key": str(junk)}))
 

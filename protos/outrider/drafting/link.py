@@ -23,6 +23,7 @@ from outrider.drafting.stoppable import StoppableLink
 from outrider.drafting.stream import DraftConversation
 from outrider.errors import CreditExceeded, DraftUnavailable, InvalidField, OutriderError, WrongVocabulary
 from outrider.extensions import find_extension
+from outrider.pem import check_authority, check_pair
 from outrider.runtime import run
 from outrider.settings import MAX_MESSAGE_BYTES, SettingsError, unreadable
 from outrider.unreachable import cause_of
@@ -43,14 +44,40 @@ def bearer_metadata(token_file: str) -> tuple[tuple[str, str], ...]:
     """
     if not token_file:
         return ()
-    try:
-        token = Path(token_file).read_bytes().strip()
-    except OSError as error:
-        raise SettingsError(unreadable(token_file, error)) from None
+    token = _read(token_file).strip()
     # gRPC carries printable ASCII alone, and would refuse each call with words of its own.
     if not token or any(not 0x21 <= byte < 0x7F for byte in token):
         raise SettingsError(f"{token_file}: is not one token of printable ASCII")
     return (("authorization", f"Bearer {token.decode()}"),)
+
+
+def _read(path: str) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise SettingsError(unreadable(path, error)) from None
+
+
+@dataclass(frozen=True)
+class ChannelTls:
+    """PEM: who signed the draft's certificate, and our own key and certificate, where it asks for one."""
+
+    authority: bytes
+    key: bytes = b""
+    certificate: bytes = b""
+
+    @classmethod
+    def of_files(cls, authority: str, key: str = "", certificate: str = "") -> ChannelTls:
+        """From PEM files; key and certificate go together. Raises `SettingsError` for files that cannot be read or
+        hold something else."""
+        check_authority(authority)
+        if not key:
+            return cls(_read(authority))
+        check_pair(certificate, key)
+        return cls(_read(authority), _read(key), _read(certificate))
+
+    def credentials(self) -> grpc.ChannelCredentials:
+        return grpc.ssl_channel_credentials(self.authority, self.key or None, self.certificate or None)
 
 
 @dataclass(frozen=True)
@@ -59,7 +86,8 @@ class LinkOptions:
 
     # Sent with every call, for example ("authorization", "Bearer ...").
     metadata: tuple[tuple[str, str], ...] = ()
-    credentials: grpc.ChannelCredentials | None = None
+    # None is plaintext.
+    tls: ChannelTls | None = None
     min_backoff: float = 0.05
     max_backoff: float = 2.0
     # Between meetings with a draft that sends what it may not; doubled each time, until one does well.
@@ -87,8 +115,8 @@ class LinkOptions:
             ("grpc.use_local_subchannel_pool", 1),
             *self.channel_options,
         ]
-        if self.credentials is not None:
-            return grpc.aio.secure_channel(address, self.credentials, options=options)
+        if self.tls is not None:
+            return grpc.aio.secure_channel(address, self.tls.credentials(), options=options)
         return grpc.aio.insecure_channel(address, options=options)
 
 

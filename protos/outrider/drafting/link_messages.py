@@ -1,0 +1,126 @@
+"""What passes between whoever uses a draft and the process that holds its link: a struct in msgpack each, in frames of
+`outrider.processes.framing`. Nothing that is read there can run code."""
+
+from __future__ import annotations
+
+import msgspec
+
+from outrider.drafting.link import LinkOptions
+from outrider.processes.framing import framed
+from outrider.wire.frames import (
+    DraftInfo,
+    OpenSequence,
+    SequenceAdvance,
+    SequenceFailure,
+    SequenceFeatures,
+    SequenceGrowth,
+)
+
+
+class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """One of the messages below."""
+
+
+# To the link.
+
+
+class Connect(_Message, frozen=True):
+    """The first message: what `outrider.drafting.link.connect_draft` is to be called with."""
+
+    address: str
+    vocabulary_size: int
+    tokenizer_fingerprint: str
+    options: LinkOptions
+
+
+class Open(_Message, frozen=True):
+    """See `DraftLink.open`."""
+
+    sequence: OpenSequence
+
+
+class Advance(_Message, frozen=True):
+    """See `DraftLink.advance`."""
+
+    advances: list[SequenceAdvance]
+
+
+class SendFeatures(_Message, frozen=True):
+    """See `DraftLink.send_features`."""
+
+    features: list[SequenceFeatures]
+
+
+class Close(_Message, frozen=True):
+    """See `DraftLink.close`."""
+
+    sequence_ids: list[int]
+
+
+class CutOff(_Message, frozen=True):
+    """See `DraftLink.cut_off`."""
+
+    reason: str
+
+
+# From the link: what `DraftEvents` is called with.
+
+
+class Connected(_Message, frozen=True):
+    """The draft is there."""
+
+    info: DraftInfo
+
+
+class Disconnected(_Message, frozen=True):
+    """The draft is gone, or could not be reached."""
+
+    reason: str
+
+
+class Grown(_Message, frozen=True):
+    """Nodes arrived."""
+
+    growths: list[SequenceGrowth]
+
+
+class Failed(_Message, frozen=True):
+    """The draft gave up on a sequence."""
+
+    failure: SequenceFailure
+
+
+class Lost(_Message, frozen=True):
+    """Of several drafts the one that followed these sequences is gone."""
+
+    sequence_ids: list[int]
+
+
+class Alive(_Message, frozen=True):
+    """Nothing happened. A process that says nothing at all is stuck."""
+
+
+ToLink = Connect | Open | Advance | SendFeatures | Close | CutOff
+FromLink = Connected | Disconnected | Grown | Failed | Lost | Alive
+
+
+def pack(message: ToLink | FromLink) -> bytes:
+    """The frame of a message."""
+    return framed(_encoder.encode(message))
+
+
+def unpack_to_link(body: bytes | bytearray) -> ToLink:
+    """The message of a frame without its length. Raises `msgspec.DecodeError` for anything else."""
+    message: ToLink = _to_link.decode(body)
+    return message
+
+
+def unpack_from_link(body: bytes | bytearray) -> FromLink:
+    """As `unpack_to_link`, the other way."""
+    message: FromLink = _from_link.decode(body)
+    return message
+
+
+_encoder = msgspec.msgpack.Encoder()
+_to_link = msgspec.msgpack.Decoder(ToLink)
+_from_link = msgspec.msgpack.Decoder(FromLink)

@@ -1,0 +1,242 @@
+"""A draft link in a process of its own, for an engine whose thread computes all the time.
+
+Where link and engine share an interpreter, whichever thread holds the lock, the other waits, at every system call of
+either. On a GPU the engine computes for 3 to 5 ms of a pass of 6, just when commits leave and growth comes: with 8
+sequences at 8B size a commit took 1.4 ms to the draft and its growth 1.2 ms back, and the engine's own work for 32
+sequences took twice as long as without a link (two H100, `benchmarks/results/2026-11-24-h100-widened-tenth.md`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import select
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+
+import msgspec
+
+from outrider.drafting.link import Connect, LinkOptions
+from outrider.drafting.link_messages import (
+    Advance,
+    Alive,
+    Close,
+    Connected,
+    CutOff,
+    Disconnected,
+    Failed,
+    FromLink,
+    Grown,
+    Lost,
+    Open,
+    SendFeatures,
+    ToLink,
+    pack,
+    unpack_from_link,
+)
+from outrider.drafting.link_messages import Connect as ConnectMessage
+from outrider.processes.framing import FrameCutter
+from outrider.processes.outbox import Outbox
+from outrider.wire.frames import DraftEvents, OpenSequence, SequenceAdvance, SequenceFeatures
+
+log = logging.getLogger(__name__)
+
+LINK_COMMAND = (sys.executable, "-m", "outrider.drafting.link_worker")
+# A process that shows no sign of life for so long is stuck, and another takes its place: five of its signs.
+SILENT_SECONDS = 5.0
+# Between two processes, doubled while they end before they have a draft. Chosen, not measured.
+_PAUSE_SECONDS, _MOST_PAUSE_SECONDS = 0.5, 10.0
+# How long a process may take to end once its socket is closed.
+_EXIT_SECONDS = 2.0
+# A frame of growth for many sequences comes in one read; the socket holds a frame of features. Chosen, not measured;
+# the kernel may grant less.
+_RECEIVE_BYTES, _BUFFER_BYTES = 1 << 17, 1 << 22
+
+
+def connect_apart(address: str, options: LinkOptions) -> Connect:
+    """What connects to an address that `prepare_draft` takes, by a process of its own."""
+
+    def connect(events: DraftEvents, vocabulary_size: int, tokenizer_fingerprint: str) -> LinkProcess:
+        return LinkProcess(address, events, vocabulary_size, tokenizer_fingerprint, options)
+
+    return connect
+
+
+class _Worker:
+    """One process that holds a link, and the socket to it."""
+
+    def __init__(self, command: Sequence[str], connect: ConnectMessage) -> None:
+        self.connection, theirs = socket.socketpair()
+        with theirs:
+            for end in (self.connection, theirs):
+                end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
+            descriptor = theirs.fileno()
+            # In a group of its own: a terminal's Ctrl-C is for the service, which then hangs up.
+            self.process = subprocess.Popen(
+                [*command, str(descriptor)], pass_fds=(descriptor,), stdin=subprocess.DEVNULL, process_group=0
+            )
+        self.outbox = Outbox(self.connection)
+        self.outbox.send(pack(connect))
+
+    def hang_up(self) -> None:
+        """Have the process end, and whoever reads from it. Any thread."""
+        with contextlib.suppress(OSError):
+            self.connection.shutdown(socket.SHUT_RDWR)
+
+    def end(self) -> int:
+        """Free what the process holds. Returns its exit status."""
+        self.hang_up()
+        self.outbox.close()
+        try:
+            status = self.process.wait(_EXIT_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            status = self.process.wait()
+        self.connection.close()
+        return status
+
+
+class LinkProcess:
+    """A `StoppableLink` whose stream is held by another process. Calls are thread-safe, return at once, and never
+    raise. What is sent while there is no draft is dropped: `on_connected` asks for every live sequence again.
+
+    A process that ends or is stuck is replaced by another, and to the receiver of events the draft is gone meanwhile.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        events: DraftEvents,
+        vocabulary_size: int,
+        tokenizer_fingerprint: str,
+        options: LinkOptions | None = None,
+        command: Sequence[str] = LINK_COMMAND,
+    ) -> None:
+        """Start connecting. `events` gets the outcome, and every change of it, from a thread of the link's."""
+        self._events = events
+        self._options = options or LinkOptions()
+        self._command = command
+        self._connect = ConnectMessage(address, vocabulary_size, tokenizer_fingerprint, self._options)
+        self._stopping = threading.Event()
+        # Whether there is a draft, as far as was told.
+        self._connected = False
+        self._worker = self._start()
+        self._thread = threading.Thread(target=self._follow, name="draft-link", daemon=True)
+        self._thread.start()
+
+    @property
+    def pid(self) -> int:
+        """The process that holds the link just now."""
+        return self._worker.process.pid
+
+    def open(self, sequence: OpenSequence) -> None:
+        """See `DraftLink.open`."""
+        self._send(Open(sequence))
+
+    def advance(self, advances: Sequence[SequenceAdvance]) -> None:
+        """See `DraftLink.advance`. Features are left out while too many wait for the process."""
+        if not self._has_room():
+            advances = [replace(one, features=None) if one.features is not None else one for one in advances]
+        self._send(Advance(list(advances)))
+
+    def send_features(self, features: Sequence[SequenceFeatures]) -> None:
+        """See `DraftLink.send_features`."""
+        if self._has_room():
+            self._send(SendFeatures(list(features)))
+
+    def close(self, sequence_ids: Sequence[int]) -> None:
+        """See `DraftLink.close`."""
+        self._send(Close(list(sequence_ids)))
+
+    def cut_off(self, reason: str) -> None:
+        """See `DraftLink.cut_off`."""
+        self._send(CutOff(reason))
+
+    def stop(self) -> None:
+        """Leave the draft and end process and thread. Nothing is delivered afterwards. Idempotent."""
+        self._stopping.set()
+        self._worker.hang_up()
+        self._thread.join()
+
+    def _start(self) -> _Worker:
+        return _Worker(self._command, self._connect)
+
+    def _has_room(self) -> bool:
+        return self._worker.outbox.waiting_bytes <= self._options.max_waiting_feature_bytes
+
+    def _send(self, message: ToLink) -> None:
+        if self._connected:
+            self._worker.outbox.send(pack(message))
+
+    # The link's own thread from here on.
+
+    def _follow(self) -> None:
+        pause = _PAUSE_SECONDS
+        while True:
+            worker, had_draft = self._worker, False
+            reason = "its link's process ended"
+            try:
+                had_draft = self._read(worker)
+            except TimeoutError:
+                reason = "its link's process is stuck"
+                worker.process.kill()
+            except msgspec.DecodeError as error:
+                reason = f"its link's process sends what is no message: {error}"
+            status = worker.end()
+            if self._stopping.is_set():
+                return
+            self._connected = False
+            log.error("%s, with status %d; another is started", reason, status)
+            self._events.on_disconnected(reason)
+            pause = _PAUSE_SECONDS if had_draft else min(2 * pause, _MOST_PAUSE_SECONDS)
+            if self._stopping.wait(pause):
+                return
+            self._worker = self._start()
+            if self._stopping.is_set():
+                self._worker.end()
+                return
+
+    def _read(self, worker: _Worker) -> bool:
+        """Deliver what the process sends until it ends. Whether it had a draft. Raises `TimeoutError` where it sends
+        nothing for too long."""
+        cutter, had_draft, incoming = FrameCutter(), False, select.poll()
+        # Not by the socket's own time-out, in which those that send would wait too.
+        incoming.register(worker.connection, select.POLLIN)
+        while data := self._receive(worker, incoming):
+            for body in cutter.feed(data):
+                message = unpack_from_link(body)
+                if self._stopping.is_set():
+                    return had_draft
+                had_draft = had_draft or isinstance(message, Connected)
+                self._deliver(message)
+        return had_draft
+
+    def _receive(self, worker: _Worker, incoming: select.poll) -> bytes:
+        """What came; nothing once the connection is over."""
+        if not incoming.poll(SILENT_SECONDS * 1e3):
+            raise TimeoutError
+        try:
+            return worker.connection.recv(_RECEIVE_BYTES)
+        except ConnectionError:
+            return b""
+
+    def _deliver(self, message: FromLink) -> None:
+        match message:
+            case Grown():
+                self._events.on_growth(message.growths)
+            case Failed():
+                self._events.on_failure(message.failure)
+            case Connected():
+                self._connected = True
+                self._events.on_connected(message.info)
+            case Disconnected():
+                self._connected = False
+                self._events.on_disconnected(message.reason)
+            case Lost():
+                self._events.on_lost(message.sequence_ids)
+            case Alive():
+                pass

@@ -1,0 +1,119 @@
+"""The process of a draft link: `python -m outrider.drafting.link_worker FD`, started by `link_process.LinkProcess`.
+
+It holds the gRPC stream and all that is translated for it; what is to be sent comes in over one socket, and what the
+draft says goes out there. It ends when the socket closes, which means that whoever used the draft is gone.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Sequence
+
+from outrider.runtime import configure_logging, prepare_grpc, switch_threads_often
+
+# Before anything imports gRPC, as in the services.
+prepare_grpc()
+
+from outrider.drafting.link import connect_draft  # noqa: E402
+from outrider.drafting.link_messages import (  # noqa: E402
+    Advance,
+    Alive,
+    Close,
+    Connect,
+    Connected,
+    CutOff,
+    Disconnected,
+    Failed,
+    FromLink,
+    Grown,
+    Lost,
+    Open,
+    SendFeatures,
+    ToLink,
+    pack,
+    unpack_to_link,
+)
+from outrider.drafting.stoppable import StoppableLink  # noqa: E402
+from outrider.processes.framing import FrameCutter  # noqa: E402
+from outrider.processes.outbox import Outbox  # noqa: E402
+from outrider.wire.frames import DraftInfo, SequenceFailure, SequenceGrowth  # noqa: E402
+
+# Signs of life, in seconds; `link_process.SILENT_SECONDS` are several of them.
+ALIVE_SECONDS = 1.0
+# A frame with the features of a long piece of a prompt comes in a few reads. Chosen, not measured.
+_RECEIVE_BYTES = 1 << 18
+
+
+class _Events:
+    """`DraftEvents` that are sent on."""
+
+    def __init__(self, outbox: Outbox) -> None:
+        self._outbox = outbox
+
+    def on_growth(self, growths: Sequence[SequenceGrowth]) -> None:
+        self.send(Grown(list(growths)))
+
+    def on_failure(self, failure: SequenceFailure) -> None:
+        self.send(Failed(failure))
+
+    def on_connected(self, info: DraftInfo) -> None:
+        self.send(Connected(info))
+
+    def on_disconnected(self, reason: str) -> None:
+        self.send(Disconnected(reason))
+
+    def on_lost(self, sequence_ids: Sequence[int]) -> None:
+        self.send(Lost(list(sequence_ids)))
+
+    def send(self, message: FromLink) -> None:
+        self._outbox.send(pack(message))
+
+
+def _do(link: StoppableLink, message: ToLink) -> None:
+    match message:
+        case Advance():
+            link.advance(message.advances)
+        case Open():
+            link.open(message.sequence)
+        case SendFeatures():
+            link.send_features(message.features)
+        case Close():
+            link.close(message.sequence_ids)
+        case CutOff():
+            link.cut_off(message.reason)
+
+
+def serve_link(descriptor: int) -> None:
+    """Hold a link for the process at the other end of a socket, for as long as that is there."""
+    configure_logging("info")
+    switch_threads_often()
+    # Those are for the service, which ends this process by closing the socket.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    connection = socket.socket(fileno=descriptor)
+    events, cutter = _Events(Outbox(connection)), FrameCutter()
+    threading.Thread(target=_show_life, args=(events,), name="alive", daemon=True).start()
+    link: StoppableLink | None = None
+    while data := connection.recv(_RECEIVE_BYTES):
+        for message in map(unpack_to_link, cutter.feed(data)):
+            if isinstance(message, Connect):
+                fingerprint = message.tokenizer_fingerprint
+                link = connect_draft(message.address, events, message.vocabulary_size, fingerprint, message.options)
+            elif link is not None:
+                _do(link, message)
+    # Nobody is left to be told anything, and the stream ends with the process.
+    os._exit(0)
+
+
+def _show_life(events: _Events) -> None:
+    pause = threading.Event()
+    while not pause.wait(ALIVE_SECONDS):
+        events.send(Alive())
+
+
+if __name__ == "__main__":
+    serve_link(int(sys.argv[1]))
