@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import random
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,10 +18,13 @@ from engine_harness import make_runner, plain, request, run
 from scripted_drafter import Listener
 from transformers import PreTrainedModel
 
+from outrider.drafting import link_process
 from outrider.drafting.link import GrpcDraftLink, LinkOptions
+from outrider.drafting.link_process import LinkProcess
 from outrider.sampling import SamplingParams
 from outrider.wire.frames import DraftEvents, DraftLink
 
+Link = GrpcDraftLink | LinkProcess
 VOCABULARY = 211
 SAMPLINGS = {
     "greedy": SamplingParams(ignore_eos=True),
@@ -29,13 +35,16 @@ OPTIONS = LinkOptions(min_backoff=0.01, max_backoff=0.1, connect_timeout=0.5, an
 
 
 @contextmanager
-def trouble(service: Service, seed: int) -> Iterator[None]:
-    """Freeze and kill the draft process at random moments until the block ends."""
+def trouble(service: Service, seed: int, link: Link) -> Iterator[None]:
+    """Freeze and kill the draft process, and that of a link that has one, at random moments until the block ends."""
     over, coins = threading.Event(), random.Random(seed)
 
     def make() -> None:
         while not over.wait(coins.uniform(0.02, 0.2)):
-            if coins.random() < 0.3:
+            if isinstance(link, LinkProcess) and coins.random() < 0.1:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(link.pid, signal.SIGKILL)
+            elif coins.random() < 0.3:
                 service.end(signal.SIGKILL)
                 over.wait(coins.uniform(0.0, 0.1))
                 service.start()
@@ -62,25 +71,37 @@ def connected_once(address: str) -> None:
     link.stop()
 
 
+@pytest.mark.parametrize("kind", [GrpcDraftLink, LinkProcess])
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
 def test_output_is_plain_decoding_whatever_befalls_the_draft(
-    tiny_model: PreTrainedModel, tmp_path: Path, sampling: SamplingParams
+    tiny_model: PreTrainedModel,
+    tmp_path: Path,
+    sampling: SamplingParams,
+    kind: type[GrpcDraftLink | LinkProcess],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    # So that one that is killed is replaced while the texts are made.
+    monkeypatch.setattr(link_process, "_PAUSE_SECONDS", 0.02)
     prompts = [[(7 * i + j) % 200 + 3 for j in range(length)] for i, length in enumerate((3, 17, 30))]
     wanted = [request(prompt, 60, sampling=sampling) for prompt in prompts]
     expected = [plain(tiny_model, each) for each in wanted]
     service = Service(tmp_path)
     service.start()
     connected_once(service.address)
-    links: list[GrpcDraftLink] = []
+    with contextlib.ExitStack() as ending:
 
-    def connect(events: DraftEvents) -> DraftLink:
-        links.append(GrpcDraftLink(service.address, events, VOCABULARY, "", OPTIONS))
-        return links[-1]
+        def connect(events: DraftEvents) -> DraftLink:
+            link = kind(service.address, events, VOCABULARY, "", OPTIONS)
+            ending.callback(link.stop)
+            deadline = time.monotonic() + 30
+            while not link._connected:
+                # A process takes a second to start, in which all would be over.
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            ending.enter_context(trouble(service, 5, link))
+            return link
 
-    with trouble(service, seed=5):
         outcomes = run(make_runner(tiny_model), wanted, connect=connect, stagger=20)
-    links[0].stop()
     assert [outcome.token_ids for outcome in outcomes] == expected
     assert sum(outcome.finished.totals.drafted_tokens for outcome in outcomes) > 0
     assert sum(outcome.finished.totals.fallback_steps for outcome in outcomes) > 0

@@ -205,7 +205,9 @@ def training_for_ever(model: Path, out: Path, text: Path) -> Iterator[tuple[subp
                 assert process.poll() is None, process.communicate()[1]
                 assert time.monotonic() < deadline
                 time.sleep(0.1)
-            (follower,) = psutil.Process(process.pid).children()
+            # Other children come and go, as what describes the machine for the record. A follower is `.. RANK STORE`.
+            children = psutil.Process(process.pid).children()
+            (follower,) = (one for one in children if one.cmdline()[-2:-1] == ["1"])
             yield process, follower
         finally:
             process.kill()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import socket
 import threading
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
@@ -253,6 +254,11 @@ class GrpcDraftLink:
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._stopping.set)
         self._thread.join()
+
+    def call_when_readable(self, connection: socket.socket, call: Callable[[], None]) -> None:
+        """Have the link's own thread `call` whenever something can be read from a connection: what is read is on its
+        way to the draft without waking another thread."""
+        self._loop.call_soon_threadsafe(self._loop.add_reader, connection, call)
 
     def _has_room(self, size: int) -> bool:
         """Whether features of so many bytes may wait too. Without them a slow draft accepts less, and keeps up."""

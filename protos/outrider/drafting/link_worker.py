@@ -18,7 +18,7 @@ from outrider.runtime import configure_logging, prepare_grpc, switch_threads_oft
 # Before anything imports gRPC, as in the services.
 prepare_grpc()
 
-from outrider.drafting.link import connect_draft  # noqa: E402
+from outrider.drafting.link import GrpcDraftLink, connect_draft  # noqa: E402
 from outrider.drafting.link_messages import (  # noqa: E402
     Advance,
     Alive,
@@ -73,18 +73,56 @@ class _Events:
         self._outbox.send(pack(message))
 
 
-def _do(link: StoppableLink, message: ToLink) -> None:
-    match message:
-        case Advance():
-            link.advance(message.advances)
-        case Open():
-            link.open(message.sequence)
-        case SendFeatures():
-            link.send_features(message.features)
-        case Close():
-            link.close(message.sequence_ids)
-        case CutOff():
-            link.cut_off(message.reason)
+class _Orders:
+    """What is to be sent, as it comes over the socket."""
+
+    def __init__(self, connection: socket.socket, events: _Events) -> None:
+        self._connection, self._events = connection, events
+        self._cutter = FrameCutter()
+        self._link: StoppableLink | None = None
+
+    def receive(self, flags: int = 0) -> None:
+        """Take what can be read, waiting for it unless `flags` say otherwise. Ends the process once nothing will
+        come."""
+        try:
+            data = self._connection.recv(_RECEIVE_BYTES, flags)
+        except BlockingIOError:
+            return
+        except ConnectionError:
+            data = b""
+        if not data:
+            # Nobody is left to be told anything, and the stream ends with the process.
+            os._exit(0)
+        for body in self._cutter.feed(data):
+            self._do(unpack_to_link(body))
+
+    def follow(self) -> None:
+        """Receive for ever: on the thread of the one link that there is, or on this one where there are several."""
+        while self._link is None:
+            self.receive()
+        if isinstance(self._link, GrpcDraftLink):
+            self._link.call_when_readable(self._connection, lambda: self.receive(socket.MSG_DONTWAIT))
+            threading.Event().wait()
+        while True:
+            self.receive()
+
+    def _do(self, message: ToLink) -> None:
+        if isinstance(message, Connect):
+            fingerprint, options = message.tokenizer_fingerprint, message.options
+            self._link = connect_draft(message.address, self._events, message.vocabulary_size, fingerprint, options)
+            return
+        assert self._link is not None, "the first message connects"
+        match message:
+            case Advance():
+                self._link.advance(message.advances)
+            case Open():
+                self._link.open(message.sequence)
+            case SendFeatures():
+                self._link.send_features(message.features)
+            case Close():
+                self._link.close(message.sequence_ids)
+            case CutOff():
+                self._link.cut_off(message.reason)
 
 
 def serve_link(descriptor: int) -> None:
@@ -95,18 +133,9 @@ def serve_link(descriptor: int) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     connection = socket.socket(fileno=descriptor)
-    events, cutter = _Events(Outbox(connection)), FrameCutter()
+    events = _Events(Outbox(connection))
     threading.Thread(target=_show_life, args=(events,), name="alive", daemon=True).start()
-    link: StoppableLink | None = None
-    while data := connection.recv(_RECEIVE_BYTES):
-        for message in map(unpack_to_link, cutter.feed(data)):
-            if isinstance(message, Connect):
-                fingerprint = message.tokenizer_fingerprint
-                link = connect_draft(message.address, events, message.vocabulary_size, fingerprint, message.options)
-            elif link is not None:
-                _do(link, message)
-    # Nobody is left to be told anything, and the stream ends with the process.
-    os._exit(0)
+    _Orders(connection, events).follow()
 
 
 def _show_life(events: _Events) -> None:
