@@ -25,7 +25,7 @@ import importlib.util
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -53,13 +53,13 @@ SHAPES = [(1, 1024), (1, 8192), (1, 32768), (1, 131072), (8, 1024), (8, 8192), (
 _REHEARSED = TritonSettings(tiling=Tiling(16, 16, 4, 1, 1), processors=5)
 
 
-def cases() -> Iterator[LatentCase]:
-    """DeepSeek-V2-Lite's heads at first, then other pages, then DeepSeek-V3's."""
-    yield from (LatentCase(batch, context, rows) for batch, context in SHAPES for rows in ROWS)
+def cases(numbers: Sequence[int]) -> Iterator[LatentCase]:
+    """DeepSeek-V2-Lite's heads at first, then other pages, then DeepSeek-V3's; each with these `numbers` of rows."""
+    yield from (LatentCase(batch, context, rows) for batch, context in SHAPES for rows in numbers)
     for batch, context in ((1, 8192), (8, 8192)):
-        yield from (LatentCase(batch, context, rows, page_size=page) for page in (1, 64) for rows in ROWS)
+        yield from (LatentCase(batch, context, rows, page_size=page) for page in (1, 64) for rows in numbers)
     for batch, context in ((1, 8192), (8, 8192), (64, 1024)):
-        yield from (LatentCase(batch, context, rows, heads=128) for rows in ROWS)
+        yield from (LatentCase(batch, context, rows, heads=128) for rows in numbers)
 
 
 def rehearsed() -> Iterator[LatentCase]:
@@ -76,7 +76,11 @@ def sweep(case: LatentCase) -> list[Tiling]:
     shapes += [(32, 32, 8, 4, 1), (32, 32, 8, 5, 1), (32, 64, 8, 3, 1)]
     shapes += [(64, 32, 8, 2, 1), (64, 32, 8, 3, 1), (64, 32, 8, 5, 1), (64, 64, 8, 2, 1), (64, 64, 8, 3, 1)]
     shapes += [(64, 64, 16, 2, 1), (64, 128, 8, 2, 1), (128, 32, 16, 2, 1)]
-    return [Tiling(*shape) for shape in shapes if packed // 4 <= shape[0] or shape[0] >= 64]
+    return [Tiling(*shape) for shape in shapes if packed // 4 <= shape[0] <= packed or min(packed, shape[0]) >= 64]
+
+
+# Tiles of a program's share at least, which the fastest tiling is tried with.
+LEAST_TILES = (2, 3, 4, 6, 8)
 
 
 class Bench:
@@ -98,8 +102,8 @@ class Bench:
         median, spread = rotated_us(lambda i: attend(self.inputs.caches[i]), len(self.inputs.caches))
         return {"error": error, "us": median, "spread_us": spread}
 
-    def ours(self, settings: TritonSettings) -> dict[str, float]:
-        """The kernel, what its schedule takes of the device, and a layer's part around it."""
+    def ours(self, settings: TritonSettings, *, alone: bool = False) -> dict[str, float]:
+        """The kernel, and unless `alone` what its schedule takes of the device, and a layer's part around it."""
         inputs, case = self.inputs, self.inputs.case
         backend = TritonLatentAttention(self.device, settings)
         plan, slots = backend.plan(inputs.batch), inputs.slots
@@ -118,6 +122,8 @@ class Bench:
             return attend(cache)
 
         found = self.measured(attend)
+        if alone:
+            return found
         if "us" in found:
             copies = len(inputs.caches)
             found["layer_us"] = rotated_us(lambda i: layer(inputs.caches[i]), copies)[0]
@@ -129,14 +135,21 @@ class Bench:
     def swept(self) -> dict[str, Any]:
         """The fastest tiling, beside the times of all that fit and are right."""
         tried: list[tuple[float, Tiling]] = []
-        for tiling in sweep(self.inputs.case):
+
+        def attempt(tiling: Tiling) -> None:
             try:
-                found = self.ours(TritonSettings(tiling=tiling))
-            except triton.runtime.errors.OutOfResources:
-                continue
+                found = self.ours(TritonSettings(tiling=tiling), alone=True)
+            except (triton.runtime.errors.OutOfResources, triton.runtime.errors.PTXASError):
+                return
             if "us" in found:
                 tried.append((found["us"], tiling))
-        tried.sort(key=lambda pair: pair[0])
+                tried.sort(key=lambda pair: pair[0])
+
+        for tiling in sweep(self.inputs.case):
+            attempt(tiling)
+        for tiling in [tiling for _, tiling in tried[:3]]:
+            for least in LEAST_TILES:
+                attempt(replace(tiling, least_tiles=least))
         best = self.ours(TritonSettings(tiling=tried[0][1]))
         return {**best, "tiling": asdict(tried[0][1]), "tried": [(us, asdict(tiling)) for us, tiling in tried]}
 
@@ -253,7 +266,7 @@ def bars(results: list[tuple[LatentCase, dict[str, Any]]]) -> dict[str, str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, nargs="*", help="only these numbers of rows")
+    parser.add_argument("--rows", type=int, nargs="+", default=ROWS, help="rows of a sequence")
     parser.add_argument("--sweep", action="store_true", help="try other tilings and keep the fastest; no peers")
     parser.add_argument("--rehearse", action="store_true", help="tiny cases on the CPU, checked and not timed")
     parser.add_argument("--seconds", type=float, default=420.0, help="start no case after this time")
@@ -262,9 +275,7 @@ def main() -> int:
     started = time.monotonic()
     results: list[tuple[LatentCase, dict[str, Any]]] = []
     skipped = []
-    for seed, case in enumerate(rehearsed() if options.rehearse else cases()):
-        if options.rows and case.rows not in options.rows:
-            continue
+    for seed, case in enumerate(rehearsed() if options.rehearse else cases(options.rows)):
         if time.monotonic() - started > options.seconds:
             skipped.append(str(case))
             continue

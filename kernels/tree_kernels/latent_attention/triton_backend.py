@@ -25,6 +25,17 @@ INVARIANT = TritonSettings(split_keys=512, tiling=Tiling(64, 32, 8, 2, 1))
 _MERGE_COLUMNS = 128
 
 
+def _merged_at_a_time(by_group: bool, parts: int) -> tuple[int, int]:
+    """Rows and partials that a program of the merge takes at a time, where a group leaves `parts` of them in the mean.
+
+    They are read one behind the other, a round trip to L2 each: where a whole GPU has read one sequence, 256 partials
+    taken 16 at a time cost more than the reading.
+    """
+    if not by_group:
+        return 4, 8
+    return (1, 64) if parts >= 64 else (1, 32) if parts >= 32 else (2, 16)
+
+
 class TritonLatentAttention(TritonPlanner):
     """See `tree_kernels.latent_attention.LatentAttention`."""
 
@@ -47,7 +58,7 @@ class TritonLatentAttention(TritonPlanner):
             num_warps=tiling.warps, num_stages=tiling.stages, **self._launch,
         )  # fmt: skip
         by_group = len(schedule.groups) <= schedule.max_chunks
-        rows, parts = (2, 16) if by_group else (4, 8)
+        rows, parts = _merged_at_a_time(by_group, schedule.max_chunks // max(1, len(schedule.groups)))
         columns = triton.next_power_of_2(latent) if latent % _MERGE_COLUMNS else _MERGE_COLUMNS
         groups = len(schedule.groups) if by_group else schedule.max_chunks
         merge_kernel[(groups, tiling.block_rows // rows, triton.cdiv(latent, columns))](

@@ -1,10 +1,10 @@
 """How the latent-attention kernel is cut for a step.
 
 The choices follow from sizes, and from what the compiler reports for an sm_90 target (shared memory, registers, spills;
-`tests/kernels/test_tiling.py` holds the first). They were timed beside no others: on an H200 they take 1.3 times the
-floor at best, 3.6 in the middle of all cases, and far more where a whole GPU reads one sequence
-(`benchmarks/results/2026-11-23-h200-widened-seventh.md`). `benchmarks/kernels/latent_attention.py --sweep` times others
-on a GPU.
+`tests/kernels/test_tiling.py` holds the first). Of some sixteen that a Hopper GPU has room for they were the fastest or
+nearly so in a sweep on an H200 whose table was not kept. The table beside FlashInfer's kernel
+(`benchmarks/results/2026-11-24-h200-latent-attention.md`) is of the tilings before them;
+`benchmarks/kernels/latent_attention.py` times either, and others by `--sweep`.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ _WARPGROUP_ROWS = 64
 
 
 def choose_latent_tiling(packed_rows: int, latent: int, itemsize: int) -> Tiling:
-    """The tiling of a step, by reasoning for DeepSeek's 512 + 64 in 16 bits.
+    """The tiling of a step, made for DeepSeek's 512 + 64 in 16 bits.
 
     All heads of all rows of a sequence are packed into the rows of a tile, so that a latent is read once for all of
     them; a tile of latents is key and value in one, and lies in shared memory once.
 
-    - Up to 16 packed rows reading is all there is: 1,152 bytes a key against 35 kFLOP. Tiles of 32 keys, two of them
-      in 92 KB, leave room for two programs on an SM, one of which loads while the other multiplies.
+    - Up to 16 packed rows reading is all there is: 1,152 bytes a key against 35 kFLOP. One program with tiles of 64
+      keys is faster than two that take turns with half of them, in all but the longest batches, and leaves half as
+      many results to merge.
     - From 64 on, a tile of 64 rows fills a warpgroup's instructions. Its output is 64 x 512 in fp32, 128 registers of
       each of 256 threads, and queries (72 KB), two tiles of 64 keys (144 KB) and weights (8 KB) take 224 of the SM's
       227 KB: one program, and taller tiles would spill in the loop (as compiled, it reads back four words a tile).
@@ -41,7 +42,7 @@ def choose_latent_tiling(packed_rows: int, latent: int, itemsize: int) -> Tiling
         return Tiling(16, 16, 4, 2, 1)
     packed = max(16, triton.next_power_of_2(packed_rows))
     if packed == 16:
-        return Tiling(16, 32, 4, 5, 2)
+        return Tiling(16, 64, 8, 5, 1)
     if packed < _WARPGROUP_ROWS:
-        return Tiling(32, 32, 8, 5, 1)
+        return Tiling(32, 64, 8, 3, 1)
     return Tiling(64, 64, 8, 2, 1)
