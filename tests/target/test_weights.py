@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,8 +13,9 @@ from typing import Any
 import pytest
 import torch
 from conftest import make_tiny
-from engine_harness import ScriptedDraft, engine_config, make_runner, plain, request
+from engine_harness import ScriptedDraft, engine_config, plain, request
 from other_weights import other_weights
+from running_engine import Running
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
@@ -23,9 +23,8 @@ from outrider.errors import EngineDead, InvalidField, OutriderError, QuotaExceed
 from outrider.sampling import SamplingParams
 from outrider.tree import TokenTree
 from outrider.wire.frames import OpenSequence
-from target_service.core.sequence import SequenceEvent, SequenceFailed, SequenceFinished, Verdict
-from target_service.core.weights import RunningRequests, WeightsUpdated, WeightUpdate
-from target_service.engine.engine import Engine
+from target_service.core.sequence import SequenceFailed, SequenceFinished
+from target_service.core.weights import RunningRequests
 from target_service.model.weights.room import HostRoom
 
 PROMPT = [5, 6, 7, 8]
@@ -50,22 +49,11 @@ def folder(new: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory) -> Pa
     return path
 
 
-class Running:
-    """An engine under way, what its sequences said, and a gate between its steps."""
+class Drafted(Running):
+    """With a draft that says the same chain always, and what was opened at it."""
 
-    def __init__(self, model: PreTrainedModel, *, draft: bool = False, **changes: Any) -> None:
-        self.runner = make_runner(copy.deepcopy(model))
-        self.engine = Engine(self.runner, replace(engine_config(), **changes))
-        self.opened: list[OpenSequence] = []
-        if draft:
-            self._attach_draft()
-        self.events: dict[int, list[SequenceEvent]] = {}
-        self.changed = threading.Condition()
-        self.results: queue.Queue[WeightsUpdated | OutriderError] = queue.Queue()
-        self.engine.start(self._deliver)
-
-    def _attach_draft(self) -> None:
-        opened = self.opened
+    def __init__(self, model: PreTrainedModel, **changes: Any) -> None:
+        opened: list[OpenSequence] = []
 
         class Noting(ScriptedDraft):
             def open(self, sequence: OpenSequence) -> None:
@@ -75,45 +63,8 @@ class Running:
         def chain(tokens: Any, _random: Any) -> TokenTree:
             return TokenTree((tokens[-1], 9, 10), (0, 0, 1), (1.0, 0.5, 0.5))
 
-        self.engine.attach_draft(Noting(self.engine.draft_events, chain))
-
-    def _deliver(self, events: list[SequenceEvent]) -> None:
-        with self.changed:
-            for event in events:
-                self.events.setdefault(event.sequence_id, []).append(event)
-            self.changed.notify_all()
-
-    def verdicts(self, sequence_id: int) -> list[Verdict]:
-        return [event for event in self.events.get(sequence_id, []) if isinstance(event, Verdict)]
-
-    def said(self, sequence_id: int) -> list[int]:
-        return [token for verdict in self.verdicts(sequence_id) for token in verdict.token_ids]
-
-    def wait_said(self, sequence_id: int, tokens: int) -> None:
-        with self.changed:
-            assert self.changed.wait_for(lambda: len(self.said(sequence_id)) >= tokens, 20)
-
-    def wait_last(self, sequence_id: int) -> SequenceEvent:
-        def ended() -> bool:
-            events = self.events.get(sequence_id)
-            return bool(events) and not isinstance(events[-1], Verdict)
-
-        with self.changed:
-            assert self.changed.wait_for(ended, 20)
-        return self.events[sequence_id][-1]
-
-    def update(self, folder: Path, running: RunningRequests = RunningRequests.DRAIN) -> int:
-        return self.engine.update_weights(WeightUpdate(str(folder), running), self.results.put)
-
-    def result(self) -> WeightsUpdated:
-        result = self.results.get(timeout=20)
-        assert isinstance(result, WeightsUpdated), result
-        return result
-
-    def refused(self) -> OutriderError:
-        result = self.results.get(timeout=20)
-        assert isinstance(result, OutriderError), result
-        return result
+        self.opened = opened
+        super().__init__(model, connect=lambda events: Noting(events, chain), **changes)
 
 
 Start = Callable[..., Running]
@@ -123,8 +74,8 @@ Start = Callable[..., Running]
 def start(old: PreTrainedModel) -> Iterator[Start]:
     engines: list[Running] = []
 
-    def make(model: PreTrainedModel | None = None, **changes: Any) -> Running:
-        running = Running(model or old, **changes)
+    def make(model: PreTrainedModel | None = None, *, draft: bool = False, **changes: Any) -> Running:
+        running = (Drafted if draft else Running)(model or old, **changes)
         engines.append(running)
         return running
 
