@@ -46,8 +46,8 @@ def totals() -> SequenceTotals:
     )
 
 
-def verdict(step: int) -> Verdict:
-    return Verdict(1, step, (1, 2), (701, 702, 703), drafted_tokens=2, queue_ns=1000, compute_ns=2_000_000)
+def verdict(step: int, **fields: Any) -> Verdict:
+    return Verdict(1, step, (1, 2), (701, 702, 703), drafted_tokens=2, queue_ns=1000, compute_ns=2_000_000, **fields)
 
 
 def traced(recorder: Recorder, name: str = GENERATE) -> RequestTrace:
@@ -169,6 +169,18 @@ def test_step_spans_are_bounded_and_only_on_request(steps: bool, spans: int) -> 
     assert all(span.parent == recorder.named(GENERATE)[0].context for span in found)
     for span in found:
         check(span)
+
+
+def test_spans_say_which_weights_were_in_force() -> None:
+    recorder = Recorder(steps=True)
+    trace = traced(recorder)
+    for step, version in enumerate((1, 1, 2)):
+        trace.step(verdict(step, model_version=version))
+    trace.finished(Finish(FinishReason.LENGTH), totals())
+    (request,) = recorder.named(GENERATE)
+    assert request.attributes is not None and request.attributes["outrider.model_version"] == 2
+    steps = [(span.attributes or {})["outrider.model_version"] for span in recorder.named(STEP)]
+    assert steps == [1, 1, 2]
 
 
 def test_an_unsampled_request_records_nothing_and_passes_that_on() -> None:
