@@ -1,13 +1,15 @@
-"""Draws the figures of docs/performance.md that were measured on a GPU from their JSON files, as PNGs beside them.
+"""Draws the figures of docs/performance.md that were measured on a GPU from their JSON files, as PNGs beside them; and
+what speculation makes at the cost of an 8B model, for the README, from those of the widened model.
 
-python -m benchmarks.shared.plots [--results benchmarks/results] [--prefix 2026-11-21-h200-]
+    python -m benchmarks.shared.plots [--results benchmarks/results] [--prefix 2026-11-21-h200-]
+    python -m benchmarks.shared.plots --widened docs/speed8b.png
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -97,11 +99,60 @@ def load_curve(document: dict[str, Any]) -> Figure:
     return figure
 
 
+# What is drawn of the widened model: a name, the mode of the rows, and the runs that they are of, each with plain
+# decoding beside it.
+WIDENED = (
+    ("one GPU: lookup and a trie (H200)", "trie", ("2026-11-23-h200-widened-eighth", "2026-11-24-h200-widened-ninth")),
+    ("one GPU: lookup, trie and EAGLE head (H200)", "merged", ("2026-11-23-h200-widened-eighth",)),
+    (
+        "second GPU: lookup, trie and EAGLE head (two hosts with H100s)",
+        "merged",
+        ("2026-11-24-h100-widened-tenth-traced", "2026-11-24-h100-widened-tenth"),
+    ),
+)
+WIDENED_LOADS = (1, 8, 32)
+
+
+def widened(read: Callable[[str], dict[str, Any]]) -> Figure:
+    """Greedy answers as whole, others' prompts in between, to plain decoding of the same run: bars are means of the
+    runs, and lines reach from the least to the largest."""
+    figure = Figure(figsize=(7.2, 3.8), layout="constrained")
+    drawn = figure.subplots()
+    width = 0.8 / len(WIDENED)
+    for number, (label, mode, names) in enumerate(WIDENED):
+        runs = []
+        for name in names:
+            found = {
+                (row["mode"], row["concurrency"]): row["stream_tokens_per_second"]
+                for row in rows(read(name), temperature=0.0, prompts="new")
+            }
+            runs.append([found[mode, load] / found["plain", load] for load in WIDENED_LOADS])
+        ratios = [sum(of_load) / len(runs) for of_load in zip(*runs, strict=True)]
+        below = [ratio - min(of_load) for ratio, of_load in zip(ratios, zip(*runs, strict=True), strict=True)]
+        above = [max(of_load) - ratio for ratio, of_load in zip(ratios, zip(*runs, strict=True), strict=True)]
+        places = [place + (number - (len(WIDENED) - 1) / 2) * width for place in range(len(WIDENED_LOADS))]
+        drawn.bar(places, ratios, width, yerr=[below, above], capsize=3, label=label)
+        for place, ratio, top in zip(places, ratios, above, strict=True):
+            drawn.annotate(f"{ratio:.2f}", (place, ratio + top + 0.03), ha="center", fontsize=8)
+    drawn.axhline(1.0, color="grey", linestyle="--")
+    drawn.set_xticks(range(len(WIDENED_LOADS)), [f"{load} request{'s' * (load > 1)}" for load in WIDENED_LOADS])
+    drawn.set_ylabel("tokens/s, as a multiple of plain decoding")
+    drawn.set_title("Real text at the cost of an 8B model, whole answers, greedy", fontsize=10)
+    drawn.set_ylim(0, 3.6)
+    drawn.legend(frameon=False, fontsize=8)
+    return figure
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, default=Path(__file__).parents[1] / "results")
     parser.add_argument("--prefix", default="2026-11-21-h200-")
+    parser.add_argument("--widened", type=Path, help="draw what speculation makes at 8B cost to this file, and no more")
     options = parser.parse_args()
+    if options.widened:
+        results: Path = options.results
+        widened(lambda name: json.loads((results / f"{name}.json").read_text())).savefig(options.widened, dpi=110)
+        return
 
     def read(name: str) -> dict[str, Any]:
         document: dict[str, Any] = json.loads((options.results / f"{options.prefix}{name}.json").read_text())
