@@ -115,8 +115,11 @@ class Client(AsyncClosing):
 
         Raises:
             InvalidField: no input, or more than one.
-            TypeError: messages of another shape.
+            TypeError: messages of another shape, and options of another type.
         """
+        for name, value, kind in (("sampling", sampling, SamplingParams), ("speculation", speculation, Speculation)):
+            if value is not None and not isinstance(value, kind):
+                raise TypeError(f"{name}: expected {kind.__name__}, got {type(value).__name__}")
         if (bool(messages) + bool(text) + bool(len(token_ids))) != 1:
             raise InvalidField("input", "needs exactly one of messages, text and token_ids, and not empty")
         request = target_pb2.GenerateRequest(

@@ -61,8 +61,10 @@ class Connection:
         """`address` is HOST:PORT or unix:PATH. Must be called from a running event loop.
 
         Raises `ValueError` for what is no address, and for files of `tls` that hold something else; `OSError` for
-        those that cannot be read.
+        those that cannot be read; `TypeError` for an address that is no string.
         """
+        if not isinstance(address, str):
+            raise TypeError(f"address: expected a string, got {type(address).__name__}")
         problem = address_problem(address)
         if problem is not None:
             raise ValueError(problem)

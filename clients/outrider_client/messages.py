@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from outrider.v1 import target_pb2
 
 # (role, content).
 Message = tuple[str, str]
-MessageLike = Message | Mapping[str, str]
+# As OpenAI's: a content is a string, or parts of type text.
+MessageLike = Message | Mapping[str, Any]
+# What OpenAI's clients send along, and no chat template of a target reads.
+_PASSED_OVER = ("name", "annotations", "refusal")
 _SHAPE = '(role, content) or {"role": ..., "content": ...}'
 
 
@@ -21,7 +25,7 @@ def messages_to_pb(messages: Sequence[MessageLike]) -> list[target_pb2.ChatMessa
 
 def _message(message: object, path: str) -> target_pb2.ChatMessage:
     if isinstance(message, Mapping):
-        if unknown := [key for key in message if key not in ("role", "content")]:
+        if unknown := [key for key in message if key not in ("role", "content", *_PASSED_OVER)]:
             raise TypeError(f"{path}: has no field {unknown[0]!r}; role and content are known")
         if missing := [key for key in ("role", "content") if key not in message]:
             raise TypeError(f"{path}: lacks {missing[0]!r}")
@@ -30,10 +34,23 @@ def _message(message: object, path: str) -> target_pb2.ChatMessage:
         role, content = message
     else:
         raise TypeError(f"{path}: expected {_SHAPE}, got {_kind(message)}")
-    for name, said in (("role", role), ("content", content)):
-        if not isinstance(said, str):
-            raise TypeError(f"{path}.{name}: expected a string, got {_kind(said)}")
-    return target_pb2.ChatMessage(role=role, content=content)
+    if not isinstance(role, str):
+        raise TypeError(f"{path}.role: expected a string, got {_kind(role)}")
+    return target_pb2.ChatMessage(role=role, content=_content(content, f"{path}.content"))
+
+
+def _content(content: object, path: str) -> str:
+    """A string as it is; parts of type text on lines of their own, as the gateway reads them."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, tuple | list):
+        raise TypeError(f"{path}: expected a string or a list of text parts, got {_kind(content)}")
+    texts = []
+    for index, part in enumerate(content):
+        if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise TypeError(f'{path}[{index}]: expected {{"type": "text", "text": ...}}, got {_kind(part)}')
+        texts.append(part["text"])
+    return "\n".join(texts)
 
 
 def _kind(value: object) -> str:

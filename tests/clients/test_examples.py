@@ -79,7 +79,7 @@ async def test_errors(running: Any) -> None:
     assert unreachable.startswith("cannot reach 127.0.0.1:1: ")
     assert others == [
         "at fault: input",
-        "not a request: messages[0].content: expected a string, got NoneType",
+        "not a request: messages[0].content: expected a string or a list of text parts, got NoneType",
         "refused: UNKNOWN_MODEL",
     ]
 

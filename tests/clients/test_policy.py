@@ -89,11 +89,14 @@ def test_policy_has_bounds(given: dict[str, Any]) -> None:
 class TestMessages:
     async def test_dicts_and_pairs(self, running: Any) -> None:
         async with Client.connect(running.address) as client:
-            await client.generate(messages=[("system", "a"), {"role": "user", "content": "b"}]).result()
+            parts = [{"type": "text", "text": "c"}, {"type": "text", "text": "d"}]
+            given = [("system", "a"), {"role": "user", "content": "b"}, {"role": "user", "name": "x", "content": parts}]
+            await client.generate(messages=given).result()
         request, _, _ = running.target.requests[0]
         assert [(message.role, message.content) for message in request.chat.messages] == [
             ("system", "a"),
             ("user", "b"),
+            ("user", "c\nd"),
         ]
 
     @pytest.mark.parametrize(
@@ -104,8 +107,12 @@ class TestMessages:
             (["hello"], r"messages\[0\]: expected \(role, content\) or .*, got str"),
             ([("user", "a", "b")], r"messages\[0\]: expected .*, got tuple of 3"),
             ([("user", "a"), {"role": "user"}], r"messages\[1\]: lacks 'content'"),
-            ([{"role": "user", "content": "a", "name": "b"}], r"messages\[0\]: has no field 'name'"),
-            ([{"role": "user", "content": ["a"]}], r"messages\[0\].content: expected a string, got list of 1"),
+            ([{"role": "user", "content": "a", "tool_calls": []}], r"messages\[0\]: has no field 'tool_calls'"),
+            (
+                [{"role": "user", "content": ["a"]}],
+                r"messages\[0\].content\[0\]: expected .*, got str",
+            ),
+            ([{"role": "user", "content": 1}], r"messages\[0\].content: expected a string or a list of text parts"),
             ([(1, "a")], r"messages\[0\].role: expected a string, got int"),
         ],
     )
@@ -113,6 +120,16 @@ class TestMessages:
         async with Client.connect(running.address) as client:
             with pytest.raises(TypeError, match=problem):
                 client.generate(messages=messages)
+
+    async def test_options_of_another_type_are_told_by_name(self, running: Any) -> None:
+        wrong: Any = {"max_tokens": 2}
+        with pytest.raises(TypeError, match="address: expected a string, got int"):
+            Client.connect(5)  # type: ignore[arg-type]
+        async with Client.connect(running.address) as client:
+            with pytest.raises(TypeError, match="sampling: expected SamplingParams, got dict"):
+                client.generate(text="a", sampling=wrong)
+            with pytest.raises(TypeError, match="speculation: expected Speculation, got dict"):
+                client.generate(text="a", speculation=wrong)
 
 
 class TestSynchronous:
