@@ -188,7 +188,8 @@ def test_a_draft_that_connects_late_gets_what_is_kept(
     drive.steps(4)
     drive.link.disconnect()
     drive.steps(3)
-    assert drive.loop.features.kept_bytes <= keep * EVERY.width * 4 * len(drive.going)
+    # A piece is cut once half of it is not kept any more.
+    assert drive.loop.features.kept_bytes <= 1.5 * keep * EVERY.width * 4 * len(drive.going)
     drive.link.connect()
     going = set(drive.going)
     drive.steps()
@@ -335,6 +336,34 @@ def test_kept_vectors_stay_at_their_positions() -> None:
     assert torch.equal(read_vectors(kept.vectors(5, 8, form)), rows[5:8])
     kept.append(20, encode(rows[9:], "float32").numpy())
     assert (kept.begin, kept.end, kept.nbytes) == (20, 21, 8)
+
+
+@pytest.mark.parametrize("keep", [0, 1, 5, 40])
+def test_kept_vectors_are_those_of_one_long_array(keep: int) -> None:
+    """Whatever sizes they come in, are asked for in, and are trimmed to."""
+    dice, form = random.Random(keep), FeatureRequest((0,), 2, "float32")
+    kept, known, first = KeptVectors(), torch.zeros(0, 2), 0
+    for _ in range(300):
+        begin = first + len(known)
+        if dice.random() < 0.05:
+            # Nothing joins what comes behind a gap.
+            begin += 3
+            known, first = torch.zeros(0, 2), begin
+        rows = torch.randn(dice.choice([1, 1, 2, 3, 30]), 2)
+        kept.append(begin, encode(rows, "float32").numpy())
+        known = torch.cat([known, rows])
+        if dice.random() < 0.7:
+            kept.trim(keep)
+            drop = max(0, len(known) - keep)
+            known, first = known[drop:], first + drop
+        assert (kept.begin, kept.end) == (first, first + len(known))
+        # A piece is cut once half of it is not kept any more.
+        assert len(known) * 8 <= kept.nbytes <= 1.5 * max(len(known), 30) * 8
+        if len(known):
+            start = dice.randrange(len(known))
+            stop = dice.randrange(start, len(known)) + 1
+            found = read_vectors(kept.vectors(first + start, first + stop, form))
+            assert torch.equal(found, known[start:stop])
 
 
 def head_in(folder: Path, **changes: Any) -> Path:
