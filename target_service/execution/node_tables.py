@@ -154,13 +154,14 @@ class NodeTables:
         if tree is None:
             return
         first, ids = growth.first_node_id, np.array(growth.parent_ids, np.int64)
-        if len(ids) and bool((ids >= first + np.arange(len(ids))).any()):
-            raise InvalidField("growth.parent_ids", "is not an earlier node")
         root = self._root_of(tree, growth, base, token_ids)
-        # Nodes of its own are named by -2 - number, since they have no place yet.
-        above = np.where(ids == ROOT_ID, root, first - 2 - ids)
-        for number in np.flatnonzero((ids != ROOT_ID) & (ids < first)):
-            above[number] = tree.place_of(int(ids[number]))
+        above = np.empty(len(ids), np.int64)
+        others = name_parents(ids, first, root, above)
+        if others < 0:
+            raise InvalidField("growth.parent_ids", "is not an earlier node")
+        if others:
+            for number in np.flatnonzero((ids != ROOT_ID) & (ids < first)):
+                above[number] = tree.place_of(int(ids[number]))
         places = np.zeros(len(ids), np.int64)
         tokens, scores = np.array(growth.token_ids, np.int32), np.array(growth.scores, np.float64)
         tree.count = insert(
@@ -245,6 +246,31 @@ def child_of(tokens: Ints, links: Ints, place: int, token: int) -> int:
 
 
 @numba.njit(nogil=True)  # type: ignore[untyped-decorator]
+def name_parents(ids: Ids, first: int, root: int, above: Ids) -> int:
+    """Say where the parents of a growth's nodes stand, as `insert` takes it.
+
+    Args:
+        ids: [n] the parents' ids; those of the growth's own nodes begin with `first`.
+        root: the place of what the growth starts from.
+        above: [n], written: `root`, or -2 - i for the i-th node of the growth. Of nodes of earlier growths nothing.
+
+    Returns:
+        How many parents are nodes of earlier growths, or -1 where one is not an earlier node.
+    """
+    others = 0
+    for i in range(len(ids)):
+        if ids[i] >= first + i:
+            return -1
+        if ids[i] == ROOT_ID:
+            above[i] = root
+        elif ids[i] >= first:
+            above[i] = first - 2 - ids[i]
+        else:
+            others += 1
+    return others
+
+
+@numba.njit(nogil=True)  # type: ignore[untyped-decorator]
 def insert(
     tokens: Ints,
     parents: Ints,
@@ -322,6 +348,7 @@ def warm_up() -> None:
     tree = _Tree(0)
     tree.begin(1, 0)
     nothing = np.zeros(1, np.int64)
+    name_parents(nothing, 1, 0, nothing)
     count = insert(
         tree.tokens, tree.parents, tree.scores, tree.links, 1, nothing, np.ones(1, np.int32), np.ones(1), nothing
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass, field
 
 import pytest
@@ -167,6 +168,33 @@ def test_what_is_replaced_unseen_is_remembered_where_it_was_committed() -> None:
     tree.hold(growth(1, 4, [1, 2], [7, 8]))
     tree.settle()
     assert paths_of(tree) == {(9,), (7,)}
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_what_was_committed_is_found_as_by_looking_at_every_node(seed: int) -> None:
+    """`_keep_committed` walks down one path, `_keep_committed_anywhere` looks at all nodes: both find the same."""
+    dice = random.Random(seed)
+    trees = []
+    nodes = dice.randrange(1, 40)
+    parents = [0] * nodes
+    for i in range(1, nodes):
+        parents[i] = dice.choice([0, dice.randrange(1, i + 1)])
+    tokens = [dice.randrange(4) for _ in range(nodes)]
+    # Siblings say different tokens.
+    for i in range(nodes):
+        taken = {tokens[j] for j in range(i) if parents[j] == parents[i]}
+        while tokens[i] in taken:
+            tokens[i] += 1
+    committed_since = [dice.randrange(4) for _ in range(dice.randrange(6))]
+    for keep in (GrowingTree._keep_committed, GrowingTree._keep_committed_anywhere):
+        committed = [9]
+        tree = GrowingTree(committed, step=0)
+        for token in committed_since:
+            committed.append(token)
+            tree.advance(1)
+        keep(tree, growth(0, 1, parents, tokens, replaces=True))
+        trees.append(tree._where)
+    assert trees[0] == trees[1]
 
 
 def test_steps_are_remembered_by_their_lengths() -> None:
