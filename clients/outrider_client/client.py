@@ -117,9 +117,7 @@ class Client(AsyncClosing):
             InvalidField: no input, or more than one.
             TypeError: messages of another shape, and options of another type.
         """
-        for name, value, kind in (("sampling", sampling, SamplingParams), ("speculation", speculation, Speculation)):
-            if value is not None and not isinstance(value, kind):
-                raise TypeError(f"{name}: expected {kind.__name__}, got {type(value).__name__}")
+        _check_options(sampling, speculation)
         if (bool(messages) + bool(text) + bool(len(token_ids))) != 1:
             raise InvalidField("input", "needs exactly one of messages, text and token_ids, and not empty")
         request = target_pb2.GenerateRequest(
@@ -194,3 +192,10 @@ class Client(AsyncClosing):
     async def serving(self, timeout: float = 5.0) -> bool:
         """Whether the target answers that it is healthy."""
         return await self._connection.serving(TARGET_SERVICE, timeout)
+
+
+def _check_options(sampling: object, speculation: object) -> None:
+    """Raise `TypeError` for a dict, say, where an options class is meant."""
+    for name, value, kind in (("sampling", sampling, SamplingParams), ("speculation", speculation, Speculation)):
+        if value is not None and not isinstance(value, kind):
+            raise TypeError(f"{name}: expected {kind.__name__}, got {type(value).__name__}")
