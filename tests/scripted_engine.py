@@ -79,6 +79,8 @@ class ScriptedEngine:
         self.cancelled_updates: list[int] = []
         self.model_version = FIRST_VERSION
         self.failure: BaseException | None = None
+        # Why its draft gives every sequence up.
+        self.draft_refused = ""
         self.last_beat_ns = time.monotonic_ns()
         self._live: dict[int, _Live] = {}
         self._lock = threading.Lock()
@@ -101,6 +103,7 @@ class ScriptedEngine:
             sequence_id = len(self.requests)
             self._live[sequence_id] = _Live(request, list(request.token_ids))
             self._live[sequence_id].totals.prompt_tokens = len(request.token_ids)
+            self._live[sequence_id].totals.draft_refused = self.draft_refused
         return sequence_id
 
     def verify(self, sequence_id: int, tree: TokenTree) -> None:
@@ -175,7 +178,7 @@ class ScriptedEngine:
             time.sleep(self.tick)
         error: OutriderError = EngineDead("the engine has failed") if self.failure else Draining("stopped")
         with self._lock:
-            left = [SequenceFailed(sequence_id, error) for sequence_id in self._live]
+            left = [SequenceFailed(sequence_id, error, self.draft_refused) for sequence_id in self._live]
             self._live.clear()
         self._deliver(list(left))
 

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import grpc
@@ -14,7 +14,7 @@ import grpc
 from outrider.errors import OutriderError
 from outrider.sampling import TypicalAcceptance, VerificationMode
 from outrider.v1 import target_pb2
-from outrider.wire.trees import mode_to_pb, typical_to_pb
+from outrider.wire.trees import DRAFT_REFUSED_KEY, mode_to_pb, typical_to_pb
 from outrider_client.failures import ServiceUnreachable, typed_error
 from outrider_client.policy import Policy
 from outrider_client.results import Chunk, RequestTimes, Result, SpeculationTotals, Started, reason_from_pb
@@ -95,11 +95,18 @@ class Generation:
         self._started: Started | None = None
         self._received = _Received()
         self._result: Result | None = None
+        self._draft_refused = ""
 
     @property
     def started(self) -> Started | None:
         """What the target accepted; None until the first event has arrived."""
         return self._started
+
+    @property
+    def draft_refused(self) -> str:
+        """Why the draft service did not draft for the request, or not to its end: a reason of `outrider.errors`, such
+        as "UNKNOWN_CORPUS". Known once the request has ended, also by an error; empty when nothing was refused."""
+        return self._draft_refused
 
     async def __aenter__(self) -> Generation:
         return self
@@ -142,6 +149,7 @@ class Generation:
             try:
                 event = await self._call.read()
             except grpc.RpcError as error:
+                await self._read_trailers(self._call)
                 raise self._failed(typed_error(error, self._address)) from error
         if not isinstance(event, target_pb2.GenerateResponse):
             # gRPC's end-of-stream marker, before the event that must come last.
@@ -167,6 +175,15 @@ class Generation:
         assert self._call is not None
         with contextlib.suppress(grpc.RpcError):
             await self._call.read()
+        await self._read_trailers(self._call)
+        if self._result is not None:
+            self._result = replace(self._result, draft_refused=self._draft_refused)
+
+    async def _read_trailers(self, call: _Call) -> None:
+        # A target that goes on after its last event has not sent them, and is not waited for.
+        if call.done():
+            metadata = await call.trailing_metadata()
+            self._draft_refused = str((metadata or {}).get(DRAFT_REFUSED_KEY, ""))
 
     def _failed(self, error: OutriderError | ServiceUnreachable) -> OutriderError | ServiceUnreachable:
         if isinstance(error, OutriderError):

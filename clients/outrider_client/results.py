@@ -186,6 +186,8 @@ class Result:
     # Whether the output need not be the model's own, and accepted drafts that the model would not have drawn.
     lossy: bool = False
     lossy_tokens: int = 0
+    # Why the draft service did not draft for the request, or not to its end: a reason such as "UNKNOWN_CORPUS".
+    draft_refused: str = ""
 
     @property
     def tokens_per_second(self) -> float:

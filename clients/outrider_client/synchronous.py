@@ -85,6 +85,12 @@ class SyncGeneration(Closing):
         """What the target accepted; None until the first event has arrived."""
         return self._generation.started
 
+    @property
+    def draft_refused(self) -> str:
+        """Why the draft service did not draft for the request, or not to its end: a reason of `outrider.errors`, such
+        as "UNKNOWN_CORPUS". Known once the request has ended, also by an error; empty when nothing was refused."""
+        return self._generation.draft_refused
+
     def result(self) -> Result:
         """The totals and the whole output, after reading what has not been read yet."""
         return self._run(self._generation.result())

@@ -181,6 +181,7 @@ def totals(result: Result) -> dict[str, Any]:
         "drafted_tokens": drafting.drafted_tokens,
         "accepted_tokens": drafting.accepted_tokens,
         "fallback_steps": drafting.fallback_steps,
+        "draft_refused": result.draft_refused or None,
         "mean_accepted_length": round(result.mean_accepted_length, 3),
         "completion_tokens": result.completion_tokens,
         # The first token is the prompt's: the rest take the time of decoding.

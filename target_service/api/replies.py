@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from outrider.errors import OutriderError
 from outrider.v1 import target_pb2 as pb
 from outrider.v1 import tree_pb2
-from outrider.wire.trees import mode_to_pb, status_of
+from outrider.wire.trees import DRAFT_REFUSED_KEY, mode_to_pb, status_of
 from target_service.core.sequence import (
     FinishReason,
     SequenceFinished,
@@ -71,6 +71,11 @@ def finished(event: SequenceFinished, request: SequenceRequest) -> pb.GenerateRe
     if finish.stop_string is not None:
         reply.stop_string = finish.stop_string
     return pb.GenerateResponse(finished=reply)
+
+
+def trailers(draft_refused: str) -> tuple[tuple[str, str], ...]:
+    """The metadata that ends a Generate call: why its draft gave it up, if it did."""
+    return ((DRAFT_REFUSED_KEY, draft_refused),) if draft_refused else ()
 
 
 def opened(client_tag: int, sequence_id: int, request: SequenceRequest, max_rows: int) -> pb.VerifyResponse:

@@ -105,9 +105,11 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
                     await context.write(replies.chunk(event, text.of(event)))
                 elif isinstance(event, SequenceFinished):
                     trace.finished(event.finish, event.totals)
+                    context.set_trailing_metadata(replies.trailers(event.totals.draft_refused))
                     await context.write(replies.finished(event, asked))
                     return
                 else:
+                    context.set_trailing_metadata(replies.trailers(event.draft_refused))
                     raise event.error
 
     async def Verify(  # type: ignore[override]

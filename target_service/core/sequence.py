@@ -172,6 +172,8 @@ class SequenceTotals:
     accepted_predicted_tokens: int = 0
     # Accepted tokens that the model would not have drawn at their place.
     lossy_tokens: int = 0
+    # The last reason for which its draft gave it up; empty if none did.
+    draft_refused: str = ""
 
 
 class SequenceFinished(_Event, frozen=True):
@@ -182,9 +184,10 @@ class SequenceFinished(_Event, frozen=True):
 
 
 class SequenceFailed(_Event, frozen=True):
-    """The last event of a sequence that could not go on."""
+    """The last event of a sequence that could not go on. `draft_refused` is that of its totals."""
 
     error: OutriderError
+    draft_refused: str = ""
 
 
 SequenceEvent = Verdict | SequenceFinished | SequenceFailed

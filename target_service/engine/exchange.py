@@ -103,7 +103,7 @@ class WeightExchange:
             for sequence in scheduler.begun():
                 error = WeightsChanged("the model's weights were exchanged; ask again")
                 self._loop.end(sequence.sequence_id, error.reason)
-                events.append(SequenceFailed(sequence.sequence_id, error))
+                events.append(SequenceFailed(sequence.sequence_id, error, sequence.totals.draft_refused))
         continued = len(scheduler.begun())
         # Whatever fails in here leaves weights of both kinds, which is the engine's end.
         write_weights(asked.slots, weights, self._beat)

@@ -356,10 +356,10 @@ class EngineLoop:
         if self.scheduler.shrink():
             log.warning("a step of %d rows did not fit the device's memory; steps are smaller now", schedule.rows)
             return
-        youngest = max(chunk.sequence.sequence_id for chunk in schedule.chunks)
+        youngest = max((chunk.sequence for chunk in schedule.chunks), key=lambda sequence: sequence.sequence_id)
         error = QuotaExceeded("the device has no memory for a step", rows=schedule.rows)
-        self.end(youngest, error.reason)
-        self._failed.append(SequenceFailed(youngest, error))
+        self.end(youngest.sequence_id, error.reason)
+        self._failed.append(SequenceFailed(youngest.sequence_id, error, youngest.totals.draft_refused))
 
     def _take_failed(self) -> list[SequenceEvent]:
         failed, self._failed = self._failed, []

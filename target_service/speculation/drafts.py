@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
@@ -11,7 +12,7 @@ from dataclasses import replace
 from outrider.drafting.draft_tree import GrowingTree
 from outrider.drafting.inbox import Connected, Disconnected, DraftEvent, DraftInbox, Lost
 from outrider.drafting.latency import DraftLatency
-from outrider.errors import InvalidField, NotSupported
+from outrider.errors import InvalidField, NotSupported, OutriderError
 from outrider.sampling import SamplingParams, VerificationMode
 from outrider.wire.frames import (
     DraftInfo,
@@ -35,6 +36,8 @@ from tree_kernels.node_table import NODES
 log = logging.getLogger(__name__)
 # Sequences that a draft follows while its drafts are not used.
 FOLLOWED_ANYWAY = 1
+# What `google.rpc.ErrorInfo` lets a reason be. A caller is told it, so nothing else a draft says may pass for one.
+_REASON = re.compile(r"[A-Z][A-Z0-9_]{0,62}")
 
 
 class Drafting(DraftInbox):
@@ -293,6 +296,7 @@ class Drafting(DraftInbox):
             case SequenceFailure():
                 log.info("the draft gave up on a sequence: %s", event.reason)
                 self._trees.pop(event.sequence_id, None)
+                self._note_refusal(event.sequence_id, event.reason)
             case Connected():
                 self._forget_trees()
                 if not self._can_give(event.info):
@@ -354,7 +358,14 @@ class Drafting(DraftInbox):
     def _refuse(self, sequence_id: int, error: InvalidField) -> None:
         log.warning("a malformed growth ends drafting for its sequence: %s", error)
         del self._trees[sequence_id]
+        self._note_refusal(sequence_id, error.reason)
         self._close([sequence_id])
+
+    def _note_refusal(self, sequence_id: int, reason: str) -> None:
+        sequence = self._wanting.get(sequence_id)
+        # None for one that ended while the draft's word was on its way.
+        if sequence is not None:
+            sequence.totals.draft_refused = reason if _REASON.fullmatch(reason) else OutriderError.reason
 
 
 def _drafted_by(request: SequenceRequest) -> tuple[VerificationMode, SamplingParams]:

@@ -17,7 +17,7 @@ from google.rpc import status_pb2
 from outrider import errors
 from outrider.serving import Authenticator, GrpcServer, Service, ServingOptions, current_tenant
 from outrider.v1 import draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc, tree_pb2
-from outrider.wire.trees import status_of
+from outrider.wire.trees import DRAFT_REFUSED_KEY, status_of
 
 TARGET = "outrider.v1.TargetService"
 DRAFT = "outrider.v1.DraftService"
@@ -40,6 +40,8 @@ class ScriptedTarget(target_pb2_grpc.TargetServiceServicer):
     requests: list[tuple[target_pb2.GenerateRequest, str, dict[str, str]]] = field(default_factory=list)
     cancelled: int = 0
     updates: list[list[target_pb2.UpdateWeightsRequest]] = field(default_factory=list)
+    # Why the draft gave up every request that asks for drafts.
+    draft_refused: str = ""
     # Last messages of conversations that are refused.
     refuses: set[str] = field(default_factory=set)
     # How many of the first calls are refused, when each call came, and how long it would wait.
@@ -60,7 +62,7 @@ class ScriptedTarget(target_pb2_grpc.TargetServiceServicer):
         metadata = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
         self.requests.append((request, current_tenant(), metadata))
         if request.chat.messages and request.chat.messages[-1].content in self.refuses:
-            raise errors.QuotaExceeded("the queue is full")
+            raise errors.QuotaExceeded("the queue is full", waiting=9, limit=8)
         if request.model not in ("", "scripted"):
             raise errors.UnknownModel(f"{request.model} is not served", model=request.model)
         speculating = not request.speculation.HasField("enabled") or request.speculation.enabled
@@ -95,6 +97,8 @@ class ScriptedTarget(target_pb2_grpc.TargetServiceServicer):
         finished = _finished(len(tokens), len(steps), width - 1)
         if request.speculation.mode == tree_pb2.VERIFICATION_MODE_TYPICAL:
             finished.finished.usage.lossy, finished.finished.usage.lossy_tokens = True, 2
+        if speculating and self.draft_refused:
+            context.set_trailing_metadata(((DRAFT_REFUSED_KEY, self.draft_refused),))
         await context.write(finished)
 
     async def Verify(self, request_iterator: Any, context: Any) -> None:  # type: ignore[override]
@@ -266,12 +270,18 @@ class Running:
 
 
 async def serve(
-    target: ScriptedTarget, draft: ScriptedDraft, authenticator: Authenticator, listen: str = "127.0.0.1:0"
+    target: ScriptedTarget,
+    draft: ScriptedDraft,
+    authenticator: Authenticator,
+    listen: str = "127.0.0.1:0",
+    only: str = "",
 ) -> Running:
+    """Both services on one port, or `only` the one of this name."""
     services = [
         Service(TARGET, lambda server: target_pb2_grpc.add_TargetServiceServicer_to_server(target, server)),
         Service(DRAFT, lambda server: draft_pb2_grpc.add_DraftServiceServicer_to_server(draft, server)),
     ]
+    services = [service for service in services if only in ("", service.name)]
     server = GrpcServer(ServingOptions(listen=listen, authenticator=authenticator), services)
     await server.start()
     server.health.set_serving(True)
@@ -295,6 +305,20 @@ async def start() -> AsyncIterator[Callable[..., Awaitable[Running]]]:
             running = await serve(ScriptedTarget(step_seconds=step_seconds), ScriptedDraft(), Authenticator(), listen)
             leave.push_async_callback(running.server.stop, 0)
             return running
+
+        yield start
+
+
+@pytest.fixture
+async def start_only() -> AsyncIterator[Callable[[str], Awaitable[str]]]:
+    """Starts the target's service alone, or the draft's; gives its address."""
+    async with contextlib.AsyncExitStack() as leave:
+
+        async def start(which: str) -> str:
+            only = {"target": TARGET, "draft": DRAFT}[which]
+            running = await serve(ScriptedTarget(), ScriptedDraft(), Authenticator(), only=only)
+            leave.push_async_callback(running.server.stop, 0)
+            return running.address
 
         yield start
 

@@ -78,6 +78,10 @@ async def test_drafts_are_told_when_asked_for(gateway: Any) -> None:
     assert last["outrider"]["totals"]["completion_tokens"] == 4
     assert last["outrider"]["totals"]["mean_accepted_length"] == 1.0
     assert gateway.targets[0].engine.requests[-1].speculate
+    assert last["outrider"]["totals"]["draft_refused"] is None
+    gateway.targets[0].engine.draft_refused = "UNKNOWN_CORPUS"
+    *_, last, _ = events((await gateway.http.post("/v1/chat/completions", json=asked)).text)
+    assert last["outrider"]["totals"]["draft_refused"] == "UNKNOWN_CORPUS"
     plain = {**CHAT, "outrider": {"speculation": False, "drafts": True}}
     answer = (await gateway.http.post("/v1/chat/completions", json=plain)).json()
     assert answer["outrider"]["totals"][0]["steps"] == 4

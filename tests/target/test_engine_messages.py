@@ -54,7 +54,13 @@ from target_service.engine_process.messages import (
 
 SNAPSHOT = EngineSnapshot(3, 2, 5, 100, 200, speculating=True, draft_connected=False)
 TOTALS = SequenceTotals(
-    arrived_ns=2**60, prompt_tokens=3, drafted_by_depth=[4, 3], accepted_by_depth=[2], fallback_steps=1, preemptions=2
+    arrived_ns=2**60,
+    prompt_tokens=3,
+    drafted_by_depth=[4, 3],
+    accepted_by_depth=[2],
+    fallback_steps=1,
+    preemptions=2,
+    draft_refused="UNKNOWN_CORPUS",
 )
 STATS = StepStats(**{name: place for place, name in enumerate(StepStats.__slots__)})
 
@@ -157,12 +163,12 @@ def test_values_are_as_immutable_as_they_were() -> None:
 @pytest.mark.parametrize("kind", all_errors(), ids=lambda kind: kind.__name__)
 def test_every_error_keeps_its_reason_and_facts(kind: Any) -> None:
     error = InvalidField("tree.parents[3]", "a: b") if kind is InvalidField else kind("no: room", limit=3, name="x")
-    sent = unpack(pack(report(SequenceFailed(7, error)))[LENGTH_BYTES:])
+    sent = unpack(pack(report(SequenceFailed(7, error, "UNKNOWN_CORPUS")))[LENGTH_BYTES:])
     assert isinstance(sent, Report)
     (event,) = sent.events
     assert isinstance(event, SequenceFailed)
     received = event.error
-    assert event.sequence_id == 7
+    assert (event.sequence_id, event.draft_refused) == (7, "UNKNOWN_CORPUS")
     assert type(received) is kind
     assert (received.message, received.metadata, str(received)) == (error.message, error.metadata, str(error))
     if isinstance(error, InvalidField):

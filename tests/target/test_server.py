@@ -11,10 +11,11 @@ import pytest
 from generation import answers, asking, refused, tokens_of
 from scripted_engine import END_TOKEN, SERVED, VOCABULARY, ScriptedEngine
 
-from outrider.errors import OutriderError
+from outrider.errors import EngineDead, OutriderError
 from outrider.sampling import TypicalAcceptance
 from outrider.v1 import target_pb2 as pb
 from outrider.v1 import tree_pb2
+from outrider.wire.trees import DRAFT_REFUSED_KEY, error_of_rpc
 from target_service.api.event_queue import Inbox
 from target_service.api.server import StreamLimits
 from target_service.core.sequence import Verdict
@@ -38,6 +39,24 @@ class TestGenerate:
         assert finished.WhichOneof("matched") is None
         assert (finished.usage.prompt_tokens, finished.usage.completion_tokens) == (2, 5)
         assert finished.speculation.steps == 5
+
+    @pytest.mark.parametrize("reason", ["", "UNKNOWN_CORPUS"])
+    async def test_the_end_says_why_there_were_no_drafts(self, target: Any, reason: str) -> None:
+        target.engine.draft_refused = reason
+        call = target.stub.Generate(asking(sampling={"max_tokens": 2}))
+        assert tokens_of([response async for response in call]) == [21, 22]
+        assert (await call.trailing_metadata()).get(DRAFT_REFUSED_KEY, "") == reason
+
+    async def test_an_error_says_it_too(self, target: Any) -> None:
+        target.engine.draft_refused = "UNKNOWN_CORPUS"
+        target.engine.paused.set()
+        call = target.stub.Generate(asking())
+        await call.read()
+        target.engine.die(RuntimeError("a bug"))
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call.read()
+        assert type(error_of_rpc(caught.value)) is EngineDead
+        assert (await call.trailing_metadata())[DRAFT_REFUSED_KEY] == "UNKNOWN_CORPUS"
 
     async def test_greedy_is_the_default(self, target: Any) -> None:
         first, *_ = await answers(target, asking(sampling={"max_tokens": 1}))

@@ -10,7 +10,9 @@ from enum import Enum
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 
+from outrider.errors import UnknownCorpus
 from outrider.runtime import run
 from outrider.settings import SettingsError, unreadable
 from outrider_client.cli.base import Command, CommandFailed, error_console, options
@@ -78,6 +80,7 @@ async def _generate(arguments: argparse.Namespace, reach: ClientOptions, wanted:
         sys.stdout.write("\n")
     else:
         error_console().print(f"[dim]{summary(result)}[/]", soft_wrap=True)
+    warn_of_refusal(result, wanted)
     return 0
 
 
@@ -103,6 +106,14 @@ def summary(result: Result) -> str:
         f"{result.mean_accepted_length:.2f} per step, {result.tokens_per_second:.1f} tokens/s, {of_prediction}"
         f"{not_lossless}first token after {result.time_to_first_token * 1e3:.0f} ms, ended by {reason}"
     )
+
+
+def warn_of_refusal(result: Result, wanted: GenerateOptions) -> None:
+    """Say on the standard error that the draft service gave the request up, if it did."""
+    if result.draft_refused:
+        corpus = f" (--corpus {wanted.corpus})" if result.draft_refused == UnknownCorpus.reason else ""
+        said = f"the draft service refused to draft: {result.draft_refused}{corpus}"
+        error_console().print(f"[yellow]{escape(said)}[/]", soft_wrap=True)
 
 
 def result_as_json(result: Result) -> dict[str, object]:

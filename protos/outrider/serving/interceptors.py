@@ -174,6 +174,13 @@ def _checked(parse: Callable[[bytes], Any] | None) -> Callable[[bytes], Any]:
     return checked
 
 
+async def _abort(context: Context, error: OutriderError) -> None:
+    """End the call with the error's status. What its handler set to be sent with the end stays, as gRPC's
+    `abort_with_status` would not have it."""
+    status = rpc_status.to_status(status_of(error))
+    await context.abort(status.code, status.details, (*status.trailing_metadata, *(context.trailing_metadata() or ())))
+
+
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
     """Turns `OutriderError` into its status with `google.rpc` details, and any bug into a bare INTERNAL."""
 
@@ -205,11 +212,11 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
             except asyncio.CancelledError:
                 if self._ending is None or context.done():
                     raise
-                await context.abort_with_status(rpc_status.to_status(status_of(self._ending)))
+                await _abort(context, self._ending)
             except OutriderError as error:
                 if isinstance(error, Unauthenticated | PermissionDenied) or _is_malformed(error):
                     self._refusals.add(method, context.peer(), error)
-                await context.abort_with_status(rpc_status.to_status(status_of(error)))
+                await _abort(context, error)
             except grpc.aio.AbortError:
                 raise
             # The one broad catch, at the outermost boundary: gRPC would send the text of a bug to the caller,

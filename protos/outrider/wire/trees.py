@@ -22,6 +22,8 @@ from outrider.tree import MAX_ROWS, DraftDistribution, TokenTree
 from outrider.v1 import tree_pb2
 from outrider.wire.frames import DEFAULT_TENANT, MAX_VOCABULARY
 
+# Metadata that ends a Generate call whose draft gave its sequence up: the reason of the draft's error.
+DRAFT_REFUSED_KEY = "outrider-draft-refused"
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _MODES = {
     tree_pb2.VERIFICATION_MODE_GREEDY: VerificationMode.GREEDY,
