@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from draft_service.drafters.base import drafter_spec
+from draft_service.drafters.base import DRAFTERS, drafter_spec
 from outrider.settings import FIRST_MESSAGE_SECONDS, MAX_MESSAGE_BYTES, MOST_MESSAGE_BYTES, load, setting
 
 
@@ -19,7 +19,7 @@ class DraftConfig:
     listen: str = setting("127.0.0.1:50052", "address to serve on: HOST:PORT or unix:PATH")
     metrics_listen: str = setting("", "HOST:PORT of the Prometheus endpoint; off when empty")
 
-    drafter: str = setting("trie", "name of the drafter, or MODULE:CLASS of your own")
+    drafter: str = setting("trie", f"drafter: {', '.join(DRAFTERS)}, or MODULE:CLASS of your own")
     vocabulary_size: int = setting(0, "vocabulary that targets must have; 0 takes any", ge=0)
     tokenizer_fingerprint: str = setting("", "SHA-256 of the tokenizer that targets must have; empty takes any")
     max_sequences: int = setting(1024, "open sequences, over all streams; more are refused", ge=1)

@@ -8,11 +8,14 @@ from pathlib import Path
 from outrider.addresses import address_problem
 from outrider.devices import check_device_name
 from outrider.drafting.link import INPROCESS_SCHEME, ChannelTls, Connect, LinkOptions, bearer_metadata, prepare_draft
+from outrider.errors import OutriderError
+from outrider.heads import head_source
 from outrider.limits import TenantTable
+from outrider.model_store import model_source
 from outrider.serving import Authenticator, TlsFiles, check_free
 from outrider.settings import SettingsError
 from target_service.config import TargetConfig
-from target_service.model.loading.hub import check_hub
+from target_service.model.loading.hub import PullFailed, check_hub, fetch_head
 from target_service.model.loading.store import resolve
 from target_service.speculation.config import DraftingConfig
 
@@ -113,6 +116,25 @@ def check_model(model: str) -> None:
         check_hub(str(resolve(model)))
     except (OSError, ValueError) as error:
         raise EngineRefused(1, f"cannot serve {model}: {error}") from None
+
+
+def check_head(head: str, model: str) -> None:
+    """Fetch the head that a draft of `model` runs, if it is to be fetched. Raises `EngineRefused` for one that cannot
+    be had, before a model is loaded for it."""
+    # A model's own module comes with it.
+    if head in ("", model):
+        return
+    try:
+        source = model_source(head) if "@" in head else head_source(head)
+        if not Path(source).is_dir():
+            fetch_head(source)
+        elif not (Path(source) / "config.json").is_file():
+            raise FileNotFoundError("there is no config.json in this folder")
+    except (OutriderError, PullFailed) as error:
+        # They name it themselves.
+        raise EngineRefused(2, f"error: --draft-head: {error}") from None
+    except (OSError, ValueError) as error:
+        raise EngineRefused(2, f"error: --draft-head: {head}: {error}") from None
 
 
 def _check_draft(draft: str) -> None:

@@ -13,7 +13,7 @@ from target_service.api.admission import ServedModel
 from target_service.config import TargetConfig
 from target_service.core.events import Sequences
 from target_service.engine_process.client import STOP_SECONDS
-from target_service.preflight import check_model, prepared_draft
+from target_service.preflight import check_head, check_model, prepared_draft
 
 if TYPE_CHECKING:
     from outrider.drafting.link import Connect
@@ -45,6 +45,7 @@ class SharedEngine:
     def _load(self) -> ServedModel:
         self._connect = prepared_draft(self._config)
         if self._runner is None:
+            check_head(self._config.draft_head, self._config.model)
             check_model(self._config.model)
         # Imported as late as this: PyTorch and what reads models take seconds. Health is to be answered before, and
         # what cannot be refused.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from draft_service.neural.tail_attention import Attend
 from draft_service.neural.tree_drafting import CacheEntry, Extension
 from draft_service.neural_drafter import CachingDrafter
 from outrider.errors import NotSupported
+from outrider.hub import check_fetchable
 from outrider.model_store import model_source
 from outrider.settings import SettingsError, setting
 
@@ -164,6 +166,9 @@ class ModelDrafter(CachingDrafter):
 
 def _settings_of(source: str) -> PretrainedConfig:
     try:
+        if not Path(source).is_dir():
+            # transformers tries an unreachable hub for half a minute, and a silent one for longer.
+            check_fetchable(source)
         settings: Any = AutoConfig.from_pretrained(source)
     except (OSError, ValueError) as error:
         raise NotSupported(f"{source} cannot be loaded: {str(error).splitlines()[0]}") from None

@@ -39,12 +39,13 @@ MOST_MESSAGE_BYTES = 2**31 - 1
 FIRST_MESSAGE_SECONDS = 10.0
 _TRUE = {"1", "true", "yes", "on"}
 _FALSE = {"0", "false", "no", "off"}
+# Drafters that come with Outrider, in the order of the draft service's own list, which this package may not import.
+DRAFTERS = ("trie", "prompt_lookup", "random", "eagle", "medusa", "mtp", "model", "merged")
 # Tables that a file may have: services and the command line share one, and each reads its own. A table of another name
 # is a mistake whose settings nobody would miss.
 SECTIONS = frozenset(
     (
-        *("target", "draft", "training", "trie", "prompt_lookup", "random", "eagle", "medusa", "model", "mtp"),
-        "merged",
+        *("target", "draft", "training", *DRAFTERS),
         # Of a drafter that is named MODULE:CLASS.
         "drafter",
         *("client", "generate", "bench", "tune", "up", "demo", "gateway"),
@@ -159,11 +160,8 @@ def add_flags(parser: argparse.ArgumentParser, config: type[Any], but: Collectio
     for field in dataclasses.fields(config):
         if field.name in but or field.metadata["secret"]:
             continue
-        flag = "--" + field.name.replace("_", "-")
+        flag, help_text = "--" + field.name.replace("_", "-"), _help_of(field).replace("%", "%%")
         kind, _ = _type_of(config, field.name)
-        shown = "none" if field.default is None else field.default
-        note = f"; deprecated: {field.metadata['deprecated']}" if field.metadata["deprecated"] else ""
-        help_text = f"{field.metadata['help']}{note} (default: {shown if shown != '' else 'none'})".replace("%", "%%")
         if kind is bool:
             parser.add_argument(
                 flag, dest=field.name, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=help_text
@@ -171,6 +169,23 @@ def add_flags(parser: argparse.ArgumentParser, config: type[Any], but: Collectio
         else:
             metavar = "|".join(map(str, field.metadata["choices"])) or kind.__name__.upper()
             parser.add_argument(flag, dest=field.name, default=argparse.SUPPRESS, help=help_text, metavar=metavar)
+
+
+def _help_of(field: dataclasses.Field[Any]) -> str:
+    """What a setting is, why nobody needs it any more, its bounds and its default."""
+    note = f"; deprecated: {field.metadata['deprecated']}" if field.metadata["deprecated"] else ""
+    bounds = _bounds_in_words(field.metadata["bounds"])
+    default = "none" if field.default in (None, "") else field.default
+    return f"{field.metadata['help']}{note} ({f'{bounds}; ' if bounds else ''}default: {default})"
+
+
+def _bounds_in_words(bounds: Mapping[str, float | None]) -> str:
+    """Such as "0 to 1"; empty without bounds."""
+    least, above, most = (bounds[name] for name in ("ge", "gt", "le"))
+    if least is not None and most is not None:
+        return f"{least} to {most}"
+    words = {"at least": least, "above": above, "at most": most}
+    return ", ".join(f"{word} {bound}" for word, bound in words.items() if bound is not None)
 
 
 def load(
@@ -183,7 +198,7 @@ def load(
     """Build `config` from its sources. Raises `SettingsError` for unknown keys and values that do not parse."""
     fields = {field.name: field for field in dataclasses.fields(config)}  # type: ignore[arg-type]
     values: dict[str, Any] = {}
-    for name, value in _file_section(path, section).items():
+    for name, value in _file_section(path, section, fields).items():
         key = name.replace("-", "_")
         if key not in fields:
             raise SettingsError(f"{path}: [{section}] has no setting {name!r}; it has {', '.join(sorted(fields))}")
@@ -207,13 +222,19 @@ def unreadable(path: object, error: Exception) -> str:
     return f"{path}: {getattr(error, 'strerror', None) or error}"
 
 
-def _file_section(path: Path | None, section: str) -> Mapping[str, object]:
+def _file_section(path: Path | None, section: str, fields: Collection[str]) -> Mapping[str, object]:
+    """The section's table. Raises `SettingsError` also for what is wrong beside it, which nobody else may read."""
     if path is None:
         return {}
     try:
         document = tomllib.loads(path.read_text())
     except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise SettingsError(unreadable(path, error)) from None
+    stray = sorted(name for name, value in document.items() if not isinstance(value, dict | list) and name != section)
+    if stray:
+        known = stray[0].replace("-", "_") in fields
+        belongs = f"it belongs below [{section}]" if known else f"there are {', '.join(sorted(SECTIONS))}"
+        raise SettingsError(f"{path}: {stray[0]} stands outside of a table; {belongs}")
     if unknown := sorted(set(document) - SECTIONS - {section}):
         raise SettingsError(f"{path}: there is no table [{unknown[0]}]; there are {', '.join(sorted(SECTIONS))}")
     table = document.get(section, {})

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from outrider.runtime import collect_seldom, switch_threads_often
 from target_service.config import TargetConfig
 from target_service.engine_process.server import Reporter, serve_engine
-from target_service.preflight import check_model, prepared_draft
+from target_service.preflight import check_head, check_model, prepared_draft
 
 if TYPE_CHECKING:
     from target_service.assembly import Assembled
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 def build(config: TargetConfig, reporter: Reporter) -> Assembled:
     """Prepare the draft, then load the model and assemble its engine. Raises `EngineRefused`."""
     connect = prepared_draft(config)
+    check_head(config.draft_head, config.model)
     check_model(config.model)
     # PyTorch and what reads models take seconds, which nobody is to wait for who named what cannot be.
     from target_service.assembly import load_engine

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from outrider.settings import DRAFTERS
 from outrider.v1 import target_pb2
 from outrider_client.cli import main
 
@@ -123,6 +124,29 @@ async def test_generate_by_typical_acceptance(running: Any, outrider: Any) -> No
     assert (asked.typical.epsilon, asked.typical.delta) == (0.25, 0.3)
 
 
+async def test_generate_says_that_nothing_was_drafted(running: Any, outrider: Any) -> None:
+    words = ["generate", "count", "--target", running.address, "--max-tokens", "3", "--corpus", "nosuch"]
+    _, _, err = await outrider(*words)
+    assert "draft service" not in err
+    running.target.draft_refused = "UNKNOWN_CORPUS"
+    status, out, err = await outrider(*words)
+    assert (status, out) == (0, "one two three\n")
+    line = "the draft service refused to draft: UNKNOWN_CORPUS (--corpus nosuch)"
+    assert err.splitlines()[-1] == line
+    _, out, err = await outrider(*words, "--json")
+    assert (json.loads(out)["draft_refused"], err) == ("UNKNOWN_CORPUS", f"{line}\n")
+    running.target.draft_refused = "POSITION_OUT_OF_RANGE"
+    _, _, err = await outrider(*words)
+    assert err.splitlines()[-1] == "the draft service refused to draft: POSITION_OUT_OF_RANGE"
+
+
+async def test_chat_says_that_nothing_was_drafted(running: Any, outrider: Any) -> None:
+    running.target.draft_refused = "UNKNOWN_CORPUS"
+    words = ["chat", "--target", running.address, "--max-tokens", "3", "--corpus", "nosuch"]
+    _, _, err = await outrider(*words, stdin="count\n/plain\ncount\n")
+    assert err == "the draft service refused to draft: UNKNOWN_CORPUS (--corpus nosuch)\n"
+
+
 async def test_weights_of_a_folder_and_of_files(running: Any, outrider: Any, tmp_path: Path) -> None:
     words = ["weights", "update", "--target", running.address]
     status, out, err = await outrider(*words, "--folder", "step-7", "--running", "abort")
@@ -164,6 +188,40 @@ async def test_errors_are_for_people(running: Any, outrider: Any, unused_tcp_por
     assert "cannot reach" in err and "outrider up" in err and "Traceback" not in err
     status, _, err = await outrider("generate", "x", "--target", running.address, "--tenant", "no spaces")
     assert status == 1 and "INVALID_FIELD" in err and "Traceback" not in err
+
+
+async def test_errors_come_with_the_facts_that_were_sent_along(running: Any, outrider: Any) -> None:
+    running.target.refuses = {"x"}
+    status, _, err = await outrider("generate", "x", "--target", running.address)
+    assert status == 1 and err.endswith("error: the queue is full (QUOTA_EXCEEDED: limit 8, waiting 9)\n")
+    status, out, _ = await outrider("chat", "--target", running.address, stdin="x\n")
+    assert status == 0 and "error: the queue is full (QUOTA_EXCEEDED: limit 8, waiting 9)\n" in out
+
+
+@pytest.mark.parametrize("served", ["target", "draft"])
+async def test_a_service_of_the_other_kind_is_told(served: str, start_only: Any, outrider: Any) -> None:
+    address = await start_only(served)
+    commands = {
+        "target": [["corpus", "list", "--draft"]],
+        "draft": [["generate", "x", "--target"], ["info", "--target"]],
+    }
+    other = "draft" if served == "target" else "target"
+    for words in commands[served]:
+        status, out, err = await outrider(*words, address)
+        assert (status, out, err.count("\n")) == (1, "", 1)
+        assert err.startswith(f"error: what answers at --{other} is no {other} service") and "INTERNAL" not in err
+
+
+@pytest.mark.parametrize("command", ["up", "tune", "draft"])
+async def test_help_names_the_drafters(command: str, outrider: Any) -> None:
+    status, out, _ = await outrider(command, "--help")
+    assert status == 0 and f"{', '.join(DRAFTERS)}, or MODULE:CLASS" in " ".join(out.split())
+
+
+async def test_help_of_pull_says_what_it_takes(outrider: Any) -> None:
+    for verb in ("pull", "path"):
+        _, out, _ = await outrider("model", verb, "--help")
+        assert "a hub id (ORG/NAME or ORG/NAME@REVISION), or a folder" in " ".join(out.split())
 
 
 async def test_up_on_a_taken_port(running: Any, outrider: Any) -> None:

@@ -14,6 +14,7 @@ import pytest
 from draft_service.config import DraftConfig
 from draft_service.drafters.base import DRAFTERS, drafter_spec
 from draft_service.training.config import TrainingConfig
+from outrider import settings as outrider_settings
 from outrider.settings import SECTIONS, Settings, SettingsError, add_flags, load, setting
 from outrider.tree import MAX_ROWS
 from outrider_gateway.config import GatewayConfig
@@ -132,6 +133,11 @@ def test_a_deprecated_setting_is_taken_with_a_warning(caplog: pytest.LogCaptureF
         ("example = 1\n", r"\[example\] is not a table"),
         ("[example\n", "settings.toml"),
         ("[exampel]\ncount = 1\n", r"there is no table \[exampel\]"),
+        ("count = 1\n[example]\n", r"settings.toml: count stands outside of a table; it belongs below \[example\]"),
+        (
+            'model = "x"\n[example]\n',
+            "settings.toml: model stands outside of a table; there are bench, client, .*target",
+        ),
         ("[example]\ncount = 1e400\n", "example.count: inf is not a whole number"),
         ("[example]\nshare = 1e400\n", "example.share: inf is not a number"),
         ("[example]\nshare = nan\n", "example.share: nan is not a number"),
@@ -144,6 +150,8 @@ def test_a_deprecated_setting_is_taken_with_a_warning(caplog: pytest.LogCaptureF
         "no table",
         "no TOML",
         "typo",
+        "outside a table",
+        "outside a table, named like one",
         "huge",
         "huge share",
         "nan",
@@ -167,6 +175,26 @@ def test_help_shows_defaults_and_survives_percent_signs() -> None:
     add_flags(parser, Example)
     text = parser.format_help()
     assert "100 % of it (default: plain)" in text and "a|b" in text and "--no-enabled" in text
+
+
+def test_help_shows_bounds() -> None:
+    parsers = argparse.ArgumentParser(), argparse.ArgumentParser()
+    for parser, config in zip(parsers, (Example, Bounded), strict=True):
+        add_flags(parser, config)
+    text = " ".join("".join(parser.format_help() for parser in parsers).split())
+    for said in (
+        "how many (default: 3)",
+        "no fewer than two (at least 2; default: 4)",
+        "within bounds (above 0, at most 1; default: 0.5)",
+        "from 1 to 8 (1 to 8; default: 3)",
+        "above 0 (above 0; default: 0.5)",
+    ):
+        assert said in text
+
+
+def test_drafters_are_those_of_the_draft_service() -> None:
+    """Clients name them in their help, and may not import their list."""
+    assert tuple(DRAFTERS) == outrider_settings.DRAFTERS
 
 
 @pytest.mark.parametrize(("config", "section"), [(TargetConfig, "target"), (DraftConfig, "draft")])

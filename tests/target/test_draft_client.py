@@ -16,6 +16,7 @@ from scripted_drafter import VOCABULARY, Listener, opening, step
 from draft_service.drafters.base import create
 from outrider.drafting.link import ChannelTls, LinkOptions, connect_draft
 from outrider.drafting.stream import CREDIT_WINDOW
+from outrider.serving import GrpcServer, ServingOptions
 
 
 @pytest.fixture
@@ -32,6 +33,15 @@ async def test_what_is_asked_is_answered(fake: FakeDraft) -> None:
         link.advance([step(4, 20, sequence_id=42)])
         await until(heard, lambda it: it.answered(42, 4))
         assert heard.failures == heard.losses == []
+
+
+async def test_a_service_of_another_kind_is_told() -> None:
+    server = GrpcServer(ServingOptions(listen="127.0.0.1:0"), [])
+    await server.start()
+    async with linked(server.address) as (_, heard):
+        await until(heard, lambda it: it.losses)
+        assert heard.losses[0].startswith(f"what answers at {server.address} is no draft service (UNIMPLEMENTED: ")
+    await server.stop(0)
 
 
 async def test_one_call_is_one_frame_in_order(fake: FakeDraft) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
+import socket
 import time
 from collections import namedtuple
 from collections.abc import Callable, Iterator
@@ -15,6 +17,7 @@ from conftest import make_tiny
 from fake_hub import COMMIT, FakeHub, fake_hub
 from huggingface_hub import constants
 
+from draft_service.causal_lm.drafter import ModelConfig, ModelDrafter
 from draft_service.checkpoints.weights import Weights
 from outrider import hub as hub_module
 from outrider.distillation import TeacherSettings, load_teacher
@@ -26,6 +29,8 @@ from target_service.model.head_projection import read_draft_head
 from target_service.model.loading import store
 from target_service.model.loading.hub import HubId, HubUnreachable, PullFailed, check_hub
 from target_service.model.loading.loader import load_runner
+from target_service.preflight import EngineRefused, check_head
+from target_service.shared_engine import SharedEngine
 
 NAME = "organisation/tiny"
 CONFIG = make_tiny().config.to_dict() | {"architectures": ["LlamaForCausalLM"]}
@@ -61,6 +66,16 @@ def no_hub(monkeypatch: pytest.MonkeyPatch, unused_tcp_port: int) -> str:
     monkeypatch.setattr(constants, "ENDPOINT", endpoint)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     return endpoint
+
+
+@pytest.fixture
+def silent_hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A hub that takes every connection, and answers nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        endpoint = f"http://127.0.0.1:{server.getsockname()[1]}"
+        monkeypatch.setattr(constants, "ENDPOINT", endpoint)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        yield endpoint
 
 
 @pytest.fixture
@@ -107,6 +122,56 @@ def test_a_head_of_a_hub_that_does_not_answer(no_hub: str, read: Callable[[str],
     with pytest.raises((NotSupported, OSError), match="does not answer") as refused:
         read("nobody/no-head")
     assert time.monotonic() - begun < 5 and no_hub in str(refused.value)
+
+
+def test_a_draft_model_of_a_hub_that_takes_the_call_and_answers_never(
+    silent_hub: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub_module, "_HUB_SECONDS", 0.5)
+    begun = time.monotonic()
+    with pytest.raises(NotSupported, match="does not answer") as refused:
+        ModelDrafter(ModelConfig(draft_model="nobody/nothing"))
+    assert time.monotonic() - begun < 5 and silent_hub in str(refused.value)
+    assert "\n" not in str(refused.value) and "nobody/nothing" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("head", "said"),
+    [
+        ("nobody/no-head", "nobody/no-head: it is no folder, it was not fetched before, and http"),
+        ("/absent/head", "/absent/head: no such folder"),
+        ("no-such-head", "no-such-head: no such folder, no hub id, and no head that comes with Outrider"),
+        ("a/b/c", "a/b/c: Repo id must be"),
+    ],
+    ids=["hub-id", "folder", "name", "no-hub-id"],
+)
+def test_a_head_that_is_not_there_is_refused_before_a_model_is_loaded(no_hub: str, head: str, said: str) -> None:
+    assert no_hub
+    # Nor is the model looked for, which is not there either.
+    config = TargetConfig(model="/absent/model", draft_head=head)
+    with pytest.raises(EngineRefused) as refused:
+        asyncio.run(SharedEngine(config).load())
+    assert refused.value.reason.startswith(f"error: --draft-head: {said}") and "\n" not in refused.value.reason
+    assert refused.value.status == 2
+
+
+def test_a_folder_without_a_configuration_is_no_head(tmp_path: Path) -> None:
+    with pytest.raises(EngineRefused, match=r"--draft-head: .*no config\.json"):
+        check_head(str(tmp_path), "model")
+    # It comes with the model, which is yet to be fetched.
+    check_head("nobody/model@v1", "nobody/model@v1")
+    check_head("", "model")
+
+
+def test_a_head_is_fetched_before_a_model_is_loaded(
+    hub: FakeHub, unused_tcp_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(EngineRefused, match=r"--draft-head: nobody/no-head is not at .*or it is private"):
+        check_head("nobody/no-head", "model")
+    check_head(NAME, "model")
+    assert hub.fetched[WEIGHTS[0]] == hub.fetched["config.json"] == 1
+    monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{unused_tcp_port}")
+    check_head(NAME, "model")
 
 
 def test_a_pull_from_a_hub_that_does_not_answer_is_one_line(no_hub: str, capfd: pytest.CaptureFixture[str]) -> None:

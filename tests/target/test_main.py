@@ -99,6 +99,13 @@ class TestSettings:
         assert caught.value.code == 1
         assert f"cannot serve {tmp_path}" in capsys.readouterr().err
 
+    def test_a_head_that_is_not_there(self, model_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        head = ["--draft-head", "./absent"]
+        with pytest.raises(SystemExit) as caught:
+            main(["--model", str(model_folder), "--listen", "127.0.0.1:0", "--kv-tokens", "64", *head])
+        assert caught.value.code == 2
+        assert "error: --draft-head: ./absent: no such folder" in capsys.readouterr().err
+
     def test_weights_that_were_cut_short(
         self, model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:

@@ -21,6 +21,9 @@ from outrider_client.local.stack import ServiceFailed
 
 Options = TypeVar("Options")
 INTERRUPTED = 130
+# What gRPC says to a call that the service does not know.
+_NO_METHOD = "UNIMPLEMENTED"
+_PORTS = {"target": 50051, "draft": 50052}
 _PIPE_COLUMNS = 140
 _TLS_ADVICE = {
     TlsProblem.EXPECTED: "If it speaks TLS, give --tls, or --tls-ca FILE where its certificate has an authority of its "
@@ -46,7 +49,7 @@ def _not_run(_: argparse.Namespace) -> int:
 class Command:
     """One command. With a `module`, everything after its name is handed to `python -m module`. `needs` is the extra of
     the package that it cannot run without. `settings` are classes for `options`, each setting a flag; `add_flags` adds
-    what else there is."""
+    what else there is. `asks` is the service that it calls, if any: target or draft."""
 
     name: str
     summary: str
@@ -56,6 +59,7 @@ class Command:
     add_flags: Callable[[argparse.ArgumentParser], None] = _no_flags
     module: str | None = None
     needs: str | None = None
+    asks: str = "target"
 
     def set_up(self, parser: argparse.ArgumentParser) -> None:
         """Give its parser all flags."""
@@ -120,6 +124,19 @@ def advice(error: ServiceUnreachable) -> str:
     return _TLS_ADVICE[error.tls_problem]
 
 
+def failure_line(error: OutriderError, asks: str = "target") -> str:
+    """What a service refused, with the facts that it sent along; or that what answers is not the service that `asks`
+    names, target or draft."""
+    if error.metadata.get("code") == _NO_METHOD:
+        return (
+            f"what answers at --{asks} is no {asks} service, or an older one: it does not know what it is asked "
+            f"({_NO_METHOD}); a {asks} service listens on port {_PORTS[asks]} unless it was told otherwise"
+        )
+    # A field's name begins the message already.
+    facts = ", ".join(f"{name} {value}" for name, value in sorted(error.metadata.items()) if name != "field")
+    return f"{error.message} ({error.reason}{f': {facts}' if facts else ''})"
+
+
 def run_command(command: Command, parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     """Run a command; its failures become a message and an exit status."""
     try:
@@ -128,7 +145,7 @@ def run_command(command: Command, parser: argparse.ArgumentParser, arguments: ar
     except SettingsError as error:
         parser.error(str(error))
     except OutriderError as error:
-        return _fail(f"{error.message} ({error.reason})")
+        return _fail(failure_line(error, command.asks))
     except ServiceUnreachable as error:
         return _fail(f"{error}\n{advice(error)}")
     except ServiceFailed as error:

@@ -15,8 +15,8 @@ from rich.markup import escape
 
 from outrider.errors import DeadlineExceeded, Draining, EngineDead, Loading, OutriderError
 from outrider.runtime import run
-from outrider_client.cli.base import Command, options
-from outrider_client.cli.generate import summary
+from outrider_client.cli.base import Command, failure_line, options
+from outrider_client.cli.generate import summary, warn_of_refusal
 from outrider_client.client import Client, Message
 from outrider_client.failures import ServiceUnreachable
 from outrider_client.local.models import Tokenizer, find_tokenizer
@@ -201,10 +201,11 @@ class Conversation:
         except ServiceUnreachable as error:
             self._failed(f"{error}; the conversation is kept, and /retry asks again")
         except OutriderError as error:
-            self._failed(f"{error.message} ({error.reason})")
+            self._failed(failure_line(error))
         else:
             self.messages = [*asked, ("assistant", result.text)]
             self.console.print(f"\n[dim]{summary(result)}[/]", soft_wrap=True)
+            warn_of_refusal(result, self.options)
         finally:
             with contextlib.suppress(NotImplementedError):
                 loop.remove_signal_handler(signal.SIGINT)

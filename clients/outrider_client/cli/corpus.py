@@ -169,4 +169,5 @@ CORPUS = Command(
     "it was taught.",
     _run,
     add_flags=_add_flags,
+    asks="draft",
 )

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from outrider.sampling import SamplingParams, TypicalAcceptance, VerificationMode
-from outrider.settings import Settings, SettingsError, setting, unreadable
+from outrider.settings import DRAFTERS, Settings, SettingsError, setting, unreadable
 from outrider_client.connection import Connection, Tls
 from outrider_client.generation import Speculation
 from outrider_client.local.models import DEFAULT_MODEL
 
 _TYPICAL = TypicalAcceptance()
+_DRAFTERS = f"{', '.join(DRAFTERS)}, or MODULE:CLASS of your own"
 
 
 @dataclass(frozen=True)
@@ -142,7 +143,9 @@ class UpOptions:
     port: int = setting(50051, "port the target listens on", ge=1, le=65535)
     model: str = setting("", "model to serve; the target's own setting when empty")
     dtype: str = setting("", "dtype of the model; the target's own setting when empty")
-    drafter: str = setting("", "drafter; the draft's own setting when empty, and no draft service at all for none")
+    drafter: str = setting(
+        "", f"drafter: {_DRAFTERS}; the draft's own setting when empty, and no draft service at all for none"
+    )
     http: str = setting("", "also serve an OpenAI-compatible API and a chat page on this port, or HOST:PORT")
     draft_listen: str = setting("", "address the draft listens on; a private socket when empty")
     mps: bool = setting(True, "run both under NVIDIA's MPS where a draft that runs a network shares the target's GPU")
@@ -193,7 +196,7 @@ class TuneOptions(Settings):
     model: str = setting("", "model to serve; the target's own setting when empty")
     dtype: str = setting("", "dtype of the model; the target's own setting when empty")
     device: str = setting("", "torch device of the target; placed as `outrider up` does when empty")
-    drafter: str = setting("trie", "drafter to tune")
+    drafter: str = setting("trie", f"drafter to tune: {_DRAFTERS}")
     candidates: str = setting(
         "",
         "settings to try instead of those known for the drafter: SECTION.NAME=NUMBER, with spaces between those of one "

@@ -305,6 +305,8 @@ class GrpcDraftLink:
                 # Services explain themselves; this is gRPC's own.
                 own = error.code() is grpc.StatusCode.UNAVAILABLE
                 reason = f"{error.code().name}: {cause_of(detail)[0] if own else detail}"
+                if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+                    reason = f"what answers at {self._address} is no draft service ({reason})"
             except Exception as error:
                 # Such as gRPC's own about what it was given. A link that ended here would never say so.
                 reason = repr(error)

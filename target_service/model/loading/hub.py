@@ -129,6 +129,23 @@ def fetch(model: HubId) -> Path:
     )
 
 
+def fetch_head(name: str) -> None:
+    """Fetch what the target reads of a draft's head, a hub id, into the hub's cache, unless it is there.
+
+    Raises:
+        HubUnreachable: it is not here, and the hub does not answer.
+        PullFailed: the hub does not have it or does not give it.
+        ValueError: no hub can have such a name.
+    """
+    from huggingface_hub import constants, snapshot_download
+
+    if whole_snapshot(HubId(name)) is not None:
+        return
+    check_fetchable(name)
+    endpoint = constants.ENDPOINT
+    _asked(HubId(name), lambda: snapshot_download(name, endpoint=endpoint, allow_patterns=["*.json", "*.safetensors"]))
+
+
 def cached_models() -> Iterator[tuple[CachedModel, Inspected]]:
     """Models in the hub's cache by name, and what is known of them. What has no configuration is no model."""
     for repo in sorted(_cached_repos(), key=lambda repo: repo.repo_id):

@@ -278,9 +278,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser = CommandParser(prog="outrider model", description="Models on this machine.")
     verbs = parser.add_subparsers(dest="verb", metavar="pull|path|list", required=True)
     pulled = verbs.add_parser("pull", help="fetch a model, unless it is here")
-    pulled.add_argument("name", help="a name from `outrider model list`, a hub id (ORG/NAME or ORG/NAME@REVISION)")
+    named = "a name from `outrider model list`, a hub id (ORG/NAME or ORG/NAME@REVISION), or a folder"
+    pulled.add_argument("name", help=f"{named}, which stays where it is and is looked at")
     path = verbs.add_parser("path", help="print the folder of a model that is here")
-    path.add_argument("name", help="as for pull")
+    path.add_argument("name", help=named)
     verbs.add_parser("list", help="known models, and models that are here: size, architecture, whether each is served")
     asked = parser.parse_args(arguments)
     # What reads a pipe wants whole lines.
