@@ -18,12 +18,14 @@ from fake_draft import FAST, INFO, FakeDraft, eventually, serving, until
 from scripted_drafter import VOCABULARY, Listener, opening, step
 
 from outrider.drafting import link_process
-from outrider.drafting.link import ChannelTls, LinkOptions
+from outrider.drafting.link import ChannelTls, GrpcDraftLink, LinkOptions
 from outrider.drafting.link_messages import Advance, Grown, Open, pack, unpack_from_link, unpack_to_link
 from outrider.drafting.link_process import LinkProcess, connect_apart
 from outrider.processes.framing import LENGTH_BYTES, FrameCutter, framed
 from outrider.sampling import VerificationMode
 from outrider.wire.frames import DraftDistribution, SequenceFeatures, SequenceGrowth, Vectors
+from target_service.config import TargetConfig
+from target_service.preflight import prepared_draft
 
 
 @asynccontextmanager
@@ -187,6 +189,19 @@ def test_it_connects_as_the_other_does() -> None:
     link = connect(Listener(), VOCABULARY, "")
     assert isinstance(link, LinkProcess)
     link.stop()
+
+
+@pytest.mark.parametrize(
+    ("device", "chosen", "expected"),
+    [("cpu", "auto", GrpcDraftLink), ("cpu", "own", LinkProcess), ("cuda", "auto", LinkProcess),
+     ("cuda", "shared", GrpcDraftLink)],
+)  # fmt: skip
+def test_a_gpu_target_has_one_unless_told_otherwise(device: str, chosen: str, expected: type) -> None:
+    connect = prepared_draft(TargetConfig(draft="127.0.0.1:1", device=device, draft_link_process=chosen))
+    assert connect is not None
+    link = connect(Listener(), VOCABULARY, "")
+    link.stop()
+    assert type(link) is expected
 
 
 def test_messages_come_as_they_were() -> None:
