@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+import urllib.request
 import venv
 import zipfile
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from outrider import __version__
+from outrider.ports import free_port
 
 pytestmark = [pytest.mark.install, pytest.mark.timeout(900)]
 ROOT = Path(__file__).parents[2]
@@ -82,6 +86,53 @@ def test_a_command_line_without_rich_says_so(client: Path) -> None:
         1,
         "error: rich is not installed, which the command line needs: pip install rich\n",
     )
+
+
+@pytest.fixture(scope="module")
+def services(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The programs of a clean environment with what serves: target, draft, training and gateway."""
+    folder = tmp_path_factory.mktemp("services")
+    venv.create(folder, with_pip=True)
+    (wheel,) = built.glob("*.whl")
+    install = (str(folder / "bin" / "pip"), "install", "--quiet", "--disable-pip-version-check")
+    # As `make install` does: the CPU build, where the index or this machine has one.
+    constraints = ("--constraint", str(ROOT / "constraints.txt"))
+    _run(*install, *constraints, "torch==2.13.0")
+    _run(*install, *constraints, f"{wheel}[target,draft,train,gateway]")
+    return folder / "bin"
+
+
+@pytest.mark.model
+def test_each_role_serves_from_a_clean_environment(services: Path, tmp_path: Path) -> None:
+    """Draft, target and gateway as a user starts them, and an answer through all three."""
+    outrider, port = str(services / "outrider"), free_port()
+    draft, target = f"unix:{tmp_path}/draft", f"unix:{tmp_path}/target"
+    commands = [
+        [outrider, "draft", "--drafter", "trie", "--listen", draft],
+        [outrider, "target", "--draft", draft, "--draft-link-process", "own", "--listen", target],
+        [outrider, "gateway", "--target", target, "--listen", f"127.0.0.1:{port}"],
+    ]
+    environment = {**os.environ, "PYTHONPATH": ""}
+    with ExitStack() as ending:
+        for command in commands:
+            running = subprocess.Popen(command, env=environment, cwd="/")
+            ending.callback(running.wait, 60)
+            ending.callback(running.terminate)
+        said = _run(outrider, "generate", "--target", target, "--max-tokens", "5", "Say hello.")
+        assert said.strip()
+        body = b'{"messages": [{"role": "user", "content": "Say hello."}], "max_tokens": 5}'
+        url = f"http://127.0.0.1:{port}/v1/chat/completions"
+        request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            assert json.load(answer)["choices"][0]["message"]["content"]
+    assert "usage:" in _run(outrider, "train-head", "--help")
+
+
+def test_a_client_comes_from_the_source_distribution(built: Path, tmp_path: Path) -> None:
+    venv.create(tmp_path, with_pip=True)
+    (source,) = built.glob("*.tar.gz")
+    _run(str(tmp_path / "bin" / "pip"), "install", "--quiet", "--disable-pip-version-check", str(source))
+    assert _run(str(tmp_path / "bin" / "outrider"), "--version").strip() == f"outrider {__version__}"
 
 
 @pytest.mark.parametrize("module", ["target_service", "draft_service", "draft_service.training"])

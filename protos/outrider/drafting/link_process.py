@@ -48,6 +48,8 @@ log = logging.getLogger(__name__)
 LINK_COMMAND = (sys.executable, "-m", "outrider.drafting.link_worker")
 # A process that shows no sign of life for so long is stuck, and another takes its place: five of its signs.
 SILENT_SECONDS = 5.0
+# Until its first one, for it imports gRPC before that: half a second, and many times as long on a busy machine.
+START_SECONDS = 60.0
 # Between two processes, doubled while they end before they have a draft. Chosen, not measured.
 _PAUSE_SECONDS, _MOST_PAUSE_SECONDS = 0.5, 10.0
 # How long a process may take to end once its socket is closed.
@@ -81,6 +83,8 @@ class _Worker:
             )
         self.outbox = Outbox(self.connection)
         self.outbox.send(pack(connect))
+        # Whether it has had a draft.
+        self.had_draft = False
 
     def hang_up(self) -> None:
         """Have the process end, and whoever reads from it. Any thread."""
@@ -177,10 +181,9 @@ class LinkProcess:
     def _follow(self) -> None:
         pause = _PAUSE_SECONDS
         while True:
-            worker, had_draft = self._worker, False
-            reason = "its link's process ended"
+            worker, reason = self._worker, "its link's process ended"
             try:
-                had_draft = self._read(worker)
+                self._read(worker)
             except TimeoutError:
                 reason = "its link's process is stuck"
                 worker.process.kill()
@@ -192,7 +195,7 @@ class LinkProcess:
             self._connected = False
             log.error("%s, with status %d; another is started", reason, status)
             self._events.on_disconnected(reason)
-            pause = _PAUSE_SECONDS if had_draft else min(2 * pause, _MOST_PAUSE_SECONDS)
+            pause = _PAUSE_SECONDS if worker.had_draft else min(2 * pause, _MOST_PAUSE_SECONDS)
             if self._stopping.wait(pause):
                 return
             self._worker = self._start()
@@ -200,24 +203,23 @@ class LinkProcess:
                 self._worker.end()
                 return
 
-    def _read(self, worker: _Worker) -> bool:
-        """Deliver what the process sends until it ends. Whether it had a draft. Raises `TimeoutError` where it sends
-        nothing for too long."""
-        cutter, had_draft, incoming = FrameCutter(), False, select.poll()
+    def _read(self, worker: _Worker) -> None:
+        """Deliver what the process sends until it ends. Raises `TimeoutError` where it sends nothing for too long."""
+        cutter, incoming, silent = FrameCutter(), select.poll(), START_SECONDS
         # Not by the socket's own time-out, in which those that send would wait too.
         incoming.register(worker.connection, select.POLLIN)
-        while data := self._receive(worker, incoming):
+        while data := self._receive(worker, incoming, silent):
+            silent = SILENT_SECONDS
             for body in cutter.feed(data):
                 message = unpack_from_link(body)
                 if self._stopping.is_set():
-                    return had_draft
-                had_draft = had_draft or isinstance(message, Connected)
+                    return
+                worker.had_draft = worker.had_draft or isinstance(message, Connected)
                 self._deliver(message)
-        return had_draft
 
-    def _receive(self, worker: _Worker, incoming: select.poll) -> bytes:
-        """What came; nothing once the connection is over."""
-        if not incoming.poll(SILENT_SECONDS * 1e3):
+    def _receive(self, worker: _Worker, incoming: select.poll, seconds: float) -> bytes:
+        """What came; nothing once the connection is over. Raises `TimeoutError` where nothing does in so long."""
+        if not incoming.poll(seconds * 1e3):
             raise TimeoutError
         try:
             return worker.connection.recv(_RECEIVE_BYTES)
