@@ -48,6 +48,7 @@ class CallContext:
         self._payloads, self._parse, self._serialize = list(payloads), parse, serialize
         self.code: int | None = None
         self.reads = self.writes = 0
+        self._trailers: tuple[tuple[str, str], ...] = ()
         # Whether it had to be cancelled from outside.
         self.late = False
 
@@ -84,11 +85,13 @@ class CallContext:
     def add_done_callback(self, _callback: Any) -> None:
         """Nobody is called back: the call ends with its handler."""
 
-    async def abort_with_status(self, status: Any) -> None:
-        self.code = status.code.value[0]
-        raise grpc.aio.AbortError
+    def set_trailing_metadata(self, trailers: Sequence[tuple[str, str]]) -> None:
+        self._trailers = tuple(trailers)
 
-    async def abort(self, code: grpc.StatusCode, _details: str = "") -> None:
+    def trailing_metadata(self) -> tuple[tuple[str, str], ...]:
+        return self._trailers
+
+    async def abort(self, code: grpc.StatusCode, _details: str = "", _trailers: Any = ()) -> None:
         self.code = code.value[0]
         raise grpc.aio.AbortError
 

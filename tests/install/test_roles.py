@@ -6,6 +6,8 @@ import json
 import os
 import subprocess
 import sys
+import time
+import urllib.error
 import urllib.request
 import venv
 import zipfile
@@ -118,13 +120,17 @@ def test_each_role_serves_from_a_clean_environment(services: Path, tmp_path: Pat
             running = subprocess.Popen(command, env=environment, cwd="/")
             ending.callback(running.wait, 60)
             ending.callback(running.terminate)
+        deadline = time.monotonic() + 60
+        while not (tmp_path / "target").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        # It waits while the model is loaded.
         said = _run(outrider, "generate", "--target", target, "--max-tokens", "5", "Say hello.")
         assert said.strip()
         body = b'{"messages": [{"role": "user", "content": "Say hello."}], "max_tokens": 5}'
         url = f"http://127.0.0.1:{port}/v1/chat/completions"
         request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            assert json.load(answer)["choices"][0]["message"]["content"]
+        assert json.loads(_answer(request))["choices"][0]["message"]["content"]
     assert "usage:" in _run(outrider, "train-head", "--help")
 
 
@@ -144,6 +150,19 @@ def test_services_run_from_the_wheel(built: Path, tmp_path: Path, module: str) -
     origin = _run(sys.executable, "-c", where, module.partition(".")[0], path=str(tmp_path))
     assert origin.startswith(str(tmp_path))
     assert "usage:" in _run(sys.executable, "-m", module, "--help", path=str(tmp_path))
+
+
+def _answer(request: urllib.request.Request) -> bytes:
+    """Of a gateway that looks for its target from time to time."""
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            with urllib.request.urlopen(request, timeout=60) as answer:
+                found: bytes = answer.read()
+                return found
+        except urllib.error.HTTPError as error:
+            assert error.code == 503 and time.monotonic() < deadline, error.read()
+            time.sleep(0.5)
 
 
 def _try(*command: str | Path, path: str = "") -> subprocess.CompletedProcess[str]:
