@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 from outrider.errors import EngineDead
+from outrider.processes.children import start_child
 from outrider.runtime import in_thread_to_leave
 from outrider.tree import TokenTree
 from outrider.wire.frames import DraftInfo
@@ -56,9 +56,6 @@ ENGINE_COMMAND = (sys.executable, "-m", "target_service.engine_process")
 STOP_SECONDS = 5.0
 # How long a process may take to end once its socket is closed.
 _EXIT_SECONDS = 2.0
-_RECEIVE_BYTES = 1 << 16
-# What a socket holds of reports while the event loop is busy; the kernel may grant less.
-_BUFFER_BYTES = 1 << 22
 
 
 class EngineLink(EngineFront, asyncio.Protocol):
@@ -93,14 +90,7 @@ class EngineLink(EngineFront, asyncio.Protocol):
         self._known = asyncio.Event()
         self._refused: EngineRefused | None = None
         self.draft_info: DraftInfo | None = None
-        self._socket, theirs = socket.socketpair()
-        with theirs:
-            for end in (self._socket, theirs):
-                end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
-            descriptor = theirs.fileno()
-            self._process = subprocess.Popen(
-                [*command, str(descriptor)], pass_fds=(descriptor,), stdin=subprocess.DEVNULL
-            )
+        self._process, self._socket = start_child(command)
         self._socket.sendall(pack(Configure(config)))
 
     @property

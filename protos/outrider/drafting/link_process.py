@@ -39,6 +39,7 @@ from outrider.drafting.link_messages import (
     unpack_from_link,
 )
 from outrider.drafting.link_messages import Connect as ConnectMessage
+from outrider.processes.children import start_child
 from outrider.processes.framing import FrameCutter
 from outrider.processes.outbox import Outbox
 from outrider.wire.frames import DraftEvents, OpenSequence, SequenceAdvance, SequenceFeatures
@@ -54,9 +55,8 @@ START_SECONDS = 60.0
 _PAUSE_SECONDS, _MOST_PAUSE_SECONDS = 0.5, 10.0
 # How long a process may take to end once its socket is closed.
 _EXIT_SECONDS = 2.0
-# A frame of growth for many sequences comes in one read; the socket holds a frame of features. Chosen, not measured;
-# the kernel may grant less.
-_RECEIVE_BYTES, _BUFFER_BYTES = 1 << 17, 1 << 22
+# A frame of growth for many sequences comes in one read. Chosen, not measured.
+_RECEIVE_BYTES = 1 << 17
 
 
 def connect_apart(address: str, options: LinkOptions) -> Connect:
@@ -72,15 +72,8 @@ class _Worker:
     """One process that holds a link, and the socket to it."""
 
     def __init__(self, command: Sequence[str], connect: ConnectMessage) -> None:
-        self.connection, theirs = socket.socketpair()
-        with theirs:
-            for end in (self.connection, theirs):
-                end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
-            descriptor = theirs.fileno()
-            # In a group of its own: a terminal's Ctrl-C is for the service, which then hangs up.
-            self.process = subprocess.Popen(
-                [*command, str(descriptor)], pass_fds=(descriptor,), stdin=subprocess.DEVNULL, process_group=0
-            )
+        # A terminal's Ctrl-C is for the service, which then hangs up.
+        self.process, self.connection = start_child(command, own_group=True)
         self.outbox = Outbox(self.connection)
         self.outbox.send(pack(connect))
         # Whether it has had a draft.
