@@ -79,10 +79,6 @@ def sweep(case: LatentCase) -> list[Tiling]:
     return [Tiling(*shape) for shape in shapes if packed // 4 <= shape[0] <= packed or min(packed, shape[0]) >= 64]
 
 
-# Tiles of a program's share at least, which the fastest tiling is tried with.
-LEAST_TILES = (2, 3, 4, 6, 8)
-
-
 class Bench:
     """Checks and times one case; on a CPU it only checks."""
 
@@ -147,9 +143,6 @@ class Bench:
 
         for tiling in sweep(self.inputs.case):
             attempt(tiling)
-        for tiling in [tiling for _, tiling in tried[:3]]:
-            for least in LEAST_TILES:
-                attempt(replace(tiling, least_tiles=least))
         best = self.ours(TritonSettings(tiling=tried[0][1]))
         return {**best, "tiling": asdict(tried[0][1]), "tried": [(us, asdict(tiling)) for us, tiling in tried]}
 

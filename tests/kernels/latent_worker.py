@@ -46,6 +46,10 @@ def cases() -> Iterator[tuple[str, dict[str, Any], TritonSettings]]:
         yield f"widths {latent} and {rotary}", arguments, BALANCED
     for processors in (1, 2, 64):
         yield f"{processors} programs", {"specs": RAGGED}, TritonSettings(tiling=SMALL, processors=processors)
+    for processors in (40, 72):
+        # One sequence for all of them, which leaves so many partial results to be merged at a time.
+        alone = {"specs": [(1170, 1, "tree")], "heads": 3}
+        yield f"one sequence, {processors} programs", alone, TritonSettings(tiling=SMALL, processors=processors)
     for split_keys in (16, 48, 128):
         yield f"split every {split_keys} keys", {"specs": RAGGED}, TritonSettings(split_keys, SMALL, 3)
     for keys in (0, 1, 15, 16, 700):

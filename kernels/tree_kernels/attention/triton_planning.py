@@ -218,7 +218,7 @@ class TritonPlanner:
         schedule_kernel[(batch.sequences,)](
             plan.query_starts, plan.prefix_lengths, plan.causal, plan.page_starts, plan.parents, plan.words,
             schedule.groups, schedule.chunk_table, schedule.arrivals, schedule.totals, batch.sequences,
-            self._programs(tiling), max_chunks, tiling.least_tiles, *(plan.asked or _ALL),
+            self._programs(tiling), max_chunks, *(plan.asked or _ALL),
             GROUP=layout.group, KV_HEADS=layout.kv_heads, BLOCK_M=tiling.block_rows, BLOCK_N=tiling.block_keys,
             FIXED_TILES=fixed_tiles, BLOCK_B=triton.next_power_of_2(batch.sequences),
             BLOCK_R=WORD_BITS * words if walk else 0, WORDS=words, BLOCK_I=_SCHEDULE_BLOCK, num_warps=2,

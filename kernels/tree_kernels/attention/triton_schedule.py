@@ -43,13 +43,11 @@ def _ancestors(start, rows, parents, words, BLOCK_R: tl.constexpr, WORDS: tl.con
 
 
 @triton.jit
-def _divide(  # type: ignore[no-untyped-def]
-    tiles, group_counts, programs, least_tiles, FIXED_TILES: tl.constexpr, CANDIDATES: tl.constexpr
-):
+def _divide(tiles, group_counts, programs, FIXED_TILES: tl.constexpr, CANDIDATES: tl.constexpr):  # type: ignore[no-untyped-def]
     """Tiles of a chunk, and whether every group starts one. tiles, group_counts: [B]."""
     if FIXED_TILES > 0:
         return tl.full([], FIXED_TILES, tl.int32), tl.full([], 1, tl.int32)
-    even = tl.maximum((tl.sum(tiles * group_counts, 0) + programs - 1) // programs, least_tiles)
+    even = tl.maximum((tl.sum(tiles * group_counts, 0) + programs - 1) // programs, 1)
     # The shortest of some longer chunks for which there are programs enough although every group starts a new one.
     longer = even + tl.arange(0, CANDIDATES) * ((even + 63) // 64)
     needed = tl.sum(((tiles[None, :] + longer[:, None] - 1) // longer[:, None]) * group_counts[None, :], 1)
@@ -58,12 +56,12 @@ def _divide(  # type: ignore[no-untyped-def]
     return tl.where(own > 0, shortest, even), own
 
 
-@triton.jit(do_not_specialize=["least_tiles", "first_row", "end_row"])
+@triton.jit(do_not_specialize=["first_row", "end_row"])
 def schedule_kernel(  # type: ignore[no-untyped-def]
     query_starts, prefix_lengths, causal, page_starts, parents, words, groups, chunk_table, arrivals, totals,
-    sequences, programs, max_chunks, least_tiles, first_row, end_row, GROUP: tl.constexpr, KV_HEADS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, FIXED_TILES: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_R:
-    tl.constexpr, WORDS: tl.constexpr, BLOCK_I: tl.constexpr,
+    sequences, programs, max_chunks, first_row, end_row, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_M:
+    tl.constexpr, BLOCK_N: tl.constexpr, FIXED_TILES: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_R: tl.constexpr,
+    WORDS: tl.constexpr, BLOCK_I: tl.constexpr,
 ):  # fmt: skip
     """Program b writes the records of sequence b's groups, the chunks that begin or end in it, and its words.
 
@@ -84,7 +82,7 @@ def schedule_kernel(  # type: ignore[no-untyped-def]
     end_blocks = (tl.minimum(rows, end_row) * GROUP + BLOCK_M - 1) // BLOCK_M
     group_counts = tl.maximum(end_blocks - first_block, 0) * KV_HEADS
     tiles = (prefix + rows + BLOCK_N - 1) // BLOCK_N
-    per_chunk, aligned = _divide(tiles, group_counts, programs, least_tiles, FIXED_TILES, 16)
+    per_chunk, aligned = _divide(tiles, group_counts, programs, FIXED_TILES, 16)
     tiles = tl.where(aligned > 0, (tiles + per_chunk - 1) // per_chunk * per_chunk, tiles)
     weights = tiles * group_counts
     total_tiles = tl.sum(weights, 0)

@@ -19,7 +19,6 @@ class Tiling:
         programs_per_sm: resident at a time.
         merge_rows: rows that the last program of a group merges at a time; 0 merges in a launch of its own.
         apart: a loop of its own for keys that every row sees, which tensor cores like, at the price of a second start.
-        least_tiles: tiles of a program's share at least, where shares are balanced: each leaves a partial to be merged.
     """
 
     block_rows: int
@@ -29,7 +28,6 @@ class Tiling:
     programs_per_sm: int
     merge_rows: int = 0
     apart: bool = False
-    least_tiles: int = 1
 
     def merge_parts(self, value_width: int) -> int:
         """Partials that are merged at a time: as many as 64 registers of each thread hold."""

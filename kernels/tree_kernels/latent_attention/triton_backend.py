@@ -28,8 +28,9 @@ _MERGE_COLUMNS = 128
 def _merged_at_a_time(by_group: bool, parts: int) -> tuple[int, int]:
     """Rows and partials that a program of the merge takes at a time, where a group leaves `parts` of them in the mean.
 
-    They are read one behind the other, a round trip to L2 each: where a whole GPU has read one sequence, 256 partials
-    taken 16 at a time cost more than the reading.
+    They are read one behind the other, a round trip to L2 each, and where a whole GPU has read one sequence there are
+    as many as programs: so fewer rows and more partials are taken at a time. How many of either was reasoned, by the
+    64 registers of a thread that they take, and not measured.
     """
     if not by_group:
         return 4, 8
