@@ -21,25 +21,8 @@ from dataclasses import replace
 
 import msgspec
 
+from outrider.drafting import link_messages as messages
 from outrider.drafting.link import Connect, LinkOptions
-from outrider.drafting.link_messages import (
-    Advance,
-    Alive,
-    Close,
-    Connected,
-    CutOff,
-    Disconnected,
-    Failed,
-    FromLink,
-    Grown,
-    Lost,
-    Open,
-    SendFeatures,
-    ToLink,
-    pack,
-    unpack_from_link,
-)
-from outrider.drafting.link_messages import Connect as ConnectMessage
 from outrider.processes.children import start_child
 from outrider.processes.framing import FrameCutter
 from outrider.processes.outbox import Outbox
@@ -72,11 +55,11 @@ def connect_apart(address: str, options: LinkOptions) -> Connect:
 class _Worker:
     """One process that holds a link, and the socket to it."""
 
-    def __init__(self, command: Sequence[str], connect: ConnectMessage) -> None:
+    def __init__(self, command: Sequence[str], connect: messages.Connect) -> None:
         # A terminal's Ctrl-C is for the service, which then hangs up.
         self.process, self.connection = start_child(command, own_group=True)
         self.outbox = Outbox(self.connection)
-        self.outbox.send(pack(connect))
+        self.outbox.send(messages.pack(connect))
         # Whether it has had a draft.
         self.had_draft = False
 
@@ -118,7 +101,7 @@ class LinkProcess:
         self._events = events
         self._options = options or LinkOptions()
         self._command = command
-        self._connect = ConnectMessage(address, vocabulary_size, tokenizer_fingerprint, self._options)
+        self._connect = messages.Connect(address, vocabulary_size, tokenizer_fingerprint, self._options)
         self._stopping = threading.Event()
         # Whether there is a draft, as far as was told.
         self._connected = False
@@ -133,26 +116,26 @@ class LinkProcess:
 
     def open(self, sequence: OpenSequence) -> None:
         """See `DraftLink.open`."""
-        self._send(Open(sequence))
+        self._send(messages.Open(sequence))
 
     def advance(self, advances: Sequence[SequenceAdvance]) -> None:
         """See `DraftLink.advance`. Features are left out while too many wait for the process."""
         if not self._has_room():
             advances = [replace(one, features=None) if one.features is not None else one for one in advances]
-        self._send(Advance(list(advances)))
+        self._send(messages.Advance(list(advances)))
 
     def send_features(self, features: Sequence[SequenceFeatures]) -> None:
         """See `DraftLink.send_features`."""
         if self._has_room():
-            self._send(SendFeatures(list(features)))
+            self._send(messages.SendFeatures(list(features)))
 
     def close(self, sequence_ids: Sequence[int]) -> None:
         """See `DraftLink.close`."""
-        self._send(Close(list(sequence_ids)))
+        self._send(messages.Close(list(sequence_ids)))
 
     def cut_off(self, reason: str) -> None:
         """See `DraftLink.cut_off`."""
-        self._send(CutOff(reason))
+        self._send(messages.CutOff(reason))
 
     def stop(self) -> None:
         """Leave the draft and end process and thread. Nothing is delivered afterwards. Idempotent."""
@@ -166,9 +149,9 @@ class LinkProcess:
     def _has_room(self) -> bool:
         return self._worker.outbox.waiting_bytes <= self._options.max_waiting_feature_bytes
 
-    def _send(self, message: ToLink) -> None:
+    def _send(self, message: messages.ToLink) -> None:
         if self._connected:
-            self._worker.outbox.send(pack(message))
+            self._worker.outbox.send(messages.pack(message))
 
     # The link's own thread from here on.
 
@@ -205,10 +188,10 @@ class LinkProcess:
         while data := self._receive(worker, incoming, silent):
             silent = SILENT_SECONDS
             for body in cutter.feed(data):
-                message = unpack_from_link(body)
+                message = messages.unpack_from_link(body)
                 if self._stopping.is_set():
                     return
-                worker.had_draft = worker.had_draft or isinstance(message, Connected)
+                worker.had_draft = worker.had_draft or isinstance(message, messages.Connected)
                 self._deliver(message)
 
     def _receive(self, worker: _Worker, incoming: select.poll, seconds: float) -> bytes:
@@ -220,19 +203,19 @@ class LinkProcess:
         except ConnectionError:
             return b""
 
-    def _deliver(self, message: FromLink) -> None:
+    def _deliver(self, message: messages.FromLink) -> None:
         match message:
-            case Grown():
+            case messages.Grown():
                 self._events.on_growth(message.growths)
-            case Failed():
+            case messages.Failed():
                 self._events.on_failure(message.failure)
-            case Connected():
+            case messages.Connected():
                 self._connected = True
                 self._events.on_connected(message.info)
-            case Disconnected():
+            case messages.Disconnected():
                 self._connected = False
                 self._events.on_disconnected(message.reason)
-            case Lost():
+            case messages.Lost():
                 self._events.on_lost(message.sequence_ids)
-            case Alive():
+            case messages.Alive():
                 pass

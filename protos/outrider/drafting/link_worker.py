@@ -18,25 +18,8 @@ from outrider.runtime import configure_logging, prepare_grpc, switch_threads_oft
 # Before anything imports gRPC, as in the services.
 prepare_grpc()
 
+from outrider.drafting import link_messages as messages  # noqa: E402
 from outrider.drafting.link import GrpcDraftLink, connect_draft  # noqa: E402
-from outrider.drafting.link_messages import (  # noqa: E402
-    Advance,
-    Alive,
-    Close,
-    Connect,
-    Connected,
-    CutOff,
-    Disconnected,
-    Failed,
-    FromLink,
-    Grown,
-    Lost,
-    Open,
-    SendFeatures,
-    ToLink,
-    pack,
-    unpack_to_link,
-)
 from outrider.drafting.stoppable import StoppableLink  # noqa: E402
 from outrider.processes.framing import FrameCutter  # noqa: E402
 from outrider.processes.outbox import Outbox  # noqa: E402
@@ -55,22 +38,22 @@ class _Events:
         self._outbox = outbox
 
     def on_growth(self, growths: Sequence[SequenceGrowth]) -> None:
-        self.send(Grown(list(growths)))
+        self.send(messages.Grown(list(growths)))
 
     def on_failure(self, failure: SequenceFailure) -> None:
-        self.send(Failed(failure))
+        self.send(messages.Failed(failure))
 
     def on_connected(self, info: DraftInfo) -> None:
-        self.send(Connected(info))
+        self.send(messages.Connected(info))
 
     def on_disconnected(self, reason: str) -> None:
-        self.send(Disconnected(reason))
+        self.send(messages.Disconnected(reason))
 
     def on_lost(self, sequence_ids: Sequence[int]) -> None:
-        self.send(Lost(list(sequence_ids)))
+        self.send(messages.Lost(list(sequence_ids)))
 
-    def send(self, message: FromLink) -> None:
-        self._outbox.send(pack(message))
+    def send(self, message: messages.FromLink) -> None:
+        self._outbox.send(messages.pack(message))
 
 
 class _Orders:
@@ -94,7 +77,7 @@ class _Orders:
             # Nobody is left to be told anything, and the stream ends with the process.
             os._exit(0)
         for body in self._cutter.feed(data):
-            self._do(unpack_to_link(body))
+            self._do(messages.unpack_to_link(body))
 
     def follow(self) -> None:
         """Receive for ever: on the thread of the one link that there is, or on this one where there are several."""
@@ -106,22 +89,22 @@ class _Orders:
         while True:
             self.receive()
 
-    def _do(self, message: ToLink) -> None:
-        if isinstance(message, Connect):
+    def _do(self, message: messages.ToLink) -> None:
+        if isinstance(message, messages.Connect):
             fingerprint, options = message.tokenizer_fingerprint, message.options
             self._link = connect_draft(message.address, self._events, message.vocabulary_size, fingerprint, options)
             return
         assert self._link is not None, "the first message connects"
         match message:
-            case Advance():
+            case messages.Advance():
                 self._link.advance(message.advances)
-            case Open():
+            case messages.Open():
                 self._link.open(message.sequence)
-            case SendFeatures():
+            case messages.SendFeatures():
                 self._link.send_features(message.features)
-            case Close():
+            case messages.Close():
                 self._link.close(message.sequence_ids)
-            case CutOff():
+            case messages.CutOff():
                 self._link.cut_off(message.reason)
 
 
@@ -141,7 +124,7 @@ def serve_link(descriptor: int) -> None:
 def _show_life(events: _Events) -> None:
     pause = threading.Event()
     while not pause.wait(ALIVE_SECONDS):
-        events.send(Alive())
+        events.send(messages.Alive())
 
 
 if __name__ == "__main__":
