@@ -221,16 +221,23 @@ async def _outcome(
     argv: Sequence[str], words: str, environment: Mapping[str, str], seconds: float
 ) -> tuple[int | None, str]:
     """The exit status and output of a program that reads `words`; no status where it had to be killed."""
-    process = await asyncio.create_subprocess_exec(
-        *argv,
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.STDOUT,
-        env=dict(environment),
-        start_new_session=True,
-    )
+    # Written before it starts, for uvloop raises where a program ends before it is fed. A pipe holds some words.
+    read_end, write_end = os.pipe()
     try:
-        output, _ = await asyncio.wait_for(process.communicate(words.encode()), seconds)
+        with open(write_end, "w") as fed:
+            fed.write(words)
+        process = await asyncio.create_subprocess_exec(
+            *argv,
+            stdin=read_end,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            env=dict(environment),
+            start_new_session=True,
+        )
+    finally:
+        os.close(read_end)
+    try:
+        output, _ = await asyncio.wait_for(process.communicate(), seconds)
     except TimeoutError:
         return None, ""
     finally:
