@@ -15,6 +15,8 @@ from child_processes import living_children
 from fake_mps import FAILS, LEAVES, SILENT, STUBBORN, FakeMps, only_on_path
 from supervised import QUICK, SECONDS, Lines, failing, service
 
+from outrider.runtime import run
+from outrider_client.local import mps
 from outrider_client.local.mps import CONTROL, LOGS, PIPES, SHARE, Mps, MpsTimes
 from outrider_client.local.supervisor import ServiceCommand, Supervisor
 
@@ -220,6 +222,15 @@ async def test_a_directory_without_a_daemon_is_told_of(
     assert whole.said == [f"{PLACED} by MPS"]
     await whole.stopped(running)
     assert fake.asked == ["-f", "quit"]
+
+
+def test_a_program_may_end_before_it_is_fed() -> None:
+    """By the event loop that `outrider up` runs on, which raises where words are for a program that has ended."""
+
+    async def run_often() -> list[tuple[int | None, str]]:
+        return [await mps._outcome(("true",), "quit\n", os.environ, SECONDS) for _ in range(100)]
+
+    assert run(run_often()) == [(0, "")] * 100
 
 
 async def test_a_stop_while_it_starts_starts_no_service(tmp_path: Path, programs: Path) -> None:
