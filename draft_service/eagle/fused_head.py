@@ -1,12 +1,16 @@
-"""A head's passes of few rows by `tree_kernels.linear`: a layer in four launches and its attention.
+"""A head's static passes by `tree_kernels.linear`: a layer in four launches and its attention.
 
 Weights that share their input become one tensor, of which the modules keep views, so that the head is what it was for
 everybody else. Heads whose layers are built in another way than EAGLE-3's are published run their own code.
+
+A pass of few rows takes as long as reading the weights does, so these may be in eight bits there, in copies of their
+own: guesses of a head may be a little worse, and what the target says stays what it is. Passes of many rows, whose
+products take longer, keep the head's own weights.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +18,17 @@ from torch import Tensor, nn
 from draft_service.eagle.head import EagleHead, HeadOutput
 from draft_service.eagle.layers import FusedLayer, Layer
 from draft_service.neural.cuda_graphs.attention import StaticAttend
-from tree_kernels.linear import HeadInputs, HeadRows, Norm, RowLinears, ScaledRows, row_linears
+from tree_kernels.linear import (
+    HeadInputs,
+    HeadRows,
+    Norm,
+    RowLinears,
+    ScaledRows,
+    ScaledWeight,
+    Weight,
+    many_row_linears,
+    row_linears,
+)
 
 # Above, cuBLAS multiplies as fast, and what is fused matters less.
 MAX_ROWS = 64
@@ -26,25 +40,57 @@ _HEAD_MULTIPLE = 16
 class _Parts:
     """Weights of a layer, [out, in] each."""
 
-    qkv: Tensor
+    qkv: Weight
     qkv_bias: Tensor | None
-    out: nn.Linear
+    out: Weight
+    out_bias: Tensor | None
     inner_norm: Norm
-    gate_up: Tensor
-    down: nn.Linear
+    gate_up: Weight
+    down: Weight
+    down_bias: Tensor | None
+
+    def in_eight_bits(self) -> _Parts:
+        """With copies of its weights."""
+        qkv, out, gate_up, down = (_rounded(own) for own in (self.qkv, self.out, self.gate_up, self.down))
+        return replace(self, qkv=qkv, out=out, gate_up=gate_up, down=down)
+
+
+@dataclass(frozen=True, slots=True)
+class _Layers:
+    """The layers, and what multiplies with them."""
+
+    linears: RowLinears
+    parts: list[_Parts]
+    lm_head: Weight
+    # [R, 1] of rows that are normed already: what their squares must be for a scale of 1. None where norms are whole.
+    squares: Tensor | None
 
 
 class FusedHead:
-    """See the module. Takes up to `MAX_ROWS` rows, and attention over a static plan."""
+    """See the module. Takes attention over a static plan."""
 
-    def __init__(self, head: EagleHead, linears: RowLinears) -> None:
-        """`can_be_fused` must hold of the head."""
-        self._head, self._linears = head, linears
+    def __init__(
+        self,
+        head: EagleHead,
+        few: RowLinears,
+        many: RowLinears | None = None,
+        *,
+        eight_bits: bool = False,
+    ) -> None:
+        """`can_be_fused` must hold of the head.
+
+        Args:
+            head: whose weights are used, and joined.
+            few: what multiplies up to `MAX_ROWS` rows.
+            many: what multiplies more, whole norms before it; without it only so many rows are taken.
+            eight_bits: whether few rows are multiplied with copies of the weights in eight bits.
+        """
+        self._head = head
         first = head.layers[0]
         assert isinstance(first, FusedLayer)
         self._before_residual = head.config.norm_before_residual
         self._last_norm = _norm(head.norm)
-        self._parts = [_parts_of(layer) for layer in head.layers if isinstance(layer, FusedLayer | Layer)]
+        parts = [_parts_of(layer) for layer in head.layers if isinstance(layer, FusedLayer | Layer)]
         self._input_norms = [_norm(layer.input_layernorm) for layer in head.layers[1:] if isinstance(layer, Layer)]
         weight, rope = head.embed_tokens.weight, head.rotary
         frequencies = rope.inverse_bits.view(torch.float32)
@@ -56,38 +102,61 @@ class FusedHead:
             torch.cat([frequencies, frequencies]),
             rope.scaling,
         )
-        # Of rows that are normed already: what their squares must be for a scale of 1.
         self._eps = head.config.rms_norm_eps
         width = 2 * head.config.hidden_size
-        self._squares = torch.full((MAX_ROWS, 1), width * (1.0 - self._eps), device=weight.device)
+        squares = torch.full((MAX_ROWS, 1), width * (1.0 - self._eps), device=weight.device)
+        lm_head: Weight = head.lm_head.weight.detach()
+        self._many = None if many is None else _Layers(many, parts, lm_head, None)
+        if eight_bits:
+            parts = [part.in_eight_bits() for part in parts]
+            lm_head = _rounded(lm_head)
+        self._few = _Layers(few, parts, lm_head, squares)
+
+    def takes(self, rows: int) -> bool:
+        """Whether it can do a pass of so many rows."""
+        return rows <= MAX_ROWS or self._many is not None
 
     def forward(self, token_ids: Tensor, features: Tensor, positions: Tensor, attend: StaticAttend) -> HeadOutput:
         """See `EagleHead.forward`; token_ids and positions [R], features [R, H]."""
-        linears, head = self._linears, self._head
+        layers, head = self._layers_for(len(token_ids)), self._head
+        linears = layers.linears
         taken = linears.head_input(token_ids, features, positions, self._inputs)
-        scaled = ScaledRows(taken.rows, self._squares[: len(taken.rows)], self._eps)
+        squares = None if layers.squares is None else layers.squares[: len(taken.rows)]
+        scaled = ScaledRows(taken.rows, squares, self._eps)
         # The second half are the normed features.
         hidden = taken.rows[:, features.shape[1] :].contiguous() if self._before_residual else features
-        for index, parts in enumerate(self._parts):
+        for index, parts in enumerate(layers.parts):
             heads = HeadRows(taken.cosines, taken.sines, attend.slots, *attend.pools(index))
-            query = linears.rotary_linear(scaled, parts.qkv, parts.qkv_bias, heads, parts.out.weight)
+            query = linears.rotary_linear(scaled, parts.qkv, parts.qkv_bias, heads, parts.out)
             attended = attend.seen(index, query).flatten(1)
-            hidden, inner = linears.add_linear(attended, parts.out.weight, parts.out.bias, hidden, parts.inner_norm)
+            hidden, inner = linears.add_linear(attended, parts.out, parts.out_bias, hidden, parts.inner_norm)
             assert inner is not None
             gated = linears.gated_linear(inner, parts.gate_up)
             following = self._input_norms[index] if index < len(self._input_norms) else None
-            hidden, after = linears.add_linear(gated, parts.down.weight, parts.down.bias, hidden, following)
+            hidden, after = linears.add_linear(gated, parts.down, parts.down_bias, hidden, following)
             scaled = after or scaled
         lm_input = linears.norm_rows(hidden, self._last_norm)
         return HeadOutput(lm_input if head.config.norm_output else hidden, lm_input)
 
+    def logits(self, lm_input: Tensor) -> Tensor:
+        """[R, H] to logits [R, V'] over the draft vocabulary."""
+        if isinstance(self._few.lm_head, ScaledWeight) and len(lm_input) <= MAX_ROWS:
+            return self._few.linears.add_linear(lm_input, self._few.lm_head)[0]
+        return self._head.logits(lm_input)
 
-def fused(head: EagleHead) -> FusedHead | None:
+    def _layers_for(self, rows: int) -> _Layers:
+        if rows <= MAX_ROWS:
+            return self._few
+        assert self._many is not None, "`takes` says for how many rows there are kernels"
+        return self._many
+
+
+def fused(head: EagleHead, *, eight_bits: bool) -> FusedHead | None:
     """The head by the kernels of its device, None where they do not take it: on a CPU, in fp32, or built otherwise."""
     weight = head.embed_tokens.weight
     if not weight.is_cuda or weight.element_size() != 2 or not can_be_fused(head):
         return None
-    return FusedHead(head, row_linears(weight.device))
+    return FusedHead(head, row_linears(weight.device), many_row_linears(weight.device), eight_bits=eight_bits)
 
 
 def can_be_fused(head: EagleHead) -> bool:
@@ -109,11 +178,21 @@ def _parts_of(layer: FusedLayer | Layer) -> _Parts:
     return _Parts(
         qkv=_joined(products),
         qkv_bias=torch.cat([bias.detach() for bias in biases]) if biases else None,
-        out=attention.o_proj,
+        out=attention.o_proj.weight.detach(),
+        out_bias=_bias_of(attention.o_proj),
         inner_norm=_norm(layer.post_attention_layernorm),
         gate_up=_joined([mlp.gate_proj, mlp.up_proj]),
-        down=mlp.down_proj,
+        down=mlp.down_proj.weight.detach(),
+        down_bias=_bias_of(mlp.down_proj),
     )
+
+
+def _rounded(weight: Weight) -> ScaledWeight:
+    return weight if isinstance(weight, ScaledWeight) else ScaledWeight.of(weight)
+
+
+def _bias_of(product: nn.Linear) -> Tensor | None:
+    return None if product.bias is None else product.bias.detach()
 
 
 def _joined(products: list[nn.Linear]) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor
 from draft_service.drafters.base import DraftSequence
 from draft_service.drafters.hidden_states import FeatureWindow, check_features, window_of
 from draft_service.eagle.config import HeadDrafterConfig
-from draft_service.eagle.fused_head import MAX_ROWS, fused
+from draft_service.eagle.fused_head import fused
 from draft_service.eagle.head import EagleHead
 from draft_service.eagle.head_config import HeadConfig
 from draft_service.neural.cuda_graphs.attention import StaticAttend
@@ -33,9 +33,10 @@ from outrider.wire.frames import FeatureRequest
 class HeadNetwork:
     """A head as `neural.network.Network`."""
 
-    def __init__(self, head: EagleHead) -> None:
+    def __init__(self, head: EagleHead, *, eight_bits: bool = False) -> None:
+        """With `eight_bits` a GPU's passes of few rows multiply with weights that are rounded to them."""
         config, weight = head.config, head.embed_tokens.weight
-        self._head, self._fused = head, fused(head)
+        self._head, self._fused = head, fused(head, eight_bits=eight_bits)
         self.layers, self.kv_heads, self.head_dim = config.num_layers, config.num_kv_heads, config.head_dim
         self.dtype, self.device = weight.dtype, weight.device
         ids = head.token_ids
@@ -44,13 +45,13 @@ class HeadNetwork:
     def read(self, token_ids: Tensor, carried: Tensor | None, positions: Tensor, attend: Attend) -> RowOutput:
         """See `Network.read`; carried are features [R, H]."""
         assert carried is not None, "an EAGLE head reads features"
-        if self._fused is not None and isinstance(attend, StaticAttend) and len(token_ids) <= MAX_ROWS:
+        if self._fused is not None and isinstance(attend, StaticAttend) and self._fused.takes(len(token_ids)):
             return RowOutput(*self._fused.forward(token_ids, carried, positions, attend))
         return RowOutput(*self._head(token_ids, carried, positions, attend))
 
     def logits(self, lm_input: Tensor) -> Tensor:
         """See `Network.logits`."""
-        return self._head.logits(lm_input)
+        return (self._fused or self._head).logits(lm_input)
 
 
 class HeadDrafter(CachingDrafter):
@@ -107,7 +108,7 @@ class HeadDrafter(CachingDrafter):
     def _load_network(self) -> Network:
         if self._head is None:
             self._head = self._loaded(self._settings.read_token_map())
-        return HeadNetwork(self._head)
+        return HeadNetwork(self._head, eight_bits=self._settings.weights == "int8")
 
     def _ready(self, sequence: DraftSequence) -> bool:
         """Whether features reach the token before the root, and the cache has room."""

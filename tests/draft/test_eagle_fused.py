@@ -11,13 +11,14 @@ from eagle_heads import HIDDEN, VOCABULARY, make_head
 from static_drafting import StaticDrafting, static_kv  # noqa: F401
 from torch import Tensor
 
+from draft_service.eagle import fused_head
 from draft_service.eagle.config import EagleConfig
 from draft_service.eagle.fused_head import FusedHead, can_be_fused, fused
 from draft_service.eagle.head import EagleHead
 from draft_service.eagle.head_drafter import HeadNetwork
 from draft_service.neural.cuda_graphs.attention import StaticAttend
 from draft_service.neural.paged_cache import PagedCache
-from tree_kernels.linear import RowLinears, row_linears
+from tree_kernels.linear import Norm, RowLinears, ScaledRows, many_row_linears, row_linears
 
 FUSED: dict[str, dict[str, Any]] = {
     "eagle-3": {},
@@ -83,7 +84,50 @@ def test_other_heads_are_left_alone(kind: dict[str, Any]) -> None:
 
 
 def test_a_cpu_and_fp32_keep_the_modules() -> None:
-    assert fused(make_head(head_dim=16)) is None and fused(make_head(head_dim=16).bfloat16()) is None
+    assert fused(make_head(head_dim=16), eight_bits=True) is None
+    assert fused(make_head(head_dim=16).bfloat16(), eight_bits=False) is None
+
+
+class Refusing(RowLinears):
+    def rotary_linear(self, *_: Any) -> Tensor:  # type: ignore[override]
+        raise AssertionError("asked for a product")
+
+
+class WholeNorms(RowLinears):
+    """As those that multiply many rows."""
+
+    def scale_rows(self, hidden: Tensor, norm: Norm) -> ScaledRows:
+        return ScaledRows(self.norm_rows(hidden, norm), None, norm.epsilon)
+
+    def norm_rows(self, hidden: Tensor, norm: Norm) -> Tensor:
+        return RowLinears().norm_rows(hidden, norm)
+
+
+@pytest.mark.parametrize("kind", FUSED.values(), ids=FUSED)
+def test_many_rows_have_linears_and_norms_of_their_own(kind: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    head = make_head(head_dim=16, **kind)
+    own = FusedHead(head, Refusing(), WholeNorms())
+    alone = FusedHead(head, RowLinears())
+    assert own.takes(1000) and alone.takes(fused_head.MAX_ROWS) and not alone.takes(fused_head.MAX_ROWS + 1)
+    monkeypatch.setattr(fused_head, "MAX_ROWS", ROWS - 1)
+    for expected, other in zip(*both(head, own), strict=True):
+        assert torch.allclose(other, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", FUSED.values(), ids=FUSED)
+def test_weights_in_eight_bits_are_near(kind: dict[str, Any]) -> None:
+    """Of few rows alone, and the head's own weights stay what they are."""
+    head, untouched = make_head(head_dim=16, **kind), make_head(head_dim=16, **kind)
+    own = FusedHead(head, RowLinears(), WholeNorms(), eight_bits=True)
+    for expected, other in zip(*both(head, own), strict=True):
+        assert 0 < (other - expected).norm() <= 0.03 * expected.norm()
+    rows = torch.randn(ROWS, HIDDEN, generator=torch.Generator().manual_seed(1))
+    expected, found = head.logits(rows), own.logits(rows)
+    assert 0 < (found - expected).norm() <= 0.03 * expected.norm()
+    many = torch.cat([rows] * fused_head.MAX_ROWS)
+    assert torch.equal(own.logits(many), head.logits(many))
+    for name, weight in untouched.state_dict().items():
+        assert torch.equal(head.state_dict()[name], weight), name
 
 
 def test_joined_weights_stay_the_heads_own() -> None:
@@ -112,8 +156,14 @@ def test_whole_trees_of_a_fused_head(mode: Any) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("kind", FUSED.values(), ids=FUSED)
-def test_kernels_compute_what_modules_do_on_a_gpu(kind: dict[str, Any]) -> None:
+@pytest.mark.parametrize("weights", ["own", "int8", "many rows"])
+def test_kernels_compute_what_modules_do_on_a_gpu(
+    kind: dict[str, Any], weights: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     head = make_head(head_dim=16, **kind).cuda().bfloat16()
-    found = both(head, FusedHead(head, row_linears(head.embed_tokens.weight.device)))
-    for expected, other in zip(*found, strict=True):
+    device = head.embed_tokens.weight.device
+    if weights == "many rows":
+        monkeypatch.setattr(fused_head, "MAX_ROWS", ROWS - 1)
+    own = FusedHead(head, row_linears(device), many_row_linears(device), eight_bits=weights == "int8")
+    for expected, other in zip(*both(head, own), strict=True):
         assert (other - expected).float().norm() <= 0.03 * expected.float().norm()

@@ -1,5 +1,5 @@
-"""Compiles the kernels behind products for an H100 or H200, which takes no GPU, in the shapes of common models, and
-writes what shared memory each needs as JSON to standard output."""
+"""Compiles the kernels behind products, and those with weights in eight bits, for an H100 or H200, which takes no GPU,
+in the shapes of common models, and writes what shared memory each needs as JSON to standard output."""
 
 from __future__ import annotations
 
@@ -13,44 +13,68 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
 from tree_kernels.linear import triton_epilogues as epilogues
+from tree_kernels.linear import triton_kernels as few_rows
+from tree_kernels.linear.triton_tiling import choose_linear_tiling
 
 HALF = (
-    "product", "bias", "residual", "norm_weight", "normed", "output", "cosines", "sines", "query", "key_cache",
-    "value_cache",
+    "product", "rows", "scaled", "following", "bias", "residual", "norm_weight", "normed", "output", "cosines", "sines",
+    "query", "key_cache", "value_cache",
 )  # fmt: skip
+OTHERS = {
+    "slots": "*i32", "counters": "*i32", "weight": "*i16", "scales": "*fp32", "squares": "*fp32", "partials": "*fp32",
+    "epsilon": "fp32", "count": "i32", "row_stride": "i32",
+}  # fmt: skip
 SHAPES = {"smollm2": (576, 9, 3, 64, 1536), "llama": (4096, 32, 8, 128, 14336), "width 96": (3072, 32, 32, 96, 8192)}
 
 
-def kernels() -> Iterator[tuple[str, Any, dict[str, Any], int]]:
-    """Name, kernel, constants and warps."""
+def kernels() -> Iterator[tuple[str, Any, dict[str, Any], dict[str, int]]]:
+    """Name, kernel, constants and options."""
     for name, (hidden, heads, kv_heads, width, inner) in SHAPES.items():
+        four = {"num_warps": 4}
         for whole in (False, True):
             flags = {"HAS_BIAS": whole, "ADDS": True, "NORMS": whole}
             sizes = {"WIDTH": hidden, "BLOCK": triton.next_power_of_2(hidden)}
-            yield f"add {name} {whole}", epilogues.add_epilogue_kernel, flags | sizes, 4 if hidden <= 2048 else 8
+            warps = {"num_warps": 4 if hidden <= 2048 else 8}
+            yield f"add {name} {whole}", epilogues.add_epilogue_kernel, flags | sizes, warps
             sizes = {"HEADS": heads, "KV_HEADS": kv_heads, "WIDTH": width, "HAS_BIAS": whole}
             sizes |= {"BLOCK_HEADS": 16, "BLOCK_TURN": triton.next_power_of_2(width // 2)}
-            yield f"rotary {name} {whole}", epilogues.rotary_epilogue_kernel, sizes, 4
-        yield f"gated {name}", epilogues.gated_epilogue_kernel, {"OUTPUTS": inner, "BLOCK": 1024}, 4
+            yield f"rotary {name} {whole}", epilogues.rotary_epilogue_kernel, sizes, four
+        yield f"gated {name}", epilogues.gated_epilogue_kernel, {"OUTPUTS": inner, "BLOCK": 1024}, four
+        for rows in (8, 32, 64):
+            tiling = choose_linear_tiling(rows, hidden, inner)
+            sizes = {
+                "BLOCK_M": tiling.block_rows,
+                "BLOCK_N": tiling.block_outputs,
+                "BLOCK_K": tiling.block_inner,
+                "SPLITS": tiling.splits,
+                "AHEAD": tiling.ahead,
+            }
+            flags = {"SCALED": True, "HAS_BIAS": True, "ADDS": True, "SCALES": True}
+            sizes |= {"OUTPUTS": hidden, "INNER": inner, "PIECES": 0, "PIECE": 0}
+            options = {"num_warps": tiling.warps, "num_stages": tiling.stages}
+            yield f"eight bits {name} {rows}", few_rows.add_kernel, flags | sizes, options
 
 
-def compiled(kernel: Any, constants: dict[str, Any], warps: int) -> int:
+def compiled(name: str, kernel: Any, constants: dict[str, Any], options: dict[str, int]) -> int:
     """Bytes of shared memory of one program."""
     names, constants = kernel.arg_names, constants | {"DEPENDENT": True}
-    types = dict.fromkeys(HALF, "*bf16") | {"slots": "*i32", "epsilon": "fp32"}
-    signature = {name: "constexpr" if name in constants else types[name] for name in names}
+    types = dict.fromkeys(HALF, "*bf16") | OTHERS
+    signature = {each: "constexpr" if each in constants else types[each] for each in names}
     aligned = {
-        (place,): [["tt.divisibility", 16]] for place, name in enumerate(names) if signature[name].startswith("*")
+        (place,): [["tt.divisibility", 16]]
+        for place, each in enumerate(names)
+        if signature[each].startswith("*") or each == "row_stride"
     }
     source = ASTSource(kernel, signature, {(names.index(name),): value for name, value in constants.items()}, aligned)
-    found = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps, "launch_pdl": True})
-    # It waits for the launch before.
+    found = compile(source, target=GPUTarget("cuda", 90, 32), options=options | {"launch_pdl": True})
+    # It waits for the launch before, and takes words apart on their way from shared memory to the matrix units.
     assert "griddepcontrol.wait" in found.asm["ptx"]
+    assert ("min.bf16x2" in found.asm["ptx"]) == name.startswith("eight bits")
     return int(found.metadata.shared)
 
 
 def main() -> None:
-    json.dump({name: compiled(*rest) for name, *rest in kernels()}, sys.stdout)
+    json.dump({one[0]: compiled(*one) for one in kernels()}, sys.stdout)
 
 
 if __name__ == "__main__":

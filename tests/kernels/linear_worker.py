@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tree_kernels.linear import layers as linear
+from tree_kernels import linear
 from tree_kernels.linear.cublas_backend import CublasLinears
 from tree_kernels.linear.triton_backend import TritonLinears
 from tree_kernels.linear.triton_tiling import LinearTiling
@@ -44,6 +44,8 @@ class Sizes:
     invariant: bool = False
     # The products are the library's.
     cublas: bool = False
+    # Of weights.
+    eight_bits: bool = False
 
     def linears(self) -> TritonLinears:
         if self.cublas:
@@ -61,6 +63,10 @@ def cases() -> dict[str, Sizes]:
     found["parts"] = replace(tiny, rows=33, hidden=64, heads=4, inner=128, tiling=split)
     found["own tiling"] = replace(tiny, rows=33, width=32, tiling=None)
     found["half precision"] = replace(tiny, dtype=torch.float16)
+    for name in ("16 rows", "17 rows", "bias", "blocks that end past the edge", "parts", "own tiling"):
+        found[f"{name}, eight bits"] = replace(found[name], eight_bits=True)
+    found["parts, eight bits"] = replace(found["parts, eight bits"], tiling=replace(split, block_inner=32, splits=2))
+    found["half precision, eight bits"] = replace(tiny, dtype=torch.float16, eight_bits=True)
     found |= cublas_cases()
     if not INTERPRETED:
         small, large = Sizes(1, 576, 9, 3, 64, 1536), Sizes(1, 4096, 32, 8, 128, 14336)
@@ -70,6 +76,7 @@ def cases() -> dict[str, Sizes]:
                 for invariant in (False, True) if rows in (5, 64, 130) else (False,):
                     one = replace(sizes, rows=rows, bias=rows == 5, dtype=torch.bfloat16, tiling=None)
                     found[f"bf16 {name} {rows} {invariant}"] = replace(one, invariant=invariant)
+                found[f"bf16 {name} {rows}, eight bits"] = replace(one, eight_bits=True, invariant=False)
     return found
 
 
@@ -106,9 +113,10 @@ class Inputs:
         total = (sizes.heads + 2 * sizes.kv_heads) * sizes.width
         self.hidden = self.make(sizes.rows, sizes.hidden)
         self.attended = self.make(sizes.rows, sizes.heads * sizes.width)
-        self.qkv = self.make(total, sizes.hidden, scale=sizes.hidden**-0.5)
-        self.out = self.make(sizes.hidden, sizes.heads * sizes.width, scale=sizes.hidden**-0.5)
-        self.gate_up = self.make(2 * sizes.inner, sizes.hidden, scale=sizes.hidden**-0.5)
+        self.embedding = self.make(2 * sizes.inner, sizes.hidden, scale=sizes.hidden**-0.5)
+        self.qkv = self.weight(total, sizes.hidden)
+        self.out = self.weight(sizes.hidden, sizes.heads * sizes.width)
+        self.gate_up = self.weight(2 * sizes.inner, sizes.hidden)
         self.bias = self.make(total) if sizes.bias else None
         self.out_bias = self.make(sizes.hidden) if sizes.bias else None
         self.norm = linear.Norm(self.make(sizes.hidden) + 1, EPSILON)
@@ -118,6 +126,10 @@ class Inputs:
 
     def make(self, *shape: int, scale: float = 1.0) -> Tensor:
         return (torch.randn(shape, generator=self._generator) * scale).to(DEVICE, self._dtype)
+
+    def weight(self, outputs: int, inner: int) -> linear.Weight:
+        made = self.make(outputs, inner, scale=self.sizes.hidden**-0.5)
+        return linear.ScaledWeight.of(made) if self.sizes.eight_bits else made
 
     def heads(self, rows: slice = slice(None)) -> linear.HeadRows:
         shape = (self.sizes.rows + 5, 1, self.sizes.kv_heads, self.sizes.width)
@@ -130,7 +142,7 @@ def head_input_of(linears: linear.RowLinears, inputs: Inputs, rows: slice = slic
     """What a draft head's first layer reads, where the hidden rows are its features; the definition's in fp32."""
     device, dtype = (torch.device("cpu"), torch.float32) if linears is TORCH else (DEVICE, inputs.sizes.dtype)
     features, embedding, weight = (
-        one.to(device, dtype) for one in (inputs.hidden, inputs.gate_up, inputs.norm.weight)
+        one.to(device, dtype) for one in (inputs.hidden, inputs.embedding, inputs.norm.weight)
     )  # fmt: skip
     count = torch.arange(inputs.sizes.rows, dtype=torch.int32, device=device)
     tokens, positions = count * 7 % len(embedding), count * 61 + 1
@@ -162,6 +174,13 @@ def kernels(inputs: Inputs, rows: slice = slice(None)) -> dict[str, Tensor]:
     }
 
 
+def on_cpu(weight: linear.Weight) -> linear.Weight:
+    """In fp32 where it is not in eight bits."""
+    if isinstance(weight, linear.ScaledWeight):
+        return linear.ScaledWeight(weight.words.cpu(), weight.scales.cpu())
+    return weight.cpu().float()
+
+
 def references(inputs: Inputs) -> dict[str, Tensor]:
     """The same on a CPU in fp32."""
     rows, attended, norm = inputs.hidden.cpu().float(), inputs.attended.cpu().float(), inputs.norm
@@ -172,19 +191,19 @@ def references(inputs: Inputs) -> dict[str, Tensor]:
         heads.key_cache.cpu().float(), heads.value_cache.cpu().float(),
     )  # fmt: skip
     bias, out_bias = (None if one is None else one.cpu().float() for one in (inputs.bias, inputs.out_bias))
-    out = inputs.out.cpu().float()
+    out = on_cpu(inputs.out)
     added, scaled = TORCH.add_linear(attended, out, out_bias, rows, norm)
     assert scaled is not None
     start = TORCH.scale_rows(rows, norm)
     return {
         "norm": TORCH.norm_rows(rows, norm),
         **head_input_of(TORCH, inputs),
-        "query": TORCH.rotary_linear(start, inputs.qkv.cpu().float(), bias, heads),
+        "query": TORCH.rotary_linear(start, on_cpu(inputs.qkv), bias, heads),
         "keys": heads.key_cache,
         "values": heads.value_cache,
         "added": added,
         "plain": TORCH.add_linear(attended, out)[0],
-        "gated": TORCH.gated_linear(scaled, inputs.gate_up.cpu().float()),
+        "gated": TORCH.gated_linear(scaled, on_cpu(inputs.gate_up)),
     }
 
 

@@ -34,7 +34,8 @@ def interpreted() -> dict[str, Any]:
 
 def check(found: dict[str, Any], bf16: float = 1e-2) -> None:
     """fp32 agrees to rounding, half precision to its own."""
-    tolerance = dict.fromkeys(("half precision", "float16 cublas False", "float16 cublas True"), 2e-3)
+    halves = ("half precision", "half precision, eight bits")
+    tolerance = dict.fromkeys((*halves, "float16 cublas False", "float16 cublas True"), 2e-3)
     wrong = {
         f"{name}: {output}": error
         for name, errors in found["errors"].items()

@@ -3,9 +3,20 @@
 import torch
 
 from tree_kernels.linear.layers import RowLinears
-from tree_kernels.linear.rows import HeadInput, HeadInputs, HeadRows, Norm, ScaledRows
+from tree_kernels.linear.rows import HeadInput, HeadInputs, HeadRows, Norm, ScaledRows, ScaledWeight, Weight
 
-__all__ = ["HeadInput", "HeadInputs", "HeadRows", "Norm", "RowLinears", "ScaledRows", "many_row_linears", "row_linears"]
+__all__ = [
+    "HeadInput",
+    "HeadInputs",
+    "HeadRows",
+    "Norm",
+    "RowLinears",
+    "ScaledRows",
+    "ScaledWeight",
+    "Weight",
+    "many_row_linears",
+    "row_linears",
+]
 
 
 def row_linears(device: torch.device, *, invariant: bool = False) -> RowLinears:

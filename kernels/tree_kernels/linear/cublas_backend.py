@@ -12,7 +12,7 @@ import triton
 from torch import Tensor
 from torch.nn import functional
 
-from tree_kernels.linear.rows import HeadRows, Norm, ScaledRows
+from tree_kernels.linear.rows import HeadRows, Norm, ScaledRows, ScaledWeight, Weight
 from tree_kernels.linear.triton_backend import TritonLinears, check_product, or_other
 from tree_kernels.linear.triton_epilogues import add_epilogue_kernel, gated_epilogue_kernel, rotary_epilogue_kernel
 
@@ -38,18 +38,17 @@ class CublasLinears(TritonLinears):
     def add_linear(
         self,
         rows: Tensor,
-        weight: Tensor,
+        weight: Weight,
         bias: Tensor | None = None,
         residual: Tensor | None = None,
         norm: Norm | None = None,
-        following: Tensor | None = None,  # noqa: ARG002
+        following: Weight | None = None,  # noqa: ARG002
     ) -> tuple[Tensor, ScaledRows | None]:
-        check_product(rows, weight)
-        output = functional.linear(rows, weight)
+        output = _product(rows, weight)
         if bias is None and residual is None and norm is None:
             return output, None
         scaled = None if norm is None else ScaledRows(torch.empty_like(output), None, norm.epsilon)
-        width = len(weight)
+        width = weight.shape[0]
         add_epilogue_kernel[(len(rows),)](
             output, or_other(bias, output), or_other(residual, output), output if norm is None else norm.weight,
             output if scaled is None else scaled.rows, 0.0 if norm is None else norm.epsilon,
@@ -59,29 +58,29 @@ class CublasLinears(TritonLinears):
         )  # fmt: skip
         return output, scaled
 
-    def gated_linear(self, rows: ScaledRows, weight: Tensor) -> Tensor:
-        count, outputs = len(rows.rows), len(weight) // 2
+    def gated_linear(self, rows: ScaledRows, weight: Weight) -> Tensor:
+        count, outputs = len(rows.rows), weight.shape[0] // 2
         output = rows.rows.new_empty(count, outputs)
         gated_epilogue_kernel[(count, triton.cdiv(outputs, _BLOCK))](
-            _product(rows, weight), output, OUTPUTS=outputs, BLOCK=_BLOCK, num_warps=4, **self._order()
+            _normed_product(rows, weight), output, OUTPUTS=outputs, BLOCK=_BLOCK, num_warps=4, **self._order()
         )  # fmt: skip
         return output
 
     def rotary_linear(
         self,
         rows: ScaledRows,
-        weight: Tensor,
+        weight: Weight,
         bias: Tensor | None,
         heads: HeadRows,
-        following: Tensor | None = None,  # noqa: ARG002
+        following: Weight | None = None,  # noqa: ARG002
     ) -> Tensor:
         kv_heads, width = heads.key_cache.shape[-2:]
-        count, total = len(rows.rows), len(weight) // width
+        count, total = len(rows.rows), weight.shape[0] // width
         query = rows.rows.new_empty(count, total - 2 * kv_heads, width)
         block_turn = triton.next_power_of_2(width // 2)
         block_heads = min(max(1, _BLOCK // block_turn), triton.next_power_of_2(total))
         rotary_epilogue_kernel[(count, triton.cdiv(total, block_heads))](
-            _product(rows, weight), or_other(bias, query), heads.cosines, heads.sines, heads.slots, query,
+            _normed_product(rows, weight), or_other(bias, query), heads.cosines, heads.sines, heads.slots, query,
             heads.key_cache, heads.value_cache,
             HAS_BIAS=bias is not None, HEADS=total - 2 * kv_heads, KV_HEADS=kv_heads, WIDTH=width,
             BLOCK_HEADS=block_heads, BLOCK_TURN=block_turn, num_warps=4, **self._order(),
@@ -89,9 +88,16 @@ class CublasLinears(TritonLinears):
         return query
 
 
-def _product(rows: ScaledRows, weight: Tensor) -> Tensor:
+def _normed_product(rows: ScaledRows, weight: Weight) -> Tensor:
     """[R, N] of rows that are normed whole."""
     if rows.squares is not None:
         raise ValueError("expected rows that are normed whole, as this class norms them")
-    check_product(rows.rows, weight)
-    return functional.linear(rows.rows, weight)
+    return _product(rows.rows, weight)
+
+
+def _product(rows: Tensor, weight: Weight) -> Tensor:
+    """[R, N] of rows [R, K]."""
+    if isinstance(weight, ScaledWeight):
+        raise ValueError("expected a weight of the rows' dtype: the library has no product with eight bits")
+    check_product(rows, weight)
+    return functional.linear(rows, weight)

@@ -16,14 +16,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from tree_kernels.linear.rows import HeadInput, HeadInputs, HeadRows, Norm, ScaledRows
+from tree_kernels.linear.rows import HeadInput, HeadInputs, HeadRows, Norm, ScaledRows, ScaledWeight, Weight
 from tree_kernels.paging import write_kv
 
 
 class RowLinears:
     """The linear layers, here as PyTorch has them: in fp32 and rounded at the end, which defines what kernels do.
 
-    `following` is a weight that a later launch reads, for the L2 cache to ask for early.
+    A weight is a tensor of the rows' dtype, or in eight bits. `following` is one that a later launch reads, for the L2
+    cache to ask for early.
     """
 
     def norm_rows(self, hidden: Tensor, norm: Norm) -> Tensor:
@@ -54,17 +55,17 @@ class RowLinears:
     def add_linear(
         self,
         rows: Tensor,
-        weight: Tensor,
+        weight: Weight,
         bias: Tensor | None = None,
         residual: Tensor | None = None,
         norm: Norm | None = None,
-        following: Tensor | None = None,  # noqa: ARG002
+        following: Weight | None = None,  # noqa: ARG002
     ) -> tuple[Tensor, ScaledRows | None]:
         """A linear layer, the residual added, and the first half of the norm that reads the sum next.
 
         Args:
             rows: [R, K], last dimension contiguous.
-            weight: [N, K], contiguous, of the rows' dtype.
+            weight: [N, K], contiguous.
             bias: [N].
             residual: [R, N].
             norm: over N.
@@ -82,7 +83,7 @@ class RowLinears:
         output = total.to(rows.dtype)
         return output, None if norm is None else self.scale_rows(output, norm)
 
-    def gated_linear(self, rows: ScaledRows, weight: Tensor) -> Tensor:
+    def gated_linear(self, rows: ScaledRows, weight: Weight) -> Tensor:
         """[R, N]: SiLU(gate) * up of the normed rows [R, K]; `weight` [2 * N, K] is gate's and below it up's."""
         gate, up = (_product(rows.rows, weight) * rows.scale).chunk(2, dim=1)
         return (functional.silu(gate) * up).to(rows.rows.dtype)
@@ -90,10 +91,10 @@ class RowLinears:
     def rotary_linear(
         self,
         rows: ScaledRows,
-        weight: Tensor,
+        weight: Weight,
         bias: Tensor | None,
         heads: HeadRows,
-        following: Tensor | None = None,  # noqa: ARG002
+        following: Weight | None = None,  # noqa: ARG002
     ) -> Tensor:
         """Queries, keys and values of the normed rows; queries and keys turned, keys and values into the cache.
 
@@ -124,7 +125,8 @@ class RowLinears:
         return query
 
 
-def _product(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def _product(rows: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     """In fp32."""
-    product: Tensor = functional.linear(rows.float(), weight.float(), None if bias is None else bias.float())
+    wide = weight.wide() if isinstance(weight, ScaledWeight) else weight.float()
+    product: Tensor = functional.linear(rows.float(), wide, None if bias is None else bias.float())
     return product

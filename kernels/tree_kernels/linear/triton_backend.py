@@ -11,14 +11,12 @@ import triton
 from torch import Tensor
 
 from tree_kernels.linear.layers import RowLinears
-from tree_kernels.linear.rows import HeadInput, HeadInputs, HeadRows, Norm, ScaledRows
+from tree_kernels.linear.rows import HeadInput, HeadInputs, HeadRows, Norm, ScaledRows, ScaledWeight, Weight
 from tree_kernels.linear.triton_kernels import add_kernel, gated_kernel, head_input_kernel, norm_kernel, rotary_kernel
 from tree_kernels.linear.triton_tiling import LinearTiling, choose_linear_tiling
 
-# Weights are asked for 256 bytes at a time.
-_MIN_ASKED = 128
-
-
+# Weights are asked for so many bytes at a time, which begin at a multiple of the others.
+_ASKED_BYTES, _ASKED_FROM = 256, 16
 _MIN_OUTPUTS = 16
 # Tiles of one launch whose parts may be under way: those of more than 60,000 rows.
 _MAX_TILES = 65536
@@ -66,23 +64,23 @@ class TritonLinears(RowLinears):
     def add_linear(
         self,
         rows: Tensor,
-        weight: Tensor,
+        weight: Weight,
         bias: Tensor | None = None,
         residual: Tensor | None = None,
         norm: Norm | None = None,
-        following: Tensor | None = None,
+        following: Weight | None = None,
     ) -> tuple[Tensor, ScaledRows | None]:
         tiling = self._prepare(rows, weight)
-        count, outputs = len(rows), len(weight)
+        count, outputs = len(rows), weight.shape[0]
         output = rows.new_empty(count, outputs)
         tiles = triton.cdiv(outputs, tiling.block_outputs)
         scaled = None
         if norm is not None:
             squares = torch.empty(count, tiles, dtype=torch.float32, device=rows.device)
             scaled = ScaledRows(torch.empty_like(output), squares, norm.epsilon)
-        grid, options = self._launch(tiling, rows, tiles, following)
+        grid, options = self._launch(tiling, rows, weight, tiles, following)
         add_kernel[grid](
-            rows, weight, or_other(bias, output), or_other(residual, output),
+            rows, or_other(bias, output), or_other(residual, output),
             output if norm is None else norm.weight, output,
             output if scaled is None else scaled.rows, output if scaled is None else scaled.squares,
             count=count, row_stride=rows.stride(0),
@@ -90,14 +88,14 @@ class TritonLinears(RowLinears):
         )  # fmt: skip
         return output, scaled
 
-    def gated_linear(self, rows: ScaledRows, weight: Tensor) -> Tensor:
+    def gated_linear(self, rows: ScaledRows, weight: Weight) -> Tensor:
         tiling = self._prepare(rows.rows, weight)
-        count, outputs = len(rows.rows), len(weight) // 2
+        count, outputs = len(rows.rows), weight.shape[0] // 2
         output = rows.rows.new_empty(count, outputs)
         tiles = triton.cdiv(outputs, tiling.block_outputs // 2)
-        grid, options = self._launch(tiling, rows.rows, tiles)
+        grid, options = self._launch(tiling, rows.rows, weight, tiles)
         gated_kernel[grid](
-            rows.rows, rows.squares, weight, output, count=count, epsilon=rows.epsilon, OUTPUTS=outputs,
+            rows.rows, rows.squares, output, count=count, epsilon=rows.epsilon, OUTPUTS=outputs,
             **_parts(rows), **options,
         )  # fmt: skip
         return output
@@ -105,10 +103,10 @@ class TritonLinears(RowLinears):
     def rotary_linear(
         self,
         rows: ScaledRows,
-        weight: Tensor,
+        weight: Weight,
         bias: Tensor | None,
         heads: HeadRows,
-        following: Tensor | None = None,
+        following: Weight | None = None,
     ) -> Tensor:
         kv_heads, width = heads.key_cache.shape[-2:]
         tiling = self._prepare(rows.rows, weight)
@@ -116,17 +114,17 @@ class TritonLinears(RowLinears):
         tiling = replace(tiling, block_outputs=math.gcd(width, tiling.block_outputs))
         if tiling.block_outputs < _MIN_OUTPUTS:
             raise ValueError(f"expected heads of a multiple of {_MIN_OUTPUTS}, got {width}")
-        count, query_heads = len(rows.rows), len(weight) // width - 2 * kv_heads
+        count, query_heads = len(rows.rows), weight.shape[0] // width - 2 * kv_heads
         query = rows.rows.new_empty(count, query_heads, width)
-        grid, options = self._launch(tiling, rows.rows, len(weight) // tiling.block_outputs, following)
+        grid, options = self._launch(tiling, rows.rows, weight, weight.shape[0] // tiling.block_outputs, following)
         rotary_kernel[grid](
-            rows.rows, rows.squares, weight, or_other(bias, query), heads.cosines, heads.sines, heads.slots, query,
+            rows.rows, rows.squares, or_other(bias, query), heads.cosines, heads.sines, heads.slots, query,
             heads.key_cache, heads.value_cache, count=count, epsilon=rows.epsilon,
             HAS_BIAS=bias is not None, HEADS=query_heads, KV_HEADS=kv_heads, WIDTH=width, **_parts(rows), **options,
         )  # fmt: skip
         return query
 
-    def _prepare(self, rows: Tensor, weight: Tensor) -> LinearTiling:
+    def _prepare(self, rows: Tensor, weight: Weight) -> LinearTiling:
         check_product(rows, weight)
         return self._tiling or choose_linear_tiling(len(rows), *weight.shape, invariant=self._invariant)
 
@@ -140,7 +138,7 @@ class TritonLinears(RowLinears):
         )  # fmt: skip
 
     def _launch(
-        self, tiling: LinearTiling, rows: Tensor, tiles: int, following: Tensor | None = None
+        self, tiling: LinearTiling, rows: Tensor, weight: Weight, tiles: int, following: Weight | None = None
     ) -> tuple[tuple[int, int, int], dict[str, Any]]:
         """Grid and arguments that all products have."""
         count, inner = rows.shape
@@ -149,20 +147,24 @@ class TritonLinears(RowLinears):
         splits = tiling.splits if inner % (tiling.splits * tiling.block_inner) == 0 else 1
         splits = splits if blocks * tiles <= _MAX_TILES else 1
         numbers = blocks * tiles * splits * tiling.block_rows * tiling.block_outputs if splits > 1 else 1
-        asks = following is not None and self._dependent
-        size = following.numel() * following.element_size() if asks and following is not None else 0
+        read, scales = (weight.words, weight.scales) if isinstance(weight, ScaledWeight) else (weight, None)
+        asked = following.words if isinstance(following, ScaledWeight) else following
+        size = asked.numel() * asked.element_size() if asked is not None and self._dependent else 0
         # Whole lines; the last piece ends inside the weight.
         piece = size // (blocks * tiles * splits * _THREADS_ASKING) // 128 * 128
         options = {
+            "weight": read,
+            "scales": or_other(scales, read),
+            "SCALED": scales is not None,
             "partials": torch.empty(numbers, dtype=torch.float32, device=rows.device),
             "counters": self._counters,
-            "following": or_other(following, rows),
+            "following": or_other(asked, rows),
             "INNER": inner,
             "SPLITS": splits,
             "BLOCK_M": tiling.block_rows,
             "BLOCK_N": tiling.block_outputs,
             "BLOCK_K": tiling.block_inner,
-            "AHEAD": tiling.ahead if inner >= _MIN_ASKED and inner % 8 == 0 and rows.element_size() == 2 else 0,
+            "AHEAD": tiling.ahead if _can_be_asked_for(read) else 0,
             "PIECE": piece,
             "PIECES": size // piece if piece else 0,
             "num_warps": tiling.warps,
@@ -175,10 +177,21 @@ class TritonLinears(RowLinears):
         return {"DEPENDENT": True, "launch_pdl": True} if self._dependent else {"DEPENDENT": False}
 
 
-def check_product(rows: Tensor, weight: Tensor) -> None:
-    """Raise `ValueError` unless `rows` [R, K] and `weight` [N, K] are contiguous in K and of one dtype."""
-    if rows.dtype != weight.dtype or rows.stride(1) != 1 or not weight.is_contiguous():
+def check_product(rows: Tensor, weight: Weight) -> None:
+    """Raise `ValueError` unless `rows` [R, K] and `weight` [N, K] are contiguous in K, and of one dtype or the weight
+    in eight bits."""
+    if isinstance(weight, ScaledWeight):
+        fits, numbers = True, weight.words
+    else:
+        fits, numbers = weight.dtype == rows.dtype, weight
+    if not fits or rows.stride(1) != 1 or not numbers.is_contiguous():
         raise ValueError("expected contiguous rows and weights of one dtype")
+
+
+def _can_be_asked_for(weight: Tensor) -> bool:
+    """Whether rows of a weight [N, K] may be brought into the L2 cache ahead of their product: in fp32 none is."""
+    row_bytes = weight.shape[1] * weight.element_size()
+    return row_bytes >= _ASKED_BYTES and row_bytes % _ASKED_FROM == 0 and weight.element_size() <= 2
 
 
 def or_other(tensor: Tensor | None, other: Tensor) -> Tensor:

@@ -6,22 +6,24 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from tree_kernels.linear.triton_eight_bits import high_numbers, low_numbers
+
 # Bytes of weights that one instruction asks for.
 _ASKED = tl.constexpr(256)
 
 
 @triton.jit
 def _await_inputs(  # type: ignore[no-untyped-def]
-    weight, column, INNER: tl.constexpr, SPLITS: tl.constexpr, AHEAD: tl.constexpr, DEPENDENT: tl.constexpr
+    weight, column, WIDTH: tl.constexpr, SPLITS: tl.constexpr, AHEAD: tl.constexpr, DEPENDENT: tl.constexpr
 ):
     """Let the next launch begin, bring the first weights into the L2 cache, and wait for the launch before."""
     if DEPENDENT:
         gdc_launch_dependents()
         if AHEAD > 0:
             step: tl.constexpr = _ASKED // (weight.dtype.element_ty.primitive_bitwidth // 8)
-            inner = tl.program_id(2) * (INNER // SPLITS) + tl.arange(0, AHEAD) * step
-            inner = tl.minimum(inner, INNER - step)
-            address = weight + column[:, None].to(tl.int64) * INNER + inner[None, :]
+            inner = tl.program_id(2) * (WIDTH // SPLITS) + tl.arange(0, AHEAD) * step
+            inner = tl.minimum(inner, WIDTH - step)
+            address = weight + column[:, None].to(tl.int64) * WIDTH + inner[None, :]
             tl.inline_asm_elementwise(
                 "cp.async.bulk.prefetch.L2.global [$1], 256; mov.b32 $0, 0;", "=r,l", [address],
                 dtype=tl.int32, is_pure=False, pack=1,
@@ -31,31 +33,41 @@ def _await_inputs(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _product(  # type: ignore[no-untyped-def]
-    rows, weight, partials, counters, row, column, there, row_stride, INNER: tl.constexpr, SPLITS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    rows, weight, scales, partials, counters, row, column, there, row_stride, SCALED: tl.constexpr,
+    INNER: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """[BLOCK_M, BLOCK_N] fp32, `rows` times the rows `column` of `weight`, and which rows this program is to store.
 
+    `SCALED` weights are those of `ScaledWeight`.
+
     Of the programs that share a tile, the last to arrive adds up what all have, always in the same order.
     """
-    SHARE: tl.constexpr = INNER // SPLITS
+    # Of a row of weights: numbers, or words of two.
+    WIDTH: tl.constexpr = INNER // 2 if SCALED else INNER
+    STEP: tl.constexpr = BLOCK_K // 2 if SCALED else BLOCK_K
+    SHARE: tl.constexpr = WIDTH // SPLITS
     begin = tl.program_id(2) * SHARE
-    inner = begin + tl.arange(0, BLOCK_K)
+    inner = begin + tl.arange(0, STEP)
     # The weight is the left factor: matrix units take 8 columns, but no fewer than 16 rows.
-    left_at = weight + column[:, None].to(tl.int64) * INNER + inner[None, :]
+    left_at = weight + column[:, None].to(tl.int64) * WIDTH + inner[None, :]
     right_at = rows + row[None, :].to(tl.int64) * row_stride + inner[:, None]
     total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    for start in range(0, SHARE, BLOCK_K):
-        if SHARE % BLOCK_K == 0:
+    for start in range(0, SHARE, STEP):
+        kept = there[None, :]
+        if SHARE % STEP == 0:
             left = tl.load(left_at)
-            right = tl.load(right_at, mask=there[None, :], other=0.0)
         else:
-            inside = start + tl.arange(0, BLOCK_K) < SHARE
-            left = tl.load(left_at, mask=inside[None, :], other=0.0)
-            right = tl.load(right_at, mask=there[None, :] & inside[:, None], other=0.0)
+            inside = start + tl.arange(0, STEP) < SHARE
+            left = tl.load(left_at, mask=inside[None, :], other=0)
+            kept = kept & inside[:, None]
+        right = tl.load(right_at, mask=kept, other=0.0)
+        if SCALED:
+            total = tl.dot(low_numbers(left, right.dtype), right, total, input_precision="ieee")
+            right = tl.load(right_at + WIDTH, mask=kept, other=0.0)
+            left = high_numbers(left, right.dtype)
         total = tl.dot(left, right, total, input_precision="ieee")
-        left_at += BLOCK_K
-        right_at += BLOCK_K
+        left_at += STEP
+        right_at += STEP
     if SPLITS > 1:
         tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
         at = partials + tile.to(tl.int64) * SPLITS * BLOCK_N * BLOCK_M
@@ -69,6 +81,8 @@ def _product(  # type: ignore[no-untyped-def]
             total = tl.load(at, cache_modifier=".cg")
             for split in tl.static_range(1, SPLITS):
                 total += tl.load(at + split * BLOCK_N * BLOCK_M, cache_modifier=".cg")
+    if SCALED:
+        total *= tl.load(scales + column)[:, None]
     return tl.trans(total), there
 
 
@@ -109,10 +123,10 @@ def _load_squares(squares, row, there, PARTS: tl.constexpr, BLOCK_PARTS: tl.cons
 
 @triton.jit
 def add_kernel(  # type: ignore[no-untyped-def]
-    rows, weight, bias, residual, norm_weight, output, scaled, squares, partials, counters, following, count,
+    rows, bias, residual, norm_weight, output, scaled, squares, weight, scales, partials, counters, following, count,
     row_stride,
-    HAS_BIAS: tl.constexpr, ADDS: tl.constexpr, SCALES: tl.constexpr, OUTPUTS: tl.constexpr, INNER: tl.constexpr,
-    SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    SCALED: tl.constexpr, HAS_BIAS: tl.constexpr, ADDS: tl.constexpr, SCALES: tl.constexpr, OUTPUTS: tl.constexpr,
+    INNER: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     AHEAD: tl.constexpr, PIECES: tl.constexpr, PIECE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """A linear layer; `ADDS` the residual, and `SCALES` the sum for the norm that reads it next."""
@@ -121,11 +135,25 @@ def add_kernel(  # type: ignore[no-untyped-def]
     inside = column < OUTPUTS
     if OUTPUTS % BLOCK_N != 0:
         column = tl.minimum(column, OUTPUTS - 1)
-    _await_inputs(weight, column, INNER, SPLITS, AHEAD, DEPENDENT)
+    _await_inputs(weight, column, INNER // 2 if SCALED else INNER, SPLITS, AHEAD, DEPENDENT)
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     there = row < count
     total, there = _product(
-        rows, weight, partials, counters, row, column, there, row_stride, INNER, SPLITS, BLOCK_M, BLOCK_N, BLOCK_K
+        rows,
+        weight,
+        scales,
+        partials,
+        counters,
+        row,
+        column,
+        there,
+        row_stride,
+        SCALED,
+        INNER,
+        SPLITS,
+        BLOCK_M,
+        BLOCK_N,
+        BLOCK_K,
     )
     _ask_for(following, PIECES, PIECE)
     if HAS_BIAS:
@@ -146,8 +174,8 @@ def add_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def gated_kernel(  # type: ignore[no-untyped-def]
-    rows, squares, weight, output, partials, counters, following, count, epsilon,
-    PARTS: tl.constexpr, BLOCK_PARTS: tl.constexpr, OUTPUTS: tl.constexpr, INNER: tl.constexpr,
+    rows, squares, output, weight, scales, partials, counters, following, count, epsilon,
+    SCALED: tl.constexpr, PARTS: tl.constexpr, BLOCK_PARTS: tl.constexpr, OUTPUTS: tl.constexpr, INNER: tl.constexpr,
     SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     AHEAD: tl.constexpr, PIECES: tl.constexpr, PIECE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
@@ -156,13 +184,27 @@ def gated_kernel(  # type: ignore[no-untyped-def]
     lane = tl.arange(0, BLOCK_N)
     first = tl.program_id(1) * HALF_N
     column = tl.minimum(first + lane % HALF_N, OUTPUTS - 1) + lane // HALF_N * OUTPUTS
-    _await_inputs(weight, column, INNER, SPLITS, AHEAD, DEPENDENT)
+    _await_inputs(weight, column, INNER // 2 if SCALED else INNER, SPLITS, AHEAD, DEPENDENT)
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     there = row < count
     # Asked for before the product and used after it.
     found = _load_squares(squares, row, there, PARTS, BLOCK_PARTS)
     total, there = _product(
-        rows, weight, partials, counters, row, column, there, INNER, INNER, SPLITS, BLOCK_M, BLOCK_N, BLOCK_K
+        rows,
+        weight,
+        scales,
+        partials,
+        counters,
+        row,
+        column,
+        there,
+        INNER,
+        SCALED,
+        INNER,
+        SPLITS,
+        BLOCK_M,
+        BLOCK_N,
+        BLOCK_K,
     )
     _ask_for(following, PIECES, PIECE)
     total *= tl.rsqrt(tl.sum(found, 1) / INNER + epsilon)[:, None]
@@ -176,9 +218,9 @@ def gated_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def rotary_kernel(  # type: ignore[no-untyped-def]
-    rows, squares, weight, bias, cosines, sines, slots, query, key_cache, value_cache, partials, counters, following,
-    count, epsilon,
-    PARTS: tl.constexpr, BLOCK_PARTS: tl.constexpr, HAS_BIAS: tl.constexpr,
+    rows, squares, bias, cosines, sines, slots, query, key_cache, value_cache, weight, scales, partials, counters,
+    following, count, epsilon,
+    SCALED: tl.constexpr, PARTS: tl.constexpr, BLOCK_PARTS: tl.constexpr, HAS_BIAS: tl.constexpr,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, WIDTH: tl.constexpr, INNER: tl.constexpr,
     SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     AHEAD: tl.constexpr, PIECES: tl.constexpr, PIECE: tl.constexpr, DEPENDENT: tl.constexpr,
@@ -193,13 +235,27 @@ def rotary_kernel(  # type: ignore[no-untyped-def]
     head = tl.program_id(1) * HALF_N // TURN
     first = tl.program_id(1) * HALF_N % TURN
     column = head * WIDTH + first + lane % HALF_N + lane // HALF_N * TURN
-    _await_inputs(weight, column, INNER, SPLITS, AHEAD, DEPENDENT)
+    _await_inputs(weight, column, INNER // 2 if SCALED else INNER, SPLITS, AHEAD, DEPENDENT)
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     there = row < count
     found = _load_squares(squares, row, there, PARTS, BLOCK_PARTS)
     slot = tl.load(slots + row, mask=there, other=-1).to(tl.int64)
     total, there = _product(
-        rows, weight, partials, counters, row, column, there, INNER, INNER, SPLITS, BLOCK_M, BLOCK_N, BLOCK_K
+        rows,
+        weight,
+        scales,
+        partials,
+        counters,
+        row,
+        column,
+        there,
+        INNER,
+        SCALED,
+        INNER,
+        SPLITS,
+        BLOCK_M,
+        BLOCK_N,
+        BLOCK_K,
     )
     _ask_for(following, PIECES, PIECE)
     total *= tl.rsqrt(tl.sum(found, 1) / INNER + epsilon)[:, None]
