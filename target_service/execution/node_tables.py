@@ -23,6 +23,8 @@ Ints = npt.NDArray[np.int32]
 Ids = npt.NDArray[np.int64]
 Reals = npt.NDArray[np.float64]
 
+# Rows of `_Tree.nodes`.
+_TOKEN, _PARENT, _CHILD, _SIBLING = range(4)
 # A parent that is not there: the node is left out, and what hangs below it.
 _NOBODY = -1
 # No node is certain, whatever its drafter says.
@@ -41,11 +43,9 @@ class _Tree:
     count: int = 0
     # Whether another tree than this was published last.
     changed: bool = True
-    tokens: Ints = field(default_factory=lambda: np.zeros(NODES, np.int32))
-    parents: Ints = field(default_factory=lambda: np.zeros(NODES, np.int32))
+    # [4, NODES]: each node's token, parent, first child and next sibling; of the last two 0 is none.
+    nodes: Ints = field(default_factory=lambda: np.zeros((4, NODES), np.int32))
     scores: Reals = field(default_factory=lambda: np.ones(NODES, np.float64))
-    # [2, NODES]: each node's first child and next sibling; 0 is none.
-    links: Ints = field(default_factory=lambda: np.zeros((2, NODES), np.int32))
     # (first id, places of its nodes) of every growth since, in order; -1 is the place of what was left out.
     named: list[tuple[int, Ids]] = field(default_factory=list)
     # What is predicted besides; None where nothing is.
@@ -54,8 +54,8 @@ class _Tree:
     def begin(self, base: int, root: int) -> None:
         """Begin anew with a root."""
         self.base, self.count = base, 1
-        self.tokens[0], self.parents[0], self.scores[0] = root, 0, 1.0
-        self.links[:, 0] = 0
+        self.nodes[:, 0] = root, 0, 0, 0
+        self.scores[0] = 1.0
         self.named.clear()
 
     def place_of(self, node_id: int) -> int:
@@ -153,20 +153,18 @@ class NodeTables:
         tree = self._trees.get(growth.sequence_id)
         if tree is None:
             return
-        first, ids = growth.first_node_id, np.array(growth.parent_ids, np.int64)
+        first, ids = growth.first_node_id, np.asarray(growth.parent_ids, np.int64)
         root = self._root_of(tree, growth, base, token_ids)
-        above = np.empty(len(ids), np.int64)
-        others = name_parents(ids, first, root, above)
+        # First what parents there are, and then where the nodes themselves stand.
+        places = np.empty(len(ids), np.int64)
+        others = name_parents(ids, first, root, places)
         if others < 0:
             raise InvalidField("growth.parent_ids", "is not an earlier node")
         if others:
             for number in np.flatnonzero((ids != ROOT_ID) & (ids < first)):
-                above[number] = tree.place_of(int(ids[number]))
-        places = np.zeros(len(ids), np.int64)
-        tokens, scores = np.array(growth.token_ids, np.int32), np.array(growth.scores, np.float64)
-        tree.count = insert(
-            tree.tokens, tree.parents, tree.scores, tree.links, tree.count, above, tokens, scores, places
-        )
+                places[number] = tree.place_of(int(ids[number]))
+        tokens, scores = np.asarray(growth.token_ids, np.int32), np.asarray(growth.scores, np.float64)
+        tree.count = insert(tree.nodes, tree.scores, tree.count, tokens, scores, places)
         tree.named.append((first, places))
         tree.changed = True
 
@@ -177,7 +175,7 @@ class NodeTables:
         if not growth.replaces and tree.count and tree.base <= base and not full:
             place = 0
             for token in token_ids[tree.base : base]:
-                place = child_of(tree.tokens, tree.links, place, token)
+                place = child_of(tree.nodes, place, token)
                 if place == 0:
                     break
             else:
@@ -209,7 +207,7 @@ class NodeTables:
         if tree.predicted is not None:
             said, trust = with_predicted(tree, tree.predicted, trust), 1.0
         if said.count:
-            build_table(said.tokens, said.parents, said.scores, said.count, trust, said.base, table)
+            build_table(said.nodes, said.scores, said.count, trust, said.base, table)
         else:
             table[:2] = 0
         self.mail.put(tree.slot)
@@ -219,29 +217,26 @@ def with_predicted(tree: _Tree, predicted: PredictedNodes, trust: float) -> _Tre
     """A tree with what is predicted, its draft's scores multiplied with `trust`. A node that both say has the larger
     score."""
     merged = _Tree(tree.slot, tree.base, tree.count)
-    merged.tokens[:], merged.parents[:], merged.scores[:] = tree.tokens, tree.parents, tree.scores * trust
-    merged.links[:] = tree.links
+    merged.nodes[:], merged.scores[:] = tree.nodes, tree.scores * trust
     if not merged.count:
         merged.begin(predicted.base, predicted.token_ids[predicted.base - 1])
     for token_ids, scores in predicted.from_base(merged.base):
-        places, before, count = np.zeros(len(token_ids), np.int64), merged.scores.copy(), merged.count
+        before, count = merged.scores.copy(), merged.count
         # Each hangs below the one before it, the first below the root.
-        above = np.arange(-1, len(token_ids) - 1) * -1 - 2
-        above[:1] = 0
+        places = np.arange(-1, len(token_ids) - 1) * -1 - 2
+        places[:1] = 0
         tokens, chances = np.array(token_ids, np.int32), np.array(scores, np.float64)
-        merged.count = insert(
-            merged.tokens, merged.parents, merged.scores, merged.links, count, above, tokens, chances, places
-        )
+        merged.count = insert(merged.nodes, merged.scores, count, tokens, chances, places)
         merged.scores[1:count] = np.maximum(merged.scores[1:count], before[1:count])
     return merged
 
 
 @numba.njit(nogil=True)  # type: ignore[untyped-decorator]
-def child_of(tokens: Ints, links: Ints, place: int, token: int) -> int:
-    """Where a node's child of this token stands; 0 where there is none. `tokens` [room], `links` [2, room]."""
-    child = links[0, place]
-    while child != 0 and tokens[child] != token:
-        child = links[1, child]
+def child_of(nodes: Ints, place: int, token: int) -> int:
+    """Where a node's child of this token stands; 0 where there is none. `nodes` as `_Tree` has them."""
+    child = nodes[_CHILD, place]
+    while child != 0 and nodes[_TOKEN, child] != token:
+        child = nodes[_SIBLING, child]
     return int(child)
 
 
@@ -271,58 +266,50 @@ def name_parents(ids: Ids, first: int, root: int, above: Ids) -> int:
 
 
 @numba.njit(nogil=True)  # type: ignore[untyped-decorator]
-def insert(
-    tokens: Ints,
-    parents: Ints,
-    scores: Reals,
-    links: Ints,
-    count: int,
-    above: Ids,
-    new_tokens: Ints,
-    new_scores: Reals,
-    places: Ids,
-) -> int:
+def insert(nodes: Ints, scores: Reals, count: int, new_tokens: Ints, new_scores: Reals, places: Ids) -> int:
     """Add nodes to a tree that has so many, place 0 its root. A child that is there takes the newer score.
 
     Args:
-        tokens, parents, scores: [room], written.
-        links: [2, room] first children and next siblings, written.
-        above: [n] the place of each new node's parent, or -2 - i for the i-th new one; -1 leaves the node out.
+        nodes: [4, room] as `_Tree` has them, written.
+        scores: [room], written.
         new_tokens, new_scores: [n].
-        places: [n], written: where each of them stands; -1 of those for which there is no parent or no room.
+        places: [n] the place of each new node's parent, or -2 - i for the i-th new one; -1 leaves the node out. Then
+            where each of them stands is written there; -1 of those for which there is no parent or no room.
 
     Returns:
         How many nodes there are.
     """
-    for i in range(len(above)):
-        parent = above[i] if above[i] >= -1 else places[-2 - above[i]]
+    for i in range(len(places)):
+        parent = places[i] if places[i] >= -1 else places[-2 - places[i]]
         places[i] = -1
         if parent < 0:
             continue
-        place = child_of(tokens, links, parent, new_tokens[i])
+        place = child_of(nodes, parent, new_tokens[i])
         if place == 0:
-            if count == len(tokens):
+            if count == nodes.shape[1]:
                 continue
             place = count
             count += 1
-            tokens[place], parents[place] = new_tokens[i], parent
-            links[0, place], links[1, place] = 0, links[0, parent]
-            links[0, parent] = place
+            nodes[_TOKEN, place], nodes[_PARENT, place] = new_tokens[i], parent
+            nodes[_CHILD, place], nodes[_SIBLING, place] = 0, nodes[_CHILD, parent]
+            nodes[_CHILD, parent] = place
         scores[place] = new_scores[i]
         places[i] = place
     return count
 
 
 @numba.njit(nogil=True)  # type: ignore[untyped-decorator]
-def build_table(tokens: Ints, parents: Ints, scores: Reals, count: int, trust: float, base: int, table: Ints) -> None:
+def build_table(nodes: Ints, scores: Reals, count: int, trust: float, base: int, table: Ints) -> None:
     """Write a tree as the device wants it: depth first, with depths and the costs of paths.
 
     Args:
-        tokens, parents, scores: [at least `count`], place 0 the root, parents before children.
+        nodes: [4, at least `count`] as `_Tree` has them, place 0 the root, parents before children.
+        scores: [at least `count`].
         trust: what scores are multiplied with.
         base: tokens of the sequence up to the root, with it.
         table: [TABLE] int32, written; see `tree_kernels.node_table`.
     """
+    tokens, parents = nodes[_TOKEN], nodes[_PARENT]
     sizes = np.ones(count, np.int32)
     for i in range(count - 1, 0, -1):
         sizes[parents[i]] += sizes[i]
@@ -347,10 +334,8 @@ def warm_up() -> None:
     """Have compiled what the first growth would wait for."""
     tree = _Tree(0)
     tree.begin(1, 0)
-    nothing = np.zeros(1, np.int64)
-    name_parents(nothing, 1, 0, nothing)
-    count = insert(
-        tree.tokens, tree.parents, tree.scores, tree.links, 1, nothing, np.ones(1, np.int32), np.ones(1), nothing
-    )
-    child_of(tree.tokens, tree.links, 0, 1)
-    build_table(tree.tokens, tree.parents, tree.scores, count, 1.0, 1, np.zeros(TABLE, np.int32))
+    places = np.zeros(1, np.int64)
+    name_parents(places, 1, 0, places.copy())
+    count = insert(tree.nodes, tree.scores, 1, np.ones(1, np.int32), np.ones(1), places)
+    child_of(tree.nodes, 0, 1)
+    build_table(tree.nodes, tree.scores, count, 1.0, 1, np.zeros(TABLE, np.int32))

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.drafting.draft_tree import MEMORY_STEPS, GrowingTree
+from outrider.drafting.draft_tree import MEMORY_STEPS, MEMORY_UNSEEN, GrowingTree
 from outrider.errors import InvalidField
 from outrider.tree import DraftDistribution, TokenTree
 from outrider.wire.frames import SequenceGrowth
@@ -172,9 +172,8 @@ def test_what_is_replaced_unseen_is_remembered_where_it_was_committed() -> None:
 
 @pytest.mark.parametrize("seed", range(40))
 def test_what_was_committed_is_found_as_by_looking_at_every_node(seed: int) -> None:
-    """`_keep_committed` walks down one path, `_keep_committed_anywhere` looks at all nodes: both find the same."""
+    """Of what was replaced unseen, one path is walked down."""
     dice = random.Random(seed)
-    trees = []
     nodes = dice.randrange(1, 40)
     parents = [0] * nodes
     for i in range(1, nodes):
@@ -186,15 +185,33 @@ def test_what_was_committed_is_found_as_by_looking_at_every_node(seed: int) -> N
         while tokens[i] in taken:
             tokens[i] += 1
     committed_since = [dice.randrange(4) for _ in range(dice.randrange(6))]
-    for keep in (GrowingTree._keep_committed, GrowingTree._keep_committed_anywhere):
-        committed = [9]
-        tree = GrowingTree(committed, step=0)
-        for token in committed_since:
-            committed.append(token)
-            tree.advance(1)
-        keep(tree, growth(0, 1, parents, tokens, replaces=True))
-        trees.append(tree._where)
-    assert trees[0] == trees[1]
+    committed = [9]
+    tree = GrowingTree(committed, step=0)
+    for token in committed_since:
+        committed.append(token)
+        tree.advance(1)
+    tree.hold(growth(0, 1, parents, tokens, replaces=True))
+    tree.hold(growth(0, 1 + nodes, [], [], replaces=True))
+    tree.settle()
+    lengths, expected = {0: 1}, {}
+    for node, (parent, token) in enumerate(zip(parents, tokens, strict=True), 1):
+        length = lengths.get(parent, len(committed))
+        if length < len(committed) and committed[length] == token:
+            lengths[node] = length + 1
+            expected[node] = 0 if length + 1 == len(committed) else -length - 1
+    assert tree._where == expected
+
+
+def test_few_trees_are_remembered_that_nobody_looked_at() -> None:
+    committed = [0]
+    tree = GrowingTree(committed, step=0)
+    committed.append(5)
+    tree.advance(1)
+    for first in range(1, MEMORY_UNSEEN + 4):
+        tree.hold(growth(0, first, [0], [5], replaces=True))
+    # Below the token that was committed, as the first and as the last of them name it.
+    tree.hold(growth(1, first + 1, [1, first - 1], [7, 8]))
+    assert paths_of(tree) == {(8,)}
 
 
 def test_steps_are_remembered_by_their_lengths() -> None:

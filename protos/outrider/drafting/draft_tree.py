@@ -7,12 +7,13 @@ the rest is dropped.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence as SequenceOf
 from collections.abc import Set
 
 from outrider.errors import InvalidField
 from outrider.tree import MAX_ROWS, DraftDistribution, TokenTree
-from outrider.wire.frames import ROOT_ID, SequenceGrowth
+from outrider.wire.frames import ROOT_ID, SequenceGrowth, stand_alone
 
 # Steps a late growth may lie behind, and committed tokens whose node ids are remembered for it.
 MEMORY_STEPS = 64
@@ -20,6 +21,9 @@ MEMORY_TOKENS = 256
 # Node ids that are remembered between two commits. A draft sends a tree or two then; one that names the same node again
 # and again would have every commit look through all its names.
 MEMORY_IDS = 8 * MAX_ROWS
+# Trees that were replaced before anyone looked, whose committed ids a later growth may name. Chosen, not measured: a
+# draft sends one or two between two commits.
+MEMORY_UNSEEN = 8
 _ROOT = 0
 
 
@@ -41,6 +45,8 @@ class GrowingTree:
         # The step that the draft has answered, and the one that it was asked about last.
         self.answered_step, self._asked_step = -1, step
         self._held: SequenceGrowth | None = None
+        # Growths that stood by themselves and were replaced before anyone looked.
+        self._unseen: deque[SequenceGrowth] = deque(maxlen=MEMORY_UNSEEN)
         self._clear()
 
     def _clear(self) -> None:
@@ -49,7 +55,8 @@ class GrowingTree:
         self._scores = [1.0]
         self._children: list[dict[int, int]] = [{}]
         self._distributions: dict[int, DraftDistribution] = {}
-        self._where = {node_id: place for node_id, place in self._where.items() if place <= _ROOT}
+        if self._where:
+            self._where = {node_id: place for node_id, place in self._where.items() if place <= _ROOT}
 
     @property
     def step(self) -> int:
@@ -111,27 +118,31 @@ class GrowingTree:
             raise InvalidField("growth.first_node_id", "was given before")
         self.answered_step = max(self.answered_step, growth.base_step)
         self._next_id = growth.first_node_id + len(growth.token_ids)
-        if not growth.replaces or _stands_on_others(growth):
+        stands_alone = _stands_alone(growth)
+        if not (growth.replaces and stands_alone):
             self.settle()
-        if growth.replaces:
+        if not growth.replaces:
+            self._add(growth)
+        elif not stands_alone:
+            # What it stands on is known now.
+            self._clear()
+            self._add(growth)
+        else:
             if self._held is not None:
-                self._keep_committed(self._held)
+                self._unseen.append(self._held)
             self._clear()
             self._held = growth
-        else:
-            self._add(growth)
 
     def settle(self) -> None:
         """Add the nodes of a growth that is held. Raises `InvalidField` when it is malformed."""
+        while self._unseen:
+            self._keep_committed(self._unseen.popleft())
         held, self._held = self._held, None
         if held is not None:
             self._add(held)
 
     def _keep_committed(self, growth: SequenceGrowth) -> None:
-        """Of a growth that is replaced unseen, remember the ids of tokens that were committed since it was made."""
-        if _stands_on_others(growth):
-            self._keep_committed_anywhere(growth)
-            return
+        """Of a growth that was replaced unseen, remember the ids of tokens that were committed since it was made."""
         # The path from its root that says them.
         length, parent_id, place = self._lengths.get(growth.base_step, self._length), ROOT_ID, -1
         while length < self._length:
@@ -140,18 +151,6 @@ class GrowingTree:
                 return
             length, parent_id = length + 1, growth.first_node_id + place
             self._where[parent_id] = self._place_of(length)
-
-    def _keep_committed_anywhere(self, growth: SequenceGrowth) -> None:
-        """Where its nodes may hang below those of earlier growths too."""
-        lengths = {ROOT_ID: self._lengths.get(growth.base_step, self._length)}
-        for node_id, (parent_id, token) in enumerate(
-            zip(growth.parent_ids, growth.token_ids, strict=True), growth.first_node_id
-        ):
-            known = self._where.get(parent_id, _ROOT)
-            length = lengths.get(parent_id, -known if known < _ROOT else self._length)
-            if length < self._length and self._committed[length] == token:
-                lengths[node_id] = length + 1
-                self._where[node_id] = self._place_of(length + 1)
 
     def _place_of(self, length: int) -> int:
         """Where the committed token that ends the sequence at this length stands."""
@@ -265,9 +264,11 @@ class GrowingTree:
         )
 
 
-def _stands_on_others(growth: SequenceGrowth) -> bool:
-    """Whether any node hangs below one of an earlier growth."""
-    return min(filter(None, growth.parent_ids), default=growth.first_node_id) < growth.first_node_id
+def _stands_alone(growth: SequenceGrowth) -> bool:
+    """Whether no node hangs below one of an earlier growth."""
+    if growth.stands_alone is not None:
+        return growth.stands_alone
+    return stand_alone(growth.parent_ids, growth.first_node_id)
 
 
 def _child(growth: SequenceGrowth, parent_id: int, token: int, begin: int) -> int:

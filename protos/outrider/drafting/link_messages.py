@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
+from array import array
+
 import msgspec
 
 from outrider.drafting.link import LinkOptions
 from outrider.processes.framing import framed
+from outrider.tree import DraftDistribution
 from outrider.wire.frames import (
     DraftInfo,
     OpenSequence,
@@ -78,10 +81,59 @@ class Disconnected(_Message, frozen=True):
     reason: str
 
 
+class PackedGrowth(msgspec.Struct, frozen=True, array_like=True):
+    """A `SequenceGrowth` whose numbers are packed, as whoever takes in many of them wants to have them.
+
+    Attributes:
+        parent_ids: int64.
+        token_ids: int32.
+        scores: float64.
+    """
+
+    sequence_id: int
+    base_step: int
+    first_node_id: int
+    parent_ids: bytes
+    token_ids: bytes
+    scores: bytes
+    distributions: dict[int, DraftDistribution]
+    replaces: bool
+    stands_alone: bool | None
+
+    @classmethod
+    def of(cls, growth: SequenceGrowth) -> PackedGrowth:
+        """The growth, packed."""
+        return cls(
+            growth.sequence_id,
+            growth.base_step,
+            growth.first_node_id,
+            array("q", growth.parent_ids).tobytes(),
+            array("i", growth.token_ids).tobytes(),
+            array("d", growth.scores).tobytes(),
+            growth.distributions,
+            growth.replaces,
+            growth.stands_alone,
+        )
+
+    def growth(self) -> SequenceGrowth:
+        """The growth, its numbers in arrays."""
+        return SequenceGrowth(
+            self.sequence_id,
+            self.base_step,
+            self.first_node_id,
+            array("q", self.parent_ids),
+            array("i", self.token_ids),
+            array("d", self.scores),
+            self.distributions,
+            self.replaces,
+            self.stands_alone,
+        )
+
+
 class Grown(_Message, frozen=True):
     """Nodes arrived."""
 
-    growths: list[SequenceGrowth]
+    growths: list[PackedGrowth]
 
 
 class Failed(_Message, frozen=True):

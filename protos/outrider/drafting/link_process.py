@@ -206,7 +206,7 @@ class LinkProcess:
     def _deliver(self, message: messages.FromLink) -> None:
         match message:
             case messages.Grown():
-                self._events.on_growth(message.growths)
+                self._events.on_growth([packed.growth() for packed in message.growths])
             case messages.Failed():
                 self._events.on_failure(message.failure)
             case messages.Connected():

@@ -38,7 +38,7 @@ class _Events:
         self._outbox = outbox
 
     def on_growth(self, growths: Sequence[SequenceGrowth]) -> None:
-        self.send(messages.Grown(list(growths)))
+        self.send(messages.Grown([messages.PackedGrowth.of(growth) for growth in growths]))
 
     def on_failure(self, failure: SequenceFailure) -> None:
         self.send(messages.Failed(failure))

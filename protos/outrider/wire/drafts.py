@@ -21,6 +21,7 @@ from outrider.wire.frames import (
     SequenceFailure,
     SequenceGrowth,
     TreeLimits,
+    stand_alone,
 )
 from outrider.wire.hidden_states import request_from_pb, request_to_pb, vectors_from_pb, vectors_to_pb
 from outrider.wire.trees import (
@@ -165,7 +166,15 @@ def growth_from_pb(
         if max(distributions) >= first + nodes:
             raise InvalidField(f"{field_path}.distributions", "names a node that was never given")
     return SequenceGrowth(
-        pb.sequence_id, pb.base_step, first, parent_ids, token_ids, scores, distributions, pb.replaces
+        pb.sequence_id,
+        pb.base_step,
+        first,
+        parent_ids,
+        token_ids,
+        scores,
+        distributions,
+        pb.replaces,
+        stand_alone(parent_ids, first),
     )
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Protocol
@@ -123,17 +124,25 @@ class SequenceFeatures:
 class SequenceGrowth:
     """Nodes added to one sequence's tree; meaning as in draft.proto.
 
-    Node i has id `first_node_id + i`; `parent_ids[i]` is an earlier id, or ROOT_ID for the root at `base_step`.
+    Node i has id `first_node_id + i`; `parent_ids[i]` is an earlier id, or ROOT_ID for the root at `base_step`. They
+    lie in tuples, or where an engine takes in many in `array.array`s, which numpy reads as they are.
     """
 
     sequence_id: int
     base_step: int
     first_node_id: int
-    parent_ids: tuple[int, ...]
-    token_ids: tuple[int, ...]
-    scores: tuple[float, ...]
+    parent_ids: tuple[int, ...] | array[int]
+    token_ids: tuple[int, ...] | array[int]
+    scores: tuple[float, ...] | array[float]
     distributions: dict[int, DraftDistribution] = field(default_factory=dict)
     replaces: bool = False
+    # Whether no node hangs below one of an earlier growth; None where nobody has looked.
+    stands_alone: bool | None = field(default=None, compare=False)
+
+
+def stand_alone(parent_ids: Iterable[int], first_node_id: int) -> bool:
+    """Whether all these are the root or nodes from `first_node_id` on."""
+    return min(filter(None, parent_ids), default=first_node_id) >= first_node_id
 
 
 @dataclass(frozen=True, slots=True)
