@@ -22,6 +22,7 @@ from outrider.errors import InvalidField, NotSupported, OutriderError, UnknownSe
 from outrider.serving import current_tenant
 from outrider.telemetry.tracing import Tracing
 from outrider.v1 import draft_pb2, draft_pb2_grpc
+from outrider.wakefulness import Wakefulness
 from outrider.wire.drafts import (
     advance_from_pb,
     corpus_to_pb,
@@ -56,12 +57,15 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         info: DraftInfo,
         observer: DraftObserver | None = None,
         tracing: Tracing | None = None,
+        awake: float = 0.0,
     ) -> None:
+        """The event loop stays awake for so many seconds after each frame."""
         self._drafter = drafter
         self._admission = admission
         self._info = info
         self._observer = observer or DraftObserver()
         self._tracing = tracing or Tracing()
+        self._wakefulness = Wakefulness(awake)
 
     async def Propose(  # type: ignore[override]
         self, _requests: AsyncIterator[draft_pb2.ProposeRequest], context: ProposeContext
@@ -88,6 +92,8 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
                         responses = [] if inbox.waiting else stream.grow()
                     # The target waits for the growth, and nobody for its metrics.
                     stream.record()
+                    # Behind what was drafted: that may have taken as long.
+                    self._wakefulness.stir()
             code = "OK"
         except OutriderError as error:
             code, reason = error.code.name, error.reason

@@ -10,13 +10,13 @@ clocks are the machine's monotonic one. Two times each way:
 - sent -> taken in: from the engine's call to the drafter's thread, which has the frame parsed and its features read;
 - drawn -> received: from the trees' arrays, packed behind that, to whoever receives growth in the engine's process.
 
-Times that stand beside `--early-ms` are of the first levels, which are sent before the whole trees.
+With `--early-ms` the first levels are sent before the whole trees. `--awake-ms 0` lets both processes sleep between
+frames; with fewer than 8 cores they do.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import platform
 import subprocess
 import sys
@@ -36,10 +36,11 @@ from outrider.runtime import prepare_grpc, switch_threads_often
 prepare_grpc()
 switch_threads_often()
 
-from outrider.drafting.link import GrpcDraftLink  # noqa: E402
+from outrider.drafting.link import GrpcDraftLink, LinkOptions  # noqa: E402
 from outrider.drafting.link_process import LinkProcess  # noqa: E402
 from outrider.drafting.stoppable import StoppableLink  # noqa: E402
 from outrider.sampling import SamplingParams, VerificationMode  # noqa: E402
+from outrider.wakefulness import AWAKE_SECONDS, usable_cores  # noqa: E402
 from outrider.wire.frames import (  # noqa: E402
     DraftInfo,
     OpenSequence,
@@ -103,7 +104,8 @@ def service(address: str, options: argparse.Namespace) -> Iterator[int]:
     command = [sys.executable, "-m", "draft_service", "--listen", address, "--log-level", "warning"]
     drafter = ["--drafter", "benchmarks.drafters.stamping:Stamping"]
     times = ["--early-ms", str(options.early_ms), "--whole-ms", str(options.whole_ms)]
-    process = subprocess.Popen([*command, *drafter, *times])
+    awake = ["--awake-ms", str(options.awake_ms)]
+    process = subprocess.Popen([*command, *drafter, *times, *awake])
     try:
         yield process.pid
     finally:
@@ -163,7 +165,7 @@ def measure(link: StoppableLink, receiver: Receiver, options: argparse.Namespace
 def run_one(name: str, transport: str, address: str, options: argparse.Namespace) -> list[Hop]:
     receiver = Receiver()
     with service(address, options):
-        link = LINKS[name](address, receiver, VOCABULARY_SIZE, "")
+        link = LINKS[name](address, receiver, VOCABULARY_SIZE, "", LinkOptions(awake=options.awake_ms / 1e3))
         try:
             if not receiver.connected.wait(60.0):
                 raise SystemExit("no draft service")
@@ -186,6 +188,7 @@ def main() -> None:
     parser.add_argument("--pace-ms", type=float, default=6.0)
     parser.add_argument("--early-ms", type=float, default=0.0)
     parser.add_argument("--whole-ms", type=float, default=0.0)
+    parser.add_argument("--awake-ms", type=float, default=AWAKE_SECONDS * 1e3)
     options = parser.parse_args()
     rows: list[Hop] = []
     with tempfile.TemporaryDirectory() as folder:
@@ -195,7 +198,7 @@ def main() -> None:
                 for row in run_one(name, transport, addresses[transport], options):
                     rows.append(row)
                     sys.stdout.write(f"{row}\n")
-    machine = {"cores": os.cpu_count(), "python": platform.python_version(), "grpcio": version("grpcio")}
+    machine = {"cores": usable_cores(), "python": platform.python_version(), "grpcio": version("grpcio")}
     write_json(options.json, {**machine, "settings": settings_of(options), "rows": [asdict(row) for row in rows]})
 
 
