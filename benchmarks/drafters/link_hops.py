@@ -10,7 +10,8 @@ clocks are the machine's monotonic one. Two times each way:
 - sent -> taken in: from the engine's call to the drafter's thread, which has the frame parsed and its features read;
 - drawn -> received: from the trees' arrays, packed behind that, to whoever receives growth in the engine's process.
 
-With `--early-ms` the first levels are sent before the whole trees. `--awake-ms 0` lets both processes sleep between
+With `--busy` the engine's thread computes in Python meanwhile, and the receiver has to ask it for the interpreter. With
+`--early-ms` the first levels are sent before the whole trees. `--awake-ms 0` lets both processes sleep between
 frames; with fewer than 8 cores they do.
 """
 
@@ -147,6 +148,8 @@ def measure(link: StoppableLink, receiver: Receiver, options: argparse.Namespace
         advance = SequenceAdvance(1, step, tuple(step * each % 997 for each in range(1, TOKENS + 1)), features)
         sent = time.monotonic_ns()
         link.advance([advance])
+        while options.busy and not receiver.whole.is_set():
+            pass
         if not receiver.whole.wait(10.0):
             raise SystemExit("the draft does not answer")
         if step > WARM_UP:
@@ -188,6 +191,7 @@ def main() -> None:
     parser.add_argument("--pace-ms", type=float, default=6.0)
     parser.add_argument("--early-ms", type=float, default=0.0)
     parser.add_argument("--whole-ms", type=float, default=0.0)
+    parser.add_argument("--busy", action="store_true")
     parser.add_argument("--awake-ms", type=float, default=AWAKE_SECONDS * 1e3)
     options = parser.parse_args()
     rows: list[Hop] = []
