@@ -7,14 +7,13 @@ import logging
 import time
 from array import array
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
 
 import grpc
 import numpy as np
 
-from draft_service.drafters.base import CorpusDrafter, Drafter, device_of
+from draft_service.drafters.base import CorpusDrafter, Drafter
 from draft_service.frame_reader import Inbox, slices
 from draft_service.session import Admission, PackedGrowth, ProposeSession
 from draft_service.telemetry.observer import DraftObserver
@@ -23,6 +22,7 @@ from outrider.errors import InvalidField, NotSupported, OutriderError, UnknownSe
 from outrider.serving import current_tenant
 from outrider.telemetry.tracing import Tracing
 from outrider.v1 import draft_pb2, draft_pb2_grpc
+from outrider.wakefulness import Wakefulness
 from outrider.wire.drafts import (
     advance_from_pb,
     corpus_to_pb,
@@ -41,13 +41,14 @@ logger = logging.getLogger(__name__)
 SERVICE_NAME: str = draft_pb2.DESCRIPTOR.services_by_name["DraftService"].full_name
 MAX_CORPUS_TOKENS = 65536
 
-Result = TypeVar("Result")
 Part = TypeVar("Part", draft_pb2.SequenceAdvance, draft_pb2.SequenceFeatures)
 ProposeContext = grpc.aio.ServicerContext[draft_pb2.ProposeRequest, draft_pb2.ProposeResponse]
 
 
 class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
-    """DraftService over one drafter, which all streams share. Runs on one event loop."""
+    """DraftService over one drafter, which all streams share. Runs on one event loop, and so does the drafter, also
+    one that waits for a GPU: a thread of its own would have to be woken for each commit and wake the loop for each
+    growth, which took a sixth of a millisecond each way (`benchmarks/results/2026-11-25-cpu-link-hops.md`)."""
 
     def __init__(
         self,
@@ -56,20 +57,15 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         info: DraftInfo,
         observer: DraftObserver | None = None,
         tracing: Tracing | None = None,
+        awake: float = 0.0,
     ) -> None:
+        """The event loop stays awake for so many seconds after each frame."""
         self._drafter = drafter
         self._admission = admission
         self._info = info
         self._observer = observer or DraftObserver()
         self._tracing = tracing or Tracing()
-        on_gpu = device_of(drafter) != "cpu"
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="drafter") if on_gpu else None
-
-    def close(self) -> None:
-        """Wait for what the drafter is at, so that it can be stopped. What still comes runs on the event loop."""
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            thread.shutdown()
+        self._wakefulness = Wakefulness(awake)
 
     async def Propose(  # type: ignore[override]
         self, _requests: AsyncIterator[draft_pb2.ProposeRequest], context: ProposeContext
@@ -84,42 +80,31 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
                 while frames := await inbox.take():
                     *firsts, last = slices(frames)
                     for some in firsts:
-                        for answer in await self._on_drafter(stream.take_all, some):
+                        for answer in stream.take_all(some):
                             await context.write(answer)
-                        # Other streams go on in between, also where all is done on the event loop.
+                        # Other streams go on in between.
                         await asyncio.sleep(0)
-                    responses = await self._on_drafter(stream.take_and_grow, last)
+                    responses = stream.take_and_grow(last)
                     while responses:
                         for response in responses:
                             await context.write(response)
                         # What has come meanwhile goes first: trees are made of the newest that is known.
-                        responses = [] if inbox.waiting else await self._on_drafter(stream.grow)
+                        responses = [] if inbox.waiting else stream.grow()
                     # The target waits for the growth, and nobody for its metrics.
                     stream.record()
+                    # Behind what was drafted: that may have taken as long.
+                    self._wakefulness.stir()
             code = "OK"
         except OutriderError as error:
             code, reason = error.code.name, error.reason
             raise
         finally:
-            # Cancelling a call twice must not leave its sequences open.
-            await asyncio.shield(self._end(stream, trace, code, reason))
-
-    async def _end(self, stream: _ProposeStream, trace: StreamTrace, code: str, reason: str) -> None:
-        """End a stream's sequences, and then record it: a cancelled call may still have work on the drafter's thread,
-        which goes first."""
-        try:
-            await self._on_drafter(stream.end)
-        finally:
-            stream.record()
-            self._observer.on_stream(-1)
-            trace.end(code, reason)
-
-    async def _on_drafter(self, work: Callable[..., Result], *arguments: Any) -> Result:
-        """Do what touches the drafter, one call after the other: here, or beside the event loop where it waits for a
-        GPU, so that frames are read meanwhile."""
-        if self._thread is None:
-            return work(*arguments)
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
+            try:
+                stream.end()
+            finally:
+                stream.record()
+                self._observer.on_stream(-1)
+                trace.end(code, reason)
 
     async def GetDraftInfo(
         self, _request: draft_pb2.GetDraftInfoRequest, _context: Any
@@ -179,8 +164,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
 class _ProposeStream:
     """Translates the frames of one stream. A bad part of a frame fails its own sequence only.
 
-    All else runs where the drafter does; `record` runs on the event loop, while nothing else of the stream is at work,
-    and brings metrics and the spans' sums up to date.
+    `record` brings metrics and the spans' sums up to date, once the target has what it waits for.
     """
 
     def __init__(self, session: ProposeSession, observer: DraftObserver, trace: StreamTrace) -> None:
@@ -197,7 +181,7 @@ class _ProposeStream:
     def take_and_grow(self, frames: Iterable[draft_pb2.ProposeRequest]) -> list[draft_pb2.ProposeResponse]:
         """Handle frames in order; returns what is answered at once or else a frame of growth, if any is owed.
 
-        One way to the drafter's thread does for both. And whoever always says something gets growth all the same: with
+        Whoever always says something gets growth all the same: with
         eight sequences a frame was always waiting, and growth that waited for there to be none never came.
         """
         return self.take_all(frames) or self.grow()

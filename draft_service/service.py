@@ -6,7 +6,7 @@ import argparse
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import fields
 from functools import partial
@@ -15,7 +15,7 @@ from pathlib import Path
 import grpc
 
 from draft_service.config import DraftConfig, drafter_config
-from draft_service.drafters.base import Drafter, create, drafter_spec, info_of
+from draft_service.drafters.base import Drafter, create, device_of, drafter_spec, info_of
 from draft_service.server import SERVICE_NAME, DraftServicer
 from draft_service.session import Admission
 from draft_service.telemetry.metrics import PrometheusDraftObserver
@@ -39,6 +39,7 @@ from outrider.telemetry.registry import MetricsServer
 from outrider.telemetry.rpc import RpcMetricsInterceptor
 from outrider.telemetry.tracing import Tracing, set_up_tracing
 from outrider.v1 import draft_pb2_grpc
+from outrider.wakefulness import awake_seconds
 
 logger = logging.getLogger(__name__)
 
@@ -51,10 +52,8 @@ class DraftWorker:
     """The work behind the server, as its lifecycle sees it. A drafter's failure ends the stream that met it and not the
     service, so this lives as the event loop does."""
 
-    def __init__(self, admission: Admission, close: Callable[[], None]) -> None:
-        """`close` waits for the drafter's thread, if it has one."""
+    def __init__(self, admission: Admission) -> None:
         self.admission = admission
-        self.close = close
 
     def alive(self) -> bool:
         return True
@@ -98,9 +97,11 @@ def _provide(
         trusted_tenant=config.trusted_tenant if server.options.authenticator.required else None,
     )
     info = info_of(drafter, vocabulary_size, config.tokenizer_fingerprint)
-    servicer = DraftServicer(drafter, admission, info, observer, tracing)
+    # A drafter on the CPU, and whatever computes beside it, can use the core.
+    awake = awake_seconds(config.awake_ms / 1e3) if device_of(drafter) != "cpu" else 0.0
+    servicer = DraftServicer(drafter, admission, info, observer, tracing, awake)
     server.provide(SERVICE_NAME, lambda to: draft_pb2_grpc.add_DraftServiceServicer_to_server(servicer, to))
-    return DraftWorker(admission, servicer.close)
+    return DraftWorker(admission)
 
 
 def _make_server(config: DraftConfig, interceptors: Sequence[grpc.aio.ServerInterceptor]) -> GrpcServer:
@@ -138,8 +139,6 @@ async def serve(config: DraftConfig, drafter: Drafter) -> int:
             stack.callback(drafter.stop)
             observer = PrometheusDraftObserver(drafter.name, __version__, drafter.stats)
             worker = _provide(server, config, drafter, observer, tracing)
-            # Before the drafter is stopped.
-            stack.callback(worker.close)
             if metrics is not None:
                 metrics.add([observer.metrics, calls.metrics])
             stack.enter_context(settled())

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from outrider.limits import TenantLimits
 from outrider.settings import FIRST_MESSAGE_SECONDS, MAX_MESSAGE_BYTES, MOST_MESSAGE_BYTES, setting
+from outrider.wakefulness import AWAKE_SECONDS, MOST_AWAKE_SECONDS
 
 # As `tree_kernels.node_table.LOOKUP`, which would bring torch along.
 MOST_LOOKED_UP = 15
@@ -131,6 +132,13 @@ class TargetConfig:
         "auto",
         "where the stream to a draft service runs: in a process of its own, in the engine's, or the first on a GPU",
         choices=("auto", "own", "shared"),
+    )
+    draft_link_awake_ms: float = setting(
+        AWAKE_SECONDS * 1e3,
+        "with 8 cores or more, how long a link's process looks for the next frame after each before it sleeps; a core "
+        "is busy meanwhile",
+        ge=0,
+        le=MOST_AWAKE_SECONDS * 1e3,
     )
     batch_invariant: bool = setting(
         False, "on a GPU, make no bit of an output depend on what else runs; drafts are then chains, and steps slower"

@@ -86,7 +86,12 @@ def link_options(config: TargetConfig) -> LinkOptions:
         tls = ChannelTls.of_files(config.draft_tls_ca, config.draft_tls_key, config.draft_tls_certificate)
     elif config.draft_tls_certificate or config.draft_tls_key:
         raise SettingsError("--draft-tls-certificate needs --draft-tls-ca")
-    return LinkOptions(metadata=metadata, tls=tls, max_message_bytes=config.max_message_bytes)
+    return LinkOptions(
+        metadata=metadata,
+        tls=tls,
+        max_message_bytes=config.max_message_bytes,
+        awake=config.draft_link_awake_ms / 1e3,
+    )
 
 
 def prepared_draft(config: TargetConfig) -> Connect | None:

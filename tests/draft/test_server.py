@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,12 +20,14 @@ from draft_service.drafters.base import DraftSequence, info_of
 from draft_service.server import SERVICE_NAME, DraftServicer
 from draft_service.service import build_server
 from draft_service.session import Admission
-from outrider import __version__
+from outrider import __version__, wakefulness
 from outrider.errors import (
     InvalidField,
 )
 from outrider.settings import SettingsError
+from outrider.tree import TokenTree
 from outrider.v1 import draft_pb2, tree_pb2
+from outrider.wakefulness import Wakefulness
 from outrider.wire.drafts import growth_from_pb, open_to_pb
 from outrider.wire.frames import MAX_OUTSTANDING_CREDIT
 from outrider.wire.trees import error_of_rpc
@@ -80,9 +82,8 @@ class Talkative:
 
 
 async def test_growth_goes_out_though_a_frame_is_always_waiting() -> None:
-    """Where the drafter works beside the event loop, frames come faster than they are handled."""
+    """Frames may come faster than they are handled."""
     drafter = ScriptedDrafter(max_context=4000)
-    drafter.device = "cuda:0"  # type: ignore[attr-defined]
     steps = 1000
     advances = (
         draft_pb2.AdvanceSequences(sequences=[draft_pb2.SequenceAdvance(sequence_id=1, step=number, token_ids=[20])])
@@ -94,10 +95,7 @@ async def test_growth_goes_out_though_a_frame_is_always_waiting() -> None:
         *(draft_pb2.ProposeRequest(advance=advance) for advance in advances),
     )
     servicer = DraftServicer(drafter, Admission(10, VOCABULARY), info_of(drafter, VOCABULARY, ""))
-    try:
-        await servicer.Propose(call, call)  # type: ignore[arg-type]
-    finally:
-        servicer.close()
+    await servicer.Propose(call, call)  # type: ignore[arg-type]
     # One for every few frames that are taken at a time, and not one at the end.
     assert call.growths > 5
 
@@ -321,52 +319,71 @@ async def test_what_is_counted_in_is_counted_out(draft: Draft) -> None:
 
 
 async def test_a_stream_that_ends_while_its_drafter_works_is_counted_out() -> None:
-    """What a cancelled call still has at work on the drafter's thread goes before its end."""
-    drafter, working, go_on = ScriptedDrafter(), threading.Event(), threading.Event()
+    """The cancellation is read once the drafter is done with what it is at."""
+    drafter, working = ScriptedDrafter(), asyncio.Event()
     opened = drafter.open
 
     def slow(sequence: DraftSequence) -> None:
         working.set()
-        assert go_on.wait(10)
+        time.sleep(0.05)
         opened(sequence)
 
-    drafter.device, drafter.open = "cuda", slow  # type: ignore[attr-defined, method-assign]
+    drafter.open = slow  # type: ignore[method-assign]
     async with draft_over(drafter) as draft:
         async with draft.stream() as stream:
             await stream.open(opening(1))
-            assert await asyncio.to_thread(working.wait, 10)
+            await working.wait()
             assert figure(draft, "outrider_draft_streams") == 1
-        # The cancellation has come by the time that a later call is answered.
-        await draft.stub.GetDraftInfo(draft_pb2.GetDraftInfoRequest())
-        await asyncio.sleep(0.05)
-        go_on.set()
         async with asyncio.timeout(5):
             while figure(draft, "outrider_draft_streams"):
                 await asyncio.sleep(0.002)
         await draft.empty()
         assert figure(draft, "outrider_draft_sequences") == 0
         assert figure(draft, "outrider_draft_sequences_opened") == figure(draft, "outrider_draft_sequences_closed") == 1
-        draft.worker.close()
 
 
-async def test_the_drafter_is_stopped_behind_its_last_call() -> None:
-    drafter, calls = ScriptedDrafter(), []
-    close, working = drafter.close, threading.Event()
+@pytest.mark.parametrize("device", ["cpu", "cuda:0"])
+async def test_the_drafter_is_called_where_frames_are_read(device: str) -> None:
+    """A thread to wake for each commit, and to be woken by for each growth, costs more than it brings."""
+    drafter, threads = ScriptedDrafter(), set()
+    propose = drafter.propose
 
-    def slow(sequence: DraftSequence) -> None:
-        working.set()
-        time.sleep(0.1)
-        close(sequence)
-        calls.append("closed")
+    def noting(sequences: Sequence[DraftSequence]) -> list[TokenTree]:
+        threads.add(threading.current_thread())
+        return propose(sequences)
 
-    drafter.device, drafter.close = "cuda", slow  # type: ignore[attr-defined, method-assign]
+    drafter.device, drafter.propose = device, noting  # type: ignore[attr-defined, method-assign]
     async with draft_over(drafter) as draft, draft.stream() as stream:
         await stream.open(opening(1))
         await stream.opened()
-        await stream.send(close=draft_pb2.CloseSequences(sequence_ids=[1]))
-        assert await asyncio.to_thread(working.wait, 10)
-        draft.worker.close()
-        assert calls == ["closed"]
+        await stream.growth()
+    assert threads == {threading.current_thread()}
+
+
+@pytest.mark.parametrize(
+    ("device", "cores", "awake_ms", "is_awake"),
+    [("cuda:0", 16, 10.0, True), ("cuda:0", 4, 10.0, False), ("cuda:0", 16, 0.0, False), ("cpu", 16, 10.0, False)],
+    ids=["awake", "few cores", "turned off", "on a CPU"],
+)
+async def test_the_service_stays_awake_after_a_frame(
+    device: str, cores: int, awake_ms: float, is_awake: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turns: list[int] = []
+    turn = Wakefulness._turn
+    monkeypatch.setattr(Wakefulness, "_turn", lambda self, loop: (turns.append(1), turn(self, loop)))
+    monkeypatch.setattr(wakefulness, "usable_cores", lambda: cores)
+    drafter = ScriptedDrafter()
+    drafter.device = device  # type: ignore[attr-defined]
+    async with draft_over(drafter, awake_ms=awake_ms) as draft, draft.stream() as stream:
+        await stream.open(opening(1))
+        await stream.opened()
+        await stream.growth()
+        await asyncio.sleep(0.1)
+        seen = len(turns)
+        assert (seen > 10) == is_awake
+        # Without a frame it sleeps.
+        await asyncio.sleep(0.05)
+        assert len(turns) == seen
 
 
 async def test_settings_that_contradict_the_drafter_are_refused() -> None:

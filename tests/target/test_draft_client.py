@@ -17,6 +17,7 @@ from draft_service.drafters.base import create
 from outrider.drafting.link import ChannelTls, LinkOptions, connect_draft
 from outrider.drafting.stream import CREDIT_WINDOW
 from outrider.serving import GrpcServer, ServingOptions
+from outrider.wakefulness import Wakefulness
 
 
 @pytest.fixture
@@ -161,3 +162,25 @@ def test_a_drafter_in_process_is_found_by_the_scheme_of_the_address() -> None:
     with pytest.raises(ValueError, match="nothing"):
         connect_draft("inprocess:nothing", heard, VOCABULARY, "")
     assert create("random").name == "random"
+
+
+async def test_a_link_stays_awake_after_each_frame_where_it_may(
+    fake: FakeDraft, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turns: list[int] = []
+    turn = Wakefulness._turn
+    monkeypatch.setattr(Wakefulness, "_turn", lambda self, loop: (turns.append(1), turn(self, loop)))
+    async with serving(fake) as server, linked(server.address) as (link, heard):
+        await until(heard, lambda it: it.infos)
+        link.open(opening(1))
+        await until(heard, lambda it: it.growths)
+        # A link shares its interpreter with an engine, and sleeps, unless it was told.
+        assert not turns
+        link.stay_awake(0.02)
+        link.advance([step(1, 20)])
+        await until(heard, lambda it: it.answered(1, 1))
+        await asyncio.sleep(0.1)
+        seen = len(turns)
+        assert seen > 20
+        await asyncio.sleep(0.05)
+        assert len(turns) == seen

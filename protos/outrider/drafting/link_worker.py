@@ -23,6 +23,7 @@ from outrider.drafting.link import GrpcDraftLink, connect_draft  # noqa: E402
 from outrider.drafting.stoppable import StoppableLink  # noqa: E402
 from outrider.processes.framing import FrameCutter  # noqa: E402
 from outrider.processes.outbox import Outbox  # noqa: E402
+from outrider.wakefulness import awake_seconds  # noqa: E402
 from outrider.wire.frames import DraftInfo, SequenceFailure, SequenceGrowth  # noqa: E402
 
 # Signs of life, in seconds; `link_process.SILENT_SECONDS` are several of them.
@@ -93,6 +94,8 @@ class _Orders:
         if isinstance(message, messages.Connect):
             fingerprint, options = message.tokenizer_fingerprint, message.options
             self._link = connect_draft(message.address, self._events, message.vocabulary_size, fingerprint, options)
+            if isinstance(self._link, GrpcDraftLink):
+                self._link.stay_awake(awake_seconds(options.awake))
             return
         assert self._link is not None, "the first message connects"
         match message:

@@ -1,0 +1,119 @@
+"""A drafter that computes nothing and says when: what `benchmarks.drafters.link_hops` has a draft service run.
+
+The first tokens of each tree are nanoseconds of the machine's monotonic clock, which all its processes share.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from draft_service.drafters.base import Drafter, DraftSequence
+from draft_service.drafters.grown import Grown, Pending
+from draft_service.drafters.hidden_states import FeatureWindow
+from outrider.settings import Settings, setting
+from outrider.tree import TokenTree
+from outrider.wire.frames import FeatureRequest, TreeLimits
+
+VOCABULARY_SIZE = 49_152
+# Of a head of 8B size.
+WIDTH = 4096
+NODES = 239
+_BITS, _WORDS = 15, 5
+
+
+def words_of(nanoseconds: int) -> list[int]:
+    """A time as token ids."""
+    return [nanoseconds >> _BITS * i & (1 << _BITS) - 1 for i in range(_WORDS)]
+
+
+def times_in(token_ids: Sequence[int], count: int) -> list[int]:
+    """So many times that a tree's tokens begin with."""
+    words = [token_ids[i * _WORDS : (i + 1) * _WORDS] for i in range(count)]
+    return [sum(word << _BITS * i for i, word in enumerate(some)) for some in words]
+
+
+@dataclass(frozen=True)
+class StampingConfig(Settings):
+    """Settings of the drafter, section `[drafter]`."""
+
+    early_ms: float = setting(0.0, "how long a device would draw the first levels; 0 sends whole trees alone", ge=0.0)
+    whole_ms: float = setting(0.0, "how long it would draw whole trees", ge=0.0)
+
+
+class _Stamped(Pending):
+    """A tree for each of these roots; its tokens say when the commit came and when this was fetched."""
+
+    def __init__(self, drafter: Stamping, roots: Sequence[int]) -> None:
+        self._drafter, self._roots, self._begun = drafter, roots, time.monotonic_ns()
+
+    @property
+    def elsewhere(self) -> bool:
+        return True
+
+    @property
+    def early(self) -> bool:
+        return self._drafter.settings.early_ms > 0.0
+
+    def fetch_early(self) -> Grown:
+        return self._fetch(self._drafter.settings.early_ms, NODES // 2) if self.early else self.fetch()
+
+    def fetch(self) -> Grown:
+        return self._fetch(self._drafter.settings.whole_ms, NODES)
+
+    def _fetch(self, after_ms: float, nodes: int) -> Grown:
+        # As a thread waits for a GPU: it leaves the interpreter to others, and looks all the time.
+        while (left := after_ms * 1e6 - (time.monotonic_ns() - self._begun)) > 0.0:
+            time.sleep(min(left, 1e4) / 1e9)
+        grown = Grown.roots(self._roots, nodes + 1)
+        grown.sizes[:] = nodes + 1
+        grown.trees[:, 0, 1:] = np.arange(1, nodes + 1) * 61 % VOCABULARY_SIZE
+        # A path below each child of the root, in turn: parents come first.
+        grown.trees[:, 1, 1:] = np.maximum(np.arange(1, nodes + 1) - 30, 0)
+        grown.scores[:, 1:] = 0.5
+        words = words_of(self._drafter.received) + words_of(time.monotonic_ns())
+        grown.trees[:, 0, 1 : 1 + len(words)] = words
+        return grown
+
+
+class Stamping(Drafter):
+    """Reads features, as a head does, and draws the same tree every time."""
+
+    name = "stamping"
+    limits = TreeLimits(NODES, 8)
+    max_context = 1 << 20
+    vocabulary_size = VOCABULARY_SIZE
+    features: FeatureRequest | None = FeatureRequest(layers=(32,), width=WIDTH)
+    config = StampingConfig
+    # Not the CPU, so that a service does as with a drafter on a GPU.
+    device = "elsewhere"
+
+    def __init__(self, config: StampingConfig) -> None:
+        self.settings = config
+        # When the newest commit came.
+        self.received = 0
+
+    def open(self, sequence: DraftSequence) -> None:
+        sequence.features = FeatureWindow(WIDTH, self.max_context)
+
+    def advance(self, sequence: DraftSequence, committed: Sequence[int]) -> None:
+        del sequence, committed
+        self.received = time.monotonic_ns()
+
+    def absorb(self, sequences: Sequence[DraftSequence]) -> None:
+        for sequence in sequences:
+            self._read(sequence)
+
+    def begin(self, sequences: Sequence[DraftSequence]) -> Pending:
+        self.absorb(sequences)
+        return _Stamped(self, [sequence.root for sequence in sequences])
+
+    def propose(self, sequences: Sequence[DraftSequence]) -> list[TokenTree]:
+        return self.begin(sequences).fetch().as_trees()
+
+    def _read(self, sequence: DraftSequence) -> None:
+        if sequence.features is not None:
+            sequence.features.take()
