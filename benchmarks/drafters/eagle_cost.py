@@ -46,13 +46,14 @@ SHAPES = {
     # For rehearsals.
     "tiny": _shape((64, 128, 4, 2, 16), (1000, 500), (1, 2, 3)),
 }
-# Steps, topk, nodes; the first is what a draft has by default.
+# Steps, topk, nodes and frontier; the first two are what a draft has by default, waited for and captured.
 TREES = {
-    "tree 12": (3, 4, 12),
-    "chain 5": (5, 1, 5),
-    "chain 7": (7, 1, 7),
-    "tree 32": (6, 8, 32),
-    "tree 60": (7, 10, 60),
+    "tree 12": (3, 4, 12, 0),
+    "tree 239": (8, 8, 239, 32),
+    "chain 5": (5, 1, 5, 0),
+    "chain 7": (7, 1, 7, 0),
+    "tree 32": (6, 8, 32, 0),
+    "tree 60": (7, 10, 60, 0),
 }
 CONTEXT, COMMITTED = 512, 3
 LEAST_SAME = 0.3
@@ -121,12 +122,14 @@ class Load:
         self._drafter.absorb(self._sequences)
         read = wait(device)
         wanted = [Wanted(one.state, one, len(one.token_ids) - 1) for one in self._sequences]
-        work, replay = drafting.tree_pass(wanted)
+        work, replays = drafting.tree_pass(wanted)
         work.load(wanted)
         loaded = wait(device)
-        replay()
+        for part, replay in enumerate(replays):
+            replay()
+            work.send_back(part)
         grown = wait(device)
-        work.fetch()
+        work.fetch(work.parts - 1)
         fetched = time.perf_counter()
         for sequence in self._sequences:
             self._tell(sequence, COMMITTED)
@@ -199,13 +202,15 @@ def check(eager: EagleDrafter, captured: EagleDrafter) -> None:
 
 def make_drafters(head: EagleHead, tree: str, asked: argparse.Namespace) -> dict[bool, EagleDrafter]:
     """Started drafters, by whether their passes are captured; checked against each other where there are two."""
-    steps, topk, nodes = TREES[tree]
+    steps, topk, nodes, frontier = TREES[tree]
     drafters = {}
     for graphs in (False, True) if asked.device.startswith("cuda") else (False,):
         config = EagleConfig(
             num_steps=steps,
             topk=topk,
             num_draft_tokens=nodes,
+            frontier=frontier,
+            weights=asked.weights,
             min_score=0.0,
             dtype=asked.dtype,
             device=asked.device,
@@ -237,6 +242,7 @@ def main() -> None:
     parser.add_argument("--sequences", default="1,8,32", help="numbers of sequences (default: 1,8,32)")
     parser.add_argument("--modes", default="greedy,coupled", help="verification modes (default: greedy,coupled)")
     parser.add_argument("--trees", default="tree 12", help=f"of {', '.join(TREES)}")
+    parser.add_argument("--weights", default="int8", choices=("own", "int8"), help="of captured passes of few rows")
     parser.add_argument("--threads", type=int, default=0, help="of PyTorch on a CPU; 0 leaves it to PyTorch")
     asked = parser.parse_args()
     if asked.threads:

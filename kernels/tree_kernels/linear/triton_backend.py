@@ -126,7 +126,10 @@ class TritonLinears(RowLinears):
 
     def _prepare(self, rows: Tensor, weight: Weight) -> LinearTiling:
         check_product(rows, weight)
-        return self._tiling or choose_linear_tiling(len(rows), *weight.shape, invariant=self._invariant)
+        if self._tiling is not None:
+            return self._tiling
+        eight_bits = isinstance(weight, ScaledWeight)
+        return choose_linear_tiling(len(rows), *weight.shape, invariant=self._invariant, eight_bits=eight_bits)
 
     def _launch_norm(self, hidden: Tensor, norm: Norm, output: Tensor, squares: Tensor, *, whole: bool) -> None:
         width = hidden.shape[1]

@@ -32,7 +32,9 @@ class LinearTiling:
     ahead: int
 
 
-def choose_linear_tiling(rows: int, outputs: int, inner: int, *, invariant: bool = False) -> LinearTiling:
+def choose_linear_tiling(
+    rows: int, outputs: int, inner: int, *, invariant: bool = False, eight_bits: bool = False
+) -> LinearTiling:
     """The tiling for `rows` times a weight [outputs, inner]. `invariant` makes it one for any number of rows."""
     block_rows = MAX_BLOCK_ROWS
     while not invariant and block_rows > _MIN_BLOCK_ROWS and block_rows // 2 >= rows:
@@ -44,7 +46,7 @@ def choose_linear_tiling(rows: int, outputs: int, inner: int, *, invariant: bool
         splits = 3 if inner >= 1024 and not full else 1
         block_outputs = (64 if full else 32) if outputs >= 768 else 16
         return LinearTiling(block_rows, block_outputs, 64, splits, 4 if full else 2, 9, 8)
-    return LinearTiling(block_rows, *_WIDE[block_rows](outputs, inner))
+    return LinearTiling(block_rows, *(_EIGHT_BITS if eight_bits else _WIDE)[block_rows](outputs, inner))
 
 
 # Outputs, inner, splits, warps, stages, ahead.
@@ -79,4 +81,9 @@ def _of_few_rows(outputs: int, _inner: int) -> _Sizes:
     return (32, 256, 1, 4, 5, 16) if outputs >= 5120 else (32, 256, 2, 4, 5, 8)
 
 
+def _of_eight_bits(outputs: int, _inner: int) -> _Sizes:
+    return (128, 128, 1, 8, 4, 8) if outputs >= 8192 else (64, 256, 2, 4, 4, 8)
+
+
+_EIGHT_BITS = {64: _of_64_rows, 32: _of_eight_bits, 16: _of_eight_bits, 8: _of_eight_bits}
 _WIDE = {64: _of_64_rows, 32: _of_32_rows, 16: _of_16_rows, 8: _of_few_rows}
