@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -98,6 +99,8 @@ class Side:
         self._address = ""
         self._draft: tuple[tuple[str, str, int], ...] | None = None
         self._backends: list[TargetBackend] = []
+        # That the draft last took to start.
+        self.draft_seconds = 0.0
 
     async def start(self) -> None:
         """Start both, with the settings in force. Raises `ServiceFailed` or `SettingsError`."""
@@ -121,8 +124,13 @@ class Side:
             await self._connected()
 
     def backend(self, candidate: Candidate, speculate: bool = True) -> TargetBackend:
-        """Where answers under the candidate's settings come from, once it is taken; plain ones with `speculate` off."""
-        backend = TargetBackend(ClientOptions(), self._address, speculate, candidate.max_nodes)
+        """Where answers under the candidate's settings come from, once it is taken; plain ones with `speculate` off.
+
+        A candidate's prompts are another tenant's than those of the settings in force, so that where one target
+        answers both, no draft has learnt the one's from the other.
+        """
+        memory = "tried-" if candidate.settings else ""
+        backend = TargetBackend(ClientOptions(), self._address, speculate, candidate.max_nodes, memory)
         self._backends.append(backend)
         return backend
 
@@ -142,7 +150,9 @@ class Side:
         path = self._folder / f"{self._name}.toml"
         path.write_text(to_toml(document), encoding="utf-8")
         words = ["--config", str(path), "--drafter", setup.options.drafter, *setup.placed.draft, *setup.draft_words]
+        begun = asyncio.get_running_loop().time()
         address = await self._stack.start(f"draft-{self._name}", "draft_service", *words, *_emptied(_PRIVATE))
+        self.draft_seconds = asyncio.get_running_loop().time() - begun
         self._draft = candidate.draft
         return address
 
