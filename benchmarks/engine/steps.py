@@ -12,6 +12,7 @@ import copy
 import random
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -241,7 +242,8 @@ def say(text: str) -> None:
     sys.stdout.flush()
 
 
-def run_shape(shape: str, modes: list[str], seconds: float, profiled: bool) -> list[dict[str, Any]]:
+def run_shape(shape: str, modes: list[str], seconds: float, profiled: bool) -> Iterator[dict[str, Any]]:
+    """The result of each mode, as soon as it is measured."""
     model = build(shape)
     floors = {str(load): floor_ms(model, load) for load in TIMED}
     num_pages = 64 * (CONTEXT // PAGE_SIZE + 4)
@@ -250,8 +252,7 @@ def run_shape(shape: str, modes: list[str], seconds: float, profiled: bool) -> l
     reference = runner_for(upcast, None, num_pages=num_pages, page_size=PAGE_SIZE, attention="reference")
     for cache in runner.cache.keys + runner.cache.values:
         cache.normal_()
-    results: list[dict[str, Any]] = []
-    for mode in modes:
+    for number, mode in enumerate(modes):
         torch._dynamo.reset()
         options = MODES[mode]
         current = runner if options is None else CapturedRunner(runner, options)
@@ -259,7 +260,7 @@ def run_shape(shape: str, modes: list[str], seconds: float, profiled: bool) -> l
         for load in TIMED:
             current.forward(step(load, current.vocabulary_size, 0))
         prepared = time.perf_counter() - begin
-        checks = check(current, reference, runner if mode == "captured" else None, seed=1000 * len(results) + 17)
+        checks = check(current, reference, runner if mode == "captured" else None, seed=1000 * number + 17)
         worst = max(checks, key=lambda one: one["error"])
         say(f"{shape} {mode}: first steps took {prepared:.1f} s; worst error {worst['error']:.4f} at {worst['load']}")
         result: dict[str, Any] = {
@@ -287,8 +288,7 @@ def run_shape(shape: str, modes: list[str], seconds: float, profiled: bool) -> l
                 say(f"  {sum(one['launches'] for one in kernels):.0f} launches of {name}, {total:.0f} us")
                 for one in kernels[:14]:
                     say(f"    {one['us']:9.1f} us {one['launches']:6.1f} x {one['kernel'][:70]}")
-        results.append(result)
-    return results
+        yield result
 
 
 def main() -> None:
@@ -299,11 +299,13 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true", help="also device time by kernel")
     arguments = parser.parse_args()
     results: list[dict[str, Any]] = []
+    loads = [asdict(load) for load in TIMED]
     for shape in arguments.shapes:
-        results += run_shape(shape, arguments.modes, arguments.seconds, arguments.profile)
+        for result in run_shape(shape, arguments.modes, arguments.seconds, arguments.profile):
+            results.append(result)
+            # After each, since a mode that compiles may take longer than there is time for.
+            write_json(arguments.json, {"machine": describe(), "loads": loads, "results": results})
         torch.cuda.empty_cache()
-        loads = [asdict(load) for load in TIMED]
-        write_json(arguments.json, {"machine": describe(), "loads": loads, "results": results})
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Latent attention over trees on one GPU: microseconds of one layer, beside its floor, one row, and other kernels.
 
-    PYTHONPATH=kernels:protos:. python -m benchmarks.kernels.latent_attention [--sweep] [--json FILE]
+    PYTHONPATH=kernels:protos:. python -m benchmarks.kernels.latent_attention [--grid pages] [--sweep] [--json FILE]
     TRITON_INTERPRET=1 PYTHONPATH=kernels:protos:. python -m benchmarks.kernels.latent_attention --rehearse
 
 Every case draws fresh inputs, is checked against the fp32 reference (and against the expanded form where that has
@@ -14,6 +14,10 @@ The bar, a tree of 16 rows in at most 1.3 times a step of one, is one of whole s
 deepseek-v2-lite-dense`): attention alone passes from reading to multiplying between the two. Its floors are 2.6 times
 apart with 16 heads, at any length.
 
+`--grid pages` times our kernel alone, in pages of 1, 16 and 64 tokens with 1 to 64 rows, and takes a minute or so; the
+default, `peers`, has fewer pages, more heads and longer contexts. After every case the JSON is written, and beside it
+(`FILE.md`) a table: microseconds, and how many times that of one row.
+
 `--sweep` times other tilings and says the fastest. `--rehearse` runs tiny cases on the CPU in Triton's interpreter, so
 that the command is known to work before there is a GPU; nothing is timed.
 """
@@ -23,6 +27,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import random
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -46,9 +51,13 @@ from tree_kernels.latent_attention.triton_backend import TritonLatentAttention
 # Of bf16; a wrong key, mask or scale makes far more. In the interpreter products are fp32.
 TOLERANCE = 2e-2
 ROWS = (1, 4, 16, 64)
+# Between them, where pages are of the usual size.
+MORE_ROWS = (1, 2, 4, 8, 16, 32, 64)
 # Of the tree that is held beside one row.
 TREE_ROWS = 16
 SHAPES = [(1, 1024), (1, 8192), (1, 32768), (1, 131072), (8, 1024), (8, 8192), (64, 1024), (64, 8192)]
+# Of `--grid pages`: what fits its time.
+PAGED_SHAPES = [(1, 1024), (1, 8192), (1, 32768), (8, 1024), (8, 8192), (64, 1024)]
 # Processors that the interpreter plays: more chunks than sequences, so that results are merged.
 _REHEARSED = TritonSettings(tiling=Tiling(16, 16, 4, 1, 1), processors=5)
 
@@ -62,11 +71,18 @@ def cases(numbers: Sequence[int]) -> Iterator[LatentCase]:
         yield from (LatentCase(batch, context, rows, heads=128) for rows in numbers)
 
 
+def paged_cases(numbers: Sequence[int]) -> Iterator[LatentCase]:
+    """DeepSeek-V2-Lite's heads in pages of every size, the usual one first and with more numbers of rows."""
+    for page in (16, 64, 1):
+        rows = sorted({*numbers, *MORE_ROWS}) if page == 16 else numbers
+        yield from (LatentCase(*shape, number, page_size=page) for shape in PAGED_SHAPES for number in rows)
+
+
 def rehearsed() -> Iterator[LatentCase]:
     """Every number of rows and every page size, small enough for the interpreter."""
     small = LatentCase(2, 70, 1, heads=2, latent=32, rotary=16)
     yield from (replace(small, rows=rows) for rows in ROWS)
-    yield from (replace(small, rows=4, page_size=page) for page in (1, 64))
+    yield from (replace(small, rows=rows, page_size=page) for page in (1, 64) for rows in (1, 4))
 
 
 def sweep(case: LatentCase) -> list[Tiling]:
@@ -205,7 +221,7 @@ def run_case(case: LatentCase, seed: int, options: argparse.Namespace) -> dict[s
     if rehearsing:
         return {"ours": bench.ours(_REHEARSED)}
     found: dict[str, Any] = {"ours": bench.swept() if options.sweep else bench.ours(TritonSettings())}
-    if options.sweep or "us" not in found["ours"]:
+    if options.sweep or options.grid == "pages" or "us" not in found["ours"]:
         return found
     if case.heads == 16:
         found["expanded"] = bench.expanded()
@@ -234,54 +250,103 @@ def line(case: LatentCase, found: dict[str, Any], one_row: float | None) -> str:
     )
 
 
-def one_row_us(case: LatentCase, results: list[tuple[LatentCase, dict[str, Any]]]) -> float | None:
+def one_row_us(case: LatentCase, results: list[tuple[LatentCase, dict[str, Any]]], what: str = "us") -> float | None:
     """What one row of the same sequences takes, if it was measured."""
-    same = (found["ours"].get("us") for other, found in results if other == replace(case, rows=1))
+    same = (found["ours"].get(what) for other, found in results if other == replace(case, rows=1))
     return next(same, None)
 
 
 def bars(results: list[tuple[LatentCase, dict[str, Any]]]) -> dict[str, str]:
-    """What a tree of 16 rows takes beside one row, of attention alone, and what their floors would make of it."""
+    """What a tree of 16 rows takes beside one row, and what the floors of attention would make of it."""
     summary = {}
     for heads in sorted({case.heads for case, _ in results}):
-        ratios = []
-        for case, found in results:
-            alone = one_row_us(case, results)
-            if (case.heads, case.rows) == (heads, TREE_ROWS) and alone and "us" in found["ours"]:
-                floors = case.floor_us / replace(case, rows=1).floor_us
-                ratios.append((found["ours"]["us"] / alone, floors, str(case)))
-        if ratios:
-            (least, _, _), (most, floors, where) = min(ratios), max(ratios)
-            said = f"{least:.2f} to {most:.2f} times one row (at {where}); floors alone {floors:.2f}"
-            summary[f"{TREE_ROWS} rows of {heads} heads"] = said
+        for what, name in (("us", "attention alone"), ("layer_us", "attention of a layer, with what is around it")):
+            ratios = []
+            for case, found in results:
+                alone, taken = one_row_us(case, results, what), found["ours"].get(what)
+                if (case.heads, case.rows) == (heads, TREE_ROWS) and alone and taken:
+                    floors = case.floor_us / replace(case, rows=1).floor_us
+                    ratios.append((taken / alone, floors, str(case)))
+            if ratios:
+                (least, _, _), (most, floors, where) = min(ratios), max(ratios)
+                said = f"{least:.2f} to {most:.2f} times one row (at {where}); floors of attention {floors:.2f}"
+                summary[f"{TREE_ROWS} rows of {heads} heads, {name}"] = said
     return summary
+
+
+def table(results: list[tuple[LatentCase, dict[str, Any]]]) -> str:
+    """Markdown: a line for each shape and page, a column for each number of rows."""
+    numbers = sorted({case.rows for case, _ in results})
+    lines: dict[LatentCase, dict[int, str]] = {}
+    for case, found in results:
+        mine, alone = found["ours"], one_row_us(case, results)
+        cell = f"{mine['us']:.1f}" if "us" in mine else f"error {mine['error']:.1e}"
+        if case.rows > 1 and alone and "us" in mine:
+            cell += f" ({mine['us'] / alone:.2f})"
+        lines.setdefault(replace(case, rows=0), {})[case.rows] = cell
+    head = ["heads", "sequences x context", "page", *(f"{rows} rows" if rows > 1 else "1 row" for rows in numbers)]
+    rows = [[*_named(case), *(cells.get(rows, "") for rows in numbers)] for case, cells in lines.items()]
+    return "".join(f"| {' | '.join(row)} |\n" for row in (head, ["---:"] * len(head), *rows))
+
+
+def _named(case: LatentCase) -> list[str]:
+    return [str(case.heads), f"{case.batch} x {case.context:,}", str(case.page_size)]
+
+
+def write(
+    file: Path,
+    machine: dict[str, Any],
+    results: list[tuple[LatentCase, dict[str, Any]]],
+    skipped: list[str],
+    seconds: float,
+) -> None:
+    """The JSON, and the table beside it."""
+    rows = [{**asdict(case), "floor_us": case.floor_us, **found} for case, found in results]
+    document = {"machine": machine, "seconds": round(seconds, 1), "bars": bars(results), "skipped": skipped}
+    # Whole at any moment, whenever the run is cut off.
+    partial = file.with_name(file.name + ".partial")
+    partial.write_text(json.dumps(document | {"cases": rows}, indent=1) + "\n")
+    partial.replace(file)
+    file.with_name(file.name + ".md").write_text(table(results))
+
+
+def chosen_cases(options: argparse.Namespace) -> list[LatentCase]:
+    """The cases that the options ask for."""
+    if options.rehearse:
+        return list(rehearsed())
+    return list(paged_cases(options.rows) if options.grid == "pages" else cases(options.rows))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, nargs="+", default=ROWS, help="rows of a sequence")
+    parser.add_argument("--grid", default="peers", choices=("peers", "pages"))
     parser.add_argument("--sweep", action="store_true", help="try other tilings and keep the fastest; no peers")
     parser.add_argument("--rehearse", action="store_true", help="tiny cases on the CPU, checked and not timed")
+    parser.add_argument(
+        "--seed", type=int, help="of the first case's inputs; others in every run where it is not given"
+    )
     parser.add_argument("--seconds", type=float, default=420.0, help="start no case after this time")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     started = time.monotonic()
     results: list[tuple[LatentCase, dict[str, Any]]] = []
-    skipped = []
-    for seed, case in enumerate(rehearsed() if options.rehearse else cases(options.rows)):
+    first_seed = options.seed if options.seed is not None else random.randrange(1 << 30)
+    machine = {**describe(), "seed": first_seed}
+    skipped = list[str]()
+    for seed, case in enumerate(chosen_cases(options), first_seed):
         if time.monotonic() - started > options.seconds:
             skipped.append(str(case))
             continue
         results.append((case, run_case(case, seed, options)))
         sys.stdout.write(line(*results[-1], one_row_us(case, results)) + "\n")
         sys.stdout.flush()
-    summary = bars(results)
-    sys.stdout.write("".join(f"{name}: {held}\n" for name, held in summary.items()))
-    sys.stdout.write(f"{len(skipped)} cases not started in time\n")
+        if options.json:
+            write(options.json, machine, results, skipped, time.monotonic() - started)
+    sys.stdout.write(table(results) + "".join(f"{name}: {held}\n" for name, held in bars(results).items()))
+    sys.stdout.write(f"{len(skipped)} cases not started in time, {time.monotonic() - started:.0f} s\n")
     if options.json:
-        rows = [{**asdict(case), "floor_us": case.floor_us, **found} for case, found in results]
-        document = {"machine": describe(), "bars": summary, "skipped": skipped, "cases": rows}
-        options.json.write_text(json.dumps(document, indent=1) + "\n")
+        write(options.json, machine, results, skipped, time.monotonic() - started)
     return int(not all(found["ours"]["error"] < TOLERANCE for _, found in results))
 
 

@@ -22,7 +22,8 @@ class ServiceLost(RuntimeError):
 
 
 class Ask(NamedTuple):
-    """One request. Its tenant is whose memory a draft may use; `speculate` None leaves drafts to the target."""
+    """One request. Its tenant is whose memory a draft may use; `speculate` None leaves drafts to the target, and an
+    empty `verification` how they are verified, which is a `VerificationMode` by its value otherwise."""
 
     prompt: Prompt
     tokens: int
@@ -30,14 +31,17 @@ class Ask(NamedTuple):
     temperature: float = 0.0
     seed: int = 0
     speculate: bool | None = None
+    verification: str = ""
 
 
 class Reply(NamedTuple):
-    """An answer, the slot that asked for it, and how many verify passes the target counted for it."""
+    """An answer, the slot that asked for it, how many verify passes the target counted for it, and how many of its
+    tokens were drafts that the model would not have drawn there."""
 
     answer: Answer
     slot: int
     steps: int
+    lossy_tokens: int = 0
 
 
 class _Queue(NamedTuple):
@@ -191,7 +195,9 @@ async def _ask(stub: Any, slot: int, ask: Ask, seconds: float | None) -> Reply:
     request = target_pb2.GenerateRequest(tokens=target_pb2.TokenInput(token_ids=ask.prompt), sampling=sampling)
     if ask.speculate is not None:
         request.speculation.enabled = ask.speculate
-    answer, steps = Answer(time.monotonic(), [], []), 0
+    if ask.verification:
+        request.speculation.mode = tree_pb2.VerificationMode.Value(f"VERIFICATION_MODE_{ask.verification.upper()}")
+    answer, steps, lossy_tokens = Answer(time.monotonic(), [], []), 0, 0
     metadata = (("outrider-tenant", ask.tenant),)
     async for response in stub.Generate(request, metadata=metadata, timeout=seconds):
         if response.chunk.token_ids:
@@ -199,4 +205,5 @@ async def _ask(stub: Any, slot: int, ask: Ask, seconds: float | None) -> Reply:
             answer.counts.append(len(response.chunk.token_ids))
         if response.HasField("finished"):
             steps = response.finished.speculation.steps
-    return Reply(answer, slot, steps)
+            lossy_tokens = response.finished.usage.lossy_tokens
+    return Reply(answer, slot, steps, lossy_tokens)

@@ -3,7 +3,7 @@
     python -m benchmarks.widened.model smollm2-135m-instruct smollm2-135m-instruct MODEL HEAD --shape 8b
     python -m benchmarks.widened.run --model MODEL --head HEAD --json OUT.json [--concurrency 1,8,32]
         [--temperature 0,0.8] [--modes plain,lookup,trie,head,medusa,merged,random] [--placements second,same,inprocess]
-        [--delay-ms 2] [--medusa HEADS]
+        [--delay-ms 2] [--medusa HEADS] [--verification default,typical]
 
 Each mode in each placement has a target service of its own, and its draft in a service of its own on the second GPU
 (`second`) or the target's (`same`), or in the target's process (`draft_service.in_process`). Tries and random drafts
@@ -17,6 +17,12 @@ ended, or with `--loop waves` all streams together. All answers have `--tokens` 
 repeat's prompts are asked once more (`prompts`: repeated). `tokens_per_second` is decoding alone: what came while all
 streams were between their first and last message (`runs.decoding_rate`), so that at one request at a time it is
 every answer's time after its first message. Its `measured` says how much of the run that was.
+
+`--verification` names modes in which requests ask for drafts to be verified: `default` leaves it to the target, which
+is lossless, `typical` is typical acceptance at the target's epsilon and delta, and the target is started so that it
+allows that. Each mode asks the same prompts of the same services, for tenants of its own. Typical acceptance differs
+above temperature 0 and where something is drafted, so it is measured there alone. Every row says its mode
+(`verification`) and how many of its tokens the model would not have drawn (`lossy_share`).
 
 The JSON is written after every row. Services log to a folder beside it.
 """
@@ -44,6 +50,7 @@ from benchmarks.widened.services import (
     IN_PROCESS,
     MODES,
     PLACEMENTS,
+    PLAIN,
     REMEMBER,
     Plan,
     Subject,
@@ -53,7 +60,10 @@ from benchmarks.widened.services import (
 )
 from outrider.heads import head_source
 from outrider.machine import describe_commit, describe_machine, describe_versions
+from outrider.sampling import VerificationMode
 
+# Verification that is left to the target, and the one mode that is measured beside it.
+DEFAULT, TYPICAL = "default", str(VerificationMode.TYPICAL.value)
 Tasks = dict[str, list[Prompt]]
 # A request that takes longer is taken for a service that hangs. Chosen, many times what any takes.
 _REQUEST_SECONDS = 300.0
@@ -124,9 +134,12 @@ def sweep(options: argparse.Namespace, plan: Plan, tasks: Tasks, record: Record)
                     started(plan, subject, say) as service,
                     Clients(service.address, options.clients, _REQUEST_SECONDS) as clients,
                 ):
-                    measuring = Measuring(clients, service.page, tasks, options.tokens)
-                    for figures in measure(options, measuring, subject, temperatures):
-                        record.add(figures)
+                    for verification in verifications_of(options, subject, temperatures):
+                        asked = "" if verification == DEFAULT else verification
+                        measuring = Measuring(clients, service.page, tasks, options.tokens, asked)
+                        kept = [one for one in temperatures if one > 0 or verification == DEFAULT]
+                        for figures in measure(options, measuring, subject, kept, verification):
+                            record.add(figures)
             except Exception as error:
                 # Whatever it was, the other modes can still be measured.
                 say(f"{subject.name} FAILED: {type(error).__name__}: {error}\n{tails(plan, subject)}")
@@ -144,8 +157,27 @@ def named(subject: Subject, delay_ms: float) -> dict[str, Any]:
     return {**subject._asdict(), "delay_ms": delay_ms if apart else 0.0}
 
 
+def verifications_of(options: argparse.Namespace, subject: Subject, temperatures: Sequence[float]) -> list[str]:
+    """The modes that a subject is measured in: with nothing drafted, or all greedy, typical acceptance is the
+    default."""
+    differs = subject.mode != PLAIN and any(temperatures)
+    return [one for one in options.verification if one == DEFAULT or differs]
+
+
+def mode_of(verification: str, temperature: float) -> str:
+    """The name of the mode that drafts are verified in; the target's own choice goes by the temperature."""
+    if verification != DEFAULT:
+        return verification
+    chosen = VerificationMode.COUPLED if temperature else VerificationMode.GREEDY
+    return str(chosen.value)
+
+
 def measure(
-    options: argparse.Namespace, measuring: Measuring, subject: Subject, temperatures: Sequence[float]
+    options: argparse.Namespace,
+    measuring: Measuring,
+    subject: Subject,
+    temperatures: Sequence[float],
+    verification: str = DEFAULT,
 ) -> Iterator[dict[str, Any]]:
     """A row for every load and temperature, and one more where drafts remember."""
     measuring.warm_up(options.concurrency, temperatures)
@@ -163,6 +195,7 @@ def measure(
             for prompts, found in figures.items():
                 where = {"concurrency": concurrency, "temperature": temperature, "prompts": prompts}
                 where |= {**named(subject, options.delay_ms), "loop": options.loop}
+                where["verification"] = mode_of(verification, temperature)
                 yield {**where, **found, **state, "laps_of_prompts": measuring.laps}
 
 
@@ -170,12 +203,15 @@ def _shown(number: float | None, form: str, width: int) -> str:
     return (format(number, form) if number is not None else "-").rjust(width)
 
 
-COLUMNS = "mode        placement    prompts     c    T     tok/s  ratio  tok/step   hits  wait p50/p99 ms   idle"
+COLUMNS = (
+    "mode        placement    verified  prompts     c    T     tok/s  ratio  tok/step  lossy   hits  wait p50/p99 ms"
+    "   idle"
+)
 
 
 def line(row: dict[str, Any]) -> str:
     """A row of the table."""
-    name = f"{row['mode']:<11s} {row['placement']:<12s} {row['prompts']:<9s}"
+    name = f"{row['mode']:<11s} {row['placement']:<12s} {row.get('verification', ''):<9s} {row['prompts']:<9s}"
     if "error" in row:
         return f"{name} FAILED: {row['error']}"
     waits = row["wait_ms"]
@@ -183,6 +219,7 @@ def line(row: dict[str, Any]) -> str:
     return (
         f"{name} {row['concurrency']:>3d} {row['temperature']:>4g} {_shown(row['tokens_per_second'], '.1f', 9)}"
         f" {_shown(row['ratio_to_plain'], '.3f', 6)} {_shown(row['tokens_per_step'], '.2f', 9)}"
+        f" {_shown(row['lossy_share'], '.3f', 6)}"
         f" {_shown(row['hit_share'], '.2f', 6)} {wait} {_shown(row['device_idle_share'], '.3f', 6)}"
         + (" (not drafting)" if row["placement"] and not row["speculation_active"] else "")
     )
@@ -203,6 +240,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--placements", default="second", type=_words, help=", ".join(PLACEMENTS))
     parser.add_argument("--concurrency", default="1,8,32", type=lambda text: [int(word) for word in _words(text)])
     parser.add_argument("--temperature", default="0", type=lambda text: [float(word) for word in _words(text)])
+    parser.add_argument("--verification", default=DEFAULT, type=_words, help=f"{DEFAULT}, {TYPICAL}, or both")
     parser.add_argument("--tokens", type=int, default=128, help="of every answer")
     parser.add_argument("--delay-ms", type=float, default=0.0, help="added to the round trip to the draft")
     parser.add_argument("--repeats", type=int, default=2, help="runs of each load, each with prompts of its own")
@@ -224,6 +262,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     unknown = (set(options.modes) - set(MODES)) | (set(options.placements) - set(PLACEMENTS))
     if unknown:
         parser.error(f"not known: {', '.join(sorted(unknown))}")
+    if not options.verification or set(options.verification) - {DEFAULT, TYPICAL}:
+        parser.error(f"--verification takes {DEFAULT} and {TYPICAL}")
     if {"head", "merged"} & set(options.modes) and not options.head:
         parser.error("the modes head and merged need --head")
     if "medusa" in options.modes and not options.medusa:
@@ -243,7 +283,7 @@ def plan_of(options: argparse.Namespace) -> Plan:
         room=options.longest_prompt + options.tokens,
         delay_ms=options.delay_ms,
         logs=options.json.with_name(options.json.stem + ".logs"),
-        target=options.target,
+        target=({"allow_lossy": True} if TYPICAL in options.verification else {}) | options.target,
         drafters={**options.drafters, "eagle": {**options.drafters.get("eagle", {}), **options.eagle}},
     )
 

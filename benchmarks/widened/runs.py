@@ -42,13 +42,16 @@ def read_tasks(tokenizer: Any, file: Path, longest: int) -> dict[str, list[Promp
 
 
 class PromptCursor:
-    """Hands out prompts task by task in turn, in an order that is the same for every service.
+    """Hands out prompts task by task in turn, in an order that is the same for every service and every mode of
+    verification.
 
     None is handed out twice to the same tenant: when all have been, they are handed out to another, whose drafts have
-    not read them either.
+    not read them either. Each mode has tenants of its own.
     """
 
-    def __init__(self, tasks: Mapping[str, Sequence[Prompt]]) -> None:
+    def __init__(self, tasks: Mapping[str, Sequence[Prompt]], verification: str = "") -> None:
+        """`verification` is asked for by every request; see `Ask`."""
+        self._verification = verification
         dice = random.Random(_SHUFFLE_SEED)
         shuffled = [dice.sample(list(prompts), len(prompts)) for _, prompts in sorted(tasks.items())]
         # Small tasks keep something to be measured.
@@ -67,7 +70,7 @@ class PromptCursor:
         asks = []
         for number in range(self._taken, self._taken + count):
             lap, place = divmod(number, len(self._measured))
-            asks.append(Ask(self._measured[place], tokens, f"measured-{lap}", temperature, number))
+            asks.append(self._ask(self._measured[place], tokens, f"measured-{lap}", temperature, number))
         self._taken += count
         return asks
 
@@ -76,9 +79,13 @@ class PromptCursor:
         asks = []
         for number in range(self._settled, self._settled + count):
             lap, place = divmod(number, len(self.warm))
-            asks.append(Ask(self.warm[place], tokens, f"settling-{lap}", temperature, number))
+            asks.append(self._ask(self.warm[place], tokens, f"settling-{lap}", temperature, number))
         self._settled += count
         return asks
+
+    def _ask(self, prompt: Prompt, tokens: int, tenant: str, temperature: float, seed: int) -> Ask:
+        own = f"{self._verification}-{tenant}" if self._verification else tenant
+        return Ask(prompt, tokens, own, temperature, seed, verification=self._verification)
 
 
 def _deal(groups: Sequence[Sequence[Prompt]]) -> list[Prompt]:
@@ -189,6 +196,7 @@ def run_figures(runs: Sequence[Run], concurrency: int) -> dict[str, Any]:
     firsts = [one.answer.times[0] - one.answer.begin for one in replies]
     # Neither the first token of an answer nor the step that made it is decoding.
     steps = sum(one.steps - 1 for one in replies)
+    tokens = sum(one.answer.tokens for one in replies)
     return {
         "tokens_per_second": decoding.per_second,
         "ratio_to_plain": None,
@@ -198,6 +206,8 @@ def run_figures(runs: Sequence[Run], concurrency: int) -> dict[str, Any]:
             "max": max(rates, default=None),
         },
         "tokens_per_step": round(sum(one.answer.tokens - 1 for one in replies) / steps, 4) if steps > 0 else None,
+        # Drafts kept that the model would not have drawn, of all tokens: 0 but in typical acceptance.
+        "lossy_share": round(sum(one.lossy_tokens for one in replies) / tokens, 4) if tokens else None,
         "stream_tokens_per_second": streams.per_second,
         "tokens_per_second_with_prompts": service.per_second,
         "measured": {"tokens": decoding.tokens, "seconds": round(decoding.seconds, 4), "of_seconds": round(seconds, 4)},
@@ -205,7 +215,7 @@ def run_figures(runs: Sequence[Run], concurrency: int) -> dict[str, Any]:
             "p50": round(statistics.median(firsts) * 1e3, 3),
             "p99": round(percentile(firsts, 0.99) * 1e3, 3),
         },
-        "n": {"answers": len(replies), "tokens": sum(one.answer.tokens for one in replies), "repeats": len(runs)},
+        "n": {"answers": len(replies), "tokens": tokens, "repeats": len(runs)},
         **step_figures(total(run.spent for run in runs)),
     }
 
@@ -213,12 +223,19 @@ def run_figures(runs: Sequence[Run], concurrency: int) -> dict[str, Any]:
 class Measuring:
     """Runs against one service, which reads no measured prompt twice."""
 
-    def __init__(self, clients: Clients, page: str, tasks: Mapping[str, Sequence[Prompt]], tokens: int) -> None:
-        """`page` is the URL of the target's metrics, `tokens` the length of every answer."""
+    def __init__(
+        self,
+        clients: Clients,
+        page: str,
+        tasks: Mapping[str, Sequence[Prompt]],
+        tokens: int,
+        verification: str = "",
+    ) -> None:
+        """`page` is the URL of the target's metrics, `tokens` the length of every answer; see `Ask` for the rest."""
         self._clients = clients
         self._page = page
         self._tokens = tokens
-        self._cursor = PromptCursor(tasks)
+        self._cursor = PromptCursor(tasks, verification)
 
     def warm_up(self, concurrency: Sequence[int], temperatures: Sequence[float]) -> None:
         """A few short answers at the least and at the largest load."""

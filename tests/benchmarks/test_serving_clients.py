@@ -12,7 +12,7 @@ import grpc
 import pytest
 
 from benchmarks.serving.clients import Ask, Clients, ServiceLost
-from outrider.v1 import target_pb2, target_pb2_grpc
+from outrider.v1 import target_pb2, target_pb2_grpc, tree_pb2
 
 SECONDS = 0.05
 
@@ -44,6 +44,8 @@ class ScriptedTarget(target_pb2_grpc.TargetServiceServicer):
             yield target_pb2.GenerateResponse(chunk=target_pb2.GenerateChunk(token_ids=[token]))
         finished = target_pb2.GenerateFinished()
         finished.speculation.steps = len(tokens)
+        if request.speculation.mode == tree_pb2.VERIFICATION_MODE_TYPICAL:
+            finished.usage.lossy_tokens = 1
         yield target_pb2.GenerateResponse(finished=finished)
 
 
@@ -69,6 +71,13 @@ def target(served: tuple[ScriptedTarget, str]) -> ScriptedTarget:
     served[0].requests.clear()
     served[0].most = 0
     return served[0]
+
+
+def test_a_mode_of_verification_is_asked_for_by_name(target: ScriptedTarget, clients: Clients) -> None:
+    asks = [Ask((1, 2), 2, "one"), Ask((1, 2), 2, "one", verification="typical")]
+    assert sorted(reply.lossy_tokens for reply in clients.streams(asks, 1)) == [0, 1]
+    modes = [request.speculation.mode for request, _ in target.requests]
+    assert modes == [tree_pb2.VERIFICATION_MODE_UNSPECIFIED, tree_pb2.VERIFICATION_MODE_TYPICAL]
 
 
 def test_slots_ask_one_request_after_the_other(target: ScriptedTarget, clients: Clients) -> None:

@@ -27,7 +27,7 @@ from benchmarks.widened.metrics import (
     value,
 )
 from benchmarks.widened.proxy import DelayProxy
-from benchmarks.widened.run import COLUMNS, Record, line, parse, plan_of
+from benchmarks.widened.run import COLUMNS, Record, line, mode_of, parse, plan_of, verifications_of
 from benchmarks.widened.runs import (
     PromptCursor,
     Run,
@@ -134,6 +134,31 @@ def test_prompts_are_handed_out_once_task_by_task() -> None:
     assert len(set(lap)) == 12
 
 
+def test_each_mode_of_verification_asks_the_same_prompts_for_other_tenants() -> None:
+    tasks = {"a": [(place,) for place in range(5)]}
+    asks, typical = (PromptCursor(tasks, mode).take(3, 8, 0.8) for mode in ("", "typical"))
+    assert [ask.prompt for ask in asks] == [ask.prompt for ask in typical]
+    assert [ask.seed for ask in asks] == [ask.seed for ask in typical]
+    assert {(ask.tenant, ask.verification) for ask in typical} == {("typical-measured-0", "typical")}
+    assert {ask.verification for ask in asks} == {""}
+
+
+def test_typical_acceptance_is_measured_where_it_differs(capsys: pytest.CaptureFixture[str]) -> None:
+    options = parse([*ARGUMENTS, "--verification", "default,typical"])
+    assert verifications_of(options, Subject("merged", "second GPU"), [0.0, 0.8]) == ["default", "typical"]
+    assert verifications_of(options, Subject("merged", "second GPU"), [0.0]) == ["default"]
+    assert verifications_of(options, Subject("plain", ""), [0.8]) == ["default"]
+    assert [mode_of("default", 0.0), mode_of("default", 0.8), mode_of("typical", 0.8)] == [
+        *("greedy", "coupled", "typical"),
+    ]
+    settings = target_settings(plan_of(options), Subject("merged", "second GPU"))
+    assert settings["allow_lossy"] and "--allow-lossy" in flags_of(settings)
+    assert "allow_lossy" not in target_settings(plan_of(parse(ARGUMENTS)), Subject("merged", "second GPU"))
+    with pytest.raises(SystemExit):
+        parse([*ARGUMENTS, "--verification", "rejection"])
+    assert "--verification takes" in capsys.readouterr().err
+
+
 def test_one_stream_is_measured_from_first_message_to_last() -> None:
     answers = [Answer(0.0, [1.0, 2.0, 4.0], [2, 3, 5]), Answer(10.0, [10.5, 12.5], [1, 4]), Answer(20.0, [21.0], [1])]
     assert decoding_rate(answers, 1) == (12, 5.0)
@@ -173,8 +198,11 @@ def test_a_row_has_all_repeats_and_their_spread() -> None:
     assert figures["tokens_per_step"] == 2.0
     assert figures["n"] == {"answers": 2, "tokens": 16, "repeats": 2}
     assert figures["first_token_ms"]["p50"] == 1000.0
+    assert figures["lossy_share"] == 0.0
+    typical = Reply(steady(0, 4), 0, 3, lossy_tokens=1)
+    assert run_figures([Run(((typical,),), 10.0, page())], 1)["lossy_share"] == 0.25
     row = {"mode": "head", "placement": "same GPU", "prompts": "new", "concurrency": 1, "temperature": 0.8}
-    row |= {**figures, "speculation_active": False}
+    row |= {**figures, "verification": "coupled", "speculation_active": False}
     assert len(COLUMNS) == len(line(row).removesuffix(" (not drafting)"))
 
 

@@ -2,24 +2,37 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import os
 import random
+import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
 from draft_service.config import DraftConfig, drafter_config
 from outrider.settings import SettingsError, load
+from outrider_client.bench.samples import Sample
+from outrider_client.local.placement import Placement
 from outrider_client.results import TargetInfo
 from outrider_client.terminal.options import TuneOptions
-from outrider_client.tuning.budget import LEAST_PAIRS, Costs, final_seconds, next_share
+from outrider_client.tuning.budget import LEAST_PAIRS, Costs, final_seconds, measurable, next_share
 from outrider_client.tuning.candidates import Candidate, known_candidates, parse_candidates
 from outrider_client.tuning.estimates import Estimate, better, estimate, most_promising, over_loads
 from outrider_client.tuning.report import save_tuning_plot, sentences, tuning_table, verdict
-from outrider_client.tuning.services import read_setup
-from outrider_client.tuning.session import NO_TIME, LoadFigures, Measured, Tuning, read_prompts
+from outrider_client.tuning.services import Setup, read_setup
+from outrider_client.tuning.session import (
+    NO_TIME,
+    Comparison,
+    LoadFigures,
+    Measured,
+    Tuning,
+    _Tuner,
+    read_prompts,
+)
 from outrider_client.tuning.settings_file import read_document, to_toml, with_settings
 from target_service.config import TargetConfig
 
@@ -50,6 +63,13 @@ def test_the_time_is_spent_and_not_exceeded(seconds: float, waiting: int) -> Non
     assert len(shares) < 2 or left >= max(COSTS.least, seconds / 3) - 1e-6
     # Nobody is left out whom there was time for.
     assert len(shares) in (0, waiting) or left - final_seconds(seconds, COSTS) < COSTS.least
+
+
+@pytest.mark.parametrize("seconds", [5.0, 9.9, 10.0, 19.0, 20.0, 35.0, 90.0, 1000.0])
+@pytest.mark.parametrize("waiting", [0, 1, 2, 7])
+def test_what_there_is_time_for_is_known_beforehand(seconds: float, waiting: int) -> None:
+    shares, _ = spend(seconds, waiting, COSTS) if waiting else ([], seconds)
+    assert measurable(seconds, waiting, COSTS) == len(shares)
 
 
 def test_shares_are_equal() -> None:
@@ -183,6 +203,61 @@ def tuning(final: float | None, error: float = 0.01) -> Tuning:
     last = None if final is None else (SMALL, measured(SMALL.label, final, error))
     left_out = ((Candidate((("trie", "breadth", 1),)), NO_TIME),)
     return Tuning(INFO, measured("default", 0.4), (own,), last, left_out, minutes_for_all=6.2)
+
+
+class ScriptedSide:
+    """A target that takes `start_seconds` to start, and answers at once."""
+
+    def __init__(self, start_seconds: float) -> None:
+        self.draft_seconds = start_seconds / 2
+        self.taken: list[Candidate] = []
+        self.started = False
+        self._seconds = start_seconds
+
+    async def start(self) -> None:
+        self.started = True
+        await asyncio.sleep(self._seconds)
+
+    async def take(self, candidate: Candidate) -> None:
+        self.taken.append(candidate)
+
+    async def info(self) -> TargetInfo:
+        return INFO
+
+    def backend(self, *_: object, **__: object) -> ScriptedSide:
+        return self
+
+    async def answer(self, *_: object) -> Sample:
+        await asyncio.sleep(0.01)
+        return Sample(
+            token_ids=(1, 2), text="ab", prompt_tokens=1, steps=1, drafted_tokens=1, accepted_tokens=1,
+            drafted_by_depth=(1,), accepted_by_depth=(1,), draft_wait=0.0, fallback_steps=0, ttft=0.001, tpot=0.001,
+            duration=0.002,
+        )  # fmt: skip
+
+    async def close(self) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("seconds", "start_seconds", "second"),
+    [(4.0, 1.5, False), (4.0, 0.1, True)],
+    ids=["no time to start another", "time for all"],
+)
+def test_a_second_target_on_a_gpu_is_started_where_it_measures_more(
+    seconds: float, start_seconds: float, second: bool
+) -> None:
+    candidates = (SMALL, *(Candidate((("target", "max_draft_nodes", rows),)) for rows in (7, 3)))
+    setup = Setup(TuneOptions(minutes=seconds / 60), None, {}, Placement(), (), (), candidates, gpu=True)
+    sides = ScriptedSide(start_seconds), ScriptedSide(start_seconds)
+    comparison = Comparison(read_prompts("")[:2], [1], 4)
+    begun = time.monotonic()
+    found = asyncio.run(_Tuner(setup, comparison, cast("Any", sides), 0, lambda _: None).run())
+    assert time.monotonic() - begun < seconds + 2.0
+    tried = [candidate for candidate, _ in found.measured]
+    assert (sides[0].started, sides[1].started) == (True, second)
+    assert tried == list(candidates if second else candidates[1:])
+    assert sides[not second].taken == []
+    assert found.left_out == (() if second else ((SMALL, NO_TIME),))
 
 
 def test_the_choice_and_what_is_said_of_it(tmp_path: Path) -> None:

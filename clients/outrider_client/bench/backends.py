@@ -30,9 +30,13 @@ class Backend(Protocol):
 class TargetBackend:
     """A target service, with drafts or without."""
 
-    def __init__(self, reach: ClientOptions, address: str, speculate: bool, max_nodes: int | None = None) -> None:
-        """`max_nodes` bounds the drafted rows of a step; None leaves them to the target."""
+    def __init__(
+        self, reach: ClientOptions, address: str, speculate: bool, max_nodes: int | None = None, memory: str = ""
+    ) -> None:
+        """`max_nodes` bounds the drafted rows of a step; None leaves them to the target. `memory` begins the name of
+        every tenant, whose drafts learn apart from others'."""
         self._reach = reach
+        self._memory = memory
         self._address = address
         self._speculation = Speculation(enabled=None if speculate else False, max_nodes=max_nodes)
         self._clients: dict[str, Client] = {}
@@ -47,7 +51,7 @@ class TargetBackend:
         return self._clients[name]
 
     async def answer(self, messages: Sequence[Message], max_tokens: int, tenant: str) -> Sample:
-        generation = self.client(tenant).generate(
+        generation = self.client(self._memory + tenant).generate(
             messages=messages,
             sampling=SamplingParams(max_tokens=max_tokens),
             speculation=self._speculation,

@@ -50,6 +50,13 @@ def next_share(left: float, kept: float, waiting: int, first: bool, costs: Costs
     return left if first and left >= costs.barely else 0.0
 
 
+def measurable(left: float, waiting: int, costs: Costs) -> int:
+    """How many of `waiting` candidates `next_share` finds time for, where `left` is all that there is."""
+    if not waiting or left < costs.barely:
+        return 0
+    return max(1, min(waiting, int((left - final_seconds(left, costs)) / costs.least)))
+
+
 def seconds_for_all(spent: float, waiting: int, costs: Costs) -> float:
     """About what it takes to measure `waiting` candidates and the best once more, beside what is `spent` on starting
     services and on the settings in force."""

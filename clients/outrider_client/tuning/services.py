@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +13,7 @@ from typing import Any
 from outrider.settings import SettingsError
 from outrider_client.bench.backends import TargetBackend
 from outrider_client.local.placement import Placement, named_settings, place, visible_gpus
-from outrider_client.local.stack import Stack, wait_for_drafter
+from outrider_client.local.stack import ServiceFailed, Stack, wait_for_drafter
 from outrider_client.results import TargetInfo
 from outrider_client.terminal.options import ClientOptions, TuneOptions, flag_words
 from outrider_client.tuning.candidates import MERGED, Candidate, known_candidates, parse_candidates
@@ -98,17 +100,29 @@ class Side:
         self._address = ""
         self._draft: tuple[tuple[str, str, int], ...] | None = None
         self._backends: list[TargetBackend] = []
+        # That the draft last took to start.
+        self.draft_seconds = 0.0
 
     async def start(self) -> None:
         """Start both, with the settings in force. Raises `ServiceFailed` or `SettingsError`."""
-        setup = self._setup
-        draft = await self._start_draft(Candidate())
+        setup, draft = self._setup, self._stack.address(f"draft-{self._name}")
         own = (("--model", setup.options.model), ("--dtype", setup.options.dtype))
         words = [word for pair in own if pair[1] for word in pair]
         if setup.path is not None:
             words += ["--config", str(setup.path)]
         words += [*setup.placed.target, *setup.target_words, *_emptied(_PRIVATE + _PRIVATE_TARGET), "--draft", draft]
-        self._address = await self._stack.start(f"target-{self._name}", "target_service", *words)
+        if setup.placed.shared:
+            # One after the other: the target takes a share of the memory that the draft has left.
+            await self._start_draft(Candidate())
+        starting = asyncio.create_task(self._stack.start(f"target-{self._name}", "target_service", *words))
+        try:
+            if self._draft is None:
+                await self._start_draft(Candidate())
+            self._address = await starting
+        finally:
+            starting.cancel()
+            with contextlib.suppress(ServiceFailed, asyncio.CancelledError):
+                await starting
         await self._connected()
 
     async def take(self, candidate: Candidate) -> None:
@@ -121,8 +135,13 @@ class Side:
             await self._connected()
 
     def backend(self, candidate: Candidate, speculate: bool = True) -> TargetBackend:
-        """Where answers under the candidate's settings come from, once it is taken; plain ones with `speculate` off."""
-        backend = TargetBackend(ClientOptions(), self._address, speculate, candidate.max_nodes)
+        """Where answers under the candidate's settings come from, once it is taken; plain ones with `speculate` off.
+
+        A candidate's prompts are another tenant's than those of the settings in force, so that where one target
+        answers both, no draft has learnt the one's from the other.
+        """
+        memory = "tried-" if candidate.settings else ""
+        backend = TargetBackend(ClientOptions(), self._address, speculate, candidate.max_nodes, memory)
         self._backends.append(backend)
         return backend
 
@@ -135,16 +154,17 @@ class Side:
         for backend in self._backends:
             await backend.close()
 
-    async def _start_draft(self, candidate: Candidate) -> str:
+    async def _start_draft(self, candidate: Candidate) -> None:
         setup = self._setup
         document = with_settings(setup.document, candidate.draft)
         document.get(_SNAPSHOT[0], {}).pop(_SNAPSHOT[1], None)
         path = self._folder / f"{self._name}.toml"
         path.write_text(to_toml(document), encoding="utf-8")
         words = ["--config", str(path), "--drafter", setup.options.drafter, *setup.placed.draft, *setup.draft_words]
-        address = await self._stack.start(f"draft-{self._name}", "draft_service", *words, *_emptied(_PRIVATE))
+        begun = asyncio.get_running_loop().time()
+        await self._stack.start(f"draft-{self._name}", "draft_service", *words, *_emptied(_PRIVATE))
+        self.draft_seconds = asyncio.get_running_loop().time() - begun
         self._draft = candidate.draft
-        return address
 
     async def _connected(self) -> None:
         if await wait_for_drafter(self.backend(Candidate()).client()) != self._setup.options.drafter:

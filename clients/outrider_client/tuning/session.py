@@ -19,7 +19,14 @@ from outrider_client.bench.runner import Plan, Runner
 from outrider_client.bench.samples import PLAIN, Block, Mode
 from outrider_client.local.stack import ServiceFailed, Stack, private_directory
 from outrider_client.results import TargetInfo
-from outrider_client.tuning.budget import SPECULATION_SHARE, Costs, final_seconds, next_share, seconds_for_all
+from outrider_client.tuning.budget import (
+    SPECULATION_SHARE,
+    Costs,
+    final_seconds,
+    measurable,
+    next_share,
+    seconds_for_all,
+)
 from outrider_client.tuning.candidates import Candidate
 from outrider_client.tuning.estimates import Estimate, better, estimate, most_promising, over_loads
 from outrider_client.tuning.services import Setup, Side
@@ -27,8 +34,6 @@ from outrider_client.tuning.services import Setup, Side
 Note = Callable[[str], None]
 _IN_FORCE = Mode(Candidate().label)
 _WARM_TOKENS = 24
-# A guess until a change has been seen: on two cores of a CPU a trie took four.
-_CHANGE_SECONDS = 5.0
 NO_TIME = "for lack of time"
 
 
@@ -176,18 +181,32 @@ class _Tuner:
         self._note("measuring the settings in force against plain decoding")
         speculation, pair = await self._speculation(loop.time() + SPECULATION_SHARE * seconds)
         info = await self._base.info()
-        spent, costs = loop.time() - begun, Costs(change=_CHANGE_SECONDS, pair=pair)
+        # Until a change has been seen.
+        spent, costs = loop.time() - begun, Costs(change=self._base.draft_seconds, pair=pair)
         ahead = started if self._setup.gpu else 0.0
-        waiting, final = self._possible(info), None
+        waiting = self._possible(info)
         needed = seconds_for_all(spent + ahead, len(waiting), costs)
-        if until - loop.time() > ahead + costs.barely:
-            if self._setup.gpu:
-                self._note("starting a second target and draft, for candidates")
-                await self._challenger.start()
-            final = await self._screen_and_confirm(waiting, until, costs)
-        else:
-            self._left_out += [(candidate, NO_TIME) for candidate in waiting]
+        if self._setup.gpu:
+            waiting, costs = await self._with_a_challenger(waiting, until, ahead, costs)
+        final = await self._screen_and_confirm(waiting, until, costs)
         return Tuning(info, speculation, tuple(self._measured), final, tuple(self._left_out), needed / 60.0)
+
+    async def _with_a_challenger(
+        self, waiting: list[Candidate], until: float, ahead: float, costs: Costs
+    ) -> tuple[list[Candidate], Costs]:
+        """Those of `waiting` that there is a target for, and what measuring them takes: a second target, which takes
+        `ahead` seconds to start, or the first, which takes another bound of rows from each request and keeps its draft.
+        Whichever measures more."""
+        left = until - asyncio.get_running_loop().time()
+        bounds, unchanged = [one for one in waiting if not one.draft], replace(costs, change=0.0)
+        alone = measurable(left, len(bounds), unchanged)
+        if len(bounds) < len(waiting) and measurable(left - ahead, len(waiting), costs) >= max(1, alone):
+            self._note("starting a second target and draft, for candidates")
+            await self._challenger.start()
+            return waiting, costs
+        self._challenger = self._base
+        self._left_out += [(candidate, NO_TIME) for candidate in waiting if candidate.draft]
+        return bounds, unchanged
 
     async def _speculation(self, until: float) -> tuple[Measured, float]:
         in_force, plain = self._base.backend(Candidate()), self._base.backend(Candidate(), speculate=False)
