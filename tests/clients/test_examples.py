@@ -1,4 +1,4 @@
-"""The examples of the README and of clients/python, run as they stand against a real server."""
+"""The examples of clients/README.md and of clients/python, run as they stand against a real server."""
 
 from __future__ import annotations
 
@@ -14,10 +14,8 @@ _ROOT = Path(__file__).parents[2]
 _ADDRESS = "127.0.0.1:50051"
 
 
-def _readme_example(path: str) -> str:
-    found = re.search(r"```python\n(.*?)```", (_ROOT / path).read_text(), re.DOTALL)
-    assert found is not None
-    return found.group(1)
+def _readme_examples() -> list[str]:
+    return re.findall(r"```python\n(.*?)```", (_ROOT / "clients/README.md").read_text(), re.DOTALL)
 
 
 async def _run(source: str, address: str) -> str:
@@ -36,12 +34,8 @@ async def _run(source: str, address: str) -> str:
 
 @pytest.mark.parametrize(
     "source",
-    [
-        _readme_example("README.md"),
-        _readme_example("clients/README.md"),
-        (_ROOT / "clients/python/generate.py").read_text(),
-    ],
-    ids=["readme", "clients", "generate"],
+    [*_readme_examples(), (_ROOT / "clients/python/generate.py").read_text()],
+    ids=["asynchronous", "synchronous", "generate"],
 )
 async def test_ten_lines_stream_an_answer(running: Any, source: str) -> None:
     assert (await _run(source, running.address)).startswith("one two three four")

@@ -209,3 +209,13 @@ def anchors(text: str) -> set[str]:
     """Of every heading, as GitHub makes them."""
     headings = re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", text, flags=re.DOTALL), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_the_readme_is_two_screens() -> None:
+    text = (DOCS.parent / "README.md").read_text()
+    assert len(text.splitlines()) <= 62
+    assert len(text.split()) <= 650
+    # No paragraph of many numbers; tables are for those.
+    for line in re.sub(r"```.*?```", "", text, flags=re.DOTALL).splitlines():
+        if not line.startswith("|"):
+            assert len(line.split()) <= 60 and len(re.findall(r"\d[\d.,]*", line)) <= 10, line
