@@ -97,11 +97,11 @@ def tilings(layer: Layer, rows: int, weight_bytes: int = 2) -> Iterator[LinearTi
 class Chain:
     """Launches of one layer, one after the other, over different weights."""
 
-    def __init__(self, layer: Layer, rows: int, eight_bits: bool) -> None:
+    def __init__(self, layer: Layer, rows: int, eight_bits: bool, most: int = 200) -> None:
         torch.manual_seed(0)
         self.layer, self.rows = layer, rows
         weight_bytes = 1 if eight_bits else 2
-        count = max(4, min(200, round(ROTATED_BYTES / (weight_bytes * layer.outputs * layer.inner))))
+        count = min(most, max(4, round(ROTATED_BYTES / (weight_bytes * layer.outputs * layer.inner))))
         self.plain = [self._random(layer.outputs, layer.inner) * layer.inner**-0.5 for _ in range(count)]
         self.weights: list[Weight] = list(self.plain)
         if eight_bits:
@@ -141,7 +141,7 @@ def compile_some(work: list[tuple[Layer, int, LinearTiling]], eight_bits: bool) 
     for layer, rows, tiling in work:
         chain = chains.get((layer, rows))
         if chain is None:
-            chains = {(layer, rows): (chain := Chain(layer, rows, eight_bits))}
+            chains = {(layer, rows): (chain := Chain(layer, rows, eight_bits, most=1))}
             chain.weights = chain.weights[:1]
         try:
             chain.launch(chain.weights[0], TritonLinears(DEVICE, tiling=tiling))

@@ -166,4 +166,4 @@ def test_kernels_compute_what_modules_do_on_a_gpu(
         monkeypatch.setattr(fused_head, "MAX_ROWS", ROWS - 1)
     own = FusedHead(head, row_linears(device), many_row_linears(device), eight_bits=weights == "int8")
     for expected, other in zip(*both(head, own), strict=True):
-        assert (other - expected).float().norm() <= 0.03 * expected.float().norm()
+        assert (other - expected).float().norm() <= (0.05 if weights == "int8" else 0.03) * expected.float().norm()
