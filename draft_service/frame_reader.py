@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from types import TracebackType
 from typing import Any
@@ -18,11 +17,6 @@ _READ_AHEAD = 64
 _READ_AHEAD_BYTES = 8 << 20
 # Bytes of frames that are handled at a stretch, but for a single larger one. A frame of one step is far smaller.
 _SLICE_BYTES = 64 << 10
-# gRPC hands out the frames of a stream one by one, a tenth of a millisecond apart, and only while the event loop turns,
-# which it does not while a drafter is at work. After work of so many seconds those that came meanwhile are waited for,
-# until none has come for a tenth of that time.
-_LONG_WORK = 0.003
-_NO_MORE = 0.0003
 
 
 class Inbox:
@@ -39,8 +33,6 @@ class Inbox:
         # Of the frames that wait.
         self._bytes = 0
         self._taken = asyncio.Event()
-        # When frames were taken last, on the monotonic clock.
-        self._taken_at = time.monotonic()
 
     async def __aenter__(self) -> Inbox:
         self._reading = asyncio.create_task(self._read_ahead())
@@ -63,10 +55,7 @@ class Inbox:
         Raises what reading raised; frames before that are dropped, since their stream is over.
         """
         frames: list[Any] = []
-        if self.waiting and time.monotonic() - self._taken_at > _LONG_WORK:
-            await self._catch_up()
         one = await self._queue.get()
-        self._taken_at = time.monotonic()
         self._bytes = 0
         self._taken.set()
         while True:
@@ -80,14 +69,6 @@ class Inbox:
             if self._queue.empty():
                 return frames
             one = self._queue.get_nowait()
-
-    async def _catch_up(self) -> None:
-        """Have all read that has come. A drafter would make trees of a commit that is not the last one."""
-        known, since = self._queue.qsize(), time.monotonic()
-        while not self._reading.done() and time.monotonic() - since < _NO_MORE:
-            await asyncio.sleep(0)
-            if self._queue.qsize() > known:
-                known, since = self._queue.qsize(), time.monotonic()
 
     async def _read_ahead(self) -> None:
         try:

@@ -7,13 +7,14 @@ import logging
 import time
 from array import array
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
 
 import grpc
 import numpy as np
 
-from draft_service.drafters.base import CorpusDrafter, Drafter
+from draft_service.drafters.base import CorpusDrafter, Drafter, device_of
 from draft_service.frame_reader import Inbox, slices
 from draft_service.session import Admission, PackedGrowth, ProposeSession
 from draft_service.telemetry.observer import DraftObserver
@@ -41,14 +42,18 @@ logger = logging.getLogger(__name__)
 SERVICE_NAME: str = draft_pb2.DESCRIPTOR.services_by_name["DraftService"].full_name
 MAX_CORPUS_TOKENS = 65536
 
+Result = TypeVar("Result")
 Part = TypeVar("Part", draft_pb2.SequenceAdvance, draft_pb2.SequenceFeatures)
 ProposeContext = grpc.aio.ServicerContext[draft_pb2.ProposeRequest, draft_pb2.ProposeResponse]
 
 
 class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
-    """DraftService over one drafter, which all streams share. Runs on one event loop, and so does the drafter, also
-    one that waits for a GPU: a thread of its own would have to be woken for each commit and wake the loop for each
-    growth, which took a sixth of a millisecond each way (`benchmarks/results/2026-11-25-cpu-link-hops.md`)."""
+    """DraftService over one drafter, which all streams share. Runs on one event loop.
+
+    A drafter that waits for a GPU has a thread beside it, so that frames are read meanwhile. But a stream that keeps up
+    with its target calls it on the loop: to wake that thread for a commit, and be woken by it for its growth, took a
+    sixth of a millisecond each (`benchmarks/results/2026-11-25-cpu-link-hops.md`).
+    """
 
     def __init__(
         self,
@@ -65,7 +70,17 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         self._info = info
         self._observer = observer or DraftObserver()
         self._tracing = tracing or Tracing()
+        on_gpu = device_of(drafter) != "cpu"
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="drafter") if on_gpu else None
+        # What the thread was given, and was not done with at some time.
+        self._given: list[Future[Any]] = []
         self._wakefulness = Wakefulness(awake)
+
+    def close(self) -> None:
+        """Wait for what the drafter is at, so that it can be stopped. What still comes runs on the event loop."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.shutdown()
 
     async def Propose(  # type: ignore[override]
         self, _requests: AsyncIterator[draft_pb2.ProposeRequest], context: ProposeContext
@@ -77,34 +92,63 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         code, reason = "CANCELLED", ""
         try:
             async with Inbox(context.read, draft_pb2.ProposeRequest.ByteSize) as inbox:
-                while frames := await inbox.take():
+                # Frames that waited mean that the target is ahead: then more are read while these are handled.
+                while True:
+                    behind = inbox.waiting
+                    frames = await inbox.take()
+                    if not frames:
+                        break
                     *firsts, last = slices(frames)
                     for some in firsts:
-                        for answer in stream.take_all(some):
+                        for answer in await self._on_drafter(stream.take_all, some):
                             await context.write(answer)
-                        # Other streams go on in between.
+                        # Other streams go on in between, also where all is done on the event loop.
                         await asyncio.sleep(0)
-                    responses = stream.take_and_grow(last)
+                    draft = self._on_drafter if behind or firsts else self._at_once
+                    responses = await draft(stream.take_and_grow, last)
                     while responses:
                         for response in responses:
                             await context.write(response)
                         # What has come meanwhile goes first: trees are made of the newest that is known.
-                        responses = [] if inbox.waiting else stream.grow()
+                        responses = [] if inbox.waiting else await draft(stream.grow)
                     # The target waits for the growth, and nobody for its metrics.
                     stream.record()
-                    # Behind what was drafted: that may have taken as long.
                     self._wakefulness.stir()
             code = "OK"
         except OutriderError as error:
             code, reason = error.code.name, error.reason
             raise
         finally:
-            try:
-                stream.end()
-            finally:
-                stream.record()
-                self._observer.on_stream(-1)
-                trace.end(code, reason)
+            # Cancelling a call twice must not leave its sequences open.
+            await asyncio.shield(self._end(stream, trace, code, reason))
+
+    async def _end(self, stream: _ProposeStream, trace: StreamTrace, code: str, reason: str) -> None:
+        """End a stream's sequences, and then record it: a cancelled call may still have work on the drafter's thread,
+        which goes first."""
+        try:
+            await self._on_drafter(stream.end)
+        finally:
+            stream.record()
+            self._observer.on_stream(-1)
+            trace.end(code, reason)
+
+    async def _on_drafter(self, work: Callable[..., Result], *arguments: Any) -> Result:
+        """Do what touches the drafter, one call after the other: here, or beside the event loop where it waits for a
+        GPU, so that frames are read meanwhile."""
+        if self._thread is None:
+            return work(*arguments)
+        # A loop that stays awake would take turns with the thread at the interpreter.
+        self._wakefulness.rest()
+        given = self._thread.submit(work, *arguments)
+        self._given = [*self._unfinished(), given]
+        return await asyncio.wrap_future(given)
+
+    async def _at_once(self, work: Callable[..., Result], *arguments: Any) -> Result:
+        """As `_on_drafter`, here if the thread is free: the event loop stands still until it is done."""
+        return await self._on_drafter(work, *arguments) if self._unfinished() else work(*arguments)
+
+    def _unfinished(self) -> list[Future[Any]]:
+        return [given for given in self._given if not given.done()]
 
     async def GetDraftInfo(
         self, _request: draft_pb2.GetDraftInfoRequest, _context: Any
@@ -164,7 +208,8 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
 class _ProposeStream:
     """Translates the frames of one stream. A bad part of a frame fails its own sequence only.
 
-    `record` brings metrics and the spans' sums up to date, once the target has what it waits for.
+    All else runs where the drafter does; `record` runs on the event loop, while nothing else of the stream is at work,
+    and brings metrics and the spans' sums up to date.
     """
 
     def __init__(self, session: ProposeSession, observer: DraftObserver, trace: StreamTrace) -> None:
@@ -181,7 +226,7 @@ class _ProposeStream:
     def take_and_grow(self, frames: Iterable[draft_pb2.ProposeRequest]) -> list[draft_pb2.ProposeResponse]:
         """Handle frames in order; returns what is answered at once or else a frame of growth, if any is owed.
 
-        Whoever always says something gets growth all the same: with
+        One way to the drafter's thread does for both. And whoever always says something gets growth all the same: with
         eight sequences a frame was always waiting, and growth that waited for there to be none never came.
         """
         return self.take_all(frames) or self.grow()

@@ -6,7 +6,7 @@ import argparse
 import asyncio
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import fields
 from functools import partial
@@ -52,8 +52,10 @@ class DraftWorker:
     """The work behind the server, as its lifecycle sees it. A drafter's failure ends the stream that met it and not the
     service, so this lives as the event loop does."""
 
-    def __init__(self, admission: Admission) -> None:
+    def __init__(self, admission: Admission, close: Callable[[], None]) -> None:
+        """`close` waits for the drafter's thread, if it has one."""
         self.admission = admission
+        self.close = close
 
     def alive(self) -> bool:
         return True
@@ -101,7 +103,7 @@ def _provide(
     awake = awake_seconds(config.awake_ms / 1e3) if device_of(drafter) != "cpu" else 0.0
     servicer = DraftServicer(drafter, admission, info, observer, tracing, awake)
     server.provide(SERVICE_NAME, lambda to: draft_pb2_grpc.add_DraftServiceServicer_to_server(servicer, to))
-    return DraftWorker(admission)
+    return DraftWorker(admission, servicer.close)
 
 
 def _make_server(config: DraftConfig, interceptors: Sequence[grpc.aio.ServerInterceptor]) -> GrpcServer:
@@ -139,6 +141,8 @@ async def serve(config: DraftConfig, drafter: Drafter) -> int:
             stack.callback(drafter.stop)
             observer = PrometheusDraftObserver(drafter.name, __version__, drafter.stats)
             worker = _provide(server, config, drafter, observer, tracing)
+            # Before the drafter is stopped.
+            stack.callback(worker.close)
             if metrics is not None:
                 metrics.add([observer.metrics, calls.metrics])
             stack.enter_context(settled())

@@ -41,6 +41,10 @@ class Wakefulness:
         if not self._turning:
             self._turn(asyncio.get_running_loop())
 
+    def rest(self) -> None:
+        """Let the loop sleep until the next `stir`."""
+        self._until = 0.0
+
     def _turn(self, loop: asyncio.AbstractEventLoop) -> None:
         self._turning = time.monotonic() < self._until
         if self._turning:

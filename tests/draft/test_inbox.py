@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable
 
 import grpc
 import pytest
@@ -41,38 +40,6 @@ async def test_all_that_came_is_taken_at_once() -> None:
         assert not later.done()
         frames.put_nowait(3)
         assert await later == [3]
-
-
-def in_turns(frames: Iterable[object], turns: int) -> Callable[[], Awaitable[object]]:
-    """Frames that have come, each of which the event loop must turn a few times for, as gRPC has it."""
-    coming = iter(frames)
-
-    async def read() -> object:
-        for _ in range(turns):
-            await asyncio.sleep(0)
-        frame = next(coming, None)
-        return frame if frame is not None else await asyncio.Event().wait()
-
-    return read
-
-
-async def test_what_came_during_long_work_is_taken_at_once() -> None:
-    """The newest commit is what trees are made of, however long the last ones took."""
-    async with Inbox(in_turns(range(10), 5), lambda _: 1) as inbox:
-        first = await inbox.take()
-        assert len(first) < 3
-        await settle()
-        assert inbox.waiting
-        time.sleep(0.01)
-        assert first + await inbox.take() == list(range(10))
-
-
-async def test_short_work_is_followed_by_no_wait_for_more() -> None:
-    async with Inbox(in_turns(range(10), 5), lambda _: 1) as inbox:
-        taken = await inbox.take()
-        await settle()
-        taken += await inbox.take()
-        assert len(taken) < 10
 
 
 async def test_the_end_comes_behind_the_last_frame() -> None:

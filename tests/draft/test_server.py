@@ -82,8 +82,9 @@ class Talkative:
 
 
 async def test_growth_goes_out_though_a_frame_is_always_waiting() -> None:
-    """Frames may come faster than they are handled."""
+    """Where the drafter works beside the event loop, frames come faster than they are handled."""
     drafter = ScriptedDrafter(max_context=4000)
+    drafter.device = "cuda:0"  # type: ignore[attr-defined]
     steps = 1000
     advances = (
         draft_pb2.AdvanceSequences(sequences=[draft_pb2.SequenceAdvance(sequence_id=1, step=number, token_ids=[20])])
@@ -95,9 +96,97 @@ async def test_growth_goes_out_though_a_frame_is_always_waiting() -> None:
         *(draft_pb2.ProposeRequest(advance=advance) for advance in advances),
     )
     servicer = DraftServicer(drafter, Admission(10, VOCABULARY), info_of(drafter, VOCABULARY, ""))
-    await servicer.Propose(call, call)  # type: ignore[arg-type]
+    try:
+        await servicer.Propose(call, call)  # type: ignore[arg-type]
+    finally:
+        servicer.close()
     # One for every few frames that are taken at a time, and not one at the end.
     assert call.growths > 5
+
+
+class Patient(Talkative):
+    """One whose frames take turns of the event loop to be written, as gRPC's do."""
+
+    async def write(self, response: draft_pb2.ProposeResponse) -> None:
+        await super().write(response)
+        for _ in range(5):
+            await asyncio.sleep(0)
+
+
+def noting_threads(drafter: ScriptedDrafter) -> list[threading.Thread]:
+    """The threads that a drafter, as on a GPU, is asked for trees on, in order."""
+    threads: list[threading.Thread] = []
+    propose = drafter.propose
+
+    def noting(sequences: Sequence[DraftSequence]) -> list[TokenTree]:
+        threads.append(threading.current_thread())
+        return propose(sequences)
+
+    drafter.device, drafter.propose = "cuda:0", noting  # type: ignore[attr-defined, method-assign]
+    return threads
+
+
+async def test_a_commit_that_was_waited_for_wakes_no_thread() -> None:
+    drafter = ScriptedDrafter()
+    threads = noting_threads(drafter)
+    async with draft_over(drafter) as draft, draft.stream() as stream:
+        await stream.open(opening(1))
+        await stream.opened()
+        await stream.growth()
+        for number in range(1, 4):
+            # Until the stream waits for it.
+            await asyncio.sleep(0.02)
+            await stream.advance((1, number, [20]))
+            await stream.growth()
+    assert threads[1:] == [threading.current_thread()] * 3
+
+
+async def test_frames_are_read_while_a_drafter_that_is_behind_works() -> None:
+    """Or it would fall further behind with each call: gRPC hands out the frames of a stream one by one."""
+    drafter = ScriptedDrafter(max_context=4000)
+    threads = noting_threads(drafter)
+    advances = (
+        draft_pb2.AdvanceSequences(sequences=[draft_pb2.SequenceAdvance(sequence_id=1, step=number, token_ids=[20])])
+        for number in range(1, 301)
+    )
+    call = Patient(
+        draft_pb2.ProposeRequest(credit=draft_pb2.Credit(frames=500)),
+        draft_pb2.ProposeRequest(open=open_to_pb(opening())),
+        *(draft_pb2.ProposeRequest(advance=advance) for advance in advances),
+    )
+    servicer = DraftServicer(drafter, Admission(10, VOCABULARY), info_of(drafter, VOCABULARY, ""))
+    try:
+        await servicer.Propose(call, call)  # type: ignore[arg-type]
+    finally:
+        servicer.close()
+    assert threads and all(thread.name.startswith("drafter") for thread in threads[1:])
+
+
+async def test_nothing_is_drafted_on_the_loop_while_the_thread_is_at_work() -> None:
+    """One call at a time, also where the one before was given up on."""
+    drafter, working, go_on, done = ScriptedDrafter(), threading.Event(), threading.Event(), []
+    noting_threads(drafter)
+    servicer = DraftServicer(drafter, Admission(10, VOCABULARY), info_of(drafter, VOCABULARY, ""))
+
+    def slow() -> None:
+        working.set()
+        assert go_on.wait(10)
+        done.append("slow")
+
+    try:
+        first = asyncio.create_task(servicer._on_drafter(slow))
+        await asyncio.to_thread(working.wait, 10)
+        first.cancel()
+        later = asyncio.create_task(servicer._at_once(done.append, "later"))
+        await asyncio.sleep(0.02)
+        assert done == []
+        go_on.set()
+        await later
+        assert done == ["slow", "later"]
+        await servicer._at_once(lambda: done.append(threading.current_thread().name))
+        assert done[2:] == [threading.current_thread().name]
+    finally:
+        servicer.close()
 
 
 async def test_growth_waits_for_credit_and_then_is_the_newest(draft: Draft) -> None:
@@ -318,46 +407,55 @@ async def test_what_is_counted_in_is_counted_out(draft: Draft) -> None:
     assert figure(draft, "outrider_draft_committed_tokens") == 1
 
 
-async def test_a_stream_that_ends_while_its_drafter_works_is_counted_out() -> None:
-    """The cancellation is read once the drafter is done with what it is at."""
-    drafter, working = ScriptedDrafter(), asyncio.Event()
+async def test_a_stream_that_ends_while_its_drafter_works_is_counted_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a cancelled call still has at work on the drafter's thread goes before its end."""
+    monkeypatch.setattr(DraftServicer, "_at_once", DraftServicer._on_drafter)
+    drafter, working, go_on = ScriptedDrafter(), threading.Event(), threading.Event()
     opened = drafter.open
 
     def slow(sequence: DraftSequence) -> None:
         working.set()
-        time.sleep(0.05)
+        assert go_on.wait(10)
         opened(sequence)
 
-    drafter.open = slow  # type: ignore[method-assign]
+    drafter.device, drafter.open = "cuda", slow  # type: ignore[attr-defined, method-assign]
     async with draft_over(drafter) as draft:
         async with draft.stream() as stream:
             await stream.open(opening(1))
-            await working.wait()
+            assert await asyncio.to_thread(working.wait, 10)
             assert figure(draft, "outrider_draft_streams") == 1
+        # The cancellation has come by the time that a later call is answered.
+        await draft.stub.GetDraftInfo(draft_pb2.GetDraftInfoRequest())
+        await asyncio.sleep(0.05)
+        go_on.set()
         async with asyncio.timeout(5):
             while figure(draft, "outrider_draft_streams"):
                 await asyncio.sleep(0.002)
         await draft.empty()
         assert figure(draft, "outrider_draft_sequences") == 0
         assert figure(draft, "outrider_draft_sequences_opened") == figure(draft, "outrider_draft_sequences_closed") == 1
+        draft.worker.close()
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda:0"])
-async def test_the_drafter_is_called_where_frames_are_read(device: str) -> None:
-    """A thread to wake for each commit, and to be woken by for each growth, costs more than it brings."""
-    drafter, threads = ScriptedDrafter(), set()
-    propose = drafter.propose
+async def test_the_drafter_is_stopped_behind_its_last_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DraftServicer, "_at_once", DraftServicer._on_drafter)
+    drafter, calls = ScriptedDrafter(), []
+    close, working = drafter.close, threading.Event()
 
-    def noting(sequences: Sequence[DraftSequence]) -> list[TokenTree]:
-        threads.add(threading.current_thread())
-        return propose(sequences)
+    def slow(sequence: DraftSequence) -> None:
+        working.set()
+        time.sleep(0.1)
+        close(sequence)
+        calls.append("closed")
 
-    drafter.device, drafter.propose = device, noting  # type: ignore[attr-defined, method-assign]
+    drafter.device, drafter.close = "cuda", slow  # type: ignore[attr-defined, method-assign]
     async with draft_over(drafter) as draft, draft.stream() as stream:
         await stream.open(opening(1))
         await stream.opened()
-        await stream.growth()
-    assert threads == {threading.current_thread()}
+        await stream.send(close=draft_pb2.CloseSequences(sequence_ids=[1]))
+        assert await asyncio.to_thread(working.wait, 10)
+        draft.worker.close()
+        assert calls == ["closed"]
 
 
 @pytest.mark.parametrize(

@@ -56,6 +56,17 @@ async def test_a_second_stir_makes_it_longer_and_not_busier() -> None:
     assert awake.turns - begun <= 21
 
 
+async def test_a_loop_that_is_let_rest_sleeps() -> None:
+    awake = Counting(1.0)
+    awake.stir()
+    await asyncio.sleep(0.01)
+    awake.rest()
+    await asyncio.sleep(0.01)
+    turns = awake.turns
+    await asyncio.sleep(0.02)
+    assert awake.turns == turns
+
+
 async def test_nothing_turns_where_the_loop_may_sleep() -> None:
     awake = Counting(0.0)
     awake.stir()

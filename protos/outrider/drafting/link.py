@@ -277,6 +277,10 @@ class GrpcDraftLink:
             return
         self._bytes_posted += size
         self._outbox.append((command, size))
+        if threading.get_ident() == self._thread.ident:
+            # From `call_when_readable`: the loop is awake.
+            self._wake.set()
+            return
         # A closed loop means that the link was stopped meanwhile.
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._wake.set)
