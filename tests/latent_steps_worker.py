@@ -1,8 +1,10 @@
 """Runs steps of a model with latent attention as captured ones run, but for the graph: padded, through the buffer that
-stays where it is, by the Triton kernels in their interpreter. Writes errors against plain steps as JSON."""
+stays where it is, by the Triton kernels in their interpreter, with layers as they are and fused. Writes errors against
+plain steps as JSON."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 
@@ -15,12 +17,13 @@ from target_service.model import latent_attention
 from target_service.model.cuda_graphs.sizes import Bucket
 from target_service.model.cuda_graphs.step_buffer import StepBuffer
 from target_service.model.forward import ForwardInput
+from target_service.model.fused import latent_layers
 from target_service.model.runner import ModelRunner, _Step, runner_for
 from tree_kernels.attention import AttentionBatch
 from tree_kernels.attention.triton_planning import TritonSettings
 from tree_kernels.latent_attention import LatentAttention
 from tree_kernels.latent_attention.triton_backend import TritonLatentAttention
-from tree_kernels.latent_attention.triton_writing import write_rows
+from tree_kernels.latent_attention.triton_writing import norm_rope_write_rows, write_rows
 
 PAGE_SIZE = 16
 PAGES = ((5, 2, 9), (7, 1, 4))
@@ -71,7 +74,7 @@ class Padded:
 
 def main() -> None:
     found = {}
-    for name in NAMES:
+    for name, fused in itertools.product(NAMES, (False, True)):
         plain, padded = (runner_for(make_latent(name), None, num_pages=12, page_size=PAGE_SIZE) for _ in range(2))
         steps = [
             step_of((19, 6), (0, 0), (None, None)),
@@ -80,14 +83,19 @@ def main() -> None:
         ]
         expected = [plain.forward(step).clone() for step in steps]
         # As on a GPU: rows without a slot write nothing.
-        writing, latent_attention.write_latents = latent_attention.write_latents, write_rows
+        kept = latent_attention.write_latents, latent_layers.norm_rope_write
+        if fused:
+            assert latent_layers.fuse_latents(padded.model)
+        latent_attention.write_latents, latent_layers.norm_rope_write = write_rows, norm_rope_write_rows
         buffer = Padded(padded)
         got = [buffer.forward(step).clone() for step in steps]
-        latent_attention.write_latents = writing
+        latent_attention.write_latents, latent_layers.norm_rope_write = kept
         # What was said, and what was left in the cache.
         got.append(padded.cache.key_pool)
         expected.append(plain.cache.key_pool)
-        found[name] = [float((mine - own).norm() / own.norm()) for mine, own in zip(got, expected, strict=True)]
+        found[f"{name}, {fused}"] = [
+            float((mine - own).norm() / own.norm()) for mine, own in zip(got, expected, strict=True)
+        ]
     json.dump(found, sys.stdout)
 
 

@@ -17,6 +17,7 @@ from tree_kernels.attention import AttentionPlan
 from tree_kernels.latent_attention import (
     HeadProjections,
     LatentAttention,
+    absorb_into,
     absorbed_queries,
     expanded_values,
     write_latents,
@@ -82,11 +83,51 @@ def attend_latents(
         [1, R, H, V].
     """
     vectors, rows, plain = cache.squeeze(2), query[0].transpose(0, 1), int(layer.qk_nope_head_dim)
-    projections = _projections(layer)
+    projections = head_projections(layer)
     write_latents(latents[0, 0], rotary[0, 0], vectors, slots)
     absorbed = absorbed_queries(rows[..., :plain], rows[..., plain:], projections)
     attended = attention.run(plan, absorbed, vectors, latents.shape[-1], scaling)
     return expanded_values(attended, projections).unsqueeze(0)
+
+
+def attend_absorbed(
+    plain: Tensor,
+    absorbed: Tensor,
+    projections: HeadProjections,
+    attention: LatentAttention,
+    plan: AttentionPlan,
+    vectors: Tensor,
+    scaling: float,
+) -> Tensor:
+    """Absorb queries whose rotary parts are there already, and attend to a cache that has the step's vectors.
+
+    Args:
+        plain: [R, H, N] queries without their rotary part.
+        absorbed: [R, H, L + P], of which the last P are set.
+        projections, attention, plan, vectors, scaling: as in `attend_latents`.
+
+    Returns:
+        [R, H, V].
+    """
+    latent = projections.keys.shape[2]
+    absorb_into(absorbed, plain, projections)
+    return expanded_values(attention.run(plan, absorbed, vectors, latent, scaling), projections)
+
+
+def is_unexpanded(module: object) -> bool:
+    """Whether it is a layer that `leave_latents` lets hand on latents."""
+    return isinstance(module, _Unexpanded)
+
+
+def takes_latents_now(config: Any) -> bool:
+    """Whether the attention that a model of this configuration is set to takes latents."""
+    return bool(config._attn_implementation.endswith(_SUFFIX))
+
+
+def head_projections(layer: Any) -> HeadProjections:
+    """What makes keys and values of a layer's latents."""
+    weight, plain = getattr(layer, EXPANDING).weight, int(layer.qk_nope_head_dim)
+    return HeadProjections.of(weight, len(weight) // (plain + int(layer.v_head_dim)), plain)
 
 
 class _Unexpanded:
@@ -96,7 +137,7 @@ class _Unexpanded:
 
     def expand_kv(self, kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values as attention takes them: rotary keys and latents, or those of all heads."""
-        if self.config._attn_implementation.endswith(_SUFFIX):
+        if takes_latents_now(self.config):
             return k_rot, kv_nope
         expanded: tuple[Tensor, Tensor] = super().expand_kv(kv_nope, k_rot)  # type: ignore[misc]
         return expanded
@@ -110,11 +151,6 @@ def _unexpanded(kind: type) -> type:
 
 def _layers(model: PreTrainedModel) -> list[Any]:
     return [module for module in model.modules() if hasattr(module, "expand_kv")]
-
-
-def _projections(layer: Any) -> HeadProjections:
-    weight, plain = getattr(layer, EXPANDING).weight, int(layer.qk_nope_head_dim)
-    return HeadProjections.of(weight, len(weight) // (plain + int(layer.v_head_dim)), plain)
 
 
 @torch.inference_mode()
@@ -136,7 +172,7 @@ def _expands_plainly(layer: Any) -> bool:
         for width in (layer.kv_lora_rank, layer.qk_rope_head_dim)
     )
     own = type(layer).expand_kv(layer, latents, rotary)
-    projections = _projections(layer)
+    projections = head_projections(layer)
     keys, values = (latents[0] @ part.transpose(1, 2) for part in projections)
     keys = torch.cat([keys, rotary[0].expand(len(keys), -1, -1)], dim=-1)
     return all(

@@ -34,7 +34,7 @@ def typical_walk(
 
     Args:
         tree: rows to verify, the root first.
-        probs_of: called for rows of typical paths alone, once or twice each.
+        probs_of: called for rows of typical paths alone, once each.
         draw: see `Draw`.
         rule: which tokens are typical.
         begins: nothing was said yet: the first token of an answer is the model's own draw, drafted or not.
@@ -44,19 +44,21 @@ def typical_walk(
     """
     # log-probability of the path to each row that is reached by typical tokens. Parents come before their children.
     reached = {0: 0.0}
+    known: dict[int, Tensor] = {}
     for row, children in enumerate(tree.children):
         if row not in reached or not children:
             continue
-        probs = probs_of(row)
+        probs = known[row] = probs_of(row)
         own = draw(probs, 0) if begins and row == 0 else None
         least = rule.threshold(entropy_of(probs))
-        for child in children:
-            token = tree.token_ids[child]
-            probability = float(probs[token])
+        tokens = [tree.token_ids[child] for child in children]
+        # All at once: each number that is asked of a GPU is waited for.
+        for child, token, probability in zip(children, tokens, probs[tokens].tolist(), strict=True):
             if token == own if own is not None else probability > least:
                 reached[child] = reached[row] + math.log(probability)
     path = _path_to(tree, max(reached, key=lambda row: (tree.depths[row], reached[row], -row)))
-    own_tokens = [draw(probs_of(row), depth) for depth, row in enumerate((0, *path))]
+    rows = (0, *path)
+    own_tokens = [draw(known[row] if row in known else probs_of(row), depth) for depth, row in enumerate(rows)]
     lossy = tuple(own != tree.token_ids[row] for own, row in zip(own_tokens, path, strict=False))
     return Walk(path, own_tokens[-1]), lossy
 

@@ -16,9 +16,10 @@ from conftest import LatentCase, Spec, make_latent_case
 
 from tree_kernels.attention.triton_planning import TritonSettings
 from tree_kernels.attention.triton_tiling import Tiling
-from tree_kernels.latent_attention import LatentAttention, expanded_values
+from tree_kernels.latent_attention import LatentAttention, LatentRows, Rotary, expanded_values
+from tree_kernels.latent_attention.norm_rope import normed, turned
 from tree_kernels.latent_attention.triton_backend import TritonLatentAttention
-from tree_kernels.latent_attention.triton_writing import write_rows
+from tree_kernels.latent_attention.triton_writing import norm_rope_write_rows, write_rows
 
 INTERPRETED = not torch.cuda.is_available()
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
@@ -152,12 +153,57 @@ def writing_leaves_out_rows_without_a_slot() -> bool:
     return torch.equal(cache.flatten(0, 1), expected)
 
 
+def norm_rope_write_errors() -> dict[str, float]:
+    """Of cache and absorbed queries together, against the definition in PyTorch; NaN if anything else was written."""
+    found = {}
+    for pairs_in, pairs_out in ((True, True), (True, False), (False, False)):
+        for heads, latent, half, dtype in (
+            (1, 16, 4, torch.float32), (3, 24, 8, torch.float32), (16, 512, 32, torch.float16),
+            (40, 64, 5, torch.float32),
+        ):  # fmt: skip
+            rows, rotary, cache, absorbed = norm_rope_inputs(heads, latent, half, dtype, pairs_in, pairs_out)
+            slots = torch.tensor([33, 2, 0, 63, 17], dtype=torch.int32, device=DEVICE)
+            expected = cache.clone(), absorbed.clone()
+            kept = [0, 2, 3, 4]
+            own = LatentRows(rows.vectors[kept], rows.queries[kept], rows.weight, rows.epsilon)
+            turns = Rotary(rotary.cosines[kept], rotary.sines[kept], pairs_in, pairs_out)
+            flat = expected[0].flatten(0, 1)
+            flat[slots[kept].long(), :latent] = normed(own.vectors[:, :latent], own.weight, own.epsilon)
+            flat[slots[kept].long(), latent:] = turned(own.vectors[:, latent:], turns)
+            expected[1][..., latent:] = turned(rows.queries[..., -2 * half :], rotary)
+            slots[1] = -1
+            norm_rope_write_rows(rows, rotary, cache, slots, absorbed)
+            untouched = torch.equal(absorbed[..., :latent], expected[1][..., :latent])
+            errors = [relative_error(*pair) for pair in zip((cache, absorbed), expected, strict=True)]
+            name = f"{pairs_in} {pairs_out} {heads} {latent} {half} {dtype}"
+            found[name] = max(errors) if untouched else float("nan")
+    return found
+
+
+def norm_rope_inputs(
+    heads: int, latent: int, half: int, dtype: torch.dtype, pairs_in: bool, pairs_out: bool
+) -> tuple[LatentRows, Rotary, torch.Tensor, torch.Tensor]:
+    """Five rows, as views of wider tensors, with angles whose neighbours are two apart."""
+    plain = 6
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device=DEVICE, dtype=dtype)
+
+    angles = torch.randn(5, half, 2, device=DEVICE)
+    rows = LatentRows(
+        normal(5, latent + 2 * half + 3)[:, :-3], normal(5, heads, plain + 2 * half), normal(latent), 1e-6
+    )
+    rotary = Rotary(angles[..., 0], angles[..., 1], pairs_in, pairs_out)
+    return rows, rotary, normal(4, 16, latent + 2 * half), normal(5, heads, latent + 2 * half)
+
+
 def main() -> None:
     found = {
         "errors": {name: errors_of(arguments, settings) for name, arguments, settings in cases()},
         "update_errors": a_plan_takes_the_next_step(),
         "split_invariant": split_results_do_not_depend_on_the_batch(),
         "written": writing_leaves_out_rows_without_a_slot(),
+        "norm_rope_errors": norm_rope_write_errors(),
     }
     json.dump(found, sys.stdout)
 

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from kernel_worker import INTERPRETED, work
 
-from tree_kernels.latent_attention import HeadProjections, LatentAttention, expanded_values, write_latents
+from tree_kernels.latent_attention import (
+    HeadProjections,
+    LatentAttention,
+    LatentRows,
+    Rotary,
+    expanded_values,
+    norm_rope_write,
+    write_latents,
+)
 
 BATCHES: dict[str, list[tuple[int, int, str]]] = {
     "decode": [(37, 1, "tree")],
@@ -89,6 +98,52 @@ def test_new_vectors_land_in_their_slots_and_nowhere_else(page_size: int) -> Non
     assert torch.equal(cache.flatten(0, 1), expected)
 
 
+@pytest.mark.parametrize(("pairs_in", "pairs_out"), [(True, True), (True, False), (False, False)])
+def test_rows_are_normed_turned_and_written(pairs_in: bool, pairs_out: bool) -> None:
+    """Held to complex numbers, by which rotary embedding is defined, in fp64."""
+    torch.manual_seed(0)
+    count, heads, latent, half, plain = 4, 3, 10, 4, 6
+    rows = LatentRows(torch.randn(count, latent + 8), torch.randn(count, heads, plain + 8), torch.randn(latent), 1e-6)
+    angles = torch.randn(count, half)
+    rotary = Rotary(angles.cos(), angles.sin(), pairs_in, pairs_out)
+    cache, slots = torch.randn(4, 16, latent + 8), torch.tensor([33, 0, 63, 17])
+    absorbed = torch.randn(count, heads, latent + 8)
+    untouched, before = absorbed[..., :latent].clone(), cache.clone()
+    norm_rope_write(rows, rotary, cache, slots, absorbed)
+
+    def turned(parts: torch.Tensor) -> torch.Tensor:
+        wide = parts.double()
+        pairs = wide.unflatten(-1, (half, 2)) if pairs_in else torch.stack(wide.split(half, dim=-1), dim=-1)
+        turn = torch.polar(torch.ones_like(angles.double()), angles.double())
+        numbers = torch.view_as_complex(pairs.contiguous()) * (turn if parts.dim() == 2 else turn[:, None])
+        both = torch.view_as_real(numbers)
+        return both.flatten(-2) if pairs_out else torch.cat(both.unbind(-1), dim=-1)
+
+    latents = rows.vectors[:, :latent].double()
+    normed = latents / (latents.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * rows.weight.double()
+    expected = before.double().flatten(0, 1)
+    expected[slots] = torch.cat([normed, turned(rows.vectors[:, latent:])], dim=1)
+    assert relative_error(cache.flatten(0, 1), expected) < 1e-6
+    assert torch.equal(absorbed[..., :latent], untouched)
+    assert relative_error(absorbed[..., latent:], turned(rows.queries[..., plain:])) < 1e-6
+
+
+def test_rows_that_cannot_be_turned_are_refused() -> None:
+    rows = LatentRows(torch.randn(2, 18), torch.randn(2, 3, 14), torch.randn(10), 1e-6)
+    rotary = Rotary(torch.ones(2, 4), torch.ones(2, 4), True, True)
+    cache, slots, absorbed = torch.zeros(1, 16, 18), torch.tensor([0, 1]), torch.zeros(2, 3, 18)
+    with pytest.raises(ValueError, match="an even rotary width"):
+        norm_rope_write(replace(rows, vectors=torch.randn(2, 17)), rotary, cache, slots, absorbed)
+    with pytest.raises(ValueError, match="expected absorbed queries"):
+        norm_rope_write(rows, rotary, cache, slots, absorbed[:, :2])
+    with pytest.raises(ValueError, match="expected cosines and sines"):
+        norm_rope_write(rows, replace(rotary, sines=torch.ones(2, 8)), cache, slots, absorbed)
+    with pytest.raises(ValueError, match="last dimension is contiguous"):
+        norm_rope_write(replace(rows, vectors=torch.randn(18, 2).t()), rotary, cache, slots, absorbed)
+    with pytest.raises(ValueError, match="a contiguous cache"):
+        norm_rope_write(rows, rotary, torch.zeros(1, 18, 16).transpose(1, 2), slots, absorbed)
+
+
 def test_what_does_not_fit_is_refused(latent_case: Any) -> None:
     case = latent_case([(5, 3, "tree")])
     attention = LatentAttention("torch")
@@ -126,6 +181,8 @@ def check(found: dict[str, Any]) -> None:
     assert not wrong
     assert max(found["update_errors"]) < 3e-6
     assert found["split_invariant"] and found["written"]
+    for name, error in found["norm_rope_errors"].items():
+        assert error <= (2e-3 if "float16" in name else 1e-6), name
 
 
 def test_the_kernel_is_the_expanded_form(interpreted: dict[str, Any]) -> None:

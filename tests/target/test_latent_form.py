@@ -26,6 +26,8 @@ from target_service.model import latent_attention
 from target_service.model.cuda_graphs.capturing import _cache_of
 from target_service.model.cuda_graphs.runner import ATTENTION as CAPTURED_ATTENTION
 from target_service.model.forward import ForwardInput
+from target_service.model.fused import latent_layers
+from target_service.model.fused.latent_layers import fuse_latents
 from target_service.model.fused.packed_linears import PackedLinear, can_pack
 from target_service.model.fused.preparing import LayerOptions, prepare_layers
 from target_service.model.latent_attention import keeps_latents
@@ -210,6 +212,117 @@ class TestCache:
             found.append(runner.hooks.take(7))
         assert found[0] is not None and found[1] is not None
         close(found[0], found[1])
+
+
+class TestFused:
+    """Layers whose norm, rotary embedding and write to the cache are one launch."""
+
+    @pytest.mark.parametrize("name", CHECKPOINTS)
+    def test_steps_are_those_of_the_layers_own_code(self, name: str) -> None:
+        model = make_latent(name)
+        alone = own_logits(model)
+        steps = [rows_of(text(6), 0, (9, 3), None), rows_of(text(13)[6:], 6, (9, 3, 20, 7), TREE)]
+        plain, fused = (make_runner(copy.deepcopy(model), PAGE_SIZE, 256) for _ in range(2))
+        # The second time on layers that are fused already.
+        for _ in range(2):
+            assert fuse_latents(fused.model) == model.config.num_hidden_layers
+        for step in steps:
+            close(fused.forward(step), plain.forward(step))
+        close(fused.cache.key_pool, plain.cache.key_pool)
+        # What is no step of a runner goes by the layers' own code.
+        close(own_logits(fused.model), alone)
+
+    @pytest.mark.parametrize("model_type", ["glm4_moe_lite", "minicpm3", "youtu", "axk1"])
+    def test_other_families_of_the_same_attention(self, model_type: str) -> None:
+        model = make_tiny(model_type, **V3)
+        alone = own_logits(model)
+        runner = runner_for(model, None, num_pages=4, page_size=16)
+        assert fuse_latents(runner.model) == model.config.num_hidden_layers
+        check_runner(runner, alone)
+
+    def test_a_layer_that_norms_or_turns_otherwise_keeps_its_code(self) -> None:
+        class Offset(nn.Module):
+            def __init__(self, plain: Any) -> None:
+                super().__init__()
+                self.weight, self.variance_epsilon, self.plain = plain.weight, plain.variance_epsilon, [plain]
+
+            def forward(self, latents: Tensor) -> Tensor:
+                return self.plain[0](latents) + latents
+
+        class Backwards(nn.Module):
+            def __init__(self, plain: nn.Module) -> None:
+                super().__init__()
+                self.plain = plain
+
+            def forward(self, hidden: Tensor, position_ids: Tensor) -> Any:
+                cosines, sines = self.plain(hidden, position_ids)
+                # The second half of a vector turns by angles of its own.
+                return cosines, torch.cat([sines[..., : sines.shape[-1] // 2], -sines[..., sines.shape[-1] // 2 :]], -1)
+
+        normed, turned = (make_latent("v3, one query projection, halves") for _ in range(2))
+        layer: Any = normed.model.layers[1].self_attn
+        layer.kv_a_layernorm = Offset(layer.kv_a_layernorm)
+        turned.model.rotary_emb = Backwards(turned.model.rotary_emb)
+        for model in (normed, turned):
+            alone = own_logits(model)
+            runner = runner_for(model, None, num_pages=4, page_size=16)
+            assert runner.latent and fuse_latents(runner.model) == 0
+            check_runner(runner, alone)
+        assert fuse_latents(make_runner(make_tiny(), PAGE_SIZE, 256).model) == 0
+
+    def test_layers_that_expand_are_left_alone(self) -> None:
+        model = make_latent("v3")
+        assert fuse_latents(runner_for(model, None, num_pages=4, page_size=16).model)
+        alone = own_logits(model)
+        runner = runner_for(model, None, num_pages=4, page_size=16, latent=False)
+        assert fuse_latents(runner.model) == 0
+        check_runner(runner, alone)
+
+    @pytest.mark.parametrize("name", CHECKPOINTS)
+    def test_half_precision_is_told_from_another_formula(self, name: str) -> None:
+        model = make_latent(name).bfloat16()
+        assert fuse_latents(make_runner(model, PAGE_SIZE, 256).model) == model.config.num_hidden_layers
+
+    @pytest.mark.parametrize("name", CHECKPOINTS)
+    def test_layers_ask_the_device_for_nothing(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        """What a capture would fail at, around the two kernels that are one launch each."""
+        model = make_latent(name)
+        runner = make_runner(model, PAGE_SIZE, 256)
+        assert fuse_latents(runner.model)
+        launches = []
+
+        def kernel(_self: Any, _plan: Any, query: Tensor, _cache: Tensor, latent: int, _scale: float) -> Tensor:
+            return query[..., :latent] + 1
+
+        def attend(*arguments: Any) -> Tensor:
+            with Captured() as mode:
+                output = kept(*arguments)
+            launches.append(mode.launches)
+            return output
+
+        kept = latent_layers._attend_fused
+        monkeypatch.setattr(LatentAttention, "run", kernel)
+        monkeypatch.setattr(latent_layers, "norm_rope_write", lambda *_: None)
+        monkeypatch.setattr(latent_layers, "_attend_fused", attend)
+        runner.forward(rows_of(text(6), 0, (9, 3), None))
+        assert len(launches) == model.config.num_hidden_layers and min(launches) > 3
+
+    @pytest.mark.parametrize("name", ["v2, one query projection", "v3"])
+    def test_compiled_layers_break_at_attention_alone(self, name: str) -> None:
+        model = make_latent(name)
+        runner = make_runner(model, PAGE_SIZE, 256)
+        steps = [rows_of(text(6), 0, (9, 3), None), rows_of(text(13)[6:], 6, (9, 3, 20, 7), TREE)]
+        expected = [runner.forward(step).clone() for step in steps]
+        runner._attend_by(CAPTURED_ATTENTION)
+        assert fuse_latents(runner.model)
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        for layer in model.model.layers:
+            layer.compile(backend="eager", dynamic=False)
+        for step, logits in zip(steps, expected, strict=True):
+            close(runner.forward(step), logits)
+        breaks = torch._dynamo.utils.counters["graph_break"]
+        assert breaks and all("torch.compiler.disable" in reason for reason in breaks), breaks
 
 
 def exchanged(runner: ModelRunner, model: PreTrainedModel, folder: Path) -> None:

@@ -5,7 +5,8 @@ the cache keeps latent and rotary key; the products are absorbed into queries be
 """
 
 from tree_kernels.latent_attention.dispatch import LatentAttention, LatentBackend
-from tree_kernels.latent_attention.projections import HeadProjections, absorbed_queries, expanded_values
+from tree_kernels.latent_attention.norm_rope import LatentRows, Rotary, norm_rope_write
+from tree_kernels.latent_attention.projections import HeadProjections, absorb_into, absorbed_queries, expanded_values
 from tree_kernels.latent_attention.reference import attend_expanded
 from tree_kernels.latent_attention.writing import write_latents
 
@@ -13,8 +14,12 @@ __all__ = [
     "HeadProjections",
     "LatentAttention",
     "LatentBackend",
+    "LatentRows",
+    "Rotary",
+    "absorb_into",
     "absorbed_queries",
     "attend_expanded",
     "expanded_values",
+    "norm_rope_write",
     "write_latents",
 ]

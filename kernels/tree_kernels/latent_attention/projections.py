@@ -45,10 +45,22 @@ def absorbed_queries(plain: Tensor, rotary: Tensor, projections: HeadProjections
     rows, heads, _ = plain.shape
     latent = projections.keys.shape[2]
     absorbed = plain.new_empty(rows, heads, latent + rotary.shape[2])
-    # Written where it belongs, head by head, so that nothing is put together afterwards.
-    torch.bmm(plain.transpose(0, 1), projections.keys, out=absorbed[..., :latent].transpose(0, 1))
+    absorb_into(absorbed, plain, projections)
     absorbed[..., latent:] = rotary
     return absorbed
+
+
+def absorb_into(absorbed: Tensor, plain: Tensor, projections: HeadProjections) -> None:
+    """Write the part of absorbed queries that latents are multiplied with, in place.
+
+    Args:
+        absorbed: [R, H, L + P], of which the first L are written.
+        plain: [R, H, N] queries without their rotary part.
+        projections: of the layer.
+    """
+    latent = projections.keys.shape[2]
+    # Written where it belongs, head by head, so that nothing is put together afterwards.
+    torch.bmm(plain.transpose(0, 1), projections.keys, out=absorbed[..., :latent].transpose(0, 1))
 
 
 def expanded_values(attended: Tensor, projections: HeadProjections) -> Tensor:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from target_service.model.fused.joined_linears import compile_shared, join_linears
+from target_service.model.fused.latent_layers import fuse_latents
 from target_service.model.fused.layers import (
     FusedLayer,
     FusedNorm,
@@ -51,7 +52,8 @@ class LayerOptions:
     Attributes:
         joined: compute products that share their input as one.
         compiled: fuse what lies between the products with the compiler, where no kernel does.
-        fused: run layers of few rows through `tree_kernels.linear`. Only where products are joined.
+        fused: run layers of few rows through `tree_kernels.linear`. Only where products are joined. Layers of latent
+            attention: what lies before attention in one launch, of any number of rows; see `latent_layers`.
         many: where layers are fused, run those of more rows as cuBLAS's products with kernels between; else the
             model's own code does.
         invariant: no bit of a row's result depends on how many rows there are; takes every product through the
@@ -66,7 +68,7 @@ class LayerOptions:
 
 
 def prepare_layers(model: PreTrainedModel, options: LayerOptions) -> int:
-    """Prepare the model of a runner, in place and for good. Returns how many layers are fused.
+    """Prepare the model of a runner, in place and for good. Returns how many layers are fused whole.
 
     Its attention has to be the runner's already: layers are tried with it.
 
@@ -85,6 +87,8 @@ def prepare_layers(model: PreTrainedModel, options: LayerOptions) -> int:
         by_rows = LinearsByRows((*by_rows.ranges, (MANY_ROWS, many_row_linears(model.device))))
     if known and (options.fused or options.invariant):
         fused = _fuse(inner, by_rows)
+    if options.fused and not options.invariant:
+        fuse_latents(model)
     if options.invariant:
         if not known or fused < len(inner.layers):
             raise ValueError(f"{model.config.model_type}: its layers cannot be made independent of the batch")
