@@ -46,7 +46,7 @@ def test_a_step() -> None:
         # The second child is what the target says.
         parents=torch.tensor(PARENTS, dtype=torch.int32),
         token_ids=torch.tensor((1, 3, 7), dtype=torch.int32),
-        choose=lambda _: 7,
+        choose=lambda *_: 7,
         caches=[pools[0][0]],
         source_slots=[7],
         target_slots=[6],
