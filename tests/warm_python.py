@@ -76,8 +76,7 @@ def warm_python(folder: Path, environment: Mapping[str, str], preload: Sequence[
 class _Server:
     """Forks a process for each connection, and ends with whoever started it."""
 
-    def __init__(self, address: str, stand_in: str) -> None:
-        self._stand_in = stand_in
+    def __init__(self, address: str) -> None:
         self._listening = socket.socket(socket.AF_UNIX)
         self._listening.bind(address)
         self._listening.listen(64)
@@ -158,7 +157,6 @@ class _Server:
             os.environ.update(environment)
             sys.stdin, sys.stdout = os.fdopen(0, closefd=False), os.fdopen(1, "w", closefd=False)
             sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
-            sys.executable = self._stand_in
             for path in filter(None, environment.get("PYTHONPATH", "").split(os.pathsep)):
                 if path not in sys.path:
                     sys.path.insert(0, path)
@@ -203,6 +201,7 @@ def _status_of(end: SystemExit) -> int:
 
 if __name__ == "__main__":
     import ctypes
+    import gc
     import importlib
 
     _, _address, _stand_in, *_preload = sys.argv
@@ -212,8 +211,13 @@ if __name__ == "__main__":
     from outrider.runtime import prepare_grpc
 
     prepare_grpc()
+    # Modules make commands of it while they are imported.
+    sys.executable = _stand_in
     for _module in _preload:
         importlib.import_module(_module)
-    _server = _Server(_address, _stand_in)
+    # What is never looked at stays in memory that all share.
+    gc.collect()
+    gc.freeze()
+    _server = _Server(_address)
     os.write(1, b".")
     _server.run()

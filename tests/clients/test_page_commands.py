@@ -137,6 +137,8 @@ SETTINGS = {
     "OUTRIDER_TARGET_DTYPE": "float32",
     "OUTRIDER_TARGET_THREADS": "1",
     "OUTRIDER_TARGET_MODEL": "{model}",
+    # Else every start measures what rows cost.
+    "OUTRIDER_TARGET_ROW_BUDGET": "all",
     "OUTRIDER_TARGET_DRAFT_HEAD": "{eagle}",
     "OUTRIDER_TARGET_LISTEN": "{target}",
     "OUTRIDER_DRAFT_LISTEN": "{draft}",
