@@ -7,6 +7,7 @@ by `sys.executable`, which start in a moment too. Where starting itself is what 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import runpy
@@ -21,6 +22,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+# Of prctl(2): the signal that a process gets when the one that forked it ends.
+_PR_SET_PDEATHSIG = 1
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 # What stands for a Python: it hands on all that it was started with, passes on signals, and ends as the process does.
 _STAND_IN = """#!{python} -IS
@@ -143,6 +146,7 @@ class _Server:
         words, environment, folder, numbers = asked
         status = 1
         try:
+            _end_with_parent()
             signal.set_wakeup_fd(-1)
             for number in (signal.SIGCHLD, signal.SIGINT):
                 signal.signal(number, signal.SIG_DFL if number != signal.SIGINT else signal.default_int_handler)
@@ -175,6 +179,10 @@ class _Server:
             os._exit(status)
 
 
+def _end_with_parent() -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def _run(words: list[str]) -> None:
     """As `python WORDS` does: `-m MODULE`, `-c PROGRAM` or a file."""
     first, *rest = words
@@ -200,13 +208,12 @@ def _status_of(end: SystemExit) -> int:
 
 
 if __name__ == "__main__":
-    import ctypes
     import gc
     import importlib
 
     _, _address, _stand_in, *_preload = sys.argv
-    # PR_SET_PDEATHSIG: it ends with the tests' process, and what it started with it.
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    # The tests' process; and what is forked here ends with this one.
+    _end_with_parent()
     sys.path.pop(0)
     from outrider.runtime import prepare_grpc
 
