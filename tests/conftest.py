@@ -33,6 +33,7 @@ TINY: dict[str, Any] = {
 LONGEST = (
     "e2e/test_train_on_devices.py",
     "e2e/test_lossless.py",
+    "clients/test_page_commands.py",
     "e2e/test_shipped_head.py",
     "e2e/test_real_model.py",
     "chaos/test_runs.py",
@@ -51,7 +52,6 @@ LONGEST = (
     "clients/test_mps.py",
     "kernels/test_device_verification_kernels.py",
     "draft/test_eagle_distribution.py",
-    "clients/test_cli.py",
     "e2e/test_predictions.py",
     "draft/test_mtp_module.py",
     "kernels/test_latent_attention.py",

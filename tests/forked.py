@@ -32,7 +32,7 @@ _PR_SET_PDEATHSIG = 1
 # Children are started from threads too, and two that change PYTHONPATH at once would leave it changed.
 _STARTING = threading.Lock()
 # What a service imports and compiles before it serves.
-_PRELOADED = (
+PRELOADED = (
     "draft_service.service",
     "draft_service.drafters.merged",
     "draft_service.eagle.drafter",
@@ -107,7 +107,7 @@ def _start_fork_server() -> None:
     """Once in a process, with what services import. CPython 3.11's does not look where this process imports from, and
     passes over what it does not find."""
     prepare_grpc()
-    _CONTEXT.set_forkserver_preload(list(_PRELOADED))
+    _CONTEXT.set_forkserver_preload(list(PRELOADED))
     with _STARTING:
         own = os.environ.get("PYTHONPATH")
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))

@@ -52,8 +52,8 @@ def new_head(teacher: PreTrainedModel, kind: Mapping[str, Any], seed: int = 5) -
         num_heads=4,
         num_kv_heads=2,
         head_dim=12,
-        vocab_size=VOCABULARY,
-        draft_vocab_size=VOCABULARY,
+        vocab_size=teacher.config.vocab_size,
+        draft_vocab_size=teacher.config.vocab_size,
         target_hidden_size=HIDDEN,
     )
     torch.manual_seed(seed)

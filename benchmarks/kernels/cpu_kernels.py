@@ -1,8 +1,8 @@
 """What the operations of `tree_kernels` cost on a CPU, at the shape of SmolLM2-135M.
 
-    PYTHONPATH=kernels python -m benchmarks.kernels.cpu_kernels [--threads 2] [--json FILE]
+    PYTHONPATH=kernels python -m benchmarks.kernels.cpu_kernels [--threads 2] [--calls 200] [--json FILE]
 
-Microseconds of one call: median of 200, and the distance between the quartiles.
+Microseconds of one call: median of so many, and the distance between the quartiles.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import random
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
 
@@ -22,22 +23,27 @@ from tree_kernels.verification import coupled_token, move_kv, rejection_walk
 
 QUERY_HEADS, KV_HEADS, WIDTH, LAYERS, VOCABULARY = 9, 3, 64, 30, 49_152
 PAGE_SIZE, PAGES = 16, 256
-CALLS = 200
 
 Measured = tuple[str, float, float]
 
 
-def time_us(name: str, call: Callable[[], object]) -> Measured:
-    times = []
-    for i in range(CALLS + 10):
-        started = time.perf_counter()
-        call()
-        if i >= 10:
-            times.append((time.perf_counter() - started) * 1e6)
-    return name, *median_and_spread(times)
+@dataclass(frozen=True)
+class Clock:
+    """Times as many calls as it is asked for, after ten that it does not."""
+
+    calls: int
+
+    def us(self, name: str, call: Callable[[], object]) -> Measured:
+        times = []
+        for i in range(self.calls + 10):
+            started = time.perf_counter()
+            call()
+            if i >= 10:
+                times.append((time.perf_counter() - started) * 1e6)
+        return name, *median_and_spread(times)
 
 
-def attention(dtype: torch.dtype, context: int, rows: int, shuffled: bool) -> Iterator[Measured]:
+def attention(clock: Clock, dtype: torch.dtype, context: int, rows: int, shuffled: bool) -> Iterator[Measured]:
     rng = random.Random(0)
     count = -(-context // PAGE_SIZE)
     pages = tuple(rng.sample(range(PAGES), count) if shuffled else range(count))
@@ -48,24 +54,24 @@ def attention(dtype: torch.dtype, context: int, rows: int, shuffled: bool) -> It
     backend = TreeAttention("torch")
     plan = backend.plan(batch)
     name = f"{str(dtype).removeprefix('torch.')}, {context} keys, {rows} rows{', shuffled pages' * shuffled}"
-    yield time_us(f"attention plan: {name}", lambda: backend.plan(batch))
-    yield time_us(f"attention run: {name}", lambda: backend.run(plan, query, keys, values, WIDTH**-0.5))
+    yield clock.us(f"attention plan: {name}", lambda: backend.plan(batch))
+    yield clock.us(f"attention run: {name}", lambda: backend.run(plan, query, keys, values, WIDTH**-0.5))
 
 
-def others() -> Iterator[Measured]:
+def others(clock: Clock) -> Iterator[Measured]:
     caches = [torch.randn(PAGES, PAGE_SIZE, KV_HEADS, WIDTH) for _ in range(2 * LAYERS)]
     slots = torch.arange(16)
     rows = torch.randn(16, KV_HEADS, WIDTH)
-    yield time_us("write_kv: 16 rows, one layer", lambda: write_kv(rows, rows, caches[0], caches[1], slots))
-    yield time_us("move_kv: 3 rows, all layers", lambda: move_kv(caches, [5, 9, 12], [1, 2, 3]))
+    yield clock.us("write_kv: 16 rows, one layer", lambda: write_kv(rows, rows, caches[0], caches[1], slots))
+    yield clock.us("move_kv: 3 rows, all layers", lambda: move_kv(caches, [5, 9, 12], [1, 2, 3]))
     probs = torch.randn(VOCABULARY).mul(3).softmax(0)
     filtered = torch.where(probs >= probs.topk(1000).values[-1], probs, 0.0)
-    yield time_us("coupled_token: whole vocabulary", lambda: coupled_token(probs, 1, 2))
-    yield time_us("coupled_token: 1000 tokens left", lambda: coupled_token(filtered, 1, 2))
+    yield clock.us("coupled_token: whole vocabulary", lambda: coupled_token(probs, 1, 2))
+    yield clock.us("coupled_token: 1000 tokens left", lambda: coupled_token(filtered, 1, 2))
     ids = tuple(range(32))
     distribution = {0: (ids, (1,) * 32)}
     parents, tokens = (0,) * 9, (0, *range(8))
-    yield time_us(
+    yield clock.us(
         "rejection_walk: 8 siblings",
         lambda: rejection_walk(parents, tokens, distribution, lambda *_: probs, lambda: 0.99),
     )
@@ -74,7 +80,9 @@ def others() -> Iterator[Measured]:
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--calls", type=int, default=200, help="of which each figure is the median")
     options = parser.parse_args()
+    clock = Clock(options.calls)
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     results: list[Measured] = []
@@ -82,14 +90,14 @@ def main() -> None:
         for dtype in (torch.bfloat16, torch.float32):
             for context in (500, 1500):
                 for rows in (1, 16, 64):
-                    results += attention(dtype, context, rows, shuffled=False)
-                results += attention(dtype, context, 1, shuffled=True)
-        results += others()
+                    results += attention(clock, dtype, context, rows, shuffled=False)
+                results += attention(clock, dtype, context, 1, shuffled=True)
+        results += others(clock)
     for name, median, spread in results:
         sys.stdout.write(f"{name:60s} {median:8.1f} +-{spread:.1f} us\n")
     document = {
         "machine": {"cpu": platform.processor(), "threads": options.threads, "torch": torch.__version__},
-        "calls": CALLS,
+        "calls": options.calls,
         "us": {name: {"median": median, "spread": spread} for name, median, spread in results},
     }
     write_json(options.json, document)

@@ -5,9 +5,12 @@ import (
 	"io"
 
 	"google.golang.org/grpc"
+	"google.golang.org/grpc/metadata"
 
 	"outrider/clients/go/outriderv1"
 )
+
+const draftRefusedKey = "outrider-draft-refused"
 
 // Client reaches one address. Target and Draft are the generated clients, for everything not named here.
 type Client struct {
@@ -43,6 +46,7 @@ func (c *Client) Chat(
 	messages []*outriderv1.ChatMessage,
 	sampling *outriderv1.SamplingParameters,
 	handle func(*outriderv1.GenerateChunk) error,
+	options ...grpc.CallOption,
 ) error {
 	input := &outriderv1.GenerateRequest_Chat{Chat: &outriderv1.ChatInput{Messages: messages}}
 	return c.Generate(ctx, &outriderv1.GenerateRequest{Input: input, Sampling: sampling},
@@ -51,7 +55,17 @@ func (c *Client) Chat(
 				return handle(chunk)
 			}
 			return nil
-		})
+		}, options...)
+}
+
+// DraftRefused says why the draft service did not draft for a request, or not to its end, such as UnknownCorpus; it is
+// empty when nothing was refused. The answer is complete and the same without drafts. The trailer is what
+// grpc.Trailer(&trailer), an option of Chat and Generate, has when they return, also with an error.
+func DraftRefused(trailer metadata.MD) Reason {
+	if told := trailer.Get(draftRefusedKey); len(told) > 0 {
+		return Reason(told[0])
+	}
+	return ""
 }
 
 // Generate is Chat for any request, and handles every event. A request that the service asks to send again later is
@@ -60,13 +74,14 @@ func (c *Client) Generate(
 	ctx context.Context,
 	request *outriderv1.GenerateRequest,
 	handle func(*outriderv1.GenerateResponse) error,
+	options ...grpc.CallOption,
 ) error {
 	ctx, cancel := withDeadline(ctx, c.calls.options.GenerateTimeout)
 	defer cancel()
 	var stream outriderv1.TargetService_GenerateClient
 	var response *outriderv1.GenerateResponse
 	err := c.calls.retry(ctx, func() (err error) {
-		if stream, err = c.Target.Generate(ctx, request); err != nil {
+		if stream, err = c.Target.Generate(ctx, request, options...); err != nil {
 			return err
 		}
 		response, err = stream.Recv()

@@ -53,10 +53,11 @@ class GatewayServer:
             tracing = leave.enter_context(_tracing(config))
             clients = [Client(access.connection(address), tracing) for address in config.targets]
             targets = Targets(clients, look_seconds=config.health_seconds, load_bound=config.load_bound)
-            await leave.enter_async_context(targets)
             names = Names(targets, config.tokenizer, int(time.time()))
             self.application = Application(config, targets, names, GatewayMetrics())
             self._server = _Uvicorn(_uvicorn_config(config, self.application))
+            # From here on it may be told to drain.
+            await leave.enter_async_context(targets)
             self._serving = asyncio.create_task(self._server.serve([listening]))
             leave.push_async_callback(self._stop)
             while not self._server.started:
@@ -97,18 +98,19 @@ class GatewayServer:
 async def serve(config: GatewayConfig, access: AccessOptions) -> int:
     """Serve until SIGTERM or SIGINT; a second one does not wait. Returns the process's exit status."""
     loop = asyncio.get_running_loop()
-    async with GatewayServer(config, access) as server:
+    server = GatewayServer(config, access)
 
-        def on_signal() -> None:
-            if server.application.draining:
-                logger.info("stopping at once")
-            else:
-                logger.info("draining for at most %g s", config.drain_seconds)
-            server.drain(at_once=server.application.draining)
+    def on_signal() -> None:
+        if server.application.draining:
+            logger.info("stopping at once")
+        else:
+            logger.info("draining for at most %g s", config.drain_seconds)
+        server.drain(at_once=server.application.draining)
 
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, on_signal)
-        # Last: whoever reads it may send a signal.
+    # First: whoever gets an answer may send a signal.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, on_signal)
+    async with server:
         server.say_where()
         with settled():
             await server.ended()

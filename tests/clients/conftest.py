@@ -7,12 +7,15 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 from google.rpc import status_pb2
+from warm_python import warm_python
 
 from outrider import errors
 from outrider.serving import Authenticator, GrpcServer, Service, ServingOptions, current_tenant
@@ -24,6 +27,7 @@ DRAFT = "outrider.v1.DraftService"
 WORDS = ("one", " two", " three", " four", " five", " six", " seven", " eight")
 DRAFTED_PER_STEP = 2
 _COMMAND_SECONDS = 120.0
+_IMPORTED = ("outrider_client.cli.commands", "outrider_client.client", "grpc.aio", "rich.console", "rich.live")
 
 
 @dataclass
@@ -333,13 +337,14 @@ async def guarded() -> AsyncIterator[Running]:
 
 async def _outrider(
     *words: str,
+    python: str = sys.executable,
     stdin: str = "",
     environment: dict[str, str] | None = None,
     seconds: float = _COMMAND_SECONDS,
 ) -> tuple[int, str, str]:
     """Run the command as a user does. Returns exit status, standard output and standard error."""
     process = await asyncio.create_subprocess_exec(
-        sys.executable,
+        python,
         "-m",
         "outrider_client.cli",
         *words,
@@ -353,7 +358,20 @@ async def _outrider(
     return process.returncode, out.decode(), err.decode()
 
 
+@pytest.fixture(scope="session")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder with a `python` that starts in a moment, with what clients import."""
+    with warm_python(tmp_path_factory.mktemp("python"), os.environ, _IMPORTED) as folder:
+        yield folder
+
+
 @pytest.fixture
-def outrider() -> Callable[..., Awaitable[tuple[int, str, str]]]:
+def outrider(programs: Path) -> Callable[..., Awaitable[tuple[int, str, str]]]:
+    """The command, run in a process of its own that starts in a moment."""
+    return partial(_outrider, python=str(programs / "python"))
+
+
+@pytest.fixture
+def started_outrider() -> Callable[..., Awaitable[tuple[int, str, str]]]:
     """The command, run as a user runs it."""
     return _outrider

@@ -70,8 +70,8 @@ async def test_sink_receives_what_the_exporter_sends(running: Any) -> None:
 
 @pytest.mark.model
 @pytest.mark.timeout(600)
-async def test_the_demo_itself(outrider: Any) -> None:
-    status, out, err = await outrider("demo", "--max-tokens", "24", seconds=580)
+async def test_the_demo_itself(started_outrider: Any) -> None:
+    status, out, err = await started_outrider("demo", "--max-tokens", "24", seconds=580)
     assert status == 0, out + err
     assert "yes, all" in out
     for service in ("client", "target", "draft"):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+from forked import PRELOADED
 from scripted_service import byte_tokenizer
+from warm_python import warm_python
 
 from draft_service.config import drafter_config
 from outrider.settings import load
@@ -26,10 +27,13 @@ def test_a_tiny_model_is_tuned(tiny_model: Any, tmp_path: Path) -> None:
     own.write_text('[target]\nmetrics_listen = "127.0.0.1:1"\nmax_running = 9\n[trie]\nbreadth = 5\n')
     words = ["--model", str(model), "--dtype", "float32", "--prompts", str(prompts), "--max-tokens", "8"]
     words += ["--candidates", "target.max_draft_nodes=3; trie.num_draft_tokens=4; target.max_draft_nodes=200"]
-    # Services take most of it to start; where they take all of it, the settings in force are measured alone.
-    words += ["--minutes", "0.6", "--concurrency", "1,2", "--config", str(own), "--out", str(out)]
-    argv = [sys.executable, "-m", "outrider_client.cli", "tune", *words]
-    done = subprocess.run(argv, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=250)
+    # Where services take all of it to start, the settings in force are measured alone.
+    words += ["--minutes", "0.2", "--concurrency", "1,2", "--config", str(own), "--out", str(out)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with warm_python(tmp_path, environment, PRELOADED) as programs:
+        argv = [str(programs / "outrider"), "tune", *words]
+        done = subprocess.run(argv, capture_output=True, text=True, env=environment, timeout=250)
+        again = subprocess.run(argv, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert "measuring the settings in force against plain decoding" in done.stderr
     assert "The settings in force make" in done.stdout and "Tuning adds" in done.stdout
@@ -41,5 +45,4 @@ def test_a_tiny_model_is_tuned(tiny_model: Any, tmp_path: Path) -> None:
     else:
         assert (target.max_draft_nodes, trie.num_draft_tokens) in ((3, 32), (63, 4))
     # Nothing is overwritten, and that is found out before anything is measured.
-    again = subprocess.run(argv, capture_output=True, text=True, timeout=60)
     assert again.returncode == 2 and "is there already" in again.stderr

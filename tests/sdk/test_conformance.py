@@ -73,6 +73,19 @@ class TestGenerate:
         assert again["drafted"] > 0
         assert again["steps"] < again["completionTokens"]
 
+    async def test_a_corpus_that_is_not_there(self, sdk: Any) -> None:
+        """The answer is whole, and says why it came without drafts."""
+        request = asking(GREEDY)
+        request.speculation.corpus = "absent"
+        # A draft that shares a busy machine may answer when the request has ended.
+        for _ in range(10):
+            answer = await sdk.run("generate", request)
+            if answer["draftRefused"]:
+                break
+        assert answer["draftRefused"] == "UNKNOWN_CORPUS"
+        assert answer["tokenIds"] == await plain(sdk, GREEDY)
+        assert (await sdk.run("generate", asking(GREEDY)))["draftRefused"] == ""
+
     async def test_chat(self, sdk: Any) -> None:
         assert len(await sdk.run("chat")) > 0
 

@@ -10,7 +10,7 @@ import pytest
 from target_service.speculation.policy.launch_modes import Launch, LaunchModes
 
 AHEAD, HELD = Launch.AHEAD, Launch.HELD
-ONE_PASS, ANSWER, LAUNCH = 6e-3, 2e-3, 0.5e-3
+ONE_PASS, ANSWER, LAUNCH = 6e-3, 1.8e-3, 0.5e-3
 # Passes of each way before either is chosen.
 TRIAL = 32
 
@@ -52,8 +52,8 @@ def steady_from(ways: list[Launch], better: Launch, passes: int = 60) -> int:
 @pytest.mark.parametrize(
     ("answer_seconds", "pass_seconds", "tried"),
     [
-        (0.49 * ONE_PASS - LAUNCH, ONE_PASS, True),
-        (0.51 * ONE_PASS - LAUNCH, ONE_PASS, False),
+        (0.39 * ONE_PASS - LAUNCH, ONE_PASS, True),
+        (0.41 * ONE_PASS - LAUNCH, ONE_PASS, False),
         (0.0, ONE_PASS, False),
         (ANSWER, 0.0, False),
         (0.0, 0.0, False),
@@ -67,6 +67,13 @@ def test_none_waits_where_answers_take_long_or_nobody_knows(
         ways.append(modes.choose(8, answer_seconds, LAUNCH, pass_seconds))
         modes.observe(8, ways[-1], 3.0, ONE_PASS)
     assert (HELD in ways) is tried
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_trial_that_makes_much_less_ends_soon(seed: int) -> None:
+    """Each costs half a pass there."""
+    ways = Engine({AHEAD: 3.0, HELD: 2.2}, 0.3, seed).run(1000)
+    assert ways.count(HELD) <= 20
 
 
 def test_one_that_was_better_is_not_chosen_while_answers_take_long() -> None:
@@ -84,7 +91,7 @@ def test_the_better_way_is_found(better: Launch, noise: float, seed: int) -> Non
     assert engine.modes.preferred(engine.load) is AHEAD
     ways = engine.run(8000)
     assert engine.modes.preferred(engine.load) is better
-    assert ways[: 2 * TRIAL].count(HELD) == TRIAL
+    assert ways[: 2 * TRIAL].count(HELD) == TRIAL if better is HELD else 12 <= ways[: 2 * TRIAL].count(HELD) <= TRIAL
     assert steady_from(ways, better) <= 130
     # And the other is tried seldom, but tried.
     others = sum(way is not better for way in ways[200:])
@@ -96,7 +103,7 @@ def test_the_better_way_is_found(better: Launch, noise: float, seed: int) -> Non
 def test_the_better_way_is_found_where_passes_vary_by_as_much_as_they_make(better: Launch, seed: int) -> None:
     """By and large: the other is taken for the better at times, which loses a fifth of the tokens meanwhile."""
     ways = Engine(BETTER[better], 1.0, seed).run(8000)
-    assert steady_from(ways, better) <= 500
+    assert steady_from(ways, better) <= 1500
     assert sum(way is not better for way in ways[200:]) <= 0.25 * len(ways[200:])
 
 

@@ -7,6 +7,8 @@ import (
 	"sync"
 	"time"
 
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/metadata"
 	"google.golang.org/protobuf/proto"
 
 	outrider "outrider/clients/go"
@@ -21,11 +23,13 @@ type answer struct {
 	FinishReason     outriderv1.FinishReason `json:"finishReason"`
 	CompletionTokens uint32                  `json:"completionTokens"`
 	Steps            uint64                  `json:"steps"`
+	DraftRefused     outrider.Reason         `json:"draftRefused"`
 }
 
 func ask(ctx context.Context, in *Input, pause time.Duration) (*answer, error) {
 	client, said := in.client(), &answer{}
 	defer client.Close()
+	var trailer metadata.MD
 	err := client.Generate(ctx, in.request(), func(response *outriderv1.GenerateResponse) error {
 		time.Sleep(pause)
 		switch event := response.Event.(type) {
@@ -41,7 +45,8 @@ func ask(ctx context.Context, in *Input, pause time.Duration) (*answer, error) {
 			said.Steps = event.Finished.GetSpeculation().GetSteps()
 		}
 		return nil
-	})
+	}, grpc.Trailer(&trailer))
+	said.DraftRefused = outrider.DraftRefused(trailer)
 	return said, err
 }
 

@@ -1,7 +1,7 @@
 import { setTimeout as sleep } from "node:timers/promises";
 
 import type { CallOptions } from "@connectrpc/connect";
-import { type GenerateFinished, Outrider } from "outrider-client";
+import { draftRefused, type GenerateFinished, Outrider } from "outrider-client";
 
 import { failure, type Input, requestOf } from "./input.js";
 
@@ -13,13 +13,17 @@ interface Answer {
   finishReason: number;
   completionTokens: number;
   steps: number;
+  draftRefused: string;
 }
 
 async function answer(input: Input, options?: CallOptions, pauseMs = 0): Promise<Answer> {
   const tokenIds: number[] = [];
   let [text, seed, drafted] = ["", "", 0];
   let finished: GenerateFinished | undefined;
-  for await (const { event } of new Outrider(input.target).target.generate(requestOf(input), options)) {
+  let refusal = "";
+  const onTrailer = (trailers: Headers) => void (refusal = draftRefused(trailers));
+  const answers = new Outrider(input.target).target.generate(requestOf(input), { ...options, onTrailer });
+  for await (const { event } of answers) {
     if (pauseMs) await sleep(pauseMs);
     if (event.case === "started") seed = String(event.value.seed);
     if (event.case === "finished") finished = event.value;
@@ -36,6 +40,7 @@ async function answer(input: Input, options?: CallOptions, pauseMs = 0): Promise
     finishReason: finished?.finishReason ?? 0,
     completionTokens: finished?.usage?.completionTokens ?? 0,
     steps: Number(finished?.speculation?.steps ?? 0),
+    draftRefused: refusal,
   };
 }
 

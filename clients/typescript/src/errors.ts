@@ -34,6 +34,17 @@ export const SERVICE_REASONS = [
  */
 export type Reason = (typeof SERVICE_REASONS)[number] | "UNREACHABLE" | "CANCELLED" | "";
 
+const DRAFT_REFUSED = "outrider-draft-refused";
+
+/**
+ * Why the draft service did not draft for a request, or not to its end, such as `UNKNOWN_CORPUS`; empty when nothing was
+ * refused. The answer is complete and the same without drafts. `trailers` come to `onTrailer` of a call's options; a
+ * call that fails has it in its error, as `draftRefused`.
+ */
+export function draftRefused(trailers: Headers): Reason {
+  return (trailers.get(DRAFT_REFUSED) ?? "") as Reason;
+}
+
 /** A field at fault, by path, such as `tree.parents[3]`. */
 export interface Field {
   path: string;
@@ -51,6 +62,8 @@ export class OutriderError extends ConnectError {
   readonly retryAfterMs: number | undefined;
   /** The service's, where a call to it failed. */
   readonly address: string;
+  /** Why the draft service had refused the request, whatever it failed of; empty when it had not. */
+  readonly draftRefused: Reason;
 
   constructor(error: ConnectError, address = "", cancelled = false) {
     const [info] = error.findDetails(ErrorInfoSchema);
@@ -71,6 +84,7 @@ export class OutriderError extends ConnectError {
     const delay = retry?.retryDelay;
     this.retryAfterMs = delay && Number(delay.seconds) * 1000 + delay.nanos / 1e6;
     this.address = address;
+    this.draftRefused = draftRefused(error.metadata);
   }
 
   // `instanceof ConnectError` asks for a name; this class asks for itself.

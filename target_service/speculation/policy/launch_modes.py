@@ -25,16 +25,22 @@ class Launch(Enum):
 # Passes of a way at a load before it is judged: what they make varies by as much as the mean, so that the error of the
 # mean of 32 is a sixth of it.
 _TRIAL = 32
+# Held passes after which a first trial ends that makes less than this share of the others: what they make is known to a
+# fifth by then. Of 748 passes of one request 101 were held at three quarters of the others' rate (two H100,
+# `benchmarks/results/2026-11-25-h100-widened-eleventh.md`).
+_FEW, _HOPELESS = 12, 0.8
 # What one pass moves what is known of its way: the mean of some sixty.
 _SHARE = 0.03
 # Passes until the way that makes less is tried again, and for how many: a seventieth of the time, of which a part is
 # lost.
 _AGAIN, _FOR = 1024, 16
-# Waiting is tried where it takes this share of a pass at most: by `benchmarks/running_ahead/simulate.py` held passes
-# make half as many tokens again as others at best (on H200s 3.53 and 2.40 a pass, at 8B size).
-_WORTH_TRYING = 0.5
-# What a way has to make beyond the other, so that noise does not change it.
-_MARGIN = 1.02
+# Waiting is tried where it takes this share of a pass at most. By `benchmarks/running_ahead/simulate.py` held passes
+# make half as many tokens again as others at best (on H200s 3.53 and 2.40 a pass, at 8B size); where the others' trees
+# came in time it was a fifth (3.36 and 2.83, two H100), and committing takes a twentieth of a pass besides.
+_WORTH_TRYING = 0.4
+# What either way has to make beyond the other, so that noise does not change it: means of sixty passes vary by 7 %, and
+# a device that waits for nothing costs more than one that works.
+_MARGINS = {Launch.AHEAD: 1.0, Launch.HELD: 1.1}
 
 
 @dataclass(slots=True)
@@ -42,6 +48,15 @@ class _Load:
     ways: dict[Launch, PassRate] = field(default_factory=lambda: {way: PassRate(_SHARE) for way in Launch})
     best: Launch = Launch.AHEAD
     since: int = 0
+
+    @property
+    def untried(self) -> Launch | None:
+        """The way that is to be known better before either is chosen."""
+        ahead, held = self.ways[Launch.AHEAD], self.ways[Launch.HELD]
+        if ahead.count < _TRIAL:
+            return Launch.AHEAD
+        hopeless = held.count >= _FEW and held.rate < _HOPELESS * ahead.rate
+        return None if held.count >= _TRIAL or hopeless else Launch.HELD
 
 
 class LaunchModes:
@@ -59,11 +74,10 @@ class LaunchModes:
         if not answer_seconds or answer_seconds + launch_seconds > _WORTH_TRYING * pass_seconds:
             return Launch.AHEAD
         here = self._loads[load.bit_length()]
-        for way in Launch:
-            if here.ways[way].count < _TRIAL:
-                return way
+        if here.untried is not None:
+            return here.untried
         other = Launch.HELD if here.best is Launch.AHEAD else Launch.AHEAD
-        if here.ways[other].rate > _MARGIN * here.ways[here.best].rate:
+        if here.ways[other].rate > _MARGINS[other] * here.ways[here.best].rate:
             here.best, other, here.since = other, here.best, 0
         here.since += 1
         if here.since <= _AGAIN:

@@ -1,0 +1,230 @@
+"""A `python` and an `outrider` that start in a moment: each is forked from a process that has imported everything.
+
+What it runs is a process of its own with its own arguments, environment, folder and open files, and may start others
+by `sys.executable`, which start in a moment too. Where starting itself is what a test is about, it takes the real one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import runpy
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+# Of prctl(2): the signal that a process gets when the one that forked it ends.
+_PR_SET_PDEATHSIG = 1
+_FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+# What stands for a Python: it hands on all that it was started with, passes on signals, and ends as the process does.
+_STAND_IN = """#!{python} -IS
+import json, os, signal, socket, struct, sys
+connection = socket.socket(socket.AF_UNIX)
+connection.connect({address!r})
+files = sorted(int(name) for name in os.listdir("/proc/self/fd"))
+files = [each for each in files if each != connection.fileno() and os.path.exists(f"/proc/self/fd/{{each}}")]
+asked = json.dumps([{first!r} + sys.argv[1:], dict(os.environ), os.getcwd(), files]).encode()
+for number in {forwarded!r}:
+    signal.signal(number, lambda number, _: connection.send(bytes([number])))
+socket.send_fds(connection, [struct.pack("=I", len(asked))], files)
+connection.sendall(asked)
+for each in files:
+    if each != 2:
+        os.close(each)
+(status,) = struct.unpack("=i", connection.recv(4, socket.MSG_WAITALL))
+if status < 0:
+    signal.signal(-status, signal.SIG_DFL)
+    os.kill(os.getpid(), -status)
+os._exit(status)
+"""
+
+
+@contextmanager
+def warm_python(folder: Path, environment: Mapping[str, str], preload: Sequence[str]) -> Iterator[Path]:
+    """The folder of `python` and `outrider`, to be first on a PATH, for as long as the block is.
+
+    `environment` is what modules read while they are imported; `preload` names the modules.
+    """
+    address, programs = str(folder / "python.sock"), folder / "bin"
+    programs.mkdir()
+    for name, first in (("python", []), ("outrider", ["-m", "outrider_client.cli"])):
+        text = _STAND_IN.format(
+            python=sys.executable, address=address, first=first, forwarded=[int(number) for number in _FORWARDED]
+        )
+        (programs / name).write_text(text)
+        (programs / name).chmod(0o755)
+    command = [sys.executable, __file__, address, str(programs / "python"), *preload]
+    paths = os.pathsep.join(filter(None, sys.path))
+    server = subprocess.Popen(command, env={**environment, "PYTHONPATH": paths}, stdout=subprocess.PIPE)
+    assert server.stdout is not None
+    try:
+        # It says so once all is imported.
+        assert server.stdout.read(1)
+        yield programs
+    finally:
+        server.kill()
+        server.wait()
+        server.stdout.close()
+
+
+class _Server:
+    """Forks a process for each connection, and ends with whoever started it."""
+
+    def __init__(self, address: str) -> None:
+        self._listening = socket.socket(socket.AF_UNIX)
+        self._listening.bind(address)
+        self._listening.listen(64)
+        self._selector = selectors.DefaultSelector()
+        self._processes: dict[int, socket.socket] = {}
+        # An end of a child interrupts the wait.
+        self._woken, wakes = socket.socketpair()
+        self._wakes = wakes
+        for each in (self._woken, wakes):
+            each.setblocking(False)
+        signal.set_wakeup_fd(wakes.fileno())
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        for source in (self._listening, self._woken):
+            self._selector.register(source, selectors.EVENT_READ)
+
+    def run(self) -> None:
+        while True:
+            for key, _ in self._selector.select():
+                if key.fileobj is self._listening:
+                    self._start(self._listening.accept()[0])
+                elif key.fileobj is self._woken:
+                    self._woken.recv(4096)
+                    self._reap()
+                else:
+                    self._pass_on(key.fileobj, key.data)
+
+    def _start(self, connection: socket.socket) -> None:
+        header, files, _, _ = socket.recv_fds(connection, 4, 64)
+        asked = json.loads(connection.recv(int.from_bytes(header, sys.byteorder), socket.MSG_WAITALL))
+        pid = os.fork()
+        if pid == 0:
+            self._become(asked, files)
+        for each in files:
+            os.close(each)
+        self._processes[pid] = connection
+        self._selector.register(connection, selectors.EVENT_READ, pid)
+
+    def _pass_on(self, connection: Any, pid: int) -> None:
+        """Signals; and where the stand-in is gone, so goes the process."""
+        numbers = b""
+        with contextlib.suppress(ConnectionError):
+            numbers = connection.recv(64)
+        if pid not in self._processes:
+            return
+        for number in numbers or [signal.SIGKILL]:
+            os.kill(pid, number)
+        if not numbers:
+            self._selector.unregister(connection)
+
+    def _reap(self) -> None:
+        while self._processes:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                return
+            connection = self._processes.pop(pid)
+            with contextlib.suppress(KeyError):
+                self._selector.unregister(connection)
+            with contextlib.suppress(ConnectionError):
+                connection.send(os.waitstatus_to_exitcode(status).to_bytes(4, sys.byteorder, signed=True))
+            connection.close()
+
+    def _become(self, asked: Sequence[Any], files: Sequence[int]) -> None:
+        """In the child: what was asked for, and nothing of this process but what it has imported."""
+        words, environment, folder, numbers = asked
+        status = 1
+        try:
+            _end_with_parent()
+            signal.set_wakeup_fd(-1)
+            for number in (signal.SIGCHLD, signal.SIGINT):
+                signal.signal(number, signal.SIG_DFL if number != signal.SIGINT else signal.default_int_handler)
+            # Ours could have the number of one that is wanted.
+            held = [os.dup2(each, 1000 + place, inheritable=False) for place, each in enumerate(files)]
+            os.closerange(3, 1000)
+            for number, each in zip(numbers, held, strict=True):
+                os.dup2(each, number)
+                os.close(each)
+            os.chdir(folder)
+            os.environ.clear()
+            os.environ.update(environment)
+            sys.stdin, sys.stdout = os.fdopen(0, closefd=False), os.fdopen(1, "w", closefd=False)
+            sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+            for path in filter(None, environment.get("PYTHONPATH", "").split(os.pathsep)):
+                if path not in sys.path:
+                    sys.path.insert(0, path)
+            _run(words)
+            status = 0
+        except SystemExit as end:
+            status = _status_of(end)
+        except KeyboardInterrupt:
+            status = 130
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            for stream in (sys.stdout, sys.stderr):
+                with contextlib.suppress(Exception):
+                    stream.flush()
+            os._exit(status)
+
+
+def _end_with_parent() -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _run(words: list[str]) -> None:
+    """As `python WORDS` does: `-m MODULE`, `-c PROGRAM` or a file."""
+    first, *rest = words
+    if first == "-m":
+        sys.path.insert(0, os.getcwd())
+        sys.argv = rest
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+    elif first == "-c":
+        sys.path.insert(0, "")
+        sys.argv = ["-c", *rest[1:]]
+        exec(compile(rest[0], "<string>", "exec"), {"__name__": "__main__", "__builtins__": __builtins__})  # noqa: S102
+    else:
+        sys.path.insert(0, str(Path(first).resolve().parent))
+        sys.argv = words
+        runpy.run_path(first, run_name="__main__")
+
+
+def _status_of(end: SystemExit) -> int:
+    if end.code is None or isinstance(end.code, int):
+        return end.code or 0
+    sys.stderr.write(f"{end.code}\n")
+    return 1
+
+
+if __name__ == "__main__":
+    import gc
+    import importlib
+
+    _, _address, _stand_in, *_preload = sys.argv
+    # The tests' process; and what is forked here ends with this one.
+    _end_with_parent()
+    sys.path.pop(0)
+    from outrider.runtime import prepare_grpc
+
+    prepare_grpc()
+    # Modules make commands of it while they are imported.
+    sys.executable = _stand_in
+    for _module in _preload:
+        importlib.import_module(_module)
+    # What is never looked at stays in memory that all share.
+    gc.collect()
+    gc.freeze()
+    _server = _Server(_address)
+    os.write(1, b".")
+    _server.run()
