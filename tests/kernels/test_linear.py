@@ -81,6 +81,9 @@ def test_a_tile_holds_the_rows_and_little_more(rows: int, shape: tuple[int, int]
     assert min(rows, 64) <= tiling.block_rows <= max(8, 2 * rows - 1)
     # Shared memory of one processor.
     assert (tiling.block_rows + tiling.block_outputs) * tiling.block_inner * 2 * tiling.stages <= 227_000
+    narrow = choose_linear_tiling(rows, *shape, eight_bits=True)
+    assert narrow.block_rows == tiling.block_rows
+    assert (2 * narrow.block_rows + narrow.block_outputs) * narrow.block_inner * narrow.stages <= 227_000
 
 
 def test_the_definition_is_that_of_a_decoder_layer() -> None:

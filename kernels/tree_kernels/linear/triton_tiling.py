@@ -81,9 +81,32 @@ def _of_few_rows(outputs: int, _inner: int) -> _Sizes:
     return (32, 256, 1, 4, 5, 16) if outputs >= 5120 else (32, 256, 2, 4, 5, 8)
 
 
-def _of_eight_bits(outputs: int, _inner: int) -> _Sizes:
-    return (128, 128, 1, 8, 4, 8) if outputs >= 8192 else (64, 256, 2, 4, 4, 8)
+def _of_64_rows_in_eight_bits(outputs: int, _inner: int) -> _Sizes:
+    """As of weights twice as wide, with more of a row at a time."""
+    if outputs >= 8192:
+        return 128, 128, 1, 4, 4, 8
+    return (64, 128, 2, 4, 4, 8) if outputs >= 5120 else (64, 256, 2, 4, 4, 8)
 
 
-_EIGHT_BITS = {64: _of_64_rows, 32: _of_eight_bits, 16: _of_eight_bits, 8: _of_eight_bits}
+def _of_32_rows_in_eight_bits(outputs: int, _inner: int) -> _Sizes:
+    """More parts: there are as few programs as of wider weights, and each has half of the bytes."""
+    if outputs >= 8192:
+        return 64, 256, 1, 4, 4, 8
+    return (64, 256, 2, 4, 4, 8) if outputs >= 5120 else (128, 256, 4, 8, 3, 8)
+
+
+def _of_few_rows_in_eight_bits(outputs: int, _inner: int) -> _Sizes:
+    if outputs >= 8192:
+        return 128, 256, 1, 4, 4, 8
+    return (64, 256, 1, 4, 4, 8) if outputs >= 5120 else (64, 256, 4, 4, 4, 8)
+
+
+# Each near the fastest of those tried on an H100: benchmarks/results/2026-11-25-h100-linear-eight-bits.json. 16 rows
+# were not tried, and take those of 32.
+_EIGHT_BITS = {
+    64: _of_64_rows_in_eight_bits,
+    32: _of_32_rows_in_eight_bits,
+    16: _of_32_rows_in_eight_bits,
+    8: _of_few_rows_in_eight_bits,
+}
 _WIDE = {64: _of_64_rows, 32: _of_32_rows, 16: _of_16_rows, 8: _of_few_rows}
