@@ -104,8 +104,7 @@ def load_curve(document: dict[str, Any]) -> Figure:
 WIDENED = (
     ("one GPU: lookup and a trie (H200)", "trie", ("2026-11-23-h200-widened-eighth", "2026-11-24-h200-widened-ninth")),
     ("one GPU: lookup, trie and EAGLE head (H200)", "merged", ("2026-11-23-h200-widened-eighth",)),
-    # The run without a trace, of the code as it is.
-    ("second GPU: lookup, trie and EAGLE head (H100)", "merged", ("2026-11-24-h100-widened-tenth",)),
+    ("second GPU: lookup, trie and EAGLE head (H100)", "merged", ("2026-11-25-h100-widened-eleventh",)),
 )
 WIDENED_LOADS = (1, 8, 32)
 
