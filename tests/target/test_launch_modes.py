@@ -10,7 +10,7 @@ import pytest
 from target_service.speculation.policy.launch_modes import Launch, LaunchModes
 
 AHEAD, HELD = Launch.AHEAD, Launch.HELD
-ONE_PASS, ANSWER, LAUNCH = 6e-3, 1.8e-3, 0.5e-3
+ONE_PASS, ANSWER, LAUNCH = 6e-3, 0.7e-3, 0.3e-3
 # Passes of each way before either is chosen.
 TRIAL = 32
 
@@ -40,8 +40,9 @@ class Engine:
         return ways
 
 
-# Tokens of the two ways where a pass and an answer take 8 ms: those of the first make more a second, then the other's.
-BETTER = {AHEAD: {AHEAD: 3.0, HELD: 3.2}, HELD: {AHEAD: 3.0, HELD: 5.2}}
+# Tokens of the two ways where a pass takes 6 ms and with an answer 6.7: those of the first make more a second, then the
+# other's.
+BETTER = {AHEAD: {AHEAD: 3.0, HELD: 2.5}, HELD: {AHEAD: 3.0, HELD: 4.4}}
 
 
 def steady_from(ways: list[Launch], better: Launch, passes: int = 60) -> int:
@@ -52,8 +53,8 @@ def steady_from(ways: list[Launch], better: Launch, passes: int = 60) -> int:
 @pytest.mark.parametrize(
     ("answer_seconds", "pass_seconds", "tried"),
     [
-        (0.39 * ONE_PASS - LAUNCH, ONE_PASS, True),
-        (0.41 * ONE_PASS - LAUNCH, ONE_PASS, False),
+        (0.19 * ONE_PASS - LAUNCH, ONE_PASS, True),
+        (0.21 * ONE_PASS - LAUNCH, ONE_PASS, False),
         (0.0, ONE_PASS, False),
         (ANSWER, 0.0, False),
         (0.0, 0.0, False),
@@ -72,7 +73,7 @@ def test_none_waits_where_answers_take_long_or_nobody_knows(
 @pytest.mark.parametrize("seed", range(12))
 def test_a_trial_that_makes_much_less_ends_soon(seed: int) -> None:
     """Each costs half a pass there."""
-    ways = Engine({AHEAD: 3.0, HELD: 2.2}, 0.3, seed).run(1000)
+    ways = Engine({AHEAD: 3.0, HELD: 1.9}, 0.3, seed).run(1000)
     assert ways.count(HELD) <= 20
 
 

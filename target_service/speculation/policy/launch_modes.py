@@ -34,10 +34,10 @@ _SHARE = 0.03
 # Passes until the way that makes less is tried again, and for how many: a seventieth of the time, of which a part is
 # lost.
 _AGAIN, _FOR = 1024, 16
-# Waiting is tried where it takes this share of a pass at most. By `benchmarks/running_ahead/simulate.py` held passes
-# make half as many tokens again as others at best (on H200s 3.53 and 2.40 a pass, at 8B size); where the others' trees
-# came in time it was a fifth (3.36 and 2.83, two H100), and committing takes a twentieth of a pass besides.
-_WORTH_TRYING = 0.4
+# Waiting is tried where it takes this share of a pass at most, for held passes made a fifth more tokens than others
+# whose trees came in time (3.36 and 2.83, two H100, one request). Where those come late they make half as many again
+# (3.53 and 2.40, `benchmarks/running_ahead/simulate.py` and H200s), but then answers take longer than that.
+_WORTH_TRYING = 0.2
 # What either way has to make beyond the other, so that noise does not change it: means of sixty passes vary by 7 %, and
 # a device that waits for nothing costs more than one that works.
 _MARGINS = {Launch.AHEAD: 1.0, Launch.HELD: 1.1}
