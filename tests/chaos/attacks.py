@@ -26,7 +26,12 @@ from chaos.world import World, free_ports, world_of
 from conftest import make_tiny
 from engine_harness import plain, request
 
+from outrider.drafting.several import weight
+
 HOSTILE_DRAFT = "3 a draft that floods"
+# It says that it is the real one, and the victim is at home with it.
+BESIDE_ANOTHER = "3 a draft that floods, beside another"
+BY_DRAFTS = (HOSTILE_DRAFT, BESIDE_ANOTHER)
 # Of one tenant's p99 while another attacks, against its quiet value.
 BAR = 2.0
 
@@ -98,13 +103,14 @@ class Times:
 
 
 async def _one(world: World, name: str, addresses: Sequence[str], rounds: int, seconds: float) -> dict[str, Any]:
-    """Quiet, attack, quiet, attack, ... A draft that attacks does not draft: times without one are told beside it."""
+    """Quiet, attack, quiet, attack, ... A draft that attacks does not draft: times without one are told beside it,
+    where it is the only one."""
     expected = plain(make_tiny(), request(PROMPT, TOKENS_ASKED))
     quiet, attacked, undrafted = Times(), Times(), Times()
     async with AsyncExitStack() as stack:
         victim = await stack.enter_async_context(Actor.started("victim", *addresses))
         attacker = None
-        if name != HOSTILE_DRAFT:
+        if name not in BY_DRAFTS:
             attacker = await stack.enter_async_context(Actor.started(name, *addresses))
         # The first requests of a caller connect and compile, and the trie learns the answer.
         await victim.go()
@@ -115,11 +121,11 @@ async def _one(world: World, name: str, addresses: Sequence[str], rounds: int, s
             await victim.go()
             await asyncio.sleep(seconds)
             quiet.add(await victim.rest(), expected)
-            await _attack(world, attacker)
+            await _attack(world, attacker, name)
             await victim.go()
             await asyncio.sleep(seconds)
             attacked.add(await victim.rest(), expected)
-            if attacker is None:
+            if name == HOSTILE_DRAFT:
                 world.lose_draft()
                 await victim.go()
                 await asyncio.sleep(seconds)
@@ -128,7 +134,7 @@ async def _one(world: World, name: str, addresses: Sequence[str], rounds: int, s
             await asyncio.sleep(1.0)
     figures = {"quiet": quiet.figures(), "attacked": attacked.figures()}
     ratios = {"p99_ratio": _ratio(figures["attacked"], figures["quiet"])}
-    if attacker is None:
+    if name == HOSTILE_DRAFT:
         figures["without a draft"] = undrafted.figures()
         ratios["p99_ratio_to_no_draft"] = _ratio(figures["attacked"], figures["without a draft"])
     return {**figures, **ratios, "errors": sorted(set(attacked.errors))[:3]}
@@ -143,12 +149,21 @@ def _ratio(some: dict[str, Any], others: dict[str, Any]) -> float:
     return round(float(some["p99_ms"] / others["p99_ms"]), 2)
 
 
-async def _attack(world: World, attacker: Actor | None) -> None:
+async def _attack(world: World, attacker: Actor | None, name: str) -> None:
     """By a caller, or by the draft where there is none."""
-    if attacker is None:
-        world.lie("flooding")
-    else:
+    if attacker is not None:
         await attacker.go()
+    elif name == BESIDE_ANOTHER:
+        await world.lie_as_the_real_one("flooding", TOKENS["target"])
+    else:
+        world.lie("flooding")
+
+
+def _victim_is_at_home(with_one: str, not_with: str) -> bool:
+    """Whether a victim is followed by the draft at the first address, of the two."""
+    # Of its tenant, with no corpus.
+    key = "good\n"
+    return weight(with_one, key) > weight(not_with, key)
 
 
 async def _relent(world: World, attacker: Actor | None) -> None:
@@ -180,9 +195,16 @@ async def measure(
     flags = ("--auth-tokens", str(tokens), "--draft-token", str(draft_token), "--metrics-listen", f"127.0.0.1:{port}")
     results = {}
     for name in names:
-        place = folder / f"attacked-{name.split()[0]}"
+        place = folder / f"attacked-{names.index(name)}"
         async with world_of(
-            found, place, "trie", placement, (*flags,), ("--auth-tokens", str(tokens)), token=TOKENS["good"]
+            found,
+            place,
+            "trie",
+            placement,
+            (*flags,),
+            ("--auth-tokens", str(tokens)),
+            token=TOKENS["good"],
+            spare=_victim_is_at_home if name == BESIDE_ANOTHER else None,
         ) as world:
             addresses = (f"unix:{place}/target.sock", f"unix:{place}/draft.sock", f"127.0.0.1:{port}")
             results[name] = await _one(world, name, addresses, rounds, seconds)
@@ -191,7 +213,7 @@ async def measure(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    every = sorted([*ATTACKS, HOSTILE_DRAFT], key=lambda name: int(name.split()[0]))
+    every = sorted([*ATTACKS, *BY_DRAFTS], key=lambda name: int(name.split()[0]))
     parser = argparse.ArgumentParser(prog="python -m chaos.attacks", description=__doc__)
     parser.add_argument("--only", default="", help="attacks whose name begins so")
     parser.add_argument("--rounds", type=int, default=3)

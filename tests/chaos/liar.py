@@ -28,11 +28,13 @@ class LyingDraft(draft_pb2_grpc.DraftServiceServicer):
 
     def __init__(self, vocabulary_size: int, seed: int) -> None:
         self.manner = "lying"
+        # What it says that it is.
+        self.info = _INFO
         self._vocabulary_size = vocabulary_size
         self._random = random.Random(seed)
 
     async def GetDraftInfo(self, _request: Any, _context: Any) -> draft_pb2.GetDraftInfoResponse:
-        return info_to_pb(_INFO)
+        return info_to_pb(self.info)
 
     async def Propose(self, _requests: Any, context: Any) -> None:
         next_ids: dict[int, int] = {}

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from chaos.actors import ATTACKS
-from chaos.attacks import BAR, HOSTILE_DRAFT, Actor, judged, measure
+from chaos.attacks import BAR, BY_DRAFTS, Actor, judged, measure
 from chaos.taught import Taught
 from scripted_engine import ScriptedEngine
 from scripted_service import target_over
@@ -35,7 +35,7 @@ async def test_the_time_of_an_answer_that_is_owed_counts() -> None:
 
 @pytest.mark.chaos
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("name", [*ATTACKS, HOSTILE_DRAFT])
+@pytest.mark.parametrize("name", [*ATTACKS, *BY_DRAFTS])
 def test_anothers_requests_go_on(
     taught_model: Taught, tmp_path: Path, name: str, keep: Callable[[str, dict[str, Any]], None]
 ) -> None:

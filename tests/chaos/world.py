@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import random
 import socket
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import grpc
 from chaos.liar import LyingDraft, serve_lies
 from chaos.proxy import Proxy
 from chaos.taught import Taught
 from forked import Child
 
 from outrider.errors import OutriderError
+from outrider.v1 import draft_pb2, draft_pb2_grpc
+from outrider.wire.drafts import info_from_pb
 from outrider_client.client import Client
 from outrider_client.failures import ServiceUnreachable
 
@@ -89,6 +93,14 @@ class World:
         self.draft_proxy.upstream = str(self.folder / "liar.sock")
         self.draft_proxy.cut()
 
+    async def lie_as_the_real_one(self, manner: str, token: str) -> None:
+        """As `lie`, of a draft that says of itself what the real one does. `token` is what that asks for."""
+        async with grpc.aio.insecure_channel(f"unix:{self.folder}/draft.sock") as channel:
+            stub = draft_pb2_grpc.DraftServiceStub(channel)
+            metadata = (("authorization", f"Bearer {token}"),)
+            self.liar.info = info_from_pb(await stub.GetDraftInfo(draft_pb2.GetDraftInfoRequest(), metadata=metadata))
+        self.lie(manner)
+
     def lose_draft(self) -> None:
         """Put nobody in the draft's place."""
         self.draft_proxy.upstream = str(self.folder / "nobody.sock")
@@ -131,8 +143,11 @@ async def world_of(
     target_flags: Sequence[str] = (),
     draft_flags: Sequence[str] = (),
     token: str = "",
+    *,
+    spare: Callable[[str, str], bool] | None = None,
 ) -> AsyncIterator[World]:
-    """Services that run until the block ends. `token` is what `World.client` shows."""
+    """Services that run until the block ends. `token` is what `World.client` shows. With `spare` there is another
+    draft beside the one behind the proxy, whose address is one that this says yes to, given the proxy's and its own."""
     folder.mkdir(parents=True, exist_ok=True)
     async with AsyncExitStack() as stack:
         target_proxy, draft_proxy = Proxy(str(folder / "target.sock")), Proxy(str(folder / "draft.sock"))
@@ -141,18 +156,22 @@ async def world_of(
             stack.push_async_callback(proxy.stop)
         liar = LyingDraft(VOCABULARY, seed=1)
         await serve_lies(liar, folder / "liar.sock", stack)
-        flags = ["--listen", f"unix:{folder}/draft.sock", "--drain-seconds", "0.2", "--log-level", "warning"]
-        draft = Child(
-            "draft_service", [*flags, *draft_arguments(drafter, taught, folder), *draft_flags], folder / "draft.log"
-        )
+        drafts, addresses = [_draft(drafter, taught, folder, "draft", draft_flags)], [draft_proxy.address]
+        if spare is not None:
+            names = (f"spare-{number}" for number in itertools.count())
+            name = next(name for name in names if spare(draft_proxy.address, f"unix:{folder}/{name}.sock"))
+            drafts.append(_draft(drafter, taught, folder, name, draft_flags))
+            addresses.append(f"unix:{folder}/{name}.sock")
         flags = ["--listen", f"unix:{folder}/target.sock", "--drain-seconds", "0.2", "--log-level", "warning"]
-        flags += ["--model", str(taught.model), "--dtype", "float32", "--draft", draft_proxy.address]
+        flags += ["--model", str(taught.model), "--dtype", "float32", "--draft", ",".join(addresses)]
         flags += ["--kv-tokens", "8192", "--row-budget", "all", "--engine-process", placement, "--threads", "1"]
         if drafter != "trie":
             flags += ["--draft-head", str(taught.head)]
         target = Child("target_service", [*flags, *target_flags], folder / "target.log")
-        world = World(taught, folder, drafter, placement, target, draft, target_proxy, draft_proxy, liar, token=token)
-        world.supervisors = [Supervisor(target), Supervisor(draft)]
+        world = World(
+            taught, folder, drafter, placement, target, drafts[0], target_proxy, draft_proxy, liar, token=token
+        )
+        world.supervisors = [Supervisor(target), *map(Supervisor, drafts)]
         for supervisor in world.supervisors:
             supervisor.child.start()
             stack.callback(supervisor.child.end)
@@ -160,6 +179,13 @@ async def world_of(
             stack.callback(watching.cancel)
         await world.whole(_START_SECONDS)
         yield world
+
+
+def _draft(drafter: str, taught: Taught, folder: Path, name: str, draft_flags: Sequence[str]) -> Child:
+    """A draft service that listens at `name`.sock, not started."""
+    flags = ["--listen", f"unix:{folder}/{name}.sock", "--drain-seconds", "0.2", "--log-level", "warning"]
+    arguments = [*flags, *draft_arguments(drafter, taught, folder), *draft_flags]
+    return Child("draft_service", arguments, folder / f"{name}.log")
 
 
 def spread(coins: random.Random, least: float, most: float) -> float:

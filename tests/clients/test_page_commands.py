@@ -52,7 +52,9 @@ NOT_RUN = {
     "which is a stand-in here; tests/benchmarks/test_wrong_prediction.py",
     r"python -m chaos\.": "takes minutes; make test-chaos runs it",
     "python -m benchmarks.<folder>": "stands for every script; test_every_benchmark_says_how_it_is_run asks each",
-    r"python -m benchmarks\.kernels\.(tree_attention|verification|latent_attention)": "needs a GPU",
+    r"python -m benchmarks\.(kernels\.(tree_attention|verification|latent_attention|latent_writing)|engine\.steps)": ""
+    "needs a GPU",
+    r"python -m benchmarks\.widened\.run": "needs a model of 8B cost; tests/benchmarks/test_widened.py runs a tiny one",
     r"outrider bench .*,lookup": "needs a GPU, on which a target looks up by itself",
     r"outrider draft --drafter yours|outrider target --draft inprocess:yours|outrider bench .*,yours": "stands for a "
     "drafter that the reader has written; those of tests/draft/test_named_class.py are run",

@@ -179,7 +179,7 @@ class SeveralDrafts:
         key = f"{sequence.tenant}\n{sequence.corpus}"
         if self._info.drafter in _WITHOUT_MEMORY:
             key = str(sequence.sequence_id)
-        return max(there, key=lambda member: _weight(member.address, key))
+        return max(there, key=lambda member: weight(member.address, key))
 
     def _by_home(self, sequence_ids: Sequence[int]) -> list[tuple[_Member, set[int]]]:
         """Who follows which of these."""
@@ -191,6 +191,6 @@ class SeveralDrafts:
         return list(found.items())
 
 
-def _weight(address: str, key: str) -> bytes:
+def weight(address: str, key: str) -> bytes:
     """The same on every target, so that all of them take a tenant to the same draft."""
     return hashlib.blake2b(f"{address}\n{key}".encode(), digest_size=8).digest()
