@@ -16,12 +16,18 @@ _PACKAGES = ("outrider", "torch", "transformers", "numba", "numpy", "grpcio", "p
 def describe_machine() -> dict[str, object]:
     """Processor, cores, memory and load of this machine. Not known is an empty text."""
     return {
-        "platform": platform.platform(),
+        "platform": "-".join((platform.system(), _release(), platform.machine(), *platform.libc_ver())),
         "processor": _first_match("/proc/cpuinfo", r"model name\s*:\s*(.+)") or platform.processor(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "memory_kib": _first_match("/proc/meminfo", r"MemTotal:\s*(\d+)"),
         "load_average": os.getloadavg(),
     }
+
+
+def _release() -> str:
+    """The kernel's number, without the name that whoever built it gave it."""
+    found = re.match(r"[\d.]+", platform.release())
+    return found[0].rstrip(".") if found else ""
 
 
 def describe_versions(more: Sequence[str] = ()) -> dict[str, str]:

@@ -159,7 +159,7 @@ def norm_rope_write_errors() -> dict[str, float]:
     for pairs_in, pairs_out in ((True, True), (True, False), (False, False)):
         for heads, latent, half, dtype in (
             (1, 16, 4, torch.float32), (3, 24, 8, torch.float32), (16, 512, 32, torch.float16),
-            (40, 64, 5, torch.float32),
+            (40, 64, 5, torch.float32), *(() if INTERPRETED else ((16, 512, 32, torch.bfloat16),)),
         ):  # fmt: skip
             rows, rotary, cache, absorbed = norm_rope_inputs(heads, latent, half, dtype, pairs_in, pairs_out)
             slots = torch.tensor([33, 2, 0, 63, 17], dtype=torch.int32, device=DEVICE)

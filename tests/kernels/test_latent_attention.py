@@ -136,6 +136,14 @@ def test_rows_that_cannot_be_turned_are_refused() -> None:
         norm_rope_write(replace(rows, vectors=torch.randn(2, 17)), rotary, cache, slots, absorbed)
     with pytest.raises(ValueError, match="expected absorbed queries"):
         norm_rope_write(rows, rotary, cache, slots, absorbed[:, :2])
+    with pytest.raises(ValueError, match="expected queries"):
+        norm_rope_write(replace(rows, queries=rows.queries[:1]), rotary, cache, slots, absorbed)
+    with pytest.raises(ValueError, match="integer slots"):
+        norm_rope_write(rows, rotary, cache, slots[:1], absorbed)
+    with pytest.raises(ValueError, match="integer slots"):
+        norm_rope_write(rows, rotary, cache, slots.float(), absorbed)
+    with pytest.raises(ValueError, match="as the vectors are"):
+        norm_rope_write(rows, rotary, cache.half(), slots, absorbed)
     with pytest.raises(ValueError, match="expected cosines and sines"):
         norm_rope_write(rows, replace(rotary, sines=torch.ones(2, 8)), cache, slots, absorbed)
     with pytest.raises(ValueError, match="last dimension is contiguous"):
@@ -182,7 +190,7 @@ def check(found: dict[str, Any]) -> None:
     assert max(found["update_errors"]) < 3e-6
     assert found["split_invariant"] and found["written"]
     for name, error in found["norm_rope_errors"].items():
-        assert error <= (2e-3 if "float16" in name else 1e-6), name
+        assert error <= (2e-2 if "bfloat16" in name else 2e-3 if "float16" in name else 1e-6), name
 
 
 def test_the_kernel_is_the_expanded_form(interpreted: dict[str, Any]) -> None:

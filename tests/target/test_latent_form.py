@@ -270,6 +270,32 @@ class TestFused:
             check_runner(runner, alone)
         assert fuse_latents(make_runner(make_tiny(), PAGE_SIZE, 256).model) == 0
 
+    @pytest.mark.parametrize("name", CHECKPOINTS)
+    def test_small_rotary_keys_do_not_hide_a_wrong_layout(self, name: str) -> None:
+        model = make_latent(name)
+        runner = make_runner(model, PAGE_SIZE, 256)
+        layer: Any = runner.model.model.layers[0].self_attn
+        with torch.no_grad():
+            layer.kv_a_proj_with_mqa.weight[len(layer.kv_a_layernorm.weight) :] *= 0.01
+        rotary = runner.model.model.rotary_emb
+        same = [latent_layers.computes_the_same(layer, layout, rotary) for layout in latent_layers._LAYOUTS]
+        assert same.count(True) == 1
+
+    def test_a_kernel_that_fails_leaves_layers_their_code(
+        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        def fail(*_: Any) -> None:
+            raise RuntimeError("out of shared memory")
+
+        model = make_latent("v3")
+        alone = own_logits(model)
+        runner = runner_for(model, None, num_pages=4, page_size=16)
+        monkeypatch.setattr(latent_layers, "norm_rope_write", fail)
+        assert fuse_latents(runner.model) == 0
+        assert "cannot be fused" in caplog.text and "out of shared memory" in caplog.text
+        assert not hasattr(runner.model.model.layers[0].self_attn, "layout")
+        check_runner(runner, alone)
+
     def test_layers_that_expand_are_left_alone(self) -> None:
         model = make_latent("v3")
         assert fuse_latents(runner_for(model, None, num_pages=4, page_size=16).model)

@@ -66,7 +66,7 @@ def norm_rope_write(rows: LatentRows, rotary: Rotary, cache: Tensor, slots: Tens
     Raises:
         ValueError: shapes or layouts that do not fit.
     """
-    _check(rows, rotary, cache, absorbed)
+    _check(rows, rotary, cache, slots, absorbed)
     if rows.vectors.is_cuda:
         from tree_kernels.latent_attention.triton_writing import norm_rope_write_rows
 
@@ -103,12 +103,14 @@ def turned(parts: Tensor, rotary: Rotary) -> Tensor:
     return both.to(parts.dtype)
 
 
-def _check(rows: LatentRows, rotary: Rotary, cache: Tensor, absorbed: Tensor) -> None:
+def _check(rows: LatentRows, rotary: Rotary, cache: Tensor, slots: Tensor, absorbed: Tensor) -> None:
     count, width = rows.vectors.shape
     latent, heads = len(rows.weight), rows.queries.shape[1]
     half = (width - latent) // 2
-    if width - latent != 2 * half or half == 0 or rows.queries.shape[-1] < 2 * half:
+    if width - latent != 2 * half or half == 0:
         raise ValueError(f"expected an even rotary width behind {latent} of a latent, got {width - latent}")
+    if len(rows.queries) != count or rows.queries.shape[2] < 2 * half:
+        raise ValueError(f"expected queries [{count}, heads, {2 * half} or more], got {list(rows.queries.shape)}")
     if absorbed.shape != (count, heads, width) or cache.dim() != 3 or cache.shape[2] != width:
         raise ValueError(
             f"expected absorbed queries [{count}, {heads}, {width}] and a cache [pages, page_size, {width}], "
@@ -116,6 +118,10 @@ def _check(rows: LatentRows, rotary: Rotary, cache: Tensor, absorbed: Tensor) ->
         )
     if any(angle.shape != (count, half) for angle in (rotary.cosines, rotary.sines)):
         raise ValueError(f"expected cosines and sines [{count}, {half}], got {list(rotary.cosines.shape)}")
+    if slots.shape != (count,) or slots.is_floating_point():
+        raise ValueError(f"expected integer slots [{count}], got {slots.dtype} {list(slots.shape)}")
+    if any(one.dtype != rows.vectors.dtype for one in (rows.queries, rows.weight, cache, absorbed)):
+        raise ValueError(f"expected all of {rows.vectors.dtype}, as the vectors are")
     if any(one.stride(-1) != 1 for one in (rows.vectors, rows.queries, rows.weight, absorbed)):
         raise ValueError("expected rows whose last dimension is contiguous")
     if not cache.is_contiguous():

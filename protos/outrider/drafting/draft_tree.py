@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence as SequenceOf
 from collections.abc import Set
+from dataclasses import replace
 
 from outrider.errors import InvalidField
 from outrider.tree import MAX_ROWS, DraftDistribution, TokenTree
@@ -129,7 +130,8 @@ class GrowingTree:
             self._add(growth)
         else:
             if self._held is not None:
-                self._unseen.append(self._held)
+                # Its scores and distributions are of no more use.
+                self._unseen.append(replace(self._held, scores=(), distributions={}))
             self._clear()
             self._held = growth
 

@@ -58,6 +58,7 @@ class _Worker:
     def __init__(self, command: Sequence[str], connect: messages.Connect) -> None:
         # A terminal's Ctrl-C is for the service, which then hangs up.
         self.process, self.connection = start_child(command, own_group=True)
+        _wait_at_most(self.connection, START_SECONDS)
         self.outbox = Outbox(self.connection)
         self.outbox.send(messages.pack(connect))
         # Whether it has had a draft.
@@ -182,13 +183,11 @@ class LinkProcess:
 
     def _read(self, worker: _Worker) -> None:
         """Deliver what the process sends until it ends. Raises `TimeoutError` where it sends nothing for too long."""
-        cutter = FrameCutter()
-        _wait_at_most(worker.connection, START_SECONDS)
-        silent = START_SECONDS
+        cutter, started = FrameCutter(), False
         while data := self._receive(worker):
-            if silent != SILENT_SECONDS:
-                silent = SILENT_SECONDS
-                _wait_at_most(worker.connection, silent)
+            if not started:
+                started = True
+                _wait_at_most(worker.connection, SILENT_SECONDS)
             for body in cutter.feed(data):
                 message = messages.unpack_from_link(body)
                 if self._stopping.is_set():
@@ -228,4 +227,6 @@ def _wait_at_most(connection: socket.socket, seconds: float) -> None:
     And not by a call of its own before each that receives: behind every system call this thread needs the interpreter
     again, which an engine that computes keeps for a fifth of a millisecond."""
     whole, rest = divmod(round(seconds * 1e6), 1_000_000)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", whole, rest))
+    # Some systems refuse it of a socket that is shut down, where the next receive says so.
+    with contextlib.suppress(OSError):
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", whole, rest))

@@ -25,9 +25,10 @@ class Launch(Enum):
 # Passes of a way at a load before it is judged: what they make varies by as much as the mean, so that the error of the
 # mean of 32 is a sixth of it.
 _TRIAL = 32
-# Held passes after which a first trial ends that makes less than this share of the others: what they make is known to a
-# fifth by then. Of 748 passes of one request 101 were held at three quarters of the others' rate (two H100,
-# `benchmarks/results/2026-11-25-h100-widened-eleventh.md`).
+# Held passes after which a first trial ends that makes less than this share of the others: chosen, so that a way at
+# three quarters of the others' rate is mostly left soon (passes vary by two thirds of what they make, so that the mean of
+# twelve is known to a fifth), and one that makes as much seldom. Of 891 passes of one request 104 were held at that rate
+# (two H100, `benchmarks/results/2026-11-25-h100-widened-eleventh.md`).
 _FEW, _HOPELESS = 12, 0.8
 # What one pass moves what is known of its way: the mean of some sixty.
 _SHARE = 0.03
@@ -35,7 +36,7 @@ _SHARE = 0.03
 # lost.
 _AGAIN, _FOR = 1024, 16
 # Waiting is tried where it takes this share of a pass at most, for held passes made a fifth more tokens than others
-# whose trees came in time (3.36 and 2.83, two H100, one request). Where those come late they make half as many again
+# whose trees came in time (3.36 and 2.83 in the same record). Where those come late they make half as many again
 # (3.53 and 2.40, `benchmarks/running_ahead/simulate.py` and H200s), but then answers take longer than that.
 _WORTH_TRYING = 0.2
 # What either way has to make beyond the other, so that noise does not change it: means of sixty passes vary by 7 %, and
