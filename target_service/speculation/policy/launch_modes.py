@@ -26,9 +26,9 @@ class Launch(Enum):
 # mean of 32 is a sixth of it.
 _TRIAL = 32
 # Held passes after which a first trial ends that makes less than this share of the others: chosen, so that a way at
-# three quarters of the others' rate is mostly left soon (passes vary by two thirds of what they make, so that the mean of
-# twelve is known to a fifth), and one that makes as much seldom. Of 891 passes of one request 104 were held at that rate
-# (two H100, `benchmarks/results/2026-11-25-h100-widened-eleventh.md`).
+# three quarters of the others' rate is mostly left soon (passes vary by two thirds of what they make, so that the mean
+# of twelve is known to a fifth), and one that makes as much seldom. Of 891 passes of one request 104 were held at that
+# rate (two H100, `benchmarks/results/2026-11-25-h100-widened-eleventh.md`).
 _FEW, _HOPELESS = 12, 0.8
 # What one pass moves what is known of its way: the mean of some sixty.
 _SHARE = 0.03
