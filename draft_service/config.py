@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from draft_service.drafters.base import DRAFTERS, drafter_spec
+from outrider.busy_polling import BUSY_POLL_SECONDS, MOST_BUSY_POLL_SECONDS
 from outrider.settings import FIRST_MESSAGE_SECONDS, MAX_MESSAGE_BYTES, MOST_MESSAGE_BYTES, load, setting
-from outrider.wakefulness import AWAKE_SECONDS, MOST_AWAKE_SECONDS
 
 
 @dataclass(frozen=True)
@@ -29,12 +29,12 @@ class DraftConfig:
     first_message_seconds: float = setting(
         FIRST_MESSAGE_SECONDS, "time that a stream has for its first message", gt=0, le=3600
     )
-    awake_ms: float = setting(
-        AWAKE_SECONDS * 1e3,
-        "with a drafter on a GPU and 8 cores or more, how long the service looks for the next commit after each before "
+    busy_poll_ms: float = setting(
+        BUSY_POLL_SECONDS * 1e3,
+        "with a drafter on a GPU and 8 cores or more, how long the service polls for the next commit after each before "
         "it sleeps; a core is busy meanwhile",
         ge=0,
-        le=MOST_AWAKE_SECONDS * 1e3,
+        le=MOST_BUSY_POLL_SECONDS * 1e3,
     )
     drain_seconds: float = setting(5.0, "time open sequences get after SIGTERM", ge=0)
     reflection: bool = setting(False, "serve gRPC reflection")

@@ -21,6 +21,7 @@ from draft_service.session import Admission
 from draft_service.telemetry.metrics import PrometheusDraftObserver
 from draft_service.telemetry.observer import DraftObserver
 from outrider import __version__
+from outrider.busy_polling import allowed_seconds
 from outrider.command_line import CommandParser
 from outrider.errors import OutriderError
 from outrider.runtime import configure_logging, in_thread_to_leave, run, settled
@@ -39,7 +40,6 @@ from outrider.telemetry.registry import MetricsServer
 from outrider.telemetry.rpc import RpcMetricsInterceptor
 from outrider.telemetry.tracing import Tracing, set_up_tracing
 from outrider.v1 import draft_pb2_grpc
-from outrider.wakefulness import awake_seconds
 
 logger = logging.getLogger(__name__)
 
@@ -100,8 +100,8 @@ def _provide(
     )
     info = info_of(drafter, vocabulary_size, config.tokenizer_fingerprint)
     # A drafter on the CPU, and whatever computes beside it, can use the core.
-    awake = awake_seconds(config.awake_ms / 1e3) if device_of(drafter) != "cpu" else 0.0
-    servicer = DraftServicer(drafter, admission, info, observer, tracing, awake)
+    busy_poll_seconds = allowed_seconds(config.busy_poll_ms / 1e3) if device_of(drafter) != "cpu" else 0.0
+    servicer = DraftServicer(drafter, admission, info, observer, tracing, busy_poll_seconds)
     server.provide(SERVICE_NAME, lambda to: draft_pb2_grpc.add_DraftServiceServicer_to_server(servicer, to))
     return DraftWorker(admission, servicer.close)
 

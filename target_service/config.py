@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from outrider.busy_polling import BUSY_POLL_SECONDS, MOST_BUSY_POLL_SECONDS
 from outrider.limits import TenantLimits
 from outrider.settings import FIRST_MESSAGE_SECONDS, MAX_MESSAGE_BYTES, MOST_MESSAGE_BYTES, setting
-from outrider.wakefulness import AWAKE_SECONDS, MOST_AWAKE_SECONDS
 
 # As `tree_kernels.node_table.LOOKUP`, which would bring torch along.
 MOST_LOOKED_UP = 15
@@ -133,12 +133,12 @@ class TargetConfig:
         "where the stream to a draft service runs: in a process of its own, in the engine's, or the first on a GPU",
         choices=("auto", "own", "shared"),
     )
-    draft_link_awake_ms: float = setting(
-        AWAKE_SECONDS * 1e3,
-        "with 8 cores or more, how long a link's process looks for the next frame after each before it sleeps; a core "
-        "is busy meanwhile",
+    draft_link_busy_poll_ms: float = setting(
+        BUSY_POLL_SECONDS * 1e3,
+        "with 8 cores or more, how long the process of a link to a draft polls for the next frame after each before it "
+        "sleeps; a core is busy meanwhile",
         ge=0,
-        le=MOST_AWAKE_SECONDS * 1e3,
+        le=MOST_BUSY_POLL_SECONDS * 1e3,
     )
     batch_invariant: bool = setting(
         False, "on a GPU, make no bit of an output depend on what else runs; drafts are then chains, and steps slower"

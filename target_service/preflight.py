@@ -90,7 +90,7 @@ def link_options(config: TargetConfig) -> LinkOptions:
         metadata=metadata,
         tls=tls,
         max_message_bytes=config.max_message_bytes,
-        awake=config.draft_link_awake_ms / 1e3,
+        busy_poll_seconds=config.draft_link_busy_poll_ms / 1e3,
     )
 
 

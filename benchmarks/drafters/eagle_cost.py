@@ -210,7 +210,7 @@ def make_drafters(head: EagleHead, tree: str, asked: argparse.Namespace) -> dict
             topk=topk,
             num_draft_tokens=nodes,
             frontier=frontier,
-            weights=asked.weights,
+            head_weights=asked.head_weights,
             min_score=0.0,
             dtype=asked.dtype,
             device=asked.device,
@@ -242,7 +242,7 @@ def main() -> None:
     parser.add_argument("--sequences", default="1,8,32", help="numbers of sequences (default: 1,8,32)")
     parser.add_argument("--modes", default="greedy,coupled", help="verification modes (default: greedy,coupled)")
     parser.add_argument("--trees", default="tree 12", help=f"of {', '.join(TREES)}")
-    parser.add_argument("--weights", default="int8", choices=("own", "int8"), help="of captured passes of few rows")
+    parser.add_argument("--head-weights", default="int8", choices=("own", "int8"), help="in passes of few rows")
     parser.add_argument("--threads", type=int, default=0, help="of PyTorch on a CPU; 0 leaves it to PyTorch")
     asked = parser.parse_args()
     if asked.threads:

@@ -4,15 +4,15 @@
 
 One sequence advances by three tokens with the hidden states that a head of 8B size reads (24 KB), once every
 `--pace-ms`, as an engine does whose pass takes that long. The draft service is a process of its own; its drafter
-(`stamping`) draws nothing, and its trees of 239 nodes say when it was given the commit and when it had drawn them. All
-clocks are the machine's monotonic one. Two times each way:
+(`stamping`) computes nothing, and its trees of 239 nodes carry the times at which it got the commit and had drawn them.
+All clocks are the machine's monotonic one. Two times each way:
 
 - sent -> taken in: from the engine's call to the drafter's thread, which has the frame parsed and its features read;
-- drawn -> received: from the trees' arrays, packed behind that, to whoever receives growth in the engine's process.
+- drawn -> received: from the trees' arrays, packed behind that, to the receiver of growth in the engine's process.
 
 With `--busy` the engine's thread computes in Python meanwhile, and the receiver has to ask it for the interpreter. With
-`--early-ms` the first levels are sent before the whole trees. `--awake-ms 0` lets both processes sleep between
-frames; with fewer than 8 cores they do.
+`--early-ms` the first levels are sent before the whole trees. Both processes poll for `--busy-poll-ms`
+after each frame; with 0, or fewer than 8 cores, they sleep.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from outrider.runtime import prepare_grpc, switch_threads_often
 prepare_grpc()
 switch_threads_often()
 
+from outrider.busy_polling import BUSY_POLL_SECONDS, usable_cores  # noqa: E402
 from outrider.drafting.link import GrpcDraftLink, LinkOptions  # noqa: E402
 from outrider.drafting.link_process import LinkProcess  # noqa: E402
 from outrider.drafting.stoppable import StoppableLink  # noqa: E402
 from outrider.sampling import SamplingParams, VerificationMode  # noqa: E402
-from outrider.wakefulness import AWAKE_SECONDS, usable_cores  # noqa: E402
 from outrider.wire.frames import (  # noqa: E402
     DraftInfo,
     OpenSequence,
@@ -74,7 +74,7 @@ class Hop:
 
 
 class Receiver:
-    """Events of a link: when each growth of the newest step came, and what it says."""
+    """Events of a link: each growth of the newest step, and when it came."""
 
     def __init__(self) -> None:
         self.connected, self.whole = threading.Event(), threading.Event()
@@ -105,8 +105,8 @@ def service(address: str, options: argparse.Namespace) -> Iterator[int]:
     command = [sys.executable, "-m", "draft_service", "--listen", address, "--log-level", "warning"]
     drafter = ["--drafter", "benchmarks.drafters.stamping:Stamping"]
     times = ["--early-ms", str(options.early_ms), "--whole-ms", str(options.whole_ms)]
-    awake = ["--awake-ms", str(options.awake_ms)]
-    process = subprocess.Popen([*command, *drafter, *times, *awake])
+    polling = ["--busy-poll-ms", str(options.busy_poll_ms)]
+    process = subprocess.Popen([*command, *drafter, *times, *polling])
     try:
         yield process.pid
     finally:
@@ -168,7 +168,9 @@ def measure(link: StoppableLink, receiver: Receiver, options: argparse.Namespace
 def run_one(name: str, transport: str, address: str, options: argparse.Namespace) -> list[Hop]:
     receiver = Receiver()
     with service(address, options):
-        link = LINKS[name](address, receiver, VOCABULARY_SIZE, "", LinkOptions(awake=options.awake_ms / 1e3))
+        link = LINKS[name](
+            address, receiver, VOCABULARY_SIZE, "", LinkOptions(busy_poll_seconds=options.busy_poll_ms / 1e3)
+        )
         try:
             if not receiver.connected.wait(60.0):
                 raise SystemExit("no draft service")
@@ -192,7 +194,7 @@ def main() -> None:
     parser.add_argument("--early-ms", type=float, default=0.0)
     parser.add_argument("--whole-ms", type=float, default=0.0)
     parser.add_argument("--busy", action="store_true")
-    parser.add_argument("--awake-ms", type=float, default=AWAKE_SECONDS * 1e3)
+    parser.add_argument("--busy-poll-ms", type=float, default=BUSY_POLL_SECONDS * 1e3)
     options = parser.parse_args()
     rows: list[Hop] = []
     with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""A drafter that computes nothing and says when: what `benchmarks.drafters.link_hops` has a draft service run.
+"""A drafter that computes nothing and sends times: what `benchmarks.drafters.link_hops` has a draft service run.
 
 The first tokens of each tree are nanoseconds of the machine's monotonic clock, which all its processes share.
 """
@@ -45,7 +45,7 @@ class StampingConfig(Settings):
 
 
 class _Stamped(Pending):
-    """A tree for each of these roots; its tokens say when the commit came and when this was fetched."""
+    """A tree for each of these roots; its tokens are the times at which the commit came and this was fetched."""
 
     def __init__(self, drafter: Stamping, roots: Sequence[int]) -> None:
         self._drafter, self._roots, self._begun = drafter, roots, time.monotonic_ns()

@@ -72,7 +72,7 @@ def draw(count: int, heads: int, pairs_out: bool, device: torch.device) -> Input
 
 
 def as_models_have_it(inputs: Inputs) -> Callable[[Tensor], None]:
-    """The same by the code of transformers' models, for a cache."""
+    """Norm, rotary embedding and new rows of a cache by the code of transformers' models."""
     from transformers.models.deepseek_v2.modeling_deepseek_v2 import apply_rotary_emb
     from transformers.models.deepseek_v3.modeling_deepseek_v3 import apply_rotary_pos_emb_interleave
 

@@ -3,9 +3,9 @@
 Each is a captured chain of launches over weights that do not fit the L2 cache together, so programmatic dependent
 launch counts as it does in a step. Run it from the repository's root:
 
-    PYTHONPATH=kernels:protos:clients:. python -m benchmarks.kernels.linear [--sweep] [--eight-bits] --json FILE
+    PYTHONPATH=kernels:protos:clients:. python -m benchmarks.kernels.linear [--sweep] [--int8] --json FILE
 
-With `--eight-bits` our weights are in eight bits, as those of a draft head are, and the floor is theirs.
+With `--int8` our weights are in int8, as those of a draft head are, and the floor is theirs.
 """
 
 from __future__ import annotations
@@ -27,12 +27,17 @@ from triton.runtime.errors import OutOfResources, PTXASError
 from benchmarks.shared.gpu_timing import captured_us
 from benchmarks.shared.machine import describe
 from benchmarks.shared.report import parser_of, write_json
-from tree_kernels.linear import HeadRows, Norm, ScaledRows, ScaledWeight, Weight
+from tree_kernels.linear import HeadRows, Int8Weight, Norm, ScaledRows, Weight
 from tree_kernels.linear.triton_backend import TritonLinears
 from tree_kernels.linear.triton_tiling import LinearTiling, choose_linear_tiling
 
 BYTES_PER_US = 4.3e6
 ROTATED_BYTES = 2.4e8
+# Of one program, on Hopper.
+SHARED_BYTES = 227_000
+# For each byte of a number of the weight: a whole launch has so much on its way at least, or the memory idles. What
+# memory of `BYTES_PER_US` delivers in its latency, about a microsecond; of bfloat16 twice as much.
+LATENCY_BYTES = 4e6
 DEVICE = torch.device("cuda")
 
 
@@ -68,44 +73,65 @@ LAYERS = (
 def tilings(layer: Layer, rows: int, weight_bytes: int = 2) -> Iterator[LinearTiling]:
     """What `--sweep` tries."""
     block_rows = choose_linear_tiling(rows, layer.outputs, layer.inner).block_rows
-    splits: tuple[int, ...] = (1, 2)
     outputs: tuple[int, ...] = (32, 64, 128, 256)
+    splits: tuple[int, ...] = (1, 2)
+    # Numbers of a row multiplied at a time, and stages of them.
+    blocks: tuple[tuple[int, int], ...] = (
+        (64, 4), (64, 6), (64, 8), (128, 3), (128, 4), (128, 6), (256, 3), (256, 5),
+    )  # fmt: skip
     if weight_bytes == 1:
-        blocks: tuple[tuple[int, int], ...] = ((128, 4), (128, 6), (256, 3), (256, 4))
-        outputs, splits = (64, 128), (1, 2, 4)
+        outputs, splits, blocks = (64, 128), (1, 2, 4), ((128, 4), (128, 6), (256, 3), (256, 4))
     elif layer.inner < 2048:
-        blocks = ((64, 5), (64, 9), (128, 5), (256, 3), (512, 3))
         outputs, splits = (16, 32, 64), (1, 3)
-    else:
-        blocks = ((64, 4), (64, 6), (64, 8), (128, 3), (128, 4), (128, 6), (256, 3), (256, 5))
+        blocks = ((64, 5), (64, 9), (128, 5), (256, 3), (512, 3))
     warps = (4, 8) if layer.inner >= 2048 else (2 if rows < 64 else 4,)
-    for some, parts, (inner, stages), group in itertools.product(outputs, splits, blocks, warps):
-        programs = -(-layer.outputs // some) * parts
-        held = (block_rows * 2 + some * weight_bytes) * inner * stages
-        # What is on its way has to fill a processor's share of the memory's latency, and has to fit.
-        fits = held <= 227_000 and (
-            layer.inner < 2048 or held * programs >= 8e6 or (weight_bytes == 1 and held * programs >= 4e6)
-        )
-        whole = layer.inner % (parts * (inner if parts > 1 else 1)) == 0
-        # Two groups of four warps each need a tile of their own, and parts enough programs of few.
-        wide = (group == 4 or some >= 128) and (parts == 1 or layer.outputs < 8192)
-        few = programs <= (900 if layer.inner > 2048 or parts == 1 else 132)
-        if fits and whole and few and wide and (some <= layer.width or layer.kind != "rotary"):
-            yield LinearTiling(block_rows, some, inner, parts, group, stages, 8)
+    for block_outputs, split, (inner, stages), group in itertools.product(outputs, splits, blocks, warps):
+        tiling = LinearTiling(block_rows, block_outputs, inner, split, group, stages, 8)
+        if fits(tiling, layer, weight_bytes) and worth_trying(tiling, layer, weight_bytes):
+            yield tiling
+
+
+def staged_bytes(tiling: LinearTiling, weight_bytes: int) -> int:
+    """Bytes that one program keeps in shared memory, all stages together."""
+    return (tiling.block_rows * 2 + tiling.block_outputs * weight_bytes) * tiling.block_inner * tiling.stages
+
+
+def fits(tiling: LinearTiling, layer: Layer, weight_bytes: int) -> bool:
+    """Whether shared memory holds a program's stages, splits are of whole blocks, and a tile lies in one head."""
+    splits = tiling.splits
+    whole = layer.inner % (splits * (tiling.block_inner if splits > 1 else 1)) == 0
+    in_one_head = layer.kind != "rotary" or tiling.block_outputs <= layer.width
+    return staged_bytes(tiling, weight_bytes) <= SHARED_BYTES and whole and in_one_head
+
+
+def worth_trying(tiling: LinearTiling, layer: Layer, weight_bytes: int) -> bool:
+    """Whether a tiling may be among the fastest."""
+    outputs, splits = tiling.block_outputs, tiling.splits
+    programs = -(-layer.outputs // outputs) * splits
+    in_flight = staged_bytes(tiling, weight_bytes) * programs
+    if layer.inner >= 2048 and in_flight < LATENCY_BYTES * weight_bytes:
+        return False
+    # Two groups of four warps need a tile's half each.
+    if tiling.warps > 4 and outputs < 128:
+        return False
+    # Splits are for few programs, and not for many more of them.
+    if splits > 1 and (layer.outputs >= 8192 or (layer.inner <= 2048 and programs > 132)):
+        return False
+    return programs <= 900 or (layer.inner <= 2048 and splits > 1)
 
 
 class Chain:
     """Launches of one layer, one after the other, over different weights."""
 
-    def __init__(self, layer: Layer, rows: int, eight_bits: bool, most: int = 200) -> None:
+    def __init__(self, layer: Layer, rows: int, int8: bool, most: int = 200) -> None:
         torch.manual_seed(0)
         self.layer, self.rows = layer, rows
-        weight_bytes = 1 if eight_bits else 2
+        weight_bytes = 1 if int8 else 2
         count = min(most, max(4, round(ROTATED_BYTES / (weight_bytes * layer.outputs * layer.inner))))
         self.plain = [self._random(layer.outputs, layer.inner) * layer.inner**-0.5 for _ in range(count)]
         self.weights: list[Weight] = list(self.plain)
-        if eight_bits:
-            self.weights = [ScaledWeight.of(weight) for weight in self.plain]
+        if int8:
+            self.weights = [Int8Weight.of(weight) for weight in self.plain]
         self.input = self._random(rows, layer.inner)
         self.residual = self._random(rows, layer.outputs)
         self.norm = Norm(self._random(layer.outputs), 1e-5)
@@ -135,13 +161,13 @@ class Chain:
         return {"us": median, "spread": spread}
 
 
-def compile_some(work: list[tuple[Layer, int, LinearTiling]], eight_bits: bool) -> None:
+def compile_some(work: list[tuple[Layer, int, LinearTiling]], int8: bool) -> None:
     """Fill Triton's cache on the disk."""
     chains: dict[tuple[Layer, int], Chain] = {}
     for layer, rows, tiling in work:
         chain = chains.get((layer, rows))
         if chain is None:
-            chains = {(layer, rows): (chain := Chain(layer, rows, eight_bits, most=1))}
+            chains = {(layer, rows): (chain := Chain(layer, rows, int8, most=1))}
             chain.weights = chain.weights[:1]
         try:
             chain.launch(chain.weights[0], TritonLinears(DEVICE, tiling=tiling))
@@ -149,10 +175,10 @@ def compile_some(work: list[tuple[Layer, int, LinearTiling]], eight_bits: bool) 
             continue
 
 
-def compile_all(work: list[tuple[Layer, int, LinearTiling]], eight_bits: bool) -> None:
+def compile_all(work: list[tuple[Layer, int, LinearTiling]], int8: bool) -> None:
     processes = max(1, (os.cpu_count() or 4) - 2)
     with multiprocessing.get_context("spawn").Pool(processes) as pool:
-        pool.map(partial(compile_some, eight_bits=eight_bits), [work[index::processes] for index in range(processes)])
+        pool.map(partial(compile_some, int8=int8), [work[index::processes] for index in range(processes)])
 
 
 def say(text: str) -> None:
@@ -160,9 +186,9 @@ def say(text: str) -> None:
     sys.stdout.flush()
 
 
-def measure(layer: Layer, rows: int, tried: list[LinearTiling], eight_bits: bool) -> dict[str, Any]:
-    chain = Chain(layer, rows, eight_bits)
-    floor = ((1 if eight_bits else 2) * layer.outputs * layer.inner) / BYTES_PER_US
+def measure(layer: Layer, rows: int, tried: list[LinearTiling], int8: bool) -> dict[str, Any]:
+    chain = Chain(layer, rows, int8)
+    floor = ((1 if int8 else 2) * layer.outputs * layer.inner) / BYTES_PER_US
     result: dict[str, Any] = {"layer": layer.name, "rows": rows, "floor_us": floor, "tilings": []}
     result["cublas"] = chain.time(lambda weight: functional.linear(chain.input, weight), chain.plain)
     chosen = TritonLinears(DEVICE)
@@ -190,16 +216,16 @@ def main() -> None:
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 16, 64])
     parser.add_argument("--layers", nargs="+", default=[layer.name for layer in LAYERS])
     parser.add_argument("--sweep", action="store_true", help="also try other tilings")
-    parser.add_argument("--eight-bits", action="store_true", help="of our weights, which are bfloat16 without it")
+    parser.add_argument("--int8", action="store_true", help="our weights in int8; without it in bfloat16")
     arguments = parser.parse_args()
     layers = [layer for layer in LAYERS if layer.name in arguments.layers]
     points = list(itertools.product(layers, arguments.rows))
-    eight_bits = arguments.eight_bits
-    weight_bytes = 1 if eight_bits else 2
+    int8: bool = arguments.int8
+    weight_bytes = 1 if int8 else 2
     tried = {point: list(tilings(*point, weight_bytes)) if arguments.sweep else [] for point in points}
-    compile_all([(*point, tiling) for point, some in tried.items() for tiling in some], eight_bits)
-    results = [measure(*point, tried[point], eight_bits) for point in points]
-    write_json(arguments.json, {"machine": describe(), "eight_bits": eight_bits, "results": results})
+    compile_all([(*point, tiling) for point, some in tried.items() for tiling in some], int8)
+    results = [measure(*point, tried[point], int8) for point in points]
+    write_json(arguments.json, {"machine": describe(), "eight_bits": int8, "results": results})
 
 
 if __name__ == "__main__":

@@ -16,10 +16,11 @@ class HeadDrafterConfig(HeadSettings, NeuralConfig):
     feature_window: int = setting(
         8192, "features of a sequence that may wait for its next tree; the oldest go first", ge=1
     )
-    weights: str = setting(
+    head_weights: str = setting(
         "int8",
-        "weights of the head's layers in captured passes of up to 64 rows: `own`, or in eight bits, with which a level "
-        "of a tree takes less time and guesses are hardly worse; heads built as EAGLE-3's are published",
+        "weights of the layers and the lm_head in passes of up to 64 rows on a GPU: the head's `own`, or copies in "
+        "int8, which take half the head's bytes more and less time a level, with guesses hardly worse; only for a head "
+        "built as EAGLE-3's are published",
         choices=("own", "int8"),
     )
 

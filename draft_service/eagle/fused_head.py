@@ -3,9 +3,9 @@
 Weights that share their input become one tensor, of which the modules keep views, so that the head is what it was for
 everybody else. Heads whose layers are built in another way than EAGLE-3's are published run their own code.
 
-A pass of few rows takes as long as reading the weights does, so these may be in eight bits there, in copies of their
-own: guesses of a head may be a little worse, and what the target says stays what it is. Passes of many rows, whose
-products take longer, keep the head's own weights.
+A pass of few rows takes as long as reading the weights does, so it may use copies of them in int8: guesses of a head
+may be a little worse, and the target's output does not change. Passes of many rows, whose products take longer, keep
+the head's own weights.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from draft_service.neural.cuda_graphs.attention import StaticAttend
 from tree_kernels.linear import (
     HeadInputs,
     HeadRows,
+    Int8Weight,
     Norm,
     RowLinears,
     ScaledRows,
-    ScaledWeight,
     Weight,
     many_row_linears,
     row_linears,
@@ -49,9 +49,9 @@ class _Parts:
     down: Weight
     down_bias: Tensor | None
 
-    def in_eight_bits(self) -> _Parts:
-        """With copies of its weights."""
-        qkv, out, gate_up, down = (_rounded(own) for own in (self.qkv, self.out, self.gate_up, self.down))
+    def quantized(self) -> _Parts:
+        """The layer with copies of its weights in int8."""
+        qkv, out, gate_up, down = map(_quantized, (self.qkv, self.out, self.gate_up, self.down))
         return replace(self, qkv=qkv, out=out, gate_up=gate_up, down=down)
 
 
@@ -61,7 +61,6 @@ class _Layers:
 
     linears: RowLinears
     parts: list[_Parts]
-    lm_head: Weight
     # [R, 1] of rows that are normed already: what their squares must be for a scale of 1. None where norms are whole.
     squares: Tensor | None
 
@@ -75,7 +74,7 @@ class FusedHead:
         few: RowLinears,
         many: RowLinears | None = None,
         *,
-        eight_bits: bool = False,
+        int8: bool = False,
     ) -> None:
         """`can_be_fused` must hold of the head.
 
@@ -83,7 +82,7 @@ class FusedHead:
             head: whose weights are used, and joined.
             few: what multiplies up to `MAX_ROWS` rows.
             many: what multiplies more, whole norms before it; without it only so many rows are taken.
-            eight_bits: whether few rows are multiplied with copies of the weights in eight bits.
+            int8: whether few rows are multiplied with copies of the weights in int8.
         """
         self._head = head
         first = head.layers[0]
@@ -105,12 +104,10 @@ class FusedHead:
         self._eps = head.config.rms_norm_eps
         width = 2 * head.config.hidden_size
         squares = torch.full((MAX_ROWS, 1), width * (1.0 - self._eps), device=weight.device)
-        lm_head: Weight = head.lm_head.weight.detach()
-        self._many = None if many is None else _Layers(many, parts, lm_head, None)
-        if eight_bits:
-            parts = [part.in_eight_bits() for part in parts]
-            lm_head = _rounded(lm_head)
-        self._few = _Layers(few, parts, lm_head, squares)
+        self._many = None if many is None else _Layers(many, parts, None)
+        # Of few rows; None where they have the head's own, as many rows have.
+        self._int8_lm_head = Int8Weight.of(head.lm_head.weight.detach()) if int8 else None
+        self._few = _Layers(few, [part.quantized() for part in parts] if int8 else parts, squares)
 
     def takes(self, rows: int) -> bool:
         """Whether it can do a pass of so many rows."""
@@ -140,23 +137,23 @@ class FusedHead:
 
     def logits(self, lm_input: Tensor) -> Tensor:
         """[R, H] to logits [R, V'] over the draft vocabulary."""
-        if isinstance(self._few.lm_head, ScaledWeight) and len(lm_input) <= MAX_ROWS:
-            return self._few.linears.add_linear(lm_input, self._few.lm_head)[0]
+        if self._int8_lm_head is not None and len(lm_input) <= MAX_ROWS:
+            return self._few.linears.add_linear(lm_input, self._int8_lm_head)[0]
         return self._head.logits(lm_input)
 
     def _layers_for(self, rows: int) -> _Layers:
         if rows <= MAX_ROWS:
             return self._few
-        assert self._many is not None, "`takes` says for how many rows there are kernels"
+        assert self._many is not None, "`takes` was asked before"
         return self._many
 
 
-def fused(head: EagleHead, *, eight_bits: bool) -> FusedHead | None:
+def fused(head: EagleHead, *, int8: bool) -> FusedHead | None:
     """The head by the kernels of its device, None where they do not take it: on a CPU, in fp32, or built otherwise."""
     weight = head.embed_tokens.weight
     if not weight.is_cuda or weight.element_size() != 2 or not can_be_fused(head):
         return None
-    return FusedHead(head, row_linears(weight.device), many_row_linears(weight.device), eight_bits=eight_bits)
+    return FusedHead(head, row_linears(weight.device), many_row_linears(weight.device), int8=int8)
 
 
 def can_be_fused(head: EagleHead) -> bool:
@@ -187,8 +184,9 @@ def _parts_of(layer: FusedLayer | Layer) -> _Parts:
     )
 
 
-def _rounded(weight: Weight) -> ScaledWeight:
-    return weight if isinstance(weight, ScaledWeight) else ScaledWeight.of(weight)
+def _quantized(weight: Weight) -> Int8Weight:
+    assert isinstance(weight, Tensor), "a head's own weight"
+    return Int8Weight.of(weight)
 
 
 def _bias_of(product: nn.Linear) -> Tensor | None:

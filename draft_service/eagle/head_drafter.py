@@ -33,10 +33,10 @@ from outrider.wire.frames import FeatureRequest
 class HeadNetwork:
     """A head as `neural.network.Network`."""
 
-    def __init__(self, head: EagleHead, *, eight_bits: bool = False) -> None:
-        """With `eight_bits` a GPU's passes of few rows multiply with weights that are rounded to them."""
+    def __init__(self, head: EagleHead, *, int8: bool = False) -> None:
+        """With `int8` a GPU's passes of few rows use copies of the weights in int8."""
         config, weight = head.config, head.embed_tokens.weight
-        self._head, self._fused = head, fused(head, eight_bits=eight_bits)
+        self._head, self._fused = head, fused(head, int8=int8)
         self.layers, self.kv_heads, self.head_dim = config.num_layers, config.num_kv_heads, config.head_dim
         self.dtype, self.device = weight.dtype, weight.device
         ids = head.token_ids
@@ -108,7 +108,7 @@ class HeadDrafter(CachingDrafter):
     def _load_network(self) -> Network:
         if self._head is None:
             self._head = self._loaded(self._settings.read_token_map())
-        return HeadNetwork(self._head, eight_bits=self._settings.weights == "int8")
+        return HeadNetwork(self._head, int8=self._settings.head_weights == "int8")
 
     def _ready(self, sequence: DraftSequence) -> bool:
         """Whether features reach the token before the root, and the cache has room."""

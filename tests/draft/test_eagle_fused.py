@@ -84,8 +84,8 @@ def test_other_heads_are_left_alone(kind: dict[str, Any]) -> None:
 
 
 def test_a_cpu_and_fp32_keep_the_modules() -> None:
-    assert fused(make_head(head_dim=16), eight_bits=True) is None
-    assert fused(make_head(head_dim=16).bfloat16(), eight_bits=False) is None
+    assert fused(make_head(head_dim=16), int8=True) is None
+    assert fused(make_head(head_dim=16).bfloat16(), int8=False) is None
 
 
 class Refusing(RowLinears):
@@ -115,10 +115,10 @@ def test_many_rows_have_linears_and_norms_of_their_own(kind: dict[str, Any], mon
 
 
 @pytest.mark.parametrize("kind", FUSED.values(), ids=FUSED)
-def test_weights_in_eight_bits_are_near(kind: dict[str, Any]) -> None:
+def test_int8_weights_are_near(kind: dict[str, Any]) -> None:
     """Of few rows alone, and the head's own weights stay what they are."""
     head, untouched = make_head(head_dim=16, **kind), make_head(head_dim=16, **kind)
-    own = FusedHead(head, RowLinears(), WholeNorms(), eight_bits=True)
+    own = FusedHead(head, RowLinears(), WholeNorms(), int8=True)
     for expected, other in zip(*both(head, own), strict=True):
         assert 0 < (other - expected).norm() <= 0.03 * expected.norm()
     rows = torch.randn(ROWS, HIDDEN, generator=torch.Generator().manual_seed(1))
@@ -164,6 +164,6 @@ def test_kernels_compute_what_modules_do_on_a_gpu(
     device = head.embed_tokens.weight.device
     if weights == "many rows":
         monkeypatch.setattr(fused_head, "MAX_ROWS", ROWS - 1)
-    own = FusedHead(head, row_linears(device), many_row_linears(device), eight_bits=weights == "int8")
+    own = FusedHead(head, row_linears(device), many_row_linears(device), int8=weights == "int8")
     for expected, other in zip(*both(head, own), strict=True):
         assert (other - expected).float().norm() <= (0.05 if weights == "int8" else 0.03) * expected.float().norm()

@@ -20,14 +20,14 @@ from draft_service.drafters.base import DraftSequence, info_of
 from draft_service.server import SERVICE_NAME, DraftServicer
 from draft_service.service import build_server
 from draft_service.session import Admission
-from outrider import __version__, wakefulness
+from outrider import __version__, busy_polling
+from outrider.busy_polling import BusyPolling
 from outrider.errors import (
     InvalidField,
 )
 from outrider.settings import SettingsError
 from outrider.tree import TokenTree
 from outrider.v1 import draft_pb2, tree_pb2
-from outrider.wakefulness import Wakefulness
 from outrider.wire.drafts import growth_from_pb, open_to_pb
 from outrider.wire.frames import MAX_OUTSTANDING_CREDIT
 from outrider.wire.trees import error_of_rpc
@@ -459,29 +459,26 @@ async def test_the_drafter_is_stopped_behind_its_last_call(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(
-    ("device", "cores", "awake_ms", "is_awake"),
-    [("cuda:0", 16, 10.0, True), ("cuda:0", 4, 10.0, False), ("cuda:0", 16, 0.0, False), ("cpu", 16, 10.0, False)],
-    ids=["awake", "few cores", "turned off", "on a CPU"],
+    ("device", "cores", "busy_poll_ms", "seconds"),
+    [("cuda:0", 16, 10.0, 0.01), ("cuda:0", 4, 10.0, 0.0), ("cuda:0", 16, 0.0, 0.0), ("cpu", 16, 10.0, 0.0)],
+    ids=["polling", "few cores", "turned off", "on a CPU"],
 )
-async def test_the_service_stays_awake_after_a_frame(
-    device: str, cores: int, awake_ms: float, is_awake: bool, monkeypatch: pytest.MonkeyPatch
+async def test_the_service_polls_after_a_frame(
+    device: str, cores: int, busy_poll_ms: float, seconds: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    turns: list[int] = []
-    turn = Wakefulness._turn
-    monkeypatch.setattr(Wakefulness, "_turn", lambda self, loop: (turns.append(1), turn(self, loop)))
-    monkeypatch.setattr(wakefulness, "usable_cores", lambda: cores)
+    started: list[float] = []
+    monkeypatch.setattr(BusyPolling, "start", lambda self: started.append(self.seconds))
+    monkeypatch.setattr(busy_polling, "usable_cores", lambda: cores)
     drafter = ScriptedDrafter()
     drafter.device = device  # type: ignore[attr-defined]
-    async with draft_over(drafter, awake_ms=awake_ms) as draft, draft.stream() as stream:
+    async with draft_over(drafter, busy_poll_ms=busy_poll_ms) as draft, draft.stream() as stream:
         await stream.open(opening(1))
         await stream.opened()
         await stream.growth()
-        await asyncio.sleep(0.1)
-        seen = len(turns)
-        assert (seen > 10) == is_awake
-        # Without a frame it sleeps.
-        await asyncio.sleep(0.05)
-        assert len(turns) == seen
+        # Its growth comes once the first frame is done with.
+        await stream.advance((1, 1, [20]))
+        await stream.growth()
+    assert set(started) == {seconds}
 
 
 async def test_settings_that_contradict_the_drafter_are_refused() -> None:

@@ -1,4 +1,4 @@
-"""Compiles the kernels behind products, and those with weights in eight bits, for an H100 or H200, which takes no GPU,
+"""Compiles the kernels behind products, and those with weights in int8, for an H100 or H200, which takes no GPU,
 in the shapes of common models, and writes what shared memory each needs as JSON to standard output."""
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ HALF = (
     "query", "key_cache", "value_cache",
 )  # fmt: skip
 OTHERS = {
-    "slots": "*i32", "counters": "*i32", "weight": "*i16", "scales": "*fp32", "squares": "*fp32", "partials": "*fp32",
-    "epsilon": "fp32", "count": "i32", "row_stride": "i32",
+    "slots": "*i32", "counters": "*i32", "weight": "*i16", "row_scales": "*fp32", "squares": "*fp32",
+    "partials": "*fp32", "epsilon": "fp32", "count": "i32", "row_stride": "i32",
 }  # fmt: skip
 SHAPES = {"smollm2": (576, 9, 3, 64, 1536), "llama": (4096, 32, 8, 128, 14336), "width 96": (3072, 32, 32, 96, 8192)}
 
@@ -49,10 +49,10 @@ def kernels() -> Iterator[tuple[str, Any, dict[str, Any], dict[str, int]]]:
                 "SPLITS": tiling.splits,
                 "AHEAD": tiling.ahead,
             }
-            flags = {"SCALED": True, "HAS_BIAS": True, "ADDS": True, "SCALES": True}
+            flags = {"INT8": True, "HAS_BIAS": True, "ADDS": True, "SCALES": True}
             sizes |= {"OUTPUTS": hidden, "INNER": inner, "PIECES": 0, "PIECE": 0}
             options = {"num_warps": tiling.warps, "num_stages": tiling.stages}
-            yield f"eight bits {name} {rows}", few_rows.add_kernel, flags | sizes, options
+            yield f"int8 {name} {rows}", few_rows.add_kernel, flags | sizes, options
 
 
 def compiled(name: str, kernel: Any, constants: dict[str, Any], options: dict[str, int]) -> int:
@@ -69,7 +69,7 @@ def compiled(name: str, kernel: Any, constants: dict[str, Any], options: dict[st
     found = compile(source, target=GPUTarget("cuda", 90, 32), options=options | {"launch_pdl": True})
     # It waits for the launch before, and takes words apart on their way from shared memory to the matrix units.
     assert "griddepcontrol.wait" in found.asm["ptx"]
-    assert ("min.bf16x2" in found.asm["ptx"]) == name.startswith("eight bits")
+    assert ("min.bf16x2" in found.asm["ptx"]) == name.startswith("int8")
     return int(found.metadata.shared)
 
 

@@ -44,8 +44,8 @@ class Sizes:
     invariant: bool = False
     # The products are the library's.
     cublas: bool = False
-    # Of weights.
-    eight_bits: bool = False
+    # Weights are in int8.
+    int8: bool = False
 
     def linears(self) -> TritonLinears:
         if self.cublas:
@@ -64,9 +64,9 @@ def cases() -> dict[str, Sizes]:
     found["own tiling"] = replace(tiny, rows=33, width=32, tiling=None)
     found["half precision"] = replace(tiny, dtype=torch.float16)
     for name in ("16 rows", "17 rows", "bias", "blocks that end past the edge", "parts", "own tiling"):
-        found[f"{name}, eight bits"] = replace(found[name], eight_bits=True)
-    found["parts, eight bits"] = replace(found["parts, eight bits"], tiling=replace(split, block_inner=32, splits=2))
-    found["half precision, eight bits"] = replace(tiny, dtype=torch.float16, eight_bits=True)
+        found[f"{name}, int8"] = replace(found[name], int8=True)
+    found["parts, int8"] = replace(found["parts, int8"], tiling=replace(split, block_inner=32, splits=2))
+    found["half precision, int8"] = replace(tiny, dtype=torch.float16, int8=True)
     found |= cublas_cases()
     if not INTERPRETED:
         small, large = Sizes(1, 576, 9, 3, 64, 1536), Sizes(1, 4096, 32, 8, 128, 14336)
@@ -76,7 +76,7 @@ def cases() -> dict[str, Sizes]:
                 for invariant in (False, True) if rows in (5, 64, 130) else (False,):
                     one = replace(sizes, rows=rows, bias=rows == 5, dtype=torch.bfloat16, tiling=None)
                     found[f"bf16 {name} {rows} {invariant}"] = replace(one, invariant=invariant)
-                found[f"bf16 {name} {rows}, eight bits"] = replace(one, eight_bits=True, invariant=False)
+                found[f"bf16 {name} {rows}, int8"] = replace(one, int8=True, invariant=False)
     return found
 
 
@@ -129,7 +129,7 @@ class Inputs:
 
     def weight(self, outputs: int, inner: int) -> linear.Weight:
         made = self.make(outputs, inner, scale=self.sizes.hidden**-0.5)
-        return linear.ScaledWeight.of(made) if self.sizes.eight_bits else made
+        return linear.Int8Weight.of(made) if self.sizes.int8 else made
 
     def heads(self, rows: slice = slice(None)) -> linear.HeadRows:
         shape = (self.sizes.rows + 5, 1, self.sizes.kv_heads, self.sizes.width)
@@ -175,9 +175,9 @@ def kernels(inputs: Inputs, rows: slice = slice(None)) -> dict[str, Tensor]:
 
 
 def on_cpu(weight: linear.Weight) -> linear.Weight:
-    """In fp32 where it is not in eight bits."""
-    if isinstance(weight, linear.ScaledWeight):
-        return linear.ScaledWeight(weight.words.cpu(), weight.scales.cpu())
+    """The weight on a CPU, in fp32 where it is not in int8."""
+    if isinstance(weight, linear.Int8Weight):
+        return linear.Int8Weight(weight.words.cpu(), weight.row_scales.cpu())
     return weight.cpu().float()
 
 

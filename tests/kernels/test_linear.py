@@ -34,7 +34,7 @@ def interpreted() -> dict[str, Any]:
 
 def check(found: dict[str, Any], bf16: float = 1e-2) -> None:
     """fp32 agrees to rounding, half precision to its own."""
-    halves = ("half precision", "half precision, eight bits")
+    halves = ("half precision", "half precision, int8")
     tolerance = dict.fromkeys((*halves, "float16 cublas False", "float16 cublas True"), 2e-3)
     wrong = {
         f"{name}: {output}": error
@@ -81,7 +81,7 @@ def test_a_tile_holds_the_rows_and_little_more(rows: int, shape: tuple[int, int]
     assert min(rows, 64) <= tiling.block_rows <= max(8, 2 * rows - 1)
     # Shared memory of one processor.
     assert (tiling.block_rows + tiling.block_outputs) * tiling.block_inner * 2 * tiling.stages <= 227_000
-    narrow = choose_linear_tiling(rows, *shape, eight_bits=True)
+    narrow = choose_linear_tiling(rows, *shape, int8=True)
     assert narrow.block_rows == tiling.block_rows
     assert (2 * narrow.block_rows + narrow.block_outputs) * narrow.block_inner * narrow.stages <= 227_000
 

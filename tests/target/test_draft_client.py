@@ -14,10 +14,10 @@ from fake_draft import FAST, INFO, FakeDraft, eventually, linked, serving, until
 from scripted_drafter import VOCABULARY, Listener, opening, step
 
 from draft_service.drafters.base import create
+from outrider.busy_polling import BusyPolling
 from outrider.drafting.link import ChannelTls, LinkOptions, connect_draft
 from outrider.drafting.stream import CREDIT_WINDOW
 from outrider.serving import GrpcServer, ServingOptions
-from outrider.wakefulness import Wakefulness
 
 
 @pytest.fixture
@@ -164,23 +164,17 @@ def test_a_drafter_in_process_is_found_by_the_scheme_of_the_address() -> None:
     assert create("random").name == "random"
 
 
-async def test_a_link_stays_awake_after_each_frame_where_it_may(
-    fake: FakeDraft, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    turns: list[int] = []
-    turn = Wakefulness._turn
-    monkeypatch.setattr(Wakefulness, "_turn", lambda self, loop: (turns.append(1), turn(self, loop)))
+async def test_a_link_polls_after_each_frame_where_it_may(fake: FakeDraft, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[float] = []
+    monkeypatch.setattr(BusyPolling, "start", lambda self: started.append(self.seconds))
     async with serving(fake) as server, linked(server.address) as (link, heard):
         await until(heard, lambda it: it.infos)
         link.open(opening(1))
         await until(heard, lambda it: it.growths)
-        # A link shares its interpreter with an engine, and sleeps, unless it was told.
-        assert not turns
-        link.stay_awake(0.02)
+        # A link shares its interpreter with an engine, and sleeps between frames by default.
+        assert set(started) == {0.0}
+        started.clear()
+        link.busy_poll(0.02)
         link.advance([step(1, 20)])
         await until(heard, lambda it: it.answered(1, 1))
-        await asyncio.sleep(0.1)
-        seen = len(turns)
-        assert seen > 20
-        await asyncio.sleep(0.05)
-        assert len(turns) == seen
+        assert set(started) == {0.02}

@@ -19,7 +19,7 @@ from scripted_drafter import VOCABULARY, Listener, opening, step
 
 from outrider.drafting import link_process
 from outrider.drafting.link import ChannelTls, GrpcDraftLink, LinkOptions
-from outrider.drafting.link_messages import Advance, Grown, Open, PackedGrowth, pack, unpack_from_link, unpack_to_link
+from outrider.drafting.link_messages import Advance, Grown, GrowthArrays, Open, pack, unpack_from_link, unpack_to_link
 from outrider.drafting.link_process import LinkProcess, connect_apart
 from outrider.processes.framing import LENGTH_BYTES, FrameCutter, framed
 from outrider.sampling import VerificationMode
@@ -206,12 +206,12 @@ def test_a_gpu_target_has_one_unless_told_otherwise(device: str, chosen: str, ex
 
 def test_messages_come_as_they_were() -> None:
     distributions = {9: DraftDistribution((1, 2), (3, 4))}
-    growth = SequenceGrowth(7, 3, 9, (0, 9), (5, 2**31 - 1), (0.25, 0.1), distributions, True, stands_alone=True)
-    came = unpack_from_link(pack(Grown([PackedGrowth.of(growth)]))[LENGTH_BYTES:])
+    growth = SequenceGrowth(7, 3, 9, (0, 9), (5, 2**31 - 1), (0.25, 0.1), distributions, True, self_contained=True)
+    came = unpack_from_link(pack(Grown([GrowthArrays.of(growth)]))[LENGTH_BYTES:])
     assert isinstance(came, Grown)
     (other,) = (packed.growth() for packed in came.growths)
     numbers = {name: tuple(getattr(other, name)) for name in ("parent_ids", "token_ids", "scores")}
-    assert replace(other, **numbers) == growth and other.stands_alone
+    assert replace(other, **numbers) == growth and other.self_contained
     advance = replace(step(2, 1, 2, 3), features=Vectors("bfloat16", 2, b"\x00\x01\x02\x03"))
     assert unpack_to_link(pack(Advance([advance]))[LENGTH_BYTES:]) == Advance([advance])
     sequence = opening(4, mode=VerificationMode.COUPLED)

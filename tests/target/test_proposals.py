@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.drafting.draft_tree import MEMORY_STEPS, MEMORY_UNSEEN, GrowingTree
+from outrider.drafting.draft_tree import MEMORY_STEPS, MEMORY_UNUSED, GrowingTree
 from outrider.errors import InvalidField
 from outrider.tree import DraftDistribution, TokenTree
 from outrider.wire.frames import SequenceGrowth
@@ -157,7 +157,7 @@ def test_ids_are_never_given_twice() -> None:
         tree.graft(growth(0, 1, [0], [6]))
 
 
-def test_what_is_replaced_unseen_is_remembered_where_it_was_committed() -> None:
+def test_what_is_replaced_unused_is_remembered_where_it_was_committed() -> None:
     committed = [0]
     tree = GrowingTree(committed, step=0)
     committed.extend([5])
@@ -202,12 +202,12 @@ def test_what_was_committed_is_found_as_by_looking_at_every_node(seed: int) -> N
     assert tree._where == expected
 
 
-def test_few_trees_are_remembered_that_nobody_looked_at() -> None:
+def test_few_trees_are_remembered_that_were_replaced_unused() -> None:
     committed = [0]
     tree = GrowingTree(committed, step=0)
     committed.append(5)
     tree.advance(1)
-    for first in range(1, MEMORY_UNSEEN + 4):
+    for first in range(1, MEMORY_UNUSED + 4):
         tree.hold(growth(0, first, [0], [5], replaces=True))
     # Below the token that was committed, as the first and as the last of them name it.
     tree.hold(growth(1, first + 1, [1, first - 1], [7, 8]))

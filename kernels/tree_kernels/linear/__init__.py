@@ -2,17 +2,18 @@
 
 import torch
 
+from tree_kernels.linear.int8_weight import Int8Weight, Weight
 from tree_kernels.linear.layers import RowLinears
-from tree_kernels.linear.rows import HeadInput, HeadInputs, HeadRows, Norm, ScaledRows, ScaledWeight, Weight
+from tree_kernels.linear.rows import HeadInput, HeadInputs, HeadRows, Norm, ScaledRows
 
 __all__ = [
     "HeadInput",
     "HeadInputs",
     "HeadRows",
+    "Int8Weight",
     "Norm",
     "RowLinears",
     "ScaledRows",
-    "ScaledWeight",
     "Weight",
     "many_row_linears",
     "row_linears",

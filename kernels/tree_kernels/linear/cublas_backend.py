@@ -12,7 +12,8 @@ import triton
 from torch import Tensor
 from torch.nn import functional
 
-from tree_kernels.linear.rows import HeadRows, Norm, ScaledRows, ScaledWeight, Weight
+from tree_kernels.linear.int8_weight import Int8Weight, Weight
+from tree_kernels.linear.rows import HeadRows, Norm, ScaledRows
 from tree_kernels.linear.triton_backend import TritonLinears, check_product, or_other
 from tree_kernels.linear.triton_epilogues import add_epilogue_kernel, gated_epilogue_kernel, rotary_epilogue_kernel
 
@@ -97,7 +98,7 @@ def _normed_product(rows: ScaledRows, weight: Weight) -> Tensor:
 
 def _product(rows: Tensor, weight: Weight) -> Tensor:
     """[R, N] of rows [R, K]."""
-    if isinstance(weight, ScaledWeight):
-        raise ValueError("expected a weight of the rows' dtype: the library has no product with eight bits")
+    if isinstance(weight, Int8Weight):
+        raise ValueError("expected a weight of the rows' dtype: cuBLAS has no product with int8 weights")
     check_product(rows, weight)
     return functional.linear(rows, weight)

@@ -16,15 +16,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from tree_kernels.linear.rows import HeadInput, HeadInputs, HeadRows, Norm, ScaledRows, ScaledWeight, Weight
+from tree_kernels.linear.int8_weight import Int8Weight, Weight
+from tree_kernels.linear.rows import HeadInput, HeadInputs, HeadRows, Norm, ScaledRows
 from tree_kernels.paging import write_kv
 
 
 class RowLinears:
     """The linear layers, here as PyTorch has them: in fp32 and rounded at the end, which defines what kernels do.
 
-    A weight is a tensor of the rows' dtype, or in eight bits. `following` is one that a later launch reads, for the L2
-    cache to ask for early.
+    A weight is a tensor of the rows' dtype, or an `Int8Weight`: int8, weight-only, one scale a row (W8A16).
+    `following` is one that a later launch reads, to be brought into the L2 cache early.
     """
 
     def norm_rows(self, hidden: Tensor, norm: Norm) -> Tensor:
@@ -127,6 +128,6 @@ class RowLinears:
 
 def _product(rows: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     """In fp32."""
-    wide = weight.wide() if isinstance(weight, ScaledWeight) else weight.float()
+    wide = weight.dequantized() if isinstance(weight, Int8Weight) else weight.float()
     product: Tensor = functional.linear(rows.float(), wide, None if bias is None else bias.float())
     return product

@@ -10,8 +10,9 @@ import torch
 import triton
 from torch import Tensor
 
+from tree_kernels.linear.int8_weight import Int8Weight, Weight
 from tree_kernels.linear.layers import RowLinears
-from tree_kernels.linear.rows import HeadInput, HeadInputs, HeadRows, Norm, ScaledRows, ScaledWeight, Weight
+from tree_kernels.linear.rows import HeadInput, HeadInputs, HeadRows, Norm, ScaledRows
 from tree_kernels.linear.triton_kernels import add_kernel, gated_kernel, head_input_kernel, norm_kernel, rotary_kernel
 from tree_kernels.linear.triton_tiling import LinearTiling, choose_linear_tiling
 
@@ -128,8 +129,8 @@ class TritonLinears(RowLinears):
         check_product(rows, weight)
         if self._tiling is not None:
             return self._tiling
-        eight_bits = isinstance(weight, ScaledWeight)
-        return choose_linear_tiling(len(rows), *weight.shape, invariant=self._invariant, eight_bits=eight_bits)
+        int8 = isinstance(weight, Int8Weight)
+        return choose_linear_tiling(len(rows), *weight.shape, invariant=self._invariant, int8=int8)
 
     def _launch_norm(self, hidden: Tensor, norm: Norm, output: Tensor, squares: Tensor, *, whole: bool) -> None:
         width = hidden.shape[1]
@@ -150,15 +151,15 @@ class TritonLinears(RowLinears):
         splits = tiling.splits if inner % (tiling.splits * tiling.block_inner) == 0 else 1
         splits = splits if blocks * tiles <= _MAX_TILES else 1
         numbers = blocks * tiles * splits * tiling.block_rows * tiling.block_outputs if splits > 1 else 1
-        read, scales = (weight.words, weight.scales) if isinstance(weight, ScaledWeight) else (weight, None)
-        asked = following.words if isinstance(following, ScaledWeight) else following
+        read, row_scales = (weight.words, weight.row_scales) if isinstance(weight, Int8Weight) else (weight, None)
+        asked = following.words if isinstance(following, Int8Weight) else following
         size = asked.numel() * asked.element_size() if asked is not None and self._dependent else 0
         # Whole lines; the last piece ends inside the weight.
         piece = size // (blocks * tiles * splits * _THREADS_ASKING) // 128 * 128
         options = {
             "weight": read,
-            "scales": or_other(scales, read),
-            "SCALED": scales is not None,
+            "row_scales": or_other(row_scales, read),
+            "INT8": row_scales is not None,
             "partials": torch.empty(numbers, dtype=torch.float32, device=rows.device),
             "counters": self._counters,
             "following": or_other(asked, rows),
@@ -182,8 +183,8 @@ class TritonLinears(RowLinears):
 
 def check_product(rows: Tensor, weight: Weight) -> None:
     """Raise `ValueError` unless `rows` [R, K] and `weight` [N, K] are contiguous in K, and of one dtype or the weight
-    in eight bits."""
-    if isinstance(weight, ScaledWeight):
+    an `Int8Weight`."""
+    if isinstance(weight, Int8Weight):
         fits, numbers = True, weight.words
     else:
         fits, numbers = weight.dtype == rows.dtype, weight

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from tree_kernels.linear.triton_eight_bits import high_numbers, low_numbers
+from tree_kernels.linear.triton_int8 import high_numbers, low_numbers
 
 # Bytes of weights that one instruction asks for.
 _ASKED = tl.constexpr(256)
@@ -33,18 +33,18 @@ def _await_inputs(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _product(  # type: ignore[no-untyped-def]
-    rows, weight, scales, partials, counters, row, column, there, row_stride, SCALED: tl.constexpr,
+    rows, weight, row_scales, partials, counters, row, column, there, row_stride, INT8: tl.constexpr,
     INNER: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """[BLOCK_M, BLOCK_N] fp32, `rows` times the rows `column` of `weight`, and which rows this program is to store.
 
-    `SCALED` weights are those of `ScaledWeight`.
+    `INT8` weights are those of `Int8Weight`.
 
     Of the programs that share a tile, the last to arrive adds up what all have, always in the same order.
     """
     # Of a row of weights: numbers, or words of two.
-    WIDTH: tl.constexpr = INNER // 2 if SCALED else INNER
-    STEP: tl.constexpr = BLOCK_K // 2 if SCALED else BLOCK_K
+    WIDTH: tl.constexpr = INNER // 2 if INT8 else INNER
+    STEP: tl.constexpr = BLOCK_K // 2 if INT8 else BLOCK_K
     SHARE: tl.constexpr = WIDTH // SPLITS
     begin = tl.program_id(2) * SHARE
     inner = begin + tl.arange(0, STEP)
@@ -61,7 +61,7 @@ def _product(  # type: ignore[no-untyped-def]
             left = tl.load(left_at, mask=inside[None, :], other=0)
             kept = kept & inside[:, None]
         right = tl.load(right_at, mask=kept, other=0.0)
-        if SCALED:
+        if INT8:
             total = tl.dot(low_numbers(left, right.dtype), right, total, input_precision="ieee")
             right = tl.load(right_at + WIDTH, mask=kept, other=0.0)
             left = high_numbers(left, right.dtype)
@@ -81,8 +81,8 @@ def _product(  # type: ignore[no-untyped-def]
             total = tl.load(at, cache_modifier=".cg")
             for split in tl.static_range(1, SPLITS):
                 total += tl.load(at + split * BLOCK_N * BLOCK_M, cache_modifier=".cg")
-    if SCALED:
-        total *= tl.load(scales + column)[:, None]
+    if INT8:
+        total *= tl.load(row_scales + column)[:, None]
     return tl.trans(total), there
 
 
@@ -123,9 +123,9 @@ def _load_squares(squares, row, there, PARTS: tl.constexpr, BLOCK_PARTS: tl.cons
 
 @triton.jit
 def add_kernel(  # type: ignore[no-untyped-def]
-    rows, bias, residual, norm_weight, output, scaled, squares, weight, scales, partials, counters, following, count,
-    row_stride,
-    SCALED: tl.constexpr, HAS_BIAS: tl.constexpr, ADDS: tl.constexpr, SCALES: tl.constexpr, OUTPUTS: tl.constexpr,
+    rows, bias, residual, norm_weight, output, scaled, squares, weight, row_scales, partials, counters, following,
+    count, row_stride,
+    INT8: tl.constexpr, HAS_BIAS: tl.constexpr, ADDS: tl.constexpr, SCALES: tl.constexpr, OUTPUTS: tl.constexpr,
     INNER: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     AHEAD: tl.constexpr, PIECES: tl.constexpr, PIECE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
@@ -135,26 +135,13 @@ def add_kernel(  # type: ignore[no-untyped-def]
     inside = column < OUTPUTS
     if OUTPUTS % BLOCK_N != 0:
         column = tl.minimum(column, OUTPUTS - 1)
-    _await_inputs(weight, column, INNER // 2 if SCALED else INNER, SPLITS, AHEAD, DEPENDENT)
+    _await_inputs(weight, column, INNER // 2 if INT8 else INNER, SPLITS, AHEAD, DEPENDENT)
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     there = row < count
     total, there = _product(
-        rows,
-        weight,
-        scales,
-        partials,
-        counters,
-        row,
-        column,
-        there,
-        row_stride,
-        SCALED,
-        INNER,
-        SPLITS,
-        BLOCK_M,
-        BLOCK_N,
-        BLOCK_K,
-    )
+        rows, weight, row_scales, partials, counters, row, column, there, row_stride,
+        INT8=INT8, INNER=INNER, SPLITS=SPLITS, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K,
+    )  # fmt: skip
     _ask_for(following, PIECES, PIECE)
     if HAS_BIAS:
         total += tl.load(bias + column).to(tl.float32)[None, :]
@@ -174,8 +161,8 @@ def add_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def gated_kernel(  # type: ignore[no-untyped-def]
-    rows, squares, output, weight, scales, partials, counters, following, count, epsilon,
-    SCALED: tl.constexpr, PARTS: tl.constexpr, BLOCK_PARTS: tl.constexpr, OUTPUTS: tl.constexpr, INNER: tl.constexpr,
+    rows, squares, output, weight, row_scales, partials, counters, following, count, epsilon,
+    INT8: tl.constexpr, PARTS: tl.constexpr, BLOCK_PARTS: tl.constexpr, OUTPUTS: tl.constexpr, INNER: tl.constexpr,
     SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     AHEAD: tl.constexpr, PIECES: tl.constexpr, PIECE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
@@ -184,28 +171,15 @@ def gated_kernel(  # type: ignore[no-untyped-def]
     lane = tl.arange(0, BLOCK_N)
     first = tl.program_id(1) * HALF_N
     column = tl.minimum(first + lane % HALF_N, OUTPUTS - 1) + lane // HALF_N * OUTPUTS
-    _await_inputs(weight, column, INNER // 2 if SCALED else INNER, SPLITS, AHEAD, DEPENDENT)
+    _await_inputs(weight, column, INNER // 2 if INT8 else INNER, SPLITS, AHEAD, DEPENDENT)
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     there = row < count
     # Asked for before the product and used after it.
     found = _load_squares(squares, row, there, PARTS, BLOCK_PARTS)
     total, there = _product(
-        rows,
-        weight,
-        scales,
-        partials,
-        counters,
-        row,
-        column,
-        there,
-        INNER,
-        SCALED,
-        INNER,
-        SPLITS,
-        BLOCK_M,
-        BLOCK_N,
-        BLOCK_K,
-    )
+        rows, weight, row_scales, partials, counters, row, column, there, INNER,
+        INT8=INT8, INNER=INNER, SPLITS=SPLITS, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K,
+    )  # fmt: skip
     _ask_for(following, PIECES, PIECE)
     total *= tl.rsqrt(tl.sum(found, 1) / INNER + epsilon)[:, None]
     gate, up = _halves(total, BLOCK_M, HALF_N)
@@ -218,9 +192,9 @@ def gated_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def rotary_kernel(  # type: ignore[no-untyped-def]
-    rows, squares, bias, cosines, sines, slots, query, key_cache, value_cache, weight, scales, partials, counters,
+    rows, squares, bias, cosines, sines, slots, query, key_cache, value_cache, weight, row_scales, partials, counters,
     following, count, epsilon,
-    SCALED: tl.constexpr, PARTS: tl.constexpr, BLOCK_PARTS: tl.constexpr, HAS_BIAS: tl.constexpr,
+    INT8: tl.constexpr, PARTS: tl.constexpr, BLOCK_PARTS: tl.constexpr, HAS_BIAS: tl.constexpr,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, WIDTH: tl.constexpr, INNER: tl.constexpr,
     SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     AHEAD: tl.constexpr, PIECES: tl.constexpr, PIECE: tl.constexpr, DEPENDENT: tl.constexpr,
@@ -235,28 +209,15 @@ def rotary_kernel(  # type: ignore[no-untyped-def]
     head = tl.program_id(1) * HALF_N // TURN
     first = tl.program_id(1) * HALF_N % TURN
     column = head * WIDTH + first + lane % HALF_N + lane // HALF_N * TURN
-    _await_inputs(weight, column, INNER // 2 if SCALED else INNER, SPLITS, AHEAD, DEPENDENT)
+    _await_inputs(weight, column, INNER // 2 if INT8 else INNER, SPLITS, AHEAD, DEPENDENT)
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     there = row < count
     found = _load_squares(squares, row, there, PARTS, BLOCK_PARTS)
     slot = tl.load(slots + row, mask=there, other=-1).to(tl.int64)
     total, there = _product(
-        rows,
-        weight,
-        scales,
-        partials,
-        counters,
-        row,
-        column,
-        there,
-        INNER,
-        SCALED,
-        INNER,
-        SPLITS,
-        BLOCK_M,
-        BLOCK_N,
-        BLOCK_K,
-    )
+        rows, weight, row_scales, partials, counters, row, column, there, INNER,
+        INT8=INT8, INNER=INNER, SPLITS=SPLITS, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K,
+    )  # fmt: skip
     _ask_for(following, PIECES, PIECE)
     total *= tl.rsqrt(tl.sum(found, 1) / INNER + epsilon)[:, None]
     if HAS_BIAS:

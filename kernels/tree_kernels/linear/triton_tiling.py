@@ -33,7 +33,7 @@ class LinearTiling:
 
 
 def choose_linear_tiling(
-    rows: int, outputs: int, inner: int, *, invariant: bool = False, eight_bits: bool = False
+    rows: int, outputs: int, inner: int, *, invariant: bool = False, int8: bool = False
 ) -> LinearTiling:
     """The tiling for `rows` times a weight [outputs, inner]. `invariant` makes it one for any number of rows."""
     block_rows = MAX_BLOCK_ROWS
@@ -46,7 +46,7 @@ def choose_linear_tiling(
         splits = 3 if inner >= 1024 and not full else 1
         block_outputs = (64 if full else 32) if outputs >= 768 else 16
         return LinearTiling(block_rows, block_outputs, 64, splits, 4 if full else 2, 9, 8)
-    return LinearTiling(block_rows, *(_EIGHT_BITS if eight_bits else _WIDE)[block_rows](outputs, inner))
+    return LinearTiling(block_rows, *(_INT8 if int8 else _WIDE)[block_rows](outputs, inner))
 
 
 # Outputs, inner, splits, warps, stages, ahead.
@@ -68,7 +68,7 @@ def _of_32_rows(outputs: int, _inner: int) -> _Sizes:
 
 
 def _of_16_rows(outputs: int, _inner: int) -> _Sizes:
-    """As of 32, with more programs where there are fewer outputs."""
+    """Tiles as for 32 rows, with more programs where there are fewer outputs."""
     if outputs >= 8192:
         return 64, 128, 1, 4, 4, 8
     return (32, 128, 2, 4, 6, 8) if outputs >= 5120 else (64, 128, 2, 4, 6, 8)
@@ -81,21 +81,22 @@ def _of_few_rows(outputs: int, _inner: int) -> _Sizes:
     return (32, 256, 1, 4, 5, 16) if outputs >= 5120 else (32, 256, 2, 4, 5, 8)
 
 
-def _of_64_rows_in_eight_bits(outputs: int, _inner: int) -> _Sizes:
-    """As of weights twice as wide, with more of a row at a time."""
+def _of_64_rows_int8(outputs: int, _inner: int) -> _Sizes:
+    """Tiles as for bfloat16, with longer blocks of a row where there are few outputs: half the bytes a number."""
     if outputs >= 8192:
         return 128, 128, 1, 4, 4, 8
     return (64, 128, 2, 4, 4, 8) if outputs >= 5120 else (64, 256, 2, 4, 4, 8)
 
 
-def _of_32_rows_in_eight_bits(outputs: int, _inner: int) -> _Sizes:
-    """More parts: there are as few programs as of wider weights, and each has half of the bytes."""
+def _of_32_rows_int8(outputs: int, _inner: int) -> _Sizes:
+    """More splits than for bfloat16, since each program reads half the bytes of it."""
     if outputs >= 8192:
         return 64, 256, 1, 4, 4, 8
     return (64, 256, 2, 4, 4, 8) if outputs >= 5120 else (128, 256, 4, 8, 3, 8)
 
 
-def _of_few_rows_in_eight_bits(outputs: int, _inner: int) -> _Sizes:
+def _of_few_rows_int8(outputs: int, _inner: int) -> _Sizes:
+    """Four splits where there are few outputs, for enough programs."""
     if outputs >= 8192:
         return 128, 256, 1, 4, 4, 8
     return (64, 256, 1, 4, 4, 8) if outputs >= 5120 else (64, 256, 4, 4, 4, 8)
@@ -103,10 +104,10 @@ def _of_few_rows_in_eight_bits(outputs: int, _inner: int) -> _Sizes:
 
 # Each near the fastest of those tried on an H100: benchmarks/results/2026-11-25-h100-linear-eight-bits.json. 16 rows
 # were not tried, and take those of 32.
-_EIGHT_BITS = {
-    64: _of_64_rows_in_eight_bits,
-    32: _of_32_rows_in_eight_bits,
-    16: _of_32_rows_in_eight_bits,
-    8: _of_few_rows_in_eight_bits,
+_INT8 = {
+    64: _of_64_rows_int8,
+    32: _of_32_rows_int8,
+    16: _of_32_rows_int8,
+    8: _of_few_rows_int8,
 }
 _WIDE = {64: _of_64_rows, 32: _of_32_rows, 16: _of_16_rows, 8: _of_few_rows}

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from outrider.errors import InvalidField
 from outrider.tree import MAX_ROWS, DraftDistribution, TokenTree
-from outrider.wire.frames import ROOT_ID, SequenceGrowth, stand_alone
+from outrider.wire.frames import ROOT_ID, SequenceGrowth, is_self_contained
 
 # Steps a late growth may lie behind, and committed tokens whose node ids are remembered for it.
 MEMORY_STEPS = 64
@@ -22,9 +22,9 @@ MEMORY_TOKENS = 256
 # Node ids that are remembered between two commits. A draft sends a tree or two then; one that names the same node again
 # and again would have every commit look through all its names.
 MEMORY_IDS = 8 * MAX_ROWS
-# Trees that were replaced before anyone looked, whose committed ids a later growth may name. Chosen, not measured: a
+# Trees that were replaced before they were used, whose committed ids a later growth may name. Chosen, not measured: a
 # draft sends one or two between two commits.
-MEMORY_UNSEEN = 8
+MEMORY_UNUSED = 8
 _ROOT = 0
 
 
@@ -46,8 +46,8 @@ class GrowingTree:
         # The step that the draft has answered, and the one that it was asked about last.
         self.answered_step, self._asked_step = -1, step
         self._held: SequenceGrowth | None = None
-        # Growths that stood by themselves and were replaced before anyone looked.
-        self._unseen: deque[SequenceGrowth] = deque(maxlen=MEMORY_UNSEEN)
+        # Self-contained growths that were replaced before they were used.
+        self._unused: deque[SequenceGrowth] = deque(maxlen=MEMORY_UNUSED)
         self._clear()
 
     def _clear(self) -> None:
@@ -108,9 +108,9 @@ class GrowingTree:
         self.settle()
 
     def hold(self, growth: SequenceGrowth) -> None:
-        """Take the growth in, and add its nodes when they are looked at: `settle` must come before that.
+        """Keep the growth, and leave it to `settle` to add its nodes, which must come before the tree is read.
 
-        What replaces the tree may be replaced itself before anyone looks, as when drafts are followed and not used.
+        What replaces the tree may be replaced itself before it is read, as when drafts are followed and not used.
         Raises `InvalidField` as `graft`, or leaves that to `settle`.
         """
         if growth.base_step > self._step:
@@ -119,33 +119,35 @@ class GrowingTree:
             raise InvalidField("growth.first_node_id", "was given before")
         self.answered_step = max(self.answered_step, growth.base_step)
         self._next_id = growth.first_node_id + len(growth.token_ids)
-        stands_alone = _stands_alone(growth)
-        if not (growth.replaces and stands_alone):
+        self_contained = growth.self_contained
+        if self_contained is None:
+            self_contained = is_self_contained(growth.parent_ids, growth.first_node_id)
+        if not (growth.replaces and self_contained):
             self.settle()
         if not growth.replaces:
             self._add(growth)
-        elif not stands_alone:
-            # What it stands on is known now.
+        elif not self_contained:
+            # `settle` has added the nodes that it hangs below.
             self._clear()
             self._add(growth)
         else:
             if self._held is not None:
                 # Its scores and distributions are of no more use.
-                self._unseen.append(replace(self._held, scores=(), distributions={}))
+                self._unused.append(replace(self._held, scores=(), distributions={}))
             self._clear()
             self._held = growth
 
     def settle(self) -> None:
         """Add the nodes of a growth that is held. Raises `InvalidField` when it is malformed."""
-        while self._unseen:
-            self._keep_committed(self._unseen.popleft())
+        while self._unused:
+            self._keep_committed(self._unused.popleft())
         held, self._held = self._held, None
         if held is not None:
             self._add(held)
 
     def _keep_committed(self, growth: SequenceGrowth) -> None:
-        """Of a growth that was replaced unseen, remember the ids of tokens that were committed since it was made."""
-        # The path from its root that says them.
+        """Remember the ids of committed tokens in a growth that was replaced unused."""
+        # The path from its root with those tokens.
         length, parent_id, place = self._lengths.get(growth.base_step, self._length), ROOT_ID, -1
         while length < self._length:
             place = _child(growth, parent_id, self._committed[length], place + 1)
@@ -266,15 +268,8 @@ class GrowingTree:
         )
 
 
-def _stands_alone(growth: SequenceGrowth) -> bool:
-    """Whether no node hangs below one of an earlier growth."""
-    if growth.stands_alone is not None:
-        return growth.stands_alone
-    return stand_alone(growth.parent_ids, growth.first_node_id)
-
-
 def _child(growth: SequenceGrowth, parent_id: int, token: int, begin: int) -> int:
-    """Where in a growth, from a place on, the child of a node stands that says a token; -1 where none does."""
+    """The place in a growth, from `begin` on, of the child of a node with a token; -1 where there is none."""
     tokens, parents = growth.token_ids, growth.parent_ids
     while True:
         # In C: a loop over 239 nodes took half of what a growth takes of the engine's thread.

@@ -19,6 +19,7 @@ from typing import Any
 
 import grpc
 
+from outrider.busy_polling import BUSY_POLL_SECONDS, BusyPolling
 from outrider.drafting.several import SeveralDrafts
 from outrider.drafting.stoppable import StoppableLink
 from outrider.drafting.stream import DraftConversation
@@ -29,7 +30,6 @@ from outrider.runtime import run
 from outrider.settings import MAX_MESSAGE_BYTES, SettingsError, unreadable
 from outrider.unreachable import cause_of
 from outrider.v1 import draft_pb2, draft_pb2_grpc
-from outrider.wakefulness import AWAKE_SECONDS, Wakefulness
 from outrider.wire.drafts import info_from_pb
 from outrider.wire.frames import DraftEvents, DraftInfo, OpenSequence, SequenceAdvance, SequenceFeatures
 
@@ -104,7 +104,7 @@ class LinkOptions:
     # Features that may wait for a draft that reads slowly; more are dropped.
     max_waiting_feature_bytes: int = 32 * 1024 * 1024
     # After each frame, of a link that has a process, and so an interpreter, of its own.
-    awake: float = AWAKE_SECONDS
+    busy_poll_seconds: float = BUSY_POLL_SECONDS
     channel_options: tuple[tuple[str, Any], ...] = field(default=())
 
     def channel(self, address: str) -> grpc.aio.Channel:
@@ -213,7 +213,7 @@ class GrpcDraftLink:
         self._bytes_posted = self._bytes_gone = 0
         self._connected = False
         self._last_reason = ""
-        self._wakefulness = Wakefulness(0.0)
+        self._busy_polling = BusyPolling(0.0)
         # The loop's thread sets these before anyone else reads them.
         self._loop: asyncio.AbstractEventLoop
         self._wake: asyncio.Event
@@ -264,9 +264,9 @@ class GrpcDraftLink:
         way to the draft without waking another thread."""
         self._loop.call_soon_threadsafe(self._loop.add_reader, connection, call)
 
-    def stay_awake(self, seconds: float) -> None:
-        """Let the link's thread look for what comes next for so long after each frame before it sleeps."""
-        self._wakefulness.seconds = seconds
+    def busy_poll(self, seconds: float) -> None:
+        """Have the link's thread poll for so long after each frame before it sleeps."""
+        self._busy_polling.seconds = seconds
 
     def _has_room(self, size: int) -> bool:
         """Whether features of so many bytes may wait too. Without them a slow draft accepts less, and keeps up."""
@@ -278,7 +278,7 @@ class GrpcDraftLink:
         self._bytes_posted += size
         self._outbox.append((command, size))
         if threading.get_ident() == self._thread.ident:
-            # From `call_when_readable`: the loop is awake.
+            # From `call_when_readable`: the loop is running.
             self._wake.set()
             return
         # A closed loop means that the link was stopped meanwhile.
@@ -374,7 +374,7 @@ class GrpcDraftLink:
     async def _read(self, call: Any, conversation: DraftConversation) -> None:
         while (frame := await call.read()) is not grpc.aio.EOF:
             conversation.receive(_readable(frame))
-            self._wakefulness.stir()
+            self._busy_polling.start()
             if conversation.outgoing:
                 self._wake.set()
 
@@ -394,7 +394,7 @@ class GrpcDraftLink:
                 if not self._outbox:
                     await self._wake.wait()
                     self._wake.clear()
-                    self._wakefulness.stir()
+                    self._busy_polling.start()
         except asyncio.InvalidStateError:
             # The call is over; its reader has the reason.
             await asyncio.sleep(self._options.answer_timeout)

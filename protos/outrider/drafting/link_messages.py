@@ -81,8 +81,8 @@ class Disconnected(_Message, frozen=True):
     reason: str
 
 
-class PackedGrowth(msgspec.Struct, frozen=True, array_like=True):
-    """A `SequenceGrowth` whose numbers are packed, as whoever takes in many of them wants to have them.
+class GrowthArrays(msgspec.Struct, frozen=True, array_like=True):
+    """A `SequenceGrowth` whose numbers are raw C arrays; numpy reads them without a copy.
 
     Attributes:
         parent_ids: int64.
@@ -98,11 +98,11 @@ class PackedGrowth(msgspec.Struct, frozen=True, array_like=True):
     scores: bytes
     distributions: dict[int, DraftDistribution]
     replaces: bool
-    stands_alone: bool | None
+    self_contained: bool | None
 
     @classmethod
-    def of(cls, growth: SequenceGrowth) -> PackedGrowth:
-        """The growth, packed."""
+    def of(cls, growth: SequenceGrowth) -> GrowthArrays:
+        """The growth, its numbers as raw arrays."""
         return cls(
             growth.sequence_id,
             growth.base_step,
@@ -112,11 +112,11 @@ class PackedGrowth(msgspec.Struct, frozen=True, array_like=True):
             array("d", growth.scores).tobytes(),
             growth.distributions,
             growth.replaces,
-            growth.stands_alone,
+            growth.self_contained,
         )
 
     def growth(self) -> SequenceGrowth:
-        """The growth, its numbers in arrays."""
+        """The growth, its numbers in `array.array`s."""
         return SequenceGrowth(
             self.sequence_id,
             self.base_step,
@@ -126,14 +126,14 @@ class PackedGrowth(msgspec.Struct, frozen=True, array_like=True):
             array("d", self.scores),
             self.distributions,
             self.replaces,
-            self.stands_alone,
+            self.self_contained,
         )
 
 
 class Grown(_Message, frozen=True):
     """Nodes arrived."""
 
-    growths: list[PackedGrowth]
+    growths: list[GrowthArrays]
 
 
 class Failed(_Message, frozen=True):

@@ -196,7 +196,7 @@ class LinkProcess:
                 self._deliver(message)
 
     def _receive(self, worker: _Worker) -> bytes:
-        """What came; nothing once the connection is over. Raises `TimeoutError` where nothing does in time."""
+        """What was received; empty once the connection is over. Raises `TimeoutError` where nothing comes in time."""
         try:
             return worker.connection.recv(_RECEIVE_BYTES)
         except BlockingIOError:
@@ -223,9 +223,9 @@ class LinkProcess:
 
 
 def _wait_at_most(connection: socket.socket, seconds: float) -> None:
-    """Let whoever receives wait for so long. Not by the socket's time-out of Python's: those that send would wait too.
-    And not by a call of its own before each that receives: behind every system call this thread needs the interpreter
-    again, which an engine that computes keeps for a fifth of a millisecond."""
+    """Let a receive on the connection wait for so long at most. Python's own time-out of a socket would hold for sends
+    too, and a call that waits before each receive costs a fifth of a millisecond: behind every system call this thread
+    needs the interpreter again, which an engine that computes keeps for so long."""
     whole, rest = divmod(round(seconds * 1e6), 1_000_000)
     # Some systems refuse it of a socket that is shut down, where the next receive says so.
     with contextlib.suppress(OSError):

@@ -18,12 +18,12 @@ from outrider.runtime import configure_logging, prepare_grpc, switch_threads_oft
 # Before anything imports gRPC, as in the services.
 prepare_grpc()
 
+from outrider.busy_polling import allowed_seconds  # noqa: E402
 from outrider.drafting import link_messages as messages  # noqa: E402
 from outrider.drafting.link import GrpcDraftLink, connect_draft  # noqa: E402
 from outrider.drafting.stoppable import StoppableLink  # noqa: E402
 from outrider.processes.framing import FrameCutter  # noqa: E402
 from outrider.processes.outbox import Outbox  # noqa: E402
-from outrider.wakefulness import awake_seconds  # noqa: E402
 from outrider.wire.frames import DraftInfo, SequenceFailure, SequenceGrowth  # noqa: E402
 
 # Signs of life, in seconds; `link_process.SILENT_SECONDS` are several of them.
@@ -39,7 +39,7 @@ class _Events:
         self._outbox = outbox
 
     def on_growth(self, growths: Sequence[SequenceGrowth]) -> None:
-        self.send(messages.Grown([messages.PackedGrowth.of(growth) for growth in growths]))
+        self.send(messages.Grown([messages.GrowthArrays.of(growth) for growth in growths]))
 
     def on_failure(self, failure: SequenceFailure) -> None:
         self.send(messages.Failed(failure))
@@ -95,7 +95,7 @@ class _Orders:
             fingerprint, options = message.tokenizer_fingerprint, message.options
             self._link = connect_draft(message.address, self._events, message.vocabulary_size, fingerprint, options)
             if isinstance(self._link, GrpcDraftLink):
-                self._link.stay_awake(awake_seconds(options.awake))
+                self._link.busy_poll(allowed_seconds(options.busy_poll_seconds))
             return
         assert self._link is not None, "the first message connects"
         match message:

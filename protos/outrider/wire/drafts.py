@@ -21,7 +21,7 @@ from outrider.wire.frames import (
     SequenceFailure,
     SequenceGrowth,
     TreeLimits,
-    stand_alone,
+    is_self_contained,
 )
 from outrider.wire.hidden_states import request_from_pb, request_to_pb, vectors_from_pb, vectors_to_pb
 from outrider.wire.trees import (
@@ -174,7 +174,7 @@ def growth_from_pb(
         scores,
         distributions,
         pb.replaces,
-        stand_alone(parent_ids, first),
+        is_self_contained(parent_ids, first),
     )
 
 

@@ -125,7 +125,7 @@ class SequenceGrowth:
     """Nodes added to one sequence's tree; meaning as in draft.proto.
 
     Node i has id `first_node_id + i`; `parent_ids[i]` is an earlier id, or ROOT_ID for the root at `base_step`. They
-    lie in tuples, or where an engine takes in many in `array.array`s, which numpy reads as they are.
+    are tuples, or `array.array`s where an engine receives many: numpy reads those without a copy.
     """
 
     sequence_id: int
@@ -136,12 +136,12 @@ class SequenceGrowth:
     scores: tuple[float, ...] | array[float]
     distributions: dict[int, DraftDistribution] = field(default_factory=dict)
     replaces: bool = False
-    # Whether no node hangs below one of an earlier growth; None where nobody has looked.
-    stands_alone: bool | None = field(default=None, compare=False)
+    # Whether no node hangs below one of an earlier growth; None where it was not computed yet.
+    self_contained: bool | None = field(default=None, compare=False)
 
 
-def stand_alone(parent_ids: Iterable[int], first_node_id: int) -> bool:
-    """Whether all these are the root or nodes from `first_node_id` on."""
+def is_self_contained(parent_ids: Iterable[int], first_node_id: int) -> bool:
+    """Whether a growth hangs below no earlier one: all parents are the root or nodes from `first_node_id` on."""
     return min(filter(None, parent_ids), default=first_node_id) >= first_node_id
 
 

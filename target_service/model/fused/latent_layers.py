@@ -37,8 +37,7 @@ _PROBE_STRIDE = 37
 def fuse_latents(model: PreTrainedModel) -> int:
     """Fuse every layer of latent attention of the model of a runner, in place, or none; returns how many.
 
-    Its attention has to be the runner's already: layers are tried with it. Layers that are fused already are tried
-    anew.
+    Its attention has to be the runner's already: layers are tried with it. May be called again.
     """
     inner: Any = model.base_model
     layers: list[Any] = [module for module in model.modules() if is_unexpanded(module)]
@@ -47,7 +46,7 @@ def fuse_latents(model: PreTrainedModel) -> int:
         return 0
     if not all(_has_parts(layer) for layer in layers):
         return 0
-    # Whatever a trial finds, a layer of before is its own again.
+    # An earlier call may have fused a layer: trials begin with its own class.
     for layer in layers:
         layer.__class__ = _plain(type(layer))
     for layout in _LAYOUTS:

@@ -1,4 +1,4 @@
-"""What a word of `ScaledWeight` holds, two numbers of eight bits, as numbers to multiply with.
+"""The two numbers that a word of `Int8Weight` holds, in a dtype to multiply with.
 
 To bfloat16 by four instructions for two of them. A byte b, which stands for b - 128, becomes the low byte of 0x43: of
 128 + b where b < 128, and else of 256 + 2 * (b - 128), since a bfloat16 has seven bits behind its first. Less 256 that
@@ -26,7 +26,7 @@ _HIGH = tl.constexpr(_TWICE.value + "0x4341" + _NUMBERS.value)
 
 @triton.jit
 def low_numbers(words, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Those in the low bytes."""
+    """The numbers in the low bytes of words."""
     if dtype == tl.bfloat16:
         return tl.inline_asm_elementwise(_LOW, "=r,r", [words], dtype=tl.bfloat16, is_pure=True, pack=2)
     return ((words & 255) - 128).to(dtype)
@@ -34,7 +34,7 @@ def low_numbers(words, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def high_numbers(words, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Those in the high bytes."""
+    """The numbers in the high bytes of words."""
     if dtype == tl.bfloat16:
         return tl.inline_asm_elementwise(_HIGH, "=r,r", [words], dtype=tl.bfloat16, is_pure=True, pack=2)
     return (((words >> 8) & 255) - 128).to(dtype)
