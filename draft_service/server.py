@@ -75,6 +75,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="drafter") if on_gpu else None
         # Work of the thread that may not be done yet.
         self._given: list[Future[Any]] = []
+        self._streams = 0
         self._busy_polling = BusyPolling(busy_poll_seconds)
 
     def close(self) -> None:
@@ -90,6 +91,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         trace = StreamTrace(self._tracing, context.invocation_metadata(), self._info.drafter)
         stream = _ProposeStream(session, self._observer, trace)
         self._observer.on_stream(1)
+        self._streams += 1
         code, reason = "CANCELLED", ""
         try:
             async with Inbox(context.read, draft_pb2.ProposeRequest.ByteSize) as inbox:
@@ -105,7 +107,9 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
                             await context.write(answer)
                         # Other streams go on in between, also where all is done on the event loop.
                         await asyncio.sleep(0)
-                    draft = self._on_drafter if behind or firsts else self._at_once
+                    # The loop reads nothing while it drafts: so it does for a step's commits, of the only stream.
+                    at_once = not (behind or firsts) and self._streams == 1 and all(map(_is_of_a_step, last))
+                    draft = self._at_once if at_once else self._on_drafter
                     responses = await draft(stream.take_and_grow, last)
                     while responses:
                         for response in responses:
@@ -114,7 +118,8 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
                         responses = [] if inbox.waiting else await draft(stream.grow)
                     # The target waits for the growth, and nobody for its metrics.
                     stream.record()
-                    self._busy_polling.start()
+                    if not self._unfinished():
+                        self._busy_polling.start()
             code = "OK"
         except OutriderError as error:
             code, reason = error.code.name, error.reason
@@ -130,6 +135,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
             await self._on_drafter(stream.end)
         finally:
             stream.record()
+            self._streams -= 1
             self._observer.on_stream(-1)
             trace.end(code, reason)
 
@@ -204,6 +210,12 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         if not isinstance(self._drafter, CorpusDrafter):
             raise NotSupported(f"the drafter {self._info.drafter!r} learns no corpora")
         return self._drafter
+
+
+def _is_of_a_step(frame: draft_pb2.ProposeRequest) -> bool:
+    """Whether a frame brings what one step of a target committed, or nothing that takes time: neither prompts nor their
+    hidden states, which may take a drafter as long as it takes to compile or capture something."""
+    return frame.WhichOneof("frame") in ("advance", "close", "credit")
 
 
 class _ProposeStream:

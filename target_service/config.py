@@ -135,8 +135,8 @@ class TargetConfig:
     )
     draft_link_busy_poll_ms: float = setting(
         BUSY_POLL_SECONDS * 1e3,
-        "with 8 cores or more, how long the process of a link to a draft polls for the next frame after each before it "
-        "sleeps; a core is busy meanwhile",
+        "with 8 cores or more, how long the process of a link to one draft polls for the next frame after each before "
+        "it sleeps; a core is busy meanwhile",
         ge=0,
         le=MOST_BUSY_POLL_SECONDS * 1e3,
     )

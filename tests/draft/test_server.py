@@ -141,6 +141,32 @@ async def test_a_commit_that_was_waited_for_wakes_no_thread() -> None:
     assert threads[1:] == [threading.current_thread()] * 3
 
 
+async def test_what_may_take_long_is_not_drafted_on_the_loop() -> None:
+    """A prompt, and whatever comes while there is another stream, whose frames would not be read meanwhile."""
+    drafter = ScriptedDrafter()
+    threads = noting_threads(drafter)
+    async with draft_over(drafter) as draft, draft.stream() as one:
+        await one.open(opening(1))
+        await one.opened()
+        await one.growth()
+        async with draft.stream() as other:
+            await other.open(opening(1))
+            await other.opened()
+            await other.growth()
+            for number in range(1, 4):
+                for stream in (one, other):
+                    # Until the stream waits for it.
+                    await asyncio.sleep(0.02)
+                    await stream.advance((1, number, [20]))
+                    await stream.growth()
+        assert len(threads) == 8 and all(thread.name.startswith("drafter") for thread in threads)
+        # The other stream has ended.
+        await asyncio.sleep(0.1)
+        await one.advance((1, 4, [20]))
+        await one.growth()
+    assert threads[8:] == [threading.current_thread()]
+
+
 async def test_frames_are_read_while_a_drafter_that_is_behind_works() -> None:
     """Or it would fall further behind with each call: gRPC hands out the frames of a stream one by one."""
     drafter = ScriptedDrafter(max_context=4000)
@@ -159,7 +185,7 @@ async def test_frames_are_read_while_a_drafter_that_is_behind_works() -> None:
         await servicer.Propose(call, call)  # type: ignore[arg-type]
     finally:
         servicer.close()
-    assert threads and all(thread.name.startswith("drafter") for thread in threads[1:])
+    assert len(threads) > 3 and all(thread.name.startswith("drafter") for thread in threads[1:])
 
 
 async def test_nothing_is_drafted_on_the_loop_while_the_thread_is_at_work() -> None:

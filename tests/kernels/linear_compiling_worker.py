@@ -4,6 +4,7 @@ in the shapes of common models, and writes what shared memory each needs as JSON
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -40,19 +41,35 @@ def kernels() -> Iterator[tuple[str, Any, dict[str, Any], dict[str, int]]]:
             sizes |= {"BLOCK_HEADS": 16, "BLOCK_TURN": triton.next_power_of_2(width // 2)}
             yield f"rotary {name} {whole}", epilogues.rotary_epilogue_kernel, sizes, four
         yield f"gated {name}", epilogues.gated_epilogue_kernel, {"OUTPUTS": inner, "BLOCK": 1024}, four
-        for rows in (8, 32, 64):
-            tiling = choose_linear_tiling(rows, hidden, inner)
-            sizes = {
-                "BLOCK_M": tiling.block_rows,
-                "BLOCK_N": tiling.block_outputs,
-                "BLOCK_K": tiling.block_inner,
-                "SPLITS": tiling.splits,
-                "AHEAD": tiling.ahead,
-            }
-            flags = {"INT8": True, "HAS_BIAS": True, "ADDS": True, "SCALES": True}
-            sizes |= {"OUTPUTS": hidden, "INNER": inner, "PIECES": 0, "PIECE": 0}
-            options = {"num_warps": tiling.warps, "num_stages": tiling.stages}
-            yield f"int8 {name} {rows}", few_rows.add_kernel, flags | sizes, options
+        for rows in (8, 16, 32, 64):
+            yield from int8_kernels(f"int8 {name} {rows}", rows, hidden, heads, kv_heads, width, inner)
+
+
+def int8_kernels(
+    name: str, rows: int, hidden: int, heads: int, kv_heads: int, width: int, inner: int
+) -> Iterator[tuple[str, Any, dict[str, Any], dict[str, int]]]:
+    """A layer's three, in the tilings that so many rows get."""
+    parts = {"PARTS": 4, "BLOCK_PARTS": 4}
+    heads_of = {"HEADS": heads, "KV_HEADS": kv_heads, "WIDTH": width, "HAS_BIAS": True}
+    for kind, kernel, outputs, numbers, more in (
+        ("add", few_rows.add_kernel, hidden, inner, {"HAS_BIAS": True, "ADDS": True, "SCALES": True}),
+        ("gated", few_rows.gated_kernel, 2 * inner, hidden, parts),
+        ("rotary", few_rows.rotary_kernel, (heads + 2 * kv_heads) * width, 2 * hidden, parts | heads_of),
+    ):
+        tiling = choose_linear_tiling(rows, outputs, numbers, int8=True)
+        block_outputs = tiling.block_outputs if kind != "rotary" else math.gcd(width, tiling.block_outputs)
+        sizes = {
+            "BLOCK_M": tiling.block_rows,
+            "BLOCK_N": block_outputs,
+            "BLOCK_K": tiling.block_inner,
+            "SPLITS": tiling.splits if numbers % (tiling.splits * tiling.block_inner) == 0 else 1,
+            "AHEAD": tiling.ahead,
+        }
+        sizes |= {"INT8": True, "INNER": numbers, "PIECES": 64, "PIECE": 1024}
+        if kind != "rotary":
+            sizes["OUTPUTS"] = outputs // 2 if kind == "gated" else outputs
+        options = {"num_warps": tiling.warps, "num_stages": tiling.stages}
+        yield f"{name} {kind}", kernel, sizes | more, options
 
 
 def compiled(name: str, kernel: Any, constants: dict[str, Any], options: dict[str, int]) -> int:

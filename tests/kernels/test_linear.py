@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from kernel_worker import INTERPRETED, work
 from torch.nn import functional
 
-from tree_kernels.linear import HeadRows, Norm, RowLinears, ScaledRows, many_row_linears, row_linears
+from tree_kernels.linear import HeadRows, Int8Weight, Norm, RowLinears, ScaledRows, many_row_linears, row_linears
 
 pytest.importorskip("triton")
 from tree_kernels.linear.cublas_backend import CublasLinears
@@ -117,8 +118,20 @@ def test_rows_that_the_kernels_cannot_read_are_refused(linears: TritonLinears) -
         linears.add_linear(torch.zeros(2, 16), torch.zeros(16, 16, dtype=torch.float16))
     with pytest.raises(ValueError, match="contiguous"):
         linears.add_linear(torch.zeros(2, 16), torch.zeros(16, 32)[:, ::2])
+    with pytest.raises(ValueError, match=r"expected rows \[R, 32\]"):
+        linears.add_linear(torch.zeros(2, 16), torch.zeros(16, 32))
     with pytest.raises(ValueError, match="last dimension is contiguous"):
         linears.norm_rows(torch.zeros(16, 2).T, Norm(torch.ones(16), 1e-5))
+
+
+def test_weights_in_int8_that_the_kernels_cannot_read_are_refused() -> None:
+    weight = Int8Weight.of(torch.randn(16, 32))
+    with pytest.raises(ValueError, match=r"expected rows \[R, 32\]"):
+        TritonLinears(CPU).add_linear(torch.zeros(2, 16), weight)
+    with pytest.raises(ValueError, match="or weights in int8"):
+        TritonLinears(CPU).add_linear(torch.zeros(2, 32), replace(weight, row_scales=weight.row_scales[:3]))
+    with pytest.raises(ValueError, match="even number"):
+        Int8Weight.of(torch.randn(16, 31))
 
 
 def test_a_cpu_gets_the_definition() -> None:

@@ -185,15 +185,18 @@ def check_product(rows: Tensor, weight: Weight) -> None:
     """Raise `ValueError` unless `rows` [R, K] and `weight` [N, K] are contiguous in K, and of one dtype or the weight
     an `Int8Weight`."""
     if isinstance(weight, Int8Weight):
-        fits, numbers = True, weight.words
+        fits, numbers = weight.words.dtype == torch.int16 and len(weight.row_scales) == len(weight.words), weight.words
     else:
         fits, numbers = weight.dtype == rows.dtype, weight
     if not fits or rows.stride(1) != 1 or not numbers.is_contiguous():
-        raise ValueError("expected contiguous rows and weights of one dtype")
+        raise ValueError("expected contiguous rows and weights of one dtype, or weights in int8")
+    if rows.shape[1] != weight.shape[1]:
+        raise ValueError(f"expected rows [R, {weight.shape[1]}], got {list(rows.shape)}")
 
 
 def _can_be_asked_for(weight: Tensor) -> bool:
-    """Whether rows of a weight [N, K] may be brought into the L2 cache ahead of their product: in fp32 none is."""
+    """Whether rows of a weight, [N, K] numbers or [N, K / 2] words, may be brought into the L2 cache ahead of their
+    product: in fp32 none is."""
     row_bytes = weight.shape[1] * weight.element_size()
     return row_bytes >= _ASKED_BYTES and row_bytes % _ASKED_FROM == 0 and weight.element_size() <= 2
 
