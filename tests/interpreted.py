@@ -20,12 +20,15 @@ from triton.runtime import interpreter
 
 # Names of Triton's own, of 3.9; another version that has others takes its time.
 _OF_INTERPRETER = {"interpreter_builder", "interpreter_semantic", "_patch_attr", "_patch_lang", "_LangPatchScope"}
-_OF_INTERPRETER |= {"_get_np_dtype"}
+_OF_INTERPRETER |= {"_get_np_dtype", "_validate_np_data_size"}
+_OF_SEMANTIC = {"binary_op_type_checking_impl", "computation_type_impl", "_cast_to_computation_type"}
+_OF_SEMANTIC |= {"broadcast_impl_value"}
 
 
 def leave_out() -> None:
     """Change Triton for the rest of this process."""
-    if not vars(interpreter).keys() >= _OF_INTERPRETER:
+    semantic = type(vars(interpreter).get("interpreter_semantic"))
+    if not (vars(interpreter).keys() >= _OF_INTERPRETER and vars(semantic).keys() >= _OF_SEMANTIC):
         return
     # It computes each sum and product of integers once more, in 64 bits, for an assertion that only `debug` makes.
     builder = interpreter.interpreter_builder
@@ -42,6 +45,8 @@ def leave_out() -> None:
     interpreter._patch_attr = _patch_attr
     _remember_types()
     _compare_types_at_once()
+    _agree_at_once(semantic)
+    _broadcast_at_once(semantic)
 
 
 def _patch_attr(owner: Any, name: str, member: Any, _builder: Any, scope: Any) -> None:
@@ -66,6 +71,16 @@ def _remember_types() -> None:
         return found
 
     interpreter._get_np_dtype = numpy_type
+    is_wide_enough, wide_enough = interpreter._validate_np_data_size, dict[Any, bool]()
+
+    def validated(array: Any, dtype: Any) -> bool:
+        key = array.dtype, dtype.name
+        found = wide_enough.get(key)
+        if found is None:
+            found = wide_enough[key] = is_wide_enough(array, dtype)
+        return found
+
+    interpreter._validate_np_data_size = validated
     make_block, blocks = core.block_type.__init__, dict[Any, dict[str, Any]]()
 
     def block(self: Any, element_ty: Any, shape: Any) -> None:
@@ -109,6 +124,78 @@ def _compare_types_at_once() -> None:
     core._unwrap_if_constexpr = unwrapped
     core.dtype.__eq__ = lambda self, other: self is other or equal(self, other)
     core.block_type.__eq__ = lambda self, other: self is other or equal_blocks(self, other)
+
+
+def _agree_at_once(semantic: Any) -> None:
+    """Two tensors are mostly of one type and shape, and need no conversion; others' common type is found once."""
+    check, common, convert = (
+        getattr(semantic, name)
+        for name in ("binary_op_type_checking_impl", "computation_type_impl", "_cast_to_computation_type")
+    )
+    # Not those that a division makes wider, nor pointers.
+    plain = {"int1", "fp32", "fp64"} | {f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)}
+    known = dict[Any, Any]()
+
+    def checked(self: Any, lhs: Any, rhs: Any, *flags: bool, **named: bool) -> Any:
+        if (
+            type(lhs) is core.tensor is type(rhs)
+            and lhs.shape is rhs.shape
+            and lhs.dtype.name == rhs.dtype.name
+            and lhs.dtype.name in plain
+        ):
+            return lhs, rhs
+        return check(self, lhs, rhs, *flags, **named)
+
+    def common_type(self: Any, a: Any, a_is_scalar: bool, b: Any, b_is_scalar: bool, div_or_mod: bool) -> Any:
+        key = a.name, a_is_scalar, b.name, b_is_scalar, div_or_mod
+        found = known.get(key)
+        if found is None:
+            found = known[key] = common(self, a, a_is_scalar, b, b_is_scalar, div_or_mod)
+        return found
+
+    def converted(self: Any, value: Any, dtype: Any) -> Any:
+        return value if type(value) is core.tensor and value.dtype is dtype else convert(self, value, dtype)
+
+    semantic.binary_op_type_checking_impl = checked
+    semantic.computation_type_impl = common_type
+    semantic._cast_to_computation_type = converted
+
+
+def _broadcast_at_once(semantic: Any) -> None:
+    """What shape two others make is found once. A shape is one object for all tensors that have it."""
+    broadcast = semantic.broadcast_impl_value
+    shapes, blocks = dict[Any, Any](), dict[Any, tuple[Any, Any]]()
+
+    def block_of(self: Any, dtype: Any, sizes: list[int]) -> tuple[Any, Any]:
+        key = dtype.name, tuple(sizes)
+        found = blocks.get(key)
+        if found is None:
+            made = core.block_type(dtype, sizes)
+            found = blocks[key] = made, made.to_ir(self.builder)
+        return found
+
+    def grown(self: Any, value: Any, sizes: list[int]) -> Any:
+        made, in_ir = block_of(self, value.dtype, sizes)
+        if value.type.is_block():
+            return self.make_tensor(self.builder.create_broadcast(value.handle, sizes), made)
+        return self.make_tensor(self.builder.create_splat(in_ir, value.handle), made)
+
+    def broadcasted(self: Any, lhs: Any, rhs: Any) -> Any:
+        if lhs.shape is rhs.shape:
+            return lhs, rhs
+        key = id(lhs.shape), id(rhs.shape)
+        found = shapes.get(key)
+        if found is None:
+            both = broadcast(self, lhs, rhs)
+            # Of equal rank, where no more is done than to broadcast; the shapes live on with their entry.
+            if len(lhs.shape) in (0, len(rhs.shape)) or len(rhs.shape) == 0:
+                sizes = [size.value for size in both[0].shape]
+                shapes[key] = sizes, both[0] is lhs, both[1] is rhs, lhs.shape, rhs.shape
+            return both
+        sizes, lhs_fits, rhs_fits, *_ = found
+        return lhs if lhs_fits else grown(self, lhs, sizes), rhs if rhs_fits else grown(self, rhs, sizes)
+
+    semantic.broadcast_impl_value = broadcasted
 
 
 if __name__ == "__main__":

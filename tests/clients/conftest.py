@@ -372,6 +372,6 @@ def outrider(programs: Path) -> Callable[..., Awaitable[tuple[int, str, str]]]:
 
 
 @pytest.fixture
-def started_outrider() -> Callable[..., Awaitable[tuple[int, str, str]]]:
-    """The command, run as a user runs it."""
+def start_with() -> Callable[..., Awaitable[tuple[int, str, str]]]:
+    """The command, run by the Python that is said."""
     return _outrider

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
+from forked import PRELOADED
 from rich.console import Console
+from warm_python import warm_python
 
 from outrider.telemetry import names as telemetry
 from outrider.telemetry.tracing import set_up_tracing
@@ -70,8 +74,11 @@ async def test_sink_receives_what_the_exporter_sends(running: Any) -> None:
 
 @pytest.mark.model
 @pytest.mark.timeout(600)
-async def test_the_demo_itself(started_outrider: Any) -> None:
-    status, out, err = await started_outrider("demo", "--max-tokens", "24", seconds=580)
+async def test_the_demo_itself(start_with: Any, tmp_path: Path) -> None:
+    """It starts three services, which would import for longer than they serve."""
+    with warm_python(tmp_path, {**os.environ, "OMP_NUM_THREADS": "1"}, PRELOADED) as programs:
+        python = str(programs / "python")
+        status, out, err = await start_with("demo", "--max-tokens", "24", python=python, seconds=580)
     assert status == 0, out + err
     assert "yes, all" in out
     for service in ("client", "target", "draft"):

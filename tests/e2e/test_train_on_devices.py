@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from child_processes import living_children
 from safetensors.torch import load_file
 from teaching_model import save_teaching_model
 from torch import Tensor
+from warm_python import warm_python
 
 from draft_service.training import trainer as trainer_module
 from draft_service.training.batches import BatchPlan, make_batch
@@ -50,7 +52,24 @@ SMALL: dict[str, Any] = {
 }
 COMMAND = ("outrider", "train-head")
 FOLLOWER = "training.workers.follower"
+PYTHON = sys.executable
 BOTH = "cpu,cpu"
+
+
+# What writers and followers import.
+IMPORTED = ("draft_service.training.run", "target_service.distillation", "transformers.models.llama.modeling_llama")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def started_in_a_moment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What this process starts as `sys.executable` is forked; `PYTHON` starts as a user's does."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with (
+        warm_python(tmp_path_factory.mktemp("python"), environment, IMPORTED) as programs,
+        pytest.MonkeyPatch.context() as patched,
+    ):
+        patched.setattr(sys, "executable", str(programs / "python"))
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -187,11 +206,13 @@ def test_time_ends_the_training_of_all(tmp_path: Path, model: Path, written: Pat
 
 
 @contextlib.contextmanager
-def training_for_ever(model: Path, out: Path, text: Path) -> Iterator[tuple[subprocess.Popen[str], psutil.Process]]:
+def training_for_ever(
+    model: Path, out: Path, text: Path, python: str = PYTHON
+) -> Iterator[tuple[subprocess.Popen[str], psutil.Process]]:
     """The command and its follower, once they train together."""
     settings = SMALL | {"model": model, "out": out / "head", "text": text, "epochs": 1e6, "device": BOTH}
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
-    command = [sys.executable, "-m", "draft_service.training", *flags, "--validation-seconds=0.1"]
+    command = [python, "-m", "draft_service.training", *flags, "--validation-seconds=0.1"]
     # Where the tests run behind a shell, Ctrl-C may be ignored, and so by what they start.
     heeded = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
@@ -206,7 +227,7 @@ def training_for_ever(model: Path, out: Path, text: Path) -> Iterator[tuple[subp
                 assert time.monotonic() < deadline
                 time.sleep(0.1)
             # Other children come and go, as what describes the machine for the record. A follower is `.. RANK STORE`.
-            children = psutil.Process(process.pid).children()
+            children = psutil.Process().children(recursive=True)
             (follower,) = (one for one in children if one.cmdline()[-2:-1] == ["1"])
             yield process, follower
         finally:
@@ -229,7 +250,9 @@ def test_a_follower_that_dies_ends_the_run_with_one_line(tmp_path: Path, model: 
 def test_the_leaders_end_ends_its_followers(
     tmp_path: Path, model: Path, written: Path, end: signal.Signals, status: int
 ) -> None:
-    with training_for_ever(model, tmp_path, written / "text") as (process, follower):
+    # One that is killed says nothing to anybody: that its followers see it is tried with two real ones.
+    python = PYTHON if end is signal.SIGKILL else sys.executable
+    with training_for_ever(model, tmp_path, written / "text", python) as (process, follower):
         process.send_signal(end)
         said = process.communicate(timeout=180)[1]
         assert process.returncode == status
@@ -254,7 +277,7 @@ module._GRACE_SECONDS = 0.5
 with module.followers("no.such.module", "{}", ["cpu", "cpu"]):
     time.sleep(100)
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=180)
+    done = subprocess.run([PYTHON, "-c", program], capture_output=True, text=True, timeout=180)
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == "error: the process that trained on cpu ended with status 1"
 
