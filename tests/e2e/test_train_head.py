@@ -248,8 +248,8 @@ def test_minutes_bound_the_whole(tmp_path: Path, model: Path) -> None:
     assert record["finished"]
     assert 3 < record["seconds"]["writing"] < 9
     assert record["seconds"]["all"] < 20
-    # How many fit is the machine's matter: a busy one does six where a quiet one does hundreds.
-    assert record["training"]["steps"] > 1
+    # How many fit is the machine's matter: a busy one does one where a quiet one does hundreds.
+    assert record["training"]["steps"] >= 1
 
 
 def test_prompts_from_a_file_are_answered_by_several_writers(tmp_path: Path, model: Path) -> None:
