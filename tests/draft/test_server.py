@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -81,25 +81,30 @@ class Talkative:
         self.growths += response.WhichOneof("frame") == "growth"
 
 
-async def test_growth_goes_out_though_a_frame_is_always_waiting() -> None:
-    """Where the drafter works beside the event loop, frames come faster than they are handled."""
-    drafter = ScriptedDrafter(max_context=4000)
-    drafter.device = "cuda:0"  # type: ignore[attr-defined]
-    steps = 1000
-    advances = (
-        draft_pb2.AdvanceSequences(sequences=[draft_pb2.SequenceAdvance(sequence_id=1, step=number, token_ids=[20])])
-        for number in range(1, 1 + steps)
-    )
-    call = Talkative(
-        draft_pb2.ProposeRequest(credit=draft_pb2.Credit(frames=500)),
-        draft_pb2.ProposeRequest(open=open_to_pb(opening())),
-        *(draft_pb2.ProposeRequest(advance=advance) for advance in advances),
-    )
+def frames_of(steps: int) -> Iterator[draft_pb2.ProposeRequest]:
+    """Credit, a sequence, and what so many steps commit of it."""
+    yield draft_pb2.ProposeRequest(credit=draft_pb2.Credit(frames=500))
+    yield draft_pb2.ProposeRequest(open=open_to_pb(opening()))
+    for number in range(1, 1 + steps):
+        advance = draft_pb2.SequenceAdvance(sequence_id=1, step=number, token_ids=[20])
+        yield draft_pb2.ProposeRequest(advance=draft_pb2.AdvanceSequences(sequences=[advance]))
+
+
+async def served(drafter: ScriptedDrafter, call: Talkative) -> None:
+    """Serve a call until it has said all."""
     servicer = DraftServicer(drafter, Admission(10, VOCABULARY), info_of(drafter, VOCABULARY, ""))
     try:
         await servicer.Propose(call, call)  # type: ignore[arg-type]
     finally:
         servicer.close()
+
+
+async def test_growth_goes_out_though_a_frame_is_always_waiting() -> None:
+    """Where the drafter works beside the event loop, frames come faster than they are handled."""
+    drafter = ScriptedDrafter(max_context=4000)
+    drafter.device = "cuda:0"  # type: ignore[attr-defined]
+    call = Talkative(*frames_of(1000))
+    await served(drafter, call)
     # One for every few frames that are taken at a time, and not one at the end.
     assert call.growths > 5
 
@@ -171,20 +176,7 @@ async def test_frames_are_read_while_a_drafter_that_is_behind_works() -> None:
     """Or it would fall further behind with each call: gRPC hands out the frames of a stream one by one."""
     drafter = ScriptedDrafter(max_context=4000)
     threads = noting_threads(drafter)
-    advances = (
-        draft_pb2.AdvanceSequences(sequences=[draft_pb2.SequenceAdvance(sequence_id=1, step=number, token_ids=[20])])
-        for number in range(1, 301)
-    )
-    call = Patient(
-        draft_pb2.ProposeRequest(credit=draft_pb2.Credit(frames=500)),
-        draft_pb2.ProposeRequest(open=open_to_pb(opening())),
-        *(draft_pb2.ProposeRequest(advance=advance) for advance in advances),
-    )
-    servicer = DraftServicer(drafter, Admission(10, VOCABULARY), info_of(drafter, VOCABULARY, ""))
-    try:
-        await servicer.Propose(call, call)  # type: ignore[arg-type]
-    finally:
-        servicer.close()
+    await served(drafter, Patient(*frames_of(300)))
     assert len(threads) > 3 and all(thread.name.startswith("drafter") for thread in threads[1:])
 
 

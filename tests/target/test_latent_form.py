@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -214,6 +214,23 @@ class TestCache:
         close(found[0], found[1])
 
 
+def counted(attend: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch) -> tuple[list[int], Callable[..., Tensor]]:
+    """`attend` as a capture would have it, around a kernel that is one launch; and the launches of each call."""
+    launches = []
+
+    def kernel(_self: Any, _plan: Any, query: Tensor, _cache: Tensor, latent: int, _scale: float) -> Tensor:
+        return query[..., :latent] + 1
+
+    def captured(*arguments: Any) -> Tensor:
+        with Captured() as mode:
+            output = attend(*arguments)
+        launches.append(mode.launches)
+        return output
+
+    monkeypatch.setattr(LatentAttention, "run", kernel)
+    return launches, captured
+
+
 class TestFused:
     """Layers whose norm, rotary embedding and write to the cache are one launch."""
 
@@ -315,19 +332,7 @@ class TestFused:
         model = make_latent(name)
         runner = make_runner(model, PAGE_SIZE, 256)
         assert fuse_latents(runner.model)
-        launches = []
-
-        def kernel(_self: Any, _plan: Any, query: Tensor, _cache: Tensor, latent: int, _scale: float) -> Tensor:
-            return query[..., :latent] + 1
-
-        def attend(*arguments: Any) -> Tensor:
-            with Captured() as mode:
-                output = kept(*arguments)
-            launches.append(mode.launches)
-            return output
-
-        kept = latent_layers._attend_fused
-        monkeypatch.setattr(LatentAttention, "run", kernel)
+        launches, attend = counted(latent_layers._attend_fused, monkeypatch)
         monkeypatch.setattr(latent_layers, "norm_rope_write", lambda *_: None)
         monkeypatch.setattr(latent_layers, "_attend_fused", attend)
         runner.forward(rows_of(text(6), 0, (9, 3), None))
@@ -377,19 +382,7 @@ class TestServing:
         """What a capture would fail at, in the absorbed products of every layer around a kernel that is one launch."""
         model = make_latent(name)
         runner = make_runner(model, PAGE_SIZE, 256)
-        launches = []
-
-        def kernel(_self: Any, _plan: Any, query: Tensor, _cache: Tensor, latent: int, _scale: float) -> Tensor:
-            return query[..., :latent] + 1
-
-        def attend(*arguments: Any) -> Tensor:
-            with Captured() as mode:
-                output = kept(*arguments)
-            launches.append(mode.launches)
-            return output
-
-        kept = latent_attention.attend_latents
-        monkeypatch.setattr(LatentAttention, "run", kernel)
+        launches, attend = counted(latent_attention.attend_latents, monkeypatch)
         monkeypatch.setattr(latent_attention, "write_latents", lambda *_: None)
         monkeypatch.setattr("target_service.model.runner.attend_latents", attend)
         runner.forward(rows_of(text(6), 0, (9, 3), None))

@@ -39,8 +39,8 @@ _AGAIN, _FOR = 1024, 16
 # whose trees came in time (3.36 and 2.83 in the same record). Where those come late they make half as many again
 # (3.53 and 2.40, `benchmarks/running_ahead/simulate.py` and H200s), but then answers take longer than that.
 _WORTH_TRYING = 0.2
-# What either way has to make beyond the other, so that noise does not change it: means of sixty passes vary by 7 %, and
-# a device that waits for nothing costs more than one that works.
+# What either way has to make beyond the other. Means of sixty passes vary by 7 %, and being wrong costs more where the
+# device stands idle for it: a quarter of the tokens a second in that record.
 _MARGINS = {Launch.AHEAD: 1.0, Launch.HELD: 1.1}
 
 
