@@ -26,9 +26,9 @@ _KEPT_STEPS = 4
 # Steps that were shorter than asked for, after which one tenant runs alone for once: what that takes stays known while
 # contexts grow, and the others lose a sixteenth of the little that they have in such steps. Chosen.
 _ALONE_EVERY = 16
-# Of a step of his own: what one that runs without a tenant is shorter, since he may come in the middle of it and wait
-# for its end before he joins the next. Half is how long that is on average. Steps whose sequences are cheap, as a
-# GPU's are, take less than what is left, and stay as they are.
+# Part of a step that a request waits for on average, which comes in the middle of it. Steps without its tenant are
+# shorter by that part of one of the tenant's own, and the first one with it by that part of the last. Steps whose
+# sequences are cheap, as a GPU's are, take less than what is left, and stay as they are.
 _WAITED = 0.5
 
 
@@ -91,11 +91,14 @@ class _Present:
 class TimeShares:
     """How long steps may take: no tenant waits for one longer than its own, divided by its part of the weights.
 
-    Steps between two requests of a tenant's are shorter by what the next of these waits for them, on average.
+    A request that comes in the middle of a step waits for its end. So steps between two requests of a tenant's are
+    shorter, and its first step back is shorter by what it waited on average, so that whole requests keep to the bound.
     """
 
     def __init__(self) -> None:
         self._present: dict[str, _Present] = {}
+        # Seconds that the last step was to take.
+        self._last_step = 0.0
         # Whose own step was the measure of the last one, and steps that were held to it since his own was run.
         self._strictest, self._held = "", 0
 
@@ -108,17 +111,29 @@ class TimeShares:
         """Seconds that the next step may take, of tenants whose own would take `alone`; infinite for a lone one."""
         for present in self._present.values():
             present.steps -= 1
+        # Of those with a part in the last step, one call ago.
+        back = {tenant for tenant in alone if not self._has_steps(tenant, _KEPT_STEPS - 1)}
         for tenant, seconds in alone.items():
             self._present[tenant] = _Present(seconds, shares[tenant].weight, _KEPT_STEPS)
-        self._present = {tenant: present for tenant, present in self._present.items() if present.steps > 0}
+        self._present = {tenant: present for tenant, present in self._present.items() if self._has_steps(tenant, 1)}
         if not self.shared:
             return math.inf
         weights = sum(present.weight for present in self._present.values())
-        seconds, self._strictest = min(
-            (present.alone * (weights / present.weight - (0.0 if tenant in alone else _WAITED)), tenant)
-            for tenant, present in self._present.items()
-        )
-        return seconds
+        longest = {tenant: present.alone * weights / present.weight for tenant, present in self._present.items()}
+        for tenant, present in self._present.items():
+            if tenant not in alone:
+                longest[tenant] -= _WAITED * present.alone
+            elif tenant in back:
+                longest[tenant] = max(present.alone, longest[tenant] - _WAITED * self._last_step)
+        self._strictest = min(longest, key=longest.__getitem__)
+        return longest[self._strictest]
+
+    def _has_steps(self, tenant: str, at_least: int) -> bool:
+        return tenant in self._present and self._present[tenant].steps >= at_least
+
+    def begin(self, seconds: float) -> None:
+        """A step begins that is to take so long."""
+        self._last_step = seconds
 
     def hold(self) -> None:
         """A step is shorter than was asked for, since it may take no longer."""

@@ -176,6 +176,8 @@ class Scheduler:
                 chunks.append(Chunk(sequence, count))
         # A sequence scheduled early in the loop may have been preempted for a later one.
         run = [chunk for chunk in chunks if chunk.sequence.state in _RUNS]
+        reading_rows = sum(chunk.count for chunk in run if not chunk.takes_tree)
+        self._time.begin(self.times.seconds(sum(chunk.takes_tree for chunk in run), reading_rows))
         return Schedule(tuple(sorted(run, key=lambda chunk: chunk.takes_tree)), own)
 
     def _rows_within(self, seconds: float, decoding: int, reading: list[Sequence], rows: int) -> int:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from math import inf
+from random import Random
+from statistics import fmean
 
 import pytest
 
-from target_service.core.fairness import FairShare, Share
+from target_service.core.fairness import FairShare, Share, TimeShares
 
 
 def served(fair: FairShare, wanted: dict[str, list[int]], weights: dict[str, float], room: int) -> Counter[str]:
@@ -67,3 +70,31 @@ def test_a_newcomer_begins_level() -> None:
     for _ in range(30):
         total += served(fair, {"old": [1] * 8, "other": [1] * 8, "new": [1] * 8}, {}, 3)
     assert {name: count for name, count in total.items() if not 28 <= count <= 32} == {}
+
+
+def request_times(steps: int, weight: float, requests: int = 400) -> list[float]:
+    """Seconds of requests of `steps` steps of one second that come one after the other, at any time of a step, while
+    another tenant uses all the time that steps may take."""
+    shares = {"crowd": Share(1.0), "few": Share(weight)}
+    times, random, found = TimeShares(), Random(steps), list[float]()
+    for _ in range(requests):
+        between = times.longest_step({"crowd": 20.0}, shares)
+        between = 20.0 if between == inf else between
+        times.begin(between)
+        spent = between * random.random()
+        for _ in range(steps):
+            step = times.longest_step({"crowd": 20.0, "few": 1.0}, shares)
+            times.begin(step)
+            spent += step
+        found.append(spent)
+    return found
+
+
+@pytest.mark.parametrize("weight", [1.0, 0.25, 2.0])
+@pytest.mark.parametrize("steps", [1, 2, 3, 16])
+def test_a_request_takes_as_much_longer_as_its_tenants_part_of_the_weights_says(steps: int, weight: float) -> None:
+    found = request_times(steps, weight)
+    bound = steps * (1.0 + weight) / weight
+    assert fmean(found) <= 1.02 * bound
+    # Less is not owed: the others have their part.
+    assert fmean(found) >= 0.75 * bound
