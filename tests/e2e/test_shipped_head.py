@@ -59,7 +59,7 @@ def runner() -> Iterator[ModelRunner]:
 def said_plainly(runner: ModelRunner) -> dict[str, list[tuple[int, ...]]]:
     """What is said without drafts, by the sampling's name."""
     return {
-        name: [one.token_ids for one in run(runner, asked(runner, sampling, 20), config=engine_config())]
+        name: [one.token_ids for one in run(runner, asked(runner, sampling, 14), config=engine_config())]
         for name, sampling in SAMPLINGS.items()
     }
 
@@ -107,7 +107,7 @@ def test_its_record_is_of_these_files(head: ShippedHead, runner: ModelRunner) ->
 def test_output_is_plain_decoding(
     runner: ModelRunner, said_plainly: dict[str, list[tuple[int, ...]]], sampling: str, drafter: str
 ) -> None:
-    outcomes = drafted(runner, asked(runner, SAMPLINGS[sampling], 20), drafter)
+    outcomes = drafted(runner, asked(runner, SAMPLINGS[sampling], 14), drafter)
     assert [one.token_ids for one in outcomes] == said_plainly[sampling]
     assert sum(one.finished.totals.accepted_tokens for one in outcomes) > 0
 
@@ -120,14 +120,15 @@ def test_drafts_are_accepted(runner: ModelRunner) -> None:
 
 
 def test_rejection_keeps_the_targets_distribution(runner: ModelRunner) -> None:
-    samples, length = 160, 4
+    samples, length = 128, 3
     sampling = SamplingParams(temperature=1.5, top_k=3, ignore_eos=True)
-    prompt = tuple(runner.tokenizer("The cat sat on the mat. The dog sat on the")["input_ids"])
+    prompt = tuple(runner.tokenizer("The dog sat on the")["input_ids"])
     wanted = [
         replace(request(prompt, length, sampling=sampling, mode=VerificationMode.REJECTION), seed=seed)
         for seed in range(samples)
     ]
-    config = replace(engine_config(max_running=32), max_waiting=samples)
+    # Few rows, of two or three children each: rows are what such a model's steps cost.
+    config = replace(engine_config(max_running=32), max_waiting=samples, max_draft_nodes=6)
     with real_drafter("eagle", runner.vocabulary_size) as connect:
         outcomes = run(runner, wanted, connect=connect, config=config)
     exact = distribution(runner, prompt, sampling, length)
