@@ -6,6 +6,8 @@ from __future__ import annotations
 _SCHEMES = ("unix", "unix-abstract", "dns", "ipv4", "ipv6", "passthrough")
 # What belongs to the address of a page, and whether it asks for TLS.
 _OF_PAGES = {"http": False, "https": True, "grpc": False, "grpcs": True}
+# The default of `--listen` of a target.
+_EXAMPLE_PORT = 50051
 
 
 def address_problem(address: str) -> str | None:
@@ -21,10 +23,21 @@ def _reason(address: str) -> str | None:
         if scheme not in _OF_PAGES:
             return f"gRPC knows no {scheme}://"
         secure = " with TLS" if _OF_PAGES[scheme] else ""
-        return f"leave out {scheme}:// and say {rest.strip('/') or 'HOST:PORT'}{secure}"
+        return f"leave out {scheme}:// and write {_written_for(rest)}{secure}"
     if colon and scheme in _SCHEMES:
         return None if rest.strip("/") else f"nothing follows {scheme}:"
     return _reason_of_host(address)
+
+
+def _written_for(rest: str) -> str:
+    """What to write for a page's address, of which `rest` follows the scheme: its host and port, or an example."""
+    host = rest.strip("/").partition("/")[0]
+    if _reason_of_host(host) is None:
+        return host
+    with_port = f"{host}:{_EXAMPLE_PORT}"
+    if _reason_of_host(with_port) is None:
+        return f"HOST:PORT, such as {with_port}"
+    return f"HOST:PORT, such as localhost:{_EXAMPLE_PORT}"
 
 
 def _reason_of_host(address: str) -> str | None:

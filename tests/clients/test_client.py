@@ -128,7 +128,7 @@ async def test_deadline_is_typed(running: Any) -> None:
 
 
 async def test_the_address_of_a_web_page_is_none() -> None:
-    with pytest.raises(ValueError, match=r"leave out http:// and say 127\.0\.0\.1:50051$"):
+    with pytest.raises(ValueError, match=r"leave out http:// and write 127\.0\.0\.1:50051$"):
         Client.connect("http://127.0.0.1:50051")
     with pytest.raises(ValueError, match="with TLS"):
         Client.connect("https://models:50051")
