@@ -124,7 +124,8 @@ def a_plan_takes_the_next_step() -> list[float]:
     ]
     for step in steps:
         case = make_latent_case(step, spare_pages=0, device=DEVICE)
-        backend.update(plan, case.batch)
+        packed = torch.frombuffer(backend.pack(plan, case.batch), dtype=torch.int32)
+        plan.integers[: len(packed)] = packed
         # What a captured graph replays: prepare, attend, merge.
         plan.schedules.clear()
         query = torch.zeros_like(first.query)
