@@ -1,4 +1,4 @@
-"""Kernels of what a decoder layer does behind products of many rows: one launch between two of them."""
+"""What a decoder layer does after a product of many rows: one launch between two products."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def add_epilogue_kernel(  # type: ignore[no-untyped-def]
     HAS_BIAS: tl.constexpr, ADDS: tl.constexpr, NORMS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """One row per program: bias and residual onto the product where it lies, and the norm that reads it next."""
+    """One row per program: bias and residual added to the product in place, and the norm that reads it next."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH
@@ -42,7 +42,7 @@ def add_epilogue_kernel(  # type: ignore[no-untyped-def]
 def gated_epilogue_kernel(  # type: ignore[no-untyped-def]
     product, output, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr
 ):
-    """BLOCK columns of one row per program: SiLU of gate times up. A row of the product is gate, then up."""
+    """BLOCK columns of one row per program: SiLU(gate) * up. A row of the product is gate, then up."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < OUTPUTS
@@ -75,7 +75,7 @@ def rotary_epilogue_kernel(  # type: ignore[no-untyped-def]
     if DEPENDENT:
         gdc_launch_dependents()
         gdc_wait()
-    # Once for each head: the interpreter takes no number that is not in a block for a part of a mask.
+    # Once for each head: in the interpreter a mask cannot have a scalar part.
     slot = tl.load(slots + row + 0 * head).to(tl.int64)
     column = head * WIDTH + lane
     at = product + row * TOTAL * WIDTH + column
@@ -90,7 +90,7 @@ def rotary_epilogue_kernel(  # type: ignore[no-untyped-def]
     first_sine = tl.load(sines + angle, mask=inside, other=0.0).to(tl.float32)
     second_cosine = tl.load(cosines + angle + TURN, mask=inside, other=0.0).to(tl.float32)
     second_sine = tl.load(sines + angle + TURN, mask=inside, other=0.0).to(tl.float32)
-    # Values do not turn, and are not multiplied with what would leave them as they are unless they are infinite.
+    # Values do not turn; multiplying them with cosines of 1 and sines of 0 would make NaN of infinite ones.
     turns = head < HEADS + KV_HEADS
     first = tl.where(turns, left * first_cosine - right * first_sine, left).to(query.dtype.element_ty)
     second = tl.where(turns, right * second_cosine + left * second_sine, right).to(query.dtype.element_ty)
@@ -98,7 +98,7 @@ def rotary_epilogue_kernel(  # type: ignore[no-untyped-def]
     at = query + row * HEADS * WIDTH + column
     tl.store(at, first, mask=kept)
     tl.store(at + TURN, second, mask=kept)
-    # A row without a slot fills up a captured step.
+    # A row without a slot is padding of a captured step.
     kept = there & (head >= HEADS) & turns & (slot >= 0)
     at = key_cache + (slot * KV_HEADS + head - HEADS) * WIDTH + lane
     tl.store(at, first, mask=kept)
