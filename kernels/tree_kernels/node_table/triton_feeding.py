@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tree_kernels.node_table.step_integers import StepIntegers
-from tree_kernels.verification.records import MODE, POSITION, RECORD, Mode
+from tree_kernels.verification.triton_rows import COUPLED, MODE, POSITION, record_of
 
 _BLOCK = 256
 
@@ -41,10 +41,10 @@ def fill(token_ids: Tensor, pending: Tensor, slots: Tensor | None = None, tokens
 
 @triton.jit
 def _advance_kernel(  # type: ignore[no-untyped-def]
-    token_ids, positions, slots, positions_to_verify, query_starts, prefix_lengths, page_starts, page_table,
-    sequences, last_position, PAGE_SIZE: tl.constexpr, RECORD: tl.constexpr, BLOCK: tl.constexpr,
+    token_ids, positions, slots, records, query_starts, prefix_lengths, page_starts, page_table, sequences,
+    last_position, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One sequence a lane; see `feeding.advance`. `positions_to_verify` [B, RECORD], each record's 64 bit first."""
+    """One sequence a lane; see `feeding.advance`."""
     b = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     there = b < sequences
     row = tl.load(query_starts + b, mask=there, other=0)
@@ -56,30 +56,28 @@ def _advance_kernel(  # type: ignore[no-untyped-def]
     tl.store(positions + row, tl.minimum(position, last_position), mask=fed)
     page = tl.load(page_table + tl.load(page_starts + b, mask=fed, other=0) + key // PAGE_SIZE, mask=fed, other=0)
     tl.store(slots + row, page * PAGE_SIZE + key % PAGE_SIZE, mask=fed)
-    low = tl.load(positions_to_verify + b * RECORD, mask=fed, other=0) + 1
-    high = tl.load(positions_to_verify + b * RECORD + 1, mask=fed, other=0)
-    tl.store(positions_to_verify + b * RECORD, low, mask=fed)
-    tl.store(positions_to_verify + b * RECORD + 1, high + tl.where(low == 0, 1, 0), mask=fed)
+    record = record_of(records, b)
+    low = tl.load(record + POSITION, mask=fed, other=0) + 1
+    high = tl.load(record + POSITION + 1, mask=fed, other=0)
+    tl.store(record + POSITION, low, mask=fed)
+    tl.store(record + POSITION + 1, high + tl.where(low == 0, 1, 0), mask=fed)
 
 
 def advance(step: StepIntegers, page_size: int, last_position: int) -> None:
     """See `feeding.advance`."""
     sequences = len(step.prefix_lengths)
     _advance_kernel[(triton.cdiv(sequences, _BLOCK),)](
-        step.token_ids, step.positions, step.slots, step.parameters[POSITION:], step.query_starts,
-        step.prefix_lengths, step.page_starts, step.page_table, sequences, last_position,
-        PAGE_SIZE=page_size, RECORD=RECORD, BLOCK=_BLOCK,
+        step.token_ids, step.positions, step.slots, step.parameters, step.query_starts, step.prefix_lengths,
+        step.page_starts, step.page_table, sequences, last_position, PAGE_SIZE=page_size, BLOCK=_BLOCK,
     )  # fmt: skip
 
 
 @triton.jit
 def _move_on_kernel(  # type: ignore[no-untyped-def]
     token_ids, positions, slots, records, query_starts, prefix_lengths, page_starts, page_table, accepted_counts,
-    sequences, last_position,
-    PAGE_SIZE: tl.constexpr, RECORD: tl.constexpr, MODE: tl.constexpr, POSITION: tl.constexpr, RACED: tl.constexpr,
-    BLOCK: tl.constexpr,
+    sequences, last_position, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One sequence a lane; see `feeding.move_on`. `records` [B, RECORD]."""
+    """One sequence a lane; see `feeding.move_on`."""
     b = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     there = b < sequences
     row = tl.load(query_starts + b, mask=there, other=0)
@@ -93,13 +91,14 @@ def _move_on_kernel(  # type: ignore[no-untyped-def]
     tl.store(positions + row, tl.minimum(position, last_position), mask=fed)
     page = tl.load(page_table + tl.load(page_starts + b, mask=fed, other=0) + key // PAGE_SIZE, mask=fed, other=0)
     tl.store(slots + row, page * PAGE_SIZE + key % PAGE_SIZE, mask=fed)
-    raced = fed & (tl.load(records + b * RECORD + MODE, mask=fed, other=0) == RACED)
-    before = tl.load(records + b * RECORD + POSITION, mask=raced, other=0)
+    record = record_of(records, b)
+    raced = fed & (tl.load(record + MODE, mask=fed, other=0) == COUPLED)
+    before = tl.load(record + POSITION, mask=raced, other=0)
     low = before + moves
-    high = tl.load(records + b * RECORD + POSITION + 1, mask=raced, other=0)
-    tl.store(records + b * RECORD + POSITION, low, mask=raced)
-    # Of two's complement: the sum wraps where it goes from a negative number to one that is not.
-    tl.store(records + b * RECORD + POSITION + 1, high + tl.where((before < 0) & (low >= 0), 1, 0), mask=raced)
+    high = tl.load(record + POSITION + 1, mask=raced, other=0)
+    tl.store(record + POSITION, low, mask=raced)
+    # In two's complement the sum wraps where it goes from a negative number to one that is not.
+    tl.store(record + POSITION + 1, high + tl.where((before < 0) & (low >= 0), 1, 0), mask=raced)
 
 
 def move_on(step: StepIntegers, accepted_counts: Tensor, page_size: int, last_position: int) -> None:
@@ -107,6 +106,5 @@ def move_on(step: StepIntegers, accepted_counts: Tensor, page_size: int, last_po
     sequences = len(step.prefix_lengths)
     _move_on_kernel[(triton.cdiv(sequences, _BLOCK),)](
         step.token_ids, step.positions, step.slots, step.parameters, step.query_starts, step.prefix_lengths,
-        step.page_starts, step.page_table, accepted_counts, sequences, last_position,
-        PAGE_SIZE=page_size, RECORD=RECORD, MODE=MODE, POSITION=POSITION, RACED=int(Mode.COUPLED), BLOCK=_BLOCK,
+        step.page_starts, step.page_table, accepted_counts, sequences, last_position, PAGE_SIZE=page_size, BLOCK=_BLOCK,
     )  # fmt: skip
