@@ -72,7 +72,7 @@ def _tokens_at(tokens, pages, keys, mask, PAGE_SIZE: tl.constexpr):  # type: ign
 
 @triton.jit
 def _last_longest_run(tokens, pages, prefix, root, PAGE_SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The length of the run that `node_table.longest_run` finds, and the key behind it; 0 and `prefix` without one."""
+    """The length of the run that `node_table.longest_run` finds, and the key after it; 0 and `prefix` without one."""
     first = tl.maximum(prefix - _WINDOW, 0)
     last = _tokens_at(tokens, pages, prefix - 1, prefix >= 1, PAGE_SIZE)
     found = tl.full([_BLOCK], -1, tl.int32)
@@ -83,7 +83,7 @@ def _last_longest_run(tokens, pages, prefix, root, PAGE_SIZE: tl.constexpr):  # 
         run = same.to(tl.int32)
         same = same & (before == last) & (before >= 0)
         run += same.to(tl.int32)
-        # Two of one kind are rare in most texts. Loads do not wait for each other: whether a run goes on is asked
+        # Runs of two are rare in most texts. Loads do not wait for each other: whether a run goes on is tested
         # afterwards.
         if tl.max(run, axis=0) > 1:
             for i in tl.static_range(2, _LONGEST):
@@ -245,7 +245,7 @@ def _rank(  # type: ignore[no-untyped-def]
     borrowed = node & (lender >= 0) & (i > lender) & (i < lender_end)
     inserted = inserted & (borrowed == 0)
 
-    # Nodes that the chain says too, and the last of them. None of a mended tree is on the text's path.
+    # Nodes that are in the chain too, and the last of them. None of a mended tree is on the text's path.
     below = node & (top >= 0) & (i > top) & (i < top_end) & (borrowed == 0)
     depth = tl.where(in_chain, i - _NODES + 1, tl.where(inserted, 1, own_depth - age))
     depth = tl.where(borrowed, own_depth - lender_depth, depth)
@@ -282,7 +282,7 @@ def _move(records, prefix_lengths, roots, b, prefix, root, moves):  # type: igno
     raced = tl.load(record + MODE) == COUPLED
     before = tl.load(record + POSITION)
     high = tl.load(record + POSITION + 1)
-    # One thread stores what is one number, and every warp has read it by now.
+    # One thread stores a scalar, after every warp has read it.
     tl.debug_barrier()
     tl.store(prefix_lengths + b, prefix)
     low = before + moves

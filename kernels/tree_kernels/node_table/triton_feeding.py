@@ -17,7 +17,7 @@ _BLOCK = 256
 def _fill_kernel(  # type: ignore[no-untyped-def]
     token_ids, pending, filled, slots, tokens, rows, KEEP: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """[rows] int32 each; BLOCK of them per program. `slots` and `tokens` are looked at where they are to be kept."""
+    """[rows] int32 each; BLOCK of them per program. `slots` and `tokens` are used with KEEP."""
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     token = tl.load(token_ids + row, mask=row < rows, other=0)
     known = tl.load(pending - 1 - token, mask=token < 0, other=0)

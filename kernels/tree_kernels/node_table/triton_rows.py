@@ -47,8 +47,8 @@ def lay_out_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """One sequence a program, and the first one the free rows; see `node_table.torch_backend._lay_out`.
 
-    Each program repeats the choice among all candidates [B * KEPT_ROWS]. Of the first `reading` sequences, which are no
-    candidates' owners, nothing is stored.
+    Each program repeats the choice among all candidates [B * KEPT_ROWS]. Nothing is stored of the first `reading`
+    sequences, which own no candidates.
     """
     b = tl.program_id(0)
     k = tl.arange(0, KEPT_ROWS)
@@ -59,7 +59,7 @@ def lay_out_kernel(  # type: ignore[no-untyped-def]
     all_keys = tl.load(keys + candidate, mask=owner < sequences, other=NO_KEY)
     owner_count = tl.load(counts + owner, mask=owner < sequences, other=-1)
     all_keys = tl.where(owner_count >= 0, all_keys, NO_KEY)
-    # What this program lays out, read before it is known how much of it is taken.
+    # What this program lays out, loaded before it is known how much of it is taken.
     own_key = tl.load(keys + b * KEPT_ROWS + k)
     count = tl.load(counts + b)
     prefix, root = tl.load(prefix_lengths + b), tl.load(roots + b)
@@ -69,7 +69,7 @@ def lay_out_kernel(  # type: ignore[no-untyped-def]
     link = tl.load(own + KEPT_ROWS, mask=k > 0, other=0)
     chance = tl.load(own + 2 * KEPT_ROWS, mask=k > 0, other=0)
 
-    # Behind the rows of those that read, where no program stores it.
+    # After the rows of sequences that read, which no program stores.
     read = tl.load(reading)
     first = tl.load(query_starts + read)
     bound = _bound_for(all_keys, rows_in_all - first - tl.sum(here.to(tl.int32), axis=0), BOUNDS)
@@ -83,7 +83,7 @@ def lay_out_kernel(  # type: ignore[no-untyped-def]
         mine = k < rows
         key = prefix + k
         page = tl.load(pages + key // PAGE_SIZE, mask=mine, other=0)
-        # Row 0 is the root, at depth 0; of the rest, what was read behind the rows means nothing.
+        # Row 0 is the root, at depth 0.
         depth = tl.where(k > 0, (link >> 8) & 255, 0)
         tl.store(token_ids + row + k, tl.where(k > 0, token, root), mask=mine)
         tl.store(parents + row + k, link & 255, mask=mine)
@@ -131,8 +131,8 @@ def keep_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _number_of(newest, slot):  # type: ignore[no-untyped-def]
-    """The number of the newest table in a box. It may be written meanwhile, and yet all threads get the same: every one
-    of them reads it, and the largest counts."""
+    """The number of the newest table in a box. It may be written concurrently; all threads get the same one: each of
+    them reads it, and the largest is taken."""
     return tl.max(tl.load(newest + slot + tl.zeros([_THREADS], tl.int32), volatile=True), axis=0)
 
 
@@ -146,7 +146,7 @@ def take_kernel(newest, boxes, taken, tables):  # type: ignore[no-untyped-def]
         box = boxes + (slot * _TURNS + number % _TURNS) * _TABLE
         new = tl.load(box + i, mask=i < _TABLE, other=0, volatile=True)
         tl.store(tables + slot * _TABLE + i, new, mask=i < _TABLE)
-        # All was read, since it is stored; and every thread knows what was taken before, which changes now.
+        # All was read, since it is stored; and every thread has read `taken`, which changes now.
         tl.debug_barrier()
         written = (_number_of(newest, slot) - number) & _LAST_NUMBER
         if written >= _TURNS - 1:

@@ -1,4 +1,4 @@
-"""Lossless verification of token trees: what is asked of it, its definition, and its kernels."""
+"""Lossless verification of token trees: its parameters, its definition, and its kernels."""
 
 from tree_kernels.verification.dispatch import DeviceVerifier, Verdicts
 from tree_kernels.verification.kv_move import move_accepted, move_kv

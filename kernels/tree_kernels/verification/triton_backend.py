@@ -1,4 +1,4 @@
-"""Verification in Triton: what is launched, and what lies between the launches."""
+"""Verification in Triton: the launches, and the tensors between them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from tree_kernels.verification.triton_walk import walk_kernel
 
 _CHUNK = 2048
 _BLOCK = 128
-# Tokens that the filter lists, and searches, at a time. Text leaves short lists; flat distributions would like more.
+# Tokens that the filter lists, and searches, at a time. Lists of text are short; more would be faster for flat
+# distributions.
 _TILE = 2048
 _SEARCH = 1024
 # Each program of the filter lists up to V tokens for itself, 12 bytes each.
@@ -22,7 +23,7 @@ _FILTER_PROGRAMS = 128
 
 
 class TritonVerification:
-    """See `tree_kernels.verification.DeviceVerifier`, which checks what comes in.
+    """See `tree_kernels.verification.DeviceVerifier`, which checks the arguments.
 
     Scratch is allocated by every call, so that captured graphs share it through their pool.
     """
