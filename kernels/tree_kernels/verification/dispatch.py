@@ -120,7 +120,9 @@ class DeviceVerifier:
             ValueError: see `sampled`.
         """
         self._check(logits, token_ids, parents, parameters)
-        self._backend.greedy(logits, token_ids, parents, parameters, self.verdicts.tensor)
+        self._backend.verify(
+            logits, token_ids, parents, parameters, None, self.verdicts.tensor, sampled=False, filtered=False
+        )
         return self.verdicts
 
     def sampled(
@@ -147,8 +149,8 @@ class DeviceVerifier:
             ValueError: shapes or dtypes differ from these.
         """
         self._check(logits, token_ids, parents, parameters)
-        self._backend.sampled(
-            logits, token_ids, parents, parameters, distributions, self.verdicts.tensor, filtered=filtered
+        self._backend.verify(
+            logits, token_ids, parents, parameters, distributions, self.verdicts.tensor, sampled=True, filtered=filtered
         )
         return self.verdicts
 

@@ -45,11 +45,7 @@ class TorchVerification:
         self._vocabulary_size = vocabulary_size
         self._max_sequences = max_sequences
 
-    def greedy(self, logits: Tensor, token_ids: Tensor, parents: Tensor, parameters: Tensor, verdicts: Tensor) -> None:
-        """See `sampled`."""
-        self.sampled(logits, token_ids, parents, parameters, None, verdicts, filtered=False)
-
-    def sampled(
+    def verify(
         self,
         logits: Tensor,
         token_ids: Tensor,
@@ -58,6 +54,7 @@ class TorchVerification:
         distributions: Tensor | None,
         verdicts: Tensor,
         *,
+        sampled: bool,  # noqa: ARG002
         filtered: bool,  # noqa: ARG002
     ) -> None:
         """Write verdicts [2 * max_sequences + max_rows] int32."""
