@@ -33,8 +33,8 @@ def attend_expanded(
     for b in range(batch.sequences):
         start, end = batch.query_starts[b], batch.query_starts[b + 1]
         vectors = cache.flatten(0, 1)[sequence_slots(batch, b).to(cache.device)].to(dtype)
-        latents, turned = vectors[:, :latent], vectors[:, latent:]
-        keys = torch.cat([torch.einsum("hnl,kl->khn", key_of, latents), turned[:, None].expand(-1, heads, -1)], dim=-1)
+        latents, rotary_keys = vectors[:, :latent], vectors[:, None, latent:].expand(-1, heads, -1)
+        keys = torch.cat([torch.einsum("hnl,kl->khn", key_of, latents), rotary_keys], dim=-1)
         values = torch.einsum("hvl,kl->khv", value_of, latents)
         mask = sequence_mask(batch, b).to(cache.device)
         output[start:end] = attend(query[start:end], keys, values, mask, scale)

@@ -74,13 +74,13 @@ class CublasLinears(TritonLinears):
         kv_heads, width = heads.key_cache.shape[-2:]
         count, total = len(rows.rows), weight.shape[0] // width
         query = rows.rows.new_empty(count, total - 2 * kv_heads, width)
-        block_turn = triton.next_power_of_2(width // 2)
-        block_heads = min(max(1, _BLOCK // block_turn), triton.next_power_of_2(total))
+        block_half = triton.next_power_of_2(width // 2)
+        block_heads = min(max(1, _BLOCK // block_half), triton.next_power_of_2(total))
         rotary_epilogue_kernel[(count, triton.cdiv(total, block_heads))](
             _normed_product(rows, weight), or_other(bias, query), heads.cosines, heads.sines, heads.slots, query,
             heads.key_cache, heads.value_cache,
             HAS_BIAS=bias is not None, HEADS=total - 2 * kv_heads, KV_HEADS=kv_heads, WIDTH=width,
-            BLOCK_HEADS=block_heads, BLOCK_TURN=block_turn, num_warps=4, **self._order(),
+            BLOCK_HEADS=block_heads, BLOCK_HALF=block_half, num_warps=4, **self._order(),
         )  # fmt: skip
         return query
 

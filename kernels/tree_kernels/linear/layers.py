@@ -97,7 +97,7 @@ class RowLinears:
         heads: HeadRows,
         following: Weight | None = None,  # noqa: ARG002
     ) -> Tensor:
-        """Queries, keys and values of the normed rows; queries and keys turned, keys and values into the cache.
+        """Queries, keys and values of the normed rows; queries and keys rotated, keys and values cached.
 
         Args:
             rows: [R, K].
@@ -117,11 +117,11 @@ class RowLinears:
         if bias is not None:
             total = total + bias.float()
         total = total.view(len(total), -1, width)
-        turning, value = total[:, :-kv_heads], total[:, -kv_heads:]
-        left, right = turning.chunk(2, dim=2)
+        rotating, value = total[:, :-kv_heads], total[:, -kv_heads:]
+        left, right = rotating.chunk(2, dim=2)
         cosines, sines = heads.cosines.float()[:, None], heads.sines.float()[:, None]
-        turned: Tensor = (turning * cosines + torch.cat((-right, left), dim=2) * sines).to(rows.rows.dtype)
-        query, key = turned[:, :-kv_heads], turned[:, -kv_heads:]
+        rotated: Tensor = (rotating * cosines + torch.cat((-right, left), dim=2) * sines).to(rows.rows.dtype)
+        query, key = rotated[:, :-kv_heads], rotated[:, -kv_heads:]
         write_kv(key, value.to(rows.rows.dtype), heads.key_cache, heads.value_cache, heads.slots)
         return query
 

@@ -43,7 +43,7 @@ class HeadRows:
     """Angles of the heads of R rows, and where their keys and values go.
 
     Attributes:
-        cosines: [R, D], of the angles by which the numbers of a head turn; number i is paired with D / 2 + i.
+        cosines: [R, D], of the angles by which the numbers of a head are rotated; number i is paired with D / 2 + i.
         sines: [R, D].
         slots: [R] integers as in `paging.write_kv`: where keys and values go. On a GPU a negative one is left out.
         key_cache: [pages, page_size, Hkv, D], contiguous.

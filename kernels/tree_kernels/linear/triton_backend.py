@@ -50,15 +50,15 @@ class TritonLinears(RowLinears):
     def head_input(self, token_ids: Tensor, features: Tensor, positions: Tensor, of: HeadInputs) -> HeadInput:
         if features.dtype != of.embedding.dtype or features.stride(1) != 1 or not of.embedding.is_contiguous():
             raise ValueError("expected contiguous features and embeddings of one dtype")
-        (rows, width), turned = features.shape, len(of.frequencies)
+        (rows, width), rotary = features.shape, len(of.frequencies)
         output = features.new_empty(rows, 2 * width)
-        cosines, sines = torch.empty(2, rows, turned, dtype=torch.float32, device=features.device)
+        cosines, sines = torch.empty(2, rows, rotary, dtype=torch.float32, device=features.device)
         head_input_kernel[(rows,)](
             token_ids, of.embedding, of.embedding_norm.weight, features, of.feature_norm.weight, positions,
             of.frequencies, output, cosines, sines, features.stride(0), of.embedding_norm.epsilon,
             of.feature_norm.epsilon, of.scaling,
-            WIDTH=width, BLOCK=triton.next_power_of_2(width), TURNED=turned,
-            BLOCK_TURNED=triton.next_power_of_2(turned), num_warps=4, **self._order(),
+            WIDTH=width, BLOCK=triton.next_power_of_2(width), ROTARY=rotary,
+            BLOCK_ROTARY=triton.next_power_of_2(rotary), num_warps=4, **self._order(),
         )  # fmt: skip
         return HeadInput(output, cosines, sines)
 

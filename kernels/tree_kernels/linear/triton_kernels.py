@@ -105,12 +105,12 @@ def _halves(total, BLOCK_M: tl.constexpr, HALF_N: tl.constexpr):  # type: ignore
 
 
 @triton.jit
-def _turned(left, right, cosines, sines, at, there, TURN: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Rotary embedding of columns of a head, paired with those `TURN` further."""
-    first_cosine = tl.load(cosines + at, mask=there[:, None], other=0.0).to(tl.float32)
-    first_sine = tl.load(sines + at, mask=there[:, None], other=0.0).to(tl.float32)
-    second_cosine = tl.load(cosines + at + TURN, mask=there[:, None], other=0.0).to(tl.float32)
-    second_sine = tl.load(sines + at + TURN, mask=there[:, None], other=0.0).to(tl.float32)
+def rotated(left, right, cosines, sines, at, mask, HALF_WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Rotary embedding of columns of a head, paired with those `HALF_WIDTH` further."""
+    first_cosine = tl.load(cosines + at, mask=mask, other=0.0).to(tl.float32)
+    first_sine = tl.load(sines + at, mask=mask, other=0.0).to(tl.float32)
+    second_cosine = tl.load(cosines + at + HALF_WIDTH, mask=mask, other=0.0).to(tl.float32)
+    second_sine = tl.load(sines + at + HALF_WIDTH, mask=mask, other=0.0).to(tl.float32)
     return left * first_cosine - right * first_sine, right * second_cosine + left * second_sine
 
 
@@ -203,11 +203,11 @@ def rotary_kernel(  # type: ignore[no-untyped-def]
     A tile holds columns of a head's first half and those of its second half that they are paired with.
     """
     HALF_N: tl.constexpr = BLOCK_N // 2
-    TURN: tl.constexpr = WIDTH // 2
+    HALF_WIDTH: tl.constexpr = WIDTH // 2
     lane = tl.arange(0, BLOCK_N)
-    head = tl.program_id(1) * HALF_N // TURN
-    first = tl.program_id(1) * HALF_N % TURN
-    column = head * WIDTH + first + lane % HALF_N + lane // HALF_N * TURN
+    head = tl.program_id(1) * HALF_N // HALF_WIDTH
+    first = tl.program_id(1) * HALF_N % HALF_WIDTH
+    column = head * WIDTH + first + lane % HALF_N + lane // HALF_N * HALF_WIDTH
     _await_inputs(weight, column, INNER // 2 if INT8 else INNER, SPLITS, AHEAD, DEPENDENT)
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     there = row < count
@@ -224,7 +224,7 @@ def rotary_kernel(  # type: ignore[no-untyped-def]
     left, right = _halves(total, BLOCK_M, HALF_N)
     inner = first + tl.arange(0, HALF_N)[None, :]
     if head < HEADS + KV_HEADS:
-        left, right = _turned(left, right, cosines, sines, row[:, None] * WIDTH + inner, there, TURN)
+        left, right = rotated(left, right, cosines, sines, row[:, None] * WIDTH + inner, there[:, None], HALF_WIDTH)
     # A row without a slot is padding of a captured step.
     kept = there & (slot >= 0)
     if head < HEADS:
@@ -236,7 +236,7 @@ def rotary_kernel(  # type: ignore[no-untyped-def]
         at = value_cache + (slot * KV_HEADS + head - HEADS - KV_HEADS) * WIDTH
     at = at[:, None] + inner
     tl.store(at, left.to(query.dtype.element_ty), mask=kept[:, None])
-    tl.store(at + TURN, right.to(query.dtype.element_ty), mask=kept[:, None])
+    tl.store(at + HALF_WIDTH, right.to(query.dtype.element_ty), mask=kept[:, None])
 
 
 @triton.jit
@@ -273,18 +273,18 @@ def _normed(read, norm_weight, column, inside, epsilon, WIDTH: tl.constexpr):  #
 def head_input_kernel(  # type: ignore[no-untyped-def]
     token_ids, embedding, embedding_norm, features, feature_norm, positions, frequencies, output, cosines, sines,
     feature_stride, embedding_epsilon, feature_epsilon, scaling,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, TURNED: tl.constexpr, BLOCK_TURNED: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROTARY: tl.constexpr, BLOCK_ROTARY: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One row per program: see `RowLinears.head_input`."""
     row = tl.program_id(0)
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH
-    lane = tl.arange(0, BLOCK_TURNED)
-    turned = lane < TURNED
+    lane = tl.arange(0, BLOCK_ROTARY)
+    inside_rotary = lane < ROTARY
     if DEPENDENT:
         gdc_launch_dependents()
-    frequency = tl.load(frequencies + lane, mask=turned, other=0.0)
+    frequency = tl.load(frequencies + lane, mask=inside_rotary, other=0.0)
     if DEPENDENT:
         gdc_wait()
     own = embedding + tl.load(token_ids + row).to(tl.int64) * WIDTH
@@ -296,5 +296,5 @@ def head_input_kernel(  # type: ignore[no-untyped-def]
     tl.store(at, result.to(output.dtype.element_ty), mask=inside)
     result = _normed(feature, feature_norm, column, inside, feature_epsilon, WIDTH)
     tl.store(at + WIDTH, result.to(output.dtype.element_ty), mask=inside)
-    tl.store(cosines + row * TURNED + lane, tl.cos(angle) * scaling, mask=turned)
-    tl.store(sines + row * TURNED + lane, tl.sin(angle) * scaling, mask=turned)
+    tl.store(cosines + row * ROTARY + lane, tl.cos(angle) * scaling, mask=inside_rotary)
+    tl.store(sines + row * ROTARY + lane, tl.sin(angle) * scaling, mask=inside_rotary)

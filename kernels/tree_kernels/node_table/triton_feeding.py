@@ -40,6 +40,32 @@ def fill(token_ids: Tensor, pending: Tensor, slots: Tensor | None = None, tokens
 
 
 @triton.jit
+def _move(  # type: ignore[no-untyped-def]
+    positions, slots, prefix_lengths, page_starts, page_table, b, row, fed, moves, last_position,
+    PAGE_SIZE: tl.constexpr,
+):  # fmt: skip
+    """Move the only rows of the sequences `b`, where `fed`, on by so many keys."""
+    key = tl.load(prefix_lengths + b, mask=fed, other=0) + moves
+    tl.store(prefix_lengths + b, key, mask=fed)
+    position = tl.load(positions + row, mask=fed, other=0) + moves
+    tl.store(positions + row, tl.minimum(position, last_position), mask=fed)
+    page = tl.load(page_table + tl.load(page_starts + b, mask=fed, other=0) + key // PAGE_SIZE, mask=fed, other=0)
+    tl.store(slots + row, page * PAGE_SIZE + key % PAGE_SIZE, mask=fed)
+
+
+@triton.jit
+def _move_position(records, b, moves, mask):  # type: ignore[no-untyped-def]
+    """Add `moves` to the 64 bit positions of records."""
+    record = record_of(records, b)
+    before = tl.load(record + POSITION, mask=mask, other=0)
+    low = before + moves
+    high = tl.load(record + POSITION + 1, mask=mask, other=0)
+    tl.store(record + POSITION, low, mask=mask)
+    # In two's complement the sum wraps where it goes from a negative number to one that is not.
+    tl.store(record + POSITION + 1, high + tl.where((before < 0) & (low >= 0), 1, 0), mask=mask)
+
+
+@triton.jit
 def _advance_kernel(  # type: ignore[no-untyped-def]
     token_ids, positions, slots, records, query_starts, prefix_lengths, page_starts, page_table, sequences,
     last_position, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr,
@@ -49,18 +75,9 @@ def _advance_kernel(  # type: ignore[no-untyped-def]
     there = b < sequences
     row = tl.load(query_starts + b, mask=there, other=0)
     fed = there & (tl.load(query_starts + b + 1, mask=there, other=0) == row + 1)
-    key = tl.load(prefix_lengths + b, mask=fed, other=0) + 1
-    tl.store(prefix_lengths + b, key, mask=fed)
     tl.store(token_ids + row, -1 - b, mask=fed)
-    position = tl.load(positions + row, mask=fed, other=0) + 1
-    tl.store(positions + row, tl.minimum(position, last_position), mask=fed)
-    page = tl.load(page_table + tl.load(page_starts + b, mask=fed, other=0) + key // PAGE_SIZE, mask=fed, other=0)
-    tl.store(slots + row, page * PAGE_SIZE + key % PAGE_SIZE, mask=fed)
-    record = record_of(records, b)
-    low = tl.load(record + POSITION, mask=fed, other=0) + 1
-    high = tl.load(record + POSITION + 1, mask=fed, other=0)
-    tl.store(record + POSITION, low, mask=fed)
-    tl.store(record + POSITION + 1, high + tl.where(low == 0, 1, 0), mask=fed)
+    _move(positions, slots, prefix_lengths, page_starts, page_table, b, row, fed, 1, last_position, PAGE_SIZE)
+    _move_position(records, b, 1, fed)
 
 
 def advance(step: StepIntegers, page_size: int, last_position: int) -> None:
@@ -85,20 +102,9 @@ def _move_on_kernel(  # type: ignore[no-untyped-def]
     token = tl.load(token_ids + row, mask=alone, other=0)
     fed = alone & (token < 0)
     moves = tl.load(accepted_counts - 1 - token, mask=fed, other=0)
-    key = tl.load(prefix_lengths + b, mask=fed, other=0) + moves
-    tl.store(prefix_lengths + b, key, mask=fed)
-    position = tl.load(positions + row, mask=fed, other=0) + moves
-    tl.store(positions + row, tl.minimum(position, last_position), mask=fed)
-    page = tl.load(page_table + tl.load(page_starts + b, mask=fed, other=0) + key // PAGE_SIZE, mask=fed, other=0)
-    tl.store(slots + row, page * PAGE_SIZE + key % PAGE_SIZE, mask=fed)
-    record = record_of(records, b)
-    raced = fed & (tl.load(record + MODE, mask=fed, other=0) == COUPLED)
-    before = tl.load(record + POSITION, mask=raced, other=0)
-    low = before + moves
-    high = tl.load(record + POSITION + 1, mask=raced, other=0)
-    tl.store(record + POSITION, low, mask=raced)
-    # In two's complement the sum wraps where it goes from a negative number to one that is not.
-    tl.store(record + POSITION + 1, high + tl.where((before < 0) & (low >= 0), 1, 0), mask=raced)
+    _move(positions, slots, prefix_lengths, page_starts, page_table, b, row, fed, moves, last_position, PAGE_SIZE)
+    raced = fed & (tl.load(record_of(records, b) + MODE, mask=fed, other=0) == COUPLED)
+    _move_position(records, b, moves, raced)
 
 
 def move_on(step: StepIntegers, accepted_counts: Tensor, page_size: int, last_position: int) -> None:
