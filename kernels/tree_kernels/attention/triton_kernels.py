@@ -139,10 +139,10 @@ def attention_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Every program takes one chunk (if FIXED, chunks in turn), and of each chunk the groups that lie in it.
 
-    Where MERGE_ROWS is not 0, the last program to leave its partial of a group merges it, so many rows at a time.
+    Where MERGE_ROWS is not 0, the last program that stores its partial of a group merges it, MERGE_ROWS at a time.
     """
     if EARLY:
-        # What the launch before wrote may be read from here on; the launch after may take its place and wait.
+        # The results of the launch before may be read from here on; the launch after may start and wait.
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     chunks = tl.program_id(0) + 1

@@ -7,7 +7,7 @@ out, is copied into `integers` of the plan that the graph was captured with.
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from itertools import accumulate
 
 import torch
@@ -28,13 +28,13 @@ _ALL = (0, 1 << 30)
 
 @dataclass(frozen=True)
 class TritonSettings:
-    """What a user of the backend may choose.
+    """Options of the Triton backends.
 
     Attributes:
         split_keys: cut every sequence's keys into splits of this size, a multiple of the tile's, so that no result
-            depends on what else is in the batch. None balances the work over the device instead.
+            depends on the rest of the batch. None balances the work over the device instead.
         tiling: None chooses by the packed rows of the largest sequence.
-        processors: SMs to fill; None asks the device.
+        processors: SMs to fill; None is all of the device.
     """
 
     split_keys: int | None = None
@@ -44,7 +44,7 @@ class TritonSettings:
 
 @dataclass(frozen=True)
 class HeadLayout:
-    """Everything about the model's heads that kernels are compiled for."""
+    """The model's heads and the tiling, for which kernels are compiled."""
 
     group: int
     kv_heads: int
@@ -70,7 +70,7 @@ class Schedule:
 
 @dataclass
 class TritonPlan(AttentionPlan):
-    """Device tensors of one step. All integers lie in `integers`; the others are views of it."""
+    """Device tensors of one step. Those before `words` are views of `integers`, in this order."""
 
     integers: Tensor
     query_starts: Tensor
@@ -79,6 +79,7 @@ class TritonPlan(AttentionPlan):
     page_starts: Tensor
     parents: Tensor
     page_table: Tensor
+    _: KW_ONLY
     # [R, 1 or 4] int64.
     words: Tensor
     # First and end of the rows of every tail that `run` computes; its output for the others is undefined. None is all.
@@ -118,18 +119,8 @@ class TritonPlanner:
             integers = torch.frombuffer(_pack(batch), dtype=torch.int32).to(self._device, non_blocking=True)
         count, rows = batch.sequences, batch.rows
         sizes = [count + 1, count, count, count, rows, sum(map(len, batch.pages))]
-        query_starts, prefix_lengths, causal, page_starts, parents, page_table = torch.split(integers, sizes)
-        return TritonPlan(
-            batch,
-            integers=integers,
-            query_starts=query_starts,
-            prefix_lengths=prefix_lengths,
-            causal=causal,
-            page_starts=page_starts,
-            parents=parents,
-            page_table=page_table,
-            words=torch.empty(rows, mask_words(batch), dtype=torch.int64, device=self._device),
-        )
+        words = torch.empty(rows, mask_words(batch), dtype=torch.int64, device=self._device)
+        return TritonPlan(batch, integers, *torch.split(integers, sizes), words=words)
 
     def pack(self, plan: TritonPlan, batch: AttentionBatch) -> array[int]:
         """Another step for a plan: [n] int32, for the first n of the plan's `integers`.

@@ -104,7 +104,7 @@ def latent_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Every program takes one chunk (if FIXED, chunks in turn), and of each chunk the groups that lie in it."""
     if EARLY:
-        # What the launch before wrote may be read from here on; the launch after may take its place and wait.
+        # The results of the launch before may be read from here on; the launch after may start and wait.
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     chunks = tl.program_id(0) + 1

@@ -43,8 +43,7 @@ class Verdicts:
     def over(cls, tensor: Tensor, max_sequences: int) -> Verdicts:
         """Views of a tensor of verdicts, or of a copy of one on the host."""
         sizes = [max_sequences, max_sequences, len(tensor) - 2 * max_sequences]
-        counts, tokens, rows = torch.split(tensor, sizes)
-        return cls(tensor, counts, tokens, rows)
+        return cls(tensor, *torch.split(tensor, sizes))
 
 
 class DeviceVerifier:
