@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from tree_kernels.node_table import StepIntegers
-from tree_kernels.verification import POSITION, RECORD
+from tree_kernels.verification import RECORD
+from tree_kernels.verification.records import POSITION
 
 LAST_POSITION = 40
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

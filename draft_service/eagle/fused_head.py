@@ -50,7 +50,7 @@ class _Parts:
     down_bias: Tensor | None
 
     def quantized(self) -> _Parts:
-        """The layer with copies of its weights in int8."""
+        """The layer with copies of its weights in int8 where their widths are even."""
         qkv, out, gate_up, down = map(_quantized, (self.qkv, self.out, self.gate_up, self.down))
         return replace(self, qkv=qkv, out=out, gate_up=gate_up, down=down)
 
@@ -106,7 +106,8 @@ class FusedHead:
         squares = torch.full((MAX_ROWS, 1), width * (1.0 - self._eps), device=weight.device)
         self._many = None if many is None else _Layers(many, parts, None)
         # Of few rows; None where they have the head's own, as many rows have.
-        self._int8_lm_head = Int8Weight.of(head.lm_head.weight.detach()) if int8 else None
+        lm_head = _quantized(head.lm_head.weight.detach()) if int8 else None
+        self._int8_lm_head = lm_head if isinstance(lm_head, Int8Weight) else None
         self._few = _Layers(few, [part.quantized() for part in parts] if int8 else parts, squares)
 
     def takes(self, rows: int) -> bool:
@@ -184,9 +185,10 @@ def _parts_of(layer: FusedLayer | Layer) -> _Parts:
     )
 
 
-def _quantized(weight: Weight) -> Int8Weight:
+def _quantized(weight: Weight) -> Weight:
+    """A copy in int8; the weight itself where it has an odd number of columns, which int8 weights cannot have."""
     assert isinstance(weight, Tensor), "a head's own weight"
-    return Int8Weight.of(weight)
+    return weight if weight.shape[1] % 2 else Int8Weight.of(weight)
 
 
 def _bias_of(product: nn.Linear) -> Tensor | None:

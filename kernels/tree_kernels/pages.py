@@ -1,7 +1,7 @@
-"""Who may use which page of a cache.
+"""The allocator of a cache's pages.
 
-Attention reads a sequence whose pages are consecutive in place, and gathers any other one's keys and values first, so
-pages are handed out in runs that can grow.
+On a CPU attention reads a sequence in place if its pages are consecutive, and gathers its keys and values otherwise, so
+pages are allocated in runs that can grow.
 """
 
 from __future__ import annotations
@@ -10,18 +10,18 @@ from collections.abc import Iterable, Sequence
 
 
 class OutOfPages(Exception):
-    """Fewer pages are free than were asked for. Nothing was allocated."""
+    """Fewer pages are free than requested. Nothing was allocated."""
 
 
 class Pages:
-    """Pages of `page_size` tokens, free or handed out. A slot is `page * page_size + offset`."""
+    """Pages of `page_size` tokens, free or allocated. A slot is `page * page_size + offset`."""
 
     def __init__(self, num_pages: int, page_size: int) -> None:
         if num_pages < 1 or page_size < 1:
             raise ValueError(f"expected at least one page of at least one token, got {num_pages} of {page_size}")
         self.num_pages = num_pages
         self.page_size = page_size
-        # Free pages as the longest runs start .. end, found by either bound.
+        # Free pages as maximal runs start .. end, indexed by either bound.
         self._end_of = {0: num_pages}
         self._start_of = {num_pages: 0}
         self._free_pages = num_pages
@@ -52,13 +52,13 @@ class Pages:
         while len(taken) < count:
             missing = count - len(taken)
             start = max(self._end_of, key=self._length)
-            # In the middle of the longest run, so that its neighbour below and the newcomer can both grow.
+            # In the middle of the longest run, so that both the neighbour below and this sequence can grow.
             slack = max(0, self._length(start) - missing) if start > 0 else 0
             taken += self._take(start, missing, at=start + slack // 2)
         return taken
 
     def release(self, pages: Sequence[int]) -> None:
-        """Give pages back. Each must have been allocated and not yet released."""
+        """Free pages. Each must have been allocated and not yet released."""
         start = end = pages[0] if pages else 0
         for page in pages:
             if page != end:

@@ -1,4 +1,4 @@
-"""New keys and values into the paged cache.
+"""Writes new keys and values into the paged cache.
 
 A slot is `page * page_size + offset`.
 """
@@ -19,7 +19,7 @@ def write_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor,
         slots: [R] int64, all different. On a GPU also int32, and rows whose slot is negative are left out.
     """
     if key.is_cuda:
-        # In one launch instead of two, and able to leave out the rows that fill up a captured step.
+        # One launch instead of two, which can leave out the padding rows of a captured step.
         from tree_kernels.triton_paging import write_rows
 
         write_rows(key, value, key_cache, value_cache, slots)

@@ -10,6 +10,9 @@ Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011).
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import TypeVar
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -25,6 +28,7 @@ _MULTIPLIERS = np.array([[PHILOX_M0], [PHILOX_M1]], np.uint64)
 _HALF, _LOW_WORD = np.uint64(32), np.uint64(_LOW)
 _RACE = 0
 _COINS = 1
+_Word = TypeVar("_Word", int, Tensor)
 
 
 def philox(blocks: Tensor, middle: int, domain: int, seed: int) -> Tensor:
@@ -45,32 +49,37 @@ def philox(blocks: Tensor, middle: int, domain: int, seed: int) -> Tensor:
 
 
 def _philox_on_device(blocks: Tensor, middle: int, domain: int, seed: int) -> Tensor:
-    # Rows hold the two halves side by side, so that each round is a handful of operations on [2, n]. The products
-    # wrap around int64, which keeps their bits; the arithmetic shift's copies of the sign are masked away.
     even = torch.stack([blocks, torch.full_like(blocks, middle >> 32)])
     odd = blocks.new_tensor([[middle & _LOW], [domain]])
-    multiplier = blocks.new_tensor([[PHILOX_M0], [PHILOX_M1]])
-    keys = blocks.new_tensor(_round_keys(seed))[..., None]
+    return _rounds(even, odd, blocks.new_tensor(_round_keys(seed & _LOW, seed >> 32))[..., None])
+
+
+def _rounds(even: Tensor, odd: Tensor, keys: Iterable[Tensor]) -> Tensor:
+    """[4, ..., n] from the words of the counters, even ones [2, ..., n] and odd ones, and the keys of the rounds, both
+    [2, ..., 1]. Waits for no device and copies nothing to one."""
+    # Both halves side by side make each round a handful of operations. The products wrap around int64, which keeps
+    # their bits; the arithmetic shift's copies of the sign are masked away.
+    multipliers = torch.stack([torch.full_like(odd[0], PHILOX_M0), torch.full_like(odd[0], PHILOX_M1)])
     for key in keys:
-        product = (even * multiplier).flip(0)
+        product = (even * multipliers).flip(0)
         even = (product >> 32).bitwise_and_(_LOW).bitwise_xor_(odd).bitwise_xor_(key)
         odd = product.bitwise_and_(_LOW)
     return torch.stack([even[0], odd[0], even[1], odd[1]])
 
 
 def _philox_on_host(blocks: npt.NDArray[np.int64], middle: int, domain: int, seed: int) -> npt.NDArray[np.int64]:
-    # For the few blocks of a row's coins PyTorch takes longer to begin a hundred operations than to compute them.
+    # For the few blocks of a row's coins PyTorch takes longer to launch a hundred operations than to compute them.
     even = np.empty((2, len(blocks)), np.uint64)
     even[0], even[1] = blocks, middle >> 32
     odd = np.array([[middle & _LOW], [domain]], np.uint64)
-    for key in np.array(_round_keys(seed), np.uint64)[..., None]:
+    for key in np.array(_round_keys(seed & _LOW, seed >> 32), np.uint64)[..., None]:
         product = (even * _MULTIPLIERS)[::-1]
         even, odd = product >> _HALF ^ odd ^ key, product & _LOW_WORD
     return np.stack([even[0], odd[0], even[1], odd[1]]).view(np.int64)
 
 
-def _round_keys(seed: int) -> list[tuple[int, int]]:
-    low, high = seed & _LOW, seed >> 32
+def _round_keys(low: _Word, high: _Word) -> list[tuple[_Word, _Word]]:
+    """Both words of each round's key, from those of the seed."""
     return [((low + i * PHILOX_W0) & _LOW, (high + i * PHILOX_W1) & _LOW) for i in range(PHILOX_ROUNDS)]
 
 
@@ -83,6 +92,21 @@ def race_words(seed: int, position: int, vocabulary_size: int, device: torch.dev
 def race_words_of(seed: int, position: int, token_ids: Tensor) -> Tensor:
     """[n] int64: the word x of the given tokens at one position. token_ids: [n] int64."""
     words = philox(token_ids >> 2, position, _RACE, seed)
+    return words.gather(0, (token_ids & 3)[None])[0]
+
+
+def race_words_by_sequence(seeds: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
+    """[B, n] int64: `race_words_of` for every sequence with its own seed and position, good in a captured graph.
+
+    Args:
+        seeds: [B] int64, of the same 64 bits.
+        positions: [B] int64.
+        token_ids: [B, n] int64.
+    """
+    even = torch.stack([token_ids >> 2, (positions >> 32 & _LOW)[:, None].expand_as(token_ids)])
+    odd = torch.stack([positions & _LOW, torch.full_like(positions, _RACE)])[..., None]
+    keys = _round_keys(seeds & _LOW, seeds >> 32 & _LOW)
+    words = _rounds(even, odd, [torch.stack(key)[..., None] for key in keys])
     return words.gather(0, (token_ids & 3)[None])[0]
 
 

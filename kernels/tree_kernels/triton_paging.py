@@ -1,4 +1,4 @@
-"""New keys and values into the paged cache, in one launch."""
+"""Writes new keys and values into the paged cache, in one launch."""
 
 from __future__ import annotations
 

@@ -130,6 +130,17 @@ def test_int8_weights_are_near(kind: dict[str, Any]) -> None:
         assert torch.equal(head.state_dict()[name], weight), name
 
 
+def test_weights_of_an_odd_width_stay_as_they_are() -> None:
+    """int8 weights hold two numbers in a word; a head with others still loads and computes what it did."""
+    head = make_head(head_dim=16, intermediate_size=23)
+    own = FusedHead(head, RowLinears(), WholeNorms(), int8=True)
+    for expected, other in zip(*both(head, own), strict=True):
+        assert 0 < (other - expected).norm() <= 0.03 * expected.norm()
+    odd = make_head(head_dim=16, hidden_size=HIDDEN - 1, target_hidden_size=HIDDEN - 1)
+    rows = torch.randn(ROWS, HIDDEN - 1, generator=torch.Generator().manual_seed(1))
+    assert torch.equal(FusedHead(odd, RowLinears(), int8=True).logits(rows), odd.logits(rows))
+
+
 def test_joined_weights_stay_the_heads_own() -> None:
     head, untouched = make_head(head_dim=16, qkv_bias=True), make_head(head_dim=16, qkv_bias=True)
     FusedHead(head, RowLinears())

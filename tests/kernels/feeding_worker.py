@@ -10,7 +10,8 @@ from random_steps import LAST_POSITION, random_step
 
 from tree_kernels.node_table import StepIntegers
 from tree_kernels.node_table.triton_feeding import advance, fill, move_on
-from tree_kernels.verification import MODE, RECORD, Mode
+from tree_kernels.verification import RECORD, Mode
+from tree_kernels.verification.records import MODE
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

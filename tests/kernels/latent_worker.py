@@ -17,7 +17,7 @@ from conftest import LatentCase, Spec, make_latent_case
 from tree_kernels.attention.triton_planning import TritonSettings
 from tree_kernels.attention.triton_tiling import Tiling
 from tree_kernels.latent_attention import LatentAttention, LatentRows, Rotary, expanded_values
-from tree_kernels.latent_attention.norm_rope import normed, turned
+from tree_kernels.latent_attention.norm_rope import normed, rotated
 from tree_kernels.latent_attention.triton_backend import TritonLatentAttention
 from tree_kernels.latent_attention.triton_writing import norm_rope_write_rows, write_rows
 
@@ -124,7 +124,8 @@ def a_plan_takes_the_next_step() -> list[float]:
     ]
     for step in steps:
         case = make_latent_case(step, spare_pages=0, device=DEVICE)
-        backend.update(plan, case.batch)
+        packed = torch.frombuffer(backend.pack(plan, case.batch), dtype=torch.int32)
+        plan.integers[: len(packed)] = packed
         # What a captured graph replays: prepare, attend, merge.
         plan.schedules.clear()
         query = torch.zeros_like(first.query)
@@ -169,8 +170,8 @@ def norm_rope_write_errors() -> dict[str, float]:
             turns = Rotary(rotary.cosines[kept], rotary.sines[kept], pairs_in, pairs_out)
             flat = expected[0].flatten(0, 1)
             flat[slots[kept].long(), :latent] = normed(own.vectors[:, :latent], own.weight, own.epsilon)
-            flat[slots[kept].long(), latent:] = turned(own.vectors[:, latent:], turns)
-            expected[1][..., latent:] = turned(rows.queries[..., -2 * half :], rotary)
+            flat[slots[kept].long(), latent:] = rotated(own.vectors[:, latent:], turns)
+            expected[1][..., latent:] = rotated(rows.queries[..., -2 * half :], rotary)
             slots[1] = -1
             norm_rope_write_rows(rows, rotary, cache, slots, absorbed)
             untouched = torch.equal(absorbed[..., :latent], expected[1][..., :latent])

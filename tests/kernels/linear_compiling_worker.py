@@ -38,7 +38,7 @@ def kernels() -> Iterator[tuple[str, Any, dict[str, Any], dict[str, int]]]:
             warps = {"num_warps": 4 if hidden <= 2048 else 8}
             yield f"add {name} {whole}", epilogues.add_epilogue_kernel, flags | sizes, warps
             sizes = {"HEADS": heads, "KV_HEADS": kv_heads, "WIDTH": width, "HAS_BIAS": whole}
-            sizes |= {"BLOCK_HEADS": 16, "BLOCK_TURN": triton.next_power_of_2(width // 2)}
+            sizes |= {"BLOCK_HEADS": 16, "BLOCK_HALF": triton.next_power_of_2(width // 2)}
             yield f"rotary {name} {whole}", epilogues.rotary_epilogue_kernel, sizes, four
         yield f"gated {name}", epilogues.gated_epilogue_kernel, {"OUTPUTS": inner, "BLOCK": 1024}, four
         for rows in (8, 16, 32, 64):

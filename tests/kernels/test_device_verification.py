@@ -12,16 +12,18 @@ from outrider.sampling import SamplingParams
 from target_service.sampling.distribution import LogitShaper
 from tree_kernels.philox import uniforms
 from tree_kernels.verification import (
-    MAX_SUPPORT,
     DeviceVerifier,
     Mode,
     RowsToVerify,
     Verdicts,
     coupled_token,
-    pack_distributions,
-    pack_parameters,
     records,
     rejection_walk,
+)
+from tree_kernels.verification.records import (
+    MAX_SUPPORT,
+    pack_distributions,
+    pack_parameters,
     unpack_distributions,
     unpack_parameters,
 )

@@ -9,7 +9,8 @@ import torch
 from kernel_worker import INTERPRETED, work
 
 from tree_kernels.node_table import StepIntegers, advance, fill_pending, move_on
-from tree_kernels.verification import MODE, POSITION, RECORD, Mode
+from tree_kernels.verification import RECORD, Mode
+from tree_kernels.verification.records import MODE, POSITION
 
 WORKER = "feeding_worker.py"
 # As in the worker.

@@ -31,15 +31,10 @@ from random_tables import (
 from tree_kernels.node_table import (
     COST_OF_HALVING,
     KEPT,
-    KEYS_PER_COST,
     LONGEST,
     LOOKUP,
     MAX_PATH,
-    MEND_BORROWED,
-    MEND_EXCHANGED,
-    MEND_INSERTED,
     MOST_COST,
-    NO_KEY,
     NODES,
     PROSPECTS,
     REPORT,
@@ -52,6 +47,7 @@ from tree_kernels.node_table import (
     lookup_costs,
 )
 from tree_kernels.node_table import torch_backend as _torch_node_table
+from tree_kernels.node_table.layout import KEYS_PER_COST, MEND_BORROWED, MEND_EXCHANGED, MEND_INSERTED, NO_KEY
 from tree_kernels.node_table.torch_backend import (
     Candidate,
     Chain,
@@ -64,8 +60,8 @@ from tree_kernels.node_table.torch_backend import (
     nodes_of,
     walk,
 )
-from tree_kernels.verification import RECORD, ROWS, Verdicts, match_walk
-from tree_kernels.verification.records import FIRST_ROW, IS_CHAIN
+from tree_kernels.verification import RECORD, Verdicts, match_walk
+from tree_kernels.verification.records import FIRST_ROW, IS_CHAIN, ROWS
 
 WORKER = "node_table_worker.py"
 Path = tuple[int, ...]

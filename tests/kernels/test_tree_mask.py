@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from tree_kernels.attention import ancestor_bits, ancestor_mask, ancestor_words
+from tree_kernels.attention import ancestor_mask
 
 
 def random_parents(rows: int, seed: int) -> list[int]:
@@ -24,23 +24,12 @@ def ancestors_by_hand(parents: list[int], row: int) -> set[int]:
 
 
 @pytest.mark.parametrize("rows", [0, 1, 2, 63, 64, 65, 128, 200, 256])
-def test_words_and_mask_hold_each_row_and_its_ancestors(rows: int) -> None:
+def test_a_mask_holds_each_row_and_its_ancestors(rows: int) -> None:
     parents = random_parents(rows, seed=rows)[:rows]
-    words = ancestor_words(parents)
     mask = ancestor_mask(parents, rows)
     assert mask.shape == (rows, rows)
     for row in range(rows):
-        assert len(words[row]) == -(-rows // 64)
-        unsigned = [word % 2**64 for word in words[row]]
-        by_words = {j for j in range(rows) if unsigned[j // 64] >> j % 64 & 1}
-        assert by_words == ancestors_by_hand(parents, row) == set(mask[row].nonzero()[:, 0].tolist())
-
-
-def test_words_fit_int64() -> None:
-    chain = [0, *range(255)]
-    words = torch.tensor(ancestor_words(chain), dtype=torch.int64)
-    assert words.shape == (256, 4)
-    assert words[255].tolist() == [-1] * 4
+        assert ancestors_by_hand(parents, row) == set(mask[row].nonzero()[:, 0].tolist())
 
 
 def test_a_chain_is_causal() -> None:
@@ -51,7 +40,7 @@ def test_a_chain_is_causal() -> None:
 @pytest.mark.parametrize("parents", [[0, 1], [0, -1], [0, 0, 5]], ids=["itself", "negative", "later"])
 def test_a_parent_must_lie_before_its_row(parents: list[int]) -> None:
     with pytest.raises(ValueError, match="parents"):
-        ancestor_bits(parents)
+        ancestor_mask(parents, len(parents))
 
 
 def test_one_parent_for_each_row() -> None:

@@ -33,7 +33,7 @@ def check(found: dict[str, Any]) -> None:
     assert not wrong
     assert found["split_invariant"]
     assert max(found["update_errors"]) < 2e-6
-    assert max(found["asked_errors"]) < 2e-6
+    assert max(found["output_rows_errors"]) < 2e-6
 
 
 def test_every_case_equals_the_reference(interpreted: dict[str, Any]) -> None:
@@ -70,9 +70,9 @@ TOO_MUCH = {
 def test_a_plan_refuses_a_step_that_does_not_fit(batch: AttentionBatch) -> None:
     backend = TritonAttention(torch.device("cpu"), TritonSettings(processors=2))
     plan = backend.plan(uniform(64))
-    backend.update(plan, uniform(5, pages=3))
+    backend.pack(plan, uniform(5, pages=3))
     with pytest.raises(ValueError, match="cannot take"):
-        backend.update(plan, batch)
+        backend.pack(plan, batch)
 
 
 def test_a_tree_of_more_than_four_words_is_refused() -> None:

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from outrider.noise import exponentials, noise_words
 from tree_kernels.philox import uniforms
-from tree_kernels.verification import CoinChance, Walk, coupled_token, match_walk, rejection_walk
+from tree_kernels.verification import Walk, coupled_token, match_walk, rejection_walk
+from tree_kernels.verification.walks import CoinChance
 
 V = 7
 

@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tree_kernels.verification import Walk, match_walk, rejection_walk_with
+from tree_kernels.verification import Walk, match_walk
+from tree_kernels.verification.walks import rejection_walk_with
 
 Path = tuple[int, ...]
 Distribution = tuple[tuple[int, ...], tuple[int, ...]]

@@ -161,7 +161,8 @@ def a_plan_takes_the_next_step() -> list[float]:
     ]
     for step in steps:
         case = make_case(step, width=16, spare_pages=0, device=DEVICE)
-        backend.update(plan, case.batch)
+        packed = torch.frombuffer(backend.pack(plan, case.batch), dtype=torch.int32)
+        plan.integers[: len(packed)] = packed
         # What a captured graph replays: prepare, attend, merge.
         plan.schedules.clear()
         query = torch.zeros(first.query.shape, device=DEVICE)
@@ -171,7 +172,7 @@ def a_plan_takes_the_next_step() -> list[float]:
     return errors
 
 
-def rows_that_are_asked_for_are_as_in_a_whole_pass() -> list[float]:
+def output_rows_are_as_in_a_whole_pass() -> list[float]:
     """Errors of levels of trees, as a draft reads them: some rows of every tail, over the keys of the whole tail."""
     errors = []
     for tiling in (SMALL, WIDE):
@@ -179,7 +180,7 @@ def rows_that_are_asked_for_are_as_in_a_whole_pass() -> list[float]:
         case = make_case([(70, 33, "tree"), (40, 33, "tree"), (9, 12, "tree")], width=16, device=DEVICE)
         plan, expected = backend.plan(case.batch), reference(case)
         for first, end in ((1, 9), (9, 17), (17, 33), (0, 1), (32, 33)):
-            plan.asked = first, end
+            plan.output_rows = first, end
             plan.schedules.clear()
             output = backend.run(plan, case.query, case.key_cache, case.value_cache, case.scale)
             starts = case.batch.query_starts
@@ -195,7 +196,7 @@ def main() -> None:
         "errors": {name: error_of(arguments, settings) for name, arguments, settings in cases() if wanted.search(name)},
         "split_invariant": split_results_do_not_depend_on_the_batch(),
         "update_errors": a_plan_takes_the_next_step(),
-        "asked_errors": rows_that_are_asked_for_are_as_in_a_whole_pass(),
+        "output_rows_errors": output_rows_are_as_in_a_whole_pass(),
     }
     json.dump(found, sys.stdout)
 

@@ -27,7 +27,8 @@ from target_service.model.forward import ForwardInput
 from target_service.model.fused.joined_linears import JointLinear, join_linears, share_products
 from target_service.model.runner import runner_for
 from tree_kernels.attention import AttentionBatch, TreeAttention
-from tree_kernels.verification import Mode, RowsToVerify, pack_parameters, parameter_count, unpack_parameters
+from tree_kernels.verification import Mode, RowsToVerify, parameter_count
+from tree_kernels.verification.records import pack_parameters, unpack_parameters
 
 triton_attention = pytest.importorskip("tree_kernels.attention.triton_backend")
 

@@ -37,8 +37,8 @@ class TreePlan(Protocol):
     page_starts: Tensor
     parents: Tensor
     page_table: Tensor
-    # Rows of every tail that are asked for, first and end; None is all.
-    asked: tuple[int, int] | None
+    # First and end of the rows of every tail that are computed; None is all.
+    output_rows: tuple[int, int] | None
     # What the first layer of a pass made of the others; when it is cleared, the next layer to run makes it anew.
     schedules: dict[Any, Any]
 

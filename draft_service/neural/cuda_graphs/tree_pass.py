@@ -172,7 +172,7 @@ class TreePass:
         positions = self._integers.device["positions"].view(self._shape.num_steps - 1, -1)[level - 1]
         # What the first layer makes of the plan is of the parents that it finds, and of the rows of this level.
         self.plan.schedules.clear()
-        self.plan.asked = 1 + (level - 1) * self._shape.width, 1 + level * self._shape.width
+        self.plan.output_rows = 1 + (level - 1) * self._shape.width, 1 + level * self._shape.width
         tokens = self._growth.next_tokens.flatten()
         return self._network.read(tokens, rows, positions, self._attend(level))
 

@@ -3,16 +3,14 @@
 from tree_kernels.attention.batch import AttentionBatch, AttentionPlan, plan_integers
 from tree_kernels.attention.dispatch import Backend, TreeAttention
 from tree_kernels.attention.reference import attend, sequence_mask, sequence_slots
-from tree_kernels.attention.tree_mask import ancestor_bits, ancestor_mask, ancestor_words
+from tree_kernels.attention.tree_mask import ancestor_mask
 
 __all__ = [
     "AttentionBatch",
     "AttentionPlan",
     "Backend",
     "TreeAttention",
-    "ancestor_bits",
     "ancestor_mask",
-    "ancestor_words",
     "attend",
     "plan_integers",
     "sequence_mask",

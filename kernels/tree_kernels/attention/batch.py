@@ -1,4 +1,4 @@
-"""What a step asks of attention: ragged rows of several sequences over one paged cache."""
+"""The rows that a step computes attention for: ragged, of several sequences, over one paged cache."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class AttentionBatch:
 
 @dataclass
 class AttentionPlan:
-    """The index work of one step, done once and used by every layer. Each backend adds what it needs."""
+    """The index work of one step, done once and used by every layer. Backends add their own tensors."""
 
     batch: AttentionBatch
 
@@ -84,5 +84,5 @@ def check_tensors(batch: AttentionBatch, query: Tensor, key_cache: Tensor, value
 
 
 def plan_integers(batch: AttentionBatch) -> int:
-    """int32 that a plan which stays where it is takes for batches up to this one."""
+    """How many int32 a plan at a fixed address holds for batches up to this one."""
     return 4 * batch.sequences + 1 + batch.rows + sum(map(len, batch.pages))

@@ -30,10 +30,10 @@ _Captured = TypeVar("_Captured")
 
 
 class PlannedAttention(Generic[_Backend]):
-    """What every form of attention does once per step, whatever a layer of it is given.
+    """Planning once per step, the same for every form of attention.
 
     Attributes:
-        backend: its name.
+        backend: name of the backend.
         device: where the caches live.
     """
 
@@ -43,10 +43,10 @@ class PlannedAttention(Generic[_Backend]):
         self._implementation = implementation
 
     def capturable_as(self, kind: type[_Captured]) -> _Captured:
-        """The backend, of the `kind` whose plans keep their tensors, for captured steps.
+        """The backend as a `kind` whose plans keep their addresses, for captured steps.
 
         Raises:
-            ValueError: it is another.
+            ValueError: the backend is another.
         """
         if not isinstance(self._implementation, kind):
             raise ValueError(f"only the triton backend runs in captured steps, this is {self.backend}")
@@ -77,11 +77,11 @@ class TreeAttention(PlannedAttention[_Implementation]):
         backend: "reference" is the fp32 definition; "torch" is the fast path on a CPU; "triton" and "flashinfer" need a
             GPU and those packages.
         device: where the caches live.
-        invariant: cut keys alike whatever the step holds, so that no bit of a row's result depends on the other rows.
-            Rows of a chain then get what they would get one at a time. Only of "triton".
+        invariant: split keys the same way in every batch, so that no bit of a row's result depends on the other rows.
+            Rows of a chain then get what they would get one at a time. Only "triton" can.
 
     Raises:
-        ValueError: an unknown backend, or one that cannot be `invariant`.
+        ValueError: an unknown backend, or `invariant` with another than "triton".
         ImportError: the backend's package is not installed.
     """
 
@@ -104,7 +104,7 @@ class TreeAttention(PlannedAttention[_Implementation]):
         """Attend in one layer. The tail's keys and values must be in the cache already (`paging.write_kv`).
 
         Args:
-            plan: of this step, by this object.
+            plan: what `plan` of this object returned for this step.
             query: [R, Hq, D].
             key_cache: [pages, page_size, Hkv, D], contiguous.
             value_cache: [pages, page_size, Hkv, Dv], contiguous.
@@ -123,11 +123,11 @@ class TreeAttention(PlannedAttention[_Implementation]):
 
 
 def _create(backend: Backend, device: torch.device, invariant: bool) -> _Implementation:
-    """Import a backend only when it is asked for: triton and flashinfer may be absent."""
+    """Imports a backend only when it is chosen: triton and flashinfer may be absent."""
     if backend == "reference":
         from tree_kernels.attention.reference import ReferenceAttention
 
-        return ReferenceAttention(device)
+        return ReferenceAttention()
     if backend == "torch":
         from tree_kernels.attention.torch_backend import TorchAttention
 

@@ -35,7 +35,7 @@ class FlashInferAttention:
         self._device = device
         workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         self._wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend="fa2")
-        # What the wrapper is planned for; the plan is held so that its identity cannot be another's.
+        # The plan and heads that the wrapper is planned for; holding the plan keeps its identity unique.
         self._planned: tuple[AttentionPlan, tuple[object, ...]] | None = None
 
     def plan(self, batch: AttentionBatch) -> AttentionPlan:

@@ -12,9 +12,6 @@ from tree_kernels.attention.tree_mask import ancestor_mask
 class ReferenceAttention:
     """Gathers every key, builds the whole mask, computes in fp32 (fp64 if the inputs are)."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
     def plan(self, batch: AttentionBatch) -> AttentionPlan:
         return AttentionPlan(batch)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as functional
@@ -28,7 +28,7 @@ class SequencePlan:
     # [rows, keys]; None where every row sees every key, or where the tail is all there is and causal.
     mask: Tensor | None
     causal: bool
-    # The mask as SDPA wants it: 0 or -inf in the query's dtype. Made by the first layer of a step.
+    # The mask as SDPA takes it: 0 or -inf in the query's dtype. Made by the first layer of a step.
     bias: Tensor | None = None
 
 
@@ -36,7 +36,7 @@ class SequencePlan:
 class TorchPlan(AttentionPlan):
     """What each sequence that has rows reads, in the order of the batch."""
 
-    sequences: list[SequencePlan] = field(default_factory=list)
+    sequences: list[SequencePlan]
 
 
 class TorchAttention:

@@ -15,13 +15,13 @@ from tree_kernels.attention.triton_planning import (
     TritonPlan,
     TritonPlanner,
     TritonSettings,
-    most_asked,
+    max_output_rows,
 )
 from tree_kernels.attention.triton_tiling import Tiling, choose_tiling
 
 __all__ = ["INVARIANT", "TritonAttention", "TritonPlan", "TritonSettings"]
 
-# One tile and one split for every step: a prompt's chunk, a tree and a single row take the same sums in the same order.
+# One tiling and one split for every step: a prompt's chunk, a tree and a single row are summed in the same order.
 INVARIANT = TritonSettings(
     split_keys=512, tiling=Tiling(block_rows=64, block_keys=32, warps=4, stages=3, programs_per_sm=1)
 )
@@ -33,7 +33,7 @@ class TritonAttention(TritonPlanner):
     def run(self, plan: AttentionPlan, query: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float) -> Tensor:
         assert isinstance(plan, TritonPlan)
         if scale <= 0:
-            # The largest score is looked for before scaling.
+            # The kernel takes the maximum of the scores before scaling.
             raise ValueError(f"expected a positive scale, got {scale}")
         layout = self._layout(plan, query, key_cache, value_cache)
         output = query.new_empty(query.shape[0], query.shape[1], layout.value_width)
@@ -70,7 +70,7 @@ class TritonAttention(TritonPlanner):
         group = query.shape[1] // key_cache.shape[2]
         kv_heads = key_cache.shape[2]
         tiling = self._settings.tiling or choose_tiling(
-            most_asked(plan) * group,
+            max_output_rows(plan) * group,
             key_cache.shape[3],
             query.element_size(),
             keys=sum(batch.prefix_lengths),

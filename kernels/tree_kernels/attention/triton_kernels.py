@@ -22,13 +22,26 @@ def key_slots(page_table, offsets, first, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.c
 
 
 @triton.jit
+def softmax_step(scores, values, peak, mass, acc, scale_log2, ALL_SEEN: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Peak, mass and output of the online softmax, in base 2, after a tile of scores; ALL_SEEN if none is hidden."""
+    new_peak = tl.maximum(peak, tl.max(scores, 1) * scale_log2)
+    # A row that has seen no key yet has a peak of -inf, and -inf - -inf is NaN.
+    base = new_peak if ALL_SEEN else tl.where(new_peak == float("-inf"), 0.0, new_peak)
+    probs = tl.exp2(scores * scale_log2 - base[:, None])
+    fade = tl.exp2(peak - base)
+    mass = mass * fade + tl.sum(probs, 1)
+    acc = tl.dot(probs.to(values.dtype), values, acc * fade[:, None], input_precision="ieee")
+    return new_peak, mass, acc
+
+
+@triton.jit
 def _tile(  # type: ignore[no-untyped-def]
     q, peak, mass, acc, first, open_keys, key_head, value_head, page_table, words, first_word, row, live, rows,
     prefix, is_causal, scale_log2, KV_HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, WORDS: tl.constexpr, FAR: tl.constexpr,
     KEYS: tl.constexpr,
 ):  # fmt: skip
-    """One step of the online softmax, in base 2, over the BLOCK_N keys from `first`."""
+    """One step of the online softmax over the BLOCK_N keys from `first`."""
     d = tl.arange(0, BLOCK_D)
     dv = tl.arange(0, BLOCK_DV)
     offsets = first + tl.arange(0, BLOCK_N)
@@ -46,14 +59,7 @@ def _tile(  # type: ignore[no-untyped-def]
     if KEYS == "either":  # noqa: SIM102  one is known to the compiler, the other is not
         if first + BLOCK_N > open_keys:
             scores = hide(scores, words, first_word, first - prefix, row, live, is_causal, WORDS)
-    new_peak = tl.maximum(peak, tl.max(scores, 1) * scale_log2)
-    # A row that has seen no key yet has a peak of -inf, and -inf - -inf is NaN.
-    base = new_peak if KEYS == "open" else tl.where(new_peak == float("-inf"), 0.0, new_peak)
-    probs = tl.exp2(scores * scale_log2 - base[:, None])
-    fade = tl.exp2(peak - base)
-    mass = mass * fade + tl.sum(probs, 1)
-    acc = tl.dot(probs.to(v.dtype), v, acc * fade[:, None], input_precision="ieee")
-    return new_peak, mass, acc
+    return softmax_step(scores, v, peak, mass, acc, scale_log2, KEYS == "open")
 
 
 @triton.jit
@@ -133,10 +139,10 @@ def attention_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Every program takes one chunk (if FIXED, chunks in turn), and of each chunk the groups that lie in it.
 
-    Where MERGE_ROWS is not 0, the last program to leave its partial of a group merges it, so many rows at a time.
+    Where MERGE_ROWS is not 0, the last program that stores its partial of a group merges it, MERGE_ROWS at a time.
     """
     if EARLY:
-        # What the launch before wrote may be read from here on; the launch after may take its place and wait.
+        # The results of the launch before may be read from here on; the launch after may start and wait.
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     chunks = tl.program_id(0) + 1

@@ -27,7 +27,7 @@ def hide(scores, words, first_word, tail, row, live, is_causal, WORDS: tl.conste
     Shifts words as wide as the tile into place first, so that each score costs one 32-bit shift and one comparison.
     """
     n = tl.arange(0, scores.shape[1])
-    # No tile before the tail comes here: with 2 words added, what is divided is not negative.
+    # Tiles before the tail are not masked here: with 2 words added, the dividend is not negative.
     at = (tail + 128) // 64 - 2
     by = (tail - at * 64).to(tl.int64)
     low = _word(words, first_word, at, row, live, is_causal, WORDS)

@@ -1,4 +1,4 @@
-"""Triton kernels that merge what the programs of one group left. The words are those of `attention.triton_schedule`."""
+"""Triton kernels that merge the partials of a group. The words are those of `attention.triton_schedule`."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def write_partial(  # type: ignore[no-untyped-def]
     partials, partial_lse, values, peak, mass, chunk, per_chunk, first_tile, m, live, DV: tl.constexpr,
     BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Store what one chunk made of packed rows m of a block, for `merge_parts`. Its values are divided by its mass."""
+    """Store one chunk's partial of packed rows m of a block, for `merge_parts`. Its values are divided by its mass."""
     dv = tl.arange(0, BLOCK_DV)
     slot = chunk * 2 + (first_tile > chunk * per_chunk).to(tl.int32)
     place = slot.to(tl.int64) * BLOCK_M + m
@@ -75,8 +75,8 @@ def merge_if_last(  # type: ignore[no-untyped-def]
     """Count this program among those that left their partial of a group; merge the group if it is the last of them."""
     first = first_tile // per_chunk
     last = (first_tile + tiles - 1) // per_chunk
-    # The barrier orders every thread's stores before the one thread's release; whoever comes last acquires what all
-    # others released.
+    # The barrier orders every thread's stores before the one thread's release; the last program acquires those of all
+    # others.
     tl.debug_barrier()
     arrived = tl.atomic_add(arrival, 1, sem="acq_rel", scope="gpu")
     if arrived == last - first:
@@ -110,10 +110,10 @@ def merge_kernel(  # type: ignore[no-untyped-def]
     BY_GROUP: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Merge the partials of group `program_id(0)`, if it was cut; which takes the fewest loads in a row.
+    """Merge the partials of group `program_id(0)`, if it was cut: the fewest dependent loads.
 
-    Not BY_GROUP, of the group whose first cut lies at the start of chunk `program_id(0)`: fewer programs if there are
-    many groups. Values wider than BLOCK_DV, a multiple of it, have a program for each so many columns.
+    Without BY_GROUP, those of the group whose first cut lies at the start of chunk `program_id(0)`: fewer programs if
+    there are many groups. Values wider than BLOCK_DV, a multiple of it, have a program for each BLOCK_DV columns.
     """
     if EARLY:
         tl.extra.cuda.gdc_wait()

@@ -1,13 +1,13 @@
 """The index work of a step of tree attention for Triton's kernels: one launch prepares it; nothing is read back.
 
-Every tensor of a plan keeps its address, so that a captured CUDA graph stays good: `update` writes the next step's
-lengths, pages and parents into the plan that the graph was captured with.
+Every tensor of a plan keeps its address, so that a captured CUDA graph stays valid: the next step, as `pack` lays it
+out, is copied into `integers` of the plan that the graph was captured with.
 """
 
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from itertools import accumulate
 
 import torch
@@ -28,13 +28,13 @@ _ALL = (0, 1 << 30)
 
 @dataclass(frozen=True)
 class TritonSettings:
-    """What a user of the backend may choose.
+    """Options of the Triton backends.
 
     Attributes:
         split_keys: cut every sequence's keys into splits of this size, a multiple of the tile's, so that no result
-            depends on what else is in the batch. None balances the work over the device instead.
+            depends on the rest of the batch. None balances the work over the device instead.
         tiling: None chooses by the packed rows of the largest sequence.
-        processors: SMs to fill; None asks the device.
+        processors: SMs to fill; None is all of the device.
     """
 
     split_keys: int | None = None
@@ -44,7 +44,7 @@ class TritonSettings:
 
 @dataclass(frozen=True)
 class HeadLayout:
-    """Everything about the model's heads that kernels are compiled for."""
+    """The model's heads and the tiling, for which kernels are compiled."""
 
     group: int
     kv_heads: int
@@ -70,7 +70,7 @@ class Schedule:
 
 @dataclass
 class TritonPlan(AttentionPlan):
-    """Device tensors of one step. All integers lie in `integers`; the others are views of it."""
+    """Device tensors of one step. Those before `words` are views of `integers`, in this order."""
 
     integers: Tensor
     query_starts: Tensor
@@ -79,17 +79,18 @@ class TritonPlan(AttentionPlan):
     page_starts: Tensor
     parents: Tensor
     page_table: Tensor
+    _: KW_ONLY
     # [R, 1 or 4] int64.
     words: Tensor
-    # Rows of every tail that are asked for, first and end; what `run` returns of the others means nothing. None is all.
-    # A schedule keeps to what was asked for when it was made: clear them after a change.
-    asked: tuple[int, int] | None = None
+    # First and end of the rows of every tail that `run` computes; its output for the others is undefined. None is all.
+    # A schedule is made for them: clear `schedules` after a change.
+    output_rows: tuple[int, int] | None = None
     # By layout, made by the first layer that has it.
     schedules: dict[HeadLayout, Schedule] = field(default_factory=dict)
 
 
 class TritonPlanner:
-    """What the Triton backends of attention share: plans that stay where they are, and how work is divided.
+    """What the Triton backends of attention share: plans at fixed addresses, and how work is divided.
 
     Attributes:
         processors: SMs to fill.
@@ -111,43 +112,24 @@ class TritonPlanner:
 
         Args:
             batch: the step, or with `integers` the largest that the plan is to hold.
-            integers: [plan_integers(batch)] int32 on the device, to lay the plan out in and left as they are: what
-                `pack` returns must be there before the plan is run. None makes and fills them.
+            integers: [plan_integers(batch)] int32 on the device that the plan becomes views of, not written here:
+                what `pack` returns must be there before the plan is run. None allocates and fills them.
         """
         if integers is None:
             integers = torch.frombuffer(_pack(batch), dtype=torch.int32).to(self._device, non_blocking=True)
         count, rows = batch.sequences, batch.rows
         sizes = [count + 1, count, count, count, rows, sum(map(len, batch.pages))]
-        query_starts, prefix_lengths, causal, page_starts, parents, page_table = torch.split(integers, sizes)
-        return TritonPlan(
-            batch,
-            integers=integers,
-            query_starts=query_starts,
-            prefix_lengths=prefix_lengths,
-            causal=causal,
-            page_starts=page_starts,
-            parents=parents,
-            page_table=page_table,
-            words=torch.empty(rows, mask_words(batch), dtype=torch.int64, device=self._device),
-        )
-
-    def update(self, plan: TritonPlan, batch: AttentionBatch) -> None:
-        """Write another step into a plan's tensors. A graph captured with the plan then computes that step.
-
-        Raises:
-            ValueError: it does not fit, see `pack`.
-        """
-        packed = torch.frombuffer(self.pack(plan, batch), dtype=torch.int32)
-        plan.integers[: len(packed)].copy_(packed, non_blocking=True)
+        words = torch.empty(rows, mask_words(batch), dtype=torch.int64, device=self._device)
+        return TritonPlan(batch, integers, *torch.split(integers, sizes), words=words)
 
     def pack(self, plan: TritonPlan, batch: AttentionBatch) -> array[int]:
-        """What a step is in a plan: [n] int32, for the first n of the plan's `integers`.
+        """Another step for a plan: [n] int32, for the first n of the plan's `integers`.
 
-        The batch has the plan's number of sequences (those that are not there have no rows and no pages) and at most
-        its rows, its pages in all, and its largest tree's words; a fixed split needs no more chunks either.
+        The batch has the plan's number of sequences (absent ones have no rows and no pages) and at most its rows, its
+        pages in all, and its largest tree's words; with `split_keys` also at most its chunks.
 
         Raises:
-            ValueError: it does not fit.
+            ValueError: the batch does not fit.
         """
         old = plan.batch
         fits = (
@@ -188,21 +170,19 @@ class TritonPlanner:
         )
 
     def schedule_of(self, plan: TritonPlan, layout: HeadLayout) -> Schedule:
-        """How the step is divided for one layout of heads. The first call of a step launches what divides it."""
-        schedule = plan.schedules.get(layout)
-        if schedule is None:
-            schedule = plan.schedules[layout] = self._schedule(plan, layout)
-        return schedule
+        """How the step's work is divided for one layout of heads.
 
-    def _schedule(self, plan: TritonPlan, layout: HeadLayout) -> Schedule:
-        """Allocate and launch what divides the step's work. In a captured graph it runs again at every replay."""
+        The first call of a step launches the kernel that divides it; a captured graph replays that launch.
+        """
+        if layout in plan.schedules:
+            return plan.schedules[layout]
         batch, tiling = plan.batch, layout.tiling
         fixed_tiles = self._fixed_tiles(tiling)
         max_chunks = self._max_chunks(batch, layout)
         # However the rows are spread over the sequences, each has at most one block that is not full; and one more that
-        # begins before the rows that are asked for.
-        rows = batch.rows if plan.asked is None else most_asked(plan) * batch.sequences
-        max_blocks = rows * layout.group // tiling.block_rows + (1 if plan.asked is None else 2) * batch.sequences
+        # begins before `output_rows`.
+        rows = batch.rows if plan.output_rows is None else max_output_rows(plan) * batch.sequences
+        max_blocks = rows * layout.group // tiling.block_rows + (1 if plan.output_rows is None else 2) * batch.sequences
         max_groups = max_blocks * layout.kv_heads
         schedule = Schedule(
             groups=self._integers(max_groups, 8),
@@ -218,25 +198,26 @@ class TritonPlanner:
         schedule_kernel[(batch.sequences,)](
             plan.query_starts, plan.prefix_lengths, plan.causal, plan.page_starts, plan.parents, plan.words,
             schedule.groups, schedule.chunk_table, schedule.arrivals, schedule.totals, batch.sequences,
-            self._programs(tiling), max_chunks, *(plan.asked or _ALL),
+            self._programs(tiling), max_chunks, *(plan.output_rows or _ALL),
             GROUP=layout.group, KV_HEADS=layout.kv_heads, BLOCK_M=tiling.block_rows, BLOCK_N=tiling.block_keys,
             FIXED_TILES=fixed_tiles, BLOCK_B=triton.next_power_of_2(batch.sequences),
             BLOCK_R=WORD_BITS * words if walk else 0, WORDS=words, BLOCK_I=_SCHEDULE_BLOCK, num_warps=2,
         )  # fmt: skip
+        plan.schedules[layout] = schedule
         return schedule
 
     def _integers(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.int32, device=self._device)
 
 
-def most_asked(plan: TritonPlan) -> int:
-    """Rows of one sequence that are asked for, at most, in the batch that the plan was made for."""
-    first, end = plan.asked or _ALL
+def max_output_rows(plan: TritonPlan) -> int:
+    """The most rows of one sequence that `run` computes in the batch that the plan was made for."""
+    first, end = plan.output_rows or _ALL
     return max(0, min(end, max(plan.batch.row_counts)) - first)
 
 
 def _pack(batch: AttentionBatch, pad_rows: int | None = None) -> array[int]:
-    """All in one, so that one copy brings the step to the device; the order is that of `TritonPlan`."""
+    """The step in the order of `TritonPlan`, so that one copy brings it to the device."""
     packed = array("i", batch.query_starts)
     packed.extend(batch.prefix_lengths)
     packed.extend(parents is None for parents in batch.parents)

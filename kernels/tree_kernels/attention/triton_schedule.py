@@ -1,4 +1,4 @@
-"""The Triton kernel that prepares a step of tree attention on the device: ancestor words, and who reads which keys.
+"""The Triton kernel that prepares a step of tree attention on the device: ancestor words, and how work is divided.
 
 Words: a *group* is one key head of one block of BLOCK_M packed rows (packed row = row * GROUP + member, so that all
 query heads of a key head share what is read); a *tile* is BLOCK_N keys; all tiles of all groups stand in one line,
@@ -8,8 +8,8 @@ its own: then no program begins twice, and with a fixed length where a group is 
 
 A record describes a group in 8 integers: first row, rows, prefix length, start in the page table, block, first tile,
 tiles, 2 * head + causal. A chunk is described in 16, so that a program reads no more before its first page: the record
-of its first group, then first group, last group and the tiles of a chunk. A chunk that is not there ends before it
-begins.
+of its first group, then first group, last group and the tiles of a chunk. An absent chunk's last group is before its
+first.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ def _ancestors(start, rows, parents, words, BLOCK_R: tl.constexpr, WORDS: tl.con
     at = tl.where(live, row, 0)
     walked = 0
     deepest = tl.max(at, 0)
-    # Bounded by the number of rows, so that a malformed tree cannot hang the device. Looking for the end costs as much
-    # as a few steps.
+    # Bounded by the number of rows, so that a malformed tree cannot hang the device. Testing for the end costs as
+    # much as a few steps.
     while (walked < rows) & (deepest > 0):
         for _ in tl.static_range(4):
             bits |= tl.where((at // 64)[:, None] == word[None, :], one << (at % 64).to(tl.int64)[:, None], 0)
             at = tl.load(parents + start + at, mask=live & (at > 0), other=0)
         walked += 4
         deepest = tl.max(at, 0)
-    # The root, that every walk ends in.
+    # The root, in which every walk ends.
     bits |= tl.where(word[None, :] == 0, one, 0)
     tl.store(words + (start + row)[:, None] * WORDS + word[None, :], bits, mask=live[:, None])
 
@@ -48,7 +48,7 @@ def _divide(tiles, group_counts, programs, FIXED_TILES: tl.constexpr, CANDIDATES
     if FIXED_TILES > 0:
         return tl.full([], FIXED_TILES, tl.int32), tl.full([], 1, tl.int32)
     even = tl.maximum((tl.sum(tiles * group_counts, 0) + programs - 1) // programs, 1)
-    # The shortest of some longer chunks for which there are programs enough although every group starts a new one.
+    # The shortest of some longer chunks for which there are enough programs although every group starts a new one.
     longer = even + tl.arange(0, CANDIDATES) * ((even + 63) // 64)
     needed = tl.sum(((tiles[None, :] + longer[:, None] - 1) // longer[:, None]) * group_counts[None, :], 1)
     shortest = tl.min(tl.where(needed <= programs, longer, 1 << 30), 0)
@@ -65,8 +65,8 @@ def schedule_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Program b writes the records of sequence b's groups, the chunks that begin or end in it, and its words.
 
-    Each repeats the sums over sequences. Of every tail the blocks that hold rows from `first_row` to `end_row` have
-    groups, and no others. BLOCK_R is 0 where the words are there already or nothing is a tree.
+    Each repeats the sums over sequences. Only blocks of a tail with rows from `first_row` to `end_row` have groups.
+    BLOCK_R is 0 where the words exist already or nothing is a tree.
     """
     b = tl.arange(0, BLOCK_B)
     here = b == tl.program_id(0)

@@ -1,4 +1,4 @@
-"""How the attention kernel is cut for a step."""
+"""Tilings of the attention kernel."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import triton
 
 @dataclass(frozen=True)
 class Tiling:
-    """How a kernel is cut and launched.
+    """Sizes of a kernel's tiles, and how it is launched.
 
     Attributes:
         block_rows: packed rows of a tile.
@@ -17,8 +17,8 @@ class Tiling:
         warps: of a program.
         stages: of the pipeline that loads keys and values.
         programs_per_sm: resident at a time.
-        merge_rows: rows that the last program of a group merges at a time; 0 merges in a launch of its own.
-        apart: a loop of its own for keys that every row sees, which tensor cores like, at the price of a second start.
+        merge_rows: rows that the last program of a group merges at a time; 0 merges in a separate launch.
+        apart: a separate loop for keys that every row sees, which needs no mask, at the price of a second start.
     """
 
     block_rows: int
@@ -34,9 +34,9 @@ class Tiling:
         return max(1, 64 * 32 * self.warps // (max(self.merge_rows, 1) * value_width))
 
 
-# Keys of a sequence up to which a step is short: what it takes to begin and to merge outweighs what is read.
+# Keys of a sequence up to which a step is short: starting and merging take longer than reading.
 _SHORT = 2048
-# Keys of a whole batch past which reading each of them once outweighs what a block of 256 rows spills.
+# Keys of a whole batch above which reading each of them once outweighs the spills of a block of 256 rows.
 _MANY_KEYS = 96 * 1024
 
 
@@ -66,13 +66,13 @@ def choose_tiling(
         words: of a row's mask.
     """
     heads = sequences * kv_heads
-    # More work than SMs: two programs on one hide each other's waits.
+    # More work than SMs: two programs on one hide each other's latency.
     busy = 4 * heads > processors
     short = keys <= _SHORT * sequences
     packed = max(16, triton.next_power_of_2(packed_rows))
     if itemsize > 2 or width > 128:
         return Tiling(min(64, packed), 32, 4, 2 if itemsize > 2 else 3, 1)
-    # Groups are then cut in two at most, and a launch more would cost as much as it merges.
+    # Groups are then cut in two at most, and another launch would take as long as the merge.
     merge_rows = 16 if short and width > 64 and heads >= processors else 0
     if packed <= 32:
         return Tiling(packed, 64, 4, 5, 2 if busy or keys > 16384 or sequences >= 8 else 1, merge_rows)

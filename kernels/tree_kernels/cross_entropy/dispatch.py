@@ -1,4 +1,4 @@
-"""Soft cross-entropy, row by row: the definition in PyTorch, and who computes it.
+"""Soft cross-entropy, row by row: the definition in PyTorch, and the choice of backend.
 
 PyTorch goes over the logits a dozen times, in fp32; the kernel reads them twice and writes them once.
 """
@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 log = logging.getLogger(__name__)
-# What the kernel is tried on before it is trusted: rows, tokens (more than one block of it, and no multiple of one) and
-# distributions. Relative difference: a rounding of bf16 is 0.004, a wrong row makes more than 1.
+# Sizes on which the kernel is checked before it is used: rows, tokens (more than one block of it, and no multiple of
+# one) and distributions. Tolerance of the relative difference: a rounding of bf16 is 0.004, a wrong row more than 1.
 _TRIAL_ROWS, _TRIAL_TOKENS, _TRIAL_DISTRIBUTIONS = 7, 5003, 3
 _TOLERANCE = 0.01
 
@@ -29,8 +29,8 @@ def soft_cross_entropy_(
             sum, in their type.
         probs: [N, V'] target probabilities, which may sum to less than one.
         distributions: [R] int64 row of `probs` for each row.
-        weights: [R] fp32; None where no gradient is wanted, which leaves the logits alone.
-        backend: `torch`, `triton`, or `auto`: Triton for tensors on a GPU where it computes the same, else PyTorch.
+        weights: [R] fp32; None computes no gradient and leaves the logits unchanged.
+        backend: `torch`, `triton`, or `auto`: Triton for tensors on a GPU, if its results agree, else PyTorch.
     """
     if backend == "auto":
         backend = "triton" if logits.is_cuda and _trusted(logits.device, logits.dtype, probs.dtype) else "torch"
@@ -42,7 +42,7 @@ def soft_cross_entropy_(
     mass, norm = target.sum(-1), wide.logsumexp(-1)
     losses: Tensor = mass * norm - (target * wide).sum(-1)
     if weights is not None:
-        # What is fp32 already is overwritten on the way.
+        # In fp32 `wide` is the logits themselves, which are overwritten in any case.
         share = wide.sub_(norm[:, None]).exp_().mul_(mass[:, None]).sub_(target)
         logits.copy_(share.mul_(weights[:, None]))
     return losses
@@ -50,7 +50,7 @@ def soft_cross_entropy_(
 
 @functools.cache
 def _trusted(device: torch.device, dtype: torch.dtype, probs_dtype: torch.dtype) -> bool:
-    """Whether the kernel is there and computes on this device what PyTorch does."""
+    """Whether the kernel is available and agrees with PyTorch on this device."""
     if find_spec("triton") is None:
         return False
     generator = torch.Generator().manual_seed(0)
@@ -64,7 +64,7 @@ def _trusted(device: torch.device, dtype: torch.dtype, probs_dtype: torch.dtype)
     try:
         losses = soft_cross_entropy_(found, *given, backend="triton")
         same = _close(losses, plain) and _close(found, expected)
-    # Whatever a compiler or driver raises, the other way is there.
+    # Whatever a compiler or driver raises, PyTorch can do it.
     except Exception as error:
         log.warning("the loss is computed by PyTorch, since Triton cannot: %s", error)
         return False

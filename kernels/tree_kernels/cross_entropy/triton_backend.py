@@ -7,15 +7,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Tokens that a program looks at in one turn, and its warps: 8 values of each of five vectors in a thread's registers.
+# Tokens that a program reads at a time, and its warps: 8 values of each of five vectors in a thread's registers.
 # Chosen, not measured.
 _BLOCK, _WARPS = 2048, 8
 
 
 def soft_cross_entropy_(logits: Tensor, probs: Tensor, distributions: Tensor, weights: Tensor | None) -> Tensor:
-    """See `dispatch.soft_cross_entropy_`. Raises `ValueError` for rows whose numbers do not lie side by side."""
+    """See `dispatch.soft_cross_entropy_`. Raises `ValueError` for rows that are not contiguous."""
     if logits.stride(-1) != 1 or probs.stride(-1) != 1:
-        raise ValueError("logits and probs need rows whose numbers lie side by side")
+        raise ValueError("expected contiguous rows of logits and probs")
     losses = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
     if len(logits):
         _row_kernel[(len(logits),)](
@@ -39,7 +39,7 @@ def _row_kernel(  # type: ignore[no-untyped-def]
     logits, probs, distributions, weights, losses, vocabulary, logits_stride, probs_stride, GRADIENT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Program (row). Each lane keeps the greatest of its logits, and the sum of exponentials about it."""
+    """Program (row). Each lane keeps the greatest of its logits, and the sum of exponentials relative to it."""
     row = tl.program_id(0).to(tl.int64)
     logits += row * logits_stride
     probs += tl.load(distributions + row) * probs_stride

@@ -1,12 +1,7 @@
 """Trees that grow on the device a level at a time, as in EAGLE-2 (arXiv 2406.16858), with shapes that never change.
 
-Symbols: B sequences; L levels; W nodes that a level expands; K children of each; F frontier nodes of a sequence, 1 at
-the first level and W below; V' tokens that the network can say; T = 1 + (L - 1) * W rows of the cache's tail, the
-root's first; C = 1 + K + (L - 1) * W * K items of a tree, the root first and then the children of every frontier in
-order. What is not there has a path probability of 0: an item below nothing, a frontier place that is not taken. It is
-computed like the rest, and what came out of it is never kept.
-
-Nothing here asks the device for anything, so that a whole tree can be captured in one CUDA graph.
+Symbols are those of `growth.types`. Nothing here waits for the device, so that a whole tree can be captured in one CUDA
+graph.
 """
 
 from __future__ import annotations
@@ -15,10 +10,9 @@ import torch
 from torch import Tensor
 
 from tree_kernels.growth.types import Children, Growth, Race
-from tree_kernels.philox import PHILOX_M0, PHILOX_M1, PHILOX_ROUNDS, PHILOX_W0, PHILOX_W1, exponentials
+from tree_kernels.philox import exponentials, race_words_by_sequence
 
-_LOW = 0xFFFFFFFF
-# Probability below which a token is as good as impossible.
+# Probability below which a token counts as impossible.
 _LEAST = 1e-30
 # Children of a row, and entrants of a race, that one program of a kernel holds; more are found by PyTorch.
 MAX_KERNEL_WIDTH = 32
@@ -26,7 +20,7 @@ MAX_KERNEL_ENTRANTS = 2048
 
 
 def make_growth(sequences: int, levels: int, width: int, breadth: int, device: torch.device) -> Growth:
-    """Roots alone; `width` is W, and `breadth` K."""
+    """Trees of a root alone; `width` is W, and `breadth` K."""
     items = 1 + breadth + (levels - 1) * width * breadth
 
     def zeros(count: int, dtype: torch.dtype, *copies: int) -> Tensor:
@@ -58,14 +52,11 @@ def likeliest(logits: Tensor, temperatures: Tensor, breadth: int, token_ids: Ten
         token_ids: [V'] int32 the target's ids of the network's, None when they are the same.
     """
     if logits.is_cuda and breadth <= MAX_KERNEL_WIDTH:
-        from tree_kernels.growth import triton_children as _triton_children
+        # Only here: Triton may be absent.
+        from tree_kernels.growth import triton_children
 
-        return _triton_children.likeliest(logits, temperatures, breadth, token_ids)
-    tokens, probs = _most_probable(logits, temperatures, breadth, token_ids)
-    missing = breadth - probs.shape[1]
-    return Children(
-        torch.nn.functional.pad(tokens, (0, missing)), torch.nn.functional.pad(probs.double(), (0, missing))
-    )
+        return triton_children.likeliest(logits, temperatures, breadth, token_ids)
+    return _first_children(*_most_probable(logits, temperatures, breadth, token_ids), breadth)
 
 
 def race_winners(
@@ -78,9 +69,9 @@ def race_winners(
     entrants: int,
     sharpness: float,
 ) -> Children:
-    """The tokens of each row that most likely win the race that the target will run, with their chances.
+    """The tokens of each row that most likely win the target's race, with their chances.
 
-    The most probable `entrants` race, after the request's filters; what is no entrant races with expected noise.
+    The most probable `entrants` race, after the request's filters; all other tokens race with expected noise.
 
     Args:
         logits: [R, V'].
@@ -93,31 +84,36 @@ def race_winners(
         sharpness: how far the race over the network's distribution is taken for the target's own.
     """
     if logits.is_cuda and min(entrants, logits.shape[1]) <= MAX_KERNEL_ENTRANTS:
-        from tree_kernels.growth import triton_children as _triton_children
+        from tree_kernels.growth import triton_children
 
-        return _triton_children.race_winners(logits, temperatures, breadth, token_ids, race, level, entrants, sharpness)
+        return triton_children.race_winners(logits, temperatures, breadth, token_ids, race, level, entrants, sharpness)
     tokens, rows = _most_probable(logits, temperatures, entrants, token_ids)
     sequences, known = len(temperatures), rows.shape[1]
     probs, rest, kept = _filtered(rows.double().view(sequences, -1, known), race)
-    words = _race_words(race.seeds, race.positions + (level - 1), tokens.view(sequences, -1).long())
+    words = race_words_by_sequence(race.seeds, race.positions + (level - 1), tokens.view(sequences, -1).long())
     noise = exponentials(words).view_as(probs)
     weights = torch.where(kept, (probs.clamp(min=_LEAST) / noise) ** sharpness, 0.0)
     chances = weights / (rest.clamp(min=_LEAST) ** sharpness + weights.sum(-1, keepdim=True))
     scores = torch.where((race.coupled > 0)[:, None, None], chances, rows.double().view_as(chances)).flatten(0, 1)
     ranked, places = scores.sort(dim=-1, descending=True, stable=True)
-    missing = max(0, breadth - known)
+    return _first_children(tokens.gather(1, places), ranked, breadth)
+
+
+def _first_children(tokens: Tensor, scores: Tensor, breadth: int) -> Children:
+    """The first K of [R, M] ranked tokens; where M is less, the rest have a score of 0."""
+    padding = 0, max(0, breadth - tokens.shape[1])
     return Children(
-        torch.nn.functional.pad(tokens.gather(1, places)[:, :breadth], (0, missing)),
-        torch.nn.functional.pad(ranked[:, :breadth], (0, missing)),
+        torch.nn.functional.pad(tokens[:, :breadth], padding),
+        torch.nn.functional.pad(scores[:, :breadth].double(), padding),
     )
 
 
 def grow(growth: Growth, children: Children, limits: Tensor, level: int, floor: float, tail_parents: Tensor) -> None:
-    """Add the children of every frontier, and choose the next one: the best new items, unless as many better ones as
-    the tree holds exist.
+    """Add the children of every frontier, and choose the next one: the best new items, without those that have as many
+    better items as the tree may have nodes.
 
     Args:
-        growth: is written.
+        growth: written in place.
         children: of the frontier, F rows of each sequence.
         limits: [2, B] int32: most nodes and most depth of each tree.
         level: depth of the children, from 1.
@@ -126,9 +122,9 @@ def grow(growth: Growth, children: Children, limits: Tensor, level: int, floor: 
     """
     if growth.tokens.is_cuda:
         # Only here: Triton may be absent. One launch, where PyTorch takes dozens.
-        from tree_kernels.growth import triton_backend as _triton_growth
+        from tree_kernels.growth import triton_backend
 
-        _triton_growth.grow(growth, children, limits, level, floor, tail_parents)
+        triton_backend.grow(growth, children, limits, level, floor, tail_parents)
         return
     (_, sequences, width), breadth = growth.frontier.shape, growth.breadth
     now = level % 2
@@ -172,7 +168,7 @@ def _choose(growth: Growth, path_probs: Tensor, limits: Tensor, level: int, tail
 
 
 def make_kept(growth: Growth, nodes: int) -> Tensor:
-    """Where `keep` puts the root and the `nodes` likeliest items of each tree.
+    """Room for the root and the `nodes` likeliest items of each tree, which `keep` writes.
 
     Returns:
         [B, 1 + 3 * N] int32, N = min(1 + nodes, C): how many rows there are, then tokens, parents (rows), and the bits
@@ -184,12 +180,12 @@ def make_kept(growth: Growth, nodes: int) -> Tensor:
 
 
 def keep(growth: Growth, kept: Tensor) -> None:
-    """Write each tree's best items, likeliest first, so that parents come first, to `kept`; see `make_kept`.
-    What stands behind a tree's last row means nothing."""
+    """Write each tree's best items to `kept`, see `make_kept`: likeliest first, so that parents come before children.
+    What follows a tree's last row is undefined."""
     if kept.is_cuda:
-        from tree_kernels.growth import triton_backend as _triton_growth
+        from tree_kernels.growth import triton_backend
 
-        _triton_growth.keep(growth, kept)
+        triton_backend.keep(growth, kept)
         return
     sequences, items = growth.path_probs.shape
     rows = (kept.shape[1] - 1) // 3
@@ -203,7 +199,7 @@ def keep(growth: Growth, kept: Tensor) -> None:
 
 
 def _most_probable(logits: Tensor, temperatures: Tensor, count: int, token_ids: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Tokens [R, M] int32 and probabilities [R, M] float32, falling; 0 where logits are no numbers."""
+    """Tokens [R, M] int32 and probabilities [R, M] float32, falling; 0 where logits are NaN."""
     scaled = (logits.float().view(len(temperatures), -1, logits.shape[1]) / temperatures[:, None, None]).flatten(0, 1)
     values, places = scaled.topk(min(count, logits.shape[1]), dim=-1)
     probs = (values - scaled.logsumexp(-1, keepdim=True)).exp().nan_to_num(0.0)
@@ -232,25 +228,3 @@ def _filtered(probs: Tensor, race: Race) -> tuple[Tensor, Tensor, Tensor]:
     none = ~stays[..., :1]
     rest = torch.where(none, 1.0, torch.where(cut, 0.0, (1.0 - mass).clamp(min=0.0)))
     return torch.where(cut & ~none, probs / mass, probs), rest, stays
-
-
-def _race_words(seeds: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
-    """Words of the shared noise, as `noise.race_words_of` has them, for every sequence at its own position.
-
-    Args:
-        seeds, positions: [B] int64.
-        tokens: [B, n] int64.
-
-    Returns:
-        [B, n] int64, below 2**32.
-    """
-    c0, c1 = tokens >> 2, (positions & _LOW)[:, None]
-    c2, c3 = (positions >> 32 & _LOW)[:, None], torch.zeros_like(positions)[:, None]
-    k0, k1 = (seeds & _LOW)[:, None], (seeds >> 32 & _LOW)[:, None]
-    for _ in range(PHILOX_ROUNDS):
-        product0, product1 = c0 * PHILOX_M0, c2 * PHILOX_M1
-        c0, c1 = (product1 >> 32 & _LOW) ^ c1 ^ k0, product1 & _LOW
-        c2, c3 = (product0 >> 32 & _LOW) ^ c3 ^ k1, product0 & _LOW
-        k0, k1 = (k0 + PHILOX_W0) & _LOW, (k1 + PHILOX_W1) & _LOW
-    lane = tokens & 3
-    return torch.where(lane == 0, c0, torch.where(lane == 1, c1, torch.where(lane == 2, c2, c3)))

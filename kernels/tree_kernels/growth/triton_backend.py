@@ -1,6 +1,6 @@
-"""Trees by a level, and the best of their items, in one launch each; see `tree_kernels.growth`, whose words these are.
+"""A level of growing trees, and the best of their items, in one launch each; symbols are those of `growth.types`.
 
-Places are found by counting who is better, ties going to the lower index, so that no program waits for another and none
+Places are found by counting better items, ties going to the lower index, so that no program waits for another and none
 sorts.
 """
 
@@ -12,9 +12,9 @@ from torch import Tensor
 
 from tree_kernels.growth.types import Children, Growth
 
-# Items of a program, and of the turns in which it meets the others.
+# Items of a program, and those that it compares them with at a time.
 _ITEMS = 64
-# They differ from level to level and from batch to batch; a kernel each would cost compiling and gain nothing.
+# They differ from level to level and from batch to batch; specializing kernels on them would gain nothing.
 _NUMBERS = ["sequences", "items", "begin", "level", "row", "rows", "tail", "floor"]
 
 
@@ -23,7 +23,8 @@ def _offered(  # type: ignore[no-untyped-def]
     frontier_path_probs, scores, b, item, floor, PLACES: tl.constexpr, WIDTH: tl.constexpr, BREADTH: tl.constexpr,
     DEEP: tl.constexpr,
 ):  # fmt: skip
-    """Worth and score of new items, fp64; 0 and the score where there is no child, and -1 behind the last item."""
+    """Path probability and score of new items, fp64. The former is 0 where there is no child, and -1 behind the last
+    item."""
     here = item < PLACES * BREADTH
     score = tl.load(scores + b * PLACES * BREADTH + item, mask=here, other=0.0)
     above = tl.full(item.shape, 1.0, tl.float64)
@@ -80,7 +81,7 @@ def _grow_kernel(  # type: ignore[no-untyped-def]
             parent = row - WIDTH + item // BREADTH
         tl.store(tail_parents + b * tail + row + place, parent, mask=taken)
         if PLACES * BREADTH < WIDTH:  # noqa: SIM102  one is known to the compiler, the other is not
-            # The root has fewer children than a level expands: the first one stands in, and is worth nothing.
+            # The root has fewer children than a level expands: the first one is repeated, with a path probability of 0.
             if tl.program_id(1) == 0:
                 spare = tl.arange(0, BLOCK_W)
                 free = (spare >= PLACES * BREADTH) & (spare < WIDTH)

@@ -1,4 +1,4 @@
-"""The best children of every row in two launches, or in a race; see `tree_kernels.growth`, whose words these are.
+"""The best children of every row in two launches, or in a race; symbols are those of `growth.types`.
 
 A *chunk* is CHUNK logits of a row, one program's share.
 """
@@ -16,7 +16,7 @@ from tree_kernels.verification.triton_rows import philox_words
 _CHUNK = 1024
 _LEAST = tl.constexpr(1e-30)
 _NONE = tl.constexpr(2**31 - 1)
-# They differ from level to level and from batch to batch; a kernel each would cost compiling and gain nothing.
+# They differ from level to level and from batch to batch; specializing kernels on them would gain nothing.
 _NUMBERS = ["rows_each", "level", "known", "chunks"]
 
 
@@ -25,22 +25,22 @@ def _scan_kernel(  # type: ignore[no-untyped-def]
     logits, temperatures, peaks, sums, values, places, vocabulary, rows_each, row_stride, BEST: tl.constexpr,
     CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, chunk): greatest logit over temperature and the sum of exponentials about it, [R, chunks] each, and
-    its BEST greatest [R, chunks, BEST] with their ids."""
+    """Program (row, chunk): the greatest logit / temperature and the sum of exponentials relative to it, [R, chunks]
+    each, and the BEST greatest [R, chunks, BEST] with their ids."""
     row = tl.program_id(0)
     chunk = tl.program_id(1)
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
     x = tl.load(logits + row.to(tl.int64) * row_stride + ids, mask=ids < vocabulary, other=float("-inf"))
     x = x.to(tl.float32) / tl.load(temperatures + row // rows_each)
     peak = tl.max(x, 0)
-    # -inf - -inf is NaN, and a chunk may be forbidden as a whole.
+    # -inf - -inf is NaN, and all of a chunk may be -inf.
     base = tl.where(peak == float("-inf"), 0.0, peak)
     own = row * tl.num_programs(1) + chunk
     tl.store(peaks + own, peak)
     tl.store(sums + own, tl.sum(tl.exp(x - base), 0))
     for best in tl.range(0, BEST):
         value = tl.max(x, 0)
-        # NaN equals nothing: then any id will do.
+        # NaN equals nothing: then any id serves.
         place = tl.minimum(tl.min(tl.where(x == value, ids, _NONE), 0), vocabulary - 1)
         tl.store(values + own * BEST + best, value)
         tl.store(places + own * BEST + best, place)
@@ -85,7 +85,7 @@ def _likeliest_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _filter(prob, place, known, top_k, top_p, min_p):  # type: ignore[no-untyped-def]
-    """Falling probabilities fp64 after a request's filters, which stay, and what the rest holds."""
+    """Falling probabilities fp64 after a request's filters, which of them stay, and the probability of the rest."""
     first = tl.max(prob, 0)
     stays = (place < tl.where(top_k > 0, tl.minimum(top_k, known), known)) & (prob + first > 0.0)
     stays = stays & ((prob >= min_p * first) | (place == 0))
@@ -119,7 +119,7 @@ def _race_kernel(  # type: ignore[no-untyped-def]
     if MAPPED:
         token = tl.load(token_ids + token, mask=here, other=0)
     own = tl.exp(value / tl.load(temperatures + b) - log_mass)
-    # Written so that NaN is impossible, too.
+    # Written so that NaN counts as impossible, too.
     own = tl.where(here & (own > 0.0), own, 0.0).to(tl.float64)
     prob, stays, rest = _filter(own, index, known, tl.load(top_k + b), tl.load(top_p + b), tl.load(min_p + b))
     w0, w1, w2, w3 = philox_words(tl.load(seeds + b), token // 4, tl.load(positions + b) + level - 1, 0)
@@ -186,7 +186,7 @@ def race_winners(
 ) -> Children:
     """See `growth.race_winners`."""
     peaks, sums, _, _ = _scan(logits, temperatures, 0)
-    # A temperature changes no order.
+    # Temperature does not change the order.
     values, places = logits.topk(min(entrants, logits.shape[1]), dim=-1)
     (rows, chunks), found = peaks.shape, _empty(len(logits), width, logits.device)
     _race_kernel[(rows,)](

@@ -1,10 +1,10 @@
-"""What grows trees on the device: children of rows, races between them, and trees as they grow.
+"""The tensors of trees that grow on the device: children of rows, their race, and the trees.
 
 Symbols: B sequences; L levels; W nodes that a level expands; K children of each; F frontier nodes of a sequence, 1 at
-the first level and W below; V' tokens that the network can say; T = 1 + (L - 1) * W rows of the cache's tail, the
+the first level and W below; V' tokens of the network's vocabulary; T = 1 + (L - 1) * W rows of the cache's tail, the
 root's first; C = 1 + K + (L - 1) * W * K items of a tree, the root first and then the children of every frontier in
-order. What is not there has a path probability of 0: an item below nothing, a frontier place that is not taken. It is
-computed like the rest, and what came out of it is never kept.
+order. Absent items have a path probability of 0: children of an absent item, a frontier place that is not taken. They
+are computed like the rest and never kept.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Children(NamedTuple):
 
 
 class Race(NamedTuple):
-    """What each sequence's race needs to know: filters as a request gives them, and the key of the shared noise."""
+    """Each sequence's race: filters as a request gives them, and the key of the shared noise."""
 
     coupled: Tensor  # [B] int32; a sequence of 0 does not race, and ranks by probability
     top_k: Tensor  # [B] int32, 0 for none
@@ -33,7 +33,7 @@ class Race(NamedTuple):
 
 
 class Growth(NamedTuple):
-    """Trees as they grow, and what the next pass reads. All tensors stay where they are."""
+    """Trees as they grow, and what the next pass reads. All tensors keep their addresses."""
 
     tokens: Tensor  # [B, C] int32
     parents: Tensor  # [B, C] int32 items

@@ -1,7 +1,7 @@
 """Multi-head latent attention over token trees, with one vector for each token in the cache (arXiv 2405.04434).
 
-A token's keys and values of all heads are products of one latent, and beside them is one rotary key for all heads. So
-the cache keeps latent and rotary key; the products are absorbed into queries before, and into outputs after.
+A token's keys and values of all heads are projections of one latent, beside one rotary key for all heads. So the cache
+keeps latent and rotary key; the projections are absorbed into queries before attention, and into outputs after it.
 """
 
 from tree_kernels.latent_attention.dispatch import LatentAttention, LatentBackend

@@ -30,10 +30,10 @@ class LatentAttention(PlannedAttention[_Implementation]):
     Args:
         backend: "reference" is the fp32 definition; "torch" is the fast path on a CPU; "triton" needs a GPU.
         device: where the cache lives.
-        invariant: cut keys alike whatever the step holds; see `TreeAttention`. Only of "triton".
+        invariant: split keys the same way in every batch; see `TreeAttention`. Only "triton" can.
 
     Raises:
-        ValueError: an unknown backend, or one that cannot be `invariant`.
+        ValueError: an unknown backend, or `invariant` with another than "triton".
         ImportError: the backend's package is not installed.
     """
 
@@ -56,7 +56,7 @@ class LatentAttention(PlannedAttention[_Implementation]):
         """Attend in one layer. The tail's vectors must be in the cache already (`write_latents`).
 
         Args:
-            plan: of this step, by this object.
+            plan: what `plan` of this object returned for this step.
             query: [R, H, L + P], absorbed (`absorbed_queries`).
             cache: [pages, page_size, L + P], contiguous: the latent, then the rotary key. The whole vector is the key
                 of every head, and the latent its value.
@@ -81,11 +81,11 @@ class LatentAttention(PlannedAttention[_Implementation]):
 
 
 def _create(backend: LatentBackend, device: torch.device, invariant: bool) -> _Implementation:
-    """Import a backend only when it is asked for: triton may be absent."""
+    """Imports a backend only when it is chosen: triton may be absent."""
     if backend == "reference":
         from tree_kernels.latent_attention.reference import ReferenceLatentAttention
 
-        return ReferenceLatentAttention(device)
+        return ReferenceLatentAttention()
     if backend == "torch":
         from tree_kernels.latent_attention.torch_backend import TorchLatentAttention
 

@@ -1,4 +1,4 @@
-"""What lies between a latent layer's projections and its attention: a norm, rotary embedding, and the cache's new rows.
+"""The steps between a latent layer's projections and its attention: norm, rotary embedding, and new rows of the cache.
 
 One launch on a GPU, where PyTorch takes some twenty, most of them longer to launch than to run for a few rows.
 """
@@ -15,16 +15,16 @@ from tree_kernels.latent_attention.writing import write_latents
 
 @dataclass(frozen=True, slots=True)
 class Rotary:
-    """By what each row's rotary parts turn, and how they are laid out.
+    """Angles by which each row's rotary parts are rotated, and their layout.
 
-    Elements turn in twos. Of P elements, two that turn together are 2 i and 2 i + 1 (`pairs`), or i and P / 2 + i
-    (halves). DeepSeek-V2's layers read and write pairs, DeepSeek-V3's read pairs and write halves, others' read and
-    write halves.
+    Elements are rotated in pairs. Of P elements, a pair is 2 i and 2 i + 1 (interleaved: `pairs`), or i and P / 2 + i
+    (halves). DeepSeek-V2's layers read and write interleaved pairs, DeepSeek-V3's read them and write halves, others
+    read and write halves.
 
     Attributes:
         cosines, sines: [R, P / 2], of any strides and floating dtype.
-        pairs_in: what is read are pairs.
-        pairs_out: what is written are pairs.
+        pairs_in: the input is interleaved.
+        pairs_out: the output is interleaved.
     """
 
     cosines: Tensor
@@ -35,10 +35,10 @@ class Rotary:
 
 @dataclass(frozen=True, slots=True)
 class LatentRows:
-    """What a layer has projected for R rows, with the widths of `latent_attention`.
+    """Projections of a layer for R rows, with the widths of `latent_attention`.
 
     Attributes:
-        vectors: [R, L + P]: latents as they are before their norm, and rotary keys before they turn.
+        vectors: [R, L + P]: latents before their norm, and rotary keys before rotation.
         queries: [R, H, N + P], of which the last P are read.
         weight: [L], of the latents' RMSNorm.
         epsilon: of the norm.
@@ -51,13 +51,13 @@ class LatentRows:
 
 
 def norm_rope_write(rows: LatentRows, rotary: Rotary, cache: Tensor, slots: Tensor, absorbed: Tensor) -> None:
-    """Write normed latents and turned keys into the cache, and turned queries behind where absorbed ones go.
+    """Write normed latents and rotated keys into the cache, and the rotated parts of queries into `absorbed`.
 
-    Sums and turns are computed in fp32. As in the models' own code, what is normed is rounded before the weight
-    multiplies it.
+    Sums and rotations are computed in fp32. As in the models' own code, normed latents are rounded before they are
+    multiplied with the weight.
 
     Args:
-        rows: of one layer, contiguous in their last dimension.
+        rows: projections of one layer, contiguous in their last dimension.
         rotary: of the rows.
         cache: [pages, page_size, L + P], contiguous, of their dtype. Written in place.
         slots: [R] int64, all different. On a GPU also int32, and rows whose slot is negative are left out of the cache.
@@ -75,8 +75,8 @@ def norm_rope_write(rows: LatentRows, rotary: Rotary, cache: Tensor, slots: Tens
     latent = len(rows.weight)
     width = rows.vectors.shape[1] - latent
     latents = normed(rows.vectors[:, :latent], rows.weight, rows.epsilon)
-    write_latents(latents, turned(rows.vectors[:, latent:], rotary), cache, slots)
-    absorbed[..., latent:] = turned(rows.queries[..., -width:], rotary)
+    write_latents(latents, rotated(rows.vectors[:, latent:], rotary), cache, slots)
+    absorbed[..., latent:] = rotated(rows.queries[..., -width:], rotary)
 
 
 def normed(latents: Tensor, weight: Tensor, epsilon: float) -> Tensor:
@@ -86,17 +86,11 @@ def normed(latents: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     return weight * scaled.to(latents.dtype)
 
 
-def turned(parts: Tensor, rotary: Rotary) -> Tensor:
+def rotated(parts: Tensor, rotary: Rotary) -> Tensor:
     """Rotary embedding of [R, P] or [R, H, P], in their dtype."""
-    half = parts.shape[-1] // 2
-    # [..., P / 2] each: what turns together.
-    between = parts.shape[:-1]
-    first, second = (
-        parts.reshape(*between, half, 2).float().unbind(-1)
-        if rotary.pairs_in
-        else parts.reshape(*between, 2, half).float().unbind(-2)
-    )
-    shape = (len(parts), *(1,) * (parts.dim() - 2), half)
+    wide = parts.float()
+    first, second = (wide[..., 0::2], wide[..., 1::2]) if rotary.pairs_in else wide.chunk(2, dim=-1)
+    shape = (len(parts), *(1,) * (parts.dim() - 2), first.shape[-1])
     cosines, sines = (angle.float().view(shape) for angle in (rotary.cosines, rotary.sines))
     after = first * cosines - second * sines, second * cosines + first * sines
     both = torch.stack(after, dim=-1).flatten(-2) if rotary.pairs_out else torch.cat(after, dim=-1)

@@ -14,10 +14,10 @@ from torch import Tensor
 
 
 class HeadProjections(NamedTuple):
-    """What makes keys and values of latents; views of one weight, so that writing to it changes both.
+    """Projections from latents to keys and values; views of one weight, so that writing to it changes both.
 
     Attributes:
-        keys: [H, N, L], of a head's keys without their rotary part.
+        keys: [H, N, L], to a head's keys without their rotary part.
         values: [H, V, L].
     """
 
@@ -40,7 +40,7 @@ def absorbed_queries(plain: Tensor, rotary: Tensor, projections: HeadProjections
         projections: of the layer.
 
     Returns:
-        [R, H, L + P], contiguous, in their dtype. Shapes alone decide what is launched.
+        [R, H, L + P], contiguous, in their dtype. The launches depend on shapes alone.
     """
     rows, heads, _ = plain.shape
     latent = projections.keys.shape[2]
@@ -59,7 +59,7 @@ def absorb_into(absorbed: Tensor, plain: Tensor, projections: HeadProjections) -
         projections: of the layer.
     """
     latent = projections.keys.shape[2]
-    # Written where it belongs, head by head, so that nothing is put together afterwards.
+    # Written in place, head by head, so that nothing is concatenated afterwards.
     torch.bmm(plain.transpose(0, 1), projections.keys, out=absorbed[..., :latent].transpose(0, 1))
 
 

@@ -6,13 +6,14 @@ import torch
 from torch import Tensor
 
 from tree_kernels.attention import AttentionBatch, AttentionPlan, attend, sequence_mask, sequence_slots
+from tree_kernels.attention.reference import ReferenceAttention
 from tree_kernels.latent_attention.projections import HeadProjections
 
 
 def attend_expanded(
     plain: Tensor, rotary: Tensor, cache: Tensor, projections: HeadProjections, batch: AttentionBatch, scale: float
 ) -> Tensor:
-    """Every latent made keys and values of every head, then attended to: what absorbing has to equal.
+    """Attention over keys and values that every head makes of the latents: the result that absorbing must equal.
 
     Args:
         plain, rotary: [R, H, N] and [R, H, P] queries without and with rotary embedding.
@@ -32,8 +33,8 @@ def attend_expanded(
     for b in range(batch.sequences):
         start, end = batch.query_starts[b], batch.query_starts[b + 1]
         vectors = cache.flatten(0, 1)[sequence_slots(batch, b).to(cache.device)].to(dtype)
-        latents, turned = vectors[:, :latent], vectors[:, latent:]
-        keys = torch.cat([torch.einsum("hnl,kl->khn", key_of, latents), turned[:, None].expand(-1, heads, -1)], dim=-1)
+        latents, rotary_keys = vectors[:, :latent], vectors[:, None, latent:].expand(-1, heads, -1)
+        keys = torch.cat([torch.einsum("hnl,kl->khn", key_of, latents), rotary_keys], dim=-1)
         values = torch.einsum("hvl,kl->khv", value_of, latents)
         mask = sequence_mask(batch, b).to(cache.device)
         output[start:end] = attend(query[start:end], keys, values, mask, scale)
@@ -41,20 +42,11 @@ def attend_expanded(
 
 
 class ReferenceLatentAttention:
-    """Gathers every vector, builds the whole mask, computes in fp32 (fp64 if the inputs are)."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    """Tree attention's reference, with one key head: the vectors are its keys, their latents its values."""
 
     def plan(self, batch: AttentionBatch) -> AttentionPlan:
         return AttentionPlan(batch)
 
     def run(self, plan: AttentionPlan, query: Tensor, cache: Tensor, latent: int, scale: float) -> Tensor:
-        batch = plan.batch
-        output = query.new_empty(query.shape[0], query.shape[1], latent)
-        for b in range(batch.sequences):
-            start, end = batch.query_starts[b], batch.query_starts[b + 1]
-            vectors = cache.flatten(0, 1)[sequence_slots(batch, b).to(query.device)].unsqueeze(1)
-            mask = sequence_mask(batch, b).to(query.device)
-            output[start:end] = attend(query[start:end], vectors, vectors[..., :latent], mask, scale)
-        return output
+        keys = cache.unsqueeze(2)
+        return ReferenceAttention().run(plan, query, keys, keys[..., :latent], scale)

@@ -1,6 +1,6 @@
 """Latent attention in PyTorch, two matrix products for each sequence: the fast path on a CPU.
 
-PyTorch's own attention knows no values that are a part of the keys: with whole vectors as values, and heads folded into
+PyTorch's own attention cannot take a part of the keys as values: with whole vectors as values, and heads folded into
 rows, it took 2 to 14 times as long in bf16 on a CPU, at 16 heads, 1 to 256 rows and 500 to 4000 keys of 512 + 64 (one
 thread with AMX, torch 2.13, medians of 7).
 """
@@ -41,7 +41,7 @@ class TorchLatentAttention:
 
 
 def _hidden_in_tail(one: SequencePlan, device: torch.device) -> Tensor | None:
-    """[rows, rows] bool, true where a row does not see a key of the tail; None of a single row, which sees all."""
+    """[rows, rows] bool, true where a row does not see a key of the tail; None for a single row, which sees all."""
     rows = one.end - one.start
     if one.mask is not None:
         return ~one.mask[:, one.keys - rows :]

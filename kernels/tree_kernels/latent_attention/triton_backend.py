@@ -13,24 +13,24 @@ from tree_kernels.attention.triton_planning import (
     TritonPlan,
     TritonPlanner,
     TritonSettings,
-    most_asked,
+    max_output_rows,
 )
 from tree_kernels.attention.triton_tiling import Tiling
 from tree_kernels.latent_attention.triton_kernels import latent_kernel
 from tree_kernels.latent_attention.triton_tiling import choose_latent_tiling
 
-# One tile and one split for every step; see `attention.triton_backend.INVARIANT`.
+# One tiling and one split for every step; see `attention.triton_backend.INVARIANT`.
 INVARIANT = TritonSettings(split_keys=512, tiling=Tiling(64, 32, 8, 2, 1))
 # Columns of an output that one program merges: those of the values that merging is tuned for.
 _MERGE_COLUMNS = 128
 
 
 def _merged_at_a_time(by_group: bool, parts: int) -> tuple[int, int]:
-    """Rows and partials that a program of the merge takes at a time, where a group leaves `parts` of them in the mean.
+    """Rows and partials that a program of the merge takes at a time, where a group has `parts` partials on average.
 
-    They are read one behind the other, a round trip to L2 each, and where a whole GPU has read one sequence there are
-    as many as programs: so fewer rows and more partials are taken at a time. How many of either was reasoned, by the
-    64 registers of a thread that they take, and not measured.
+    Partials are read one after the other, a round trip to L2 each, and where a whole GPU reads one sequence there are
+    as many as programs: so fewer rows and more partials are taken at a time. The numbers follow from the 64 registers
+    of a thread that they take; they were not measured.
     """
     if not by_group:
         return 4, 8
@@ -43,7 +43,7 @@ class TritonLatentAttention(TritonPlanner):
     def run(self, plan: AttentionPlan, query: Tensor, cache: Tensor, latent: int, scale: float) -> Tensor:
         assert isinstance(plan, TritonPlan)
         if scale <= 0:
-            # The largest score is looked for before scaling.
+            # The kernel takes the maximum of the scores before scaling.
             raise ValueError(f"expected a positive scale, got {scale}")
         layout = self._layout(plan, query, cache, latent)
         output = query.new_empty(query.shape[0], query.shape[1], latent)
@@ -75,5 +75,7 @@ class TritonLatentAttention(TritonPlanner):
         if query.dtype != cache.dtype:
             raise ValueError(f"expected one dtype, got {query.dtype} and {cache.dtype}")
         heads = query.shape[1]
-        tiling = self._settings.tiling or choose_latent_tiling(most_asked(plan) * heads, latent, query.element_size())
+        tiling = self._settings.tiling or choose_latent_tiling(
+            max_output_rows(plan) * heads, latent, query.element_size()
+        )
         return HeadLayout(heads, 1, cache.shape[2], latent, tiling)

@@ -1,4 +1,4 @@
-"""The Triton kernel of latent attention: tiles of latents that are keys and values in one.
+"""The Triton kernel of latent attention: a tile of latents is both keys and values.
 
 The words are those of `attention.triton_schedule`; all query heads share the one key head, so a group is a block of
 rows times heads. Masks, partials and their merging are those of tree attention.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tree_kernels.attention.triton_kernels import key_slots
+from tree_kernels.attention.triton_kernels import key_slots, softmax_step
 from tree_kernels.attention.triton_mask import hide
 from tree_kernels.attention.triton_merge import write_partial, write_rows
 
@@ -20,35 +20,28 @@ def _tile(  # type: ignore[no-untyped-def]
     is_causal, scale_log2, LATENT: tl.constexpr, ROTARY: tl.constexpr, BLOCK_LATENT: tl.constexpr,
     BLOCK_ROTARY: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, WORDS: tl.constexpr, FAR: tl.constexpr,
 ):  # fmt: skip
-    """One step of the online softmax, in base 2, over the BLOCK_N keys from `first`. Latents are loaded once."""
+    """One step of the online softmax over the BLOCK_N keys from `first`. Latents are loaded once."""
     c = tl.arange(0, BLOCK_LATENT)
     r = tl.arange(0, BLOCK_ROTARY)
     # What lies behind the last key may be NaN, and 0 * NaN is NaN: the last key stands in for it.
     offsets = tl.minimum(first + tl.arange(0, BLOCK_N), prefix + rows - 1)
     at = cache + key_slots(page_table, offsets, first, PAGE_SIZE, BLOCK_N, FAR)[:, None] * (LATENT + ROTARY)
-    # Without a mask where there is no column too many.
+    # Without a mask where the block has no extra columns.
     latents = (
         tl.load(at + c[None, :])
         if BLOCK_LATENT == LATENT
         else tl.load(at + c[None, :], mask=(c < LATENT)[None, :], other=0.0)
     )
-    turned = (
+    rotary_key = (
         tl.load(at + LATENT + r[None, :])
         if BLOCK_ROTARY == ROTARY
         else tl.load(at + LATENT + r[None, :], mask=(r < ROTARY)[None, :], other=0.0)
     )
-    scores = tl.dot(q_rotary, tl.trans(turned), input_precision="ieee")
+    scores = tl.dot(q_rotary, tl.trans(rotary_key), input_precision="ieee")
     scores = tl.dot(q, tl.trans(latents), scores, input_precision="ieee")
     if first + BLOCK_N > open_keys:
         scores = hide(scores, words, first_word, first - prefix, row, live, is_causal, WORDS)
-    new_peak = tl.maximum(peak, tl.max(scores, 1) * scale_log2)
-    # A row that has seen no key yet has a peak of -inf, and -inf - -inf is NaN.
-    base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-    probs = tl.exp2(scores * scale_log2 - base[:, None])
-    fade = tl.exp2(peak - base)
-    mass = mass * fade + tl.sum(probs, 1)
-    acc = tl.dot(probs.to(latents.dtype), latents, acc * fade[:, None], input_precision="ieee")
-    return new_peak, mass, acc
+    return softmax_step(scores, latents, peak, mass, acc, scale_log2, False)
 
 
 @triton.jit
@@ -111,7 +104,7 @@ def latent_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Every program takes one chunk (if FIXED, chunks in turn), and of each chunk the groups that lie in it."""
     if EARLY:
-        # What the launch before wrote may be read from here on; the launch after may take its place and wait.
+        # The results of the launch before may be read from here on; the launch after may start and wait.
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     chunks = tl.program_id(0) + 1

@@ -25,9 +25,9 @@ def choose_latent_tiling(packed_rows: int, latent: int, itemsize: int) -> Tiling
     All heads of all rows of a sequence are packed into the rows of a tile, so that a latent is read once for all of
     them; a tile of latents is key and value in one, and lies in shared memory once.
 
-    - Up to 16 packed rows reading is all there is: 1,152 bytes a key against 35 kFLOP. One program with tiles of 64
-      keys is faster than two that take turns with half of them, in all but the longest batches, and leaves half as
-      many results to merge.
+    - Up to 16 packed rows attention is bound by reading: 1,152 bytes a key against 35 kFLOP. One program with tiles of
+      64 keys is faster than two on an SM with tiles of half the size, in all but the longest batches, and leaves half
+      as many partials to merge.
     - From 64 on, a tile of 64 rows fills a warpgroup's instructions. Its output is 64 x 512 in fp32, 128 registers of
       each of 256 threads, and queries (72 KB), two tiles of 64 keys (144 KB) and weights (8 KB) take 224 of the SM's
       227 KB: one program, and taller tiles would spill in the loop (as compiled, it reads back four words a tile).

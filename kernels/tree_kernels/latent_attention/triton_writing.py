@@ -1,4 +1,4 @@
-"""New latents and rotary keys into the paged cache, in one launch: as they are, or normed and turned on the way."""
+"""Writes new latents and rotary keys into the paged cache, in one launch: as given, or after norm and rotation."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def _write_kernel(  # type: ignore[no-untyped-def]
     to = cache + slot * (LATENT + ROTARY) + column
     if slot >= 0:
         tl.store(to, tl.load(latents + row * latent_row + column, mask=column < LATENT), mask=column < LATENT)
-        turned = tl.load(rotary + row * rotary_row + column, mask=column < ROTARY)
-        tl.store(to + LATENT, turned, mask=column < ROTARY)
+        rotated = tl.load(rotary + row * rotary_row + column, mask=column < ROTARY)
+        tl.store(to + LATENT, rotated, mask=column < ROTARY)
 
 
 def write_rows(latents: Tensor, rotary: Tensor, cache: Tensor, slots: Tensor) -> None:
@@ -46,7 +46,7 @@ def write_rows(latents: Tensor, rotary: Tensor, cache: Tensor, slots: Tensor) ->
 
 
 @triton.jit
-def _turn(  # type: ignore[no-untyped-def]
+def _rotate(  # type: ignore[no-untyped-def]
     source, target, cosines, sines, live, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, PAIRS_IN: tl.constexpr,
     PAIRS_OUT: tl.constexpr,
 ):  # fmt: skip
@@ -67,8 +67,8 @@ def _norm_rope_write_kernel(  # type: ignore[no-untyped-def]
     LATENT: tl.constexpr, HALF: tl.constexpr, PLAIN: tl.constexpr, BLOCK_LATENT: tl.constexpr, BLOCK_HALF: tl.constexpr,
     BLOCK_HEADS: tl.constexpr, PAIRS_IN: tl.constexpr, PAIRS_OUT: tl.constexpr,
 ):  # fmt: skip
-    """Programs (row, block): block 0 norms the row's latent and writes its vector, the others turn BLOCK_HEADS queries
-    each."""
+    """Programs (row, block): block 0 norms the row's latent and writes its vector, the others rotate BLOCK_HEADS
+    queries each."""
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     i = tl.arange(0, BLOCK_HALF)
@@ -84,22 +84,20 @@ def _norm_rope_write_kernel(  # type: ignore[no-untyped-def]
             scale = 1.0 / tl.sqrt(tl.sum(latent * latent, 0) / LATENT + epsilon)
             factor = tl.load(weight + c, mask=c < LATENT, other=0.0).to(tl.float32)
             to = cache + slot * (LATENT + 2 * HALF)
-            # Rounded before the weight multiplies it, as the models' own code has it.
+            # Rounded before it is multiplied with the weight, as in the models' own code.
             tl.store(to + c, ((latent * scale).to(kind).to(tl.float32) * factor).to(kind), mask=c < LATENT)
             one = tl.zeros([1, 1], tl.int32)
-            _turn(
-                own + LATENT + one, to + LATENT + one, cos, sin, one == 0, HALF, BLOCK_HALF, PAIRS_IN, PAIRS_OUT,
-            )  # fmt: skip
+            _rotate(own + LATENT + one, to + LATENT + one, cos, sin, one == 0, HALF, BLOCK_HALF, PAIRS_IN, PAIRS_OUT)
     else:
         head = ((block - 1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS))[:, None]
-        _turn(
+        _rotate(
             queries + row * query_row + head * query_head + PLAIN,
             absorbed + row * absorbed_row + head * absorbed_head + LATENT, cos, sin, head < HEADS, HALF, BLOCK_HALF,
             PAIRS_IN, PAIRS_OUT,
         )  # fmt: skip
 
 
-# Of queries' heads that a program turns: 16 of 64 elements are 8 of each of 128 threads, as many as one load takes.
+# Heads of queries that a program rotates: 16 of 64 elements are 8 of each of 128 threads, as many as one load takes.
 _HEADS_EACH = 16
 
 

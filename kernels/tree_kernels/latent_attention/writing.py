@@ -1,4 +1,4 @@
-"""New latents and rotary keys into the paged cache.
+"""Writes new latents and rotary keys into the paged cache.
 
 A slot is `page * page_size + offset`.
 """
@@ -18,7 +18,7 @@ def write_latents(latents: Tensor, rotary: Tensor, cache: Tensor, slots: Tensor)
         slots: [R] int64, all different. On a GPU also int32, and rows whose slot is negative are left out.
     """
     if latents.is_cuda:
-        # In one launch, able to leave out the rows that fill up a captured step.
+        # One launch, which can leave out the padding rows of a captured step.
         from tree_kernels.latent_attention.triton_writing import write_rows
 
         write_rows(latents, rotary, cache, slots)

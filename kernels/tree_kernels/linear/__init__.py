@@ -21,7 +21,7 @@ __all__ = [
 
 
 def row_linears(device: torch.device, *, invariant: bool = False) -> RowLinears:
-    """The layers for a device. With `invariant`, no bit of a row's result depends on how many rows there are."""
+    """The layers for few rows. With `invariant`, no bit of a row's result depends on how many rows there are."""
     if device.type != "cuda":
         return RowLinears()
     # Only here: Triton may be absent.
@@ -31,7 +31,7 @@ def row_linears(device: torch.device, *, invariant: bool = False) -> RowLinears:
 
 
 def many_row_linears(device: torch.device) -> RowLinears:
-    """The layers for a device whose products are the library's own, which is faster for many rows."""
+    """The layers with cuBLAS's products, which is faster for many rows."""
     if device.type != "cuda":
         return RowLinears()
     from tree_kernels.linear.cublas_backend import CublasLinears

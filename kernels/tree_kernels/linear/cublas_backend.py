@@ -1,8 +1,8 @@
-"""Linear layers of many rows: cuBLAS's products, and one launch of ours behind each.
+"""Linear layers of many rows: cuBLAS's products, with one launch of ours behind each.
 
-Meaning, shapes and errors are those of `tree_kernels.linear.RowLinears`. A product is rounded to the rows' dtype before
-what follows it is computed in fp32, as `nn.Linear` rounds it and kernels of few rows do not: in half precision that is
-one rounding more, in fp32 none. For products to fit float16, a norm is done whole ahead of its product.
+Meaning, shapes and errors are those of `tree_kernels.linear.RowLinears`. A product is rounded to the rows' dtype, as
+`nn.Linear` does, before what follows is computed in fp32. Kernels of few rows do not round there: in half precision
+that is one rounding more, in fp32 none. So that products fit float16, a norm is done whole before its product.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tree_kernels.linear.rows import HeadRows, Norm, ScaledRows
 from tree_kernels.linear.triton_backend import TritonLinears, check_product, or_other
 from tree_kernels.linear.triton_epilogues import add_epilogue_kernel, gated_epilogue_kernel, rotary_epilogue_kernel
 
-# Of one program: sixteen bytes a thread.
+# Elements of one program: sixteen bytes a thread.
 _BLOCK = 1024
 # Columns of a row above which a program of four warps would hold too many numbers a thread.
 _FOUR_WARPS = 2048
@@ -26,12 +26,8 @@ _FOUR_WARPS = 2048
 class CublasLinears(TritonLinears):
     """See `tree_kernels.linear.RowLinears`. For any number of rows; made for more than a tile of `TritonLinears`.
 
-    No weight is asked for early: a product of many rows leaves the memory no time to.
+    No weight is prefetched: a product of many rows leaves the memory no time for it.
     """
-
-    def __init__(self, device: torch.device) -> None:
-        # Neither invariant nor of a tiling: what products do with rows is the library's own.
-        super().__init__(device)
 
     def scale_rows(self, hidden: Tensor, norm: Norm) -> ScaledRows:
         return ScaledRows(self.norm_rows(hidden, norm), None, norm.epsilon)
@@ -78,13 +74,13 @@ class CublasLinears(TritonLinears):
         kv_heads, width = heads.key_cache.shape[-2:]
         count, total = len(rows.rows), weight.shape[0] // width
         query = rows.rows.new_empty(count, total - 2 * kv_heads, width)
-        block_turn = triton.next_power_of_2(width // 2)
-        block_heads = min(max(1, _BLOCK // block_turn), triton.next_power_of_2(total))
+        block_half = triton.next_power_of_2(width // 2)
+        block_heads = min(max(1, _BLOCK // block_half), triton.next_power_of_2(total))
         rotary_epilogue_kernel[(count, triton.cdiv(total, block_heads))](
             _normed_product(rows, weight), or_other(bias, query), heads.cosines, heads.sines, heads.slots, query,
             heads.key_cache, heads.value_cache,
             HAS_BIAS=bias is not None, HEADS=total - 2 * kv_heads, KV_HEADS=kv_heads, WIDTH=width,
-            BLOCK_HEADS=block_heads, BLOCK_TURN=block_turn, num_warps=4, **self._order(),
+            BLOCK_HEADS=block_heads, BLOCK_HALF=block_half, num_warps=4, **self._order(),
         )  # fmt: skip
         return query
 

@@ -1,8 +1,8 @@
 """Linear layers together with what a decoder layer does before and after them.
 
-A norm is done in two halves: whoever makes the hidden rows also makes `ScaledRows`, the rows times the norm's weight
-and the sums of their squares; whoever multiplies them divides its result by their root mean square. So a decoder layer
-is four launches and its attention:
+A norm is done in two halves: the operation that makes the hidden rows also makes `ScaledRows`, the rows times the
+norm's weight and the sums of their squares; the one that multiplies them divides its result by their root mean square.
+So a decoder layer is four launches and its attention:
 
     rotary_linear, attention, add_linear, gated_linear, add_linear
 
@@ -22,10 +22,10 @@ from tree_kernels.paging import write_kv
 
 
 class RowLinears:
-    """The linear layers, here as PyTorch has them: in fp32 and rounded at the end, which defines what kernels do.
+    """The linear layers in PyTorch, in fp32 and rounded at the end: the definition of what the kernels compute.
 
     A weight is a tensor of the rows' dtype, or an `Int8Weight`: int8, weight-only, one scale a row (W8A16).
-    `following` is one that a later launch reads, to be brought into the L2 cache early.
+    `following` is a weight that a later launch reads, to be prefetched into the L2 cache.
     """
 
     def norm_rows(self, hidden: Tensor, norm: Norm) -> Tensor:
@@ -76,7 +76,7 @@ class RowLinears:
             [R, N] in the rows' dtype, and its `ScaledRows` where a norm was given.
 
         Raises:
-            ValueError: dtype or strides are others.
+            ValueError: dtypes or strides that do not fit.
         """
         total = _product(rows, weight, bias)
         if residual is not None:
@@ -85,7 +85,7 @@ class RowLinears:
         return output, None if norm is None else self.scale_rows(output, norm)
 
     def gated_linear(self, rows: ScaledRows, weight: Weight) -> Tensor:
-        """[R, N]: SiLU(gate) * up of the normed rows [R, K]; `weight` [2 * N, K] is gate's and below it up's."""
+        """[R, N]: SiLU(gate) * up of the normed rows [R, K]; `weight` [2 * N, K] is that of gate above that of up."""
         gate, up = (_product(rows.rows, weight) * rows.scale).chunk(2, dim=1)
         return (functional.silu(gate) * up).to(rows.rows.dtype)
 
@@ -97,13 +97,13 @@ class RowLinears:
         heads: HeadRows,
         following: Weight | None = None,  # noqa: ARG002
     ) -> Tensor:
-        """Queries, keys and values of the normed rows; queries and keys turned, keys and values into the cache.
+        """Queries, keys and values of the normed rows; queries and keys rotated, keys and values cached.
 
         Args:
             rows: [R, K].
             weight: [(Hq + 2 * Hkv) * D, K], that of queries above that of keys above that of values.
             bias: [(Hq + 2 * Hkv) * D].
-            heads: where the rows stand and go.
+            heads: angles, slots and caches of the rows.
             following: see the class.
 
         Returns:
@@ -117,17 +117,17 @@ class RowLinears:
         if bias is not None:
             total = total + bias.float()
         total = total.view(len(total), -1, width)
-        turning, value = total[:, :-kv_heads], total[:, -kv_heads:]
-        left, right = turning.chunk(2, dim=2)
+        rotating, value = total[:, :-kv_heads], total[:, -kv_heads:]
+        left, right = rotating.chunk(2, dim=2)
         cosines, sines = heads.cosines.float()[:, None], heads.sines.float()[:, None]
-        turned: Tensor = (turning * cosines + torch.cat((-right, left), dim=2) * sines).to(rows.rows.dtype)
-        query, key = turned[:, :-kv_heads], turned[:, -kv_heads:]
+        rotated: Tensor = (rotating * cosines + torch.cat((-right, left), dim=2) * sines).to(rows.rows.dtype)
+        query, key = rotated[:, :-kv_heads], rotated[:, -kv_heads:]
         write_kv(key, value.to(rows.rows.dtype), heads.key_cache, heads.value_cache, heads.slots)
         return query
 
 
 def _product(rows: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
-    """In fp32."""
+    """[R, N] of rows [R, K], in fp32."""
     wide = weight.dequantized() if isinstance(weight, Int8Weight) else weight.float()
     product: Tensor = functional.linear(rows.float(), wide, None if bias is None else bias.float())
     return product

@@ -1,4 +1,4 @@
-"""What linear layers take and give beside their products: norms, rows on their way, and where heads go."""
+"""Inputs and outputs of linear layers beside their products: norms, rows whose norm is half done, and heads."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Norm:
 
 @dataclass(frozen=True, slots=True)
 class ScaledRows:
-    """Hidden rows whose norm is half done, or whole where no squares are.
+    """Hidden rows whose norm is half done, or whole where `squares` is None.
 
     Attributes:
         rows: [R, H] the hidden rows times the norm's weight; without squares the normed rows.
@@ -32,7 +32,7 @@ class ScaledRows:
 
     @property
     def scale(self) -> Tensor:
-        """[R, 1] fp32: what is left to multiply with."""
+        """[R, 1] fp32: the factor that finishes the norm."""
         if self.squares is None:
             return torch.ones(len(self.rows), 1, device=self.rows.device)
         return torch.rsqrt(self.squares.sum(1, keepdim=True) / self.rows.shape[1] + self.epsilon)
@@ -40,10 +40,10 @@ class ScaledRows:
 
 @dataclass(frozen=True, slots=True)
 class HeadRows:
-    """Where the heads of R rows stand and go.
+    """Angles of the heads of R rows, and where their keys and values go.
 
     Attributes:
-        cosines: [R, D], of the angles that each number of a head is turned by; the halves of a head turn together.
+        cosines: [R, D], of the angles by which the numbers of a head are rotated; number i is paired with D / 2 + i.
         sines: [R, D].
         slots: [R] integers as in `paging.write_kv`: where keys and values go. On a GPU a negative one is left out.
         key_cache: [pages, page_size, Hkv, D], contiguous.
@@ -59,7 +59,7 @@ class HeadRows:
 
 @dataclass(frozen=True, slots=True)
 class HeadInput:
-    """What a draft head's first layer reads.
+    """Input of a draft head's first layer.
 
     Attributes:
         rows: [R, 2 * H] normed embeddings of tokens, and beside them normed features.
@@ -74,14 +74,14 @@ class HeadInput:
 
 @dataclass(frozen=True, slots=True)
 class HeadInputs:
-    """What a draft head makes its input of, the same for every pass.
+    """What a draft head's input is made with, the same for every pass.
 
     Attributes:
         embedding: [V, H] of tokens.
         embedding_norm: over H.
         feature_norm: over H.
-        frequencies: [D] fp32, an angle by position for each number of a head; both halves turn alike.
-        scaling: cosines and sines are multiplied by it.
+        frequencies: [D] fp32, the angle per position of each number of a head; both halves are equal.
+        scaling: factor of cosines and sines.
     """
 
     embedding: Tensor

@@ -16,22 +16,22 @@ from tree_kernels.linear.rows import HeadInput, HeadInputs, HeadRows, Norm, Scal
 from tree_kernels.linear.triton_kernels import add_kernel, gated_kernel, head_input_kernel, norm_kernel, rotary_kernel
 from tree_kernels.linear.triton_tiling import LinearTiling, choose_linear_tiling
 
-# Weights are asked for so many bytes at a time, which begin at a multiple of the others.
-_ASKED_BYTES, _ASKED_FROM = 256, 16
+# Bytes of one prefetch, and of what its address must be a multiple.
+_PREFETCH_BYTES, _PREFETCH_ALIGNMENT = 256, 16
+_PREFETCH_THREADS = 128
 _MIN_OUTPUTS = 16
-# Tiles of one launch whose parts may be under way: those of more than 60,000 rows.
+# Tiles of one launch that may be split: those of more than 60,000 rows.
 _MAX_TILES = 65536
-_THREADS_ASKING = 128
 
 
 class TritonLinears(RowLinears):
-    """See `tree_kernels.linear.RowLinears`. Launches of one object must not run beside each other."""
+    """See `tree_kernels.linear.RowLinears`. Launches of one object must not run concurrently."""
 
     def __init__(self, device: torch.device, *, invariant: bool = False, tiling: LinearTiling | None = None) -> None:
-        """`tiling` is for all products; None chooses by their sizes."""
+        """`tiling` is for all products; None chooses one by their sizes."""
         self._invariant = invariant
         self._tiling = tiling
-        # Every launch leaves zeros behind.
+        # Every launch leaves them at zero.
         self._counters = torch.zeros(_MAX_TILES, dtype=torch.int32, device=device)
         # Programmatic dependent launch, which came with Hopper.
         self._dependent = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
@@ -50,15 +50,15 @@ class TritonLinears(RowLinears):
     def head_input(self, token_ids: Tensor, features: Tensor, positions: Tensor, of: HeadInputs) -> HeadInput:
         if features.dtype != of.embedding.dtype or features.stride(1) != 1 or not of.embedding.is_contiguous():
             raise ValueError("expected contiguous features and embeddings of one dtype")
-        (rows, width), turned = features.shape, len(of.frequencies)
+        (rows, width), rotary = features.shape, len(of.frequencies)
         output = features.new_empty(rows, 2 * width)
-        cosines, sines = torch.empty(2, rows, turned, dtype=torch.float32, device=features.device)
+        cosines, sines = torch.empty(2, rows, rotary, dtype=torch.float32, device=features.device)
         head_input_kernel[(rows,)](
             token_ids, of.embedding, of.embedding_norm.weight, features, of.feature_norm.weight, positions,
             of.frequencies, output, cosines, sines, features.stride(0), of.embedding_norm.epsilon,
             of.feature_norm.epsilon, of.scaling,
-            WIDTH=width, BLOCK=triton.next_power_of_2(width), TURNED=turned,
-            BLOCK_TURNED=triton.next_power_of_2(turned), num_warps=4, **self._order(),
+            WIDTH=width, BLOCK=triton.next_power_of_2(width), ROTARY=rotary,
+            BLOCK_ROTARY=triton.next_power_of_2(rotary), num_warps=4, **self._order(),
         )  # fmt: skip
         return HeadInput(output, cosines, sines)
 
@@ -144,31 +144,31 @@ class TritonLinears(RowLinears):
     def _launch(
         self, tiling: LinearTiling, rows: Tensor, weight: Weight, tiles: int, following: Weight | None = None
     ) -> tuple[tuple[int, int, int], dict[str, Any]]:
-        """Grid and arguments that all products have."""
+        """The grid, and the arguments that all products have in common."""
         count, inner = rows.shape
         blocks = triton.cdiv(count, tiling.block_rows)
-        # Parts of other sizes would need masks, and more tiles more counters.
+        # Other splits would need masks, and more tiles more counters.
         splits = tiling.splits if inner % (tiling.splits * tiling.block_inner) == 0 else 1
         splits = splits if blocks * tiles <= _MAX_TILES else 1
         numbers = blocks * tiles * splits * tiling.block_rows * tiling.block_outputs if splits > 1 else 1
         read, row_scales = (weight.words, weight.row_scales) if isinstance(weight, Int8Weight) else (weight, None)
-        asked = following.words if isinstance(following, Int8Weight) else following
-        size = asked.numel() * asked.element_size() if asked is not None and self._dependent else 0
-        # Whole lines; the last piece ends inside the weight.
-        piece = size // (blocks * tiles * splits * _THREADS_ASKING) // 128 * 128
+        prefetched = following.words if isinstance(following, Int8Weight) else following
+        size = prefetched.nbytes if prefetched is not None and self._dependent else 0
+        # Whole cache lines; the last piece ends inside the weight.
+        piece = size // (blocks * tiles * splits * _PREFETCH_THREADS) // 128 * 128
         options = {
             "weight": read,
             "row_scales": or_other(row_scales, read),
             "INT8": row_scales is not None,
             "partials": torch.empty(numbers, dtype=torch.float32, device=rows.device),
             "counters": self._counters,
-            "following": or_other(asked, rows),
+            "following": or_other(prefetched, rows),
             "INNER": inner,
             "SPLITS": splits,
             "BLOCK_M": tiling.block_rows,
             "BLOCK_N": tiling.block_outputs,
             "BLOCK_K": tiling.block_inner,
-            "AHEAD": tiling.ahead if _can_be_asked_for(read) else 0,
+            "AHEAD": tiling.ahead if _prefetchable(read) else 0,
             "PIECE": piece,
             "PIECES": size // piece if piece else 0,
             "num_warps": tiling.warps,
@@ -194,19 +194,19 @@ def check_product(rows: Tensor, weight: Weight) -> None:
         raise ValueError(f"expected rows [R, {weight.shape[1]}], got {list(rows.shape)}")
 
 
-def _can_be_asked_for(weight: Tensor) -> bool:
-    """Whether rows of a weight, [N, K] numbers or [N, K / 2] words, may be brought into the L2 cache ahead of their
-    product: in fp32 none is."""
+def _prefetchable(weight: Tensor) -> bool:
+    """Whether rows of a weight, [N, K] numbers or [N, K / 2] words, can be brought into the L2 cache ahead of their
+    product. Weights in fp32 are not."""
     row_bytes = weight.shape[1] * weight.element_size()
-    return row_bytes >= _ASKED_BYTES and row_bytes % _ASKED_FROM == 0 and weight.element_size() <= 2
+    return row_bytes >= _PREFETCH_BYTES and row_bytes % _PREFETCH_ALIGNMENT == 0 and weight.element_size() <= 2
 
 
 def or_other(tensor: Tensor | None, other: Tensor) -> Tensor:
-    """A kernel takes a pointer also where it reads none."""
+    """`tensor`, or `other` where there is none: a kernel takes a pointer also for what it does not read."""
     return other if tensor is None else tensor
 
 
 def _parts(rows: ScaledRows) -> dict[str, int]:
-    assert rows.squares is not None, "what this object or its definition made"
+    assert rows.squares is not None, "rows whose norm is half done"
     parts = rows.squares.shape[1]
     return {"PARTS": parts, "BLOCK_PARTS": triton.next_power_of_2(parts)}

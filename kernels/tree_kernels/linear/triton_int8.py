@@ -1,4 +1,4 @@
-"""The two numbers that a word of `Int8Weight` holds, in a dtype to multiply with.
+"""The two numbers in a word of `Int8Weight`, converted to the dtype of the product.
 
 To bfloat16 by four instructions for two of them. A byte b, which stands for b - 128, becomes the low byte of 0x43: of
 128 + b where b < 128, and else of 256 + 2 * (b - 128), since a bfloat16 has seven bits behind its first. Less 256 that

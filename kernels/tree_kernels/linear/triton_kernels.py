@@ -8,8 +8,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tree_kernels.linear.triton_int8 import high_numbers, low_numbers
 
-# Bytes of weights that one instruction asks for.
-_ASKED = tl.constexpr(256)
+# Bytes of weights that one instruction prefetches.
+_PREFETCH_BYTES = tl.constexpr(256)
 
 
 @triton.jit
@@ -20,7 +20,7 @@ def _await_inputs(  # type: ignore[no-untyped-def]
     if DEPENDENT:
         gdc_launch_dependents()
         if AHEAD > 0:
-            step: tl.constexpr = _ASKED // (weight.dtype.element_ty.primitive_bitwidth // 8)
+            step: tl.constexpr = _PREFETCH_BYTES // (weight.dtype.element_ty.primitive_bitwidth // 8)
             inner = tl.program_id(2) * (WIDTH // SPLITS) + tl.arange(0, AHEAD) * step
             inner = tl.minimum(inner, WIDTH - step)
             address = weight + column[:, None].to(tl.int64) * WIDTH + inner[None, :]
@@ -38,9 +38,8 @@ def _product(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """[BLOCK_M, BLOCK_N] fp32, `rows` times the rows `column` of `weight`, and which rows this program is to store.
 
-    `INT8` weights are those of `Int8Weight`.
-
-    Of the programs that share a tile, the last to arrive adds up what all have, always in the same order.
+    `INT8` weights are those of `Int8Weight`. Of the programs that share a tile, the last to arrive adds up the parts of
+    all, always in the same order.
     """
     # Of a row of weights: numbers, or words of two.
     WIDTH: tl.constexpr = INNER // 2 if INT8 else INNER
@@ -87,8 +86,8 @@ def _product(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _ask_for(following, PIECES: tl.constexpr, PIECE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Bring weights that a later launch reads into the L2 cache: each program its share, PIECE bytes a thread."""
+def _prefetch(following, PIECES: tl.constexpr, PIECE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Bring weights that a later launch reads into the L2 cache: a share for each program, PIECE bytes a thread."""
     if PIECE > 0:
         program = (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)) * tl.num_programs(0) + tl.program_id(0)
         piece = tl.minimum(program * 128 + tl.arange(0, 128), PIECES - 1)
@@ -106,12 +105,12 @@ def _halves(total, BLOCK_M: tl.constexpr, HALF_N: tl.constexpr):  # type: ignore
 
 
 @triton.jit
-def _turned(left, right, cosines, sines, at, there, TURN: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Rotary embedding of a head's columns and of those `TURN` further that they turn with."""
-    first_cosine = tl.load(cosines + at, mask=there[:, None], other=0.0).to(tl.float32)
-    first_sine = tl.load(sines + at, mask=there[:, None], other=0.0).to(tl.float32)
-    second_cosine = tl.load(cosines + at + TURN, mask=there[:, None], other=0.0).to(tl.float32)
-    second_sine = tl.load(sines + at + TURN, mask=there[:, None], other=0.0).to(tl.float32)
+def rotated(left, right, cosines, sines, at, mask, HALF_WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Rotary embedding of columns of a head, paired with those `HALF_WIDTH` further."""
+    first_cosine = tl.load(cosines + at, mask=mask, other=0.0).to(tl.float32)
+    first_sine = tl.load(sines + at, mask=mask, other=0.0).to(tl.float32)
+    second_cosine = tl.load(cosines + at + HALF_WIDTH, mask=mask, other=0.0).to(tl.float32)
+    second_sine = tl.load(sines + at + HALF_WIDTH, mask=mask, other=0.0).to(tl.float32)
     return left * first_cosine - right * first_sine, right * second_cosine + left * second_sine
 
 
@@ -142,7 +141,7 @@ def add_kernel(  # type: ignore[no-untyped-def]
         rows, weight, row_scales, partials, counters, row, column, there, row_stride,
         INT8=INT8, INNER=INNER, SPLITS=SPLITS, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K,
     )  # fmt: skip
-    _ask_for(following, PIECES, PIECE)
+    _prefetch(following, PIECES, PIECE)
     if HAS_BIAS:
         total += tl.load(bias + column).to(tl.float32)[None, :]
     at = row[:, None].to(tl.int64) * OUTPUTS + column[None, :]
@@ -166,7 +165,7 @@ def gated_kernel(  # type: ignore[no-untyped-def]
     SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     AHEAD: tl.constexpr, PIECES: tl.constexpr, PIECE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Norm, gate_proj and up_proj, SiLU of one times the other. A tile holds as many columns of either."""
+    """Norm, gate_proj and up_proj, SiLU(gate) * up. A tile holds as many columns of gate as of up."""
     HALF_N: tl.constexpr = BLOCK_N // 2
     lane = tl.arange(0, BLOCK_N)
     first = tl.program_id(1) * HALF_N
@@ -174,13 +173,13 @@ def gated_kernel(  # type: ignore[no-untyped-def]
     _await_inputs(weight, column, INNER // 2 if INT8 else INNER, SPLITS, AHEAD, DEPENDENT)
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     there = row < count
-    # Asked for before the product and used after it.
+    # Loaded before the product and used after it.
     found = _load_squares(squares, row, there, PARTS, BLOCK_PARTS)
     total, there = _product(
         rows, weight, row_scales, partials, counters, row, column, there, INNER,
         INT8=INT8, INNER=INNER, SPLITS=SPLITS, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K,
     )  # fmt: skip
-    _ask_for(following, PIECES, PIECE)
+    _prefetch(following, PIECES, PIECE)
     total *= tl.rsqrt(tl.sum(found, 1) / INNER + epsilon)[:, None]
     gate, up = _halves(total, BLOCK_M, HALF_N)
     result = gate / (1.0 + tl.exp(-gate)) * up
@@ -201,14 +200,14 @@ def rotary_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Norm, q_proj, k_proj and v_proj, rotary embedding, and keys and values into their slots.
 
-    A tile holds columns of a head's first half and those of its second half that they turn with.
+    A tile holds columns of a head's first half and those of its second half that they are paired with.
     """
     HALF_N: tl.constexpr = BLOCK_N // 2
-    TURN: tl.constexpr = WIDTH // 2
+    HALF_WIDTH: tl.constexpr = WIDTH // 2
     lane = tl.arange(0, BLOCK_N)
-    head = tl.program_id(1) * HALF_N // TURN
-    first = tl.program_id(1) * HALF_N % TURN
-    column = head * WIDTH + first + lane % HALF_N + lane // HALF_N * TURN
+    head = tl.program_id(1) * HALF_N // HALF_WIDTH
+    first = tl.program_id(1) * HALF_N % HALF_WIDTH
+    column = head * WIDTH + first + lane % HALF_N + lane // HALF_N * HALF_WIDTH
     _await_inputs(weight, column, INNER // 2 if INT8 else INNER, SPLITS, AHEAD, DEPENDENT)
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     there = row < count
@@ -218,15 +217,15 @@ def rotary_kernel(  # type: ignore[no-untyped-def]
         rows, weight, row_scales, partials, counters, row, column, there, INNER,
         INT8=INT8, INNER=INNER, SPLITS=SPLITS, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K,
     )  # fmt: skip
-    _ask_for(following, PIECES, PIECE)
+    _prefetch(following, PIECES, PIECE)
     total *= tl.rsqrt(tl.sum(found, 1) / INNER + epsilon)[:, None]
     if HAS_BIAS:
         total += tl.load(bias + column).to(tl.float32)[None, :]
     left, right = _halves(total, BLOCK_M, HALF_N)
     inner = first + tl.arange(0, HALF_N)[None, :]
     if head < HEADS + KV_HEADS:
-        left, right = _turned(left, right, cosines, sines, row[:, None] * WIDTH + inner, there, TURN)
-    # A row without a slot fills up a captured step.
+        left, right = rotated(left, right, cosines, sines, row[:, None] * WIDTH + inner, there[:, None], HALF_WIDTH)
+    # A row without a slot is padding of a captured step.
     kept = there & (slot >= 0)
     if head < HEADS:
         kept = there
@@ -237,7 +236,7 @@ def rotary_kernel(  # type: ignore[no-untyped-def]
         at = value_cache + (slot * KV_HEADS + head - HEADS - KV_HEADS) * WIDTH
     at = at[:, None] + inner
     tl.store(at, left.to(query.dtype.element_ty), mask=kept[:, None])
-    tl.store(at + TURN, right.to(query.dtype.element_ty), mask=kept[:, None])
+    tl.store(at + HALF_WIDTH, right.to(query.dtype.element_ty), mask=kept[:, None])
 
 
 @triton.jit
@@ -274,18 +273,18 @@ def _normed(read, norm_weight, column, inside, epsilon, WIDTH: tl.constexpr):  #
 def head_input_kernel(  # type: ignore[no-untyped-def]
     token_ids, embedding, embedding_norm, features, feature_norm, positions, frequencies, output, cosines, sines,
     feature_stride, embedding_epsilon, feature_epsilon, scaling,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, TURNED: tl.constexpr, BLOCK_TURNED: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROTARY: tl.constexpr, BLOCK_ROTARY: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One row per program: see `RowLinears.head_input`."""
     row = tl.program_id(0)
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH
-    lane = tl.arange(0, BLOCK_TURNED)
-    turned = lane < TURNED
+    lane = tl.arange(0, BLOCK_ROTARY)
+    inside_rotary = lane < ROTARY
     if DEPENDENT:
         gdc_launch_dependents()
-    frequency = tl.load(frequencies + lane, mask=turned, other=0.0)
+    frequency = tl.load(frequencies + lane, mask=inside_rotary, other=0.0)
     if DEPENDENT:
         gdc_wait()
     own = embedding + tl.load(token_ids + row).to(tl.int64) * WIDTH
@@ -297,5 +296,5 @@ def head_input_kernel(  # type: ignore[no-untyped-def]
     tl.store(at, result.to(output.dtype.element_ty), mask=inside)
     result = _normed(feature, feature_norm, column, inside, feature_epsilon, WIDTH)
     tl.store(at + WIDTH, result.to(output.dtype.element_ty), mask=inside)
-    tl.store(cosines + row * TURNED + lane, tl.cos(angle) * scaling, mask=turned)
-    tl.store(sines + row * TURNED + lane, tl.sin(angle) * scaling, mask=turned)
+    tl.store(cosines + row * ROTARY + lane, tl.cos(angle) * scaling, mask=inside_rotary)
+    tl.store(sines + row * ROTARY + lane, tl.sin(angle) * scaling, mask=inside_rotary)

@@ -5,15 +5,10 @@ from tree_kernels.node_table.feeding import advance, fill_pending, move_on
 from tree_kernels.node_table.layout import (
     EXPECTED_UNIT,
     KEPT,
-    KEYS_PER_COST,
     LONGEST,
     LOOKUP,
     MAX_PATH,
-    MEND_BORROWED,
-    MEND_EXCHANGED,
-    MEND_INSERTED,
     MOST_COST,
-    NO_KEY,
     NODES,
     PROSPECTS,
     REPORT,
@@ -25,30 +20,24 @@ from tree_kernels.node_table.layout import (
     longest_run,
 )
 from tree_kernels.node_table.lookup_costs import COST_OF_HALVING, RIGHT
-from tree_kernels.node_table.mailboxes import TURNS, Mailboxes
+from tree_kernels.node_table.mailboxes import Mailboxes
 from tree_kernels.node_table.step_integers import StepIntegers
 
 __all__ = [
     "COST_OF_HALVING",
     "EXPECTED_UNIT",
     "KEPT",
-    "KEYS_PER_COST",
     "LONGEST",
     "LOOKUP",
     "MAX_PATH",
-    "MEND_BORROWED",
-    "MEND_EXCHANGED",
-    "MEND_INSERTED",
     "MOST_COST",
     "NODES",
-    "NO_KEY",
     "PROSPECTS",
     "REPORT",
     "REPORT_ROWS",
     "REPORT_TOKENS",
     "RIGHT",
     "TABLE",
-    "TURNS",
     "WINDOW",
     "Figure",
     "Mailboxes",

@@ -1,13 +1,13 @@
 """Drafted rows chosen on the device: from trees that a draft sent some passes ago, and from sequences' own texts.
 
-Nobody waits for a draft: each sequence has a table of drafted nodes in device memory, a token tree rooted at a token
-that was said a while ago. Between two passes two kernels find, without the host, where every sequence stands
-in its table now, add what prompt lookup finds in its own text, and lay out the likeliest nodes of all sequences as the
+No pass waits for a draft: each sequence has a table of drafted nodes in device memory, a token tree rooted at a token
+that was generated some passes ago. Between two passes two kernels find, without the host, where every sequence is in
+its table now, add what prompt lookup finds in its own text, and lay out the likeliest nodes of all sequences as the
 next pass, so that several drafted passes can be launched at once. The text's tokens lie beside their keys, one for each
-slot of the KV cache, so whoever shares or gives back pages shares and gives back the text.
+slot of the KV cache, so they are shared and released with the pages.
 
 Prompt lookup's rule (Saxena, "Prompt lookup decoding", 2023): the longest run of tokens up to `LONGEST` that ends the
-text and stood in it before, of equally long ones the last; what followed it is drafted, as a chain.
+text and occurs in it before, of equally long ones the last; what followed it is drafted, as a chain.
 
 A table's layout is that of `tree_kernels.node_table.layout`.
 """
@@ -43,7 +43,7 @@ class NodeTable:
     """Moves a step of GREEDY and COUPLED trees on, pass by pass, and chooses its rows.
 
     Symbols: B = `max_sequences`, P = `max_passes`, R rows of a step. Nothing is read back, no shape depends on data and
-    every tensor stays where it is, so that all calls can be captured.
+    every tensor keeps its address, so that all calls can be captured.
 
     Attributes:
         reports: [B, P, REPORT] int32 by sequence and pass. Its figures stand where `Figure` says: accepted rows,
@@ -53,17 +53,17 @@ class NodeTable:
             (tokens between the table's root and the pass's, -1 where there was no table or it does not hold the text,
             mended or not), what rows of the table are expected to bring, and what the best `PROSPECTS` candidates of
             the sequence would, whether or not there was room for them. From `REPORT_TOKENS` on the accepted tokens and
-            then the target's own; from `REPORT_ROWS` on the accepted rows, relative to the root. What lies behind
-            either means nothing.
-        passes: [B] int32, how many of them were said since `begin`.
+            then the target's own; from `REPORT_ROWS` on the accepted rows, relative to the root. What follows either
+            is undefined.
+        passes: [B] int32, passes that were reported since `begin`.
         accepted: [B] int32, drafted rows that were accepted since `begin`.
-        limits: [B] int32, rows that may be drafted of a sequence, since `begin`.
+        limits: [B] int32, rows that may be drafted for a sequence, since `begin`.
         places: [B] int32, the table of the step's b-th sequence; -1 for none.
-        reading: [1] int32, how many of the step's sequences, the first, read their prompts.
-        tables: [B, TABLE] int32, see above.
+        reading: [1] int32, how many of the step's sequences, the first ones, read their prompts.
+        tables: [B, TABLE] int32, see `layout`.
         taken: [B] int32, the number of the table in each slot; see `Mailboxes`.
-        lookup_tokens: of a chain that is looked up at most.
-        backend: what does the work.
+        lookup_tokens: longest chain that is looked up.
+        backend: "triton" or "torch".
     """
 
     def __init__(
@@ -77,8 +77,8 @@ class NodeTable:
         lookup_tokens: int = LOOKUP,
         backend: Literal["triton", "torch"] | None = None,
     ) -> None:
-        """`tokens` [slots] int32 of the KV cache, kept by every pass that feeds them; `last_position` is the largest
-        that the model knows; `max_sequences` are those that steps' parameters are packed for. `lookup_tokens` 0 looks
+        """`tokens` [slots] int32 of the KV cache are written by every pass that feeds them; `last_position` is the
+        model's largest; `max_sequences` are those that steps' parameters are packed for. `lookup_tokens` 0 looks
         nothing up. `backend` None is "triton" on a GPU and "torch" elsewhere.
 
         Raises:
@@ -95,34 +95,34 @@ class NodeTable:
         self.reports = torch.zeros(max_sequences, max_passes, REPORT, dtype=torch.int32, device=device)
         self.tables = torch.zeros(max_sequences, TABLE, dtype=torch.int32, device=device)
         integers = torch.zeros(8, max_sequences, dtype=torch.int32, device=device)
-        # Found for the next pass: how many candidates were kept (-1 of who is not there), the root's token and the age.
+        # Of the next pass: how many candidates were kept (-1 for absent sequences), the root's token and the age.
         self.passes, self.accepted, self.limits, self.places, self.counts, self.roots, self.ages, self.taken = integers
         self.reading = torch.zeros(1, dtype=torch.int32, device=device)
         self.places.fill_(-1)
         self.counts.fill_(-1)
-        # [B, KEPT + 1] keys of the kept candidates, rising, `NO_KEY` behind them. Of each [B, 3, KEPT + 1] the token,
-        # the link (see `link_of`) and the chance.
+        # [B, KEPT + 1] keys of the kept candidates, rising, followed by `NO_KEY`. [B, 3, KEPT + 1] their tokens, links
+        # (see `link_of`) and chances.
         self.keys = torch.full((max_sequences, KEPT + 1), NO_KEY, dtype=torch.int32, device=device)
         self.ranked = torch.zeros(max_sequences, 3, KEPT + 1, dtype=torch.int32, device=device)
-        # [3 + len(PROSPECTS), B] of the rows that were laid out: nodes of the table, what all promise, what these nodes
-        # promise; and of the candidates the prospects.
+        # [3 + len(PROSPECTS), B] of the rows that were laid out: nodes of the table, expected tokens of all, and of
+        # these nodes; and the prospects of the candidates.
         self.noted = torch.zeros(3 + len(PROSPECTS), max_sequences, dtype=torch.int32, device=device)
-        # [B, NODES + LOOKUP + 1] keys and ranks of all candidates, between the parts of a kernel.
+        # [B, NODES + LOOKUP + 1] keys and ranks of all candidates, scratch of a kernel.
         candidates = torch.zeros(2, max_sequences, NODES + LOOKUP + 1, dtype=torch.int32, device=device)
         self.all_keys, self.ranks = candidates
         # [2, LONGEST + 1] int32, see `lookup_costs`.
         self.lookup_costs = torch.tensor([FIRST_COST, NEXT_COST], dtype=torch.int32, device=device)
         halvings = np.arange(MOST_COST // COSTS_PER_CHANCE) * (COSTS_PER_CHANCE / COST_OF_HALVING)
-        # [MOST_COST / COSTS_PER_CHANCE] int32 of `SURE`. From one place, so that all devices add up the same.
+        # [MOST_COST / COSTS_PER_CHANCE] int32 of `SURE`. Computed on the host, so that all devices add up the same.
         self.chances = torch.from_numpy(np.floor(SURE * 2.0**-halvings).astype(np.int32)).to(device)
-        # What was accepted in the launch before, while `begin` reads it.
+        # `accepted` of the launch before, while `begin` overwrites it.
         self._before = torch.zeros_like(self.accepted)
         self.backend: Literal["triton", "torch"] = backend or ("triton" if device.type == "cuda" else "torch")
         self._backend = _implementation(self.backend)
 
     def warm_up(self, step: StepIntegers) -> None:
-        """Have kernels compiled for where `step` lies, whose sequences have no rows yet. What is under way may hang on
-        this table's own figures, so that others take their place."""
+        """Compile the kernels for the tensors of `step`, whose sequences have no rows yet. Another table's tensors are
+        used, since passes in flight may use this one's."""
         own = NodeTable(
             self.tokens,
             self.page_size,
@@ -139,7 +139,7 @@ class NodeTable:
         own.report(step, Verdicts.over(nothing, self.max_sequences))
 
     def seat(self, places: Tensor) -> None:
-        """Say which table each sequence of the next step has. In place, behind whatever runs.
+        """Assign tables to the sequences of the next step, in stream order.
 
         Args:
             places: [B] int32, -1 for none.
@@ -147,9 +147,10 @@ class NodeTable:
         self.places.copy_(places, non_blocking=True)
 
     def take(self, mail: Mailboxes) -> None:
-        """Take the newest table out of every box that has another than was taken last. What was sent is there; what
-        is sent from now on until the device comes to it may be, and a box that is written over while it is read holds
-        no tree.
+        """Copy the newest table of every box that has a newer one than was taken last.
+
+        All that was sent before the call is taken; what is sent until the device runs it may be. A box that is
+        overwritten while it is read yields no tree.
 
         Raises:
             ValueError: there are not as many boxes as slots.
@@ -170,8 +171,9 @@ class NodeTable:
             pending: [any] int32.
             moves: [any] int32, what the step before has accepted, by the sequences' places in it; None for `accepted`,
                 which then still is of the launch before.
-            reading: so many sequences, the first, read their prompts: any number of rows each, which stay as they are.
-                `go_on` says of them that nothing was accepted, and their token; such a step is not to be run again.
+            reading: how many sequences, the first ones, read their prompts: any number of rows each, which stay as they
+                are. `go_on` reports for them that nothing was accepted, and their token; such a step must not be run
+                again.
 
         Raises:
             ValueError: the step has no room for trees.
@@ -182,8 +184,8 @@ class NodeTable:
         self._backend.begin(self, step, pending, moves, reading)
 
     def go_on(self, step: StepIntegers, verdicts: Verdicts) -> None:
-        """Note what a pass of `step` said, make of it the next pass of the same sequences, and choose its rows. In
-        place, behind `keep_accepted`, and at most P times after a `begin`, for which `reports` has room.
+        """Report what a pass of `step` generated, turn the step into the next pass of its sequences, and choose its
+        rows. In place, after `keep_accepted`, and at most P times after a `begin`, for which `reports` has room.
 
         Args:
             step: as `begin` or the last call left it, and as it was run.
@@ -196,8 +198,8 @@ class NodeTable:
         self._backend.go_on(self, step, verdicts, last=False)
 
     def report(self, step: StepIntegers, verdicts: Verdicts) -> None:
-        """Note what a pass of `step` said, as `go_on` does, and choose no rows: `begin` comes next. The step stays as
-        it is.
+        """Report what a pass of `step` generated, as `go_on` does, and choose no rows: `begin` comes next. The step is
+        not changed.
 
         Raises:
             ValueError: the step has no room for trees.
@@ -206,19 +208,19 @@ class NodeTable:
         self._backend.go_on(self, step, verdicts, last=True)
 
     def keep_accepted(self, token_ids: Tensor, slots: Tensor, parameters: Tensor, verdicts: Verdicts) -> None:
-        """After a pass with trees, whose accepted keys were moved right behind their roots, keep their tokens there.
+        """After a pass with trees, whose accepted keys were moved right behind their roots, write their tokens there.
 
         Args:
             token_ids: [R] int32, as the pass read them.
             slots: [R] int32, as it wrote them.
-            parameters: what it was verified with, see `DeviceVerifier.pack`.
-            verdicts: what was found.
+            parameters: of its verification, see `DeviceVerifier.pack`.
+            verdicts: of the pass.
         """
         self._backend.keep_accepted(self, token_ids, slots, parameters, verdicts)
 
 
 def _implementation(backend: Literal["triton", "torch"]) -> ModuleType:
-    """Imported only when it is asked for: Triton may be absent."""
+    """Imports the backend only when it is chosen: Triton may be absent."""
     if backend == "triton":
         from tree_kernels.node_table import triton_backend
 

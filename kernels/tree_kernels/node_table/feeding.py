@@ -1,4 +1,4 @@
-"""Tokens that the device knows before the host does: what the last step said, fed to the next."""
+"""Tokens that the device has before the host: what the last step generated, fed to the next."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tree_kernels.verification.records import MODE, POSITION, RECORD, Mode
 def fill_pending(
     token_ids: Tensor, pending: Tensor, slots: Tensor | None = None, tokens: Tensor | None = None
 ) -> Tensor:
-    """`token_ids` with every -1 - i replaced by `pending[i]`, kept beside their keys where that is asked for.
+    """`token_ids` with every -1 - i replaced by `pending[i]`; with `slots` and `tokens` also written beside their keys.
 
     Args:
         token_ids: [R] int32.
@@ -36,14 +36,14 @@ def fill_pending(
 
 
 def advance(step: StepIntegers, page_size: int, last_position: int) -> None:
-    """Make of a step in which every sequence has one row, or none, the step after it. In place.
+    """Turn a step in which every sequence has one row, or none, into the step after it. In place.
 
-    Sequence b then feeds what it was said to say (-1 - b), one key further on in the pages that it already has.
+    Sequence b then feeds its pending token (-1 - b), one key further on in the pages that it already has.
 
     Args:
         step: see `StepIntegers`; the pages hold one key more than the step leaves.
         page_size: tokens of a page.
-        last_position: largest that the model knows.
+        last_position: the model's largest.
     """
     if step.token_ids.is_cuda:
         # Only here: Triton may be absent.
@@ -52,13 +52,8 @@ def advance(step: StepIntegers, page_size: int, last_position: int) -> None:
         advance_on_gpu(step, page_size, last_position)
         return
     fed = torch.nonzero(step.query_starts.diff() == 1).flatten()
-    rows = step.query_starts[fed].long()
-    step.prefix_lengths[fed] += 1
-    keys = step.prefix_lengths[fed]
-    step.token_ids[rows] = (-1 - fed).int()
-    step.positions[rows] = (step.positions[rows] + 1).clamp(max=last_position)
-    page = step.page_table[(step.page_starts[fed] + keys // page_size).long()]
-    step.slots[rows] = page * page_size + keys % page_size
+    step.token_ids[step.query_starts[fed].long()] = (-1 - fed).int()
+    _move(step, fed, 1, page_size, last_position)
     # [B, 2], the lower and the upper half of each 64 bit position.
     halves = step.parameters[: RECORD * len(step.prefix_lengths)].view(-1, RECORD)[:, POSITION : POSITION + 2]
     halves[fed, 0] += 1
@@ -66,16 +61,16 @@ def advance(step: StepIntegers, page_size: int, last_position: int) -> None:
 
 
 def move_on(step: StepIntegers, accepted_counts: Tensor, page_size: int, last_position: int) -> None:
-    """Move every row that feeds a pending token as far on as the step before accepted drafted rows. In place.
+    """Move every row that feeds a pending token on by the drafted rows that the step before accepted. In place.
 
-    The step is laid out as if nothing had been accepted. A sequence that awaits no token, or has more than one row,
-    stays where it is.
+    The step is laid out as if nothing had been accepted. A sequence without a pending token, or with more than one row,
+    is not moved.
 
     Args:
         step: see `StepIntegers`; the pages hold the keys that may come.
         accepted_counts: [any] int32 by the sequences' places in the step before, see `Verdicts`.
         page_size: tokens of a page.
-        last_position: largest that the model knows.
+        last_position: the model's largest.
     """
     if step.token_ids.is_cuda:
         # Only here: Triton may be absent.
@@ -85,16 +80,21 @@ def move_on(step: StepIntegers, accepted_counts: Tensor, page_size: int, last_po
         return
     alone = torch.nonzero(step.query_starts.diff() == 1).flatten()
     fed = alone[step.token_ids[step.query_starts[alone].long()] < 0]
-    rows = step.query_starts[fed].long()
-    moves = accepted_counts[(-1 - step.token_ids[rows]).long()]
-    step.prefix_lengths[fed] += moves
-    keys = step.prefix_lengths[fed]
-    step.positions[rows] = (step.positions[rows] + moves).clamp(max=last_position)
-    page = step.page_table[(step.page_starts[fed] + keys // page_size).long()]
-    step.slots[rows] = page * page_size + keys % page_size
+    moves = accepted_counts[(-1 - step.token_ids[step.query_starts[fed].long()]).long()]
+    _move(step, fed, moves, page_size, last_position)
     records = step.parameters[: RECORD * len(step.prefix_lengths)].view(-1, RECORD)
     # The stream of a rejection's coins counts steps, not tokens.
     raced = records[fed, MODE] == Mode.COUPLED
     low = records[fed, POSITION].long() % 2**32 + torch.where(raced, moves, 0)
     records[fed, POSITION] = (low % 2**32).int()
     records[fed, POSITION + 1] += (low // 2**32).int()
+
+
+def _move(step: StepIntegers, fed: Tensor, moves: Tensor | int, page_size: int, last_position: int) -> None:
+    """Move the only rows of the sequences `fed` [n] on by so many keys."""
+    rows = step.query_starts[fed].long()
+    step.prefix_lengths[fed] += moves
+    keys = step.prefix_lengths[fed]
+    step.positions[rows] = (step.positions[rows] + moves).clamp(max=last_position)
+    page = step.page_table[(step.page_starts[fed] + keys // page_size).long()]
+    step.slots[rows] = page * page_size + keys % page_size

@@ -1,18 +1,18 @@
-"""The layout of a node table, and what both of its implementations compute with it.
+"""The layout of a node table, and what both backends compute with it.
 
 A table, int32 [TABLE]: base, count, then five arrays of `NODES`: tokens, parents, ends, depths, costs. The tree was
 made when the sequence had `base` tokens, 1 at least, and its root, place 0, is the last of these; `count` places are
-used, and 0 is no tree. Nodes stand in depth-first order: parents[i] < i, and below node i are i + 1 up to ends[i] - 1.
-Siblings' tokens differ. Depths count from the root. A node costs what its path from the root is unlikely:
--log2(probability) * `COST_OF_HALVING`, an integer that rises by 1 at least along every edge; the root costs 0.
+used, and 0 is no tree. Nodes are in depth-first order: parents[i] < i, and below node i are i + 1 up to ends[i] - 1.
+Siblings' tokens differ. Depths count from the root. A node's cost is -log2(probability of its path from the root) *
+`COST_OF_HALVING`, an integer that rises by 1 at least along every edge; the root costs 0.
 
 Where the table does not hold the sequence's last token, but the one before it, its tree is mended: P is the node of the
 one before, C the likeliest of P's children (of the smallest cost, then place). Below the root hang what is below C, as
 if the last token stood in C's place, for `MEND_EXCHANGED` more than it costs below C; and P's children, C too, as if it
 had been put before them, for `MEND_INSERTED` more than they cost below P and without what is below them. A child of P
-may then say what a child of C says too, and the chain, which is not merged with them, what either does. Walks that
-match a target's own choices tolerate that: they go on below the first, thus likelier row of that token, and no token is
-any other.
+may then have the token of a child of C, and the chain, which is not merged with them, that of either. Walks that match
+a target's own choices tolerate that: they go on below the first, thus likelier row of that token, and the output is the
+same.
 
 Where the table does not hold the last token, or holds nothing below it, and is `MAX_PATH` tokens old at most, it also
 borrows: what is below the likeliest other node of that token that has anything below it hangs below the root, for
@@ -52,21 +52,19 @@ MEND_EXCHANGED, MEND_INSERTED, MEND_BORROWED = (
 # Integers of a table, and where in it the arrays begin.
 TABLE = 2 + 5 * NODES
 TOKENS, PARENTS, ENDS, DEPTHS, COSTS = (2 + NODES * array for array in range(5))
-# Rows of a sequence, from the best on, of which it is said what they would have promised.
+# Counts of a sequence's best candidates whose expected tokens are reported.
 PROSPECTS = (1, 3, 7, 15, 31, 63)
-# What is said of a pass: figures, then tokens, then accepted rows.
+# The report of a pass: figures, then tokens, then accepted rows.
 REPORT_TOKENS = 16
 REPORT_ROWS = REPORT_TOKENS + MAX_PATH + 1
 REPORT = REPORT_ROWS + MAX_PATH
 # Tokens of a run that is looked up at most, and how far back it is looked for.
 LONGEST = 8
 WINDOW = 8192
-# A chance of one, and how many costs have the same chance, where promises are added up.
+# A chance of one, and how many costs have the same chance, where chances are added up.
 SURE = 1 << 20
 COSTS_PER_CHANCE = 64
-
-
-# Of one token: the unit of what a report expects.
+# Of one token: the unit of expected tokens in a report.
 EXPECTED_UNIT = 1024
 
 
@@ -85,17 +83,17 @@ class Figure(IntEnum):
 
 
 class Run(NamedTuple):
-    """Tokens that end a text and stood in it before: how many, and the place behind where they stood. 0 and the last
-    place where none did."""
+    """Tokens that end a text and occur in it before: how many, and the place after that occurrence. 0 and the last
+    place where there are none."""
 
     length: int
     end: int
 
 
 def longest_run(text: Sequence[int]) -> Run:
-    """The longest run, up to `LONGEST`, that ends the text and stood in its last `WINDOW` tokens before; of equally
-    long ones the last. What followed it is drafted; where that runs into the end it goes on with itself, so that a loop
-    stays one."""
+    """The longest run, up to `LONGEST`, that ends the text and occurs in its last `WINDOW` tokens before; of equally
+    long ones the last. What followed it is drafted, and repeated from there on at the end of the text, so that a loop
+    stays a loop."""
     end = len(text) - 1
     best = Run(0, end)
     for j in range(max(0, end - WINDOW), end):

@@ -1,7 +1,7 @@
-"""What tokens that are looked up cost: how seldom they are right, by the length of the run that they stood behind.
+"""Costs of tokens that prompt lookup drafts, by the length of the run that they followed: -log2 of how often they are
+right.
 
-A token that is looked up is right the more often the longer the run of tokens is that it stood behind before. In
-integers, so that every device ranks them alike.
+The longer the run, the more often they are. Costs are integers, so that every device ranks them alike.
 """
 
 from __future__ import annotations

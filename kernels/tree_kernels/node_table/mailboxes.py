@@ -1,9 +1,9 @@
-"""Where the host leaves tables for the device, which takes the newest of each when a step begins.
+"""Boxes of tables from the host, of which the device takes the newest when a step begins.
 
 A step is launched while another runs, and the device comes to it milliseconds later. Its tables are therefore not
-copied with the launch: they lie in boxes that are written beside what runs, and what a draft says until the last moment
-is there. Nobody waits: a table is copied to where the device does not look yet, and behind it the number that says that
-it is there.
+copied with the launch: they lie in boxes that are written concurrently, so that trees which a draft sends until the
+last moment are used. Neither side waits: a table is copied to a place that the device does not read yet, followed by
+its number, which makes it the newest.
 
 The boxes are in the device's memory. A kernel that read them from the host's took 65 to 160 us at the start of every
 pass, 8 and 32 sequences at 8B size (H200, `benchmarks/results/2026-11-23-h200-widened-seventh.md`).
@@ -18,13 +18,13 @@ from torch import Tensor
 
 from tree_kernels.node_table.layout import TABLE
 
-# Tables of a box that are kept at once, so that the newest is whole while further ones are written. A power of two.
-# The device reads one in some microseconds, in which no more than one is written.
+# Tables that a box holds at once, so that the newest is whole while further ones are written. A power of two. The
+# device reads one in some microseconds, in which no more than one is written.
 TURNS = 4
-# Numbers of tables begin again behind it.
+# Numbers of tables wrap around after it.
 LAST_NUMBER = (1 << 30) - 1
-# Sends under way at most. A table's place on the host is written again after `TURNS` of them, its numbers' after these.
-_UNDER_WAY = 2
+# Sends in flight at most. A table's place on the host is reused after `TURNS` sends, its numbers' place after these.
+_IN_FLIGHT = 2
 
 
 class Mailboxes:
@@ -42,11 +42,11 @@ class Mailboxes:
         own = torch.zeros(slots, TURNS, TABLE, dtype=torch.int32, pin_memory=on_gpu)
         self._written: npt.NDArray[np.int32] = own.numpy()
         self._numbers = np.zeros(slots, np.int32)
-        # Views of both sides' places, since making them takes longer than to copy.
+        # Views of both sides' places, since making them takes longer than copying.
         self._from = [list(turns) for turns in own]
         self._to = [list(turns) for turns in self.tables]
-        # [_UNDER_WAY, B] numbers as they are sent.
-        self._said = torch.zeros(_UNDER_WAY, slots, dtype=torch.int32, pin_memory=on_gpu)
+        # [_IN_FLIGHT, B] numbers as they are sent.
+        self._sent_numbers = torch.zeros(_IN_FLIGHT, slots, dtype=torch.int32, pin_memory=on_gpu)
         # Slots whose newest table was not sent yet.
         self._put: dict[int, None] = {}
         self._sends = 0
@@ -54,34 +54,34 @@ class Mailboxes:
         self._sent: list[torch.cuda.Event] = []
         if on_gpu:
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-            # Behind the zeros.
+            # After the zeros.
             self._stream.wait_stream(torch.cuda.current_stream(device))
-            self._sent = [torch.cuda.Event() for _ in range(_UNDER_WAY)]  # type: ignore[no-untyped-call]
+            self._sent = [torch.cuda.Event() for _ in range(_IN_FLIGHT)]  # type: ignore[no-untyped-call]
 
     def next_table(self, slot: int) -> npt.NDArray[np.int32]:
-        """[TABLE] int32 to write the slot's next table to, which is not sent before `put`."""
+        """[TABLE] int32 to write the slot's next table to; it is not sent before `put`."""
         table: npt.NDArray[np.int32] = self._written[slot, (int(self._numbers[slot]) + 1) % TURNS]
         return table
 
     def put(self, slot: int) -> None:
-        """The table that was written last is whole, and is sent with the next `send`."""
+        """Mark the table that was written last as whole: the next `send` sends it."""
         if slot in self._put:
-            # The device tells a torn table by the numbers that came while it read, so each of them is sent.
+            # The device detects a torn table by the numbers that came while it read, so each of them is sent.
             self.send()
         self._numbers[slot] = (int(self._numbers[slot]) + 1) & LAST_NUMBER
         self._put[slot] = None
 
     def send(self) -> None:
-        """Copy what was put since to the device, beside whatever it does, and then the numbers."""
+        """Copy the tables that were `put` to the device, on a stream of its own, and then their numbers."""
         if not self._put:
             return
-        place = self._sends % _UNDER_WAY
+        place = self._sends % _IN_FLIGHT
         turns = [(slot, int(self._numbers[slot]) % TURNS) for slot in self._put]
         to, own = [self._to[slot][turn] for slot, turn in turns], [self._from[slot][turn] for slot, turn in turns]
         if self._stream is None:
             self._copy(to, own, place)
         else:
-            # Long ended as a rule; an event that was never recorded has.
+            # Complete long before, as a rule; an event that was never recorded is.
             self._sent[place].synchronize()
             with torch.cuda.stream(self._stream):
                 self._copy(to, own, place)
@@ -91,13 +91,13 @@ class Mailboxes:
 
     def _copy(self, to: list[Tensor], own: list[Tensor], place: int) -> None:
         torch._foreach_copy_(to, own, non_blocking=True)
-        said = self._said[place]
-        said.numpy()[:] = self._numbers
-        self.newest.copy_(said, non_blocking=True)
+        numbers = self._sent_numbers[place]
+        numbers.numpy()[:] = self._numbers
+        self.newest.copy_(numbers, non_blocking=True)
 
     def await_sent(self) -> None:
-        """Let what the current stream does next find all that was sent."""
+        """Make the current stream wait until all that was sent has arrived."""
         if self._stream is not None and self._sends:
-            last = self._sent[(self._sends - 1) % _UNDER_WAY]
+            last = self._sent[(self._sends - 1) % _IN_FLIGHT]
             if not last.query():  # type: ignore[no-untyped-call]
                 torch.cuda.current_stream(self.newest.device).wait_event(last)

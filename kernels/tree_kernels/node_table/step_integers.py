@@ -1,4 +1,4 @@
-"""The integers of a pass where the device reads them."""
+"""The integers of a step in device memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class StepIntegers:
-    """The integers of a step where the device reads them, each a view that stays where it is, int32.
+    """The integers of a step in device memory, each an int32 view at a fixed address.
 
     Symbols: R rows, B sequences.
     """
@@ -26,7 +26,7 @@ class StepIntegers:
     page_starts: Tensor
     # [pages of all sequences]
     page_table: Tensor
-    # [at least R], the part of `parameters` that names the sequence that each row is verified for.
+    # [at least R], the part of `parameters` with the sequence that each row is verified for.
     owners: Tensor
     # Only where the device chooses the rows (`tree_kernels.node_table`): [R] parents, relative to each sequence's first
     # row, and [B], 1 where a sequence's rows are a causal chain.

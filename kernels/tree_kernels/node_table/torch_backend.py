@@ -1,4 +1,4 @@
-"""The reference of `tree_kernels.node_table`, in plain Python over PyTorch tensors."""
+"""The reference of `tree_kernels.node_table`, in plain Python on PyTorch tensors."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 
 class Nodes(NamedTuple):
-    """A table without what lies behind its nodes: see `tree_kernels.node_table`."""
+    """The nodes of a table: see `tree_kernels.node_table.layout`."""
 
     base: int
     tokens: list[int]
@@ -54,7 +54,7 @@ class Nodes(NamedTuple):
 
 
 class Chain(NamedTuple):
-    """Tokens that were looked up; the first costs `first`, each behind it `following`."""
+    """Tokens that were looked up; the first costs `first`, each after it `following`."""
 
     tokens: list[int]
     first: int
@@ -62,8 +62,8 @@ class Chain(NamedTuple):
 
 
 class Candidate(NamedTuple):
-    """A node below the present root. `number` is its place in the table, or `NODES` + its place in the
-    chain, and `parent` another's; -1 for the root."""
+    """A node below the present root. `number` is its place in the table, or `NODES` + its place in the chain, and
+    `parent` another's; -1 for the root."""
 
     number: int
     token: int
@@ -73,7 +73,7 @@ class Candidate(NamedTuple):
 
     @property
     def key(self) -> int:
-        """What it is ranked by."""
+        """Ranks candidates, the smallest first."""
         return self.cost * KEYS_PER_COST + self.number
 
 
@@ -146,14 +146,14 @@ def keep_accepted(table: NodeTable, token_ids: Tensor, slots: Tensor, parameters
 
 
 def nodes_of(table: Tensor) -> Nodes | None:
-    """The nodes of a table [TABLE] int32; None where it has no tree."""
+    """The nodes of a table [TABLE] int32, None where it has no tree."""
     base, count = table[:2].tolist()
     return Nodes(base, *(each[:count] for each in table[2:].view(5, NODES).tolist())) if count else None
 
 
 def walk(nodes: Nodes, text: Sequence[int], last: int) -> int:
-    """The place in the table of the sequence's token number `last`, whose last tokens up to it are `text`; -1 where the
-    table does not hold it."""
+    """The place in the table of token number `last` of a sequence, with which `text` ends; -1 where the table does not
+    hold it."""
     age = last - (nodes.base - 1)
     if not 0 <= age < min(NODES, len(text)):
         return -1
@@ -166,7 +166,7 @@ def walk(nodes: Nodes, text: Sequence[int], last: int) -> int:
 
 
 def look_up(text: Sequence[int], limit: int) -> Chain:
-    """Up to `limit` tokens that followed when the text's end stood in it before; none where it did not."""
+    """Up to `limit` tokens that followed an earlier occurrence of the text's end; none without one."""
     run = longest_run(text) if limit else None
     if run is None or not run.length:
         return Chain([], 0, 0)
@@ -178,17 +178,17 @@ def look_up(text: Sequence[int], limit: int) -> Chain:
 def lender(nodes: Nodes, token: int) -> int:
     """The place of the likeliest node of a token with anything below it, the root left out; -1 where there is none."""
     places = range(1, len(nodes.tokens))
-    having = [place for place in places if nodes.tokens[place] == token and nodes.ends[place] > place + 1]
-    return min(having, key=lambda place: (nodes.costs[place], place), default=-1)
+    lenders = [place for place in places if nodes.tokens[place] == token and nodes.ends[place] > place + 1]
+    return min(lenders, key=lambda place: (nodes.costs[place], place), default=-1)
 
 
 def candidates(nodes: Nodes | None, root: int, chain: Chain, before: int = -1, borrowed: int = -1) -> list[Candidate]:
     """What may follow the node at place `root` of the table (-1 for none): the nodes below it, and the chain. Without
-    one, the nodes that are mended behind the node at place `before` (-1 for none), of the token before. What is below
-    the node at place `borrowed` (-1 for none) is borrowed.
+    one, the mended nodes behind the node at place `before` (-1 for none), of the token before. What is below the node
+    at place `borrowed` (-1 for none) is borrowed.
 
-    A node below `root` that the chain says too costs what it costs by the cheaper of both; the rest of the chain hangs
-    below the last such node, or below the root.
+    A node below `root` that is also in the chain has the smaller cost of both; the rest of the chain hangs below the
+    last such node, or below the root.
     """
     hung: list[Candidate] = []
     if nodes is not None and root >= 0:
@@ -215,7 +215,7 @@ def candidates(nodes: Nodes | None, root: int, chain: Chain, before: int = -1, b
 
 
 def best(every: Sequence[Candidate], limit: int) -> list[Candidate]:
-    """The cheapest candidates, up to `limit` and `KEPT`, none as dear as `MOST_COST`, by rising keys."""
+    """The cheapest candidates, up to `limit` and `KEPT`, all below `MOST_COST`, by rising keys."""
     ranked = sorted((one for one in every if one.cost < MOST_COST), key=lambda one: one.key)
     return ranked[: max(0, min(limit, KEPT))]
 
@@ -232,7 +232,7 @@ def _child(nodes: Nodes, place: int, token: int) -> int:
 
 
 def _hung(nodes: Nodes, root: int, added: int) -> list[Candidate]:
-    """The nodes below one as if it were the root, for so much more than they cost."""
+    """The nodes below the one at place `root`, as if it were the root, for `added` more than they cost."""
     found = []
     for place in range(root + 1, nodes.ends[root]):
         parent = -1 if nodes.parents[place] == root else nodes.parents[place]
@@ -243,7 +243,7 @@ def _hung(nodes: Nodes, root: int, added: int) -> list[Candidate]:
 
 
 def _mended(nodes: Nodes, before: int) -> list[Candidate]:
-    """What may follow a token that is no child of the node at this place: see `tree_kernels.node_table`."""
+    """What may follow a token that is no child of the node at place `before`: see `tree_kernels.node_table.layout`."""
     children = [place for place in range(before + 1, nodes.ends[before]) if nodes.parents[place] == before]
     if not children:
         return []
@@ -256,7 +256,7 @@ def _mended(nodes: Nodes, before: int) -> list[Candidate]:
 
 
 def _find(table: NodeTable, step: StepIntegers, b: int, root: int, moves: int) -> None:
-    """Let a sequence feed `root`, so many keys further on, and rank what may follow it."""
+    """Let a sequence feed `root`, `moves` keys further on, and rank what may follow it."""
     step.prefix_lengths[b] += moves
     record = step.parameters[b * RECORD : (b + 1) * RECORD]
     if int(record[MODE]) == Mode.COUPLED:
@@ -286,7 +286,7 @@ def _find(table: NodeTable, step: StepIntegers, b: int, root: int, moves: int) -
 
 
 def _lay_out(table: NodeTable, step: StepIntegers) -> None:
-    """Give every sequence its rows, behind those that are read."""
+    """Give every sequence its rows, behind those of sequences that read their prompts."""
     assert step.parents is not None and step.causal is not None
     sequences, rows_in_all, reading = len(step.prefix_lengths), len(step.token_ids), int(table.reading)
     counts = table.counts[:sequences].tolist()

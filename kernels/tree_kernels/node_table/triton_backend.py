@@ -8,86 +8,54 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tree_kernels.attention.tree_mask import MAX_TREE_ROWS
-from tree_kernels.node_table.layout import (
-    COSTS,
-    COSTS_PER_CHANCE,
-    DEPTHS,
-    ENDS,
-    EXPECTED_UNIT,
-    KEPT,
-    KEYS_PER_COST,
-    LONGEST,
-    LOOKUP,
-    MAX_PATH,
-    MEND_BORROWED,
-    MEND_EXCHANGED,
-    MEND_INSERTED,
-    MOST_COST,
-    NODES,
-    PARENTS,
-    PROSPECTS,
-    REPORT,
-    REPORT_ROWS,
-    REPORT_TOKENS,
-    SURE,
-    TABLE,
-    TOKENS,
-    WINDOW,
-    Figure,
-)
-from tree_kernels.node_table.mailboxes import LAST_NUMBER, TURNS
+from tree_kernels.node_table import layout
+from tree_kernels.node_table.layout import Figure
 from tree_kernels.node_table.step_integers import StepIntegers
-from tree_kernels.node_table.triton_rows import keep_kernel, lay_out_kernel, take_kernel
-from tree_kernels.verification.records import FIRST_ROW, IS_CHAIN, MODE, POSITION, RECORD, ROWS, Mode
+from tree_kernels.node_table.triton_rows import (
+    KEPT_ROWS,
+    NO_KEY,
+    TAKING_WARPS,
+    keep_kernel,
+    lay_out_kernel,
+    take_kernel,
+)
+from tree_kernels.verification.triton_rows import COUPLED, MODE, POSITION, ROWS, record_of
 
 if TYPE_CHECKING:
     from tree_kernels.node_table.dispatch import NodeTable
     from tree_kernels.node_table.mailboxes import Mailboxes
     from tree_kernels.verification.dispatch import Verdicts
 
-# Keys that are compared at once when a run is looked for; a longer run counts for more than a later one.
-_BLOCK = 1024
-_PER_RUN = 1 << 26
-# The widths of what the kernels hold at once: candidates of a sequence, and its rows.
-_CANDIDATES = triton.next_power_of_2(NODES + LOOKUP)
-_KEPT_ROWS = KEPT + 1
-# Keys of a table's nodes that all others are compared with at once.
-_RIVALS = 64
-# Above the key of any node, however unlikely.
-_LARGEST = 1 << 62
-# Of a program that takes a table. Chosen: ten integers a thread.
-_TAKING_WARPS = 4
 # Up to so many sequences one warp chooses for all, and up to so many four do.
 _ONE_WARP, _FOUR_WARPS = 2, 64
 
-# As constants of the kernels.
-_NODES = tl.constexpr(NODES)
-_TABLE = tl.constexpr(TABLE)
-_TOKENS, _PARENTS, _ENDS = tl.constexpr(TOKENS), tl.constexpr(PARENTS), tl.constexpr(ENDS)
-_DEPTHS, _COSTS = tl.constexpr(DEPTHS), tl.constexpr(COSTS)
-_MAX_PATH = tl.constexpr(MAX_PATH)
-_MEND_EXCHANGED, _MEND_INSERTED = tl.constexpr(MEND_EXCHANGED), tl.constexpr(MEND_INSERTED)
-_MEND_BORROWED = tl.constexpr(MEND_BORROWED)
-_PROSPECTS = tl.constexpr(len(PROSPECTS))
-_MOST_COST = tl.constexpr(MOST_COST)
-_KEYS_PER_COST = tl.constexpr(KEYS_PER_COST)
-_NO_KEY = tl.constexpr(MOST_COST * KEYS_PER_COST)
-_NO_CHILD = tl.constexpr(_LARGEST)
-_COSTS_PER_CHANCE = tl.constexpr(COSTS_PER_CHANCE)
-_LONGEST = tl.constexpr(LONGEST)
-_WINDOW = tl.constexpr(WINDOW)
-_LOOKUP_COSTS = tl.constexpr(LONGEST + 1)
-_RUN = tl.constexpr(_PER_RUN)
-_RECORD, _MODE, _POSITION = tl.constexpr(RECORD), tl.constexpr(MODE), tl.constexpr(POSITION)
-_RECORD_ROWS = tl.constexpr(ROWS)
-_COUPLED = tl.constexpr(int(Mode.COUPLED))
+# Keys that are compared at once when a run is searched; a longer run counts for more than a later one.
+_BLOCK = tl.constexpr(1024)
+_RUN = tl.constexpr(1 << 26)
+# Width of a sequence's candidates.
+_CANDIDATES = tl.constexpr(triton.next_power_of_2(layout.NODES + layout.LOOKUP))
+# Keys of a table's nodes that all others are compared with at once.
+_RIVALS = tl.constexpr(64)
+# Above the key of any node, however unlikely.
+_NO_CHILD = tl.constexpr(1 << 62)
+_NODES, _TABLE = tl.constexpr(layout.NODES), tl.constexpr(layout.TABLE)
+_TOKENS, _PARENTS, _ENDS = tl.constexpr(layout.TOKENS), tl.constexpr(layout.PARENTS), tl.constexpr(layout.ENDS)
+_DEPTHS, _COSTS = tl.constexpr(layout.DEPTHS), tl.constexpr(layout.COSTS)
+_MAX_PATH = tl.constexpr(layout.MAX_PATH)
+_MEND_EXCHANGED, _MEND_INSERTED = tl.constexpr(layout.MEND_EXCHANGED), tl.constexpr(layout.MEND_INSERTED)
+_MEND_BORROWED = tl.constexpr(layout.MEND_BORROWED)
+_PROSPECTS = tl.constexpr(len(layout.PROSPECTS))
+_MOST_COST, _KEYS_PER_COST = tl.constexpr(layout.MOST_COST), tl.constexpr(layout.KEYS_PER_COST)
+_COSTS_PER_CHANCE = tl.constexpr(layout.COSTS_PER_CHANCE)
+_LONGEST, _WINDOW = tl.constexpr(layout.LONGEST), tl.constexpr(layout.WINDOW)
+_LOOKUP_COSTS = tl.constexpr(layout.LONGEST + 1)
 _ACCEPTED, _ACCEPTED_FROM_TABLE = tl.constexpr(int(Figure.ACCEPTED)), tl.constexpr(int(Figure.ACCEPTED_FROM_TABLE))
 _DRAFTED, _DRAFTED_FROM_TABLE = tl.constexpr(int(Figure.DRAFTED)), tl.constexpr(int(Figure.DRAFTED_FROM_TABLE))
 _EXPECTED, _EXPECTED_FROM_TABLE = tl.constexpr(int(Figure.EXPECTED)), tl.constexpr(int(Figure.EXPECTED_FROM_TABLE))
 _FIRST_ROW, _AGE = tl.constexpr(int(Figure.FIRST_ROW)), tl.constexpr(int(Figure.AGE))
 _FIRST_PROSPECT = tl.constexpr(int(Figure.FIRST_PROSPECT))
-_REPORT, _REPORT_TOKENS, _REPORT_ROWS = tl.constexpr(REPORT), tl.constexpr(REPORT_TOKENS), tl.constexpr(REPORT_ROWS)
+_REPORT, _REPORT_TOKENS = tl.constexpr(layout.REPORT), tl.constexpr(layout.REPORT_TOKENS)
+_REPORT_ROWS = tl.constexpr(layout.REPORT_ROWS)
 
 
 @triton.jit
@@ -103,19 +71,19 @@ def _tokens_at(tokens, pages, keys, mask, PAGE_SIZE: tl.constexpr):  # type: ign
 
 
 @triton.jit
-def _last_longest_run(tokens, pages, prefix, root, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The length of the run that `node_table.longest_run` finds, and the key behind it; 0 and `prefix` without one."""
+def _last_longest_run(tokens, pages, prefix, root, PAGE_SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The length of the run that `node_table.longest_run` finds, and the key after it; 0 and `prefix` without one."""
     first = tl.maximum(prefix - _WINDOW, 0)
     last = _tokens_at(tokens, pages, prefix - 1, prefix >= 1, PAGE_SIZE)
-    found = tl.full([BLOCK], -1, tl.int32)
-    for start in range(first, prefix, BLOCK):
-        j = start + tl.arange(0, BLOCK)
+    found = tl.full([_BLOCK], -1, tl.int32)
+    for start in range(first, prefix, _BLOCK):
+        j = start + tl.arange(0, _BLOCK)
         same = _tokens_at(tokens, pages, j, j < prefix, PAGE_SIZE) == root
         before = _tokens_at(tokens, pages, j - 1, (j >= 1) & (j < prefix), PAGE_SIZE)
         run = same.to(tl.int32)
         same = same & (before == last) & (before >= 0)
         run += same.to(tl.int32)
-        # Two of one kind are rare in most texts. Loads do not wait for each other: whether a run goes on is asked
+        # Runs of two are rare in most texts. Loads do not wait for each other: whether a run goes on is tested
         # afterwards.
         if tl.max(run, axis=0) > 1:
             for i in tl.static_range(2, _LONGEST):
@@ -144,7 +112,7 @@ def _text_at(tokens, pages, prefix, root, end, chain, position, PAGE_SIZE: tl.co
 def _below(others, count, key, RIVALS: tl.constexpr):  # type: ignore[no-untyped-def]
     """[n] how many of the first `count` keys of `others` are below each `key` [n]."""
     j = tl.arange(0, RIVALS)
-    other = tl.load(others + j, mask=j < count, other=_NO_KEY)
+    other = tl.load(others + j, mask=j < count, other=NO_KEY)
     return tl.sum((other[None, :] < key[:, None]).to(tl.int32), axis=1)
 
 
@@ -196,25 +164,23 @@ def _lender(table, having, cost, i):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _keep_best(  # type: ignore[no-untyped-def]
-    chances, counts, keys, ranked, all_keys, ranks, b, limit, i, key, cost, token, parent, depth, near, near_end,
-    CANDIDATES: tl.constexpr, KEPT_ROWS: tl.constexpr, RIVALS: tl.constexpr,
-):  # fmt: skip
+    chances, counts, keys, ranked, all_keys, ranks, b, limit, i, key, cost, token, parent, depth, near, near_end
+):
     """Keep the sequence's candidates of the least `key` [CANDIDATES], up to `limit`, by rising keys.
 
-    No two keys are the same but of those that are none; nodes that have one are at `near` to `near_end`. `parent` is a
-    candidate, or -1 for the root. There is a barrier
-    before the first store to what other threads may read.
+    All keys but `NO_KEY` differ; nodes that have one are at `near` to `near_end`. `parent` is a candidate, -1 for the
+    root. There is a barrier before the first store to what other threads may read.
     """
     # Others' keys and ranks are other threads'. Only the nodes below `near` and the chain have any.
-    tl.store(all_keys + b * CANDIDATES + i, key)
+    tl.store(all_keys + b * _CANDIDATES + i, key)
     tl.debug_barrier()
-    rank = _below(all_keys + b * CANDIDATES + _NODES, CANDIDATES - _NODES, key, CANDIDATES - _NODES)
-    for start in range(tl.maximum(near, 0), near_end, RIVALS):
-        rank += _below(all_keys + b * CANDIDATES + start, tl.minimum(near_end - start, RIVALS), key, RIVALS)
-    kept = (key < _NO_KEY) & (rank < tl.minimum(limit, KEPT_ROWS - 1))
-    tl.store(ranks + b * CANDIDATES + i, rank)
+    rank = _below(all_keys + b * _CANDIDATES + _NODES, _CANDIDATES - _NODES, key, _CANDIDATES - _NODES)
+    for start in range(tl.maximum(near, 0), near_end, _RIVALS):
+        rank += _below(all_keys + b * _CANDIDATES + start, tl.minimum(near_end - start, _RIVALS), key, _RIVALS)
+    kept = (key < NO_KEY) & (rank < tl.minimum(limit, KEPT_ROWS - 1))
+    tl.store(ranks + b * _CANDIDATES + i, rank)
     tl.debug_barrier()
-    above = tl.load(ranks + b * CANDIDATES + parent, mask=kept & (parent >= 0), other=-1)
+    above = tl.load(ranks + b * _CANDIDATES + parent, mask=kept & (parent >= 0), other=-1)
     chance = tl.load(chances + cost // _COSTS_PER_CHANCE, mask=kept, other=0)
     link = tl.where(i >= _NODES, 0, 1 << 16) + (depth << 8) + above + 1
     tl.store(keys + b * KEPT_ROWS + rank, key, mask=kept)
@@ -224,16 +190,14 @@ def _keep_best(  # type: ignore[no-untyped-def]
     tl.store(out + 2 * KEPT_ROWS, chance, mask=kept)
     count = tl.sum(kept.to(tl.int32), axis=0)
     behind = tl.arange(0, KEPT_ROWS)
-    tl.store(keys + b * KEPT_ROWS + behind, tl.full([KEPT_ROWS], _NO_KEY, tl.int32), mask=behind >= count)
+    tl.store(keys + b * KEPT_ROWS + behind, tl.full([KEPT_ROWS], NO_KEY, tl.int32), mask=behind >= count)
     tl.store(counts + b, count)
 
 
 @triton.jit
 def _rank(  # type: ignore[no-untyped-def]
     tables, places, tokens, pages, lookup_costs, chances, counts, ages, keys, ranked, all_keys, ranks,
-    b, prefix, root, limit,
-    CHAIN: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr, CANDIDATES: tl.constexpr, KEPT_ROWS:
-    tl.constexpr, RIVALS: tl.constexpr,
+    b, prefix, root, limit, CHAIN: tl.constexpr, PAGE_SIZE: tl.constexpr,
 ):  # fmt: skip
     """Find what may follow the sequence's root, and keep the best by rising keys; see `node_table.torch_backend._find`.
 
@@ -242,7 +206,7 @@ def _rank(  # type: ignore[no-untyped-def]
     """
     slot = tl.load(places + b)
     table = tables + tl.maximum(slot, 0) * _TABLE
-    i = tl.arange(0, CANDIDATES)
+    i = tl.arange(0, _CANDIDATES)
     base = tl.load(table)
     nodes = tl.where(slot >= 0, tl.load(table + 1), 0)
     own_token, own_parent, own_end, own_depth, own_cost = _nodes_at(table, i)
@@ -250,7 +214,7 @@ def _rank(  # type: ignore[no-untyped-def]
     in_chain = i >= _NODES
     run, end, chain = 0, prefix, 0
     if CHAIN > 0:
-        run, end = _last_longest_run(tokens, pages, prefix, root, PAGE_SIZE, BLOCK)
+        run, end = _last_longest_run(tokens, pages, prefix, root, PAGE_SIZE)
         chain = tl.where(run > 0, CHAIN, 0)
     first = tl.load(lookup_costs + run)
     following = tl.load(lookup_costs + _LOOKUP_COSTS + run)
@@ -281,7 +245,7 @@ def _rank(  # type: ignore[no-untyped-def]
     borrowed = node & (lender >= 0) & (i > lender) & (i < lender_end)
     inserted = inserted & (borrowed == 0)
 
-    # Nodes that the chain says too, and the last of them. None of a mended tree is on the text's path.
+    # Nodes that are in the chain too, and the last of them. None of a mended tree is on the text's path.
     below = node & (top >= 0) & (i > top) & (i < top_end) & (borrowed == 0)
     depth = tl.where(in_chain, i - _NODES + 1, tl.where(inserted, 1, own_depth - age))
     depth = tl.where(borrowed, own_depth - lender_depth, depth)
@@ -298,7 +262,7 @@ def _rank(  # type: ignore[no-untyped-def]
     cost = tl.where(in_chain, hung, cost)
     hangs = (below | inserted | borrowed) & (depth <= _MAX_PATH)
     candidate = tl.where(in_chain, (depth > last_depth) & (depth <= chain), hangs)
-    key = tl.where(candidate & (cost < _MOST_COST), cost * _KEYS_PER_COST + i, _NO_KEY)
+    key = tl.where(candidate & (cost < _MOST_COST), cost * _KEYS_PER_COST + i, NO_KEY)
 
     parent = tl.where(tl.where(borrowed, own_parent == lender, (own_parent == top) | inserted), -1, own_parent)
     parent = tl.where(in_chain, tl.where(depth > last_depth + 1, i - 1, last), parent)
@@ -306,7 +270,7 @@ def _rank(  # type: ignore[no-untyped-def]
         near, near_end = tl.full([], 0, tl.int32), nodes
     _keep_best(
         chances, counts, keys, ranked, all_keys, ranks, b, limit, i, key, cost,
-        tl.where(in_chain, text_token, own_token), parent, depth, near, near_end, CANDIDATES, KEPT_ROWS, RIVALS,
+        tl.where(in_chain, text_token, own_token), parent, depth, near, near_end,
     )  # fmt: skip
     tl.store(ages + b, tl.where(held, age, -1))
 
@@ -314,16 +278,17 @@ def _rank(  # type: ignore[no-untyped-def]
 @triton.jit
 def _move(records, prefix_lengths, roots, b, prefix, root, moves):  # type: ignore[no-untyped-def]
     """Let a sequence feed `root` as key `prefix`, which is `moves` keys further on."""
-    raced = tl.load(records + b * _RECORD + _MODE) == _COUPLED
-    before = tl.load(records + b * _RECORD + _POSITION)
-    high = tl.load(records + b * _RECORD + _POSITION + 1)
-    # One thread stores what is one number, and every warp has read it by now.
+    record = record_of(records, b)
+    raced = tl.load(record + MODE) == COUPLED
+    before = tl.load(record + POSITION)
+    high = tl.load(record + POSITION + 1)
+    # One thread stores a scalar, after every warp has read it.
     tl.debug_barrier()
     tl.store(prefix_lengths + b, prefix)
     low = before + moves
-    tl.store(records + b * _RECORD + _POSITION, low, mask=raced)
-    # Of two's complement: the sum wraps where it goes from a negative number to one that is not.
-    tl.store(records + b * _RECORD + _POSITION + 1, high + tl.where((before < 0) & (low >= 0), 1, 0), mask=raced)
+    tl.store(record + POSITION, low, mask=raced)
+    # In two's complement the sum wraps where it goes from a negative number to one that is not.
+    tl.store(record + POSITION + 1, high + tl.where((before < 0) & (low >= 0), 1, 0), mask=raced)
     tl.store(roots + b, root)
 
 
@@ -331,8 +296,7 @@ def _move(records, prefix_lengths, roots, b, prefix, root, moves):  # type: igno
 def _begin_kernel(  # type: ignore[no-untyped-def]
     token_ids, records, query_starts, prefix_lengths, page_starts, page_table, tokens, tables, places, lookup_costs,
     chances, counts, roots, ages, keys, ranked, all_keys, ranks, passes, accepted, limits, all_reading, pending, moves,
-    reading, CHAIN: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr, CANDIDATES: tl.constexpr, KEPT_ROWS:
-    tl.constexpr, RIVALS: tl.constexpr,
+    reading, CHAIN: tl.constexpr, PAGE_SIZE: tl.constexpr,
 ):  # fmt: skip
     """One sequence a program; see `NodeTable.begin`."""
     b = tl.program_id(0)
@@ -346,12 +310,12 @@ def _begin_kernel(  # type: ignore[no-untyped-def]
         root = tl.load(pending - 1 - token, mask=token < 0, other=0)
         root = tl.where(token < 0, root, token)
         moved = tl.load(moves - 1 - token, mask=token < 0, other=0)
-        limit = tl.load(records + b * _RECORD + _RECORD_ROWS) - 1
+        limit = tl.load(record_of(records, b) + ROWS) - 1
         prefix = tl.load(prefix_lengths + b) + moved
         tl.store(limits + b, limit)
         _rank(
             tables, places, tokens, page_table + tl.load(page_starts + b), lookup_costs, chances, counts, ages, keys,
-            ranked, all_keys, ranks, b, prefix, root, limit, CHAIN, PAGE_SIZE, BLOCK, CANDIDATES, KEPT_ROWS, RIVALS,
+            ranked, all_keys, ranks, b, prefix, root, limit, CHAIN, PAGE_SIZE,
         )  # fmt: skip
         _move(records, prefix_lengths, roots, b, prefix, root, moved)
     else:
@@ -364,8 +328,7 @@ def _go_on_kernel(  # type: ignore[no-untyped-def]
     token_ids, records, query_starts, prefix_lengths, page_starts, page_table, tokens, tables, places, lookup_costs,
     chances, counts, roots, ages, keys, ranked, all_keys, ranks, passes, accepted, limits, reading, accepted_counts,
     next_tokens, accepted_rows, noted, reports, REPORT_STRIDE: tl.constexpr, NOTED_STRIDE: tl.constexpr,
-    LAST: tl.constexpr, CHAIN: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr, CANDIDATES: tl.constexpr,
-    KEPT_ROWS: tl.constexpr, RIVALS: tl.constexpr,
+    LAST: tl.constexpr, CHAIN: tl.constexpr, PAGE_SIZE: tl.constexpr,
 ):  # fmt: skip
     """One sequence a program; see `NodeTable.go_on`, and `NodeTable.report` for `LAST`. `reports` [B, P, REPORT]."""
     b = tl.program_id(0)
@@ -393,8 +356,7 @@ def _go_on_kernel(  # type: ignore[no-untyped-def]
         if not LAST:
             _rank(
                 tables, places, tokens, page_table + tl.load(page_starts + b), lookup_costs, chances, counts, ages,
-                keys, ranked, all_keys, ranks, b, prefix, root, limit, CHAIN, PAGE_SIZE, BLOCK, CANDIDATES, KEPT_ROWS,
-                RIVALS,
+                keys, ranked, all_keys, ranks, b, prefix, root, limit, CHAIN, PAGE_SIZE,
             )  # fmt: skip
             _move(records, prefix_lengths, roots, b, prefix, root, count + 1)
         out = reports + b * REPORT_STRIDE + done * _REPORT
@@ -417,10 +379,7 @@ def _go_on_kernel(  # type: ignore[no-untyped-def]
 
 def take(table: NodeTable, mail: Mailboxes) -> None:
     """See `NodeTable.take`."""
-    take_kernel[(table.max_sequences,)](
-        mail.newest, mail.tables, table.taken, table.tables, TURNS=TURNS, LAST_NUMBER=LAST_NUMBER, TABLE=TABLE,
-        WIDTH=triton.next_power_of_2(TABLE), THREADS=32 * _TAKING_WARPS, num_warps=_TAKING_WARPS,
-    )  # fmt: skip
+    take_kernel[(table.max_sequences,)](mail.newest, mail.tables, table.taken, table.tables, num_warps=TAKING_WARPS)
 
 
 def begin(table: NodeTable, step: StepIntegers, pending: Tensor, moves: Tensor, reading: int) -> None:
@@ -443,9 +402,8 @@ def go_on(table: NodeTable, step: StepIntegers, verdicts: Verdicts, *, last: boo
 def keep_accepted(table: NodeTable, token_ids: Tensor, slots: Tensor, parameters: Tensor, verdicts: Verdicts) -> None:
     """See `NodeTable.keep_accepted`."""
     keep_kernel[(len(verdicts.accepted_counts),)](
-        token_ids, slots, parameters, verdicts.accepted_counts, verdicts.accepted_rows, table.tokens,
-        RECORD=RECORD, FIRST_ROW=FIRST_ROW, BLOCK=MAX_TREE_ROWS,
-    )  # fmt: skip
+        token_ids, slots, parameters, verdicts.accepted_counts, verdicts.accepted_rows, table.tokens
+    )
 
 
 def _tensors(table: NodeTable, step: StepIntegers) -> tuple[Tensor, ...]:
@@ -458,27 +416,20 @@ def _tensors(table: NodeTable, step: StepIntegers) -> tuple[Tensor, ...]:
 
 
 def _constants(table: NodeTable) -> dict[str, Any]:
-    return {
-        "CHAIN": table.lookup_tokens,
-        "PAGE_SIZE": table.page_size,
-        "BLOCK": _BLOCK,
-        "CANDIDATES": _CANDIDATES,
-        "KEPT_ROWS": _KEPT_ROWS,
-        "RIVALS": _RIVALS,
-        "num_warps": 8,
-    }
+    return {"CHAIN": table.lookup_tokens, "PAGE_SIZE": table.page_size, "num_warps": 8}
 
 
 def _lay_out(table: NodeTable, step: StepIntegers) -> None:
     sequences = len(step.prefix_lengths)
-    warps = 1 if sequences <= _ONE_WARP else 4 if sequences <= _FOUR_WARPS else 8
+    warps, bounds = 8, 4
+    if sequences <= _ONE_WARP:
+        warps, bounds = 1, 16
+    elif sequences <= _FOUR_WARPS:
+        warps, bounds = 4, 8
     lay_out_kernel[(sequences,)](
         step.token_ids, step.positions, step.slots, step.owners, step.parents, step.parameters, step.query_starts,
         step.prefix_lengths, step.page_starts, step.page_table, step.causal, table.counts, table.roots, table.keys,
         table.ranked, table.noted, sequences, len(step.token_ids), table.last_position,
-        table.reading, PAGE_SIZE=table.page_size, RECORD=RECORD, FIRST_ROW=FIRST_ROW, ROWS=ROWS, IS_CHAIN=IS_CHAIN,
-        NO_KEY=MOST_COST * KEYS_PER_COST, NOTED_STRIDE=table.noted.stride(0), EXPECTED=SURE // EXPECTED_UNIT,
-        BLOCK_B=triton.next_power_of_2(sequences), KEPT_ROWS=_KEPT_ROWS,
-        BOUNDS=16 if sequences <= _ONE_WARP else 8 if sequences <= _FOUR_WARPS else 4,
-        num_warps=warps,
+        table.reading, PAGE_SIZE=table.page_size, NOTED_STRIDE=table.noted.stride(0),
+        BLOCK_B=triton.next_power_of_2(sequences), BOUNDS=bounds, num_warps=warps,
     )  # fmt: skip

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tree_kernels.node_table.step_integers import StepIntegers
-from tree_kernels.verification.records import MODE, POSITION, RECORD, Mode
+from tree_kernels.verification.triton_rows import COUPLED, MODE, POSITION, record_of
 
 _BLOCK = 256
 
@@ -17,7 +17,7 @@ _BLOCK = 256
 def _fill_kernel(  # type: ignore[no-untyped-def]
     token_ids, pending, filled, slots, tokens, rows, KEEP: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """[rows] int32 each; BLOCK of them per program. `slots` and `tokens` are looked at where they are to be kept."""
+    """[rows] int32 each; BLOCK of them per program. `slots` and `tokens` are used with KEEP."""
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     token = tl.load(token_ids + row, mask=row < rows, other=0)
     known = tl.load(pending - 1 - token, mask=token < 0, other=0)
@@ -40,46 +40,61 @@ def fill(token_ids: Tensor, pending: Tensor, slots: Tensor | None = None, tokens
 
 
 @triton.jit
-def _advance_kernel(  # type: ignore[no-untyped-def]
-    token_ids, positions, slots, positions_to_verify, query_starts, prefix_lengths, page_starts, page_table,
-    sequences, last_position, PAGE_SIZE: tl.constexpr, RECORD: tl.constexpr, BLOCK: tl.constexpr,
+def _move(  # type: ignore[no-untyped-def]
+    positions, slots, prefix_lengths, page_starts, page_table, b, row, fed, moves, last_position,
+    PAGE_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """One sequence a lane; see `feeding.advance`. `positions_to_verify` [B, RECORD], each record's 64 bit first."""
+    """Move the only rows of the sequences `b`, where `fed`, on by so many keys."""
+    key = tl.load(prefix_lengths + b, mask=fed, other=0) + moves
+    tl.store(prefix_lengths + b, key, mask=fed)
+    position = tl.load(positions + row, mask=fed, other=0) + moves
+    tl.store(positions + row, tl.minimum(position, last_position), mask=fed)
+    page = tl.load(page_table + tl.load(page_starts + b, mask=fed, other=0) + key // PAGE_SIZE, mask=fed, other=0)
+    tl.store(slots + row, page * PAGE_SIZE + key % PAGE_SIZE, mask=fed)
+
+
+@triton.jit
+def _move_position(records, b, moves, mask):  # type: ignore[no-untyped-def]
+    """Add `moves` to the 64 bit positions of records."""
+    record = record_of(records, b)
+    before = tl.load(record + POSITION, mask=mask, other=0)
+    low = before + moves
+    high = tl.load(record + POSITION + 1, mask=mask, other=0)
+    tl.store(record + POSITION, low, mask=mask)
+    # In two's complement the sum wraps where it goes from a negative number to one that is not.
+    tl.store(record + POSITION + 1, high + tl.where((before < 0) & (low >= 0), 1, 0), mask=mask)
+
+
+@triton.jit
+def _advance_kernel(  # type: ignore[no-untyped-def]
+    token_ids, positions, slots, records, query_starts, prefix_lengths, page_starts, page_table, sequences,
+    last_position, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One sequence a lane; see `feeding.advance`."""
     b = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     there = b < sequences
     row = tl.load(query_starts + b, mask=there, other=0)
     fed = there & (tl.load(query_starts + b + 1, mask=there, other=0) == row + 1)
-    key = tl.load(prefix_lengths + b, mask=fed, other=0) + 1
-    tl.store(prefix_lengths + b, key, mask=fed)
     tl.store(token_ids + row, -1 - b, mask=fed)
-    position = tl.load(positions + row, mask=fed, other=0) + 1
-    tl.store(positions + row, tl.minimum(position, last_position), mask=fed)
-    page = tl.load(page_table + tl.load(page_starts + b, mask=fed, other=0) + key // PAGE_SIZE, mask=fed, other=0)
-    tl.store(slots + row, page * PAGE_SIZE + key % PAGE_SIZE, mask=fed)
-    low = tl.load(positions_to_verify + b * RECORD, mask=fed, other=0) + 1
-    high = tl.load(positions_to_verify + b * RECORD + 1, mask=fed, other=0)
-    tl.store(positions_to_verify + b * RECORD, low, mask=fed)
-    tl.store(positions_to_verify + b * RECORD + 1, high + tl.where(low == 0, 1, 0), mask=fed)
+    _move(positions, slots, prefix_lengths, page_starts, page_table, b, row, fed, 1, last_position, PAGE_SIZE)
+    _move_position(records, b, 1, fed)
 
 
 def advance(step: StepIntegers, page_size: int, last_position: int) -> None:
     """See `feeding.advance`."""
     sequences = len(step.prefix_lengths)
     _advance_kernel[(triton.cdiv(sequences, _BLOCK),)](
-        step.token_ids, step.positions, step.slots, step.parameters[POSITION:], step.query_starts,
-        step.prefix_lengths, step.page_starts, step.page_table, sequences, last_position,
-        PAGE_SIZE=page_size, RECORD=RECORD, BLOCK=_BLOCK,
+        step.token_ids, step.positions, step.slots, step.parameters, step.query_starts, step.prefix_lengths,
+        step.page_starts, step.page_table, sequences, last_position, PAGE_SIZE=page_size, BLOCK=_BLOCK,
     )  # fmt: skip
 
 
 @triton.jit
 def _move_on_kernel(  # type: ignore[no-untyped-def]
     token_ids, positions, slots, records, query_starts, prefix_lengths, page_starts, page_table, accepted_counts,
-    sequences, last_position,
-    PAGE_SIZE: tl.constexpr, RECORD: tl.constexpr, MODE: tl.constexpr, POSITION: tl.constexpr, RACED: tl.constexpr,
-    BLOCK: tl.constexpr,
+    sequences, last_position, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One sequence a lane; see `feeding.move_on`. `records` [B, RECORD]."""
+    """One sequence a lane; see `feeding.move_on`."""
     b = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     there = b < sequences
     row = tl.load(query_starts + b, mask=there, other=0)
@@ -87,19 +102,9 @@ def _move_on_kernel(  # type: ignore[no-untyped-def]
     token = tl.load(token_ids + row, mask=alone, other=0)
     fed = alone & (token < 0)
     moves = tl.load(accepted_counts - 1 - token, mask=fed, other=0)
-    key = tl.load(prefix_lengths + b, mask=fed, other=0) + moves
-    tl.store(prefix_lengths + b, key, mask=fed)
-    position = tl.load(positions + row, mask=fed, other=0) + moves
-    tl.store(positions + row, tl.minimum(position, last_position), mask=fed)
-    page = tl.load(page_table + tl.load(page_starts + b, mask=fed, other=0) + key // PAGE_SIZE, mask=fed, other=0)
-    tl.store(slots + row, page * PAGE_SIZE + key % PAGE_SIZE, mask=fed)
-    raced = fed & (tl.load(records + b * RECORD + MODE, mask=fed, other=0) == RACED)
-    before = tl.load(records + b * RECORD + POSITION, mask=raced, other=0)
-    low = before + moves
-    high = tl.load(records + b * RECORD + POSITION + 1, mask=raced, other=0)
-    tl.store(records + b * RECORD + POSITION, low, mask=raced)
-    # Of two's complement: the sum wraps where it goes from a negative number to one that is not.
-    tl.store(records + b * RECORD + POSITION + 1, high + tl.where((before < 0) & (low >= 0), 1, 0), mask=raced)
+    _move(positions, slots, prefix_lengths, page_starts, page_table, b, row, fed, moves, last_position, PAGE_SIZE)
+    raced = fed & (tl.load(record_of(records, b) + MODE, mask=fed, other=0) == COUPLED)
+    _move_position(records, b, moves, raced)
 
 
 def move_on(step: StepIntegers, accepted_counts: Tensor, page_size: int, last_position: int) -> None:
@@ -107,6 +112,5 @@ def move_on(step: StepIntegers, accepted_counts: Tensor, page_size: int, last_po
     sequences = len(step.prefix_lengths)
     _move_on_kernel[(triton.cdiv(sequences, _BLOCK),)](
         step.token_ids, step.positions, step.slots, step.parameters, step.query_starts, step.prefix_lengths,
-        step.page_starts, step.page_table, accepted_counts, sequences, last_position,
-        PAGE_SIZE=page_size, RECORD=RECORD, MODE=MODE, POSITION=POSITION, RACED=int(Mode.COUPLED), BLOCK=_BLOCK,
+        step.page_starts, step.page_table, accepted_counts, sequences, last_position, PAGE_SIZE=page_size, BLOCK=_BLOCK,
     )  # fmt: skip

@@ -5,9 +5,24 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tree_kernels.attention.tree_mask import MAX_TREE_ROWS
+from tree_kernels.node_table import layout, mailboxes
+from tree_kernels.verification.triton_rows import FIRST_ROW, IS_CHAIN, ROWS, record_of
+
+NO_KEY = tl.constexpr(layout.NO_KEY)
+# A sequence's root and the candidates that are kept.
+KEPT_ROWS = tl.constexpr(layout.KEPT + 1)
+_EXPECTED = tl.constexpr(layout.SURE // layout.EXPECTED_UNIT)
+_TREE_ROWS = tl.constexpr(MAX_TREE_ROWS)
+_TURNS, _LAST_NUMBER = tl.constexpr(mailboxes.TURNS), tl.constexpr(mailboxes.LAST_NUMBER)
+_TABLE, _TABLE_BLOCK = tl.constexpr(layout.TABLE), tl.constexpr(triton.next_power_of_2(layout.TABLE))
+# Of a program that takes a table. Chosen, not measured: ten integers a thread.
+TAKING_WARPS = 4
+_THREADS = tl.constexpr(32 * TAKING_WARPS)
+
 
 @triton.jit
-def _bound_for(keys, room, NO_KEY: tl.constexpr, BOUNDS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _bound_for(keys, room, BOUNDS: tl.constexpr):  # type: ignore[no-untyped-def]
     """The largest bound with at most `room` of `keys` [n] below it; see `node_table.torch_backend.bound_for`."""
     low = tl.full([], 0, tl.int32)
     high = tl.full([], NO_KEY, tl.int32)
@@ -28,14 +43,12 @@ def _bound_for(keys, room, NO_KEY: tl.constexpr, BOUNDS: tl.constexpr):  # type:
 def lay_out_kernel(  # type: ignore[no-untyped-def]
     token_ids, positions, slots, owners, parents, records, query_starts, prefix_lengths, page_starts, page_table,
     causal, counts, roots, keys, ranked, noted, sequences, rows_in_all, last_position, reading,
-    PAGE_SIZE: tl.constexpr, RECORD: tl.constexpr, FIRST_ROW: tl.constexpr, ROWS: tl.constexpr, IS_CHAIN: tl.constexpr,
-    NO_KEY: tl.constexpr, NOTED_STRIDE: tl.constexpr, EXPECTED: tl.constexpr, BLOCK_B: tl.constexpr,
-    KEPT_ROWS: tl.constexpr, BOUNDS: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, NOTED_STRIDE: tl.constexpr, BLOCK_B: tl.constexpr, BOUNDS: tl.constexpr,
 ):  # fmt: skip
     """One sequence a program, and the first one the free rows; see `node_table.torch_backend._lay_out`.
 
-    Each program repeats the choice among all candidates [B * KEPT_ROWS]. Of the first `reading` sequences, which are no
-    candidates' owners, nothing is stored.
+    Each program repeats the choice among all candidates [B * KEPT_ROWS]. Nothing is stored of the first `reading`
+    sequences, which own no candidates.
     """
     b = tl.program_id(0)
     k = tl.arange(0, KEPT_ROWS)
@@ -46,7 +59,7 @@ def lay_out_kernel(  # type: ignore[no-untyped-def]
     all_keys = tl.load(keys + candidate, mask=owner < sequences, other=NO_KEY)
     owner_count = tl.load(counts + owner, mask=owner < sequences, other=-1)
     all_keys = tl.where(owner_count >= 0, all_keys, NO_KEY)
-    # What this program lays out, read before it is known how much of it is taken.
+    # What this program lays out, loaded before it is known how much of it is taken.
     own_key = tl.load(keys + b * KEPT_ROWS + k)
     count = tl.load(counts + b)
     prefix, root = tl.load(prefix_lengths + b), tl.load(roots + b)
@@ -56,10 +69,10 @@ def lay_out_kernel(  # type: ignore[no-untyped-def]
     link = tl.load(own + KEPT_ROWS, mask=k > 0, other=0)
     chance = tl.load(own + 2 * KEPT_ROWS, mask=k > 0, other=0)
 
-    # Behind the rows of those that read, where no program stores it.
+    # After the rows of sequences that read, which no program stores.
     read = tl.load(reading)
     first = tl.load(query_starts + read)
-    bound = _bound_for(all_keys, rows_in_all - first - tl.sum(here.to(tl.int32), axis=0), NO_KEY, BOUNDS)
+    bound = _bound_for(all_keys, rows_in_all - first - tl.sum(here.to(tl.int32), axis=0), BOUNDS)
     taken = all_keys < bound
     before = tl.sum((taken & (owner < b)).to(tl.int32), axis=0) + tl.sum((here & (every < b)).to(tl.int32), axis=0)
     row = first + before
@@ -70,24 +83,25 @@ def lay_out_kernel(  # type: ignore[no-untyped-def]
         mine = k < rows
         key = prefix + k
         page = tl.load(pages + key // PAGE_SIZE, mask=mine, other=0)
-        # Row 0 is the root, at depth 0; of the rest, what was read behind the rows means nothing.
+        # Row 0 is the root, at depth 0.
         depth = tl.where(k > 0, (link >> 8) & 255, 0)
         tl.store(token_ids + row + k, tl.where(k > 0, token, root), mask=mine)
         tl.store(parents + row + k, link & 255, mask=mine)
         tl.store(positions + row + k, tl.minimum(prefix + depth, last_position), mask=mine)
         tl.store(slots + row + k, page * PAGE_SIZE + key % PAGE_SIZE, mask=mine)
         tl.store(owners + row + k, b + tl.zeros_like(k), mask=mine)
-        tl.store(records + b * RECORD + FIRST_ROW, row)
-        tl.store(records + b * RECORD + ROWS, rows)
-        tl.store(records + b * RECORD + IS_CHAIN, 0)
+        record = record_of(records, b)
+        tl.store(record + FIRST_ROW, row)
+        tl.store(record + ROWS, rows)
+        tl.store(record + IS_CHAIN, 0)
         tl.store(noted + b, tl.sum(tl.where(mine, link >> 16, 0), axis=0))
-        tl.store(noted + NOTED_STRIDE + b, tl.sum(tl.where(mine, chance, 0), axis=0) // EXPECTED)
+        tl.store(noted + NOTED_STRIDE + b, tl.sum(tl.where(mine, chance, 0), axis=0) // _EXPECTED)
         from_table = mine & ((link >> 16) > 0)
-        tl.store(noted + 2 * NOTED_STRIDE + b, tl.sum(tl.where(from_table, chance, 0), axis=0) // EXPECTED)
+        tl.store(noted + 2 * NOTED_STRIDE + b, tl.sum(tl.where(from_table, chance, 0), axis=0) // _EXPECTED)
         for i in tl.static_range(0, 6):
             # The best 1, 3, 7 .. 63: see `node_table.PROSPECTS`. Row 0 is the root.
             near = (k <= count) & (k < (2 << i))
-            tl.store(noted + (3 + i) * NOTED_STRIDE + b, tl.sum(tl.where(near, chance, 0), axis=0) // EXPECTED)
+            tl.store(noted + (3 + i) * NOTED_STRIDE + b, tl.sum(tl.where(near, chance, 0), axis=0) // _EXPECTED)
     if b == 0:
         laid_out = first + tl.sum(taken.to(tl.int32), axis=0) + tl.sum(here.to(tl.int32), axis=0)
         for free in tl.range(laid_out, rows_in_all, KEPT_ROWS):
@@ -102,14 +116,13 @@ def lay_out_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def keep_kernel(  # type: ignore[no-untyped-def]
-    token_ids, slots, records, accepted_counts, accepted_rows, tokens, RECORD: tl.constexpr, FIRST_ROW: tl.constexpr,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
+    token_ids, slots, records, accepted_counts, accepted_rows, tokens
+):
     """One sequence a program; see `NodeTable.keep_accepted`."""
     b = tl.program_id(0)
     count = tl.load(accepted_counts + b)
-    first = tl.load(records + b * RECORD + FIRST_ROW, mask=count > 0, other=0)
-    k = tl.arange(0, BLOCK)
+    first = tl.load(record_of(records, b) + FIRST_ROW, mask=count > 0, other=0)
+    k = tl.arange(0, _TREE_ROWS)
     row = tl.load(accepted_rows + first + k, mask=k < count, other=0)
     token = tl.load(token_ids + first + row, mask=k < count, other=0)
     slot = tl.load(slots + first + 1 + k, mask=k < count, other=-1)
@@ -117,30 +130,27 @@ def keep_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _number_of(newest, slot, THREADS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The number of the newest table in a box. It may be written meanwhile, and yet all threads get the same: every one
-    of them reads it, and the largest counts."""
-    return tl.max(tl.load(newest + slot + tl.zeros([THREADS], tl.int32), volatile=True), axis=0)
+def _number_of(newest, slot):  # type: ignore[no-untyped-def]
+    """The number of the newest table in a box. It may be written concurrently; all threads get the same one: each of
+    them reads it, and the largest is taken."""
+    return tl.max(tl.load(newest + slot + tl.zeros([_THREADS], tl.int32), volatile=True), axis=0)
 
 
 @triton.jit
-def take_kernel(  # type: ignore[no-untyped-def]
-    newest, boxes, taken, tables, TURNS: tl.constexpr, LAST_NUMBER: tl.constexpr, TABLE: tl.constexpr,
-    WIDTH: tl.constexpr, THREADS: tl.constexpr,
-):  # fmt: skip
+def take_kernel(newest, boxes, taken, tables):  # type: ignore[no-untyped-def]
     """One slot a program; see `NodeTable.take`."""
     slot = tl.program_id(0)
-    number = _number_of(newest, slot, THREADS)
+    number = _number_of(newest, slot)
     if number != tl.load(taken + slot):
-        i = tl.arange(0, WIDTH)
-        box = boxes + (slot * TURNS + number % TURNS) * TABLE
-        new = tl.load(box + i, mask=i < TABLE, other=0, volatile=True)
-        tl.store(tables + slot * TABLE + i, new, mask=i < TABLE)
-        # All was read, since it is stored; and every thread knows what was taken before, which changes now.
+        i = tl.arange(0, _TABLE_BLOCK)
+        box = boxes + (slot * _TURNS + number % _TURNS) * _TABLE
+        new = tl.load(box + i, mask=i < _TABLE, other=0, volatile=True)
+        tl.store(tables + slot * _TABLE + i, new, mask=i < _TABLE)
+        # All was read, since it is stored; and every thread has read `taken`, which changes now.
         tl.debug_barrier()
-        written = (_number_of(newest, slot, THREADS) - number) & LAST_NUMBER
-        if written >= TURNS - 1:
+        written = (_number_of(newest, slot) - number) & _LAST_NUMBER
+        if written >= _TURNS - 1:
             # Torn: no node.
-            tl.store(tables + slot * TABLE + 1, 0)
+            tl.store(tables + slot * _TABLE + 1, 0)
             number = -1
         tl.store(taken + slot, number)

@@ -1,4 +1,4 @@
-"""Verification of a whole step where its logits are: no waiting for the host, and good in a captured graph.
+"""Verification of a whole step on the device of its logits: it does not wait for the host and can be captured.
 
 The rules are those of `tree_kernels.verification.walks`, for all sequences at once. Sources: as there, and for the
 noise `tree_kernels.philox`.
@@ -15,12 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tree_kernels.verification.records import (
-    RowsToVerify,
-    pack_distributions,
-    pack_parameters,
-    parameter_count,
-)
+from tree_kernels.verification.records import RowsToVerify, pack_distributions, pack_parameters, parameter_count
 from tree_kernels.verification.torch_backend import TorchVerification
 
 if TYPE_CHECKING:
@@ -32,11 +27,11 @@ class Verdicts:
     """What a step's sequences accepted, in one tensor, so that one small copy brings it to the host.
 
     Attributes:
-        tensor: [2 * max_sequences + max_rows] int32; the views below lie in it.
+        tensor: [2 * max_sequences + max_rows] int32, of which the others are views.
         accepted_counts: [max_sequences] rows accepted below the root; 0 where there was nothing to verify.
         next_tokens: [max_sequences] the target's own token after the accepted path; -1 where nothing was verified.
-        accepted_rows: [max_rows] of sequence b from its first row on, as many as its count, relative to its root and
-            rising; what lies behind them means nothing.
+        accepted_rows: [max_rows] the rows that sequence b accepted, from its first row on, relative to its root and
+            rising; undefined after `accepted_counts[b]` of them.
     """
 
     tensor: Tensor
@@ -48,8 +43,7 @@ class Verdicts:
     def over(cls, tensor: Tensor, max_sequences: int) -> Verdicts:
         """Views of a tensor of verdicts, or of a copy of one on the host."""
         sizes = [max_sequences, max_sequences, len(tensor) - 2 * max_sequences]
-        counts, tokens, rows = torch.split(tensor, sizes)
-        return cls(tensor, counts, tokens, rows)
+        return cls(tensor, *torch.split(tensor, sizes))
 
 
 class DeviceVerifier:
@@ -63,10 +57,10 @@ class DeviceVerifier:
         verdicts: those of the last call, overwritten by the next.
 
     Args:
-        device: where the logits are.
-        vocabulary_size: V; logits may be wider, the rest is not looked at.
+        device: of the logits.
+        vocabulary_size: V; logits may be wider, the rest is ignored.
         max_sequences: of a step.
-        max_rows: of a step; rows that belong to no sequence cost next to nothing.
+        max_rows: of a step; rows of no sequence cost next to nothing.
         backend: "triton" or "torch"; None is "triton" on a GPU and "torch" elsewhere.
 
     Raises:
@@ -95,7 +89,7 @@ class DeviceVerifier:
 
             self._backend = TritonVerification(vocabulary_size, max_sequences, max_rows)
         else:
-            self._backend = TorchVerification(max_sequences)
+            self._backend = TorchVerification(vocabulary_size, max_sequences)
 
     @property
     def integers(self) -> int:
@@ -106,7 +100,7 @@ class DeviceVerifier:
         """The step's parameters, int32 [integers], to be copied to the device with the rest of the step.
 
         Raises:
-            ValueError: more sequences than `max_sequences`, or rows that are not there.
+            ValueError: more sequences than `max_sequences`, or rows out of range.
         """
         return pack_parameters(sequences, self._max_sequences, self._max_rows, self._vocabulary_size)
 
@@ -114,7 +108,7 @@ class DeviceVerifier:
         """Draft distributions by the step's row of the parent, int32 [max_rows + 1 + 2 * pairs].
 
         Raises:
-            ValueError: a row that is not there, lengths that differ, or more than `MAX_SUPPORT` pairs in a row.
+            ValueError: a row out of range, lengths that differ, or more than `MAX_SUPPORT` pairs in a row.
         """
         return pack_distributions(by_row, self._max_rows)
 
@@ -125,11 +119,9 @@ class DeviceVerifier:
             ValueError: see `sampled`.
         """
         self._check(logits, token_ids, parents, parameters)
-        if isinstance(self._backend, TorchVerification):
-            own = logits[:, : self._vocabulary_size]
-            self._backend.verify(own, token_ids, parents, parameters, None, self.verdicts.tensor)
-        else:
-            self._backend.greedy(logits, token_ids, parents, parameters, self.verdicts.tensor)
+        self._backend.verify(
+            logits, token_ids, parents, parameters, None, self.verdicts.tensor, sampled=False, filtered=False
+        )
         return self.verdicts
 
     def sampled(
@@ -156,13 +148,9 @@ class DeviceVerifier:
             ValueError: shapes or dtypes differ from these.
         """
         self._check(logits, token_ids, parents, parameters)
-        if isinstance(self._backend, TorchVerification):
-            own = logits[:, : self._vocabulary_size]
-            self._backend.verify(own, token_ids, parents, parameters, distributions, self.verdicts.tensor)
-        else:
-            self._backend.sampled(
-                logits, token_ids, parents, parameters, distributions, self.verdicts.tensor, filtered=filtered
-            )
+        self._backend.verify(
+            logits, token_ids, parents, parameters, distributions, self.verdicts.tensor, sampled=True, filtered=filtered
+        )
         return self.verdicts
 
     def _check(self, logits: Tensor, token_ids: Tensor, parents: Tensor, parameters: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""The accepted path's keys and values to where they belong in the paged cache.
+"""Moves the accepted path's keys and values to their slots in the paged cache.
 
 A slot is `page * page_size + offset`.
 """
@@ -53,19 +53,19 @@ def move_accepted(
 ) -> None:
     """Move the accepted path of every sequence of a step to the slots behind its root, in place.
 
-    The row accepted in place i, counted from 1, goes to the slot of row i of its tree. On a GPU that is one launch for
-    all layers, which waits for nothing and costs next to nothing where every row is in place already.
+    The i-th accepted row, counted from 1, goes to the slot of row i of its tree. On a GPU that is one launch for all
+    layers, which waits for nothing and costs next to nothing where every row is in place already.
 
     Args:
         keys: [layers, pages, page_size, Hkv, D], contiguous.
         values: [layers, pages, page_size, Hkv, Dv], contiguous. Dv may be 0.
-        slots: [R] int32 of the step's rows, all different; a row whose slot is negative neither moves nor is moved on.
-        parameters: what the step was verified with, see `DeviceVerifier.pack`.
-        verdicts: what `DeviceVerifier` found.
+        slots: [R] int32 of the step's rows, all different; a negative slot is neither read nor written.
+        parameters: of the step's verification, see `DeviceVerifier.pack`.
+        verdicts: of the step.
         backend: "triton" or "torch"; None is "triton" on a GPU and "torch" elsewhere.
 
     Raises:
-        ValueError: the pools do not belong together or are not contiguous.
+        ValueError: the shapes of keys and values do not fit, or they are not contiguous.
     """
     if keys.shape[:4] != values.shape[:4] or not (keys.is_contiguous() and values.is_contiguous()):
         raise ValueError(
@@ -87,8 +87,8 @@ def _accepted_moves(slots: list[int], parameters: Tensor, verdicts: Verdicts) ->
     """Slots to read and to write."""
     counts, accepted = verdicts.accepted_counts.tolist(), verdicts.accepted_rows.tolist()
     moves = []
-    for asked, count in zip(unpack_parameters(parameters.cpu().numpy(), len(counts)), counts, strict=True):
-        first = asked.first_row
+    for sequence, count in zip(unpack_parameters(parameters.cpu().numpy(), len(counts)), counts, strict=True):
+        first = sequence.first_row
         own = accepted[first : first + count]
         moves += [(slots[first + row], slots[first + place]) for place, row in enumerate(own, start=1)]
     return [(source, target) for source, target in moves if source != target and source >= 0 and target >= 0]

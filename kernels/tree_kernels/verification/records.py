@@ -1,4 +1,4 @@
-"""What a step asks of verification, in integers that travel to the device with the rest of the step.
+"""How a step is verified, in integers that are copied to the device with the rest of the step.
 
 Layout of the parameters, int32: a record of `RECORD` for each of `max_sequences` sequences, then for each of `max_rows`
 rows the index of the sequence that it is verified for, or -1.
@@ -22,14 +22,14 @@ from tree_kernels.attention.tree_mask import MAX_TREE_ROWS
 # Pairs of one distribution: a kernel holds them all.
 MAX_SUPPORT = 64
 _MASK = 2**64 - 1
-# The record: its fields, and how `struct` and numpy both spell their types. All else here and in the kernels is derived
-# from it.
+# The record: its fields, and their types as `struct` and numpy both name them. All else here and in the kernels is
+# derived from it.
 _FIELDS = {
     "first_row": "i", "rows": "i", "mode": "i", "is_chain": "i", "seed": "Q", "position": "Q", "top_k": "i",
     "filtered": "i", "temperature": "d", "top_p": "d", "min_p": "d",
 }  # fmt: skip
 _RECORD_TYPE = np.dtype([(name, f"<{kind}") for name, kind in _FIELDS.items()])
-# The same for one record. Of a few sequences an array of records costs several times as much.
+# The same for one record. For a few sequences an array of records costs several times as much.
 _RECORD_BYTES = struct.Struct("<" + "".join(_FIELDS.values()))
 _INTEGER_BYTES = 4
 
@@ -46,7 +46,7 @@ TEMPERATURE, TOP_P, MIN_P = _place("temperature"), _place("top_p"), _place("min_
 
 
 class Mode(IntEnum):
-    """How drafted rows are verified, see `tree_kernels.verification.walks`."""
+    """Rule of verification, see `tree_kernels.verification.walks`."""
 
     GREEDY = 0
     COUPLED = 1
@@ -54,15 +54,15 @@ class Mode(IntEnum):
 
 
 class RowsToVerify(NamedTuple):
-    """One sequence of the step. A named tuple, for a step makes one for every sequence.
+    """One sequence of the step. A named tuple, since a step makes one for every sequence.
 
     Attributes:
         first_row: index of the tree's root among the step's rows.
         rows: of the tree, the root included; 0 when there is nothing to verify.
-        mode: GREEDY looks at no attribute below but `is_chain`.
+        mode: GREEDY uses no attribute below but `is_chain`.
         seed: 64 bit, of the race (COUPLED), or the secret one of the coins (REJECTION).
         position: 64 bit, absolute position of the token after the root (COUPLED), or the coins' stream (REJECTION).
-        temperature: 0 puts all on the likeliest token, which makes every mode GREEDY.
+        temperature: 0 gives the likeliest token probability 1, which makes every mode GREEDY.
         top_k: 0 for no limit.
         top_p: 1 for no limit.
         min_p: 0 for no limit.
@@ -98,7 +98,7 @@ def pack_parameters(
     """The step as int32 [parameter_count].
 
     Raises:
-        ValueError: too many sequences, or rows that are not there.
+        ValueError: too many sequences, or rows out of range.
     """
     if len(sequences) > max_sequences:
         raise ValueError(f"expected at most {max_sequences} sequences, got {len(sequences)}")
@@ -110,7 +110,7 @@ def pack_parameters(
         if not (0 <= count <= MAX_TREE_ROWS and first_row >= 0 and end <= max_rows):
             raise ValueError(f"sequence {b} has rows {first_row}..{end} of {max_rows}")
         rows[first_row:end] = b
-        # With all on one token, each mode accepts that token and nothing else.
+        # With temperature 0 each mode accepts the likeliest token alone.
         drawn = mode if temperature > 0 else Mode.GREEDY
         top_k = top_k if top_k < vocabulary_size else 0
         filtered = drawn > 0 and (top_k > 0 or top_p < 1 or min_p > 0)
@@ -128,22 +128,13 @@ def records_of(packed: NDArray[np.int32], sequences: int) -> NDArray[np.void]:
 
 def unpack_parameters(packed: NDArray[np.int32], max_sequences: int) -> list[RowsToVerify]:
     """The `max_sequences` records of packed parameters."""
-    records = records_of(packed.copy(), max_sequences)
-    return [
-        RowsToVerify(
-            first_row=int(record["first_row"]),
-            rows=int(record["rows"]),
-            mode=Mode(int(record["mode"])),
-            seed=int(record["seed"]),
-            position=int(record["position"]),
-            temperature=float(record["temperature"]),
-            top_k=int(record["top_k"]),
-            top_p=float(record["top_p"]),
-            min_p=float(record["min_p"]),
-            is_chain=bool(record["is_chain"]),
+    sequences = []
+    for fields in _RECORD_BYTES.iter_unpack(packed[: RECORD * max_sequences].tobytes()):
+        first_row, rows, mode, is_chain, seed, position, top_k, _, temperature, top_p, min_p = fields
+        sequences.append(
+            RowsToVerify(first_row, rows, Mode(mode), seed, position, temperature, top_k, top_p, min_p, bool(is_chain))
         )
-        for record in records
-    ]
+    return sequences
 
 
 def pack_distributions(by_row: Mapping[int, tuple[Sequence[int], Sequence[int]]], max_rows: int) -> NDArray[np.int32]:
@@ -154,7 +145,7 @@ def pack_distributions(by_row: Mapping[int, tuple[Sequence[int], Sequence[int]]]
         max_rows: rows of the step, those without a distribution included.
 
     Raises:
-        ValueError: a row that is not there, lengths that differ, or a support above `MAX_SUPPORT`.
+        ValueError: a row out of range, lengths that differ, or a support above `MAX_SUPPORT`.
     """
     counts = np.zeros(max_rows + 1, dtype=np.int32)
     for row, (token_ids, weights) in by_row.items():
@@ -171,7 +162,7 @@ def pack_distributions(by_row: Mapping[int, tuple[Sequence[int], Sequence[int]]]
 
 
 def unpack_distributions(packed: NDArray[np.int32], max_rows: int) -> dict[int, tuple[list[int], list[int]]]:
-    """What `pack_distributions` was given; rows without a distribution are left out."""
+    """The argument of `pack_distributions`; rows without a distribution are left out."""
     starts = packed[: max_rows + 1]
     pairs = packed[max_rows + 1 :]
     found = {}

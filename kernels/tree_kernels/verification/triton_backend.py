@@ -1,4 +1,4 @@
-"""Verification in Triton: what is launched, and what lies between the launches."""
+"""Verification in Triton: the launches, and the tensors between them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from tree_kernels.verification.triton_walk import walk_kernel
 
 _CHUNK = 2048
 _BLOCK = 128
-# Tokens that the filter lists, and searches, at a time. Text leaves short lists; flat distributions would like more.
+# Tokens that the filter lists, and searches, at a time. Lists of text are short; more would be faster for flat
+# distributions.
 _TILE = 2048
 _SEARCH = 1024
 # Each program of the filter lists up to V tokens for itself, 12 bytes each.
@@ -22,7 +23,7 @@ _FILTER_PROGRAMS = 128
 
 
 class TritonVerification:
-    """See `tree_kernels.verification.DeviceVerifier`, which checks what comes in.
+    """See `tree_kernels.verification.DeviceVerifier`, which checks the arguments.
 
     Scratch is allocated by every call, so that captured graphs share it through their pool.
     """
@@ -36,12 +37,7 @@ class TritonVerification:
         self._block_chunks = max(64, triton.next_power_of_2(self._chunks))
         self._block_rows = next(size for size in (16, 64, MAX_TREE_ROWS) if size >= min(max_rows, MAX_TREE_ROWS))
 
-    def greedy(self, logits: Tensor, token_ids: Tensor, parents: Tensor, parameters: Tensor, verdicts: Tensor) -> None:
-        """Two launches."""
-        peaks, peak_ids, _, _ = self._peaks(logits, parents, parameters, sampled=False, filtered=False)
-        self._walk(logits, token_ids, parents, parameters, None, peaks, None, None, peaks, peak_ids, verdicts)
-
-    def sampled(
+    def verify(
         self,
         logits: Tensor,
         token_ids: Tensor,
@@ -50,28 +46,33 @@ class TritonVerification:
         distributions: Tensor | None,
         verdicts: Tensor,
         *,
+        sampled: bool,
         filtered: bool,
     ) -> None:
-        """Three launches, five with filters."""
-        peaks, peak_ids, block_peaks, depths = self._peaks(logits, parents, parameters, sampled=True, filtered=filtered)
+        """Write verdicts [2 * max_sequences + max_rows] int32: two launches, three if `sampled`, five if `filtered`."""
+        peaks, peak_ids, block_peaks, depths = self._peaks(logits, parents, parameters, sampled, filtered)
         cuts = cut_ids = None
         if filtered:
             cuts, cut_ids = self._cuts(logits, parameters, peaks, block_peaks)
-        scores = torch.empty(peaks.shape, dtype=torch.float64, device=logits.device)
-        winners = torch.empty_like(peak_ids)
-        score_kernel[tuple(peaks.shape)](
+        scores, winners = peaks, peak_ids
+        if sampled:
+            scores = torch.empty(peaks.shape, dtype=torch.float64, device=logits.device)
+            winners = torch.empty_like(peak_ids)
+            score_kernel[tuple(peaks.shape)](
+                logits, logits.stride(0), token_ids, parents, parameters, self._sequences, distributions,
+                self._max_rows, peaks, peak_ids, depths, cuts, cut_ids, scores, winners, self._vocabulary_size,
+                self._chunks, CHUNK=_CHUNK, BLOCK_CHUNKS=self._block_chunks, BLOCK_R=self._block_rows, CUT=filtered,
+                DRAWN=distributions is not None, num_warps=4,
+            )  # fmt: skip
+        walk_kernel[(self._sequences,)](
             logits, logits.stride(0), token_ids, parents, parameters, self._sequences, distributions, self._max_rows,
-            peaks, peak_ids, depths, cuts, cut_ids, scores, winners, self._vocabulary_size, self._chunks,
-            CHUNK=_CHUNK, BLOCK_CHUNKS=self._block_chunks, BLOCK_R=self._block_rows, CUT=filtered,
-            DRAWN=distributions is not None, num_warps=4,
-        )  # fmt: skip
-        self._walk(
-            logits, token_ids, parents, parameters, distributions, peaks, cuts, cut_ids, scores, winners, verdicts,
-            sampled=True,
+            peaks, cuts, cut_ids, scores, winners, verdicts, self._vocabulary_size, self._chunks,
+            BLOCK_CHUNKS=self._block_chunks, BLOCK_R=self._block_rows, CHUNK=_CHUNK, SAMPLED=sampled, CUT=filtered,
+            DRAWN=distributions is not None, num_warps=4, num_stages=1,
         )  # fmt: skip
 
     def _peaks(
-        self, logits: Tensor, parents: Tensor, parameters: Tensor, *, sampled: bool, filtered: bool
+        self, logits: Tensor, parents: Tensor, parameters: Tensor, sampled: bool, filtered: bool
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         rows, device = logits.shape[0], logits.device
         peaks = torch.empty(rows, self._chunks, device=device)
@@ -109,26 +110,3 @@ class TritonVerification:
             TILE=_TILE, SEARCH=_SEARCH, num_warps=8, num_stages=1,
         )  # fmt: skip
         return cuts, cut_ids
-
-    def _walk(
-        self,
-        logits: Tensor,
-        token_ids: Tensor,
-        parents: Tensor,
-        parameters: Tensor,
-        distributions: Tensor | None,
-        peaks: Tensor,
-        cuts: Tensor | None,
-        cut_ids: Tensor | None,
-        scores: Tensor,
-        winners: Tensor,
-        verdicts: Tensor,
-        *,
-        sampled: bool = False,
-    ) -> None:
-        walk_kernel[(self._sequences,)](
-            logits, logits.stride(0), token_ids, parents, parameters, self._sequences, distributions, self._max_rows,
-            peaks, cuts, cut_ids, scores, winners, verdicts, self._vocabulary_size, self._chunks,
-            BLOCK_CHUNKS=self._block_chunks, BLOCK_R=self._block_rows, CHUNK=_CHUNK, SAMPLED=sampled,
-            CUT=cuts is not None, DRAWN=distributions is not None, num_warps=4, num_stages=1,
-        )  # fmt: skip

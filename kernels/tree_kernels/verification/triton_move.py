@@ -1,4 +1,4 @@
-"""Triton: the accepted path's keys and values to where it belongs, in one launch for all layers."""
+"""Triton: moves the accepted path's keys and values to their slots, in one launch for all layers."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _move_kernel(  # type: ignore[no-untyped-def]
             own = column < VALUE_WIDTH
             moved = tl.load(values + source * VALUE_WIDTH + column, mask=own)
             tl.store(values + target * VALUE_WIDTH + column, moved, mask=own)
-            # The next row may come to where this one was.
+            # The next row may go to where this one was.
             tl.debug_barrier()
 
 

@@ -1,8 +1,8 @@
-"""Triton: what every row of a verify step is looked at for: its likeliest token, its distribution, its noise.
+"""Triton: the likeliest token, the distribution and the noise of every row of a verify step.
 
-Words: a *chunk* is CHUNK tokens of a row, one program's share; a *block* is BLOCK tokens of a chunk, whose greatest
-logit tells a filter whether to look inside. Distributions are not normalised: the likeliest token weighs 1. What a
-record's integers are, `verification.records` says alone.
+Words: a *chunk* is CHUNK tokens of a row, one program's share; a *block* is BLOCK tokens of a chunk, which a filter
+skips if its greatest logit is too small. Distributions are not normalised: the likeliest token weighs 1. The layout of
+a record is that of `verification.records`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ TOP_P, MIN_P = tl.constexpr(records.TOP_P), tl.constexpr(records.MIN_P)
 GREEDY, COUPLED, REJECTION = (
     tl.constexpr(int(mode)) for mode in (records.Mode.GREEDY, records.Mode.COUPLED, records.Mode.REJECTION)
 )
-# Into how many parts of equal ratio a row's weights are divided before top_p is searched in one of them.
+# Parts of equal ratio into which a row's weights are divided before the cut of top_p is searched in one of them.
 RUNGS = tl.constexpr(16)
 
 
@@ -163,9 +163,9 @@ def mass_kernel(  # type: ignore[no-untyped-def]
     sequence = sequence_of(parameters, row, sequences)
     if sequence >= 0:
         record = record_of(parameters, sequence)
-        asked = (tl.load(record + FILTERED) > 0) & (tl.load(record + TOP_K) == 0)
+        filtered = (tl.load(record + FILTERED) > 0) & (tl.load(record + TOP_K) == 0)
         top_p = load_double(record + TOP_P)
-        if asked & (top_p < 1.0):
+        if filtered & (top_p < 1.0):
             ids = chunk * CHUNK + tl.arange(0, CHUNK)
             x = load_logits(logits, row, row_stride, ids, vocabulary)
             peak = peak_of(peaks, row, chunks, BLOCK_CHUNKS)

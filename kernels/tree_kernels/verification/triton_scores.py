@@ -1,4 +1,4 @@
-"""Triton: the race of COUPLED rows, and the weight of REJECTION rows apart from what the draft touches."""
+"""Triton: the race of COUPLED rows, and the weight of REJECTION rows without the draft's tokens."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tree_kernels.verification.triton_rows import (
 )
 
 SUPPORT = tl.constexpr(MAX_SUPPORT)
-# fp32 scores are right to 1e-4 where a token can win at all; what they cannot tell apart is decided in fp64.
+# fp32 scores are accurate to 1e-4 where a token can win at all; what they cannot separate is decided in fp64.
 _MARGIN = tl.constexpr(1e-3)
 _NONE = tl.constexpr(2**31 - 1)
 
@@ -47,7 +47,7 @@ def put(weights, ids, tokens, values, here, low, CHUNK: tl.constexpr):  # type: 
 
 @triton.jit
 def load_tree(token_ids, parents, record, BLOCK_R: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Parents and tokens [BLOCK_R] of a sequence's rows; -1 is the parent of the root and of rows that are not."""
+    """Parents and tokens [BLOCK_R] of a sequence's rows; -1 is the parent of the root and of absent rows."""
     first = tl.load(record + FIRST_ROW)
     index = tl.arange(0, BLOCK_R)
     below = (index > 0) & (index < tl.load(record + ROWS))
@@ -76,7 +76,7 @@ def _words(seed, low, position, CHUNK: tl.constexpr):  # type: ignore[no-untyped
 
 @triton.jit
 def _rough_exponential(words):  # type: ignore[no-untyped-def]
-    """E in fp32, right to 2e-5 of itself: a series for small u, and elsewhere the logarithm of 1 - u."""
+    """E in fp32, with a relative error of 2e-5: a series for small u, and elsewhere the logarithm of 1 - u."""
     u = (words.to(tl.float32) + 0.5) * 2.0**-32
     rest = ((words ^ 0xFFFFFFFF).to(tl.float32) + 0.5) * 2.0**-32
     small = u * (1.0 + u * (0.5 + u * (0.33333334 + u * 0.25)))

@@ -1,4 +1,4 @@
-"""Triton: the way down each sequence's tree, one program a sequence.
+"""Triton: the walk down each sequence's tree, one program a sequence.
 
 Verdicts are those of `verification.dispatch.Verdicts`: accepted counts, next tokens, accepted rows.
 """
@@ -114,8 +114,8 @@ def _try_children(  # type: ignore[no-untyped-def]
 ):
     """Accept or reject a row's children in turn.
 
-    Returns the accepted child or BLOCK_R, what is left of the distribution, and the number of coins used. See
-    `verification._Residual`, whose arithmetic this repeats.
+    Returns the accepted child or BLOCK_R, the residual of the distribution, and the number of coins used. See
+    `verification.walks._Residual`, whose arithmetic this repeats.
     """
     index = tl.arange(0, BLOCK_R)
     mass = untouched + tl.sum(kept, 0) + tl.sum(kept_alone, 0)
@@ -140,13 +140,12 @@ def _try_children(  # type: ignore[no-untyped-def]
             left = tl.maximum(kept - mass * draft_probs, 0.0)
             left_alone = tl.maximum(kept_alone - mass * tl.where(point, 1.0, 0.0), 0.0)
             left_mass = untouched + tl.sum(left, 0) + tl.sum(left_alone, 0)
-            # Where the two distributions are equal no draft is ever rejected, except by rounding: keep the distribution
-            # then.
+            # Equal distributions reject no draft except by rounding: then the distribution is kept.
             some = left_mass > 0.0
             kept = tl.where(some, left, kept)
             kept_alone = tl.where(some, left_alone, kept_alone)
             mass = tl.where(some, left_mass, mass)
-            # Without replacement: the next sibling was drawn from what then was left.
+            # Without replacement: the next sibling was drawn from the rest.
             drafted = tl.where(own, 0, drafted)
             child = tl.min(tl.where(here & (index > child), index, BLOCK_R), 0)
     return match, kept, kept_alone, coins

@@ -1,5 +1,4 @@
-"""Which drafted rows the target keeps, and what it says next. Every rule here leaves the target's distribution as it
-was.
+"""Which drafted rows the target accepts, and its next token. Every rule here preserves the target's distribution.
 
 Words: a row is *accepted* when the target agrees with it and with every row above it; the *next token* is the target's
 own, *bonus* if the path ended at a leaf, *recovered* otherwise. The root is committed already and is never listed.
@@ -34,8 +33,7 @@ class Walk:
 def match_walk(parents: Sequence[int], token_ids: Sequence[int], choose: Callable[[int, int], int]) -> Walk:
     """Follow the target's own choices down the tree, as far as the tree holds them (GREEDY and COUPLED).
 
-    Lossless for every tree that was made without looking at the choices' coins, because every token that comes out is
-    the target's own choice.
+    Lossless for every tree that was made without the choices' coins, because every token is the target's own choice.
 
     Args:
         parents: [rows], parents[i] < i; row 0 is the root.
@@ -112,9 +110,8 @@ def rejection_walk(
     """Recursive rejection sampling over a tree (REJECTION).
 
     The output has the target's distribution if the children of each row with a distribution were drawn from it one
-    after the other without replacement, in row order, and the children of every other row were chosen without looking
-    at the target's coins (each is then a point mass). A child outside its row's distribution counts as a point mass
-    too.
+    after the other without replacement, in row order, and the children of every other row were chosen without the
+    target's coins (each is then a point mass). A child outside its row's distribution counts as a point mass too.
 
     Args:
         parents: [rows], parents[i] < i; row 0 is the root. Rows are in draw order.
@@ -122,8 +119,7 @@ def rejection_walk(
         distributions: by row of the parent, token ids and integer weights >= 1; token i had probability
             weights[i] / sum(weights).
         probs_of: the target's distribution [V] after a row, given the row and its depth below the root; it need not sum
-        to 1.
-            Called once per row of the path, root first.
+            to 1. Called once per row of the path, root first.
         coin: a fresh uniform in [0, 1); at most one for each row below the root, and one for the next token.
     """
     return rejection_walk_with(parents, token_ids, distributions, probs_of, CoinChance(coin))
@@ -150,7 +146,7 @@ def rejection_walk_with(
 
 
 class _Residual:
-    """What is left of the target's distribution at one row, after the children that it rejected.
+    """The residual of the target's distribution at one row, after the children that it rejected.
 
     `weights` [V] is not normalised: `_mass` is its sum.
     """
@@ -161,14 +157,14 @@ class _Residual:
         self._draft = dict(zip(*distribution, strict=True)) if distribution else {}
 
     def accepts(self, token_id: int, chance: Chance) -> bool:
-        """Accept with probability min(1, p / q); else take the draft's distribution away from the target's."""
+        """Accept with probability min(1, p / q); else subtract the draft's distribution from the target's."""
         draft = self._draft if token_id in self._draft else {token_id: 1}
         total = sum(draft.values())
         draft_mass = self._mass * draft[token_id] / total
         if chance.accept(float(self.weights[token_id]) / draft_mass):
             return True
         self._subtract(list(draft), [weight / total for weight in draft.values()])
-        # Without replacement: the next sibling was drawn from what then was left.
+        # Without replacement: the next sibling was drawn from the rest.
         self._draft.pop(token_id, None)
         return False
 
@@ -177,8 +173,7 @@ class _Residual:
         left = self.weights[index] - self._mass * torch.tensor(draft_probs, dtype=torch.float64)
         residual = self.weights.index_copy(0, index, left.clamp_(min=0.0))
         mass = float(residual.sum())
-        # Where the two distributions are equal no draft is ever rejected, except by rounding: keep the distribution
-        # then.
+        # Equal distributions reject no draft except by rounding: then the distribution is kept.
         if mass > 0.0:
             self.weights, self._mass = residual, mass
 
