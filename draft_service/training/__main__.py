@@ -1,4 +1,4 @@
-"""`python -m draft_service.training`: train a head for a model; `outrider train-head` hands on to it."""
+"""`python -m draft_service.training`: train a head for a model; `outrider train-head` calls it."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _train(config: TrainingConfig, command: Sequence[str]) -> int:
-    # Late: a typing error should not wait for torch.
+    # Late: errors in flags should not wait for the import of PyTorch.
     from draft_service.checkpoints.facts import HeadRefused
     from draft_service.training.parallel.followers import FollowerFailed
     from draft_service.training.run import train_head
@@ -70,7 +70,7 @@ def _train(config: TrainingConfig, command: Sequence[str]) -> int:
     except FollowerFailed as error:
         errors.print(f"[bold red]error:[/] {error}", soft_wrap=True)
         if config.device.startswith("cuda"):
-            # A device that waits for the dead one's gradients would hold up Python's own end.
+            # A device that waits for the lost one's gradients would block the interpreter's exit.
             os._exit(1)
         return 1
     except KeyboardInterrupt:

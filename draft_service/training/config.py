@@ -1,4 +1,4 @@
-"""Settings of `outrider train-head`. Each default lives here and nowhere else."""
+"""Settings of `outrider train-head`: the only place of their defaults."""
 
 from __future__ import annotations
 
@@ -126,17 +126,17 @@ class TrainingConfig(Settings):
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """`device` as a list: the first one leads."""
+        """`device` as a list; the first one leads."""
         return tuple(word.strip() for word in self.device.split(","))
 
     @property
     def writers_at_once(self) -> int:
-        """`writers`, but no device is left without one."""
+        """`writers`, but at least one for each device."""
         return max(self.writers, len(self.devices))
 
     @property
     def sequences_at_once(self) -> int:
-        """`sequences`, chosen for the device where it is 0."""
+        """`sequences`, or the default for the device."""
         return self.sequences or (_GPU_SEQUENCES if self.device.startswith("cuda") else _CPU_SEQUENCES)
 
     @property
@@ -145,5 +145,5 @@ class TrainingConfig(Settings):
 
     @property
     def run_folder(self) -> Path:
-        """Text, checkpoint and settings of the run."""
+        """Folder of the run's text, checkpoint and settings."""
         return self.out_folder.with_name(self.out_folder.name + ".run")
