@@ -22,16 +22,16 @@ from outrider.wire.frames import FeatureRequest
 
 
 class EagleDrafter(HeadDrafter):
-    """See `EagleConfig` for what can be set."""
+    """See `EagleConfig` for the settings."""
 
     name = "eagle"
 
     def __init__(self, config: EagleConfig, head: EagleHead | None = None) -> None:
-        """Reads the head's configuration; its weights follow in `start`, unless a `head` is given.
+        """Reads the head's configuration. `start` loads its weights, unless a `head` is given.
 
         Raises:
             SettingsError: no head is named.
-            NotSupported: there is no such head, or it cannot be served.
+            NotSupported: there is no such head, or it is not supported.
             UnknownModel: there is no such target.
         """
         if head is None and not config.head:
@@ -39,13 +39,13 @@ class EagleDrafter(HeadDrafter):
                 "the eagle drafter needs a head: a name from `outrider head list`, a folder or a hub id"
             )
         self._config = config
-        # Empty where the head was given.
+        # Empty if the head is given.
         self._source = head_source(config.head) if head is None else ""
         shape = read_config(self._source) if head is None else head.config
         self._target, self._no_target = _target_of(config, shape)
         super().__init__(config, shape, self._request(shape), head)
 
-    def _loaded(self, token_map: Sequence[int] | None) -> EagleHead:
+    def _load_head(self, token_map: Sequence[int] | None) -> EagleHead:
         config, dtype = self._config, getattr(torch, self._config.dtype)
         try:
             return load_head(self._source, target=self._target, token_map=token_map, dtype=dtype, device=config.device)
@@ -74,7 +74,7 @@ class EagleDrafter(HeadDrafter):
 
 
 def _target_of(config: EagleConfig, shape: HeadConfig) -> tuple[TargetCheckpoint | None, str]:
-    """The target's checkpoint, where one is named. What a head's record names need not be here: then why it is not."""
+    """The target's checkpoint, None if there is none; and why the one that the head's record names cannot be found."""
     if config.embeddings:
         return TargetCheckpoint(model_source(config.embeddings)), ""
     if not shape.target:

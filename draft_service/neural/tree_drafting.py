@@ -1,7 +1,6 @@
-"""Drafts trees with a network that keeps keys and values: it reads what is certain, then grows trees level by level.
+"""Drafts trees with a network that has a cache: it reads committed tokens, then grows trees level by level.
 
-Symbols: B sequences, R rows of a pass, C the width of what a network carries from a row to its children, H that of
-what its logits are made of.
+Symbols: B sequences, R rows of a pass, C and H the widths of `RowOutput`.
 """
 
 from __future__ import annotations
@@ -40,14 +39,13 @@ from outrider.tree import DraftDistribution, TokenTree
 from tree_kernels.attention import TreeAttention
 
 _MODES = {VerificationMode.GREEDY: GREEDY, VerificationMode.COUPLED: COUPLED, VerificationMode.REJECTION: REJECTION}
-# Keeps the draft's coins apart from everything else that is made from the request's seed.
+# Separates the draft's coins from other random numbers derived from the request's seed.
 _COIN_SALT = 0xA0761D6478BD642F
 
 
 @dataclass(slots=True, eq=False)
 class CacheEntry:
-    """What is kept of one sequence: `entries` rows in the cache, all of them certain. The output of the last one is in
-    the drafting's `RootStates`."""
+    """One sequence's part of the cache: `entries` committed rows. The output of the last one is in `RootStates`."""
 
     pages: list[int] = field(default_factory=list)
     entries: int = 0
@@ -55,28 +53,28 @@ class CacheEntry:
 
 @dataclass(frozen=True, slots=True)
 class Extension:
-    """Certain rows that a sequence's cache shall be extended by: `token_ids` [n], and the position of the first."""
+    """Committed rows to add to a sequence's cache: `token_ids` [n], and the position of the first."""
 
-    followed: CacheEntry
+    entry: CacheEntry
     token_ids: Sequence[int]
     first_position: int
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A tree that is wanted: of a sequence whose root is the last entry's token, `position` that of the root's
-    children in the network's count."""
+    """A request for a tree. The sequence's root is the token of its last cache entry; `position` is that of the root's
+    children, as the network counts positions."""
 
-    followed: CacheEntry
+    entry: CacheEntry
     sequence: DraftSequence
     position: int
 
 
 class TreeDrafting:
-    """A network, its cache, and how trees grow. Calls come from one thread.
+    """A network, its cache, and the growth of trees. Called from one thread.
 
-    Every pass over certain rows goes through `_commit`, and every level of a tree through `_read`;
-    `cuda_graphs.drafting.CapturedDrafting` replaces both, and most trees as a whole.
+    Passes over committed rows go through `_commit`, and levels of trees through `_read`. `CapturedDrafting` in
+    `cuda_graphs.drafting` overrides both, and drafts most trees as a whole.
     """
 
     def __init__(self, network: Network, tree: TreeShape, cache: CacheShape) -> None:
@@ -98,25 +96,25 @@ class TreeDrafting:
         self._attention = TreeAttention("torch" if on_cpu else "triton", network.device)
 
     def follow(self) -> CacheEntry:
-        """What is kept of a new sequence: nothing yet."""
+        """The empty cache entry of a new sequence."""
         return CacheEntry()
 
-    def reserve(self, followed: CacheEntry, rows: int) -> bool:
-        """Room for so many more certain rows, and a tree below them. False when the cache is full."""
-        return self.cache.extend(followed.pages, followed.entries + rows + self.shape.expanded)
+    def reserve(self, entry: CacheEntry, rows: int) -> bool:
+        """Allocate pages for `rows` more committed rows and a tree below them. Returns False if the cache is full."""
+        return self.cache.extend(entry.pages, entry.entries + rows + self.shape.expanded)
 
-    def forget(self, followed: CacheEntry) -> None:
-        """Free what a sequence holds."""
-        self.cache.release(followed.pages)
-        followed.pages.clear()
-        followed.entries = 0
+    def forget(self, entry: CacheEntry) -> None:
+        """Free a sequence's pages."""
+        self.cache.release(entry.pages)
+        entry.pages.clear()
+        entry.entries = 0
 
     @torch.inference_mode()
     def extend(self, extensions: Sequence[Extension], carried: Tensor | None = None) -> None:
-        """Read certain rows, in passes of at most `max_rows`. `reserve` must have made room.
+        """Read committed rows, in passes of at most `max_rows`. `reserve` must have allocated their pages.
 
-        They overwrite what trees left behind, so no rejected row is ever seen again. What they carry, [rows of all
-        extensions in order, C], may be on the host; a GPU may copy from there after the call.
+        They overwrite the rows of trees, so no rejected row is attended to later. `carried`, [rows of all extensions in
+        order, C], may be on the host; a GPU may still copy from there after the call.
         """
         pieces: list[tuple[Extension, int, int]] = []
         room, begin = self._max_rows, 0
@@ -135,7 +133,7 @@ class TreeDrafting:
 
     @torch.inference_mode()
     def trees(self, wanted: Sequence[Wanted]) -> list[TokenTree]:
-        """The best trees, in whatever mode."""
+        """The best trees, of requests in any mode."""
         forest, rules = self._grow(wanted)
         trees = best_items(forest, rules, [one.sequence.root for one in wanted]).as_trees()
         for b, one in enumerate(wanted):
@@ -145,19 +143,19 @@ class TreeDrafting:
 
     @torch.inference_mode()
     def begin(self, wanted: Sequence[Wanted]) -> Pending:
-        """As `trees`, of no REJECTION request. What a GPU computes is fetched before the next call."""
+        """Start drafting trees, none of them for a REJECTION request. A GPU's are fetched before the next call."""
         forest, rules = self._grow(wanted)
         return Computed(best_items(forest, rules, [one.sequence.root for one in wanted]))
 
     def _grow(self, wanted: Sequence[Wanted]) -> tuple[Forest, Rules]:
-        """One pass per level for all sequences together."""
+        """Grow the trees of all sequences together, with one pass per level."""
         shape = self.shape.for_sequences(len(wanted))
         drawn = any(one.sequence.mode is VerificationMode.REJECTION for one in wanted)
         rules = self._rules(wanted, shape)
         forest = make_forest(len(wanted), shape.num_steps, shape.width, shape.topk, drawn=drawn)
         count = max(candidates_wanted(w.sequence.mode, shape.topk, shape.race_entrants) for w in wanted)
         temperatures = np.array([temperature_of(w.sequence) for w in wanted], dtype=np.float32)
-        carried, lm_input = self.states.read(self.states.places([w.followed.pages for w in wanted]))
+        carried, lm_input = self.states.read_of([w.entry.pages for w in wanted])
         logits = self._network_of(0).logits(lm_input)
         device, levels = self.network.device, int(rules.ints[:, DEPTH].max())
         for level in range(1, levels + 1):
@@ -171,25 +169,25 @@ class TreeDrafting:
         return forest, rules
 
     def _rules(self, wanted: Sequence[Wanted], shape: TreeShape) -> Rules:
-        """What the sequences ask for."""
+        """The rules of trees of this shape."""
         return rules_of([one.sequence for one in wanted], shape)
 
     def _network_of(self, level: int) -> Network:  # noqa: ARG002
-        """What reads the nodes of a level, and certain rows, which are level 0."""
+        """The network that reads the nodes of a level; committed rows are level 0."""
         return self.network
 
-    def _certain(self, followed: CacheEntry, level: int) -> int:  # noqa: ARG002
-        """Certain rows of a sequence in the cache of what reads a level."""
-        return followed.entries
+    def _committed(self, entry: CacheEntry, level: int) -> int:  # noqa: ARG002
+        """Committed rows of a sequence in the cache of the network that reads a level."""
+        return entry.entries
 
     def _extend(self, pieces: Sequence[tuple[Extension, int, int]], carried: Tensor | None) -> None:
         parts: list[TailPart] = []
         tokens: list[int] = []
         positions: list[int] = []
         for extension, start, stop in pieces:
-            followed = extension.followed
-            parts.append(TailPart(followed.pages, followed.entries, stop - start, stop - start))
-            followed.entries += stop - start
+            entry = extension.entry
+            parts.append(TailPart(entry.pages, entry.entries, stop - start, stop - start))
+            entry.entries += stop - start
             tokens += extension.token_ids[start:stop]
             positions += range(extension.first_position + start, extension.first_position + stop)
         self._commit(parts, tokens, carried, positions)
@@ -197,16 +195,13 @@ class TreeDrafting:
     def _commit(
         self, parts: Sequence[TailPart], tokens: list[int], carried: Tensor | None, positions: list[int]
     ) -> None:
-        """One pass over certain rows, and what is kept of each sequence's last."""
-        output = self._read(parts, tokens, carried, positions)
-        ends = np.cumsum([part.rows for part in parts]) - 1
-        rows = torch.from_numpy(ends).to(self.network.device)
-        self.states.write(self.states.places([part.pages for part in parts]), output, rows)
+        """One pass over committed rows; the output of each sequence's last one is stored."""
+        self.states.write_last(parts, self._read(parts, tokens, carried, positions))
 
     def _level(
         self, wanted: Sequence[Wanted], forest: Forest, before: npt.NDArray[np.int32], carried: Tensor, level: int
     ) -> RowOutput:
-        """One pass over the frontiers of all sequences. `before` [B] counts the rows of the last level, [.., C]."""
+        """One pass over the frontiers of all sequences. `before` [B] counts the rows of `carried` [.., C]."""
         parts: list[TailPart] = []
         tokens: list[int] = []
         positions: list[int] = []
@@ -217,9 +212,9 @@ class TreeDrafting:
             if not new:
                 continue
             rows = int(forest.rows[b])
-            # The last certain entry is the root of the tail, and stands in the cache already.
-            prefix, parents = self._certain(one.followed, level) - 1, tuple(forest.tail_parents[b, :rows].tolist())
-            parts.append(TailPart(one.followed.pages, prefix, rows, new, parents))
+            # The last committed entry is the root of the tail, and already in the cache.
+            prefix, parents = self._committed(one.entry, level) - 1, tuple(forest.tail_parents[b, :rows].tolist())
+            parts.append(TailPart(one.entry.pages, prefix, rows, new, parents))
             tokens += forest.tokens[b, forest.frontier[b, :new]].tolist()
             positions += [one.position + level - 1] * new
             sources += (forest.sources[b, :new] + offsets[b]).tolist()
@@ -242,7 +237,7 @@ class TreeDrafting:
 
 
 def rules_of(sequences: Sequence[DraftSequence], shape: TreeShape) -> Rules:
-    """What these sequences ask for, of trees of this shape."""
+    """The requests of these sequences, and the shape of their trees."""
     ints, reals = np.zeros((len(sequences), 4), np.int32), np.zeros((len(sequences), 2))
     for b, sequence in enumerate(sequences):
         limits, sampling = tree_limits(shape.limits, sequence.limits), sequence.sampling
@@ -266,7 +261,7 @@ def rules_of(sequences: Sequence[DraftSequence], shape: TreeShape) -> Rules:
 
 
 def best_items(forest: Forest, rules: Rules, roots: Sequence[int]) -> Grown:
-    """The best nodes of every tree."""
+    """The best nodes of every tree, as many as its request allows."""
     most = 1 + int(rules.ints[:, NODES].max())
     grown = Grown.roots(roots, most)
     for b in range(len(roots)):
@@ -281,7 +276,7 @@ def best_items(forest: Forest, rules: Rules, roots: Sequence[int]) -> Grown:
 
 
 def with_distributions(tree: TokenTree, forest: Forest, b: int) -> TokenTree:
-    """The tree with what the children of its rows were drawn from."""
+    """The tree with the distributions that the children of its rows were drawn from."""
     items = kept_items(forest, b, tree.drafted)
     distributions: dict[int, DraftDistribution] = {}
     for row in sorted(set(tree.parents[1:])):

@@ -59,7 +59,7 @@ def unroll(head: EagleHead, states: Tensor, token_ids: Tensor, steps: int) -> Te
     for step in range(steps):
         shifted = functional.pad(token_ids[:, 1 + step :], (0, min(1 + step, length)))
         output = head(shifted, features, positions + step, attention)
-        features = output.features
+        features = output.carried
         lm_input.append(output.lm_input)
         attention.next_step()
     return torch.stack(lm_input)

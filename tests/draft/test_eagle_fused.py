@@ -66,7 +66,7 @@ def both(head: EagleHead, own: FusedHead) -> list[list[Tensor]]:
         for pool in (*cache.keys, *cache.values):
             pool.zero_()
         output = forward(tokens, features, positions, StaticAttend(cache, slots, own_slot(slots)))
-        found.append([output.features, output.lm_input, *cache.keys, *cache.values])
+        found.append([output.carried, output.lm_input, *cache.keys, *cache.values])
     return found
 
 

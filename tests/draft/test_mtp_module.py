@@ -94,10 +94,10 @@ def test_each_modules_logits_are_the_published_formulas(
         output = head(torch.tensor(tokens), features.double(), torch.arange(29), attend)
         hidden = plain.hidden(tokens, features)
         # Queries and keys are turned in fp32.
-        torch.testing.assert_close(output.features, hidden, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(output.carried, hidden, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(head.logits(output.lm_input), plain.logits(hidden), rtol=1e-4, atol=1e-4)
         # What a module makes is its output after its own last norm.
-        assert output.features is output.lm_input
+        assert output.carried is output.lm_input
         # The target's state: after its last norm for DeepSeek-V3, before it for MiMo.
         assert head.config.feature_layers == (LAYERS - ("mimo" in config["model_type"]),)
     assert own_embedding or (heads[0].embed_tokens is heads[1].embed_tokens and heads[0].lm_head is heads[1].lm_head)

@@ -1,10 +1,9 @@
-"""A neural drafter's work as captured CUDA graphs: what a step commits costs the host one launch, and so do its trees.
+"""A neural drafter's passes as CUDA graphs: a step's committed tokens cost the host one launch, and so do its trees.
 
-A graph reads from tensors that stay where they are, and there is one per kind of work and power of two of sequences.
-Trees grow on the device as a whole (`tree_pass`); only those of REJECTION requests, which carry distributions in
-integers, grow a level at a time, as all do without graphs, in captured passes. A prompt is read in pieces of a captured
-size, one prompt after the other: read eagerly it would keep the host, and everybody's trees, for as many launches as a
-head has kernels.
+A graph reads from tensors with fixed addresses; there is one for each kind of pass and power of two of sequences. Trees
+grow on the device as a whole (`tree_pass`), except those of REJECTION requests, which carry distributions and grow a
+level at a time in captured passes. A prompt is read in pieces of a captured size, one prompt after another: an eager
+pass would block the host, and all other trees, for as many launches as the head has kernels.
 """
 
 from __future__ import annotations
@@ -28,11 +27,11 @@ from draft_service.neural.tree_drafting import TreeDrafting, Wanted
 from outrider.sampling import LOSSLESS_MODES, VerificationMode
 from outrider.tree import TokenTree
 
-# Rows of one sequence that a captured pass over committed tokens has room for, on average.
+# Rows for each sequence, on average, of a captured pass over committed tokens.
 _COMMITTED = 8
-# Rows of the captured passes that prompts are read in; the last piece of a prompt is padded to either. Reasoned, not
+# Rows of the captured passes that read prompts; the last piece of a prompt is padded to one of them. Reasoned, not
 # measured: up to the first a pass takes as long as one of a few rows, and up to the second not much longer than reading
-# the weights, on a GPU that computes some 200 operations for each byte that it reads.
+# the weights, on a GPU that does some 200 operations for each byte that it reads.
 PROMPT_ROWS = (64, 256)
 
 Output = TypeVar("Output")
@@ -40,30 +39,30 @@ Output = TypeVar("Output")
 
 @dataclass(frozen=True, slots=True)
 class PassSize:
-    """Room of a captured pass: `tail` rows of all tails, the `new` ones among them."""
+    """Capacity of a captured pass: `tail` rows of all tails, of which `new` are computed."""
 
     sequences: int
     tail: int
     new: int
 
     @property
-    def certain(self) -> bool:
-        """Whether it is a pass over what was committed, and not over a level of trees."""
+    def committed(self) -> bool:
+        """Whether it is a pass over committed rows, and not over a level of trees."""
         return self.new == self.tail
 
 
 class StaticPass:
-    """One size's tensors on the device, and the pass over what they hold. Rows that a pass leaves free have no
-    sequence, no slot and no effect. What `run` returns is overwritten by the next pass of the size."""
+    """The device tensors of one size, and the pass over them. Free rows have no sequence, no slot and no effect. The
+    output of `run` is overwritten by the next pass of the size."""
 
     def __init__(self, size: PassSize, drafting: TreeDrafting, attention: StaticAttention) -> None:
         self.size, self._network, self._attention = size, drafting.network, attention
         self._cache, self._states = drafting.cache, drafting.states
-        # Of certain rows the last of each sequence, and where its output is kept; of a level where in the tails it is.
-        own = {"ends": size.sequences, "states": size.sequences} if size.certain else {"places": size.new}
+        # For committed rows: each sequence's last one and its slot in `RootStates`; for a level: its rows in the tails.
+        own = {"ends": size.sequences, "states": size.sequences} if size.committed else {"places": size.new}
         fields: dict[str, tuple[int, type[np.generic]]] = {name: (count, np.int64) for name, count in own.items()}
         fields |= dict.fromkeys(("token_ids", "positions", "slots"), (size.new, np.int32))
-        batch = capacity(size.sequences, size.tail // size.sequences, drafting.cache, tree=not size.certain)
+        batch = capacity(size.sequences, size.tail // size.sequences, drafting.cache, tree=not size.committed)
         self._integers = StaticIntegers(fields, batch, attention, drafting.network.device)
         self.plan: TreePlan = self._integers.plan
         self._carried: Tensor | None = None
@@ -71,23 +70,23 @@ class StaticPass:
     def load(
         self, parts: Sequence[TailPart], token_ids: Sequence[int], carried: Tensor | None, positions: Sequence[int]
     ) -> None:
-        """Send a pass to the device. Does not wait for it."""
+        """Copy the inputs of a pass to the device, asynchronously."""
         used, host = len(token_ids), self._integers.host
         self._integers.wait()
         host["token_ids"][:used], host["token_ids"][used:] = token_ids, 0
         host["positions"][:used], host["positions"][used:] = positions, 0
         host["slots"][:used], host["slots"][used:] = fresh_slots(parts, self._cache), -1
         tails = np.array([part.rows for part in parts], np.int32)
-        if self.size.certain:
+        if self.size.committed:
             count = len(parts)
             host["ends"][:count], host["ends"][count:] = tails.cumsum() - 1, 0
-            host["states"][:count], host["states"][count:] = [part.pages[0] for part in parts], self._states.nobody
+            host["states"][:count], host["states"][count:] = [part.pages[0] for part in parts], self._states.unused
         else:
-            # Behind the last row, where a free row's query harms nobody.
+            # Free rows write their queries behind the last row, which is not used.
             host["places"][:used], host["places"][used:] = fresh_rows(parts), self.size.tail
         parents = [parent for part in parts for parent in part.parents or (0,) * part.rows]
         prefixes = np.array([part.prefix for part in parts], np.int32)
-        self._integers.write_plan([part.pages for part in parts], prefixes, tails, parents, causal=self.size.certain)
+        self._integers.write_plan([part.pages for part in parts], prefixes, tails, parents, causal=self.size.committed)
         self._integers.send()
         if carried is not None:
             if self._carried is None:
@@ -95,17 +94,17 @@ class StaticPass:
             self._carried[:used].copy_(carried, non_blocking=True)
 
     def run(self) -> RowOutput:
-        """The pass over all rows of the size, [new, ..] each."""
+        """The pass over all rows of the size: outputs [new, ..]."""
         parts = self._integers.device
         attend = StaticAttend(self._cache, parts["slots"], self._attend)
         output = self._network.read(parts["token_ids"], self._carried, parts["positions"], attend)
-        if self.size.certain:
+        if self.size.committed:
             self._states.write(parts["states"], output, parts["ends"])
         return output
 
     def _attend(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        if self.size.certain:
-            # All rows of the tails are new, and free ones stand behind them.
+        if self.size.committed:
+            # All rows of the tails are new, and free ones are behind them.
             return self._attention.run(self.plan, query, keys, values, query.shape[-1] ** -0.5)
         tail, places = self.size.tail, self._integers.device["places"]
         queries = query.new_zeros(tail + 1, *query.shape[1:]).index_copy_(0, places, query)
@@ -114,7 +113,7 @@ class StaticPass:
 
 
 class Captured(NamedTuple):
-    """A pass over all levels of trees, and what to call between its `load` and its `fetch`, for each of its parts."""
+    """A pass over all levels of trees, and the graph of each of its parts, for between `load` and `fetch`."""
 
     work: TreePass
     replays: Sequence[Callable[[], None]]
@@ -122,7 +121,7 @@ class Captured(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Drawn(Pending):
-    """Trees that a pass is drawing."""
+    """Trees that a pass is growing."""
 
     work: TreePass
     turn: int
@@ -147,7 +146,7 @@ class _Drawn(Pending):
 
 
 class CapturedDrafting(TreeDrafting):
-    """`TreeDrafting` on a GPU. Graphs are captured when their size is first met."""
+    """`TreeDrafting` on a GPU. Graphs are captured when their size is first needed."""
 
     def __init__(self, network: Network, tree: TreeShape, cache: CacheShape) -> None:
         super().__init__(network, tree, cache)
@@ -158,7 +157,7 @@ class CapturedDrafting(TreeDrafting):
 
     @torch.inference_mode()
     def trees(self, wanted: Sequence[Wanted]) -> list[TokenTree]:
-        """The best trees: at once for all whose modes need no distributions, level by level for the others."""
+        """The best trees: as a whole for modes without distributions, level by level for the others."""
         modes = (one.sequence.mode for one in wanted)
         return in_order(wanted, modes, lambda own: self.begin(own).fetch(), super().trees)
 
@@ -173,7 +172,7 @@ class CapturedDrafting(TreeDrafting):
 
     @torch.inference_mode()
     def tree_pass(self, wanted: Sequence[Wanted]) -> Captured:
-        """What drafts these trees, captured now if it was not yet. None of them is of a REJECTION request."""
+        """The pass that drafts these trees, captured if it is new. None of them is for a REJECTION request."""
         coupled = any(one.sequence.mode is VerificationMode.COUPLED for one in wanted)
         size = _power_of_two(len(wanted)), coupled
         if size not in self._trees:
@@ -194,7 +193,7 @@ class CapturedDrafting(TreeDrafting):
             size = PassSize(sequences, sequences * _COMMITTED, sequences * _COMMITTED)
             self._replay(size, parts, tokens, carried, positions)
             return
-        # A prompt comes, maybe with what others have committed.
+        # A prompt, perhaps with committed rows of other sequences.
         end, most = 0, PROMPT_ROWS[-1]
         for part in parts:
             first, end = end, end + part.rows
@@ -216,7 +215,7 @@ class CapturedDrafting(TreeDrafting):
         if any(part.parents is None for part in parts):
             return super()._read(parts, tokens, carried, positions, level)
         sequences = _power_of_two(len(parts))
-        # Of as many sequences as still grow, for which levels are as wide as for all or wider.
+        # For the sequences that still grow: of fewer sequences, levels are as wide or wider.
         shape = self.shape.for_sequences(sequences)
         size = PassSize(sequences, sequences * (1 + shape.expanded), sequences * shape.width)
         output = self._replay(size, parts, tokens, carried, positions)
@@ -230,7 +229,7 @@ class CapturedDrafting(TreeDrafting):
         carried: Tensor | None,
         positions: list[int],
     ) -> RowOutput:
-        """Run a pass, whose size is captured with the first pass that needs it."""
+        """Run a pass, capturing its size if it is new."""
         known = self._passes.get(size)
         work = StaticPass(size, self, self._static) if known is None else known[0]
         work.load(parts, tokens, carried, positions)
@@ -239,20 +238,20 @@ class CapturedDrafting(TreeDrafting):
         return known[1]()
 
     def _capture(self, run: Callable[[], Output], plan: TreePlan) -> Callable[[], Output]:
-        """`run` as a graph. What it does, it may do any number of times with what is loaded."""
+        """`run` as a graph. It must be repeatable with the same inputs, since it runs several times for the capture."""
         device = self.network.device
         stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
-            # Lets libraries allocate what they keep.
+            # Libraries allocate their workspaces before the capture.
             for _ in range(2):
                 run()
         stream.synchronize()
-        # The first layer to run makes the schedule, which has to become part of the graph.
+        # The first layer computes the schedule, which has to be part of the graph.
         plan.schedules.clear()
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        # What other threads of a shared process ask of CUDA meanwhile, such as page-locked memory, spoils nothing.
+        # CUDA calls of other threads, such as allocations of pinned memory, must not invalidate the capture.
         with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
             output = run()
         torch.cuda.current_stream(device).wait_stream(stream)
@@ -265,24 +264,24 @@ class CapturedDrafting(TreeDrafting):
 
 
 def drafting_on(network: Network, config: NeuralConfig) -> TreeDrafting:
-    """Drafting as the settings ask for it: captured where that is wanted, on a GPU."""
+    """Drafting by the settings: captured on a GPU if `cuda_graphs` is set."""
     captured = config.cuda_graphs and network.device.type == "cuda"
     return (CapturedDrafting if captured else TreeDrafting)(network, config.tree, config.cache)
 
 
 def first_batches(drafting: TreeDrafting, config: NeuralConfig) -> Iterator[tuple[VerificationMode, int, int]]:
-    """Modes, numbers of sequences of that mode, and rows that each has to read, that are drafted for once before the
-    first request, so that none waits for compiling and capturing."""
+    """Batches to draft once at the start, so that no request waits for compilation and capture: the mode, the number of
+    sequences, and the rows that each has to read."""
     captured = isinstance(drafting, CapturedDrafting)
     if captured:
         yield from ((VerificationMode.GREEDY, 1, rows) for rows in PROMPT_ROWS)
     yield from ((mode, 1, 1) for mode in LOSSLESS_MODES)
     if captured:
-        # Trees of REJECTION requests take other graphs for each number, and are rare.
+        # REJECTION requests need other graphs for each number of sequences, and are rare.
         for mode in (VerificationMode.GREEDY, VerificationMode.COUPLED):
             yield from ((mode, 1 << power, 1) for power in range(1, config.captured_sequences.bit_length()))
 
 
 def _power_of_two(count: int) -> int:
-    """The smallest that is not below."""
+    """The smallest power of two that is at least `count`."""
     return 1 << (count - 1).bit_length()
