@@ -18,7 +18,7 @@ from draft_service.medusa.head import MedusaHead
 from draft_service.neural.candidates import candidates_wanted, most_probable, temperature_of
 from draft_service.neural.level_growth import DEPTH, grow_level, make_forest
 from draft_service.neural.tree_config import TreeShape
-from draft_service.neural.tree_drafting import best_items, rules_of, with_distributions
+from draft_service.neural.tree_drafting import grown_trees, rules_of
 from outrider.tree import TokenTree
 
 
@@ -72,5 +72,4 @@ class MedusaDrafting:
             own = np.repeat(np.arange(count), forest.widths)
             if not grow_level(forest, rules, level, level == levels, tokens[own, level - 1], probs[own, level - 1]):
                 break
-        trees = best_items(forest, rules, [one.root for one in sequences]).as_trees()
-        return [with_distributions(tree, forest, b) for b, tree in enumerate(trees)]
+        return grown_trees(forest, rules, sequences)

@@ -35,7 +35,7 @@ from draft_service.eagle.head import EagleHead
 from draft_service.eagle.head_drafter import HeadNetwork
 from draft_service.neural.level_growth import DEPTH, Forest, Rules
 from draft_service.neural.network import Network, RootStates, RowOutput
-from draft_service.neural.tail_attention import Attend, TailPart
+from draft_service.neural.tail_attention import Attend, PassRows, TailPart
 from draft_service.neural.tree_config import CacheShape, TreeShape
 from draft_service.neural.tree_drafting import CacheEntry, Extension, TreeDrafting, Wanted
 
@@ -91,9 +91,7 @@ class _Run(NamedTuple):
 class _Tails(NamedTuple):
     """All rows of the tails of growing trees except the roots, one tree after another."""
 
-    parts: list[TailPart]
-    token_ids: list[int]
-    positions: list[int]
+    rows: PassRows
     # Index of each row's parent in the output of the level above.
     sources: list[int]
     # Indices of the trees.
@@ -139,15 +137,15 @@ class ModuleDrafting(TreeDrafting):
                 rules.ints[b, DEPTH] = min(rules.ints[b, DEPTH], reaching)
         return rules
 
-    def _extend(self, pieces: Sequence[tuple[Extension, int, int]], carried: Tensor | None) -> None:
+    def _extend(self, pieces: Sequence[Extension], carried: Tensor | None) -> None:
         """One pass of every module over committed rows."""
         assert carried is not None, "modules read states"
         runs: list[_Run] = []
-        for extension, start, stop in pieces:
-            entry, position = _own(extension.entry), extension.first_position + start
+        for cached, token_ids, position in pieces:
+            entry = _own(cached)
             reaching = entry.reaching if position == entry.position else 0
-            runs.append(_Run(entry, extension.token_ids[start:stop], position, reaching))
-            entry.position, entry.reaching = position + stop - start, 0
+            runs.append(_Run(entry, token_ids, position, reaching))
+            entry.position, entry.reaching = position + len(token_ids), 0
         for number, states in enumerate(self._states):
             continued = [run.entry.pages for run in runs if run.reaching > number]
             last = states.read_of(continued).carried if continued else None
@@ -158,16 +156,15 @@ class ModuleDrafting(TreeDrafting):
 
     def _read_runs(self, number: int, runs: Sequence[_Run], carried: Tensor) -> Tensor:
         """A module's pass over committed rows, given their states [rows, C]. Returns the next states, [rows, C]."""
-        parts, tokens, positions = list[TailPart](), list[int](), list[int]()
+        rows = PassRows()
         for entry, token_ids, position, _ in runs:
             count = len(token_ids)
-            parts.append(TailPart(entry.pages, entry.rows[number], count, count))
+            part = TailPart(entry.pages, entry.rows[number], count, count)
+            rows.add(part, token_ids, range(position, position + count))
             entry.rows[number] += count
             entry.entries, entry.reaching = entry.rows[0], number + 1
-            tokens += token_ids
-            positions += range(position, position + count)
-        output = self._read(parts, tokens, carried, positions, number)
-        self._states[number].write_last(parts, output)
+        output = self._read(rows, carried, number)
+        self._states[number].write_last(rows.parts, output)
         return output.carried
 
     def _level(
@@ -179,8 +176,8 @@ class ModuleDrafting(TreeDrafting):
             return super()._level(wanted, forest, before, carried, level)
         tails = self._tails(wanted, forest, before, level)
         sources = torch.tensor(tails.sources, device=carried.device)
-        output = self._read(tails.parts, tails.token_ids, carried[sources], tails.positions, level)
-        ends = np.cumsum([part.new for part in tails.parts])
+        output, parts = self._read(tails.rows, carried[sources], level), tails.rows.parts
+        ends = np.cumsum([part.new for part in parts])
         widths = forest.widths[tails.places]
         newest = torch.from_numpy(
             np.concatenate([np.arange(end - width, end) for end, width in zip(ends, widths, strict=True)])
@@ -188,14 +185,14 @@ class ModuleDrafting(TreeDrafting):
         lm_input = output.lm_input[newest]
         if level == len(self._networks) - 1:
             return RowOutput(output.carried[newest], lm_input)
-        roots = self._states[level].read_of([part.pages for part in tails.parts]).carried
-        rows = torch.split(output.carried, [part.new for part in tails.parts])
+        roots = self._states[level].read_of([part.pages for part in parts]).carried
+        rows = torch.split(output.carried, [part.new for part in parts])
         joined = [piece for root, own in zip(torch.split(roots, 1), rows, strict=True) for piece in (root, own)]
         return RowOutput(torch.cat(joined), lm_input)
 
     def _tails(self, wanted: Sequence[Wanted], forest: Forest, before: npt.NDArray[np.int32], level: int) -> _Tails:
         """The rows that a level's own module reads: the whole tails of trees that still grow."""
-        tails = _Tails([], [], [], [], [])
+        tails = _Tails(PassRows(), [], [])
         # Rows of each tree in the output of the level above, which has those that it expanded.
         above = np.where(before > 0, forest.rows - forest.widths, 0)
         offsets = np.cumsum(above) - above
@@ -209,9 +206,9 @@ class ModuleDrafting(TreeDrafting):
             for row in range(1, rows):
                 depths[row] = depths[parents[row]] + 1
             prefix = self._committed(one.entry, level) - 1
-            tails.parts.append(TailPart(one.entry.pages, prefix, rows, rows - 1, tuple(parents.tolist())))
-            tails.token_ids.extend(forest.tokens[b, items[1:]].tolist())
-            tails.positions.extend((one.position + depths[1:] - 1).tolist())
+            part = TailPart(one.entry.pages, prefix, rows, rows - 1, tuple(parents.tolist()))
+            positions = (one.position + depths[1:] - 1).tolist()
+            tails.rows.add(part, forest.tokens[b, items[1:]].tolist(), positions)
             tails.sources.extend((offsets[b] + parents[1:]).tolist())
             tails.places.append(b)
         return tails

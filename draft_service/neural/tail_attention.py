@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate, chain
 
 import torch
@@ -35,6 +35,21 @@ class TailPart:
     rows: int
     new: int
     parents: tuple[int, ...] | None = None
+
+
+@dataclass(slots=True)
+class PassRows:
+    """The rows of a pass, one sequence after another: `token_ids` and `positions` of the new rows of all parts."""
+
+    parts: list[TailPart] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+
+    def add(self, part: TailPart, token_ids: Iterable[int], positions: Iterable[int]) -> None:
+        """Add a sequence's part."""
+        self.parts.append(part)
+        self.token_ids.extend(token_ids)
+        self.positions.extend(positions)
 
 
 class TailAttention:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -31,7 +32,7 @@ from draft_service.neural.level_growth import (
 from draft_service.neural.network import Network, RootStates, RowOutput
 from draft_service.neural.paged_cache import PagedCache
 from draft_service.neural.staging import Staging
-from draft_service.neural.tail_attention import TailAttention, TailPart
+from draft_service.neural.tail_attention import PassRows, TailAttention, TailPart
 from draft_service.neural.tree_config import CacheShape, TreeShape
 from draft_service.noise import first_coin
 from outrider.sampling import VerificationMode
@@ -51,13 +52,12 @@ class CacheEntry:
     entries: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Extension:
+class Extension(NamedTuple):
     """Committed rows to add to a sequence's cache: `token_ids` [n], and the position of the first."""
 
     entry: CacheEntry
     token_ids: Sequence[int]
-    first_position: int
+    position: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,15 +116,14 @@ class TreeDrafting:
         They overwrite the rows of trees, so no rejected row is attended to later. `carried`, [rows of all extensions in
         order, C], may be on the host; a GPU may still copy from there after the call.
         """
-        pieces: list[tuple[Extension, int, int]] = []
+        pieces: list[Extension] = []
         room, begin = self._max_rows, 0
-        for extension in extensions:
-            start, end = 0, len(extension.token_ids)
-            while start < end:
-                stop = min(end, start + room)
-                pieces.append((extension, start, stop))
-                room -= stop - start
-                start = stop
+        for entry, token_ids, position in extensions:
+            start = 0
+            while start < len(token_ids):
+                piece = token_ids[start : start + room]
+                pieces.append(Extension(entry, piece, position + start))
+                start, room = start + len(piece), room - len(piece)
                 if room == 0:
                     self._extend(pieces, None if carried is None else carried[begin : begin + self._max_rows])
                     pieces, room, begin = [], self._max_rows, begin + self._max_rows
@@ -135,11 +134,7 @@ class TreeDrafting:
     def trees(self, wanted: Sequence[Wanted]) -> list[TokenTree]:
         """The best trees, of requests in any mode."""
         forest, rules = self._grow(wanted)
-        trees = best_items(forest, rules, [one.sequence.root for one in wanted]).as_trees()
-        for b, one in enumerate(wanted):
-            if one.sequence.mode is VerificationMode.REJECTION:
-                trees[b] = with_distributions(trees[b], forest, b)
-        return trees
+        return grown_trees(forest, rules, [one.sequence for one in wanted])
 
     @torch.inference_mode()
     def begin(self, wanted: Sequence[Wanted]) -> Pending:
@@ -180,60 +175,44 @@ class TreeDrafting:
         """Committed rows of a sequence in the cache of the network that reads a level."""
         return entry.entries
 
-    def _extend(self, pieces: Sequence[tuple[Extension, int, int]], carried: Tensor | None) -> None:
-        parts: list[TailPart] = []
-        tokens: list[int] = []
-        positions: list[int] = []
-        for extension, start, stop in pieces:
-            entry = extension.entry
-            parts.append(TailPart(entry.pages, entry.entries, stop - start, stop - start))
-            entry.entries += stop - start
-            tokens += extension.token_ids[start:stop]
-            positions += range(extension.first_position + start, extension.first_position + stop)
-        self._commit(parts, tokens, carried, positions)
+    def _extend(self, pieces: Sequence[Extension], carried: Tensor | None) -> None:
+        rows = PassRows()
+        for entry, token_ids, position in pieces:
+            count = len(token_ids)
+            rows.add(TailPart(entry.pages, entry.entries, count, count), token_ids, range(position, position + count))
+            entry.entries += count
+        self._commit(rows, carried)
 
-    def _commit(
-        self, parts: Sequence[TailPart], tokens: list[int], carried: Tensor | None, positions: list[int]
-    ) -> None:
+    def _commit(self, rows: PassRows, carried: Tensor | None) -> None:
         """One pass over committed rows; the output of each sequence's last one is stored."""
-        self.states.write_last(parts, self._read(parts, tokens, carried, positions))
+        self.states.write_last(rows.parts, self._read(rows, carried))
 
     def _level(
         self, wanted: Sequence[Wanted], forest: Forest, before: npt.NDArray[np.int32], carried: Tensor, level: int
     ) -> RowOutput:
         """One pass over the frontiers of all sequences. `before` [B] counts the rows of `carried` [.., C]."""
-        parts: list[TailPart] = []
-        tokens: list[int] = []
-        positions: list[int] = []
+        rows = PassRows()
         sources: list[int] = []
         offsets = np.cumsum(before) - before
         for b, one in enumerate(wanted):
             new = int(forest.widths[b])
             if not new:
                 continue
-            rows = int(forest.rows[b])
+            size = int(forest.rows[b])
             # The last committed entry is the root of the tail, and already in the cache.
-            prefix, parents = self._committed(one.entry, level) - 1, tuple(forest.tail_parents[b, :rows].tolist())
-            parts.append(TailPart(one.entry.pages, prefix, rows, new, parents))
-            tokens += forest.tokens[b, forest.frontier[b, :new]].tolist()
-            positions += [one.position + level - 1] * new
+            prefix, parents = self._committed(one.entry, level) - 1, tuple(forest.tail_parents[b, :size].tolist())
+            part = TailPart(one.entry.pages, prefix, size, new, parents)
+            rows.add(part, forest.tokens[b, forest.frontier[b, :new]].tolist(), [one.position + level - 1] * new)
             sources += (forest.sources[b, :new] + offsets[b]).tolist()
-        return self._read(parts, tokens, carried[torch.tensor(sources, device=carried.device)], positions, level)
+        return self._read(rows, carried[torch.tensor(sources, device=carried.device)], level)
 
-    def _read(
-        self,
-        parts: Sequence[TailPart],
-        tokens: list[int],
-        carried: Tensor | None,
-        positions: list[int],
-        level: int = 0,
-    ) -> RowOutput:
+    def _read(self, rows: PassRows, carried: Tensor | None, level: int = 0) -> RowOutput:
         device = self.network.device
         if carried is not None:
             carried = carried.to(device, non_blocking=True)
-        attend = TailAttention(self._attention, self.cache, parts)
-        rows, places = torch.tensor(tokens, device=device), torch.tensor(positions, device=device)
-        return self._network_of(level).read(rows, carried, places, attend)
+        attend = TailAttention(self._attention, self.cache, rows.parts)
+        token_ids, positions = (torch.tensor(part, device=device) for part in (rows.token_ids, rows.positions))
+        return self._network_of(level).read(token_ids, carried, positions, attend)
 
 
 def rules_of(sequences: Sequence[DraftSequence], shape: TreeShape) -> Rules:
@@ -275,7 +254,16 @@ def best_items(forest: Forest, rules: Rules, roots: Sequence[int]) -> Grown:
     return grown
 
 
-def with_distributions(tree: TokenTree, forest: Forest, b: int) -> TokenTree:
+def grown_trees(forest: Forest, rules: Rules, sequences: Sequence[DraftSequence]) -> list[TokenTree]:
+    """The best nodes of every tree, with distributions for REJECTION requests."""
+    trees = best_items(forest, rules, [sequence.root for sequence in sequences]).as_trees()
+    return [
+        _with_distributions(tree, forest, b) if sequence.mode is VerificationMode.REJECTION else tree
+        for b, (tree, sequence) in enumerate(zip(trees, sequences, strict=True))
+    ]
+
+
+def _with_distributions(tree: TokenTree, forest: Forest, b: int) -> TokenTree:
     """The tree with the distributions that the children of its rows were drawn from."""
     items = kept_items(forest, b, tree.drafted)
     distributions: dict[int, DraftDistribution] = {}

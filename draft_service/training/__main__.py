@@ -64,12 +64,9 @@ def _train(config: TrainingConfig, command: Sequence[str]) -> int:
     errors = Console(stderr=True, highlight=False)
     try:
         folder = train_head(config, command)
-    except (TrainingDiverged, WriterFailed, HeadRefused) as error:
+    except (TrainingDiverged, WriterFailed, HeadRefused, FollowerFailed) as error:
         errors.print(f"[bold red]error:[/] {error}", soft_wrap=True)
-        return 1
-    except FollowerFailed as error:
-        errors.print(f"[bold red]error:[/] {error}", soft_wrap=True)
-        if config.device.startswith("cuda"):
+        if isinstance(error, FollowerFailed) and config.device.startswith("cuda"):
             # A device that waits for the lost one's gradients would block the interpreter's exit.
             os._exit(1)
         return 1

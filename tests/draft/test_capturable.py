@@ -21,7 +21,7 @@ from draft_service.eagle.fused_head import FusedHead
 from draft_service.eagle.head_config import LatentShape
 from draft_service.eagle.head_drafter import HeadNetwork
 from draft_service.neural.cuda_graphs import attention as static_attention
-from draft_service.neural.cuda_graphs.attention import StaticAttention, TreePlan
+from tree_kernels.attention.triton_backend import TritonAttention, TritonPlan
 from tree_kernels.linear import RowLinears
 from tree_kernels.linear import layers as linear
 
@@ -34,10 +34,10 @@ class NoAttention(StaticTorch):
 
 
 class CapturedDrafting(StaticDrafting):
-    def _capturable(self) -> StaticAttention:
+    def _capturable(self) -> TritonAttention:
         return NoAttention()
 
-    def _capture(self, run: Callable[[], Any], plan: TreePlan) -> Callable[[], Any]:
+    def _capture(self, run: Callable[[], Any], plan: TritonPlan) -> Callable[[], Any]:
         # The first time, tables are made.
         run()
         replay = super()._capture(run, plan)

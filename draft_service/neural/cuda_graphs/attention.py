@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +15,10 @@ from draft_service.neural.paged_cache import PagedCache
 from tree_kernels.attention import AttentionBatch, plan_integers
 from tree_kernels.paging import write_kv
 
+if TYPE_CHECKING:
+    # Needs Triton, which a CPU may lack.
+    from tree_kernels.attention.triton_backend import TritonAttention
+
 # The context length that the plan's tiles are chosen for.
 _USUAL_CONTEXT = 512
 _TORCH_TYPES = {
@@ -25,32 +29,6 @@ _TORCH_TYPES = {
     # Reinterpreted: PyTorch computes with signed integers.
     np.uint64: torch.int64,
 }
-
-
-class TreePlan(Protocol):
-    """A plan whose tensors have fixed addresses; see `tree_kernels.attention.triton_backend.TritonPlan`."""
-
-    batch: AttentionBatch
-    query_starts: Tensor
-    prefix_lengths: Tensor
-    causal: Tensor
-    page_starts: Tensor
-    parents: Tensor
-    page_table: Tensor
-    # First and end of the rows of every tail whose output is needed; None for all.
-    asked: tuple[int, int] | None
-    # Computed by the first layer of a pass; after a clear, by the next layer that runs.
-    schedules: dict[Any, Any]
-
-
-class StaticAttention(Protocol):
-    """Attention with plans in tensors with fixed addresses: `tree_kernels`' Triton backend."""
-
-    def plan(self, batch: AttentionBatch, integers: Tensor | None = None) -> Any:
-        """A `TreePlan` for batches up to this one, in `integers`."""
-
-    def run(self, plan: Any, query: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float) -> Tensor:
-        """See `TreeAttention.run`; `plan` is what `plan` returned."""
 
 
 def capacity(sequences: int, tail: int, cache: PagedCache, *, tree: bool) -> AttentionBatch:
@@ -98,7 +76,7 @@ class StaticIntegers:
         self,
         fields: Mapping[str, tuple[int, type[np.generic]]],
         batch: AttentionBatch,
-        attention: StaticAttention,
+        attention: TritonAttention,
         device: torch.device,
     ) -> None:
         """`fields` are sizes and types, those of 8 bytes first; the plan has room for `batch`."""
@@ -118,7 +96,7 @@ class StaticIntegers:
             self.host[name] = numbers[begin:end].view(dtype)
             self.device[name] = self._integers[begin:end].view(_TORCH_TYPES[dtype])
             begin = end
-        self.plan: TreePlan = attention.plan(batch, self._integers[plan_at:])
+        self.plan = attention.plan(batch, self._integers[plan_at:])
         plan = self.plan
         views = (plan.query_starts, plan.prefix_lengths, plan.causal, plan.page_starts, plan.parents, plan.page_table)
         places = [(view.storage_offset(), view.storage_offset() + view.numel()) for view in views]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -18,14 +18,18 @@ from torch import Tensor
 
 from draft_service.drafters.grown import Grown, Pending, in_order
 from draft_service.neural.config import NeuralConfig
-from draft_service.neural.cuda_graphs.attention import StaticAttend, StaticAttention, StaticIntegers, TreePlan, capacity
+from draft_service.neural.cuda_graphs.attention import StaticAttend, StaticIntegers, capacity
 from draft_service.neural.cuda_graphs.tree_pass import TreePass
 from draft_service.neural.network import Network, RowOutput
-from draft_service.neural.tail_attention import TailPart, fresh_rows, fresh_slots
+from draft_service.neural.tail_attention import PassRows, TailPart, fresh_rows, fresh_slots
 from draft_service.neural.tree_config import CacheShape, TreeShape
 from draft_service.neural.tree_drafting import TreeDrafting, Wanted
 from outrider.sampling import LOSSLESS_MODES, VerificationMode
 from outrider.tree import TokenTree
+
+if TYPE_CHECKING:
+    from tree_kernels.attention.triton_backend import TritonAttention
+    from tree_kernels.attention.triton_planning import TritonPlan
 
 # Rows for each sequence, on average, of a captured pass over committed tokens.
 _COMMITTED = 8
@@ -55,7 +59,7 @@ class StaticPass:
     """The device tensors of one size, and the pass over them. Free rows have no sequence, no slot and no effect. The
     output of `run` is overwritten by the next pass of the size."""
 
-    def __init__(self, size: PassSize, drafting: TreeDrafting, attention: StaticAttention) -> None:
+    def __init__(self, size: PassSize, drafting: TreeDrafting, attention: TritonAttention) -> None:
         self.size, self._network, self._attention = size, drafting.network, attention
         self._cache, self._states = drafting.cache, drafting.states
         # For committed rows: each sequence's last one and its slot in `RootStates`; for a level: its rows in the tails.
@@ -64,17 +68,15 @@ class StaticPass:
         fields |= dict.fromkeys(("token_ids", "positions", "slots"), (size.new, np.int32))
         batch = capacity(size.sequences, size.tail // size.sequences, drafting.cache, tree=not size.committed)
         self._integers = StaticIntegers(fields, batch, attention, drafting.network.device)
-        self.plan: TreePlan = self._integers.plan
+        self.plan = self._integers.plan
         self._carried: Tensor | None = None
 
-    def load(
-        self, parts: Sequence[TailPart], token_ids: Sequence[int], carried: Tensor | None, positions: Sequence[int]
-    ) -> None:
+    def load(self, rows: PassRows, carried: Tensor | None) -> None:
         """Copy the inputs of a pass to the device, asynchronously."""
-        used, host = len(token_ids), self._integers.host
+        parts, used, host = rows.parts, len(rows.token_ids), self._integers.host
         self._integers.wait()
-        host["token_ids"][:used], host["token_ids"][used:] = token_ids, 0
-        host["positions"][:used], host["positions"][used:] = positions, 0
+        host["token_ids"][:used], host["token_ids"][used:] = rows.token_ids, 0
+        host["positions"][:used], host["positions"][used:] = rows.positions, 0
         host["slots"][:used], host["slots"][used:] = fresh_slots(parts, self._cache), -1
         tails = np.array([part.rows for part in parts], np.int32)
         if self.size.committed:
@@ -150,7 +152,7 @@ class CapturedDrafting(TreeDrafting):
 
     def __init__(self, network: Network, tree: TreeShape, cache: CacheShape) -> None:
         super().__init__(network, tree, cache)
-        self._static: StaticAttention = self._capturable()
+        self._static = self._capturable()
         self._passes: dict[PassSize, tuple[StaticPass, Callable[[], RowOutput]]] = {}
         self._trees: dict[tuple[int, bool], Captured] = {}
         self._pool: Any = None
@@ -182,62 +184,46 @@ class CapturedDrafting(TreeDrafting):
             self._trees[size] = Captured(work, [self._capture(run, work.plan) for run in runs])
         return self._trees[size]
 
-    def _capturable(self) -> StaticAttention:
+    def _capturable(self) -> TritonAttention:
         return self._attention.capturable
 
-    def _commit(
-        self, parts: Sequence[TailPart], tokens: list[int], carried: Tensor | None, positions: list[int]
-    ) -> None:
-        sequences = _power_of_two(len(parts))
-        if len(tokens) <= sequences * _COMMITTED:
-            size = PassSize(sequences, sequences * _COMMITTED, sequences * _COMMITTED)
-            self._replay(size, parts, tokens, carried, positions)
+    def _commit(self, rows: PassRows, carried: Tensor | None) -> None:
+        sequences = _power_of_two(len(rows.parts))
+        if len(rows.token_ids) <= sequences * _COMMITTED:
+            self._replay(PassSize(sequences, sequences * _COMMITTED, sequences * _COMMITTED), rows, carried)
             return
         # A prompt, perhaps with committed rows of other sequences.
         end, most = 0, PROMPT_ROWS[-1]
-        for part in parts:
+        for part in rows.parts:
             first, end = end, end + part.rows
             for begin in range(first, end, most):
                 stop = min(end, begin + most)
                 piece = TailPart(part.pages, part.prefix + begin - first, stop - begin, stop - begin)
-                rows = next(rows for rows in (_COMMITTED, *PROMPT_ROWS) if rows >= stop - begin)
+                size = next(size for size in (_COMMITTED, *PROMPT_ROWS) if size >= stop - begin)
                 own = None if carried is None else carried[begin:stop]
-                self._replay(PassSize(1, rows, rows), [piece], tokens[begin:stop], own, positions[begin:stop])
+                piece_rows = PassRows([piece], rows.token_ids[begin:stop], rows.positions[begin:stop])
+                self._replay(PassSize(1, size, size), piece_rows, own)
 
-    def _read(
-        self,
-        parts: Sequence[TailPart],
-        tokens: list[int],
-        carried: Tensor | None,
-        positions: list[int],
-        level: int = 0,
-    ) -> RowOutput:
-        if any(part.parents is None for part in parts):
-            return super()._read(parts, tokens, carried, positions, level)
-        sequences = _power_of_two(len(parts))
+    def _read(self, rows: PassRows, carried: Tensor | None, level: int = 0) -> RowOutput:
+        if any(part.parents is None for part in rows.parts):
+            return super()._read(rows, carried, level)
+        sequences, used = _power_of_two(len(rows.parts)), len(rows.token_ids)
         # For the sequences that still grow: of fewer sequences, levels are as wide or wider.
         shape = self.shape.for_sequences(sequences)
         size = PassSize(sequences, sequences * (1 + shape.expanded), sequences * shape.width)
-        output = self._replay(size, parts, tokens, carried, positions)
-        return RowOutput(output.carried[: len(tokens)], output.lm_input[: len(tokens)])
+        output = self._replay(size, rows, carried)
+        return RowOutput(output.carried[:used], output.lm_input[:used])
 
-    def _replay(
-        self,
-        size: PassSize,
-        parts: Sequence[TailPart],
-        tokens: list[int],
-        carried: Tensor | None,
-        positions: list[int],
-    ) -> RowOutput:
+    def _replay(self, size: PassSize, rows: PassRows, carried: Tensor | None) -> RowOutput:
         """Run a pass, capturing its size if it is new."""
-        known = self._passes.get(size)
-        work = StaticPass(size, self, self._static) if known is None else known[0]
-        work.load(parts, tokens, carried, positions)
-        if known is None:
-            known = self._passes[size] = work, self._capture(work.run, work.plan)
-        return known[1]()
+        captured = self._passes.get(size)
+        work = StaticPass(size, self, self._static) if captured is None else captured[0]
+        work.load(rows, carried)
+        if captured is None:
+            captured = self._passes[size] = work, self._capture(work.run, work.plan)
+        return captured[1]()
 
-    def _capture(self, run: Callable[[], Output], plan: TreePlan) -> Callable[[], Output]:
+    def _capture(self, run: Callable[[], Output], plan: TritonPlan) -> Callable[[], Output]:
         """`run` as a graph. It must be repeatable with the same inputs, since it runs several times for the capture."""
         device = self.network.device
         stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

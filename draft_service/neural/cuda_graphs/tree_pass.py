@@ -8,6 +8,7 @@ attend to are computed on the device (`tree_kernels.growth`).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -17,12 +18,15 @@ from draft_service.compiling import Numbers, compiled
 from draft_service.drafters.base import DraftSequence, tree_limits
 from draft_service.drafters.grown import Grown
 from draft_service.neural.candidates import temperature_of
-from draft_service.neural.cuda_graphs.attention import StaticAttend, StaticAttention, StaticIntegers, TreePlan, capacity
+from draft_service.neural.cuda_graphs.attention import StaticAttend, StaticIntegers, capacity
 from draft_service.neural.devices import Milestone
 from draft_service.neural.network import RowOutput
 from draft_service.neural.tree_drafting import TreeDrafting, Wanted
 from outrider.sampling import VerificationMode
 from tree_kernels.growth import Children, Race, grow, keep, likeliest, make_growth, make_kept, race_winners
+
+if TYPE_CHECKING:
+    from tree_kernels.attention.triton_backend import TritonAttention
 
 
 class _Found:
@@ -47,7 +51,7 @@ class TreePass:
     `run_early` grows whole trees.
     """
 
-    def __init__(self, sequences: int, coupled: bool, drafting: TreeDrafting, attention: StaticAttention) -> None:
+    def __init__(self, sequences: int, coupled: bool, drafting: TreeDrafting, attention: TritonAttention) -> None:
         """For `sequences` at most; `coupled` if some may be COUPLED, which need a race over all tokens."""
         self.sequences, self.coupled = sequences, coupled
         self._network, self._cache = drafting.network, drafting.cache
@@ -74,7 +78,7 @@ class TreePass:
             attention,
             device,
         )
-        self.plan: TreePlan = self._integers.plan
+        self.plan = self._integers.plan
         self._growth = make_growth(sequences, levels, width, shape.topk, device)
         ids = drafting.network.token_ids
         self._token_ids = None if ids is None else torch.from_numpy(ids).to(device)
