@@ -33,13 +33,13 @@ class MedusaDrafting:
         ids = heads.token_ids
         self._token_ids = None if ids is None else ids.cpu().numpy().astype(np.int32)
 
-    def trees(self, wanted: Sequence[DraftSequence]) -> list[TokenTree]:
+    def trees(self, sequences: Sequence[DraftSequence]) -> list[TokenTree]:
         """The best trees of sequences that have a vector, in any mode."""
-        return in_order(wanted, (one.mode for one in wanted), self._grown, self._drawn)
+        return in_order(sequences, (one.mode for one in sequences), self._grown, self._drawn)
 
-    def begin(self, wanted: Sequence[DraftSequence]) -> Pending:
+    def begin(self, sequences: Sequence[DraftSequence]) -> Pending:
         """As `trees`, without REJECTION requests."""
-        return Computed(self._grown(wanted))
+        return Computed(self._grown(sequences))
 
     @torch.inference_mode()
     def _candidates(self, sequences: Sequence[DraftSequence]) -> tuple[np.ndarray, np.ndarray]:

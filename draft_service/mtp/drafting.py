@@ -27,17 +27,17 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from draft_service.compiling import Numbers
 from draft_service.eagle.head import EagleHead
 from draft_service.eagle.head_drafter import HeadNetwork
 from draft_service.neural.level_growth import DEPTH, Forest, Rules
 from draft_service.neural.network import Network, RootStates, RowOutput
 from draft_service.neural.tail_attention import Attend, PassRows, TailPart
 from draft_service.neural.tree_config import CacheShape, TreeShape
-from draft_service.neural.tree_drafting import CacheEntry, Extension, TreeDrafting, Wanted
+from draft_service.neural.tree_drafting import CacheEntry, Extension, TreeDrafting, TreeRequest
 
 
 class ModuleNetwork(HeadNetwork):
@@ -128,11 +128,11 @@ class ModuleDrafting(TreeDrafting):
         """The module, counted from 0, that reads the nodes of a level."""
         return min(level, len(self._networks) - 1)
 
-    def _rules(self, wanted: Sequence[Wanted], shape: TreeShape) -> Rules:
+    def _rules(self, requests: Sequence[TreeRequest], shape: TreeShape) -> Rules:
         """As `TreeDrafting._rules`, with the depth limited to the modules that have read the root, unless all have."""
-        rules = super()._rules(wanted, shape)
-        for b, one in enumerate(wanted):
-            reaching = _own(one.entry).reaching
+        rules = super()._rules(requests, shape)
+        for b, request in enumerate(requests):
+            reaching = _own(request.entry).reaching
             if reaching < len(self._networks):
                 rules.ints[b, DEPTH] = min(rules.ints[b, DEPTH], reaching)
         return rules
@@ -168,13 +168,13 @@ class ModuleDrafting(TreeDrafting):
         return output.carried
 
     def _level(
-        self, wanted: Sequence[Wanted], forest: Forest, before: npt.NDArray[np.int32], carried: Tensor, level: int
+        self, requests: Sequence[TreeRequest], forest: Forest, before: Numbers, carried: Tensor, level: int
     ) -> RowOutput:
         """As `TreeDrafting._level`. Except after the last module, `carried` holds the states of the root and all rows
         of the tail of each tree."""
         if level >= len(self._networks):
-            return super()._level(wanted, forest, before, carried, level)
-        tails = self._tails(wanted, forest, before, level)
+            return super()._level(requests, forest, before, carried, level)
+        tails = self._tails(requests, forest, before, level)
         sources = torch.tensor(tails.sources, device=carried.device)
         output, parts = self._read(tails.rows, carried[sources], level), tails.rows.parts
         ends = np.cumsum([part.new for part in parts])
@@ -190,13 +190,13 @@ class ModuleDrafting(TreeDrafting):
         joined = [piece for root, own in zip(torch.split(roots, 1), rows, strict=True) for piece in (root, own)]
         return RowOutput(torch.cat(joined), lm_input)
 
-    def _tails(self, wanted: Sequence[Wanted], forest: Forest, before: npt.NDArray[np.int32], level: int) -> _Tails:
+    def _tails(self, requests: Sequence[TreeRequest], forest: Forest, before: Numbers, level: int) -> _Tails:
         """The rows that a level's own module reads: the whole tails of trees that still grow."""
         tails = _Tails(PassRows(), [], [])
         # Rows of each tree in the output of the level above, which has those that it expanded.
         above = np.where(before > 0, forest.rows - forest.widths, 0)
         offsets = np.cumsum(above) - above
-        for b, one in enumerate(wanted):
+        for b, request in enumerate(requests):
             if not forest.widths[b]:
                 continue
             rows = int(forest.rows[b])
@@ -205,9 +205,9 @@ class ModuleDrafting(TreeDrafting):
             items[forest.tails[b, expanded]] = expanded
             for row in range(1, rows):
                 depths[row] = depths[parents[row]] + 1
-            prefix = self._committed(one.entry, level) - 1
-            part = TailPart(one.entry.pages, prefix, rows, rows - 1, tuple(parents.tolist()))
-            positions = (one.position + depths[1:] - 1).tolist()
+            prefix = self._committed(request.entry, level) - 1
+            part = TailPart(request.entry.pages, prefix, rows, rows - 1, tuple(parents.tolist()))
+            positions = (request.position + depths[1:] - 1).tolist()
             tails.rows.add(part, forest.tokens[b, items[1:]].tolist(), positions)
             tails.sources.extend((offsets[b] + parents[1:]).tolist())
             tails.places.append(b)

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from draft_service.compiling import Numbers
 from draft_service.drafters.base import DraftSequence, tree_limits
 from draft_service.drafters.grown import Computed, Grown, Pending
 from draft_service.neural.candidates import candidates_wanted, most_probable, temperature_of
@@ -61,7 +61,7 @@ class Extension(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class TreeRequest:
     """A request for a tree. The sequence's root is the token of its last cache entry; `position` is that of the root's
     children, as the network counts positions."""
 
@@ -131,26 +131,26 @@ class TreeDrafting:
             self._extend(pieces, None if carried is None else carried[begin:])
 
     @torch.inference_mode()
-    def trees(self, wanted: Sequence[Wanted]) -> list[TokenTree]:
+    def trees(self, requests: Sequence[TreeRequest]) -> list[TokenTree]:
         """The best trees, of requests in any mode."""
-        forest, rules = self._grow(wanted)
-        return grown_trees(forest, rules, [one.sequence for one in wanted])
+        forest, rules = self._grow(requests)
+        return grown_trees(forest, rules, [request.sequence for request in requests])
 
     @torch.inference_mode()
-    def begin(self, wanted: Sequence[Wanted]) -> Pending:
+    def begin(self, requests: Sequence[TreeRequest]) -> Pending:
         """Start drafting trees, none of them for a REJECTION request. A GPU's are fetched before the next call."""
-        forest, rules = self._grow(wanted)
-        return Computed(best_items(forest, rules, [one.sequence.root for one in wanted]))
+        forest, rules = self._grow(requests)
+        return Computed(best_items(forest, rules, [request.sequence.root for request in requests]))
 
-    def _grow(self, wanted: Sequence[Wanted]) -> tuple[Forest, Rules]:
+    def _grow(self, requests: Sequence[TreeRequest]) -> tuple[Forest, Rules]:
         """Grow the trees of all sequences together, with one pass per level."""
-        shape = self.shape.for_sequences(len(wanted))
-        drawn = any(one.sequence.mode is VerificationMode.REJECTION for one in wanted)
-        rules = self._rules(wanted, shape)
-        forest = make_forest(len(wanted), shape.num_steps, shape.width, shape.topk, drawn=drawn)
-        count = max(candidates_wanted(w.sequence.mode, shape.topk, shape.race_entrants) for w in wanted)
-        temperatures = np.array([temperature_of(w.sequence) for w in wanted], dtype=np.float32)
-        carried, lm_input = self.states.read_of([w.entry.pages for w in wanted])
+        shape = self.shape.for_sequences(len(requests))
+        drawn = any(request.sequence.mode is VerificationMode.REJECTION for request in requests)
+        rules = self._rules(requests, shape)
+        forest = make_forest(len(requests), shape.num_steps, shape.width, shape.topk, drawn=drawn)
+        count = max(candidates_wanted(request.sequence.mode, shape.topk, shape.race_entrants) for request in requests)
+        temperatures = np.array([temperature_of(request.sequence) for request in requests], dtype=np.float32)
+        carried, lm_input = self.states.read_of([request.entry.pages for request in requests])
         logits = self._network_of(0).logits(lm_input)
         device, levels = self.network.device, int(rules.ints[:, DEPTH].max())
         for level in range(1, levels + 1):
@@ -159,13 +159,13 @@ class TreeDrafting:
             before = forest.widths.copy()
             if not grow_level(forest, rules, level, level == levels, candidates.token_ids, candidates.probs):
                 break
-            output = self._level(wanted, forest, before, carried, level)
+            output = self._level(requests, forest, before, carried, level)
             carried, logits = output.carried, self._network_of(level).logits(output.lm_input)
         return forest, rules
 
-    def _rules(self, wanted: Sequence[Wanted], shape: TreeShape) -> Rules:
+    def _rules(self, requests: Sequence[TreeRequest], shape: TreeShape) -> Rules:
         """The rules of trees of this shape."""
-        return rules_of([one.sequence for one in wanted], shape)
+        return rules_of([request.sequence for request in requests], shape)
 
     def _network_of(self, level: int) -> Network:  # noqa: ARG002
         """The network that reads the nodes of a level; committed rows are level 0."""
@@ -188,21 +188,21 @@ class TreeDrafting:
         self.states.write_last(rows.parts, self._read(rows, carried))
 
     def _level(
-        self, wanted: Sequence[Wanted], forest: Forest, before: npt.NDArray[np.int32], carried: Tensor, level: int
+        self, requests: Sequence[TreeRequest], forest: Forest, before: Numbers, carried: Tensor, level: int
     ) -> RowOutput:
         """One pass over the frontiers of all sequences. `before` [B] counts the rows of `carried` [.., C]."""
         rows = PassRows()
         sources: list[int] = []
         offsets = np.cumsum(before) - before
-        for b, one in enumerate(wanted):
+        for b, request in enumerate(requests):
             new = int(forest.widths[b])
             if not new:
                 continue
             size = int(forest.rows[b])
             # The last committed entry is the root of the tail, and already in the cache.
-            prefix, parents = self._committed(one.entry, level) - 1, tuple(forest.tail_parents[b, :size].tolist())
-            part = TailPart(one.entry.pages, prefix, size, new, parents)
-            rows.add(part, forest.tokens[b, forest.frontier[b, :new]].tolist(), [one.position + level - 1] * new)
+            prefix, parents = self._committed(request.entry, level) - 1, tuple(forest.tail_parents[b, :size].tolist())
+            part = TailPart(request.entry.pages, prefix, size, new, parents)
+            rows.add(part, forest.tokens[b, forest.frontier[b, :new]].tolist(), [request.position + level - 1] * new)
             sources += (forest.sources[b, :new] + offsets[b]).tolist()
         return self._read(rows, carried[torch.tensor(sources, device=carried.device)], level)
 

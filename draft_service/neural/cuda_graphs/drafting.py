@@ -23,7 +23,7 @@ from draft_service.neural.cuda_graphs.tree_pass import TreePass
 from draft_service.neural.network import Network, RowOutput
 from draft_service.neural.tail_attention import PassRows, TailPart, fresh_rows, fresh_slots
 from draft_service.neural.tree_config import CacheShape, TreeShape
-from draft_service.neural.tree_drafting import TreeDrafting, Wanted
+from draft_service.neural.tree_drafting import TreeDrafting, TreeRequest
 from outrider.sampling import LOSSLESS_MODES, VerificationMode
 from outrider.tree import TokenTree
 
@@ -158,28 +158,28 @@ class CapturedDrafting(TreeDrafting):
         self._pool: Any = None
 
     @torch.inference_mode()
-    def trees(self, wanted: Sequence[Wanted]) -> list[TokenTree]:
+    def trees(self, requests: Sequence[TreeRequest]) -> list[TokenTree]:
         """The best trees: as a whole for modes without distributions, level by level for the others."""
-        modes = (one.sequence.mode for one in wanted)
-        return in_order(wanted, modes, lambda own: self.begin(own).fetch(), super().trees)
+        modes = (request.sequence.mode for request in requests)
+        return in_order(requests, modes, lambda own: self.begin(own).fetch(), super().trees)
 
     @torch.inference_mode()
-    def begin(self, wanted: Sequence[Wanted]) -> Pending:
-        work, replays = self.tree_pass(wanted)
-        work.load(wanted)
+    def begin(self, requests: Sequence[TreeRequest]) -> Pending:
+        work, replays = self.tree_pass(requests)
+        work.load(requests)
         for part, replay in enumerate(replays):
             replay()
             work.send_back(part)
         return _Drawn(work, work.turn)
 
     @torch.inference_mode()
-    def tree_pass(self, wanted: Sequence[Wanted]) -> Captured:
+    def tree_pass(self, requests: Sequence[TreeRequest]) -> Captured:
         """The pass that drafts these trees, captured if it is new. None of them is for a REJECTION request."""
-        coupled = any(one.sequence.mode is VerificationMode.COUPLED for one in wanted)
-        size = _power_of_two(len(wanted)), coupled
+        coupled = any(request.sequence.mode is VerificationMode.COUPLED for request in requests)
+        size = _power_of_two(len(requests)), coupled
         if size not in self._trees:
             work = TreePass(*size, self, self._static)
-            work.load(wanted)
+            work.load(requests)
             runs = (work.run_early, work.run_rest)[: work.parts]
             self._trees[size] = Captured(work, [self._capture(run, work.plan) for run in runs])
         return self._trees[size]

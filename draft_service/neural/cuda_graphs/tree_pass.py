@@ -21,7 +21,7 @@ from draft_service.neural.candidates import temperature_of
 from draft_service.neural.cuda_graphs.attention import StaticAttend, StaticIntegers, capacity
 from draft_service.neural.devices import Milestone
 from draft_service.neural.network import RowOutput
-from draft_service.neural.tree_drafting import TreeDrafting, Wanted
+from draft_service.neural.tree_drafting import TreeDrafting, TreeRequest
 from outrider.sampling import VerificationMode
 from tree_kernels.growth import Children, Race, grow, keep, likeliest, make_growth, make_kept, race_winners
 
@@ -97,11 +97,11 @@ class TreePass:
         # Sequences whose request parameters are in the host's memory.
         self._written: list[DraftSequence] = []
 
-    def load(self, wanted: Sequence[Wanted]) -> None:
+    def load(self, requests: Sequence[TreeRequest]) -> None:
         """Copy the requests to the device, asynchronously."""
         self.turn += 1
-        count, integers, host = len(wanted), self._integers, self._integers.host
-        sequences, pages = [one.sequence for one in wanted], [one.entry.pages for one in wanted]
+        count, integers, host = len(requests), self._integers, self._integers.host
+        sequences, pages = [request.sequence for request in requests], [request.entry.pages for request in requests]
         integers.wait()
         if sequences != self._written:
             # Mostly the same from step to step, and the parameters of a request do not change.
@@ -109,11 +109,11 @@ class TreePass:
             self._written = sequences
         host["noise_positions"][:count] = [len(sequence.token_ids) for sequence in sequences]
         host["states"][:count], host["states"][count:] = [own[0] for own in pages], self._states.unused
-        prefixes = np.array([one.entry.entries - 1 for one in wanted], np.int32)
+        prefixes = np.array([request.entry.entries - 1 for request in requests], np.int32)
         integers.write_plan(pages, prefixes, np.full(count, self._tail))
         by_level = (self._shape.num_steps - 1, self.sequences, self._shape.width)
         _place_rows(
-            np.array([one.position for one in wanted], np.int32),
+            np.array([request.position for request in requests], np.int32),
             prefixes,
             integers.page_starts,
             integers.page_table,
