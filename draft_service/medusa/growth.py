@@ -14,19 +14,7 @@ import numpy as np
 from draft_service.compiling import Numbers, Reals, compiled, inlined
 from draft_service.drafters.grown import Grown
 from draft_service.medusa.fixed_trees import FixedTree
-from draft_service.neural.level_growth import (
-    COUPLED,
-    DEPTH,
-    MIN_P,
-    MODE,
-    NODES,
-    TOP_K,
-    TOP_P,
-    Probs,
-    Rules,
-    apply_filters,
-    run_race,
-)
+from draft_service.neural.level_growth import DEPTH, NODES, Probs, Rules, score_candidates
 
 
 class Ranked(NamedTuple):
@@ -42,13 +30,9 @@ def rank(rules: Rules, tokens: Numbers, probs: Probs, ranked: Ranked) -> None:
     """Fill `ranked` from the candidates of every depth, tokens and probs [B, K, M], most probable first."""
     count, depths, known = tokens.shape
     for b in range(count):
-        mode = rules.ints[b, MODE]
         for depth in range(depths):
             work = probs[b, depth].astype(np.float64)
-            kept, rest = apply_filters(work, known, rules.ints[b, TOP_K], rules.reals[b, TOP_P], rules.reals[b, MIN_P])
-            if mode == COUPLED:
-                position = rules.positions[b] + np.uint64(depth)
-                run_race(tokens[b, depth], work, kept, rest, rules.seeds[b], position, rules.sharpness)
+            kept, _ = score_candidates(rules, b, depth, tokens[b, depth], work, known)
             found = 0
             while found < min(rules.breadth, kept):
                 best = 0

@@ -94,7 +94,7 @@ def make_forest(sequences: int, levels: int, width: int, breadth: int, *, drawn:
 
 
 @inlined
-def apply_filters(probs: Reals, known: int, top_k: int, top_p: float, min_p: float) -> tuple[int, float]:
+def _apply_filters(probs: Reals, known: int, top_k: int, top_p: float, min_p: float) -> tuple[int, float]:
     """Apply a request's filters to probabilities in descending order, as the target does: min_p, top_k, top_p.
 
     Returns the number of tokens kept, and the probability mass of the others, which is 0 once filters renormalise.
@@ -128,7 +128,7 @@ def apply_filters(probs: Reals, known: int, top_k: int, top_p: float, min_p: flo
 
 
 @inlined
-def run_race(
+def _run_race(
     tokens: Numbers, probs: Reals, kept: int, rest: float, seed: np.uint64, position: np.uint64, sharpness: float
 ) -> None:
     """Turn probabilities into chances of winning the shared race. Other tokens race with expected noise."""
@@ -139,6 +139,25 @@ def run_race(
         total += probs[i]
     for i in range(kept):
         probs[i] /= total
+
+
+@inlined
+def score_candidates(rules: Rules, b: int, depth: int, tokens: Numbers, probs: Reals, known: int) -> tuple[int, float]:
+    """Turn the probabilities of the first `known` candidates of a row into scores, in place, by the request of sequence
+    b. In REJECTION mode they stay probabilities.
+
+    Args:
+        depth: of the row's node, 0 for the root.
+        tokens, probs: candidates, most probable first.
+
+    Returns:
+        The number of candidates kept, and the probability mass of the others.
+    """
+    kept, rest = _apply_filters(probs, known, rules.ints[b, TOP_K], rules.reals[b, TOP_P], rules.reals[b, MIN_P])
+    if rules.ints[b, MODE] == COUPLED:
+        position = rules.positions[b] + np.uint64(depth)
+        _run_race(tokens, probs, kept, rest, rules.seeds[b], position, rules.sharpness)
+    return kept, rest
 
 
 @inlined
@@ -277,16 +296,13 @@ def grow_level(forest: Forest, rules: Rules, level: int, last: bool, tokens: Num
             before[item] = i
             work = probs[row + i].astype(np.float64)
             usable = known if mode == COUPLED else min(known, MAX_DISTRIBUTION_SUPPORT)
-            kept, rest = apply_filters(work, usable, rules.ints[b, TOP_K], rules.reals[b, TOP_P], rules.reals[b, MIN_P])
+            kept, rest = score_candidates(rules, b, level - 1, tokens[row + i], work, usable)
             if mode == REJECTION:
                 tail = forest.tails[b, item]
                 confidences[i] = _make_distribution(forest, b, tail, tokens[row + i], work, kept, rest)
                 left[i] = forest.distribution_weights[b, tail]
-                continue
-            if mode == COUPLED:
-                position = rules.positions[b] + np.uint64(level - 1)
-                run_race(tokens[row + i], work, kept, rest, rules.seeds[b], position, rules.sharpness)
-            _offer(forest, b, item, tokens[row + i], work, kept, rules)
+            else:
+                _offer(forest, b, item, tokens[row + i], work, kept, rules)
         row += count
         if mode == REJECTION:
             _draw_level(forest, b, confidences, left, rules)
