@@ -70,20 +70,13 @@ class _Layers:
 class FusedHead:
     """An EAGLE-3 head's passes by fused kernels, with attention over a static plan. See the module."""
 
-    def __init__(
-        self,
-        head: EagleHead,
-        few: RowLinears,
-        many: RowLinears | None = None,
-        *,
-        int8: bool = False,
-    ) -> None:
+    def __init__(self, head: EagleHead, few: RowLinears, many: RowLinears, *, int8: bool = False) -> None:
         """`can_be_fused` must hold of the head.
 
         Args:
             head: its weights are used, and joined.
             few: kernels for up to `MAX_ROWS` rows.
-            many: kernels for more rows, with norms before them; None takes no more than `MAX_ROWS` rows.
+            many: kernels for more rows, which norm whole rows first.
             int8: use int8 copies of the weights for few rows.
         """
         self._head = head
@@ -106,18 +99,14 @@ class FusedHead:
         self._eps = head.config.rms_norm_eps
         width = 2 * head.config.hidden_size
         squares = torch.full((MAX_ROWS, 1), width * (1.0 - self._eps), device=weight.device)
-        self._many = None if many is None else _Layers(many, parts, None)
+        self._many = _Layers(many, parts, None)
         # For few rows; None to use the head's own.
         self._int8_lm_head = Int8Weight.of(head.lm_head.weight.detach()) if int8 else None
         self._few = _Layers(few, [part.quantized() for part in parts] if int8 else parts, squares)
 
-    def takes(self, rows: int) -> bool:
-        """Whether a pass of this many rows is supported."""
-        return rows <= MAX_ROWS or self._many is not None
-
     def forward(self, token_ids: Tensor, features: Tensor, positions: Tensor, attend: StaticAttend) -> RowOutput:
         """See `EagleHead.forward`; token_ids and positions [R], features [R, H]."""
-        layers, head = self._layers_for(len(token_ids)), self._head
+        layers, head = self._few if len(token_ids) <= MAX_ROWS else self._many, self._head
         linears = layers.linears
         taken = linears.head_input(token_ids, features, positions, self._inputs)
         squares = None if layers.squares is None else layers.squares[: len(taken.rows)]
@@ -142,12 +131,6 @@ class FusedHead:
         if self._int8_lm_head is not None and len(lm_input) <= MAX_ROWS:
             return self._few.linears.add_linear(lm_input, self._int8_lm_head)[0]
         return self._head.logits(lm_input)
-
-    def _layers_for(self, rows: int) -> _Layers:
-        if rows <= MAX_ROWS:
-            return self._few
-        assert self._many is not None, "too many rows, see `takes`"
-        return self._many
 
 
 def fused(head: EagleHead, *, int8: bool) -> FusedHead | None:

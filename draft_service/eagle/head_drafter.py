@@ -45,7 +45,7 @@ class HeadNetwork:
     def read(self, token_ids: Tensor, carried: Tensor | None, positions: Tensor, attend: Attend) -> RowOutput:
         """See `Network.read`; carried are features [R, H]."""
         assert carried is not None, "an EAGLE head reads features"
-        if self._fused is not None and isinstance(attend, StaticAttend) and self._fused.takes(len(token_ids)):
+        if self._fused is not None and isinstance(attend, StaticAttend):
             return self._fused.forward(token_ids, carried, positions, attend)
         output: RowOutput = self._head(token_ids, carried, positions, attend)
         return output

@@ -66,7 +66,7 @@ def test_trees_and_commits_can_be_captured(
     head = make_head(head_dim=16, **kind)
     drafter, config = make_drafter(head), EagleConfig(**SETTINGS)
     network = HeadNetwork(head)
-    network._fused = FusedHead(head, RowLinears()) if fused else None
+    network._fused = FusedHead(head, RowLinears(), RowLinears()) if fused else None
     drafting = drafter._drafting = CapturedDrafting(network, config.tree, config.cache)
     for count in (1, 3):
         sequences = [opened(drafter, sequence_of(text(6, i), mode), states_of(head, 6, i)) for i in range(count)]
