@@ -81,7 +81,7 @@ def same_tokenizer(*fingerprints: str) -> bool:
 def number_of(config: Mapping[str, Any], name: str) -> int:
     """A required entry of a config.json. Raises `HeadRefused` if it is missing."""
     if config.get(name) is None:
-        raise HeadRefused(f"config.json does not say {name}")
+        raise HeadRefused(f"config.json has no {name}")
     return int(config[name])
 
 

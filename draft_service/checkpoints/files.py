@@ -37,7 +37,7 @@ def check_shapes(module: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> No
         raise HeadRefused(f"weights that do not fit: unknown {_some(unknown)}, missing {_some(missing)}")
     for name, shape in shapes.items():
         if tuple(own[name].shape) != shape:
-            raise HeadRefused(f"{name} has shape {list(shape)}, config.json asks for {list(own[name].shape)}")
+            raise HeadRefused(f"{name} has shape {list(shape)}, config.json implies {list(own[name].shape)}")
 
 
 def _some(names: Sequence[str]) -> str:

@@ -56,12 +56,10 @@ def check_token_ids(shape: HeadShape, token_ids: Tensor | None) -> None:
     """Raise `HeadRefused` unless a head of this shape can have these target ids [V'], or all for None."""
     if token_ids is None:
         if shape.draft_vocab_size != shape.vocab_size:
-            raise HeadRefused(
-                f"the head says {shape.draft_vocab_size} of {shape.vocab_size} tokens, and nothing says which (d2t)"
-            )
+            raise HeadRefused(f"the head drafts {shape.draft_vocab_size} of {shape.vocab_size} tokens, but has no d2t")
         return
     if token_ids.shape != (shape.draft_vocab_size,):
-        raise HeadRefused(f"{len(token_ids)} token ids are mapped, the head says {shape.draft_vocab_size}")
+        raise HeadRefused(f"the token map has {len(token_ids)} tokens, the head {shape.draft_vocab_size}")
     if int(token_ids.min()) < 0 or int(token_ids.max()) >= shape.vocab_size:
         raise HeadRefused(f"the token map leaves the vocabulary of {shape.vocab_size}")
     if len(set(token_ids.tolist())) != len(token_ids):
@@ -91,7 +89,7 @@ def restrict(
     known = torch.arange(shape.vocab_size) if token_ids is None else token_ids
     rows = torch.isin(known, wanted).nonzero()[:, 0]
     if not len(rows):
-        raise HeadRefused("the token map names no token that the head knows")
+        raise HeadRefused("the token map names no token of the head's vocabulary")
     for name in lm_heads:
         if name in tensors:
             tensors[name] = tensors[name][rows]

@@ -36,6 +36,6 @@ class EagleConfig(HeadDrafterConfig):
     embeddings: str = setting(
         "",
         "target, for what the head does not carry: a name from `outrider model list`, a folder, or a hub id; "
-        "empty asks the head's record",
+        "empty takes it from the head's record",
     )
     projection: str = setting("target", "who fuses the target's hidden states", choices=("target", "draft"))

@@ -52,14 +52,14 @@ class EagleDrafter(HeadDrafter):
         except HeadRefused as refused:
             if not self._no_target:
                 raise
-            raise HeadRefused(f"{refused}; the one that its record names is not here: {self._no_target}") from None
+            raise HeadRefused(f"{refused}; the one that its record names was not found: {self._no_target}") from None
 
     def _request(self, shape: HeadConfig) -> FeatureRequest:
         config = self._config
         layers = shape.feature_layers
         if layers is None:
             if self._target is None:
-                raise HeadRefused("which layers the head reads depends on its target: name it (embeddings)")
+                raise HeadRefused("the layers that the head reads depend on its target: name it (embeddings)")
             layers = shape.layers_of(self._target.facts().num_layers)
         projected = config.projection == "target" and shape.kind == "eagle3"
         width = shape.hidden_size if projected else shape.num_features * shape.target_hidden_size

@@ -150,7 +150,7 @@ def _refuse_foreign(sources: _Sources, shapes: Shapes) -> None:
         raise HeadRefused("an EAGLE-1 head with norms around its fusion layer is not served")
     for flag, weight in (("fc_norm", "fc_norm.0.weight"), ("norm_before_fc", "input_norm.weight")):
         if bool(sources.head.get(flag, False)) is not (weight in shapes):
-            raise HeadRefused(f"config.json says {flag} is {sources.head.get(flag, False)}, its weights say otherwise")
+            raise HeadRefused(f"config.json has {flag} {sources.head.get(flag, False)}, which its weights contradict")
 
 
 def _draft_vocabulary(head: Mapping[str, Any], shapes: Shapes, vocabulary: int) -> int:

@@ -145,7 +145,7 @@ def _shape(weights: Weights, names: Mapping[str, str]) -> MedusaShape:
     rows, hidden = weights.shape(lm_head)
     mapped = any(name in weights.names for name in _MAPS)
     if mapped and not config.get("vocab_size"):
-        raise HeadRefused("the heads' vocabulary was reduced, and config.json does not say the target's vocab_size")
+        raise HeadRefused("the heads' vocabulary was reduced, and config.json has no vocab_size of the target")
     return MedusaShape(
         target_hidden_size=hidden,
         # With the whole vocabulary, weights are more reliable than a config.json that may be another model's.

@@ -20,12 +20,12 @@ class MedusaConfig(HeadSettings, NetworkConfig):
     head: str = setting("", "Medusa heads: a folder, or a hub id, in any published layout; safetensors only")
     base_model: str = setting(
         "",
-        "target that the heads were made for: a name from `outrider model list`, a folder, or a hub id; empty asks the "
-        "heads' record",
+        "target that the heads were made for: a name from `outrider model list`, a folder, or a hub id; empty takes it "
+        "from the heads' record",
     )
     tree: str = setting(
         BEST_FIRST,
-        "best-first follows the most probable paths of each tree anew; the others are Medusa's fixed trees",
+        "best-first grows each tree by its most probable paths; the others are Medusa's fixed trees",
         choices=(BEST_FIRST, *FIXED_TREES),
     )
     # The sizes of Medusa's own trees.

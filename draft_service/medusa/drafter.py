@@ -120,12 +120,12 @@ def _layers_of_target(shape: MedusaShape, target: TargetCheckpoint | None) -> in
     if shape.target_layers:
         return shape.target_layers
     if not shape.target:
-        raise HeadRefused("how many layers the heads' target has is not said: name it (--base-model)")
+        raise HeadRefused("the number of the target's layers is unknown: name the target (--base-model)")
     try:
         return TargetCheckpoint(model_source(shape.target)).facts().num_layers
     except (HeadRefused, UnknownModel) as refused:
         raise HeadRefused(
-            f"how many layers {shape.target} has is not known here ({refused.message}): name the target (--base-model)"
+            f"the number of layers of {shape.target} is unknown ({refused.message}): name the target (--base-model)"
         ) from None
 
 

@@ -42,11 +42,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file with a [training] table")
     add_flags(parser, TrainingConfig)
     flags = parser.parse_args(arguments)
-    named = os.environ.get(CONFIG_VARIABLE)
+    path = flags.config or os.environ.get(CONFIG_VARIABLE)
     prepare_grpc()
     collect_seldom()
     try:
-        config = load(TrainingConfig, "training", flags, os.environ, flags.config or (Path(named) if named else None))
+        config = load(TrainingConfig, "training", flags, os.environ, Path(path) if path else None)
         configure_logging(config.log_level)
         return _train(config, [*shlex.split(_PROG), *(sys.argv[1:] if arguments is None else arguments)])
     except SettingsError as error:

@@ -191,7 +191,7 @@ def initial_head(config: TrainingConfig, facts: TeacherFacts) -> Head | None:
         deeper = config.layers > head.config.num_layers
         return _frozen(deepened(head, config.layers, config.seed) if deeper else head)
     if head.config.num_heads != config.steps:
-        raise SettingsError(f"--init {config.init} has {head.config.num_heads} heads: say so with --steps")
+        raise SettingsError(f"--init {config.init} has {head.config.num_heads} heads: pass that as --steps")
     head.config = replace(head.config, target_layers=facts.num_layers)
     return head
 

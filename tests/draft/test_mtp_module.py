@@ -259,7 +259,7 @@ def test_what_is_not_served_is_refused_with_the_reason(config: dict[str, Any], r
         (lambda *_: {}, "missing layers.0.mlp.up_proj.weight$"),
         (lambda name, weight: {name: weight.to(torch.float8_e4m3fn)}, "quantised weights .*up_proj.weight is F8_E4M3"),
         (lambda name, weight: {name: weight, f"{name}_scale_inv": weight}, "unknown layers.0.mlp.up_proj.weight_scale"),
-        (lambda name, weight: {name: weight[:3]}, r"has shape \[3, 16\], config.json asks for \[24, 16\]"),
+        (lambda name, weight: {name: weight[:3]}, r"has shape \[3, 16\], config.json implies \[24, 16\]"),
     ],
     ids=["missing", "quantised", "scaled", "another shape"],
 )
