@@ -106,6 +106,11 @@ class StaticIntegers:
         self._pages_at = places[-1][0]
         self._pages = 0
 
+    def fill(self, name: str, values: Sequence[float] | npt.NDArray[Any], rest: float) -> None:
+        """Write the first of a field's numbers, and `rest` to all others."""
+        numbers, count = self.host[name], len(values)
+        numbers[:count], numbers[count:] = values, rest
+
     def wait(self) -> None:
         """Wait until the last copy has read the pinned memory."""
         self._copied.wait()

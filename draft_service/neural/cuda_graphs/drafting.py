@@ -73,27 +73,26 @@ class StaticPass:
 
     def load(self, rows: PassRows, carried: Tensor | None) -> None:
         """Copy the inputs of a pass to the device, asynchronously."""
-        parts, used, host = rows.parts, len(rows.token_ids), self._integers.host
-        self._integers.wait()
-        host["token_ids"][:used], host["token_ids"][used:] = rows.token_ids, 0
-        host["positions"][:used], host["positions"][used:] = rows.positions, 0
-        host["slots"][:used], host["slots"][used:] = fresh_slots(parts, self._cache), -1
+        parts, integers = rows.parts, self._integers
+        integers.wait()
+        integers.fill("token_ids", rows.token_ids, 0)
+        integers.fill("positions", rows.positions, 0)
+        integers.fill("slots", fresh_slots(parts, self._cache), -1)
         tails = np.array([part.rows for part in parts], np.int32)
         if self.size.committed:
-            count = len(parts)
-            host["ends"][:count], host["ends"][count:] = tails.cumsum() - 1, 0
-            host["states"][:count], host["states"][count:] = [part.pages[0] for part in parts], self._states.unused
+            integers.fill("ends", tails.cumsum() - 1, 0)
+            integers.fill("states", [part.pages[0] for part in parts], self._states.unused)
         else:
             # Free rows write their queries behind the last row, which is not used.
-            host["places"][:used], host["places"][used:] = fresh_rows(parts), self.size.tail
+            integers.fill("places", fresh_rows(parts), self.size.tail)
         parents = [parent for part in parts for parent in part.parents or (0,) * part.rows]
         prefixes = np.array([part.prefix for part in parts], np.int32)
-        self._integers.write_plan([part.pages for part in parts], prefixes, tails, parents, causal=self.size.committed)
-        self._integers.send()
+        integers.write_plan([part.pages for part in parts], prefixes, tails, parents, causal=self.size.committed)
+        integers.send()
         if carried is not None:
             if self._carried is None:
                 self._carried = carried.new_zeros(self.size.new, carried.shape[1], device=self._network.device)
-            self._carried[:used].copy_(carried, non_blocking=True)
+            self._carried[: len(carried)].copy_(carried, non_blocking=True)
 
     def run(self) -> RowOutput:
         """The pass over all rows of the size: outputs [new, ..]."""

@@ -108,7 +108,7 @@ class TreePass:
             self._write_requests(sequences)
             self._written = sequences
         host["noise_positions"][:count] = [len(sequence.token_ids) for sequence in sequences]
-        host["states"][:count], host["states"][count:] = [own[0] for own in pages], self._states.unused
+        integers.fill("states", [own[0] for own in pages], self._states.unused)
         prefixes = np.array([request.entry.entries - 1 for request in requests], np.int32)
         integers.write_plan(pages, prefixes, np.full(count, self._tail))
         by_level = (self._shape.num_steps - 1, self.sequences, self._shape.width)
@@ -130,8 +130,7 @@ class TreePass:
         limits = [tree_limits(self._shape.limits, sequence.limits) for sequence in sequences]
         host["seeds"][:count] = np.array([sequence.seed for sequence in sequences], np.uint64)
         host["coupled"][:count] = [sequence.mode is VerificationMode.COUPLED for sequence in sequences]
-        host["temperatures"][:count] = [temperature_of(sequence) for sequence in sequences]
-        host["temperatures"][count:] = 1.0
+        self._integers.fill("temperatures", [temperature_of(sequence) for sequence in sequences], 1.0)
         host["top_k"][:count] = [one.top_k for one in sampling]
         host["top_p"][:count] = [one.top_p for one in sampling]
         host["min_p"][:count] = [one.min_p for one in sampling]
