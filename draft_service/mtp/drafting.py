@@ -94,8 +94,8 @@ class _Tails(NamedTuple):
     rows: PassRows
     # Index of each row's parent in the output of the level above.
     sources: list[int]
-    # Indices of the trees.
-    places: list[int]
+    # Indices of the rows that are in the frontiers.
+    newest: list[int]
 
 
 class ModuleDrafting(TreeDrafting):
@@ -175,13 +175,8 @@ class ModuleDrafting(TreeDrafting):
         if level >= len(self._networks):
             return super()._level(requests, forest, before, carried, level)
         tails = self._tails(requests, forest, before, level)
-        sources = torch.tensor(tails.sources, device=carried.device)
+        sources, newest = (torch.tensor(rows, device=carried.device) for rows in (tails.sources, tails.newest))
         output, parts = self._read(tails.rows, carried[sources], level), tails.rows.parts
-        ends = np.cumsum([part.new for part in parts])
-        widths = forest.widths[tails.places]
-        newest = torch.from_numpy(
-            np.concatenate([np.arange(end - width, end) for end, width in zip(ends, widths, strict=True)])
-        ).to(carried.device)
         lm_input = output.lm_input[newest]
         if level == len(self._networks) - 1:
             return RowOutput(output.carried[newest], lm_input)
@@ -210,7 +205,8 @@ class ModuleDrafting(TreeDrafting):
             positions = (request.position + depths[1:] - 1).tolist()
             tails.rows.add(part, forest.tokens[b, items[1:]].tolist(), positions)
             tails.sources.extend((offsets[b] + parents[1:]).tolist())
-            tails.places.append(b)
+            end = len(tails.rows.token_ids)
+            tails.newest.extend(range(end - int(forest.widths[b]), end))
         return tails
 
 
