@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 
 
-class Milestone:
+class DeviceEvent:
     """An event on the current stream that the host can wait for. On a CPU there is nothing to wait for."""
 
     def __init__(self, *, on_gpu: bool) -> None:

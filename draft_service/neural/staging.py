@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from draft_service.neural.devices import Milestone
+from draft_service.neural.devices import DeviceEvent
 
 
 class Staging:
@@ -16,7 +16,7 @@ class Staging:
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self._dtype, self._on_gpu = dtype, device.type == "cuda"
         self._buffer = torch.empty(0, 0, dtype=dtype)
-        self._copied = Milestone(on_gpu=self._on_gpu)
+        self._copied = DeviceEvent(on_gpu=self._on_gpu)
 
     def join(self, pieces: Sequence[Tensor]) -> Tensor:
         """[rows of all pieces, width] on the host, in the buffer's type. Valid until the next call."""

@@ -25,7 +25,7 @@ from draft_service.training.progress import Budget, phase
 from draft_service.training.run_folder import RunFolder, training_record
 from draft_service.training.trainer import Trainer
 from draft_service.training.unrolling import Head
-from draft_service.training.validation import DEPTH, Acceptance, Validator, hold_back
+from draft_service.training.validation import DEPTH, Acceptance, Validator, hold_out
 from draft_service.training.writing import read_prompts, write_texts
 from outrider.devices import check_device, choose_device
 from outrider.distillation import Teacher, TeacherSettings, load_teacher
@@ -112,7 +112,7 @@ def _trainer(
     size = facts.vocab_size if tokens is None else len(tokens)
     shape = new_shape(config, facts, size) if first is None else first.config
     reader = teacher.reader(shape.layers_of(facts.num_layers))
-    trained, held = hold_back(texts, config.validation, len(config.temperature_list))
+    trained, held = hold_out(texts, config.validation, len(config.temperature_list))
     if not len(trained):
         raise SettingsError("too little text was written to train on: give it more --tokens or --minutes")
     plans = [BatchPlan(part, config.batch_tokens, config.max_length, config.seed) for part in (trained, held)]

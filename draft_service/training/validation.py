@@ -45,7 +45,7 @@ class Acceptance:
     agreement: float
 
 
-def hold_back(texts: Texts, wanted: int, temperatures: int) -> tuple[Texts, Texts]:
+def hold_out(texts: Texts, wanted: int, temperatures: int) -> tuple[Texts, Texts]:
     """Texts to train on, and the first `wanted` greedy ones to validate with, at most a quarter of those.
 
     Answers to a held-out prompt at its other `temperatures` are not trained on either.

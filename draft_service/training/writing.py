@@ -60,7 +60,7 @@ def read_prompts(path: str) -> tuple[tuple[str, ...], ...]:
     return tuple(conversations)
 
 
-def order_of(config: TrainingConfig, corpus: Corpus, writer: int) -> WritingOrder:
+def writing_order(config: TrainingConfig, corpus: Corpus, writer: int) -> WritingOrder:
     """The texts that one of the writers is to write next."""
     return WritingOrder(
         conversations=read_prompts(config.prompts),
@@ -85,7 +85,7 @@ def write_here(
     # Updated with the text of other writers at each save.
     missing = config.token_goal - corpus.tokens
     waiting: list[WrittenText] = []
-    texts = teacher.write(order_of(config, corpus, writer))
+    texts = teacher.write(writing_order(config, corpus, writer))
     try:
         for text in texts:
             waiting.append(text)

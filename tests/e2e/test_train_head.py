@@ -28,7 +28,7 @@ from draft_service.training.progress import phase
 from draft_service.training.run import train_head
 from draft_service.training.trainer import Trainer, TrainingDiverged
 from draft_service.training.unrolling import unroll
-from draft_service.training.validation import Validator, hold_back
+from draft_service.training.validation import Validator, hold_out
 from outrider.distillation import Reader, Teacher, TeacherSettings, load_teacher
 from outrider.settings import SettingsError
 
@@ -179,7 +179,7 @@ def trainer_of(config: TrainingConfig, teacher: Teacher, texts: Texts) -> Traine
     tokens = torch.from_numpy(np.sort(np.argsort(-np.bincount(texts.token_ids, minlength=VOCABULARY))[:200]))
     shape = head_config(config, teacher.facts, len(tokens))
     reader = teacher.reader(shape.layers_of(teacher.facts.num_layers))
-    learnt, held = hold_back(texts, 4, 3)
+    learnt, held = hold_out(texts, 4, 3)
     plans = [BatchPlan(part, config.batch_tokens, config.max_length, config.seed) for part in (learnt, held)]
     head = new_eagle_head(shape, tokens, reader.weights(), config.seed)
     return Trainer(config, head, reader, plans[0], tokens, Validator(held, reader, tokens, plans[1]))

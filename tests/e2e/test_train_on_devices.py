@@ -36,7 +36,7 @@ from draft_service.training.run import train_head
 from draft_service.training.run_folder import RunFolder
 from draft_service.training.trainer import Progress, computing_copy, step_losses
 from draft_service.training.unrolling import unroll
-from draft_service.training.validation import Validator, hold_back
+from draft_service.training.validation import Validator, hold_out
 from outrider.distillation import TeacherSettings, load_teacher
 
 SMALL: dict[str, Any] = {
@@ -103,7 +103,7 @@ def masters_of_one_device(config: TrainingConfig) -> tuple[dict[str, Tensor], in
     assert tokens is not None
     shape = head_config(config, teacher.facts, len(tokens))
     reader = teacher.reader(shape.layers_of(teacher.facts.num_layers))
-    learnt, _ = hold_back(folder.corpus().load(), config.validation, len(config.temperature_list))
+    learnt, _ = hold_out(folder.corpus().load(), config.validation, len(config.temperature_list))
     plan = BatchPlan(learnt, config.batch_tokens, config.max_length, config.seed)
     masters = new_eagle_head(shape, tokens, reader.weights(), config.seed)
     head = computing_copy(masters, torch.device("cpu"), torch.float32)
@@ -142,7 +142,7 @@ def test_two_devices_learn_what_one_learns_of_the_mean_of_their_batches(
     for name in names:
         torch.testing.assert_close(found[name], expected[name], rtol=1e-4, atol=1e-5, msg=name)
     # Every text once a pass, whoever read it.
-    texts = hold_back(Corpus(written / "text").load(), validation, 3)[0]
+    texts = hold_out(Corpus(written / "text").load(), validation, 3)[0]
     assert 2.3 < progress.tokens / len(texts.token_ids) < 3
     assert living_children(FOLLOWER) == []
     assert not torch.distributed.is_initialized()
@@ -189,7 +189,7 @@ def test_an_interrupted_run_goes_on(
 
 def batches_of(config: TrainingConfig) -> int:
     """Of the whole training."""
-    learnt, _ = hold_back(Corpus(Path(config.text)).load(), config.validation, len(config.temperature_list))
+    learnt, _ = hold_out(Corpus(Path(config.text)).load(), config.validation, len(config.temperature_list))
     plan = BatchPlan(learnt, config.batch_tokens, config.max_length, config.seed)
     return int(np.ceil(config.epochs * plan.per_epoch()))
 

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from draft_service.neural.devices import Milestone
+from draft_service.neural.devices import DeviceEvent
 from draft_service.neural.paged_cache import PagedCache
 from tree_kernels.attention import AttentionBatch, plan_integers
 from tree_kernels.paging import write_kv
@@ -86,7 +86,7 @@ class StaticIntegers:
         on_gpu = device.type == "cuda"
         self._pinned = torch.zeros(size, dtype=torch.int32, pin_memory=on_gpu)
         self._integers = torch.zeros(size, dtype=torch.int32, device=device)
-        self._copied = Milestone(on_gpu=on_gpu)
+        self._copied = DeviceEvent(on_gpu=on_gpu)
         numbers = self._pinned.numpy()
         self.host: dict[str, npt.NDArray[Any]] = {}
         self.device: dict[str, Tensor] = {}

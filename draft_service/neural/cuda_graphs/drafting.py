@@ -113,7 +113,7 @@ class StaticPass:
         return output.index_select(0, places.clamp(max=tail - 1))
 
 
-class Captured(NamedTuple):
+class CapturedTrees(NamedTuple):
     """A pass over all levels of trees, and the graph of each of its parts, for between `load` and `fetch`."""
 
     work: TreePass
@@ -121,7 +121,7 @@ class Captured(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class _Drawn(Pending):
+class _GrowingTrees(Pending):
     """Trees that a pass is growing."""
 
     work: TreePass
@@ -153,7 +153,7 @@ class CapturedDrafting(TreeDrafting):
         super().__init__(network, tree, cache)
         self._static = self._capturable()
         self._passes: dict[PassSize, tuple[StaticPass, Callable[[], RowOutput]]] = {}
-        self._trees: dict[tuple[int, bool], Captured] = {}
+        self._trees: dict[tuple[int, bool], CapturedTrees] = {}
         self._pool: Any = None
 
     @torch.inference_mode()
@@ -169,10 +169,10 @@ class CapturedDrafting(TreeDrafting):
         for part, replay in enumerate(replays):
             replay()
             work.send_back(part)
-        return _Drawn(work, work.turn)
+        return _GrowingTrees(work, work.turn)
 
     @torch.inference_mode()
-    def tree_pass(self, requests: Sequence[TreeRequest]) -> Captured:
+    def tree_pass(self, requests: Sequence[TreeRequest]) -> CapturedTrees:
         """The pass that drafts these trees, captured if it is new. None of them is for a REJECTION request."""
         coupled = any(request.sequence.mode is VerificationMode.COUPLED for request in requests)
         size = _power_of_two(len(requests)), coupled
@@ -180,7 +180,7 @@ class CapturedDrafting(TreeDrafting):
             work = TreePass(*size, self, self._static)
             work.load(requests)
             runs = (work.run_early, work.run_rest)[: work.parts]
-            self._trees[size] = Captured(work, [self._capture(run, work.plan) for run in runs])
+            self._trees[size] = CapturedTrees(work, [self._capture(run, work.plan) for run in runs])
         return self._trees[size]
 
     def _capturable(self) -> TritonAttention:

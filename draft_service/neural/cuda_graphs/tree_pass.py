@@ -19,7 +19,7 @@ from draft_service.drafters.base import DraftSequence, tree_limits
 from draft_service.drafters.grown import Grown
 from draft_service.neural.candidates import temperature_of
 from draft_service.neural.cuda_graphs.attention import StaticAttend, StaticIntegers, capacity
-from draft_service.neural.devices import Milestone
+from draft_service.neural.devices import DeviceEvent
 from draft_service.neural.network import RowOutput
 from draft_service.neural.tree_drafting import TreeDrafting, TreeRequest
 from outrider.sampling import VerificationMode
@@ -29,18 +29,17 @@ if TYPE_CHECKING:
     from tree_kernels.attention.triton_backend import TritonAttention
 
 
-class _Found:
-    """The trees of a part of a pass, on the device and as copied to the host."""
+class _PartTrees:
+    """The trees of a part of a pass, on the device and copied to the host, as `tree_kernels.growth.make_kept`."""
 
-    def __init__(self, result: Tensor) -> None:
-        """`result` as `tree_kernels.growth.make_kept` makes it."""
-        self.result = result
-        self.fetched = torch.zeros(result.shape, dtype=torch.int32, pin_memory=result.is_cuda)
-        self.done = Milestone(on_gpu=result.is_cuda)
+    def __init__(self, device: Tensor) -> None:
+        self.device = device
+        self.host = torch.zeros(device.shape, dtype=torch.int32, pin_memory=device.is_cuda)
+        self.copied = DeviceEvent(on_gpu=device.is_cuda)
 
     def send_back(self) -> None:
-        self.fetched.copy_(self.result, non_blocking=True)
-        self.done.record()
+        self.host.copy_(self.device, non_blocking=True)
+        self.copied.record()
 
 
 class TreePass:
@@ -86,7 +85,7 @@ class TreePass:
         # Levels of the first part, and the trees of each part.
         self._early = shape.early_levels or levels
         self.parts = 1 if self._early >= levels else 2
-        self._found = [_Found(make_kept(self._growth, shape.num_draft_tokens)) for _ in range(self.parts)]
+        self._trees = [_PartTrees(make_kept(self._growth, shape.num_draft_tokens)) for _ in range(self.parts)]
         # [B, tail, Hq, D], allocated with the first pass.
         self._queries: Tensor | None = None
         # The state that the early levels pass on to the rest, in their graph's memory.
@@ -148,7 +147,7 @@ class TreePass:
             carried, lm_input = self._read(level, carried)
             self._grow(lm_input, level + 1)
         self._carried = carried
-        keep(self._growth, self._found[0].result)
+        keep(self._growth, self._trees[0].device)
 
     def run_rest(self) -> None:
         """Grow the other levels, after `run_early`, and write the whole trees for `fetch`."""
@@ -157,7 +156,7 @@ class TreePass:
         for level in range(self._early, self._shape.num_steps):
             carried, lm_input = self._read(level, carried)
             self._grow(lm_input, level + 1)
-        keep(self._growth, self._found[-1].result)
+        keep(self._growth, self._trees[-1].device)
 
     def _grow(self, lm_input: Tensor, level: int) -> None:
         """Add the nodes of a level, given the lm_head's input of the level above."""
@@ -178,14 +177,14 @@ class TreePass:
 
     def send_back(self, part: int) -> None:
         """Copy the trees of a part to the host once they are grown, asynchronously."""
-        self._found[part].send_back()
+        self._trees[part].send_back()
 
     def fetch(self, part: int) -> Grown:
         """Wait for the trees of a part, in the order of the requests."""
-        kept = self._found[part]
-        kept.done.wait()
-        count, room = len(self._roots), (kept.result.shape[1] - 1) // 3
-        found = kept.fetched.numpy()[:count]
+        part_trees = self._trees[part]
+        part_trees.copied.wait()
+        count, room = len(self._roots), (part_trees.host.shape[1] - 1) // 3
+        found = part_trees.host.numpy()[:count]
         trees = np.ascontiguousarray(found[:, 1 : 1 + 2 * room].reshape(count, 2, room))
         scores = found[:, 1 + 2 * room :].view(np.float32).astype(np.float64)
         sizes = np.minimum(found[:, :1], 1 + self._integers.host["limits"][:count, None]).astype(np.int64)
