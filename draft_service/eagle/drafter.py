@@ -38,7 +38,7 @@ class EagleDrafter(HeadDrafter):
             raise SettingsError(
                 "the eagle drafter needs a head: a name from `outrider head list`, a folder or a hub id"
             )
-        self._config = config
+        self._config: EagleConfig = config
         # Empty if the head is given.
         self._source = head_source(config.head) if head is None else ""
         shape = read_config(self._source) if head is None else head.config

@@ -68,14 +68,13 @@ class HeadDrafter(CachingDrafter):
         that does not exist."""
         super().__init__(config, shape.vocab_size, config.max_context)
         self.tokenizer_fingerprint = shape.tokenizer_fingerprint
-        self.features: FeatureRequest | None = features
-        self._settings = config
+        self.features = features
+        self._config = config
         self._head = head
 
     def open(self, sequence: DraftSequence) -> None:
         super().open(sequence)
-        assert self.features is not None
-        sequence.features = FeatureWindow(self.features.width, self._settings.feature_window)
+        sequence.features = FeatureWindow(self.features.width, self._config.feature_window)
 
     def advance(self, sequence: DraftSequence, committed: Sequence[int]) -> None:  # noqa: ARG002
         """Raises `InvalidField` when there are more features than tokens that can have one."""
@@ -108,8 +107,8 @@ class HeadDrafter(CachingDrafter):
 
     def _load_network(self) -> Network:
         if self._head is None:
-            self._head = self._load_head(self._settings.read_token_map())
-        return HeadNetwork(self._head, int8=self._settings.head_weights == "int8")
+            self._head = self._load_head(self._config.read_token_map())
+        return HeadNetwork(self._head, int8=self._config.head_weights == "int8")
 
     def _ready(self, sequence: DraftSequence) -> bool:
         """Whether the features up to the token before the root are there, and the cache has room."""
@@ -121,7 +120,6 @@ class HeadDrafter(CachingDrafter):
 
     @torch.inference_mode()
     def _read(self, sequences: Sequence[DraftSequence]) -> None:
-        assert self.features is not None
         waiting = [sequence for sequence in sequences if len(window_of(sequence))]
         taken = [window_of(sequence).take() for sequence in waiting]
         if not taken:

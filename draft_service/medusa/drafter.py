@@ -53,10 +53,9 @@ class MedusaDrafter(NeuralDrafter[MedusaDrafting]):
         super().__init__(config, self._tree, shape.vocab_size, config.max_context)
         self.tokenizer_fingerprint = shape.tokenizer_fingerprint
         layers, width = shape.layers_of(_layers_of_target(shape, self._target)), shape.target_hidden_size
-        self.features: FeatureRequest | None = FeatureRequest(layers, width, config.feature_dtype, window=1)
+        self.features = FeatureRequest(layers, width, config.feature_dtype, window=1)
 
     def open(self, sequence: DraftSequence) -> None:
-        assert self.features is not None
         sequence.state, sequence.features = None, FeatureWindow(self.features.width, capacity=1)
 
     def advance(self, sequence: DraftSequence, committed: Sequence[int]) -> None:  # noqa: ARG002

@@ -41,7 +41,7 @@ class MtpDrafter(HeadDrafter):
             raise SettingsError(
                 "the mtp drafter needs its target's checkpoint: --base-model names a folder or a hub id"
             )
-        self._config = config
+        self._config: MtpConfig = config
         self._checkpoint = MtpCheckpoint(model_source(config.base_model), config.num_modules)
         shape, *others = self._checkpoint.configs
         if shape.experts is not None and config.cuda_graphs:
