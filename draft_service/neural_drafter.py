@@ -19,7 +19,7 @@ from draft_service.neural.cuda_graphs.drafting import drafting_on, first_batches
 from draft_service.neural.devices import launching_on
 from draft_service.neural.network import Network
 from draft_service.neural.tree_config import TreeShape
-from draft_service.neural.tree_drafting import TreeDrafting, Wanted
+from draft_service.neural.tree_drafting import TreeDrafting, TreeRequest
 from outrider.devices import check_device
 from outrider.runtime import in_passing_thread
 from outrider.sampling import LOSSLESS_MODES, VerificationMode
@@ -147,11 +147,11 @@ class CachingDrafter(NeuralDrafter[TreeDrafting]):
     def _load(self) -> TreeDrafting:
         return drafting_on(self._load_network(), self._neural)
 
-    def _prepare(self, sequences: Sequence[DraftSequence]) -> tuple[list[int], list[Wanted]]:
+    def _prepare(self, sequences: Sequence[DraftSequence]) -> tuple[list[int], list[TreeRequest]]:
         places = [place for place, sequence in enumerate(sequences) if self._ready(sequence)]
         ready = [sequences[place] for place in places]
         self._read(ready)
-        return places, [Wanted(one.state, one, len(one.token_ids) + self.children_at) for one in ready]
+        return places, [TreeRequest(one.state, one, len(one.token_ids) + self.children_at) for one in ready]
 
     def _has_room(self, sequence: DraftSequence, rows: int) -> bool:
         """Reserve so many more rows, and a tree below them."""

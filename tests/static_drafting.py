@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from draft_service.neural.cuda_graphs import attention as static_attention
-from draft_service.neural.cuda_graphs.attention import StaticAttention, TreePlan
 from draft_service.neural.cuda_graphs.drafting import CapturedDrafting
 from draft_service.neural.network import Network
 from draft_service.neural.tree_config import CacheShape, TreeShape
@@ -61,10 +60,10 @@ class StaticDrafting(CapturedDrafting):
         for pool in (*self.cache.keys, *self.cache.values):
             pool.zero_()
 
-    def _capturable(self) -> StaticAttention:
+    def _capturable(self) -> TritonAttention:
         return StaticTorch()
 
-    def _capture(self, run: Callable[[], Output], plan: TreePlan) -> Callable[[], Output]:
+    def _capture(self, run: Callable[[], Output], plan: TritonPlan) -> Callable[[], Output]:
         def replay() -> Output:
             plan.schedules.clear()
             return run()

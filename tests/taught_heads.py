@@ -100,7 +100,7 @@ def taught_modules(teacher: PreTrainedModel, *, normed_state: bool, chained: boo
                 count = len(tokens) - k - 1
                 output = module(ids[k : k + count], read[:count], torch.arange(count), _attend)
                 loss = loss + functional.cross_entropy(module.logits(output.lm_input), ids[k + 1 :])
-                hidden = output.features
+                hidden = output.carried
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
@@ -143,7 +143,7 @@ def _train(head: EagleHead, texts: Sequence[tuple[Sequence[int], Tensor]], steps
                 output = head(ids[1 + step : 1 + step + count], features, torch.arange(step, step + count), _attend)
                 targets = ids[2 + step : 2 + step + count]
                 loss = loss + functional.cross_entropy(head.logits(output.lm_input)[: len(targets)], targets)
-                features = output.features[:-1]
+                features = output.carried[:-1]
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()

@@ -28,7 +28,7 @@ from draft_service.eagle.drafter import EagleDrafter
 from draft_service.eagle.head import EagleHead
 from draft_service.eagle.head_config import HeadConfig
 from draft_service.neural.cuda_graphs.drafting import CapturedDrafting
-from draft_service.neural.tree_drafting import Wanted
+from draft_service.neural.tree_drafting import TreeRequest
 from outrider.sampling import LOSSLESS_MODES, SamplingParams, VerificationMode
 from outrider.tree import TokenTree
 
@@ -121,7 +121,7 @@ class Load:
         began = wait(device)
         self._drafter.absorb(self._sequences)
         read = wait(device)
-        wanted = [Wanted(one.state, one, len(one.token_ids) - 1) for one in self._sequences]
+        wanted = [TreeRequest(one.state, one, len(one.token_ids) - 1) for one in self._sequences]
         work, replays = drafting.tree_pass(wanted)
         work.load(wanted)
         loaded = wait(device)

@@ -1,7 +1,7 @@
-"""A small language model of the target's tokenizer as drafter, with its own keys and values.
+"""A drafter that runs a small language model with the target's tokenizer, and its own cache.
 
-It reads what was committed and grows trees as an EAGLE head does (`draft_service.neural`), only without features: entry
-i of its cache is token i, the root among them.
+It reads committed tokens and grows trees as an EAGLE head does (`draft_service.neural`), but without features: entry i
+of its cache is token i, the root included.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from outrider.model_store import model_source
 from outrider.settings import SettingsError, setting
 
 _ATTENTION = "outrider_draft"
-# What shapes logits after the lm_head, which drafting leaves out.
+# Settings of models that change logits after the lm_head, which drafting does not do.
 _SHAPED_LOGITS = ("logit_scale", "logits_scaling", "final_logit_softcapping")
-# Of hidden states; far above rounding in bfloat16, far below what another mask or position does.
+# Relative, of hidden states: far above rounding in bfloat16, far below the effect of a wrong mask or position.
 _TOLERANCE = 0.1
 
 
@@ -56,12 +56,12 @@ def _attend(
     outrider_attend: Attend | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention interface: query [1, Hq, R, D], key and value [1, Hkv, R, D], rotary applied."""
+    """transformers' attention interface: query [1, Hq, R, D], key and value [1, Hkv, R, D], after rotary embedding."""
     if outrider_attend is None:
         raise NotSupported("a model that does not hand arguments on to its attention cannot draft")
     rows = [part[0].transpose(0, 1) for part in (query, key, value)]
     if scaling is not None:
-        # Our attention scales by the width; what a model scales by otherwise goes into the query.
+        # Our attention scales by the head width; another scale is applied to the query.
         rows[0] = rows[0] * (scaling * query.shape[-1] ** 0.5)
     return outrider_attend(int(module.layer_idx), *rows).unsqueeze(0), None  # type: ignore[arg-type]
 
@@ -75,7 +75,7 @@ class ModelNetwork:
     token_ids: npt.NDArray[np.int32] | None = None
 
     def __init__(self, model: Any) -> None:
-        """Takes the model over: its attention reads our cache from now on."""
+        """Changes the model: its attention uses our cache from now on."""
         config = model.config
         model.set_attn_implementation(_ATTENTION)
         self._body, self._lm_head = model.get_decoder(), model.get_output_embeddings()
@@ -84,7 +84,7 @@ class ModelNetwork:
         self.head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
     def read(self, token_ids: Tensor, carried: Tensor | None, positions: Tensor, attend: Attend) -> RowOutput:  # noqa: ARG002
-        """See `Network.read`; nothing is carried."""
+        """See `Network.read`. The state for children is empty."""
         output = self._body(
             input_ids=token_ids[None], position_ids=positions[None], use_cache=False, outrider_attend=attend
         )
@@ -151,15 +151,14 @@ class ModelDrafter(CachingDrafter):
         super()._warm_up()
 
     def _check(self, expected: Tensor) -> None:
-        """Raise `NotSupported` unless the model says through our cache what it says on its own."""
-        followed = CacheEntry()
+        """Raise `NotSupported` unless the model's hidden state through our cache is the `expected` one of its own."""
+        entry = CacheEntry()
         tokens = _probe(self.vocabulary_size)
-        self.drafting.reserve(followed, len(tokens))
-        self.drafting.extend([Extension(followed, tokens[:5], 0)])
-        self.drafting.extend([Extension(followed, tokens[5:], 5)])
-        states = self.drafting.states
-        found = states.read(states.places([followed.pages])).lm_input[0].float()
-        self.drafting.forget(followed)
+        self.drafting.reserve(entry, len(tokens))
+        self.drafting.extend([Extension(entry, tokens[:5], 0)])
+        self.drafting.extend([Extension(entry, tokens[5:], 5)])
+        found = self.drafting.states.read_of([entry.pages]).lm_input[0].float()
+        self.drafting.forget(entry)
         if (found - expected).norm() > _TOLERANCE * expected.norm():
             raise NotSupported("this model's attention is not plain causal attention; it cannot draft")
 
@@ -167,7 +166,7 @@ class ModelDrafter(CachingDrafter):
 def _settings_of(source: str) -> PretrainedConfig:
     try:
         if not Path(source).is_dir():
-            # transformers tries an unreachable hub for half a minute, and a silent one for longer.
+            # transformers would retry an unreachable hub for half a minute, and one that does not answer for longer.
             check_fetchable(source)
         settings: Any = AutoConfig.from_pretrained(source)
     except (OSError, ValueError) as error:
@@ -179,13 +178,13 @@ def _settings_of(source: str) -> PretrainedConfig:
 
 
 def _probe(vocabulary_size: int) -> list[int]:
-    """Tokens of a short text, all over the vocabulary."""
+    """Twelve tokens from all over the vocabulary."""
     return [(7 + 12345 * i) % vocabulary_size for i in range(12)]
 
 
 @torch.inference_mode()
 def _own_hidden(model: Any) -> Tensor:
-    """[H] in fp32: the last hidden state of the probe, by the model's own attention."""
+    """[H] in fp32: the hidden state of the probe's last token, by the model's own attention."""
     tokens = torch.tensor([_probe(model.config.vocab_size)], device=model.device)
     hidden: Tensor = model.get_decoder()(input_ids=tokens, use_cache=False).last_hidden_state
     return hidden[0, -1].float()

@@ -1,1 +1,1 @@
-"""What every kind of head shares: its checkpoint, the target that it was made for, and the tokens that it can say."""
+"""Shared by heads of every kind: reading checkpoints, matching a head with its target, draft vocabularies."""

@@ -1,4 +1,4 @@
-"""Settings that drafters with heads of every kind have. Each default lives here and nowhere else."""
+"""Settings of all drafters with heads: the only place of their defaults."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from outrider.settings import Settings, setting
 
 @dataclass(frozen=True)
 class HeadSettings(Settings):
-    """What of the vocabulary a head may say, and how the target's hidden states travel to it."""
+    """The draft vocabulary of a head, and the format in which it receives the target's hidden states."""
 
     token_map: str = setting("", "JSON or safetensors file of the only token ids to draft (FR-Spec); all when empty")
     feature_dtype: str = setting(
@@ -17,8 +17,8 @@ class HeadSettings(Settings):
     )
 
     def read_token_map(self) -> tuple[int, ...] | None:
-        """The ids of `token_map`; None without one. Raises `HeadRefused` for what is no token map."""
-        # Here, since it takes PyTorch.
+        """The ids of `token_map`; None without one. Raises `HeadRefused` for an invalid file."""
+        # Late, since it imports PyTorch.
         from draft_service.checkpoints.vocabulary import read_token_map
 
         return read_token_map(self.token_map) if self.token_map else None

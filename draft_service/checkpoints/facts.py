@@ -1,4 +1,4 @@
-"""What is known of heads and of targets, and whether a head was made for a target."""
+"""Facts about heads and targets, and the check whether a head was made for a target."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from outrider.errors import NotSupported
 
 
 class HeadRefused(NotSupported):
-    """The head cannot be loaded, or does not fit its target; the message says why."""
+    """The head cannot be loaded, or does not fit its target."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadShape(ABC):
-    """What heads of every kind have, in one form for every checkpoint layout.
+    """The configuration that heads of every kind share, in one form for every checkpoint layout.
 
     Attributes:
         vocab_size: of the target, whose token ids the head reads.
-        draft_vocab_size: token ids that the head can say.
+        draft_vocab_size: number of tokens that the head can draft.
         target_hidden_size: width of one of the target's hidden states.
         target: name or folder of the target it was made for; empty when unknown.
         tokenizer_fingerprint: of the target's tokenizer; empty when unknown.
@@ -34,15 +34,15 @@ class HeadShape(ABC):
 
     @abstractmethod
     def layers_of(self, target_layers: int) -> tuple[int, ...]:
-        """The layers whose outputs are read of a target with so many, counted as in `FeatureRequest`.
+        """The layers whose outputs the head reads, in a target with this many layers; counted as in `FeatureRequest`.
 
-        Raises `HeadRefused` for layers that such a target does not have.
+        Raises `HeadRefused` for layers that the target does not have.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class TargetFacts:
-    """What is known of the target: from its config.json, and its tokenizer's fingerprint; empty when unknown."""
+    """Facts from a target's config.json, and its tokenizer's fingerprint, empty when unknown."""
 
     vocab_size: int
     hidden_size: int
@@ -51,7 +51,7 @@ class TargetFacts:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], tokenizer_fingerprint: str = "") -> TargetFacts:
-        """From the entries of a transformers config.json. Raises `HeadRefused` when one is missing."""
+        """Read the entries of a transformers config.json. Raises `HeadRefused` if one is missing."""
         text: Mapping[str, Any] = config.get("text_config") or config
         try:
             sizes = int(text["vocab_size"]), int(text["hidden_size"]), int(text["num_hidden_layers"])
@@ -61,7 +61,7 @@ class TargetFacts:
 
 
 def check_fits(head: HeadShape, target: TargetFacts) -> None:
-    """Raise `HeadRefused` with the reason unless the head was made for a target like this one."""
+    """Raise `HeadRefused` unless the head was made for a target like this one."""
     if head.vocab_size != target.vocab_size:
         raise HeadRefused(f"the head has a vocabulary of {head.vocab_size}, the target one of {target.vocab_size}")
     if head.target_hidden_size != target.hidden_size:
@@ -74,17 +74,17 @@ def check_fits(head: HeadShape, target: TargetFacts) -> None:
 
 
 def same_tokenizer(*fingerprints: str) -> bool:
-    """Whether the fingerprints that are known, which are not empty, are of one tokenizer."""
+    """Whether all known (non-empty) fingerprints are equal."""
     return len(set(fingerprints) - {""}) <= 1
 
 
 def number_of(config: Mapping[str, Any], name: str) -> int:
-    """An entry of a config.json that has to be there. Raises `HeadRefused` where it is not."""
+    """A required entry of a config.json. Raises `HeadRefused` if it is missing."""
     if config.get(name) is None:
-        raise HeadRefused(f"config.json does not say {name}")
+        raise HeadRefused(f"config.json has no {name}")
     return int(config[name])
 
 
 def architectures_of(config: Mapping[str, Any]) -> str:
-    """What a config.json says that the model is, for a message."""
+    """The architectures of a config.json, for a message."""
     return ", ".join(map(str, config.get("architectures") or ())) or "no architecture"

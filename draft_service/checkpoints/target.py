@@ -1,4 +1,4 @@
-"""The few things that a head takes from its target's checkpoint: sizes, token embedding, lm_head, tokenizer."""
+"""The parts of a target's checkpoint that a head needs: sizes, token embedding, lm_head, tokenizer."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ _LM_HEADS = ("lm_head.weight", "output.weight")
 
 
 class TargetCheckpoint:
-    """A target model's folder or hub id, read lazily: one tensor, not the model."""
+    """A target model's folder or hub id, read lazily, a tensor at a time."""
 
     def __init__(self, source: str | Path) -> None:
-        """Raises `HeadRefused` when there is no model in safetensors."""
+        """Raises `HeadRefused` if there is no model in safetensors."""
         self._source = str(source)
         self._weights = Weights(source)
 
     def facts(self, *, fingerprint: bool = False) -> TargetFacts:
-        """Sizes, and the tokenizer's fingerprint when asked for and a tokenizer is there."""
+        """Sizes, and with `fingerprint` that of the tokenizer, if there is one."""
         return TargetFacts.from_config(self._weights.config, self._fingerprint() if fingerprint else "")
 
     def embedding(self) -> Tensor:
@@ -31,18 +31,18 @@ class TargetCheckpoint:
         return self._weights.tensor(self.embedding_name())
 
     def lm_head(self) -> Tensor:
-        """[vocab_size, hidden_size]: its own, or the embedding where the two are tied."""
+        """[vocab_size, hidden_size]; the embedding if the two are tied."""
         return self._weights.tensor(self.lm_head_name())
 
     def embedding_name(self) -> str:
-        """Of the weight that `embedding` reads. Raises `HeadRefused` where there is none."""
+        """Name of the weight that `embedding` reads. Raises `HeadRefused` if there is none."""
         for name in _EMBEDDINGS:
             if name in self._weights.names:
                 return name
         raise HeadRefused(f"{self._source} has none of {', '.join(_EMBEDDINGS)}")
 
     def lm_head_name(self) -> str:
-        """Of the weight that `lm_head` reads. Raises `HeadRefused` where there is none."""
+        """Name of the weight that `lm_head` reads. Raises `HeadRefused` if there is none."""
         return next((name for name in _LM_HEADS if name in self._weights.names), None) or self.embedding_name()
 
     def _fingerprint(self) -> str:

@@ -1,8 +1,7 @@
-"""Which of the target's tokens a head can draft: a head may have rows for fewer of them, and settings may allow fewer
-still.
+"""Draft vocabularies: the target's tokens that a head can draft, which settings may limit further.
 
-In a checkpoint `d2t` holds offsets, so that draft id i stands for i + d2t[i], and `t2d` [vocab_size] marks the tokens
-that can be said.
+In a checkpoint `d2t` [V'] holds offsets, so that draft id i is target id i + d2t[i], and `t2d` [vocab_size] marks the
+tokens of the draft vocabulary.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ Shape = TypeVar("Shape", bound=HeadShape)
 
 
 def read_token_map(path: str | Path) -> tuple[int, ...]:
-    """Target token ids from a JSON list, or from a safetensors file with one tensor of integers.
+    """Read target token ids from a JSON list, or from a safetensors file with one tensor of integers.
 
     Raises:
-        HeadRefused: another kind of file, or none.
+        HeadRefused: the file cannot be read, or is of another kind.
     """
     from safetensors.torch import load_file
 
@@ -47,22 +46,20 @@ def ids_of(offsets: Tensor) -> Tensor:
 
 
 def tensors_of(token_ids: Tensor, vocab_size: int) -> dict[str, Tensor]:
-    """`d2t` and `t2d` of a head that can say the target ids [V']."""
+    """`d2t` and `t2d` of a head with these target ids [V']."""
     ids = token_ids.cpu()
     mask = torch.zeros(vocab_size, dtype=torch.bool).index_fill_(0, ids, True)
     return {"d2t": ids - torch.arange(len(ids)), "t2d": mask}
 
 
 def check_token_ids(shape: HeadShape, token_ids: Tensor | None) -> None:
-    """Raise `HeadRefused` unless the target ids [V'] are those of a head of this shape; None are all of them."""
+    """Raise `HeadRefused` unless a head of this shape can have these target ids [V'], or all for None."""
     if token_ids is None:
         if shape.draft_vocab_size != shape.vocab_size:
-            raise HeadRefused(
-                f"the head says {shape.draft_vocab_size} of {shape.vocab_size} tokens, and nothing says which (d2t)"
-            )
+            raise HeadRefused(f"the head drafts {shape.draft_vocab_size} of {shape.vocab_size} tokens, but has no d2t")
         return
     if token_ids.shape != (shape.draft_vocab_size,):
-        raise HeadRefused(f"{len(token_ids)} token ids are mapped, the head says {shape.draft_vocab_size}")
+        raise HeadRefused(f"the token map has {len(token_ids)} tokens, the head {shape.draft_vocab_size}")
     if int(token_ids.min()) < 0 or int(token_ids.max()) >= shape.vocab_size:
         raise HeadRefused(f"the token map leaves the vocabulary of {shape.vocab_size}")
     if len(set(token_ids.tolist())) != len(token_ids):
@@ -76,15 +73,15 @@ def restrict(
     tensors: MutableMapping[str, Tensor],
     lm_heads: Iterable[str],
 ) -> tuple[Shape, Tensor | None]:
-    """The shape and the target ids of a head that shall say no more than a token map (FR-Spec, arXiv 2502.14856).
+    """Limit a head's vocabulary to a token map (FR-Spec, arXiv 2502.14856). Returns its new shape and target ids.
 
     Args:
-        token_ids: [V'] that it can say; None for all.
-        token_map: target ids, of which those that it does not know are left out; None changes nothing.
-        tensors: weights, of which the `lm_heads` that are there are cut in place.
+        token_ids: [V'] target ids of the head's vocabulary; None for all.
+        token_map: target ids, of which those outside the head's vocabulary are ignored; None changes nothing.
+        tensors: weights; rows of the `lm_heads` among them are removed in place.
 
     Raises:
-        HeadRefused: it can say none of them.
+        HeadRefused: no token is left.
     """
     if token_map is None:
         return shape, token_ids
@@ -92,7 +89,7 @@ def restrict(
     known = torch.arange(shape.vocab_size) if token_ids is None else token_ids
     rows = torch.isin(known, wanted).nonzero()[:, 0]
     if not len(rows):
-        raise HeadRefused("the token map names no token that the head knows")
+        raise HeadRefused("the token map names no token of the head's vocabulary")
     for name in lm_heads:
         if name in tensors:
             tensors[name] = tensors[name][rows]

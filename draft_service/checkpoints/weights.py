@@ -1,4 +1,4 @@
-"""Reads one model's config.json and safetensors, from a folder or the hub, a tensor at a time."""
+"""Reads a model's config.json and safetensors from a folder or the hub, a tensor at a time."""
 
 from __future__ import annotations
 
@@ -18,15 +18,17 @@ _PICKLED = (".bin", ".pt")
 
 
 class Weights:
-    """The weights of a published model. Nothing is loaded until it is asked for; of the hub, only files that hold it.
+    """The weights of a published model. Tensors are loaded, and files fetched from the hub, when they are needed.
 
-    `config` are the entries of its config.json, `names` those of its weights.
+    Attributes:
+        config: the entries of config.json.
     """
 
     def __init__(self, source: str | Path, files: Sequence[str] = (_WEIGHTS,)) -> None:
-        """`source` is a folder or a hub id, `files` what its weights may be called, the first that is there. Raises
-        `HeadRefused` when there is no config.json; weights are looked for when they are asked for, and their absence is
-        refused then."""
+        """`source` is a folder or a hub id; `files` are possible names of its weights, in order of preference.
+
+        Raises `HeadRefused` if there is no config.json. Methods raise it if there are no weights.
+        """
         self._source = str(source)
         self._files = tuple(files)
         self._folder = Path(source) if Path(source).is_dir() else None
@@ -36,33 +38,34 @@ class Weights:
 
     @property
     def names(self) -> tuple[str, ...]:
+        """Names of all weights."""
         return tuple(self._file_of)
 
     @property
     def folder(self) -> Path:
-        """Where config.json lies, and the tokenizer's files if they were fetched too."""
+        """The folder of config.json, and of the tokenizer's files if they were fetched too."""
         return self._needed("config.json").parent
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of one weight, from the file's header."""
+        """The shape of one weight, from the file's header."""
         with self._open(name) as file:
             return tuple(file.get_slice(name).get_shape())
 
     def kind(self, name: str) -> str:
-        """The type that one weight is kept in as safetensors names it, such as "BF16", from the file's header."""
+        """The type of one weight as safetensors names it, such as "BF16", from the file's header."""
         with self._open(name) as file:
             return str(file.get_slice(name).get_dtype())
 
     def shapes(self, names: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
-        """Of some weights, by the names that others are called by: own name -> published name."""
+        """Shapes of some weights by other names; `names` maps these to the published ones."""
         return {name: self.shape(published) for name, published in names.items()}
 
     def tensors(self, names: Mapping[str, str]) -> dict[str, Tensor]:
-        """As `shapes`, and the weights themselves."""
+        """Some weights by other names; `names` maps these to the published ones."""
         return {name: self.tensor(published) for name, published in names.items()}
 
     def tensor(self, name: str) -> Tensor:
-        """One weight, on the CPU, in the type it is kept in."""
+        """One weight, on the CPU, in its stored type."""
         with self._open(name) as file:
             tensor: Tensor = file.get_tensor(name)
         return tensor
@@ -93,7 +96,7 @@ class Weights:
             raise HeadRefused(f"{self._source}: {file.name}: {error}") from None
 
     def _only_safetensors(self) -> Path:
-        """The one file of a folder that names it differently."""
+        """The only safetensors file of a folder, whatever its name."""
         files = sorted(self._folder.glob("*.safetensors")) if self._folder else []
         if len(files) != 1:
             there = self._folder.iterdir() if self._folder else ()
@@ -130,5 +133,5 @@ def _check_fetchable(source: str) -> None:
     except HubUnreachable as error:
         raise HeadRefused(f"{source}: {error}") from None
     except HFValidationError:
-        # A path: what is missing there is told by whoever looks for it.
+        # A path, not a hub id. The caller reports the missing file.
         return

@@ -1,4 +1,4 @@
-"""Heads on disk: loaded from any published layout, saved in that of SGLang and SpecForge. safetensors only."""
+"""EAGLE heads on disk, in safetensors: loaded from any published layout, saved in that of SGLang and SpecForge."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from draft_service.eagle.head_config import HeadConfig
 from draft_service.eagle.layouts import head_config, module_name, neutral_name, published_config, published_name
 from outrider.heads import weight_fingerprint
 
-_EMBEDDING = "embed_tokens.weight"
-_LM_HEAD = "lm_head.weight"
+# Weights that a head may leave to its target.
+EMBEDDING, LM_HEAD = "embed_tokens.weight", "lm_head.weight"
 
 
 def read_config(source: str | Path) -> HeadConfig:
-    """What a head is, without loading its weights.
+    """Read a head's configuration, without loading its weights.
 
     Args:
         source: a folder with config.json and safetensors, or a hub id, which is fetched.
 
     Raises:
-        HeadRefused: it cannot be read, or is not served; the message says why.
+        HeadRefused: the head cannot be read, or is not supported.
     """
     weights = Weights(source)
     return head_config(weights.config, weights.shapes(_names(weights)))
@@ -48,12 +48,12 @@ def load_head(
 
     Args:
         source: a folder or a hub id.
-        target: where the token embedding comes from, and the lm_head of a head that has none.
-        token_map: target token ids, the only ones that the head shall say (FR-Spec, arXiv 2502.14856); those that it
-            does not know are left out.
+        target: gives the token embedding and the lm_head that the head does not have.
+        token_map: target ids to limit the draft vocabulary to (FR-Spec, arXiv 2502.14856); those that are not in the
+            head's vocabulary are ignored.
 
     Raises:
-        HeadRefused: see `read_config`; or it does not fit the target, or needs a target and there is none.
+        HeadRefused: see `read_config`; or the head does not fit the target, or needs a target and there is none.
     """
     weights = Weights(source)
     names = _names(weights)
@@ -66,19 +66,18 @@ def load_head(
 def make_head(
     config: HeadConfig, tensors: dict[str, Tensor], target: TargetCheckpoint | None, token_map: Sequence[int] | None
 ) -> EagleHead:
-    """The head of loaded weights, in fp32 on the CPU.
+    """Make a head of loaded weights, in fp32 on the CPU.
 
     Args:
-        tensors: by neutral name; they are cut and added to in place.
-        target: see `load_head`.
-        token_map: see `load_head`.
+        tensors: by neutral name; modified in place.
+        target, token_map: see `load_head`.
 
     Raises:
-        HeadRefused: weights are missing, unknown, or of another shape than `config` says.
+        HeadRefused: weights are missing, unknown, or of another shape than in `config`.
     """
     offsets = tensors.pop("d2t", None)
     token_ids = None if offsets is None else ids_of(offsets)
-    config, token_ids = restrict(config, token_ids, token_map, tensors, [_LM_HEAD])
+    config, token_ids = restrict(config, token_ids, token_map, tensors, [LM_HEAD])
     _borrow(tensors, config, token_ids, target)
     head = EagleHead(config, token_ids)
     fill(head, {module_name(name, config): tensor for name, tensor in tensors.items()})
@@ -88,14 +87,16 @@ def make_head(
 def save_head(
     head: EagleHead, folder: str | Path, record: Mapping[str, Any] | None = None, *, embedding: bool = False
 ) -> Path:
-    """Write config.json, model.safetensors and, when there is a `record` of its training, training.json.
+    """Write config.json, model.safetensors and, if there is a `record` of the training, training.json.
 
-    The token embedding is left out unless asked for: it is the target's. So is an lm_head that is the target's.
+    The token embedding is the target's and left out, unless `embedding` is set. So is an lm_head that is the target's.
     """
-    folder, config = Path(folder), head.config
-    left_out = {name for name, left in ((_EMBEDDING, not embedding), (_LM_HEAD, config.tied_lm_head)) if left}
-    kept = {name: tensor for name, tensor in head.state_dict().items() if name not in left_out}
-    tensors = {published_name(name, config): tensor for name, tensor in kept.items()}
+    folder, config, own = Path(folder), head.config, head.state_dict()
+    if not embedding:
+        del own[EMBEDDING]
+    if config.tied_lm_head:
+        del own[LM_HEAD]
+    tensors = {published_name(name, config): tensor for name, tensor in own.items()}
     if head.token_ids is not None:
         tensors |= tensors_of(head.token_ids, config.vocab_size)
     write_folder(folder, published_config(config), "model.safetensors", tensors, record)
@@ -103,7 +104,7 @@ def save_head(
 
 
 def projection_fingerprint(source: str | Path) -> str:
-    """The fingerprint of the weight that fuses hidden states, by which a target knows its copy of the head.
+    """The fingerprint of the weight that fuses hidden states, by which a target identifies its copy of the head.
 
     Raises:
         HeadRefused: see `read_config`.
@@ -120,16 +121,18 @@ def _names(weights: Weights) -> dict[str, str]:
 def _borrow(
     tensors: dict[str, Tensor], config: HeadConfig, token_ids: Tensor | None, target: TargetCheckpoint | None
 ) -> None:
-    """Take from the target what the head does not carry."""
-    missing = [name for name in (_EMBEDDING, _LM_HEAD) if name not in tensors]
-    if missing and target is None:
+    """Add the target's embedding and lm_head where the head has none."""
+    missing = [name for name in (EMBEDDING, LM_HEAD) if name not in tensors]
+    if not missing:
+        return
+    if target is None:
         raise HeadRefused(
             f"the head has no {' and no '.join(missing)}: name its target to take them from (--embeddings)"
         )
-    if missing and target is not None and config.hidden_size != config.target_hidden_size:
+    if config.hidden_size != config.target_hidden_size:
         raise HeadRefused(f"the head has no {missing[0]}, and the target's has another width")
-    if target is not None and _EMBEDDING in missing:
-        tensors[_EMBEDDING] = target.embedding()
-    if target is not None and _LM_HEAD in missing:
+    if EMBEDDING in missing:
+        tensors[EMBEDDING] = target.embedding()
+    if LM_HEAD in missing:
         rows = target.lm_head()
-        tensors[_LM_HEAD] = rows if token_ids is None else rows[token_ids]
+        tensors[LM_HEAD] = rows if token_ids is None else rows[token_ids]

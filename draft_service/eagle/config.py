@@ -1,4 +1,4 @@
-"""Settings of the drafters that run a head. Each default lives here, or in `NeuralConfig`, and nowhere else."""
+"""Settings of the drafters that run a head, in addition to `NeuralConfig`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from outrider.settings import setting
 
 @dataclass(frozen=True)
 class HeadDrafterConfig(HeadSettings, NeuralConfig):
-    """What any head is set by that follows the target's features."""
+    """Settings of every head that reads the target's features."""
 
     feature_window: int = setting(
         8192, "features of a sequence that may wait for its next tree; the oldest go first", ge=1
@@ -36,6 +36,6 @@ class EagleConfig(HeadDrafterConfig):
     embeddings: str = setting(
         "",
         "target, for what the head does not carry: a name from `outrider model list`, a folder, or a hub id; "
-        "empty asks the head's record",
+        "empty takes it from the head's record",
     )
     projection: str = setting("target", "who fuses the target's hidden states", choices=("target", "draft"))

@@ -17,15 +17,15 @@ from draft_service.eagle.head_config import ExpertShape, HeadConfig, LatentShape
 from draft_service.eagle.layers import Attention, Mlp, rotate
 from draft_service.neural.tail_attention import Attend
 
-# Of the norms of latents, whatever the model's own is: transformers' DeepseekV3Attention.
+# Epsilon of the norms of latents, independent of the model's own: transformers' DeepseekV3Attention.
 _LATENT_EPS = 1e-6
-# Of a sum of weights: transformers' DeepseekV3TopkRouter.
+# Added to the sum of weights that normalises them: transformers' DeepseekV3TopkRouter.
 _LEAST_SUM = 1e-20
 
 
 class LatentAttention(nn.Module):
-    """Multi-head latent attention, expanded: keys and values of all heads go to the cache, values filled up with zeros
-    to the width of keys."""
+    """Multi-head latent attention, expanded: the cache holds keys and values of all heads, values padded with zeros to
+    the width of keys."""
 
     def __init__(self, config: HeadConfig, shape: LatentShape) -> None:
         super().__init__()
@@ -68,25 +68,25 @@ class LatentAttention(nn.Module):
         return cast(Tensor, query.unflatten(-1, (self._heads, self._head_dim)))
 
     def _rotated(self, vectors: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-        """[.., heads, rotary], pairs brought apart into halves first."""
+        """Rotate [.., heads, rotary], with interleaved pairs separated into halves first."""
         if self._shape.interleaved:
             vectors = torch.cat([vectors[..., 0::2], vectors[..., 1::2]], dim=-1)
         return rotate(vectors, *rotation)
 
 
 class Router(nn.Module):
-    """Which experts see a row, and with what weight: by sigmoid scores, chosen with a bias that balances load."""
+    """Routes rows to experts by sigmoid scores; a bias that balances load affects the choice, not the weights."""
 
     def __init__(self, config: HeadConfig, shape: ExpertShape) -> None:
         super().__init__()
         self._shape = shape
         self.weight = nn.Parameter(torch.zeros(shape.experts, config.hidden_size))
-        # In fp32 whatever the head is in, see `to_exact`.
+        # Always in fp32, see `to_exact`.
         self.register_buffer("e_score_correction_bias", torch.zeros(shape.experts))
         self.e_score_correction_bias: Tensor
 
     def to_exact(self, bias: Tensor) -> None:
-        """Take the bias [E] in fp32, after a head was put into half precision: it decides between close scores."""
+        """Restore the bias [E] in fp32 after a cast to half precision, since it decides between close scores."""
         self.e_score_correction_bias = bias.to(self.weight.device, torch.float32)
 
     def forward(self, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -94,7 +94,7 @@ class Router(nn.Module):
         shape = self._shape
         scores = functional.linear(rows.float(), self.weight.float()).sigmoid()
         wanted = (scores + self.e_score_correction_bias).view(len(rows), shape.groups, -1)
-        # A group is worth what its two best experts are.
+        # A group's score is that of its two best experts.
         best = wanted.topk(2, dim=-1).values.sum(dim=-1).topk(shape.chosen_groups, dim=-1).indices
         closed = torch.ones_like(wanted[..., 0], dtype=torch.bool).scatter_(-1, best, value=False)
         experts = wanted.masked_fill(closed[..., None], -math.inf).flatten(-2).topk(shape.chosen, dim=-1).indices
@@ -105,8 +105,8 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """Experts of a row, weighted, and those that every row has. Which experts run is asked of the device, so that this
-    cannot be captured in a CUDA graph. [.., H] -> [.., H]."""
+    """A mixture of experts, with shared experts for every row: [.., H] -> [.., H]. The host reads from the device which
+    experts run, so this cannot be captured in a CUDA graph."""
 
     def __init__(self, config: HeadConfig, shape: ExpertShape) -> None:
         super().__init__()
@@ -120,15 +120,15 @@ class Experts(nn.Module):
         mixed = torch.zeros_like(flat)
         for number in chosen.unique().tolist():
             places, ranks = torch.where(chosen == number)
-            said = self.experts[number](flat[places]) * weights[places, ranks, None]
-            mixed.index_add_(0, places, said.to(mixed.dtype))
+            weighted = self.experts[number](flat[places]) * weights[places, ranks, None]
+            mixed.index_add_(0, places, weighted.to(mixed.dtype))
         if self.shared_experts is not None:
             mixed = mixed + self.shared_experts(flat)
         return mixed.view_as(rows)
 
 
 class DeepseekLayer(nn.Module):
-    """A decoder layer with latent attention, experts, or both; what a head has not of them is Llama's."""
+    """A decoder layer with latent attention, experts, or both; otherwise Llama's."""
 
     def __init__(self, config: HeadConfig) -> None:
         super().__init__()
@@ -152,5 +152,5 @@ def _yarn_softness(config: HeadConfig) -> float:
         return 1.0
     factor = float(rope.get("factor") or 0.0)
     if not factor:
-        raise HeadRefused("config.json scales rotary positions, and does not say by which factor")
+        raise HeadRefused("config.json scales rotary positions, but names no factor")
     return 1.0 if factor <= 1 else (0.1 * every * math.log(factor) + 1.0) ** 2

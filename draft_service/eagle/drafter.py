@@ -22,44 +22,44 @@ from outrider.wire.frames import FeatureRequest
 
 
 class EagleDrafter(HeadDrafter):
-    """See `EagleConfig` for what can be set."""
+    """See `EagleConfig` for the settings."""
 
     name = "eagle"
 
     def __init__(self, config: EagleConfig, head: EagleHead | None = None) -> None:
-        """Reads the head's configuration; its weights follow in `start`, unless a `head` is given.
+        """Reads the head's configuration. `start` loads its weights, unless a `head` is given.
 
         Raises:
             SettingsError: no head is named.
-            NotSupported: there is no such head, or it cannot be served.
+            NotSupported: there is no such head, or it is not supported.
             UnknownModel: there is no such target.
         """
         if head is None and not config.head:
             raise SettingsError(
                 "the eagle drafter needs a head: a name from `outrider head list`, a folder or a hub id"
             )
-        self._config = config
-        # Empty where the head was given.
+        self._config: EagleConfig = config
+        # Empty if the head is given.
         self._source = head_source(config.head) if head is None else ""
         shape = read_config(self._source) if head is None else head.config
         self._target, self._no_target = _target_of(config, shape)
         super().__init__(config, shape, self._request(shape), head)
 
-    def _loaded(self, token_map: Sequence[int] | None) -> EagleHead:
+    def _load_head(self, token_map: Sequence[int] | None) -> EagleHead:
         config, dtype = self._config, getattr(torch, self._config.dtype)
         try:
             return load_head(self._source, target=self._target, token_map=token_map, dtype=dtype, device=config.device)
         except HeadRefused as refused:
             if not self._no_target:
                 raise
-            raise HeadRefused(f"{refused}; the one that its record names is not here: {self._no_target}") from None
+            raise HeadRefused(f"{refused}; the one that its record names was not found: {self._no_target}") from None
 
     def _request(self, shape: HeadConfig) -> FeatureRequest:
         config = self._config
         layers = shape.feature_layers
         if layers is None:
             if self._target is None:
-                raise HeadRefused("which layers the head reads depends on its target: name it (embeddings)")
+                raise HeadRefused("the layers that the head reads depend on its target: name it (embeddings)")
             layers = shape.layers_of(self._target.facts().num_layers)
         projected = config.projection == "target" and shape.kind == "eagle3"
         width = shape.hidden_size if projected else shape.num_features * shape.target_hidden_size
@@ -74,7 +74,7 @@ class EagleDrafter(HeadDrafter):
 
 
 def _target_of(config: EagleConfig, shape: HeadConfig) -> tuple[TargetCheckpoint | None, str]:
-    """The target's checkpoint, where one is named. What a head's record names need not be here: then why it is not."""
+    """The target's checkpoint, None if there is none; and why the one that the head's record names cannot be found."""
     if config.embeddings:
         return TargetCheckpoint(model_source(config.embeddings)), ""
     if not shape.target:

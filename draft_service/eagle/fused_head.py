@@ -1,11 +1,11 @@
-"""A head's static passes by `tree_kernels.linear`: a layer in four launches and its attention.
+"""A head's static passes by `tree_kernels.linear`: a layer in four launches plus attention.
 
-Weights that share their input become one tensor, of which the modules keep views, so that the head is what it was for
-everybody else. Heads whose layers are built in another way than EAGLE-3's are published run their own code.
+Weights with the same input are joined in one tensor. The modules keep views of it, so the head itself still works.
+Heads with other layers than those of published EAGLE-3 heads run their own code.
 
-A pass of few rows takes as long as reading the weights does, so it may use copies of them in int8: guesses of a head
-may be a little worse, and the target's output does not change. Passes of many rows, whose products take longer, keep
-the head's own weights.
+A pass of few rows takes as long as reading the weights, so it may use copies in int8: the head's predictions may be a
+little worse, and the target's output does not change. Passes of many rows, bound by compute, use the head's own
+weights.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from draft_service.eagle.head import EagleHead, HeadOutput
+from draft_service.eagle.head import EagleHead
 from draft_service.eagle.layers import FusedLayer, Layer
 from draft_service.neural.cuda_graphs.attention import StaticAttend
+from draft_service.neural.network import RowOutput
 from tree_kernels.linear import (
     HeadInputs,
     HeadRows,
@@ -30,7 +31,7 @@ from tree_kernels.linear import (
     row_linears,
 )
 
-# Above, products by cuBLAS with a launch of ours behind each are as fast.
+# Above this, cuBLAS with one of our kernels after each product is as fast.
 MAX_ROWS = 64
 # Columns of the smallest tile.
 _HEAD_MULTIPLE = 16
@@ -50,39 +51,33 @@ class _Parts:
     down_bias: Tensor | None
 
     def quantized(self) -> _Parts:
-        """The layer with copies of its weights in int8 where their widths are even."""
+        """The layer with int8 copies of its weights, where their widths are even."""
         qkv, out, gate_up, down = map(_quantized, (self.qkv, self.out, self.gate_up, self.down))
         return replace(self, qkv=qkv, out=out, gate_up=gate_up, down=down)
 
 
 @dataclass(frozen=True, slots=True)
 class _Layers:
-    """The layers, and what multiplies with them."""
+    """The layers, and the kernels for their products."""
 
     linears: RowLinears
     parts: list[_Parts]
-    # [R, 1] of rows that are normed already: what their squares must be for a scale of 1. None where norms are whole.
+    # [R, 1] sums of squares that give a scale of 1, for rows that are normed already; None for kernels that norm whole
+    # rows.
     squares: Tensor | None
 
 
 class FusedHead:
-    """See the module. Takes attention over a static plan."""
+    """An EAGLE-3 head's passes by fused kernels, with attention over a static plan. See the module."""
 
-    def __init__(
-        self,
-        head: EagleHead,
-        few: RowLinears,
-        many: RowLinears | None = None,
-        *,
-        int8: bool = False,
-    ) -> None:
+    def __init__(self, head: EagleHead, few: RowLinears, many: RowLinears, *, int8: bool = False) -> None:
         """`can_be_fused` must hold of the head.
 
         Args:
-            head: whose weights are used, and joined.
-            few: what multiplies up to `MAX_ROWS` rows.
-            many: what multiplies more, whole norms before it; without it only so many rows are taken.
-            int8: whether few rows are multiplied with copies of the weights in int8.
+            head: its weights are used, and joined.
+            few: kernels for up to `MAX_ROWS` rows.
+            many: kernels for more rows, which norm whole rows first.
+            int8: use int8 copies of the weights for few rows.
         """
         self._head = head
         first = head.layers[0]
@@ -97,31 +92,27 @@ class FusedHead:
             weight.detach(),
             _norm(first.input_layernorm),
             _norm(first.hidden_norm),
-            # [D]: both halves of a head turn alike.
+            # [D]: the same for both halves of a head.
             torch.cat([frequencies, frequencies]),
             rope.scaling,
         )
         self._eps = head.config.rms_norm_eps
         width = 2 * head.config.hidden_size
         squares = torch.full((MAX_ROWS, 1), width * (1.0 - self._eps), device=weight.device)
-        self._many = None if many is None else _Layers(many, parts, None)
-        # Of few rows; None where they have the head's own, as many rows have.
+        self._many = _Layers(many, parts, None)
+        # For few rows; None to use the head's own.
         lm_head = _quantized(head.lm_head.weight.detach()) if int8 else None
         self._int8_lm_head = lm_head if isinstance(lm_head, Int8Weight) else None
         self._few = _Layers(few, [part.quantized() for part in parts] if int8 else parts, squares)
 
-    def takes(self, rows: int) -> bool:
-        """Whether it can do a pass of so many rows."""
-        return rows <= MAX_ROWS or self._many is not None
-
-    def forward(self, token_ids: Tensor, features: Tensor, positions: Tensor, attend: StaticAttend) -> HeadOutput:
+    def forward(self, token_ids: Tensor, features: Tensor, positions: Tensor, attend: StaticAttend) -> RowOutput:
         """See `EagleHead.forward`; token_ids and positions [R], features [R, H]."""
-        layers, head = self._layers_for(len(token_ids)), self._head
+        layers, head = self._few if len(token_ids) <= MAX_ROWS else self._many, self._head
         linears = layers.linears
         taken = linears.head_input(token_ids, features, positions, self._inputs)
         squares = None if layers.squares is None else layers.squares[: len(taken.rows)]
         scaled = ScaledRows(taken.rows, squares, self._eps)
-        # The second half are the normed features.
+        # The second half of the input is the normed features.
         hidden = taken.rows[:, features.shape[1] :].contiguous() if self._before_residual else features
         for index, parts in enumerate(layers.parts):
             heads = HeadRows(taken.cosines, taken.sines, attend.slots, *attend.pools(index))
@@ -134,7 +125,7 @@ class FusedHead:
             hidden, after = linears.add_linear(gated, parts.down, parts.down_bias, hidden, following)
             scaled = after or scaled
         lm_input = linears.norm_rows(hidden, self._last_norm)
-        return HeadOutput(lm_input if head.config.norm_output else hidden, lm_input)
+        return RowOutput(lm_input if head.config.norm_output else hidden, lm_input)
 
     def logits(self, lm_input: Tensor) -> Tensor:
         """[R, H] to logits [R, V'] over the draft vocabulary."""
@@ -142,15 +133,9 @@ class FusedHead:
             return self._few.linears.add_linear(lm_input, self._int8_lm_head)[0]
         return self._head.logits(lm_input)
 
-    def _layers_for(self, rows: int) -> _Layers:
-        if rows <= MAX_ROWS:
-            return self._few
-        assert self._many is not None, "`takes` was asked before"
-        return self._many
-
 
 def fused(head: EagleHead, *, int8: bool) -> FusedHead | None:
-    """The head by the kernels of its device, None where they do not take it: on a CPU, in fp32, or built otherwise."""
+    """The head by the kernels of its device; None without support: on a CPU, in fp32, or for other layers."""
     weight = head.embed_tokens.weight
     if not weight.is_cuda or weight.element_size() != 2 or not can_be_fused(head):
         return None
@@ -158,7 +143,7 @@ def fused(head: EagleHead, *, int8: bool) -> FusedHead | None:
 
 
 def can_be_fused(head: EagleHead) -> bool:
-    """Whether its layers are those that the kernels know."""
+    """Whether the kernels support the head's layers."""
     config = head.config
     plain = config.kind == "eagle3" and not config.qk_norm and not config.mlp_bias
     return plain and config.head_dim % _HEAD_MULTIPLE == 0
@@ -196,7 +181,7 @@ def _bias_of(product: nn.Linear) -> Tensor | None:
 
 
 def _joined(products: list[nn.Linear]) -> Tensor:
-    """The weights of products below each other; the products keep views of them."""
+    """The weights of products, concatenated by rows; the products keep views of them."""
     joint = torch.cat([product.weight.detach() for product in products])
     begin = 0
     for product in products:

@@ -1,11 +1,11 @@
-"""An EAGLE head: what the target may run of it (`Projection`), and the part that drafts. An MTP module is one too.
+"""An EAGLE head: the part that the target may run (`Projection`), and the part that drafts. Also used for MTP modules.
 
 Symbols: H is the head's hidden size, W the target's, F the captured states of one token, V' the draft vocabulary.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -14,16 +14,15 @@ from draft_service.checkpoints.vocabulary import check_token_ids
 from draft_service.eagle.deepseek_layers import DeepseekLayer
 from draft_service.eagle.head_config import HeadConfig
 from draft_service.eagle.layers import FusedLayer, Layer, Rotary
+from draft_service.neural.network import RowOutput
 from draft_service.neural.tail_attention import Attend
 
 
 class Projection(nn.Module):
-    """The fusion of a token's captured hidden states into one feature: norms, then `fc`. Identity but for
-    EAGLE-3.
+    """Fuses a token's captured hidden states into one feature: norms, then `fc`. The identity except for EAGLE-3.
 
-    It is a part of its own so that the target can run it and send one vector per token. Weights: `fc.weight`
-    [H, F * W], `fc.bias` [H] where there is one, `fc_norm.{i}.weight` [W] or `input_norm.weight` [F * W] where there
-    are such norms.
+    A separate module so that the target can run it and send one vector per token. Weights: `fc.weight` [H, F * W], and
+    optionally `fc.bias` [H], `fc_norm.{i}.weight` [W] or `input_norm.weight` [F * W].
     """
 
     def __init__(self, config: HeadConfig) -> None:
@@ -46,27 +45,20 @@ class Projection(nn.Module):
         return cast(Tensor, self.fc(states))
 
 
-class HeadOutput(NamedTuple):
-    """What one pass makes of each row: the feature for the row's children, and what `logits` reads; both [.., H]."""
-
-    features: Tensor
-    lm_input: Tensor
-
-
 class EagleHead(nn.Module):
-    """A head in Outrider's neutral form, whichever layout it was loaded from.
+    """A head in Outrider's own form, whichever layout it was loaded from.
 
-    Position i pairs the feature of token i with the embedding of token i + 1, at rotary position i, and guesses token
-    i + 2. Features of committed tokens are the target's; those of drafted tokens are the head's own (`HeadOutput`).
+    Position i pairs the feature of token i with the embedding of token i + 1, at rotary position i, and predicts token
+    i + 2. Features of committed tokens are the target's; those of drafted tokens are the head's own (`RowOutput`).
 
-    `embed_tokens.weight` [vocab_size, H] is the target's own embedding unless the head carries one. `token_ids` [V']
-    are the target's ids of the tokens that the head can say, or None when it can say every token.
+    `embed_tokens.weight` [vocab_size, H] is the target's embedding unless the head has its own. `token_ids` [V'] are
+    the target ids of the draft vocabulary, or None for the whole vocabulary.
     """
 
     def __init__(self, config: HeadConfig, token_ids: Tensor | None = None) -> None:
-        """Random weights. `token_ids` [draft_vocab_size] int64, rising; needed when that is not the whole vocabulary.
+        """Random weights. `token_ids` [draft_vocab_size] int64 in ascending order; None for the whole vocabulary.
 
-        Raises `HeadRefused` when the two do not fit.
+        Raises `HeadRefused` if the two do not fit.
         """
         super().__init__()
         check_token_ids(config, token_ids)
@@ -75,7 +67,7 @@ class EagleHead(nn.Module):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         fused, width = config.kind == "eagle3", config.hidden_size
         if not fused:
-            # EAGLE-1 and -2 and MTP join the embedding and the feature in the drafting part; MTP norms each of them.
+            # EAGLE-1, EAGLE-2 and MTP fuse embedding and feature here; MTP norms both.
             self.fc = nn.Linear(2 * width, width, bias=config.fc_bias)
             self.token_norm, self.feature_norm = (
                 nn.RMSNorm(width, config.rms_norm_eps) if config.kind == "mtp" else nn.Identity() for _ in range(2)
@@ -92,14 +84,14 @@ class EagleHead(nn.Module):
         """Captured hidden states [.., F * W], layers side by side, to features [.., H]."""
         return cast(Tensor, self.projection(states))
 
-    def forward(self, token_ids: Tensor, features: Tensor, positions: Tensor, attend: Attend) -> HeadOutput:
-        """One pass over rows that are each a token and the feature of the token before it.
+    def forward(self, token_ids: Tensor, features: Tensor, positions: Tensor, attend: Attend) -> RowOutput:
+        """One pass over rows of a token and the feature of the token before it.
 
         Args:
-            token_ids: [..] the target's ids.
+            token_ids: [..] target ids.
             features: [.., H] of the target (after `project`) or of an earlier pass.
             positions: [..] index of the feature's token.
-            attend: keeps keys and values and attends.
+            attend: stores keys and values, and attends.
         """
         embeddings = self.embed_tokens(token_ids).to(features.dtype)
         rotation = self.rotary(positions)
@@ -111,7 +103,7 @@ class EagleHead(nn.Module):
         for layer in self.layers[1:]:
             rows = layer(rows, rotation, attend)
         normed = self.norm(rows)
-        return HeadOutput(normed if self.config.norm_output else rows, normed)
+        return RowOutput(normed if self.config.norm_output else rows, normed)
 
     def logits(self, lm_input: Tensor) -> Tensor:
         """[.., H] to logits [.., V'] over the draft vocabulary."""

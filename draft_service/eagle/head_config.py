@@ -1,4 +1,4 @@
-"""What an EAGLE head is, in one form for every checkpoint layout."""
+"""The configuration of an EAGLE head, in one form for every checkpoint layout."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ HeadKind = Literal["eagle", "eagle3", "mtp"]
 
 @dataclass(frozen=True, slots=True)
 class LatentShape:
-    """Widths of multi-head latent attention (arXiv 2412.19437, section 2.1.1), of one head where heads have them.
+    """Widths of multi-head latent attention (arXiv 2412.19437, section 2.1.1).
 
     Attributes:
-        query_rank: of the queries' latent; 0 where queries are projected at once.
-        key_rank: of the latent that keys and values are made of.
-        plain: part of a query and a key without positions.
-        rotary: the part with rotary positions, one key of which all heads share.
-        value: of a value.
+        query_rank: of the queries' latent; 0 if queries are projected directly.
+        key_rank: of the latent of keys and values.
+        plain: the part of a head's query and key without positions.
+        rotary: the part with rotary positions, whose key all heads share.
+        value: a head's value.
         interleaved: rotary pairs are neighbours in the projections' outputs, not halves.
     """
 
@@ -41,13 +41,13 @@ class ExpertShape:
     """A mixture of experts as DeepSeek-V3 routes it (arXiv 2412.19437, section 2.1.2).
 
     Attributes:
-        experts: that rows are routed to.
-        shared: experts that see every row, joined in one MLP.
+        experts: number of routed experts.
+        shared: experts that read every row, joined in one MLP.
         width: inner width of one expert.
-        chosen: experts of a row.
-        groups, chosen_groups: experts lie in groups, and a row's come from its best ones.
-        normed: a row's weights are made to sum to 1.
-        scale: factor of them then.
+        chosen: experts for each row.
+        groups, chosen_groups: groups of experts, and the number of best groups that a row's experts come from.
+        normed: the weights of a row are normalised to a sum of 1.
+        scale: factor of the weights after that.
     """
 
     experts: int
@@ -71,20 +71,20 @@ class HeadConfig(HeadShape):
     """The shape of an EAGLE head, or of an MTP module.
 
     Attributes:
-        kind: "eagle" for EAGLE-1 and EAGLE-2, which share their weights' form; "eagle3" for EAGLE-3 and EAGLE-3.1;
-            "mtp" for a target's own multi-token-prediction module.
-        num_features: hidden states that are captured for one token: 3 for EAGLE-3, 1 otherwise.
+        kind: "eagle" for EAGLE-1 and EAGLE-2, which have the same weights; "eagle3" for EAGLE-3 and EAGLE-3.1; "mtp"
+            for a target's own multi-token-prediction module.
+        num_features: hidden states that are captured for each token: 3 for EAGLE-3, 1 otherwise.
         feature_layers: decoder layers of the target whose outputs are captured, counted from 0; the number of layers
-            stands for the state after the last norm. None leaves it to the target's number of layers.
-        rope: transformers' `rope_parameters`: rope_theta, rope_type and what that type takes.
+            stands for the state after the last norm. None derives them from the target's number of layers.
+        rope: transformers' `rope_parameters`: rope_theta, rope_type and that type's parameters.
         fc_norm: EAGLE-3.1: an RMSNorm for each captured state before `fc`.
         norm_before_fc: one RMSNorm over the joined states before `fc`.
-        norm_output: EAGLE-3.1: the state after the last norm is fed to the next step, not the one before it.
+        norm_output: EAGLE-3.1: the next step reads the state after the last norm, not the one before it.
         norm_before_residual: the first layer's residual is the normed feature.
         input_norm: an EAGLE-1 head whose first layer has an input_layernorm; published ones have none.
-        fc_bias, qkv_bias, o_bias, mlp_bias, qk_norm: which optional weights there are.
-        latent, experts: of an MTP module whose layer has latent attention, or a mixture of experts.
-        tied_lm_head: an EAGLE-1 or EAGLE-2 head, or an EAGLE-3 head without its own: its logits come from the target's.
+        fc_bias, qkv_bias, o_bias, mlp_bias, qk_norm: which optional weights exist.
+        latent, experts: for an MTP module whose layer has latent attention, or a mixture of experts.
+        tied_lm_head: the lm_head is the target's, as in EAGLE-1 and EAGLE-2 and some EAGLE-3 heads.
     """
 
     kind: HeadKind
@@ -138,16 +138,16 @@ class HeadConfig(HeadShape):
 
     @property
     def rotary_width(self) -> int:
-        """Of the part of a query or key that has rotary positions: the first numbers, or a latent head's own part."""
+        """Width of a query's or key's part with rotary positions: its first numbers, or a latent head's rotary part."""
         if self.latent is not None:
             return self.latent.rotary
         return int(self.head_dim * float(self.rope.get("partial_rotary_factor", 1.0)))
 
     def layers_of(self, target_layers: int) -> tuple[int, ...]:
-        """The layers to capture of a target with so many, counted as in `feature_layers`.
+        """The layers to capture in a target with `target_layers` layers, counted as in `feature_layers`.
 
-        The default of EAGLE-3 is the outputs of layers 1, n // 2 - 1 and n - 4, which its code names as the inputs of
-        2, n // 2 and n - 3. Raises `HeadRefused` for layers that the target does not have.
+        The default of EAGLE-3 is the outputs of layers 1, n // 2 - 1 and n - 4; its code names them as the inputs of 2,
+        n // 2 and n - 3. Raises `HeadRefused` for layers that the target does not have.
         """
         layers = self.feature_layers
         if layers is None:

@@ -1,9 +1,9 @@
-"""What every drafter does that runs a head over the target's features, with trees that grow as EAGLE-2's do.
+"""The base of drafters that run a head over the target's features, with trees that grow as EAGLE-2's do.
 
 Entry i of a sequence's cache pairs the feature of token i with the embedding of token i + 1 at rotary position i, and
-guesses token i + 2. With L tokens there are L - 1 features and as many entries, and the last one speaks of what
-follows the root. Entries are made of the target's own features; those of a tree's nodes, made of the head's, are
-overwritten by the next.
+predicts token i + 2. With L tokens there are L - 1 features and as many entries; the last one predicts the root's
+children. Entries of committed tokens come from the target's features; those of a tree's nodes come from the head's, and
+are overwritten by the next entries.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class HeadNetwork:
     """A head as `neural.network.Network`."""
 
     def __init__(self, head: EagleHead, *, int8: bool = False) -> None:
-        """With `int8` a GPU's passes of few rows use copies of the weights in int8."""
+        """With `int8`, passes of few rows on a GPU use copies of the weights in int8."""
         config, weight = head.config, head.embed_tokens.weight
         self._head, self._fused = head, fused(head, int8=int8)
         self.layers, self.kv_heads, self.head_dim = config.num_layers, config.num_kv_heads, config.head_dim
@@ -45,9 +45,10 @@ class HeadNetwork:
     def read(self, token_ids: Tensor, carried: Tensor | None, positions: Tensor, attend: Attend) -> RowOutput:
         """See `Network.read`; carried are features [R, H]."""
         assert carried is not None, "an EAGLE head reads features"
-        if self._fused is not None and isinstance(attend, StaticAttend) and self._fused.takes(len(token_ids)):
-            return RowOutput(*self._fused.forward(token_ids, carried, positions, attend))
-        return RowOutput(*self._head(token_ids, carried, positions, attend))
+        if self._fused is not None and isinstance(attend, StaticAttend):
+            return self._fused.forward(token_ids, carried, positions, attend)
+        output: RowOutput = self._head(token_ids, carried, positions, attend)
+        return output
 
     def logits(self, lm_input: Tensor) -> Tensor:
         """See `Network.logits`."""
@@ -55,26 +56,25 @@ class HeadNetwork:
 
 
 class HeadDrafter(CachingDrafter):
-    """See `HeadDrafterConfig` for what can be set, and `FeatureDrafter` for how features come in."""
+    """See `HeadDrafterConfig` for the settings, and `FeatureDrafter` for how features arrive."""
 
-    # Entry i is of token i + 1.
+    # Entry i is for token i + 1.
     children_at = -1
 
     def __init__(
         self, config: HeadDrafterConfig, shape: HeadConfig, features: FeatureRequest, head: EagleHead | None
     ) -> None:
-        """`head` of this `shape`, None where `_loaded` brings it at the start. Raises `SettingsError` for a device that
-        is not there."""
+        """`head` of this `shape`; None to load it with `_load_head` at the start. Raises `SettingsError` for a device
+        that does not exist."""
         super().__init__(config, shape.vocab_size, config.max_context)
         self.tokenizer_fingerprint = shape.tokenizer_fingerprint
-        self.features: FeatureRequest | None = features
-        self._settings = config
+        self.features = features
+        self._config = config
         self._head = head
 
     def open(self, sequence: DraftSequence) -> None:
         super().open(sequence)
-        assert self.features is not None
-        sequence.features = FeatureWindow(self.features.width, self._settings.feature_window)
+        sequence.features = FeatureWindow(self.features.width, self._config.feature_window)
 
     def advance(self, sequence: DraftSequence, committed: Sequence[int]) -> None:  # noqa: ARG002
         """Raises `InvalidField` when there are more features than tokens that can have one."""
@@ -82,7 +82,7 @@ class HeadDrafter(CachingDrafter):
 
     def absorb(self, sequences: Sequence[DraftSequence]) -> None:
         """See `FeatureDrafter.absorb`."""
-        # A feature's entry needs the token after its own.
+        # An entry needs the token after its feature's.
         paired = [one for one in sequences if window_of(one).end < len(one.token_ids)]
         with launching_on(self.device):
             self._read([one for one in paired if self._has_room(one, len(window_of(one)))])
@@ -102,16 +102,16 @@ class HeadDrafter(CachingDrafter):
         return self._head
 
     @abstractmethod
-    def _loaded(self, token_map: Sequence[int] | None) -> EagleHead:
-        """The head on its device, with these token ids alone where there is a map."""
+    def _load_head(self, token_map: Sequence[int] | None) -> EagleHead:
+        """Load the head on its device. `token_map` limits its vocabulary to these target ids."""
 
     def _load_network(self) -> Network:
         if self._head is None:
-            self._head = self._loaded(self._settings.read_token_map())
-        return HeadNetwork(self._head, int8=self._settings.head_weights == "int8")
+            self._head = self._load_head(self._config.read_token_map())
+        return HeadNetwork(self._head, int8=self._config.head_weights == "int8")
 
     def _ready(self, sequence: DraftSequence) -> bool:
-        """Whether features reach the token before the root, and the cache has room."""
+        """Whether the features up to the token before the root are there, and the cache has room."""
         known, window = len(sequence.token_ids) - 1, window_of(sequence)
         if window.end != known or not (len(window) or sequence.state.entries):
             self._misses += 1
@@ -120,12 +120,11 @@ class HeadDrafter(CachingDrafter):
 
     @torch.inference_mode()
     def _read(self, sequences: Sequence[DraftSequence]) -> None:
-        assert self.features is not None
         waiting = [sequence for sequence in sequences if len(window_of(sequence))]
         taken = [window_of(sequence).take() for sequence in waiting]
         if not taken:
             return
-        # In one copy to the device, and one pass of the projection.
+        # For one copy to the device, and one pass of the projection.
         staging, device = self.drafting.staging, self.drafting.network.device
         vectors = staging.join([vectors for _, vectors in taken])
         features = vectors if self.features.projected else self.head.project(vectors.to(device, non_blocking=True))

@@ -1,4 +1,4 @@
-"""The layers of a head: Llama's, the first of EAGLE-3 reading the token and the feature side by side."""
+"""The layers of a head: Llama's, and the first layer of EAGLE-3, which reads token and feature side by side."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from draft_service.neural.tail_attention import Attend
 
 
 class Rotary(nn.Module):
-    """Rotary positions as transformers' Llama has them, for every type that a `HeadConfig` allows."""
+    """Rotary embedding as in transformers' Llama, for every type that a `HeadConfig` allows."""
 
     def __init__(self, config: HeadConfig) -> None:
         super().__init__()
         inverse, self.scaling = _frequencies(dict(config.rope), config.rotary_width, config.max_positions)
-        # As bits: a head that is put into half precision must not round its frequencies.
+        # As bits, so that a cast of the head to half precision does not round the frequencies.
         self.register_buffer("inverse_bits", inverse.view(torch.int32), persistent=False)
         self.inverse_bits: Tensor
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosine and sine [.., 1, T] in fp32 of positions [..], T numbers of a head being turned."""
+        """Cosine and sine [.., 1, T] in fp32 of positions [..], where T numbers of a head are rotated."""
         angles = positions[..., None].float() * self.inverse_bits.view(torch.float32)
         angles = torch.cat([angles, angles], dim=-1).unsqueeze(-2)
         return angles.cos() * self.scaling, angles.sin() * self.scaling
@@ -40,7 +40,7 @@ def _frequencies(rope: dict[str, Any], width: int, max_positions: int) -> tuple[
         num_attention_heads=1,
         head_dim=width,
         max_position_embeddings=max_positions,
-        # All of the width, which is a part of a head's already.
+        # Of `width`, which is the rotary part of a head already.
         rope_parameters=rope | {"partial_rotary_factor": 1.0},
     )
     embedding: Any = LlamaRotaryEmbedding(settings)
@@ -48,16 +48,16 @@ def _frequencies(rope: dict[str, Any], width: int, max_positions: int) -> tuple[
 
 
 def rotate(vectors: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """Rotate the first T of [.., heads, D] by cosine and sine [.., 1, T], in fp32; in the type of `vectors`."""
+    """Rotate the first T numbers of [.., heads, D] by cosine and sine [.., 1, T], in fp32. Keeps the type."""
     width = cosine.shape[-1]
     wide = vectors[..., :width].float()
     first, second = wide.chunk(2, dim=-1)
-    turned = (wide * cosine + torch.cat([-second, first], dim=-1) * sine).to(vectors.dtype)
-    return turned if width == vectors.shape[-1] else torch.cat([turned, vectors[..., width:]], dim=-1)
+    rotated = (wide * cosine + torch.cat([-second, first], dim=-1) * sine).to(vectors.dtype)
+    return rotated if width == vectors.shape[-1] else torch.cat([rotated, vectors[..., width:]], dim=-1)
 
 
 class Attention(nn.Module):
-    """Grouped-query attention whose keys live elsewhere: `attend` stores and reads them."""
+    """Grouped-query attention. `attend` stores keys and values, and attends."""
 
     def __init__(self, config: HeadConfig, layer: int, input_width: int) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""The layouts that heads are published in, read into one `HeadConfig` and one set of names.
+"""The published layouts of heads, read into one `HeadConfig` and one set of weight names.
 
 - EAGLE (SafeAILab): a Llama config.json; EAGLE-1 and -2 with `fc`, `layers.0.*`; EAGLE-3 with `fc`, `midlayer.*`,
-  `norm`, `lm_head`, `d2t`, `t2d`. The `architectures` entry says LlamaForCausalLM for either.
+  `norm`, `lm_head`, `d2t`, `t2d`. The `architectures` entry is LlamaForCausalLM for both.
 - SGLang and SpecForge: `architectures` LlamaForCausalLMEagle or LlamaForCausalLMEagle3, `draft_vocab_size`,
   `eagle_config.eagle_aux_hidden_state_layer_ids` counting the outputs of layers; `midlayer.` or `layers.0.`, with a
   prefix `model.` or without.
@@ -9,8 +9,8 @@
   `eagle_aux_hidden_state_layer_ids` counting the inputs of layers, so one more; EAGLE-1 with `fusion_fc` and
   `transformer.*`.
 
-Which kind it is, and which optional weights it has, follows from the weights and not from the configuration, which
-published heads often leave incomplete.
+The kind of head and its optional weights are derived from the weights, not from the configuration, which is often
+incomplete in published heads.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ _RENAMED = (
     (re.compile(r"^midlayers\.(\d+)\."), r"layers.\1."),
     (re.compile(r"^fusion_fc\."), "fc."),
 )
-# The verifier's own parts, and what is computed anew.
+# Parts of the verifier, and buffers that are computed.
 _IGNORED = re.compile(r"^(t2d|verifier_.*|.*rotary_emb\.inv_freq|(.*\.)?position_ids)$")
 _PROJECTION = ("fc.", "fc_norm.", "input_norm.")
 
 
 def neutral_name(name: str) -> str | None:
-    """The name of a published weight in `EagleHead`'s terms, "d2t" for the token map, None for what is not needed.
+    """The name of a published weight in `EagleHead`, "d2t" for the token map, None for an unneeded weight.
 
-    The projection's names still lack their `projection.`; see `module_name`.
+    Names of the projection lack the prefix `projection.`; see `module_name`.
     """
     for pattern, replacement in _RENAMED:
         name = pattern.sub(replacement, name)
@@ -51,7 +51,7 @@ def module_name(name: str, config: HeadConfig) -> str:
 
 
 class _Sources(NamedTuple):
-    """Where a layout keeps things: settings of the layer, of the head, and the captured layers counted by output."""
+    """A layout's settings of the layer and of the head, and the captured layers, counted by output."""
 
     layer: Mapping[str, Any]
     head: Mapping[str, Any]
@@ -67,7 +67,7 @@ def head_config(config: Mapping[str, Any], shapes: Shapes) -> HeadConfig:
         shapes: shape of every weight, by neutral name.
 
     Raises:
-        HeadRefused: it is no EAGLE head, or of a kind that is not served.
+        HeadRefused: it is not an EAGLE head, or of a kind that is not supported.
     """
     sources = _sources(config)
     _refuse_foreign(sources, shapes)
@@ -95,14 +95,14 @@ def head_config(config: Mapping[str, Any], shapes: Shapes) -> HeadConfig:
 
 
 def layer_settings(config: Mapping[str, Any], shapes: Shapes) -> dict[str, Any]:
-    """What the layer of a head has of Llama's, as arguments of `HeadConfig`.
+    """The settings that a head's layer shares with Llama's, as arguments of `HeadConfig`.
 
     Args:
         config: the entries of a config.json about the layer.
         shapes: shape of every weight, by neutral name.
 
     Raises:
-        HeadRefused: an entry is missing, or another activation than silu.
+        HeadRefused: an entry is missing, or the activation is not silu.
     """
     activation = config.get("hidden_act", "silu")
     if activation != "silu":
@@ -150,7 +150,7 @@ def _refuse_foreign(sources: _Sources, shapes: Shapes) -> None:
         raise HeadRefused("an EAGLE-1 head with norms around its fusion layer is not served")
     for flag, weight in (("fc_norm", "fc_norm.0.weight"), ("norm_before_fc", "input_norm.weight")):
         if bool(sources.head.get(flag, False)) is not (weight in shapes):
-            raise HeadRefused(f"config.json says {flag} is {sources.head.get(flag, False)}, its weights say otherwise")
+            raise HeadRefused(f"config.json has {flag} {sources.head.get(flag, False)}, which its weights contradict")
 
 
 def _draft_vocabulary(head: Mapping[str, Any], shapes: Shapes, vocabulary: int) -> int:

@@ -1,1 +1,1 @@
-"""Medusa heads (arXiv 2401.10774): one guess for each of the next tokens, all from one hidden state."""
+"""Medusa heads (arXiv 2401.10774): predictions of the next few tokens, all from one hidden state."""

@@ -3,11 +3,11 @@
 - FasterDecoding's heads alone (Medusa-1): `medusa_lm_head.safetensors` with `{head}.{layer}.linear.weight`, `.bias` and
   `{head}.{layers}.weight`, the lm_head; config.json with `medusa_num_layers` and `base_model_name_or_path`. Its
   `medusa_num_heads` may be too small (2 where there are 5), so heads are counted by their weights.
-- The same under `medusa_head.`, inside the target's own checkpoint (Medusa-2), whose other weights are left alone.
+- The same under `medusa_head.` in the target's own checkpoint (Medusa-2), whose other weights are ignored.
 - vLLM: `blocks.{head}.layers.{layer}.weight`, often without bias, `lm_heads.{head}.weight`, and `token_map` [V'] for a
   vocabulary that was reduced.
 
-What is saved says which tokens it can say as EAGLE heads do (`draft_service.checkpoints.vocabulary`).
+Saved heads have their draft vocabulary as EAGLE heads do (`draft_service.checkpoints.vocabulary`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from draft_service.checkpoints.vocabulary import ids_of, restrict, tensors_of
 from draft_service.checkpoints.weights import Weights
 from draft_service.medusa.head import MedusaHead, MedusaShape
 
-# Heads by themselves, before the target's checkpoint that may lie beside them.
+# A file of heads alone is preferred to the target's checkpoint in the same folder.
 _FILES = ("medusa_lm_head.safetensors", "model.safetensors")
 _PREFIX = re.compile(r"^(medusa_heads?|heads)\.(?=\d)")
 _BLOCK = re.compile(r"^(\d+)\.(\d+)\.linear\.(weight|bias)$")
@@ -38,13 +38,13 @@ _MAPS = ("d2t", "token_map")
 
 
 def read_shape(source: str | Path) -> MedusaShape:
-    """What the heads are, without loading their weights.
+    """Read the heads' configuration, without loading their weights.
 
     Args:
         source: a folder with config.json and safetensors, or a hub id, which is fetched.
 
     Raises:
-        HeadRefused: they cannot be read, or are not served; the message says why.
+        HeadRefused: they cannot be read, or are not supported.
     """
     weights = Weights(source, _FILES)
     return _shape(weights, _names(weights))
@@ -62,8 +62,8 @@ def load_heads(
 
     Args:
         source: a folder or a hub id.
-        target: that the heads must fit, where it is known.
-        token_map: target token ids, the only ones that the heads shall say; those that they do not know are left out.
+        target: the target that the heads must fit, if known.
+        token_map: target ids to limit the draft vocabulary to; those that are not in the heads' vocabulary are ignored.
 
     Raises:
         HeadRefused: see `read_shape`; or they do not fit the target.
@@ -77,7 +77,7 @@ def load_heads(
     lm_heads = [f"heads.{head}.{shape.num_layers}.weight" for head in range(shape.num_heads)]
     heads = MedusaHead(*restrict(shape, _token_ids(weights), token_map, tensors, lm_heads))
     for name, own in heads.state_dict().items():
-        # vLLM's blocks may have none.
+        # vLLM's blocks may have no bias.
         if name.endswith(".linear.bias"):
             tensors.setdefault(name, torch.zeros_like(own))
     fill(heads, tensors)
@@ -85,7 +85,7 @@ def load_heads(
 
 
 def save_heads(heads: MedusaHead, folder: str | Path, record: Mapping[str, Any] | None = None) -> Path:
-    """Write config.json, medusa_lm_head.safetensors and, when there is a `record` of their training, training.json."""
+    """Write config.json, medusa_lm_head.safetensors and, if there is a `record` of the training, training.json."""
     folder, shape = Path(folder), heads.config
     tensors = {_PREFIX.sub("", name): tensor for name, tensor in heads.state_dict().items()}
     if heads.token_ids is not None:
@@ -109,8 +109,8 @@ def save_heads(heads: MedusaHead, folder: str | Path, record: Mapping[str, Any] 
 
 
 def neutral_name(name: str) -> tuple[int, int, str] | None:
-    """Head, layer and part ("weight" or "bias" of a block, "lm_head", whose layer is -1) of a published weight; None
-    for what is no part of a head."""
+    """Head, layer and part of a published weight; None for other weights. The part is "weight" or "bias" of a block, or
+    "lm_head" with layer -1."""
     name = _PREFIX.sub("", name)
     if match := _BLOCK.match(name) or _VLLM_BLOCK.match(name):
         return int(match[1]), int(match[2]), match[3]
@@ -120,7 +120,7 @@ def neutral_name(name: str) -> tuple[int, int, str] | None:
 
 
 def _names(weights: Weights) -> dict[str, str]:
-    """Name in `MedusaHead` -> published name."""
+    """Name in `MedusaHead` -> published name, of all weights of heads."""
     found = {part: name for name in weights.names if (part := neutral_name(name)) is not None}
     blocks = [layer for _, layer, part in found if part == "weight"]
     if not any(part == "lm_head" for _, _, part in found):
@@ -142,15 +142,15 @@ def _shape(weights: Weights, names: Mapping[str, str]) -> MedusaShape:
     lm_head = names.get(f"heads.0.{num_layers}.weight")
     if lm_head is None:
         raise HeadRefused("the first of the heads has no lm_head")
-    said, hidden = weights.shape(lm_head)
+    rows, hidden = weights.shape(lm_head)
     mapped = any(name in weights.names for name in _MAPS)
     if mapped and not config.get("vocab_size"):
-        raise HeadRefused("the heads' vocabulary was reduced, and config.json does not say the target's vocab_size")
+        raise HeadRefused("the heads' vocabulary was reduced, and config.json has no vocab_size of the target")
     return MedusaShape(
         target_hidden_size=hidden,
-        # Heads that say every token know their vocabulary better than a config.json that may be another's.
-        vocab_size=int(config["vocab_size"]) if mapped else said,
-        draft_vocab_size=said,
+        # With the whole vocabulary, weights are more reliable than a config.json that may be another model's.
+        vocab_size=int(config["vocab_size"]) if mapped else rows,
+        draft_vocab_size=rows,
         num_heads=num_heads,
         num_layers=num_layers,
         target=str(own.get("target") or config.get("base_model_name_or_path") or ""),
@@ -160,13 +160,13 @@ def _shape(weights: Weights, names: Mapping[str, str]) -> MedusaShape:
 
 
 def _layers_of_target(config: Mapping[str, Any]) -> int:
-    """The decoder layers that config.json names where it is the target's own, with heads beside or inside; else 0. In
-    vLLM's, whose type is medusa, the same entry counts residual blocks."""
+    """The decoder layers in a config.json of the target; 0 for one of the heads alone. In vLLM's, of type medusa, the
+    same entry counts residual blocks."""
     return int(config.get("num_hidden_layers") or 0) if config.get("model_type") not in (None, "", "medusa") else 0
 
 
 def _token_ids(weights: Weights) -> Tensor | None:
-    """[V'] target ids; None for all."""
+    """[V'] target ids of the draft vocabulary; None for all."""
     if "d2t" in weights.names:
         return ids_of(weights.tensor("d2t"))
     return weights.tensor("token_map").long() if "token_map" in weights.names else None

@@ -1,4 +1,4 @@
-"""Settings of the Medusa drafter. Each default lives here, or in `NetworkConfig`, and nowhere else."""
+"""Settings of the Medusa drafter, in addition to `NetworkConfig`."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ class MedusaConfig(HeadSettings, NetworkConfig):
     head: str = setting("", "Medusa heads: a folder, or a hub id, in any published layout; safetensors only")
     base_model: str = setting(
         "",
-        "target that the heads were made for: a name from `outrider model list`, a folder, or a hub id; empty asks the "
-        "heads' record",
+        "target that the heads were made for: a name from `outrider model list`, a folder, or a hub id; empty takes it "
+        "from the heads' record",
     )
     tree: str = setting(
         BEST_FIRST,
-        "best-first follows the most probable paths of each tree anew; the others are Medusa's fixed trees",
+        "best-first grows each tree by its most probable paths; the others are Medusa's fixed trees",
         choices=(BEST_FIRST, *FIXED_TREES),
     )
-    # Nodes and children as Medusa's own trees have them.
+    # The sizes of Medusa's own trees.
     num_draft_tokens: int = setting(63, "nodes of a tree, the root not counted", ge=1, le=MAX_ROWS - 1)
     topk: int = setting(10, "children of a node; 1 drafts a chain", ge=1)
     num_steps: int = setting(0, "levels of a tree, one for each head; 0 takes all heads", ge=0)

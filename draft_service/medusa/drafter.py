@@ -1,7 +1,7 @@
-"""The Medusa drafter: K heads over the target's last hidden state, and no pass but theirs.
+"""The Medusa drafter: one pass of K heads over the target's last hidden state.
 
-The state of the token before the root, the last that the target knows, is all that the heads read. So nothing of a
-prompt is followed and there is no cache: the newest vector of a sequence replaces the one before it.
+The heads read the state of the token before the root, the last one that the target has. So there is no cache and no
+pass over prompts: a sequence's newest vector replaces the one before.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from outrider.wire.frames import FeatureRequest
 
 
 class MedusaDrafter(NeuralDrafter[MedusaDrafting]):
-    """See `MedusaConfig` for what can be set, and `FeatureDrafter` for how features come in. A sequence's state is its
+    """See `MedusaConfig` for the settings, and `FeatureDrafter` for how features arrive. A sequence's state is its
     newest vector, [1, H], or None."""
 
     name = "medusa"
 
     def __init__(self, config: MedusaConfig, heads: MedusaHead | None = None) -> None:
-        """Reads the heads' configuration; their weights follow in `start`, unless `heads` are given.
+        """Reads the heads' configuration. `start` loads their weights, unless `heads` are given.
 
         Raises:
-            SettingsError: no heads are named, or the device is not there.
-            NotSupported: there are no such heads, or they cannot be served.
+            SettingsError: no heads are named, or the device does not exist.
+            NotSupported: there are no such heads, or they are not supported.
             UnknownModel: there is no such target.
         """
         if heads is None and not config.head:
@@ -53,10 +53,9 @@ class MedusaDrafter(NeuralDrafter[MedusaDrafting]):
         super().__init__(config, self._tree, shape.vocab_size, config.max_context)
         self.tokenizer_fingerprint = shape.tokenizer_fingerprint
         layers, width = shape.layers_of(_layers_of_target(shape, self._target)), shape.target_hidden_size
-        self.features: FeatureRequest | None = FeatureRequest(layers, width, config.feature_dtype, window=1)
+        self.features = FeatureRequest(layers, width, config.feature_dtype, window=1)
 
     def open(self, sequence: DraftSequence) -> None:
-        assert self.features is not None
         sequence.state, sequence.features = None, FeatureWindow(self.features.width, capacity=1)
 
     def advance(self, sequence: DraftSequence, committed: Sequence[int]) -> None:  # noqa: ARG002
@@ -64,7 +63,7 @@ class MedusaDrafter(NeuralDrafter[MedusaDrafting]):
         check_features(sequence)
 
     def absorb(self, sequences: Sequence[DraftSequence]) -> None:
-        """See `FeatureDrafter.absorb`; what waits is at most one vector of each sequence, for the next tree."""
+        """Nothing to do, see `FeatureDrafter.absorb`: a sequence's one vector waits for the next tree."""
 
     def close(self, sequence: DraftSequence) -> None:
         sequence.state = sequence.features = None
@@ -99,7 +98,7 @@ class MedusaDrafter(NeuralDrafter[MedusaDrafting]):
 
 
 def _tree_shape(config: MedusaConfig, shape: MedusaShape, tree: FixedTree | None) -> TreeShape:
-    """As `config` has it; a fixed tree says by itself how many nodes and ranks there are."""
+    """The shape by the settings; the numbers of nodes and ranks are those of a fixed tree."""
     if config.num_steps > shape.num_heads:
         raise SettingsError(f"num_steps is {config.num_steps}, and there are {shape.num_heads} heads")
     steps = config.num_steps or shape.num_heads
@@ -114,18 +113,18 @@ def _tree_shape(config: MedusaConfig, shape: MedusaShape, tree: FixedTree | None
 
 
 def _layers_of_target(shape: MedusaShape, target: TargetCheckpoint | None) -> int:
-    """How many decoder layers the target has, which says what its last state is called."""
+    """The number of the target's decoder layers, which is the index of its last state."""
     if target is not None:
         return target.facts().num_layers
     if shape.target_layers:
         return shape.target_layers
     if not shape.target:
-        raise HeadRefused("how many layers the heads' target has is not said: name it (--base-model)")
+        raise HeadRefused("the number of the target's layers is unknown: name the target (--base-model)")
     try:
         return TargetCheckpoint(model_source(shape.target)).facts().num_layers
     except (HeadRefused, UnknownModel) as refused:
         raise HeadRefused(
-            f"how many layers {shape.target} has is not known here ({refused.message}): name the target (--base-model)"
+            f"the number of layers of {shape.target} is unknown ({refused.message}): name the target (--base-model)"
         ) from None
 
 

@@ -1,4 +1,4 @@
-"""Candidates of every depth in one pass of the heads, and the trees of a frame from them.
+"""Candidates for every depth from one pass of the heads, and the trees grown from them.
 
 Symbols: B sequences, K heads, M candidates of a row, H the target's hidden size.
 """
@@ -18,32 +18,32 @@ from draft_service.medusa.head import MedusaHead
 from draft_service.neural.candidates import candidates_wanted, most_probable, temperature_of
 from draft_service.neural.level_growth import DEPTH, grow_level, make_forest
 from draft_service.neural.tree_config import TreeShape
-from draft_service.neural.tree_drafting import best_items, rules_of, with_distributions
+from draft_service.neural.tree_drafting import grown_trees, rules_of
 from outrider.tree import TokenTree
 
 
 class MedusaDrafting:
-    """Heads on their device, and how their trees grow. A sequence's state is the vector that they read, [1, H]. Calls
-    come from one thread."""
+    """Heads on their device, and the growth of their trees. A sequence's state is the vector to read, [1, H]. Called
+    from one thread."""
 
     def __init__(self, heads: MedusaHead, shape: TreeShape, tree: FixedTree | None) -> None:
-        """`shape.num_steps` heads are used; `tree` is a fixed one, None grows best first."""
+        """The first `shape.num_steps` heads are used. `tree` is a fixed tree; None grows best first."""
         self._heads, self._shape, self._tree = heads, shape, tree
         self._weight = heads.lm_heads[0].weight
         ids = heads.token_ids
         self._token_ids = None if ids is None else ids.cpu().numpy().astype(np.int32)
 
-    def trees(self, wanted: Sequence[DraftSequence]) -> list[TokenTree]:
-        """The best trees of sequences that have a vector, in whatever mode."""
-        return in_order(wanted, (one.mode for one in wanted), self._grown, self._drawn)
+    def trees(self, sequences: Sequence[DraftSequence]) -> list[TokenTree]:
+        """The best trees of sequences that have a vector, in any mode."""
+        return in_order(sequences, (one.mode for one in sequences), self._grown, self._drawn)
 
-    def begin(self, wanted: Sequence[DraftSequence]) -> Pending:
-        """As `trees`, of no REJECTION request."""
-        return Computed(self._grown(wanted))
+    def begin(self, sequences: Sequence[DraftSequence]) -> Pending:
+        """As `trees`, without REJECTION requests."""
+        return Computed(self._grown(sequences))
 
     @torch.inference_mode()
     def _candidates(self, sequences: Sequence[DraftSequence]) -> tuple[np.ndarray, np.ndarray]:
-        """[B, K, M] tokens and probabilities of every depth of every sequence."""
+        """Tokens and probabilities [B, K, M] for every depth of every sequence."""
         shape, weight = self._shape, self._weight
         states = torch.cat([one.state.float() for one in sequences])
         logits = self._heads(states.to(weight.device, weight.dtype))[: shape.num_steps]
@@ -55,14 +55,14 @@ class MedusaDrafting:
         return tokens, probs
 
     def _grown(self, sequences: Sequence[DraftSequence]) -> Grown:
-        """Trees of sequences none of which is of a REJECTION request."""
+        """Trees of requests in modes other than REJECTION."""
         tokens, probs = self._candidates(sequences)
         roots = [one.root for one in sequences]
         return grown(rules_of(sequences, self._shape), tokens, probs, roots, self._tree)
 
     def _drawn(self, sequences: Sequence[DraftSequence]) -> list[TokenTree]:
-        """Trees of REJECTION requests, whose nodes are drawn, so that a fixed tree has no part in them: each parent
-        draws from its depth's distribution anew."""
+        """Trees of REJECTION requests. Each node's children are drawn from the distribution of their depth, so a fixed
+        tree is not used."""
         shape, count = self._shape, len(sequences)
         tokens, probs = self._candidates(sequences)
         rules = rules_of(sequences, shape)
@@ -72,5 +72,4 @@ class MedusaDrafting:
             own = np.repeat(np.arange(count), forest.widths)
             if not grow_level(forest, rules, level, level == levels, tokens[own, level - 1], probs[own, level - 1]):
                 break
-        trees = best_items(forest, rules, [one.root for one in sequences]).as_trees()
-        return [with_distributions(tree, forest, b) for b, tree in enumerate(trees)]
+        return grown_trees(forest, rules, sequences)

@@ -1,8 +1,8 @@
-"""The fixed trees that Medusa's code comes with: which ranks of which heads make up its candidates.
+"""The fixed trees of Medusa's code: the ranks of each head that its candidates use.
 
 From `medusa/model/medusa_choices.py` of github.com/FasterDecoding/Medusa (Apache-2.0), where they were found by adding
-what was accepted most on calibration text (section 2.3.3 of arXiv 2401.10774): `mc_sim_7b_63` for Medusa-1, the others
-for the Medusa-2 heads of the model that each is named after.
+the nodes accepted most often on calibration text (section 2.3.3 of arXiv 2401.10774): `mc_sim_7b_63` for Medusa-1, the
+others for the Medusa-2 heads of the model in their name.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 
 from draft_service.compiling import Numbers
 
-# One word for each node: the ranks of the tokens from the root down to it, a digit for each.
+# A word for each node: the ranks on the path from the root to it, one digit each.
 _PATHS = {
     "mc_sim_7b_63": (
         "0 00 1 01 2 000 10 02 3 03 4 04 20 05 001 5 06 6 07 010 11 7 08 002 30 09 8 9 100 020 12 003 40 21 "
@@ -46,20 +46,20 @@ _PATHS = {
 
 
 class FixedTree(NamedTuple):
-    """A tree of so many nodes, parents first. Row 0 is the root."""
+    """A fixed tree, parents first. Row 0 is the root."""
 
     parents: Numbers  # [1 + nodes] rows
-    ranks: Numbers  # [1 + nodes] of each node's token among those of its depth
+    ranks: Numbers  # [1 + nodes] rank of each node's token among those of its depth
     depths: Numbers  # [1 + nodes]
 
     @property
     def depth(self) -> int:
-        """Of the deepest node."""
+        """Depth of the deepest node."""
         return int(self.depths.max())
 
     @classmethod
     def of(cls, paths: str) -> FixedTree:
-        """From words of digits."""
+        """Parse the words of a tree."""
         words = ["", *paths.split()]
         rows = {word: row for row, word in enumerate(words)}
         return cls(

@@ -1,8 +1,8 @@
-"""Trees of heads that each guess one depth, whatever stands above it.
+"""Trees of heads that each predict one depth, independently of the path to it.
 
-A depth's tokens and their scores are the same below every node of the depth before, so a node is its parent and a rank.
-In GREEDY mode a score is a probability; in COUPLED mode the chance of winning the race that the target will run, whose
-noise hangs on position and token alone.
+A depth's tokens and scores are the same below every node of the depth before, so a node is its parent and a rank. In
+GREEDY mode a score is a probability; in COUPLED mode the chance of winning the target's race, whose noise depends on
+position and token alone.
 """
 
 from __future__ import annotations
@@ -14,42 +14,25 @@ import numpy as np
 from draft_service.compiling import Numbers, Reals, compiled, inlined
 from draft_service.drafters.grown import Grown
 from draft_service.medusa.fixed_trees import FixedTree
-from draft_service.neural.level_growth import (
-    COUPLED,
-    DEPTH,
-    MIN_P,
-    MODE,
-    NODES,
-    TOP_K,
-    TOP_P,
-    Ints,
-    Probs,
-    Rules,
-    apply_filters,
-    run_race,
-)
+from draft_service.neural.level_growth import DEPTH, NODES, Probs, Rules, score_candidates
 
 
 class Ranked(NamedTuple):
-    """The best tokens of every depth of B sequences, best first; `counts` [B, K] of them mean something."""
+    """The best tokens of every depth of B sequences, best first; only the first `counts` [B, K] are valid."""
 
-    tokens: Ints  # [B, K, breadth]
-    scores: Reals  # [B, K, breadth] given any parent
-    counts: Ints  # [B, K]
+    tokens: Numbers  # [B, K, breadth]
+    scores: Reals  # [B, K, breadth] given the parent
+    counts: Numbers  # [B, K]
 
 
 @compiled
-def rank(rules: Rules, tokens: Ints, probs: Probs, ranked: Ranked) -> None:
-    """Fill `ranked` from the candidates of every depth, tokens and probs [B, K, M], in falling order of probability."""
+def rank(rules: Rules, tokens: Numbers, probs: Probs, ranked: Ranked) -> None:
+    """Fill `ranked` from the candidates of every depth, tokens and probs [B, K, M], most probable first."""
     count, depths, known = tokens.shape
     for b in range(count):
-        mode = rules.ints[b, MODE]
         for depth in range(depths):
             work = probs[b, depth].astype(np.float64)
-            kept, rest = apply_filters(work, known, rules.ints[b, TOP_K], rules.reals[b, TOP_P], rules.reals[b, MIN_P])
-            if mode == COUPLED:
-                position = rules.positions[b] + np.uint64(depth)
-                run_race(tokens[b, depth], work, kept, rest, rules.seeds[b], position, rules.sharpness)
+            kept, _ = score_candidates(rules, b, depth, tokens[b, depth], work, known)
             found = 0
             while found < min(rules.breadth, kept):
                 best = 0
@@ -66,7 +49,7 @@ def rank(rules: Rules, tokens: Ints, probs: Probs, ranked: Ranked) -> None:
 
 
 class _Open(NamedTuple):
-    """Nodes that may come next, each the best below its parent that is not in the tree."""
+    """Candidates for the next node, each the best child of its parent that is not in the tree yet."""
 
     parents: Numbers  # rows of the tree
     ranks: Numbers
@@ -75,7 +58,7 @@ class _Open(NamedTuple):
 
 @inlined
 def _put(ranked: Ranked, b: int, depth: int, rank: int, parent: int, above: float, nodes: _Open, place: int) -> bool:
-    """Write the node of this depth and rank, if there is one, at `place`."""
+    """Write the node of this depth and rank at `place`. Returns whether there is one."""
     if depth >= ranked.counts.shape[1] or rank >= ranked.counts[b, depth]:
         return False
     nodes.parents[place], nodes.ranks[place] = parent, rank
@@ -85,14 +68,14 @@ def _put(ranked: Ranked, b: int, depth: int, rank: int, parent: int, above: floa
 
 @compiled
 def grow_best_first(rules: Rules, ranked: Ranked, trees: Numbers, scores: Reals, sizes: Numbers) -> None:
-    """The most probable paths of every sequence, by the product of scores along them, most probable first.
+    """Grow the tree of every sequence by its most probable paths, most probable first.
 
-    Whichever node comes next is either the next sibling of one that is there or the first child of one.
+    The next node is always the next sibling or the first child of a node in the tree.
 
     Args:
-        trees: [B, 2, rows] tokens and parents, filled; row 0 is the root, which is left to the caller.
-        scores: [B, rows], filled; 1 for the root.
-        sizes: [B], filled: rows of each tree.
+        trees: [B, 2, rows] tokens and parents, filled but for row 0, the root.
+        scores: [B, rows], filled but for row 0.
+        sizes: [B] rows of each tree, filled.
     """
     for b in range(len(trees)):
         limit, deepest = min(1 + rules.ints[b, NODES], trees.shape[2]), rules.ints[b, DEPTH]
@@ -113,7 +96,7 @@ def grow_best_first(rules: Rules, ranked: Ranked, trees: Numbers, scores: Reals,
             trees[b, 0, rows], trees[b, 1, rows] = ranked.tokens[b, depth, rank_of], parent
             scores[b, rows] = ranked.scores[b, depth, rank_of]
             depths[rows], path_probs[rows] = depth + 1, path_prob
-            # Its next sibling takes its place among those that wait, and its first child comes behind them.
+            # The node's next sibling takes its place among the candidates; its first child is appended.
             if not _put(ranked, b, depth, rank_of + 1, parent, path_probs[parent], nodes, best):
                 waiting -= 1
                 nodes.parents[best], nodes.ranks[best] = nodes.parents[waiting], nodes.ranks[waiting]
@@ -126,7 +109,7 @@ def grow_best_first(rules: Rules, ranked: Ranked, trees: Numbers, scores: Reals,
 
 @compiled
 def grow_fixed(rules: Rules, ranked: Ranked, tree: FixedTree, trees: Numbers, scores: Reals, sizes: Numbers) -> None:
-    """The same nodes for every sequence, most probable paths first; `trees`, `scores`, `sizes` as above."""
+    """Fill in the nodes of a fixed tree, most probable paths first. Arrays as in `grow_best_first`."""
     parents, ranks, depths = tree
     for b in range(len(trees)):
         limit, deepest = min(1 + rules.ints[b, NODES], trees.shape[2]), rules.ints[b, DEPTH]
@@ -136,7 +119,7 @@ def grow_fixed(rules: Rules, ranked: Ranked, tree: FixedTree, trees: Numbers, sc
             depth = depths[node] - 1
             if depth < min(deepest, ranked.counts.shape[1]) and ranks[node] < ranked.counts[b, depth]:
                 path_probs[node] = path_probs[parents[node]] * ranked.scores[b, depth, ranks[node]]
-        # Stable, so that of equals the parent stays ahead.
+        # Stable, so that a parent stays before an equally probable child.
         order = np.argsort(-path_probs, kind="mergesort")
         row_of = np.zeros(len(parents), np.int32)
         rows = 1
@@ -152,12 +135,12 @@ def grow_fixed(rules: Rules, ranked: Ranked, tree: FixedTree, trees: Numbers, sc
         sizes[b] = rows
 
 
-def grown(rules: Rules, tokens: Ints, probs: Probs, roots: list[int], tree: FixedTree | None = None) -> Grown:
+def grown(rules: Rules, tokens: Numbers, probs: Probs, roots: list[int], tree: FixedTree | None = None) -> Grown:
     """The trees of B sequences in GREEDY or COUPLED mode.
 
     Args:
-        tokens, probs: [B, K, M] candidates of every depth, in falling order of probability.
-        tree: a fixed one; None grows best first.
+        tokens, probs: [B, K, M] candidates of every depth, most probable first.
+        tree: a fixed tree; None grows best first.
     """
     count, depths, _ = tokens.shape
     shape = (count, depths, rules.breadth)

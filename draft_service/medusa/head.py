@@ -1,4 +1,4 @@
-"""Medusa heads: K small networks over the target's last hidden state, the k-th of which guesses k tokens further ahead.
+"""Medusa heads: K small networks over the target's last hidden state, each of which predicts one token further ahead.
 
 Symbols: K heads, H the target's hidden size, V' the draft vocabulary.
 """
@@ -18,11 +18,11 @@ from draft_service.checkpoints.vocabulary import check_token_ids
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MedusaShape(HeadShape):
-    """The shape of Medusa heads, which are as wide as their target.
+    """The shape of Medusa heads, which have the target's width.
 
     Attributes:
-        num_heads: depths that are guessed.
-        num_layers: residual blocks of a head.
+        num_heads: depths that are predicted.
+        num_layers: residual blocks of each head.
         target_layers: the target's decoder layers; 0 when unknown.
     """
 
@@ -31,14 +31,14 @@ class MedusaShape(HeadShape):
     target_layers: int = 0
 
     def layers_of(self, target_layers: int) -> tuple[int, ...]:
-        """The layer whose output is read, counted as in `FeatureRequest`: the state after the target's last norm."""
+        """The layer whose output is read, counted as in `FeatureRequest`: the state after the last norm."""
         if self.target_layers not in (0, target_layers):
             raise HeadRefused(f"the heads' target has {self.target_layers} layers, this one {target_layers}")
         return (target_layers,)
 
 
 class ResidualBlock(nn.Module):
-    """`x + silu(linear(x))`: as it says nothing at first, heads may begin as the target's own lm_head."""
+    """`x + silu(linear(x))`: the identity while the weights are zero."""
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__()
@@ -53,15 +53,15 @@ class MedusaHead(nn.Module):
     """All heads of a target, named as published: `heads.{k}.{layer}.linear.*` are head k's residual blocks, and
     `heads.{k}.{num_layers}.weight` [V', H] is its lm_head.
 
-    From the state of token i the target's lm_head guesses token i + 1, and head k, counted from 0, token i + 2 + k. The
-    target knows the state of the token before the root, so head k guesses what stands k + 1 below the root.
-    `token_ids` [V'] are the target's ids of the tokens that the heads can say, or None when they can say every token.
+    From the state of token i the target's lm_head predicts token i + 1, and head k, counted from 0, token i + 2 + k.
+    The last state that the target has is that of the token before the root, so head k predicts depth k + 1 of a tree.
+    `token_ids` [V'] are the target ids of the draft vocabulary, or None for the whole vocabulary.
     """
 
     def __init__(self, config: MedusaShape, token_ids: Tensor | None = None) -> None:
-        """Random weights. `token_ids` [draft_vocab_size] int64; needed when that is not the whole vocabulary.
+        """Random weights. `token_ids` [draft_vocab_size] int64; None for the whole vocabulary.
 
-        Raises `HeadRefused` when the two do not fit.
+        Raises `HeadRefused` if the two do not fit.
         """
         super().__init__()
         check_token_ids(config, token_ids)
@@ -78,11 +78,11 @@ class MedusaHead(nn.Module):
 
     @property
     def lm_heads(self) -> tuple[nn.Linear, ...]:
-        """The last part of every head."""
+        """The lm_head of every head."""
         return tuple(cast(nn.Linear, cast(nn.Sequential, head)[-1]) for head in self.heads)
 
     def lm_input(self, states: Tensor) -> Tensor:
-        """What every head's lm_head reads: states [.., H] to [K, .., H]."""
+        """Inputs of the lm_heads: states [.., H] to [K, .., H]."""
         return torch.stack([cast(nn.Sequential, head)[:-1](states) for head in self.heads])
 
     def forward(self, states: Tensor) -> Tensor:

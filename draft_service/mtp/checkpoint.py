@@ -1,4 +1,4 @@
-"""MTP modules on disk: loaded from the checkpoint of their target. safetensors only."""
+"""MTP modules, loaded from the checkpoint of their target. safetensors only."""
 
 from __future__ import annotations
 
@@ -11,36 +11,34 @@ from draft_service.checkpoints.facts import HeadRefused
 from draft_service.checkpoints.files import check_shapes
 from draft_service.checkpoints.target import TargetCheckpoint
 from draft_service.checkpoints.weights import Weights
-from draft_service.eagle.checkpoint import make_head
+from draft_service.eagle.checkpoint import EMBEDDING, LM_HEAD, make_head
 from draft_service.eagle.deepseek_layers import Router
 from draft_service.eagle.head import EagleHead
 from draft_service.eagle.head_config import HeadConfig
 from draft_service.mtp.layouts import modules_of, mtp_config, mtp_layout, mtp_names
 
-# As safetensors names the types that are served; others are those of quantised weights.
+# safetensors' names of supported types; others are those of quantised weights.
 _FLOATS = ("F32", "F16", "BF16")
-# What a module may leave to its target, and share with other modules.
-_EMBEDDING, _LM_HEAD = "embed_tokens.weight", "lm_head.weight"
 
 
 class MtpCheckpoint:
-    """The modules of a target that draft, first the one of the first depth; see `draft_service.mtp.layouts`.
+    """The MTP modules of a target that draft, in the order of their depths; see `draft_service.mtp.layouts`.
 
     Attributes:
-        configs: what each of them is.
-        chained: a module reads what the one before it made, not the target's state.
+        configs: of each module.
+        chained: a module reads the output of the one before it, not the target's state.
     """
 
     def __init__(self, source: str | Path, num_modules: int = 0) -> None:
-        """Reads what the modules are, and whether they can be served, without loading a weight.
+        """Reads and checks the modules' configuration, without loading weights.
 
         Args:
             source: the target's folder with config.json and safetensors, or a hub id, of which only files that hold
                 modules are fetched.
-            num_modules: how many of them; 0 takes all.
+            num_modules: number of modules; 0 takes all.
 
         Raises:
-            HeadRefused: there are not so many, or they are not served; the message says why.
+            HeadRefused: there are fewer modules, or they are not supported.
         """
         self._weights, self._target = Weights(source), TargetCheckpoint(source)
         config, names = self._weights.config, self._weights.names
@@ -61,17 +59,16 @@ class MtpCheckpoint:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> tuple[EagleHead, ...]:
-        """The modules as heads. Embedding and lm_head are the target's where a module has none of its own, and then
-        one for all such modules.
+        """Load the modules as heads. Modules without an embedding or lm_head of their own share the target's.
 
         Args:
-            most: how many modules, from the first on; None loads all.
-            token_map: target token ids, the only ones that the heads shall say.
+            most: number of modules to load, from the first on; None loads all.
+            token_map: target ids to limit the draft vocabulary to.
         """
         heads: list[EagleHead] = []
         for config, names in [*zip(self.configs, self._names, strict=True)][:most]:
             head = self._load(config, names, token_map)
-            for name, part in ((_EMBEDDING, "embed_tokens"), (_LM_HEAD, "lm_head")):
+            for name, part in ((EMBEDDING, "embed_tokens"), (LM_HEAD, "lm_head")):
                 lender = next((i for i, own in enumerate(self._names[: len(heads)]) if name not in own), None)
                 if name not in names and lender is not None:
                     setattr(head, part, getattr(heads[lender], part))
@@ -89,7 +86,7 @@ class MtpCheckpoint:
         return make_head(config, tensors, self._target, token_map)
 
     def _checked(self, names: dict[str, str]) -> HeadConfig:
-        """What the module of these names is."""
+        """The configuration of the module with these weights, which are checked."""
         weights = self._weights
         for name in names.values():
             kind = weights.kind(name)
@@ -97,10 +94,10 @@ class MtpCheckpoint:
                 raise HeadRefused(f"an MTP module with quantised weights ({name} is {kind}) is not served")
         shapes = weights.shapes(names)
         config = mtp_config(self._layout, weights.config, shapes)
-        if _EMBEDDING not in names:
-            shapes[_EMBEDDING] = weights.shape(self._target.embedding_name())
-        if _LM_HEAD not in names:
-            shapes[_LM_HEAD] = weights.shape(self._target.lm_head_name())
+        if EMBEDDING not in names:
+            shapes[EMBEDDING] = weights.shape(self._target.embedding_name())
+        if LM_HEAD not in names:
+            shapes[LM_HEAD] = weights.shape(self._target.lm_head_name())
         with torch.device("meta"):
             check_shapes(EagleHead(config), shapes)
         return config

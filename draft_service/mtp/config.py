@@ -1,4 +1,4 @@
-"""Settings of the MTP drafter. Each default lives here, or in `HeadDrafterConfig`, and nowhere else."""
+"""Settings of the MTP drafter, in addition to `HeadDrafterConfig`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The MTP drafter: the target's own multi-token-prediction modules over the target's hidden states.
 
-Each module drafts a level of the trees (`draft_service.mtp.drafting`), and the last one all that follow: what it makes
-of a node is the state that the node's children read, as in vLLM and SGLang for targets with one module.
+Each module drafts one level of the trees (`draft_service.mtp.drafting`), and the last one all deeper levels: its output
+at a node is the state that the node's children read, as in vLLM and SGLang for targets with one module.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from outrider.wire.frames import FeatureRequest
 
 
 class MtpDrafter(HeadDrafter):
-    """See `MtpConfig` for what can be set."""
+    """See `MtpConfig` for the settings."""
 
     name = "mtp"
 
     def __init__(self, config: MtpConfig) -> None:
-        """Reads what the modules are; their weights follow in `start`.
+        """Reads the modules' configuration. `start` loads their weights.
 
         Raises:
-            SettingsError: no target is named, or its modules cannot be captured.
-            NotSupported: the target has not so many modules, or they are not served.
+            SettingsError: no target is named, or its modules cannot be captured in CUDA graphs.
+            NotSupported: the target has fewer modules, or they are not supported.
             UnknownModel: there is no such target.
         """
         if not config.base_model:
             raise SettingsError(
                 "the mtp drafter needs its target's checkpoint: --base-model names a folder or a hub id"
             )
-        self._config = config
+        self._config: MtpConfig = config
         self._checkpoint = MtpCheckpoint(model_source(config.base_model), config.num_modules)
         shape, *others = self._checkpoint.configs
         if shape.experts is not None and config.cuda_graphs:
@@ -56,7 +56,7 @@ class MtpDrafter(HeadDrafter):
         self._modules: tuple[EagleHead, ...] = ()
         super().__init__(config, shape, request, None)
 
-    def _loaded(self, token_map: Sequence[int] | None) -> EagleHead:
+    def _load_head(self, token_map: Sequence[int] | None) -> EagleHead:
         dtype, levels = getattr(torch, self._config.dtype), self._config.tree.num_steps
         self._modules = self._checkpoint.load(levels, token_map=token_map, dtype=dtype, device=self._config.device)
         return self._modules[0]
@@ -68,7 +68,7 @@ class MtpDrafter(HeadDrafter):
         return ModuleDrafting(self._modules, config.tree, config.cache, chained=self._checkpoint.chained)
 
     def _first_batches(self) -> Iterable[tuple[VerificationMode, int, int]]:
-        # Of fewer rows not every module drafts.
+        # With fewer rows not every module drafts.
         least = len(self._modules)
         return ((mode, count, max(rows, least)) for mode, count, rows in super()._first_batches())
 

@@ -1,23 +1,23 @@
-"""Trees that several modules draft: module k, counted from 1, the nodes of depth k, and the last one those below.
+"""Trees of several modules: module k, counted from 1, drafts the nodes of depth k, and the last one all deeper nodes.
 
-A module reads a token beside a state, and guesses the next token. DeepSeek-V3's formula (arXiv 2412.19437, section
-2.2), written by the token p that is read:
+A module reads a token beside a state, and predicts the next token. DeepSeek-V3's formula (arXiv 2412.19437, section
+2.2), indexed by the token p that is read:
 
-    h[k][p] = M_k(norm(h[k - 1][p - 1]); norm(embedding(t[p]))),    h[0] being the target's states.
+    h[k][p] = M_k(norm(h[k - 1][p - 1]); norm(embedding(t[p]))),    where h[0] are the target's states.
 
-So what module k makes of a token rests on the target's state k tokens before: every module guesses the token after the
-last, and what differs is how much of the text the target has read. Module 1 guesses the root's children, of the
-target's newest state; at a child the target has no state, and module 2 speaks, and so on.
+So the output of module k at a token depends on the target's state k tokens before. Every module predicts the next
+token; they differ in how much of the text the target has read. Module 1 drafts the root's children from the target's
+newest state; a child has no state of the target, so module 2 drafts its children, and so on.
 
-Each module has keys and values of its own over the committed text. When tokens are committed, all modules read them,
-one after the other: module k beside what module k - 1 made of the token before each. Module k begins k - 1 tokens
-late, for the token before its first has no row of module k - 1; so its rows in the cache are fewer, and a text shorter
-than its modules gets trees that are no deeper than modules have rows. In a tree module k reads not only the nodes that
-its level expands but all expanded ones above them, since they are text that it has not seen: a level costs one pass, as
-with one module, of more rows.
+Each module has its own keys and values of the committed text. Committed tokens are read by all modules in turn: module
+k reads each beside the output of module k - 1 at the token before. Module k starts k - 1 tokens late, since module
+k - 1 has no row for the token before its first. So later modules have fewer rows in the cache, and trees of a text with
+fewer tokens than modules are only as deep as modules have rows. In a tree module k reads the nodes that its level
+expands and all expanded ones above them, which it has not read yet: a level costs one pass, as with one module, but of
+more rows.
 
-Where a layout does not chain its modules (`MtpCheckpoint.chained`), h[k - 1][p - 1] is the state that module k - 1
-itself read, and so always one of the target's.
+If a layout does not chain its modules (`MtpCheckpoint.chained`), h[k - 1][p - 1] is the state that module k - 1 itself
+read, which is always one of the target's.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from draft_service.compiling import Numbers
 from draft_service.eagle.head import EagleHead
 from draft_service.eagle.head_drafter import HeadNetwork
 from draft_service.neural.level_growth import DEPTH, Forest, Rules
 from draft_service.neural.network import Network, RootStates, RowOutput
-from draft_service.neural.tail_attention import Attend, TailPart
+from draft_service.neural.tail_attention import Attend, PassRows, TailPart
 from draft_service.neural.tree_config import CacheShape, TreeShape
-from draft_service.neural.tree_drafting import CacheEntry, Extension, TreeDrafting, Wanted
+from draft_service.neural.tree_drafting import CacheEntry, Extension, TreeDrafting, TreeRequest
 
 
 class ModuleNetwork(HeadNetwork):
-    """One of several modules, whose layers stand one after the other in one cache."""
+    """One of several modules, whose layers share one cache."""
 
     def __init__(self, modules: Sequence[EagleHead], number: int, *, chained: bool) -> None:
         """`number` counts from 0; see `MtpCheckpoint` for `chained`."""
@@ -49,8 +49,8 @@ class ModuleNetwork(HeadNetwork):
         self._first_layer = sum(module.config.num_layers for module in modules[:number])
         # Of the whole cache.
         self.layers = sum(module.config.num_layers for module in modules)
-        # The last one follows itself, for which there is its own output alone.
-        self._hands_on_output = chained or number == len(modules) - 1
+        # The last module drafts all deeper levels from its own output.
+        self._passes_on_output = chained or number == len(modules) - 1
 
     def read(self, token_ids: Tensor, carried: Tensor | None, positions: Tensor, attend: Attend) -> RowOutput:
         """See `Network.read`."""
@@ -60,17 +60,17 @@ class ModuleNetwork(HeadNetwork):
             return attend(self._first_layer + layer, query, key, value)
 
         output = super().read(token_ids, carried, positions, attend_own)
-        return output if self._hands_on_output else RowOutput(carried, output.lm_input)
+        return output if self._passes_on_output else RowOutput(carried, output.lm_input)
 
 
 @dataclass(slots=True, eq=False)
 class ModuleEntry(CacheEntry):
-    """What is kept of one sequence.
+    """One sequence's part of the cache.
 
     Attributes:
-        rows: in the cache, of each module; those of the first are the `entries`.
-        reaching: modules, from the first on, whose last row is of the last token.
-        position: of the row that comes next, where no token is left out.
+        rows: cached rows of each module; those of the first are the `entries`.
+        reaching: number of modules, from the first on, whose last row is of the last token.
+        position: of the next row, if no token is skipped.
     """
 
     rows: list[int] = field(default_factory=list)
@@ -79,130 +79,119 @@ class ModuleEntry(CacheEntry):
 
 
 class _Run(NamedTuple):
-    """Certain rows that a module is about to read: tokens, and the position of the first."""
+    """Committed rows that a module is about to read: tokens, and the position of the first."""
 
     entry: ModuleEntry
     token_ids: Sequence[int]
     position: int
-    # Modules that had read the token before those that came.
+    # Number of modules that have read the token before the first.
     reaching: int
 
 
 class _Tails(NamedTuple):
-    """All rows of growing trees' tails but the roots, one tree after the other."""
+    """All rows of the tails of growing trees except the roots, one tree after another."""
 
-    parts: list[TailPart]
-    token_ids: list[int]
-    positions: list[int]
-    # Place of each row's parent in what the level above made.
+    rows: PassRows
+    # Index of each row's parent in the output of the level above.
     sources: list[int]
-    # Which trees they are.
-    places: list[int]
+    # Indices of the rows that are in the frontiers.
+    newest: list[int]
 
 
 class ModuleDrafting(TreeDrafting):
-    """`TreeDrafting` with a module for each level. Positions are those of the first module's rows: rotary ones are
-    relative, so that it is all the same which of its own a module counts from."""
+    """`TreeDrafting` with a module for each level. All modules use the positions of the first one's rows: rotary
+    embedding is relative, so the offset does not matter."""
 
     def __init__(self, modules: Sequence[EagleHead], tree: TreeShape, cache: CacheShape, *, chained: bool) -> None:
         """`modules` in the order of their depths; see `MtpCheckpoint` for `chained`."""
         self._networks = [ModuleNetwork(modules, number, chained=chained) for number in range(len(modules))]
         super().__init__(self._networks[0], tree, cache)
-        # What each module made of the last token that it read.
-        others = [RootStates(self.states.nobody, self.network.device) for _ in modules[1:]]
+        # The output of each module for the last token that it read.
+        others = [RootStates(self.states.unused, self.network.device) for _ in modules[1:]]
         self._states = [self.states, *others]
 
     def follow(self) -> CacheEntry:
         return ModuleEntry(rows=[0] * len(self._networks))
 
-    def forget(self, followed: CacheEntry) -> None:
-        super().forget(followed)
-        entry = _own(followed)
-        entry.rows, entry.reaching = [0] * len(self._networks), 0
+    def forget(self, entry: CacheEntry) -> None:
+        super().forget(entry)
+        own = _own(entry)
+        own.rows, own.reaching = [0] * len(self._networks), 0
 
     def _network_of(self, level: int) -> Network:
         return self._networks[self._module_of(level)]
 
-    def _certain(self, followed: CacheEntry, level: int) -> int:
-        return _own(followed).rows[self._module_of(level)]
+    def _committed(self, entry: CacheEntry, level: int) -> int:
+        return _own(entry).rows[self._module_of(level)]
 
     def _module_of(self, level: int) -> int:
         """The module, counted from 0, that reads the nodes of a level."""
         return min(level, len(self._networks) - 1)
 
-    def _rules(self, wanted: Sequence[Wanted], shape: TreeShape) -> Rules:
-        """What the sequences ask for, no deeper than there are modules that reach their roots, unless all do."""
-        rules = super()._rules(wanted, shape)
-        for b, one in enumerate(wanted):
-            reaching = _own(one.followed).reaching
+    def _rules(self, requests: Sequence[TreeRequest], shape: TreeShape) -> Rules:
+        """As `TreeDrafting._rules`, with the depth limited to the modules that have read the root, unless all have."""
+        rules = super()._rules(requests, shape)
+        for b, request in enumerate(requests):
+            reaching = _own(request.entry).reaching
             if reaching < len(self._networks):
                 rules.ints[b, DEPTH] = min(rules.ints[b, DEPTH], reaching)
         return rules
 
-    def _extend(self, pieces: Sequence[tuple[Extension, int, int]], carried: Tensor | None) -> None:
-        """One pass of every module over certain rows."""
+    def _extend(self, pieces: Sequence[Extension], carried: Tensor | None) -> None:
+        """One pass of every module over committed rows."""
         assert carried is not None, "modules read states"
         runs: list[_Run] = []
-        for extension, start, stop in pieces:
-            entry, position = _own(extension.followed), extension.first_position + start
+        for cached, token_ids, position in pieces:
+            entry = _own(cached)
             reaching = entry.reaching if position == entry.position else 0
-            runs.append(_Run(entry, extension.token_ids[start:stop], position, reaching))
-            entry.position, entry.reaching = position + stop - start, 0
+            runs.append(_Run(entry, token_ids, position, reaching))
+            entry.position, entry.reaching = position + len(token_ids), 0
         for number, states in enumerate(self._states):
-            going_on = [run.entry.pages for run in runs if run.reaching > number]
-            last = states.read(states.places(going_on)).carried if going_on else None
-            made = self._read_certain(number, runs, carried)
-            runs, carried = _following(number, runs, made, last)
+            continued = [run.entry.pages for run in runs if run.reaching > number]
+            last = states.read_of(continued).carried if continued else None
+            output = self._read_runs(number, runs, carried)
+            runs, carried = _next_runs(number, runs, output, last)
             if not runs:
                 return
 
-    def _read_certain(self, number: int, runs: Sequence[_Run], carried: Tensor) -> Tensor:
-        """A module's pass over certain rows, given [rows, C]. Returns what it hands on of each, [rows, C]."""
-        parts, tokens, positions = list[TailPart](), list[int](), list[int]()
+    def _read_runs(self, number: int, runs: Sequence[_Run], carried: Tensor) -> Tensor:
+        """A module's pass over committed rows, given their states [rows, C]. Returns the next states, [rows, C]."""
+        rows = PassRows()
         for entry, token_ids, position, _ in runs:
             count = len(token_ids)
-            parts.append(TailPart(entry.pages, entry.rows[number], count, count))
+            part = TailPart(entry.pages, entry.rows[number], count, count)
+            rows.add(part, token_ids, range(position, position + count))
             entry.rows[number] += count
             entry.entries, entry.reaching = entry.rows[0], number + 1
-            tokens += token_ids
-            positions += range(position, position + count)
-        output = self._read(parts, tokens, carried, positions, number)
-        ends = torch.from_numpy(np.cumsum([part.rows for part in parts]) - 1).to(self.network.device)
-        states = self._states[number]
-        states.write(states.places([part.pages for part in parts]), output, ends)
+        output = self._read(rows, carried, number)
+        self._states[number].write_last(rows.parts, output)
         return output.carried
 
     def _level(
-        self, wanted: Sequence[Wanted], forest: Forest, before: npt.NDArray[np.int32], carried: Tensor, level: int
+        self, requests: Sequence[TreeRequest], forest: Forest, before: Numbers, carried: Tensor, level: int
     ) -> RowOutput:
-        """As `TreeDrafting._level`. Of a level that has a module of its own, which is not the last, `carried` is of the
-        roots and all rows of the tails, one tree after the other."""
+        """As `TreeDrafting._level`. Except after the last module, `carried` holds the states of the root and all rows
+        of the tail of each tree."""
         if level >= len(self._networks):
-            return super()._level(wanted, forest, before, carried, level)
-        tails = self._tails(wanted, forest, before, level)
-        sources = torch.tensor(tails.sources, device=carried.device)
-        output = self._read(tails.parts, tails.token_ids, carried[sources], tails.positions, level)
-        ends = np.cumsum([part.new for part in tails.parts])
-        widths = forest.widths[tails.places]
-        newest = torch.from_numpy(
-            np.concatenate([np.arange(end - width, end) for end, width in zip(ends, widths, strict=True)])
-        ).to(carried.device)
+            return super()._level(requests, forest, before, carried, level)
+        tails = self._tails(requests, forest, before, level)
+        sources, newest = (torch.tensor(rows, device=carried.device) for rows in (tails.sources, tails.newest))
+        output, parts = self._read(tails.rows, carried[sources], level), tails.rows.parts
         lm_input = output.lm_input[newest]
         if level == len(self._networks) - 1:
             return RowOutput(output.carried[newest], lm_input)
-        states = self._states[level]
-        roots = states.read(states.places([part.pages for part in tails.parts])).carried
-        rows = torch.split(output.carried, [part.new for part in tails.parts])
+        roots = self._states[level].read_of([part.pages for part in parts]).carried
+        rows = torch.split(output.carried, [part.new for part in parts])
         joined = [piece for root, own in zip(torch.split(roots, 1), rows, strict=True) for piece in (root, own)]
         return RowOutput(torch.cat(joined), lm_input)
 
-    def _tails(self, wanted: Sequence[Wanted], forest: Forest, before: npt.NDArray[np.int32], level: int) -> _Tails:
-        """What a level's own module reads: all rows of the tails of trees that still grow."""
-        tails = _Tails([], [], [], [], [])
-        # Rows of each tree in what the level above made, which went on where that had anything to expand.
+    def _tails(self, requests: Sequence[TreeRequest], forest: Forest, before: Numbers, level: int) -> _Tails:
+        """The rows that a level's own module reads: the whole tails of trees that still grow."""
+        tails = _Tails(PassRows(), [], [])
+        # Rows of each tree in the output of the level above, which has those that it expanded.
         above = np.where(before > 0, forest.rows - forest.widths, 0)
         offsets = np.cumsum(above) - above
-        for b, one in enumerate(wanted):
+        for b, request in enumerate(requests):
             if not forest.widths[b]:
                 continue
             rows = int(forest.rows[b])
@@ -211,24 +200,25 @@ class ModuleDrafting(TreeDrafting):
             items[forest.tails[b, expanded]] = expanded
             for row in range(1, rows):
                 depths[row] = depths[parents[row]] + 1
-            prefix = self._certain(one.followed, level) - 1
-            tails.parts.append(TailPart(one.followed.pages, prefix, rows, rows - 1, tuple(parents.tolist())))
-            tails.token_ids.extend(forest.tokens[b, items[1:]].tolist())
-            tails.positions.extend((one.position + depths[1:] - 1).tolist())
+            prefix = self._committed(request.entry, level) - 1
+            part = TailPart(request.entry.pages, prefix, rows, rows - 1, tuple(parents.tolist()))
+            positions = (request.position + depths[1:] - 1).tolist()
+            tails.rows.add(part, forest.tokens[b, items[1:]].tolist(), positions)
             tails.sources.extend((offsets[b] + parents[1:]).tolist())
-            tails.places.append(b)
+            end = len(tails.rows.token_ids)
+            tails.newest.extend(range(end - int(forest.widths[b]), end))
         return tails
 
 
-def _following(number: int, runs: Sequence[_Run], made: Tensor, last: Tensor | None) -> tuple[list[_Run], Tensor]:
-    """What the next module reads: the same tokens, each beside what this one made of the token before.
+def _next_runs(number: int, runs: Sequence[_Run], output: Tensor, last: Tensor | None) -> tuple[list[_Run], Tensor]:
+    """The tokens that the next module reads, and this module's states at the token before each.
 
     Args:
         number: of this module, from 0.
-        made: [rows, C] what it made of the runs.
-        last: [n, C] what it had made of the last token before each of the n runs that go on where it stood.
+        output: [rows, C] states of this module for the runs.
+        last: [n, C] its earlier states at the token before each of the n runs that it continues.
     """
-    onward, sources, end, before = list[_Run](), list[int](), 0, len(made)
+    onward, sources, end, before = list[_Run](), list[int](), 0, len(output)
     for run in runs:
         begin, end = end, end + len(run.token_ids)
         if run.reaching > number:
@@ -238,10 +228,10 @@ def _following(number: int, runs: Sequence[_Run], made: Tensor, last: Tensor | N
         elif end - begin > 1:
             onward.append(run._replace(token_ids=run.token_ids[1:], position=run.position + 1))
         sources += range(begin, end - 1)
-    joined = made if last is None else torch.cat([made, last])
-    return onward, joined[torch.tensor(sources, dtype=torch.int64, device=made.device)]
+    joined = output if last is None else torch.cat([output, last])
+    return onward, joined[torch.tensor(sources, dtype=torch.int64, device=output.device)]
 
 
-def _own(followed: CacheEntry) -> ModuleEntry:
-    assert isinstance(followed, ModuleEntry), "the sequence is followed by other drafting"
-    return followed
+def _own(entry: CacheEntry) -> ModuleEntry:
+    assert isinstance(entry, ModuleEntry), "the entry was made by another TreeDrafting"
+    return entry

@@ -1,4 +1,4 @@
-"""Published layouts of MTP modules, read from their target's checkpoint, in the terms of `EagleHead`.
+"""Published layouts of MTP modules in their target's checkpoint, read as configurations of `EagleHead`.
 
 | | DeepSeek-V3 | MiMo | MiMo-V2 |
 |---|---|---|---|
@@ -8,9 +8,9 @@
 | last norm | `shared_head.norm` | `final_layernorm` | `final_layernorm` |
 | head, embedding | `shared_head.head`, `embed_tokens`, or the target's | the target's | the target's |
 | the target's state | after its last norm | before it | before it |
-| module k reads | what module k - 1 made | what module k - 1 made | the target's state, as module 0 does |
+| module k reads | output of module k - 1 | output of module k - 1 | the target's state, as module 0 does |
 
-What a module made is its output after its own last norm. Sources: vLLM's deepseek_mtp.py, mimo.py (whose states come
+A module's output is the one after its own last norm. Sources: vLLM's deepseek_mtp.py, mimo.py (whose states come
 before the norm), mimo_mtp.py and mimo_v2_mtp.py; SGLang's deepseek_nextn.py, mimo_v2_nextn.py and
 multi_layer_eagle_worker_v2.py, which hands the target's state before its norm to every module of MiMo-V2
 (`chain_mtp_hidden_states`); that a chain costs these modules acceptance was measured in sglang-jax, pull request 1256.
@@ -35,16 +35,16 @@ _COUNT = "num_nextn_predict_layers"
 
 @dataclass(frozen=True, slots=True)
 class MtpLayout:
-    """Where a checkpoint keeps its modules, and what they read.
+    """The names of a checkpoint's modules, and their inputs.
 
     Attributes:
-        prefix: of a module's weights, with a place for its number.
-        first: that number of the first one.
-        renamed: beginnings of published names below the prefix, and what they are called in `EagleHead`.
-        state_first: the state is joined before the embedding.
+        prefix: of a module's weights, with a placeholder for its number.
+        first: the number of the first module.
+        renamed: prefixes of published names below `prefix` -> their names in `EagleHead`.
+        state_first: the state comes before the embedding in the joined input.
         normed_state: the target's state is the one after its last norm, not the one before it.
-        chained: a module reads what the one before it made, not the target's state.
-        settings: entries of config.json that go by another name for modules, and their usual name.
+        chained: a module reads the output of the one before it, not the target's state.
+        settings: entries of config.json with another name for modules -> their usual name.
     """
 
     prefix: str
@@ -56,11 +56,11 @@ class MtpLayout:
     settings: Mapping[str, str] = field(default_factory=dict)
 
     def prefix_of(self, module: int) -> str:
-        """Of the weights of a module, counted from 0."""
+        """The prefix of a module's weights; modules are counted from 0."""
         return self.prefix.format(self.first + module)
 
     def count(self, names: Collection[str]) -> int:
-        """Modules among the weights of these names, from the first on without a gap."""
+        """Number of modules among these weight names, from the first on without a gap."""
         joining = next(name for name, neutral in self.renamed.items() if neutral == "fc.")
         found = 0
         while f"{self.prefix_of(found)}{joining}weight" in names:
@@ -89,7 +89,7 @@ _MIMO_V2 = {
     "final_layernorm.": "norm.",
     "pre_mlp_layernorm.": f"{_LAYER}post_attention_layernorm.",
 }
-# What MiMo-V2 calls the settings of its layers with a window, of whose shape its modules are.
+# MiMo-V2's names of the settings of its sliding-window layers, whose shape its modules have.
 _MIMO_V2_SETTINGS = {
     "swa_num_attention_heads": "num_attention_heads",
     "swa_num_key_value_heads": "num_key_value_heads",
@@ -103,14 +103,14 @@ _IGNORED = re.compile(r".*rotary_emb\.inv_freq$")
 
 
 def mtp_layout(config: Mapping[str, Any], names: Collection[str]) -> MtpLayout:
-    """Which layout a checkpoint has.
+    """The layout of a checkpoint.
 
     Args:
         config: the entries of its config.json.
         names: of its weights.
 
     Raises:
-        HeadRefused: none, or its weights are quantised.
+        HeadRefused: it has no known layout, or its weights are quantised.
     """
     if config.get("quantization_config"):
         raise HeadRefused("an MTP module with quantised weights (quantization_config) is not served")
@@ -122,30 +122,28 @@ def mtp_layout(config: Mapping[str, Any], names: Collection[str]) -> MtpLayout:
     for layout in layouts:
         if layout.count(names):
             return layout
-    said = config.get(_COUNT) or 0
-    looked = ", ".join(layout.prefix_of(0) for layout in layouts)
-    raise HeadRefused(f"no MTP module below any of {looked}; config.json counts {said} ({_COUNT})")
+    prefixes = ", ".join(layout.prefix_of(0) for layout in layouts)
+    raise HeadRefused(f"no MTP module below any of {prefixes}; config.json counts {config.get(_COUNT) or 0} ({_COUNT})")
 
 
 def modules_of(layout: MtpLayout, config: Mapping[str, Any], names: Collection[str], wanted: int) -> int:
-    """How many modules of a checkpoint draft: `wanted`, or where that is 0 as many as config.json counts, or as there
-    are where it counts none.
+    """The number of modules that draft: `wanted`, if 0 that of config.json, and if that is missing all there are.
 
     Raises:
         HeadRefused: the checkpoint has fewer.
     """
-    there, counted = layout.count(names), int(config.get(_COUNT) or 0)
-    if (wanted or counted) <= there:
-        return wanted or counted or there
+    present, counted = layout.count(names), int(config.get(_COUNT) or 0)
+    if (wanted or counted) <= present:
+        return wanted or counted or present
     if wanted:
-        raise HeadRefused(f"{wanted} MTP modules are wanted (num_modules), the checkpoint has {there}")
+        raise HeadRefused(f"{wanted} MTP modules are wanted (num_modules), the checkpoint has {present}")
     raise HeadRefused(
-        f"config.json counts {counted} MTP modules ({_COUNT}), the checkpoint has {there}: num_modules takes these"
+        f"config.json counts {counted} MTP modules ({_COUNT}), the checkpoint has {present}: num_modules takes these"
     )
 
 
 def mtp_names(layout: MtpLayout, names: Collection[str], module: int) -> dict[str, str]:
-    """Neutral name -> published name of the weights of a module, counted from 0."""
+    """Neutral name -> published name of a module's weights; modules are counted from 0."""
     found: dict[str, str] = {}
     prefix = layout.prefix_of(module)
     for published in names:
@@ -159,14 +157,14 @@ def mtp_names(layout: MtpLayout, names: Collection[str], module: int) -> dict[st
 
 
 def mtp_config(layout: MtpLayout, config: Mapping[str, Any], shapes: Shapes) -> HeadConfig:
-    """What a module is.
+    """The configuration of a module.
 
     Args:
         config: the entries of the checkpoint's config.json.
         shapes: shape of every weight of the module, by neutral name.
 
     Raises:
-        HeadRefused: its layer is of a kind that is not served.
+        HeadRefused: its layer is of a kind that is not supported.
     """
     config = dict(config) | {usual: config[own] for own, usual in layout.settings.items() if own in config}
     settings = layer_settings(config, shapes)
@@ -192,7 +190,7 @@ def mtp_config(layout: MtpLayout, config: Mapping[str, Any], shapes: Shapes) -> 
 
 
 def _refuse_attention(config: Mapping[str, Any], shapes: Shapes, head_dim: int) -> None:
-    """Raise `HeadRefused` for attention with more to it than is served. Keys are `head_dim` wide; 0 for latent ones,
+    """Raise `HeadRefused` for attention that is not supported. Keys are `head_dim` wide; 0 stands for latent attention,
     whose values may be narrower."""
     if config.get("sliding_window") and config.get("use_sliding_window", True):
         raise HeadRefused(f"a sliding window of {config['sliding_window']} tokens is not served")
@@ -217,7 +215,7 @@ def _latent(config: Mapping[str, Any]) -> LatentShape:
 
 
 def _rope(config: Mapping[str, Any], latent: LatentShape | None) -> dict[str, Any]:
-    """Latent attention turns the whole of its rotary part, whatever share of a key that is said to be."""
+    """`HeadConfig.rope`. Latent attention ignores `partial_rotary_factor`: it rotates its whole rotary part."""
     rope = rope_of(config)
     if "partial_rotary_factor" in config:
         rope.setdefault("partial_rotary_factor", config["partial_rotary_factor"])

@@ -1,4 +1,4 @@
-"""From a network's logits to the few tokens of each row that can matter, most probable first."""
+"""The most probable tokens of each row of a network's logits."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from draft_service.drafters.base import DraftSequence
 from outrider.sampling import VerificationMode
 from outrider.tree import MAX_DISTRIBUTION_SUPPORT
 
-# Below this temperature the target's distribution is a point.
+# At lower temperatures the target's distribution is practically one token.
 _COLDEST = 0.05
 
 
 class Candidates(NamedTuple):
-    """Per row, the most probable tokens after temperature and before filters, in falling order.
+    """The most probable tokens of each row, after temperature and before filters, in descending order.
 
-    A row whose logits are no numbers has probabilities of 0, and gets no children.
+    A row with NaN logits has probabilities of 0, and gets no children.
     """
 
-    token_ids: npt.NDArray[np.int32]  # [R, M] the target's ids
-    probs: npt.NDArray[np.float32]  # [R, M] of the whole distribution
+    token_ids: npt.NDArray[np.int32]  # [R, M] target ids
+    probs: npt.NDArray[np.float32]  # [R, M] over the whole vocabulary
 
 
 def temperature_of(sequence: DraftSequence) -> float:
-    """What the logits are divided by. GREEDY ranks by the head's own distribution."""
+    """The temperature of drafting. GREEDY ranks by the network's own distribution."""
     if sequence.mode is VerificationMode.GREEDY:
         return 1.0
     return max(sequence.sampling.temperature or 1.0, _COLDEST)
 
 
 def candidates_wanted(mode: VerificationMode, breadth: int, entrants: int) -> int:
-    """How many tokens of a row a mode looks at; `entrants` take part in COUPLED's race."""
+    """Candidates of a row that a mode needs; `entrants` take part in COUPLED's race."""
     if mode is VerificationMode.GREEDY:
         return breadth
     return entrants if mode is VerificationMode.COUPLED else MAX_DISTRIBUTION_SUPPORT
@@ -49,8 +49,8 @@ def most_probable(
     Args:
         logits: [R, V'].
         temperatures: [R] float32, positive.
-        count: M; fewer when the vocabulary is smaller.
-        token_ids: [V'] the target's ids of the draft's, None when they are the same.
+        count: M; at most V'.
+        token_ids: [V'] target ids of the draft vocabulary; None if that is the target's.
     """
     scaled = logits.float() / temperatures[:, None]
     values, places = scaled.topk(min(count, logits.shape[1]), dim=-1)

@@ -1,4 +1,4 @@
-"""Settings that every neural drafter has. Each default lives here and nowhere else."""
+"""Settings of every neural drafter: the only place of their defaults."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from outrider.tree import MAX_ROWS
 
 
 class _Sizes(NamedTuple):
-    """What settings that are 0 take."""
+    """Values for settings that are 0."""
 
     num_steps: int
     topk: int
@@ -21,11 +21,11 @@ class _Sizes(NamedTuple):
     early_levels: int
 
 
-# Trees that a target waits for, and those that are drawn while it verifies the last ones, so that they have to hold
-# what will follow these too. The latter by `benchmarks/running_ahead/simulate.py`: a tree of four levels says nearly
-# what a deeper one does where it is waited for; one pass ahead, eight levels of sixteen nodes make 2 to 3 % more than
-# six, and of 32 nodes 1 to 2 % more again. On H200s 32 nodes made 3 to 6 % more tokens a second than 16 at an 8B shape,
-# their trees in time for 97 passes in 100; nine levels came too late for one pass in ten
+# Trees that a target waits for, and captured ones, which are drafted while the target verifies their predecessors and
+# so must also cover what will follow these. The latter by `benchmarks/running_ahead/simulate.py`: where a tree is
+# waited for, four levels are nearly as good as more; one pass ahead, eight levels of 16 nodes make 2 to 3 % more tokens
+# than six, and of 32 nodes 1 to 2 % more again. On H200s 32 nodes made 3 to 6 % more tokens a second than 16 at an 8B
+# shape, their trees in time for 97 passes in 100; nine levels came too late for one pass in ten
 # (`benchmarks/results/2026-11-23-h200-widened-sixth.md`, `2026-11-23-h200-launched-at-once.md`).
 _PLAIN = _Sizes(num_steps=3, topk=4, num_draft_tokens=12, frontier=0, rows_per_level=0, early_levels=0)
 _CAPTURED = _Sizes(num_steps=8, topk=8, num_draft_tokens=239, frontier=32, rows_per_level=64, early_levels=4)
@@ -33,7 +33,7 @@ _CAPTURED = _Sizes(num_steps=8, topk=8, num_draft_tokens=239, frontier=32, rows_
 
 @dataclass(frozen=True)
 class NetworkConfig(Settings):
-    """What any network that drafts runs on, and how its guesses are scored."""
+    """Where a drafting network runs, and how its predictions are scored."""
 
     min_score: float = setting(0.001, "least probability of the path to a node that is worth drafting", ge=0, le=1)
     race_entrants: int = setting(128, "tokens of a node that run the shared race of COUPLED requests", ge=1)
@@ -84,7 +84,7 @@ class NeuralConfig(NetworkConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # They check what must hold between several settings.
+        # Constructed for their checks of several settings together.
         _ = self.tree, self.cache
 
     @property

@@ -1,4 +1,4 @@
-"""Where PyTorch launches kernels: on which of several GPUs, and on which stream."""
+"""The device and the stream on which PyTorch launches kernels, and events to wait for."""
 
 from __future__ import annotations
 
@@ -8,33 +8,33 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 
 
-class Milestone:
-    """A place in what a GPU was asked to do, which the host can wait for. On a CPU there is nothing to wait for."""
+class DeviceEvent:
+    """An event on the current stream that the host can wait for. On a CPU there is nothing to wait for."""
 
     def __init__(self, *, on_gpu: bool) -> None:
         self._event = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
 
     def record(self) -> None:
-        """It is behind all that was asked for so far."""
+        """Record the event behind all work launched so far."""
         if self._event is not None:
             self._event.record()
 
     def wait(self) -> None:
-        """Until the GPU has come to where it was recorded last."""
+        """Wait until the GPU has reached the last recording."""
         if self._event is not None:
             self._event.synchronize()
 
 
 def launching_on(device: str) -> AbstractContextManager[object]:
-    """Kernels that are launched meanwhile run where the drafter's tensors are, which need not be where the rest of the
-    process has its own: a draft may share the target's process and not its GPU."""
+    """Launch kernels on this device in the block. It may differ from the process's default device: a draft may share
+    the target's process and not its GPU."""
     return torch.cuda.device(device) if device.startswith("cuda") else nullcontext()
 
 
 @contextmanager
 def on_stream_of_its_own(device: str) -> Iterator[None]:
-    """What this thread launches on a GPU meanwhile waits for nothing that other threads launched. Streams of PyTorch's
-    have the lowest priority unless another is asked for."""
+    """Launch this thread's kernels on a stream of its own in the block, so that they do not wait for other threads'.
+    The stream has PyTorch's default priority, the lowest."""
     if not device.startswith("cuda"):
         yield
         return

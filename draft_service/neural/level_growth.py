@@ -1,15 +1,15 @@
 """Trees that grow a level at a time, as in EAGLE-2 (arXiv 2406.16858): expand the best, rank all, keep the best.
 
-A network sees a whole level in one pass. At each level the `width` best new nodes are expanded; in the end the most
-worthy nodes of all levels make the tree, by the product of scores along a node's path. Since a child is never
-worth more than its parent, what is kept holds every ancestor.
+A network reads a whole level in one pass. At each level the `width` best new nodes are expanded; in the end the tree is
+made of the best nodes of all levels by path probability, the product of scores along a node's path. A child's is never
+higher than its parent's, so the tree contains every ancestor.
 
-In GREEDY mode a node's score is its probability; in COUPLED mode its chance of winning the race that the target will
-run, as in `ngram.growth`. In REJECTION mode children are drawn one after the other without replacement from a
-distribution of integer weights, as in `ngram.drawn_growth`: whether a row is drawn from once more is decided by its
-distribution, by how often it was drawn from and by the path above it, never by the token that would come out. A draw's
-worth is fixed before it is made and falls along paths and from draw to draw, so that neither which nodes are expanded
-nor which are kept at the end depends on a node's own token.
+In GREEDY mode a node's score is its probability; in COUPLED mode its chance of winning the target's race, as in
+`ngram.growth`. In REJECTION mode children are drawn one after the other without replacement from a distribution of
+integer weights, as in `ngram.drawn_growth`. Whether another child of a node is drawn depends on its distribution, on
+the number of earlier draws and on the path above it, never on the token that is drawn. A draw's path probability is
+fixed before the draw, and falls along paths and from draw to draw, so neither which nodes are expanded nor which are
+kept depends on a node's own token.
 """
 
 from __future__ import annotations
@@ -20,29 +20,27 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from draft_service.compiling import compiled, inlined
+from draft_service.compiling import Numbers, Reals, compiled, inlined
 from draft_service.noise import GOLDEN, coin_of, draw_place, exponential
 from outrider.tree import MAX_DISTRIBUTION_SUPPORT, MAX_DISTRIBUTION_WEIGHT
 
-Ints = npt.NDArray[np.int32]
 Words = npt.NDArray[np.uint64]
-Reals = npt.NDArray[np.float64]
 Probs = npt.NDArray[np.float32]
 
 GREEDY, COUPLED, REJECTION = 0, 1, 2
 # Columns of `Rules.ints` and `Rules.reals`.
 MODE, NODES, DEPTH, TOP_K = range(4)
 TOP_P, MIN_P = range(2)
-# No distribution is trusted beyond this: the target's own is never the draft's exactly.
+# Upper bound of a draw's acceptance probability: the draft's distribution is never exactly the target's.
 _MOST_CONFIDENT = 0.95
-# Probability below which a token is as good as impossible.
+# Probabilities below this count as this, since zero cannot take part in a race.
 _LEAST = 1e-30
 
 
 class Rules(NamedTuple):
-    """What each of B sequences asks for, and the shape of all trees."""
+    """The requests of B sequences, and the shape of all trees."""
 
-    ints: Ints  # [B, 4]: mode, most nodes, most depth, top_k (0 for none)
+    ints: Numbers  # [B, 4]: mode, most nodes, most depth, top_k (0 for none)
     reals: Reals  # [B, 2]: top_p, min_p
     seeds: Words  # [B] of the shared noise
     positions: Words  # [B] of the token after the root
@@ -56,24 +54,24 @@ class Rules(NamedTuple):
 class Forest(NamedTuple):
     """The trees of B sequences as they grow. Item 0 is the root; items of a level follow those of the level above."""
 
-    tokens: Ints  # [B, C]
-    parents: Ints  # [B, C] items
+    tokens: Numbers  # [B, C]
+    parents: Numbers  # [B, C] items
     path_probs: Reals  # [B, C]
     scores: Reals  # [B, C]
-    tails: Ints  # [B, C] row in the cache's tail, -1 when not expanded; the root's is 0
-    sizes: Ints  # [B] items
-    rows: Ints  # [B] rows of the tail, the root's among them
-    tail_parents: Ints  # [B, T]
-    frontier: Ints  # [B, W] items of the newest level that are to be expanded
-    widths: Ints  # [B] how many
-    sources: Ints  # [B, W] place of each one's parent in the frontier before
-    distribution_sizes: Ints  # [B, T] by row of the tail
-    distribution_tokens: Ints  # [B, T, MAX_DISTRIBUTION_SUPPORT]
-    distribution_weights: Ints  # [B, T, MAX_DISTRIBUTION_SUPPORT]
+    tails: Numbers  # [B, C] row in the cache's tail, -1 if not expanded; the root's is 0
+    sizes: Numbers  # [B] items
+    rows: Numbers  # [B] rows of the tail, the root's among them
+    tail_parents: Numbers  # [B, T]
+    frontier: Numbers  # [B, W] items of the newest level to expand
+    widths: Numbers  # [B] items in the frontier
+    sources: Numbers  # [B, W] index of each one's parent in the previous frontier
+    distribution_sizes: Numbers  # [B, T] by row of the tail
+    distribution_tokens: Numbers  # [B, T, MAX_DISTRIBUTION_SUPPORT]
+    distribution_weights: Numbers  # [B, T, MAX_DISTRIBUTION_SUPPORT]
 
 
 def make_forest(sequences: int, levels: int, width: int, breadth: int, *, drawn: bool) -> Forest:
-    """Roots alone, each to be expanded. `drawn` makes room for distributions."""
+    """Trees of a root alone, to be expanded. `drawn` allocates distributions."""
     items, tails = 1 + breadth + (levels - 1) * width * breadth, 1 + (levels - 1) * width
     forest = Forest(
         tokens=np.zeros((sequences, items), np.int32),
@@ -96,10 +94,10 @@ def make_forest(sequences: int, levels: int, width: int, breadth: int, *, drawn:
 
 
 @inlined
-def apply_filters(probs: Reals, known: int, top_k: int, top_p: float, min_p: float) -> tuple[int, float]:
-    """Apply a request's filters to probabilities in falling order. Returns how many stay, and what the rest holds.
+def _apply_filters(probs: Reals, known: int, top_k: int, top_p: float, min_p: float) -> tuple[int, float]:
+    """Apply a request's filters to probabilities in descending order, as the target does: min_p, top_k, top_p.
 
-    In the target's order: min_p, top_k, top_p.
+    Returns the number of tokens kept, and the probability mass of the others, which is 0 once filters renormalise.
     """
     kept, total = known, 1.0
     if not probs[0] > 0.0:
@@ -130,10 +128,10 @@ def apply_filters(probs: Reals, known: int, top_k: int, top_p: float, min_p: flo
 
 
 @inlined
-def run_race(
-    tokens: Ints, probs: Reals, kept: int, rest: float, seed: np.uint64, position: np.uint64, sharpness: float
+def _run_race(
+    tokens: Numbers, probs: Reals, kept: int, rest: float, seed: np.uint64, position: np.uint64, sharpness: float
 ) -> None:
-    """Turn probabilities into chances of winning the shared race; what is no candidate races with expected noise."""
+    """Turn probabilities into chances of winning the shared race. Other tokens race with expected noise."""
     total = max(rest, _LEAST) ** sharpness
     for i in range(kept):
         noise = exponential(seed, position, np.uint64(tokens[i]))
@@ -141,6 +139,25 @@ def run_race(
         total += probs[i]
     for i in range(kept):
         probs[i] /= total
+
+
+@inlined
+def score_candidates(rules: Rules, b: int, depth: int, tokens: Numbers, probs: Reals, known: int) -> tuple[int, float]:
+    """Turn the probabilities of the first `known` candidates of a row into scores, in place, by the request of sequence
+    b. In REJECTION mode they stay probabilities.
+
+    Args:
+        depth: of the row's node, 0 for the root.
+        tokens, probs: candidates, most probable first.
+
+    Returns:
+        The number of candidates kept, and the probability mass of the others.
+    """
+    kept, rest = _apply_filters(probs, known, rules.ints[b, TOP_K], rules.reals[b, TOP_P], rules.reals[b, MIN_P])
+    if rules.ints[b, MODE] == COUPLED:
+        position = rules.positions[b] + np.uint64(depth)
+        _run_race(tokens, probs, kept, rest, rules.seeds[b], position, rules.sharpness)
+    return kept, rest
 
 
 @inlined
@@ -154,7 +171,7 @@ def _add(forest: Forest, b: int, parent: int, token: int, score: float, path_pro
 
 
 @inlined
-def _offer(forest: Forest, b: int, parent: int, tokens: Ints, scores: Reals, kept: int, rules: Rules) -> None:
+def _offer(forest: Forest, b: int, parent: int, tokens: Numbers, scores: Reals, kept: int, rules: Rules) -> None:
     """Add the best children of an item, best first, up to the breadth."""
     path_prob = forest.path_probs[b, parent]
     for _ in range(min(rules.breadth, kept)):
@@ -170,11 +187,13 @@ def _offer(forest: Forest, b: int, parent: int, tokens: Ints, scores: Reals, kep
 
 
 @inlined
-def _make_distribution(forest: Forest, b: int, tail: int, tokens: Ints, probs: Reals, kept: int, rest: float) -> float:
-    """Write the distribution of a row in integers. Returns how likely a draw from it is to be accepted, before it is
-    made.
+def _make_distribution(
+    forest: Forest, b: int, tail: int, tokens: Numbers, probs: Reals, kept: int, rest: float
+) -> float:
+    """Write a row's distribution as integer weights. Returns the estimated probability that a draw is accepted.
 
-    That is taken to be the root of the chance that two draws agree: 1 for a point, and 1 / sqrt(n) for n equals.
+    The estimate is the square root of the chance that two draws agree: 1 for a single token, 1 / sqrt(n) for n equally
+    likely ones.
     """
     total = 0
     for i in range(kept):
@@ -189,8 +208,8 @@ def _make_distribution(forest: Forest, b: int, tail: int, tokens: Ints, probs: R
 
 
 @inlined
-def _draw_level(forest: Forest, b: int, confidences: Reals, left: Ints, rules: Rules) -> None:
-    """Draw children of the frontier, always where the next draw is worth most, up to the width of a level."""
+def _draw_level(forest: Forest, b: int, confidences: Reals, left: Numbers, rules: Rules) -> None:
+    """Draw children of the frontier, each time where the path probability is highest, up to the width."""
     count = forest.widths[b]
     next_path_probs, draws = np.zeros(count), np.zeros(count, np.int32)
     for i in range(count):
@@ -224,8 +243,8 @@ def _draw_level(forest: Forest, b: int, confidences: Reals, left: Ints, rules: R
 
 
 @inlined
-def _next_frontier(forest: Forest, b: int, begin: int, before: Ints, rules: Rules) -> None:
-    """Choose what the next level expands: the best new items, unless as many better ones as the tree holds exist."""
+def _next_frontier(forest: Forest, b: int, begin: int, before: Numbers, rules: Rules) -> None:
+    """Choose the items to expand next: the best new ones that rank among the nodes that the tree can hold."""
     size, nodes = forest.sizes[b], rules.ints[b, NODES]
     count = 0
     taken = np.zeros(size - begin, np.bool_)
@@ -253,13 +272,13 @@ def _next_frontier(forest: Forest, b: int, begin: int, before: Ints, rules: Rule
 
 
 @compiled
-def grow_level(forest: Forest, rules: Rules, level: int, last: bool, tokens: Ints, probs: Probs) -> int:
-    """Add the children of every frontier, and choose the next one.
+def grow_level(forest: Forest, rules: Rules, level: int, last: bool, tokens: Numbers, probs: Probs) -> int:
+    """Add the children of every frontier, and choose the next frontiers.
 
     Args:
         level: depth of the new nodes, from 1.
-        last: no level follows, so nothing is to be expanded.
-        tokens, probs: [R, M] candidates of the rows of all frontiers, one sequence after the other.
+        last: no level follows, so nothing is expanded.
+        tokens, probs: [R, M] candidates of the rows of all frontiers, one sequence after another.
 
     Returns:
         Rows of the next pass: the sum of the new widths.
@@ -277,16 +296,13 @@ def grow_level(forest: Forest, rules: Rules, level: int, last: bool, tokens: Int
             before[item] = i
             work = probs[row + i].astype(np.float64)
             usable = known if mode == COUPLED else min(known, MAX_DISTRIBUTION_SUPPORT)
-            kept, rest = apply_filters(work, usable, rules.ints[b, TOP_K], rules.reals[b, TOP_P], rules.reals[b, MIN_P])
+            kept, rest = score_candidates(rules, b, level - 1, tokens[row + i], work, usable)
             if mode == REJECTION:
                 tail = forest.tails[b, item]
                 confidences[i] = _make_distribution(forest, b, tail, tokens[row + i], work, kept, rest)
                 left[i] = forest.distribution_weights[b, tail]
-                continue
-            if mode == COUPLED:
-                position = rules.positions[b] + np.uint64(level - 1)
-                run_race(tokens[row + i], work, kept, rest, rules.seeds[b], position, rules.sharpness)
-            _offer(forest, b, item, tokens[row + i], work, kept, rules)
+            else:
+                _offer(forest, b, item, tokens[row + i], work, kept, rules)
         row += count
         if mode == REJECTION:
             _draw_level(forest, b, confidences, left, rules)
@@ -299,6 +315,6 @@ def grow_level(forest: Forest, rules: Rules, level: int, last: bool, tokens: Int
 
 
 def kept_items(forest: Forest, b: int, nodes: int) -> npt.NDArray[np.int64]:
-    """The root and the `nodes` likeliest items of a tree, likeliest first; parents come first."""
+    """The root and the `nodes` most probable items of a tree, most probable first; parents come before children."""
     size = int(forest.sizes[b])
     return np.argsort(-forest.path_probs[b, :size], kind="stable")[: nodes + 1]

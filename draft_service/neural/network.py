@@ -1,7 +1,7 @@
-"""What drafts, and what is kept of its output between passes.
+"""The interface of a network that drafts, and the outputs that are kept between its passes.
 
-Symbols: R rows of a pass, C the width of what a network carries from a row to its children (an EAGLE head's feature; 0
-for a language model), H the width of what its logits are made of.
+Symbols: R rows of a pass, C the width of the state that a row passes on to its children (an EAGLE head's feature; 0 for
+a language model), H the width of the lm_head's input.
 """
 
 from __future__ import annotations
@@ -14,19 +14,22 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from draft_service.neural.tail_attention import Attend
+from draft_service.neural.tail_attention import Attend, TailPart
 
 
 class RowOutput(NamedTuple):
-    """What a pass makes of each row: what its children are given, [R, C], and what `Network.logits` reads, [R, H]."""
+    """The output of a pass for each row: the state for its children, [.., C], and the input of `logits`, [.., H]."""
 
     carried: Tensor
     lm_input: Tensor
 
 
 class Network(Protocol):
-    """What drafts: an EAGLE head, or a language model. `token_ids` [V'] are the target's ids of what it says, None
-    when they are the same; the other attributes are those of its cache."""
+    """A network that drafts: an EAGLE head, or a language model.
+
+    `token_ids` [V'] are the target ids of its vocabulary, None if that is the target's; the other attributes describe
+    its cache.
+    """
 
     layers: int
     kv_heads: int
@@ -36,38 +39,51 @@ class Network(Protocol):
     token_ids: npt.NDArray[np.int32] | None
 
     def read(self, token_ids: Tensor, carried: Tensor | None, positions: Tensor, attend: Attend) -> RowOutput:
-        """One pass over R rows: token_ids [R] integers, carried [R, C] or None for a network that needs none, positions
-        [R] integers."""
+        """One pass over R rows.
+
+        Args:
+            token_ids: [R] integers.
+            carried: [R, C] states from the parents; None for a network without.
+            positions: [R] integers.
+            attend: attention over the cache.
+        """
 
     def logits(self, lm_input: Tensor) -> Tensor:
         """[R, H] -> [R, V']."""
 
 
 class RootStates:
-    """The output of the last certain row of every sequence, in tensors that stay where they are.
+    """The output of the last committed row of every sequence, in tensors with fixed addresses.
 
-    A sequence's place is the number of its first page, which is its own while it lives. One place more is nobody's:
-    `nobody`, for rows that a captured pass leaves free.
+    A sequence's slot is the number of its first page. One more slot, `unused`, is for the free rows of a captured pass.
     """
 
     def __init__(self, pages: int, device: torch.device) -> None:
-        self.nobody = pages
+        self.unused = pages
         self._device = device
-        # [pages + 1, C] and [pages + 1, H], made with the first output.
+        # [pages + 1, C] and [pages + 1, H], allocated with the first output.
         self._table: RowOutput | None = None
 
-    def write(self, places: Tensor, output: RowOutput, rows: Tensor) -> None:
-        """Keep `rows` [n] of a pass's output at `places` [n], both int64 on the device."""
+    def write(self, slots: Tensor, output: RowOutput, rows: Tensor) -> None:
+        """Store `rows` [n] of a pass's output in `slots` [n], both int64 on the device."""
         if self._table is None:
-            self._table = RowOutput(*(part.new_zeros(self.nobody + 1, part.shape[1]) for part in output))
+            self._table = RowOutput(*(part.new_zeros(self.unused + 1, part.shape[1]) for part in output))
         for kept, part in zip(self._table, output, strict=True):
-            kept.index_copy_(0, places, part.index_select(0, rows))
+            kept.index_copy_(0, slots, part.index_select(0, rows))
 
-    def read(self, places: Tensor) -> RowOutput:
-        """The outputs at `places` [n] int64 on the device: [n, C] and [n, H]."""
-        assert self._table is not None, "a tree is wanted, and no sequence has an entry"
-        return RowOutput(*(kept.index_select(0, places) for kept in self._table))
+    def write_last(self, parts: Sequence[TailPart], output: RowOutput) -> None:
+        """Store the output of each part's last row, of a pass in which all rows are new."""
+        rows = torch.from_numpy(np.cumsum([part.rows for part in parts]) - 1).to(self._device)
+        self.write(self._slots([part.pages for part in parts]), output, rows)
 
-    def places(self, pages: Sequence[Sequence[int]]) -> Tensor:
-        """[n] int64 on the device: where sequences that hold these pages have their places."""
+    def read(self, slots: Tensor) -> RowOutput:
+        """The outputs in `slots` [n] int64 on the device: [n, C] and [n, H]."""
+        assert self._table is not None, "no sequence has an entry"
+        return RowOutput(*(kept.index_select(0, slots) for kept in self._table))
+
+    def read_of(self, pages: Sequence[Sequence[int]]) -> RowOutput:
+        """The outputs of the sequences that own these pages: [n, C] and [n, H]."""
+        return self.read(self._slots(pages))
+
+    def _slots(self, pages: Sequence[Sequence[int]]) -> Tensor:
         return torch.tensor([own[0] for own in pages], device=self._device)

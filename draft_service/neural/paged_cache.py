@@ -1,4 +1,4 @@
-"""Keys and values of a drafter's own sequences, in pages."""
+"""A drafter's paged cache of keys and values."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tree_kernels.pages import Pages
 
 
 class PagedCache(Pages):
-    """Pools for each layer: `keys[layer]` and `values[layer]` are [num_pages, page_size, kv_heads, head_dim]."""
+    """`keys[layer]` and `values[layer]` are [num_pages, page_size, kv_heads, head_dim]."""
 
     def __init__(
         self,
@@ -24,14 +24,13 @@ class PagedCache(Pages):
     ) -> None:
         super().__init__(num_pages, page_size)
         shape = (num_pages, page_size, kv_heads, head_dim)
-        # On a CPU memory is taken as it is written; a GPU's kernels may read a masked slot, which must be a number.
+        # A CPU commits memory when it is written. A GPU's kernels may read a masked slot, which must not be NaN.
         make = torch.empty if device.type == "cpu" else torch.zeros
         self.keys: list[Tensor] = [make(shape, dtype=dtype, device=device) for _ in range(layers)]
         self.values: list[Tensor] = [make(shape, dtype=dtype, device=device) for _ in range(layers)]
 
     def extend(self, pages: list[int], tokens: int) -> bool:
-        """Let `pages`, which a sequence holds, grow to room for `tokens`. False, and nothing taken, when too few are
-        free."""
+        """Grow a sequence's `pages` to hold `tokens`. Returns False, and allocates nothing, if too few are free."""
         missing = self.pages_for(tokens) - len(pages)
         if missing > self.free_pages:
             return False

@@ -1,9 +1,10 @@
-"""Tree attention for a drafter that adds a few rows at a time to a tree whose earlier rows are in the cache."""
+"""Tree attention for a drafter that adds rows to a tree whose earlier rows are already in the cache."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, chain
 
 import torch
 from torch import Tensor
@@ -12,8 +13,8 @@ from draft_service.neural.paged_cache import PagedCache
 from tree_kernels.attention import AttentionBatch, TreeAttention
 from tree_kernels.paging import write_kv
 
-# (layer, query [.., Hq, D], key [.., Hkv, D], value [.., Hkv, D]) -> [.., Hq, D]; rotary positions are applied. Stores
-# keys and values, and attends.
+# (layer, query [.., Hq, D], key [.., Hkv, D], value [.., Hkv, D]) -> [.., Hq, D], after rotary embedding: stores keys
+# and values, and attends.
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
@@ -23,9 +24,9 @@ class TailPart:
 
     Attributes:
         pages: of the sequence, for prefix and tail.
-        prefix: keys that every row sees.
-        rows: of the tail; they sit in the slots after the prefix.
-        new: how many rows, at the end of the tail, are computed now. The keys of the others are in the cache.
+        prefix: number of keys that every row attends to.
+        rows: number of rows of the tail, in the slots after the prefix.
+        new: rows at the end of the tail that are computed now; the keys of the others are in the cache.
         parents: [rows] of the tail; None for a causal tail.
     """
 
@@ -36,11 +37,26 @@ class TailPart:
     parents: tuple[int, ...] | None = None
 
 
-class TailAttention:
-    """Stores the new rows' keys and values, and attends; one object for one pass, called once per layer.
+@dataclass(slots=True)
+class PassRows:
+    """The rows of a pass, one sequence after another: `token_ids` and `positions` of the new rows of all parts."""
 
-    `TreeAttention` takes a query for every row of a tail. Rows of earlier passes get a query of zeros, and what comes
-    out for them is dropped: it costs a little arithmetic, and no projection, MLP or logits of theirs.
+    parts: list[TailPart] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+
+    def add(self, part: TailPart, token_ids: Iterable[int], positions: Iterable[int]) -> None:
+        """Add a sequence's part."""
+        self.parts.append(part)
+        self.token_ids.extend(token_ids)
+        self.positions.extend(positions)
+
+
+class TailAttention:
+    """Stores the new rows' keys and values, and attends. One object for one pass, called once per layer.
+
+    `TreeAttention` takes a query for every row of a tail. Rows of earlier passes get a query of zeros and their output
+    is dropped, which costs a little arithmetic and no projection, MLP or logits.
     """
 
     def __init__(self, attention: TreeAttention, cache: PagedCache, parts: Sequence[TailPart]) -> None:
@@ -62,12 +78,9 @@ class TailAttention:
 
 
 def attention_batch(parts: Sequence[TailPart], page_size: int) -> AttentionBatch:
-    """What a pass asks of attention."""
-    starts: list[int] = [0]
-    for part in parts:
-        starts.append(starts[-1] + part.rows)
+    """The attention batch of a pass."""
     return AttentionBatch(
-        query_starts=tuple(starts),
+        query_starts=tuple(accumulate((part.rows for part in parts), initial=0)),
         prefix_lengths=tuple(part.prefix for part in parts),
         pages=tuple(tuple(part.pages) for part in parts),
         page_size=page_size,
@@ -76,18 +89,12 @@ def attention_batch(parts: Sequence[TailPart], page_size: int) -> AttentionBatch
 
 
 def fresh_rows(parts: Sequence[TailPart]) -> list[int]:
-    """Places of the new rows among the rows of all tails."""
-    rows: list[int] = []
-    end = 0
-    for part in parts:
-        end += part.rows
-        rows += range(end - part.new, end)
-    return rows
+    """Indices of the new rows among the rows of all tails."""
+    ends = accumulate(part.rows for part in parts)
+    return [row for part, end in zip(parts, ends, strict=True) for row in range(end - part.new, end)]
 
 
 def fresh_slots(parts: Sequence[TailPart], cache: PagedCache) -> list[int]:
     """Cache slots of the new rows."""
-    slots: list[int] = []
-    for part in parts:
-        slots += cache.slots(part.pages, part.prefix + part.rows - part.new, part.new)
-    return slots
+    news = (cache.slots(part.pages, part.prefix + part.rows - part.new, part.new) for part in parts)
+    return list(chain.from_iterable(news))

@@ -1,4 +1,4 @@
-"""The shape of a neural drafter's trees, and the room of its cache."""
+"""The shape of a neural drafter's trees, and the size of its cache."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from outrider.settings import SettingsError
 from outrider.tree import MAX_ROWS
 from outrider.wire.frames import TreeLimits
 
-# Of trees for several sequences. By walks over recorded answers, one pass behind: with 7 rows of a sequence, as 8 of
-# them have at 8B size, 5 levels of 8 nodes make 2.71 tokens a pass and 8 levels 2.79, but a tree that comes a pass too
-# late makes 2.31; with 3 rows, as 32 of them have, 5 levels of 4 nodes make 2.15 and 8 levels of 2 nodes 2.07. A level
-# took 0.3 ms, and whole trees came a pass too late (two H100, `benchmarks/results/2026-11-24-h100-widened-tenth.md`).
+# Lower bounds of trees for several sequences. By simulation over recorded answers, one pass behind: with 7 rows a
+# sequence, as 8 sequences have at 8B size, 5 levels of 8 nodes make 2.71 tokens a pass and 8 levels 2.79, but a tree
+# that comes a pass too late makes 2.31; with 3 rows, as 32 sequences have, 5 levels of 4 nodes make 2.15 and 8 levels
+# of 2 nodes 2.07. A level took 0.3 ms, and full trees came a pass too late (two H100,
+# `benchmarks/results/2026-11-24-h100-widened-tenth.md`).
 _LEAST_LEVELS, _LEAST_WIDTH = 5, 4
 
 
 @dataclass(frozen=True, slots=True)
 class TreeShape:
-    """How trees grow, in EAGLE-2's words.
+    """How trees grow, in EAGLE-2's terms.
 
     Attributes:
         num_steps: levels of a tree, each of which costs one pass.
         topk: children of a node; 1 drafts a chain.
-        num_draft_tokens: nodes of the whole tree, the root not counted.
-        min_score: least probability of the path to a node that is worth having.
+        num_draft_tokens: nodes of the whole tree, without the root.
+        min_score: least path probability of a node.
         race_entrants: tokens that take part in COUPLED's race at each node.
-        race_sharpness: how far the race over the drafter's distribution is taken for the target's own.
-        frontier: nodes that a level expands; 0 is as many as topk.
-        rows_per_level: rows of a pass over a level of all sequences together, see `for_sequences`; 0 is no bound.
-        early_levels: levels that are handed out while the others are grown, to a target of one sequence; 0 hands out
-            whole trees only.
+        race_sharpness: how far the race over the drafter's distribution is taken for the target's.
+        frontier: nodes that a level expands; 0 is topk.
+        rows_per_level: most rows of a level over all sequences, see `for_sequences`; 0 is no bound.
+        early_levels: levels that are sent while the others are grown, for one sequence alone; 0 sends whole trees only.
     """
 
     num_steps: int
@@ -63,12 +63,12 @@ class TreeShape:
         return (self.num_steps - 1) * self.width
 
     def for_sequences(self, count: int) -> TreeShape:
-        """The shape of trees that so many sequences get together, so that a frame for all of them takes no longer.
+        """The shape of trees for `count` sequences together, such that drafting for all takes no longer than for one.
 
-        Trees lose a level for each doubling, down to `_LEAST_LEVELS`, and levels are narrowed to a power of two that
-        keeps to `rows_per_level`, down to `_LEAST_WIDTH` nodes; trees hold fewer nodes in proportion to the width, but
-        a chain at least. The count is rounded up to a power of two, for which passes are captured. Several sequences
-        get whole trees only: for each growth that comes the target's host pays, sequence by sequence.
+        For each doubling of the count, trees lose a level, down to `_LEAST_LEVELS`. The width becomes a power of two
+        within `rows_per_level`, at least `_LEAST_WIDTH`; the number of nodes shrinks with the width, to a chain at
+        least. The count is rounded up to a power of two, for which passes are captured. Several sequences get whole
+        trees only, since each growth costs the target's host time for every sequence.
         """
         doublings = (count - 1).bit_length()
         if not self.rows_per_level or not doublings:
@@ -77,14 +77,14 @@ class TreeShape:
         room = max(self.rows_per_level >> doublings, _LEAST_WIDTH)
         width = min(self.width, 1 << (room.bit_length() - 1))
         nodes = min(self.num_draft_tokens, max(steps, self.num_draft_tokens * width // self.width))
-        # Without a frontier levels are as wide as there are children of a node.
+        # A frontier of 0 stands for topk.
         frontier = width if width < self.width else self.frontier
         return replace(self, num_steps=steps, frontier=frontier, num_draft_tokens=nodes, early_levels=0)
 
 
 @dataclass(frozen=True, slots=True)
 class CacheShape:
-    """The cache's room: `tokens` of all sequences, in pages of `page_size`; passes have at most `max_rows` rows."""
+    """The cache holds `tokens` of all sequences, in pages of `page_size`; passes have at most `max_rows` rows."""
 
     tokens: int
     page_size: int

@@ -1,19 +1,19 @@
-"""Drafts trees with a network that keeps keys and values: it reads what is certain, then grows trees level by level.
+"""Drafts trees with a network that has a cache: it reads committed tokens, then grows trees level by level.
 
-Symbols: B sequences, R rows of a pass, C the width of what a network carries from a row to its children, H that of
-what its logits are made of.
+Symbols: B sequences, R rows of a pass, C and H the widths of `RowOutput`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from draft_service.compiling import Numbers
 from draft_service.drafters.base import DraftSequence, tree_limits
 from draft_service.drafters.grown import Computed, Grown, Pending
 from draft_service.neural.candidates import candidates_wanted, most_probable, temperature_of
@@ -32,7 +32,7 @@ from draft_service.neural.level_growth import (
 from draft_service.neural.network import Network, RootStates, RowOutput
 from draft_service.neural.paged_cache import PagedCache
 from draft_service.neural.staging import Staging
-from draft_service.neural.tail_attention import TailAttention, TailPart
+from draft_service.neural.tail_attention import PassRows, TailAttention, TailPart
 from draft_service.neural.tree_config import CacheShape, TreeShape
 from draft_service.noise import first_coin
 from outrider.sampling import VerificationMode
@@ -40,43 +40,41 @@ from outrider.tree import DraftDistribution, TokenTree
 from tree_kernels.attention import TreeAttention
 
 _MODES = {VerificationMode.GREEDY: GREEDY, VerificationMode.COUPLED: COUPLED, VerificationMode.REJECTION: REJECTION}
-# Keeps the draft's coins apart from everything else that is made from the request's seed.
+# Separates the draft's coins from other random numbers derived from the request's seed.
 _COIN_SALT = 0xA0761D6478BD642F
 
 
 @dataclass(slots=True, eq=False)
 class CacheEntry:
-    """What is kept of one sequence: `entries` rows in the cache, all of them certain. The output of the last one is in
-    the drafting's `RootStates`."""
+    """One sequence's part of the cache: `entries` committed rows. The output of the last one is in `RootStates`."""
 
     pages: list[int] = field(default_factory=list)
     entries: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Extension:
-    """Certain rows that a sequence's cache shall be extended by: `token_ids` [n], and the position of the first."""
+class Extension(NamedTuple):
+    """Committed rows to add to a sequence's cache: `token_ids` [n], and the position of the first."""
 
-    followed: CacheEntry
+    entry: CacheEntry
     token_ids: Sequence[int]
-    first_position: int
+    position: int
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
-    """A tree that is wanted: of a sequence whose root is the last entry's token, `position` that of the root's
-    children in the network's count."""
+class TreeRequest:
+    """A request for a tree. The sequence's root is the token of its last cache entry; `position` is that of the root's
+    children, as the network counts positions."""
 
-    followed: CacheEntry
+    entry: CacheEntry
     sequence: DraftSequence
     position: int
 
 
 class TreeDrafting:
-    """A network, its cache, and how trees grow. Calls come from one thread.
+    """A network, its cache, and the growth of trees. Called from one thread.
 
-    Every pass over certain rows goes through `_commit`, and every level of a tree through `_read`;
-    `cuda_graphs.drafting.CapturedDrafting` replaces both, and most trees as a whole.
+    Passes over committed rows go through `_commit`, and levels of trees through `_read`. `CapturedDrafting` in
+    `cuda_graphs.drafting` overrides both, and drafts most trees as a whole.
     """
 
     def __init__(self, network: Network, tree: TreeShape, cache: CacheShape) -> None:
@@ -98,35 +96,34 @@ class TreeDrafting:
         self._attention = TreeAttention("torch" if on_cpu else "triton", network.device)
 
     def follow(self) -> CacheEntry:
-        """What is kept of a new sequence: nothing yet."""
+        """The empty cache entry of a new sequence."""
         return CacheEntry()
 
-    def reserve(self, followed: CacheEntry, rows: int) -> bool:
-        """Room for so many more certain rows, and a tree below them. False when the cache is full."""
-        return self.cache.extend(followed.pages, followed.entries + rows + self.shape.expanded)
+    def reserve(self, entry: CacheEntry, rows: int) -> bool:
+        """Allocate pages for `rows` more committed rows and a tree below them. Returns False if the cache is full."""
+        return self.cache.extend(entry.pages, entry.entries + rows + self.shape.expanded)
 
-    def forget(self, followed: CacheEntry) -> None:
-        """Free what a sequence holds."""
-        self.cache.release(followed.pages)
-        followed.pages.clear()
-        followed.entries = 0
+    def forget(self, entry: CacheEntry) -> None:
+        """Free a sequence's pages."""
+        self.cache.release(entry.pages)
+        entry.pages.clear()
+        entry.entries = 0
 
     @torch.inference_mode()
     def extend(self, extensions: Sequence[Extension], carried: Tensor | None = None) -> None:
-        """Read certain rows, in passes of at most `max_rows`. `reserve` must have made room.
+        """Read committed rows, in passes of at most `max_rows`. `reserve` must have allocated their pages.
 
-        They overwrite what trees left behind, so no rejected row is ever seen again. What they carry, [rows of all
-        extensions in order, C], may be on the host; a GPU may copy from there after the call.
+        They overwrite the rows of trees, so no rejected row is attended to later. `carried`, [rows of all extensions in
+        order, C], may be on the host; a GPU may still copy from there after the call.
         """
-        pieces: list[tuple[Extension, int, int]] = []
+        pieces: list[Extension] = []
         room, begin = self._max_rows, 0
-        for extension in extensions:
-            start, end = 0, len(extension.token_ids)
-            while start < end:
-                stop = min(end, start + room)
-                pieces.append((extension, start, stop))
-                room -= stop - start
-                start = stop
+        for entry, token_ids, position in extensions:
+            start = 0
+            while start < len(token_ids):
+                piece = token_ids[start : start + room]
+                pieces.append(Extension(entry, piece, position + start))
+                start, room = start + len(piece), room - len(piece)
                 if room == 0:
                     self._extend(pieces, None if carried is None else carried[begin : begin + self._max_rows])
                     pieces, room, begin = [], self._max_rows, begin + self._max_rows
@@ -134,30 +131,26 @@ class TreeDrafting:
             self._extend(pieces, None if carried is None else carried[begin:])
 
     @torch.inference_mode()
-    def trees(self, wanted: Sequence[Wanted]) -> list[TokenTree]:
-        """The best trees, in whatever mode."""
-        forest, rules = self._grow(wanted)
-        trees = best_items(forest, rules, [one.sequence.root for one in wanted]).as_trees()
-        for b, one in enumerate(wanted):
-            if one.sequence.mode is VerificationMode.REJECTION:
-                trees[b] = with_distributions(trees[b], forest, b)
-        return trees
+    def trees(self, requests: Sequence[TreeRequest]) -> list[TokenTree]:
+        """The best trees, of requests in any mode."""
+        forest, rules = self._grow(requests)
+        return grown_trees(forest, rules, [request.sequence for request in requests])
 
     @torch.inference_mode()
-    def begin(self, wanted: Sequence[Wanted]) -> Pending:
-        """As `trees`, of no REJECTION request. What a GPU computes is fetched before the next call."""
-        forest, rules = self._grow(wanted)
-        return Computed(best_items(forest, rules, [one.sequence.root for one in wanted]))
+    def begin(self, requests: Sequence[TreeRequest]) -> Pending:
+        """Start drafting trees, none of them for a REJECTION request. A GPU's are fetched before the next call."""
+        forest, rules = self._grow(requests)
+        return Computed(best_items(forest, rules, [request.sequence.root for request in requests]))
 
-    def _grow(self, wanted: Sequence[Wanted]) -> tuple[Forest, Rules]:
-        """One pass per level for all sequences together."""
-        shape = self.shape.for_sequences(len(wanted))
-        drawn = any(one.sequence.mode is VerificationMode.REJECTION for one in wanted)
-        rules = self._rules(wanted, shape)
-        forest = make_forest(len(wanted), shape.num_steps, shape.width, shape.topk, drawn=drawn)
-        count = max(candidates_wanted(w.sequence.mode, shape.topk, shape.race_entrants) for w in wanted)
-        temperatures = np.array([temperature_of(w.sequence) for w in wanted], dtype=np.float32)
-        carried, lm_input = self.states.read(self.states.places([w.followed.pages for w in wanted]))
+    def _grow(self, requests: Sequence[TreeRequest]) -> tuple[Forest, Rules]:
+        """Grow the trees of all sequences together, with one pass per level."""
+        shape = self.shape.for_sequences(len(requests))
+        drawn = any(request.sequence.mode is VerificationMode.REJECTION for request in requests)
+        rules = self._rules(requests, shape)
+        forest = make_forest(len(requests), shape.num_steps, shape.width, shape.topk, drawn=drawn)
+        count = max(candidates_wanted(request.sequence.mode, shape.topk, shape.race_entrants) for request in requests)
+        temperatures = np.array([temperature_of(request.sequence) for request in requests], dtype=np.float32)
+        carried, lm_input = self.states.read_of([request.entry.pages for request in requests])
         logits = self._network_of(0).logits(lm_input)
         device, levels = self.network.device, int(rules.ints[:, DEPTH].max())
         for level in range(1, levels + 1):
@@ -166,83 +159,64 @@ class TreeDrafting:
             before = forest.widths.copy()
             if not grow_level(forest, rules, level, level == levels, candidates.token_ids, candidates.probs):
                 break
-            output = self._level(wanted, forest, before, carried, level)
+            output = self._level(requests, forest, before, carried, level)
             carried, logits = output.carried, self._network_of(level).logits(output.lm_input)
         return forest, rules
 
-    def _rules(self, wanted: Sequence[Wanted], shape: TreeShape) -> Rules:
-        """What the sequences ask for."""
-        return rules_of([one.sequence for one in wanted], shape)
+    def _rules(self, requests: Sequence[TreeRequest], shape: TreeShape) -> Rules:
+        """The rules of trees of this shape."""
+        return rules_of([request.sequence for request in requests], shape)
 
     def _network_of(self, level: int) -> Network:  # noqa: ARG002
-        """What reads the nodes of a level, and certain rows, which are level 0."""
+        """The network that reads the nodes of a level; committed rows are level 0."""
         return self.network
 
-    def _certain(self, followed: CacheEntry, level: int) -> int:  # noqa: ARG002
-        """Certain rows of a sequence in the cache of what reads a level."""
-        return followed.entries
+    def _committed(self, entry: CacheEntry, level: int) -> int:  # noqa: ARG002
+        """Committed rows of a sequence in the cache of the network that reads a level."""
+        return entry.entries
 
-    def _extend(self, pieces: Sequence[tuple[Extension, int, int]], carried: Tensor | None) -> None:
-        parts: list[TailPart] = []
-        tokens: list[int] = []
-        positions: list[int] = []
-        for extension, start, stop in pieces:
-            followed = extension.followed
-            parts.append(TailPart(followed.pages, followed.entries, stop - start, stop - start))
-            followed.entries += stop - start
-            tokens += extension.token_ids[start:stop]
-            positions += range(extension.first_position + start, extension.first_position + stop)
-        self._commit(parts, tokens, carried, positions)
+    def _extend(self, pieces: Sequence[Extension], carried: Tensor | None) -> None:
+        rows = PassRows()
+        for entry, token_ids, position in pieces:
+            count = len(token_ids)
+            rows.add(TailPart(entry.pages, entry.entries, count, count), token_ids, range(position, position + count))
+            entry.entries += count
+        self._commit(rows, carried)
 
-    def _commit(
-        self, parts: Sequence[TailPart], tokens: list[int], carried: Tensor | None, positions: list[int]
-    ) -> None:
-        """One pass over certain rows, and what is kept of each sequence's last."""
-        output = self._read(parts, tokens, carried, positions)
-        ends = np.cumsum([part.rows for part in parts]) - 1
-        rows = torch.from_numpy(ends).to(self.network.device)
-        self.states.write(self.states.places([part.pages for part in parts]), output, rows)
+    def _commit(self, rows: PassRows, carried: Tensor | None) -> None:
+        """One pass over committed rows; the output of each sequence's last one is stored."""
+        self.states.write_last(rows.parts, self._read(rows, carried))
 
     def _level(
-        self, wanted: Sequence[Wanted], forest: Forest, before: npt.NDArray[np.int32], carried: Tensor, level: int
+        self, requests: Sequence[TreeRequest], forest: Forest, before: Numbers, carried: Tensor, level: int
     ) -> RowOutput:
-        """One pass over the frontiers of all sequences. `before` [B] counts the rows of the last level, [.., C]."""
-        parts: list[TailPart] = []
-        tokens: list[int] = []
-        positions: list[int] = []
+        """One pass over the frontiers of all sequences. `before` [B] counts the rows of `carried` [.., C]."""
+        rows = PassRows()
         sources: list[int] = []
         offsets = np.cumsum(before) - before
-        for b, one in enumerate(wanted):
+        for b, request in enumerate(requests):
             new = int(forest.widths[b])
             if not new:
                 continue
-            rows = int(forest.rows[b])
-            # The last certain entry is the root of the tail, and stands in the cache already.
-            prefix, parents = self._certain(one.followed, level) - 1, tuple(forest.tail_parents[b, :rows].tolist())
-            parts.append(TailPart(one.followed.pages, prefix, rows, new, parents))
-            tokens += forest.tokens[b, forest.frontier[b, :new]].tolist()
-            positions += [one.position + level - 1] * new
+            size = int(forest.rows[b])
+            # The last committed entry is the root of the tail, and already in the cache.
+            prefix, parents = self._committed(request.entry, level) - 1, tuple(forest.tail_parents[b, :size].tolist())
+            part = TailPart(request.entry.pages, prefix, size, new, parents)
+            rows.add(part, forest.tokens[b, forest.frontier[b, :new]].tolist(), [request.position + level - 1] * new)
             sources += (forest.sources[b, :new] + offsets[b]).tolist()
-        return self._read(parts, tokens, carried[torch.tensor(sources, device=carried.device)], positions, level)
+        return self._read(rows, carried[torch.tensor(sources, device=carried.device)], level)
 
-    def _read(
-        self,
-        parts: Sequence[TailPart],
-        tokens: list[int],
-        carried: Tensor | None,
-        positions: list[int],
-        level: int = 0,
-    ) -> RowOutput:
+    def _read(self, rows: PassRows, carried: Tensor | None, level: int = 0) -> RowOutput:
         device = self.network.device
         if carried is not None:
             carried = carried.to(device, non_blocking=True)
-        attend = TailAttention(self._attention, self.cache, parts)
-        rows, places = torch.tensor(tokens, device=device), torch.tensor(positions, device=device)
-        return self._network_of(level).read(rows, carried, places, attend)
+        attend = TailAttention(self._attention, self.cache, rows.parts)
+        token_ids, positions = (torch.tensor(part, device=device) for part in (rows.token_ids, rows.positions))
+        return self._network_of(level).read(token_ids, carried, positions, attend)
 
 
 def rules_of(sequences: Sequence[DraftSequence], shape: TreeShape) -> Rules:
-    """What these sequences ask for, of trees of this shape."""
+    """The requests of these sequences, and the shape of their trees."""
     ints, reals = np.zeros((len(sequences), 4), np.int32), np.zeros((len(sequences), 2))
     for b, sequence in enumerate(sequences):
         limits, sampling = tree_limits(shape.limits, sequence.limits), sequence.sampling
@@ -266,7 +240,7 @@ def rules_of(sequences: Sequence[DraftSequence], shape: TreeShape) -> Rules:
 
 
 def best_items(forest: Forest, rules: Rules, roots: Sequence[int]) -> Grown:
-    """The best nodes of every tree."""
+    """The best nodes of every tree, as many as its request allows."""
     most = 1 + int(rules.ints[:, NODES].max())
     grown = Grown.roots(roots, most)
     for b in range(len(roots)):
@@ -280,8 +254,17 @@ def best_items(forest: Forest, rules: Rules, roots: Sequence[int]) -> Grown:
     return grown
 
 
-def with_distributions(tree: TokenTree, forest: Forest, b: int) -> TokenTree:
-    """The tree with what the children of its rows were drawn from."""
+def grown_trees(forest: Forest, rules: Rules, sequences: Sequence[DraftSequence]) -> list[TokenTree]:
+    """The best nodes of every tree, with distributions for REJECTION requests."""
+    trees = best_items(forest, rules, [sequence.root for sequence in sequences]).as_trees()
+    return [
+        _with_distributions(tree, forest, b) if sequence.mode is VerificationMode.REJECTION else tree
+        for b, (tree, sequence) in enumerate(zip(trees, sequences, strict=True))
+    ]
+
+
+def _with_distributions(tree: TokenTree, forest: Forest, b: int) -> TokenTree:
+    """The tree with the distributions that the children of its rows were drawn from."""
     items = kept_items(forest, b, tree.drafted)
     distributions: dict[int, DraftDistribution] = {}
     for row in sorted(set(tree.parents[1:])):

@@ -1,1 +1,1 @@
-"""`outrider train-head`: EAGLE-3 and Medusa heads, on what their target writes. No data set, no features on disk."""
+"""`outrider train-head`: trains EAGLE-3 and Medusa heads on their target's own text, without a data set."""

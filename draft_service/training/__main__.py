@@ -1,4 +1,4 @@
-"""`python -m draft_service.training`: train a head for a model; `outrider train-head` hands on to it."""
+"""`python -m draft_service.training`: train a head for a model; `outrider train-head` calls it."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file with a [training] table")
     add_flags(parser, TrainingConfig)
     flags = parser.parse_args(arguments)
-    named = os.environ.get(CONFIG_VARIABLE)
+    path = flags.config or os.environ.get(CONFIG_VARIABLE)
     prepare_grpc()
     collect_seldom()
     try:
-        config = load(TrainingConfig, "training", flags, os.environ, flags.config or (Path(named) if named else None))
+        config = load(TrainingConfig, "training", flags, os.environ, Path(path) if path else None)
         configure_logging(config.log_level)
         return _train(config, [*shlex.split(_PROG), *(sys.argv[1:] if arguments is None else arguments)])
     except SettingsError as error:
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _train(config: TrainingConfig, command: Sequence[str]) -> int:
-    # Late: a typing error should not wait for torch.
+    # Late: errors in flags should not wait for the import of PyTorch.
     from draft_service.checkpoints.facts import HeadRefused
     from draft_service.training.parallel.followers import FollowerFailed
     from draft_service.training.run import train_head
@@ -64,13 +64,10 @@ def _train(config: TrainingConfig, command: Sequence[str]) -> int:
     errors = Console(stderr=True, highlight=False)
     try:
         folder = train_head(config, command)
-    except (TrainingDiverged, WriterFailed, HeadRefused) as error:
+    except (TrainingDiverged, WriterFailed, HeadRefused, FollowerFailed) as error:
         errors.print(f"[bold red]error:[/] {error}", soft_wrap=True)
-        return 1
-    except FollowerFailed as error:
-        errors.print(f"[bold red]error:[/] {error}", soft_wrap=True)
-        if config.device.startswith("cuda"):
-            # A device that waits for the dead one's gradients would hold up Python's own end.
+        if isinstance(error, FollowerFailed) and config.device.startswith("cuda"):
+            # A device that waits for the lost one's gradients would block the interpreter's exit.
             os._exit(1)
         return 1
     except KeyboardInterrupt:

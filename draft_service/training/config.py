@@ -1,4 +1,4 @@
-"""Settings of `outrider train-head`. Each default lives here and nowhere else."""
+"""Settings of `outrider train-head`: the only place of their defaults."""
 
 from __future__ import annotations
 
@@ -24,23 +24,25 @@ class TrainingConfig(Settings):
     )
     dtype: str = setting("bfloat16", "type they compute in; the head's weights are kept in fp32 beside it")
     teacher: str = setting("local", "an entry point of outrider.teachers, or MODULE:FUNCTION")
-    minutes: float = setting(0.0, "wall time of the whole, to which writing and schedule adapt; 0 is unbounded", ge=0)
-    seed: int = setting(0, "of everything that is drawn")
+    minutes: float = setting(
+        0.0, "wall time of the whole run, to which writing and schedule adapt; 0 is unbounded", ge=0
+    )
+    seed: int = setting(0, "seed of all random numbers")
     resume: bool = setting(False, "go on with the run in FOLDER.run")
 
     kind: str = setting(
-        "eagle3", "what is trained: an EAGLE-3 head, or Medusa heads, as many as --steps", choices=("eagle3", "medusa")
+        "eagle3", "what is trained: an EAGLE-3 head, or --steps Medusa heads", choices=("eagle3", "medusa")
     )
     init: str = setting(
-        "", "head to begin with, a name or folder: its shape and token map, and no flag of those but more --layers"
+        "", "head to start from, a name or folder, with its shape and token map; only --layers may add to them"
     )
     new_vocabulary: bool = setting(
-        False, "with --init: let the text choose the --vocabulary tokens that the head can say, not the head"
+        False, "with --init: choose the --vocabulary tokens by the text again, in place of those of the head"
     )
-    text: str = setting("", "folder of text that is written already, `text` of another run; none is written then")
+    text: str = setting("", "folder of existing text, `text` of another run, to train on; none is written then")
     tokens: str = setting("20M", "tokens of text to write: a number, with k or M")
     writing_share: float = setting(
-        0.5, "share of --minutes after which writing ends, however much there is", gt=0, le=1
+        0.5, "share of --minutes after which writing ends, even if there is less text", gt=0, le=1
     )
     writers: int = setting(1, "processes that write at once, one a device at least; more than one pays on a GPU", ge=1)
     sequences: int = setting(0, "texts that each writes at once; 0 is 256 on a GPU and 16 elsewhere", ge=0)
@@ -57,10 +59,10 @@ class TrainingConfig(Settings):
     hidden: int = setting(0, "width of the head; 0 takes the target's, another carries its own token embedding", ge=0)
     intermediate: int = setting(0, "width of the head's MLP; 0 takes the target's, or 8/3 of --hidden", ge=0)
     tied: bool = setting(False, "take logits from the target's own lm_head, which is neither trained nor saved")
-    vocabulary: int = setting(16384, "tokens that the head can say, the most frequent ones; 0 is all of them", ge=0)
+    vocabulary: int = setting(16384, "tokens that the head can draft, the most frequent ones; 0 is all of them", ge=0)
 
     steps: int = setting(
-        5, "steps of training-time test: how deep a draft the head learns to make; of Medusa heads their number", ge=1
+        5, "steps of training-time test, the depth of drafts that the head learns; of Medusa heads their number", ge=1
     )
     decay: float = setting(0.8, "weight of each step's loss relative to the one before", gt=0)
     epochs: float = setting(6.0, "passes over the text at most", gt=0)
@@ -80,7 +82,7 @@ class TrainingConfig(Settings):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.out:
-            raise SettingsError("--out names the folder for the head")
+            raise SettingsError("--out must name the folder for the head")
         if self.batch_tokens < self.max_length:
             raise SettingsError("--batch-tokens must hold at least one text of --max-length")
         if not 0 < self.writing_share < 1:
@@ -93,7 +95,7 @@ class TrainingConfig(Settings):
                 "--tied and --new-vocabulary"
             )
         if self.new_vocabulary and not self.init:
-            raise SettingsError("--new-vocabulary is of the head that --init names")
+            raise SettingsError("--new-vocabulary needs --init")
         if self.text and not Path(self.text).is_dir():
             raise SettingsError(f"--text {self.text} is no folder")
         if not (self.prompts or self.sampled_prompts):
@@ -126,17 +128,17 @@ class TrainingConfig(Settings):
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """`device` as a list: the first one leads."""
+        """`device` as a list; the first one leads."""
         return tuple(word.strip() for word in self.device.split(","))
 
     @property
     def writers_at_once(self) -> int:
-        """`writers`, but no device is left without one."""
+        """`writers`, but at least one for each device."""
         return max(self.writers, len(self.devices))
 
     @property
     def sequences_at_once(self) -> int:
-        """`sequences`, chosen for the device where it is 0."""
+        """`sequences`, or the default for the device."""
         return self.sequences or (_GPU_SEQUENCES if self.device.startswith("cuda") else _CPU_SEQUENCES)
 
     @property
@@ -145,5 +147,5 @@ class TrainingConfig(Settings):
 
     @property
     def run_folder(self) -> Path:
-        """Text, checkpoint and settings of the run."""
+        """Folder of the run's text, checkpoint and settings."""
         return self.out_folder.with_name(self.out_folder.name + ".run")

@@ -1,6 +1,7 @@
-"""The text that was written, as token ids in safetensors files of a folder: whole files only, so that runs resume.
+"""Generated text as token ids, in a folder of safetensors files that appear only when complete, so that runs resume.
 
-Also which tokens a head can say: those that its target says most (FR-Spec, arXiv 2502.14856; EAGLE-3's `d2t`).
+Also the choice of a head's draft vocabulary: the tokens its target generates most (FR-Spec, arXiv 2502.14856; EAGLE-3's
+`d2t`).
 """
 
 from __future__ import annotations
@@ -10,16 +11,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
+from torch import Tensor
 
 from outrider.distillation import WrittenText
 
 
 @dataclass(frozen=True, slots=True)
 class Texts:
-    """Texts by rising number.
+    """Texts in ascending order of their numbers.
 
     Attributes:
         token_ids: [N] int32 of all texts, one after the other.
@@ -48,7 +51,7 @@ class Texts:
         return self.token_ids[self.starts[index] : self.starts[index + 1]]
 
     def choose(self, indices: NDArray[np.int64]) -> Texts:
-        """The texts at these places, in their order."""
+        """The texts of these indices, in that order."""
         pieces = [self.text(int(index)) for index in indices]
         return Texts(
             np.concatenate(pieces) if pieces else self.token_ids[:0],
@@ -60,7 +63,7 @@ class Texts:
 
 
 class Corpus:
-    """A folder of texts that several processes may add to, each under its own name."""
+    """A folder of texts, to which several processes may add, each under its own writer number."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -68,7 +71,7 @@ class Corpus:
         self._sizes: dict[Path, tuple[int, int]] = {}
 
     def add(self, texts: Sequence[WrittenText], writer: int) -> None:
-        """Write a file of them. No other process may use the same `writer`."""
+        """Write the texts as one file. No other process may use the same `writer`."""
         count = len(list(self._folder.glob(f"{writer:03d}-*.safetensors")))
         path = self._folder / f"{writer:03d}-{count:06d}.safetensors"
         partial = path.with_suffix(".partial")
@@ -82,21 +85,21 @@ class Corpus:
         }
         last = max(text.number for text in texts)
         save_file(tensors, partial, metadata={"tokens": str(sum(lengths)), "last": str(last)})
-        # Seen by others when it is whole.
+        # Other processes see complete files only.
         partial.rename(path)
 
     @property
     def tokens(self) -> int:
-        """In all files so far."""
+        """Tokens in all files so far."""
         return sum(tokens for tokens, _ in self._scan().values())
 
     def next_number(self, writer: int, writers: int) -> int:
-        """The first number after this writer's highest one; writer w of n has w, w + n .. ."""
+        """The number of this writer's next text; writer w of n has the numbers w, w + n, .. ."""
         own = [last for path, (_, last) in self._scan().items() if int(path.name[:3]) == writer]
         return max(own) + writers if own else writer
 
     def load(self) -> Texts:
-        """All texts. Their order depends on nothing but their numbers."""
+        """All texts, in an order that depends on their numbers alone."""
         files = [load_file(path) for path in self._scan()]
         if not files:
             empty = np.zeros(0, np.int32)
@@ -110,7 +113,7 @@ class Corpus:
         return unsorted.choose(np.lexsort((starts[:-1], joined["numbers"])).astype(np.int64))
 
     def _scan(self) -> dict[Path, tuple[int, int]]:
-        """Tokens and last number of every file, each read once."""
+        """Tokens and last number of every file. Each file is read once."""
         for path in sorted(self._folder.glob("*.safetensors")):
             if path not in self._sizes:
                 with safe_open(path, framework="np") as file:
@@ -120,8 +123,8 @@ class Corpus:
 
 
 def answer_counts(texts: Texts, vocab_size: int) -> NDArray[np.int64]:
-    """[vocab_size] how often each token stands in an answer."""
-    # +1 where an answer begins and -1 where its text ends: the running sum tells answers from prompts.
+    """[vocab_size] how often each token occurs in answers."""
+    # +1 where an answer begins and -1 where its text ends: the running sum is 1 in answers and 0 in prompts.
     edges = np.zeros(len(texts.token_ids) + 1, np.int64)
     np.add.at(edges, texts.starts[:-1] + texts.prompt_lengths, 1)
     np.add.at(edges, texts.starts[1:], -1)
@@ -129,14 +132,15 @@ def answer_counts(texts: Texts, vocab_size: int) -> NDArray[np.int64]:
     return np.bincount(texts.token_ids, weights=in_answer, minlength=vocab_size).astype(np.int64)
 
 
-def choose_tokens(counts: NDArray[np.int64], size: int) -> NDArray[np.int64] | None:
-    """The `size` most frequent token ids, rising; among equals the lower ids. None for the whole vocabulary."""
+def choose_tokens(counts: NDArray[np.int64], size: int) -> Tensor | None:
+    """[size] int64: the most frequent token ids in ascending order, of equals the lower ids. None for the whole
+    vocabulary."""
     if size == 0 or size >= len(counts):
         return None
-    return np.sort(np.argsort(-counts, kind="stable")[:size]).astype(np.int64)
+    return torch.from_numpy(np.sort(np.argsort(-counts, kind="stable")[:size]))
 
 
-def coverage(counts: NDArray[np.int64], tokens: NDArray[np.int64] | None) -> float:
-    """Share of what was said that lies in the map."""
+def coverage(counts: NDArray[np.int64], tokens: Tensor | None) -> float:
+    """Share of the counted tokens that the draft vocabulary holds; `tokens` None is the whole vocabulary."""
     total = int(counts.sum())
-    return 1.0 if tokens is None or total == 0 else float(counts[tokens].sum() / total)
+    return 1.0 if tokens is None or total == 0 else float(counts[tokens.cpu().numpy()].sum() / total)

@@ -1,4 +1,5 @@
-"""Soft cross-entropy of the head's distribution against the target's, never holding a whole batch's logits."""
+"""Soft cross-entropy of the head's distribution against the target's, computed in pieces: the logits of a whole batch
+would not fit in memory."""
 
 from __future__ import annotations
 
@@ -9,12 +10,12 @@ from torch import Tensor
 
 from tree_kernels.cross_entropy import soft_cross_entropy_
 
-# Rows whose logits exist at once; in fp32 too, where PyTorch computes the loss.
+# Rows whose logits are in memory at a time, as fp32 too where PyTorch computes the loss.
 _ROWS = 8192
 
 
 class RowLosses(NamedTuple):
-    """`total` is the weighted sum, to be differentiated; `rows` [R] are the unweighted losses, without gradient."""
+    """`total` is the weighted sum; `rows` [R] are the unweighted losses, without gradient."""
 
     total: Tensor
     rows: Tensor
@@ -25,14 +26,14 @@ def soft_cross_entropy(
 ) -> RowLosses:
     """Sum over rows of weight * -sum_v target(v) * log head(v).
 
-    The target's probabilities are not scaled up to the draft vocabulary: a row whose next token the head cannot say
-    weighs as little as the head can do for it, where EAGLE-3 drops it or keeps it by its most probable token.
+    The target's probabilities are not renormalised over the draft vocabulary: a row weighs as much as the probability
+    that the vocabulary covers, where EAGLE-3 drops or keeps the row depending on its most probable token.
 
     Args:
-        lm_input: [R, H] what the lm_head reads.
-        lm_head: [V', H] its weight.
+        lm_input: [R, H] input of the lm_head.
+        lm_head: [V', H].
         probs: [N, V'] the target's probabilities.
-        distributions: [R] int64 row of `probs` for each row.
+        distributions: [R] int64 index in `probs` of each row's distribution.
         weights: [R] fp32.
     """
     apply: Any = _SoftCrossEntropy.apply
@@ -41,7 +42,7 @@ def soft_cross_entropy(
 
 
 class _SoftCrossEntropy(torch.autograd.Function):
-    """Its gradient is computed beside its value, piece by piece, while the logits of a piece are there."""
+    """Computes the gradient together with the value, while the logits of a piece are in memory."""
 
     @staticmethod
     def forward(
@@ -49,14 +50,14 @@ class _SoftCrossEntropy(torch.autograd.Function):
     ) -> Any:
         of_lm_input, of_head = ctx.needs_input_grad[:2]
         lm_input_grad = torch.empty_like(lm_input) if of_lm_input else None
-        # None of an lm_head that stays as it is.
+        # None for a frozen lm_head.
         head_grad = torch.zeros(lm_head.shape, dtype=torch.float32, device=lm_head.device) if of_head else None
         rows = torch.empty(len(lm_input), dtype=torch.float32, device=lm_input.device)
         for start in range(0, len(lm_input), _ROWS):
             piece = slice(start, start + _ROWS)
             grad = lm_input[piece] @ lm_head.T
             unused = lm_input_grad is None and head_grad is None
-            # It holds logits until here, and their gradient from here on.
+            # In place: `grad` held the logits, and holds their gradient from here on.
             rows[piece] = soft_cross_entropy_(grad, probs, distributions[piece], None if unused else weights[piece])
             if lm_input_grad is not None:
                 lm_input_grad[piece] = grad @ lm_head
@@ -75,5 +76,5 @@ class _SoftCrossEntropy(torch.autograd.Function):
 
 @torch.no_grad()
 def most_probable(lm_input: Tensor, lm_head: Tensor) -> Tensor:
-    """[R] int64 the token that the head would say in each row, counted in the draft vocabulary."""
+    """[R] int64 the most probable token of each row, as an index in the draft vocabulary."""
     return torch.cat([(piece @ lm_head.T).argmax(-1) for piece in torch.split(lm_input, _ROWS)])

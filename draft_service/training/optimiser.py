@@ -1,4 +1,4 @@
-"""AdamW over fp32 weights whose copies in the head compute in another type, and the schedule of its learning rate."""
+"""AdamW over fp32 master weights, and the schedule of its learning rate."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
-# Of the highest learning rate, at the end. Chosen, not measured: between 0, with which the last steps teach nothing,
-# and the 0.1 that is usual where models are trained from nothing on much more text.
+# The last learning rate as a share of the highest. Chosen, not measured: between 0, where the last steps have no
+# effect, and the 0.1 that is usual in pre-training on much more text.
 _FLOOR = 0.02
-# As EAGLE-3 was trained.
+# EAGLE-3's.
 _BETAS = (0.9, 0.95)
 
 
 def rate_at(fraction: float, highest: float, warmup: float) -> float:
-    """Learning rate when `fraction` of the training is done: a rise in a line, then half a cosine."""
+    """Learning rate when `fraction` of the training is done: a linear warm-up, then half a cosine."""
     if fraction < warmup:
         return highest * max(fraction / warmup, 1e-3)
     done = min(1.0, (fraction - warmup) / max(1e-9, 1.0 - warmup))
@@ -24,7 +24,7 @@ def rate_at(fraction: float, highest: float, warmup: float) -> float:
 
 
 class MasterAdamW:
-    """Steps the fp32 masters of a module's trainable weights, and writes them back in the module's type."""
+    """Optimises fp32 masters of a module's trainable weights, and copies them to the module in its own type."""
 
     def __init__(
         self,
@@ -35,9 +35,9 @@ class MasterAdamW:
         masters: nn.Module,
         average: Callable[[Tensor], None] | None = None,
     ) -> None:
-        """`masters` is the same module in fp32, whose values are taken over.
+        """`masters` is the same module in fp32, whose values are copied.
 
-        `average` puts the mean over several devices in place of a vector of all gradients, [weights] fp32.
+        `average` replaces a vector of all gradients, [weights] fp32, by the mean over several devices.
         """
         self._names = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
         own, wide = dict(module.named_parameters()), dict(masters.named_parameters())
@@ -54,7 +54,7 @@ class MasterAdamW:
         self._publish()
 
     def step(self, rate: float) -> Tensor:
-        """Apply the module's gradients and forget them. Returns their norm, on the device."""
+        """Apply the module's gradients and clear them. Returns their norm, on the device."""
         for master, gradient in zip(self._masters, self._gradients(), strict=True):
             master.grad = gradient
         for weight in self._weights:
@@ -69,12 +69,12 @@ class MasterAdamW:
         return norm
 
     def _gradients(self) -> list[Tensor]:
-        """In fp32, averaged where there are several devices."""
+        """The gradients in fp32, averaged over the devices."""
         own = [weight.grad for weight in self._weights if weight.grad is not None]
-        assert len(own) == len(self._weights), "every weight that is trained has a part in the loss"
+        assert len(own) == len(self._weights), "a trained weight has no gradient"
         if self._average is None:
             return [gradient.float() for gradient in own]
-        # One vector: an exchange for every weight would wait for each.
+        # One vector: an exchange for each weight would wait once for each.
         flat = torch.empty(sum(one.numel() for one in own), device=own[0].device)
         pieces = [
             piece.view_as(one) for piece, one in zip(torch.split(flat, [g.numel() for g in own]), own, strict=True)
@@ -84,13 +84,13 @@ class MasterAdamW:
         return pieces
 
     def share(self, share: Callable[[Tensor], None]) -> None:
-        """Take over the masters of another process: `share` puts its values in place of a tensor's."""
+        """Take over the masters of another process: `share` replaces a tensor by that process's."""
         for master in self._masters:
             share(master)
         self._publish()
 
     def state(self) -> dict[str, Tensor]:
-        """Masters and moments by name, for a checkpoint."""
+        """Masters and moments by name, on the CPU, for a checkpoint."""
         tensors: dict[str, Tensor] = {}
         for name, master in zip(self._names, self._masters, strict=True):
             tensors[f"master.{name}"] = master
@@ -99,7 +99,7 @@ class MasterAdamW:
         return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Go on from `state`."""
+        """Restore `state`."""
         for name, master in zip(self._names, self._masters, strict=True):
             master.copy_(tensors[f"master.{name}"])
             moments = {key: tensors[f"{key}.{name}"] for key in ("exp_avg", "exp_avg_sq", "step")}

@@ -1,4 +1,4 @@
-"""How long a run may take and how far it is: a bar on a terminal, a line now and then elsewhere."""
+"""The time budget of a run, and its progress: a bar on a terminal, log lines elsewhere."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 log = logging.getLogger(__name__)
-# Between lines of a log. Chosen, not measured: a run of minutes should not look as if it hung, and one of hours should
-# not fill its log.
+# Between log lines. Chosen, not measured: a run of minutes should not seem to hang, and one of hours should not flood
+# its log.
 _LINE_SECONDS = 10.0
 
 
@@ -31,14 +31,16 @@ class Phase:
         self._first: float | None = None
 
     def update(self, fraction: float, figures: str) -> None:
-        """Say how far it is, and `figures` beside it. May be called as often as one likes."""
+        """Report the fraction done, and `figures` with it. Cheap: log lines are limited in rate."""
         now = time.monotonic()
         if self._first is None:
-            # A run that goes on begins in the middle.
+            # A resumed run starts in the middle.
             self._first, self._began = fraction, now
         gone = fraction - self._first
-        left = timedelta(seconds=round((now - self._began) * max(0.0, 1 - fraction) / gone)) if gone > 0 else None
-        remaining = "" if left is None else f"{left} left"
+        remaining = ""
+        if gone > 0:
+            seconds = (now - self._began) * max(0.0, 1 - fraction) / gone
+            remaining = f"{timedelta(seconds=round(seconds))} left"
         if self._bars is not None and self._task is not None:
             self._bars.update(self._task, completed=min(1.0, fraction), figures=figures, left=remaining)
         elif now - self._last_line >= _LINE_SECONDS:
@@ -48,7 +50,7 @@ class Phase:
 
 @contextlib.contextmanager
 def phase(name: str) -> Iterator[Phase]:
-    """Report a part of the run while it lasts."""
+    """Report the progress of a part of the run."""
     if not sys.stderr.isatty():
         yield Phase(name, None)
         return
@@ -72,14 +74,14 @@ class Budget:
 
     @property
     def elapsed(self) -> float:
-        """Seconds since the beginning."""
+        """Seconds since the start."""
         return time.monotonic() - self.began
 
     @property
     def left(self) -> float:
-        """Seconds until the end, below zero after it."""
-        return self.seconds - self.elapsed if self.seconds else math.inf
+        """Seconds until the end, negative after it."""
+        return self.part(1.0)
 
     def part(self, share: float) -> float:
-        """Seconds until a share of the whole is over."""
+        """Seconds until this share of the whole is over."""
         return self.seconds * share - self.elapsed if self.seconds else math.inf

@@ -1,4 +1,4 @@
-"""The course of `outrider train-head`: text, token map, head, record."""
+"""The stages of `outrider train-head`: text, draft vocabulary, training, saving."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ import json
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from draft_service.eagle.head import EagleHead
 from draft_service.training.batches import BatchPlan
-from draft_service.training.building import beginning, head_to_begin_with, save, saying, shape_of
+from draft_service.training.building import initial_head, new_head, new_shape, save, with_vocabulary
 from draft_service.training.config import TrainingConfig
 from draft_service.training.corpus import Texts, answer_counts, choose_tokens, coverage
 from draft_service.training.parallel.followers import followers
@@ -24,16 +25,16 @@ from draft_service.training.progress import Budget, phase
 from draft_service.training.run_folder import RunFolder, training_record
 from draft_service.training.trainer import Trainer
 from draft_service.training.unrolling import Head
-from draft_service.training.validation import DEPTH, Acceptance, Validator, hold_back
+from draft_service.training.validation import DEPTH, Acceptance, Validator, hold_out
 from draft_service.training.writing import read_prompts, write_texts
 from outrider.devices import check_device, choose_device
 from outrider.distillation import Teacher, TeacherSettings, load_teacher
 from outrider.settings import SettingsError
 
 log = logging.getLogger(__name__)
-# Kept of --minutes for the last validation and for saving: so many times the first validation's time, and seconds.
+# Reserved of --minutes for the last validation and saving: this multiple of the first validation's time, plus seconds.
 _RESERVE_VALIDATIONS, _RESERVE_SECONDS = 2.0, 3.0
-# What runs on each device but the first; it calls `follow`.
+# The module that runs on each device but the first; it calls `follow`.
 _FOLLOWER = "draft_service.training.workers.follower"
 
 
@@ -41,7 +42,7 @@ def train_head(config: TrainingConfig, command: Sequence[str]) -> Path:
     """Write text, train a head on it, and save it with its record. Returns the head's folder.
 
     Raises:
-        SettingsError: settings that do not fit the model, the machine or the run that is there.
+        SettingsError: settings that do not fit the model, the machine or the run in the folder.
         WriterFailed, TrainingDiverged, FollowerFailed: see there.
     """
     budget = Budget(60.0 * config.minutes)
@@ -49,13 +50,13 @@ def train_head(config: TrainingConfig, command: Sequence[str]) -> Path:
         check_device(device)
     choose_device(config.devices[0])
     folder = RunFolder(config)
-    # Found out here, and not by a writer that has loaded the model.
+    # Checked before a writer loads the model.
     if not read_prompts(config.prompts) and not config.sampled_prompts:
         raise SettingsError(f"--prompts {config.prompts}: it holds no prompt, and none are to be sampled")
     teacher = load_teacher(config.teacher, TeacherSettings(config.model, config.devices[0], config.dtype))
     if config.max_length > teacher.facts.max_context:
         raise SettingsError(f"--max-length is more than the model's context of {teacher.facts.max_context}")
-    first = head_to_begin_with(config, teacher.facts)
+    first = initial_head(config, teacher.facts)
     corpus = folder.begin()
     if not folder.written and not config.text:
         with phase("writing") as shown:
@@ -72,15 +73,16 @@ def train_head(config: TrainingConfig, command: Sequence[str]) -> Path:
         "%d texts of %d tokens in %.0f s; the head's tokens cover %.2f %% of the answers",
         *(len(texts), len(texts.token_ids), budget.elapsed, 100 * coverage(counts, tokens)),
     )
-    _Course(config, command, budget, folder, texts, counts).train(teacher, tokens, first)
+    run = _Run(config, command, budget, folder, texts, counts, {"writing": budget.elapsed})
+    run.train(teacher, tokens, first)
     return config.out_folder
 
 
 def follow(config: TrainingConfig, group: Group) -> None:
-    """What `train_head` does on each of its devices but the first: every step with the leader, and nothing else.
+    """Take part in `train_head` on a device other than the first: every step with the leader, and nothing else.
 
     Args:
-        config: the leader's, with `resume`, since its folder is there.
+        config: the leader's, with `resume`, since the run's folder exists.
         group: this process's place.
 
     Raises:
@@ -90,7 +92,7 @@ def follow(config: TrainingConfig, group: Group) -> None:
     choose_device(device)
     folder = RunFolder(config)
     teacher = load_teacher(config.teacher, TeacherSettings(config.model, device, config.dtype))
-    first = head_to_begin_with(config, teacher.facts)
+    first = initial_head(config, teacher.facts)
     trainer = _trainer(config, folder, folder.corpus().load(), teacher, folder.tokens(), first, group)
     trainer.synchronise()
     trainer.follow()
@@ -101,92 +103,85 @@ def _trainer(
     folder: RunFolder,
     texts: Texts,
     teacher: Teacher,
-    tokens: NDArray[np.int64] | None,
+    tokens: Tensor | None,
     first: Head | None,
     group: Group | None,
 ) -> Trainer:
-    """At the last checkpoint, or at the beginning. `first` in place of a new head."""
+    """The trainer at the last checkpoint, or at the start. `first` takes the place of a new head."""
     facts = teacher.facts
     size = facts.vocab_size if tokens is None else len(tokens)
-    shape = shape_of(config, facts, size) if first is None else first.config
+    shape = new_shape(config, facts, size) if first is None else first.config
     reader = teacher.reader(shape.layers_of(facts.num_layers))
-    learnt, held = hold_back(texts, config.validation, len(config.temperature_list))
-    if not len(learnt):
+    trained, held = hold_out(texts, config.validation, len(config.temperature_list))
+    if not len(trained):
         raise SettingsError("too little text was written to train on: give it more --tokens or --minutes")
-    plans = [BatchPlan(part, config.batch_tokens, config.max_length, config.seed) for part in (learnt, held)]
+    plans = [BatchPlan(part, config.batch_tokens, config.max_length, config.seed) for part in (trained, held)]
     validator = Validator(held, reader, tokens, plans[1], config.steps if config.kind == "medusa" else DEPTH)
-    head = beginning(shape, tokens, reader.weights(), config.seed) if first is None else first
+    head = new_head(shape, tokens, reader.weights(), config.seed) if first is None else first
     if config.new_vocabulary and isinstance(head, EagleHead):
-        head = saying(head, tokens, reader.weights().lm_head)
+        head = with_vocabulary(head, tokens, reader.weights().lm_head)
     trainer = Trainer(config, head, reader, plans[0], tokens, validator, group)
-    found = folder.checkpoint()
-    if found is not None:
-        trainer.load(*found)
+    checkpoint = folder.checkpoint()
+    if checkpoint is not None:
+        trainer.load(*checkpoint)
     return trainer
 
 
 def _token_map(
     config: TrainingConfig, folder: RunFolder, counts: NDArray[np.int64], first: Head | None
-) -> NDArray[np.int64] | None:
-    """That of the run: the first time it is made of the text, or that of the head that training begins with."""
+) -> Tensor | None:
+    """The run's draft vocabulary. A new run chooses it by the text, or takes that of its initial head."""
     if not folder.written:
         if first is None or config.new_vocabulary:
-            folder.save_tokens(choose_tokens(counts, config.vocabulary))
+            tokens = choose_tokens(counts, config.vocabulary)
         else:
-            folder.save_tokens(None if first.token_ids is None else first.token_ids.numpy())
+            tokens = first.token_ids
+        folder.save_tokens(tokens)
     return folder.tokens()
 
 
-class _Course:
-    """Training, with what is saved on the way."""
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Training, and what its record needs. `seconds` is the time that each part took so far."""
 
-    def __init__(
-        self,
-        config: TrainingConfig,
-        command: Sequence[str],
-        budget: Budget,
-        folder: RunFolder,
-        texts: Texts,
-        counts: NDArray[np.int64],
-    ) -> None:
-        self._config = config
-        self._command = command
-        self._budget = budget
-        self._folder = folder
-        self._texts = texts
-        self._counts = counts
-        self._seconds = {"writing": budget.elapsed}
+    config: TrainingConfig
+    command: Sequence[str]
+    budget: Budget
+    folder: RunFolder
+    texts: Texts
+    counts: NDArray[np.int64]
+    seconds: dict[str, float]
 
-    def train(self, teacher: Teacher, tokens: NDArray[np.int64] | None, first: Head | None) -> None:
-        """From the last checkpoint, or from the beginning, to the end. `first` in place of a new head."""
-        config = self._config
-        # They load what they need while this process does.
+    def train(self, teacher: Teacher, tokens: Tensor | None, first: Head | None) -> None:
+        """Train from the last checkpoint, or from the start, to the end. `first` takes the place of a new head."""
+        config = self.config
+        # Started first: followers load the teacher while this process does.
         settings = json.dumps(asdict(replace(config, resume=True)))
         several = len(config.devices) > 1
         with followers(_FOLLOWER, settings, config.devices) if several else contextlib.nullcontext() as beside:
             group = None if beside is None else beside.group
-            trainer = _trainer(config, self._folder, self._texts, teacher, tokens, first, group)
+            trainer = _trainer(config, self.folder, self.texts, teacher, tokens, first, group)
             began = time.monotonic()
             trainer.validate()
             reserve = _RESERVE_SECONDS + _RESERVE_VALIDATIONS * (time.monotonic() - began)
             if beside is not None:
                 trainer.synchronise(beside.check)
             with phase("training") as shown:
-                trainer.run(self._budget.left - reserve, shown, lambda acceptance: self._save(trainer, acceptance))
-        self._seconds["training"] = trainer.progress.seconds
+                trainer.run(self.budget.left - reserve, shown, lambda acceptance: self._save(trainer, acceptance))
+        self.seconds["training"] = trainer.progress.seconds
         self._save(trainer, trainer.validate())
 
     def _save(self, trainer: Trainer, acceptance: Acceptance) -> None:
-        """The run, so that it can go on, and the head as it is now if none was better or training is over."""
+        """Save a checkpoint, and the head if none was better before or training is over."""
         reached = " ".join(f"{share:.3f}" for share in acceptance.reached)
         log.info("held-out text: accepted length %.3f, reached by depth %s", acceptance.mean_length, reached)
-        self._folder.save_checkpoint(*trainer.state())
+        self.folder.save_checkpoint(*trainer.state())
         best = max(one["mean_length"] for one in trainer.progress.validations)
         if acceptance.mean_length < best and trainer.progress.fraction < 1:
-            log.info("not saved: it has been at %.3f", best)
+            log.info("head not saved: an earlier one reached %.3f", best)
             return
-        self._seconds["all"] = self._budget.elapsed
+        self.seconds["all"] = self.budget.elapsed
         record = training_record(
-            self._config, self._command, self._texts, self._counts, trainer.head, trainer.progress, self._seconds
+            self.config, self.command, self.texts, self.counts, trainer.head, trainer.progress, self.seconds
         )
-        save(trainer.head, self._config.out_folder, record)
+        save(trainer.head, self.config.out_folder, record)

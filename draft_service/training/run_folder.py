@@ -1,10 +1,10 @@
-"""The folder of a run: its settings, the text that was written, the token map, the last checkpoint and its record."""
+"""The folder of a run: settings, text, draft vocabulary, last checkpoint; and the record of a training."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -14,8 +14,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from safetensors import safe_open
-from safetensors.numpy import load_file as load_arrays
-from safetensors.numpy import save_file as save_arrays
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -26,7 +24,7 @@ from draft_service.training.unrolling import Head
 from outrider.machine import describe_machine, describe_versions
 from outrider.settings import SettingsError, unreadable
 
-# What text and weights depend on, and a run that goes on cannot change.
+# Settings that text and weights depend on, which cannot change when a run is resumed.
 _FIXED = (
     *("model", "dtype", "seed", "prompts", "sampled_prompts", "temperatures", "max_length", "max_prompt"),
     *("max_answer", "turns", "writers", "text", "kind", "init", "new_vocabulary"),
@@ -35,13 +33,14 @@ _FIXED = (
 
 
 class RunFolder:
-    """Where a run keeps what it needs to go on. Every file is whole: it is written beside its place, and moved."""
+    """What a run needs to be resumed. Every file is written beside its place and then moved there."""
 
     def __init__(self, config: TrainingConfig) -> None:
-        """Look whether it may be made, or gone on with; `begin` comes before all else.
+        """Check that the run can be started or resumed. Call `begin` next.
 
         Raises:
-            SettingsError: a run is there and is not to be resumed, or has other settings; or nothing can be written.
+            SettingsError: the folder holds a run that is not to be resumed, or that has other settings; there is no run
+                to resume; or the folder cannot be written.
         """
         self._config = config
         self._folder = config.run_folder
@@ -49,9 +48,10 @@ class RunFolder:
         if self._settings.exists():
             if not config.resume:
                 raise SettingsError(f"{self._folder} holds a run: --resume goes on with it, or name another --out")
-            _check_same(json.loads(self._settings.read_text()), config)
+            before = json.loads(self._settings.read_text())
+            _check_same(before, config)
             if not (self.written or config.text):
-                _check_writers(json.loads(self._settings.read_text()), config)
+                _check_writers(before, config)
         elif config.resume:
             raise SettingsError(f"{self._folder} holds no run to go on with")
         above = next(folder for folder in self._folder.absolute().parents if folder.exists())
@@ -59,7 +59,7 @@ class RunFolder:
             raise SettingsError(f"--out {config.out}: {above} is no folder that may be written")
 
     def begin(self) -> Corpus:
-        """Make it, with its settings, and return where its text is. A run that was refused before leaves nothing."""
+        """Create the folder with the settings, and return its text. A run that is refused before writes nothing."""
         config = self._config
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -69,31 +69,31 @@ class RunFolder:
         return self.corpus()
 
     def corpus(self) -> Corpus:
-        """The text that is learnt from."""
+        """The text that is trained on."""
         return Corpus(Path(self._config.text) if self._config.text else self._folder / "text")
 
     @property
     def written(self) -> bool:
-        """Whether no more text is to come: the token map was made of it."""
+        """Whether the text is complete: the draft vocabulary was chosen by it."""
         return (self._folder / "tokens.safetensors").exists()
 
-    def save_tokens(self, tokens: NDArray[np.int64] | None) -> None:
-        """Keep the token map; an empty one stands for the whole vocabulary. No text is written from then on."""
-        kept = np.zeros(0, np.int64) if tokens is None else tokens
-        self._move("tokens.safetensors", lambda path: save_arrays({"token_ids": kept}, path))
+    def save_tokens(self, tokens: Tensor | None) -> None:
+        """Save the draft vocabulary [V'], an empty one for the whole vocabulary. No text is written from then on."""
+        saved = torch.zeros(0, dtype=torch.int64) if tokens is None else tokens
+        self._move("tokens.safetensors", lambda path: save_file({"token_ids": saved}, path))
 
-    def tokens(self) -> NDArray[np.int64] | None:
-        """The token map that was kept."""
-        kept: NDArray[np.int64] = load_arrays(self._folder / "tokens.safetensors")["token_ids"]
-        return kept if len(kept) else None
+    def tokens(self) -> Tensor | None:
+        """[V'] target ids of the draft vocabulary; None for the whole vocabulary."""
+        saved = load_file(self._folder / "tokens.safetensors")["token_ids"]
+        return saved if len(saved) else None
 
     def save_checkpoint(self, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
-        """Tensors and, as JSON, everything else, in one file."""
+        """Save tensors, and everything else as JSON, in one file."""
         metadata = {"state": json.dumps(state)}
         self._move("checkpoint.safetensors", lambda path: save_file(dict(tensors), path, metadata=metadata))
 
     def checkpoint(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-        """The last one, if there is any."""
+        """Tensors and state of the last checkpoint, if there is one."""
         path = self._folder / "checkpoint.safetensors"
         if not path.exists():
             return None
@@ -101,7 +101,7 @@ class RunFolder:
             state = json.loads(file.metadata()["state"])
         return load_file(path), state
 
-    def _move(self, name: str, write: Any) -> None:
+    def _move(self, name: str, write: Callable[[Path], None]) -> None:
         partial = self._folder / f"{name}.partial"
         write(partial)
         partial.rename(self._folder / name)
@@ -116,14 +116,15 @@ def _check_same(before: Mapping[str, Any], config: TrainingConfig) -> None:
 
 
 def _check_writers(before: Mapping[str, Any], config: TrainingConfig) -> None:
-    """Texts are numbered by the writers there are, and more devices may have brought more of them."""
+    """Texts are numbered by writer, and every device has at least one writer."""
     begun = max(before["writers"], len(before["device"].split(",")))
     if begun != config.writers_at_once:
         raise SettingsError(f"the text that is there was begun by {begun} writers on --device {before['device']}")
 
 
-# Beside those that are described always.
+# Packages whose versions are recorded beside the usual ones.
 _PACKAGES = ("triton", "safetensors")
+# Losses in a record, at most.
 _CURVE_POINTS = 200
 
 
@@ -136,8 +137,12 @@ def training_record(
     progress: Progress,
     seconds: Mapping[str, float],
 ) -> dict[str, Any]:
-    """For training.json. `counts` [vocab_size] are of tokens in answers, `seconds` the wall time of each part."""
-    tokens = None if head.token_ids is None else head.token_ids.cpu().numpy()
+    """The contents of training.json.
+
+    Args:
+        counts: [vocab_size] how often each token occurs in answers.
+        seconds: wall time of each part.
+    """
     step = max(1, -(-len(progress.losses) // _CURVE_POINTS))
     return {
         "model": config.model,
@@ -151,7 +156,7 @@ def training_record(
             "tokens": len(texts.token_ids),
             "answer_tokens": int(counts.sum()),
             "mean_length": round(len(texts.token_ids) / max(1, len(texts)), 1),
-            "vocabulary_coverage": round(coverage(counts, tokens), 5),
+            "vocabulary_coverage": round(coverage(counts, head.token_ids), 5),
         },
         "training": {
             "steps": progress.step,
@@ -169,7 +174,7 @@ def training_record(
 
 
 def _gpus(devices: Sequence[str]) -> dict[str, Any]:
-    """The first GPU's name and memory, and how many there were; nothing where none was used."""
+    """The first GPU's name and memory used, and the number of GPUs; empty on a CPU."""
     if not devices[0].startswith("cuda"):
         return {}
     used = torch.cuda.max_memory_reserved(devices[0]) / 2**30

@@ -1,4 +1,4 @@
-"""The training loop: batches through the teacher and the unrolled head, a step of AdamW, and now and then a look."""
+"""The training loop: batches through the teacher and the unrolled head, and a step of AdamW for each."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import copy
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -24,29 +24,30 @@ from draft_service.training.unrolling import Head, lm_heads, lm_inputs
 from draft_service.training.validation import Acceptance, Validator
 from outrider.distillation import Reader
 
-# Between looks at the losses, each of which waits for the device: steps, or seconds where steps are slow.
-_LOOK_STEPS, _LOOK_SECONDS = 20, 10.0
+# Between reports of the losses, each of which waits for the device: steps, or seconds where steps are slow.
+_REPORT_STEPS, _REPORT_SECONDS = 20, 10.0
 
 
 class TrainingDiverged(Exception):
-    """The loss is no number any more."""
+    """The loss is not finite."""
 
 
 class DevicesDisagree(Exception):
-    """The devices that train together have not read the same text, or do not go on from the same batch."""
+    """The devices that train together read different text, or are at different batches."""
 
 
 @dataclass(slots=True)
 class Progress:
-    """Where training is, as a checkpoint keeps it.
+    """The state of training that a checkpoint holds.
 
     Attributes:
-        step, epoch, index: steps done, each of one batch a device; the pass, and the batch of it, that come next.
-        fraction: of the whole training that is done, by steps or by time.
-        tokens: of text that was read, without padding.
-        seconds: spent, over all runs.
-        losses: one entry per look: step, seconds, tokens, mean loss by step of the unrolling, on the first device.
-        validations: one entry each: step, seconds, tokens, and what `Acceptance` says.
+        step: steps done, each of one batch per device.
+        epoch, index: the pass and the batch in it that come next.
+        fraction: share of the training that is done, by steps or by time.
+        tokens: text tokens read, without padding.
+        seconds: time spent, over all runs.
+        losses: one entry per report: step, seconds, tokens, mean loss by step of the unrolling, on the first device.
+        validations: one entry each: step, seconds, tokens, and the fields of `Acceptance`.
     """
 
     step: int = 0
@@ -60,12 +61,12 @@ class Progress:
 
 
 def computing_copy(head: Head, device: torch.device, dtype: torch.dtype) -> Head:
-    """A copy that computes in `dtype` on `device`."""
+    """A copy of the head in `dtype` on `device`."""
     return copy.deepcopy(head).to(device=device, dtype=dtype)
 
 
 class Trainer:
-    """Trains one head; `head` is what computes, and always holds the newest weights."""
+    """Trains one head. `head` is the copy that computes, and always has the newest weights."""
 
     def __init__(
         self,
@@ -73,11 +74,11 @@ class Trainer:
         head: Head,
         reader: Reader,
         plan: BatchPlan,
-        tokens: NDArray[np.int64] | None,
+        tokens: Tensor | None,
         validator: Validator,
         group: Group | None = None,
     ) -> None:
-        """`head` in fp32, whose weights training begins with; `tokens` [V'] as in `new_head`.
+        """`head` has the initial weights, in fp32; `tokens` [V'] are the target ids of its vocabulary, None for all.
 
         With a `group`, a step takes a batch on each of its devices, and `synchronise` comes before `run` or `follow`.
         """
@@ -94,7 +95,7 @@ class Trainer:
         )
         self._reader = reader
         self._plan = plan
-        self._wanted = None if tokens is None else torch.from_numpy(tokens).to(self._device)
+        self._wanted = None if tokens is None else tokens.to(self._device)
         self._validator = validator
         self._lm_inputs = torch.compile(lm_inputs, dynamic=False) if config.compile else lm_inputs
         self._per_epoch = plan.per_epoch()
@@ -103,20 +104,19 @@ class Trainer:
         self.progress = Progress()
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """For a checkpoint."""
-        fields = {name: getattr(self.progress, name) for name in self.progress.__dataclass_fields__}
-        return self._optimiser.state(), fields
+        """Tensors and progress, for a checkpoint."""
+        return self._optimiser.state(), asdict(self.progress)
 
     def load(self, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
-        """Go on from `state`."""
+        """Restore `state`."""
         self._optimiser.load(tensors)
         self.progress = Progress(**state)
 
     def synchronise(self, check: Callable[[], None] = lambda: None) -> None:
-        """Begin where the leader of the group begins. `check` as in `Group.connect`.
+        """Take over the weights of the group's leader. `check` as in `Group.connect`.
 
         Raises:
-            DevicesDisagree: this is a follower that has other text, or is at another place of it.
+            DevicesDisagree: this follower read other text than the leader, or is at another batch.
             GroupLost: see there.
         """
         group, progress, texts = self._group, self.progress, self._plan.texts
@@ -131,48 +131,50 @@ class Trainer:
         self._optimiser.share(group.share)
 
     def follow(self) -> None:
-        """Take part in every step of the leader's `run`, until it dismisses this follower. Raises `GroupLost`."""
-        assert self._group is not None, "who trains alone follows nobody"
+        """Take part in every step of the leader's `run` until it ends. Raises `GroupLost`."""
+        assert self._group is not None, "a follower needs a group"
         for rate in self._group.rates():
             self._step(rate)
 
     def validate(self) -> Acceptance:
-        """Measure the head, and note it."""
+        """Measure the head, and add the result to `progress.validations`."""
         found = self._validator.measure(self.head)
         progress = self.progress
         where = {"step": progress.step, "seconds": round(progress.seconds, 1), "tokens": progress.tokens}
-        progress.validations.append(where | found.as_dict())
+        progress.validations.append(where | asdict(found))
         return found
 
     def run(
         self, seconds: float, shown: Phase, on_validated: Callable[[Acceptance], None], until: int | None = None
     ) -> None:
-        """Train to the end of the schedule, for `seconds` at most, or up to step `until`.
+        """Train to the end of the schedule, or up to step `until`.
 
-        With `seconds`, the schedule ends when they are over, or with the last pass if that comes first.
-        Raises `TrainingDiverged`, and `GroupLost` in a group, which this process leads.
+        The schedule ends after `seconds`, or with the last pass if that comes first.
+
+        Raises:
+            TrainingDiverged: the loss is not finite.
+            GroupLost: a device of the group, which this process leads, was lost.
         """
         progress, began = self.progress, time.monotonic()
         first, seconds_before = progress.fraction, progress.seconds
-        validated = seen = began
-        sums = self._no_sums()
-        looked = progress.step
+        validated = reported = began
+        sums, reported_step = self._no_sums(), progress.step
         while progress.fraction < 1 and progress.step != until:
             rate = rate_at(progress.fraction, self._config.learning_rate, self._config.warmup)
             if self._group is not None:
                 self._group.lead(rate)
             sums += self._step(rate)
             elapsed = time.monotonic() - began
-            # No time left ends it with this step; no bound never does.
+            # Without time left this step is the last; with infinite time this term stays at `first`.
             by_time = first + (1 - first) * elapsed / max(seconds, 1e-9)
             batches = progress.epoch * self._per_epoch + progress.index
             progress.fraction = max(batches / self._total, by_time)
             progress.seconds = seconds_before + elapsed
-            due = progress.step % _LOOK_STEPS == 0 or time.monotonic() - seen > _LOOK_SECONDS
+            due = progress.step % _REPORT_STEPS == 0 or time.monotonic() - reported > _REPORT_SECONDS
             if due or progress.fraction >= 1 or progress.step == until:
-                self._look(sums, progress.step - looked, shown)
-                sums, looked, seen = self._no_sums(), progress.step, time.monotonic()
-                # The last one is not ours.
+                self._report(sums, progress.step - reported_step, shown)
+                sums, reported_step, reported = self._no_sums(), progress.step, time.monotonic()
+                # The caller does the last validation.
                 if progress.fraction < 1 and time.monotonic() - validated > self._config.validation_seconds:
                     on_validated(self.validate())
                     validated = time.monotonic()
@@ -198,14 +200,14 @@ class Trainer:
         return losses
 
     def _next_batch(self) -> Batch:
-        """This device's of the batches of a step."""
+        """This device's batch of the step."""
         rank, size = (0, 1) if self._group is None else (self._group.rank, self._group.size)
         padded, chosen = [self._take() for _ in range(size)][rank]
         rows = self._plan.batch_tokens // padded
         return make_batch(self._plan.texts, chosen, padded, self._config.steps, size=rows).to(self._device)
 
     def _take(self) -> tuple[int, NDArray[np.int64]]:
-        """The next of the plan's batches, over the ends of passes."""
+        """The plan's next batch, going on to the next pass at the end of one."""
         progress = self.progress
         if self._planned is None or self._planned[0] != progress.epoch:
             self._planned = (progress.epoch, self._plan.batches(progress.epoch))
@@ -217,8 +219,8 @@ class Trainer:
             progress.epoch, progress.index = progress.epoch + 1, 0
         return padded, chosen
 
-    def _look(self, sums: Tensor, count: int, shown: Phase) -> None:
-        """Read the losses since the last look."""
+    def _report(self, sums: Tensor, count: int, shown: Phase) -> None:
+        """Record and show the mean losses of the last `count` steps, given their sums."""
         progress = self.progress
         means = [round(value / max(1, count), 4) for value in sums.tolist()]
         if not all(map(math.isfinite, means)):
@@ -237,22 +239,22 @@ class Trainer:
 def step_losses(
     lm_input: Tensor, lm_heads: Sequence[Tensor], probs: Tensor, batch: Batch, decay: float
 ) -> tuple[Tensor, Tensor]:
-    """[steps] mean loss of every step, without gradient, and their mean weighted by `decay` ** step.
+    """Mean loss of every step [steps], without gradient, and their average weighted by `decay` ** step.
 
     Args:
         lm_input: [steps, B, L, H] from `lm_inputs`.
-        lm_heads: [V', H] of every step, or one for all of them.
+        lm_heads: [V', H] of each step, or one for all of them.
         probs: [N, V'] of `Reader.read`, for `batch.distribution_rows`.
     """
     device, steps = lm_input.device, len(batch.counts)
     counts = torch.tensor([max(1, count) for count in batch.counts], dtype=torch.float32)
     shares = decay ** torch.arange(steps, dtype=torch.float32)
     each = (shares / shares.sum() / counts).to(device, non_blocking=True)
-    # The number of rows is given, so that the host need not wait for the device to count them.
+    # Computed on the host, which would have to wait for the device to count rows.
     step_of = torch.repeat_interleave(torch.arange(steps), torch.tensor(batch.counts)).to(device, non_blocking=True)
     rows = lm_input.flatten(0, 2).index_select(0, batch.rows)
     weights = each.index_select(0, step_of)
-    # The rows of a step stand together.
+    # The rows of a step are consecutive.
     parts = list(batch.counts) if len(lm_heads) > 1 else [len(rows)]
     wholes = (rows, batch.distributions, weights)
     pieces = zip(lm_heads, *(torch.split(whole, parts) for whole in wholes), strict=True)

@@ -1,13 +1,13 @@
-"""What heads say of every row of texts at every depth: those of Medusa in one pass, an EAGLE head step by step.
+"""A head's predictions for every row of a text at every depth: Medusa heads in one pass, an EAGLE head step by step.
 
-EAGLE-3's training-time test (arXiv 2503.01840): the head runs on its own features, as it will when it drafts.
+For EAGLE this is EAGLE-3's training-time test (arXiv 2503.01840): the head reads its own features, as in drafting.
 
 Row i of step 0 pairs the target's feature of token i with token i + 1, at rotary position i. Row i of step s pairs the
-feature that row i of step s - 1 made with token i + 1 + s, at position i + s: it is the s-th node below the root i + 1
-of a draft whose first s guesses were right. It sees what that node would: the target's own rows 0 .. i, and the rows i
-of the steps before it, and itself.
+feature that row i of step s - 1 put out with token i + 1 + s, at position i + s: it is the s-th node below the root
+i + 1 of a draft whose first s guesses were right. It attends to what that node would: the target's rows 0 .. i, the
+rows i of earlier steps, and itself.
 
-Medusa's head s guesses of row i the same token i + 2 + s, from the target's feature of token i alone.
+Medusa's head s predicts the same token i + 2 + s for row i, from the target's feature of token i alone.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from draft_service.eagle.head import EagleHead
 from draft_service.medusa.head import MedusaHead
 
-# Whatever is trained here.
+# The heads that can be trained.
 Head = EagleHead | MedusaHead
 
 
 def lm_inputs(head: Head, states: Tensor, token_ids: Tensor, steps: int) -> Tensor:
-    """What the lm_heads read in every row of every step: [steps, B, L, H]. Arguments as in `unroll`; of Medusa heads
-    the first `steps`, which must be there."""
+    """Inputs of the lm_heads for every row of every step: [steps, B, L, H]. Arguments as in `unroll`; of Medusa heads
+    the first `steps` are run."""
     if isinstance(head, MedusaHead):
         return head.lm_input(states)[:steps]
     return unroll(head, states, token_ids, steps)
 
 
 def lm_heads(head: Head) -> tuple[Tensor, ...]:
-    """[V', H] of every step in turn, or the only one of all steps."""
+    """Weights [V', H] of each step's lm_head, or of the one for all steps."""
     if isinstance(head, MedusaHead):
         return tuple(one.weight for one in head.lm_heads)
     return (head.lm_head.weight,)
 
 
 def unroll(head: EagleHead, states: Tensor, token_ids: Tensor, steps: int) -> Tensor:
-    """What `EagleHead.logits` reads in every row of every step: [steps, B, L, H].
+    """Inputs of `EagleHead.logits` for every row of every step: [steps, B, L, H].
 
-    Rows whose token would lie behind the text's end read token 0 and mean nothing.
+    Rows whose token would be past the end of the text read token 0; their output is meaningless.
 
     Args:
         states: [B, L, F * W] hidden states of the target.
@@ -59,30 +59,29 @@ def unroll(head: EagleHead, states: Tensor, token_ids: Tensor, steps: int) -> Te
     for step in range(steps):
         shifted = functional.pad(token_ids[:, 1 + step :], (0, min(1 + step, length)))
         output = head(shifted, features, positions + step, attention)
-        features = output.features
+        features = output.carried
         lm_input.append(output.lm_input)
         attention.next_step()
     return torch.stack(lm_input)
 
 
 class UnrolledAttention:
-    """An `Attend` over the keys of all steps so far: causal over those of step 0, and row by row over the later ones.
+    """An `Attend` over the keys of all steps so far: causal over those of step 0, row by row over the later ones.
 
-    The keys of all steps lie behind each other under one mask, which any fused kernel takes: no scores are kept, and
-    what is computed in vain is small beside the head's products.
+    The keys of all steps are concatenated under one mask, which a fused kernel takes: no scores are stored, and the
+    masked work is small beside the head's matrix products.
     """
 
     def __init__(self, length: int, device: torch.device) -> None:
         self._step = 0
         self._keys: dict[int, list[Tensor]] = {}
         self._values: dict[int, list[Tensor]] = {}
-        causal = torch.ones(length, length, dtype=torch.bool, device=device).tril()
         self._diagonal = torch.eye(length, dtype=torch.bool, device=device)
         # [L, (step + 1) * L]
-        self._mask = causal
+        self._mask = torch.ones(length, length, dtype=torch.bool, device=device).tril()
 
     def next_step(self) -> None:
-        """Every layer has attended."""
+        """Move on to the next step, once every layer has attended."""
         self._step += 1
         self._mask = torch.cat([self._mask, self._diagonal], dim=1)
 
@@ -90,7 +89,7 @@ class UnrolledAttention:
         """query [B, L, Hq, D], key and value [B, L, Hkv, D] -> [B, L, Hq, D]."""
         keys, values = self._keys.setdefault(layer, []), self._values.setdefault(layer, [])
         group = query.shape[2] // key.shape[2]
-        # Repeated here, since kernels that take a mask take no grouped heads.
+        # Repeated, since kernels that take a mask do not take grouped heads.
         keys.append(key.repeat_interleave(group, dim=2).transpose(1, 2))
         values.append(value.repeat_interleave(group, dim=2).transpose(1, 2))
         rows = query.transpose(1, 2)
@@ -106,7 +105,7 @@ class UnrolledAttention:
 
 @contextlib.contextmanager
 def _kernels_that_take_masks(device: torch.device) -> Iterator[None]:
-    """On a GPU the memory-efficient kernel before the plain one: the others take no mask, or no gradient with it."""
+    """Prefer the memory-efficient kernel on a GPU: the other fused ones take no mask, or give no gradient with one."""
     if device.type != "cuda":
         yield
         return

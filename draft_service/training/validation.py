@@ -1,18 +1,16 @@
-"""How far drafts would come on text that was held back: simulated from distributions alone, without a target in the
-loop.
+"""The accepted length of drafts on held-out text, computed without a target in the loop.
 
-Of a text that the target wrote greedily, every next token is the target's choice. So a chain of greedy guesses from
-any place is accepted as far as the guesses are what the text says, and until then the head reads just what it would
-read when it drafts.
+In a text that the target wrote greedily, every next token is the target's choice. So a chain of greedy guesses from any
+place is accepted up to the first guess that differs from the text, and up to there the head reads exactly what it would
+read when drafting.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from draft_service.training.batches import Batch, BatchPlan, make_batch
@@ -21,21 +19,23 @@ from draft_service.training.loss import most_probable
 from draft_service.training.unrolling import Head, lm_heads, lm_inputs
 from outrider.distillation import Reader
 
+# Guesses of a chain.
 DEPTH = 7
+# At most one in this many greedy texts is held back.
 _SHARE = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Acceptance:
-    """What greedy chains of `depth` guesses came to, `DEPTH` of them or as many as there are Medusa heads.
+    """Results of greedy chains of guesses: of `DEPTH` each, or of one for each Medusa head.
 
     Attributes:
         roots: places that a chain was drafted from.
-        reached: [depth] share of the chains that were accepted to each depth and beyond.
+        reached: [depth] share of the chains that were accepted up to each depth or beyond.
         by_depth: [depth] share of the guesses at each depth that were accepted, given that those before them were.
-        mean_length: tokens of a step, the target's own included.
-        agreement: share of the text's tokens that the teacher, reading it, finds most probable of those that the head
-            can say. Less than one where the text's own is none of them, or reading and writing round differently.
+        mean_length: tokens per step, the target's own included.
+        agreement: share of the text's tokens that are the teacher's most probable ones of the draft vocabulary. Less
+            than one where the text's token is not in the vocabulary, or reading and writing round differently.
     """
 
     roots: int
@@ -44,15 +44,11 @@ class Acceptance:
     mean_length: float
     agreement: float
 
-    def as_dict(self) -> dict[str, object]:
-        """For JSON."""
-        return asdict(self)
 
+def hold_out(texts: Texts, wanted: int, temperatures: int) -> tuple[Texts, Texts]:
+    """Texts to train on, and the first `wanted` greedy ones to validate with, at most a quarter of those.
 
-def hold_back(texts: Texts, wanted: int, temperatures: int) -> tuple[Texts, Texts]:
-    """Texts to train on, and greedy ones to validate with: the first of them, a quarter at most.
-
-    What was asked in a text that is held back is trained on at no other of its `temperatures` either.
+    Answers to a held-out prompt at its other `temperatures` are not trained on either.
     """
     greedy = np.flatnonzero(texts.temperatures == 0)
     held = greedy[: min(wanted, max(1, len(greedy) // _SHARE))]
@@ -62,22 +58,22 @@ def hold_back(texts: Texts, wanted: int, temperatures: int) -> tuple[Texts, Text
 
 
 class Validator:
-    """Measures a head again and again on the same texts."""
+    """Measures a head on held-out texts."""
 
     def __init__(
-        self, texts: Texts, reader: Reader, tokens: NDArray[np.int64] | None, plan: BatchPlan, depth: int = DEPTH
+        self, texts: Texts, reader: Reader, tokens: Tensor | None, plan: BatchPlan, depth: int = DEPTH
     ) -> None:
-        """`tokens` are the target's ids of what the head can say, None for all; `depth` guesses make a chain."""
+        """`tokens` [V'] are the target ids of the draft vocabulary, None for all; a chain has `depth` guesses."""
         device = reader.weights().lm_head.device
         self._reader, self._depth = reader, depth
-        self._wanted = None if tokens is None else torch.from_numpy(tokens).to(device)
+        self._wanted = None if tokens is None else tokens.to(device)
         self._batches = [
             make_batch(texts, chosen, padded, depth, whole=True).to(device) for padded, chosen in plan.in_order()
         ]
 
     @torch.inference_mode()
     def measure(self, head: Head) -> Acceptance:
-        """Chains from every place of every text."""
+        """Draft a chain from every place of every text."""
         matches, agreed = [], []
         for batch in self._batches:
             found, agreeing = self._matches(head, batch)
@@ -86,11 +82,11 @@ class Validator:
         return acceptance_of(torch.cat(matches), torch.cat(agreed))
 
     def _matches(self, head: Head, batch: Batch) -> tuple[Tensor, Tensor]:
-        """[roots, depth] whether each guess is what the text says, and [roots] whether the target's would be."""
+        """[roots, depth] whether each guess is the text's token, and [roots] whether the target's first one is."""
         lesson = self._reader.read(batch.token_ids, batch.distribution_rows, self._wanted)
         lm_input = lm_inputs(head, lesson.states, batch.token_ids, self._depth).flatten(0, 2)
         rows, heads = lm_input.index_select(0, batch.rows), lm_heads(head)
-        # The rows of a step stand together.
+        # The rows of a step are consecutive.
         parts = torch.split(rows, list(batch.counts) if len(heads) > 1 else [len(rows)])
         guessed = torch.cat([most_probable(own, lm_head) for own, lm_head in zip(parts, heads, strict=True)])
         target = lesson.probs.argmax(-1).index_select(0, batch.distributions[: batch.counts[0]])
@@ -101,7 +97,7 @@ class Validator:
 
 
 def acceptance_of(matches: Tensor, agreeing: Tensor) -> Acceptance:
-    """From [roots, depth] whether each guess was right, and [roots] whether the teacher agrees with the text."""
+    """Acceptance from [roots, depth] whether each guess was right, and [roots] whether the teacher agrees."""
     roots = len(matches)
     reached = matches.long().cumprod(-1).double().sum(0) / max(1, roots)
     before = torch.cat([torch.ones(1, dtype=torch.float64), reached[:-1]])

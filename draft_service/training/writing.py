@@ -1,4 +1,4 @@
-"""Lets the teacher write until there is enough text or time is over, in this process or in several."""
+"""Generates training text with the teacher until there is enough or time is over, in this process or in several."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from pathlib import Path
 
 from draft_service.training.config import TrainingConfig
 from draft_service.training.corpus import Corpus
-from draft_service.training.parallel.followers import one_of
+from draft_service.training.parallel.followers import shared_cores
 from draft_service.training.progress import Budget, Phase
 from outrider.distillation import Teacher, WritingOrder, WrittenText
 from outrider.settings import SettingsError, unreadable
 
 log = logging.getLogger(__name__)
-# What a process that is killed loses. Chosen, not measured: every keeping writes one more file, which each writer then
-# looks for and training reads, and text past the goal is written until the next keeping says that it is reached.
-_KEEP_SECONDS = 2.0
-# Between looks at several writers. Chosen, not measured: below `_KEEP_SECONDS`, before which there is nothing new to
-# count, and far above the milliseconds that listing their files takes.
+# Text that a killed process loses. Chosen, not measured: every save makes one more file, which each writer then counts
+# and training reads, and until the next save writers do not notice that the goal is reached.
+_SAVE_SECONDS = 2.0
+# Between checks of several writers. Chosen, not measured: below `_SAVE_SECONDS`, within which nothing new is saved, and
+# far above the milliseconds that listing their files takes.
 _POLL_SECONDS = 0.5
 
 
 class WriterFailed(Exception):
-    """The processes that wrote text have ended, and not all of them well; each has said why. One alone is let go."""
+    """All writer processes have ended, and some failed; each has reported why."""
 
 
 def read_prompts(path: str) -> tuple[tuple[str, ...], ...]:
-    """User turns of every conversation of a file: JSON lines with `turns`, or one prompt a line; none without a file.
+    """User turns of every conversation in a file: JSON lines with `turns`, or a prompt per line. Empty without a path.
 
     Raises:
-        SettingsError: it cannot be read, or a line says something else.
+        SettingsError: the file cannot be read, or a line has another form.
     """
     if not path:
         return ()
@@ -60,8 +60,8 @@ def read_prompts(path: str) -> tuple[tuple[str, ...], ...]:
     return tuple(conversations)
 
 
-def order_of(config: TrainingConfig, corpus: Corpus, writer: int) -> WritingOrder:
-    """What this one of the writers is to write, going on behind what it has written."""
+def writing_order(config: TrainingConfig, corpus: Corpus, writer: int) -> WritingOrder:
+    """The texts that one of the writers is to write next."""
     return WritingOrder(
         conversations=read_prompts(config.prompts),
         sampled_prompts=config.sampled_prompts,
@@ -80,19 +80,19 @@ def order_of(config: TrainingConfig, corpus: Corpus, writer: int) -> WritingOrde
 def write_here(
     teacher: Teacher, config: TrainingConfig, corpus: Corpus, seconds: float, shown: Callable[[], None], writer: int = 0
 ) -> None:
-    """Write in this process. What is there when it is interrupted is kept."""
-    deadline, kept = time.monotonic() + seconds, time.monotonic()
-    # What others write meanwhile is counted when this is kept.
+    """Write in this process. When it is interrupted, finished texts are saved."""
+    deadline, saved = time.monotonic() + seconds, time.monotonic()
+    # Updated with the text of other writers at each save.
     missing = config.token_goal - corpus.tokens
     waiting: list[WrittenText] = []
-    texts = teacher.write(order_of(config, corpus, writer))
+    texts = teacher.write(writing_order(config, corpus, writer))
     try:
         for text in texts:
             waiting.append(text)
             missing -= len(text.token_ids)
-            if time.monotonic() - kept > _KEEP_SECONDS:
+            if time.monotonic() - saved > _SAVE_SECONDS:
                 corpus.add(waiting, writer)
-                waiting, kept = [], time.monotonic()
+                waiting, saved = [], time.monotonic()
                 missing = config.token_goal - corpus.tokens
                 shown()
             if time.monotonic() > deadline or missing <= 0:
@@ -100,14 +100,14 @@ def write_here(
     finally:
         if waiting:
             corpus.add(waiting, writer)
-        # Gives back the engine's memory.
+        # Frees the engine's memory.
         close = getattr(texts, "close", None)
         if close is not None:
             close()
 
 
 def write_texts(teacher: Teacher, config: TrainingConfig, corpus: Corpus, budget: Budget, shown: Phase) -> None:
-    """Write what is still missing.
+    """Write text until there is enough or its share of the budget is over.
 
     Raises:
         WriterFailed: all of several writers have ended, and some failed.
@@ -141,9 +141,9 @@ def write_texts(teacher: Teacher, config: TrainingConfig, corpus: Corpus, budget
 
 @contextlib.contextmanager
 def _writers(config: TrainingConfig, seconds: float) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Processes of `workers.writer.main`, ended when the block is left."""
+    """Processes of `workers.writer.main`, terminated at the end of the block."""
     command = [sys.executable, "-m", "draft_service.training.workers.writer", json.dumps(asdict(config))]
-    environment = one_of(config.writers_at_once)
+    environment = shared_cores(config.writers_at_once)
     processes = [
         subprocess.Popen([*command, str(writer), str(seconds)], env=environment)
         for writer in range(config.writers_at_once)

@@ -26,7 +26,6 @@ from draft_service.eagle.config import EagleConfig
 from draft_service.eagle.drafter import EagleDrafter
 from draft_service.eagle.head_drafter import HeadNetwork
 from draft_service.neural.cuda_graphs import attention as static_attention
-from draft_service.neural.cuda_graphs.attention import StaticAttention
 from tree_kernels.attention.triton_backend import TritonAttention, TritonSettings
 
 SHAPE = {"topk": 3, "num_steps": 3, "page_size": 16, "kv_tokens": 512}
@@ -35,7 +34,7 @@ SHAPE = {"topk": 3, "num_steps": 3, "page_size": 16, "kv_tokens": 512}
 class InterpretedDrafting(static_drafting.StaticDrafting):
     """Words of masks and schedules are what the kernels make of a plan's integers."""
 
-    def _capturable(self) -> StaticAttention:
+    def _capturable(self) -> TritonAttention:
         return TritonAttention(torch.device("cpu"), TritonSettings(processors=2))
 
 

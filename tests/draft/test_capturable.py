@@ -21,7 +21,7 @@ from draft_service.eagle.fused_head import FusedHead
 from draft_service.eagle.head_config import LatentShape
 from draft_service.eagle.head_drafter import HeadNetwork
 from draft_service.neural.cuda_graphs import attention as static_attention
-from draft_service.neural.cuda_graphs.attention import StaticAttention, TreePlan
+from tree_kernels.attention.triton_backend import TritonAttention, TritonPlan
 from tree_kernels.linear import RowLinears
 from tree_kernels.linear import layers as linear
 
@@ -34,10 +34,10 @@ class NoAttention(StaticTorch):
 
 
 class CapturedDrafting(StaticDrafting):
-    def _capturable(self) -> StaticAttention:
+    def _capturable(self) -> TritonAttention:
         return NoAttention()
 
-    def _capture(self, run: Callable[[], Any], plan: TreePlan) -> Callable[[], Any]:
+    def _capture(self, run: Callable[[], Any], plan: TritonPlan) -> Callable[[], Any]:
         # The first time, tables are made.
         run()
         replay = super()._capture(run, plan)
@@ -66,7 +66,7 @@ def test_trees_and_commits_can_be_captured(
     head = make_head(head_dim=16, **kind)
     drafter, config = make_drafter(head), EagleConfig(**SETTINGS)
     network = HeadNetwork(head)
-    network._fused = FusedHead(head, RowLinears()) if fused else None
+    network._fused = FusedHead(head, RowLinears(), RowLinears()) if fused else None
     drafting = drafter._drafting = CapturedDrafting(network, config.tree, config.cache)
     for count in (1, 3):
         sequences = [opened(drafter, sequence_of(text(6, i), mode), states_of(head, 6, i)) for i in range(count)]

@@ -16,7 +16,7 @@ from draft_service.neural.config import NeuralConfig
 from draft_service.neural.network import RowOutput
 from draft_service.neural.tail_attention import Attend
 from draft_service.neural.tree_config import CacheShape, TreeShape
-from draft_service.neural.tree_drafting import CacheEntry, Extension, TreeDrafting, Wanted
+from draft_service.neural.tree_drafting import CacheEntry, Extension, TreeDrafting, TreeRequest
 from outrider.sampling import SamplingParams, VerificationMode
 from outrider.settings import SettingsError
 from outrider.tree import TokenTree
@@ -59,7 +59,7 @@ def drawn(both: list[TreeDrafting], sequences: list[DraftSequence]) -> list[list
         for turn in range(2):
             starts = torch.tensor([[float(7 * i + turn)] for i in range(len(sequences))])
             drafting.extend([Extension(one, [turn], turn) for one in followed], starts)
-            own += drafting.trees([Wanted(f, s, turn + 1) for f, s in zip(followed, sequences, strict=True)])
+            own += drafting.trees([TreeRequest(f, s, turn + 1) for f, s in zip(followed, sequences, strict=True)])
         for one in followed:
             drafting.forget(one)
         trees.append(own)

@@ -106,9 +106,9 @@ def test_static_passes_draft_the_same_trees(count: int, kind: dict[str, object])
                 feed(sequences[i], known[i][length - 1 : length + step], length - 1)
     drafting = drafters[1]._drafting
     assert isinstance(drafting, StaticDrafting)
-    assert any(size.certain for size in drafting._passes) and drafting._trees
+    assert any(size.committed for size in drafting._passes) and drafting._trees
     # Only REJECTION's trees grow a level at a time.
-    assert any(not size.certain for size in drafting._passes) == (count > 2)
+    assert any(not size.committed for size in drafting._passes) == (count > 2)
 
 
 @pytest.mark.parametrize("beside", [0, 2], ids=["alone", "beside others"])
@@ -238,5 +238,5 @@ def test_what_common_batches_replay_is_captured_at_the_start(monkeypatch: pytest
     drafting = make_drafter(make_head(), captured_sequences=5).drafting
     assert isinstance(drafting, StaticDrafting)
     assert set(drafting._trees) == {(count, coupled) for count in (1, 2, 4) for coupled in (False, True)}
-    assert {size.sequences for size in drafting._passes if size.certain} == {1, 2, 4}
+    assert {size.sequences for size in drafting._passes if size.committed} == {1, 2, 4}
     assert drafting.cache.used_pages == 0

@@ -16,8 +16,9 @@ from draft_service.checkpoints.facts import HeadRefused
 from draft_service.checkpoints.target import TargetCheckpoint
 from draft_service.checkpoints.vocabulary import read_token_map
 from draft_service.eagle.checkpoint import load_head, read_config, save_head
-from draft_service.eagle.head import EagleHead, HeadOutput
+from draft_service.eagle.head import EagleHead
 from draft_service.eagle.head_config import HeadConfig
+from draft_service.neural.network import RowOutput
 
 VOCABULARY, DRAFT, HIDDEN, HEADS, KV_HEADS, INNER = 50, 20, 16, 4, 2, 24
 TARGET_LAYERS = 12
@@ -144,7 +145,7 @@ def target(tmp_path: Path) -> TargetCheckpoint:
     return TargetCheckpoint(write(tmp_path / "target", config, tensors))
 
 
-def output(head: EagleHead, tokens: Tensor, states: Tensor) -> HeadOutput:
+def output(head: EagleHead, tokens: Tensor, states: Tensor) -> RowOutput:
     """Causal, without a cache."""
 
     def attend(_: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -239,7 +240,7 @@ def test_what_is_saved_is_what_is_loaded(changes: dict[str, Any], tmp_path: Path
     assert "embed_tokens.weight" not in load_file(folder / "model.safetensors")
     tokens, states = torch.randint(VOCABULARY, (6,)), torch.randn(6, head.projection.input_width)
     expected, found = output(head, tokens, states), output(loaded, tokens, states)
-    assert torch.equal(found.features, expected.features) and torch.equal(found.lm_input, expected.lm_input)
+    assert torch.equal(found.carried, expected.carried) and torch.equal(found.lm_input, expected.lm_input)
     assert torch.equal(loaded.logits(found.lm_input), head.logits(expected.lm_input))
 
 
@@ -250,8 +251,8 @@ def test_the_norm_that_is_fed_back_is_the_one_asked_for() -> None:
     normed.load_state_dict(plain.state_dict())
     tokens, states = torch.randint(VOCABULARY, (4,)), torch.randn(4, 3 * HIDDEN)
     before, after = output(plain, tokens, states), output(normed, tokens, states)
-    assert torch.equal(before.lm_input, after.lm_input) and torch.equal(after.features, after.lm_input)
-    assert torch.equal(plain.norm(before.features), before.lm_input)
+    assert torch.equal(before.lm_input, after.lm_input) and torch.equal(after.carried, after.lm_input)
+    assert torch.equal(plain.norm(before.carried), before.lm_input)
 
 
 def test_a_token_map_cuts_any_head(tmp_path: Path, target: TargetCheckpoint) -> None:

@@ -16,7 +16,7 @@ from draft_service.drafters.base import DraftSequence
 from draft_service.neural.network import RowOutput
 from draft_service.neural.tail_attention import Attend
 from draft_service.neural.tree_config import CacheShape, TreeShape
-from draft_service.neural.tree_drafting import CacheEntry, Extension, TreeDrafting, Wanted
+from draft_service.neural.tree_drafting import CacheEntry, Extension, TreeDrafting, TreeRequest
 from outrider.sampling import SamplingParams, VerificationMode
 from outrider.tree import TokenTree
 from tree_kernels.verification import rejection_walk
@@ -61,7 +61,7 @@ def trees(shape: TreeShape, batches: int, temperature: float = 1.0) -> Iterator[
         seeds = range(batch * BATCH, (batch + 1) * BATCH)
         sampling = SamplingParams(temperature=temperature)
         wanted = [
-            Wanted(
+            TreeRequest(
                 one,
                 DraftSequence(i, [0], 1, VOCABULARY, seed=i, mode=VerificationMode.REJECTION, sampling=sampling),
                 1,

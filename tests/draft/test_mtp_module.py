@@ -94,10 +94,10 @@ def test_each_modules_logits_are_the_published_formulas(
         output = head(torch.tensor(tokens), features.double(), torch.arange(29), attend)
         hidden = plain.hidden(tokens, features)
         # Queries and keys are turned in fp32.
-        torch.testing.assert_close(output.features, hidden, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(output.carried, hidden, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(head.logits(output.lm_input), plain.logits(hidden), rtol=1e-4, atol=1e-4)
         # What a module makes is its output after its own last norm.
-        assert output.features is output.lm_input
+        assert output.carried is output.lm_input
         # The target's state: after its last norm for DeepSeek-V3, before it for MiMo.
         assert head.config.feature_layers == (LAYERS - ("mimo" in config["model_type"]),)
     assert own_embedding or (heads[0].embed_tokens is heads[1].embed_tokens and heads[0].lm_head is heads[1].lm_head)
@@ -259,7 +259,7 @@ def test_what_is_not_served_is_refused_with_the_reason(config: dict[str, Any], r
         (lambda *_: {}, "missing layers.0.mlp.up_proj.weight$"),
         (lambda name, weight: {name: weight.to(torch.float8_e4m3fn)}, "quantised weights .*up_proj.weight is F8_E4M3"),
         (lambda name, weight: {name: weight, f"{name}_scale_inv": weight}, "unknown layers.0.mlp.up_proj.weight_scale"),
-        (lambda name, weight: {name: weight[:3]}, r"has shape \[3, 16\], config.json asks for \[24, 16\]"),
+        (lambda name, weight: {name: weight[:3]}, r"has shape \[3, 16\], config.json implies \[24, 16\]"),
     ],
     ids=["missing", "quantised", "scaled", "another shape"],
 )

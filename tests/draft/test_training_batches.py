@@ -10,7 +10,7 @@ import torch
 
 from draft_service.training.batches import BatchPlan, make_batch
 from draft_service.training.corpus import Texts, answer_counts, choose_tokens, coverage
-from draft_service.training.validation import DEPTH, acceptance_of, hold_back
+from draft_service.training.validation import DEPTH, acceptance_of, hold_out
 
 STEPS = 3
 
@@ -95,10 +95,10 @@ def test_texts_in_order_are_all_there() -> None:
 
 def test_validation_takes_greedy_texts_and_training_none_of_their_questions() -> None:
     texts = texts_of([(5, 2)] * 24, temperatures=(0.0, 0.7, 1.0))
-    learnt, held = hold_back(texts, wanted=50, temperatures=3)
+    learnt, held = hold_out(texts, wanted=50, temperatures=3)
     assert held.numbers.tolist() == [0, 3]
     assert learnt.numbers.tolist() == list(range(6, 24))
-    assert hold_back(texts, wanted=1, temperatures=3)[1].numbers.tolist() == [0]
+    assert hold_out(texts, wanted=1, temperatures=3)[1].numbers.tolist() == [0]
 
 
 def test_acceptance_is_how_far_chains_come() -> None:

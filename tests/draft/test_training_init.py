@@ -8,7 +8,6 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -17,7 +16,7 @@ from teaching_model import save_teaching_model
 from draft_service.checkpoints.target import TargetCheckpoint
 from draft_service.eagle.checkpoint import load_head
 from draft_service.training import run
-from draft_service.training.building import head_config, head_to_begin_with, new_head, saying
+from draft_service.training.building import head_config, initial_head, new_eagle_head, with_vocabulary
 from draft_service.training.config import TrainingConfig
 from draft_service.training.corpus import Corpus
 from draft_service.training.loss import soft_cross_entropy
@@ -91,11 +90,11 @@ def test_layers_that_are_added_change_nothing_at_first(model: Path, first: Path,
     assert all(bool(weights.abs().sum() > 0) for weights in trained.layers[2].parameters())
 
 
-def test_a_head_to_begin_with_must_be_there(model: Path, tmp_path: Path) -> None:
+def test_a_initial_head_must_be_there(model: Path, tmp_path: Path) -> None:
     teacher = load_teacher("local", TeacherSettings(str(model), "cpu", "float32"))
     config = TrainingConfig(model=str(model), out=str(tmp_path / "head"), init="./nowhere")
     with pytest.raises(SettingsError, match="nowhere"):
-        head_to_begin_with(config, teacher.facts)
+        initial_head(config, teacher.facts)
 
 
 def test_the_text_may_choose_what_a_head_can_say(model: Path, first: Path, tmp_path: Path) -> None:
@@ -106,23 +105,21 @@ def test_the_text_may_choose_what_a_head_can_say(model: Path, first: Path, tmp_p
     assert len(said[0]) == 100 and len(said[1]) == 60 and set(said[1].tolist()) < set(said[0].tolist())
 
 
-@pytest.mark.parametrize("tokens", [np.arange(0, 50, 3), None], ids=["some", "all"])
-def test_a_head_says_what_it_said_and_the_rest_as_its_target_does(
-    tmp_path: Path, tokens: npt.NDArray[np.int64] | None
-) -> None:
+@pytest.mark.parametrize("tokens", [torch.arange(0, 50, 3), None], ids=["some", "all"])
+def test_a_head_says_what_it_said_and_the_rest_as_its_target_does(tmp_path: Path, tokens: torch.Tensor | None) -> None:
     generator = torch.Generator().manual_seed(0)
     embedding, lm_head, turn = (torch.randn(rows, 16, generator=generator) for rows in (50, 50, 16))
-    shape, before = head_config(TrainingConfig(out=str(tmp_path / "head")), FACTS, 25), np.arange(0, 50, 2)
-    head = new_head(shape, before, TeacherWeights(embedding, lm_head), seed=1)
+    shape, before = head_config(TrainingConfig(out=str(tmp_path / "head")), FACTS, 25), torch.arange(0, 50, 2)
+    head = new_eagle_head(shape, before, TeacherWeights(embedding, lm_head), seed=1)
     with torch.no_grad():
         head.lm_head.weight.copy_(lm_head[before] @ turn)
-    found = saying(head, tokens, lm_head)
+    found = with_vocabulary(head, tokens, lm_head)
     states = torch.randn(3, 48, generator=generator)
     for one in (head, found):
         torch.testing.assert_close(one.project(states), head.project(states))
     wanted = lm_head @ turn if tokens is None else lm_head[tokens] @ turn
     torch.testing.assert_close(found.lm_head.weight, wanted, rtol=0.05, atol=0.05)
-    known = [place for place, token in enumerate(range(50) if tokens is None else tokens) if token % 2 == 0]
+    known = [place for place, token in enumerate(range(50) if tokens is None else tokens.tolist()) if token % 2 == 0]
     assert torch.equal(found.lm_head.weight[known], wanted[known])
     trained = {name for name, weights in found.named_parameters() if weights.requires_grad}
     assert trained == {name for name, weights in head.named_parameters() if weights.requires_grad}
@@ -132,7 +129,7 @@ def test_a_head_without_a_vocabulary_of_its_own_gets_no_new_one(tmp_path: Path) 
     weights = TeacherWeights(torch.randn(50, 16), torch.randn(50, 16))
     shape = head_config(TrainingConfig(out=str(tmp_path / "head"), tied=True), FACTS, 25)
     with pytest.raises(SettingsError, match="lm_head of its own"):
-        saying(new_head(shape, np.arange(25), weights, seed=1), None, weights.lm_head)
+        with_vocabulary(new_eagle_head(shape, torch.arange(25), weights, seed=1), None, weights.lm_head)
     with pytest.raises(SettingsError, match="--init"):
         TrainingConfig(out=str(tmp_path / "head"), new_vocabulary=True)
 
@@ -159,11 +156,11 @@ def test_a_tied_head_is_trained_without_its_lm_head_and_saved_without_it(
 def test_a_tied_head_begins_with_the_distribution_of_one_that_is_not(tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(0)
     embedding, lm_head = (torch.randn(50, 16, generator=generator) for _ in range(2))
-    states, tokens = torch.randn(3, 48, generator=generator), np.arange(0, 50, 2)
+    states, tokens = torch.randn(3, 48, generator=generator), torch.arange(0, 50, 2)
     heads = []
     for tied in (False, True):
         shape = head_config(TrainingConfig(out=str(tmp_path / "head"), tied=tied), FACTS, 25)
-        heads.append(new_head(shape, tokens, TeacherWeights(embedding, lm_head), seed=1))
+        heads.append(new_eagle_head(shape, tokens, TeacherWeights(embedding, lm_head), seed=1))
     distributions = [head.logits(head.norm(head.project(states))) for head in heads]
     torch.testing.assert_close(*distributions)
     assert [head.lm_head.weight.requires_grad for head in heads] == [True, False]
@@ -209,13 +206,13 @@ def test_a_run_that_is_killed_leaves_its_best_head(
     folder.begin()
     corpus = Corpus(tmp_path / "text")
     corpus.add([WrittenText(0, (1, 2, 3), 1, 0.0)], 0)
-    course = run._Course(config, COMMAND, Budget(0.0), folder, corpus.load(), np.zeros(4, np.int64))
+    one = run._Run(config, COMMAND, Budget(0.0), folder, corpus.load(), np.zeros(4, np.int64), {})
     progress = SimpleNamespace(fraction=fraction, validations=[{"mean_length": length} for length in lengths])
     shape = SimpleNamespace(hidden_size=1, target_hidden_size=1)
     trainer = SimpleNamespace(
         progress=progress, head=SimpleNamespace(config=shape), state=lambda: ({"a": torch.ones(1)}, {})
     )
-    course._save(cast(Trainer, trainer), Acceptance(1, (0.0,), (0.0,), lengths[-1], 1.0))
+    one._save(cast(Trainer, trainer), Acceptance(1, (0.0,), (0.0,), lengths[-1], 1.0))
     assert bool(saved) is kept
     # Whatever comes of it, the run can go on.
     assert folder.checkpoint() is not None

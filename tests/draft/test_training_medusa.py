@@ -16,12 +16,12 @@ from teaching_model import VOCABULARY, save_teaching_model
 from torch.nn import functional
 
 from draft_service.drafters.base import DraftSequence
-from draft_service.medusa.beginning import new_heads
 from draft_service.medusa.checkpoint import load_heads, read_shape
 from draft_service.medusa.config import MedusaConfig
 from draft_service.medusa.drafter import MedusaDrafter
 from draft_service.medusa.head import MedusaShape
 from draft_service.training.batches import make_batch
+from draft_service.training.building import new_medusa_head
 from draft_service.training.config import TrainingConfig
 from draft_service.training.corpus import Corpus, Texts
 from draft_service.training.run import train_head
@@ -67,8 +67,8 @@ def record_of(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("num_layers", [1, 2])
-@pytest.mark.parametrize("tokens", [None, np.array([2, 3, 7])], ids=["whole", "reduced"])
-def test_every_head_begins_as_the_targets_lm_head(num_layers: int, tokens: np.ndarray | None) -> None:
+@pytest.mark.parametrize("tokens", [None, torch.tensor([2, 3, 7])], ids=["whole", "reduced"])
+def test_every_head_begins_as_the_targets_lm_head(num_layers: int, tokens: torch.Tensor | None) -> None:
     lm_head, states = torch.randn(11, WIDTH), torch.randn(5, WIDTH)
     shape = MedusaShape(
         vocab_size=11,
@@ -77,8 +77,8 @@ def test_every_head_begins_as_the_targets_lm_head(num_layers: int, tokens: np.nd
         num_heads=4,
         num_layers=num_layers,
     )
-    heads = new_heads(shape, tokens, lm_head)
-    expected = states @ (lm_head if tokens is None else lm_head[torch.from_numpy(tokens)]).T
+    heads = new_medusa_head(shape, tokens, lm_head)
+    expected = states @ (lm_head if tokens is None else lm_head[tokens]).T
     assert all(torch.allclose(logits, expected, atol=1e-5) for logits in heads(states))
     # And can learn from there.
     heads(states).square().sum().backward()

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from draft_service.training.building import head_config, new_head
+from draft_service.training.building import head_config, new_eagle_head
 from draft_service.training.config import TrainingConfig
 from draft_service.training.corpus import Corpus
 from draft_service.training.optimiser import MasterAdamW, rate_at
@@ -188,7 +188,7 @@ def weights_of(seed: int = 0) -> TeacherWeights:
 def test_a_new_head_begins_as_the_lm_head_over_the_high_layer(tmp_path: Path, hidden: int) -> None:
     shape = head_config(config_of(tmp_path, hidden=hidden), FACTS, 50)
     assert (shape.hidden_size, shape.feature_layers) == (hidden or 16, (1, 2, 2))
-    head, weights = new_head(shape, None, weights_of(), seed=1), weights_of()
+    head, weights = new_eagle_head(shape, None, weights_of(), seed=1), weights_of()
     states = torch.randn(1, 48, generator=torch.Generator().manual_seed(2))
     high = torch.nn.functional.rms_norm(states[:, 32:], (16,))
     found = head.logits(head.norm(head.project(states)))[0]

@@ -21,14 +21,14 @@ from draft_service.eagle.checkpoint import load_head
 from draft_service.eagle.config import EagleConfig
 from draft_service.eagle.drafter import EagleDrafter
 from draft_service.training.batches import BatchPlan
-from draft_service.training.building import head_config, new_head
+from draft_service.training.building import head_config, new_eagle_head
 from draft_service.training.config import TrainingConfig
 from draft_service.training.corpus import Corpus, Texts
 from draft_service.training.progress import phase
 from draft_service.training.run import train_head
 from draft_service.training.trainer import Trainer, TrainingDiverged
 from draft_service.training.unrolling import unroll
-from draft_service.training.validation import Validator, hold_back
+from draft_service.training.validation import Validator, hold_out
 from outrider.distillation import Reader, Teacher, TeacherSettings, load_teacher
 from outrider.settings import SettingsError
 
@@ -176,12 +176,12 @@ def _states(reader: Reader, tokens: list[int]) -> Tensor:
 
 
 def trainer_of(config: TrainingConfig, teacher: Teacher, texts: Texts) -> Trainer:
-    tokens = np.sort(np.argsort(-np.bincount(texts.token_ids, minlength=VOCABULARY))[:200])
+    tokens = torch.from_numpy(np.sort(np.argsort(-np.bincount(texts.token_ids, minlength=VOCABULARY))[:200]))
     shape = head_config(config, teacher.facts, len(tokens))
     reader = teacher.reader(shape.layers_of(teacher.facts.num_layers))
-    learnt, held = hold_back(texts, 4, 3)
+    learnt, held = hold_out(texts, 4, 3)
     plans = [BatchPlan(part, config.batch_tokens, config.max_length, config.seed) for part in (learnt, held)]
-    head = new_head(shape, tokens, reader.weights(), config.seed)
+    head = new_eagle_head(shape, tokens, reader.weights(), config.seed)
     return Trainer(config, head, reader, plans[0], tokens, Validator(held, reader, tokens, plans[1]))
 
 

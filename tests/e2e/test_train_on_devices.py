@@ -27,7 +27,7 @@ from warm_python import warm_python
 
 from draft_service.training import trainer as trainer_module
 from draft_service.training.batches import BatchPlan, make_batch
-from draft_service.training.building import head_config, new_head
+from draft_service.training.building import head_config, new_eagle_head
 from draft_service.training.config import TrainingConfig
 from draft_service.training.corpus import Corpus
 from draft_service.training.optimiser import MasterAdamW, rate_at
@@ -36,7 +36,7 @@ from draft_service.training.run import train_head
 from draft_service.training.run_folder import RunFolder
 from draft_service.training.trainer import Progress, computing_copy, step_losses
 from draft_service.training.unrolling import unroll
-from draft_service.training.validation import Validator, hold_back
+from draft_service.training.validation import Validator, hold_out
 from outrider.distillation import TeacherSettings, load_teacher
 
 SMALL: dict[str, Any] = {
@@ -103,9 +103,9 @@ def masters_of_one_device(config: TrainingConfig) -> tuple[dict[str, Tensor], in
     assert tokens is not None
     shape = head_config(config, teacher.facts, len(tokens))
     reader = teacher.reader(shape.layers_of(teacher.facts.num_layers))
-    learnt, _ = hold_back(folder.corpus().load(), config.validation, len(config.temperature_list))
+    learnt, _ = hold_out(folder.corpus().load(), config.validation, len(config.temperature_list))
     plan = BatchPlan(learnt, config.batch_tokens, config.max_length, config.seed)
-    masters = new_head(shape, tokens, reader.weights(), config.seed)
+    masters = new_eagle_head(shape, tokens, reader.weights(), config.seed)
     head = computing_copy(masters, torch.device("cpu"), torch.float32)
     optimiser = MasterAdamW(head, weight_decay=config.weight_decay, clip=config.clip, masters=masters)
     wanted = int(np.ceil(config.epochs * plan.per_epoch()))
@@ -113,7 +113,7 @@ def masters_of_one_device(config: TrainingConfig) -> tuple[dict[str, Tensor], in
     for first in range(0, wanted, 2):
         for padded, chosen in batches[first : first + 2]:
             batch = make_batch(learnt, chosen, padded, config.steps, size=config.batch_tokens // padded)
-            lesson = reader.read(batch.token_ids, batch.distribution_rows, torch.from_numpy(tokens))
+            lesson = reader.read(batch.token_ids, batch.distribution_rows, tokens)
             lm_input = unroll(head, lesson.states, batch.token_ids, config.steps)
             total = step_losses(lm_input, (head.lm_head.weight,), lesson.probs, batch, config.decay)[1]
             (total / 2).backward()  # type: ignore[no-untyped-call]
@@ -142,7 +142,7 @@ def test_two_devices_learn_what_one_learns_of_the_mean_of_their_batches(
     for name in names:
         torch.testing.assert_close(found[name], expected[name], rtol=1e-4, atol=1e-5, msg=name)
     # Every text once a pass, whoever read it.
-    texts = hold_back(Corpus(written / "text").load(), validation, 3)[0]
+    texts = hold_out(Corpus(written / "text").load(), validation, 3)[0]
     assert 2.3 < progress.tokens / len(texts.token_ids) < 3
     assert living_children(FOLLOWER) == []
     assert not torch.distributed.is_initialized()
@@ -152,7 +152,7 @@ def test_two_devices_learn_what_one_learns_of_the_mean_of_their_batches(
 def test_an_interrupted_run_goes_on(
     tmp_path: Path, model: Path, written: Path, monkeypatch: pytest.MonkeyPatch, device: str
 ) -> None:
-    monkeypatch.setattr(trainer_module, "_LOOK_STEPS", 3)
+    monkeypatch.setattr(trainer_module, "_REPORT_STEPS", 3)
     config = config_of(
         model, tmp_path, device=BOTH, text=str(written / "text"), epochs=3.0, validation_seconds=0.0, learning_rate=1e-3
     )
@@ -189,7 +189,7 @@ def test_an_interrupted_run_goes_on(
 
 def batches_of(config: TrainingConfig) -> int:
     """Of the whole training."""
-    learnt, _ = hold_back(Corpus(Path(config.text)).load(), config.validation, len(config.temperature_list))
+    learnt, _ = hold_out(Corpus(Path(config.text)).load(), config.validation, len(config.temperature_list))
     plan = BatchPlan(learnt, config.batch_tokens, config.max_length, config.seed)
     return int(np.ceil(config.epochs * plan.per_epoch()))
 

@@ -1,1 +1,1 @@
-"""A neural drafter's passes as captured CUDA graphs: whole trees in one launch."""
+"""A neural drafter's passes as CUDA graphs: whole trees in one launch."""

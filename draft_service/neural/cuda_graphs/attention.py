@@ -1,60 +1,38 @@
-"""The integers of a captured pass: one tensor that stays where it is, pinned memory that fills it, and a plan in it."""
+"""The integer inputs of a captured pass: a tensor with a fixed address, pinned memory to fill it, and a plan in it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from draft_service.neural.devices import Milestone
+from draft_service.neural.devices import DeviceEvent
 from draft_service.neural.paged_cache import PagedCache
 from tree_kernels.attention import AttentionBatch, plan_integers
 from tree_kernels.paging import write_kv
 
-# What the plan's tiles are chosen for.
+if TYPE_CHECKING:
+    # Needs Triton, which a CPU may lack.
+    from tree_kernels.attention.triton_backend import TritonAttention
+
+# The context length that the plan's tiles are chosen for.
 _USUAL_CONTEXT = 512
 _TORCH_TYPES = {
     np.int32: torch.int32,
     np.float32: torch.float32,
     np.float64: torch.float64,
     np.int64: torch.int64,
-    # The same bits: PyTorch computes with signed ones.
+    # Reinterpreted: PyTorch computes with signed integers.
     np.uint64: torch.int64,
 }
 
 
-class TreePlan(Protocol):
-    """A plan whose tensors stay where they are, as `tree_kernels.attention.triton_backend.TritonPlan`, which see."""
-
-    batch: AttentionBatch
-    query_starts: Tensor
-    prefix_lengths: Tensor
-    causal: Tensor
-    page_starts: Tensor
-    parents: Tensor
-    page_table: Tensor
-    # First and end of the rows of every tail that are computed; None is all.
-    output_rows: tuple[int, int] | None
-    # What the first layer of a pass made of the others; when it is cleared, the next layer to run makes it anew.
-    schedules: dict[Any, Any]
-
-
-class StaticAttention(Protocol):
-    """Attention whose plans lie in tensors that stay: `tree_kernels`' Triton backend."""
-
-    def plan(self, batch: AttentionBatch, integers: Tensor | None = None) -> Any:
-        """A `TreePlan` for batches up to this one, in `integers`."""
-
-    def run(self, plan: Any, query: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float) -> Tensor:
-        """See `TreeAttention.run`; `plan` is what `plan` returned."""
-
-
 def capacity(sequences: int, tail: int, cache: PagedCache, *, tree: bool) -> AttentionBatch:
-    """What a plan is laid out for: tails of `tail` rows on average, and every page of the cache."""
+    """The largest batch of a plan: tails of `tail` rows on average, and every page of the cache."""
     chain = tuple(max(0, row - 1) for row in range(tail))
     return AttentionBatch(
         query_starts=tuple(range(0, sequences * tail + 1, tail)),
@@ -66,10 +44,10 @@ def capacity(sequences: int, tail: int, cache: PagedCache, *, tree: bool) -> Att
 
 
 class StaticAttend:
-    """Attention of a static pass, see `TailAttention`; what writes keys and values itself calls `seen` alone."""
+    """Attention of a static pass, see `TailAttention`. Callers that write keys and values use `seen` alone."""
 
     def __init__(self, cache: PagedCache, slots: Tensor, run: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
-        """`slots` [R] of the rows, -1 for none; `run` attends, given queries and a layer's keys and values."""
+        """`slots` [R] of the rows, -1 for free rows; `run` attends, given queries and a layer's keys and values."""
         self.slots = slots
         self._cache, self._run = cache, run
 
@@ -88,27 +66,27 @@ class StaticAttend:
 
 
 class StaticIntegers:
-    """What a pass reads, by name: `device[name]` stays where it is, and `host[name]` is what `send` copies there.
+    """The inputs of a pass by name: `send` copies `host[name]` to `device[name]`, which has a fixed address.
 
-    All lie in one tensor, one after the other, the plan last and its pages at the very end, so that short contexts copy
-    little. Small writes cost numpy a fifth of what they cost torch.
+    All are parts of one tensor, the plan last and its page table at the very end, so that short contexts copy little.
+    `host` is in numpy, where small writes cost a fifth of PyTorch's.
     """
 
     def __init__(
         self,
         fields: Mapping[str, tuple[int, type[np.generic]]],
         batch: AttentionBatch,
-        attention: StaticAttention,
+        attention: TritonAttention,
         device: torch.device,
     ) -> None:
-        """`fields` are sizes and types, those of 8 bytes first; the plan is laid out for `batch`."""
+        """`fields` are sizes and types, those of 8 bytes first; the plan has room for `batch`."""
         words = {name: count * (np.dtype(dtype).itemsize // 4) for name, (count, dtype) in fields.items()}
         plan_at = sum(words.values())
         size = plan_at + plan_integers(batch)
         on_gpu = device.type == "cuda"
         self._pinned = torch.zeros(size, dtype=torch.int32, pin_memory=on_gpu)
         self._integers = torch.zeros(size, dtype=torch.int32, device=device)
-        self._copied = Milestone(on_gpu=on_gpu)
+        self._copied = DeviceEvent(on_gpu=on_gpu)
         numbers = self._pinned.numpy()
         self.host: dict[str, npt.NDArray[Any]] = {}
         self.device: dict[str, Tensor] = {}
@@ -118,18 +96,23 @@ class StaticIntegers:
             self.host[name] = numbers[begin:end].view(dtype)
             self.device[name] = self._integers[begin:end].view(_TORCH_TYPES[dtype])
             begin = end
-        self.plan: TreePlan = attention.plan(batch, self._integers[plan_at:])
+        self.plan = attention.plan(batch, self._integers[plan_at:])
         plan = self.plan
         views = (plan.query_starts, plan.prefix_lengths, plan.causal, plan.page_starts, plan.parents, plan.page_table)
         places = [(view.storage_offset(), view.storage_offset() + view.numel()) for view in views]
         self._plan_host = [numbers[start:stop] for start, stop in places]
-        # Where each sequence's pages begin in the table, and the table, as `write_plan` leaves them.
+        # Start of each sequence's pages in the table, and the table, as `write_plan` writes them.
         self.page_starts, self.page_table = self._plan_host[3], self._plan_host[5]
         self._pages_at = places[-1][0]
         self._pages = 0
 
+    def fill(self, name: str, values: Sequence[float] | npt.NDArray[Any], rest: float) -> None:
+        """Write the first of a field's numbers, and `rest` to all others."""
+        numbers, count = self.host[name], len(values)
+        numbers[:count], numbers[count:] = values, rest
+
     def wait(self) -> None:
-        """Until the last copy has read the pinned memory."""
+        """Wait until the last copy has read the pinned memory."""
         self._copied.wait()
 
     def write_plan(
@@ -141,8 +124,14 @@ class StaticIntegers:
         *,
         causal: bool = False,
     ) -> None:
-        """Lay out a pass over sequences with these pages, keys before the tail, and rows in the tail; the others have
-        no row and no key. `parents` of all rows; without them all see the root alone until the device says more."""
+        """Write the plan of a pass over these sequences; the plan's other sequences get no row and no key.
+
+        Args:
+            pages: of each sequence.
+            prefixes: keys of each sequence before its tail.
+            tails: rows of each sequence's tail.
+            parents: of all rows; without them all rows attend to the root alone, until the device writes parents.
+        """
         query_starts, prefix_lengths, causals, page_starts, seen, table = self._plan_host
         seen[: len(parents)], seen[len(parents) :] = parents, 0
         count, begin = len(pages), 0
@@ -158,7 +147,7 @@ class StaticIntegers:
         self._pages = begin
 
     def send(self) -> None:
-        """Copy everything to the device. Does not wait for it."""
+        """Copy everything to the device, asynchronously."""
         end = self._pages_at + self._pages
         self._integers[:end].copy_(self._pinned[:end], non_blocking=True)
         self._copied.record()

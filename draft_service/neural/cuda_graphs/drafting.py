@@ -1,17 +1,16 @@
-"""A neural drafter's work as captured CUDA graphs: what a step commits costs the host one launch, and so do its trees.
+"""A neural drafter's passes as CUDA graphs: a step's committed tokens cost the host one launch, and so do its trees.
 
-A graph reads from tensors that stay where they are, and there is one per kind of work and power of two of sequences.
-Trees grow on the device as a whole (`tree_pass`); only those of REJECTION requests, which carry distributions in
-integers, grow a level at a time, as all do without graphs, in captured passes. A prompt is read in pieces of a captured
-size, one prompt after the other: read eagerly it would keep the host, and everybody's trees, for as many launches as a
-head has kernels.
+A graph reads from tensors with fixed addresses; there is one for each kind of pass and power of two of sequences. Trees
+grow on the device as a whole (`tree_pass`), except those of REJECTION requests, which carry distributions and grow a
+level at a time in captured passes. A prompt is read in pieces of a captured size, one prompt after another: an eager
+pass would block the host, and all other trees, for as many launches as the head has kernels.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -19,20 +18,24 @@ from torch import Tensor
 
 from draft_service.drafters.grown import Grown, Pending, in_order
 from draft_service.neural.config import NeuralConfig
-from draft_service.neural.cuda_graphs.attention import StaticAttend, StaticAttention, StaticIntegers, TreePlan, capacity
+from draft_service.neural.cuda_graphs.attention import StaticAttend, StaticIntegers, capacity
 from draft_service.neural.cuda_graphs.tree_pass import TreePass
 from draft_service.neural.network import Network, RowOutput
-from draft_service.neural.tail_attention import TailPart, fresh_rows, fresh_slots
+from draft_service.neural.tail_attention import PassRows, TailPart, fresh_rows, fresh_slots
 from draft_service.neural.tree_config import CacheShape, TreeShape
-from draft_service.neural.tree_drafting import TreeDrafting, Wanted
+from draft_service.neural.tree_drafting import TreeDrafting, TreeRequest
 from outrider.sampling import LOSSLESS_MODES, VerificationMode
 from outrider.tree import TokenTree
 
-# Rows of one sequence that a captured pass over committed tokens has room for, on average.
+if TYPE_CHECKING:
+    from tree_kernels.attention.triton_backend import TritonAttention
+    from tree_kernels.attention.triton_planning import TritonPlan
+
+# Rows for each sequence, on average, of a captured pass over committed tokens.
 _COMMITTED = 8
-# Rows of the captured passes that prompts are read in; the last piece of a prompt is padded to either. Reasoned, not
+# Rows of the captured passes that read prompts; the last piece of a prompt is padded to one of them. Reasoned, not
 # measured: up to the first a pass takes as long as one of a few rows, and up to the second not much longer than reading
-# the weights, on a GPU that computes some 200 operations for each byte that it reads.
+# the weights, on a GPU that does some 200 operations for each byte that it reads.
 PROMPT_ROWS = (64, 256)
 
 Output = TypeVar("Output")
@@ -40,72 +43,69 @@ Output = TypeVar("Output")
 
 @dataclass(frozen=True, slots=True)
 class PassSize:
-    """Room of a captured pass: `tail` rows of all tails, the `new` ones among them."""
+    """Capacity of a captured pass: `tail` rows of all tails, of which `new` are computed."""
 
     sequences: int
     tail: int
     new: int
 
     @property
-    def certain(self) -> bool:
-        """Whether it is a pass over what was committed, and not over a level of trees."""
+    def committed(self) -> bool:
+        """Whether it is a pass over committed rows, and not over a level of trees."""
         return self.new == self.tail
 
 
 class StaticPass:
-    """One size's tensors on the device, and the pass over what they hold. Rows that a pass leaves free have no
-    sequence, no slot and no effect. What `run` returns is overwritten by the next pass of the size."""
+    """The device tensors of one size, and the pass over them. Free rows have no sequence, no slot and no effect. The
+    output of `run` is overwritten by the next pass of the size."""
 
-    def __init__(self, size: PassSize, drafting: TreeDrafting, attention: StaticAttention) -> None:
+    def __init__(self, size: PassSize, drafting: TreeDrafting, attention: TritonAttention) -> None:
         self.size, self._network, self._attention = size, drafting.network, attention
         self._cache, self._states = drafting.cache, drafting.states
-        # Of certain rows the last of each sequence, and where its output is kept; of a level where in the tails it is.
-        own = {"ends": size.sequences, "states": size.sequences} if size.certain else {"places": size.new}
+        # For committed rows: each sequence's last one and its slot in `RootStates`; for a level: its rows in the tails.
+        own = {"ends": size.sequences, "states": size.sequences} if size.committed else {"places": size.new}
         fields: dict[str, tuple[int, type[np.generic]]] = {name: (count, np.int64) for name, count in own.items()}
         fields |= dict.fromkeys(("token_ids", "positions", "slots"), (size.new, np.int32))
-        batch = capacity(size.sequences, size.tail // size.sequences, drafting.cache, tree=not size.certain)
+        batch = capacity(size.sequences, size.tail // size.sequences, drafting.cache, tree=not size.committed)
         self._integers = StaticIntegers(fields, batch, attention, drafting.network.device)
-        self.plan: TreePlan = self._integers.plan
+        self.plan = self._integers.plan
         self._carried: Tensor | None = None
 
-    def load(
-        self, parts: Sequence[TailPart], token_ids: Sequence[int], carried: Tensor | None, positions: Sequence[int]
-    ) -> None:
-        """Send a pass to the device. Does not wait for it."""
-        used, host = len(token_ids), self._integers.host
-        self._integers.wait()
-        host["token_ids"][:used], host["token_ids"][used:] = token_ids, 0
-        host["positions"][:used], host["positions"][used:] = positions, 0
-        host["slots"][:used], host["slots"][used:] = fresh_slots(parts, self._cache), -1
+    def load(self, rows: PassRows, carried: Tensor | None) -> None:
+        """Copy the inputs of a pass to the device, asynchronously."""
+        parts, integers = rows.parts, self._integers
+        integers.wait()
+        integers.fill("token_ids", rows.token_ids, 0)
+        integers.fill("positions", rows.positions, 0)
+        integers.fill("slots", fresh_slots(parts, self._cache), -1)
         tails = np.array([part.rows for part in parts], np.int32)
-        if self.size.certain:
-            count = len(parts)
-            host["ends"][:count], host["ends"][count:] = tails.cumsum() - 1, 0
-            host["states"][:count], host["states"][count:] = [part.pages[0] for part in parts], self._states.nobody
+        if self.size.committed:
+            integers.fill("ends", tails.cumsum() - 1, 0)
+            integers.fill("states", [part.pages[0] for part in parts], self._states.unused)
         else:
-            # Behind the last row, where a free row's query harms nobody.
-            host["places"][:used], host["places"][used:] = fresh_rows(parts), self.size.tail
+            # Free rows write their queries behind the last row, which is not used.
+            integers.fill("places", fresh_rows(parts), self.size.tail)
         parents = [parent for part in parts for parent in part.parents or (0,) * part.rows]
         prefixes = np.array([part.prefix for part in parts], np.int32)
-        self._integers.write_plan([part.pages for part in parts], prefixes, tails, parents, causal=self.size.certain)
-        self._integers.send()
+        integers.write_plan([part.pages for part in parts], prefixes, tails, parents, causal=self.size.committed)
+        integers.send()
         if carried is not None:
             if self._carried is None:
                 self._carried = carried.new_zeros(self.size.new, carried.shape[1], device=self._network.device)
-            self._carried[:used].copy_(carried, non_blocking=True)
+            self._carried[: len(carried)].copy_(carried, non_blocking=True)
 
     def run(self) -> RowOutput:
-        """The pass over all rows of the size, [new, ..] each."""
+        """The pass over all rows of the size: outputs [new, ..]."""
         parts = self._integers.device
         attend = StaticAttend(self._cache, parts["slots"], self._attend)
         output = self._network.read(parts["token_ids"], self._carried, parts["positions"], attend)
-        if self.size.certain:
+        if self.size.committed:
             self._states.write(parts["states"], output, parts["ends"])
         return output
 
     def _attend(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        if self.size.certain:
-            # All rows of the tails are new, and free ones stand behind them.
+        if self.size.committed:
+            # All rows of the tails are new, and free ones are behind them.
             return self._attention.run(self.plan, query, keys, values, query.shape[-1] ** -0.5)
         tail, places = self.size.tail, self._integers.device["places"]
         queries = query.new_zeros(tail + 1, *query.shape[1:]).index_copy_(0, places, query)
@@ -113,16 +113,16 @@ class StaticPass:
         return output.index_select(0, places.clamp(max=tail - 1))
 
 
-class Captured(NamedTuple):
-    """A pass over all levels of trees, and what to call between its `load` and its `fetch`, for each of its parts."""
+class CapturedTrees(NamedTuple):
+    """A pass over all levels of trees, and the graph of each of its parts, for between `load` and `fetch`."""
 
     work: TreePass
     replays: Sequence[Callable[[], None]]
 
 
 @dataclass(frozen=True, slots=True)
-class _Drawn(Pending):
-    """Trees that a pass is drawing."""
+class _GrowingTrees(Pending):
+    """Trees that a pass is growing."""
 
     work: TreePass
     turn: int
@@ -147,112 +147,96 @@ class _Drawn(Pending):
 
 
 class CapturedDrafting(TreeDrafting):
-    """`TreeDrafting` on a GPU. Graphs are captured when their size is first met."""
+    """`TreeDrafting` on a GPU. Graphs are captured when their size is first needed."""
 
     def __init__(self, network: Network, tree: TreeShape, cache: CacheShape) -> None:
         super().__init__(network, tree, cache)
-        self._static: StaticAttention = self._capturable()
+        self._static = self._capturable()
         self._passes: dict[PassSize, tuple[StaticPass, Callable[[], RowOutput]]] = {}
-        self._trees: dict[tuple[int, bool], Captured] = {}
+        self._trees: dict[tuple[int, bool], CapturedTrees] = {}
         self._pool: Any = None
 
     @torch.inference_mode()
-    def trees(self, wanted: Sequence[Wanted]) -> list[TokenTree]:
-        """The best trees: at once for all whose modes need no distributions, level by level for the others."""
-        modes = (one.sequence.mode for one in wanted)
-        return in_order(wanted, modes, lambda own: self.begin(own).fetch(), super().trees)
+    def trees(self, requests: Sequence[TreeRequest]) -> list[TokenTree]:
+        """The best trees: as a whole for modes without distributions, level by level for the others."""
+        modes = (request.sequence.mode for request in requests)
+        return in_order(requests, modes, lambda own: self.begin(own).fetch(), super().trees)
 
     @torch.inference_mode()
-    def begin(self, wanted: Sequence[Wanted]) -> Pending:
-        work, replays = self.tree_pass(wanted)
-        work.load(wanted)
+    def begin(self, requests: Sequence[TreeRequest]) -> Pending:
+        work, replays = self.tree_pass(requests)
+        work.load(requests)
         for part, replay in enumerate(replays):
             replay()
             work.send_back(part)
-        return _Drawn(work, work.turn)
+        return _GrowingTrees(work, work.turn)
 
     @torch.inference_mode()
-    def tree_pass(self, wanted: Sequence[Wanted]) -> Captured:
-        """What drafts these trees, captured now if it was not yet. None of them is of a REJECTION request."""
-        coupled = any(one.sequence.mode is VerificationMode.COUPLED for one in wanted)
-        size = _power_of_two(len(wanted)), coupled
+    def tree_pass(self, requests: Sequence[TreeRequest]) -> CapturedTrees:
+        """The pass that drafts these trees, captured if it is new. None of them is for a REJECTION request."""
+        coupled = any(request.sequence.mode is VerificationMode.COUPLED for request in requests)
+        size = _power_of_two(len(requests)), coupled
         if size not in self._trees:
             work = TreePass(*size, self, self._static)
-            work.load(wanted)
+            work.load(requests)
             runs = (work.run_early, work.run_rest)[: work.parts]
-            self._trees[size] = Captured(work, [self._capture(run, work.plan) for run in runs])
+            self._trees[size] = CapturedTrees(work, [self._capture(run, work.plan) for run in runs])
         return self._trees[size]
 
-    def _capturable(self) -> StaticAttention:
+    def _capturable(self) -> TritonAttention:
         return self._attention.capturable
 
-    def _commit(
-        self, parts: Sequence[TailPart], tokens: list[int], carried: Tensor | None, positions: list[int]
-    ) -> None:
-        sequences = _power_of_two(len(parts))
-        if len(tokens) <= sequences * _COMMITTED:
-            size = PassSize(sequences, sequences * _COMMITTED, sequences * _COMMITTED)
-            self._replay(size, parts, tokens, carried, positions)
+    def _commit(self, rows: PassRows, carried: Tensor | None) -> None:
+        sequences = _power_of_two(len(rows.parts))
+        if len(rows.token_ids) <= sequences * _COMMITTED:
+            self._replay(PassSize(sequences, sequences * _COMMITTED, sequences * _COMMITTED), rows, carried)
             return
-        # A prompt comes, maybe with what others have committed.
+        # A prompt, perhaps with committed rows of other sequences.
         end, most = 0, PROMPT_ROWS[-1]
-        for part in parts:
+        for part in rows.parts:
             first, end = end, end + part.rows
             for begin in range(first, end, most):
                 stop = min(end, begin + most)
                 piece = TailPart(part.pages, part.prefix + begin - first, stop - begin, stop - begin)
-                rows = next(rows for rows in (_COMMITTED, *PROMPT_ROWS) if rows >= stop - begin)
+                size = next(size for size in (_COMMITTED, *PROMPT_ROWS) if size >= stop - begin)
                 own = None if carried is None else carried[begin:stop]
-                self._replay(PassSize(1, rows, rows), [piece], tokens[begin:stop], own, positions[begin:stop])
+                piece_rows = PassRows([piece], rows.token_ids[begin:stop], rows.positions[begin:stop])
+                self._replay(PassSize(1, size, size), piece_rows, own)
 
-    def _read(
-        self,
-        parts: Sequence[TailPart],
-        tokens: list[int],
-        carried: Tensor | None,
-        positions: list[int],
-        level: int = 0,
-    ) -> RowOutput:
-        if any(part.parents is None for part in parts):
-            return super()._read(parts, tokens, carried, positions, level)
-        sequences = _power_of_two(len(parts))
-        # Of as many sequences as still grow, for which levels are as wide as for all or wider.
+    def _read(self, rows: PassRows, carried: Tensor | None, level: int = 0) -> RowOutput:
+        if any(part.parents is None for part in rows.parts):
+            return super()._read(rows, carried, level)
+        sequences, used = _power_of_two(len(rows.parts)), len(rows.token_ids)
+        # For the sequences that still grow: of fewer sequences, levels are as wide or wider.
         shape = self.shape.for_sequences(sequences)
         size = PassSize(sequences, sequences * (1 + shape.expanded), sequences * shape.width)
-        output = self._replay(size, parts, tokens, carried, positions)
-        return RowOutput(output.carried[: len(tokens)], output.lm_input[: len(tokens)])
+        output = self._replay(size, rows, carried)
+        return RowOutput(output.carried[:used], output.lm_input[:used])
 
-    def _replay(
-        self,
-        size: PassSize,
-        parts: Sequence[TailPart],
-        tokens: list[int],
-        carried: Tensor | None,
-        positions: list[int],
-    ) -> RowOutput:
-        """Run a pass, whose size is captured with the first pass that needs it."""
-        known = self._passes.get(size)
-        work = StaticPass(size, self, self._static) if known is None else known[0]
-        work.load(parts, tokens, carried, positions)
-        if known is None:
-            known = self._passes[size] = work, self._capture(work.run, work.plan)
-        return known[1]()
+    def _replay(self, size: PassSize, rows: PassRows, carried: Tensor | None) -> RowOutput:
+        """Run a pass, capturing its size if it is new."""
+        captured = self._passes.get(size)
+        work = StaticPass(size, self, self._static) if captured is None else captured[0]
+        work.load(rows, carried)
+        if captured is None:
+            captured = self._passes[size] = work, self._capture(work.run, work.plan)
+        return captured[1]()
 
-    def _capture(self, run: Callable[[], Output], plan: TreePlan) -> Callable[[], Output]:
-        """`run` as a graph. What it does, it may do any number of times with what is loaded."""
+    def _capture(self, run: Callable[[], Output], plan: TritonPlan) -> Callable[[], Output]:
+        """`run` as a graph. It must be repeatable with the same inputs, since it runs several times for the capture."""
         device = self.network.device
         stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
-            # Lets libraries allocate what they keep.
+            # Libraries allocate their workspaces before the capture.
             for _ in range(2):
                 run()
         stream.synchronize()
-        # The first layer to run makes the schedule, which has to become part of the graph.
+        # The first layer computes the schedule, which has to be part of the graph.
         plan.schedules.clear()
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        # What other threads of a shared process ask of CUDA meanwhile, such as page-locked memory, spoils nothing.
+        # CUDA calls of other threads, such as allocations of pinned memory, must not invalidate the capture.
         with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
             output = run()
         torch.cuda.current_stream(device).wait_stream(stream)
@@ -265,24 +249,24 @@ class CapturedDrafting(TreeDrafting):
 
 
 def drafting_on(network: Network, config: NeuralConfig) -> TreeDrafting:
-    """Drafting as the settings ask for it: captured where that is wanted, on a GPU."""
+    """Drafting by the settings: captured on a GPU if `cuda_graphs` is set."""
     captured = config.cuda_graphs and network.device.type == "cuda"
     return (CapturedDrafting if captured else TreeDrafting)(network, config.tree, config.cache)
 
 
 def first_batches(drafting: TreeDrafting, config: NeuralConfig) -> Iterator[tuple[VerificationMode, int, int]]:
-    """Modes, numbers of sequences of that mode, and rows that each has to read, that are drafted for once before the
-    first request, so that none waits for compiling and capturing."""
+    """Batches to draft once at the start, so that no request waits for compilation and capture: the mode, the number of
+    sequences, and the rows that each has to read."""
     captured = isinstance(drafting, CapturedDrafting)
     if captured:
         yield from ((VerificationMode.GREEDY, 1, rows) for rows in PROMPT_ROWS)
     yield from ((mode, 1, 1) for mode in LOSSLESS_MODES)
     if captured:
-        # Trees of REJECTION requests take other graphs for each number, and are rare.
+        # REJECTION requests need other graphs for each number of sequences, and are rare.
         for mode in (VerificationMode.GREEDY, VerificationMode.COUPLED):
             yield from ((mode, 1 << power, 1) for power in range(1, config.captured_sequences.bit_length()))
 
 
 def _power_of_two(count: int) -> int:
-    """The smallest that is not below."""
+    """The smallest power of two that is at least `count`."""
     return 1 << (count - 1).bit_length()

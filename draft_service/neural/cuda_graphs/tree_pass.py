@@ -1,57 +1,57 @@
-"""A whole tree of every sequence in one go on the device: all levels, all passes, one copy there and one back.
+"""Grows a whole tree for every sequence on the device: all levels and passes, with one copy there and one back.
 
-The rows of a tail have fixed places: the root, and then as many rows of each level as it may expand, whether or not it
-does. The host says where sequences stand and what requests ask for; what is expanded, whose child it is and which rows
-it sees stay on the device (`tree_kernels.growth`).
+The rows of a tail have fixed places: the root, then for each level as many rows as it may expand, used or not. The host
+sends the sequences' positions and their requests' parameters; which nodes are expanded, their parents and the rows they
+attend to are computed on the device (`tree_kernels.growth`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from draft_service.compiling import compiled
+from draft_service.compiling import Numbers, compiled
 from draft_service.drafters.base import DraftSequence, tree_limits
 from draft_service.drafters.grown import Grown
 from draft_service.neural.candidates import temperature_of
-from draft_service.neural.cuda_graphs.attention import StaticAttend, StaticAttention, StaticIntegers, TreePlan, capacity
-from draft_service.neural.devices import Milestone
+from draft_service.neural.cuda_graphs.attention import StaticAttend, StaticIntegers, capacity
+from draft_service.neural.devices import DeviceEvent
 from draft_service.neural.network import RowOutput
-from draft_service.neural.tree_drafting import TreeDrafting, Wanted
+from draft_service.neural.tree_drafting import TreeDrafting, TreeRequest
 from outrider.sampling import VerificationMode
 from tree_kernels.growth import Children, Race, grow, keep, likeliest, make_growth, make_kept, race_winners
 
-Ints = npt.NDArray[np.int32]
+if TYPE_CHECKING:
+    from tree_kernels.attention.triton_backend import TritonAttention
 
 
-class _Found:
-    """What a part of a pass found, on the device and on its way to the host."""
+class _PartTrees:
+    """The trees of a part of a pass, on the device and copied to the host, as `tree_kernels.growth.make_kept`."""
 
-    def __init__(self, result: Tensor) -> None:
-        """`result` as `tree_kernels.growth.make_kept` makes it."""
-        self.result = result
-        self.fetched = torch.zeros(result.shape, dtype=torch.int32, pin_memory=result.is_cuda)
-        self.done = Milestone(on_gpu=result.is_cuda)
+    def __init__(self, device: Tensor) -> None:
+        self.device = device
+        self.host = torch.zeros(device.shape, dtype=torch.int32, pin_memory=device.is_cuda)
+        self.copied = DeviceEvent(on_gpu=device.is_cuda)
 
     def send_back(self) -> None:
-        self.fetched.copy_(self.result, non_blocking=True)
-        self.done.record()
+        self.host.copy_(self.device, non_blocking=True)
+        self.copied.record()
 
 
 class TreePass:
-    """The tensors of one number of sequences on the device, and the pass over what they hold.
+    """The device tensors for one number of sequences, and the pass over them.
 
-    `load` brings in what is wanted, `run_early` and `run_rest` are what graphs replay, in this order and each followed
-    by `send_back`, and `fetch` waits for what they found: the trees of the early levels, and the whole ones. Without
-    early levels `run_early` does it all.
+    `load` copies the requests to the device. Graphs replay `run_early` and `run_rest`, in this order and each followed
+    by `send_back`; `fetch` waits for their trees: those of the early levels, and the whole ones. Without early levels
+    `run_early` grows whole trees.
     """
 
-    def __init__(self, sequences: int, coupled: bool, drafting: TreeDrafting, attention: StaticAttention) -> None:
-        """`sequences` at most; `coupled` where some of them may be COUPLED, and race for every token."""
+    def __init__(self, sequences: int, coupled: bool, drafting: TreeDrafting, attention: TritonAttention) -> None:
+        """For `sequences` at most; `coupled` if some may be COUPLED, which need a race over all tokens."""
         self.sequences, self.coupled = sequences, coupled
         self._network, self._cache = drafting.network, drafting.cache
         self._shape = shape = drafting.shape.for_sequences(sequences)
@@ -77,42 +77,42 @@ class TreePass:
             attention,
             device,
         )
-        self.plan: TreePlan = self._integers.plan
+        self.plan = self._integers.plan
         self._growth = make_growth(sequences, levels, width, shape.topk, device)
         ids = drafting.network.token_ids
         self._token_ids = None if ids is None else torch.from_numpy(ids).to(device)
         self.elsewhere = device.type == "cuda"
-        # Levels of the first part, and what either part finds.
+        # Levels of the first part, and the trees of each part.
         self._early = shape.early_levels or levels
         self.parts = 1 if self._early >= levels else 2
-        self._found = [_Found(make_kept(self._growth, shape.num_draft_tokens)) for _ in range(self.parts)]
-        # [B, tail, Hq, D], made with the first pass.
+        self._trees = [_PartTrees(make_kept(self._growth, shape.num_draft_tokens)) for _ in range(self.parts)]
+        # [B, tail, Hq, D], allocated with the first pass.
         self._queries: Tensor | None = None
-        # What the early levels leave for the rest, where their graph keeps it.
+        # The state that the early levels pass on to the rest, in their graph's memory.
         self._carried: Tensor | None = None
-        # Which trees it has: how often it was loaded.
+        # Number of loads, which identifies the trees that it holds.
         self.turn = 0
         self._roots: list[int] = []
-        # Whose requests are written.
-        self._asking: list[DraftSequence] = []
+        # Sequences whose request parameters are in the host's memory.
+        self._written: list[DraftSequence] = []
 
-    def load(self, wanted: Sequence[Wanted]) -> None:
-        """Send what is wanted to the device. Does not wait for it."""
+    def load(self, requests: Sequence[TreeRequest]) -> None:
+        """Copy the requests to the device, asynchronously."""
         self.turn += 1
-        count, integers, host = len(wanted), self._integers, self._integers.host
-        sequences, pages = [one.sequence for one in wanted], [one.followed.pages for one in wanted]
+        count, integers, host = len(requests), self._integers, self._integers.host
+        sequences, pages = [request.sequence for request in requests], [request.entry.pages for request in requests]
         integers.wait()
-        if sequences != self._asking:
-            # From step to step they are mostly the same, and a request asks for the same all its life.
+        if sequences != self._written:
+            # Mostly the same from step to step, and the parameters of a request do not change.
             self._write_requests(sequences)
-            self._asking = sequences
+            self._written = sequences
         host["noise_positions"][:count] = [len(sequence.token_ids) for sequence in sequences]
-        host["states"][:count], host["states"][count:] = [own[0] for own in pages], self._states.nobody
-        prefixes = np.array([one.followed.entries - 1 for one in wanted], np.int32)
+        integers.fill("states", [own[0] for own in pages], self._states.unused)
+        prefixes = np.array([request.entry.entries - 1 for request in requests], np.int32)
         integers.write_plan(pages, prefixes, np.full(count, self._tail))
         by_level = (self._shape.num_steps - 1, self.sequences, self._shape.width)
         _place_rows(
-            np.array([one.position for one in wanted], np.int32),
+            np.array([request.position for request in requests], np.int32),
             prefixes,
             integers.page_starts,
             integers.page_table,
@@ -129,8 +129,7 @@ class TreePass:
         limits = [tree_limits(self._shape.limits, sequence.limits) for sequence in sequences]
         host["seeds"][:count] = np.array([sequence.seed for sequence in sequences], np.uint64)
         host["coupled"][:count] = [sequence.mode is VerificationMode.COUPLED for sequence in sequences]
-        host["temperatures"][:count] = [temperature_of(sequence) for sequence in sequences]
-        host["temperatures"][count:] = 1.0
+        self._integers.fill("temperatures", [temperature_of(sequence) for sequence in sequences], 1.0)
         host["top_k"][:count] = [one.top_k for one in sampling]
         host["top_p"][:count] = [one.top_p for one in sampling]
         host["min_p"][:count] = [one.min_p for one in sampling]
@@ -138,54 +137,54 @@ class TreePass:
         host["limits"][self.sequences : self.sequences + count] = [one.max_depth for one in limits]
 
     def run_early(self) -> None:
-        """The first levels of all sequences' trees, and what they hold to where `fetch` finds it."""
+        """Grow the first levels of all trees, and write the trees for `fetch`."""
         carried, lm_input = self._states.read(self._integers.device["states"])
         if self.parts > 1:
-            # What the last trees had there would be taken for nodes of these.
+            # Nodes of the previous trees would count as nodes of these.
             self._growth.path_probs[:, self._growth.first_item(self._early + 1) :] = 0.0
         self._grow(lm_input, 1)
         for level in range(1, self._early):
             carried, lm_input = self._read(level, carried)
             self._grow(lm_input, level + 1)
         self._carried = carried
-        keep(self._growth, self._found[0].result)
+        keep(self._growth, self._trees[0].device)
 
     def run_rest(self) -> None:
-        """The other levels, behind `run_early`, and the whole trees to where `fetch` finds them."""
+        """Grow the other levels, after `run_early`, and write the whole trees for `fetch`."""
         carried = self._carried
         assert carried is not None, "the early levels come first"
         for level in range(self._early, self._shape.num_steps):
             carried, lm_input = self._read(level, carried)
             self._grow(lm_input, level + 1)
-        keep(self._growth, self._found[-1].result)
+        keep(self._growth, self._trees[-1].device)
 
     def _grow(self, lm_input: Tensor, level: int) -> None:
-        """Add the nodes of a level, given what the level above it puts out."""
+        """Add the nodes of a level, given the lm_head's input of the level above."""
         limits = self._integers.device["limits"].view(2, self.sequences)
         parents = self.plan.parents.view(self.sequences, self._tail)
         children = self._children(self._network.logits(lm_input), level)
         grow(self._growth, children, limits, level, self._shape.min_score, parents)
 
     def _read(self, level: int, carried: Tensor) -> RowOutput:
-        """Read the nodes of a level that are expanded, given what the level above it `carried`."""
+        """Read the expanded nodes of a level, given the states `carried` from the level above."""
         rows = carried.index_select(0, self._growth.sources.flatten())
         positions = self._integers.device["positions"].view(self._shape.num_steps - 1, -1)[level - 1]
-        # What the first layer makes of the plan is of the parents that it finds, and of the rows of this level.
+        # The schedule depends on the parents so far and on this level's rows, so it is computed again.
         self.plan.schedules.clear()
         self.plan.output_rows = 1 + (level - 1) * self._shape.width, 1 + level * self._shape.width
         tokens = self._growth.next_tokens.flatten()
         return self._network.read(tokens, rows, positions, self._attend(level))
 
     def send_back(self, part: int) -> None:
-        """Have the trees of a part copied to the host once they are grown. Does not wait for it."""
-        self._found[part].send_back()
+        """Copy the trees of a part to the host once they are grown, asynchronously."""
+        self._trees[part].send_back()
 
     def fetch(self, part: int) -> Grown:
-        """Wait for the trees of a part, in the order in which they were wanted."""
-        kept = self._found[part]
-        kept.done.wait()
-        count, room = len(self._roots), (kept.result.shape[1] - 1) // 3
-        found = kept.fetched.numpy()[:count]
+        """Wait for the trees of a part, in the order of the requests."""
+        part_trees = self._trees[part]
+        part_trees.copied.wait()
+        count, room = len(self._roots), (part_trees.host.shape[1] - 1) // 3
+        found = part_trees.host.numpy()[:count]
         trees = np.ascontiguousarray(found[:, 1 : 1 + 2 * room].reshape(count, 2, room))
         scores = found[:, 1 + 2 * room :].view(np.float32).astype(np.float64)
         sizes = np.minimum(found[:, :1], 1 + self._integers.host["limits"][:count, None]).astype(np.int64)
@@ -224,7 +223,7 @@ class TreePass:
         def run(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
             if self._queries is None:
                 self._queries = query.new_zeros(sequences, self._tail, *query.shape[1:])
-            # The others are those of other levels, and nobody asks for them.
+            # The other rows are those of other levels, whose output is not used.
             self._queries[:, rows] = query.view(sequences, width, *query.shape[1:])
             output = self._attention.run(self.plan, self._queries.flatten(0, 1), keys, values, query.shape[-1] ** -0.5)
             return output.reshape(sequences, self._tail, *query.shape[1:])[:, rows].flatten(0, 1)
@@ -234,15 +233,22 @@ class TreePass:
 
 @compiled
 def _place_rows(
-    first: Ints, prefixes: Ints, page_starts: Ints, page_table: Ints, page_size: int, positions: Ints, slots: Ints
+    first: Numbers,
+    prefixes: Numbers,
+    page_starts: Numbers,
+    page_table: Numbers,
+    page_size: int,
+    positions: Numbers,
+    slots: Numbers,
 ) -> None:
-    """Where the rows of n sequences' levels stand: those of a level one after the other, behind the tail's root.
+    """Write positions and cache slots of the rows of n sequences: level after level, behind the tail's root.
 
     Args:
-        first: [n] positions of the root's children; prefixes: [n] tokens before the root.
-        page_starts: [.., n at least] where a sequence's pages begin in `page_table`.
-        positions: [levels, B, W], filled.
-        slots: [levels, B, W], filled; -1 for sequences that are not there.
+        first: [n] positions of the root's children.
+        prefixes: [n] tokens before the root.
+        page_starts: [at least n] start of a sequence's pages in `page_table`.
+        positions: [levels, B, W], filled for the n sequences.
+        slots: [levels, B, W], filled; -1 for the others.
     """
     levels, sequences, width = slots.shape
     for level in range(levels):

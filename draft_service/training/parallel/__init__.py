@@ -1,1 +1,1 @@
-"""Several devices of one machine that train the same weights, a process each: their group, and the processes."""
+"""Data-parallel training on several devices of one machine, with a process for each device."""

@@ -1,4 +1,4 @@
-"""Followers as processes: started for every device but the first, watched while they train, ended with the leader."""
+"""Follower processes: started for every device but the first, watched while they train, ended with the leader."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from pathlib import Path
 
 from draft_service.training.parallel.group import Group, GroupLost
 
-# Between looks at whether a process lives. Chosen, not measured: nobody notices it beside a training of minutes.
+# Between checks that processes are alive. Chosen, not measured: short beside a training of minutes.
 _POLL_SECONDS = 0.2
-# After a follower has ended: until the leader has noticed by itself. A device that waits for the dead one's gradients
-# may never come back, and a thread that waits for that device cannot be woken. Chosen, not measured: a validation that
-# is under way should end and be saved.
+# From the end of a follower until this process exits, unless the leader notices by itself. A device that waits for the
+# dead one's gradients may never return, and a thread that waits for that device cannot be interrupted. Chosen, not
+# measured: a validation in progress should end and be saved.
 _GRACE_SECONDS = 60.0
-# For a process to end that was asked to, and for the end of one to be seen after its connection broke. Chosen, not
-# measured: both take well below a second on an idle machine.
+# For a process to exit, and for its exit to be visible after its connection broke. Chosen, not measured: both take well
+# below a second on an idle machine.
 _END_SECONDS = 20.0
 
 
 class FollowerFailed(Exception):
-    """A process that trained on another device has ended before its time, or is out of reach. It has said why."""
+    """A process that trained on another device has ended early, or cannot be reached. It has reported why."""
 
 
 class Followers:
     """The processes of a run's followers.
 
     Attributes:
-        group: the leader's place among them.
+        group: the leader's membership.
     """
 
     def __init__(self, group: Group, devices: Sequence[str], processes: Sequence[subprocess.Popen[bytes]]) -> None:
@@ -43,7 +43,7 @@ class Followers:
         self._processes = processes
 
     def check(self) -> None:
-        """Raise `FollowerFailed` if one has ended."""
+        """Raise `FollowerFailed` if a process has ended."""
         for device, process in zip(self._devices, self._processes, strict=True):
             status = process.poll()
             if status is not None:
@@ -51,7 +51,7 @@ class Followers:
                 raise FollowerFailed(f"the process that trained on {device} {how}")
 
     def explain(self, error: GroupLost) -> FollowerFailed:
-        """What a lost group comes from: whoever has ended, as soon as that is seen."""
+        """The cause of a lost group: the process that has ended, as soon as that is visible."""
         deadline = time.monotonic() + _END_SECONDS
         while time.monotonic() < deadline:
             try:
@@ -62,13 +62,13 @@ class Followers:
         return FollowerFailed(f"the devices have lost each other: {error}")
 
     def end(self, seconds: float) -> None:
-        """Wait for so long, then end them."""
+        """Wait this long for the processes to exit, then kill them."""
         deadline = time.monotonic() + seconds
         for process in self._processes:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.0, deadline - time.monotonic()))
         for process in self._processes:
-            # It holds nothing that is not the leader's too, and may wait for a device for ever.
+            # Safe, since the leader has the same state; needed, since it may wait for a device for ever.
             process.kill()
         for process in self._processes:
             process.wait()
@@ -76,7 +76,7 @@ class Followers:
                 process.stdin.close()
 
     def watch(self, over: threading.Event) -> None:
-        """Until `over`: end this process when a follower has ended and nothing came of it for `_GRACE_SECONDS`."""
+        """Until `over` is set: exit when a follower has ended and the leader has not noticed for `_GRACE_SECONDS`."""
         while not over.wait(_POLL_SECONDS):
             try:
                 self.check()
@@ -91,21 +91,21 @@ class Followers:
 
 @contextlib.contextmanager
 def followers(module: str, settings: str, devices: Sequence[str]) -> Iterator[Followers]:
-    """One process for each of `devices` but the first: `python -m module SETTINGS RANK STORE`, for the block's time.
+    """Run one process for each of `devices` but the first during the block: `python -m module SETTINGS RANK STORE`.
 
-    At its end they are dismissed, and ended at once where the block fails. They end by themselves when this process
-    does, in whatever way: `end_with_leader`.
+    At the end of the block they are dismissed; if it fails, they are killed. They also exit when this process does, see
+    `end_with_leader`.
 
     Raises:
-        FollowerFailed: in place of a `GroupLost` that the block raises.
+        FollowerFailed: in place of a `GroupLost` raised by the block.
     """
-    environment = one_of(len(devices))
+    environment = shared_cores(len(devices))
     over = threading.Event()
     with tempfile.TemporaryDirectory(prefix="outrider-") as folder:
         store = Path(folder) / "store"
         group = Group(store, 0, len(devices))
         processes = [
-            # A group of its own: Ctrl-C is for the leader, who ends them.
+            # In its own process group: Ctrl-C reaches the leader alone, which ends the followers.
             subprocess.Popen(
                 [sys.executable, "-m", module, settings, str(rank), str(store)],
                 stdin=subprocess.PIPE,
@@ -114,37 +114,37 @@ def followers(module: str, settings: str, devices: Sequence[str]) -> Iterator[Fo
             )
             for rank in range(1, len(devices))
         ]
-        started, time_to_end = Followers(group, devices[1:], processes), 0.0
+        started, seconds_to_end = Followers(group, devices[1:], processes), 0.0
         watching = threading.Thread(target=started.watch, args=(over,), name="followers", daemon=True)
         watching.start()
         try:
             yield started
             over.set()
             group.dismiss()
-            time_to_end = _END_SECONDS
-            # While they leave it too: NCCL closes a group together.
+            seconds_to_end = _END_SECONDS
+            # Before the followers are waited for: NCCL closes a group collectively.
             group.leave()
         except GroupLost as error:
             raise started.explain(error) from error
         finally:
             over.set()
             watching.join()
-            started.end(time_to_end)
+            started.end(seconds_to_end)
             group.leave()
 
 
-def one_of(processes: int) -> dict[str, str]:
-    """The environment of one of several processes that share the cores. Each would start a pool of compilers and of
-    threads for all of them otherwise."""
+def shared_cores(processes: int) -> dict[str, str]:
+    """The environment of one of several processes that share the cores. By default each would start threads and
+    compilers for all cores."""
     threads = str(max(1, (os.cpu_count() or 1) // processes))
     return {"OMP_NUM_THREADS": threads, "TORCHINDUCTOR_COMPILE_THREADS": threads} | dict(os.environ)
 
 
 def end_with_leader() -> None:
-    """In a follower: end this process when the leader's has ended, which closes the pipe that is our stdin."""
+    """In a follower: exit when the leader has ended, which closes the pipe to this process's stdin."""
 
     def wait() -> None:
-        # Not over `sys.stdin`, whose lock Python's end would wait for.
+        # Not `sys.stdin`, whose lock the interpreter would wait for at exit.
         os.read(0, 1)
         os._exit(1)
 
@@ -152,5 +152,5 @@ def end_with_leader() -> None:
 
 
 def wait_for_the_end() -> None:
-    """In a follower whose group is lost: let the leader find who has ended first, and end this one."""
+    """In a follower whose group is lost: stay alive until the leader has found which process ended first."""
     time.sleep(_GRACE_SECONDS + _END_SECONDS)

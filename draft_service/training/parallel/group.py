@@ -1,7 +1,7 @@
 """Processes that train the same weights on batches of their own: one leads, the others follow, all average gradients.
 
-Orders travel between the hosts, so that no host waits for its device to know what comes next; gradients travel between
-the devices.
+Commands are exchanged between hosts, so that no host waits for its device to learn what comes next; gradients are
+exchanged between devices.
 """
 
 from __future__ import annotations
@@ -21,39 +21,40 @@ from torch import Tensor
 
 from outrider.runtime import LEFT_BEHIND
 
-# The longest that one waits for another that lives: followers while the leader validates and saves, all for one that
-# compiles. Chosen, not measured: far above the minutes that these take. A death is noticed at once by other ways.
+# For a process that is alive: followers wait while the leader validates and saves, all wait for one that compiles.
+# Chosen, not measured: far above the minutes that these take. The end of a process is noticed at once in other ways.
 _TIMEOUT = timedelta(hours=2)
-# Between looks at whether all are there. Chosen, not measured: far below the seconds that loading a teacher takes.
+# Between checks whether all are ready. Chosen, not measured: far below the seconds that loading a teacher takes.
 _POLL_SECONDS = 0.05
 # For the libraries to close their connections. Chosen, not measured: it takes well below a second.
 _LEAVE_SECONDS = 10.0
-# Names of the interface that reaches this machine alone, on Linux and on macOS.
+# Names of the loopback interface on Linux and macOS.
 _LOOPBACKS = ("lo", "lo0")
 
 
 class GroupLost(Exception):
-    """The processes of the group do not reach each other any more: one has ended, or a device has failed."""
+    """The processes of the group cannot reach each other: one has ended, or a device has failed."""
 
 
 class Group:
-    """The place of this process in its group. Rank 0 leads.
+    """This process's membership in its group.
 
     Attributes:
-        rank, size: this process among how many.
+        rank: of this process; 0 leads.
+        size: number of processes.
     """
 
     def __init__(self, store: Path, rank: int, size: int) -> None:
-        """`store` is a file that is not there yet, of this group alone, in a folder that all of them reach."""
+        """`store` is the path of a file for this group alone, which does not exist yet."""
         self.rank, self.size = rank, size
         self._store = store
         self._connected = False
 
     def connect(self, check: Callable[[], None] = lambda: None) -> None:
-        """Wait until every process has come this far. `check` is called meanwhile, and may raise to give up.
+        """Wait until every process has called this. `check` is called while waiting, and may raise to give up.
 
         Raises:
-            GroupLost: they do not reach each other.
+            GroupLost: the processes cannot reach each other.
         """
         store = dist.FileStore(str(self._store), self.size)  # type: ignore[attr-defined]
         store.set(f"ready {self.rank}", "1")
@@ -62,27 +63,27 @@ class Group:
             time.sleep(_POLL_SECONDS)
         _stay_on_this_machine()
         backend = "cpu:gloo,cuda:nccl" if dist.is_nccl_available() and torch.cuda.is_available() else "gloo"
-        with _told_as_lost():
+        with _raising_group_lost():
             dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.size, timeout=_TIMEOUT)
         self._connected = True
 
     def average(self, numbers: Tensor) -> None:
-        """Put the mean over all processes in place of `numbers`, the same bits in each."""
-        with _told_as_lost():
+        """Replace `numbers` by the mean over all processes, bitwise the same in each."""
+        with _raising_group_lost():
             dist.all_reduce(numbers)
         numbers.div_(self.size)
 
     def share(self, tensor: Tensor) -> None:
-        """Put the leader's in place of `tensor`."""
-        with _told_as_lost():
+        """Replace `tensor` by the leader's."""
+        with _raising_group_lost():
             dist.broadcast(tensor, src=0)
 
     def lead(self, rate: float) -> None:
-        """As the leader: let everybody take a step with this learning rate."""
+        """As the leader: let every process take a step with this learning rate."""
         self.share(torch.tensor([1.0, rate], dtype=torch.float64))
 
     def rates(self) -> Iterator[float]:
-        """As a follower: the learning rate of each step to take, until the leader says that it was the last."""
+        """As a follower: yield the learning rate of each step, until the leader dismisses."""
         order = torch.empty(2, dtype=torch.float64)
         while True:
             self.share(order)
@@ -92,13 +93,13 @@ class Group:
             yield rate
 
     def dismiss(self) -> None:
-        """As the leader: no step follows. Those who are gone already need not know."""
+        """As the leader: end the followers' `rates`. Processes that have ended are ignored."""
         if self._connected:
             with contextlib.suppress(GroupLost):
                 self.share(torch.zeros(2, dtype=torch.float64))
 
     def leave(self) -> None:
-        """Close what `connect` opened. A device that waits for one that is gone is not waited for."""
+        """Close what `connect` opened, without waiting for a device that waits for a lost one."""
         if self._connected:
             self._connected = False
             closing = threading.Thread(target=dist.destroy_process_group, name=LEFT_BEHIND, daemon=True)
@@ -107,8 +108,8 @@ class Group:
 
 
 @contextlib.contextmanager
-def _told_as_lost() -> Iterator[None]:
-    # `DistError` is one, and Gloo raises bare ones.
+def _raising_group_lost() -> Iterator[None]:
+    # `DistError` is a RuntimeError, and Gloo raises bare ones.
     try:
         yield
     except RuntimeError as error:
@@ -116,7 +117,7 @@ def _told_as_lost() -> Iterator[None]:
 
 
 def _stay_on_this_machine() -> None:
-    """Let both libraries talk over the loopback, where nobody else listens, unless the operator chose an interface."""
+    """Let Gloo and NCCL use the loopback interface, unless the operator chose another."""
     names = {name for _, name in socket.if_nameindex()}
     for loopback in names.intersection(_LOOPBACKS):
         for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):

@@ -1,1 +1,1 @@
-"""Processes that a run starts beside its own, each by its module's name: writers of text, and followers of training."""
+"""Entry points of the processes that a run starts: writers of text, and followers of training."""

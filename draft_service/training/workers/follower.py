@@ -1,5 +1,4 @@
-"""One of the devices that train beside the first: `python -m draft_service.training.workers.follower SETTINGS RANK
-STORE`."""
+"""Training on one device beside the first: `python -m draft_service.training.workers.follower SETTINGS RANK STORE`."""
 
 from __future__ import annotations
 
@@ -14,10 +13,10 @@ from outrider.settings import SettingsError
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Train until dismissed. The exit status is 1 where that is not possible."""
+    """Train until dismissed; returns the exit status, 1 on failure."""
     settings, rank, store = arguments
     collect_seldom()
-    # These import PyTorch, which takes seconds.
+    # Late: PyTorch takes seconds to import.
     from draft_service.training.parallel.followers import end_with_leader, wait_for_the_end
     from draft_service.training.parallel.group import Group, GroupLost
     from draft_service.training.run import follow

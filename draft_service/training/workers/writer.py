@@ -1,5 +1,4 @@
-"""One of several processes that write text: `python -m draft_service.training.workers.writer SETTINGS NUMBER
-SECONDS`."""
+"""One of several text writers: `python -m draft_service.training.workers.writer SETTINGS NUMBER SECONDS`."""
 
 from __future__ import annotations
 
@@ -15,18 +14,18 @@ from outrider.settings import SettingsError
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Write until stopped. The exit status is 1 where nothing can be written."""
+    """Write until stopped; returns the exit status, 1 on failure."""
     settings, number, seconds = arguments
     config = TrainingConfig(**json.loads(settings))
     configure_logging(config.log_level)
     collect_seldom()
-    # PyTorch, which takes seconds to import.
+    # Late: PyTorch takes seconds to import.
     from draft_service.training.corpus import Corpus
     from draft_service.training.writing import write_here
 
     corpus = Corpus(config.run_folder / "text")
     try:
-        # The writers take the devices in turn.
+        # Writers are distributed over the devices in turn.
         device = config.devices[int(number) % len(config.devices)]
         choose_device(device)
         teacher = load_teacher(config.teacher, TeacherSettings(config.model, device, config.dtype))
