@@ -20,7 +20,7 @@ from target_service.core.sequence import MAX_STRIDE
 from target_service.model.forward import ForwardInput, ForwardPass
 from target_service.model.head_projection import DraftHead
 from target_service.model.hidden_state_hooks import LayerTaps
-from target_service.model.latent_attention import attend_latents, form_of, keeps_latents, leave_latents
+from target_service.model.latent_attention import attend_latents, implementation_name, keeps_latents, leave_latents
 from target_service.model.support import ModelRefused, kv_shape, longest_context
 from tree_kernels.attention import AttentionPlan, Backend, TreeAttention
 from tree_kernels.latent_attention import LatentAttention, LatentBackend
@@ -36,7 +36,7 @@ _HOOKED_ROWS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class _Step:
+class Step:
     """What every layer of one pass needs."""
 
     attention: Attention
@@ -45,7 +45,7 @@ class _Step:
     cache: KVCache
 
 
-def _attend(
+def attend(
     module: torch.nn.Module,
     query: Tensor,
     key: Tensor,
@@ -53,7 +53,7 @@ def _attend(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     *,
-    outrider_step: _Step | None = None,
+    outrider_step: Step | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     **_: Any,
@@ -76,7 +76,7 @@ def _attend(
 
 
 for _latent in (False, True):
-    AttentionInterface.register(form_of(ATTENTION, latent=_latent), _attend)
+    AttentionInterface.register(implementation_name(ATTENTION, latent=_latent), attend)
 
 
 class ModelRunner:
@@ -121,7 +121,7 @@ class ModelRunner:
         return isinstance(self._attention, LatentAttention)
 
     def _attend_by(self, implementation: str) -> None:
-        self._model.set_attn_implementation(form_of(implementation, latent=self.latent))
+        self._model.set_attn_implementation(implementation_name(implementation, latent=self.latent))
 
     @property
     def hidden_size(self) -> int:
@@ -277,7 +277,7 @@ class ModelRunner:
 
     def _logits(self, batch: ForwardInput, token_ids: Tensor, wanted: Tensor | int) -> Tensor:
         """token_ids [R] int64; `wanted` rows, 0 for all."""
-        step = _Step(
+        step = Step(
             self._attention,
             self._attention.plan(batch.attention),
             torch.tensor(batch.slots, device=self.device),

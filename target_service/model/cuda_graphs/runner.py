@@ -24,8 +24,8 @@ from target_service.model.cuda_graphs.step_buffer import StepBuffer
 from target_service.model.forward import ForwardInput, ForwardPass, rows_of
 from target_service.model.fused.preparing import LayerOptions, prepare_layers
 from target_service.model.hidden_state_hooks import LayerTaps
-from target_service.model.latent_attention import form_of
-from target_service.model.runner import ModelRunner, _attend, _Step
+from target_service.model.latent_attention import implementation_name
+from target_service.model.runner import ModelRunner, Step, attend
 from tree_kernels.node_table import fill_pending
 
 ATTENTION = "outrider_captured"
@@ -33,23 +33,23 @@ ATTENTION = "outrider_captured"
 _RECOMPILE_LIMIT = 64
 
 
-class _Held:
+class HeldStep:
     """Keeps the compiler from looking into a step, and from compiling once per layer."""
 
-    def __init__(self, step: _Step) -> None:
+    def __init__(self, step: Step) -> None:
         self.step = step
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _attend_opaque(
-    *args: Any, outrider_step: _Step | None = None, outrider_held: _Held | None = None, **kw: Any
+    *args: Any, outrider_step: Step | None = None, outrider_held: HeldStep | None = None, **kw: Any
 ) -> Any:
-    """`runner._attend`, in which layers differ, between the compiled parts of a layer, in which they do not."""
-    return _attend(*args, outrider_step=outrider_held.step if outrider_held else outrider_step, **kw)
+    """`runner.attend`, in which layers differ, between the compiled parts of a layer, in which they do not."""
+    return attend(*args, outrider_step=outrider_held.step if outrider_held else outrider_step, **kw)
 
 
 for _latent in (False, True):
-    AttentionInterface.register(form_of(ATTENTION, latent=_latent), _attend_opaque)
+    AttentionInterface.register(implementation_name(ATTENTION, latent=_latent), _attend_opaque)
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,14 +304,14 @@ class CapturedRunner(ModelRunner):
 
     def _run(self, buffer: StepBuffer) -> tuple[Tensor, Tensor]:
         """Logits and token ids of all rows of the bucket."""
-        step = _Step(self._attention, buffer.plan, buffer.slots, self.cache)
+        step = Step(self._attention, buffer.plan, buffer.slots, self.cache)
         kept = (buffer.slots, self.cache.tokens) if self.node_table is not None else ()
         token_ids = fill_pending(buffer.token_ids, self.pending, *kept)
         output = self._model(
             input_ids=token_ids.unsqueeze(0),
             position_ids=buffer.positions.unsqueeze(0),
             use_cache=False,
-            outrider_held=_Held(step),
+            outrider_held=HeldStep(step),
         )
         return output.logits[0], token_ids
 
