@@ -23,7 +23,7 @@ from target_service.model.cuda_graphs.sizes import Bucket, buckets_up_to, choose
 from target_service.model.cuda_graphs.step_buffer import StepBuffer
 from target_service.model.forward import ForwardInput, ForwardPass, rows_of
 from target_service.model.fused.preparing import LayerOptions, prepare_layers
-from target_service.model.hidden_state_hooks import LayerTaps
+from target_service.model.hidden_state_hooks import LayerHooks
 from target_service.model.latent_attention import implementation_name
 from target_service.model.runner import ModelRunner, Step, attend
 from tree_kernels.node_table import fill_pending
@@ -60,7 +60,7 @@ class CaptureOptions:
         max_rows: of all sequences of a step; larger steps run eagerly.
         max_sequences: of a step; at most `config.MAX_SEQUENCES`.
         layers: how layers are prepared.
-        hooked: decoder layers whose outputs every step keeps; see `LayerTaps`.
+        hooked: decoder layers whose outputs every step keeps; see `LayerHooks`.
     """
 
     max_rows: int = 512
@@ -91,7 +91,7 @@ class CapturedRunner(ModelRunner):
             ValueError: the runner's attention is not Triton's.
         """
         super().__init__(
-            runner._model,
+            runner.model,
             runner.tokenizer,
             runner.cache,
             runner._attention,
@@ -108,13 +108,13 @@ class CapturedRunner(ModelRunner):
         self._pool: Any = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         self._attend_by(ATTENTION)
-        prepare_layers(self._model, self._options.layers)
+        prepare_layers(self.model, self._options.layers)
         self.draft_head = runner.draft_head
         if runner.node_table is not None:
             self.keep_tokens(self._options.max_sequences, runner.node_table.lookup_tokens)
         if self._options.hooked:
             # On the layers as they are prepared, and before any graph holds them.
-            self.hooks = LayerTaps(self._model, self._options.hooked, self._buckets[-1].rows, grows=False)
+            self.hooks = LayerHooks(self.model, self._options.hooked, self._buckets[-1].rows, grows=False)
 
     def hook(self, layers: tuple[int, ...]) -> None:
         """See `ModelRunner.hook`. What graphs keep was chosen before they were captured."""
@@ -307,7 +307,7 @@ class CapturedRunner(ModelRunner):
         step = Step(self._attention, buffer.plan, buffer.slots, self.cache)
         kept = (buffer.slots, self.cache.tokens) if self.node_table is not None else ()
         token_ids = fill_pending(buffer.token_ids, self.pending, *kept)
-        output = self._model(
+        output = self.model(
             input_ids=token_ids.unsqueeze(0),
             position_ids=buffer.positions.unsqueeze(0),
             use_cache=False,
