@@ -158,8 +158,18 @@ def _download(model: HubId, patterns: Sequence[str], ignored: Sequence[str] = ()
     """The folder of the cache that now has the model's files of these patterns."""
     from huggingface_hub import constants, snapshot_download
 
-    options = {"endpoint": constants.ENDPOINT, "allow_patterns": list(patterns), "ignore_patterns": list(ignored)}
-    return Path(_ask_hub(model, lambda: snapshot_download(model.name, revision=model.revision, **options)))
+    return Path(
+        _ask_hub(
+            model,
+            lambda: snapshot_download(
+                model.name,
+                revision=model.revision,
+                endpoint=constants.ENDPOINT,
+                allow_patterns=list(patterns),
+                ignore_patterns=list(ignored),
+            ),
+        )
+    )
 
 
 def _check_files(model: HubId, listed: ModelInfo) -> None:
