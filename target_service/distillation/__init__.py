@@ -1,6 +1,6 @@
-"""The target as a teacher: it writes text by the engine, and reads text into hidden states and distributions.
+"""The target as a teacher: the engine writes text, and the model reads text into hidden states and distributions.
 
-`load` is what the entry point `outrider.teachers` names.
+The entry point `outrider.teachers` names `load`.
 """
 
 from target_service.distillation.teacher import load

@@ -1,7 +1,7 @@
-"""The model reading whole texts by itself: hidden states of some layers, and its distributions of the next token.
+"""The model reading whole texts: hidden states of some layers, and its distributions of the next token.
 
 Plain transformers with its own causal attention. Texts of a batch are padded at their ends, which no earlier token
-can see, so that no mask is needed and the fastest kernel serves.
+attends to, so no mask is needed and the fastest kernel runs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from target_service.model.support import ModelRefused, check_supported
 # Rows whose logits exist at once: those of a whole batch would take gigabytes in fp32.
 _LOGIT_ROWS = 4096
 _PROBE_TOKENS = 13
-# Relative difference of logits that are computed in two ways; a forgotten factor makes far more.
+# Relative difference of logits that are computed in two ways; a forgotten factor differs by far more.
 _TOLERANCE = 0.02
 
 
@@ -27,20 +27,20 @@ class TextReader:
     """See `outrider.distillation.Reader`."""
 
     def __init__(self, source: str, layers: tuple[int, ...], *, device: str, dtype: str) -> None:
-        """Loads the model from a folder or hub id. `layers` as in `Teacher.reader`.
+        """Load the model from a folder or hub id. `layers` as in `Teacher.reader`.
 
         Raises:
-            ModelRefused: the model is not built as this reader takes it to be.
+            ModelRefused: the model is not built as this reader expects.
         """
         loaded = AutoModelForCausalLM.from_pretrained(source, dtype=getattr(torch, dtype), attn_implementation="sdpa")
         self._model = cast(PreTrainedModel, loaded.to(device)).eval().requires_grad_(False)
         check_supported(self._model.config, self._model)
-        inner: Any = cast(Any, self._model).model
-        self._inner, self._head = inner, cast(Any, self._model).lm_head
+        parts: Any = self._model
+        self._inner, self._head = parts.model, parts.lm_head
         self._layers = layers
         self._captured: dict[int, Tensor] = {}
-        for layer in set(layers) - {len(inner.layers)}:
-            inner.layers[layer].register_forward_hook(partial(self._keep, layer))
+        for layer in set(layers) - {len(self._inner.layers)}:
+            self._inner.layers[layer].register_forward_hook(partial(self._keep, layer))
         self._check()
 
     def weights(self) -> TeacherWeights:
@@ -48,7 +48,7 @@ class TextReader:
         embedding: Any = self._model.get_input_embeddings()
         return TeacherWeights(embedding.weight, self._head.weight)
 
-    # Not inference_mode, whose tensors nothing may be differentiated over.
+    # Not inference_mode: a head's gradients are computed with these tensors.
     @torch.no_grad()
     def read(self, token_ids: Tensor, rows: Tensor, wanted: Tensor | None) -> Lesson:
         """See `Reader.read`."""
@@ -65,7 +65,7 @@ class TextReader:
         return states
 
     def _probs(self, states: Tensor, wanted: Tensor | None) -> Tensor:
-        """[R, W] -> [R, V'] in the model's dtype. The sum over the vocabulary is taken in fp32."""
+        """[R, W] -> [R, V'] in the model's dtype, summed over the vocabulary in fp32."""
         logits: Tensor = self._head(states)
         total = logits.float().logsumexp(-1, keepdim=True)
         if wanted is not None:
@@ -77,7 +77,7 @@ class TextReader:
 
     @torch.inference_mode()
     def _check(self) -> None:
-        """Some models scale what lm_head says; they would be read wrongly."""
+        """Refuse a model that scales the output of lm_head, which would be read wrongly."""
         text = torch.arange(_PROBE_TOKENS, device=self._model.device)[None] % self._model.config.vocab_size
         own: Tensor = self._model(input_ids=text, use_cache=False).logits[0].float()
         found = self._head(self._states(text))[0].float()

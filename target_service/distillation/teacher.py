@@ -10,7 +10,6 @@ from transformers import AutoConfig, AutoTokenizer
 from outrider.distillation import Reader, TeacherFacts, TeacherSettings, WritingOrder, WrittenText
 from outrider.heads import tokenizer_fingerprint
 from outrider.settings import SettingsError
-from target_service.config import TargetConfig
 from target_service.distillation.reading import TextReader
 from target_service.distillation.writing import ChatTexts, TextWriter, writing_runner
 from target_service.model.loading.hub import check_hub
@@ -19,10 +18,10 @@ from target_service.model.support import ModelRefused, check_supported, longest_
 
 
 def load(settings: TeacherSettings) -> LocalTeacher:
-    """The entry point. Fetches a known model; loads no weights yet.
+    """A teacher for the entry point `outrider.teachers`. Fetches a known model; loads no weights yet.
 
     Raises:
-        SettingsError: the model is not there, or is none that is served.
+        SettingsError: there is no such model, or it cannot be served.
     """
     try:
         return LocalTeacher(settings)
@@ -31,7 +30,7 @@ def load(settings: TeacherSettings) -> LocalTeacher:
 
 
 class LocalTeacher:
-    """A model on this machine. The engine that writes and the model that reads are loaded when they are asked for."""
+    """A model on this machine. The engine that writes and the model that reads are loaded when they are needed."""
 
     def __init__(self, settings: TeacherSettings) -> None:
         self._settings = settings
@@ -44,10 +43,8 @@ class LocalTeacher:
 
     def write(self, order: WritingOrder) -> Iterator[WrittenText]:
         """See `Teacher.write`."""
-        settings = self._settings
-        config = TargetConfig(model=settings.model, device=settings.device, dtype=settings.dtype)
         chat = ChatTexts(self._tokenizer, sampled=order.sampled_prompts)
-        runner = writing_runner(config, order.sequences, order.max_length)
+        runner = writing_runner(self._settings, order.sequences, order.max_length)
         return TextWriter(runner, order, chat).texts()
 
     def reader(self, layers: tuple[int, ...]) -> Reader:

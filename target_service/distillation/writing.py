@@ -1,13 +1,14 @@
-"""Writes text with the engine, many sequences at once: prompts that the model makes up, and its answers.
+"""Writes text with the engine, many sequences at once: prompts sampled from the model, and its answers.
 
 Prompts are sampled as in Magpie (arXiv 2406.08464): an instruction-tuned model that is given its chat template up to
-where the user begins to speak says what a user might. No data set is needed, and all is in the target's own words.
+the content of the user's turn generates what a user might write. No data set is needed, and all text is the target's.
 """
 
 from __future__ import annotations
 
 import itertools
 import logging
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import numpy as np
 from jinja2 import TemplateError
 
-from outrider.distillation import WritingOrder, WrittenText
+from outrider.distillation import TeacherSettings, WritingOrder, WrittenText
 from outrider.sampling import SamplingParams
 from outrider.settings import SettingsError
 from target_service.config import MAX_SEQUENCES, TargetConfig
@@ -29,9 +30,9 @@ from target_service.speculation.config import DraftingConfig
 from target_service.speculation.policy.live_sequence import LiveSequence
 
 log = logging.getLogger(__name__)
-# Stands for the user's words in a rendered template; no template says it.
+# Stands for the content of the user's turn in a rendered template; no template contains it.
 _MARK = "\ue000outrider\ue000"
-# An answer that has room for less is not begun.
+# Tokens. An answer with room for fewer is not begun.
 _LEAST_ANSWER = 8
 _LEAST_STEP_ROWS = 128
 _LEAST_CAPTURED_ROWS = 64
@@ -43,7 +44,7 @@ class ChatTexts:
     """The chat template as token ids. Without one, texts are continued as they are."""
 
     def __init__(self, tokenizer: Any, *, sampled: bool) -> None:
-        """Raises `SettingsError` when prompts are to be `sampled` and no template says where a user's turn begins."""
+        """Raises `SettingsError` when prompts are to be `sampled` and no template encloses the user's turn."""
         self._tokenizer = tokenizer
         self.templated = bool(getattr(tokenizer, "chat_template", None))
         self.opening: tuple[int, ...] = ()
@@ -55,21 +56,21 @@ class ChatTexts:
         before, _, after = self._render([("user", _MARK)]).partition(_MARK)
         self.opening, closing = self._encode(before), self._encode(after)
         if not self.opening or not closing:
-            raise SettingsError("the model's chat template does not enclose what a user says: name a file of prompts")
+            raise SettingsError("the model's chat template does not enclose the user's turn: name a file of prompts")
         self.user_ends = closing[:1]
 
     def next_opening(self, turns: Sequence[Turn]) -> tuple[int, ...]:
-        """Token ids of a conversation up to where the user speaks again."""
+        """Token ids of a conversation up to the content of the next user turn."""
         return self._encode(self._render([*turns, ("user", _MARK)]).partition(_MARK)[0])
 
     def prompt(self, turns: Sequence[Turn]) -> tuple[int, ...]:
-        """Token ids up to where the assistant begins to speak."""
+        """Token ids of a conversation up to the content of the assistant's answer."""
         if not self.templated:
             return tuple(self._tokenizer.encode("\n".join(content for _, content in turns)))
         return self._encode(self._render(turns, add_generation_prompt=True))
 
     def text(self, token_ids: Sequence[int]) -> str:
-        """Text without special tokens, and without spaces around it."""
+        """Text without special tokens and surrounding spaces."""
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True)).strip()
 
     def _render(self, turns: Sequence[Turn], **options: Any) -> str:
@@ -83,8 +84,8 @@ class ChatTexts:
         return tuple(self._tokenizer.encode(text, add_special_tokens=False))
 
 
-def writing_runner(config: TargetConfig, sequences: int, max_length: int) -> ModelRunner:
-    """The model with room for so many sequences of this length; on a GPU its steps are captured.
+def writing_runner(settings: TeacherSettings, sequences: int, max_length: int) -> ModelRunner:
+    """The model with room for `sequences` of `max_length` tokens each; on a GPU its steps are captured.
 
     Raises:
         SettingsError: more sequences than a step may have, or texts longer than the model's context.
@@ -92,27 +93,34 @@ def writing_runner(config: TargetConfig, sequences: int, max_length: int) -> Mod
     """
     if not 1 <= sequences <= MAX_SEQUENCES:
         raise SettingsError(f"1 to {MAX_SEQUENCES} sequences can be written at once, not {sequences}")
-    page = config.page_size
-    options = {
-        "max_running": sequences,
-        "max_step_rows": max(2 * sequences, _LEAST_STEP_ROWS),
-        "kv_tokens": sequences * page * (-(-max_length // page) + 2),
-        "max_context": max_length,
-        # Only steps of many rows are met here: they are captured below.
-        "capture_seconds": 0.0,
-    }
-    known = {name: getattr(config, name) for name in ("model", "device", "dtype", "page_size", "attention", "threads")}
-    runner = load_runner(TargetConfig(**(known | options)))
+    page = TargetConfig.page_size
+    config = TargetConfig(
+        model=settings.model,
+        device=settings.device,
+        dtype=settings.dtype,
+        max_running=sequences,
+        max_step_rows=_step_rows(sequences),
+        kv_tokens=sequences * page * (-(-max_length // page) + 2),
+        max_context=max_length,
+        # Writing only has steps of many rows, which are captured below.
+        capture_seconds=0.0,
+    )
+    runner = load_runner(config)
     if runner.max_context < max_length:
         raise SettingsError(f"texts of {max_length} tokens do not fit the model's context of {runner.max_context}")
     return _captured(runner, sequences) if runner.device.type == "cuda" else runner
+
+
+def _step_rows(sequences: int) -> int:
+    """The most rows of a step."""
+    return max(2 * sequences, _LEAST_STEP_ROWS)
 
 
 def _captured(runner: ModelRunner, sequences: int) -> ModelRunner:
     # Only here: Triton may be absent.
     from target_service.model.cuda_graphs.runner import CapturedRunner, CaptureOptions
 
-    captured = CapturedRunner(runner, CaptureOptions(max(2 * sequences, _LEAST_STEP_ROWS), sequences))
+    captured = CapturedRunner(runner, CaptureOptions(_step_rows(sequences), sequences))
     wide = [
         bucket
         for bucket in captured.buckets
@@ -125,27 +133,29 @@ def _captured(runner: ModelRunner, sequences: int) -> ModelRunner:
 
 @dataclass(slots=True)
 class _Task:
-    """A text under way: user turns, unless they are given, and the answers to them."""
+    """A text under way: user turns, given or sampled, and the answers to them."""
 
     number: int
     temperature: float
-    # User turns that are not answered yet, how many are yet to be sampled, and the conversation so far.
-    asked: list[str]
-    unasked: int = 0
-    said: list[Turn] = field(default_factory=list)
+    # User turns that have no answer yet.
+    unanswered: deque[str]
+    # How many user turns are still to be sampled.
+    to_sample: int = 0
+    conversation: list[Turn] = field(default_factory=list)
     prompt_length: int = 0
+    # Whether a user turn is being sampled.
     sampling: bool = False
     live: LiveSequence | None = None
 
 
 class TextWriter:
-    """Keeps the engine full of texts and hands them out as they end."""
+    """Keeps the engine full of texts and yields them as they end."""
 
     def __init__(self, runner: ModelRunner, order: WritingOrder, chat: ChatTexts) -> None:
-        rows = max(2 * order.sequences, _LEAST_STEP_ROWS)
+        rows = _step_rows(order.sequences)
         plain = DraftingConfig(enabled=False, disable_above=0, wait_seconds=0.0, failures_to_open=1)
         config = EngineConfig(SchedulerConfig(order.sequences, rows, rows), plain, order.sequences, 0)
-        # Without compiling ahead what no text here needs: there is nobody whose first request would wait.
+        # Not warmed up: no request waits, and much of what would be compiled is not needed here.
         steps = (
             DeviceSteps(runner, max_sequences=order.sequences, max_rows=rows) if runner.device.type == "cuda" else None
         )
@@ -179,27 +189,28 @@ class TextWriter:
         temperature = temperatures[number % len(temperatures)]
         given = number // len(temperatures)
         if given < len(self._order.conversations):
-            self._ask(_Task(number, temperature, list(self._order.conversations[given])))
+            self._answer(_Task(number, temperature, deque(self._order.conversations[given])))
         elif self._order.sampled_prompts:
-            self._sample_prompt(_Task(number, temperature, [], 1 + given % self._order.turns), self._chat.opening)
+            task = _Task(number, temperature, deque(), to_sample=1 + given % self._order.turns)
+            self._sample_prompt(task, self._chat.opening)
         else:
             self._exhausted = True
 
     def _sample_prompt(self, task: _Task, opening: tuple[int, ...]) -> None:
-        """Let the model say what the user says next; without room for that the conversation is at its end."""
+        """Sample the next user turn from the model; without room for one the conversation ends."""
         sampling = SamplingParams(temperature=1.0, stop_token_ids=self._chat.user_ends)
         room = self._order.max_length - len(opening) - _LEAST_ANSWER
         if room > 0:
-            task.unasked -= 1
+            task.to_sample -= 1
             task.sampling = True
             self._submit(task, opening, sampling, min(self._order.max_prompt, room))
-        elif not task.said:
+        elif not task.conversation:
             raise SettingsError(f"texts of {self._order.max_length} tokens have no room for the chat template")
 
-    def _ask(self, task: _Task) -> None:
-        """Answer the next user turn; what has no room for an answer is dropped."""
-        task.said.append(("user", task.asked.pop(0)))
-        prompt = self._chat.prompt(task.said)
+    def _answer(self, task: _Task) -> None:
+        """Answer the next user turn; a text without room for an answer is dropped."""
+        task.conversation.append(("user", task.unanswered.popleft()))
+        prompt = self._chat.prompt(task.conversation)
         room = self._order.max_length - len(prompt)
         if prompt and room >= _LEAST_ANSWER:
             task.prompt_length = len(prompt)
@@ -207,7 +218,7 @@ class TextWriter:
             self._submit(task, prompt, sampling, min(self._order.max_answer, room))
 
     def _submit(self, task: _Task, prompt: tuple[int, ...], sampling: SamplingParams, max_tokens: int) -> None:
-        seed = _seed_of(self._order.seed, task.number, len(task.said))
+        seed = _seed_of(self._order.seed, task.number, len(task.conversation))
         request = SequenceRequest(prompt, sampling, sampling.mode(), seed, max_tokens, speculate=False)
         sequence_id = next(self._ids)
         task.live = self._loop.make(sequence_id, request)
@@ -215,26 +226,26 @@ class TextWriter:
         self._loop.add(task.live)
 
     def _ended(self, task: _Task, reason: FinishReason) -> WrittenText | None:
-        """The text if it is whole; otherwise its next part is begun, or it is dropped."""
+        """The text that ended with an answer; None after a user turn, which is answered next or dropped."""
         assert task.live is not None
         sequence = task.live.sequence
         whole = reason is not FinishReason.LENGTH
         if task.sampling:
             task.sampling = False
-            words = self._chat.text(sequence.output[:-1])
-            known = hash(words)
-            if whole and words and known not in self._prompts_seen:
-                self._prompts_seen.add(known)
-                task.asked.append(words)
-                self._ask(task)
+            prompt = self._chat.text(sequence.output[:-1])
+            prompt_hash = hash(prompt)
+            if whole and prompt and prompt_hash not in self._prompts_seen:
+                self._prompts_seen.add(prompt_hash)
+                task.unanswered.append(prompt)
+                self._answer(task)
             return None
         text = WrittenText(task.number, tuple(sequence.token_ids), task.prompt_length, task.temperature)
         # A later answer is a text of its own, whose prompt is all that came before.
-        task.said.append(("assistant", self._chat.text(sequence.output)))
-        if whole and task.asked:
-            self._ask(task)
-        elif whole and task.unasked:
-            self._sample_prompt(task, self._chat.next_opening(task.said))
+        task.conversation.append(("assistant", self._chat.text(sequence.output)))
+        if whole and task.unanswered:
+            self._answer(task)
+        elif whole and task.to_sample:
+            self._sample_prompt(task, self._chat.next_opening(task.conversation))
         return text
 
 

@@ -1,1 +1,1 @@
-"""A scheduled step as work of a device: its batch, the executors that run it, and what the device chooses by itself."""
+"""A scheduled step as work of a device: its batch, the executors that run it, and the rows that the device chooses."""

@@ -1,4 +1,4 @@
-"""Lays a schedule and its trees out as one forward pass: rows, positions, cache slots, masks, rows of logits."""
+"""Lays out a schedule and its trees as one forward pass: rows, positions, cache slots, masks, rows of logits."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from tree_kernels.attention import AttentionBatch
 
 
 class StepItem(NamedTuple):
-    """One sequence's part of a step: its known tokens, and the tree whose root is the last of them.
+    """One sequence's part of a step: `known` tokens, and the tree whose root is the last of them.
 
-    `tree` is None while the prompt is being read. The tree's rows start at `first_row` of the step's rows, and at
-    `first_logit` of those whose logits are wanted. `start` is how many keys the sequence had before the step, and
-    `preemptions` how often its pages had been taken.
+    `tree` is None while the prompt is being read. The tree's rows begin at `first_row` of the step's rows, and at
+    `first_logit` of those with logits. `start` is how many keys the sequence had before the step, and `preemptions` how
+    often it had been preempted.
     """
 
     sequence: Sequence
@@ -32,18 +32,20 @@ class StepItem(NamedTuple):
 
     @property
     def kept(self) -> bool:
-        """Whether the sequence still has the pages that the step writes to."""
+        """Whether the sequence still has the pages to which the step writes."""
         return self.preemptions == self.sequence.totals.preemptions
 
 
 class DeviceRows(NamedTuple):
-    """What the device chooses from its node tables: it makes a pass of so many `rows` at most, of which each sequence
-    gets no more than its limit besides its root, by place in the batch.
+    """Bounds of a pass whose drafted rows the device chooses from its node tables.
 
-    Limits are the sequences' own, whatever the pass has room for: so many candidates are ranked, and what is said of
-    the best 1, 3, 7 .. of them has to hold for passes of other sizes too.
-
-    Some sequences may be `reading`, with `read_rows` together. They come first, and have limits of 0.
+    Attributes:
+        rows: of the pass, at most.
+        limits: drafted rows of each sequence at most, by place in the batch. They do not depend on the room of the
+            pass: so many candidates are ranked, and the prospects of the best 1, 3, 7 .. have to hold for passes of
+            other sizes too.
+        reading: sequences that read their prompts. They come first, with limits of 0.
+        read_rows: rows of all sequences that read.
     """
 
     rows: int
@@ -53,7 +55,7 @@ class DeviceRows(NamedTuple):
 
     @property
     def most(self) -> tuple[int, ...]:
-        """Drafted rows that each sequence can get, the others' roots being rows too."""
+        """Drafted rows that each sequence can get beside the rows of all roots and prompts."""
         room = self.rows - self.read_rows - (len(self.limits) - self.reading)
         return tuple(min(limit, room) for limit in self.limits)
 
@@ -68,20 +70,20 @@ class StepBatch:
     prefill_rows: int
     # Whether any tree has more rows than its root.
     drafted: bool
-    # What the device chooses itself, if anything.
+    # Bounds of the rows that the device chooses; None where the host chose them.
     device_rows: DeviceRows | None = None
 
     def moved_on(self, accepted_counts: SequenceOf[int]) -> StepBatch:
-        """The batch, laid out as if the step before had accepted no drafted row, now that it is known what it accepted
-        by place in it."""
+        """The batch, laid out as if the step before had accepted no drafted row, moved on by what it accepted, by place
+        in that step."""
         moves = dict(self.input.moves(accepted_counts))
         items = (item._replace(start=item.start + moves.get(place, 0)) for place, item in enumerate(self.items))
         return replace(self, items=tuple(items), input=self.input.moved_on(accepted_counts))
 
 
 def keys_of(rows: int, stride: int, limit: int | None = None) -> int:
-    """Keys that so many passes of `rows` may write, one after the other; where the device drafts up to a limit of rows
-    for each, with those of one more pass, which is made ready and not run."""
+    """Keys that `stride` passes of `rows` may write. Where the device drafts up to `limit` rows in each, with those of
+    one more pass, which is prepared and not run."""
     return rows + stride - 1 if limit is None else (stride + 1) * (1 + limit)
 
 
@@ -94,10 +96,10 @@ def lay_out(
 ) -> StepBatch:
     """Build the step. `trees[i]` belongs to `chunks[i]`; only a chunk of one row may carry drafted rows.
 
-    Of the passes of a `execution.multi_step`, this is the first; the pages hold the keys of all. Row r of a sequence
-    sits in cache slot `kv_length + r`; its position is `kv_length` plus its depth. A token that the step under way will
-    say is laid out as `Sequence.feed` gives it, and as if that step accepted no drafted row. Where the device chooses
-    rows, all trees are roots alone, those that read come first, and the pages hold what all passes may accept.
+    It is the first of `stride` passes, and the pages hold the keys of all of them. Row r of a sequence has cache slot
+    `kv_length + r`; its position is `kv_length` plus its depth. A token pending from the step under way is laid out as
+    `Sequence.feed` gives it, and as if that step accepted no drafted row. Where the device chooses rows, every tree is
+    its root, sequences that read come first, and the pages hold what all passes may accept.
     """
     token_ids, positions, slots, logit_rows = (list[int]() for _ in range(4))
     starts, pages = [0], list[SequenceOf[int]]()
@@ -127,8 +129,8 @@ def lay_out(
     prefixes = tuple(item.start for item in items)
     attention = AttentionBatch(tuple(starts), prefixes, tuple(pages), cache.page_size, tuple(parents))
     room, reading = (device_rows.rows, device_rows.reading) if device_rows is not None else (0, 0)
-    layout = tuple(token_ids), tuple(positions), tuple(slots), attention, tuple(logit_rows)
-    forward = ForwardInput(*layout, room, reading)
+    rows_of_pass = tuple(token_ids), tuple(positions), tuple(slots)
+    forward = ForwardInput(*rows_of_pass, attention, tuple(logit_rows), room, reading)
     drafted = any(item.tree is not None and item.tree.drafted for item in items)
     decode_rows, prefill_rows = len(logit_rows), len(token_ids) - len(logit_rows)
     return StepBatch(tuple(items), forward, max(decode_rows, room - prefill_rows), prefill_rows, drafted, device_rows)

@@ -1,7 +1,7 @@
-"""Steps that the device verifies by itself: the host reads back which rows were accepted, and nothing else.
+"""Steps that the device verifies: the host only reads back which rows were accepted, and the next tokens.
 
-Sequences whose distribution hangs on more than logits and their parameters (penalties, biases, log-probabilities) are
-verified on the host, from the same logits, while the others are on the device.
+Sequences whose distribution depends on more than logits and parameters (penalties, biases, log-probabilities) are
+verified on the host from the same logits, the others of the step on the device.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from target_service.sampling.verifier import SequenceVerifier, Verified
 from tree_kernels.node_table import Mailboxes, NodeTable
 from tree_kernels.verification import DeviceVerifier, Mode, RowsToVerify, Verdicts, Walk, records_of
 
-# Results under way at most: that of a step, and that of the one launched after it.
+# Results in flight at most: that of a step, and that of the one launched after it.
 _RESULTS = 2
 
 
@@ -52,7 +52,7 @@ def best_steps(runner: ModelRunner, *, max_sequences: int, max_rows: int) -> Ste
 
 
 class DeviceSteps:
-    """Launches steps one after the other on the device's stream, without waiting for any."""
+    """Launches steps one after the other on the device's stream, without waiting for them."""
 
     def __init__(
         self,
@@ -64,13 +64,13 @@ class DeviceSteps:
     ) -> None:
         """`max_sequences` and `max_rows` bound every step; `backend` is that of `DeviceVerifier`."""
         self._runner = runner
-        self.in_background = runner.device.type == "cuda"
+        self.in_background = on_gpu = runner.device.type == "cuda"
         self._verifier = DeviceVerifier(runner.device, runner.vocabulary_size, max_sequences, max_rows, backend=backend)
         if runner.node_table is not None and runner.node_table.max_sequences != max_sequences:
             raise ValueError(
                 f"drafts are looked up for steps of {runner.node_table.max_sequences}, not {max_sequences}"
             )
-        size, on_gpu = 2 * max_sequences + max_rows, runner.device.type == "cuda"
+        size = 2 * max_sequences + max_rows
         pinned = torch.zeros(_RESULTS, size, dtype=torch.int32, pin_memory=on_gpu)
         self._results = [Verdicts.over(tensor, max_sequences) for tensor in pinned]
         # [_RESULTS, MAX_STRIDE - 1, max_sequences] int32
@@ -80,15 +80,15 @@ class DeviceSteps:
         if runner.node_table is not None:
             self.tables = NodeTables(max_sequences, Mailboxes(max_sequences, runner.device))
         self._count = 0
-        # Of the step under way.
+        # Of the last step that was launched.
         self._verdicts = self._verifier.verdicts
         self._nothing = torch.zeros(max_sequences, dtype=torch.int32, device=runner.device)
-        # Drafted rows that it accepts, by place; None where it drafts itself.
+        # Drafted rows that it accepts, by place in the batch; None where the device chose its rows.
         self._moves: Tensor | None = self._nothing
         self._post_pass = PostPass(runner, self._verifier, backend)
 
     def warm_up(self) -> None:
-        """Have every kernel compiled that a request may ask for, so that none waits for it. Seconds for each, once."""
+        """Compile every kernel that a request may need, so that none waits for it. Takes seconds for each, once."""
         device, vocabulary_size = self._runner.device, self._runner.vocabulary_size
         for rows in (1, 16):
             logits = torch.zeros(rows, vocabulary_size, dtype=self._runner.dtype, device=device)
@@ -112,13 +112,13 @@ class DeviceSteps:
         parameters = self._verifier.pack(rows)
         moves, table = self._moves, self._runner.node_table
         if batch.device_rows is not None:
-            # What each may get; how many rows it has is found behind every pass.
+            # What each sequence may get; the device finds behind every pass how many rows it has.
             records_of(parameters, len(rows))["rows"] += batch.device_rows.limits
             return self._launch_device_rows(batch, rows, parameters, stride, ready)
         ready()
         span = DeviceSpan() if self.in_background else None
         if moves is not self._nothing and min(batch.input.token_ids) < 0:
-            assert stride == 1, "only the device knows where later passes would begin"
+            assert stride == 1, "only the device has the positions of later passes"
             if moves is None:
                 assert table is not None
                 moves = table.accepted
@@ -132,9 +132,8 @@ class DeviceSteps:
         place = self._count % _RESULTS
         result = self._results[place]
         result.tensor.copy_(verdicts.tensor, non_blocking=True)
-        following = self._following[place, : stride - 1, :count] if stride > 1 else None
+        following = self._following[place, : stride - 1, :count]
         for passes in range(1, stride):
-            assert following is not None
             done = self._runner.run_later(batch.input, passes, parameters)
             self._conclude(batch, rows, done)
             following[passes - 1].copy_(verdicts.next_tokens[:count], non_blocking=True)
@@ -148,21 +147,21 @@ class DeviceSteps:
         passes: int,
         ready: Ready,
     ) -> Launched:
-        """Each pass is moved on behind the one before it, and its rows are chosen there; see `NodeTable`."""
+        """Behind each pass the device moves the step on and chooses the rows of the next pass; see `NodeTable`."""
         table, tables, span = self._runner.node_table, self.tables, None
         assert table is not None and tables is not None, "rows are chosen from tables, which need the tokens kept"
 
         def before() -> None:
             nonlocal span
             ready()
-            # Not sooner, or the time that the device stands still meanwhile would be taken for work.
+            # Not sooner, or time in which the device is idle would be measured as busy.
             span = DeviceSpan() if self.in_background else None
             self._seat(batch, table)
             table.take(tables.mail)
 
         done = self._runner.run_device_rows(batch.input, parameters, self._moves, before)
         for _ in range(1, passes):
-            # What came while the pass ran.
+            # Growth that was published while the pass ran.
             table.take(tables.mail)
             self._conclude(batch, rows, done, TableWork.GO_ON)
             done = self._runner.run_again(batch.input, done)
@@ -173,12 +172,12 @@ class DeviceSteps:
         return TableStep(len(rows), passes, table, self._reports[self._count % _RESULTS], span, reading)
 
     def _seat(self, batch: StepBatch, table: NodeTable) -> None:
-        """Publish what drafts have said by now, and say who of the step has which table."""
+        """Publish the growth received by now, and which table each sequence of the step has."""
         assert self.tables is not None, "there is one where the runner has a table"
         self.tables.publish()
         places = self.tables.places([item.sequence.sequence_id for item in batch.items])
         if places is not None:
-            # PyTorch keeps pinned memory that a copy still reads from being given out again.
+            # PyTorch does not reuse pinned memory that a copy still reads.
             pinned = torch.empty(len(places), dtype=torch.int32, pin_memory=self.in_background)
             pinned.numpy()[:] = places
             table.seat(pinned)
@@ -186,7 +185,7 @@ class DeviceSteps:
     def _conclude(
         self, batch: StepBatch, rows: SequenceOf[RowsToVerify], done: ForwardPass, table: TableWork = TableWork.NONE
     ) -> None:
-        """Verify a pass, bring accepted keys and values into place, and leave what was said for the next pass."""
+        """Launch what follows a pass: verification, accepted keys and values into place, tokens for the next pass."""
         distributions = _distributions_of(batch)
         if distributions:
             packed = torch.from_numpy(self._verifier.pack_distributions(distributions))
@@ -208,8 +207,8 @@ def _distributions_of(batch: StepBatch) -> dict[int, tuple[tuple[int, ...], tupl
 
 
 class _OnDevice(CopiedLater):
-    """A step of `DeviceSteps`. Its result is good until the next but one is launched, its logits until the next: where
-    the host still has to look at them, `followable` is False and none is launched before it has."""
+    """A step of `DeviceSteps`. Its result is valid until the next but one is launched, its logits until the next one:
+    where the host has to verify from them, `followable` is False, so that none is launched before it has."""
 
     def __init__(
         self,
@@ -218,10 +217,10 @@ class _OnDevice(CopiedLater):
         verifiers: SequenceOf[SequenceVerifier],
         logits: Tensor,
         result: Verdicts,
-        following: Tensor | None,
+        following: Tensor,
         span: DeviceSpan | None,
     ) -> None:
-        """`following` [passes after the first, sequences] are the tokens that those passes said, if there are any."""
+        """`following` [passes after the first, sequences] receives the tokens of those passes."""
         self.span = span
         self._cache = cache
         self._batch = batch
@@ -239,29 +238,27 @@ class _OnDevice(CopiedLater):
     def outcomes(self) -> list[Verified | None]:
         """See `Launched.outcomes`."""
         self.wait()
-        result = self._result
-        count = len(self._batch.items)
-        counts, tokens = result.accepted_counts[:count].tolist(), result.next_tokens[:count].tolist()
+        result, pairs = self._result, list(zip(self._batch.items, self._verifiers, strict=True))
+        outcomes = [
+            None if verifier.on_device else verify_on_host(item, verifier, self._logits, item.first_row)
+            for item, verifier in pairs
+        ]
+        move_on_host(self._batch.items, outcomes, self._cache)
+        counts, tokens = result.accepted_counts[: len(pairs)].tolist(), result.next_tokens[: len(pairs)].tolist()
         accepted = result.accepted_rows[: len(self._batch.input.token_ids)].tolist() if any(counts) else []
-        following = self._following.T.tolist() if self._following is not None else [()] * count
-        outcomes: list[Verified | None] = []
-        by_host: list[Verified | None] = []
-        for place, (item, verifier) in enumerate(zip(self._batch.items, self._verifiers, strict=True)):
-            alone = None if verifier.on_device else verify_on_host(item, verifier, self._logits, item.first_row)
-            by_host.append(alone)
+        following = self._following.T.tolist()
+        for place, (item, verifier) in enumerate(pairs):
             if item.tree is not None and verifier.on_device:
                 rows = tuple(accepted[item.first_row : item.first_row + counts[place]])
-                alone = Verified(Walk(rows, tokens[place]), (), tuple(following[place]))
-            outcomes.append(alone)
-        move_on_host(self._batch.items, by_host, self._cache)
+                outcomes[place] = Verified(Walk(rows, tokens[place]), (), tuple(following[place]))
         return outcomes
 
 
 def _on_device(item: StepItem, verifier: SequenceVerifier) -> RowsToVerify | None:
-    """What the device is to verify of a sequence; None where there is nothing, or the host does it."""
+    """What the device is to verify of a sequence; None where there is nothing, or the host verifies it."""
     if item.tree is None or not verifier.on_device:
         return None
     sequence = item.sequence
-    # Each pending token is a step's.
+    # Each pending token is that of one step.
     step = sequence.step + sequence.pending_tokens
     return verifier.rows_to_verify(item.tree, item.first_row, sequence.length, step)

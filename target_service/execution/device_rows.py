@@ -1,4 +1,4 @@
-"""Passes whose rows the device chose from its node tables: what they said, read by the host once for all."""
+"""Passes whose rows the device chose from its node tables: the host reads the results of all of them at once."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def room_for_reports(turns: int, max_sequences: int, max_passes: int, *, on_gpu:
 
 
 class TableStep(CopiedLater):
-    """A step of one or several passes whose rows the device chooses; see `launch.Launched`. Its result is good until
-    the next but one is launched."""
+    """A step of one or several passes whose rows the device chooses; see `Launched`. Its result is valid until the next
+    but one is launched."""
 
     followable = True
 
@@ -37,8 +37,8 @@ class TableStep(CopiedLater):
         span: DeviceSpan | None = None,
         reading: SequenceOf[bool] = (),
     ) -> None:
-        """`host` [max_sequences, max_passes, REPORT] gets what `table` says of this step's passes. The first sequences
-        are `reading`: a token follows those that come to the end of what they read."""
+        """`host` [max_sequences, max_passes, REPORT] receives the table's reports of this step's passes. The first
+        sequences read their prompts: `reading` is True for those that come to its end, which a token follows."""
         self.span = span
         self._passes = passes
         self._reading = reading

@@ -1,4 +1,4 @@
-"""How long the device was at work and how long it waited, by its own clock."""
+"""How long the device was busy and idle, by its own clock."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ _NS_PER_MS = 1_000_000
 
 
 class DeviceSpan:
-    """From the first to the last of what one launch put in the device's queue."""
+    """The time from the first to the last kernel of one launch."""
 
     def __init__(self) -> None:
-        """It begins with what is launched next."""
+        """Begins with what is launched next."""
         self._begun: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         self._ended: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         self._begun.record()
 
     def close(self) -> None:
-        """It ends with what was launched last."""
+        """End with what was launched last."""
         self._ended.record()
 
     def idle_before(self, before: DeviceSpan) -> int:
-        """Nanoseconds between the end of the launch before and the begin of this one, which has begun."""
+        """Nanoseconds from the end of the launch before to the begin of this one, which has begun."""
         return max(0, int(before._ended.elapsed_time(self._begun) * _NS_PER_MS))
 
     def busy(self) -> int:
@@ -32,14 +32,14 @@ class DeviceSpan:
 
 
 class DeviceTime:
-    """Adds up spans that follow each other."""
+    """Measures launches that follow each other."""
 
     def __init__(self) -> None:
         self._last: DeviceSpan | None = None
 
     def take(self, span: DeviceSpan | None, *, follows: bool) -> tuple[int, int]:
-        """Nanoseconds at work and idle of the launch before `span`, which has begun and said what it had to say;
-        zeros unless it `follows` that without a pause in between."""
+        """Nanoseconds that the launch before `span` was busy, and idle until `span` began, once the results of the
+        former are there; zeros unless `span` `follows` it without a pause in between."""
         last, self._last = self._last, span
         if last is None or span is None or not follows:
             return 0, 0

@@ -1,7 +1,6 @@
 """Runs a step that was laid out: forward, verify, and accepted keys and values into place.
 
-`HostSteps` is the plain form, in which the host looks at logits; `execution.device_executor.DeviceSteps` must say the
-same.
+`HostSteps` is the plain form, which verifies logits on the host; `device_executor.DeviceSteps` must generate the same.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ Ready = Callable[[], None]
 class Launched(Protocol):
     """A step under way."""
 
-    # When the device works on it, where the host is free meanwhile.
+    # When the device is busy with it, if the host is free meanwhile.
     span: DeviceSpan | None
 
     @property
@@ -38,26 +37,26 @@ class Launched(Protocol):
 
     @property
     def followable(self) -> bool:
-        """Whether a step may be launched after it that reads its tokens, before `outcomes` is called."""
+        """Whether a step that reads its tokens may be launched before `outcomes` is called."""
 
     def wait(self) -> None:
-        """Wait until the device has said what it has to say."""
+        """Wait until its results are on the host."""
 
     def ended(self) -> bool:
-        """Whether it has."""
+        """Whether its results are on the host."""
 
     def outcomes(self) -> list[Verified | None]:
-        """What the target said of each tree; None for prompts that are still being read. Waits if need be.
+        """The outcome of each tree; None for prompts that are still being read. Waits for the results.
 
         The keys and values of accepted rows are in place then, or will be before any later step reads them.
         """
 
 
 class CopiedLater:
-    """What a launch has said, on its way to the host: there once the device comes to the end of what is queued now."""
+    """Results of a launch on their way to the host: there once the device has done what is queued now."""
 
     def __init__(self, source: Tensor) -> None:
-        """All copies, and `source`, which says by its device whether any wait, have been queued."""
+        """All copies have been queued; copies of a `source` on a GPU are asynchronous."""
         self._done: torch.cuda.Event | None = None
         if source.is_cuda:
             self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -79,7 +78,7 @@ class CopiedLater:
 
 
 class Steps(Protocol):
-    """What the engine launches its steps with."""
+    """An executor: what the engine launches its steps with."""
 
     @property
     def in_background(self) -> bool:
@@ -87,28 +86,30 @@ class Steps(Protocol):
 
     @property
     def tables(self) -> NodeTables | None:
-        """Where drafts for steps with `StepBatch.device_rows` go; None where the device chooses no rows."""
+        """Receive growth for steps with `StepBatch.device_rows`; None where the device chooses no rows."""
 
     def launch(self, batch: StepBatch, verifiers: SequenceOf[SequenceVerifier], stride: int, ready: Ready) -> Launched:
-        """Begin a step. `verifiers[i]` belongs to `batch.items[i]`. Awaited tokens are those of the step before, and
-        begin as much later than they are laid out as that step accepts drafted rows.
+        """Begin a step. Pending tokens are those of the step before; their rows move on by the drafted rows that step
+        accepts.
 
-        `ready` is called once, before anything of the step runs. Where the device chooses rows it comes last of all
-        that the host has to prepare: it may wait for drafts, which are brought to the device when it returns.
-
-        `execution.multi_step` passes are run, each feeding what the one before said; all trees are then roots alone.
-        Where the device chooses rows, every sequence is GREEDY or COUPLED and verified on the device.
+        Args:
+            batch: the step. Where the device chooses rows, all sequences are GREEDY or COUPLED and verified on it.
+            verifiers: `verifiers[i]` belongs to `batch.items[i]`.
+            stride: passes to run, each of which reads the tokens of the one before. With more than one, every tree is
+                its root.
+            ready: called once, before any of the step runs. Where the device chooses rows it is called after all that
+                the host has to prepare: it may wait for drafts, which are copied to the device when it returns.
         """
 
 
 class HostSteps:
-    """One step after the other, verified row by row as the walks come to them."""
+    """Runs one step after the other, and verifies row by row as the walks come to them."""
 
     tables: NodeTables | None = None
 
     def __init__(self, runner: ModelRunner, *, followable: bool = False, in_background: bool = False) -> None:
-        """`followable` lets the engine prepare each step before the one under way has ended, and `in_background` says
-        that the host is free meanwhile. Either gains nothing here: they are for tests of that order."""
+        """`followable` lets the engine prepare each step before the one under way has ended, and `in_background`
+        declares the host free meanwhile. Neither is faster here: they are for tests of that order."""
         self._runner = runner
         self.in_background = in_background
         self._followable = followable
@@ -119,21 +120,21 @@ class HostSteps:
         ready()
         if self._last is not None and min(batch.input.token_ids) < 0:
             batch = batch.moved_on(self._last.accepted_counts())
-        logits = self._runner.forward(replace(batch.input, token_ids=self._known(batch.input.token_ids)))
+        logits = self._runner.forward(replace(batch.input, token_ids=self._fill_pending(batch.input.token_ids)))
         self._last = _OnHost(self._runner, batch, verifiers, logits, self._followable, stride)
         return self._last
 
-    def _known(self, token_ids: tuple[int, ...]) -> tuple[int, ...]:
-        """The tokens, those awaited from the last step filled in."""
+    def _fill_pending(self, token_ids: tuple[int, ...]) -> tuple[int, ...]:
+        """The tokens, with those that are pending from the last step filled in."""
         if min(token_ids) >= 0:
             return token_ids
-        assert self._last is not None, "a token is awaited from no step"
+        assert self._last is not None, "a token is pending from no step"
         sampled = [_last_token(outcome) if outcome else -1 for outcome in self._last.outcomes()]
         return tuple(token if token >= 0 else sampled[-1 - token] for token in token_ids)
 
 
 class _OnHost:
-    """A step of `HostSteps`: its logits are there, and looked at when the outcome is asked for."""
+    """A step of `HostSteps`: its logits are there, and verified when `outcomes` is first called."""
 
     def __init__(
         self,
@@ -155,13 +156,14 @@ class _OnHost:
         self.followable = followable
 
     def wait(self) -> None:
-        """The logits are there since the launch."""
+        """Returns at once: the launch computed the logits."""
 
     def ended(self) -> bool:
-        """See `wait`."""
+        """True: the launch computed the logits."""
         return True
 
     def outcomes(self) -> list[Verified | None]:
+        """See `Launched.outcomes`."""
         if self._outcomes is None:
             pairs = zip(self._batch.items, self._verifiers, strict=True)
             self._outcomes = [verify_on_host(item, one, self._logits, item.first_logit) for item, one in pairs]
@@ -175,17 +177,17 @@ class _OnHost:
         return [0 if outcome is None else len(outcome.walk.accepted_rows) for outcome in self.outcomes()]
 
     def _follow(self, outcomes: SequenceOf[Verified | None], passes: int) -> list[Verified | None]:
-        """One more pass, with the token that each sequence got in it."""
+        """Outcomes with the token of one more pass for each sequence."""
         sampled = [-1 if one is None else _last_token(one) for one in outcomes]
         logits = self._runner.forward(replace(self._batch.input.later(passes), token_ids=tuple(sampled)))
         followed: list[Verified | None] = []
         for item, verifier, outcome in zip(self._batch.items, self._verifiers, outcomes, strict=True):
-            assert item.tree is not None and outcome is not None, "every sequence of a stride says a token in each pass"
+            assert item.tree is not None and outcome is not None, "every sequence of a stride decodes"
             before = [outcome.walk.next_token, *outcome.following]
             rows = logits[item.first_logit : item.first_logit + 1]
             sequence = item.sequence
-            report_now = verifier.verify(item.tree, rows, sequence.output + before, sequence.step + passes)
-            followed.append(replace(outcome, following=(*outcome.following, report_now.walk.next_token)))
+            verified = verifier.verify(item.tree, rows, sequence.output + before, sequence.step + passes)
+            followed.append(replace(outcome, following=(*outcome.following, verified.walk.next_token)))
         return followed
 
 
@@ -202,9 +204,9 @@ def verify_on_host(item: StepItem, verifier: SequenceVerifier, logits: Tensor, f
 
 
 def move_on_host(items: SequenceOf[StepItem], outcomes: SequenceOf[Verified | None], cache: KVCache) -> None:
-    """Bring every accepted path right behind its root.
+    """Move the keys and values of every accepted path right behind its root.
 
-    Rows are accepted in rising order and move down only, so that gather-then-scatter in one call is safe.
+    Rows are accepted in rising order and only move down, so gather-then-scatter in one call is safe.
     """
     sources: list[int] = []
     targets: list[int] = []

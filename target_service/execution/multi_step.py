@@ -1,4 +1,4 @@
-"""How many passes are launched at once where nobody has to see their tokens in between."""
+"""How many passes are launched at once where neither the host nor a client needs their tokens in between."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from target_service.core.scheduler import Scheduler
 from target_service.core.sequence import MAX_STRIDE
 from target_service.execution.batch import DeviceRows, keys_of
 
-# A client gets the tokens of a stride together, and a newcomer waits for its end.
+# A client gets the tokens of a stride together, and a new request waits for its end.
 _LONGEST_SECONDS = 8e-3
-# Strides between two changes of mind.
-_STEPS_BEFORE = 8
-# The host is what a stride waits for when it is at work for more than this share of the time, and would not be with
-# half the stride when it is at work for less than that.
+# Strides that are measured between two changes.
+_STRIDES_MEASURED = 8
+# Shares of the time that the host works. Above the first, a stride waits for the host; below the second, it would not
+# with half as many passes either.
 _BUSY, _IDLE = 0.85, 0.35
 
 
 class Stride:
-    """Finds the shortest stride that leaves no device waiting for its host.
+    """Finds the smallest number of passes with which the device does not wait for its host.
 
-    With many sequences and a small model a step's work on the host takes longer than the device needs for it. Most of
-    that work is done once for all passes that are launched together.
+    With many sequences and a small model a step takes longer on the host than on the device. Most of the host's work is
+    done once for all passes that are launched together.
     """
 
     def __init__(self, passes: int = 1) -> None:
@@ -39,22 +39,23 @@ class Stride:
         *,
         several: bool,
     ) -> tuple[int, DeviceRows | None]:
-        """Passes to launch at once, and the rows that the device chooses for them: `several` and as asked for
-        where every sequence decodes, and gets pages for all of them."""
+        """Passes to launch at once, one unless there may be `several`, and `device_rows`; None where there
+        are too few pages."""
         for passes in (self.passes, 1) if several else (1,):
             if _have_pages(schedule, scheduler, max_context, passes, device_rows):
                 return passes, device_rows
         return 1, None
 
     def observe(self, passes: int, seconds: float, waited: float) -> None:
-        """`passes` launched while others ran took `seconds` from the end of those, of which the host waited some."""
+        """`passes` that were launched while others ran took `seconds` from the end of those; the host `waited` for
+        some of these seconds."""
         if passes != self.passes:
             # Launched before the last change.
             return
         self._seen += 1
         self._seconds += seconds
         self._working += seconds - waited
-        if self._seen < _STEPS_BEFORE:
+        if self._seen < _STRIDES_MEASURED:
             return
         busy, each = self._working / self._seconds, self._seconds / self._seen
         self._seen, self._seconds, self._working = 0, 0.0, 0.0
@@ -67,11 +68,11 @@ class Stride:
 def _have_pages(
     schedule: Schedule, scheduler: Scheduler, max_context: int, passes: int, device_rows: DeviceRows | None
 ) -> bool:
-    """Hold pages for so many passes. False where a sequence gets none, or would become too long."""
+    """Reserve pages for `passes`. False where there are too few, or a sequence would become too long."""
     if passes == 1 and device_rows is None:
         return True
     reading = device_rows.reading if device_rows is not None and passes == 1 else 0
-    # Those that read hold theirs, which come first.
+    # Sequences that read come first, and have their pages.
     if not all(chunk.takes_tree for chunk in schedule.chunks[reading:]):
         return False
     sequences = [chunk.sequence for chunk in schedule.chunks[reading:]]

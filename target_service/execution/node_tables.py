@@ -1,8 +1,8 @@
 """The host's side of the device's node tables: which slot each sequence has, and growth on its way into it.
 
-A draft's growth names nodes by ids and parents; the device wants the whole tree of a sequence in depth-first order with
-the cost of every path (`tree_kernels.node_table`). What arrives is kept by sequence, and published in a box of the
-slot's, where the device finds it when it comes to the next pass, launched or not.
+A draft's growth names nodes by ids and parents; the device needs the whole tree of a sequence in depth-first order with
+the cost of every path (`tree_kernels.node_table`). Growth is kept by sequence, and published in a mailbox of the slot,
+which the device reads when it comes to the next pass, launched or not.
 """
 
 from __future__ import annotations
@@ -25,53 +25,53 @@ Reals = npt.NDArray[np.float64]
 
 # Rows of `_Tree.nodes`.
 _TOKEN, _PARENT, _CHILD, _SIBLING = range(4)
-# A parent that is not there: the node is left out, and what hangs below it.
-_NOBODY = -1
-# No node is certain, whatever its drafter says.
-_SUREST = 0.98
-# Growths that are remembered of a tree, by their ids; more begin it anew. Chosen, not measured: a draft sends one or
-# two a step, and whole trees as a rule.
-_MEMORY_GROWTHS = 64
+# A parent that is not in the tree: the node and its descendants are left out.
+_MISSING = -1
+# The highest probability of a node: none is certain, whatever its score.
+_MOST_CHANCE = 0.98
+# Growths that a tree keeps the ids of; one more starts it over. Chosen, not measured: a draft sends one or two a step,
+# most of which replace the tree.
+_MAX_GROWTHS = 64
 
 
 @dataclass(slots=True, eq=False)
 class _Tree:
-    """What a draft said of one sequence since it last began anew. Place 0 is the root, at token `base` - 1."""
+    """The nodes of one sequence since its tree last started over. Place 0 is the root, at token `base` - 1."""
 
     slot: int
     base: int = 0
     count: int = 0
-    # Whether another tree than this was published last.
+    # Whether it differs from what was published last.
     changed: bool = True
-    # [4, NODES]: each node's token, parent, first child and next sibling; of the last two 0 is none.
+    # [4, NODES]: each node's token, parent, first child and next sibling; 0 for no child or sibling.
     nodes: Ints = field(default_factory=lambda: np.zeros((4, NODES), np.int32))
     scores: Reals = field(default_factory=lambda: np.ones(NODES, np.float64))
-    # (first id, places of its nodes) of every growth since, in order; -1 is the place of what was left out.
-    named: list[tuple[int, Ids]] = field(default_factory=list)
-    # What is predicted besides; None where nothing is.
+    # (first id, places of its nodes) of every growth, in order; -1 is the place of a node that was left out.
+    growths: list[tuple[int, Ids]] = field(default_factory=list)
+    # Nodes that the request predicts, merged when the tree is published.
     predicted: PredictedNodes | None = None
 
     def begin(self, base: int, root: int) -> None:
-        """Begin anew with a root."""
+        """Start over with token `root` alone."""
         self.base, self.count = base, 1
         self.nodes[:, 0] = root, 0, 0, 0
         self.scores[0] = 1.0
-        self.named.clear()
+        self.growths.clear()
 
     def place_of(self, node_id: int) -> int:
-        """Where a node of an earlier growth stands."""
-        for first, places in reversed(self.named):
+        """The place of a node of an earlier growth; -1 where it is not in the tree."""
+        for first, places in reversed(self.growths):
             if first <= node_id:
-                return int(places[node_id - first]) if node_id - first < len(places) else _NOBODY
-        return _NOBODY
+                return int(places[node_id - first]) if node_id - first < len(places) else _MISSING
+        return _MISSING
 
 
 @dataclass(frozen=True, slots=True)
 class PredictedNodes:
     """Chains that were predicted when the sequence had `base` tokens.
 
-    `places` are what they begin with, as places of the prediction less `base`: the same for as long as the sequence
-    follows them, or does not.
+    `places` are the places in the prediction where they begin, less `base`: constant for as long as the sequence
+    follows the prediction.
     """
 
     base: int
@@ -81,72 +81,71 @@ class PredictedNodes:
     token_ids: SequenceOf[int]
 
     def from_base(self, base: int) -> list[tuple[SequenceOf[int], SequenceOf[float]]]:
-        """Tokens and scores of every chain as they follow the sequence's first `base` tokens, which are known."""
+        """Tokens and scores of every chain that agrees with the sequence's first `base` tokens, from there on."""
         if base <= self.base:
-            said = self.token_ids[base : self.base]
-            sure = [1.0] * len(said)
-            return [([*said, *chain.token_ids], [*sure, *chain.scores]) for chain in self.chains]
-        said = self.token_ids[self.base : base]
-        count = len(said)
-        held = [chain for chain in self.chains if list(chain.token_ids[:count]) == list(said)]
+            committed = self.token_ids[base : self.base]
+            certain = [1.0] * len(committed)
+            return [([*committed, *chain.token_ids], [*certain, *chain.scores]) for chain in self.chains]
+        committed = list(self.token_ids[self.base : base])
+        count = len(committed)
+        held = [chain for chain in self.chains if list(chain.token_ids[:count]) == committed]
         return [(chain.token_ids[count:], chain.scores[count:]) for chain in held]
 
 
 class NodeTables:
-    """Slots by sequence, and what is to be published. Belongs to the engine's thread."""
+    """Slots and trees by sequence, published through mailboxes. Used by the engine's thread alone."""
 
     def __init__(self, slots: int, mail: Mailboxes) -> None:
-        """As many `slots` as the device has tables and `mail` has boxes."""
+        """`slots` is the number of the device's tables, and of mailboxes."""
         self._slots = slots
         self.mail = mail
         self._free = list(range(slots - 1, -1, -1))
         self._trees: dict[int, _Tree] = {}
         # Of the last step.
         self._places: tuple[int, ...] = ()
-        # Scores are multiplied by it: what they turned out to be worth lately.
+        # Scores are multiplied by it: how well they predicted acceptance lately.
         self.trust = 1.0
 
     def enter(self, sequence_id: int) -> None:
-        """Give a sequence a slot, with an empty tree. Where none is free it goes without."""
+        """Give a sequence a slot with an empty tree, if one is free."""
         if sequence_id not in self._trees and self._free:
             self._trees[sequence_id] = _Tree(self._free.pop())
 
     def leave(self, sequence_id: int) -> None:
-        """Give a sequence's slot back. Its tree stays on the device until another sequence's takes its place."""
+        """Free a sequence's slot. Its tree stays on the device until another sequence's replaces it."""
         tree = self._trees.pop(sequence_id, None)
         if tree is not None:
             self._free.append(tree.slot)
 
     def clear(self, sequence_id: int) -> None:
-        """Forget a sequence's nodes."""
+        """Drop a sequence's nodes."""
         tree = self._trees.get(sequence_id)
         if tree is not None and tree.count:
             tree.count, tree.changed = 0, True
 
     def holds(self, sequence_id: int) -> bool:
-        """Whether it has nodes of the sequence that were not cleared since."""
+        """Whether there are nodes of the sequence."""
         tree = self._trees.get(sequence_id)
         return tree is not None and tree.count > 0
 
     def of_draft(self, sequence_id: int) -> bool:
-        """Whether all that is known of the sequence's next tokens is what a draft said."""
+        """Whether the sequence has nodes, all of them a draft's."""
         return self.holds(sequence_id) and self.predicted(sequence_id) is None
 
     def predict(self, sequence_id: int, predicted: PredictedNodes | None) -> None:
-        """Hang what is predicted into the sequence's tree, instead of what was before. A sequence without a slot gets
-        one, if any is free."""
+        """Replace the predicted nodes of the sequence's tree. A sequence without a slot gets one, if one is free."""
         self.enter(sequence_id)
         tree = self._trees.get(sequence_id)
         if tree is not None and tree.predicted is not predicted:
             tree.predicted, tree.changed = predicted, True
 
     def predicted(self, sequence_id: int) -> PredictedNodes | None:
-        """What is predicted of the sequence's next tokens, as it was last given."""
+        """The predicted nodes that were last given for the sequence."""
         tree = self._trees.get(sequence_id)
         return None if tree is None else tree.predicted
 
     def grow(self, growth: SequenceGrowth, base: int, token_ids: SequenceOf[int]) -> None:
-        """Take in nodes for a sequence whose `token_ids` were `base` many when they were drafted.
+        """Add nodes to a sequence that had `base` of its `token_ids` when they were drafted.
 
         Raises `InvalidField` where a parent is not an earlier node.
         """
@@ -155,9 +154,9 @@ class NodeTables:
             return
         first, ids = growth.first_node_id, np.asarray(growth.parent_ids, np.int64)
         root = self._root_of(tree, growth, base, token_ids)
-        # First what parents there are, and then where the nodes themselves stand.
+        # First the parents as `insert` takes them, and then the places of the nodes themselves.
         places = np.empty(len(ids), np.int64)
-        others = name_parents(ids, first, root, places)
+        others = find_parents(ids, first, root, places)
         if others < 0:
             raise InvalidField("growth.parent_ids", "is not an earlier node")
         if others:
@@ -165,13 +164,12 @@ class NodeTables:
                 places[number] = tree.place_of(int(ids[number]))
         tokens, scores = np.asarray(growth.token_ids, np.int32), np.asarray(growth.scores, np.float64)
         tree.count = insert(tree.nodes, tree.scores, tree.count, tokens, scores, places)
-        tree.named.append((first, places))
+        tree.growths.append((first, places))
         tree.changed = True
 
     def _root_of(self, tree: _Tree, growth: SequenceGrowth, base: int, token_ids: SequenceOf[int]) -> int:
-        """The place of the token that the growth starts from. Where the tree does not hold it, or is full, it begins
-        anew."""
-        full = tree.count + len(growth.token_ids) > NODES or len(tree.named) >= _MEMORY_GROWTHS
+        """The place of the token from which the growth starts. A tree that is full or does not hold it starts over."""
+        full = tree.count + len(growth.token_ids) > NODES or len(tree.growths) >= _MAX_GROWTHS
         if not growth.replaces and tree.count and tree.base <= base and not full:
             place = 0
             for token in token_ids[tree.base : base]:
@@ -184,7 +182,7 @@ class NodeTables:
         return 0
 
     def places(self, sequence_ids: SequenceOf[int]) -> Ints | None:
-        """[slots] which slot each sequence of a step has, -1 for none; None where the step before had the same."""
+        """[slots] int32, the slot of each sequence of a step, -1 for none; None where the step before had the same."""
         places = tuple(self._trees[each].slot if each in self._trees else -1 for each in sequence_ids)
         if places == self._places:
             return None
@@ -194,7 +192,7 @@ class NodeTables:
         return found
 
     def publish(self) -> None:
-        """Let the device find every tree as it is now."""
+        """Send every tree that changed to the device."""
         for tree in self._trees.values():
             if tree.changed:
                 self._publish(tree)
@@ -203,27 +201,27 @@ class NodeTables:
     def _publish(self, tree: _Tree) -> None:
         tree.changed = False
         table, trust = self.mail.next_table(tree.slot), self.trust
-        said = tree
+        merged = tree
         if tree.predicted is not None:
-            said, trust = with_predicted(tree, tree.predicted, trust), 1.0
-        if said.count:
-            build_table(said.nodes, said.scores, said.count, trust, said.base, table)
+            merged, trust = with_predicted(tree, tree.predicted, trust), 1.0
+        if merged.count:
+            build_table(merged.nodes, merged.scores, merged.count, trust, merged.base, table)
         else:
             table[:2] = 0
         self.mail.put(tree.slot)
 
 
 def with_predicted(tree: _Tree, predicted: PredictedNodes, trust: float) -> _Tree:
-    """A tree with what is predicted, its draft's scores multiplied with `trust`. A node that both say has the larger
-    score."""
+    """A copy of a tree, the draft's scores multiplied by `trust`, with the predicted nodes. A node of both has the
+    larger score."""
     merged = _Tree(tree.slot, tree.base, tree.count)
     merged.nodes[:], merged.scores[:] = tree.nodes, tree.scores * trust
     if not merged.count:
         merged.begin(predicted.base, predicted.token_ids[predicted.base - 1])
     for token_ids, scores in predicted.from_base(merged.base):
         before, count = merged.scores.copy(), merged.count
-        # Each hangs below the one before it, the first below the root.
-        places = np.arange(-1, len(token_ids) - 1) * -1 - 2
+        # The parent of each is the one before it, that of the first the root.
+        places = -1 - np.arange(len(token_ids))
         places[:1] = 0
         tokens, chances = np.array(token_ids, np.int32), np.array(scores, np.float64)
         merged.count = insert(merged.nodes, merged.scores, count, tokens, chances, places)
@@ -233,7 +231,7 @@ def with_predicted(tree: _Tree, predicted: PredictedNodes, trust: float) -> _Tre
 
 @numba.njit(nogil=True)  # type: ignore[untyped-decorator]
 def child_of(nodes: Ints, place: int, token: int) -> int:
-    """Where a node's child of this token stands; 0 where there is none. `nodes` as `_Tree` has them."""
+    """The place of a node's child with this token; 0 where there is none. `nodes` as in `_Tree`."""
     child = nodes[_CHILD, place]
     while child != 0 and nodes[_TOKEN, child] != token:
         child = nodes[_SIBLING, child]
@@ -241,13 +239,13 @@ def child_of(nodes: Ints, place: int, token: int) -> int:
 
 
 @numba.njit(nogil=True)  # type: ignore[untyped-decorator]
-def name_parents(ids: Ids, first: int, root: int, above: Ids) -> int:
-    """Say where the parents of a growth's nodes stand, as `insert` takes it.
+def find_parents(ids: Ids, first: int, root: int, above: Ids) -> int:
+    """Find the parents of a growth's nodes, as `insert` takes them.
 
     Args:
-        ids: [n] the parents' ids; those of the growth's own nodes begin with `first`.
-        root: the place of what the growth starts from.
-        above: [n], written: `root`, or -2 - i for the i-th node of the growth. Of nodes of earlier growths nothing.
+        ids: [n] the parents' ids; the ids of the growth's own nodes begin with `first`.
+        root: the place from which the growth starts.
+        above: [n], written: `root`, or -2 - i for the i-th node of the growth; not for nodes of earlier growths.
 
     Returns:
         How many parents are nodes of earlier growths, or -1 where one is not an earlier node.
@@ -267,17 +265,17 @@ def name_parents(ids: Ids, first: int, root: int, above: Ids) -> int:
 
 @numba.njit(nogil=True)  # type: ignore[untyped-decorator]
 def insert(nodes: Ints, scores: Reals, count: int, new_tokens: Ints, new_scores: Reals, places: Ids) -> int:
-    """Add nodes to a tree that has so many, place 0 its root. A child that is there takes the newer score.
+    """Add nodes to a tree of `count` nodes, place 0 its root. A child that exists takes the newer score.
 
     Args:
-        nodes: [4, room] as `_Tree` has them, written.
+        nodes: [4, room] as in `_Tree`, written.
         scores: [room], written.
         new_tokens, new_scores: [n].
-        places: [n] the place of each new node's parent, or -2 - i for the i-th new one; -1 leaves the node out. Then
-            where each of them stands is written there; -1 of those for which there is no parent or no room.
+        places: [n] the place of each new node's parent, or -2 - i for the i-th new node; -1 leaves the node out. Then
+            the place of each new node is written there, or -1 where there is no parent or no room.
 
     Returns:
-        How many nodes there are.
+        The new number of nodes.
     """
     for i in range(len(places)):
         parent = places[i] if places[i] >= -1 else places[-2 - places[i]]
@@ -300,13 +298,13 @@ def insert(nodes: Ints, scores: Reals, count: int, new_tokens: Ints, new_scores:
 
 @numba.njit(nogil=True)  # type: ignore[untyped-decorator]
 def build_table(nodes: Ints, scores: Reals, count: int, trust: float, base: int, table: Ints) -> None:
-    """Write a tree as the device wants it: depth first, with depths and the costs of paths.
+    """Write a tree as the device reads it: depth first, with depths and the costs of paths.
 
     Args:
-        nodes: [4, at least `count`] as `_Tree` has them, place 0 the root, parents before children.
+        nodes: [4, at least `count`] as in `_Tree`, place 0 the root, parents before children.
         scores: [at least `count`].
-        trust: what scores are multiplied with.
-        base: tokens of the sequence up to the root, with it.
+        trust: scores are multiplied by it.
+        base: tokens of the sequence up to and with the root.
         table: [TABLE] int32, written; see `tree_kernels.node_table`.
     """
     tokens, parents = nodes[_TOKEN], nodes[_PARENT]
@@ -321,7 +319,7 @@ def build_table(nodes: Ints, scores: Reals, count: int, trust: float, base: int,
         own = following[parents[i]]
         following[parents[i]] += sizes[i]
         place[i], following[i] = own, own + 1
-        chance = min(scores[i] * trust, _SUREST)
+        chance = min(scores[i] * trust, _MOST_CHANCE)
         cost = MOST_COST
         if chance > 0.0:
             cost = min(MOST_COST, max(1, int(-np.log2(chance) * COST_OF_HALVING + 0.5)))
@@ -331,11 +329,11 @@ def build_table(nodes: Ints, scores: Reals, count: int, trust: float, base: int,
 
 
 def warm_up() -> None:
-    """Have compiled what the first growth would wait for."""
+    """Compile what the first growth would wait for."""
     tree = _Tree(0)
     tree.begin(1, 0)
     places = np.zeros(1, np.int64)
-    name_parents(places, 1, 0, places.copy())
+    find_parents(places, 1, 0, places.copy())
     count = insert(tree.nodes, tree.scores, 1, np.ones(1, np.int32), np.ones(1), places)
     child_of(tree.nodes, 0, 1)
     build_table(tree.nodes, tree.scores, count, 1.0, 1, np.zeros(TABLE, np.int32))

@@ -1,7 +1,7 @@
-"""What follows a pass on the device: verification, accepted keys into place, and what was said left for the next pass.
+"""What follows a pass on the device: verification, accepted keys into place, and the tokens for the next pass.
 
-Where a pass's tensors stay where they are, what follows it is a CUDA graph of its own, since launching one by one costs
-the host more than the kernels cost the device.
+Where a pass's tensors keep their addresses, what follows it is a CUDA graph, since single launches cost the host more
+than the kernels cost the device.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from target_service.model.runner import ModelRunner
 from tree_kernels.verification import DeviceVerifier, move_accepted
 
 log = logging.getLogger(__name__)
-# For capturing ahead; what is left out is captured when first met.
+# For capturing ahead; the rest is captured when first used.
 _CAPTURE_SECONDS = 30.0
 
 
 class TableWork(Enum):
     """What is done with the node table after a pass: nothing, where the host chose the rows; the pass is reported; or
-    the next one is laid out too, and the device goes on by itself."""
+    the next one is laid out too, and the device goes on without the host."""
 
     NONE = auto()
     REPORT = auto()
@@ -35,8 +35,8 @@ class TableWork(Enum):
 
 
 class Kind(NamedTuple):
-    """What is done after a pass: accepted rows are moved where any tree was `drafted`, how trees are verified, and what
-    is done with the node table."""
+    """What is done after a pass: whether accepted rows are moved (any tree was `drafted`), how trees are verified, and
+    what is done with the node table."""
 
     drafted: bool
     greedy: bool = False
@@ -45,8 +45,8 @@ class Kind(NamedTuple):
 
 
 class PostPass:
-    """Runs it, for one engine: graphs write to the verdicts of its verifier, so they are of no use to another engine
-    that runs the same model."""
+    """Runs what follows a pass, for one engine: graphs write to the verdicts of its verifier, so another engine that
+    runs the same model cannot use them."""
 
     def __init__(
         self, runner: ModelRunner, verifier: DeviceVerifier, backend: Literal["triton", "torch"] | None
@@ -55,15 +55,15 @@ class PostPass:
         self._runner = runner
         self._verifier = verifier
         self._backend = backend
-        # By what keeps a pass's tensors, for as long as it does.
+        # By `ForwardPass.keeper`, for as long as that lives.
         self._graphs: WeakKeyDictionary[object, dict[Kind, torch.cuda.CUDAGraph]] = WeakKeyDictionary()
         if runner.device.type == "cuda":
             self._stream = torch.cuda.Stream(runner.device)  # type: ignore[no-untyped-call]
             self._pool: Any = torch.cuda.graph_pool_handle()
 
     def run(self, kind: Kind, done: ForwardPass, distributions: Tensor | None = None) -> None:
-        """Do it after this pass; `distributions` as `DeviceVerifier.sampled` takes them, else captured now if it was
-        not yet."""
+        """Run what follows this pass, captured now if it was not yet. Never captured with `distributions`, which are
+        those of `DeviceVerifier.sampled`."""
         if done.keeper is None or distributions is not None:
             self._launch(kind, done, distributions)
             return
@@ -76,8 +76,8 @@ class PostPass:
         graphs[kind] = self._capture(kind, done)
 
     def capture_ahead(self) -> None:
-        """Capture what follows passes of all sizes that are captured, in their order and as many as there is time for,
-        so that no message waits until it is. Before the first request."""
+        """Capture what follows captured passes, size by size for as long as there is time, so that no request waits
+        for it. Before the first request."""
         start, sizes = time.monotonic(), 0
         for done in self._runner.empty_passes():
             if time.monotonic() - start > _CAPTURE_SECONDS:
@@ -120,7 +120,8 @@ class PostPass:
 
 
 def _kinds(*, drafts: bool, tables: bool) -> Iterator[Kind]:
-    """Everything that may follow a pass but distributions of drafts; where it has room for `drafts`, those too."""
+    """Everything that may follow a pass without draft distributions; what follows drafted rows only where a pass has
+    room for `drafts`."""
     for greedy, filtered in ((True, False), (False, False), (False, True)):
         yield Kind(False, greedy, filtered)
         if drafts:

@@ -1,4 +1,4 @@
-"""A forward pass, as it is laid out and as the device knows it."""
+"""A forward pass, as it is laid out on the host and as it is on the device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tree_kernels.node_table import StepIntegers
 
 @dataclass(frozen=True, slots=True)
 class ForwardInput:
-    """One packed pass: R rows of all sequences, and the rows whose logits are wanted."""
+    """One packed pass: R rows of all sequences, and the rows whose logits are needed."""
 
     # [R] each. A token id of -1 - i stands for `ModelRunner.pending[i]`.
     token_ids: tuple[int, ...]
@@ -24,16 +24,14 @@ class ForwardInput:
     slots: tuple[int, ...]
     attention: AttentionBatch
     logit_rows: tuple[int, ...]
-    # Rows that the device may make of these by drafting behind them, and sequences that read, which come first and have
-    # none behind theirs; 0 where it does not.
+    # Rows of the pass with those that the device drafts, and sequences that read their prompts, which come first and
+    # get no drafts; 0 where the device drafts none.
     room: int = 0
     reading: int = 0
 
     def later(self, passes: int) -> ForwardInput:
-        """The pass so many passes after this one, if every sequence has one row here and feeds what it says.
-
-        The pages must hold the keys of all passes.
-        """
+        """The pass `passes` after this one, where every sequence has one row and each pass reads the tokens of the one
+        before. The pages must hold the keys of all passes."""
         attention, starts = self.attention, [prefix + passes for prefix in self.attention.prefix_lengths]
         size = attention.page_size
         pages = zip(attention.pages, starts, strict=True)
@@ -46,8 +44,8 @@ class ForwardInput:
         )
 
     def moved_on(self, accepted_counts: Sequence[int]) -> ForwardInput:
-        """The pass, laid out as if the one before had accepted no drafted row, now that it is known what it accepted;
-        see `feeding.move_on`. The pages must hold the keys."""
+        """The pass, laid out as if the one before had accepted no drafted row, moved on by what that one accepted; see
+        `feeding.move_on`. The pages must hold the keys."""
         attention, size = self.attention, self.attention.page_size
         positions, slots, prefixes = list(self.positions), list(self.slots), list(attention.prefix_lengths)
         for b, moves in self.moves(accepted_counts):
@@ -60,7 +58,7 @@ class ForwardInput:
         return replace(self, positions=tuple(positions), slots=tuple(slots), attention=attention)
 
     def moves(self, accepted_counts: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """(sequence, keys to move on by) of every sequence that awaits a token."""
+        """(sequence, keys to move on by) of every sequence with a pending token."""
         for b, (row, end) in enumerate(itertools.pairwise(self.attention.query_starts)):
             if end > row and self.token_ids[row] < 0:
                 yield b, accepted_counts[-1 - self.token_ids[row]]
@@ -68,7 +66,7 @@ class ForwardInput:
 
 @dataclass(frozen=True, slots=True)
 class ForwardPass:
-    """A pass as the device knows it: at least R rows, of which only the first R mean anything."""
+    """A pass on the device: at least R rows, of which only the first R are used."""
 
     # [rows, vocabulary], in the model's dtype.
     logits: Tensor
@@ -76,16 +74,16 @@ class ForwardPass:
     token_ids: Tensor
     parents: Tensor
     slots: Tensor
-    # [any] int32, as they were handed over.
+    # [any] int32, as the caller gave them.
     parameters: Tensor
-    # What keeps these tensors where they are, pass after pass; None where they are new each time.
+    # What owns these tensors, pass after pass; None where they are new each time.
     keeper: object | None = None
-    # The step where it lies on the device, of a pass that stays there or whose rows were drafted there.
+    # The step's integers on the device, of a captured pass or one whose rows were drafted there.
     step: StepIntegers | None = None
 
 
 def rows_of(values: Tensor, rows: tuple[int, ...]) -> Tensor:
-    """The rows asked for, as a view where they are consecutive."""
+    """The given rows of `values`, as a view where they are consecutive."""
     if rows and rows == tuple(range(rows[0], rows[0] + len(rows))):
         return values[rows[0] : rows[0] + len(rows)]
     return values[torch.tensor(rows, dtype=torch.int64).to(values.device, non_blocking=True)]

@@ -1,9 +1,8 @@
 """The part of an EAGLE head that its target runs: which hidden states it reads, and what fuses them into one vector.
 
-The draft service has the whole head (`draft_service.eagle`), and the two services share no code that needs PyTorch and
-checkpoints: the contract has neither, and the kernels' package reads no files. So the target reads from the same folder
-the few weights that it needs, by the names that published heads give them. `tests/target/test_head_projection.py` holds
-this to the draft's own reading of every layout.
+The draft service has the whole head (`draft_service.eagle`). The two services share no code that needs PyTorch and
+checkpoints, so the target reads the few weights that it needs from the same folder, by the names in published heads.
+`tests/target/test_head_projection.py` holds this to the draft's own reading of every layout.
 """
 
 from __future__ import annotations
@@ -29,9 +28,9 @@ _INDEX = "model.safetensors.index.json"
 # Beside `fc`, what may stand before it: norms of each state (EAGLE-3.1), or one of all joined.
 _NEEDED = ("fc.", "fc_norm.", "input_norm.")
 _MEDUSA_FILE = "medusa_lm_head.safetensors"
-# What joins embedding and state in an MTP module of DeepSeek-V3, which reads the target's state after its last norm.
+# Joins embedding and state in an MTP module of DeepSeek-V3, which reads the target's state after its last norm.
 _MTP_NORMED = re.compile(r"model\.layers\.\d+\.eh_proj\.weight")
-# And in one of MiMo or MiMo-V2, which read the state before it: vLLM's mimo.py, SGLang's mimo_v2.py.
+# Joins them in MTP modules of MiMo and MiMo-V2, which read the state before it: vLLM's mimo.py, SGLang's mimo_v2.py.
 _MTP_UNNORMED = re.compile(r"model\.(mtp_layers\.\d+\.input_proj|mtp\.layers\.\d+\.eh_proj)\.weight")
 # A residual block of a Medusa head, as FasterDecoding or vLLM names it.
 _MEDUSA = re.compile(r"((medusa_heads?|heads)\.)?\d+\.\d+\.linear\.weight|blocks\.\d+\.layers\.\d+\.weight")
@@ -46,7 +45,8 @@ class HeadProjection(nn.Module):
         super().__init__()
         self._features, self._eps = features, eps
         for name in ("fc.weight", "fc.bias", "input_norm.weight"):
-            self.register_buffer(name.replace(".", "_"), _wide(weights.get(name)), persistent=False)
+            weight = weights.get(name)
+            self.register_buffer(name.replace(".", "_"), None if weight is None else weight.float(), persistent=False)
         norms = [weights[f"fc_norm.{i}.weight"].float() for i in range(features) if f"fc_norm.{i}.weight" in weights]
         self.register_buffer("fc_norm_weight", torch.cat(norms) if norms else None, persistent=False)
         self.fc_weight: Tensor
@@ -69,13 +69,9 @@ class HeadProjection(nn.Module):
         return functional.linear(states.to(self.fc_weight.dtype), self.fc_weight, self.fc_bias)
 
 
-def _wide(weight: Tensor | None) -> Tensor | None:
-    return None if weight is None else weight.float()
-
-
 @dataclass(frozen=True, slots=True)
 class DraftHead:
-    """What a target knows of the head that its draft runs. Without a `projection` the head reads states as they are."""
+    """The target's part of the head that its draft runs. Without a `projection` the head reads states unchanged."""
 
     layers: tuple[int, ...]
     projection: HeadProjection | None
@@ -97,7 +93,7 @@ def read_draft_head(source: str, target_layers: int, target_hidden: int) -> Draf
         UnknownModel: it is a hub id at a revision that was not fetched.
         OSError: there is no such model on the hub.
     """
-    # A target's own module is named as the target is, which may be at a revision.
+    # A target's own module has the target's name, which may be at a revision.
     folder = _folder(model_source(source) if "@" in source else head_source(source))
     config: dict[str, Any] = json.loads((folder / "config.json").read_text())
     names, weights = _weights(folder)
@@ -119,8 +115,8 @@ def read_draft_head(source: str, target_layers: int, target_hidden: int) -> Draf
 
 
 def shipped_draft_head(fingerprint: str, target_layers: int, target_hidden: int) -> DraftHead | None:
-    """The head that comes with Outrider and whose projection has this fingerprint, if there is one. None for an empty
-    fingerprint. Sizes as in `read_draft_head`."""
+    """The head that comes with Outrider whose projection has this fingerprint; None where there is none, as for an
+    empty fingerprint. Sizes as in `read_draft_head`."""
     for shipped in shipped_heads() if fingerprint else ():
         try:
             head = read_draft_head(str(shipped.folder), target_layers, target_hidden)
@@ -136,10 +132,10 @@ def _layers(config: Mapping[str, Any], target_layers: int) -> tuple[int, ...]:
     """Layers by their outputs. speculators count inputs, which is one more."""
     speculators = "speculators_model_type" in config
     holder = config if speculators else config.get("eagle_config") or {}
-    named = holder.get("eagle_aux_hidden_state_layer_ids")
-    if named is None:
+    layers = holder.get("eagle_aux_hidden_state_layer_ids")
+    if layers is None:
         return (1, target_layers // 2 - 1, target_layers - 4)
-    return tuple(int(layer) - speculators for layer in named)
+    return tuple(int(layer) - speculators for layer in layers)
 
 
 def _has(names: Iterable[str], pattern: re.Pattern[str]) -> bool:
@@ -162,9 +158,9 @@ def _weights(folder: Path) -> tuple[set[str], dict[str, Tensor]]:
     index = folder / _INDEX
     files = sorted(folder.glob("*.safetensors"))
     if index.is_file():
-        named = set(json.loads(index.read_text())["weight_map"].values())
-        # Medusa heads may lie beside their target's checkpoint, whose index does not name them.
-        files = [file for file in files if file.name == _MEDUSA_FILE] + [folder / name for name in sorted(named)]
+        indexed = set(json.loads(index.read_text())["weight_map"].values())
+        # Medusa heads may lie beside their target's checkpoint, whose index does not list them.
+        files = [file for file in files if file.name == _MEDUSA_FILE] + [folder / name for name in sorted(indexed)]
     if not files:
         raise NotSupported(f"{folder}: no weights in safetensors; pickled ones could run code and are never loaded")
     names: set[str] = set()
@@ -176,7 +172,7 @@ def _weights(folder: Path) -> tuple[set[str], dict[str, Tensor]]:
                 name = published.removeprefix("model.")
                 if name.startswith(_NEEDED):
                     weights[name] = file.get_tensor(published)
-    known = _has(names, _MEDUSA) or _has(names, _MTP_NORMED) or _has(names, _MTP_UNNORMED)
-    if not known and not any(name.endswith("fc.weight") for name in names):
+    is_head = any(_has(names, pattern) for pattern in (_MEDUSA, _MTP_NORMED, _MTP_UNNORMED))
+    if not is_head and not any(name.endswith("fc.weight") for name in names):
         raise NotSupported(f"{folder}: no EAGLE head, for it has no fc, no Medusa heads and no MTP module")
     return names, weights

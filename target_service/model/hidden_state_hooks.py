@@ -1,7 +1,7 @@
-"""Keeps the outputs of decoder layers, row by row, while a model runs: what EAGLE heads read of their target.
+"""Keeps the outputs of decoder layers, row by row, while a model runs: the hidden states that EAGLE heads read.
 
-A hook on each layer copies into memory that stays where it is, so that a captured CUDA graph that held the hooks fills
-it at every replay.
+A hook on each layer copies into memory of a fixed address, so that a CUDA graph captured with the hooks fills it at
+every replay.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ from transformers import PreTrainedModel
 from outrider.errors import NotSupported
 
 
-class LayerTaps:
+class LayerHooks:
     """Hooks on decoder layers, and the memory they fill.
 
-    `layers` count outputs from 0; the number of layers stands for the state after the last norm. `width` is that of
-    all of them joined.
+    Attributes:
+        layers: outputs of decoder layers from 0; the number of layers stands for the state after the last norm.
+        width: of the outputs of all `layers`, joined.
     """
 
     def __init__(self, model: PreTrainedModel, layers: tuple[int, ...], max_rows: int, *, grows: bool = True) -> None:
-        """Room for `max_rows` of a pass. One with more gets room if it `grows`, which no captured graph would notice.
+        """Room for `max_rows` of a pass; more only if it `grows`, which captured graphs do not support.
 
         Raises:
             NotSupported: the model has no such layer.
@@ -38,13 +39,13 @@ class LayerTaps:
         self._handles = [module.register_forward_hook(self._hook(place)) for place, module in enumerate(modules)]
 
     def remove(self) -> None:
-        """Take the hooks off again."""
+        """Remove the hooks from the model."""
         for handle in self._handles:
             handle.remove()
 
     def take(self, rows: int) -> Tensor | None:
-        """[rows, width]: a copy of what the pass just launched makes of its rows. None where it has more than there is
-        room for. Does not wait for the device."""
+        """[rows, width]: a copy of the states of the pass just launched; None where it has more rows than there is room
+        for. Does not wait for the device."""
         if rows > len(self._states):
             return None
         return self._states[:rows].clone()
@@ -52,14 +53,14 @@ class LayerTaps:
     def _hook(self, place: int) -> Callable[[nn.Module, Any, Any], None]:
         columns = slice(place * self._each, (place + 1) * self._each)
 
-        # The compiler would make a version of a layer for each layer that is tapped.
+        # The compiler would make a version of a layer for each hooked layer.
         @torch.compiler.disable  # type: ignore[untyped-decorator]
         def keep(_module: nn.Module, _inputs: Any, output: Any) -> None:
             # [1, R, W]
             hidden: Tensor = output[0] if isinstance(output, tuple) else output
             rows = hidden.shape[1]
             if rows > len(self._states) and self._grows:
-                # Inside inference mode, memory would be of a kind that nothing outside may write.
+                # Tensors made in inference mode cannot be written outside of it.
                 with torch.inference_mode(False):
                     self._states = torch.zeros(2 * rows, self.width, dtype=hidden.dtype, device=hidden.device)
             self._states[:rows, columns].copy_(hidden[0, : len(self._states)])
@@ -68,7 +69,7 @@ class LayerTaps:
 
 
 def _module(model: PreTrainedModel, layer: int) -> nn.Module:
-    """What puts out the state that `layer` names."""
+    """The module whose output is the state that `layer` names."""
     inner = getattr(model, "model", None)
     layers, norm = getattr(inner, "layers", None), getattr(inner, "norm", None)
     if not isinstance(layers, nn.ModuleList) or not isinstance(norm, nn.Module):

@@ -1,18 +1,20 @@
 """Layers of multi-head latent attention (DeepSeek-V2, arXiv 2405.04434), served with one vector a token in the cache.
 
-transformers' layers make keys and values of all heads of a token's latent in `expand_kv`, right before they attend.
-Here latent and rotary key are handed on to attention as they are, and what would have expanded them is absorbed into
-queries and outputs (`tree_kernels.latent_attention`).
+transformers' layers expand a token's latent into keys and values of all heads in `expand_kv`, right before attention.
+Here attention gets the latent and the rotary key unexpanded, and the expanding product is absorbed into queries and
+outputs (`tree_kernels.latent_attention`).
 """
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from target_service.model.agreement import agree
 from tree_kernels.attention import AttentionPlan
 from tree_kernels.latent_attention import (
     HeadProjections,
@@ -23,38 +25,35 @@ from tree_kernels.latent_attention import (
     write_latents,
 )
 
-# Behind the name of an attention implementation that takes latents.
+# Ends the name of an attention implementation that takes latents.
 _SUFFIX = "_latents"
-# The product that absorbing takes apart, so that its weight has to stay as it was loaded.
+# The product that is absorbed; its weight has to stay as it was loaded.
 EXPANDING = "kv_b_proj"
 _WIDTHS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-# By a layer's own class, the one that its layers get.
-_UNEXPANDED: dict[type, type] = {}
-# Rows that a layer's own expansion is tried with, and what two ways to round one product may differ by. Chosen: some
-# seven roundings of bf16 (2^-8 each); another product differs by about its own size.
+# Rows that a layer's own expansion is tried with.
 _PROBE_ROWS = 3
-_TOLERANCE = 0.03
 
 
-def form_of(attention: str, *, latent: bool) -> str:
-    """The name that an attention implementation of transformers has where it takes latents, or where it does not."""
+def implementation_name(attention: str, *, latent: bool) -> str:
+    """The name of an attention implementation in transformers, in its form with or without latents."""
     return attention + _SUFFIX if latent else attention
 
 
 def keeps_latents(model: PreTrainedModel) -> bool:
-    """Whether each of the model's layers attends over latents, and makes keys and values of them as is known here.
+    """Whether each of the model's layers attends over latents and expands them by one product, beside the rotary key.
 
-    Tried on each layer's own weights: one that computes something else is served in expanded form.
+    Tried on each layer's own weights: a model with a layer that computes something else is served in expanded form.
     """
     layers = _layers(model)
     return len(layers) == model.config.num_hidden_layers and all(_expands_plainly(layer) for layer in layers)
 
 
 def leave_latents(model: PreTrainedModel) -> None:
-    """Let every layer hand on latents where its attention takes them; with any other it expands them as before."""
+    """Let every layer pass latents to attention that takes them; for any other attention it expands them as before."""
     for layer in _layers(model):
-        if not isinstance(layer, _Unexpanded):
-            layer.__class__ = _unexpanded(type(layer))
+        if not is_unexpanded(layer):
+            own: type = type(layer)
+            layer.__class__ = _unexpanded(own)
 
 
 def attend_latents(
@@ -104,7 +103,10 @@ def attend_absorbed(
     Args:
         plain: [R, H, N] queries without their rotary part.
         absorbed: [R, H, L + P], of which the last P are set.
-        projections, attention, plan, vectors, scaling: as in `attend_latents`.
+        projections: of the layer.
+        attention, plan: of the step.
+        vectors: [pages, page_size, L + P] of the layer.
+        scaling: of the scores.
 
     Returns:
         [R, H, V].
@@ -115,38 +117,37 @@ def attend_absorbed(
 
 
 def is_unexpanded(module: object) -> bool:
-    """Whether it is a layer that `leave_latents` lets hand on latents."""
+    """Whether it is a layer that `leave_latents` has changed."""
     return isinstance(module, _Unexpanded)
 
 
 def takes_latents_now(config: Any) -> bool:
-    """Whether the attention that a model of this configuration is set to takes latents."""
+    """Whether the attention implementation that the configuration names takes latents."""
     return bool(config._attn_implementation.endswith(_SUFFIX))
 
 
 def head_projections(layer: Any) -> HeadProjections:
-    """What makes keys and values of a layer's latents."""
+    """The two halves of a layer's expanding product: for keys and for values."""
     weight, plain = getattr(layer, EXPANDING).weight, int(layer.qk_nope_head_dim)
     return HeadProjections.of(weight, len(weight) // (plain + int(layer.v_head_dim)), plain)
 
 
 class _Unexpanded:
-    """Before a layer's own class in the order of its methods."""
+    """Comes before a layer's own class in its method resolution order."""
 
     config: Any
 
     def expand_kv(self, kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values as attention takes them: rotary keys and latents, or those of all heads."""
+        """What attention takes as keys and values: rotary keys and latents, or keys and values of all heads."""
         if takes_latents_now(self.config):
             return k_rot, kv_nope
         expanded: tuple[Tensor, Tensor] = super().expand_kv(kv_nope, k_rot)  # type: ignore[misc]
         return expanded
 
 
+@cache
 def _unexpanded(kind: type) -> type:
-    if kind not in _UNEXPANDED:
-        _UNEXPANDED[kind] = type(kind.__name__, (_Unexpanded, kind), {})
-    return _UNEXPANDED[kind]
+    return type(kind.__name__, (_Unexpanded, kind), {})
 
 
 def _layers(model: PreTrainedModel) -> list[Any]:
@@ -156,15 +157,14 @@ def _layers(model: PreTrainedModel) -> list[Any]:
 @torch.inference_mode()
 def _expands_plainly(layer: Any) -> bool:
     """Whether the layer's keys and values are the products with the halves of its weight, beside the rotary key."""
-    if isinstance(layer, _Unexpanded):
+    if is_unexpanded(layer):
         # Tried before.
         return True
     product: Any = getattr(layer, EXPANDING, None)
-    # Subclasses, and layouts of their own, multiply with something else.
-    plain = type(product) is nn.Linear and getattr(product, "bias", None) is None
-    if not plain or not hasattr(layer, "config"):
+    # Subclasses and packed layers multiply with something else.
+    if type(product) is not nn.Linear or getattr(product, "bias", None) is not None:
         return False
-    if not all(hasattr(layer, name) for name in _WIDTHS):
+    if not all(hasattr(layer, name) for name in ("config", *_WIDTHS)):
         return False
     generator, weight = torch.Generator().manual_seed(0), product.weight
     latents, rotary = (
@@ -175,7 +175,4 @@ def _expands_plainly(layer: Any) -> bool:
     projections = head_projections(layer)
     keys, values = (latents[0] @ part.transpose(1, 2) for part in projections)
     keys = torch.cat([keys, rotary[0].expand(len(keys), -1, -1)], dim=-1)
-    return all(
-        mine.shape == other.shape[1:] and bool((mine - other[0]).float().norm() <= _TOLERANCE * other.float().norm())
-        for mine, other in zip((keys, values), own, strict=True)
-    )
+    return agree((keys, values), (part[0] for part in own))

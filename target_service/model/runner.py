@@ -19,8 +19,8 @@ from target_service.core.kv_cache import KVCache
 from target_service.core.sequence import MAX_STRIDE
 from target_service.model.forward import ForwardInput, ForwardPass
 from target_service.model.head_projection import DraftHead
-from target_service.model.hidden_state_hooks import LayerTaps
-from target_service.model.latent_attention import attend_latents, form_of, keeps_latents, leave_latents
+from target_service.model.hidden_state_hooks import LayerHooks
+from target_service.model.latent_attention import attend_latents, implementation_name, keeps_latents, leave_latents
 from target_service.model.support import ModelRefused, kv_shape, longest_context
 from tree_kernels.attention import AttentionPlan, Backend, TreeAttention
 from tree_kernels.latent_attention import LatentAttention, LatentBackend
@@ -31,12 +31,12 @@ from tree_kernels.verification import RECORD, Mode, records_of
 ATTENTION = "outrider_tree"
 # Attention over keys and values of heads, or over latents that are both.
 Attention = TreeAttention | LatentAttention
-# Rows that taps have room for until a pass has more.
+# Rows that hooks have room for until a pass has more.
 _HOOKED_ROWS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class _Step:
+class Step:
     """What every layer of one pass needs."""
 
     attention: Attention
@@ -45,7 +45,7 @@ class _Step:
     cache: KVCache
 
 
-def _attend(
+def attend(
     module: torch.nn.Module,
     query: Tensor,
     key: Tensor,
@@ -53,13 +53,15 @@ def _attend(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     *,
-    outrider_step: _Step | None = None,
+    outrider_step: Step | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention interface: query [1, Hq, R, D], key and value [1, Hkv, R, D], rotary applied. Where
-    attention is over latents, rotary keys and latents come in the place of keys and values; see `latent_attention`."""
+    """transformers' attention interface: query [1, Hq, R, D], key and value [1, Hkv, R, D], rotary applied.
+
+    Where attention is over latents, `key` is the rotary key and `value` the latent; see `latent_attention`.
+    """
     if attention_mask is not None or softcap is not None or s_aux is not None:
         raise ModelRefused("a mask of its own, capped scores or attention sinks are not served")
     if outrider_step is None:
@@ -76,11 +78,11 @@ def _attend(
 
 
 for _latent in (False, True):
-    AttentionInterface.register(form_of(ATTENTION, latent=_latent), _attend)
+    AttentionInterface.register(implementation_name(ATTENTION, latent=_latent), attend)
 
 
 class ModelRunner:
-    """A model with its KV cache: rows in, logits out. Knows nothing of sequences or trees."""
+    """A model with its KV cache: rows in, logits out. Independent of sequences and trees."""
 
     def __init__(
         self,
@@ -94,7 +96,8 @@ class ModelRunner:
         end_token_ids: tuple[int, ...],
         tokenizer_fingerprint: str,
     ) -> None:
-        self._model = model
+        # With its layers as they are prepared by now.
+        self.model = model
         self._attention = attention
         self._attend_by(ATTENTION)
         self.cache = cache
@@ -105,46 +108,42 @@ class ModelRunner:
         self.end_token_ids = end_token_ids
         self.vocabulary_size = int(model.config.vocab_size)
         self._last_position = longest_context(model.config) - 1
-        # [MAX_SEQUENCES] int32: tokens that the host has not seen yet, written and read on the device.
+        # [MAX_SEQUENCES] int32: tokens that are not on the host yet, written and read on the device.
         self.pending = torch.zeros(MAX_SEQUENCES, dtype=torch.int32, device=model.device)
         self.dtype = model.dtype
         self.device = model.device
-        # Rows of passes chosen on the device, whose passes keep their tokens beside their keys; see `keep_tokens`.
+        # Chooses the rows of passes on the device; see `keep_tokens`.
         self.node_table: NodeTable | None = None
-        # What a drafter reads of the model, and the part of its head that runs here.
-        self.hooks: LayerTaps | None = None
+        # The hidden states that a drafter reads, and the part of its head that runs here.
+        self.hooks: LayerHooks | None = None
         self.draft_head: DraftHead | None = None
 
     @property
     def latent(self) -> bool:
-        """Whether the cache holds latents, from which keys and values would be made."""
+        """Whether the cache holds latents instead of keys and values."""
         return isinstance(self._attention, LatentAttention)
 
     def _attend_by(self, implementation: str) -> None:
-        self._model.set_attn_implementation(form_of(implementation, latent=self.latent))
+        self.model.set_attn_implementation(implementation_name(implementation, latent=self.latent))
 
     @property
     def hidden_size(self) -> int:
-        return int(self._model.config.hidden_size)
+        return int(self.model.config.hidden_size)
 
     @property
     def captured_steps(self) -> tuple[int, int]:
-        """Sizes of steps that run as captured graphs, and sizes that there was to capture; none for eager steps."""
+        """How many sizes of steps run as captured graphs, and how many there were to capture; zeros where all steps
+        are eager."""
         return 0, 0
 
-    @property
-    def model(self) -> PreTrainedModel:
-        """The model, with its layers as they are prepared by now."""
-        return self._model
-
     def hook(self, layers: tuple[int, ...]) -> None:
-        """Keep the outputs of these decoder layers from the next pass on, and no others; see `LayerTaps`.
+        """Keep the outputs of these decoder layers only, from the next pass on; see `LayerHooks`.
 
         Raises:
-            NotSupported: the model has no such layers, or they cannot be chosen any more.
+            NotSupported: the model has no such layers, or others were chosen before steps were captured.
         """
         if self.hooks is None or self.hooks.layers != layers:
-            hooks = LayerTaps(self._model, layers, _HOOKED_ROWS)
+            hooks = LayerHooks(self.model, layers, _HOOKED_ROWS)
             if self.hooks is not None:
                 self.hooks.remove()
             self.hooks = hooks
@@ -152,8 +151,8 @@ class ModelRunner:
     def keep_tokens(
         self, max_sequences: int, lookup_tokens: int = LOOKUP, backend: Literal["triton", "torch"] | None = None
     ) -> None:
-        """Keep every token beside its key from now on, and let the device choose rows for steps that are verified with
-        parameters for `max_sequences`; `lookup_tokens` and `backend` as `NodeTable`'s."""
+        """Keep every token beside its key from now on, and let the device choose rows for steps of up to
+        `max_sequences`; `lookup_tokens` and `backend` are those of `NodeTable`."""
         self.node_table = NodeTable(
             self.cache.tokens,
             self.cache.page_size,
@@ -167,30 +166,30 @@ class ModelRunner:
     @torch.inference_mode()
     def forward(self, batch: ForwardInput) -> Tensor:
         """Logits [len(logit_rows), vocabulary], in the model's dtype. Writes the rows' keys and values."""
-        wanted = torch.tensor(batch.logit_rows, dtype=torch.int64, device=self.device)
-        return self._logits(batch, torch.tensor(batch.token_ids, device=self.device), wanted)
+        rows = torch.tensor(batch.logit_rows, dtype=torch.int64, device=self.device)
+        return self._logits(batch, torch.tensor(batch.token_ids, device=self.device), rows)
 
     @torch.inference_mode()
     def run(self, batch: ForwardInput, parameters: NDArray[numpy.int32]) -> ForwardPass:
-        """The pass with the logits of all its rows, whatever `logit_rows` are, and `parameters` brought along.
+        """Run the pass with logits of all its rows instead of `logit_rows`, and copy `parameters` to the device.
 
-        Does not wait for the device. What it returns may be overwritten by the next pass.
+        Does not wait for the device. The result may be overwritten by the next pass.
         """
         slots = self._to_device(batch.slots)
         kept = (slots, self.cache.tokens) if self.node_table is not None else ()
-        known = fill_pending(self._to_device(batch.token_ids), self.pending, *kept)
+        token_ids = fill_pending(self._to_device(batch.token_ids), self.pending, *kept)
         trees = zip(batch.attention.parents, batch.attention.row_counts, strict=True)
         parents = [parent for tree, rows in trees for parent in tree or (0,) * rows]
         return ForwardPass(
-            self._logits(batch, known.long(), 0),
-            known,
+            self._logits(batch, token_ids.long(), 0),
+            token_ids,
             self._to_device(parents),
             slots,
             torch.from_numpy(parameters).to(self.device),
         )
 
     def run_later(self, first: ForwardInput, passes: int, parameters: NDArray[numpy.int32]) -> ForwardPass:
-        """Run `first.later(passes)`, whose pending tokens are there, right after the pass before that one.
+        """Run `first.later(passes)` right after the pass before that one, which left the pending tokens.
 
         `parameters` are those of `first`; their positions move on with the passes.
         """
@@ -199,9 +198,9 @@ class ModelRunner:
         return self.run(first.later(passes), moved)
 
     def run_after(self, batch: ForwardInput, accepted_counts: Tensor, parameters: NDArray[numpy.int32]) -> ForwardPass:
-        """Run `batch.moved_on(accepted_counts)`, [any] int32 as the step before said on the device.
+        """Run `batch.moved_on(accepted_counts)`, where those are [any] int32 of the step before, on the device.
 
-        `parameters` are those of `batch`; their positions move on too. Here the host waits for the counts.
+        `parameters` are those of `batch`; their positions move on too. An eager runner waits for the counts.
         """
         counts, moved = accepted_counts.tolist(), parameters.copy()
         records = records_of(moved, batch.attention.sequences)
@@ -218,10 +217,11 @@ class ModelRunner:
         moves: Tensor | None = None,
         before: Callable[[], None] | None = None,
     ) -> ForwardPass:
-        """Run a step whose drafted rows the device chooses, of roots alone behind those that read, moved on by `moves`;
-        see `NodeTable.begin`.
-        `before` is called once, when all is ready but what rows are chosen from. Here the host waits for that, and the
-        layout goes there and back."""
+        """Run a step whose drafted rows the device chooses, moved on by `moves`; see `NodeTable.begin`.
+
+        `batch` has the rows of sequences that read and then the roots of the others. `before` is called once, when all
+        is ready but what rows are chosen from. An eager runner waits for the chosen rows and lays them out again.
+        """
         table, attention = self.node_table, batch.attention
         assert table is not None, "tokens are kept by then"
         page_counts = [len(held) for held in attention.pages]
@@ -244,25 +244,25 @@ class ModelRunner:
             with torch.inference_mode(False):
                 before()
         table.begin(step, self.pending, moves, batch.reading)
-        return self._run_where_it_lies(batch, step)
+        return self._run_from_device(batch, step)
 
     def run_again(self, batch: ForwardInput, done: ForwardPass) -> ForwardPass:
-        """The pass after `done`, which began as `batch` and has been moved on where it lies; see
-        `NodeTable.go_on`."""
+        """Run the pass after `done`, which began as `batch` and moved on in device memory; see `NodeTable.go_on`."""
         assert done.step is not None, "a pass whose rows were drafted on the device"
-        return self._run_where_it_lies(batch, done.step)
+        return self._run_from_device(batch, done.step)
 
     def empty_passes(self) -> Iterator[ForwardPass]:
-        """One pass without any sequence of each size whose tensors stay where they are, so that what is done behind
-        such a pass can be made ready. Before the first request."""
+        """A pass without sequences of each captured size, so that what follows such passes can be captured too. Before
+        the first request."""
         return iter(())
 
-    def _run_where_it_lies(self, batch: ForwardInput, step: StepIntegers) -> ForwardPass:
+    def _run_from_device(self, batch: ForwardInput, step: StepIntegers) -> ForwardPass:
+        """Run `batch` with the rows that the integers of `step` have by now."""
         starts, prefixes = tuple(step.query_starts.tolist()), tuple(step.prefix_lengths.tolist())
         token_ids, positions, slots = (
             tuple(each[: starts[-1]].tolist()) for each in (step.token_ids, step.positions, step.slots)
         )
-        assert step.parents is not None, "rows that the device chose"
+        assert step.parents is not None, "the device chose the rows"
         parents, chains = step.parents.tolist(), (step.causal.tolist() if step.causal is not None else [])
         trees = tuple(
             None if chains[b] else tuple(parents[first:end])
@@ -275,20 +275,20 @@ class ModelRunner:
     def _to_device(self, integers: Sequence[int]) -> Tensor:
         return torch.tensor(integers, dtype=torch.int32).to(self.device)
 
-    def _logits(self, batch: ForwardInput, token_ids: Tensor, wanted: Tensor | int) -> Tensor:
-        """token_ids [R] int64; `wanted` rows, 0 for all."""
-        step = _Step(
+    def _logits(self, batch: ForwardInput, token_ids: Tensor, rows: Tensor | int) -> Tensor:
+        """Logits of the given rows, 0 for all; `token_ids` [R] int64."""
+        step = Step(
             self._attention,
             self._attention.plan(batch.attention),
             torch.tensor(batch.slots, device=self.device),
             self.cache,
         )
-        output = self._model(
+        output = self.model(
             input_ids=token_ids[None],
-            # A tree may reach past the end of position tables. No such row can be committed.
+            # A tree may reach past the end of position tables; no such row can be committed.
             position_ids=torch.tensor([batch.positions], device=self.device).clamp_(max=self._last_position),
             use_cache=False,
-            logits_to_keep=wanted,
+            logits_to_keep=rows,
             outrider_step=step,
         )
         logits: Tensor = output.logits[0]
@@ -296,7 +296,7 @@ class ModelRunner:
 
 
 def end_tokens_of(model: PreTrainedModel) -> tuple[int, ...]:
-    """The ids that end a sequence, from the generation config, else the model's."""
+    """The ids that end a sequence, from the generation config or else the model's config."""
     generation = getattr(model, "generation_config", None)
     ends = getattr(generation, "eos_token_id", None)
     ends = model.config.eos_token_id if ends is None else ends
@@ -318,10 +318,10 @@ def runner_for(
     max_context: int | None = None,
     tokenizer_fingerprint: str = "",
 ) -> ModelRunner:
-    """A runner for a model already loaded, on the device and in the dtype it is in.
+    """A runner for a loaded model, on its device and in its dtype.
 
-    `latent` keeps latents in the cache where the model has such and they can be attended to as they are; without it
-    keys and values of all heads are kept, which is the reference.
+    `latent` keeps latents in the cache where the model and the backend support it; without it keys and values of all
+    heads are kept, which is the reference.
     """
     config = model.config
     if latent := latent and takes_latents(attention) and keeps_latents(model):
@@ -337,16 +337,16 @@ def runner_for(
         model.dtype,
         model.device,
     )
-    attend: Attention
+    over_cache: Attention
     if latent:
-        attend = LatentAttention(cast(LatentBackend, attention), model.device, invariant=invariant)
+        over_cache = LatentAttention(cast(LatentBackend, attention), model.device, invariant=invariant)
     else:
-        attend = TreeAttention(attention, model.device, invariant=invariant)
+        over_cache = TreeAttention(attention, model.device, invariant=invariant)
     return ModelRunner(
         model.eval(),
         tokenizer,
         cache,
-        attend,
+        over_cache,
         name=name,
         max_context=max_context or longest_context(config),
         end_token_ids=end_tokens_of(model),
@@ -355,5 +355,5 @@ def runner_for(
 
 
 def takes_latents(attention: Backend) -> bool:
-    """Whether a backend of attention has a form over latents."""
+    """Whether an attention backend supports latents."""
     return attention in get_args(LatentBackend)

@@ -12,7 +12,7 @@ class ModelRefused(ValueError):
     """The model cannot be served losslessly; the message says why."""
 
 
-# Attributes of configurations whose attention is not plain causal attention over every earlier token.
+# Attributes of configurations whose attention is not plain causal attention over all earlier tokens.
 _FOREIGN = {
     "index_topk": "attention to a choice of tokens",
     "attn_logit_softcapping": "capped attention scores",
@@ -41,13 +41,13 @@ def check_supported(config: PretrainedConfig, model: PreTrainedModel | None = No
             raise ModelRefused(f"{kind}: {what} ({name}) is not served")
     if quantised := getattr(config, "quantization_config", None):
         method = quantised.get("quant_method") if isinstance(quantised, dict) else None
-        # Passes multiply plain matrices: what a method's own layers compute is nowhere held to the model's.
+        # Passes multiply plain matrices; no test holds the layers of a quantisation method to the model's.
         raise ModelRefused(f"{kind}: quantised weights ({method or 'of some kind'}) are not served")
     layer_types = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
     if layer_types:
         raise ModelRefused(f"{kind}: layers of type {', '.join(sorted(layer_types))} are not served")
     if any("dynamic" in rope for rope in _rope_types(config)):
-        # Keys in the cache would differ with the longest position of the step that wrote them.
+        # Keys in the cache would depend on the longest position of the step that wrote them.
         raise ModelRefused(f"{kind}: rotary frequencies that change with the length (dynamic) are not served")
     window = getattr(config, "sliding_window", None)
     if window and getattr(config, "use_sliding_window", True):
@@ -60,7 +60,7 @@ def check_supported(config: PretrainedConfig, model: PreTrainedModel | None = No
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
-    """What one layer keeps of one token. A latent is key and value in one, and has no values beside it."""
+    """What one layer caches of one token. A latent is key and value in one, and has no separate value."""
 
     heads: int
     key_width: int
@@ -77,12 +77,12 @@ def has_latents(config: PretrainedConfig) -> bool:
 
 
 def kv_shape(config: PretrainedConfig, *, latent: bool = False) -> KVShape:
-    """Keys and values as attention gets them.
+    """Widths of keys and values in the cache.
 
     Args:
         config: of the model.
-        latent: of a model with latents, one vector for all heads: the latent and the rotary key. Else they come
-            expanded, all heads, of unequal widths.
+        latent: cache one vector for all heads of a model with latents: the latent and the rotary key. Otherwise they
+            are expanded for all heads, keys and values of unequal widths.
     """
     any_config: Any = config
     heads = int(any_config.num_attention_heads)
@@ -104,7 +104,7 @@ def kv_bytes(config: PretrainedConfig, itemsize: int, *, latent: bool) -> int:
 def longest_context(config: PretrainedConfig) -> int:
     """Tokens of prompt and output that the model can be served for.
 
-    longrope takes other frequencies, and so other keys for all tokens, once a text outgrows the original context.
+    longrope takes other frequencies, and so other keys for all tokens, once a text is longer than the original context.
     """
     any_config: Any = config
     longest = int(any_config.max_position_embeddings)

@@ -16,9 +16,9 @@ from torch import Tensor
 from outrider.sampling import SamplingParams
 from target_service.core.sequence import TokenLogprobs
 
-# With no top_k, top_p looks at this many of the most probable tokens before it sorts the whole vocabulary.
-_TOP_P_GLANCE = 1024
-# Beyond any logit, and far enough within float32 that penalties and biases can be added to it.
+# Without top_k, top_p sorts this many of the most probable tokens first, and the whole vocabulary only if it has to.
+_TOP_P_FIRST = 1024
+# Beyond any logit, and small enough in float32 that penalties and biases can be added to it.
 _LARGEST = 1e30
 
 
@@ -78,7 +78,7 @@ class LogitShaper:
             distribution = torch.zeros_like(shaped, dtype=torch.float64)
             distribution[torch.argmax(shaped)] = 1.0
             return distribution
-        # The greatest becomes 0 first, so that no temperature, however small, makes it infinite.
+        # The largest logit becomes 0 first, so that no temperature, however small, makes it infinite.
         distribution = torch.softmax((shaped.double() - shaped.max()) / params.temperature, dim=-1)
         if params.min_p > 0:
             distribution = torch.where(distribution >= params.min_p * distribution.max(), distribution, 0.0)
@@ -94,7 +94,7 @@ class LogitShaper:
 def _most_probable(distribution: Tensor, count: int) -> Tensor:
     """Ids of the `count` most probable tokens, most probable first, lower ids first among equals.
 
-    [at most count]: tokens of no probability are left out, since sorting all of them would cost most of the time.
+    [at most count]: tokens of probability 0 are left out, since sorting all of them would take most of the time.
     """
     threshold = torch.topk(distribution, count).values[-1]
     # Every token at the threshold takes part, so that which of them stay is decided by id alone.
@@ -107,12 +107,12 @@ def _most_probable(distribution: Tensor, count: int) -> Tensor:
 def _nucleus(distribution: Tensor, ranked: Tensor | None, top_p: float) -> Tensor:
     """Ids of the smallest set of most probable tokens that reaches `top_p`; at least one.
 
-    `ranked` are the tokens that are left, most probable first; None when that is the whole vocabulary [V]. `top_p` is
-    a share of what they weigh together.
+    `ranked` are the remaining tokens, most probable first; None for the whole vocabulary [V]. `top_p` is a share of
+    their total probability.
     """
     if ranked is None:
         share = top_p * distribution.sum()
-        ranked = _most_probable(distribution, min(_TOP_P_GLANCE, len(distribution)))
+        ranked = _most_probable(distribution, min(_TOP_P_FIRST, len(distribution)))
         if distribution[ranked].sum() < share:
             ranked = _most_probable(distribution, len(distribution))
     else:

@@ -1,4 +1,4 @@
-"""What the target itself says after each row, and which drafted rows agree with it."""
+"""The target's own token after each row, and which drafted rows agree with it."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from outrider.sampling import VerificationMode
 from outrider.tree import TokenTree
 from target_service.core.sequence import DevicePass, SequenceRequest, TokenLogprobs
 from target_service.sampling.distribution import LogitShaper, logprobs_of
-from target_service.sampling.typical import typical_walk
+from target_service.sampling.typical import path_to, typical_walk
 from tree_kernels.philox import uniforms
 from tree_kernels.verification import Mode, RowsToVerify, Walk, coupled_token, match_walk, rejection_walk
 
-# Rejection's coins must not be derivable by a draft that knows the request's seed, hence a secret per process.
+# A draft gets the request's seed, and must not be able to derive rejection's coins from it: a secret per process.
 _COIN_SECRET = secrets.token_bytes(16)
 # One for each row of the largest tree and one for each token drawn.
 _COINS_PER_STEP = 1024
+# Modes that a kernel verifies.
 _DEVICE_MODES = MappingProxyType(
     {
         VerificationMode.GREEDY: Mode.GREEDY,
@@ -34,69 +35,63 @@ _DEVICE_MODES = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """The outcome for one tree: the walk, and the log-probabilities of its tokens when asked for.
+    """The outcome for one tree: the walk, and the log-probabilities of its tokens if the request has them returned.
 
-    `following` are the tokens that further passes of the same launch said after it, of sequences that were not drafted
-    for. Where the device chose the rows, they are all tokens after the first, and `device_passes` tell of each pass.
+    `following` are the tokens of further passes of the same launch, for sequences without drafts. Where the device
+    chose the rows, they are all tokens after the first, and there is a `DevicePass` for each pass.
     """
 
     walk: Walk
     logprobs: tuple[TokenLogprobs, ...]
     following: tuple[int, ...] = ()
     device_passes: tuple[DevicePass, ...] = ()
-    # Of each accepted row, whether the model would have drawn another token. Empty in lossless modes.
+    # For each accepted row, whether the model would have drawn another token. Empty in lossless modes.
     lossy: tuple[bool, ...] = ()
 
     @property
     def drafted_by_pass(self) -> tuple[int, ...]:
-        """Rows that the device drafted for each of its passes."""
+        """Drafted rows of each pass whose rows the device chose."""
         return tuple([one.drafted for one in self.device_passes])
 
     @property
     def accepted_by_pass(self) -> tuple[int, ...]:
-        """Of them, those that were accepted."""
+        """Accepted rows of each of those passes."""
         return tuple([one.accepted for one in self.device_passes])
 
     @property
     def accepted(self) -> int:
-        """Drafted tokens among those that were said."""
+        """Drafted tokens among those that were generated."""
         return len(self.walk.accepted_rows) + sum(one.accepted for one in self.device_passes)
 
     @property
     def passes(self) -> int:
-        """That said its tokens."""
+        """Forward passes that generated the tokens."""
         return len(self.device_passes) or 1 + len(self.following)
 
 
 class SequenceVerifier:
     """Verifies one sequence's trees by its mode and sampling parameters.
 
-    The plain form: rows are looked at one by one, as the walk comes to them, so that only accepted rows and the last
-    are ever sampled. Batched device kernels must choose the same tokens.
+    The plain form: rows are sampled one by one, as the walk comes to them, so that only accepted rows and the last one
+    are. Batched device kernels must choose the same tokens.
     """
 
     def __init__(self, request: SequenceRequest, end_token_ids: tuple[int, ...], vocabulary_size: int) -> None:
         self._mode = request.mode
         self._seed = request.seed
         sampling = request.sampling
-        # None: what no kernel verifies.
         self._device_mode = _DEVICE_MODES.get(request.mode)
         self._typical = request.typical
         self._distribution = (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
-        self._logprobs = request.sampling.logprobs
-        plain = not request.sampling.shapes_logits and request.sampling.logprobs is None
-        self._on_device = plain and self._device_mode is not None
-        self._shaper = LogitShaper(request.sampling, request.token_ids, end_token_ids, vocabulary_size)
+        self._logprobs = sampling.logprobs
+        # Whether `DeviceVerifier` supports the mode, and all that this sequence's distribution depends on.
+        self.on_device = self._device_mode is not None and not sampling.shapes_logits and sampling.logprobs is None
+        self._shaper = LogitShaper(sampling, request.token_ids, end_token_ids, vocabulary_size)
         self._prompt_length = len(request.token_ids)
         self._coin_seed = _private_seed(request.seed)
 
-    @property
-    def on_device(self) -> bool:
-        """Whether `DeviceVerifier` knows the mode, and everything that this sequence's distribution depends on."""
-        return self._on_device
-
     def rows_to_verify(self, tree: TokenTree, first_row: int, length: int, step: int) -> RowsToVerify:
-        """What the device has to know to come to the same outcome as `verify`, if it is `on_device`.
+        """What the device needs for the same outcome as `verify`, if the sequence is verified `on_device`.
 
         Args:
             tree: rows to verify.
@@ -104,7 +99,7 @@ class SequenceVerifier:
             length: tokens of the sequence, the root included.
             step: of the sequence.
         """
-        assert self._device_mode is not None, "the host verifies what no kernel knows"
+        assert self._device_mode is not None, "the host verifies modes without a kernel"
         if self._mode is VerificationMode.REJECTION:
             seed, position = self._coin_seed, step
         else:
@@ -118,7 +113,7 @@ class SequenceVerifier:
             tree: rows to verify, the root first.
             logits: [rows, vocabulary] of the tree's rows.
             output: tokens committed so far, without the prompt.
-            step: of the sequence, a fresh stream of coins for each.
+            step: of the sequence; each has a new stream of coins.
         """
         lossy: tuple[bool, ...] = ()
         if self._mode is VerificationMode.REJECTION:
@@ -151,17 +146,13 @@ class SequenceVerifier:
         return lambda row, depth: drawn(self._probs(tree, row, logits, output), depth)
 
     def _drawn(self, output: list[int]) -> Callable[[Tensor, int], int]:
-        """The request's own draw from a distribution [V], at a depth below the root."""
+        """The request's own draw from a distribution [V] at a depth below the root; see `typical.Draw`."""
         position = self._prompt_length + len(output)
         return lambda probs, depth: coupled_token(probs, self._seed, position + depth)
 
     def _shaped(self, tree: TokenTree, row: int, logits: Tensor, output: list[int]) -> Tensor:
-        path: list[int] = []
-        node = row
-        while node:
-            path.append(tree.token_ids[node])
-            node = tree.parents[node]
-        return self._shaper.shaped(logits[row], output + path[::-1])
+        path = [tree.token_ids[node] for node in path_to(tree, row)]
+        return self._shaper.shaped(logits[row], output + path)
 
     def _probs(self, tree: TokenTree, row: int, logits: Tensor, output: list[int]) -> Tensor:
         return self._shaper.probs(self._shaped(tree, row, logits, output))

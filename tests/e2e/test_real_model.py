@@ -80,12 +80,12 @@ def test_forty_two_prompts(runner: ModelRunner, sampling: SamplingParams) -> Non
 def test_plain_decoding_is_transformers_own(runner: ModelRunner) -> None:
     one = wanted(runner, 1, 24, GREEDY)[0]
     (outcome,) = run(runner, [one])
-    runner._model.set_attn_implementation("sdpa")
+    runner.model.set_attn_implementation("sdpa")
     try:
         ids = torch.tensor([one.token_ids])
-        said = runner._model.generate(
+        said = runner.model.generate(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, min_new_tokens=24, do_sample=False
         )
     finally:
-        runner._model.set_attn_implementation("outrider_tree")
+        runner.model.set_attn_implementation("outrider_tree")
     assert tuple(said[0, len(one.token_ids) :].tolist()) == outcome.token_ids

@@ -143,11 +143,11 @@ def distribution(
     """The exact probability of every output of `length` tokens, by transformers' own attention."""
     shaper = LogitShaper(sampling, prompt, (), runner.vocabulary_size)
     known: dict[tuple[int, ...], float] = {(): 1.0}
-    runner._model.set_attn_implementation("sdpa")
+    runner.model.set_attn_implementation("sdpa")
     try:
         for _ in range(length):
             paths = list(known)
-            logits = runner._model(torch.tensor([[*prompt, *path] for path in paths]), use_cache=False).logits[:, -1]
+            logits = runner.model(torch.tensor([[*prompt, *path] for path in paths]), use_cache=False).logits[:, -1]
             grown = {}
             for path, of_path in zip(paths, logits, strict=True):
                 for token, probability in enumerate(shaper.probs(shaper.shaped(of_path, path)).tolist()):
@@ -155,5 +155,5 @@ def distribution(
                         grown[(*path, token)] = known[path] * probability
             known = grown
     finally:
-        runner._model.set_attn_implementation("outrider_tree")
+        runner.model.set_attn_implementation("outrider_tree")
     return known

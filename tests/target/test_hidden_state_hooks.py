@@ -22,14 +22,14 @@ from target_service.config import TargetConfig
 from target_service.core.sequence import SequenceEvent, Verdict
 from target_service.model.forward import ForwardInput
 from target_service.model.fused.preparing import MAX_ROWS, LayerOptions, prepare_layers
-from target_service.model.hidden_state_hooks import LayerTaps
+from target_service.model.hidden_state_hooks import LayerHooks
 from target_service.model.runner import runner_for
 from target_service.preflight import EngineRefused, prepared_draft
 from target_service.speculation.hidden_states.sending import Features
 from tree_kernels.attention import AttentionBatch
 
 
-def taken(hooks: LayerTaps, rows: int) -> torch.Tensor:
+def taken(hooks: LayerHooks, rows: int) -> torch.Tensor:
     states = hooks.take(rows)
     assert states is not None
     return states
@@ -43,7 +43,7 @@ def forward(model: PreTrainedModel, tokens: Sequence[int]) -> None:
 @pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3", "mistral"])
 def test_states_are_those_that_transformers_tells_of(model_type: str) -> None:
     model = make_tiny(model_type, num_hidden_layers=4)
-    hooks = LayerTaps(model, (2, 0, 4), max_rows=16)
+    hooks = LayerHooks(model, (2, 0, 4), max_rows=16)
     assert hooks.width == 3 * 48
     for length in (9, 3):
         tokens = list(range(3, 3 + length))
@@ -53,7 +53,7 @@ def test_states_are_those_that_transformers_tells_of(model_type: str) -> None:
 
 def test_what_was_taken_is_not_overwritten_by_the_next_pass() -> None:
     model = make_tiny()
-    hooks = LayerTaps(model, (0,), max_rows=8)
+    hooks = LayerHooks(model, (0,), max_rows=8)
     forward(model, [3, 4, 5])
     first = taken(hooks, 3)
     kept = first.clone()
@@ -65,7 +65,7 @@ def test_what_was_taken_is_not_overwritten_by_the_next_pass() -> None:
 def test_layers_that_were_fused_are_read_too(rows: int) -> None:
     """As captured steps have them: few rows through kernels, more through the layer's own code."""
     plain, fused = (runner_for(make_tiny(), None, num_pages=40, page_size=4) for _ in range(2))
-    assert prepare_layers(fused._model, LayerOptions(compiled=False)) == 2
+    assert prepare_layers(fused.model, LayerOptions(compiled=False)) == 2
     tokens = tuple(range(3, 3 + rows))
     pages = tuple(range(-(-rows // 4)))
     attention = AttentionBatch((0, rows), (0,), (pages,), 4, (None,))
@@ -83,7 +83,7 @@ def test_layers_that_were_fused_are_read_too(rows: int) -> None:
 
 def test_longer_passes_get_room_where_memory_may_move() -> None:
     model, tokens = make_tiny(), list(range(3, 43))
-    growing, fixed = LayerTaps(model, (0,), max_rows=8), LayerTaps(model, (1,), max_rows=8, grows=False)
+    growing, fixed = LayerHooks(model, (0,), max_rows=8), LayerHooks(model, (1,), max_rows=8, grows=False)
     forward(model, tokens)
     torch.testing.assert_close(taken(growing, 40), states_of(model, tokens, (0,)))
     assert fixed.take(40) is None
@@ -93,7 +93,7 @@ def test_longer_passes_get_room_where_memory_may_move() -> None:
 
 def test_taken_off_they_keep_nothing() -> None:
     model = make_tiny()
-    hooks = LayerTaps(model, (0, 2), max_rows=8)
+    hooks = LayerHooks(model, (0, 2), max_rows=8)
     hooks.remove()
     forward(model, [3, 4])
     assert not taken(hooks, 2).any()
@@ -108,7 +108,7 @@ def test_taken_off_they_keep_nothing() -> None:
 def test_layers_that_are_not_there_are_refused(model_type: str, layer: int, reason: str) -> None:
     changes: dict[str, Any] = {"num_key_value_heads": 4} if model_type == "gpt2" else {}
     with pytest.raises(NotSupported, match=reason):
-        LayerTaps(make_tiny(model_type, **changes), (layer,), max_rows=8)
+        LayerHooks(make_tiny(model_type, **changes), (layer,), max_rows=8)
 
 
 class TestHeadSetting:

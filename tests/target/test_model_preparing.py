@@ -65,7 +65,7 @@ def test_fused_layers_compute_what_they_did(model_type: str, rows: int) -> None:
 
 
 def test_rows_choose_what_computes_them() -> None:
-    model = runner_of(make_tiny())._model
+    model = runner_of(make_tiny()).model
     assert prepare_layers(model, UNCOMPILED) == 2
     for layer in layers_of(model):
         few, many = layer.linears.of(1), layer.linears.of(MAX_ROWS + 1)
@@ -84,7 +84,7 @@ def test_layers_that_many_rows_would_not_fit_are_not_fused(monkeypatch: pytest.M
             return -super().gated_linear(rows, weight)
 
     monkeypatch.setattr(preparing, "many_row_linears", lambda _device: Other())
-    model = runner_of(make_tiny())._model
+    model = runner_of(make_tiny()).model
     assert prepare_layers(model, UNCOMPILED) == 0
     assert prepare_layers(model, LayerOptions(compiled=False, many=False)) == 2
 
@@ -130,7 +130,7 @@ def test_a_layer_without_a_step_runs_its_own_code() -> None:
 
 
 def test_what_is_not_asked_for_is_not_done() -> None:
-    model = runner_of(make_tiny())._model
+    model = runner_of(make_tiny()).model
     assert prepare_layers(model, LayerOptions(compiled=False, fused=False)) == 0
     inner: Any = model
     assert not isinstance(inner.model.norm, FusedNorm)
@@ -151,7 +151,7 @@ def test_invariant_layers_take_every_product_and_any_number_of_rows() -> None:
 
 
 def test_a_model_that_cannot_be_made_invariant_is_refused() -> None:
-    model = runner_of(make_tiny("qwen3"))._model
+    model = runner_of(make_tiny("qwen3")).model
     with pytest.raises(ValueError, match="qwen3: its layers cannot be made independent"):
         prepare_layers(model, LayerOptions(invariant=True))
 
@@ -160,5 +160,5 @@ def test_a_model_that_cannot_be_made_invariant_is_refused() -> None:
 def test_a_model_whose_parts_have_other_names_keeps_its_code(model_type: str) -> None:
     runner = runner_of(make_tiny(model_type, num_key_value_heads=4))
     expected = runner.forward(batch_of(5)).clone()
-    assert prepare_layers(runner._model, UNCOMPILED) == 0
+    assert prepare_layers(runner.model, UNCOMPILED) == 0
     torch.testing.assert_close(runner.forward(batch_of(5)), expected)

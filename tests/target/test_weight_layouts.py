@@ -69,12 +69,12 @@ def as_it_is(runner: ModelRunner) -> None:
 
 def joined(runner: ModelRunner) -> None:
     """Products joined, and layers fused where they can be."""
-    prepare_layers(runner._model, LayerOptions(compiled=False))
+    prepare_layers(runner.model, LayerOptions(compiled=False))
 
 
 def invariant(runner: ModelRunner) -> None:
     """Every product through the kernels."""
-    prepare_layers(runner._model, LayerOptions(compiled=False, invariant=True))
+    prepare_layers(runner.model, LayerOptions(compiled=False, invariant=True))
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
@@ -96,12 +96,12 @@ def test_in_place(family: str, prepare: Callable[[ModelRunner], None], tied: boo
         assert torch.equal(value, own)
     assert not torch.allclose(before, after(runner)[0])
     if tied:
-        model = runner._model
+        model = runner.model
         assert model.get_input_embeddings().weight.data_ptr() == model.get_output_embeddings().weight.data_ptr()
 
 
 def every_tensor(runner: ModelRunner) -> list[Tensor]:
-    return [*runner._model.parameters(), *runner._model.buffers()]
+    return [*runner.model.parameters(), *runner.model.buffers()]
 
 
 def test_layers_that_do_not_depend_on_the_batch(tmp_path: Path) -> None:
@@ -140,7 +140,7 @@ def test_types_are_converted(stored: torch.dtype, served: torch.dtype, tmp_path:
     runner = make_runner(make_tiny().to(served))
     exchange(runner, folder)
     for name, tensor in new.state_dict().items():
-        assert torch.equal(runner._model.state_dict()[name], tensor.to(stored).to(served))
+        assert torch.equal(runner.model.state_dict()[name], tensor.to(stored).to(served))
 
 
 def test_a_tied_tensor_that_differs_from_its_other(tmp_path: Path) -> None:

@@ -355,14 +355,14 @@ def test_weights_that_do_not_fit_touch_nothing(
 ) -> None:
     change, said = DAMAGES[name]
     running = start()
-    before = {key: tensor.clone() for key, tensor in running.runner._model.state_dict().items()}
+    before = {key: tensor.clone() for key, tensor in running.runner.model.state_dict().items()}
     sequence_id = running.engine.submit(request(PROMPT, 100))
     running.update(damaged(folder, tmp_path / "bad", change), RunningRequests.ABORT)
     refusal = running.refused()
     assert isinstance(refusal, InvalidField) and said in refusal.message
     assert isinstance(running.wait_last(sequence_id), SequenceFinished)
     assert running.said(sequence_id) == expected(old, PROMPT, 100)
-    for key, tensor in running.runner._model.state_dict().items():
+    for key, tensor in running.runner.model.state_dict().items():
         assert torch.equal(tensor, before[key])
     assert running.engine.snapshot().model_version == 1
 

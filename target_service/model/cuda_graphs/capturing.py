@@ -1,4 +1,4 @@
-"""Prepares captured steps at start: what memory they take, what is left for keys and values, and which come first."""
+"""Captures steps at start: the memory they take, the memory left for keys and values, and the order of sizes."""
 
 from __future__ import annotations
 
@@ -15,39 +15,39 @@ from target_service.model.cuda_graphs.sizes import Bucket
 from target_service.model.runner import ModelRunner
 
 log = logging.getLogger(__name__)
-# Set aside for what each graph takes for itself beside the pool that all share.
+# Reserved for what each graph takes beside the pool that all share.
 _GRAPH_BYTES = 16 << 20
-# Steps of other sizes find the pool's memory in other pieces than the largest left it in.
+# Steps of other sizes split the pool's memory differently from the largest, which is measured.
 _POOL_SLACK = 1.5
-# Rows of a sequence above which a step is likelier to read a prompt.
+# With more rows of a sequence, a step is likelier to read a prompt.
 _TREE_ROWS = 64
 
 
 def capture_steps(
     runner: ModelRunner, options: CaptureOptions, *, seconds: float, memory_share: float
 ) -> CapturedRunner:
-    """Take over `runner`, capture the largest step, give keys and values what is left, and capture the others.
+    """Take over `runner`, capture the largest step, give the KV cache the memory that is left, and capture the others.
 
     Args:
-        runner: with a cache that is to be replaced, just large enough to run a step.
+        runner: with a cache that is just large enough to run a step and will be replaced.
         options: bounds of a step.
-        seconds: no capture begins later than this. Steps of sizes that were left out run as the next larger ones.
-        memory_share: of what is free then, for keys and values. 0 leaves the cache as it is.
+        seconds: no capture begins later than this. Steps of sizes that are not captured run as the next larger ones.
+        memory_share: of the memory that is free then, for the KV cache. 0 keeps the runner's cache.
     """
     captured = CapturedRunner(runner, options)
-    # Joining layers leaves as much as they weigh with PyTorch, which capturing gives back to the device: taken for what
-    # a step needs less than nothing of, it made a cache of 77 GB on a GPU that had 66 left.
+    # Joining layers leaves as much memory as they weigh with PyTorch, which capturing gives back to the device. Counted
+    # as free only then, a step seemed to take less than nothing, and the cache got 77 GB on a GPU with 66 left.
     torch.cuda.empty_cache()
     before = _free(runner.device)
     try:
         captured.capture(captured.buckets[-1:])
     except torch.OutOfMemoryError:
         raise
-    # Whatever a model does in a step that no graph can hold, the compiler and CUDA say so by this.
+    # The compiler and CUDA raise this for a step that no graph can hold.
     except RuntimeError as error:
         log.warning("steps run eagerly, for they cannot be captured: %s", error)
         captured.keep_to_captured()
-        # Each pass would wait for the host, which is what choosing rows on the device is to save.
+        # Choosing rows on the device only pays where passes do not wait for the host.
         captured.node_table = None
     taken = max(0, before - _free(runner.device))
     if memory_share:
@@ -84,12 +84,12 @@ def _cache_of(small: KVCache, free: float, share: float) -> KVCache:
 def _capture_all(captured: CapturedRunner, seconds: float) -> None:
     largest, *others = reversed(captured.buckets)
     # The largest first, which every step fits.
-    wanted = [largest, *sorted(others, key=_importance)]
+    ordered = [largest, *sorted(others, key=_importance)]
     with Progress(transient=True, disable=not sys.stderr.isatty(), console=Console(stderr=True)) as bars:
-        bar = bars.add_task("capturing steps", total=len(wanted))
-        done = captured.capture(wanted, seconds=seconds, progress=lambda count, _: bars.update(bar, completed=count))
+        bar = bars.add_task("capturing steps", total=len(ordered))
+        done = captured.capture(ordered, seconds=seconds, progress=lambda: bars.advance(bar))
     captured.keep_to_captured()
-    log.info("captured %d of %d sizes of steps", done, len(wanted))
+    log.info("captured %d of %d sizes of steps", done, len(ordered))
 
 
 def _importance(bucket: Bucket) -> tuple[bool, int, int]:

@@ -1,7 +1,7 @@
 """Steps as captured CUDA graphs: a step costs the host one small copy and one launch.
 
-A graph reads its step from tensors that stay where they are. All of them are parts of one buffer of integers per
-bucket, which one copy from pinned memory fills. Rows that a step leaves free have no sequence, no slot and no effect.
+A graph reads its step from tensors with fixed addresses, all of them parts of one buffer of integers per bucket, which
+one copy from pinned memory fills. Rows that a step leaves free have no sequence, no slot and no effect.
 """
 
 from __future__ import annotations
@@ -23,33 +23,33 @@ from target_service.model.cuda_graphs.sizes import Bucket, buckets_up_to, choose
 from target_service.model.cuda_graphs.step_buffer import StepBuffer
 from target_service.model.forward import ForwardInput, ForwardPass, rows_of
 from target_service.model.fused.preparing import LayerOptions, prepare_layers
-from target_service.model.hidden_state_hooks import LayerTaps
-from target_service.model.latent_attention import form_of
-from target_service.model.runner import ModelRunner, _attend, _Step
+from target_service.model.hidden_state_hooks import LayerHooks
+from target_service.model.latent_attention import implementation_name
+from target_service.model.runner import ModelRunner, Step, attend
 from tree_kernels.node_table import fill_pending
 
 ATTENTION = "outrider_captured"
-# Versions of a layer that the compiler may make: one per number of rows, and frames that a layer falls into.
+# Versions of a layer that the compiler may make: one for each number of rows and each frame of a layer.
 _RECOMPILE_LIMIT = 64
 
 
-class _Held:
-    """Keeps the compiler from looking into a step, and from compiling once per layer."""
+class HeldStep:
+    """Hides a step from the compiler, which would compile every layer separately for it."""
 
-    def __init__(self, step: _Step) -> None:
+    def __init__(self, step: Step) -> None:
         self.step = step
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _attend_opaque(
-    *args: Any, outrider_step: _Step | None = None, outrider_held: _Held | None = None, **kw: Any
+    *args: Any, outrider_step: Step | None = None, outrider_held: HeldStep | None = None, **kw: Any
 ) -> Any:
-    """`runner._attend`, in which layers differ, between the compiled parts of a layer, in which they do not."""
-    return _attend(*args, outrider_step=outrider_held.step if outrider_held else outrider_step, **kw)
+    """`runner.attend`, not compiled: layers differ in it, and not in the parts around it."""
+    return attend(*args, outrider_step=outrider_held.step if outrider_held else outrider_step, **kw)
 
 
 for _latent in (False, True):
-    AttentionInterface.register(form_of(ATTENTION, latent=_latent), _attend_opaque)
+    AttentionInterface.register(implementation_name(ATTENTION, latent=_latent), _attend_opaque)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class CaptureOptions:
         max_rows: of all sequences of a step; larger steps run eagerly.
         max_sequences: of a step; at most `config.MAX_SEQUENCES`.
         layers: how layers are prepared.
-        hooked: decoder layers whose outputs every step keeps; see `LayerTaps`.
+        hooked: decoder layers whose outputs every step keeps; see `LayerHooks`.
     """
 
     max_rows: int = 512
@@ -79,19 +79,19 @@ class _Captured:
 
 
 class CapturedRunner(ModelRunner):
-    """A `ModelRunner` on a GPU whose steps run as CUDA graphs, captured when first met or ahead by `capture`.
+    """A `ModelRunner` on a GPU whose steps run as CUDA graphs, captured when first used or ahead by `capture`.
 
-    What `forward` returns is overwritten by the next step of the same bucket.
+    The result of `forward` is overwritten by the next step of the same bucket.
     """
 
     def __init__(self, runner: ModelRunner, options: CaptureOptions | None = None) -> None:
-        """Takes over the runner's model, which is changed for good.
+        """Take over the runner's model, which is changed for good.
 
         Raises:
             ValueError: the runner's attention is not Triton's.
         """
         super().__init__(
-            runner._model,
+            runner.model,
             runner.tokenizer,
             runner.cache,
             runner._attention,
@@ -108,16 +108,16 @@ class CapturedRunner(ModelRunner):
         self._pool: Any = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         self._attend_by(ATTENTION)
-        prepare_layers(self._model, self._options.layers)
+        prepare_layers(self.model, self._options.layers)
         self.draft_head = runner.draft_head
         if runner.node_table is not None:
             self.keep_tokens(self._options.max_sequences, runner.node_table.lookup_tokens)
         if self._options.hooked:
-            # On the layers as they are prepared, and before any graph holds them.
-            self.hooks = LayerTaps(self._model, self._options.hooked, self._buckets[-1].rows, grows=False)
+            # After layers are prepared, and before any graph is captured.
+            self.hooks = LayerHooks(self.model, self._options.hooked, self._buckets[-1].rows, grows=False)
 
     def hook(self, layers: tuple[int, ...]) -> None:
-        """See `ModelRunner.hook`. What graphs keep was chosen before they were captured."""
+        """See `ModelRunner.hook`. Layers were chosen before graphs were captured."""
         if self.hooks is None or self.hooks.layers != layers:
             raise NotSupported(f"captured steps keep the states of layers {self._options.hooked}: set --draft-head")
 
@@ -133,7 +133,7 @@ class CapturedRunner(ModelRunner):
 
     @property
     def scratch_bytes(self) -> int:
-        """Of the captured step that keeps most for what its attention merges."""
+        """Bytes of partial attention results, of the captured step with the most."""
         schedules = [one.buffer.plan.schedules.values() for one in self._captured.values()]
         return max((sum(schedule.partials.nbytes for schedule in each) for each in schedules), default=0)
 
@@ -142,12 +142,14 @@ class CapturedRunner(ModelRunner):
         """See `ModelRunner.forward`. Steps outside the buckets run eagerly."""
         captured = self._replay(batch)
         if captured is None:
-            return self._eager(batch)
+            # Compiled layers would be compiled once more for every length of a prompt's chunk.
+            with torch.compiler.set_stance("force_eager"):
+                return super().forward(batch)
         return rows_of(captured.logits, batch.logit_rows)
 
     @torch.inference_mode()
     def run(self, batch: ForwardInput, parameters: NDArray[numpy.int32]) -> ForwardPass:
-        """See `ModelRunner.run`. `parameters` are as many as a step of the largest size has."""
+        """See `ModelRunner.run`. `parameters` have the size of those of the largest step."""
         captured = self._replay(batch, parameters)
         if captured is None:
             with torch.compiler.set_stance("force_eager"):
@@ -156,7 +158,7 @@ class CapturedRunner(ModelRunner):
 
     @torch.inference_mode()
     def run_later(self, first: ForwardInput, passes: int, parameters: NDArray[numpy.int32]) -> ForwardPass:
-        """See `ModelRunner.run_later`. The step moves on where it lies, and the host lays nothing out."""
+        """See `ModelRunner.run_later`. The step moves on in device memory, and the host lays out nothing."""
         bucket = choose_bucket(self._buckets, first.attention)
         captured = None if bucket is None else self._captured.get(bucket)
         if captured is None:
@@ -167,7 +169,7 @@ class CapturedRunner(ModelRunner):
 
     @torch.inference_mode()
     def run_after(self, batch: ForwardInput, accepted_counts: Tensor, parameters: NDArray[numpy.int32]) -> ForwardPass:
-        """See `ModelRunner.run_after`. The step moves on where it lies, and nobody waits."""
+        """See `ModelRunner.run_after`. The step moves on in device memory, and the host does not wait."""
         captured = self._replay(batch, parameters, lambda buffer: buffer.move_on(accepted_counts, self._last_position))
         return super().run_after(batch, accepted_counts, parameters) if captured is None else _pass_of(captured)
 
@@ -179,13 +181,13 @@ class CapturedRunner(ModelRunner):
         moves: Tensor | None = None,
         before: Callable[[], None] | None = None,
     ) -> ForwardPass:
-        """See `ModelRunner.run_device_rows`. Nobody waits."""
+        """See `ModelRunner.run_device_rows`. The host does not wait."""
         table = self.node_table
         assert table is not None, "tokens are kept by then"
 
         def begin(buffer: StepBuffer) -> None:
             if before is not None:
-                # Whatever a caller does there is none of the pass's computing.
+                # The caller's work is no part of the pass.
                 with torch.inference_mode(False):
                     before()
             table.begin(buffer.step, self.pending, moves, batch.reading)
@@ -197,7 +199,7 @@ class CapturedRunner(ModelRunner):
 
     @torch.inference_mode()
     def run_again(self, batch: ForwardInput, done: ForwardPass) -> ForwardPass:
-        """See `ModelRunner.run_again`. The tensors stay where they are."""
+        """See `ModelRunner.run_again`. The result has the same tensors."""
         if not isinstance(done.keeper, _Captured):
             return super().run_again(batch, done)
         done.keeper.graph.replay()
@@ -211,19 +213,19 @@ class CapturedRunner(ModelRunner):
             yield _pass_of(captured)
 
     def drop_captures(self) -> None:
-        """Forget every graph, and give its memory back."""
+        """Drop every graph and its memory."""
         torch.cuda.synchronize(self.device)
         self._captured.clear()
 
     def use_cache(self, cache: KVCache) -> None:
-        """Serve from another cache. Graphs hold the addresses of the old one's, so they are forgotten."""
+        """Serve from another cache. Graphs hold addresses of the old one, so they are dropped."""
         self.drop_captures()
         self.cache = cache
         if self.node_table is not None:
             self.keep_tokens(self._options.max_sequences, self.node_table.lookup_tokens)
 
     def keep_to_captured(self) -> None:
-        """Capture nothing more: a step of another size runs as the next larger one that is there, or eagerly."""
+        """Capture nothing more: a step of another size runs as the next larger captured one, or eagerly."""
         self._buckets = tuple(sorted(self._captured))
 
     def capture(
@@ -231,17 +233,17 @@ class CapturedRunner(ModelRunner):
         buckets: Iterable[Bucket],
         *,
         seconds: float = float("inf"),
-        progress: Callable[[int, int], None] | None = None,
+        progress: Callable[[], object] | None = None,
     ) -> int:
         """Capture ahead of the first request, until `seconds` are over. Returns how many are captured.
 
         Args:
-            buckets: in order of importance; those left over are captured when first met, unless `keep_to_captured`.
+            buckets: in order of importance; the rest is captured when first used, unless `keep_to_captured`.
             seconds: no capture begins later than this.
-            progress: told after each how many are done, and of how many.
+            progress: called after each capture.
         """
-        wanted, start, done = list(buckets), time.monotonic(), 0
-        for bucket in wanted:
+        start, done = time.monotonic(), 0
+        for bucket in buckets:
             if time.monotonic() - start > seconds:
                 break
             if bucket not in self._captured:
@@ -249,13 +251,8 @@ class CapturedRunner(ModelRunner):
                     self._captured[bucket] = self._capture(bucket)
             done += 1
             if progress is not None:
-                progress(done, len(wanted))
+                progress()
         return done
-
-    def _eager(self, batch: ForwardInput) -> Tensor:
-        # A compiled layer would be compiled once more for every length of a prompt's chunk.
-        with torch.compiler.set_stance("force_eager"):
-            return super().forward(batch)
 
     def _replay(
         self,
@@ -263,7 +260,7 @@ class CapturedRunner(ModelRunner):
         parameters: NDArray[numpy.int32] | None = None,
         before: Callable[[StepBuffer], None] | None = None,
     ) -> _Captured | None:
-        """The step, and `before` it what is done to it where it lies. None where it is outside the buckets."""
+        """Launch the step, and `before` it what changes its integers on the device. None outside the buckets."""
         bucket = choose_bucket(self._buckets, batch.attention, batch.room)
         if bucket is None or not batch.token_ids:
             return None
@@ -281,7 +278,7 @@ class CapturedRunner(ModelRunner):
         pages_each = self.cache.pages_for(self.max_context + bucket.rows)
         verified = self._options.max_sequences, self._options.max_rows
         buffer = StepBuffer(bucket, self._triton, self.device, self.cache.page_size, pages_each, verified)
-        # Compiled for where this buffer's parts lie. No sequence has a row yet, so nothing moves on.
+        # Compiled for the alignment of this buffer's parts. No sequence has a row yet, so nothing moves on.
         buffer.advance(self._last_position)
         buffer.move_on(self.pending, self._last_position)
         if self.node_table is not None:
@@ -290,11 +287,11 @@ class CapturedRunner(ModelRunner):
         buffer.loaded()
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream), torch._dynamo.config.patch(recompile_limit=_RECOMPILE_LIMIT):
-            # Compiles what is to be compiled, and lets libraries allocate what they keep.
+            # Compiles layers, and lets libraries allocate what they keep.
             for _ in range(2):
                 self._run(buffer)
         self._stream.synchronize()
-        # The first layer to run makes the schedule, which has to become part of the graph.
+        # The first layer makes the schedule, which has to become part of the graph.
         buffer.plan.schedules.clear()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
@@ -304,14 +301,14 @@ class CapturedRunner(ModelRunner):
 
     def _run(self, buffer: StepBuffer) -> tuple[Tensor, Tensor]:
         """Logits and token ids of all rows of the bucket."""
-        step = _Step(self._attention, buffer.plan, buffer.slots, self.cache)
+        step = Step(self._attention, buffer.plan, buffer.slots, self.cache)
         kept = (buffer.slots, self.cache.tokens) if self.node_table is not None else ()
         token_ids = fill_pending(buffer.token_ids, self.pending, *kept)
-        output = self._model(
+        output = self.model(
             input_ids=token_ids.unsqueeze(0),
             position_ids=buffer.positions.unsqueeze(0),
             use_cache=False,
-            outrider_held=_Held(step),
+            outrider_held=HeldStep(step),
         )
         return output.logits[0], token_ids
 

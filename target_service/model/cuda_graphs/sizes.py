@@ -1,14 +1,15 @@
-"""Sizes that steps are captured for, and how a step fills one."""
+"""Sizes for which steps are captured, and how a step fills one."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from tree_kernels.attention import AttentionBatch
 from tree_kernels.node_table import KEPT
 
-# Of one mask word per row; a larger tree needs four.
+# Rows of a tree with one mask word per row; a larger tree needs four words.
 _ONE_WORD = 64
 _LARGEST_TREE = 256
 
@@ -22,23 +23,23 @@ class Bucket:
 
     @property
     def rows_each(self) -> tuple[int, ...]:
-        """[sequences] rows of each sequence of the step that it is captured with: as even as can be."""
+        """[sequences] rows of each sequence of the step that is captured, as even as possible."""
         each, more = divmod(self.rows, self.sequences)
         return tuple(each + (index < more) for index in range(self.sequences))
 
     @property
     def largest_tree(self) -> int:
-        """Rows of the largest tree whose mask has room. None has where every sequence is a chunk of a prompt."""
+        """Rows of the largest tree whose mask has room; 0 where every sequence is a chunk of a prompt."""
         rows = max(self.rows_each)
         if rows <= _ONE_WORD:
             return _ONE_WORD
         return _LARGEST_TREE if rows <= _LARGEST_TREE else 0
 
 
-# Below this, reading the weights outweighs what rows cost, and fewer sizes are compiled and captured in less time.
+# Below this, reading the weights costs more than the rows, and fewer sizes are compiled and captured in less time.
 _ROWS_AT_NO_COST = 16
-# Above this, rows cost what they compute: at 8B size 32 sequences took 6.7 ms with 128 rows, 8.6 with 256 and 12.8 with
-# 512 (H200, `benchmarks/results/2026-11-23-h200-widened-seventh.md`), and a prompt of 260 tokens paid for 512.
+# Above this, time grows with rows: at 8B size 32 sequences took 6.7 ms with 128 rows, 8.6 with 256 and 12.8 with 512
+# (H200, `benchmarks/results/2026-11-23-h200-widened-seventh.md`), and a prompt of 260 tokens took as long as 512 rows.
 _ROWS_AT_FULL_COST = 128
 
 
@@ -46,12 +47,12 @@ def row_sizes(largest: int) -> tuple[int, ...]:
     """1, 4, 16, 32, 64, 128, 192, 256, 384, 512 .. and `largest` itself."""
     powers = [1 << exponent for exponent in range(largest.bit_length())]
     between = [power + power // 2 for power in powers if power >= _ROWS_AT_FULL_COST]
-    spared = [power for power in powers if power >= _ROWS_AT_NO_COST or power in (1, 4)]
-    return (*sorted(size for size in (*spared, *between) if size < largest), largest)
+    kept = [power for power in powers if power >= _ROWS_AT_NO_COST or power in (1, 4)]
+    return (*sorted(size for size in (*kept, *between) if size < largest), largest)
 
 
 def sequence_sizes(largest: int) -> tuple[int, ...]:
-    """1, 4, 16, 64 .. and `largest` itself: room for a sequence that is not there costs little."""
+    """1, 4, 16, 64 .. and `largest` itself: room for absent sequences costs little."""
     return (*(4**exponent for exponent in range(largest.bit_length()) if 4**exponent < largest), largest)
 
 
@@ -65,11 +66,8 @@ def buckets_up_to(max_rows: int, max_sequences: int) -> tuple[Bucket, ...]:
 
 
 def choose_bucket(buckets: Iterable[Bucket], batch: AttentionBatch, room: int = 0) -> Bucket | None:
-    """The bucket with the fewest rows, then the fewest sequences, that holds the step and so many rows, whatever trees
-    the device makes of these; None if none does.
-
-    `cuda_graphs.sizes` are in that order.
-    """
+    """The bucket with the fewest rows, then the fewest sequences, that holds the step and `room` rows with any trees
+    that the device makes of them; None if none does. `buckets` are in that order."""
     trees = max((len(parents) for parents in batch.parents if parents is not None), default=KEPT + 1 if room else 0)
     fitting = (
         bucket
@@ -80,7 +78,7 @@ def choose_bucket(buckets: Iterable[Bucket], batch: AttentionBatch, room: int = 
 
 
 def padded(batch: AttentionBatch, bucket: Bucket) -> AttentionBatch:
-    """The step with the bucket's number of sequences: those that are added have no rows, no keys and no pages."""
+    """The step with the bucket's number of sequences: added ones have no rows, no keys and no pages."""
     missing = bucket.sequences - batch.sequences
     if not missing:
         return batch
@@ -96,15 +94,12 @@ def padded(batch: AttentionBatch, bucket: Bucket) -> AttentionBatch:
 def capacity(bucket: Bucket, page_size: int, pages_each: int) -> AttentionBatch:
     """The largest step of a bucket: a chain of rows for every sequence, and as many pages as each can ever have.
 
-    The prefix is as long as one in the middle of its life, since the plan is tuned by it.
+    The plan is tuned for the length of the prefix, which is that of a typical sequence half-way.
     """
     rows = bucket.rows_each
     prefix = max(0, min(1024, pages_each * page_size - max(rows)))
-    starts = [0]
-    for count in rows:
-        starts.append(starts[-1] + count)
     return AttentionBatch(
-        query_starts=tuple(starts),
+        query_starts=(0, *accumulate(rows)),
         prefix_lengths=(prefix,) * bucket.sequences,
         pages=((0,) * pages_each,) * bucket.sequences,
         page_size=page_size,

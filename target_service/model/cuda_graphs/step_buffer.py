@@ -1,4 +1,4 @@
-"""The integers of a captured step, in one tensor that stays where it is, and the pinned memory that fills it."""
+"""The integers of a captured step, in one tensor of a fixed address, and the pinned memory that fills it."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from tree_kernels.attention.triton_planning import TritonPlan, TritonPlanner
 from tree_kernels.node_table import StepIntegers, advance, move_on
 from tree_kernels.verification import RECORD, parameter_count
 
-# Of the pinned memory: a step is laid out while another runs.
-_TURNS = 2
+# Pinned buffers: one is filled for the next step while the other is copied.
+_HOSTS = 2
 
 
 class _Pinned:
-    """Integers on the host that a copy to the device reads at its own time."""
+    """Integers on the host that an asynchronous copy to the device reads."""
 
     def __init__(self, size: int, *, on_gpu: bool) -> None:
         # [size] int32, and the same as an array.
@@ -30,11 +30,12 @@ class _Pinned:
         self._copied = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
 
     def wait(self) -> None:
-        """Until what was launched last has been read."""
+        """Wait until the last copy has read them."""
         if self._copied is not None:
             self._copied.synchronize()
 
     def launched(self) -> None:
+        """A copy was launched before now."""
         if self._copied is not None:
             self._copied.record()
 
@@ -42,8 +43,8 @@ class _Pinned:
 class StepBuffer:
     """The integers of one step on the device, and the plan that lies in them.
 
-    Layout: token ids, positions, slots [rows] each, then the parameters that the step is verified with, and then the
-    plan, whose pages come last, so that a step with few pages copies little.
+    Layout: token ids, positions and slots [rows] each, then the parameters for verification, then the plan, whose pages
+    come last, so that a step with few pages copies little.
     """
 
     def __init__(
@@ -55,8 +56,7 @@ class StepBuffer:
         pages_each: int,
         verified: tuple[int, int],
     ) -> None:
-        """`pages_each` sequence at most; `verified` are the sequences and rows that the parameters have room for which
-        `load` may bring along."""
+        """Each sequence has up to `pages_each`; the parameters have room for `verified` (sequences, rows)."""
         self.bucket = bucket
         largest = capacity(bucket, page_size, pages_each)
         rows = bucket.rows
@@ -64,8 +64,8 @@ class StepBuffer:
         size = self._plan_at + plan_integers(largest)
         self._attention = attention
         on_gpu = device.type == "cuda"
-        # In turns, so that none is written while it is read.
-        self._hosts = [_Pinned(size, on_gpu=on_gpu) for _ in range(_TURNS)]
+        # Used in turns, so that none is written while it is read.
+        self._hosts = [_Pinned(size, on_gpu=on_gpu) for _ in range(_HOSTS)]
         self._turn = 0
         self.integers = torch.zeros(size, dtype=torch.int32, device=device)
         self.token_ids, self.positions, self.slots = self.integers[: 3 * rows].view(3, rows)
@@ -88,13 +88,13 @@ class StepBuffer:
         )
 
     def rehearsal(self) -> ForwardInput:
-        """A step that fills the bucket and writes no key anywhere."""
+        """A step that fills the bucket and writes no key."""
         rows = (0,) * self.bucket.rows
         return ForwardInput(rows, rows, (-1,) * len(rows), self.plan.batch, ())
 
     def load(self, batch: ForwardInput, last_position: int, parameters: NDArray[numpy.int32] | None = None) -> None:
-        """Send a step to the device, with its parameters if it is to be verified. Does not wait for it; `loaded` is to
-        follow when what runs on it is launched.
+        """Copy a step to the device, with its parameters if it is to be verified, without waiting. Call `loaded` once
+        the pass is launched.
 
         Raises:
             ValueError: the step does not fit.
@@ -108,10 +108,10 @@ class StepBuffer:
         head.extend(batch.slots + (-1,) * len(free))
         packed = self._attention.pack(self.plan, padded(batch.attention, self.bucket))
         end = self._plan_at + len(packed)
-        self._turn = (self._turn + 1) % _TURNS
+        self._turn = (self._turn + 1) % _HOSTS
         host = self._hosts[self._turn]
         host.wait()
-        # Small writes cost numpy a fifth of what they cost torch.
+        # Small writes take a fifth of the time in numpy.
         host.array[: len(head)] = numpy.frombuffer(head, numpy.int32)
         if parameters is not None:
             host.array[len(head) : self._plan_at] = parameters
@@ -119,13 +119,13 @@ class StepBuffer:
         self.integers[:end].copy_(host.tensor[:end], non_blocking=True)
 
     def loaded(self) -> None:
-        """What `load` sent is launched. Later than `load`, so that what runs on it is launched first."""
+        """Record that the copy of `load` was launched. Apart from it, so that the pass is launched first."""
         self._hosts[self._turn].launched()
 
     def advance(self, last_position: int) -> None:
-        """Make the step that is there, of one row a sequence, the one after it; see `feeding.advance`."""
+        """Move the loaded step of one row a sequence on to the next; see `feeding.advance`."""
         advance(self.step, self._page_size, last_position)
 
     def move_on(self, accepted_counts: Tensor, last_position: int) -> None:
-        """Move the step that is there on by what the one before accepted; see `feeding.move_on`."""
+        """Move the loaded step on by what the one before accepted; see `feeding.move_on`."""
         move_on(self.step, accepted_counts, self._page_size, last_position)

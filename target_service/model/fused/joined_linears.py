@@ -16,12 +16,12 @@ _SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 class JointLinear(nn.Module):
     """One of several linear layers whose weights lie in one tensor. Input [..., in], output [..., out].
 
-    Compiled by `compile_shared`, each sibling asks for the product with all weights and takes its part, and one product
-    is kept. Run eagerly, it multiplies with its own part only.
+    Compiled by `compile_shared`, each sibling takes its part of the product with all weights, which is computed once.
+    Run eagerly, it multiplies with its own part only.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, start: int, stop: int) -> None:
-        """`weight` [all outputs, in], `bias` [all outputs]; this layer's are start .. stop."""
+        """`weight` [all outputs, in] and `bias` [all outputs]; this layer's outputs are start .. stop."""
         super().__init__()
         self.register_buffer("joint_weight", weight, persistent=False)
         self.register_buffer("joint_bias", bias, persistent=False)
@@ -42,7 +42,7 @@ class JointLinear(nn.Module):
 
 
 def join_linears(model: PreTrainedModel) -> int:
-    """Join siblings of `model`, in place and for good, and return how many groups there were. For inference only."""
+    """Join siblings of `model`, in place and for good, and return the number of groups. For inference only."""
     joined = 0
     with torch.no_grad():
         for parent in list(model.modules()):
@@ -51,23 +51,38 @@ def join_linears(model: PreTrainedModel) -> int:
 
 
 def _join(parent: nn.Module, names: Sequence[str]) -> bool:
-    linears = [getattr(parent, name, None) for name in names]
-    # Subclasses compute something else.
-    plain = [linear for linear in linears if type(linear) is nn.Linear]
-    if len(plain) != len(names) or len({(one.in_features, one.bias is None) for one in plain}) != 1:
+    linears = siblings(parent, names)
+    if not linears:
         return False
-    weight = torch.cat([one.weight for one in plain])
-    bias = None if plain[0].bias is None else torch.cat([one.bias for one in plain])
+    weight, bias = joined_parameters(linears)
     start = 0
-    for name, one in zip(names, plain, strict=True):
-        setattr(parent, name, JointLinear(weight, bias, start, start + one.out_features))
-        start += one.out_features
+    for name, linear in zip(names, linears, strict=True):
+        setattr(parent, name, JointLinear(weight, bias, start, start + linear.out_features))
+        start += linear.out_features
     return True
 
 
+def siblings(parent: nn.Module, names: Sequence[str]) -> list[nn.Linear]:
+    """The children of these names, if all are plain linear layers of the same input width; none otherwise.
+
+    Nor where some have a bias and some do not, which no served family has: those would need a bias of zeros.
+    """
+    children = [getattr(parent, name, None) for name in names]
+    # Subclasses compute something else.
+    linears = [child for child in children if type(child) is nn.Linear]
+    alike = len({(linear.in_features, linear.bias is None) for linear in linears}) == 1
+    return linears if alike and len(linears) == len(names) else []
+
+
+def joined_parameters(linears: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
+    """Weight [all outputs, in] and bias [all outputs] of `siblings`."""
+    bias = None if linears[0].bias is None else torch.cat([linear.bias for linear in linears])
+    return torch.cat([linear.weight for linear in linears]), bias
+
+
 def compile_shared(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-    """A backend for `torch.compile`: its default one, after equal products were made one. It does not do so itself."""
-    # Imported for a second, which a CPU never needs.
+    """A backend for `torch.compile`: the default one behind `share_products`, which it does not do itself."""
+    # The import takes a second, and a CPU never needs it.
     from torch._inductor.compile_fx import compile_fx
 
     share_products(graph)
@@ -75,7 +90,7 @@ def compile_shared(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[...
 
 
 def share_products(graph: fx.GraphModule) -> int:
-    """Keep one of all linear layers with the same input, weight and bias; returns how many were dropped."""
+    """Keep one of all linear layers with the same input, weight and bias. Returns how many were dropped."""
     first: dict[tuple[Any, ...], fx.Node] = {}
     dropped = 0
     for node in list(graph.graph.nodes):

@@ -1,48 +1,26 @@
 """Decoder layers of few launches, in place of the modules of a transformers model: five for few rows, nine for many.
 
-Families whose layers are built like Llama's take part: two RMSNorms, projections that `joining` has joined, rotary
-embedding of whole heads, SiLU. `preparing` says when.
+For families whose layers are built like Llama's: two RMSNorms, projections that `joined_linears` has joined, rotary
+embedding of whole heads, SiLU. `preparing` decides which layers are replaced.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from target_service.model.fused.joined_linears import JointLinear
+from target_service.model.runner import Step
+from tree_kernels.attention import TreeAttention
 from tree_kernels.linear import HeadRows, Norm, RowLinears, ScaledRows
 
 _LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "o_proj"}
 _MLP_PARTS = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 _SCALED = "outrider_scaled_rows"
-
-
-class _Attention(Protocol):
-    def run(self, plan: Any, query: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float) -> Tensor: ...
-
-
-class _Cache(Protocol):
-    @property
-    def keys(self) -> Any: ...
-    @property
-    def values(self) -> Any: ...
-
-
-class Step(Protocol):
-    """What a layer needs of a step; `runner._Step` has it."""
-
-    @property
-    def attention(self) -> _Attention: ...
-    @property
-    def plan(self) -> Any: ...
-    @property
-    def slots(self) -> Tensor: ...
-    @property
-    def cache(self) -> _Cache: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,19 +90,18 @@ class LinearsByRows:
     """What computes the linear layers of a pass.
 
     Attributes:
-        ranges: (most rows, what computes so many), with most rows rising. More than the last run a model's own code.
+        ranges: (maximum of rows, what computes up to so many), rising. Passes of more rows run the model's own code.
     """
 
     ranges: tuple[tuple[float, RowLinears], ...]
 
     def of(self, rows: int) -> RowLinears | None:
-        """What computes a pass of so many rows; None for its own code, as of a pass without any."""
+        """What computes a pass of `rows`; None where the model's own code does, as for a pass without rows."""
         return next((linears for most, linears in self.ranges if 0 < rows <= most), None)
 
 
 class FusedLayer(nn.Module):
-    """A decoder layer by the `RowLinears` for its number of rows; where there are none, and without a step, by its own
-    code.
+    """A decoder layer computed by the `RowLinears` for its number of rows; without them or a step, by its own code.
 
     The hidden rows that it returns carry, as an attribute, the first half of the norm that reads them next.
     """
@@ -138,21 +115,21 @@ class FusedLayer(nn.Module):
         self.next_norm: Norm | None = None
 
     def __getattr__(self, name: str) -> Any:
-        # What a model's own code asks of its layers besides calling them.
+        # What a model's own code reads of its layers besides calling them.
         try:
             return super().__getattr__(name)
         except AttributeError:
             return getattr(super().__getattr__("plain"), name)
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """[1, R, H] -> [1, R, H], with the arguments of a transformers layer and the step of `runner._attend`."""
+        """[1, R, H] -> [1, R, H], with the arguments of a transformers layer and the step of `runner.attend`."""
         held = kwargs.get("outrider_held")
         step = held.step if held is not None else kwargs.get("outrider_step")
         linears = self.linears.of(hidden_states.shape[1])
         if step is None or args or kwargs.get("attention_mask") is not None or linears is None:
             return self.plain(hidden_states, *args, **kwargs)
         scaled = getattr(hidden_states, _SCALED, None)
-        output, scaled = self._rows(linears, hidden_states[0], scaled, step, kwargs["position_embeddings"])
+        output, scaled = self._rows(linears, hidden_states[0], scaled, step, *kwargs["position_embeddings"])
         output = output.unsqueeze(0)
         setattr(output, _SCALED, scaled)
         return output
@@ -163,16 +140,19 @@ class FusedLayer(nn.Module):
         hidden: Tensor,
         scaled: ScaledRows | None,
         step: Step,
-        turns: tuple[Tensor, Tensor],
+        cosines: Tensor,
+        sines: Tensor,
     ) -> tuple[Tensor, ScaledRows | None]:
+        """Rows [R, H] after the layer, and the first half of the next norm."""
         parts = self.parts
         if scaled is None:
             scaled = linears.scale_rows(hidden, parts.input_norm)
         keys, values = step.cache.keys[parts.index], step.cache.values[parts.index]
-        heads = HeadRows(turns[0][0], turns[1][0], step.slots, keys, values)
-        # Attention leaves the memory idle: what is multiplied after it comes meanwhile.
+        heads = HeadRows(cosines[0], sines[0], step.slots, keys, values)
+        # Attention leaves the memory idle: the weight that is multiplied after it is fetched meanwhile.
         query = linears.rotary_linear(scaled, parts.qkv.weight, parts.qkv.bias, heads, parts.out.weight)
-        attended = step.attention.run(step.plan, query, keys, values, parts.scaling).flatten(1)
+        attention = cast(TreeAttention, step.attention)
+        attended = attention.run(step.plan, query, keys, values, parts.scaling).flatten(1)
         hidden, scaled = linears.add_linear(attended, parts.out.weight, parts.out.bias, hidden, parts.inner_norm, None)
         assert scaled is not None
         gated = linears.gated_linear(scaled, parts.gate_up)
@@ -180,7 +160,7 @@ class FusedLayer(nn.Module):
 
 
 class FusedNorm(nn.Module):
-    """The norm after the last layer, one launch. Of rows that `linears` has nothing for by its own code."""
+    """The norm after the last layer in one launch; where `linears` has none for the rows, by its own code."""
 
     def __init__(self, plain: nn.Module, norm: Norm, linears: LinearsByRows) -> None:
         super().__init__()
@@ -196,7 +176,7 @@ class FusedNorm(nn.Module):
 
 
 class RowsHead(nn.Module):
-    """The product with the vocabulary as one that does not depend on how many rows there are."""
+    """The language model head, computed so that no result depends on the number of rows."""
 
     def __init__(self, plain: nn.Linear, linears: RowLinears) -> None:
         super().__init__()

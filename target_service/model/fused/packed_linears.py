@@ -1,7 +1,7 @@
-"""Linear layers whose weights lie in the order that the CPU's matrix unit reads.
+"""Linear layers whose weights are packed in the order in which the CPU's matrix unit reads them.
 
-PyTorch reorders a bf16 weight inside every call of `linear`. Ordered once, SmolLM2-135M's projections take 0.6 of the
-time at 1 to 16 rows and its lm_head 0.3, with the same sums in the same order.
+PyTorch reorders a bf16 weight in every call of `linear`. Packed once, SmolLM2-135M's projections take 0.6 of the time
+at 1 to 16 rows and its lm_head 0.3, with the same sums in the same order.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-# Rows that the layout is chosen for. Layouts for 1 and 16 were alike up to 16 rows, and this one wins from 64.
+from target_service.model.fused.joined_linears import joined_parameters, siblings
+
+# Rows that the layout is chosen for. Layouts for 1 and 16 were alike up to 16 rows, and this one is faster from 64.
 _ROWS = 16
-
-
 # Narrow layers that read the same input: one product for all three takes 4 % off a one-row step of SmolLM2-135M. The
 # wide gate_proj and up_proj gain nothing.
 _SIBLINGS = ("q_proj", "k_proj", "v_proj")
@@ -30,7 +30,7 @@ class Packed(Protocol):
     @property
     def has_bias(self) -> bool: ...
     def pack(self, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> None:
-        """Take other `weights` [out, in] and `biases` [out], one of each layer; `biases` empty where there are none."""
+        """Replace `weights` [out, in] and `biases` [out], one for each layer; no `biases` where layers have none."""
 
 
 class PackedLinear(nn.Module):
@@ -61,18 +61,16 @@ class PackedLinear(nn.Module):
 
 
 class _Joint:
-    """Several linear layers as one. Remembers its last input, which the siblings ask for one after the other."""
+    """Several linear layers as one. Keeps its last product, of which each sibling takes its part."""
 
     def __init__(self, linears: Sequence[nn.Linear]) -> None:
-        weight = torch.cat([linear.weight for linear in linears])
-        biases: list[Tensor] = [linear.bias for linear in linears if linear.bias is not None]
-        self._packed = PackedLinear(weight, torch.cat(biases) if biases else None)
+        self._packed = PackedLinear(*joined_parameters(linears))
         self.widths = [linear.out_features for linear in linears]
         self._rows: Tensor | None = None
         self._parts: Sequence[Tensor] = ()
 
     def part(self, index: int, rows: Tensor) -> Tensor:
-        """What sibling `index` makes of `rows`."""
+        """The output of sibling `index` for `rows`."""
         if rows is not self._rows:
             self._rows, self._parts = rows, self._packed(rows).split(self.widths, dim=-1)
         return self._parts[index]
@@ -86,13 +84,13 @@ class _Joint:
         return self._packed.has_bias
 
     def pack(self, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> None:
-        """See `Packed`. What was computed last is forgotten."""
+        """See `Packed`. Drops the last product."""
         self._packed.pack(weights, biases)
         self._rows, self._parts = None, ()
 
 
 class JoinedLinear(nn.Module):
-    """One of several linear layers that are computed together. Its output [..., out] is a view into theirs."""
+    """One of several linear layers that are computed together. Its output [..., out] is a view of their product."""
 
     def __init__(self, joint: _Joint, index: int) -> None:
         super().__init__()
@@ -103,7 +101,7 @@ class JoinedLinear(nn.Module):
 
 
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether packing pays and is there: bf16 on a CPU whose PyTorch has oneDNN with bf16."""
+    """Whether packing is available and pays: bf16 on a CPU whose PyTorch has oneDNN with bf16."""
     if device.type != "cpu" or dtype is not torch.bfloat16:
         return False
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
@@ -114,25 +112,14 @@ def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def pack_linears(model: PreTrainedModel, apart: Collection[str] = ()) -> None:
-    """Replace every `nn.Linear` of `model` but those that are named in `apart`, in place. For inference only, and for
-    good."""
+    """Replace every `nn.Linear` of `model` not named in `apart`, in place and for good. For inference only."""
     with torch.inference_mode():
         for parent in list(model.modules()):
-            _join_siblings(parent)
+            if linears := siblings(parent, _SIBLINGS):
+                joint = _Joint(linears)
+                for index, name in enumerate(_SIBLINGS):
+                    setattr(parent, name, JoinedLinear(joint, index))
             for name, child in list(parent.named_children()):
                 # Subclasses compute something else.
                 if type(child) is nn.Linear and name not in apart:
                     setattr(parent, name, PackedLinear(child.weight, child.bias))
-
-
-def _join_siblings(parent: nn.Module) -> None:
-    """Join the children named in `_SIBLINGS`, where all are plain linear layers of one kind."""
-    children = [getattr(parent, name, None) for name in _SIBLINGS]
-    linears = [child for child in children if isinstance(child, nn.Linear) and type(child) is nn.Linear]
-    if len(linears) < len(_SIBLINGS):
-        return
-    # One of them with a bias and one without would need a bias of zeros; no served family has that.
-    if len({(linear.in_features, linear.bias is None) for linear in linears}) == 1:
-        joint = _Joint(linears)
-        for index, name in enumerate(_SIBLINGS):
-            setattr(parent, name, JoinedLinear(joint, index))

@@ -1,7 +1,7 @@
 """A loaded model made ready for captured steps: products joined, layers fused where they can be, the rest compiled.
 
-A layer is asked for its parts by name and is then run beside its own code on random rows: one that computes anything
-else keeps its code.
+A layer is recognised by the names of its parts and then run beside its own code on random rows: one that computes
+anything else keeps its code.
 """
 
 from __future__ import annotations
@@ -10,12 +10,14 @@ import logging
 from dataclasses import dataclass
 from itertools import pairwise
 from math import inf
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from target_service.model.agreement import agree
 from target_service.model.fused.joined_linears import compile_shared, join_linears
 from target_service.model.fused.latent_layers import fuse_latents
 from target_service.model.fused.layers import (
@@ -32,14 +34,12 @@ from target_service.model.support import longest_context
 from tree_kernels.linear import many_row_linears, row_linears
 
 log = logging.getLogger(__name__)
-# Above, cuBLAS multiplies faster: at 64 rows of a layer of 8B both take as long, at 96 cuBLAS takes three quarters
+# Above, cuBLAS multiplies faster: at 64 rows of an 8B layer both take the same time, at 96 cuBLAS takes three quarters
 # (benchmarks/results/2026-11-24-h200-decoder-layer.json).
 MAX_ROWS = 64
-# Above, the model's own code runs, which the same record has at 1 to 3 % more up to 512 rows. Further up chosen, not
-# measured: three times the largest pass that is captured unless asked for, so that chunks of prompts are below it.
+# Above, the model's own code runs, which takes 1 to 3 % longer up to 512 rows (same record). The limit is chosen, not
+# measured: three times the largest pass that is captured by default, so that chunks of prompts are below it.
 MANY_ROWS = 1536
-# Relative error of two ways to compute a layer in half precision; another formula makes far more.
-_TOLERANCE = 0.03
 _PROBE_ROWS = 5
 # Columns of the smallest tile.
 _HEAD_MULTIPLE = 16
@@ -52,12 +52,11 @@ class LayerOptions:
     Attributes:
         joined: compute products that share their input as one.
         compiled: fuse what lies between the products with the compiler, where no kernel does.
-        fused: run layers of few rows through `tree_kernels.linear`. Only where products are joined. Layers of latent
-            attention: what lies before attention in one launch, of any number of rows; see `latent_layers`.
-        many: where layers are fused, run those of more rows as cuBLAS's products with kernels between; else the
-            model's own code does.
-        invariant: no bit of a row's result depends on how many rows there are; takes every product through the
-            kernels, of any number of rows.
+        fused: run passes of few rows through `tree_kernels.linear`, where products are joined. In layers of latent
+            attention, run what lies before attention as one launch, for any number of rows; see `latent_layers`.
+        many: where layers are fused, run passes of more rows as cuBLAS's products with kernels between them instead
+            of by the model's own code.
+        invariant: no bit of a row's result depends on the number of rows: every product runs through the kernels.
     """
 
     joined: bool = True
@@ -68,15 +67,15 @@ class LayerOptions:
 
 
 def prepare_layers(model: PreTrainedModel, options: LayerOptions) -> int:
-    """Prepare the model of a runner, in place and for good. Returns how many layers are fused whole.
+    """Prepare a runner's model, in place and for good. Returns how many layers are fused whole.
 
-    Its attention has to be the runner's already: layers are tried with it.
+    The model's attention has to be the runner's already: layers are tried with it.
 
     Raises:
-        ValueError: `invariant` was asked for and a layer cannot be.
+        ValueError: a layer cannot be made `invariant`.
     """
     inner: Any = model.base_model
-    # Named so in nearly every family; others run their own code.
+    # The names in nearly every family; others run their own code.
     known = hasattr(inner, "layers") and hasattr(inner, "norm")
     if options.joined or options.invariant:
         join_linears(model)
@@ -101,12 +100,12 @@ def prepare_layers(model: PreTrainedModel, options: LayerOptions) -> int:
 
 
 def _fuse(inner: Any, linears: LinearsByRows) -> int:
-    """Replace the layers of `inner`, its last norm and its rotary embedding, all or none. Also a second time."""
+    """Replace the layers of `inner`, its last norm and its rotary embedding, all or none. May be called again."""
     layers = [layer.plain if isinstance(layer, FusedLayer) else layer for layer in inner.layers]
     found = [parts_of(layer) for layer in layers]
     final: Any = inner.norm.plain if isinstance(inner.norm, FusedNorm) else inner.norm
     last = norm_of(final)
-    # Layers are tried; that their norm is the last one too is known by its type.
+    # Layers are tried, and their norm with them; the last norm only has to be of the same type.
     if last is None or type(final) is not type(getattr(layers[0], "input_layernorm", None)):
         return 0
     if any(parts is None or not _can_be_launched(parts) for parts in found):
@@ -115,7 +114,7 @@ def _fuse(inner: Any, linears: LinearsByRows) -> int:
         FusedLayer(layer, parts, linears) for layer, parts in zip(layers, cast(list[LayerParts], found), strict=True)
     ]
     if not all(computes_the_same(layer, inner.rotary_emb) for layer in fused):
-        log.info("layers of %s compute something of their own and stay as they are", type(inner).__name__)
+        log.info("layers of %s compute something else and keep their own code", type(inner).__name__)
         return 0
     for layer, after in pairwise(fused):
         layer.next_norm = after.parts.input_norm
@@ -128,16 +127,15 @@ def _fuse(inner: Any, linears: LinearsByRows) -> int:
 
 def _can_be_launched(parts: LayerParts) -> bool:
     weight = parts.qkv.weight
-    # Matrix units take fp32 as something shorter, and half of a tile's columns turn with the other half.
+    # Matrix units shorten fp32, and half of a tile's columns are rotated with the other half.
     return not weight.is_cuda or (weight.element_size() == 2 and parts.head_width % _HEAD_MULTIPLE == 0)
 
 
 def computes_the_same(fused: FusedLayer, rotary: nn.Module) -> bool:
-    """Whether a fused layer, by each of its linears, and its own code make the same of random rows, to the rounding of
-    half precision."""
+    """Whether a fused layer, by each of its linears, and its own code agree on random rows."""
     weight = fused.parts.qkv.weight
     generator = torch.Generator().manual_seed(0)
-    # Small beside what the layer adds, whose share is what is asked for.
+    # Small beside what the layer adds, which is what is compared.
     rows = 0.05 * torch.randn(1, _PROBE_ROWS, weight.shape[1], generator=generator)
     hidden = rows.to(weight.device, weight.dtype)
     positions = torch.arange(_PROBE_ROWS, device=weight.device).unsqueeze(0)
@@ -146,27 +144,17 @@ def computes_the_same(fused: FusedLayer, rotary: nn.Module) -> bool:
         turns = rotary(hidden, positions)
         ways = (LinearsByRows(((inf, linears),)) for _, linears in fused.linears.ranges)
         for layer in (fused.plain, *(FusedLayer(fused.plain, fused.parts, way) for way in ways)):
-            step = _ProbeStep.of(fused, _PROBE_ROWS)
+            step = _probe_step(fused.parts)
             output = layer(hidden, attention_mask=None, position_embeddings=turns, outrider_step=step)
             index = fused.parts.index
             found.append((output - hidden, step.cache.keys[index], step.cache.values[index]))
     expected, *others = found
-    return all(
-        bool((mine - own).float().norm() <= _TOLERANCE * own.float().norm())
-        for other in others
-        for own, mine in zip(expected, other, strict=True)
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class _ProbeCache:
-    keys: dict[int, Tensor]
-    values: dict[int, Tensor]
+    return all(agree(other, expected) for other in others)
 
 
 @dataclass(frozen=True, slots=True)
 class _ProbeAttention:
-    """Attention of every row to itself alone, weighed in a way that shows queries, keys, values and the scale."""
+    """Attention of every row to itself alone, by a formula that shows queries, keys, values and the scale."""
 
     slots: Tensor
 
@@ -178,19 +166,11 @@ class _ProbeAttention:
         return (8 * scale * query * key + value).contiguous()
 
 
-@dataclass(frozen=True, slots=True)
-class _ProbeStep:
-    attention: _ProbeAttention
-    plan: None
-    slots: Tensor
-    cache: _ProbeCache
-
-    @classmethod
-    def of(cls, layer: FusedLayer, rows: int) -> _ProbeStep:
-        """Empty caches, and slots in another order than the rows'."""
-        weight, width = layer.parts.qkv.weight, layer.parts.head_width
-        kv_heads = (len(weight) - layer.parts.out.weight.shape[1]) // (2 * width)
-        keys, values = (weight.new_zeros(1, rows, kv_heads, width) for _ in range(2))
-        slots = torch.arange(rows, device=weight.device).flip(0)
-        index = layer.parts.index
-        return cls(_ProbeAttention(slots), None, slots, _ProbeCache({index: keys}, {index: values}))
+def _probe_step(parts: LayerParts) -> SimpleNamespace:
+    """What `runner.Step` has: empty caches, and slots in another order than the rows'."""
+    weight, width = parts.qkv.weight, parts.head_width
+    kv_heads = (len(weight) - parts.out.weight.shape[1]) // (2 * width)
+    keys, values = (weight.new_zeros(1, _PROBE_ROWS, kv_heads, width) for _ in range(2))
+    slots = torch.arange(_PROBE_ROWS, device=weight.device).flip(0)
+    cache = SimpleNamespace(keys={parts.index: keys}, values={parts.index: values})
+    return SimpleNamespace(attention=_ProbeAttention(slots), plan=None, slots=slots, cache=cache)

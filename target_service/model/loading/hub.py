@@ -1,10 +1,10 @@
-"""Models of the hub: what an id names, whether the hub answers, and fetching what loading reads of a model."""
+"""Models of the hub: ids, what is in the cache, and fetching the files that loading reads."""
 
 from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -17,11 +17,13 @@ if TYPE_CHECKING:
     from huggingface_hub import CachedRepoInfo
     from huggingface_hub.hf_api import ModelInfo
 
-# What the loader reads. Pickled weights and code are neither wanted nor fetched.
-PATTERNS = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
-# Second copies of the weights: formats that have folders of their own, and Mistral's one.
-IGNORED = ("*/*", "consolidated*")
-# For a list of files, from a hub that has answered just now. Chosen, not measured.
+# What the loader reads. Pickled weights and code are not fetched.
+_PATTERNS = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
+# Second copies of the weights: other formats in folders, and Mistral's own format.
+_IGNORED = ("*/*", "consolidated*")
+# What the target reads of a draft's head.
+_HEAD_PATTERNS = ("*.json", "*.safetensors")
+# For a list of files, from a hub that has just answered. Chosen, not measured.
 _LIST_SECONDS = 30.0
 _COMMIT = re.compile("[0-9a-f]{40}")
 
@@ -29,20 +31,20 @@ Answer = TypeVar("Answer")
 
 
 class PullFailed(OSError):
-    """A model could not be fetched; the message says what to do."""
+    """A model could not be fetched; the message has the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
 class HubId:
-    """A model of the hub, at a branch, tag or commit; without one, at what the hub calls main."""
+    """A model of the hub at a branch, tag or commit; at the branch main without one."""
 
     name: str
     revision: str | None = None
 
     @classmethod
     def parse(cls, text: str) -> HubId:
-        """Read ORG/NAME or ORG/NAME@REVISION. Raises `FileNotFoundError` for what can only be a folder that is not
-        there; whether a hub can have such a name, its library tells."""
+        """Read ORG/NAME or ORG/NAME@REVISION. Raises `FileNotFoundError` for what can only be a folder that does not
+        exist; the hub's library checks the name further."""
         if text.startswith(("/", ".", "~")) and not Path(text).is_dir():
             raise FileNotFoundError("there is no such folder")
         name, _, revision = text.partition("@")
@@ -52,17 +54,9 @@ class HubId:
         return f"{self.name}@{self.revision}" if self.revision else self.name
 
 
-@dataclass(frozen=True, slots=True)
-class CachedModel:
-    """A model in the hub's cache on this machine."""
-
-    name: str
-    folder: Path
-
-
 def check_hub(model: str) -> None:
-    """Raise `OSError` soon where a hub id is asked for that was never fetched, and the hub does not answer:
-    transformers would try for half a minute. Folders need none, and must be there."""
+    """Raise `OSError` soon for a hub id that was never fetched, if the hub does not answer: transformers would try for
+    half a minute. Also raised for a folder that does not exist."""
     if Path(model).is_dir():
         return
     parsed = HubId.parse(model)
@@ -73,7 +67,7 @@ def check_hub(model: str) -> None:
 
 
 def snapshot(model: HubId) -> Path | None:
-    """The folder that holds what was fetched of a model, which need not be all of it; None before it was."""
+    """The folder with the fetched files of a model, which may not be all; None if nothing was fetched."""
     from huggingface_hub import try_to_load_from_cache
 
     found = try_to_load_from_cache(model.name, "config.json", revision=model.revision)
@@ -81,86 +75,71 @@ def snapshot(model: HubId) -> Path | None:
 
 
 def whole_snapshot(model: HubId) -> Path | None:
-    """The folder of a model that is here with all of its weights."""
+    """The folder of a model in the cache with all of its weights; None if any are missing."""
     folder = snapshot(model)
     return folder if folder is not None and not missing_weights(folder) else None
 
 
 def fetch(model: HubId) -> Path:
-    """Fetch what loading reads of a model into the hub's cache. Files that are there are not fetched again.
+    """Fetch what loading reads of a model into the hub's cache, unless it is there already.
 
-    A hub that does not answer is no failure for a model that is here.
+    A model in the cache is returned when the hub does not answer.
 
     Raises:
-        HubUnreachable: it is not here, and the hub does not answer.
-        PullFailed: the hub does not have it or does not give it, it does not fit the disk, or it cannot be served.
+        HubUnreachable: it is not in the cache, and the hub does not answer.
+        PullFailed: the hub does not have it or refuses it, it does not fit the disk, or it cannot be served.
     """
-    from huggingface_hub import constants, hf_hub_download, snapshot_download
+    from huggingface_hub import constants, hf_hub_download
 
-    here = whole_snapshot(model)
-    if here is not None and model.revision is not None and _COMMIT.fullmatch(model.revision):
-        return here
+    cached = whole_snapshot(model)
+    if cached is not None and model.revision is not None and _COMMIT.fullmatch(model.revision):
+        return cached
     try:
         if constants.HF_HUB_OFFLINE:
             raise HubUnreachable("HF_HUB_OFFLINE is set, and it was not fetched before")
         reach_hub()
     except HubUnreachable:
-        if here is not None:
-            return here
+        if cached is not None:
+            return cached
         raise
-    listed = _list(model)
-    _check_files(model, listed)
+    _check_files(model, _list(model))
     endpoint, revision = constants.ENDPOINT, model.revision
     # Before the weights, which may take hours.
-    config = _asked(model, lambda: hf_hub_download(model.name, "config.json", revision=revision, endpoint=endpoint))
+    config = _ask_hub(model, lambda: hf_hub_download(model.name, "config.json", revision=revision, endpoint=endpoint))
     if refusal := refusal_of(Path(config).parent):
         raise PullFailed(f"{model} is not fetched, for it cannot be served: {refusal}")
-    return Path(
-        _asked(
-            model,
-            lambda: snapshot_download(
-                model.name,
-                revision=revision,
-                endpoint=endpoint,
-                allow_patterns=list(PATTERNS),
-                ignore_patterns=list(IGNORED),
-            ),
-        )
-    )
+    return _download(model, _PATTERNS, _IGNORED)
 
 
 def fetch_head(name: str) -> None:
-    """Fetch what the target reads of a draft's head, a hub id, into the hub's cache, unless it is there.
+    """Fetch what the target reads of a draft's head, a hub id, into the hub's cache, unless it is there already.
 
     Raises:
-        HubUnreachable: it is not here, and the hub does not answer.
-        PullFailed: the hub does not have it or does not give it.
+        HubUnreachable: it is not in the cache, and the hub does not answer.
+        PullFailed: the hub does not have it or refuses it.
         ValueError: no hub can have such a name.
     """
-    from huggingface_hub import constants, snapshot_download
-
-    if whole_snapshot(HubId(name)) is not None:
-        return
-    check_fetchable(name)
-    endpoint = constants.ENDPOINT
-    _asked(HubId(name), lambda: snapshot_download(name, endpoint=endpoint, allow_patterns=["*.json", "*.safetensors"]))
+    head = HubId(name)
+    if whole_snapshot(head) is None:
+        check_fetchable(name)
+        _download(head, _HEAD_PATTERNS)
 
 
-def cached_models() -> Iterator[tuple[CachedModel, Inspected]]:
-    """Models in the hub's cache by name, and what is known of them. What has no configuration is no model."""
+def cached_models() -> Iterator[tuple[str, Inspected]]:
+    """Names of models in the hub's cache, sorted, and what their folders hold. Only those with a config.json."""
     for repo in sorted(_cached_repos(), key=lambda repo: repo.repo_id):
         for revision in sorted(repo.revisions, key=lambda revision: revision.commit_hash):
             if not (revision.snapshot_path / "config.json").exists():
                 continue
             names = [str(HubId(repo.repo_id, None if ref == "main" else ref)) for ref in sorted(revision.refs)]
             name = names[0] if names else str(HubId(repo.repo_id, revision.commit_hash))
-            yield CachedModel(name, revision.snapshot_path), inspect(revision.snapshot_path)
+            yield name, inspect(revision.snapshot_path)
 
 
 def check_space(model: str, needed: int, folder: Path) -> None:
-    """Raise `PullFailed` unless `needed` bytes fit the disk that `folder` is on, or will be."""
-    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    free = shutil.disk_usage(there).free
+    """Raise `PullFailed` unless `needed` bytes fit the disk of `folder`, which may not exist yet."""
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    free = shutil.disk_usage(existing).free
     if needed > free:
         raise PullFailed(f"{model} takes {in_words(needed)} more, and {folder} has {in_words(free)} free")
 
@@ -169,9 +148,27 @@ def _list(model: HubId) -> ModelInfo:
     """The model's files, with their sizes."""
     from huggingface_hub import HfApi
 
-    return _asked(
+    return _ask_hub(
         model,
         lambda: HfApi().model_info(model.name, revision=model.revision, files_metadata=True, timeout=_LIST_SECONDS),
+    )
+
+
+def _download(model: HubId, patterns: Sequence[str], ignored: Sequence[str] = ()) -> Path:
+    """The folder of the cache that now has the model's files of these patterns."""
+    from huggingface_hub import constants, snapshot_download
+
+    return Path(
+        _ask_hub(
+            model,
+            lambda: snapshot_download(
+                model.name,
+                revision=model.revision,
+                endpoint=constants.ENDPOINT,
+                allow_patterns=list(patterns),
+                ignore_patterns=list(ignored),
+            ),
+        )
     )
 
 
@@ -185,21 +182,21 @@ def _check_files(model: HubId, listed: ModelInfo) -> None:
         raise PullFailed(f"{model} has no config.json")
     if not any(name.endswith(".safetensors") for name in names):
         raise PullFailed(f"{model} has no safetensors; pickled weights are not fetched")
-    # In the cache files lie under the hashes of their contents, whichever revisions they belong to.
-    here = {
+    # The cache stores files under the hashes of their contents, for all revisions together.
+    cached = {
         file.blob_path.name
         for repo in _cached_repos()
         if repo.repo_id == model.name
         for revision in repo.revisions
         for file in revision.files
     }
-    missing = [file for file in files if (file.lfs.sha256 if file.lfs else file.blob_id) not in here]
+    missing = [file for file in files if (file.lfs.sha256 if file.lfs else file.blob_id) not in cached]
     check_space(str(model), sum(file.size or 0 for file in missing), Path(constants.HF_HUB_CACHE))
 
 
 def _is_read(name: str) -> bool:
-    """Whether loading reads a file of this name; `snapshot_download` takes the same patterns in the same way."""
-    return any(fnmatch(name, one) for one in PATTERNS) and not any(fnmatch(name, one) for one in IGNORED)
+    """Whether loading reads a file of this name; `snapshot_download` matches patterns in the same way."""
+    return any(fnmatch(name, one) for one in _PATTERNS) and not any(fnmatch(name, one) for one in _IGNORED)
 
 
 def _cached_repos() -> list[CachedRepoInfo]:
@@ -212,13 +209,13 @@ def _cached_repos() -> list[CachedRepoInfo]:
         return []
 
 
-def _asked(model: HubId, ask: Callable[[], Answer]) -> Answer:
-    """What the hub answers. Its refusals become a `PullFailed` of one line."""
+def _ask_hub(model: HubId, call: Callable[[], Answer]) -> Answer:
+    """What `call` returns. Its failures become a `PullFailed` of one line."""
     import httpx
     from huggingface_hub import constants, errors
 
     try:
-        return ask()
+        return call()
     except errors.GatedRepoError:
         reason = f"is gated: accept its terms at {constants.ENDPOINT}/{model.name}, and set HF_TOKEN"
     except errors.RepositoryNotFoundError:
@@ -227,5 +224,5 @@ def _asked(model: HubId, ask: Callable[[], Answer]) -> Answer:
         reason = f"is not there: {model.name} has no revision {model.revision}"
     except (httpx.HTTPError, OSError) as error:
         first = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        reason = f"could not be fetched: {first} (what came whole is kept; pull it again)"
+        reason = f"could not be fetched: {first} (complete files are kept; pull it again)"
     raise PullFailed(f"{model} {reason}")

@@ -1,4 +1,4 @@
-"""What a model's folder holds, and whether it can be served, from its files' names and its config.json alone."""
+"""What a model's folder holds and whether it can be served, by its file names and config.json alone."""
 
 from __future__ import annotations
 
@@ -6,15 +6,21 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-# Bytes of an element as models are served unless asked otherwise.
+# Bytes of an element in the dtype in which models are served by default.
 _HALF = 2
 _INDEX = "model.safetensors.index.json"
 
 
 @dataclass(frozen=True, slots=True)
 class Inspected:
-    """A folder with a model. `refusal` says why it cannot be served, and is empty when it can be as far as its
-    configuration tells; loading looks at the weights too. `form` says what is cached of a model with latents."""
+    """A folder with a model.
+
+    Attributes:
+        architecture: the class that config.json names.
+        size: bytes of all files.
+        refusal: why it cannot be served; empty when it can by its configuration. Loading checks the weights too.
+        form: what is cached of a model with latents; else empty.
+    """
 
     architecture: str
     size: int
@@ -23,7 +29,7 @@ class Inspected:
 
     @property
     def verdict(self) -> str:
-        """Whether it can be served, and how or why not."""
+        """Whether it can be served, and in which form or why not."""
         if self.refusal:
             return f"cannot be served: {self.refusal}"
         return f"can be served, {self.form}" if self.form else "can be served"
@@ -33,19 +39,19 @@ class Inspected:
 
 
 def inspect(folder: Path) -> Inspected:
-    """Look at a folder. Nothing is loaded but its configuration."""
+    """Inspect a folder. Loads only its configuration."""
     refusal = refusal_of(folder) or missing_weights(folder)
     return Inspected(_architecture(folder), size_of(folder), refusal, "" if refusal else form_of(folder))
 
 
 def size_of(folder: Path) -> int:
-    """Bytes of all files below `folder`, of those that links lead to."""
+    """Bytes of all files below `folder`, links followed."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def refusal_of(folder: Path) -> str:
-    """Why the model that config.json describes cannot be served, in a line; empty when it can."""
-    # Here, since it takes seconds to import and most of what is asked of a store needs none of it.
+    """Why the model that config.json describes cannot be served, in one line; empty when it can."""
+    # Here, since the import takes seconds and most commands of the store do without.
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -54,22 +60,22 @@ def refusal_of(folder: Path) -> str:
     if not (folder / "config.json").is_file():
         return "it has no config.json"
     try:
-        # Its own code is not run, and nobody is asked whether it should be.
+        # The model's own code is not run, and transformers does not prompt for it.
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         check_supported(config)
     except ModelRefused as refused:
         return str(refused)
-    # Whatever a stranger's configuration makes it raise is why it cannot be served.
+    # A foreign configuration may make it raise anything, which is the reason.
     except Exception as error:
         return _first_sentence(str(error)) or type(error).__name__
     architecture = _architecture(folder)
     if architecture and architecture not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
-        return f"{architecture} is no causal language model that transformers knows"
+        return f"{architecture} is no causal language model of transformers"
     return ""
 
 
 def form_of(folder: Path) -> str:
-    """What the cache keeps of the model that config.json describes, if its attention is over latents; else empty."""
+    """What the KV cache keeps of a model whose attention is over latents; empty for others."""
     from transformers import AutoConfig
 
     from target_service.model.support import has_latents, kv_bytes
@@ -81,30 +87,29 @@ def form_of(folder: Path) -> str:
 
 
 def missing_weights(folder: Path) -> str:
-    """What of its weights is not in `folder`, in a line; empty when all are."""
+    """Which weights are missing in `folder`, in one line; empty when none are."""
     index = folder / _INDEX
     if not index.is_file():
         return "" if any(folder.glob("*.safetensors")) else "it has no weights as safetensors"
     try:
-        wanted = set(json.loads(index.read_text())["weight_map"].values())
+        indexed = set(json.loads(index.read_text())["weight_map"].values())
     except (ValueError, KeyError, TypeError, AttributeError):
         return f"{_INDEX} cannot be read"
-    missing = sum(not (folder / name).is_file() for name in wanted)
-    return f"{missing} of {len(wanted)} files of weights are missing" if missing else ""
+    missing = sum(not (folder / name).is_file() for name in indexed)
+    return f"{missing} of {len(indexed)} files of weights are missing" if missing else ""
 
 
 def in_words(size: int) -> str:
-    """A number of bytes as people write it."""
+    """A number of bytes in GB or MB."""
     return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.0f} MB"
 
 
 def _architecture(folder: Path) -> str:
     """The class that config.json names; empty where it names none."""
     try:
-        named = json.loads((folder / "config.json").read_text())["architectures"][0]
+        return str(json.loads((folder / "config.json").read_text())["architectures"][0])
     except (OSError, ValueError, KeyError, IndexError, TypeError):
         return ""
-    return str(named)
 
 
 def _first_sentence(text: str) -> str:

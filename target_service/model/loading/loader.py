@@ -22,14 +22,14 @@ from target_service.model.support import ModelRefused, check_supported, has_late
 from tree_kernels.attention import Backend
 
 log = logging.getLogger(__name__)
-# Where nothing is asked for: chosen, not measured, so that a laptop goes on working with models that know a million
-# tokens. `--max-context` and `--kv-tokens` ask for more, and captured steps take what memory they leave.
+# Defaults: chosen, not measured, so that a laptop stays usable with models of a million tokens of context.
+# `--max-context` and `--kv-tokens` set more; where steps are captured, the cache gets the memory that is left.
 _CONTEXT_LIMIT = 8192
 _KV_TOKENS_LIMIT = 65536
 _KV_MEMORY_SHARE = 0.3
-# PyTorch's threads beside a GPU. What a step leaves to the processor is small, and a team of a thread on every core
-# takes milliseconds to wake, and spins for milliseconds afterwards, in the way of the draft's threads: with 32 of them,
-# steps at 8B size spent 1.0 (p50) to 6 ms (p90) picking a head's few rows (H200 host, 2026-11-22).
+# PyTorch's threads beside a GPU. A step leaves little work to the CPU, and a team of threads on all cores takes
+# milliseconds to wake, and then spins for milliseconds on cores that the draft needs: with 32 threads, steps at 8B size
+# spent 1.0 (p50) to 6 ms (p90) picking a head's few rows (H200 host, 2026-11-22).
 _BESIDE_GPU = 1
 
 
@@ -37,7 +37,7 @@ def load_runner(config: TargetConfig) -> ModelRunner:
     """Load the model that `config` names, with a KV cache sized for this machine.
 
     Raises:
-        ModelRefused: the model cannot be served; the message says why.
+        ModelRefused: the model cannot be served; the message has the reason.
         NotSupported: the draft's head does not fit it.
         OSError: no such model, or no such head.
     """
@@ -56,10 +56,9 @@ def load_runner(config: TargetConfig) -> ModelRunner:
     tokenizer = _tokenizer(source)
     longest = longest_context(settings)
     max_context = min(config.max_context or min(longest, _CONTEXT_LIMIT), longest)
-    captured = config.captures
     kv_tokens = config.kv_tokens or _tokens_that_fit(settings, model.dtype, model.device, latent=latent)
-    if captured and not config.kv_tokens:
-        # Until it is known what captured steps leave.
+    if config.captures and not config.kv_tokens:
+        # Until captured steps have taken their memory.
         kv_tokens = 2 * config.step_rows
     log.info("serving %s in %s", config.model, config.dtype)
     runner = runner_for(
@@ -77,7 +76,7 @@ def load_runner(config: TargetConfig) -> ModelRunner:
     if config.draft_head:
         _add_head(runner, config.draft_head, settings)
     check_runner(runner, own)
-    if not captured:
+    if not config.captures:
         log.info("KV cache of %s", runner.cache)
         return runner
     runner = _captured(runner, config)
@@ -86,7 +85,7 @@ def load_runner(config: TargetConfig) -> ModelRunner:
 
 
 def _tokenizer(source: str) -> Any:
-    """Raises `ModelRefused` for what transformers cannot make one of."""
+    """Load the tokenizer. Raises `ModelRefused` where transformers cannot."""
     try:
         return AutoTokenizer.from_pretrained(source)
     except (OSError, ValueError, ImportError) as error:
@@ -102,11 +101,11 @@ def _load_model(source: str, settings: PretrainedConfig, config: TargetConfig) -
 
 
 def _settle_form(model: PreTrainedModel, config: TargetConfig, backend: Backend) -> bool:
-    """Whether latents are kept, said and made ready for: what absorbs them is not packed."""
+    """Pack weights where that pays, but for those that absorb latents. Returns whether latents are cached."""
     latent = config.latent_cache and takes_latents(backend) and keeps_latents(model)
     if has_latents(model.config):
         mine, other = (kv_bytes(model.config, model.dtype.itemsize, latent=form) for form in (latent, not latent))
-        kept = "its latents" if latent else "keys and values of all heads, made of its latents"
+        kept = "its latents" if latent else "keys and values of all heads, expanded from its latents"
         log.info("latent attention: the cache keeps %s, %d bytes a token (%d otherwise)", kept, mine, other)
     if can_pack(model.dtype, model.device):
         pack_linears(model, apart=(EXPANDING,) if latent else ())
@@ -144,16 +143,16 @@ def _captured(runner: ModelRunner, config: TargetConfig) -> ModelRunner:
 
 
 def _backend(config: TargetConfig, device: torch.device) -> Backend:
-    asked = config.attention
-    if asked == "auto":
-        asked = "torch" if device.type == "cpu" else "triton"
-    if config.batch_invariant and (device.type != "cuda" or asked != "triton"):
+    backend = config.attention
+    if backend == "auto":
+        backend = "torch" if device.type == "cpu" else "triton"
+    if config.batch_invariant and (device.type != "cuda" or backend != "triton"):
         raise ModelRefused("--batch-invariant needs a GPU and --attention triton")
-    return cast(Backend, asked)
+    return cast(Backend, backend)
 
 
 def _tokens_that_fit(settings: PretrainedConfig, dtype: torch.dtype, device: torch.device, *, latent: bool) -> int:
-    """Tokens of KV in a share of the memory that is free now."""
+    """Tokens whose keys and values fit a share of the memory that is free now."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
     else:

@@ -1,7 +1,7 @@
-"""Proof at load that a model computes through our attention what it computes by itself.
+"""A check at load that a model computes through our attention what it computes with its own.
 
-Configurations cannot tell everything: an encoder, a layer that ignores the attention it is given, a bias that is added
-to scores. A short text through both ways can.
+Configurations do not show everything: an encoder, a layer that ignores the attention it is given, a bias that is added
+to scores. A short text run both ways does.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from tree_kernels.attention import AttentionBatch
 
 # Of the text: no multiple of a page, a tile or a group of heads, so that none of them hides a fault. Chosen.
 _TOKENS = 13
-# The text is fed in two parts, so that the second reads the first from the cache.
+# The text is run in two parts, so that the second reads the first from the cache.
 _FIRST = 8
-# Relative difference of logits, by the median row of either part. SmolLM2-135M: rounding in bf16 makes 0.04, and 0.1 at
-# the worst row; a mask or positions that are wrong make 1 and more. The median, since rounding may send one row through
-# another expert. In fp32, tiny models of 40 families make 2e-6 at most.
+# Relative difference of logits, by the median row of each part. SmolLM2-135M: 0.04 by rounding in bf16, and 0.1 in the
+# worst row; 1 and more by a wrong mask or wrong positions. The median, since rounding may send one row through another
+# expert. In fp32, at most 2e-6 for tiny models of 40 families.
 _TOLERANCE = 0.4
 _TOLERANCE_FP32 = 0.01
 
 
 def own_logits(model: PreTrainedModel) -> Tensor:
-    """Logits [13, V] of a short text by the model's own eager attention. Before a runner takes the model over."""
+    """Logits [13, V] of a short text by the model's own eager attention. Before a runner takes over the model."""
     model.set_attn_implementation("eager")
     ids = torch.tensor([_text(model.config.vocab_size)], device=model.device)
     with torch.inference_mode():
@@ -36,16 +36,16 @@ def own_logits(model: PreTrainedModel) -> Tensor:
 
 
 def check_runner(runner: ModelRunner, own: Tensor) -> None:
-    """Raise `ModelRefused` unless the runner's logits are `own` up to rounding. Leaves the cache as it was."""
+    """Raise `ModelRefused` unless the runner's logits are `own` up to rounding. Frees the pages that it used."""
     pages = runner.cache.allocate(runner.cache.pages_for(_TOKENS))
     try:
         spans = ((0, _FIRST), (_FIRST, _TOKENS))
-        # Cloned, since a captured step's logits lie where the next one's will.
+        # Cloned, since a captured step overwrites the logits of the one before.
         parts = [runner.forward(_part(runner, pages, *span)).clone() for span in spans]
     except torch.OutOfMemoryError:
         raise
     except (RuntimeError, IndexError) as error:
-        # Such as keys of another shape, or of more layers, than the configuration tells.
+        # Such as keys of another shape, or of more layers, than in the configuration.
         raise ModelRefused(f"{runner.name}: it cannot run over paged attention: {error}") from error
     finally:
         runner.cache.release(pages)
@@ -53,7 +53,7 @@ def check_runner(runner: ModelRunner, own: Tensor) -> None:
     scale = (expected - expected.mean(-1, keepdim=True)).norm(dim=-1)
     rows = (got - expected).norm(dim=-1) / scale.clamp_min(1e-12)
     difference = float(torch.stack([rows[:_FIRST].median(), rows[_FIRST:].median()]).max())
-    # Written so that NaN is refused too.
+    # Negated, so that NaN is refused too.
     if not difference < (_TOLERANCE_FP32 if runner.dtype == torch.float32 else _TOLERANCE):
         raise ModelRefused(f"{runner.name}: its logits over paged attention differ from its own by {difference:.2f}")
 

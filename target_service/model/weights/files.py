@@ -1,7 +1,7 @@
-"""Safetensors files of a folder, held against the tensors that a model has, and read into memory.
+"""Safetensors files of a folder, checked against a model's tensors and read into memory.
 
-Nothing of the model is touched here. Names, shapes and types are known by the files' headers, so that what does not fit
-is refused before any tensor is read; values are checked as they are read.
+The model itself is not changed here. Headers have names, shapes and types, so what does not fit is refused before any
+tensor is read; values are checked as they are read.
 """
 
 from __future__ import annotations
@@ -20,41 +20,36 @@ from torch import Tensor
 from outrider.errors import InvalidField
 from target_service.model.weights.room import HostRoom
 
-# Types that turn into those of weights by rounding, by the names that safetensors' headers have.
+# Types that can be rounded to those of weights, as safetensors' headers name them.
 _FLOATS = ("F32", "F16", "BF16")
 # Names in one message; a model has hundreds.
-_NAMES_SAID = 5
+_NAMES_SHOWN = 5
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """What a tensor of a model is. `tied_to` names the tensor that it is one with, if it is."""
+    """Shape and type of a model's tensor. `tied_to` names the tensor with which it shares memory, if any."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     tied_to: str = ""
 
     @property
-    def kind(self) -> tuple[tuple[int, ...], torch.dtype]:
-        """Shape and type."""
-        return self.shape, self.dtype
-
-    @property
-    def bytes(self) -> int:
-        """Of its values."""
+    def nbytes(self) -> int:
+        """Size of its values in bytes."""
         return prod(self.shape) * self.dtype.itemsize
 
 
 def read_weights(folder: Path, wanted: Mapping[str, TensorSpec], room: HostRoom | None = None) -> dict[str, Tensor]:
-    """Every wanted tensor of the folder's `*.safetensors`, on the CPU, in its wanted type, in memory of its own; in
-    `room` where it is given, of which nothing was taken yet.
+    """Every wanted tensor of the folder's `*.safetensors`, on the CPU and in its wanted type.
 
-    A tied tensor may be missing: it is what it is tied to.
+    Tensors are copied out of the files, into `room` if it is given; nothing may have been taken of that yet. A tied
+    tensor may be missing, and then is the tensor to which it is tied.
 
     Raises:
-        InvalidField: no such files, or none that can be read; names that are missing, unknown or there twice; another
-            shape; a type that is no floating point number of 16 or 32 bits; a value that is not finite; a tied tensor
-            that differs from its other. The message says which.
+        InvalidField: there are no such files, or they cannot be read; names are missing, unknown or there twice; a
+            tensor has another shape, a type that is no floating point number of 16 or 32 bits, or a value that is not
+            finite; tied tensors differ. The message has the name.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -67,8 +62,11 @@ def read_weights(folder: Path, wanted: Mapping[str, TensorSpec], room: HostRoom 
             places = _places(files)
             _check_headers(places, wanted)
             room = room or HostRoom(torch.device("cpu"))
-            room.reserve(wanted[name].bytes for name in places)
-            found = {name: _read(file, name, room.take(*wanted[name].kind)) for name, file in places.items()}
+            room.reserve(wanted[name].nbytes for name in places)
+            found = {
+                name: _read(file, name, room.take(wanted[name].shape, wanted[name].dtype))
+                for name, file in places.items()
+            }
     except (OSError, SafetensorError) as error:
         raise InvalidField("folder", f"cannot be read: {error}") from None
     return _with_tied(found, wanted)
@@ -100,7 +98,7 @@ def _check_headers(places: Mapping[str, Any], wanted: Mapping[str, TensorSpec]) 
 
 
 def _read(file: Any, name: str, place: Tensor) -> Tensor:
-    # A copy, for a tensor may lie in the file, which others may change.
+    # Copied, since a tensor may be mapped from the file, which others may change.
     place.copy_(file.get_tensor(name))
     if not _finite(place):
         kind = str(place.dtype).removeprefix("torch.")
@@ -109,8 +107,8 @@ def _read(file: Any, name: str, place: Tensor) -> Tensor:
 
 
 def _finite(tensor: Tensor) -> bool:
-    """Whether every value is. One pass that makes no other tensor: `torch.isfinite` makes several of the tensor's size,
-    and took five sixths of the time of reading."""
+    """Whether every value is finite, in one pass without another tensor: `torch.isfinite` makes several of the tensor's
+    size, and took five sixths of the time of reading."""
     if not tensor.numel():
         return True
     # Both are NaN where any value is.
@@ -125,13 +123,13 @@ def _with_tied(found: dict[str, Tensor], wanted: Mapping[str, TensorSpec]) -> di
         own, other = found.get(name), found.get(spec.tied_to)
         if own is not None and other is not None and not torch.equal(own, other):
             raise InvalidField("tensors", f"{name} is tied to {spec.tied_to} and differs from it")
-        kept = other if other is not None else own
-        assert kept is not None, "either is there"
+        kept = own if other is None else other
+        assert kept is not None, "one of them is there"
         found[name] = found[spec.tied_to] = kept
     return found
 
 
 def _some(names: Iterable[str]) -> str:
     listed = sorted(names)
-    more = len(listed) - _NAMES_SAID
-    return ", ".join(listed[:_NAMES_SAID]) + (f" and {more} more" if more > 0 else "")
+    more = len(listed) - _NAMES_SHOWN
+    return ", ".join(listed[:_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")

@@ -1,10 +1,10 @@
-"""Memory of the host in which new weights wait: page-locked where a GPU takes them, and given back afterwards.
+"""Host memory for new weights: page-locked where they go to a GPU, and given back afterwards.
 
-A GPU fetches page-locked memory itself, at its link's full speed, while the driver moves pageable memory through a
-buffer of its own, as fast as one core can. Locking takes a while, so it is done beside running steps.
+A GPU copies page-locked memory at its link's full speed, while the driver copies pageable memory through a buffer, as
+fast as one core can. Locking takes a while, so it is done while steps run.
 
-The memory is of as many bytes as the weights, and is not kept from one exchange to the next: it would be as much of the
-host's memory as the model's size, out of reach of everything else, for an exchange that may never come.
+The memory has the size of the weights, and is not kept from one exchange to the next: nothing else could use it, for an
+exchange that may never come.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ import torch
 from torch import Tensor
 
 log = logging.getLogger(__name__)
-# Locked, copied and given back at a time. The driver may make launches wait while it locks or unlocks, and Python's
-# other threads wait while pages are given back. At this size no step waited noticeably for either: 14.4 GB took 0.27 s
-# to be copied, and the longest time between two steps was 0.31 to 0.33 s
+# Bytes locked, copied and given back at a time. Launches may wait while the driver locks or unlocks, and Python's other
+# threads wait while pages are given back. At this size no step waited noticeably for either: copying 14.4 GB took
+# 0.27 s, and the longest time between two steps was 0.31 to 0.33 s
 # (benchmarks/results/2026-11-24-h200-weights.json). Other sizes were not tried.
 PIECE = 64 << 20
-# Of a tensor's first byte, as PyTorch has it.
+# Bytes, of a tensor's address, as in PyTorch.
 _ALIGNMENT = 64
 
 
 class HostRoom:
-    """Room for the tensors of one exchange. Belongs to one thread at a time, `reserve` first.
+    """Memory for the tensors of one exchange: `reserve`, `take`, `lock`, `release`. Used by one thread at a time.
 
-    Weights of a CPU are put into plain memory, a piece for each tensor, and the room does nothing more for them.
+    On a CPU, `take` allocates a plain tensor, and the other methods do nothing.
     """
 
     def __init__(self, device: torch.device) -> None:
-        """For weights that go to `device`."""
+        """`device` is where the weights go."""
         self._device = device
         self._memory: mmap.mmap | None = None
         self._begin = 0
@@ -45,24 +45,24 @@ class HostRoom:
 
     @property
     def locked_bytes(self) -> int:
-        """Of the room's, those that are page-locked."""
+        """Bytes of the room that are page-locked."""
         return sum(min(PIECE, self._used - offset) for offset in self._locked)
 
     def reserve(self, sizes: Iterable[int]) -> None:
-        """Take addresses for tensors of `sizes` bytes; memory comes as they are filled.
+        """Reserve addresses for tensors of `sizes` bytes; the system adds memory as they are filled.
 
         Raises:
-            MemoryError: the system has none.
+            MemoryError: the system has too little.
         """
         if self._device.type != "cuda":
             return
         self._size = sum(map(_aligned, sizes))
         try:
-            # One piece more, to begin at a whole one.
+            # One piece more, for alignment to pieces.
             memory = mmap.mmap(-1, self._size + PIECE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError as error:
             raise MemoryError(f"no memory for {self._size} bytes of weights: {error.strerror}") from None
-        # Where the system has large pages, there are fewer to fill, to lock and to give back.
+        # There are fewer large pages to fill, to lock and to give back.
         try:
             memory.madvise(mmap.MADV_HUGEPAGE)
         except (AttributeError, OSError):
@@ -70,11 +70,9 @@ class HostRoom:
         self._memory, self._begin = memory, -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % PIECE
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Room for a tensor, which says nothing yet. It is valid until `release`."""
-        if self._memory is None:
-            return torch.empty(shape, dtype=dtype)
+        """An uninitialised tensor, valid until `release`."""
         size, offset = prod(shape) * dtype.itemsize, self._used
-        if not size:
+        if self._memory is None or not size:
             return torch.empty(shape, dtype=dtype)
         self._used += _aligned(size)
         assert self._used <= self._size, "more is taken than was reserved"
@@ -82,8 +80,8 @@ class HostRoom:
         return place.view(dtype).view(shape)
 
     def lock(self) -> None:
-        """Page-lock what was taken. Once it is filled: pages that are there are locked sooner. What the system does not
-        lock stays as it is, and is copied as correctly and more slowly."""
+        """Page-lock what was taken, once it is filled: existing pages are locked faster. What the system does not lock
+        is copied more slowly."""
         for offset, address, size in self._pieces():
             try:
                 _page_lock(self._device, address, size)
@@ -94,8 +92,7 @@ class HostRoom:
             self._locked.append(offset)
 
     def release(self) -> None:
-        """Give the memory back, in a thread of its own: for much of it that takes a while. Nobody may read what lies
-        there any more."""
+        """Give the memory back, in a thread, since that takes a while. Its tensors must not be read any more."""
         pieces = list(self._pieces())
         memory, self._memory = self._memory, None
         if memory is not None:
@@ -110,7 +107,7 @@ class HostRoom:
         self._locked.clear()
 
     def _pieces(self) -> Iterator[tuple[int, int, int]]:
-        """Of what was taken: how far into it each piece begins, at which address, and its bytes."""
+        """Offset, address and bytes of each piece of what was taken."""
         if self._memory is None or not self._used:
             return
         first = torch.frombuffer(self._memory, dtype=torch.uint8).data_ptr() + self._begin
@@ -119,20 +116,19 @@ class HostRoom:
 
 
 def copy_in_pieces(memory: Tensor, source: Tensor) -> None:
-    """Copy `source` into `memory`, of the same shape and type, without waiting for a device: `source` has to stay until
-    that is done. No copy reaches across a room's pieces: each is locked by itself, and the driver may refuse one that
-    takes from several."""
+    """Copy `source` into `memory`, of the same shape and type, without waiting for a device; `source` has to stay until
+    the copy is done. No copy crosses pieces: each is locked separately, and the driver may refuse one of several."""
     if not memory.is_contiguous():
-        # Some other way than straight there; from memory that no piece ends in.
+        # PyTorch copies in steps here, and the clone is in no piece.
         memory.copy_(source.clone())
         return
-    into, values, size = memory.view(-1), source.view(-1), source.element_size()
-    begin, end = source.data_ptr(), source.data_ptr() + source.nbytes
-    while begin < end:
-        until = min(end, (begin // PIECE + 1) * PIECE)
-        part = slice((begin - source.data_ptr()) // size, (until - source.data_ptr()) // size)
-        into[part].copy_(values[part], non_blocking=True)
-        begin = until
+    target, values, size = memory.view(-1), source.view(-1), source.element_size()
+    start = begin = source.data_ptr()
+    while begin < start + source.nbytes:
+        end = min(start + source.nbytes, (begin // PIECE + 1) * PIECE)
+        part = slice((begin - start) // size, (end - start) // size)
+        target[part].copy_(values[part], non_blocking=True)
+        begin = end
 
 
 def _aligned(size: int) -> int:
@@ -142,7 +138,7 @@ def _aligned(size: int) -> int:
 def _page_lock(device: torch.device, address: int, size: int) -> None:
     """Raise `RuntimeError` where the system does not allow it."""
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    # A thread's device is the first until it is told another.
+    # A thread's current device is the first one until it is set.
     with torch.cuda.device(device):
         status = int(runtime.cudaHostRegister(address, size, 0))
     if status:

@@ -1,7 +1,7 @@
-"""Where each tensor of a model lies while it is served: joined with others, packed, or as it was loaded.
+"""Where each tensor of a served model is in memory: joined with others, packed, or as it was loaded.
 
-Weights are written where the old ones lie, so that what holds their addresses (captured graphs, compiled layers, fused
-layers' parts) goes on unchanged. Packed layouts of a CPU are made anew; nothing holds on to theirs.
+New weights overwrite the old ones, so that their addresses stay valid in captured graphs, compiled layers and parts of
+fused layers. Packed layouts of a CPU are made again; nothing holds their addresses.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class WeightSlot:
 
 
 def weight_slots(model: PreTrainedModel) -> list[WeightSlot]:
-    """Every tensor of the model, by the names of its own state before its layers were prepared for serving."""
+    """Slots of all tensors of the model, by the names that they had before its layers were prepared for serving."""
     ties: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
     return list(_slots(model, "", ties))
 
@@ -41,22 +41,22 @@ def specs_of(slots: Sequence[WeightSlot]) -> dict[str, TensorSpec]:
 
 
 def write_weights(slots: Sequence[WeightSlot], weights: Mapping[str, Tensor], beat: Callable[[], None]) -> None:
-    """Write `weights`, which `read_weights` has checked, and wait for the device. Between two steps; `beat` is called
-    after each slot. The device is waited for once, behind all of them."""
+    """Write `weights`, which `read_weights` has checked, and wait once for the device at the end. Between two steps;
+    `beat` is called after each slot."""
     try:
         with torch.inference_mode():
             for slot in slots:
                 slot.write([weights[name] for name in slot.specs])
                 beat()
     finally:
-        # Also when one fails: copies under way read memory that is given back next.
+        # Also when one fails: copies in flight read memory that is given back next.
         if torch.cuda.is_available():
             torch.cuda.synchronize()
 
 
 def _slots(module: nn.Module, path: str, ties: Mapping[str, str]) -> Iterator[WeightSlot]:
     if isinstance(module, FusedLayer | FusedNorm | RowsHead):
-        # Its parts are the same memory.
+        # The fused layer's parts are the same memory.
         yield from _slots(module.plain, path, ties)
     elif isinstance(module, JointLinear):
         rows = slice(module.start, module.stop)
@@ -74,7 +74,7 @@ def _slots(module: nn.Module, path: str, ties: Mapping[str, str]) -> Iterator[We
 
 
 def _plain(module: nn.Module, path: str, ties: Mapping[str, str]) -> Iterator[WeightSlot]:
-    """Parameters and kept buffers of the module itself."""
+    """Parameters and persistent buffers of the module, without those of its children."""
     for name, parameter in module.named_parameters(recurse=False):
         yield _in_place(f"{path}{name}", parameter.detach(), ties)
     for name, buffer in module.named_buffers(recurse=False):
@@ -83,7 +83,7 @@ def _plain(module: nn.Module, path: str, ties: Mapping[str, str]) -> Iterator[We
 
 
 def _joined(module: nn.Module, path: str, ties: Mapping[str, str]) -> Iterator[WeightSlot]:
-    """Children that are computed together."""
+    """Child layers that are computed together."""
     names = [name for name, child in module.named_children() if isinstance(child, JoinedLinear)]
     if names:
         first: Any = getattr(module, names[0])
@@ -99,7 +99,7 @@ def _in_place(name: str, memory: Tensor, ties: Mapping[str, str]) -> WeightSlot:
 
 
 def _packed(paths: Sequence[str], packed: Packed, widths: Sequence[int], ties: Mapping[str, str]) -> WeightSlot:
-    """Linear layers packed as one: their weights, then their biases where they have some."""
+    """Linear layers packed as one: their weights, then their biases if they have any."""
     specs = {
         f"{path}weight": TensorSpec((width, packed.in_features), torch.bfloat16, ties.get(f"{path}weight", ""))
         for path, width in zip(paths, widths, strict=True)

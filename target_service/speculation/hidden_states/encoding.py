@@ -75,7 +75,7 @@ class FeatureEncoder:
         self._hosts: list[Tensor] = []
 
     def begin(self, states: Tensor, dtype: str, projection: HeadProjection | None) -> StepFeatures:
-        """What a pass yields, see `LayerTaps.take`; on a GPU it is on its way to the host, if it has few rows."""
+        """What a pass yields, see `LayerHooks.take`; on a GPU it is on its way to the host, if it has few rows."""
         features = StepFeatures(states, dtype, projection)
         if states.is_cuda and len(states) <= AHEAD_ROWS:
             features.begin(self._host)
