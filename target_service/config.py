@@ -8,13 +8,13 @@ from outrider.busy_polling import BUSY_POLL_SECONDS, MOST_BUSY_POLL_SECONDS
 from outrider.limits import TenantLimits
 from outrider.settings import FIRST_MESSAGE_SECONDS, MAX_MESSAGE_BYTES, MOST_MESSAGE_BYTES, setting
 
-# As `tree_kernels.node_table.LOOKUP`, which would bring torch along.
+# Equal to `tree_kernels.node_table.LOOKUP`, whose import would load torch.
 MOST_LOOKED_UP = 15
-# As `outrider.tree.MAX_ROWS` but for the root, which would bring gRPC along.
+# `outrider.tree.MAX_ROWS` without the root, whose import would load gRPC.
 MOST_DRAFTED = 255
 # More than any machine has cores for.
 MOST_THREADS = 1024
-# Sequences of one step at most.
+# Most sequences of one step.
 MAX_SEQUENCES = 1024
 
 
@@ -181,9 +181,9 @@ class TargetConfig:
 
     @property
     def tenant_limits(self) -> TenantLimits:
-        """What a tenant may take that the tokens' file says nothing else of. One alone cannot fill the queue.
+        """Limits of a tenant without any in the tokens' file. By default no tenant alone can fill the queue.
 
-        Raises `SettingsError` for numbers that cannot be meant.
+        Raises `SettingsError` for numbers that cannot work.
         """
         return TenantLimits(
             running=self.tenant_running,
@@ -198,7 +198,7 @@ class TargetConfig:
 
     @property
     def step_rows(self) -> int:
-        """`max_step_rows`, 0 resolved: a GPU reads a prompt's weights for few rows as fast as for many."""
+        """`max_step_rows`, 0 resolved: on a GPU, reading the weights takes the same time for few rows as for many."""
         return self.max_step_rows or (512 if self.device == "cpu" else 2048)
 
     @property
@@ -208,9 +208,21 @@ class TargetConfig:
         return most if self.speculation else 0
 
     @property
+    def engine_apart(self) -> bool:
+        """Whether the engine has its own process.
+
+        On a GPU it needs one: steps take 1 to 2 ms, and the interpreter that launches them cannot also serve thousands
+        of messages a second. On a CPU steps are long, and one process is simpler.
+        """
+        return self._is_apart(self.engine_process)
+
+    @property
     def link_apart(self) -> bool:
-        """Whether the stream to a draft service has a process of its own."""
-        return self.draft_link_process == "own" or (self.draft_link_process == "auto" and self.device != "cpu")
+        """Whether the stream to a draft service has its own process."""
+        return self._is_apart(self.draft_link_process)
+
+    def _is_apart(self, process: str) -> bool:
+        return process == "own" or (process == "auto" and self.device != "cpu")
 
     @property
     def captures(self) -> bool:

@@ -54,7 +54,7 @@ class Sequences:
     def __init__(
         self, engine: SequenceEngine, loop: asyncio.AbstractEventLoop, quotas: TenantQuotas | None = None
     ) -> None:
-        """`quotas` of None refuse nobody."""
+        """`quotas` of None set no limits."""
         self._engine = engine
         self._loop = loop
         self._sinks: dict[int, Sink] = {}

@@ -299,11 +299,11 @@ class Scheduler:
         """Let as many of each tenant's waiting sequences join as it has places and pages for."""
         admitted: list[Sequence] = []
         turns = deque(tenant for tenant in self._waiting if places.get(tenant))
-        promised = 0
+        reserved = 0
         while turns:
             tenant = turns.popleft()
             queue = self._waiting[tenant]
-            victims = self._yielding(queue[0], promised)
+            victims = self._yielding(queue[0], reserved)
             if victims is None:
                 continue
             for victim in victims:
@@ -320,22 +320,22 @@ class Scheduler:
             sequence.state = SequenceState.PREFILL
             self.running.append(sequence)
             admitted.append(sequence)
-            promised += self._pages_wanted(sequence)
+            reserved += self._pages_wanted(sequence)
         return [sequence for sequence in admitted if sequence.state is SequenceState.PREFILL]
 
     def _pages_wanted(self, sequence: Sequence) -> int:
         """Pages for the known tokens and one more, so that a newcomer does not preempt others at once."""
         return min(self._cache.pages_for(len(sequence.token_ids)) + 1, self._cache.num_pages)
 
-    def _yielding(self, newcomer: Sequence, promised: int = 0) -> list[Sequence] | None:
-        """Running sequences to preempt for a waiting one to join, beside `promised` pages of other newcomers: idle
+    def _yielding(self, newcomer: Sequence, reserved: int = 0) -> list[Sequence] | None:
+        """Running sequences to preempt for a waiting one to join, beside `reserved` pages of other newcomers: idle
         ones, then those of a tenant that would still hold as much for its weight. None where the newcomer has to
         wait."""
         wanted, tenant, share = self._pages_wanted(newcomer), newcomer.request.tenant, newcomer.request.share
-        held = self._held(tenant) if share.kv_tokens or wanted + promised > self._cache.free_pages else 0
+        held = self._held(tenant) if share.kv_tokens or wanted + reserved > self._cache.free_pages else 0
         if share.kv_tokens and held and held + wanted > share.kv_tokens // self._cache.page_size:
             return None
-        missing = wanted + promised - self._cache.free_pages
+        missing = wanted + reserved - self._cache.free_pages
         victims: list[Sequence] = []
         if missing <= 0:
             return victims

@@ -1,8 +1,8 @@
-"""The engine's own process: `python -m target_service.engine_process FD`, started by `client.EngineLink`.
+"""The engine's process: `python -m target_service.engine_process FD`, started by `client.EngineLink`.
 
-It loads the model, measures, connects the draft, and runs the engine; what to run comes in over one socket, and what
-happened goes out, in one report per step. It ends when it is asked to, when a step fails, and when the socket closes,
-which means that the process that serves is gone.
+It loads the model, measures step costs, connects the draft, and runs the engine. It receives commands over one socket,
+and sends one report per step. It ends after `Stop`, when a step fails, and when the socket closes, which means that the
+serving process is gone.
 """
 
 from __future__ import annotations
@@ -54,10 +54,9 @@ from target_service.preflight import EngineRefused
 
 logger = logging.getLogger(__name__)
 
-# How often the engine is looked at while it reports no steps, in seconds.
+# Interval of heartbeats while the engine reports no steps, in seconds.
 _BEAT_SECONDS = 0.05
-# The last events wait so long for a server that reads slowly, and no longer for one that is gone; and so many bytes
-# are read at once. Chosen, not measured.
+# Longest wait for the serving process to read the last events, and bytes that are read at once. Chosen, not measured.
 _FLUSH_SECONDS = 2.0
 _RECEIVE_BYTES = 1 << 16
 # Outcomes that events report already.
@@ -65,7 +64,7 @@ _IN_EVENTS = frozenset(reason.value for reason in FinishReason)
 
 
 class HostedEngine(Protocol):
-    """The engine as its process sees it; `target_service.engine.engine.Engine` says what each member means."""
+    """The engine's interface for its process, see `target_service.engine.engine.Engine`."""
 
     failure: BaseException | None
     last_beat_ns: int
@@ -82,7 +81,7 @@ class HostedEngine(Protocol):
 
 
 class Hosted(Protocol):
-    """An engine and what it serves. `stop` fails what is left and lets go of everything."""
+    """An engine and the model it serves. `stop` fails the remaining sequences and frees everything."""
 
     @property
     def engine(self) -> HostedEngine: ...
@@ -101,7 +100,7 @@ class Reporter:
         self._steps: list[StepStats] = []
         self._ended: list[tuple[int, SequenceTotals, str]] = []
         self._switches: list[bool] = []
-        # By identity: the engine gives back the very request that it was given.
+        # By identity: the engine passes back the same request object.
         self._ids: dict[int, int] = {}
 
     def submitted(self, sequence_id: int, request: SequenceRequest) -> None:
@@ -109,7 +108,7 @@ class Reporter:
         self._ids[id(request)] = sequence_id
 
     def refused(self, request: SequenceRequest) -> None:
-        """The engine did not take it."""
+        """The engine refused a request."""
         del self._ids[id(request)]
 
     def on_step(self, stats: StepStats) -> None:
@@ -135,7 +134,7 @@ class Reporter:
         self._outbox.send(pack(report))
 
 
-class EngineHost:
+class EngineServer:
     """Runs an engine for the process at the other end of a socket."""
 
     def __init__(self, connection: socket.socket) -> None:
@@ -156,7 +155,7 @@ class EngineHost:
             return refusal.status
         self._engine = hosted.engine
         with settled():
-            # Only now, since settling takes a while too.
+            # After settling, which takes a while.
             self._outbox.send(pack(Ready(replace(hosted.served, tokenizer=None))))
             self._serve(hosted.engine)
         hosted.stop()
@@ -175,16 +174,16 @@ class EngineHost:
             self._outbox.send(pack(Dead("the engine has failed")))
 
     def _run_commands(self, frames: Frames) -> None:
-        """Run the other process's commands, until it is gone."""
+        """Run the commands of the serving process until the socket closes."""
         try:
             while data := self._receive():
                 for message in frames.feed(data):
                     self._command(message)
-        # A process that no longer reads must end, whatever the bug was, so that the other one finds out.
+        # Whatever the error was: a process that no longer reads must end, which the other one notices.
         except Exception:
             logger.exception("bug in a command")
         if not self._stopping.is_set():
-            # Nobody is left to report to, and whatever loads or computes now would only hold the device.
+            # The serving process is gone, and what loads or computes here would only occupy the device.
             os._exit(1)
 
     def _receive(self) -> bytes:
@@ -198,7 +197,7 @@ class EngineHost:
             self._stopping.set()
             return
         engine = self._engine
-        assert engine is not None, "nothing is asked of an engine that is not ready"
+        assert engine is not None, "the engine is not ready"
         if isinstance(message, Submit):
             self._submit(engine, message)
         elif isinstance(message, Cancel):
@@ -211,15 +210,15 @@ class EngineHost:
             try:
                 engine.verify(message.sequence_id, message.tree)
             except OutriderError as error:
-                # It has ended meanwhile, which is on its way to the other side.
+                # The sequence has ended meanwhile, which a report will show.
                 logger.debug("a tree that came too late: %s", error.reason)
 
     def _update(self, engine: HostedEngine, message: UpdateWeights) -> None:
         def done(result: WeightsUpdated | OutriderError) -> None:
-            # First, so that whoever hears that it is done finds the new version.
+            # First, so that the new version is reported before the update is done.
             self._reporter.report(engine, [])
-            answer = (None, result) if isinstance(result, OutriderError) else (result, None)
-            self._outbox.send(pack(WeightsDone(message.update_id, *answer)))
+            fields = (None, result) if isinstance(result, OutriderError) else (result, None)
+            self._outbox.send(pack(WeightsDone(message.update_id, *fields)))
 
         try:
             engine.update_weights(message.update, done, message.update_id)
@@ -237,8 +236,8 @@ class EngineHost:
 
 def serve_engine(descriptor: int, build: Callable[[TargetConfig, Reporter], Hosted]) -> int:
     """Run what `build` makes for the process at the other end of an inherited socket. Returns the exit status."""
-    # A terminal's Ctrl-C and a supervisor's SIGTERM reach every process of the group. The one that serves drains, and
-    # needs its engine for that; this one ends when that has.
+    # Ctrl-C and a supervisor's SIGTERM reach every process of the group. The serving process needs its engine to drain;
+    # this one ends after it.
     for name in (signal.SIGINT, signal.SIGTERM):
         signal.signal(name, signal.SIG_IGN)
     with socket.socket(fileno=descriptor) as connection:
@@ -247,5 +246,5 @@ def serve_engine(descriptor: int, build: Callable[[TargetConfig, Reporter], Host
             for message in frames.feed(data):
                 if isinstance(message, Configure):
                     configure_logging(message.config.log_level)
-                    return EngineHost(connection).run(message.config, frames, build)
+                    return EngineServer(connection).run(message.config, frames, build)
     return 1

@@ -27,7 +27,7 @@ _REFRESH = 2048
 
 
 class DraftSwitch:
-    """Chooses step by step. Loads are told apart by powers of two."""
+    """Chooses step by step, by load in powers of two."""
 
     def __init__(self) -> None:
         self._loads: dict[int, LoadTimes] = {}

@@ -67,7 +67,7 @@ class Gathering:
 
     @property
     def drafts_useful(self) -> bool:
-        """Whether drafts are in use, or were lately, or may be soon."""
+        """Whether drafts are in use, or were recently, or may be soon."""
         if self._policy.on:
             return self._follow is None or self._follow.follows(max(1, len(self._scheduler.running)))
         if self._switch is None:
