@@ -136,8 +136,3 @@ def assemble(
         raise EngineRefused(2, f"error: --draft: {error}") from None
     engine.attach_draft(link)
     return Assembled(engine, served, link)
-
-
-def load_engine(config: TargetConfig, observer: EngineObserver, connect: Connect | None = None) -> Assembled:
-    """Load the model and assemble its engine; `connect` is the result of `prepared_draft`. Raises `EngineRefused`."""
-    return assemble(config, load_model(config), observer, connect)

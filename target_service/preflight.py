@@ -133,9 +133,8 @@ def check_head(head: str, model: str) -> None:
 
 def _check_draft(draft: str) -> None:
     """Raise `SettingsError` unless `draft` is a list of addresses with commas, or inprocess:DRAFTER."""
-    scheme, colon, drafter = draft.partition(":")
-    if colon and scheme == "inprocess":
-        if not drafter.strip():
+    if draft.startswith(INPROCESS_SCHEME):
+        if not draft.removeprefix(INPROCESS_SCHEME).strip():
             raise SettingsError(f"--draft: {draft!r} names no drafter: inprocess:DRAFTER")
         return
     for one in filter(None, (part.strip() for part in draft.split(","))):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from outrider.errors import InvalidField, NotSupported, UnknownModel
@@ -94,23 +94,14 @@ class Admission:
         corpus = name_from_pb(options.corpus, "speculation.corpus")
         prompt = await self._prompts.token_ids(request, tenant)
         prediction = await self._prompts.prediction(request, tenant)
-        share = self.quotas.share(tenant)
         enabled = options.enabled if options.HasField("enabled") else True
-        return SequenceRequest(
-            token_ids=prompt,
-            sampling=sampling,
-            mode=mode,
-            typical=typical,
-            seed=_seed(sampling),
-            max_tokens=self._max_tokens(sampling, len(prompt), share),
-            tenant=tenant,
-            share=share,
+        return replace(
+            self._request(prompt, sampling, mode, typical, tenant, traceparent),
             speculate=enabled and served.speculation and max_nodes > 0,
             max_draft_nodes=max_nodes,
             corpus=corpus,
             prediction=prediction if enabled and served.predictions and max_nodes > 0 else (),
             trees=options.trees,
-            traceparent=traceparent,
         )
 
     def verification(self, request: target_pb2.OpenVerification, tenant: str, traceparent: str) -> SequenceRequest:
@@ -119,19 +110,30 @@ class Admission:
         sampling = self._sampling(request.sampling, "open.sampling")
         mode, typical = self._mode(request, sampling, "open")
         prompt = self._prompts.checked(request.token_ids, "open.token_ids")
+        common = self._request(prompt, sampling, mode, typical, tenant, traceparent)
+        return replace(common, speculate=False, max_draft_nodes=self.served.max_rows - 1, external=True)
+
+    def _request(
+        self,
+        prompt: tuple[int, ...],
+        sampling: SamplingParams,
+        mode: VerificationMode,
+        typical: TypicalAcceptance,
+        tenant: str,
+        traceparent: str,
+    ) -> SequenceRequest:
+        """What both calls have in common."""
         share = self.quotas.share(tenant)
         return SequenceRequest(
             token_ids=prompt,
             sampling=sampling,
             mode=mode,
             typical=typical,
-            seed=_seed(sampling),
+            # A random seed cannot be guessed by other callers.
+            seed=secrets.randbits(64) if sampling.seed is None else sampling.seed,
             max_tokens=self._max_tokens(sampling, len(prompt), share),
             tenant=tenant,
             share=share,
-            speculate=False,
-            max_draft_nodes=self.served.max_rows - 1,
-            external=True,
             traceparent=traceparent,
         )
 
@@ -166,8 +168,3 @@ class Admission:
         if share.kv_tokens:
             room = min(room, max(1, share.kv_tokens - prompt_length))
         return min(DEFAULT_MAX_TOKENS, room)
-
-
-def _seed(sampling: SamplingParams) -> int:
-    """The request's seed, or a random one that other callers cannot guess."""
-    return secrets.randbits(64) if sampling.seed is None else sampling.seed

@@ -39,25 +39,25 @@ class ByteText:
     def __init__(self, token_bytes: Mapping[int, bytes], stop: Sequence[str] = ()) -> None:
         """`token_bytes` as returned by the function of that name; an id without an entry has no text."""
         self._bytes = token_bytes
-        self._stops = StopStrings(stop) if stop else None
+        self._stops = StopStrings(stop)
+        # One by one, because the stop string that ends first counts, which several tokens at once would hide.
+        self._one_by_one = bool(stop)
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     @property
     def matched(self) -> str | None:
         """The stop string that ended the text."""
-        return None if self._stops is None else self._stops.matched
+        return self._stops.matched
 
     def push(self, ids: Sequence[int]) -> str:
         """Text that is certain now. Empty after a stop string."""
-        if self._stops is None:
+        if not self._one_by_one:
             return self._decode(ids)
-        # One by one, because the stop string that ends first counts, which several tokens at once would hide.
         return "".join([self._stops.push(self._decode((token,))) for token in ids])
 
     def finish(self) -> str:
         """The text still held back, at the end of the output."""
-        text = self._decoder.decode(b"", final=True)
-        return text if self._stops is None else self._stops.push(text, final=True)
+        return self._stops.push(self._decoder.decode(b"", final=True), final=True)
 
     def _decode(self, ids: Sequence[int]) -> str:
         return self._decoder.decode(b"".join([self._bytes.get(token, b"") for token in ids]))

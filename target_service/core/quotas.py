@@ -44,11 +44,6 @@ class TenantQuotas:
         self._clock = clock
         self._accounts: dict[str, _Account] = {}
 
-    @property
-    def remembered(self) -> int:
-        """Tenants with an account."""
-        return len(self._accounts)
-
     def share(self, tenant: str) -> Share:
         """A tenant's share of the engine."""
         limits = self.table.of(tenant)

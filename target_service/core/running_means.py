@@ -38,8 +38,8 @@ class RunningTime(RunningMean):
     """The time of passes of a kind: the median of the first few, in which kernels are compiled and graphs captured,
     then a running mean in which no pass counts for more than `most` times the sum of mean and `unit`."""
 
-    first_few: int = 1
-    most: float = 1.0
+    first_few: int = 9
+    most: float = 3.0
     unit: float = 0.0
     first: list[float] = field(default_factory=list)
 
@@ -61,13 +61,10 @@ class RunningTime(RunningMean):
 class PassRate:
     """Recent tokens of a sequence per second, in passes of a kind."""
 
-    # See `RunningTime`.
-    _FIRST_FEW, _MOST = 9, 3.0
-
     def __init__(self, share: float) -> None:
         """`share` is the weight of one pass in the means."""
         self._tokens = RunningMean(share)
-        self._seconds = RunningTime(share, first_few=self._FIRST_FEW, most=self._MOST)
+        self._seconds = RunningTime(share)
 
     @property
     def count(self) -> int:

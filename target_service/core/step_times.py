@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 
 from target_service.core.running_means import RunningMean, RunningTime
 
-# A size's time is the median of its first few steps, in which kernels are compiled, and then a mean of some ten, in
-# which no step counts for more than three. Chosen: as quick as the policies of drafts.
-_FIRST_FEW, _SHARE, _MOST = 5, 0.1, 3.0
+# A size's time is the median of its first few steps, in which kernels are compiled, and then a mean of some ten.
+# Chosen: as quick as the policies of drafts.
+_FIRST_FEW, _SHARE = 5, 0.1
 # Steps in a row that read, after which the time of a size that has not decoded alone is learnt from them too. Chosen:
 # longer than a prompt takes where steps are long enough to read it in a few pieces.
 _STALE_AFTER = 16
@@ -108,7 +108,7 @@ class _Undisturbed:
 
 
 def _settling() -> RunningTime:
-    return RunningTime(_SHARE, first_few=_FIRST_FEW, most=_MOST)
+    return RunningTime(_SHARE, first_few=_FIRST_FEW)
 
 
 class _Curve:

@@ -46,7 +46,8 @@ def commit(
         compute_ns=compute_ns,
         drafts_by_step=by_step if any(by_step[1:]) else (),
         model_version=model_version,
-        tree=_shown(root, tree, accepted) if shows else None,
+        # The tree of a step prepared before its root was known holds another token there.
+        tree=VerifiedTree((root, *tree.token_ids[1:]), tuple(tree.parents), accepted) if shows else None,
     )
     sequence.totals.lossy_tokens += sum(outcome.lossy[: len(accepted)])
     if isinstance(tree, PredictedTree):
@@ -67,11 +68,6 @@ def commit(
     if finish is not None:
         totals.finished_ns = now
     return verdict
-
-
-def _shown(root: int, tree: TokenTree, accepted_rows: tuple[int, ...]) -> VerifiedTree:
-    """The verified tree. That of a step prepared before its root was known holds another token there."""
-    return VerifiedTree((root, *tree.token_ids[1:]), tuple(tree.parents), accepted_rows)
 
 
 def _kept_drafts(accepted_by_pass: tuple[int, ...], tokens: int) -> tuple[int, ...]:

@@ -60,9 +60,8 @@ log = logging.getLogger(__name__)
 _WAIT_IN_ANSWERS, _FIRST_WAIT_SECONDS = 1.5, 0.01
 # Interval at which a pass that may have ended is polled. A thread takes some 0.1 ms to wake.
 _POLL_NS = 100_000
-# Launches are timed as the median of the first few, in which kernels are compiled, and then as a mean of some ten, in
-# which no launch counts for more than three.
-_FIRST_LAUNCHES, _LAUNCH_SHARE, _MOST_LAUNCH = 9, 0.1, 3.0
+# Weight of one launch in the mean time of launches: some ten.
+_LAUNCH_SHARE = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +133,7 @@ class EngineLoop:
         # Whether polling saw the end of the last pass.
         self._seen_running = True
         # Seconds to launch a pass that is laid out.
-        self._launching = RunningTime(_LAUNCH_SHARE, first_few=_FIRST_LAUNCHES, most=_MOST_LAUNCH)
+        self._launching = RunningTime(_LAUNCH_SHARE)
         self._modes = LaunchModes()
         # How the next pass is launched, and the rows that the device chose for the last one.
         self._mode, self._rows = Launch.AHEAD, 0
@@ -196,12 +195,12 @@ class EngineLoop:
             return self._take_failed() or None
         self._ahead = None if self.settling else self._launch_after(step)
         self.drafting.open_newcomers()
-        step.clock.begin_wait()
+        step.clock.waits_since = time.monotonic_ns()
         self._feed(step)
         step.launched.wait()
-        step.clock.end_forward()
+        step.clock.forwarded = time.monotonic_ns()
         outcomes = step.launched.outcomes()
-        step.clock.end_verify()
+        step.clock.verified = time.monotonic_ns()
         verdicts = self._commit(step, outcomes)
         if self._ahead is not None:
             self._ahead = self._ahead.moved_on(outcomes)
@@ -209,7 +208,7 @@ class EngineLoop:
         self._advance(verdicts)
         self._learn(step, outcomes)
         events = self._finish(verdicts)
-        step.clock.end_commit()
+        step.clock.committed = time.monotonic_ns()
         followable = step.launched.followable and not self.settling
         if self._ahead is None and followable and self.drafting.has_answered():
             # This step's events go out while the device runs the next.
@@ -308,7 +307,7 @@ class EngineLoop:
             held_ns = self.drafting.wait_for(sequences, most)
         if self._steps.tables is not None:
             self._steps.tables.trust = self._policy.trust
-        clock.end_plan()
+        clock.planned = time.monotonic_ns()
         return held_ns
 
     def _needs_no_host(self, sequence: Sequence) -> bool:
@@ -337,7 +336,7 @@ class EngineLoop:
         features = self.features.after_launch(rows) if self.drafting.active else None
         if launched.span is not None:
             launched.span.close()
-        clock.end_launch()
+        clock.launched = clock.forwarded = time.monotonic_ns()
         self._rows = device_rows.rows if device_rows is not None else 0
         for item in batch.items:
             # For what runs after this step, their keys and values are computed.

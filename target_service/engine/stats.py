@@ -22,38 +22,23 @@ class EngineObserver(Protocol):
 
 
 class StepClock:
-    """When a step's phases ended, in monotonic nanoseconds. Phases end in the order of the methods."""
+    """When a step's phases ended, in monotonic nanoseconds, in the order of the attributes.
+
+    Attributes:
+        planned: the step is laid out.
+        launched: the host is free again. If it computed the step itself, the forward pass is over too.
+        forwarded: the device's results have arrived.
+        verified: every tree's outcome is known.
+        committed: tokens are committed, and sent to the draft.
+        waits_since: when the host began to wait for the device.
+    """
 
     def __init__(self) -> None:
         self.begun = time.monotonic_ns()
         self.planned = self.launched = self.forwarded = self.verified = self.committed = self.begun
-        self._waits_since = self.begun
-
-    def end_plan(self) -> None:
-        """The step is laid out."""
-        self.planned = time.monotonic_ns()
-
-    def end_launch(self) -> None:
-        """The host is free again. If it computed the step itself, the forward pass is over too."""
-        self.launched = self.forwarded = time.monotonic_ns()
-
-    def begin_wait(self) -> None:
-        """The host only waits for the device from now on."""
-        self._waits_since = time.monotonic_ns()
+        self.waits_since = self.begun
 
     @property
     def waited_ns(self) -> int:
-        """How long the host waited, once the forward pass has ended."""
-        return self.forwarded - self._waits_since
-
-    def end_forward(self) -> None:
-        """The device's results are there."""
-        self.forwarded = time.monotonic_ns()
-
-    def end_verify(self) -> None:
-        """Every tree's outcome is known."""
-        self.verified = time.monotonic_ns()
-
-    def end_commit(self) -> None:
-        """Tokens are committed, and sent to the draft."""
-        self.committed = time.monotonic_ns()
+        """How long the host waited for the device, once the forward pass has ended."""
+        return self.forwarded - self.waits_since

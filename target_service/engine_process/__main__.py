@@ -20,9 +20,9 @@ def build(config: TargetConfig, reporter: Reporter) -> Assembled:
     check_head(config.draft_head, config.model)
     check_model(config.model)
     # Imported late: PyTorch takes seconds, and wrong names should be refused at once.
-    from target_service.assembly import load_engine
+    from target_service.assembly import assemble, load_model
 
-    return load_engine(config, reporter, connect)
+    return assemble(config, load_model(config), reporter, connect)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ _DRAFTED, _ACCEPTED = "outrider_spec_decode_num_drafts_per_depth", "outrider_spe
 # trie or head commits two to four tokens); their series are added when they occur.
 _EXPECTED_DEPTHS = 16
 _SOURCES = ("draft", "lookup")
+_PHASES = ("wait", "plan", "launch", "forward", "verify", "commit")
 _PREDICTED = ("accepted", "rejected")
 _EXPECTED_OUTCOMES = ("end_of_sequence", "stop", "length", "cancelled")
 
@@ -52,22 +53,16 @@ class PrometheusObserver:
         self._prefill_rows = count("outrider_rows", "prefill")
         self._step_seconds = histogram("outrider_step_seconds")
         self._step_rows = histogram("outrider_step_rows")
-        self._wait = histogram("outrider_step_phase_seconds", "wait")
-        self._plan = histogram("outrider_step_phase_seconds", "plan")
-        self._launch = histogram("outrider_step_phase_seconds", "launch")
-        self._forward = histogram("outrider_step_phase_seconds", "forward")
-        self._verify = histogram("outrider_step_phase_seconds", "verify")
-        self._commit = histogram("outrider_step_phase_seconds", "commit")
+        self._wait, self._plan, self._launch, self._forward, self._verify, self._commit = (
+            histogram("outrider_step_phase_seconds", phase) for phase in _PHASES
+        )
         self._predicted = {outcome: count("outrider_prediction_tokens", outcome) for outcome in _PREDICTED}
         self._lossy_requests, self._lossy_tokens = count("outrider_lossy_requests"), count("outrider_lossy_tokens")
         for outcome in _EXPECTED_OUTCOMES:
             count("outrider_requests", outcome)
         for place in range(_EXPECTED_DEPTHS):
             self._add_depth(place, 0, 0)
-        self._switches = (
-            count("outrider_speculation_switches", "off"),
-            count("outrider_speculation_switches", "on"),
-        )
+        self._switches = [count("outrider_speculation_switches", to) for to in ("off", "on")]
 
     def watch(
         self,

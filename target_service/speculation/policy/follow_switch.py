@@ -32,15 +32,14 @@ _GRANTED = 2.0
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.5, 60.0
 # Gain at which pauses are short again: above the noise of a kept draft without any. Chosen, not measured.
 _RECOVERED = 1.05
-# Weight of one pass in the mean times (some two hundred passes); they begin with the median of the first few, in which
-# kernels are compiled, and no pass counts for more than three.
-_SHARE, _FIRST_FEW, _MOST = 0.01, 9, 3.0
+# Weight of one pass in the mean times: some two hundred passes.
+_SHARE = 0.01
 # Weight of one comparison in the mean tokens: some sixty, or two seconds at 8B size, in which a draft may change.
 _TOKEN_SHARE = 0.03
 
 
 def _times() -> RunningTime:
-    return RunningTime(_SHARE, first_few=_FIRST_FEW, most=_MOST)
+    return RunningTime(_SHARE)
 
 
 def _tokens() -> RunningMean:
