@@ -90,7 +90,7 @@ class Prompts:
         self._check_count(len(prompt), field_path)
         # A tokenizer may have more tokens than its model, and an id without an embedding would end the engine.
         if max(prompt) >= self._vocabulary_size:
-            raise InvalidField(field_path, "has tokens that the model does not know")
+            raise InvalidField(field_path, "has tokens outside the model's vocabulary")
         return prompt
 
     def _check_count(self, tokens: int, field_path: str) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import tempfile
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,7 +83,7 @@ class WeightUpdates:
         if tokens and not caller.operator:
             raise PermissionDenied("the token is no operator's")
         if not tokens and not self._rules.without_token:
-            raise PermissionDenied("weights are taken from operators, whom tokens tell: see --auth-tokens")
+            raise PermissionDenied("only operators may update weights, and they need a token: see --auth-tokens")
 
     async def run(self, requests: AsyncIterator[pb.UpdateWeightsRequest]) -> WeightsUpdated:
         """Take one update to its end. Cancelled before the exchange, it changes nothing.
@@ -125,7 +125,12 @@ class WeightUpdates:
             if not ended.done():
                 ended.set_result(result)
 
-        update_id = self._engine.update_weights(update, lambda result: _soon(loop, lambda: put(result)))
+        def done(result: WeightsUpdated | OutriderError) -> None:
+            # Called from any thread, perhaps after the loop has ended.
+            with suppress(RuntimeError):
+                loop.call_soon_threadsafe(put, result)
+
+        update_id = self._engine.update_weights(update, done)
         try:
             result = await ended
         except asyncio.CancelledError:
@@ -138,7 +143,7 @@ class WeightUpdates:
     def _allowed(self, requested: str) -> Path:
         """The requested folder, if it and its files lie within the allowed one."""
         if not self._rules.folder:
-            raise PermissionDenied("weights are taken from no folder: see --weights-folder")
+            raise PermissionDenied("weights may be read from no folder: see --weights-folder")
         root = Path(self._rules.folder).resolve()
         try:
             folder = (root / requested).resolve()
@@ -213,9 +218,3 @@ async def _next(requests: AsyncIterator[pb.UpdateWeightsRequest]) -> pb.UpdateWe
             return await anext(requests, None)
     except TimeoutError:
         raise DeadlineExceeded(f"the stream was silent for {_SILENCE_SECONDS:g} s") from None
-
-
-def _soon(loop: asyncio.AbstractEventLoop, work: Callable[[], None]) -> None:
-    """Run `work` on the loop, from any thread; nothing once the loop has ended."""
-    with suppress(RuntimeError):
-        loop.call_soon_threadsafe(work)

@@ -57,15 +57,15 @@ class Sequences:
         """`quotas` of None set no limits."""
         self._engine = engine
         self._loop = loop
-        self._sinks: dict[int, Sink] = {}
+        # By id: the sink and the tenant.
+        self._open: dict[int, tuple[Sink, str]] = {}
         self.quotas = quotas or TenantQuotas()
-        # Ids of sequences without a verdict yet, and the tenants of all.
+        # Ids of sequences without a verdict yet.
         self._waiting: set[int] = set()
-        self._tenants: dict[int, str] = {}
 
     def __len__(self) -> int:
         """Sequences with a sink."""
-        return len(self._sinks)
+        return len(self._open)
 
     def submit(self, request: SequenceRequest, sink: Sink) -> int:
         """Start a sequence whose events go to `sink`. Returns its id; raises what `Engine.submit` raises, and
@@ -75,9 +75,8 @@ class Sequences:
         """
         self.quotas.check_sequence(request)
         sequence_id = self._engine.submit(request)
-        self._sinks[sequence_id] = sink
+        self._open[sequence_id] = (sink, request.tenant)
         self._waiting.add(sequence_id)
-        self._tenants[sequence_id] = request.tenant
         self.quotas.opened(sequence_id, request)
         return sequence_id
 
@@ -87,7 +86,7 @@ class Sequences:
 
     def cancel(self, sequence_id: int) -> None:
         """Remove the sink, and end the sequence unless it has ended."""
-        if self._sinks.pop(sequence_id, None) is not None:
+        if sequence_id in self._open:
             self._forget(sequence_id)
             self._engine.cancel(sequence_id)
 
@@ -102,17 +101,17 @@ class Sequences:
     def dispatch(self, events: list[SequenceEvent]) -> None:
         """Pass one step's events to their sinks, on the event loop."""
         for event in events:
-            last = not isinstance(event, Verdict)
-            sink = self._sinks.pop(event.sequence_id, None) if last else self._sinks.get(event.sequence_id)
-            if sink is None:
+            if event.sequence_id not in self._open:
                 continue
-            if last:
+            sink, tenant = self._open[event.sequence_id]
+            if not isinstance(event, Verdict):
                 self._forget(event.sequence_id)
             elif event.sequence_id in self._waiting:
                 self._waiting.discard(event.sequence_id)
-                self.quotas.began(event.sequence_id, self._tenants[event.sequence_id])
+                self.quotas.began(event.sequence_id, tenant)
             sink(event)
 
     def _forget(self, sequence_id: int) -> None:
+        _, tenant = self._open.pop(sequence_id)
         self._waiting.discard(sequence_id)
-        self.quotas.ended(sequence_id, self._tenants.pop(sequence_id))
+        self.quotas.ended(sequence_id, tenant)

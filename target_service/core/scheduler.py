@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from outrider.tree import TokenTree
@@ -32,11 +32,11 @@ class SchedulerConfig:
 
 @dataclass(slots=True)
 class _Demand:
-    """What a tenant could use of the next step: sequences that decode and that read, and rows of prompts."""
+    """What a tenant could use of the next step: sequences, those of them that decode, and rows of prompts."""
 
     share: Share
+    sequences: int = 0
     decoding: int = 0
-    reading: int = 0
     rows: int = 0
 
 
@@ -179,6 +179,13 @@ class Scheduler:
         run = [chunk for chunk in chunks if chunk.sequence.state in _RUNS]
         return Schedule(tuple(sorted(run, key=lambda chunk: chunk.takes_tree)), own)
 
+    def _places_within(self, seconds: float, allowed: Mapping[str, int], places: int) -> int:
+        """Places, of at most `places`, whose sequences decode in `seconds`; one for each tenant at least."""
+        within = max(min(places, len(allowed)), self.times.decoding_within(seconds, places))
+        if within < min(places, sum(allowed.values())):
+            self._time.hold()
+        return within
+
     def _rows_within(self, seconds: float, decoding: int, reading: list[Sequence], rows: int) -> int:
         """Rows of prompts, of at most `rows`, that a step may read in `seconds` beside what decodes."""
         within = max(min(rows, _LEAST_READ), self.times.reading_within(decoding, seconds, rows))
@@ -209,28 +216,27 @@ class Scheduler:
         the seconds that the step may take: infinite where it is one tenant's own.
         """
         ready, demands = self._ready()
-        wanted = {tenant: demand.decoding + demand.reading for tenant, demand in demands.items()}
         for tenant, queue in self._waiting.items():
             if self._yielding(queue[0]) is not None:
-                wanted[tenant] = wanted.get(tenant, 0) + len(queue)
                 demand = demands.setdefault(tenant, _Demand(queue[0].request.share))
+                demand.sequences += len(queue)
                 if demand.rows < self.max_step_rows:
                     # Only of the next in line: the others may have to wait anyway.
                     demand.rows += self._due(queue[0])
         shares = {tenant: demand.share for tenant, demand in demands.items()}
-        allowed = {tenant: min(count, shares[tenant].running or count) for tenant, count in wanted.items()}
+        allowed = {
+            tenant: min(demand.sequences, demand.share.running or demand.sequences)
+            for tenant, demand in demands.items()
+        }
         # Every place takes a row.
         places, seconds = min(self._config.max_running, self.max_step_rows), math.inf
         if len(allowed) > 1 or self._time.shared:
             alone = {
-                tenant: self.times.own_seconds(min(demands[tenant].decoding, most), demands[tenant].rows)
-                for tenant, most in allowed.items()
+                tenant: self.times.own_seconds(min(demand.decoding, allowed[tenant]), demand.rows)
+                for tenant, demand in demands.items()
             }
             seconds = self._time.longest_step(alone, shares)
-            within = max(min(places, len(allowed)), self.times.decoding_within(seconds, places))
-            if within < min(places, sum(allowed.values())):
-                self._time.hold()
-            places = within
+            places = self._places_within(seconds, allowed, places)
             chosen = self._time.alone_next({tenant for tenant, demand in demands.items() if demand.decoding})
             if chosen is not None:
                 decoding = [one for one, decodes in ready if decodes and one.request.tenant == chosen]
@@ -263,10 +269,10 @@ class Scheduler:
             demand = demands.get(request.tenant)
             if demand is None:
                 demand = demands[request.tenant] = _Demand(request.share)
+            demand.sequences += 1
             if decodes:
                 demand.decoding += 1
             else:
-                demand.reading += 1
                 demand.rows += due
         return ready, demands
 
@@ -336,9 +342,9 @@ class Scheduler:
         if share.kv_tokens and held and held + wanted > share.kv_tokens // self._cache.page_size:
             return None
         missing = wanted + reserved - self._cache.free_pages
-        victims: list[Sequence] = []
         if missing <= 0:
-            return victims
+            return []
+        victims: list[Sequence] = []
         for victim, left in (*self._giving_way(idle=True), *self._giving_way(idle=False)):
             if not self._idle(victim) and (victim.request.tenant == tenant or left * share.weight < held + wanted):
                 continue

@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 from target_service.core.running_means import RunningMean, RunningTime
 
@@ -111,6 +112,16 @@ def _settling() -> RunningTime:
     return RunningTime(_SHARE, first_few=_FIRST_FEW)
 
 
+@dataclass(slots=True)
+class _Size:
+    """Observations of the sizes between two powers of two."""
+
+    time: RunningTime | _Undisturbed
+    mean: RunningMean
+    # The curve's count at the last observation.
+    last: int = 0
+
+
 class _Curve:
     """Times by size: one point for all sizes between two powers of two, interpolated linearly."""
 
@@ -122,48 +133,43 @@ class _Curve:
         self._forgets = time is _settling and not through_origin
         self._origin = ((0.0, 0.0),) if through_origin else ()
         # By the power of two.
-        self._sizes: dict[int, RunningMean] = {}
-        self._times: dict[int, RunningTime | _Undisturbed] = {}
-        # Observations of all sizes, and how many there were at the last of each.
+        self._sizes: dict[int, _Size] = {}
+        # Observations of all sizes.
         self._count = 0
-        self._last: dict[int, int] = {}
         self._points: list[tuple[float, float]] = []
 
     @property
     def known(self) -> bool:
-        return bool(self._times)
+        return bool(self._sizes)
 
     def observe(self, size: int, seconds: float) -> None:
         key = size.bit_length()
-        if key not in self._times:
-            self._sizes[key] = RunningMean(_SHARE)
-            self._times[key] = self._time()
+        if key not in self._sizes:
+            self._sizes[key] = _Size(self._time(), RunningMean(_SHARE))
+        observed = self._sizes[key]
         self._count += 1
-        self._last[key] = self._count
-        self._sizes[key].observe(size)
-        self._times[key].observe(seconds)
+        observed.last = self._count
+        observed.mean.observe(size)
+        observed.time.observe(seconds)
         self._points = list(self._rising())
 
     def _rising(self) -> Iterator[tuple[float, float]]:
-        """The points by size, with times that rise with it, as noise may hide.
+        """The points by size. Times are made to rise with the size, which noise may hide.
 
         Steps run only if their estimate is short enough, so a size that was slow once would never run again. Its time
         is therefore at most in proportion to a smaller size that runs now, and its excess decays.
         """
         yield from self._origin
         before, age, least = 0.0, 0, 0.0
-        for key in sorted(self._times):
-            size, seconds = self._sizes[key].value, self._times[key].value
+        for _, observed in sorted(self._sizes.items()):
+            size, seconds = observed.mean.value, observed.time.value
+            previous_age, age = age, self._count - observed.last
             if before and self._forgets:
-                if age < _FRESH:
+                if previous_age < _FRESH:
                     seconds = min(seconds, least * size / before)
-                seconds = least + (seconds - least) * 0.5 ** (self._age(key) / _EXCESS_HALF_LIFE)
-            before, age, least = size, self._age(key), max(least, seconds)
+                seconds = least + (seconds - least) * 0.5 ** (age / _EXCESS_HALF_LIFE)
+            before, least = size, max(least, seconds)
             yield size, least
-
-    def _age(self, key: int) -> int:
-        """Steps of any size since the last of this one."""
-        return self._count - self._last[key]
 
     def __call__(self, size: int) -> float:
         """The time of a size: that of the nearest point beyond the first and the last; 0 without points."""

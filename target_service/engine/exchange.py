@@ -101,7 +101,7 @@ class WeightExchange:
         events: list[SequenceEvent] = []
         if pending.update.running is RunningRequests.ABORT:
             for sequence in scheduler.begun():
-                error = WeightsChanged("the model's weights were exchanged; ask again")
+                error = WeightsChanged("the model's weights were exchanged; send the request again")
                 self._loop.end(sequence.sequence_id, error.reason)
                 events.append(SequenceFailed(sequence.sequence_id, error, sequence.totals.draft_refused))
         continued = len(scheduler.begun())

@@ -262,7 +262,8 @@ class Drafting(DraftInbox):
                 seed=request.seed,
                 mode=mode,
                 sampling=sampling,
-                limits=self._limits(request.max_draft_nodes),
+                # What the device chooses from may be larger than what a pass verifies.
+                limits=TreeLimits(max_nodes=request.max_draft_nodes if self._tables is None else NODES - 1),
                 vocabulary_size=self._vocabulary_size,
                 tenant=request.tenant,
                 corpus=request.corpus,
@@ -279,10 +280,6 @@ class Drafting(DraftInbox):
             for sequence_id in self._trees:
                 self._tables.clear(sequence_id)
         self._trees.clear()
-
-    def _limits(self, max_nodes: int) -> TreeLimits:
-        """Limits of a sequence's trees. What the device chooses from may be larger than what a pass verifies."""
-        return TreeLimits(max_nodes=max_nodes if self._tables is None else NODES - 1)
 
     def _close(self, sequence_ids: list[int]) -> None:
         if sequence_ids and self._link is not None and self.connected:

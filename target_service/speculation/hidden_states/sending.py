@@ -190,7 +190,7 @@ class Features:
         if request.projected:
             if head is None or head.projection is None:
                 raise NotSupported(
-                    "the draft wants its head's projection applied here, and no head is named: set --draft-head to the "
+                    "the draft needs its head's projection applied here, and no head is named: set --draft-head to the "
                     "draft's --head, or --projection draft in the draft service"
                 )
             if head.layers != request.layers:
@@ -199,7 +199,7 @@ class Features:
                 raise NotSupported("--draft-head has other weights than the draft's head")
             width = head.projection.width
         if request.width != width:
-            raise NotSupported(f"the draft wants features {request.width} wide, and here they are {width}")
+            raise NotSupported(f"the draft reads features {request.width} wide, and here they are {width}")
 
     def _follow(self, request: FeatureRequest | None) -> None:
         if request is not None:
