@@ -17,38 +17,23 @@ from outrider.telemetry.registry import MetricsServer
 from outrider.telemetry.rpc import RpcMetricsInterceptor
 from outrider.telemetry.tracing import Tracing, set_up_tracing
 from outrider.v1 import target_pb2_grpc
-from outrider.wire.frames import DraftInfo
 from target_service.api.admission import Admission, ServedModel
 from target_service.api.server import SERVICE_NAME, StreamLimits, TargetServicer
-from target_service.api.weights import UpdatingEngine, WeightRules, WeightUpdates
+from target_service.api.weights import WeightRules, WeightUpdates
 from target_service.config import TargetConfig
-from target_service.core.events import SequenceEngine, Sequences
+from target_service.core.events import Sequences, ServingEngine
 from target_service.core.quotas import TenantQuotas
 from target_service.preflight import drafting_config, speculates
-from target_service.shared_engine import SharedEngine
 from target_service.speculation_state import SpeculationState, speculation_state
 from target_service.telemetry.metrics import PrometheusObserver
 
 if TYPE_CHECKING:
     from target_service.engine.stats import EngineObserver
-    from target_service.model.runner import ModelRunner
 
 logger = logging.getLogger(__name__)
 
 # Interval at which a stop polls for the end of the last request, in seconds.
 _DRAIN_POLL = 0.02
-
-
-class ServingEngine(SequenceEngine, UpdatingEngine, Protocol):
-    """The engine's interface for serving, see `target_service.engine.engine.Engine`."""
-
-    @property
-    def draft_info(self) -> DraftInfo | None: ...
-    @property
-    def failure(self) -> BaseException | None: ...
-    @property
-    def last_beat_ns(self) -> int: ...
-    def drain(self) -> None: ...
 
 
 class EngineHost(Protocol):
@@ -133,11 +118,6 @@ def _make_servicer(
     limits = StreamLimits(max_sequences=config.max_sequences_per_stream, idle_seconds=config.verify_idle_seconds)
     admission = Admission(served, sequences.quotas)
     return TargetServicer(sequences, admission, limits, speculation, tracing, weights, tokens=bool(config.auth_tokens))
-
-
-async def serve(config: TargetConfig, runner: ModelRunner, stopping: asyncio.Event | None = None) -> int:
-    """Serve a loaded model from this process. See `serve_engine`."""
-    return await serve_engine(config, SharedEngine(config, runner), stopping)
 
 
 async def serve_engine(config: TargetConfig, host: EngineHost, stopping: asyncio.Event | None = None) -> int:

@@ -13,7 +13,6 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from outrider.errors import (
     DeadlineExceeded,
@@ -25,8 +24,8 @@ from outrider.errors import (
 )
 from outrider.serving import Caller
 from outrider.v1 import target_pb2 as pb
-from target_service.core.events import EngineSnapshot
-from target_service.core.weights import RunningRequests, UpdateDone, WeightsUpdated, WeightUpdate
+from target_service.core.events import ServingEngine
+from target_service.core.weights import RunningRequests, WeightsUpdated, WeightUpdate
 
 _RUNNING = {
     pb.RUNNING_REQUESTS_UNSPECIFIED: RunningRequests.DRAIN,
@@ -38,14 +37,6 @@ _RUNNING = {
 _MOST_FILES = 1024
 # Seconds after which a silent stream is ended, since its files take disk space. Chosen, not measured.
 _SILENCE_SECONDS = 60.0
-
-
-class UpdatingEngine(Protocol):
-    """The engine's interface for updates of the weights, see `target_service.engine.engine.Engine`."""
-
-    def update_weights(self, update: WeightUpdate, done: UpdateDone) -> int: ...
-    def cancel_update(self, update_id: int) -> None: ...
-    def snapshot(self) -> EngineSnapshot: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +59,7 @@ class WeightRules:
 class WeightUpdates:
     """Takes updates for an engine. Belongs to the event loop."""
 
-    def __init__(self, engine: UpdatingEngine, rules: WeightRules) -> None:
+    def __init__(self, engine: ServingEngine, rules: WeightRules) -> None:
         self._engine = engine
         self._rules = rules
         self._busy = False

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from outrider.tree import TokenTree
+from outrider.wire.frames import DraftInfo
 from target_service.core.quotas import TenantQuotas
 from target_service.core.sequence import SequenceEvent, SequenceRequest, Verdict
-from target_service.core.weights import FIRST_VERSION
+from target_service.core.weights import FIRST_VERSION, UpdateDone, WeightUpdate
 
 logger = logging.getLogger(__name__)
 
@@ -40,19 +41,29 @@ class EngineSnapshot:
     measuring: bool = False
 
 
-class SequenceEngine(Protocol):
-    """The engine's interface for requests; see `target_service.engine.engine.Engine` for errors."""
+class ServingEngine(Protocol):
+    """The engine's interface for serving, see `target_service.engine.engine.Engine`."""
 
+    @property
+    def draft_info(self) -> DraftInfo | None: ...
+    @property
+    def failure(self) -> BaseException | None: ...
+    @property
+    def last_beat_ns(self) -> int: ...
     def submit(self, request: SequenceRequest) -> int: ...
     def verify(self, sequence_id: int, tree: TokenTree) -> None: ...
     def cancel(self, sequence_id: int) -> None: ...
+    def update_weights(self, update: WeightUpdate, done: UpdateDone) -> int: ...
+    def cancel_update(self, update_id: int) -> None: ...
+    def snapshot(self) -> EngineSnapshot: ...
+    def drain(self) -> None: ...
 
 
 class Sequences:
     """The engine's sequences, for handlers on the event loop. All but `deliver` belongs to the loop."""
 
     def __init__(
-        self, engine: SequenceEngine, loop: asyncio.AbstractEventLoop, quotas: TenantQuotas | None = None
+        self, engine: ServingEngine, loop: asyncio.AbstractEventLoop, quotas: TenantQuotas | None = None
     ) -> None:
         """`quotas` of None set no limits."""
         self._engine = engine

@@ -165,7 +165,7 @@ class EngineLoop:
         self.drafting.remove((sequence,))
         sequence.totals.finished_ns = sequence.totals.finished_ns or time.monotonic_ns()
         if self._observer is not None:
-            self._observer.on_finished(sequence.request, sequence.totals, outcome)
+            self._observer.on_finished(sequence_id, sequence.request, sequence.totals, outcome)
         return live
 
     @property

@@ -14,7 +14,7 @@ class EngineObserver(Protocol):
     def on_step(self, stats: StepStats) -> None:
         """One step ran."""
 
-    def on_finished(self, request: SequenceRequest, totals: SequenceTotals, outcome: str) -> None:
+    def on_finished(self, sequence_id: int, request: SequenceRequest, totals: SequenceTotals, outcome: str) -> None:
         """A sequence ended; `outcome` is its finish reason, "cancelled", or an error's reason."""
 
     def on_speculation(self, active: bool) -> None:

@@ -245,7 +245,7 @@ class EngineLink(EngineFront, asyncio.Protocol):
     def _close(self, sequence_id: int, totals: SequenceTotals, outcome: str) -> None:
         request = self._forget(sequence_id)
         if request is not None and self._observer is not None:
-            self._observer.on_finished(request, totals, outcome)
+            self._observer.on_finished(sequence_id, request, totals, outcome)
 
     def _fail(self, reason: str) -> None:
         if self.failure is None:

@@ -14,16 +14,13 @@ import socket
 import threading
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from outrider.errors import OutriderError
 from outrider.processes.outbox import Outbox
 from outrider.runtime import configure_logging, settled
-from outrider.tree import TokenTree
 from outrider.wire.frames import DraftInfo
-from target_service.api.admission import ServedModel
 from target_service.config import TargetConfig
-from target_service.core.events import EngineSnapshot
 from target_service.core.sequence import (
     FinishReason,
     SequenceEvent,
@@ -32,7 +29,7 @@ from target_service.core.sequence import (
     SequenceTotals,
     StepStats,
 )
-from target_service.core.weights import UpdateDone, WeightsUpdated, WeightUpdate
+from target_service.core.weights import WeightsUpdated
 from target_service.engine_process.messages import (
     Cancel,
     CancelUpdate,
@@ -52,6 +49,10 @@ from target_service.engine_process.messages import (
 )
 from target_service.preflight import EngineRefused
 
+if TYPE_CHECKING:
+    from target_service.assembly import Assembled
+    from target_service.engine.engine import Engine
+
 logger = logging.getLogger(__name__)
 
 # Interval of heartbeats while the engine reports no steps, in seconds.
@@ -61,33 +62,6 @@ _FLUSH_SECONDS = 2.0
 _RECEIVE_BYTES = 1 << 16
 # Outcomes that events report already.
 _IN_EVENTS = frozenset(reason.value for reason in FinishReason)
-
-
-class HostedEngine(Protocol):
-    """The engine's interface for its process, see `target_service.engine.engine.Engine`."""
-
-    failure: BaseException | None
-    last_beat_ns: int
-
-    @property
-    def draft_info(self) -> DraftInfo | None: ...
-    def start(self, deliver: Callable[[list[SequenceEvent]], None]) -> None: ...
-    def submit(self, request: SequenceRequest, sequence_id: int | None = None) -> int: ...
-    def verify(self, sequence_id: int, tree: TokenTree) -> None: ...
-    def cancel(self, sequence_id: int) -> None: ...
-    def update_weights(self, update: WeightUpdate, done: UpdateDone, update_id: int | None = None) -> int: ...
-    def cancel_update(self, update_id: int) -> None: ...
-    def snapshot(self) -> EngineSnapshot: ...
-
-
-class Hosted(Protocol):
-    """An engine and the model it serves. `stop` fails the remaining sequences and frees everything."""
-
-    @property
-    def engine(self) -> HostedEngine: ...
-    @property
-    def served(self) -> ServedModel: ...
-    def stop(self) -> None: ...
 
 
 class Reporter:
@@ -100,24 +74,13 @@ class Reporter:
         self._steps: list[StepStats] = []
         self._ended: list[tuple[int, SequenceTotals, str]] = []
         self._switches: list[bool] = []
-        # By identity: the engine passes back the same request object.
-        self._ids: dict[int, int] = {}
-
-    def submitted(self, sequence_id: int, request: SequenceRequest) -> None:
-        """A request is about to be submitted."""
-        self._ids[id(request)] = sequence_id
-
-    def refused(self, request: SequenceRequest) -> None:
-        """The engine refused a request."""
-        del self._ids[id(request)]
 
     def on_step(self, stats: StepStats) -> None:
         with self._lock:
             self._steps.append(stats)
 
-    def on_finished(self, request: SequenceRequest, totals: SequenceTotals, outcome: str) -> None:
-        sequence_id = self._ids.pop(id(request), None)
-        if sequence_id is not None and outcome not in _IN_EVENTS:
+    def on_finished(self, sequence_id: int, _request: SequenceRequest, totals: SequenceTotals, outcome: str) -> None:
+        if outcome not in _IN_EVENTS:
             with self._lock:
                 self._ended.append((sequence_id, totals, outcome))
 
@@ -125,7 +88,7 @@ class Reporter:
         with self._lock:
             self._switches.append(active)
 
-    def report(self, engine: HostedEngine, events: list[SequenceEvent]) -> None:
+    def report(self, engine: Engine, events: list[SequenceEvent]) -> None:
         """Send what was collected, with a step's events. Never waits for the other process."""
         with self._lock:
             steps, ended, switches = self._steps, self._ended, self._switches
@@ -142,9 +105,9 @@ class EngineServer:
         self._outbox = Outbox(connection)
         self._reporter = Reporter(self._outbox)
         self._stopping = threading.Event()
-        self._engine: HostedEngine | None = None
+        self._engine: Engine | None = None
 
-    def run(self, config: TargetConfig, frames: Frames, build: Callable[[TargetConfig, Reporter], Hosted]) -> int:
+    def run(self, config: TargetConfig, frames: Frames, build: Callable[[TargetConfig, Reporter], Assembled]) -> int:
         """Build an engine and run it to its end. Returns the exit status."""
         threading.Thread(target=self._run_commands, args=(frames,), name="commands", daemon=True).start()
         try:
@@ -162,7 +125,7 @@ class EngineServer:
         self._outbox.flush(_FLUSH_SECONDS)
         return 0 if hosted.engine.failure is None else 1
 
-    def _serve(self, engine: HostedEngine) -> None:
+    def _serve(self, engine: Engine) -> None:
         engine.start(lambda events: self._reporter.report(engine, events))
         drafter: DraftInfo | None = None
         while engine.failure is None and not self._stopping.wait(_BEAT_SECONDS):
@@ -213,7 +176,7 @@ class EngineServer:
                 # The sequence has ended meanwhile, which a report will show.
                 logger.debug("a tree that came too late: %s", error.reason)
 
-    def _update(self, engine: HostedEngine, message: UpdateWeights) -> None:
+    def _update(self, engine: Engine, message: UpdateWeights) -> None:
         def done(result: WeightsUpdated | OutriderError) -> None:
             # First, so that the new version is reported before the update is done.
             self._reporter.report(engine, [])
@@ -225,16 +188,14 @@ class EngineServer:
         except OutriderError as error:
             done(error)
 
-    def _submit(self, engine: HostedEngine, message: Submit) -> None:
-        self._reporter.submitted(message.sequence_id, message.request)
+    def _submit(self, engine: Engine, message: Submit) -> None:
         try:
             engine.submit(message.request, message.sequence_id)
         except OutriderError as error:
-            self._reporter.refused(message.request)
             self._reporter.report(engine, [SequenceFailed(message.sequence_id, error)])
 
 
-def serve_engine(descriptor: int, build: Callable[[TargetConfig, Reporter], Hosted]) -> int:
+def serve_engine(descriptor: int, build: Callable[[TargetConfig, Reporter], Assembled]) -> int:
     """Run what `build` makes for the process at the other end of an inherited socket. Returns the exit status."""
     # Ctrl-C and a supervisor's SIGTERM reach every process of the group. The serving process needs its engine to drain;
     # this one ends after it.

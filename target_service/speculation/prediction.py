@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from itertools import pairwise
 
 from target_service.core.predicted_chain import PredictedChain
 
@@ -160,24 +161,23 @@ class PredictedAnswer:
     def _left_out(self, token: int) -> int | None:
         """The place after the next such token, as if the tokens before it had been left out."""
         assert self._left is not None
-        for place in range(self._left + 1, min(self._left + _NEAR, len(self.token_ids))):
-            if self.token_ids[place] == token:
-                return place + 1
-        return None
+        try:
+            return self.token_ids.index(token, self._left + 1, self._left + _NEAR) + 1
+        except ValueError:
+            return None
 
     def _run_at(self, end: int, length: int) -> int:
-        run = 0
-        while run < _LONGEST_RUN and run <= end and run < length:
-            if self.token_ids[end - run] != self.committed[length - 1 - run]:
-                break
+        """Length of the run that ends at `end` in the prediction, and at `length` in the sequence."""
+        longest, run = min(_LONGEST_RUN, end + 1, length), 0
+        while run < longest and self.token_ids[end - run] == self.committed[length - 1 - run]:
             run += 1
         return run
 
     def _pairs(self) -> dict[tuple[int, int], list[int]]:
         if self._ends_of_pairs is None:
             self._ends_of_pairs = {}
-            for end in range(1, len(self.token_ids)):
-                self._ends_of_pairs.setdefault((self.token_ids[end - 1], self.token_ids[end]), []).append(end)
+            for end, pair in enumerate(pairwise(self.token_ids), start=1):
+                self._ends_of_pairs.setdefault(pair, []).append(end)
         return self._ends_of_pairs
 
 

@@ -133,7 +133,7 @@ class PrometheusObserver:
         self._lookup_accepted.value += stats.chosen_accepted - stats.table_accepted
         self._expected.value += stats.expected_tokens
 
-    def on_finished(self, request: SequenceRequest, totals: SequenceTotals, outcome: str) -> None:
+    def on_finished(self, _sequence_id: int, request: SequenceRequest, totals: SequenceTotals, outcome: str) -> None:
         metrics, trace_id = self.metrics, sampled_trace_id(request.traceparent)
         metrics.counter("outrider_requests", outcome).add()
         metrics.counter("outrider_prompt_tokens").add(totals.prompt_tokens)

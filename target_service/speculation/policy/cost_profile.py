@@ -59,7 +59,6 @@ def _run(runner: ModelRunner, step: ForwardInput) -> None:
 
 
 def _step(runner: ModelRunner, pages: list[int], context: int, rows: int) -> ForwardInput:
-    parents = (0,) * rows
     return ForwardInput(
         token_ids=tuple(row % runner.vocabulary_size for row in range(rows)),
         positions=(context, *(context + 1 for _ in range(rows - 1))),
@@ -69,7 +68,7 @@ def _step(runner: ModelRunner, pages: list[int], context: int, rows: int) -> For
             prefix_lengths=(context,),
             pages=(tuple(pages[: runner.cache.pages_for(context + rows)]),),
             page_size=runner.cache.page_size,
-            parents=(parents if rows > 1 else None,),
+            parents=((0,) * rows if rows > 1 else None,),
         ),
         logit_rows=tuple(range(rows)),
     )

@@ -58,10 +58,11 @@ class _Followed:
     product: RunningMean = field(default_factory=_tokens)
 
     def compare(self, made: float, unaided: float) -> None:
-        pairs = ((self.made, made), (self.unaided, unaided), (self.product, made * unaided))
-        squares = ((self.made_squared, made * made), (self.unaided_squared, unaided * unaided))
-        for mean, value in (*pairs, *squares):
-            mean.observe(value)
+        self.made.observe(made)
+        self.unaided.observe(unaided)
+        self.made_squared.observe(made * made)
+        self.unaided_squared.observe(unaided * unaided)
+        self.product.observe(made * unaided)
 
     @property
     def ratio(self) -> float:
